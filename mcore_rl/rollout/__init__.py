@@ -1,1 +1,1 @@
-"""Sampling: prompts to the engines, responses and their rewards back."""
+"""Rollout: send prompts to the engines, and collect responses and rewards."""

@@ -1,11 +1,11 @@
-"""The samples that a step learns from: prompts, rollouts, rewards, and prompts drawn again.
+"""The samples that a step trains on: prompts, rollouts, rewards and replaced prompts.
 
 Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) keeps a prompt only if its responses differ
-in reward, as otherwise no response is better than another. A step draws as many prompts as are
-missing, again and again but no more often than `--rl-max-refills`; what is missing then is filled
-up with prompts that teach nothing, so that a step always has the same number of samples.
+in reward, since otherwise no response is better than another. A step keeps drawing the missing
+prompts, within `--rl-max-refills`. It fills remaining places with prompts that teach nothing, so
+every step has the same number of samples.
 
-A sample whose reward failed has none: it counts in no comparison, and nothing is learned from it.
+A sample whose reward failed has no reward: it enters no comparison and is not trained on.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ _LENGTHS = "lengths.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What all ranks know of a step's samples: the responses to one prompt stand together."""
+    """A step's samples as all ranks know them; the responses to one prompt are adjacent."""
 
     table: SampleTable
-    num_generated_tokens: int  # those of samples that were dropped, and of baselines, too
+    num_generated_tokens: int  # includes dropped samples and baselines
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Collector:
-    """Draws prompts, samples responses and has them scored. All methods are collective.
+    """Draws prompts, samples responses and has them scored. Methods are collective unless marked
+    local.
 
-    `position` counts the prompts drawn so far; a run that is resumed starts where it was. `lengths`
-    has the tokens of the longest response to each row of the file, the last time that it was drawn,
-    `[rows]` int32; -1 before.
+    `position` counts the prompts drawn so far; a resumed run starts at the saved position.
+    `lengths`, `[rows]` int32, holds the tokens of the longest response to each row of the file when
+    it was last drawn; -1 if never.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Collector:
         position: int,
         keeper: SampleKeeper,
     ) -> None:
-        """`keeper` is that of `workers`."""
+        """`keeper` must be the keeper of `workers`."""
         self._workers, self._prompts, self._config = workers, prompts, config
         self._recipe = config.recipe
         self._seed, self._timers, self._keeper = seed, timers, keeper
@@ -74,13 +75,13 @@ class Collector:
         self._num_calls = 0
 
     def collect(self, weight_version: int, when_few_are_left: Callable[[], object]) -> Collected:
-        """One step's samples; in rollout mode. `when_few_are_left` is passed to the engine."""
+        """Sample one step; in rollout mode. `when_few_are_left` is passed to the engine."""
         wanted = self._config.num_prompts_per_step
         recipe = self._recipe
         self._tally = Tally()
         self._step_began_at, self._lengths_before = self.position, self.lengths.copy()
         self._keeper.forget()
-        self._workers.draft_metrics()  # of what evaluations have sampled
+        self._workers.draft_metrics()  # discard the counts of evaluations
         at_a_time = self._config.groups_at_a_time
         if not recipe.dynamic_sampling:
             once = Wanted.of(wanted, oversample=at_a_time)
@@ -94,14 +95,14 @@ class Collector:
             missing = wanted - len(kept)
             again = Wanted(missing, min(missing, left), left)
             refills += again.started if kept or useless else 0
-            if self._workers.compares:  # while others are sampled, so that this is done once
+            if self._workers.compares:  # while others are sampled, so once is enough
                 again = Wanted.of(wanted, max_refills=recipe.max_refills, oversample=at_a_time)
-            # Else training is not called back early: whether others follow is not known then.
+            # Otherwise do not call training back early: more draws may follow.
             call_back = when_few_are_left if again.compares else None
             for group in self._groups(self._drawn(again, weight_version, call_back)):
                 (kept if _differ(group) else useless).append(group)
             if again.compares or not any(group.valid.any() for group in (*kept, *useless)):
-                break  # or every reward fails, which more of them would not mend
+                break  # or every reward fails; more draws would not help
         missing = max(0, wanted - len(kept))
         groups = kept + useless[:missing]
         for group in useless[missing:]:
@@ -116,15 +117,16 @@ class Collector:
         return self._collected(SampleTable.joined(groups), weight_version, metrics)
 
     def save(self, folder: Path) -> None:
-        """Write what decides the next steps beside the position. Collective by its caller."""
+        """Write the state, besides the position, that decides later steps. Collective by its
+        caller."""
         folder.mkdir(parents=True, exist_ok=True)
         self._workers.save_pending(folder)
         if dist.get_rank() == 0:
             save_file({"lengths": self.lengths}, folder / _LENGTHS)
 
     def restore(self, folder: Path) -> None:
-        """Go on from what a run over the same prompts has saved. Local. UsageError: a file holds
-        something else."""
+        """Resume from the state that a run over the same prompts saved. Local. UsageError: a file
+        holds something else."""
         if not folder.is_dir():
             return  # an earlier version wrote the checkpoint
         self.lengths[:] = lengths_in(folder / _LENGTHS, len(self.lengths))
@@ -133,7 +135,7 @@ class Collector:
         self._workers.load_pending(folder, self._prompt_of, num_responses)
 
     def undo(self) -> None:
-        """The last step will be done again: its prompts count as not drawn. Local."""
+        """Rewind the last step, which will be repeated: its prompts count as not drawn. Local."""
         self.position, self.lengths = self._step_began_at, self._lengths_before
         self._workers.undo()
 
@@ -160,7 +162,7 @@ class Collector:
     def _drawn(
         self, wanted: Wanted, weight_version: int, when_few_are_left: Callable[[], object] | None
     ) -> SampleTable:
-        """The responses to the next prompts, with their rewards."""
+        """Sample the responses to the next prompts, with their rewards."""
         config, recipe = self._config, self._recipe
         plan = GroupPlan(
             num_samples=recipe.num_samples_per_prompt,
@@ -201,9 +203,9 @@ class Collector:
         self._timers.move(seconds, "reward", "rollout")
 
     def _longest_first(self, count: int) -> tuple[int, ...]:
-        """The next so many draws, those first whose prompts had the longest responses when they
-        were drawn before: what begins last is then short. The others are taken to be as long as
-        those in the mean, and stay in their order."""
+        """Order the next `count` draws by the length of the previous responses to their prompts,
+        longest first, so that the responses that begin last are short. Draws without a known length
+        count as the mean and keep their order."""
         rows = self._prompts.rows[self._places(self.position, count)]
         lengths = self.lengths[rows].astype(np.float64)
         is_known = lengths >= 0
@@ -221,7 +223,7 @@ class Collector:
 
 
 def lengths_in(path: Path, num_rows: int) -> np.ndarray:
-    """`[num_rows]` int32, as `Collector.save` writes them; -1 is not known. Raises UsageError."""
+    """Read `[num_rows]` int32 as `Collector.save` writes it; -1 is unknown. Raises UsageError."""
     what = f"lengths of responses to {num_rows} prompts"
     try:
         found = load_file(path)["lengths"]
@@ -233,11 +235,10 @@ def lengths_in(path: Path, num_rows: int) -> np.ndarray:
 
 
 def _of_first_finished(table: SampleTable, tally: Tally) -> dict[str, float]:
-    """How many groups a step has begun and dropped, and how much longer than all responses in hand
-    those are that it took, in tokens.
+    """Return the groups that a step has started and dropped, and the length bias of those it took:
+    their mean length minus that of all responses, in tokens.
 
-    What was left had not come to its end, so that the difference in length is the least that it
-    may be: in the mean of all that was begun a response left counts as long as it was then.
+    Responses left behind count with their length so far, so the true bias is at least as large.
     """
     taken = float(table.response_lengths.mean())
     every = (table.response_lengths.sum() + tally.left_tokens) / (len(table) + tally.left_samples)

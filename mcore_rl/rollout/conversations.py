@@ -1,7 +1,7 @@
-"""The environments of a TP group's samples, and what they say between two turns.
+"""The environments of a TP group's samples, between two turns.
 
-While one is at work its sample has no request in the engine, which goes on with others. What it
-says is tokenised here and goes to the other ranks of the TP group with the next request.
+While an environment works, its sample has no request in the engine, which continues with others. An
+observation is tokenized here and reaches the other ranks of the TP group with the next request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mcore_rl.hybrid_engine.vllm.generation import Completion
 from mcore_rl.rewards.worker import Outcome
 
 _TOO_LONG = "began with too much"
-_MOMENTS_PER_STEP = 32  # so that one in vain costs the engine 3 % of its time
+_MOMENTS_PER_STEP = 32  # a futile wait costs the engine 3 % of its time
 
 
 @dataclass(slots=True)
@@ -31,13 +31,13 @@ class _Episode:
     rollout: Rollout
     ticket: int
     num_turns: int = 0
-    turn_tokens: list[int] = field(default_factory=list)  # of the turn, as generated
-    finish_reason: str = "stop"  # of the turn
+    turn_tokens: list[int] = field(default_factory=list)  # of the last turn, as generated
+    finish_reason: str = "stop"  # of the last turn
 
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """A sample goes on: from its response so far and what it has observed."""
+    """The continuation of a sample: its response so far and its new observation."""
 
     number: int
     so_far: Rollout
@@ -46,7 +46,7 @@ class Next:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """A sample has ended; `outcome` is what its environment has paid for all of it."""
+    """The end of a sample; `outcome` is its environment's reward for all turns."""
 
     number: int
     rollout: Rollout
@@ -54,7 +54,7 @@ class Over:
 
 
 class Conversations:
-    """Episodes by the number of their sample. Used by one thread.
+    """Episodes by the number of their sample. Not thread-safe.
 
     Each `start` and each `turn` is followed by one event.
     """
@@ -68,9 +68,9 @@ class Conversations:
         max_tokens: int,
         waits: bool = False,
     ) -> None:
-        """`max_tokens` are those of a response, turns and observations together. `waits`: events
-        come once there are all that will, by number, so that no environment's speed decides what
-        the engine samples beside what."""
+        """`max_tokens` bounds a response: its turns and observations together. `waits`: events are
+        returned only once all of them have arrived, ordered by number, so that no environment's
+        speed decides which requests the engine batches together."""
         self._pool, self._tokens, self._spec = EnvironmentPool.of(spec), tokens, spec
         self._max_prompt_tokens, self._max_tokens = max_prompt_tokens, max_tokens
         self._waits = waits
@@ -79,21 +79,22 @@ class Conversations:
 
     @property
     def num_open(self) -> int:
-        """Samples that have not ended."""
+        """The number of samples that have not ended."""
         return len(self._episodes)
 
     def has_room(self, count: int) -> bool:
-        """Whether so many more may be open; one group always may."""
+        """Return whether `count` more may be open; one group always may."""
         return not self._episodes or len(self._episodes) + count <= self._spec.max_open
 
     def start(self, number: int, so_far: Rollout, seed: int) -> None:
-        """Have an environment made for a sample, of which there is no token yet."""
+        """Create an environment for a sample that has no token yet."""
         ticket = self._pool.start(so_far.prompt, seed)
         self._episodes[number] = _Episode(so_far, ticket)
         self._numbers[ticket] = number
 
     def turn(self, completion: Completion, rollout: Rollout, text: str) -> None:
-        """A turn has been generated; `rollout` is the response with it, `text` that of the turn."""
+        """Pass a generated turn to its environment. `rollout` is the response including the turn;
+        `text` is the turn's text."""
         episode = self._episodes[completion.number]
         episode.rollout, episode.num_turns = rollout, episode.num_turns + 1
         episode.turn_tokens = completion.token_ids.tolist()
@@ -107,11 +108,12 @@ class Conversations:
         self._pool.step(episode.ticket, response)
 
     def events(self, num_running: int = 0, step_seconds: float = 0.0) -> list[Next | Over]:
-        """What has come since the last call, and what comes at once.
+        """Return the events since the last call, and those that arrive shortly.
 
         Quick environments answer a moment apart, and a step of the engine takes about as long with
-        few sequences as with many. So it is worth waiting as long as more answers come than the
-        engine would sample tokens: `num_running` and those that have come, in `step_seconds`.
+        few sequences as with many. It is therefore worth waiting as long as more answers arrive
+        than the engine would sample tokens: in `step_seconds` it samples one for each of
+        `num_running` and of the answers so far.
         """
         if self._waits:
             return self._all()
@@ -147,7 +149,7 @@ class Conversations:
         return found
 
     def end(self, numbers: Iterable[int]) -> None:
-        """No more is wanted of these samples; others that are not open are passed over."""
+        """End these samples; numbers that are not open are ignored."""
         tickets = [self._episodes.pop(n).ticket for n in numbers if n in self._episodes]
         for ticket in tickets:
             del self._numbers[ticket]
@@ -185,7 +187,7 @@ class Conversations:
             return self._over(number, episode, observed)
         left = self._max_tokens - len(rollout.response_token_ids) - len(observed)
         if left < 1 or episode.num_turns >= self._spec.max_turns:
-            episode.finish_reason = "length"  # it would have gone on
+            episode.finish_reason = "length"  # it would have continued
             return self._over(number, episode)
         return Next(number, rollout, observed)
 
@@ -203,7 +205,7 @@ class Conversations:
 
 
 def turns_of(rollout: Rollout) -> Sequence[np.ndarray]:
-    """The token ids of each turn, as it was generated, without what was observed."""
+    """Return the token ids of each generated turn, without the observations."""
     ids, generated = rollout.response_token_ids, rollout.is_generated
     if generated is None:
         return [ids]

@@ -1,21 +1,19 @@
-"""Who samples which prompt, decided while engines run, and which groups a step takes.
+"""Dynamic assignment of draws to engines, and the choice of the groups that a step takes.
 
-The draws of a step are numbered from 0. Without dynamic sampling there are as many as groups are
-started. With it (DAPO, arXiv 2503.14476, section 3.2) a group whose responses are all worth the
-same allows one draw more, up to a limit: the draws of a step are the fewest that hold enough groups
-with a difference, whoever sampled them and whenever they were done.
+The draws of a step are numbered from 0. Without dynamic sampling there is one per started group.
+With it (DAPO, arXiv 2503.14476, section 3.2) a group whose responses all have the same reward
+allows one more draw, up to a limit. A step uses the fewest draws that contain enough groups with a
+difference, whoever sampled them and whenever they finished.
 
-The TP groups of all engines begin with a share of the draws, dealt in turn, and go on with a
-counter, each as it has room: the one that asks first would take all that it has room for. Which of
-them gets a draw of the counter's depends on their speed. The tokens of its samples do not, but for
-what kernels make of batches of another size; where that must not differ either, all draws are dealt
-in turn.
+Each TP group begins with a share of the draws, assigned round-robin, so that the first to ask does
+not take everything it has room for. Later draws come from a counter, as each TP group has room, so
+their assignment depends on speed. The tokens of the samples do not, except where kernels give other
+bits for batches of another size; where that must not happen, all draws are assigned round-robin.
 
-Where more groups are started than a step takes, it takes those that finish first: they are counted
-as they do. Groups that must end in the step are taken before these, unless they are compared and do
-not differ: then their places are open again. Which groups finish first depends on the speed of the
-engines, too, as it does of rewards when a group is replaced; where it must not, each TP group takes
-its share of them.
+If more groups are started than a step takes, it takes those that finish first, and counts them as
+they do. Groups that must end in the step come before these, unless they are compared and do not
+differ: then their places reopen. Which groups finish first also depends on the speed of engines, as
+replacement depends on the speed of rewards; where it must not, each TP group takes its own share.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 """
@@ -30,14 +28,14 @@ from typing import Protocol
 
 
 class Counters(Protocol):
-    """Numbers that several add to, as `torch.distributed.Store`'s."""
+    """Shared counters, like those of `torch.distributed.Store`."""
 
     def add(self, key: str, amount: int) -> int:
-        """The sum with it, of 0 at first."""
+        """Add `amount` to a counter that starts at 0, and return the sum."""
 
 
 class LocalCounters:
-    """Counters of a single engine."""
+    """The counters of a single engine."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -49,25 +47,25 @@ class LocalCounters:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """How many groups a step is to take, and how many prompts it may draw for them."""
+    """The groups that a step takes, and the prompts that it may draw for them."""
 
-    groups: int  # for which places are open
-    started: int  # groups that are drawn in any case
-    most: int  # draws in all
-    compares: bool = False  # a group without a difference is replaced by another
-    takes_first: bool = False  # what has not finished when enough have is not waited for
-    pending: int = 0  # groups of earlier steps that are sampled, too
-    reserved: int = 0  # of these, those that must end in the step, and have places of their own
+    groups: int  # number of open places
+    started: int  # groups drawn in any case
+    most: int  # maximum number of draws
+    compares: bool = False  # a group without a difference is replaced
+    takes_first: bool = False  # once enough groups have finished, the others are not waited for
+    pending: int = 0  # groups of earlier steps that are sampled as well
+    reserved: int = 0  # of `pending`, those that must end in the step, with places of their own
 
     @classmethod
     def of(cls, groups: int, *, max_refills: int | None = None, oversample: float = 1.0) -> Wanted:
-        """`max_refills`, in steps' worth of draws; None: groups are kept whatever they teach."""
+        """`max_refills` counts in steps' worth of draws; None keeps every group."""
         started = math.ceil(groups * oversample)
         most = started + groups * (max_refills or 0)
         return cls(groups, started, most, max_refills is not None, started > groups)
 
     def share(self, part: int, num_parts: int) -> Wanted:
-        """What one of so many is to take of it, and may draw."""
+        """Return the groups and draws of part `part` of `num_parts`."""
 
         def of(number: int) -> int:
             return number // num_parts + (part < number % num_parts)
@@ -77,8 +75,8 @@ class Wanted:
         )
 
     def beside(self, *, pending: int, reserved: int) -> Wanted:
-        """What is left to be drawn beside so many groups that have been, and of places, as so many
-        of them must end in the step."""
+        """Return the draws that remain next to `pending` groups, and the places that remain when
+        `reserved` of these must end in the step."""
         return dataclasses.replace(
             self,
             groups=max(0, self.groups - reserved),
@@ -91,7 +89,7 @@ class Wanted:
 
 
 class Deal:
-    """What one TP group gets of a step's draws; on its first rank."""
+    """One TP group's assignment of a step's draws; on its first rank."""
 
     def __init__(
         self,
@@ -103,26 +101,26 @@ class Deal:
         num_in_turn: int | None = 0,
         numbering: tuple[int, int] = (0, 1),
     ) -> None:
-        """`key` is the step's own. `turn` (i, g): the first `num_in_turn` draws of this TP group
-        are i, i + g, i + 2g and so on; None: all of them. After so many for each of the g, whoever
-        has room gets the next. `numbering` (i, g): what this deal counts as 0, 1, 2 are draws i,
-        i + g, i + 2g of the step, those of others it does not count."""
+        """`key` is unique to the step. With `turn` (i, g) the first `num_in_turn` draws of this TP
+        group are i, i + g, i + 2g and so on; None: all of them. Once each of the g has had that
+        many, whoever has room gets the next. With `numbering` (i, g) the numbers 0, 1, 2 of this
+        deal are draws i, i + g, i + 2g of the step; other draws are not counted here."""
         self._wanted, self._counters, self._key = wanted, counters, key
         self._turn, self._num_in_turn = turn, num_in_turn
         self._next: int | None = None
         self._first, self._stride = numbering
-        self.last = -1  # the highest that was given here
+        self.last = -1  # the highest draw given here
         self.num_given = 0
-        self.num_refills = 0  # of these, beyond what is drawn in any case
+        self.num_refills = 0  # of these, replacements
         self.is_over = False  # no more will be given here
 
     @property
     def takes_first(self) -> bool:
-        """Whether what has not finished when enough have is not waited for."""
+        """Whether groups are not waited for once enough have finished."""
         return self._wanted.takes_first
 
     def next(self) -> int | None:
-        """A draw that is to be sampled here; None: not now, or with `is_over` never."""
+        """Return a draw to sample here; None: not now, or, with `is_over`, never again."""
         if not self.is_over and self._wanted.takes_first:
             self.is_over = self.has_enough()
         if self.is_over:
@@ -141,10 +139,10 @@ class Deal:
     def finished(
         self, *, differs: bool = True, is_valid: bool = True, is_reserved: bool = False
     ) -> int:
-        """A group has all its responses, and where groups are compared all its rewards; whether one
-        of them is other than the others, and whether there is any. Returns its rank: the step takes
-        it if that is at most `places`, once nothing `is_undecided`. One that does not differ has
-        rank 0, to fill up with, and so has a reserved one."""
+        """Record a group with all its responses and, where groups are compared, all its rewards.
+        `differs`: its rewards differ; `is_valid`: it has a valid reward. Return its rank: the step
+        takes the group if the rank is at most `places` once nothing `is_undecided`. Rank 0 marks a
+        group to fill up with (no difference) and a reserved group."""
         wanted = self._wanted
         if is_reserved and not wanted.compares:
             return 0
@@ -155,9 +153,7 @@ class Deal:
         if wanted.compares and not differs:
             self._add("useless", 1)
             if is_reserved:
-                self._add(
-                    "released", 1
-                )  # before "settled", so that `has_enough` is never too early
+                self._add("released", 1)  # before "settled": `has_enough` is never too early
         if is_reserved:
             self._add("settled", 1)
         if is_reserved or (wanted.compares and not differs):
@@ -166,7 +162,7 @@ class Deal:
 
     @property
     def places(self) -> int:
-        """For groups that are not reserved, as far as is known."""
+        """Places for groups that are not reserved, as far as is known."""
         wanted = self._wanted
         if not wanted.compares or not wanted.reserved:
             return wanted.groups
@@ -178,13 +174,13 @@ class Deal:
         return self._num_unsettled() > 0 and not self._add("failed", 0)
 
     def has_enough(self) -> bool:
-        """Whether all groups that are wanted have finished, whatever becomes of reserved ones: what
-        else still runs comes too late."""
+        """Return whether all wanted groups have finished, whatever happens to reserved ones;
+        anything still running is too late."""
         unsettled = self._num_unsettled()
         return self._add("kept", 0) >= self.places + unsettled
 
     def fail(self) -> None:
-        """The step has failed here: nobody waits for what this TP group had in hand."""
+        """Mark the step as failed here: nobody waits for this TP group's draws."""
         self._add("failed", 1)
 
     def _num_unsettled(self) -> int:
@@ -201,12 +197,12 @@ class Deal:
 
     def _allowed(self) -> int:
         wanted = self._wanted
-        # Where every reward fails more of them would not mend it.
+        # If every reward fails, more draws would not help.
         replaced = self._add("useless", 0) if wanted.compares and self._add("valid", 0) else 0
         return min(wanted.started + replaced, wanted.most)
 
     def _is_decided(self, draw: int) -> bool:
-        """Whether a draw that is not allowed will never be."""
+        """Return whether a draw that is not allowed now never will be."""
         wanted = self._wanted
         if not wanted.compares or draw >= wanted.most or self.has_enough():
             return True

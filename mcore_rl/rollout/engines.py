@@ -1,8 +1,9 @@
-"""Rollouts over all engines of the world: who samples which prompt, and what all ranks hear of it.
+"""Rollouts over all engines: who samples which prompt, and which facts all ranks share.
 
-The TP groups of the engines (an engine with data-parallel ranks of its own has several) draw groups
-as they have room; all ranks of one generate alike; the first rank of each has its samples scored as
-they end; then everybody hears of all samples, in the order of the draws, without their tokens.
+The TP groups of the engines draw groups as they have room. An engine with its own data-parallel
+ranks has several TP groups. All ranks of a TP group generate the same tokens; its first rank has
+the samples scored as they end. Then all ranks gather a table of all samples, in the order of the
+draws and without their tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutWorkers:
-    """This rank's part in sampling and scoring. All methods but `close` are collective."""
+    """This rank's part in sampling and scoring. All methods except `close` are collective unless
+    marked local."""
 
     def __init__(
         self,
@@ -54,8 +56,8 @@ class RolloutWorkers:
         reward_model: Callable[[SampleKeeper, SampleTable], list[Outcome]] | None = None,
         conversations: Callable[[], Conversations] | None = None,
     ) -> None:
-        """`keeper` gets what is sampled; `reward_model` scores what it keeps, collectively;
-        `conversations` makes those of a TP group, where samples have environments."""
+        """`keeper` stores the samples; `reward_model` scores them, collectively; `conversations`
+        creates a TP group's conversations, where samples have environments."""
         self._engine, self._layout, self._config = engine, layout, config
         self._rank = dist.get_rank()
         self._scores = layout.tp_rank(self._rank) == 0
@@ -64,25 +66,25 @@ class RolloutWorkers:
         self._converses = conversations is not None
         self._conversations = conversations() if conversations and self._scores else None
         self._reward_model, self._keeper = reward_model, keeper
-        # What this TP group's engine goes on with in the next step, the same on all of its ranks.
+        # Groups that this TP group's engine resumes in the next step; the same on all its ranks.
         self.pending: list[OpenGroup] = []
         self._pending_before = self.pending
         self._counters: Counters = LocalCounters()
         if layout.num_tp_groups > 1:
-            # The store outlives a job that torchrun starts again.
+            # The store outlives a job that torchrun restarts.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.distributed_c10d._get_default_store()
             self._counters = dist.PrefixStore(f"mcore_rl/deal/{attempt}", store)
 
     @property
     def compares(self) -> bool:
-        """Whether groups can be compared while others are sampled: all their rewards come then."""
+        """Whether groups can be compared while others are sampled: every reward exists by then."""
         return self._reward_model is None
 
     def draft_metrics(self) -> dict[str, float]:
-        """What became of drafts in all engines since the last call; none without --rl-speculate.
+        """Return the draft counts of all engines since the last call; empty without --rl-speculate.
 
-        Ranks of one TP group count the same, one of them for all.
+        Ranks of one TP group count the same, so only its first rank contributes.
         """
         if self._config.speculate == OFF:
             return {}
@@ -101,11 +103,11 @@ class RolloutWorkers:
         order_of: Callable[[int], tuple[int, ...]] | None = None,
         when_few_are_left: Callable[[], object] | None = None,
     ) -> Groups:
-        """This TP group's part of a step's groups, on their way to their rewards; in rollout mode.
+        """Sample this TP group's part of a step's groups and start their rewards; in rollout mode.
 
-        `prompt_of` gives the prompt of each of the run's draws; `key` is of this call alone, and
-        the same on all ranks. `differs` is asked of groups where `wanted` compares them. `order_of`
-        gives `GroupPlan.order` of the step's first draws, as many as it is asked for.
+        `prompt_of` returns the prompt of one of the run's draws. `key` is unique to this call and
+        the same on all ranks. `differs` tests groups where `wanted` compares them. `order_of`
+        returns `GroupPlan.order` for the given number of first draws.
         """
         plan = dataclasses.replace(
             plan,
@@ -115,7 +117,7 @@ class RolloutWorkers:
         )
         group, num_groups = self._layout.tp_group_index(self._rank), self._layout.num_tp_groups
         counters, numbering = self._counters, (0, 1)
-        # Where rewards, or who finishes first, decide what is drawn when, and beside what.
+        # Rewards, or the order of finishing, decide which draws are batched together, and when.
         decides = plan.keeps or wanted.takes_first or differs is not None
         shares = self._config.deterministic and decides
         if shares:
@@ -131,10 +133,10 @@ class RolloutWorkers:
             wanted, reserved, most_pending = self._beside_pending(plan, wanted, alone=shares)
         in_turn = self._in_turn(wanted, plan.size, num_groups, most_pending)
         share = math.ceil((wanted.pending + wanted.started) / num_groups)
-        # A group without a share asks the deal once as well, which ends its stream.
+        # A group without a share also asks the deal once, which ends its stream.
         num_groups_at_once = max(1, share, len(pending))
         at_once = min(self._engine.config.max_num_seqs, num_groups_at_once * plan.size)
-        if order_of is not None and not shares:  # else each deals by a numbering of its own
+        if order_of is not None and not shares:  # else each TP group has its own numbering
             plan = dataclasses.replace(plan, order=order_of(wanted.started))
         groups = Groups(
             self._engine,
@@ -163,15 +165,16 @@ class RolloutWorkers:
         return groups
 
     def _in_turn(self, wanted: Wanted, size: int, num_groups: int, most_pending: int) -> int:
-        """How many groups every TP group begins with beside those that are pending, as all of them
-        begin now: no more than its share."""
+        """Count the new groups that every TP group begins with, next to its pending groups, which
+        all begin now: at most its share."""
         room, share = self._engine.config.max_num_seqs, wanted.pending + wanted.started
         in_turn = min(room // size, share // num_groups) - most_pending
         return min(max(0, in_turn), wanted.started // num_groups)
 
     def _drop_stale(self, plan: GroupPlan) -> list[OpenGroup]:
-        """Forget pending groups that are too old to go on, and return them. Where groups end in the
-        step in which they reach the limit (`finish`), that are those for which it had no place."""
+        """Drop pending groups that are too old to resume, and return them. With `finish`, groups
+        end in the step in which they reach the limit, so these are the groups for which it had no
+        place."""
         limit = self._config.staleness_limit
         stale = [group for group in self.pending if self._age(plan, group) > limit]
         self.pending = [group for group in self.pending if self._age(plan, group) <= limit]
@@ -180,8 +183,8 @@ class RolloutWorkers:
     def _beside_pending(
         self, plan: GroupPlan, wanted: Wanted, *, alone: bool
     ) -> tuple[Wanted, frozenset[int], int]:
-        """What is to be drawn beside pending groups, which of these must end in this step, and how
-        many a TP group has at most."""
+        """Return the draws wanted next to the pending groups, the pending draws that must end in
+        this step, and the largest number of pending groups in a TP group."""
         mine = [(-self._age(plan, group), group.draw) for group in self.pending]
         told = [mine] if alone else objects.all_gather(mine if self._scores else [])
         everyone = sorted(each for part in told for each in part)
@@ -193,19 +196,19 @@ class RolloutWorkers:
         return wanted, reserved, max(len(part) for part in told)
 
     def _age(self, plan: GroupPlan, group: OpenGroup) -> int:
-        """Versions between the oldest token of a group and the present weights."""
+        """Count the versions between a group's oldest token and the current weights."""
         oldest = group.oldest_version
         return 0 if oldest is None else plan.weight_version - oldest
 
     def save_pending(self, folder: Path) -> None:
-        """Write what goes on in the next step. Local."""
+        """Write the groups that resume in the next step. Local."""
         if self._scores and self._config.keeps_unfinished:
             write_groups(self.pending, folder, self._layout.tp_group_index(self._rank))
 
     def load_pending(
         self, folder: Path, prompt_of: Callable[[int], Prompt], num_responses: int
     ) -> None:
-        """Go on with what a run has left there, if it sampled as this one does. Local."""
+        """Load a run's unfinished groups, if it had as many responses per prompt. Local."""
         found = read_groups(
             folder,
             prompt_of,
@@ -224,18 +227,19 @@ class RolloutWorkers:
         self.pending = fitting
 
     def undo(self) -> None:
-        """The last step will be done again: what was pending before it is pending. Local."""
+        """Restore the groups that were pending before the last step, which will be repeated.
+        Local."""
         self.pending = self._pending_before
 
     def settle(
         self, groups: Groups, waited: Callable[[float], object]
     ) -> tuple[SampleTable, Tally]:
-        """Wait for the rewards that are left: the table of all TP groups' samples that the step
-        takes, in the order of the draws, and what all have done. The samples stay here, with the
+        """Wait for the remaining rewards. Return the table of the samples that the step takes from
+        all TP groups, in the order of the draws, and the total counts. The samples stay with the
         keeper.
 
-        `waited` hears for how many seconds this rank stood still because others were still
-        sampling: beyond what the slowest was rewarded for.
+        `waited` receives the seconds that this rank idled while others were still sampling, beyond
+        the time that the slowest spent on rewards.
         """
         started = time.perf_counter()
         plan, tally, verdict = groups.plan, Tally(), None
@@ -245,7 +249,7 @@ class RolloutWorkers:
         taken, pending = groups.parted(self._engine.of_first_rank(verdict))
         if plan.keeps:
             self.pending = pending
-        # Greedy responses last: what learns is the samples.
+        # Greedy responses last: only the samples are trained on.
         places = [(group, index) for index in range(plan.size) for group in taken]
         places.sort(key=lambda place: (plan.is_greedy(place[1]), place[0].draw))
         rollouts = [group.rollouts[index] for group, index in places]
@@ -276,7 +280,8 @@ class RolloutWorkers:
         tally: Tally | None = None,
         waited: Callable[[float], object] = lambda seconds: None,
     ) -> tuple[SampleTable, Tally]:
-        """The table of all groups' samples; behind so many of them are greedy responses."""
+        """Return the table of all groups' samples; greedy responses follow the `num_samples`
+        others."""
         tally = tally or Tally()
         first = self._keeper.keep([ScoredRollout(each, reward=0.0) for each in rollouts])
         if self._reward_model is not None:
@@ -302,7 +307,7 @@ class RolloutWorkers:
         tally: Tally,
         waited: Callable[[float], object],
     ) -> tuple[SampleTable, Tally]:
-        """The tables of all groups, of which one rank each tells, and what all have done."""
+        """Join the tables of all TP groups, each contributed by one rank, and sum their counts."""
         started = time.perf_counter()
         told = mine if self._scores else None
         answers = objects.all_gather((told, error, seconds, tally, self._keeper.digest()))

@@ -1,9 +1,9 @@
-"""Groups of responses, one to each prompt that is drawn, from the draw to their rewards.
+"""Groups of responses, one per drawn prompt, from the draw to the rewards.
 
-A conductor of `stream`: draws prompts as its engine has room, hands each response to the rewards as
-soon as it ends, and tells the deal what became of a group. Where a step takes the groups that
-finish first, what still runs then is stopped: it is dropped, or goes on in a later step from the
-tokens that it has.
+`Groups` is a conductor of `stream`. It draws prompts when its engine has room, passes each response
+to the rewards as soon as it ends, and reports completed groups to the `Deal`. A step that takes the
+groups that finish first stops the others. A stopped group is dropped, or resumes in a later step
+from its tokens.
 """
 
 from __future__ import annotations
@@ -40,43 +40,43 @@ Differs = Callable[[Sequence[ScoredRollout]], bool]
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """How every prompt of a step is answered."""
+    """The settings for every response of a step."""
 
     num_samples: int
     sampling: Sampling
     max_tokens: int
     seed: int  # of the run
-    first_draw: int  # what the run has drawn before this step
+    first_draw: int  # draws of the run before this step
     weight_version: int
     with_routes: bool = False
-    with_greedy: bool = False  # one more response, at temperature 0
-    keeps: bool = False  # what is stopped goes on in a later step
-    order: tuple[int, ...] = ()  # of the step's first draws; the others as they are counted
-    converses: bool = False  # samples have environments, and several turns
-    max_turn_tokens: int | None = None  # None: what is left of `max_tokens`
-    keeps_kv: bool = False  # of what goes on after an update
+    with_greedy: bool = False  # adds a response at temperature 0
+    keeps: bool = False  # stopped responses resume in a later step
+    order: tuple[int, ...] = ()  # of the step's first draws; later draws keep their order
+    converses: bool = False  # samples have environments and several turns
+    max_turn_tokens: int | None = None  # None: the rest of `max_tokens`
+    keeps_kv: bool = False  # KV cache of resumed responses outlives an update
 
     @property
     def size(self) -> int:
-        """Responses to a prompt."""
+        """Responses per prompt."""
         return self.num_samples + self.with_greedy
 
     def is_greedy(self, number: int) -> bool:
-        """Whether a request of this number is the one at temperature 0."""
+        """Return whether the request with this number samples at temperature 0."""
         return number % self.size >= self.num_samples
 
     def draw(self, count: int) -> int:
-        """The run's number of the draw that the step counts as `count`."""
+        """Convert the step's draw number `count` into the run's."""
         return self.first_draw + (self.order[count] if count < len(self.order) else count)
 
     def seed_of_sample(self, draw: int, index: int) -> int:
-        """It depends on the run's seed, the draw and the place: not on step nor engine."""
+        """Derive a seed from the run's seed, draw and index, independent of step and engine."""
         return seed_of(seed_of(self.seed, "draw", draw), index)
 
     def request(self, draw: int, so_far: Rollout, observed: np.ndarray = _NOTHING) -> Request:
-        """To begin a response, or to go on with it, behind what was observed.
+        """Build the request that begins a response, or continues it after `observed`.
 
-        Its random stream is the sample's, of its own for each number of tokens that there are.
+        Each sample has its own random stream per number of tokens so far.
         """
         index = so_far.sample_index
         num_tokens = len(so_far.response_token_ids) + len(observed)
@@ -99,14 +99,14 @@ class GroupPlan:
         )
 
     def _cache_name(self, so_far: Rollout) -> str:
-        """The version that a response was begun with: what goes on finds its own keys and values,
-        and nothing that begins finds those of earlier weights."""
+        """Name the KV cache by the version that a response began with. A resumed response finds its
+        own keys and values; a new response finds none of earlier weights."""
         oldest = so_far.oldest_version if len(so_far.response_token_ids) else self.weight_version
         return f"version {oldest}"
 
 
 def _num_generated_last(rollout: Rollout) -> int:
-    """Tokens at the end of a response that were sampled."""
+    """Count the sampled tokens at the end of a response."""
     if rollout.is_generated is None:
         return len(rollout.response_token_ids)
     others = np.flatnonzero(~rollout.is_generated)
@@ -115,27 +115,27 @@ def _num_generated_last(rollout: Rollout) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of a TP group's groups; told by its first rank to the others."""
+    """The outcome of a TP group's groups, broadcast by its first rank."""
 
     taken: tuple[int, ...] = ()  # draws that the step takes, or may fill up with
-    pending: tuple[int, ...] = ()  # that go on in a later step
-    # What environments have paid, by draw and place.
+    pending: tuple[int, ...] = ()  # draws that resume in a later step
+    # Rewards of environments, by draw and index.
     turns: Mapping[tuple[int, int], tuple[TurnReward, ...]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Tally:
-    """What one TP group, or all of them, have done in a step."""
+    """The counts of a step, of one TP group or summed over all."""
 
-    num_draws: int = 0  # of the step, counted from its first
+    num_draws: int = 0  # counted from the step's first draw
     started: int = 0
-    refills: int = 0  # of these, in the place of groups that do not differ
-    stale: int = 0  # of those before, dropped at once for their age
-    dropped: int = 0  # these and others
+    refills: int = 0  # among `started`, replacing groups without a difference
+    stale: int = 0  # pending groups dropped at once because of their age
+    dropped: int = 0  # including `stale`
     pending: int = 0
     generated_tokens: int = 0
-    left_samples: int = 0  # of groups that were dropped or are pending
-    left_tokens: int = 0  # of these so far
+    left_samples: int = 0  # of dropped or pending groups
+    left_tokens: int = 0  # their tokens so far
 
     def __add__(self, other: Tally) -> Tally:
         counts = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
@@ -143,10 +143,9 @@ class Tally:
 
 
 class Groups:
-    """Conducts an engine through its part of a step's draws, and of what earlier steps have left.
+    """The conductor of an engine's part of a step's draws and of pending groups.
 
-    `open` has the groups by their draw; `error` what the rewards have raised, which is to be told
-    to all ranks.
+    `open` maps draws to groups. `error` holds an exception of the rewards until all ranks raise it.
     """
 
     def __init__(
@@ -165,12 +164,13 @@ class Groups:
         waits: bool = False,
         conversations: Conversations | None = None,
     ) -> None:
-        """`prompt_of` gives the prompt of a draw of the run, on every rank. `deal`, `rewards` and
-        `conversations` are there on the first rank of a TP group. `differs` says of a group what
-        the deal wants to know; None: nothing. `at_once` responses are sampled at a time. Of
-        `pending` the draws in `reserved` are sampled to their end and taken, if they differ where
-        groups are compared; the `stale` others have been dropped. `waits`: no step of the engine
-        before all that has ended is rewarded, so that the rewards' speed decides nothing."""
+        """`prompt_of` returns the prompt of one of the run's draws, on every rank. Only the first
+        rank of a TP group has `deal`, `rewards` and `conversations`. `differs` tests a group for
+        the deal; None skips the test. At most `at_once` responses are sampled concurrently. Of
+        `pending`, the draws in `reserved` are sampled to their end and taken; where groups are
+        compared, only if they differ. `stale` groups have been dropped already. With `waits` the
+        engine takes no step until all finished responses are rewarded, so the speed of rewards
+        decides nothing."""
         self.plan = plan
         self._engine, self._prompt_of = engine, cache(prompt_of)
         self._deal, self._rewards, self._differs = deal, rewards, differs
@@ -183,10 +183,10 @@ class Groups:
             left_samples=len(stale) * plan.num_samples,
             left_tokens=sum(group.num_tokens(plan.num_samples) for group in stale),
         )
-        self._tickets: dict[int, int] = {}  # of the rewards -> request
-        self._ranks: dict[int, int] = {}  # of groups that have finished, by draw
+        self._tickets: dict[int, int] = {}  # ticket of a reward -> request
+        self._ranks: dict[int, int] = {}  # order in which groups finished, by draw
         self._running: set[int] = set()
-        self._starting: set[int] = set()  # whose environment is being made
+        self._starting: set[int] = set()  # their environments are being created
         self._queue: deque[Request] = deque()
         self._is_ending = False
         if deal is not None:
@@ -195,8 +195,8 @@ class Groups:
     # The stream's conductor
 
     def orders(self, num_running: int) -> Orders:
-        """What waits, and more groups, as many as the engine has room for; once the step has enough
-        groups, that the others end."""
+        """Submit queued requests, then new groups, up to the engine's room. Once the step has
+        enough groups, stop the rest."""
         assert self._deal is not None, "not the first rank of its TP group"
         if self.error is not None:
             self._leave(self._numbers())
@@ -223,13 +223,13 @@ class Groups:
         return Orders(tuple(submit), drop=stopped, more=more)
 
     def finished(self, completion: Completion) -> None:
-        """More of a response is kept, or if that was all, it is on its way to its rewards."""
+        """Store the new part of a response; send a finished response to its rewards."""
         draw, index = divmod(completion.number, self.plan.size)
         group = self.open.setdefault(draw, OpenGroup.new(draw, self.plan.size))
         so_far = group.rollouts[index]
         if so_far is None:
             prompt = self._prompt_of(draw)
-            if self.plan.converses:  # its environment may have begun with something else
+            if self.plan.converses:  # its environment may have changed the prompt
                 prompt = replace(prompt, token_ids=completion.request.token_ids)
             so_far = begun(prompt, index, self.plan.weight_version)
         rollout = extended(so_far, completion, self.plan.weight_version)
@@ -238,25 +238,25 @@ class Groups:
         if not self.plan.converses or not is_finished(rollout):
             self._keep(group, rollout)
             return
-        # A turn: whether others follow is known where its environment is asked.
+        # A turn: its environment decides whether more follow.
         rollout = group.rollouts[index] = replace(rollout, finish_reason=UNFINISHED)
         if self._conversations is not None:
             text = self._engine.text_of(completion.token_ids)
             self._conversations.turn(completion, rollout, text)
 
     def dropped(self, request: Request, num_tokens: int) -> None:
-        """What it had is counted, though nothing is learned from it."""
+        """Count the tokens of a dropped request; they are not trained on."""
         self._tally.generated_tokens += num_tokens
         if self._deal is None or self.plan.is_greedy(request.number):
             return
         draw, index = divmod(request.number, self.plan.size)
         so_far = self._so_far(self.open[draw], index)
-        # What was observed counts as part of the response, as in those that ended.
+        # Observed tokens count as part of the response, as in finished responses.
         prompt_and_response = len(so_far.prompt.token_ids) + len(so_far.response_token_ids)
         self._tally.left_tokens += len(request.token_ids) - prompt_and_response + num_tokens
 
     def between_steps(self, num_running: int = 0, step_seconds: float = 0.0) -> None:
-        """Takes what is rewarded, and has the rest go on; on the first rank."""
+        """Collect finished rewards and continue conversations; on the first rank."""
         if self._rewards is None or self.error is not None:
             return
         try:
@@ -271,7 +271,7 @@ class Groups:
     # After it
 
     def wait(self) -> None:
-        """Until all that was sampled is rewarded."""
+        """Wait until every sampled response is rewarded."""
         try:
             if self._rewards is not None and self.error is None:
                 self._rewards.wait()
@@ -280,7 +280,7 @@ class Groups:
         self.between_steps()
 
     def verdict(self) -> Verdict:
-        """After `wait`, on the first rank."""
+        """Return which groups are taken and which stay pending; after `wait`, on the first rank."""
         if self.error is not None:
             return Verdict()
         others = sorted(self.open.keys() - self._taken())
@@ -294,9 +294,9 @@ class Groups:
         return Verdict(tuple(sorted(self._taken())), pending, turns)
 
     def parted(self, verdict: Verdict) -> tuple[list[OpenGroup], list[OpenGroup]]:
-        """The groups that are taken, and those that are pending; on all ranks."""
+        """Return the taken groups and the pending groups; on all ranks."""
         for draw in (*verdict.taken, *verdict.pending):
-            self.open.setdefault(draw, OpenGroup.new(draw, self.plan.size))  # none had a token
+            self.open.setdefault(draw, OpenGroup.new(draw, self.plan.size))  # no token yet
         for draw in verdict.taken:
             group = self.open[draw]
             for index in range(self.plan.size):
@@ -308,7 +308,7 @@ class Groups:
         )
 
     def tally(self) -> Tally:
-        """The counts of this TP group; on its first rank, after `wait`."""
+        """Return the counts of this TP group; on its first rank, after `wait`."""
         assert self._deal is not None
         taken = self._taken()
         left = [group for draw, group in self.open.items() if draw not in taken]
@@ -323,16 +323,16 @@ class Groups:
             left_tokens=self._tally.left_tokens + left_tokens,
         )
 
-    # Inside; on the first rank
+    # Internal; on the first rank
 
     def _fail(self, error: Exception) -> None:
-        """It is told to all ranks once they have sampled, and they raise together."""
+        """Record an error, which all ranks raise together after sampling."""
         self.error = error
         if self._deal is not None:
             self._deal.fail()
 
     def _go_on(self, pending: Sequence[OpenGroup]) -> None:
-        """With what earlier steps have left: what must end in this one before the rest."""
+        """Resume pending groups; those that must end in this step come first."""
         for group in sorted(pending, key=lambda each: each.draw not in self._reserved):
             for index, rollout in enumerate(group.rollouts):
                 if rollout is None or not is_finished(rollout):
@@ -350,9 +350,9 @@ class Groups:
         return self._conversations is None or self._conversations.has_room(self.plan.size)
 
     def _begin(self, draw: int) -> list[Request]:
-        """The requests of a new group; where it has environments first, they come later."""
+        """Return the requests of a new group; with environments none, as those come later."""
         group = self.open[draw] = OpenGroup.new(draw, self.plan.size)
-        # Not the count of draws: the last that is dealt need not be the last of the file.
+        # Not the count of draws: the draw assigned last need not have the highest number.
         num_draws = draw - self.plan.first_draw + 1
         self._tally.num_draws = max(self._tally.num_draws, num_draws)
         begun = [self._so_far(group, index) for index in range(self.plan.size)]
@@ -365,7 +365,7 @@ class Groups:
         return []
 
     def _converse(self, num_running: int, step_seconds: float) -> None:
-        """Has samples go on whose environments have answered, or end."""
+        """Continue or finish the samples whose environments have answered."""
         if self._conversations is None:
             return
         for event in self._conversations.events(num_running + len(self._queue), step_seconds):
@@ -380,13 +380,13 @@ class Groups:
                 self._keep(group, event.rollout)
 
     def _leave(self, numbers: Iterable[int]) -> None:
-        """No environment of these is wanted any more."""
+        """End the environments of these requests."""
         if self._conversations is not None:
             self._conversations.end(numbers)
         self._starting -= set(numbers)
 
     def _keep(self, group: OpenGroup, rollout: Rollout) -> None:
-        """What there is of a response; if it is finished, for its rewards."""
+        """Store a response; if it is finished, decode it and request its rewards."""
         index = rollout.sample_index
         if is_finished(rollout) and self._deal is not None:
             texts = [self._engine.text_of(turn) for turn in turns_of(rollout)]
@@ -402,7 +402,7 @@ class Groups:
         return found
 
     def _ended(self) -> set[int]:
-        """Requests that the step no longer needs, whether they run or not; told once."""
+        """Return the requests that the step no longer needs, running or not; only once."""
         assert self._deal is not None
         if self._is_ending or not self._deal.takes_first or not self._deal.has_enough():
             return set()
@@ -414,7 +414,7 @@ class Groups:
         return unneeded
 
     def _numbers(self, draws: Iterable[int] | None = None) -> set[int]:
-        """Request numbers of all responses to these draws; default: to all open ones."""
+        """Return the request numbers of all responses to these draws (default: all open draws)."""
         size = self.plan.size
         chosen = self.open if draws is None else draws
         return {draw * size + index for draw in chosen for index in range(size)}
@@ -459,7 +459,7 @@ class Groups:
         )
 
     def _taken(self) -> set[int]:
-        """Draws that the step takes; after `wait`, when no place is open any more."""
+        """Return the draws that the step takes; after `wait`, when every place is settled."""
         assert self._deal is not None
         places = self._deal.places
         return {draw for draw, rank in self._ranks.items() if rank <= places}

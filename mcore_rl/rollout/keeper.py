@@ -1,10 +1,9 @@
-"""Samples, from the ranks that sampled to those that learn: each goes where it is needed, once.
+"""Delivery of samples from the ranks that sampled them to the ranks that train on them.
 
-What all ranks know of a step's samples is a table of numbers. Tokens, log-probs and the experts
-that were chosen stay with the ranks of the engine that sampled until it is known which rank learns
-from which sample; then each rank gets its own, and of the experts those of its pipeline stage
-alone, as bytes. The ranks of an engine's TP group have the same, so that each of them sends to its
-share of the receivers.
+All ranks know a table of numbers about a step's samples. Tokens, log-probs and chosen experts stay
+with the ranks of the sampling engine until the assignment of samples to training ranks is known.
+Then each rank receives its own samples once, as bytes, with only its pipeline stage's experts. All
+ranks of an engine's TP group hold the same samples, so each sends to its share of the receivers.
 
 Shape legend: n samples of the step; t tokens of a sample; m layers with experts (of a stage);
 k choices a token.
@@ -26,13 +25,13 @@ from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.moe.routing import RoutedLayers, Routes, load_of
 
 _NOTHING = np.empty(0, dtype=np.uint8)
-_TOKEN_BYTES = 4 + 4 + 1  # its id, its log-prob, whether it was generated and its experts are known
-_TURN_BYTES = 4  # where there are environments: what the turn was paid that ends with it
+_TOKEN_BYTES = 4 + 4 + 1  # id, log-prob, flags (generated, experts known)
+_TURN_BYTES = 4  # with environments: the reward of the turn that ends with the token
 _GENERATED, _KNOWN = 1, 2
 
 
 class SampleKeeper:
-    """Keeps what this rank's engine has sampled in the present step."""
+    """The samples of the current step from this rank's engine."""
 
     def __init__(
         self,
@@ -43,8 +42,8 @@ class SampleKeeper:
         *,
         has_turns: bool = False,
     ) -> None:
-        """`layers` are those of each stage and chunk; `routed` is of the whole model, where samples
-        come with their experts; `has_turns`: they come with the rewards of their turns."""
+        """`layers` lists the layers of each stage and chunk. `routed` describes the complete model
+        where samples carry their experts. `has_turns`: samples carry the rewards of their turns."""
         self._has_turns = has_turns
         self.routed, self._train, self._rollout = routed, train, rollout
         self._rank = dist.get_rank()
@@ -54,29 +53,29 @@ class SampleKeeper:
         shape = (0, 0) if routed is None else (len(routed.layers), routed.num_experts)
         self._load = np.zeros(shape, dtype=np.int64)
         of_stages = [sorted(layer for chunk in chunks for layer in chunk) for chunks in layers]
-        # Of each stage, the columns of its layers among those of all layers with experts.
+        # For each stage, the columns of its layers among all layers with experts.
         self._columns = [
             [] if routed is None else [routed.layers.index(x) for x in stage if x in routed.layers]
             for stage in of_stages
         ]
 
     def of_stage(self, stage: int | None = None) -> RoutedLayers:
-        """The layers with experts on a pipeline stage, by default this rank's."""
+        """Return the layers with experts of a pipeline stage, by default this rank's."""
         assert self.routed is not None, "samples come without their experts"
         columns = self._columns[self._train.pp_rank(self._rank) if stage is None else stage]
         layers = tuple(self.routed.layers[column] for column in columns)
         return RoutedLayers(layers, self.routed.topk, self.routed.num_experts)
 
-    # What this rank has
+    # This rank's samples
 
     def forget(self) -> None:
-        """A new step begins."""
+        """Clear the samples and the expert load; a new step begins."""
         self._kept.clear()
         self._load[:] = 0
 
     def keep(self, scored: Sequence[ScoredRollout]) -> int:
-        """Keep them; the number of the first. Local, in the same order on all ranks of a TP group,
-        of which the first alone may know of rewards."""
+        """Store samples and return the number of the first. Local; called in the same order on all
+        ranks of a TP group, where only the first rank may know rewards."""
         first = len(self._kept)
         self._kept += scored
         if self.routed is not None and self.home == self._rank:
@@ -86,24 +85,24 @@ class SampleKeeper:
         return first
 
     def rewarded(self, first: int, scored: Sequence[ScoredRollout]) -> None:
-        """The same samples, from number `first` on, as rewards made of them."""
+        """Replace the samples from number `first` on by their rewarded versions."""
         self._kept[first : first + len(scored)] = scored
 
     def table(self, first: int, draws: Sequence[int]) -> SampleTable:
-        """What is kept from number `first` on, as many as there are draws that they answer."""
+        """Return the table of the samples from number `first` on, one per draw."""
         numbers = range(first, first + len(draws))
         scored = self._kept[first : first + len(draws)]
         return SampleTable.of(scored, home=self.home, numbers=numbers, draws=draws)
 
     def load(self) -> np.ndarray:
-        """`[m, e]` int64: how often each expert was chosen in this step, dropped samples included.
+        """Return `[m, e]` int64: how often each expert was chosen, dropped samples included.
 
-        Of the whole model's layers; by one rank of those that sampled the same, zero on the others.
+        m covers the complete model. One rank per TP group counts; the others hold zeros.
         """
         return self._load
 
     def digest(self) -> bytes:
-        """A digest of all that is kept; equal on the ranks of an engine's TP group."""
+        """Return a digest of all stored samples; equal on the ranks of an engine's TP group."""
         found = hashlib.blake2b(digest_size=16)
         for number, sample in enumerate(self._kept):
             found.update(number.to_bytes(8, "little"))
@@ -113,9 +112,9 @@ class SampleKeeper:
         return found.digest()
 
     def require_agreement(self, digests: Sequence[bytes]) -> None:
-        """RuntimeError, on all ranks, if ranks that sampled the same have others.
+        """Raise RuntimeError, on all ranks, if the ranks of a TP group hold different samples.
 
-        `digests` are those of all ranks.
+        `digests` holds one digest per rank of the world.
         """
         for group in range(self._rollout.num_tp_groups):
             slots = range(group * self._rollout.tp_size, (group + 1) * self._rollout.tp_size)
@@ -127,11 +126,11 @@ class SampleKeeper:
                         "chose different experts for the same ones"
                     )
 
-    # Who gets what
+    # Delivery
 
     def deliver(self, table: SampleTable, wanted: Shares) -> dict[int, SampleTokens]:
-        """This rank's samples of `wanted`, by their place in the table, with the experts of its
-        stage. Collective over the world."""
+        """Return this rank's samples of `wanted`, by their place in the table, with the experts of
+        its stage. Collective over the world."""
         moves = Moves.of(self._rank, len(table), self._sampled(table), wanted)
         outgoing = [_NOTHING] * dist.get_world_size()
         packed: dict[tuple[int, int | None], np.ndarray] = {}
@@ -156,15 +155,15 @@ class SampleKeeper:
         return found
 
     def parcel(self, table: SampleTable, wanted: Shares) -> Parcel:
-        """The tokens of samples for ranks, of whatever world, outside the actor: the
-        rows of `tokens_to_rows`. Local."""
+        """Return the tokens of samples, as the rows of `tokens_to_rows`, for ranks outside the
+        actor, in any world. Local."""
         sampled = self._sampled(table)
         numbers = table.numbers[sampled.of(self._rank)].tolist()
         rows = tokens_to_rows([SampleTokens.of(self._kept[number]) for number in numbers])
         return Parcel(table.lengths, sampled, wanted, rows)
 
     def _sampled(self, table: SampleTable) -> Shares:
-        """Which samples the ranks of each engine's TP groups have."""
+        """Return which samples the ranks of each engine's TP groups hold."""
         slots = np.arange(dist.get_world_size()).reshape(-1, self._rollout.tp_size)
         ranks = [tuple(self._rollout.rank(slot) for slot in group) for group in slots.tolist()]
         return Shares(
@@ -172,8 +171,8 @@ class SampleKeeper:
         )
 
     def on_first_rank(self, table: SampleTable, rows: Sequence[int]) -> list[ScoredRollout]:
-        """These samples with texts and rewards, on rank 0; nothing on the others. Collective over
-        the world."""
+        """Return these samples with texts and rewards, on rank 0; an empty list on the others.
+        Collective over the world."""
         mine = {}
         if self.home == self._rank:
             mine = {
@@ -187,7 +186,7 @@ class SampleKeeper:
         return [found[row] for row in rows] if self._rank == 0 else []
 
     def _width(self, stage: int | None) -> int:
-        """Bytes a token."""
+        """Return the bytes per token."""
         of_turns = _TURN_BYTES if self._has_turns else 0
         of_routes = 0 if stage is None else self.of_stage(stage).bytes_a_token - 1
         return _TOKEN_BYTES + of_turns + of_routes
@@ -221,7 +220,7 @@ class SampleKeeper:
             known = flags[:-1] & _KNOWN != 0
             routes = Routes(ids.copy().view(of.dtype).reshape(shape)[:-1], known)
         return SampleTokens(
-            # Copies, as a cut of bytes may lie anywhere.
+            # Copies, because a slice of bytes may be unaligned.
             token_ids=token_ids.copy().view(np.int32),
             is_generated=flags & _GENERATED != 0,
             log_probs=log_probs.copy().view(np.float32),

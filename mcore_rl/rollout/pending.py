@@ -1,6 +1,6 @@
-"""Groups that go on in a later step, as a checkpoint has them: a file of each TP group of engines.
+"""Unfinished groups in a checkpoint: one file per TP group of engines.
 
-Arrays in a safetensors file, the rest as JSON in its header: nothing is unpickled when it is read.
+Arrays are stored in a safetensors file, the rest as JSON in its header; reading never unpickles.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _MOST_COUNTED = 1 << 53
 
 
 def write_groups(groups: Sequence[OpenGroup], folder: Path, tp_group: int) -> None:
-    """Write those of a TP group; by its first rank, which knows their rewards."""
-    arrays: dict[str, np.ndarray] = {"empty": np.empty(0, np.uint8)}  # a file must have one
+    """Write the groups of a TP group; called on its first rank, which knows their rewards."""
+    arrays: dict[str, np.ndarray] = {"empty": np.empty(0, np.uint8)}  # a file needs at least one
     facts = []
     for group in groups:
         samples: list[dict[str, Any] | None] = []
@@ -58,10 +58,10 @@ def write_groups(groups: Sequence[OpenGroup], folder: Path, tp_group: int) -> No
 def read_groups(
     folder: Path, prompt_of: Callable[[int], Prompt], *, tp_group: int, num_tp_groups: int
 ) -> list[OpenGroup]:
-    """Those that a TP group goes on with: its own, or where there were more or fewer TP groups, its
-    share of all, dealt out in the order of their draws.
+    """Return the groups that a TP group resumes: its own, or, if the number of TP groups has
+    changed, its share of all, assigned round-robin in the order of their draws.
 
-    `prompt_of` gives the prompt of a draw. Every rank of a TP group reads the same. UsageError: a
+    `prompt_of` returns the prompt of a draw. Every rank of a TP group reads the same. UsageError: a
     file holds something else.
     """
     files = sorted(folder.glob("group_*.safetensors"))

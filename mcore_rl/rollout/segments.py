@@ -1,8 +1,7 @@
-"""A response that is sampled in parts: by weights of several versions, or with something that an
-environment says in between.
+"""Responses that are sampled in parts, by weights of several versions or between observations.
 
 Every token keeps the log-prob and the weight version that it was sampled with, and the experts of
-the forward pass that the next one was sampled from.
+the forward pass that the next token was sampled from.
 
 Shape legend: p tokens of the prompt, r of the response so far.
 """
@@ -22,7 +21,7 @@ from mcore_rl.rewards.worker import Outcome
 
 
 def begun(prompt: Prompt, sample_index: int, weight_version: int) -> Rollout:
-    """A response without a token yet."""
+    """Return a response without tokens."""
     return Rollout(
         prompt=prompt,
         sample_index=sample_index,
@@ -35,9 +34,9 @@ def begun(prompt: Prompt, sample_index: int, weight_version: int) -> Rollout:
 
 
 def extended(so_far: Rollout, completion: Completion, weight_version: int) -> Rollout:
-    """With the tokens that were sampled next, and before them those that the request had more.
+    """Append the tokens sampled next, preceded by the tokens that the request added.
 
-    Its text stays behind: what is generated is decoded once, when all of it is there.
+    The text stays empty: a finished response is decoded once, as a unit.
     """
     before = len(so_far.prompt.token_ids) + len(so_far.response_token_ids)
     given = completion.request.token_ids[before:]
@@ -83,7 +82,7 @@ def extended(so_far: Rollout, completion: Completion, weight_version: int) -> Ro
 
 
 def _with_earlier(earlier: Routes | None, now: Routes | None) -> Routes | None:
-    """The experts of `now`, but where tokens were followed by one that was sampled before."""
+    """Return the experts of `now`, except for tokens whose successor was sampled earlier."""
     if earlier is None or now is None:
         return now
     kept = len(earlier.ids)
@@ -95,16 +94,16 @@ def _with_earlier(earlier: Routes | None, now: Routes | None) -> Routes | None:
 
 @dataclass(slots=True)
 class OpenGroup:
-    """The responses to a draw, on their way; on all ranks of a TP group, rewards on the first."""
+    """The responses to a draw, in progress; on all ranks of a TP group, rewards on the first."""
 
     draw: int  # of the run
-    rollouts: list[Rollout | None]  # by their place; None: not begun
-    outcomes: dict[int, Mapping[str, Outcome]] = field(default_factory=dict)  # by place
-    paid: dict[int, Outcome] = field(default_factory=dict)  # by environments, by place
+    rollouts: list[Rollout | None]  # by index; None: not begun
+    outcomes: dict[int, Mapping[str, Outcome]] = field(default_factory=dict)  # by index
+    paid: dict[int, Outcome] = field(default_factory=dict)  # environments' rewards, by index
 
     @classmethod
     def new(cls, draw: int, size: int) -> OpenGroup:
-        """Without a response."""
+        """Create a group without responses."""
         return cls(draw, [None] * size)
 
     @property
@@ -114,17 +113,17 @@ class OpenGroup:
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest weights that a token was sampled with; None without a token."""
+        """The oldest weight version that sampled a token; None without tokens."""
         return min(
             (each.oldest_version for each in self.rollouts if each is not None), default=None
         )
 
     def num_tokens(self, num_samples: int) -> int:
-        """Tokens of the first `num_samples` responses so far."""
+        """Count the tokens of the first `num_samples` responses so far."""
         begun = (each for each in self.rollouts[:num_samples] if each is not None)
         return sum(len(each.response_token_ids) for each in begun)
 
 
 def is_finished(rollout: Rollout) -> bool:
-    """Whether nothing more is to be sampled of it."""
+    """Return whether a response is complete."""
     return rollout.finish_reason != UNFINISHED

@@ -1,9 +1,9 @@
-"""One loop over the steps of an engine, on which everything in rollout hangs.
+"""The loop over an engine's steps that drives rollout.
 
-Between two steps a conductor says what else is to be sampled and what is to end; after a step it
-hears what has. It decides on the first rank of each TP group, and all ranks of the group do the
-same. They agree at first, after a step in which a request ended, and every few steps as long as
-more may come.
+Between two steps a conductor decides which requests to submit and which to end; after a step it
+receives the completions. It decides on the first rank of each TP group, and all ranks of the group
+follow. They agree at the start, after a step in which a request ended, and every few steps while
+more requests may come.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request
 
 _IDLE_SECONDS = 0.001
-_FIRST_STEP_SECONDS = 0.03  # that a step is taken to last before there was one
+_FIRST_STEP_SECONDS = 0.03  # assumed duration of a step before one is measured
 _ASK_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What the first rank of a TP group has decided, for all of its ranks."""
+    """A decision of a TP group's first rank, for all its ranks."""
 
     submit: tuple[Request, ...] = ()
-    end: tuple[int, ...] = ()  # numbers of requests that are to end with their next token
-    drop: tuple[int, ...] = ()  # and of those that are forgotten
-    more: bool = False  # whether more may come, though nothing runs
+    end: tuple[int, ...] = ()  # numbers of requests that end with their next token
+    drop: tuple[int, ...] = ()  # numbers of requests that are dropped
+    more: bool = False  # more may come, even if nothing runs
 
 
 class Conductor(Protocol):
-    """Says what an engine does next."""
+    """Decides what an engine does next."""
 
     def orders(self, num_running: int) -> Orders:
-        """Between two steps, on the first rank of the TP group; must not wait for anything."""
+        """Return the next decision; on the first rank of the TP group. Must not block."""
 
     def finished(self, completion: Completion) -> None:
-        """A request has ended; on all ranks of the TP group, in the same order."""
+        """Handle a request that has ended; on all ranks of the TP group, in the same order."""
 
     def dropped(self, request: Request, num_tokens: int) -> None:
-        """A request has been forgotten, as ordered, with so many tokens that it had generated; on
-        all ranks of the TP group."""
+        """Handle a request that was dropped after generating `num_tokens`; on all ranks of the TP
+        group."""
 
     def between_steps(self, num_running: int, step_seconds: float) -> None:
-        """Whatever is to go on while the engine generates; on the first rank. Waits for nothing
-        that comes more slowly than the engine samples: a token for each that runs, in a step."""
+        """Do the work that accompanies generation; on the first rank. Must not wait for anything
+        slower than the engine, which samples one token per running request and step."""
 
 
 def run_stream(
@@ -60,9 +60,9 @@ def run_stream(
 ) -> None:
     """Step the engine until nothing runs and nothing more will come. Collective over the engine.
 
-    `when_few_are_left` is called once, between two steps, as soon as nothing more will come and no
-    more than a quarter of the sequences that fit are still being generated. A trace shows what
-    comes before as "first responses" and what comes after as "last responses".
+    `when_few_are_left` is called once, between two steps, as soon as nothing more will come and at
+    most a quarter of the sequences that fit are still being generated. A trace shows the time
+    before as "first responses" and the time after as "last responses".
     """
     few = max(1, engine.config.max_num_seqs // 4)
     orders, ask, num_steps = Orders(more=True), True, 0
@@ -95,7 +95,7 @@ def run_stream(
                 for completion in ended:
                     conductor.finished(completion)
             else:
-                time.sleep(_IDLE_SECONDS)  # for a tool or a reward that the next request needs
+                time.sleep(_IDLE_SECONDS)  # wait for a tool or a reward
             if engine.tp_rank == 0:
                 conductor.between_steps(generation.num_running, step_seconds)
             is_time = not generation.num_running or num_steps % _ASK_STEPS == 0

@@ -1,1 +1,1 @@
-"""Runs an untrusted program, confined and supervised: see `client.Supervisor`."""
+"""Isolation: run an untrusted program, confined and supervised; see `client.Supervisor`."""

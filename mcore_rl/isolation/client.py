@@ -1,4 +1,4 @@
-"""Confined programs as those see them who want one run."""
+"""The client's side of confined programs."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = Path(__file__).with_name("supervisor.py")
 _START_SECONDS = 120.0
 _END_SECONDS = 30.0
-# TMPDIR: where folders of runs are made; the last is the mark by which the launcher's guard finds
-# what a killed run has left.
+# TMPDIR: where folders of runs are created. The last is the mark by which the launcher's guard
+# finds what a killed run has left.
 _PASSED_ON = ("PATH", "HOME", "LANG", "TMPDIR", "MCORE_RL_LAUNCHER")
 
 
 class Unprotected(RuntimeError):
-    """This machine cannot confine a program as it has to be."""
+    """This machine cannot confine a program as required."""
 
 
 class Confined:
-    """A confined program that runs.
+    """A running confined program.
 
     `stdout` and `stderr` are unbuffered binary files, to be read by the caller.
     """
@@ -40,14 +40,14 @@ class Confined:
         self._connection = connection
         self.stdout = open(stdout, "rb", buffering=0)
         self.stderr = open(stderr, "rb", buffering=0)
-        self.returncode: int | None = None  # once it has ended; negative for a signal
-        self.why = ""  # the supervisor has ended it, if it has
+        self.returncode: int | None = None  # set at the end; negative for a signal
+        self.why = ""  # the reason, if the supervisor has ended it
 
     def wait(self, seconds: float) -> bool:
-        """Whether it ends within `seconds`; nothing that stems from it is left then."""
+        """Return whether it ends within `seconds`; then none of its descendants is left."""
         if self.returncode is None and select.select([self._connection], [], [], seconds)[0]:
             message = b""
-            with contextlib.suppress(OSError):  # ends below
+            with contextlib.suppress(OSError):  # ended below
                 message = self._connection.recv(MAX_MESSAGE_BYTES)
             told: dict[str, Any] = json.loads(message) if message else {}
             self.returncode = told.get("code", -9)
@@ -55,7 +55,7 @@ class Confined:
         return self.returncode is not None
 
     def end(self) -> None:
-        """Kill it, with all that stems from it, and wait for that. RuntimeError: it stays."""
+        """Kill it and its descendants, and wait for their end. RuntimeError: it does not end."""
         if self.returncode is None:
             with contextlib.suppress(OSError):  # it has just ended
                 self._connection.shutdown(socket.SHUT_WR)
@@ -68,14 +68,14 @@ class Confined:
 
 
 class Supervisor:
-    """Starts confined programs, in a process of its own that starts with this.
+    """A child process that starts confined programs.
 
-    Start it before this process gives up its rights (`rewards.worker.see_no_other_process`): what
-    Landlock restricts cannot make namespaces. Threads and forks of this process may use it. It ends
-    with this process, or by `close`; so does what it has started.
+    Start it before this process drops its rights (`rewards.worker.see_no_other_process`): a process
+    restricted by Landlock cannot create namespaces. Threads and forks of this process may use it.
+    It ends with this process, or by `close`; so does what it has started.
 
-    `accepted` are protections (`levels.PROTECTIONS`) that may be missing. `levels`: the levels to
-    try, the best first.
+    `accepted` lists protections (`levels.PROTECTIONS`) that may be missing. `levels` lists the
+    levels to try, best first.
     """
 
     def __init__(
@@ -102,20 +102,21 @@ class Supervisor:
 
     @property
     def pid(self) -> int:
-        """The number of its process."""
+        """The supervisor's process id."""
         return self._process.pid
 
     def fileno(self) -> int:
-        """The descriptor that forks of this process need in order to use it."""
+        """Return the descriptor that forks of this process need to use the supervisor."""
         return self._control.fileno()
 
     @property
     def is_alive(self) -> bool:
-        """Whether it takes requests."""
+        """Whether it accepts requests."""
         return self._pid != os.getpid() or self._process.poll() is None
 
     def level(self) -> Level:
-        """How programs are confined here. Unprotected: they lack what is not accepted."""
+        """Return how programs are confined here. Unprotected: an unaccepted protection is
+        missing."""
         with self._lock:
             if self._level is None:
                 self._level = self._asked()
@@ -149,10 +150,10 @@ class Supervisor:
         memory_bytes: int,
         disk_bytes: int,
     ) -> Confined:
-        """Run a file of Python that needs nothing but the standard library, in an empty folder.
+        """Run a Python file that needs only the standard library, in an empty folder.
 
-        It gets `descriptors`, whose numbers are its arguments, and is ended after `seconds`.
-        Raises what `level` does.
+        It inherits `descriptors`, whose numbers are its arguments, and is ended after `seconds`.
+        Raises the errors of `level`.
         """
         self.level()
         connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -185,7 +186,7 @@ class Supervisor:
             raise Unprotected(f"the supervisor of code does not listen ({error})") from error
 
     def close(self) -> None:
-        """End the supervisor. What it has started goes on until its `Confined` is ended or gone."""
+        """End the supervisor. A started program runs on until its `Confined` is ended or gone."""
         self._control.close()
         if self._pid == os.getpid():
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -205,7 +206,7 @@ _shared_lock = threading.Lock()
 def start_supervisor(accepted: Sequence[str] = ()) -> Supervisor:
     """Start this process's supervisor, unless it or the process that it was forked from has one.
 
-    `accepted` counts if it is started.
+    `accepted` only counts if a supervisor is started.
     """
     global _shared
     with _shared_lock:

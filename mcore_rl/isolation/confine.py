@@ -1,10 +1,10 @@
-"""The first program of a confined process: gives up what is not for it, then runs another.
+"""The first program of a confined process: drops its rights, then runs another program.
 
     python -I -B confine.py SETTINGS PROGRAM ARGUMENT...
 
 SETTINGS is the JSON of `levels.settings`. Without PROGRAM it prints `CONFINED` and ends: a probe.
-It exits with code 1 and a traceback, and runs nothing, if anything that it is to give up stays.
-It runs where this package may not be found: it imports the standard library alone.
+If any right cannot be dropped, it exits with code 1 and a traceback and runs nothing. It imports
+only the standard library, as this package may not be found where it runs.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ _SIGKILL = 9
 _CAPABILITY_VERSION_3 = 0x20080522  # linux/capability.h
 _MAX_DESCRIPTORS = 128
 _MAX_STACK_BYTES = 64 << 20
-_MAX_PENDING_SIGNALS = 64  # the kernel counts those of all processes of a user together
-# What libraries map and never touch. Shared memory, which it would leave room for, is refused.
+_MAX_PENDING_SIGNALS = 64  # the kernel counts all processes of a user together
+# Libraries map memory that they never touch. Shared memory, which this would leave room for, is
+# refused.
 _ADDRESS_SPACE_MARGIN_BYTES = 4 << 30
 
-# linux/landlock.h; the numbers of the calls are the same on all architectures.
+# linux/landlock.h; these call numbers are the same on all architectures.
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
 _LANDLOCK_CREATE_RULESET_VERSION = 1
 _LANDLOCK_RULE_PATH_BENEATH = 1
@@ -41,7 +42,7 @@ _SCOPE_SOCKETS_AND_SIGNALS, _ABI_WITH_SCOPES = 0b11, 6
 
 
 def main(settings: dict[str, Any], program: str | None, arguments: Sequence[str]) -> None:
-    """Confine this process for good and run `program` in it as `__main__`."""
+    """Confine this process permanently and run `program` in it as `__main__`."""
     source = ""
     if program is not None:
         with open(program) as file:
@@ -64,15 +65,15 @@ def main(settings: dict[str, Any], program: str | None, arguments: Sequence[str]
 
 def die_with(libc: ctypes.CDLL, parent: int | None) -> None:
     """Have the kernel kill this process when its parent ends; the filter keeps code from changing
-    that. None: a namespace ends with its first process, of which the same holds."""
+    that. None: a namespace ends with its first process, which in turn ends with its parent."""
     if parent is not None:
         _checked(libc, libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), "a parent's death")
-        if os.getppid() != parent:  # it ended before
+        if os.getppid() != parent:  # it has already ended
             os._exit(1)
 
 
 def close_all_but(descriptors: Sequence[int]) -> None:
-    """Leave nothing open but the standard streams and `descriptors`."""
+    """Close all descriptors except the standard streams and `descriptors`."""
     last = 2
     for kept in sorted(descriptors):
         os.closerange(last + 1, kept)
@@ -81,7 +82,7 @@ def close_all_but(descriptors: Sequence[int]) -> None:
 
 
 def limit(memory_bytes: int, disk_bytes: int) -> None:
-    """Lower hard and soft limits; a lower one that is there already stays."""
+    """Lower hard and soft limits; limits that are already lower stay."""
     for kind, most in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, disk_bytes),
@@ -99,15 +100,15 @@ def limit(memory_bytes: int, disk_bytes: int) -> None:
 
 
 def drop_capabilities(libc: ctypes.CDLL) -> None:
-    """Root's too."""
+    """Drop all capabilities, root's too."""
     header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
     none = ctypes.c_char_p(bytes(24))
     _checked(libc, libc.capset(ctypes.c_char_p(header), none), "capabilities")
 
 
 def restrict_files(libc: ctypes.CDLL, readable: Sequence[str], writable: Sequence[str]) -> None:
-    """By Landlock: read these files and folders alone, and write in these; no TCP; where the kernel
-    can, no signals to and no abstract sockets of others."""
+    """Use Landlock to allow reading only `readable`, writing only in `writable`, and no TCP; where
+    the kernel can, also no signals to other processes and no abstract sockets of theirs."""
     version = libc.syscall(
         _LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_CREATE_RULESET_VERSION
     )
@@ -134,7 +135,7 @@ def _allow(libc: ctypes.CDLL, ruleset: int, path: str, access: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
-        return  # there is no such place
+        return  # the path does not exist
     if not os.path.isdir(path):
         access &= _READ_FILE | _WRITE_FILE
     rule = ctypes.c_char_p(struct.pack("=Qi", access, descriptor))
@@ -144,8 +145,8 @@ def _allow(libc: ctypes.CDLL, ruleset: int, path: str, access: int) -> None:
 
 
 def install_filter(libc: ctypes.CDLL, program: str, own_pid: int) -> None:
-    """`program` is in hex, and has `own_pid` where this process's number belongs, which is known
-    here alone."""
+    """Install the filter `program`, in hex. `own_pid` stands for this process's id, which is known
+    only here."""
     lines = b"".join(
         struct.pack("=HBBI", *line, os.getpid() if value == own_pid else value)
         for *line, value in struct.iter_unpack("=HBBI", bytes.fromhex(program))

@@ -1,8 +1,8 @@
-"""The ways to confine a program, the best first, and what each of them does not protect.
+"""The levels of confinement, best first, and the protections that each of them lacks.
 
-`LEVELS` is data: what a level lacks is what `check_sandbox` refuses and the documentation lists. A
-program always gets the filter of system calls (`seccomp`), limits of its own, and a supervisor that
-it cannot reach (`supervisor`); levels differ in how files are kept from it.
+`LEVELS` is data: `check_sandbox` refuses what a level lacks, and the documentation lists it. A
+program always gets the system-call filter (`seccomp`), its own limits, and a supervisor out of its
+reach (`supervisor`); levels differ in how they protect files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from mcore_rl.common.errors import UsageError
 from mcore_rl.isolation.seccomp import MACHINES, OWN_PID, allow_list
 
-# What docs/using/security.md promises of python_sandbox.
+# The promises of docs/using/security.md about python_sandbox.
 PROTECTIONS = {
     "files": "it reads and changes no file but Python's own and those in its folder",
     "signals": "it signals, stops, limits and traces no other process",
@@ -33,7 +33,7 @@ PROTECTIONS = {
 
 BUBBLEWRAP, LANDLOCK, SECCOMP = "bubblewrap", "landlock", "seccomp"
 
-# Where code finds its folder in a mount namespace; no such folder is looked for outside.
+# The code's folder in a mount namespace; it need not exist outside.
 _FOLDER = "/sandbox"
 _SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64")
 _FILES = ("/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo")
@@ -67,8 +67,8 @@ LEVELS = {
 
 @functools.cache
 def readable_paths() -> tuple[str, ...]:
-    """What Python and its packages need, by name: of a prefix, which may be the folder of a
-    project, only what an installation puts there."""
+    """Return the paths that Python and its packages need. Of a prefix, which may be the folder of a
+    project, only what an installation puts there is listed."""
     prefixes = (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix)
     paths = {os.path.join(prefix, name) for prefix in prefixes for name in _OF_PREFIX}
     paths |= {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -81,7 +81,7 @@ def readable_paths() -> tuple[str, ...]:
 
 
 def parse_accepted(text: str | None, flag: str) -> tuple[str, ...]:
-    """The protections that a flag says may be missing. UsageError for a name that means none."""
+    """Parse the protections that a flag allows to be missing. UsageError: a name is unknown."""
     names = tuple(name.strip() for name in text.split(",")) if text else ()
     for name in names:
         if name not in PROTECTIONS:
@@ -102,9 +102,9 @@ def settings(
     memory_bytes: int,
     disk_bytes: int,
 ) -> dict[str, Any]:
-    """What `confine` is told. `folder` is None where a mount namespace has one of its own.
+    """Return the settings for `confine`. `folder` is None in a mount namespace, which has its own.
 
-    RuntimeError: there is no filter of system calls for this machine.
+    RuntimeError: no system-call filter exists for this machine.
     """
     machine = platform.machine()
     if sys.platform != "linux" or machine not in MACHINES:
@@ -123,7 +123,8 @@ def settings(
 
 
 def environment(folder: str | None) -> dict[str, str]:
-    """The whole environment of a confined program; one thread a library, as many run at once."""
+    """Return a confined program's complete environment; libraries get one thread each, as many
+    programs run at once."""
     home = folder or _FOLDER
     threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return {
@@ -137,7 +138,7 @@ def environment(folder: str | None) -> dict[str, str]:
 
 @functools.cache
 def _bwrap() -> tuple[str, bool]:
-    """The program, and whether it can limit the size of a tmpfs."""
+    """Return bwrap's path, and whether it can limit the size of a tmpfs."""
     path = shutil.which("bwrap")
     if path is None:
         raise FileNotFoundError("bwrap is not in PATH")
@@ -146,9 +147,9 @@ def _bwrap() -> tuple[str, bool]:
 
 
 def bubblewrap_command(programs: tuple[str, ...], disk_bytes: int, info: int) -> list[str]:
-    """The beginning of a command that runs the rest in namespaces of its own, where of all files
-    `readable_paths()` and `programs` are there to be read, and an empty tmpfs to be written.
-    What runs inside is described to the descriptor `info`. FileNotFoundError: there is no bwrap."""
+    """Return the start of a command that runs the rest in its own namespaces. Only
+    `readable_paths()` and `programs` can be read there, and only an empty tmpfs written. bwrap
+    describes the process inside on the descriptor `info`. FileNotFoundError: bwrap is missing."""
     path, has_size = _bwrap()
     command = [path, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
     command += ["--cap-drop", "ALL", "--hostname", "sandbox", "--info-fd", str(info)]
@@ -162,7 +163,7 @@ def bubblewrap_command(programs: tuple[str, ...], disk_bytes: int, info: int) ->
         command += ["--ro-bind", program, program]
     for device in _DEVICES:
         command += ["--dev-bind", device, device]
-    # A little more than a file may have, so that the limit of files is what is told.
+    # A little more than a file may have, so that the file limit is reported first.
     size = ["--size", str(disk_bytes + (1 << 20))] if has_size else []
     command += [*size, "--tmpfs", _FOLDER, "--remount-ro", "/", "--chdir", _FOLDER, "--clearenv"]
     for name, value in environment(None).items():
@@ -171,5 +172,5 @@ def bubblewrap_command(programs: tuple[str, ...], disk_bytes: int, info: int) ->
 
 
 def folder_seen_from_outside(pid: int) -> Path:
-    """The working folder of a process in a mount namespace."""
+    """Return the path from outside to the working folder of a process in a mount namespace."""
     return Path(f"/proc/{pid}/root{_FOLDER}")

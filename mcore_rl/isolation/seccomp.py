@@ -1,8 +1,8 @@
 """The system calls that untrusted code may make, as a filter of classic BPF; pure.
 
-The filter is an allow list: whatever it does not name fails with EPERM, what a later kernel adds
-too. Calls that could reach another process (signals, limits, owners of descriptors) are allowed for
-the process itself alone. Calls that take memory which no limit counts are refused.
+The filter is an allow list: every other call fails with EPERM, including calls that later kernels
+add. Calls that could reach another process (signals, limits, owners of descriptors) are allowed
+only for the process itself. Calls that take memory which no limit counts are refused.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_* of linux/audit.h
 
-# NAME:NUMBER on x86_64:NUMBER on aarch64, of asm/unistd.h; - where there is no such call.
+# NAME:NUMBER on x86_64:NUMBER on aarch64, from asm/unistd.h; - where the call does not exist.
 ANY_ARGUMENTS = """
 read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 pwrite64:18:68 preadv:295:69
 pwritev:296:70 lseek:8:62 close:3:57 creat:85:- stat:4:- fstat:5:80 lstat:6:-
@@ -40,19 +40,19 @@ rt_sigtimedwait:128:137 sigaltstack:131:132 restart_syscall:219:128 pause:34:- a
 setitimer:38:103 getitimer:36:102 wait4:61:260 waitid:247:95 recvfrom:45:207 shutdown:48:210
 getsockopt:55:209 getsockname:51:204 getpeername:52:205
 """
-# Landlock does not govern what these change, and fallocate takes a disk faster than it is watched:
-# they need a file system of the code's own.
+# Landlock does not govern these changes, and fallocate fills a disk faster than it is watched:
+# these calls need a file system of the code's own.
 OF_FILES = """
 chmod:90:- fchmod:91:52 fchmodat:268:53 utimensat:280:88 utime:132:- utimes:235:- futimesat:261:-
 truncate:76:45
 fallocate:285:47
 """
-# So that a program takes another way instead of giving up.
+# A program that gets these errors takes another way instead of giving up.
 OTHER_ERRORS = {
     errno.ENOSYS: "clone3:435:435 openat2:437:437 io_uring_setup:425:425 memfd_create:319:279",
     errno.ENOTSUP: "getxattr:191:8 lgetxattr:192:9 fgetxattr:193:10 listxattr:194:11 "
     "llistxattr:195:12 flistxattr:196:13",
-    # A page of the stack grows by it into memory that RLIMIT_DATA does not count.
+    # It lets a page of the stack grow into memory that RLIMIT_DATA does not count.
     errno.ENOMEM: "mremap:25:216",
 }
 WITH_CONDITIONS = dict(
@@ -71,15 +71,15 @@ WITH_CONDITIONS = dict(
     sendto="sendto:44:206",
 )
 
-OWN_PID = 0x7FFFFFFE  # above any that Linux gives
+OWN_PID = 0x7FFFFFFE  # above any process id of Linux
 
-# A thread shares its descriptors, so that a supervisor sees all of them.
+# A thread must share its descriptors, so that a supervisor sees all of them.
 _CLONE_THREAD, _CLONE_FILES, _CLONE_NEW_ANYTHING = 0x00010000, 0x00000400, 0x7E020000
 _O_ACCMODE, _O_TRUNC = 0o3, 0o1000
 _MAP_SHARED, _MAP_ANONYMOUS, _MAP_GROWSDOWN, _MAP_HUGETLB = 0x1, 0x20, 0x100, 0x40000
 _AF_UNIX = 1
 _CLOSE_RANGE_CLOEXEC = 4
-# Without F_SETOWN and F_SETSIG, which have the kernel signal others, and F_SETPIPE_SZ.
+# Without F_SETOWN and F_SETSIG, by which the kernel signals others, and F_SETPIPE_SZ.
 _FCNTL_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030)
 # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIOCLEX, FIONCLEX
 _IOCTL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5451, 0x5450)
@@ -95,10 +95,10 @@ _Line = tuple[int, int, int, int]
 
 
 def allow_list(machine: str, *, own_files: bool) -> bytes:
-    """The filter for `machine`, a key of `MACHINES`, with `OWN_PID` for the number of the process.
+    """Return the filter for `machine`, a key of `MACHINES`, with `OWN_PID` as the process id.
 
-    `own_files`: the process reaches no file but those in a file system of its own and such that are
-    mounted read-only, so that it may change times and modes.
+    `own_files`: the process reaches only files in its own file system or mounted read-only, so it
+    may change times and modes.
     """
     lines: list[_Line] = [
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
@@ -127,13 +127,13 @@ def _numbers(calls: str, machine: str) -> list[int]:
 
 
 def _if_number(number: int, lines: list[_Line]) -> list[_Line]:
-    """`lines`, which end the filter, for one system call."""
+    """Apply `lines`, which end the filter, to one system call."""
     return [(_EQUAL, 0, len(lines), number), *lines]
 
 
 def _conditions(name: str) -> list[_Line]:
-    """What decides on a call by its arguments. Pointers cannot be followed by a filter."""
-    if name in ("open", "openat"):  # Landlock asks no right for these modes
+    """Return the lines that decide a call by its arguments. A filter cannot follow pointers."""
+    if name in ("open", "openat"):  # Landlock requires no right for these modes
         flags = _low(1 if name == "open" else 2)
         truncates = [(_AND, 0, 0, _O_ACCMODE | _O_TRUNC), (_EQUAL, 0, 1, _O_TRUNC)]
         neither_reads_nor_writes = [(_AND, 0, 0, _O_ACCMODE), (_EQUAL, 0, 1, _O_ACCMODE)]
@@ -150,7 +150,7 @@ def _conditions(name: str) -> list[_Line]:
             _refuse(errno.ENOMEM),
             (_GIVE, 0, 0, _ALLOW),
         ]
-    if name == "clone":  # threads, and no process
+    if name == "clone":  # threads only, no processes
         return [
             _low(0),
             (_BIT_SET, 1, 0, _CLONE_THREAD),
@@ -161,9 +161,9 @@ def _conditions(name: str) -> list[_Line]:
             _refuse(errno.EPERM),
             (_GIVE, 0, 0, _ALLOW),
         ]
-    if name == "prlimit64":  # to read the limits of this process
+    if name == "prlimit64":  # read the limits of this process
         return [*_unless_null(2), *_one_of(0, (0, OWN_PID))]
-    if name == "sendto":  # to the other end of a pair, and to no address
+    if name == "sendto":  # to the other end of a pair, never to an address
         return [*_unless_null(4), (_GIVE, 0, 0, _ALLOW)]
     if name == "close_range":  # without CLOSE_RANGE_UNSHARE
         return _one_of(2, (0, _CLOSE_RANGE_CLOEXEC))
@@ -189,7 +189,7 @@ def _refuse(error: int) -> _Line:
 
 
 def _one_of(argument: int, values: Iterable[int]) -> list[_Line]:
-    """Allow these values of an argument that is an int to the kernel, and no others."""
+    """Allow these values of an int argument, and refuse all others."""
     lines = [_low(argument)]
     for value in values:
         lines += [(_EQUAL, 0, 1, value), (_GIVE, 0, 0, _ALLOW)]
@@ -197,7 +197,7 @@ def _one_of(argument: int, values: Iterable[int]) -> list[_Line]:
 
 
 def _unless_null(argument: int) -> list[_Line]:
-    """Refuse a pointer that is not NULL; both halves count."""
+    """Refuse a pointer that is not NULL, testing both halves."""
     low, high = _low(argument), (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * argument + 4)
     return [
         low,

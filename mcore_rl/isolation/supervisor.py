@@ -1,16 +1,16 @@
-"""The process that starts confined programs and ends them; `client.Supervisor` starts it.
+"""The process that starts and ends confined programs; `client.Supervisor` starts it.
 
     python -I -B supervisor.py ROOT DESCRIPTOR_OF_CONTROL LEVEL[,LEVEL]
 
-It is started before a worker gives up what it takes to make namespaces, in a session of its own,
-where no confined code can see or signal it. For each request it forks a keeper, which
+It starts in its own session, before a worker gives up the rights that namespaces need, so confined
+code can neither see nor signal it. For each request it forks a keeper:
 
     client ──control──► supervisor ──fork──► keeper ──► bwrap ──► PID 1 ──► code
        └──────────────connection───────────────┘  (or, without bwrap: keeper ──► code)
 
-lets the code run until it ends, its time is over, it has written too much, or the client closes the
-connection or is gone; then kills all that stems from it, waits for that, removes its folder, and
-answers. If a keeper is killed the kernel kills what it has started.
+The keeper lets the code run until it ends, its time is over, it has written too much, or the client
+closes the connection or is gone. It then kills all descendants, waits for their end, removes the
+folder and answers. If a keeper is killed, the kernel kills what it has started.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from typing import Any
 
 MAX_MESSAGE_BYTES = 1 << 16
 MAX_REQUEST_DESCRIPTORS = 16
-_PARENT_SECONDS = 2.0  # between two looks whether the client's process is there
+_PARENT_SECONDS = 2.0  # between checks that the client's process exists
 _WATCH_SECONDS = 0.05
 _PROBE_SECONDS = 60.0
 MAX_ENTRIES = 4096  # files and folders in the working folder
@@ -55,7 +55,7 @@ def main(control: socket.socket, names: Sequence[str]) -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     level, faults = best_level(names)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks what became of a keeper
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
     control.settimeout(_PARENT_SECONDS)
     while os.getppid() == parent:
         try:
@@ -78,7 +78,7 @@ def main(control: socket.socket, names: Sequence[str]) -> None:
 
 
 def best_level(names: Sequence[str]) -> tuple[str | None, dict[str, str]]:
-    """The first of these levels by which a program runs here, and why those before do not."""
+    """Return the first level at which a program runs here, and why earlier levels fail."""
     faults: dict[str, str] = {}
     for name in names:
         try:
@@ -109,7 +109,7 @@ def _probe(name: str) -> None:
 def _serve(
     connection: socket.socket, level: str | None, request: dict[str, Any], given: Sequence[int]
 ) -> None:
-    """What a keeper does; never returns."""
+    """Run as a keeper; never returns."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -134,7 +134,7 @@ def _serve(
         told = {"code": run.process.returncode, "why": why}
         with contextlib.suppress(OSError):  # the client is gone
             connection.send(json.dumps(told).encode())
-        run.remove_folder()  # which may take a while, after what it had too much of
+        run.remove_folder()  # may take a while after excessive output
         os._exit(0)
     finally:
         traceback.print_exc()
@@ -142,7 +142,7 @@ def _serve(
 
 
 class _Run:
-    """One confined program, from its start to the end of all that stems from it."""
+    """One confined program and its descendants, from start to end."""
 
     def __init__(
         self,
@@ -191,11 +191,11 @@ class _Run:
             raise
         finally:
             os.close(info)
-        self._told = b""  # by bwrap
+        self._told = b""  # output of bwrap's --info-fd
         self._inner: int | None = None  # the first process of the namespace
 
     def watch(self, connection: socket.socket, deadline: float) -> str:
-        """Return when the program has ended (empty text), or why it has to be."""
+        """Wait until the program has ended (return an empty text) or must be ended (return why)."""
         wakes, waker = socket.socketpair()
         waker.setblocking(False)
         with wakes, waker, selectors.DefaultSelector() as selector:
@@ -224,7 +224,7 @@ class _Run:
                 return "its time is over"
             found = selector.select(min(left_seconds, _WATCH_SECONDS))
             ready = {key.fileobj for key, _ in found}
-            if connection in ready:  # nobody waits for it any more
+            if connection in ready:  # the client no longer waits for it
                 return ""
             if wakes in ready:
                 wakes.recv(1 << 12)
@@ -237,7 +237,7 @@ class _Run:
         return ""
 
     def _hears_of_inner(self) -> bool:
-        """Whether bwrap has told all that it tells, which it writes piece by piece."""
+        """Read bwrap's information, which arrives in pieces; return whether it is complete."""
         data = os.read(self._info, 1 << 12)
         self._told += data
         if found := re.search(rb'"child-pid":\s*(\d+)\s*[,}]', self._told):
@@ -245,7 +245,7 @@ class _Run:
         return not data or self._inner is not None
 
     def _excess(self) -> str:
-        """What the program has too much of; empty if nothing."""
+        """Return the limit that the program exceeds; an empty text if none."""
         with contextlib.suppress(OSError):  # it has just ended
             code = self._inner_code() if self._is_apart else self.process.pid
             if code is not None and len(os.listdir(f"/proc/{code}/task")) > MAX_THREADS:
@@ -257,7 +257,7 @@ class _Run:
         return ""
 
     def _inner_code(self) -> int | None:
-        """The process that runs the code, below the first of its namespace."""
+        """Return the process that runs the code, a child of the namespace's first process."""
         if self._inner is None:
             return None
         children = Path(f"/proc/{self._inner}/task/{self._inner}/children").read_text().split()
@@ -279,31 +279,31 @@ class _Run:
         return used_bytes > self._disk_bytes + (1 << 20) or entries > MAX_ENTRIES
 
     def end(self) -> None:
-        """Kill all that stems from the program, and wait for its end."""
+        """Kill the program and its descendants, and wait for their end."""
         os.close(self._info)
         self.process.kill()
         self.process.wait()
-        # What has lost its parent is this process's, the first process of a namespace among it; the
-        # kernel kills that with bwrap, and ends it after all others in the namespace.
+        # This process has adopted the orphans, the first process of a namespace among them; the
+        # kernel kills that one with bwrap, and ends it after all others in the namespace.
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
 
     def remove_folder(self) -> None:
-        """Remove what the program has written, if it is there."""
+        """Remove the program's folder, if there is one."""
         if self._folder is None or not os.path.lexists(self._folder):
             return
         with contextlib.suppress(RecursionError):
             shutil.rmtree(self._folder, ignore_errors=True)  # follows no link
-        if os.path.lexists(self._folder):  # folders that are too deep for it, or without rights
+        if os.path.lexists(self._folder):  # folders that are too deep or not accessible
             for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
                 subprocess.run([*command, "--", self._folder], stderr=subprocess.DEVNULL)
 
 
 def _stopped_exceeds(folder: str, pid: int, most_bytes: int) -> bool:
-    """`_exceeds`, of a child that is stopped meanwhile, so that it moves no file out of sight.
+    """Apply `_exceeds` to a child that is stopped meanwhile, so that it cannot hide a file.
 
-    One that keeps itself from being stopped counts as having too much.
+    A child that prevents being stopped counts as exceeding the limit.
     """
     deadline = time.monotonic() + _STOP_SECONDS
     options = os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG
@@ -319,14 +319,14 @@ def _stopped_exceeds(folder: str, pid: int, most_bytes: int) -> bool:
 
 
 def _exceeds(folder: str, pid: int, most_bytes: int) -> bool:
-    """Whether a process has written more below `folder` than it may, removed files included.
+    """Return whether a process has written more below `folder` than it may, removed files included.
 
-    What cannot be measured (a path that is too deep, a folder that cannot be listed, a removed file
-    that is mapped, too many mappings) counts as too much. A link counts as itself.
+    Anything that cannot be measured (a path that is too deep, a folder that cannot be listed, a
+    removed file that is mapped, too many mappings) counts as too much. A link counts as itself.
     """
     num_bytes = num_entries = 0
     try:
-        # All threads share descriptors and memory, but a first one that has left has neither.
+        # All threads share descriptors and memory, but a main thread that has exited has neither.
         thread = f"/proc/{pid}/task/{os.listdir(f'/proc/{pid}/task')[-1]}"
         for found in (*_removed(thread), *_entries(folder)):
             num_entries += 1
@@ -361,7 +361,7 @@ def _entries(folder: str) -> Iterator[os.stat_result]:
 
 
 def _removed(thread: str) -> Iterator[os.stat_result]:
-    """Files that are open and have no name any more; `thread` is a folder of /proc."""
+    """Yield open files without a name; `thread` is a folder of /proc."""
     for name in os.listdir(f"{thread}/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
             found = os.stat(f"{thread}/fd/{name}")
@@ -370,5 +370,5 @@ def _removed(thread: str) -> Iterator[os.stat_result]:
 
 
 if __name__ == "__main__":
-    sys.path.append(sys.argv[1])  # this package's, which need not be installed
+    sys.path.append(sys.argv[1])  # this package need not be installed
     main(socket.socket(fileno=int(sys.argv[2])), sys.argv[3].split(","))

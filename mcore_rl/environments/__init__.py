@@ -1,4 +1,4 @@
-"""Several turns: what answers the policy between two turns, each sample in a process of its own.
+"""Environments: code that answers the policy between turns, one process per sample.
 
-Processes of environments import this package, so nothing is imported here.
+Environment processes import this package, so it imports nothing here.
 """

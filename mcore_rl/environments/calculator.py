@@ -1,12 +1,12 @@
-"""A calculator for a policy that is bad at sums, and a task that nobody solves in one turn.
+"""A calculator for a policy that is bad at sums, with tasks that need more than one turn.
 
-A turn that is an expression and nothing else (`12*(3+4)`) is keyed in, and the display, a message
-of role user, is what the policy reads next. Any other turn is the answer, right if the last number
-in it is the prompt's (reward 1, see `rewards.functions.arithmetic`).
+A turn that is only an expression (`12*(3+4)`) is evaluated, and the policy reads the display next,
+in a message of role user. Any other turn is the answer, right if its last number equals the
+prompt's (reward 1, see `rewards.functions.arithmetic`).
 
-Where the row has a column `memory`, the calculator holds that number, which the prompt does not
-tell: a number alone recalls it, and `M` stands for it in expressions. Until it was shown an answer
-is worth nothing, and from then on a number alone is an answer. The first call of an episode earns
+If the row has a column `memory`, the calculator holds that number, which the prompt does not
+reveal: a number alone recalls it, and `M` stands for it in expressions. Until it was shown, an
+answer has no reward; afterwards a number alone is an answer. The first call of an episode earns
 `CALL_REWARD`, so that a policy finds the tool before it finds the answer.
 """
 
@@ -37,7 +37,7 @@ _OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
 
 
 class Calculator(Environment, name="calculator"):
-    """One problem, with a calculator at hand."""
+    """One problem and a calculator."""
 
     def start(self, prompt: EnvironmentPrompt) -> None:
         self._prompt = prompt
@@ -69,7 +69,7 @@ class Calculator(Environment, name="calculator"):
 
 
 def evaluated(expression: str, memory: Fraction | None = None) -> str:
-    """The value of `+ - * /`, brackets, numbers and M, exact where it ends; or `ERROR`."""
+    """Evaluate `+ - * /`, brackets, numbers and M, exactly if decimals end; else return `ERROR`."""
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body, memory)
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
@@ -78,7 +78,7 @@ def evaluated(expression: str, memory: Fraction | None = None) -> str:
 
 
 def _is_expression(text: str) -> bool:
-    """Whether something is to be calculated: a number alone is an answer."""
+    """Return whether a text is to be calculated; a number alone is an answer."""
     if len(text) > _MAX_CHARACTERS or not _EXPRESSION.fullmatch(text):
         return False
     try:
@@ -107,5 +107,5 @@ def _value(node: ast.expr, memory: Fraction | None) -> Fraction:
 
 
 def _written(value: Fraction) -> str:
-    """An integer as such, else a decimal of twelve digits."""
+    """Format an integer unchanged, other values as a decimal of twelve digits."""
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.12g}"

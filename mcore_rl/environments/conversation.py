@@ -1,22 +1,21 @@
-"""The conversation of a sample as token ids: what the model generated is never tokenised again.
+"""A sample's conversation as token ids; generated tokens are never tokenized again.
 
     prompt ids │ turn 1, as generated │ observation │ turn 2, as generated │ ...
 
-A tokenizer need not give back the ids whose text it is given: `decode`, then `encode` may join or
-split tokens, and then the model would be trained on a text that it has not written. So only what an
-environment says is tokenised, by itself, and put behind the ids that are there:
+`decode`, then `encode` may join or split tokens, and the model would be trained on a text that it
+has not written. Therefore only observations are tokenized, separately, and appended to the ids:
 
-- a text as it stands, without special tokens of the tokenizer's own;
-- messages by what the chat template puts between the end of a turn of the assistant's and the
-  beginning of its next one. That is the end of a rendering of a small conversation, with these
-  messages behind an assistant's turn; of the tokens that end the turn the model has written its own
-  end of sequence, unless it was cut by its length: then they are part of what it reads;
-- token ids as they are.
+- a text unchanged, without the tokenizer's special tokens;
+- messages as the text that the chat template puts between the end of an assistant's turn and the
+  beginning of the next. This is the end of a rendering of a small conversation, in which these
+  messages follow an assistant's turn. Of the tokens that end the turn, the model has written its
+  own end of sequence; if its length limit cut the turn, they are part of the observation;
+- token ids unchanged.
 
-Templates differ in how a turn ends. Most write an end of sequence behind it. Some write another
-token once messages follow (gpt-oss: <|end|> for <|return|>), and some none, as the first token of
-the next message ends the turn (GLM: <|user|>). Templates without the roles `tool` or `system` get
-these messages as a user's.
+Templates end turns differently. Most append an end of sequence. Some write another token once
+messages follow (gpt-oss: <|end|> for <|return|>). Some write none, as the first token of the next
+message ends the turn (GLM: <|user|>). Templates without the roles `tool` or `system` get these
+messages as a user's.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class ConversationTokens:
-    """Token ids of what environments say. Not collective; every rank of a TP group may have its
-    own, or one tells the others its ids.
+    """The tokenizer of observations. Not collective; every rank of a TP group may have its own, or
+    one sends its ids to the others.
 
-    `vocabulary` is the number of ids that the model knows, None if that is not known; `ends` are
-    the ids at which the engine ends a response. Raises UsageError if the chat template that is to
-    be used does not say what stands between two turns.
+    `vocabulary` is the number of ids that the model knows, None if unknown; `ends` are the ids at
+    which the engine ends a response. Raises UsageError if the chat template in use does not
+    determine the text between two turns.
     """
 
     def __init__(
@@ -64,28 +63,28 @@ class ConversationTokens:
         vocabulary: int | None = None,
         place: str = "",
     ) -> None:
-        """`tokenizer` has a process of its own, or is one of transformers; `place` is where it
-        lies, for messages."""
+        """`tokenizer` is a `TokenizerProcess` or one of transformers; `place` is its path, for
+        messages."""
         in_process = isinstance(tokenizer, TokenizerProcess | ChatTokenizer)
         self._chat = tokenizer if in_process else ChatTokenizer(tokenizer)
         self._ends = frozenset(ends)
         self._vocabulary = vocabulary
         self._use_chat_template = use_chat_template
-        self._num_ending = 0  # tokens that a template puts behind a turn, the end included
+        self._num_ending = 0  # tokens that a template appends to a turn, the end included
         self._has_told: set[str] = set()
         if use_chat_template:
             self._check_template(place)
 
     def first(self, token_ids: np.ndarray, told: Any) -> np.ndarray | Failed:
-        """`[p]` int32: what the model reads first, `token_ids` being those of the prompt, and
-        `told` what the environment's start returned."""
+        """Return `[p]` int32, the model's first input. `token_ids` are the prompt's; `told` is the
+        result of the environment's start."""
         if told is None:
             return token_ids
         if isinstance(told, str) and self._use_chat_template:
             told = [{"role": "user", "content": told}]
         found: Sequence[int] | Failed
         if isinstance(told, str):
-            found = self._encoded(told, special=True)  # as a prompt of the file
+            found = self._encoded(told, special=True)  # like a prompt of the file
         elif _is_messages(told):
             text = self._first_text(told)
             found = text if isinstance(text, Failed) else self._encoded(text)
@@ -96,8 +95,8 @@ class ConversationTokens:
         return self._checked(found)
 
     def observed(self, generated: np.ndarray, observation: Any) -> np.ndarray | Failed:
-        """`[o]` int32: what stands behind `generated`, `[r]` int32 as the engine gave it, before
-        the model's next turn."""
+        """Return `[o]` int32, the tokens between `generated`, `[r]` int32 as the engine returned
+        them, and the model's next turn."""
         if isinstance(observation, str):
             return self._checked(self._encoded(observation))
         if not _is_messages(observation):
@@ -125,7 +124,7 @@ class ConversationTokens:
         return failed
 
     def _num_written(self, ids: Sequence[int], last: int | None) -> int:
-        """How many tokens behind a turn the model wrote itself, if `last` is its last token."""
+        """Count the tokens of a turn's ending that the model wrote, if `last` is its last token."""
         if last not in self._ends:
             return 0
         if self._num_ending:
@@ -184,7 +183,7 @@ class ConversationTokens:
     # ------------------------------------------------------------------------ the chat template
 
     def _check_template(self, place: str) -> None:
-        """What it puts behind a turn must not depend on the turn, and must begin with its end."""
+        """Check that a turn's ending does not depend on the turn and begins with its end."""
         fault = self._fault()
         if fault is not None:
             raise UsageError(
@@ -215,8 +214,8 @@ class ConversationTokens:
         return self._ending_fault(ended.rpartition(_ANSWERED)[2], behind)
 
     def _ending_fault(self, tail: str, behind: str) -> str | None:
-        """Finds `_num_ending` from what stands behind a turn that is the last one, and behind one
-        that others follow; or why there is none."""
+        """Set `_num_ending` from the endings of a last turn and of a turn that others follow;
+        return a reason if there is none."""
         in_tail, in_history = self._encoded(tail), self._encoded(behind)
         if isinstance(in_tail, Failed) or isinstance(in_history, Failed):
             return "its texts cannot be tokenised"
@@ -239,8 +238,8 @@ class ConversationTokens:
 
 
 def _forms_behind_a_turn(observation: Messages) -> Iterator[tuple[Messages, str]]:
-    """Small conversations with what is observed behind a turn, and the text that ends the turn:
-    as it is, behind a call of the tool where a template wants to have seen one, and by a user."""
+    """Yield small conversations with `observation` behind a turn, and the text that ends the turn:
+    unchanged, after a tool call for templates that require one, and as a user's message."""
     yield [_USER, _ASSISTANT, *observation], _ANSWERED
     named = next((each for each in observation if each["role"] == "tool"), None)
     if named is not None:
@@ -254,7 +253,7 @@ def _forms_behind_a_turn(observation: Messages) -> Iterator[tuple[Messages, str]
 
 
 def _forms_of_a_start(messages: Messages) -> Iterator[Messages]:
-    """As they are; and what the system says at the head of the user's message."""
+    """Yield the messages unchanged, then with system texts at the head of the user's message."""
     yield messages
     num_system = next((n for n, m in enumerate(messages) if m["role"] != "system"), len(messages))
     if num_system and messages[num_system : num_system + 1]:

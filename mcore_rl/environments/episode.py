@@ -1,7 +1,7 @@
-"""What the process of one episode runs: a user's environment, asked by the trainer turn by turn.
+"""The process of one episode: it runs a user's environment for the trainer, turn by turn.
 
-It is a fork of the zygote and has nothing of the trainer's but one end of a socket. It must stay
-free of torch, Megatron, vLLM and numpy, and so must whatever it imports.
+It is a fork of the zygote and shares only a socket with the trainer. It, and whatever it imports,
+must stay free of torch, Megatron, vLLM and numpy.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def adopt_orphans() -> None:
-    """Have processes that lose their parent, and stem from here, become this process's."""
+    """Make this process the parent of descendants that lose theirs."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def hand_over(link: socket.socket, connection: socket.socket) -> None:
-    """Give an episode's connection to the process at the other end of `link`."""
+    """Send an episode's connection to the process at the other end of `link`."""
     socket.send_fds(link, [b"."], [connection.fileno()])
 
 
 def run_episode(
     link: socket.socket, environment: type, *, parent: int, timeout_seconds: float
 ) -> None:
-    """Serve one episode to its end, once its connection is there; never returns. First thing after
-    the fork from `parent`, the zygote, which sends it over `link`."""
+    """Serve one episode to its end; never returns. Call first after the fork from `parent`, the
+    zygote, which sends the episode's connection over `link`."""
     code = 1
     try:
         _leave_the_zygote(parent)
         with link:
             _, descriptors, _, _ = socket.recv_fds(link, 1, 1)
         if not descriptors:
-            os._exit(0)  # the zygote has ended, or wants none any more
+            os._exit(0)  # the zygote has ended or does not need it
         with contextlib.suppress(OSError), socket.socket(fileno=descriptors[0]) as connection:
-            # An error of the system is that the trainer has closed its end.
+            # An OSError means that the trainer has closed its end.
             code = _Episode(connection, environment, timeout_seconds).serve()
     finally:
         os._exit(code)
@@ -68,14 +68,14 @@ def run_episode(
 def _leave_the_zygote(parent: int) -> None:
     die_with_parent(parent=parent)
     os.setsid()
-    adopt_orphans()  # what it starts in the background ends with it
+    adopt_orphans()  # its background processes end with it
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     see_no_other_process(send_no_signals=True)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # where memory ends it is this process that the kernel takes
-    # What hundreds of them print nobody reads, and it could fill the run's log.
+        file.write("1000")  # the kernel kills this process first when memory runs out
+    # Nobody reads the output of hundreds of episodes, and it could fill the run's log.
     nothing = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(nothing, descriptor)
@@ -86,7 +86,7 @@ def _leave_the_zygote(parent: int) -> None:
 
 
 class _Episode:
-    """Requests come one at a time, each answered before the next."""
+    """The server of one episode; it answers each request before the next."""
 
     def __init__(
         self, connection: socket.socket, environment: type, timeout_seconds: float
@@ -99,10 +99,10 @@ class _Episode:
         self._pid = os.getpid()
 
     def serve(self) -> int:
-        """Until the episode is over; returns the exit code."""
+        """Serve until the episode is over; return the exit code."""
         while (request := self._next()) is not None:
             answer = self._answer(request)
-            if os.getpid() != self._pid:  # a fork that the user's code has come back from
+            if os.getpid() != self._pid:  # a fork that returned from the user's code
                 os._exit(0)
             if answer is not None:
                 self._connection.sendall(wire.framed({"turn": request["turn"], **answer}))
@@ -123,8 +123,8 @@ class _Episode:
         return fields
 
     def _answer(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The answer's fields; None: the episode is over."""
-        # What the last turn may have left behind.
+        """Return the answer's fields; None: the episode is over."""
+        # Undo what the last turn may have left behind.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
         signal.setitimer(signal.ITIMER_REAL, self._timeout_seconds)
@@ -168,11 +168,11 @@ class _Episode:
             self._awaited(close())
 
     def _awaited(self, value: Any) -> object:
-        """`value`, or what it gives when it is awaited: all of an episode in one event loop."""
+        """Return `value`, or its result if it is awaitable; an episode uses one event loop."""
         if not inspect.isawaitable(value):
             return value
         if self._runner is None:
-            import asyncio  # done by the zygote
+            import asyncio  # the zygote has done so
 
             self._runner = asyncio.Runner()
         return self._runner.run(_waited_for(value))
@@ -183,7 +183,7 @@ async def _waited_for(value: Any) -> object:
 
 
 def _seed(seed: int) -> None:
-    """Forks share what was drawn before; an episode draws what its seed says."""
+    """Seed the random generators, whose state forks share."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % (1 << 32))

@@ -1,4 +1,4 @@
-"""What a user writes of an environment, and how `--rl-environment` finds it.
+"""The interface of a user's environment, and the lookup of `--rl-environment`.
 
     from mcore_rl.api.environment import Environment, StepResult
 
@@ -13,11 +13,11 @@
             more = "lower" if guess > self.number else "higher"
             return StepResult([{"role": "user", "content": more}])
 
-It is named as `package.module:Class`, or, with `class Guess(Environment, name="guess")`, by that
-name of a file of `--rl-import`. A class that is not a subclass works if it has `start` and `step`.
+Name it as `package.module:Class`, or, with `class Guess(Environment, name="guess")` in a file of
+`--rl-import`, by that name. A class that is not a subclass works if it has `start` and `step`.
 
-Processes of environments import this module: it must stay free of torch, Megatron, vLLM and numpy,
-and so must whatever it imports.
+Environment processes import this module: it, and whatever it imports, must stay free of torch,
+Megatron, vLLM and numpy.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.near_names import did_you_mean
 from mcore_rl.rewards.functions import find_in_module, meant_own
 
-Message = Mapping[str, str]  # "role", "content", and what else the chat template reads
-Text = str | Sequence[Message] | Sequence[int]  # as it is, as messages, or as token ids
+Message = Mapping[str, str]  # "role", "content", and other keys that the chat template reads
+Text = str | Sequence[Message] | Sequence[int]  # a text used unchanged, messages, or token ids
 
 FLAG = "--rl-environment"
 
@@ -50,17 +50,17 @@ _SHIPPED = {
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentPrompt:
-    """What an environment is told of its prompt."""
+    """The prompt as its environment receives it."""
 
     text: str
     answer: Any  # a text, a list or an object
     row: Mapping[str, Any]  # all columns of the prompts file
-    seed: int  # of the sample: the same in a run that is repeated, another for each sample
+    seed: int  # unique to the sample; the same when a run is repeated
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What the model generated in one turn."""
+    """The model's text in one turn."""
 
     text: str  # without the end of sequence
     token_ids: tuple[int, ...]  # with it
@@ -70,10 +70,10 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What an environment makes of a turn.
+    """An environment's answer to a turn.
 
-    `observation` is what the model reads next: a text, which is given to it as it stands; messages,
-    which the chat template puts into form; or token ids. It means nothing once `done`.
+    `observation` is the model's next input: a text, used unchanged; messages, which the chat
+    template renders; or token ids. It is ignored once `done`.
     """
 
     observation: Text | None = None
@@ -82,15 +82,15 @@ class StepResult:
 
 
 class Environment:
-    """One sample's environment: made without arguments, asked turn by turn, in its own process.
+    """One sample's environment, created without arguments in its own process, called turn by turn.
 
-    Each call has `--rl-environment-timeout` seconds. Whatever it raises or does otherwise costs its
-    sample alone.
+    Each call may take `--rl-environment-timeout` seconds. An exception or another failure costs
+    only its sample.
     """
 
     def __init_subclass__(cls, *, name: str | None = None, **more: Any) -> None:
-        """`name` makes the class known to `--rl-environment`. ValueError: it is taken by another
-        class, or is one that the flag could not hold."""
+        """`name` registers the class for `--rl-environment`. ValueError: another class has the
+        name, or the flag cannot hold it."""
         super().__init_subclass__(**more)
         if name is None:
             return
@@ -104,39 +104,39 @@ class Environment:
         _BY_NAME[name], _REGISTERED_AT[name] = cls, place
 
     def start(self, prompt: EnvironmentPrompt) -> Text | None | Awaitable[Text | None]:
-        """What the model reads first; None is the prompt as it is. May be async."""
+        """Return the model's first input; None keeps the prompt unchanged. May be async."""
         return None
 
     def step(self, response: Response) -> StepResult | tuple[Any, ...] | Awaitable[Any]:
-        """What follows a turn: a `StepResult`, or a tuple of its fields. May be async."""
+        """Return the answer to a turn, as a `StepResult` or a tuple of its fields. May be async."""
         raise NotImplementedError
 
     def close(self) -> object:
-        """Called once no step will follow, unless the process had to be ended. May be async."""
+        """Clean up when no step will follow; not called if the process was killed. May be async."""
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSpec:
-    """What the `--rl-environment*` flags say."""
+    """The values of the `--rl-environment*` flags."""
 
     name: str
     timeout_seconds: float  # of each call
     memory_gib: float = 4.0  # of each process; 0: unlimited
     imports: tuple[str, ...] = field(default=())  # files to run before the name is resolved
-    environment_names: tuple[str, ...] = ()  # variables that it gets besides the harmless ones
+    environment_names: tuple[str, ...] = ()  # variables that it gets next to the harmless ones
     sandbox_accept: tuple[str, ...] = ()  # protections that python_sandbox may lack
-    max_open: int = 256  # processes at one time
+    max_open: int = 256  # concurrent processes
     max_turns: int = 8
-    max_turn_tokens: int | None = None  # None: what is left of the response
+    max_turn_tokens: int | None = None  # None: the rest of the response
 
 
 def resolve_environment(spec: str, imports: Sequence[str] = ()) -> type:
-    """The class that `spec` names: a shipped one, one of `imports`, `package.module:Class` or
-    `path/file.py:Class`.
+    """Return the class that `spec` names: a shipped one, one of `imports`, `package.module:Class`
+    or `path/file.py:Class`.
 
-    Runs the files `imports`. Raises UsageError for a name that means nothing, a module that is
-    missing or raises on import, and a class that cannot be made or has no `start` and `step`.
+    Runs the files `imports`. Raises UsageError for an unknown name, a module that is missing or
+    raises on import, and a class that cannot be created or lacks `start` and `step`.
     """
     for path in imports:
         import_user_file(path)
@@ -177,7 +177,7 @@ def _check_class(found: object, spec: str) -> None:
         try:
             signature = inspect.signature(getattr(found, name))
             signature.bind(*[None] * arguments)
-        except ValueError:  # some in C have none; the first call will tell
+        except ValueError:  # some in C have none; the first call will show
             continue
         except TypeError as error:
             raise UsageError(

@@ -1,10 +1,10 @@
-"""Environments of many samples at a time, each in a process of its own, as the trainer sees them.
+"""The trainer's side of environments: many samples at once, one process each.
 
     start() ──► zygote forks ──► start ──► step ──► step ──► done      one ticket, one process
                                    └─ Started ─ Stepped ─ Stepped ─►   finished()
 
-An environment is code of the user's that meets text nobody has seen before. It may hang, flood, or
-take its process with it: that costs its sample, never the run.
+An environment is user code that processes unforeseen text. If it hangs, floods its output or kills
+its process, it costs its sample, never the run.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from mcore_rl.rewards.worker import EXIT_OUT_OF_MEMORY
 
 logger = logging.getLogger(__name__)
 
-# The process's own timer fires first and is exact. This is for what escapes that: signals that are
-# blocked or taken, a process that is stopped.
+# The process's own timer fires first and is exact. This margin covers what escapes it: blocked or
+# consumed signals, a stopped process.
 _MARGIN_SECONDS = 10.0
 _MAX_FRUITLESS_STARTS = 3
-_LOOK_SECONDS = 1.0  # so often something that nobody tells of is looked for
+_LOOK_SECONDS = 1.0  # poll interval for changes without notification
 _CHUNK_BYTES = 1 << 18
 
 
 class _State(Enum):
     WAITING = auto()  # for a process
     BUSY = auto()  # with a request
-    IDLE = auto()  # its last one is answered
-    CLOSING = auto()  # nobody's any more, but its process has not ended
+    IDLE = auto()  # its last request is answered
+    CLOSING = auto()  # released, but its process has not ended
 
 
 @dataclass(slots=True, eq=False)
@@ -59,25 +59,25 @@ class _Episode:
     connection: socket.socket | None = None
     reader: wire.Reader = field(default_factory=lambda: wire.Reader(wire.MAX_ANSWER_BYTES))
     turn: int = 0  # of the request that is answered next
-    deadline: float = math.inf  # of what it is doing, by the trainer's clock
+    deadline: float = math.inf  # of its current call, by the trainer's clock
     gone: Failed | None = None  # its process has ended
 
 
 class EnvironmentPool:
     """Episodes by ticket: 0, 1, 2, ... Used by one thread; `with` closes it.
 
-    Not collective: every rank that rolls out has its own. Nothing starts before the first `start`.
-    Only `wait` blocks; work goes on when `finished` or `wait` is called, so call `finished` often.
-    Every `start` and every `step` is answered by one event, a failure included: a process that ends
-    between two turns is told of when the next is asked for. With a `Failed`, or a `Stepped` that is
-    done, the ticket is over, and its process ends by itself.
+    Not collective: every rank that rolls out has its own pool. Nothing starts before the first
+    `start`. Only `wait` blocks; work advances when `finished` or `wait` is called, so call
+    `finished` often. Every `start` and every `step` is answered by one event, possibly a failure. A
+    process that ends between two turns is reported at the next `step`. A `Failed`, or a `Stepped`
+    that is done, ends the ticket, and its process ends by itself.
 
-    At most `max_open` processes are there at a time, the rest of what was started waits. Each has
-    `memory_gib` GiB (0: no limit) and each of its calls `timeout_seconds`. `failure_counts` has the
-    number of failures by kind, and the first of each kind is logged.
+    At most `max_open` processes exist at once; other started episodes wait. Each has `memory_gib`
+    GiB (0: no limit) and each of its calls `timeout_seconds`. `failure_counts` counts failures by
+    kind, and the first of each kind is logged.
 
     `finished` and `wait` raise UsageError if the class cannot be found, and RuntimeError if its
-    processes cannot be started again and again; what was open is lost then.
+    processes repeatedly fail to start; open episodes are lost then.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class EnvironmentPool:
         if max_open < 1:
             raise ValueError(f"max_open is {max_open}, it must be at least 1")
         self._spec, self._timeout_seconds, self._memory_gib = spec, timeout_seconds, memory_gib
-        # The working directory may be another one when processes start.
+        # The working directory may differ when processes start.
         self._imports = tuple(os.path.abspath(path) for path in imports)
         self._environment_names, self._max_open = tuple(environment_names), max_open
         self._sandbox_accept = tuple(sandbox_accept)
@@ -112,7 +112,7 @@ class EnvironmentPool:
 
     @classmethod
     def of(cls, spec: EnvironmentSpec) -> EnvironmentPool:
-        """As the flags say it."""
+        """Create the pool that the flags describe."""
         return cls(
             spec.name,
             timeout_seconds=spec.timeout_seconds,
@@ -125,22 +125,22 @@ class EnvironmentPool:
 
     @property
     def num_open(self) -> int:
-        """Tickets that are not over."""
+        """The number of tickets that are not over."""
         return sum(each.state is not _State.CLOSING for each in self._episodes.values())
 
     @property
     def num_busy(self) -> int:
-        """Tickets that an event will come for."""
+        """The number of tickets that an event will come for."""
         return sum(each.state in (_State.WAITING, _State.BUSY) for each in self._episodes.values())
 
     @property
     def is_working(self) -> bool:
-        """Whether an event will come though no other ticket ends."""
+        """Whether an event will come even if no other ticket ends."""
         states = {each.state for each in self._episodes.values()}
         return _State.BUSY in states or {_State.WAITING, _State.CLOSING} <= states
 
     def start(self, prompt: Prompt, seed: int) -> int:
-        """Have an environment made for a sample; returns its ticket, which `Started` comes for."""
+        """Create an environment for a sample. Return its ticket, for which `Started` will come."""
         assert not self._closed, "this EnvironmentPool is closed"
         ticket = self._num_started
         self._num_started += 1
@@ -151,7 +151,7 @@ class EnvironmentPool:
         return ticket
 
     def step(self, ticket: int, response: Response) -> None:
-        """Give the model's turn to an environment that has answered the one before."""
+        """Pass the model's turn to an environment that has answered the previous one."""
         episode = self._episodes.get(ticket)
         if episode is None or episode.state is not _State.IDLE:
             raise RuntimeError(f"environment {ticket} is not waiting for a turn")
@@ -169,14 +169,13 @@ class EnvironmentPool:
         self._ask(episode)
 
     def finished(self) -> list[tuple[int, Event]]:
-        """What has come since the last call, in the order in which it came; does not block."""
+        """Return the events since the last call, in the order of arrival; does not block."""
         self._look(0.0)
         found, self._found = self._found, []
         return found
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Block until `finished` has something to return; False if the time was not enough, or if
-        nothing is asked for."""
+        """Block until `finished` has an event; False after a timeout, or if no event is due."""
         until = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
         self._look(0.0)
         while not self._found:
@@ -187,8 +186,8 @@ class EnvironmentPool:
         return True
 
     def end(self, tickets: Iterable[int]) -> None:
-        """No more is wanted of these: an environment that is between two turns may close itself,
-        any other is killed. No event of theirs is returned; unknown tickets are passed over."""
+        """End these tickets. An environment between two turns may close itself; any other is
+        killed. None of their events is returned later; unknown tickets are ignored."""
         tickets = set(tickets)
         self._found = [(ticket, event) for ticket, event in self._found if ticket not in tickets]
         for ticket in sorted(tickets & self._episodes.keys()):
@@ -200,13 +199,13 @@ class EnvironmentPool:
                 self._kill(episode)
 
     def check(self) -> None:
-        """Raises UsageError if the class cannot be found by a process like those of episodes; this
-        process imports nothing of it."""
+        """Raise UsageError if a process like those of episodes cannot find the class; this process
+        does not import it."""
         with contextlib.closing(self._new_zygote()) as zygote:
             zygote.check()
 
     def close(self) -> None:
-        """End every process that stems from here, in whatever state. A second call does nothing."""
+        """End all processes of this pool, in any state. A second call does nothing."""
         self._closed = True
         for episode in self._episodes.values():
             self._disconnect(episode)
@@ -225,7 +224,7 @@ class EnvironmentPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # One look at everything ---------------------------------------------------------------------
+    # One pass over all events ---------------------------------------------------------------------
 
     def _look(self, timeout_seconds: float) -> None:
         assert not self._closed, "this EnvironmentPool is closed"
@@ -233,7 +232,7 @@ class EnvironmentPool:
             self._fork_waiting()
             for key, mask in self._selector.select(timeout_seconds):
                 if key.data is None:
-                    continue  # the zygote is heard below, after what it speaks of has been read
+                    continue  # the zygote's reports are read below, after the answers
                 episode: _Episode = key.data
                 if episode.connection is not None:
                     self._talk(episode, mask)
@@ -245,7 +244,7 @@ class EnvironmentPool:
             raise
 
     def _fork_waiting(self) -> None:
-        """Ask for processes for those that wait, as many as may be there."""
+        """Request processes for waiting episodes, up to the limit."""
         while self._waiting and len(self._episodes) - len(self._waiting) < self._max_open:
             if self._zygote is None:
                 self._zygote = self._new_zygote()
@@ -263,7 +262,7 @@ class EnvironmentPool:
             self._zygote.fork(episode.ticket, theirs)
             episode.out.append(episode.begin)
             self._ask(episode)
-            episode.deadline = math.inf  # from when it is there
+            episode.deadline = math.inf  # starts with its process
         if self._zygote is not None:
             self._zygote.flush()
 
@@ -281,14 +280,14 @@ class EnvironmentPool:
             self._receive(episode)
 
     def _send(self, episode: _Episode) -> None:
-        """As much as its process takes now; the selector tells when it takes more."""
+        """Send what its process accepts now; the selector reports when it accepts more."""
         assert episode.connection is not None
         with contextlib.suppress(BlockingIOError):
             while episode.out:
                 try:
                     num_sent = episode.connection.send(episode.out[0])
                 except (BrokenPipeError, ConnectionResetError):
-                    episode.out.clear()  # the zygote tells how it ended
+                    episode.out.clear()  # the zygote reports how it ended
                     break
                 rest = episode.out.popleft()[num_sent:]
                 if rest:
@@ -298,7 +297,7 @@ class EnvironmentPool:
             self._selector.modify(episode.connection, events, episode)
 
     def _receive(self, episode: _Episode) -> None:
-        """What has come of its answer; an end alone is told by the zygote."""
+        """Read its answer as far as it has arrived; an end alone is reported by the zygote."""
         assert episode.connection is not None
         while episode.state is _State.BUSY:
             try:
@@ -308,7 +307,7 @@ class EnvironmentPool:
             except ConnectionResetError:
                 data = b""
             if not data:
-                self._unregister(episode)  # else it would be ready for ever
+                self._unregister(episode)  # else it would be ready forever
                 return
             episode.reader.add(data)
             if episode.reader.is_too_long:
@@ -329,7 +328,7 @@ class EnvironmentPool:
         self._unregister(episode)
         episode.state, episode.deadline = _State.IDLE, math.inf
 
-    # How it ends ----------------------------------------------------------------------------------
+    # The end of an episode ------------------------------------------------------------------------
 
     def _fail(self, episode: _Episode, failed: Failed) -> None:
         if failed.kind not in self.failure_counts:
@@ -344,7 +343,7 @@ class EnvironmentPool:
         self._kill(episode)
 
     def _over(self, episode: _Episode) -> None:
-        """Its process may take one more call's time to close itself."""
+        """End the ticket; its process has one more call's time to close itself."""
         if episode.out:
             self._send(episode)
         self._disconnect(episode)
@@ -372,7 +371,7 @@ class EnvironmentPool:
             episode.connection = None
 
     def _hear(self) -> None:
-        """What the zygote tells: which processes are there, and which have ended."""
+        """Process the zygote's reports of processes that have started or ended."""
         if self._zygote is None:
             return
         for ticket, ended in self._zygote.heard():
@@ -380,23 +379,23 @@ class EnvironmentPool:
             if episode is None:
                 continue
             if ended is None:
-                episode.begin = b""  # sent, or on its way
+                episode.begin = b""  # sent, or about to be
                 if episode.state is _State.BUSY:
                     episode.deadline = time.monotonic() + self._timeout_seconds + _MARGIN_SECONDS
                 continue
             if episode.connection is not None:
-                self._receive(episode)  # what it has written before
+                self._receive(episode)  # what it wrote before its end
             self._ended(episode, self._why(ended))
         if self._zygote.is_broken:
             self._replace_zygote(self._zygote)
 
     def _ended(self, episode: _Episode, why: Failed) -> None:
-        """Its process is there no longer."""
+        """Handle the end of its process."""
         episode.gone = why
         if episode.state is _State.BUSY:
             self._fail(episode, why)
         elif episode.state is _State.CLOSING:
-            # Unless it is gone from here: its last words were a failure.
+            # It may be missing here: its last message was a failure.
             self._episodes.pop(episode.ticket, None)
         elif episode.state is _State.IDLE:
             self._disconnect(episode)
@@ -415,7 +414,7 @@ class EnvironmentPool:
         return Failed("ended its process", f"exit code {ended}")
 
     def _check_clocks(self) -> None:
-        """What its own timer has not ended, and what was to close itself and does not."""
+        """End calls that outlasted their own timer, and processes that do not close themselves."""
         now = time.monotonic()
         late = [each for each in self._episodes.values() if each.deadline < now]
         for episode in late:
@@ -425,7 +424,7 @@ class EnvironmentPool:
             else:
                 self._kill(episode)
 
-    # The zygote, and the next one -----------------------------------------------------------------
+    # The zygote and its replacement ---------------------------------------------------------------
 
     def _new_zygote(self) -> ZygoteProcess:
         return ZygoteProcess(
@@ -438,7 +437,7 @@ class EnvironmentPool:
         )
 
     def _replace_zygote(self, broken: ZygoteProcess) -> None:
-        """All that had a process have lost it; the rest waits for the next zygote's."""
+        """Replace a broken zygote: episodes lose their processes, the others wait for new ones."""
         self._selector.unregister(broken.control)
         broken.close()
         self._zygote = None
@@ -462,7 +461,7 @@ class EnvironmentPool:
             )
 
     def _wait_again(self, episode: _Episode) -> None:
-        """For a process, before all others."""
+        """Queue an episode for a process, ahead of all others."""
         self._disconnect(episode)
         episode.state, episode.deadline = _State.WAITING, math.inf
         episode.out.clear()
@@ -481,11 +480,10 @@ class EnvironmentPool:
 
 
 def check_environment(spec: EnvironmentSpec) -> None:
-    """Raise UsageError for a class that cannot be used, and a variable or a sandbox that is not
-    there.
+    """Raise UsageError if the class, a variable or the sandbox is unusable.
 
-    A `package.module:Class` is only ever imported by processes of its own, of which this starts
-    one; files of `--rl-import` are run here, as they may hold losses too.
+    A `package.module:Class` is only imported in environment processes, one of which is started
+    here. Files of `--rl-import` run in this process, as they may also define losses.
     """
     check_environment_names(spec.environment_names, "--rl-environment-env")
     if ":" in spec.name:

@@ -1,10 +1,10 @@
-"""A Python that the policy may try its code in, turn by turn, with the tests of the prompt.
+"""An environment in which the policy runs Python code, turn by turn, against the prompt's tests.
 
-A turn with a block of Python (```python ... ```) is run, with the tests that the prompt's answer
-holds (`rewards.code_tests`). If all pass the episode is done and its reward 1; else the policy
-reads what was printed and raised, in a message of role user. A turn without a block ends it without
-reward. A prompt whose answer is empty has no tests: its code is only run, and the episode ends with
-the turn that has none. Each turn's code has a new process and an empty folder; see
+A turn with a block of Python (```python ... ```) is run with the tests that the prompt's answer
+holds (`rewards.code_tests`). If all pass, the episode is done with reward 1; otherwise the policy
+reads the output and the exceptions in a message of role user. A turn without a block ends the
+episode without reward. A prompt with an empty answer has no tests: its code is only run, until a
+turn has no block. Each turn's code runs in a new process and an empty folder; see
 `rewards.sandbox`.
 """
 

@@ -1,4 +1,4 @@
-"""Python functions as tools, called in the form that most models have learnt.
+"""Python functions as tools, called in the format that most models have learned.
 
     class Shop(ToolEnvironment, name="shop"):
         def price(self, item: str, count: int = 1) -> float:
@@ -10,9 +10,9 @@
         def answered(self, text):
             return float(self.prompt.answer in text)
 
-A system message tells the model of them by JSON schemas. A turn calls one or several by
-`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. What each returned stands in a message
-of role `tool`, or what was wrong with the call. A turn without a call is the answer.
+A system message describes the tools to the model by JSON schemas. A turn calls one or more by
+`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Each result, or the error of the call,
+becomes a message of role `tool`. A turn without a call is the answer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ToolEnvironment(Environment):
     """Answers calls of `tools`, methods or functions, sync or async, until a turn calls none."""
 
     tools: ClassVar[Sequence[Callable[..., Any]]] = ()
-    role: ClassVar[str] = "tool"  # of their results; "user" for a chat template without it
+    role: ClassVar[str] = "tool"  # of the results; "user" for a chat template without it
 
     def start(self, prompt: EnvironmentPrompt) -> list[dict[str, str]]:
         self.prompt = prompt
@@ -64,7 +64,7 @@ class ToolEnvironment(Environment):
         return StepResult([{"role": self.role, "content": result} for result in results])
 
     def answered(self, text: str) -> float | Awaitable[float]:
-        """What a turn that calls no tool is worth; may be async."""
+        """Return the reward of a turn that calls no tool; may be async."""
         return 0.0
 
     async def _result(self, call: str) -> str:
@@ -91,7 +91,7 @@ class ToolEnvironment(Environment):
 
 
 def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
-    """A function's description in the form of OpenAI's API: name, docstring, parameters."""
+    """Describe a function in the format of OpenAI's API: name, docstring, parameters."""
     hints = typing.get_type_hints(tool)
     parameters = list(inspect.signature(tool).parameters.values())[_is_method(tool) :]
     function = {
@@ -111,7 +111,7 @@ def _is_method(tool: Callable[..., Any]) -> bool:
 
 
 def _schema(hint: Any) -> dict[str, Any]:
-    """The JSON schema of a parameter's type; unconstrained where JSON schema has no equivalent."""
+    """Return the JSON schema of a type; unconstrained where JSON schema has no equivalent."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return {"enum": list(inner)}

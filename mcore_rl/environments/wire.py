@@ -1,7 +1,7 @@
-"""What travels between the trainer and the processes of environments: JSON, data and no code.
+"""The messages between trainer and environment processes: JSON, data and no code.
 
-Every message is four bytes of its length and its text. An environment can write whatever it likes
-into its socket; the trainer takes nothing that is not checked here.
+Every message is its text, preceded by its length in four bytes. An environment can write anything
+into its socket; the trainer accepts only what is checked here.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from mcore_rl.common.readers import integer_within, parse_json
 from mcore_rl.rewards.functions import shortened
 from mcore_rl.rewards.worker import Outcome
 
-MAX_ANSWER_BYTES = 1 << 20  # of a message of an environment's, JSON
+MAX_ANSWER_BYTES = 1 << 20  # of an environment's message, JSON
 MAX_REQUEST_BYTES = 1 << 30
 LENGTH_BYTES = 4
 
 TOO_MUCH = "answered too much"
 NO_ANSWER = "wrote an invalid answer"
 
-_LARGEST_REWARD = 3.4e38  # of a turn's reward, which training keeps in float32
+_LARGEST_REWARD = 3.4e38  # training keeps a turn's reward in float32
 
 Plain = str | list[dict[str, str]] | list[int]  # a text, messages or token ids
 
@@ -31,14 +31,14 @@ _ONE_OF = "give a text, messages with role and content, or token ids"
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The environment is ready; what the model reads instead of the prompt, or None."""
+    """The environment is ready; `prompt` replaces the prompt unless it is None."""
 
     prompt: Plain | None
 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """What the environment made of a turn; `observation` is None at most where it is `done`."""
+    """The environment's answer to a turn; `observation` may only be None if `done`."""
 
     observation: Plain | None
     reward: float
@@ -47,19 +47,19 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The sample is lost; `kind` groups failures as that of a reward's `Outcome` does."""
+    """The sample is lost; `kind` groups failures as a reward's `Outcome.kind` does."""
 
     kind: str
     detail: str = ""
 
     @property
     def outcome(self) -> Outcome:
-        """As a reward's."""
+        """The failure as a reward's outcome."""
         return Outcome(0.0, self.kind, self.detail)
 
     @property
     def failure(self) -> str:
-        """What went wrong, for people to read."""
+        """The reason, in words."""
         return self.outcome.failure or ""
 
 
@@ -67,7 +67,7 @@ Event = Started | Stepped | Failed
 
 
 class NonsenseError(ValueError):
-    """An environment returned what cannot be used; its `failed` says what."""
+    """An environment returned an unusable value; `failed` holds the reason."""
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(kind)
@@ -75,7 +75,7 @@ class NonsenseError(ValueError):
 
 
 def framed(fields: Mapping[str, Any]) -> bytes:
-    """A message as it travels."""
+    """Return a message in its wire format."""
     text = json.dumps(fields).encode()
     return len(text).to_bytes(LENGTH_BYTES, "big") + text
 
@@ -84,12 +84,12 @@ def framed(fields: Mapping[str, Any]) -> bytes:
 
 
 def as_started(value: object) -> list[Any]:
-    """What `start` returned, for the message; NonsenseError if it is none of its kinds."""
+    """Convert the result of `start` for the message; NonsenseError if its type is not allowed."""
     return [None if value is None else plain_text(value, "start gives")]
 
 
 def as_stepped(value: object) -> list[Any]:
-    """What `step` returned, for the message; NonsenseError if it is none of its kinds."""
+    """Convert the result of `step` for the message; NonsenseError if its type is not allowed."""
     names = ("observation", "reward", "done")
     if isinstance(value, tuple):
         if len(value) != len(names):
@@ -109,10 +109,10 @@ def as_stepped(value: object) -> list[Any]:
 
 
 def plain_text(value: object, who: str) -> Plain:
-    """A text, messages or token ids, of which JSON is made; NonsenseError for anything else."""
+    """Return a text, messages or token ids as JSON types; NonsenseError for anything else."""
     if isinstance(value, str):
         return _unicode(value)
-    if hasattr(value, "tolist"):  # of numpy or torch, which are not imported for it
+    if hasattr(value, "tolist"):  # an array of numpy or torch, which are not imported for this
         value = value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, (bytes, bytearray)):
         raise NonsenseError(f"returned {type(value).__name__}", f"{who} {_ONE_OF}")
@@ -155,7 +155,7 @@ def _reward(value: Any) -> float:
 
 
 def event_of(message: bytes, turn: int) -> Event:
-    """The answer to request number `turn`; what is none is a failure."""
+    """Return the event of the answer to request `turn`; an invalid answer is a failure."""
     try:
         fields = parse_json(message)
         if integer_within(fields["turn"], turn, turn) is None:
@@ -181,10 +181,10 @@ def _text(value: object) -> str:
 
 
 class Reader:
-    """Puts messages together from what comes of them."""
+    """Assembles messages from the bytes of a stream."""
 
     def __init__(self, limit: int) -> None:
-        """`limit` is of one message, in bytes."""
+        """`limit` is the maximum length of a message, in bytes."""
         self._limit = limit
         self._bytes = bytearray()
 
@@ -193,12 +193,12 @@ class Reader:
 
     @property
     def is_too_long(self) -> bool:
-        """Whether the message that has begun is longer than the limit."""
+        """Whether the current message exceeds the limit."""
         size = self._size
         return size is not None and size > self._limit
 
     def next(self) -> bytes | None:
-        """The next whole message, or None."""
+        """Return the next complete message, or None."""
         size = self._size
         if size is None or len(self._bytes) < LENGTH_BYTES + size:
             return None

@@ -1,12 +1,12 @@
-"""The process from which those of episodes are forked: it has imported the user's modules once.
+"""The zygote, which imports the user's modules once and forks the processes of episodes.
 
-It is started anew, as workers of rewards are, and gives up what these give up. Then it does three
-things: gives a process to an episode when the trainer sends it a socket, kills those that the
-trainer names, and tells which have ended and how. Whatever stems from an episode ends with it; all
-ends with the trainer, however that ends.
+It starts anew and drops rights as reward workers do. It then gives a process to an episode when the
+trainer sends a socket, kills the processes that the trainer names, and reports which have ended and
+how. All descendants of an episode end with it; everything ends with the trainer, however that ends.
 
-A fork and what follows it take milliseconds, and a step's samples begin all at once. So once all
-episodes have ended, while the trainer learns, it forks ahead as many as were there at a time.
+A fork and its set-up take milliseconds, and a step's samples begin all at once. So once all
+episodes have ended, while the trainer trains, the zygote forks as many spare processes as ran
+concurrently.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def run_zygote(
     timeout_seconds: float,
     sandbox_accept: Sequence[str],
 ) -> None:
-    """Serve the trainer at the other end of `control`, a socket that keeps messages apart."""
+    """Serve the trainer at the other end of `control`, a socket that keeps messages separate."""
     forbid_runs()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    die_with_parent()  # while it imports
-    # Now, as what starts from here on can make no namespaces.
+    die_with_parent()  # during the imports
+    # Now, as processes started later cannot create namespaces.
     supervisor = start_supervisor(sandbox_accept) if spec == PYTHON_SANDBOX else None
     limit_memory(memory_bytes)
     write_no_core()
@@ -59,7 +59,7 @@ def run_zygote(
     see_no_other_process()
     ours = _open_descriptors()
     if supervisor is not None:
-        ours.discard(supervisor.fileno())  # episodes have code run by it
+        ours.discard(supervisor.fileno())  # episodes run code through it
     told: dict[str, Any] = {"ready": True}
     environment: type = object
     try:
@@ -69,7 +69,7 @@ def run_zygote(
     import asyncio  # noqa: F401 - which most episodes need: once, not once in each
 
     gc.collect()
-    gc.freeze()  # so that forks share what is there
+    gc.freeze()  # so that forks share the memory
     helpers = set() if supervisor is None else {supervisor.pid}
     zygote = _Zygote(control, environment, timeout_seconds, ours, helpers)
     try:
@@ -80,10 +80,10 @@ def run_zygote(
 
 
 def _open_descriptors() -> set[int]:
-    """Those that episodes must not have, but for the standard streams."""
+    """Return the descriptors that episodes must not inherit; never the standard streams."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of the listing itself
+        with contextlib.suppress(OSError):  # of the listing itself
             os.fstat(int(name))
             found.add(int(name))
     return found - {0, 1, 2}
@@ -101,8 +101,8 @@ class _Zygote:
         self._control, self._environment = control, environment
         self._timeout_seconds = timeout_seconds
         self._episodes: dict[int, int] = {}  # process -> ticket
-        self._spares: deque[tuple[int, socket.socket]] = deque()  # processes that wait for one
-        self._most_episodes = 0  # at a time, since there were none
+        self._spares: deque[tuple[int, socket.socket]] = deque()  # idle processes
+        self._most_episodes = 0  # concurrently, since there were none
         self._helpers = helpers  # processes that serve all episodes
         self._parent = os.getppid()
         self._pid = os.getpid()
@@ -119,16 +119,16 @@ class _Zygote:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGHUP, lambda *_: None)
         signal.signal(signal.SIGTERM, _leave)
-        # A thread of the trainer's that ends sends it too: only a new parent means the end.
+        # A thread of the trainer that ends also sends it: only a new parent means the end.
         die_with_parent(signal.SIGHUP)
 
     def tell(self, fields: Mapping[str, Any]) -> None:
-        """The trainer takes what comes whenever it looks; until then this waits."""
+        """Send a message; blocks until the trainer has read enough of the earlier ones."""
         self._control.sendall(json.dumps(fields).encode())
 
     def serve(self) -> None:
-        """Until the trainer hangs up or is gone."""
-        with contextlib.suppress(OSError):  # of a connection that is broken off
+        """Serve until the trainer disconnects or is gone."""
+        with contextlib.suppress(OSError):  # of a broken connection
             while os.getppid() == self._parent:
                 timeout = 0.0 if self._lacks_spares() else None
                 ready = {key.fileobj for key, _ in self._selector.select(timeout)}
@@ -148,10 +148,10 @@ class _Zygote:
         try:
             self._spares.append(self._forked())
         except OSError:
-            self._most_episodes = 0  # until one is asked for again
+            self._most_episodes = 0  # until the next request for a process
 
     def _obey(self) -> bool:
-        """Do what the next message says; False if none will come any more."""
+        """Execute the next message; return False if none will follow."""
         message, descriptors, _, _ = socket.recv_fds(self._control, MAX_CONTROL_BYTES, 1)
         if not message:
             return False
@@ -164,7 +164,7 @@ class _Zygote:
         return True
 
     def _begin(self, ticket: int, connection: socket.socket) -> None:
-        """An episode, in a process that is there or a new one."""
+        """Begin an episode, in a spare or a new process."""
         if not self._episodes:
             self._most_episodes = 0
         with connection:
@@ -178,7 +178,7 @@ class _Zygote:
         self.tell({"forked": ticket})
 
     def _given(self, connection: socket.socket) -> int:
-        """The process that has got it."""
+        """Pass the connection to a process, and return the process."""
         while self._spares:
             pid, link = self._spares.popleft()
             with link, contextlib.suppress(OSError):  # unless it has just ended
@@ -190,7 +190,7 @@ class _Zygote:
         return pid
 
     def _forked(self) -> tuple[int, socket.socket]:
-        """A process that waits for an episode's connection, and the socket to send it by."""
+        """Fork a process that waits for a connection; return it and the socket to send that on."""
         link, theirs = socket.socketpair()
         with theirs:
             try:
@@ -218,9 +218,9 @@ class _Zygote:
         return pid, link
 
     def _reap(self) -> None:
-        """Bury what has ended, with what it has left running."""
+        """Reap ended processes and kill what they have left running."""
         while (ended := _next_ended()) is not None:
-            # Before it is reaped: its number, and its group's, cannot be another's yet.
+            # Before it is reaped: its process and group ids cannot have been reused yet.
             _kill(ended)
             _, status = os.waitpid(ended, 0)
             ticket = self._episodes.pop(ended, None)
@@ -231,7 +231,7 @@ class _Zygote:
                 self.tell({"ended": ticket, "code": code})
 
     def _kill_orphans(self) -> None:
-        """Children that were not forked here have lost the episode that they stem from."""
+        """Kill children that were not forked here: they have lost the episode that started them."""
         known = self._episodes.keys() | self._helpers | {pid for pid, _ in self._spares}
         for pid in _children() - known:
             _kill(pid)
@@ -240,11 +240,11 @@ class _Zygote:
         for pid, link in [each for each in self._spares if each[0] == ended]:
             link.close()
             self._spares.remove((pid, link))
-            # Memory is short, perhaps: none is made again until one is asked for.
+            # Memory may be short: fork no spares until a process is requested.
             self._most_episodes = 0
 
     def end_all(self) -> None:
-        """Kill every process that stems from here and wait for its end."""
+        """Kill every descendant and wait for its end."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         left = self._episodes.keys() | {pid for pid, _ in self._spares}
         while left := _children() | left:
@@ -259,7 +259,7 @@ def _leave(*_: object) -> None:
 
 
 def _next_ended() -> int | None:
-    """A child that has ended and is not reaped yet."""
+    """Return a child that has ended but is not reaped."""
     with contextlib.suppress(ChildProcessError):
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         return None if ended is None else ended.si_pid
@@ -267,7 +267,7 @@ def _next_ended() -> int | None:
 
 
 def _children() -> set[int]:
-    """The children of this process; empty if the kernel does not list them."""
+    """Return the children of this process; empty if the kernel does not list them."""
     pid = os.getpid()
     with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:
         return set(map(int, file.read().split()))
@@ -275,7 +275,7 @@ def _children() -> set[int]:
 
 
 def _kill(pid: int) -> None:
-    """A process that is not reaped yet, and its group if it has one of its own."""
+    """Kill a process that is not reaped yet, and its group if it has its own."""
     for kill in (os.kill, os.killpg):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""The zygote as the trainer sees it: started, asked for processes and told which to kill.
+"""The trainer's side of the zygote: start it, request forks and kills.
 
-Nothing here blocks but `check` and `close`. What it tells is data: a user's module runs in it too.
+Only `check` and `close` block. Messages are untrusted data: a user's module runs in the zygote too.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _START_SECONDS = 60.0  # for its imports
 _ANSWER_SECONDS = 60.0  # for a fork or a kill
 _END_SECONDS = 10.0
 
-Ended = int | str  # an exit code, negative for a signal; or why there was no process
+Ended = int | str  # an exit code, negative for a signal; or why no process exists
 
 
 class ZygoteProcess:
-    """Has begun to start once it is made."""
+    """A zygote; its start begins with the constructor."""
 
     def __init__(
         self,
@@ -55,43 +55,43 @@ class ZygoteProcess:
                     *(memory_bytes, timeout_seconds, tuple(sandbox_accept)),
                 ),
                 name="environments",
-                daemon=True,  # ends with a trainer that closes nothing
+                daemon=True,  # ends with a trainer that does not close it
             )
             self._process.start()
         self._out: deque[tuple[bytes, socket.socket | None]] = deque()
         self._is_ready = False
         self._since = time.monotonic()
-        self._asked: dict[int, float] = {}  # forks that it has not confirmed, and since when
-        self._killed: dict[int, float] = {}  # likewise, processes that are to end
+        self._asked: dict[int, float] = {}  # unconfirmed forks, and since when
+        self._killed: dict[int, float] = {}  # unconfirmed kills, likewise
         self._there: set[int] = set()
         self.why_broken = ""
 
     def __contains__(self, ticket: int) -> bool:
-        """Whether this ticket has a process, or is to get one."""
+        """Return whether this ticket has a process or is to get one."""
         return ticket in self._there or ticket in self._asked
 
     def has_not_forked(self, ticket: int) -> bool:
-        """Whether this one's process was asked for and has not begun, as far as is known."""
+        """Return whether this ticket's process was requested and, as far as known, not forked."""
         return ticket in self._asked
 
     @property
     def is_broken(self) -> bool:
-        """Whether nothing more will come of it, for the reason in `why_broken`."""
+        """Whether it is unusable, for the reason in `why_broken`."""
         return bool(self.why_broken)
 
     def fork(self, ticket: int, connection: socket.socket) -> None:
-        """Ask for a process with this connection, which is closed here."""
+        """Request a process with this connection, which is closed here."""
         self._asked[ticket] = time.monotonic()
         self._out.append((json.dumps({"fork": ticket}).encode(), connection))
 
     def kill(self, ticket: int) -> None:
-        """Ask for the end of a process; `heard` tells of it."""
+        """Request the end of a process; `heard` reports it."""
         self._killed[ticket] = time.monotonic()
         self._out.append((json.dumps({"kill": [ticket]}).encode(), None))
         self.flush()
 
     def flush(self) -> None:
-        """Send what it takes now."""
+        """Send what it accepts now."""
         while self._out:
             message, connection = self._out[0]
             descriptors = [] if connection is None else [connection.fileno()]
@@ -107,8 +107,8 @@ class ZygoteProcess:
                 connection.close()
 
     def heard(self) -> Iterator[tuple[int, Ended | None]]:
-        """What it has told since the last call: a ticket whose process is there (None) or has
-        ended. Raises UsageError if it cannot find the class."""
+        """Yield its reports since the last call: tickets whose process has started (None) or ended.
+        UsageError: it cannot find the class."""
         while not self.is_broken and (message := self._next()) is not None:
             yield from self._understood(message)
         self.flush()
@@ -129,7 +129,7 @@ class ZygoteProcess:
     def _understood(self, message: bytes) -> Iterator[tuple[int, Ended | None]]:
         try:
             fields = parse_json(message)
-            if not self._is_ready:  # its first message, of which there is one
+            if not self._is_ready:  # its first message, sent once
                 self._begun(fields)
             elif "forked" in fields:
                 ticket = _integer(fields["forked"])
@@ -148,7 +148,7 @@ class ZygoteProcess:
             self._break(f"it sent a malformed message ({type(error).__name__})")
 
     def _begun(self, fields: Any) -> None:
-        """Whether it could import what it needs; UsageError if not."""
+        """Check its first message; UsageError if it could not import what it needs."""
         if "refused" in fields:
             refused = [_text(each) for each in fields["refused"]]
             if len(refused) != 3:
@@ -171,7 +171,7 @@ class ZygoteProcess:
         self.why_broken = self.why_broken or shortened(why)
 
     def _exit(self) -> str:
-        until = time.monotonic() + 1.0  # its socket goes just before it does
+        until = time.monotonic() + 1.0  # its socket closes just before it ends
         while self._process.exitcode is None and time.monotonic() < until:
             time.sleep(0.01)
         return f"exit code {self._process.exitcode}"
@@ -192,12 +192,12 @@ class ZygoteProcess:
             )
 
     def close(self) -> None:
-        """End it, and with it every process that stems from it."""
+        """End it and its descendants."""
         for _, connection in self._out:
             if connection is not None:
                 connection.close()
         self._out.clear()
-        self.control.close()  # by which it ends, unless a fork of this process has it, too
+        self.control.close()  # ends it, unless a fork of this process also holds the socket
         self._process.terminate()
         until = time.monotonic() + (_END_SECONDS if self._is_ready else 0.0)
         while self._process.exitcode is None and time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""What a response is worth: functions in worker processes, servers, reward models, their sum.
+"""Rewards: functions in worker processes, servers, reward models, and their weighted sum.
 
-Worker processes import this package, so nothing is imported here.
+Worker processes import this package, so it imports nothing here.
 """

@@ -1,14 +1,14 @@
-"""The pipes between a reward pool and its workers, and the one check of what workers send.
+"""The pipes between a reward pool and its workers, and the check of the workers' messages.
 
     trainer ── tasks, one pipe that all workers read ──► workers
        ▲                                                   │
        └── answers, JSON, one pipe for each worker ────────┘
 
-A reward can write into the pipe of its process. So every message is checked against what was asked
-before pebble sees it: a worker acknowledges a task that is open, under its own process number, and
-answers the task that it has, with one outcome for each sample. The first message that does not fit
-fails the task of its worker (`WorkerFault`) and breaks the pool, as nothing says what else that
-worker has taken. Workers import this module: it must stay free of torch and numpy.
+A reward can write into the pipe of its process. So every message is checked against the request
+before pebble sees it: a worker must acknowledge an open task, under its own process id, and answer
+its task, with one outcome per sample. The first invalid message fails the task of its worker
+(`WorkerFault`) and breaks the pool, as that worker may have taken other tasks. Workers import this
+module: it must stay free of torch and numpy.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from mcore_rl.common.readers import InvalidData, finite_number, parse_json
 from mcore_rl.rewards.functions import shortened
 from mcore_rl.rewards.worker import Outcome, score_samples
 
-MAX_MESSAGE_BYTES = 1 << 26  # thousands of samples with the longest text of a failure
-_LENGTH_BYTES = 4  # what multiprocessing puts before a message, signed and big-endian
+MAX_MESSAGE_BYTES = 1 << 26  # thousands of samples with the longest failure texts
+_LENGTH_BYTES = 4  # multiprocessing's length prefix, signed and big-endian
 _CHUNK_BYTES = 1 << 16
-_STALLED_SECONDS = 5.0  # workers write a message at once: one that stops halfway has no end
+_STALLED_SECONDS = 5.0  # workers write a message at once: one that stops halfway never ends
 
 Message = Acknowledgement | TaskResult
 
 
 class WorkerFault(Exception):
-    """A worker did not answer a task as it should; `kind` and `detail` as of an `Outcome`."""
+    """A worker answered a task wrongly; `kind` and `detail` are as in `Outcome`."""
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(f"{kind}: {detail}")
@@ -51,36 +51,36 @@ class WorkerFault(Exception):
 
 
 class Answers:
-    """What workers answer; pebble polls `fileno` and calls `recv` from one thread.
+    """The answers of all workers; pebble polls `fileno` and calls `recv` from one thread.
 
-    Other threads of pebble's call `asked`, when a task is sent, and `opened`, when a worker starts.
+    Other threads of pebble call `asked` when a task is sent, and `opened` when a worker starts.
     """
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
-        # By it the polling thread calls `recv` though nothing came.
+        # It makes the polling thread call `recv` although no message came.
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._alarm, select.EPOLLIN)
         self._pipes: dict[int, _Pipe] = {}  # by descriptor
         self._open: dict[int, int | None] = {}  # task -> samples; None: it returns nothing
-        self._lock = threading.RLock()  # of what `close` ends
+        self._lock = threading.RLock()  # guards what `close` ends
         self._closed = False
         self.fault: str | None = None  # why the pool breaks
 
     def fileno(self) -> int:
-        """Readable while there is something for `recv`. OSError once closed."""
+        """Return a descriptor that is readable while `recv` has work. OSError once closed."""
         with self._lock:
             if self._closed:
                 raise OSError("the pipes of the workers are closed")
             return self._epoll.fileno()
 
     def asked(self, task: int, num_samples: int | None) -> None:
-        """A task is about to be sent; None: it returns nothing."""
+        """Record a task that is about to be sent; `num_samples` None: it returns nothing."""
         self._open[task] = num_samples
 
     def opened(self, process: Any) -> int:
-        """A pipe for a process that is being started (a `Popen`); returns the end that it writes,
-        which the caller closes."""
+        """Open a pipe for a process that is being started (a `Popen`); return the end that it
+        writes, which the caller closes."""
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         with self._lock:
@@ -89,14 +89,14 @@ class Answers:
         return writer
 
     def check_clocks(self) -> None:
-        """Have a message that stopped halfway end the pool. May be called by any thread."""
+        """Break the pool if a message stopped halfway. May be called by any thread."""
         late = time.monotonic() - _STALLED_SECONDS
         if any(pipe.waits_since < late for pipe in list(self._pipes.values())):
             self._ring()
 
     def recv(self) -> Message | None:
-        """The next message of a worker; None: nothing is complete. OSError, by which the pool
-        breaks, once a message did not fit."""
+        """Return a worker's next message; None: no message is complete. Raises OSError, which
+        breaks the pool, after an invalid message."""
         if self.fault is not None:
             raise OSError(self.fault)
         with self._lock:
@@ -122,7 +122,7 @@ class Answers:
                 return None
             return self._fitting(pipe, _as_message(parse_json(message)))
         except EOFError:
-            self._forget(pipe)  # pebble looks after its process
+            self._forget(pipe)  # pebble handles the end of its process
             return None
         except InvalidData as error:
             detail = shortened(str(error))
@@ -134,7 +134,7 @@ class Answers:
             return TaskResult(pipe.task, Result(ResultStatus.FAILURE, fault))
 
     def _fitting(self, pipe: _Pipe, message: Message) -> Message:
-        """`message` if it is what this worker can say now; InvalidData if not."""
+        """Return `message` if it is valid for this worker now; otherwise raise InvalidData."""
         task = message.task
         if isinstance(message, Acknowledgement):
             if message.worker != pipe.process.pid or pipe.task is not None:
@@ -166,7 +166,7 @@ class Answers:
             self._open.pop(pipe.task, None)
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Close all pipes. A second call does nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -177,21 +177,21 @@ class Answers:
             os.close(self._alarm)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return io.BytesIO, ()  # a worker gets nothing of it, and closes what it gets
+        return io.BytesIO, ()  # a worker gets only a dummy that it can close
 
 
 class _Pipe:
-    """The trainer's end of the pipe of one worker."""
+    """The trainer's end of a worker's pipe."""
 
     def __init__(self, descriptor: int, process: Any) -> None:
         self.descriptor, self.process = descriptor, process
-        self.task: int | None = None  # that it has acknowledged and not answered
-        self.waits_since = float("inf")  # for the rest of a message that has begun
+        self.task: int | None = None  # acknowledged and not answered
+        self.waits_since = float("inf")  # for the rest of an incomplete message
         self._bytes = bytearray()
 
     def next(self) -> bytes | None:
-        """One message, if all of it is there, and nothing of those behind it. EOFError at the end,
-        InvalidData if it is longer than any answer."""
+        """Return one message if it is complete, without bytes of later messages. EOFError at the
+        end, InvalidData if it is longer than any answer."""
         while (missing := self._missing()) > 0:
             try:
                 data = os.read(self.descriptor, min(missing, _CHUNK_BYTES))
@@ -216,13 +216,13 @@ class _Pipe:
 
 
 class AnswerEnd:
-    """The trainer's stand-in for the end that workers write: each worker gets one of its own."""
+    """The trainer's stand-in for the ends that workers write; each worker gets its own end."""
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
 
     def close(self) -> None:
-        """Nothing is open here."""
+        """Do nothing: this end is not open here."""
 
     def __reduce__(self) -> tuple[Callable[..., Connection], tuple[Any, ...]]:
         process: Any = get_spawning_popen()
@@ -231,22 +231,22 @@ class AnswerEnd:
 
 
 class AnswerWriter(Connection):
-    """A worker's end: sends what pebble sends as JSON."""
+    """A worker's end, which sends pebble's messages as JSON."""
 
     def send(self, obj: Any) -> None:
-        """TypeError, which pebble answers, for what a task must not return."""
+        """Send a message; TypeError, which pebble handles, for a result that is not allowed."""
         self.send_bytes(json.dumps(_as_json(obj)).encode())
 
 
 class TaskWriter(Connection):
-    """Sends tasks to workers, and notes what their answers must be."""
+    """The connection that sends tasks, and records what their answers must be."""
 
     def __init__(self, handle: int, answers: Answers) -> None:
         super().__init__(handle, readable=False)
         self._answers = answers
 
     def send(self, obj: WorkerTask) -> None:
-        """Pickled: workers trust the trainer."""
+        """Send a task, pickled: workers trust the trainer."""
         scores = obj.payload.function is score_samples
         self._answers.asked(obj.id, len(list(obj.payload.args)[0]) if scores else None)
         super().send(obj)
@@ -256,7 +256,7 @@ class TaskWriter(Connection):
 
 
 class TaskReader(Connection):
-    """In a worker, a plain connection: functions and their arguments, pickled by the trainer."""
+    """The tasks' end; in a worker a plain connection that unpickles functions and arguments."""
 
     def __reduce__(self) -> tuple[Callable[..., Connection], tuple[Any, ...]]:
         return connection, (Connection, reduction.DupFd(self.fileno()), True, False)
@@ -265,7 +265,7 @@ class TaskReader(Connection):
 def connection(
     kind: type[Connection], duplicate: Any, readable: bool, writable: bool
 ) -> Connection:
-    """In a worker: of a descriptor that it was started with."""
+    """Open a connection, in a worker, on a descriptor that it was started with."""
     return kind(duplicate.detach(), readable=readable, writable=writable)
 
 
@@ -274,7 +274,7 @@ def _as_json(message: Acknowledgement | TaskResult | TaskProblem) -> dict[str, A
         return {"worker": message.worker, "task": message.task}
     if isinstance(message, TaskResult) and message.result.status is ResultStatus.SUCCESS:
         return {"task": message.task, "value": message.result.value}
-    # pebble wraps what a task has raised.
+    # pebble wraps the exception of a task.
     error = message.result.value.exception if isinstance(message, TaskResult) else message.error
     told = {"task": message.task, "error": type(error).__name__, "text": str(error)}
     if isinstance(error, UsageError):
@@ -283,7 +283,7 @@ def _as_json(message: Acknowledgement | TaskResult | TaskProblem) -> dict[str, A
 
 
 def _as_message(fields: Any) -> Message:
-    """InvalidData for anything but what `_as_json` makes."""
+    """Parse the result of `_as_json`; InvalidData for anything else."""
     if not isinstance(fields, dict):
         raise InvalidData("it is no object")
     task = _whole(fields.get("task"))
@@ -300,7 +300,7 @@ def _as_message(fields: Any) -> Message:
 
 
 def _value(value: Any) -> tuple[list[Outcome], float] | None:
-    """The value of `score_samples`; other calls in workers return nothing."""
+    """Parse the value of `score_samples`; other calls in workers return nothing."""
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], list):

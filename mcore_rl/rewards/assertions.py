@@ -1,11 +1,11 @@
-"""Python tests, split so that what can be compared is compared outside the process that is tested.
+"""Python tests, split so that comparisons happen outside the tested process.
 
-`assert f(1) == 2` becomes a `Check`: the policy's process evaluates `f(1)`, which is all that it is
-told, and the comparison with 2 is made here on plain data. So neither an object that is equal to
-everything nor a patched interpreter passes. Statements that cannot be split, such as a loop with an
-assertion, become a `Do`: they run as they are in that process.
+`assert f(1) == 2` becomes a `Check`: the policy's process only gets `f(1)` to evaluate, and the
+comparison with 2 happens here, on plain data. So neither an object that is equal to everything nor
+a patched interpreter passes. Statements that cannot be split, such as a loop with an assertion,
+become a `Do`: they run unchanged in that process.
 
-Pure: nothing of what is read here runs here.
+Pure: nothing that is read here runs here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-_MAX_CONSTANT = 1 << 20  # elements, characters or bits that a constant expression may make
+_MAX_CONSTANT = 1 << 20  # elements, characters or bits that a constant expression may create
 
 # Functions that `plain_values` defines.
 EQUAL, COMPARED, COMPUTED = "_are_equal_as_plain_data", "_compared", "_computed"
@@ -46,7 +46,7 @@ Evaluate = Callable[[Sequence[Any]], Any]  # from the values of a check's leaves
 
 
 class Incomparable(Exception):
-    """Two values of the process that only it can compare, by the expression that is its text."""
+    """Only the process can compare two of its values, by the expression in the exception's text."""
 
 
 class Opaque:
@@ -70,10 +70,10 @@ class Do:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """An assertion: the sources of what the process evaluates, and what is made of the values.
+    """An assertion: the sources that the process evaluates, and the test of their values.
 
-    `assert abs(f(1) - 2.5) < 0.1` has the leaf `f(1)`. `holds` may raise whatever Python would,
-    and `Incomparable`.
+    `assert abs(f(1) - 2.5) < 0.1` has the leaf `f(1)`. `holds` may raise the errors that Python
+    would, and `Incomparable`.
     """
 
     leaves: tuple[str, ...]
@@ -85,7 +85,7 @@ Step = Do | Check
 
 
 def parsed(source: str) -> ast.Module:
-    """The syntax tree of a text of Python. Raises ValueError for anything else."""
+    """Parse Python. Raises ValueError for anything else."""
     try:
         return ast.parse(source)
     except SyntaxError as error:
@@ -95,12 +95,12 @@ def parsed(source: str) -> ast.Module:
 
 
 def by_value(source: str) -> str:
-    """Python in which comparisons take objects of the code's for their data."""
+    """Rewrite Python so that comparisons read objects of the code as their data."""
     return _source(parsed(source))
 
 
 def steps_of(module: ast.Module) -> list[Step]:
-    """The steps that run a text of tests, in its order."""
+    """Return the steps that run a text of tests, in order."""
     steps: list[Step] = []
     waiting: list[ast.stmt] = []
 
@@ -126,24 +126,24 @@ def _conjuncts(test: ast.expr) -> list[ast.expr]:
 
 
 def check_of(test: ast.expr) -> Check:
-    """The check that an assertion's expression is."""
+    """Convert an assertion's expression into a check."""
     leaves: list[str] = []
     holds = _plan(test, leaves)
     return Check(tuple(leaves), holds, is_truth=leaves == [_source(test)])
 
 
-# What is evaluated there -------------------------------------------------------------------------
+# Evaluation in the process -----------------------------------------------------------------------
 
 
 def _source(node: ast.AST) -> str:
-    """The source of what runs in the process, where `==` compares plain data by its value: an
-    object that is equal to everything is not."""
+    """Return the source to run in the process, where `==` compares plain data by value: an object
+    that is equal to everything is not."""
     return ast.unparse(ast.fix_missing_locations(_ByValue().visit(copy.deepcopy(node))))
 
 
 class _ByValue(ast.NodeTransformer):
-    """Rewrites what could ask an object of the code's what it is equal to: comparisons, operators,
-    and calls. Of == and != where only their truth counts, arrays are compared as lists too."""
+    """Rewrites operations that could ask an object of the code what it is equal to: comparisons,
+    operators and calls. Where only the truth of == and != counts, arrays compare as lists, too."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         node.test = self._truth(node.test)
@@ -186,7 +186,7 @@ class _ByValue(ast.NodeTransformer):
         node.value = self.visit(node.value)
         match node.value:
             case ast.Call(ast.Name(name), [inner, *_]) if name == SETTLED:
-                node.value = inner  # nobody sees its result
+                node.value = inner  # its result is unused
         return node
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
@@ -238,7 +238,7 @@ def _call_of_equal(left: ast.expr, right: ast.expr) -> ast.Call:
     return _call(EQUAL, left, right)
 
 
-# What is evaluated here --------------------------------------------------------------------------
+# Evaluation here ---------------------------------------------------------------------------------
 
 _COMPARE: dict[type[ast.cmpop], tuple[str, Callable[[Any, Any], Any]]] = {
     ast.Eq: ("==", lambda a, b: a == b),
@@ -255,7 +255,7 @@ _COMPARE: dict[type[ast.cmpop], tuple[str, Callable[[Any, Any], Any]]] = {
 
 
 def _plan(node: ast.expr, leaves: list[str]) -> Evaluate:
-    """How `node` is evaluated from the values of `leaves`, to which its own are added."""
+    """Return an evaluator of `node` from the values of `leaves`, to which it adds its own."""
     found, value = constant(node)
     if found:
         return lambda _: value
@@ -279,14 +279,14 @@ def _leaf(node: ast.expr, leaves: list[str]) -> Evaluate:
 def _compared(
     left: ast.expr, operator: ast.cmpop, right: ast.expr, leaves: list[str]
 ) -> Evaluate | None:
-    """None for an identity that depends on more than None, True and False."""
+    """Plan a comparison; None for an identity that involves more than None, True and False."""
     name, compare = _COMPARE[type(operator)]
     if isinstance(operator, ast.Is | ast.IsNot) and not any(map(_is_singleton, (left, right))):
         return None
     sources, plans = [], []
     for node, other in ((left, right), (right, left)):
         position = len(leaves)
-        # Of `v - 1 == w` with objects of the code's only its process knows the difference.
+        # For `v - 1 == w` with objects of the code only its process knows the difference.
         is_difference = isinstance(node, ast.BinOp) and not constant(node)[0]
         is_inside = is_difference and not constant(other)[0]
         plans.append((_leaf if is_inside else _plan)(node, leaves))
@@ -300,8 +300,8 @@ def _compared(
 
     def compared(values: Sequence[Any]) -> Any:
         a, b = (plan(values) for plan in plans)
-        # Of objects that are not plain data only its process knows what they are equal to; against
-        # plain data that it does not have nothing of its own counts.
+        # Only the process knows what objects that are not plain data are equal to; compared with
+        # plain data that it does not have, its own comparison does not count.
         if all(sources) and (isinstance(a, Opaque) or isinstance(b, Opaque)) and name[:2] != "is":
             raise Incomparable(shown)
         return compare(a, b)
@@ -314,8 +314,8 @@ def _is_singleton(node: ast.expr) -> bool:
 
 
 def _tolerance(node: ast.expr, leaves: list[str]) -> Evaluate | None:
-    """Of `abs(f(1) - 2.5)`, `round(f(1), 2)`, `math.isclose(f(1), 2.5)` and what they are made of,
-    which would show the process what it should have returned."""
+    """Plan `abs(f(1) - 2.5)`, `round(f(1), 2)`, `math.isclose(f(1), 2.5)` and their operands, which
+    would reveal the expected value to the process."""
     match node:
         case ast.BinOp(left, ast.Sub() | ast.Div() as operator, right) if (
             constant(left)[0] or constant(right)[0]
@@ -354,7 +354,7 @@ def _number(value: Any) -> Any:
 
 
 def constant(node: ast.expr) -> tuple[bool, Any]:
-    """Whether an expression is one of plain data alone, and its value."""
+    """Return whether an expression consists of plain data alone, and its value."""
     try:
         return True, _folded(node)
     except (ValueError, TypeError, ArithmeticError, RecursionError, MemoryError, SyntaxError):
@@ -362,7 +362,7 @@ def constant(node: ast.expr) -> tuple[bool, Any]:
 
 
 def _folded(node: ast.expr) -> Any:
-    """The value of literals, of sums and products of them, and of containers made of them.
+    """Evaluate literals, sums and products of them, and containers made of them.
 
     Raises one of the exceptions of `constant` for anything else, or for a value that is too large.
     """

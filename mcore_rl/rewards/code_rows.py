@@ -1,4 +1,4 @@
-"""Checks the tests of a file of prompts before a run starts: each by reading, a few by running."""
+"""The check of a prompts file's tests before a run: all are read, a few are run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mcore_rl.isolation.client import Supervisor
 from mcore_rl.rewards.code_tests import Suite, is_blank, suite_of
 from mcore_rl.rewards.sandbox import run_python
 
-NUM_RUN = 4  # rows of a file whose tests are run on code that does nothing
+NUM_RUN = 4  # rows whose tests are run on code that does nothing
 _MOST_NAMED = 10
 _REMEDY = (
     "correct or remove these rows; the forms of tests are in docs/using/rewards.md, and "
@@ -22,7 +22,7 @@ _REMEDY = (
 
 
 class CodePrompt(Protocol):
-    """What is needed of a `batching.types.Prompt`."""
+    """The attributes of a `batching.types.Prompt` that are needed."""
 
     @property
     def index(self) -> int: ...  # row in the file
@@ -38,7 +38,7 @@ class CodePrompt(Protocol):
 
 
 class CodePrompts(Protocol):
-    """What is needed of a list of them, or of a `data.prompts.PromptDataset`."""
+    """The methods of a list of them, or of a `data.prompts.PromptDataset`, that are needed."""
 
     def __len__(self) -> int: ...
 
@@ -52,11 +52,11 @@ def check_code_rows(
     may_be_blank: bool = False,
     accepted: Sequence[str] = (),
 ) -> None:
-    """Raise UsageError, of `flag`, for rows whose tests cannot be read or cannot fail.
+    """Raise UsageError, with `flag`, for rows whose tests cannot be read or cannot fail.
 
-    All rows are read. The tests of `NUM_RUN` of them, spread over the file, are run on code that
-    does nothing, which must not pass. `may_be_blank` says that an empty answer means no tests,
-    `accepted` which protections the sandbox may lack.
+    All rows are read. The tests of `NUM_RUN` rows, spread over the file, are run on code that does
+    nothing, which must not pass. With `may_be_blank` an empty answer means no tests. `accepted`
+    lists protections that the sandbox may lack.
     """
     faults: dict[int, str] = {}
     num_read = 0
@@ -94,9 +94,9 @@ def _suite(row: CodePrompt) -> Suite:
 
 
 def passing_nothing(suite: Suite, *, by: Supervisor | None = None) -> str | None:
-    """Which code that does nothing passes a suite, in words; None if none does, as it should be.
+    """Name the code that does nothing but passes a suite; None, as it should be, if there is none.
 
-    `by` starts its processes. Takes some tenths of a second. RuntimeError: code cannot be run here.
+    `by` starts the processes. Takes some tenths of a second. RuntimeError: code cannot be run here.
     """
     for what, code in nothings(suite.names).items():
         if run_python(code, suite, stops_early=True, by=by).all_passed:
@@ -105,9 +105,9 @@ def passing_nothing(suite: Suite, *, by: Supervisor | None = None) -> str | None
 
 
 def nothings(names: frozenset[str]) -> dict[str, str]:
-    """Code that does nothing: none at all, and functions of these names that return None."""
+    """Return code that does nothing: none at all, and functions of these names that return None."""
     codes = {"empty code": "pass\n"}
-    if names := names - vars(builtins).keys():  # tests use these for what they are
+    if names := names - vars(builtins).keys():  # tests use builtins as such
         codes["code whose functions return None"] = "".join(
             f"def {name}(*_, **__): pass\n" for name in sorted(names)
         )

@@ -1,4 +1,4 @@
-"""The tests that a prompt's answer holds, in the forms in which data sets publish them.
+"""The tests in a prompt's answer, in the forms in which data sets publish them.
 
     {"inputs": ["1 2\\n"], "outputs": ["3\\n"]}                       programs: APPS, TACO, PRIME
     {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}           functions: APPS, TACO
@@ -8,9 +8,9 @@
     {"test_list": ["assert add(1, 2) == 3"], "test_setup_code": ""}  MBPP
     "assert add(1, 2) == 3", or a list of such texts; unittest and pytest too
 
-Each may be JSON text, or the list or object itself. What the answer leaves out (`entry_point`,
-`fn_name`, `test_setup_code`, `test_imports`) is taken from the row's columns of that name. This
-module is pure: it reads tests and runs none.
+Each may be JSON text, or the list or object itself. Fields that the answer omits (`entry_point`,
+`fn_name`, `test_setup_code`, `test_imports`) are taken from the row's columns of the same name.
+This module is pure: it reads tests and runs none.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from mcore_rl.common.readers import InvalidData, parse_json
 from mcore_rl.rewards.assertions import Step, by_value, constant, steps_of
 from mcore_rl.rewards.code_texts import can_fail, free_names, runnable
 
-# Keys of a text of tests, or of what an answer may be.
+# Keys of a text of tests, or of any form that an answer may have.
 _TEXTS = (
     *("test", "tests", "test_code", "functional", "pytest", "unittest", "test_cases"),
     *("public_test_cases", "private_test_cases"),  # LiveCodeBench
     *("public_tests", "private_tests", "generated_tests", "input_output"),
 )
 _FUNCTION_KEYS = ("fn_name", "func_name", "metadata", "entry_point")
-_LISTS = ("test_list", "challenge_test_list", "assert_case")  # keys of a list of such
+_LISTS = ("test_list", "challenge_test_list", "assert_case")  # keys of a list of texts
 _PAIRS = (("inputs", "outputs"), ("input", "output"))
 _IMPORTS = """
 import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
@@ -56,7 +56,7 @@ _MAX_NESTED_TEXTS = 3  # JSON text within JSON text
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The code as a program: what it reads, and what it is to print."""
+    """The code as a program: its input and its expected output."""
 
     stdin: str
     expected: str
@@ -64,7 +64,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a function, and the plain data that it is to return."""
+    """One call of a function, and the plain data that it must return."""
 
     function: str  # an expression
     arguments: tuple[Any, ...]
@@ -74,7 +74,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Python that runs behind the code and raises if that is wrong."""
+    """Python that runs after the code and raises if the code is wrong."""
 
     module: ast.Module
 
@@ -94,31 +94,31 @@ class Suite:
     tests: tuple[Test, ...] = ()
     imports: str = ""  # runs before the code
     setup: str = ""  # runs between the code and the tests
-    names: frozenset[str] = frozenset()  # what the tests take from the code, as far as known
+    names: frozenset[str] = frozenset()  # names that the tests use from the code, as far as known
 
 
 def is_blank(answer: Any) -> bool:
-    """Whether an answer is empty: no test, on purpose or not."""
+    """Return whether an answer is empty: no test, intended or not."""
     return not answer or (isinstance(answer, str) and not answer.strip())
 
 
 def texts(tests: Sequence[str]) -> Suite:
-    """Texts of Python as they are, whether or not they can fail."""
+    """Return a suite of Python texts, unchanged, whether or not they can fail."""
     return Suite(tuple(Text(_parsed_or_as_it_is(each)) for each in tests))
 
 
 def _parsed_or_as_it_is(text: str) -> ast.Module:
     try:
         return runnable(text, None)
-    except ValueError as error:  # it fails where it runs
+    except ValueError as error:  # it fails when it runs
         return ast.parse(f"raise SyntaxError({str(error)!r})")
 
 
 def suite_of(answer: Any, *, prompt: str = "", row: Mapping[str, Any] | None = None) -> Suite:
-    """The tests of an answer.
+    """Parse the tests of an answer.
 
-    `prompt` and `row` say what the answer leaves out. Raises InvalidData, a ValueError, for an
-    answer of no known form and for tests that no code could fail.
+    `prompt` and `row` provide what the answer omits. Raises InvalidData, a ValueError, for an
+    answer of an unknown form and for tests that no code could fail.
     """
     reader = _Reader(prompt, dict(row or {}))
     try:
@@ -139,7 +139,7 @@ class _Reader:
         self._names: set[str] = set()
 
     def suite(self) -> Suite:
-        """What was read."""
+        """Return the suite that was read."""
         if not self._tests:
             _refuse("holds no test")
         if all(isinstance(t, Program) and not t.expected.split() for t in self._tests):
@@ -154,7 +154,7 @@ class _Reader:
         )
 
     def _imports_of_tests(self) -> list[str]:
-        """Graders of data sets run code and tests as one module, so code may use these, too."""
+        """Return the tests' imports, which code may use: data sets run both as one module."""
         texts = [test for test in self._tests if isinstance(test, Text)]
         found = [
             ast.unparse(node)
@@ -221,7 +221,7 @@ class _Reader:
         for key in _TEXTS:
             value = _container(fields.get(key))
             if key == "input_output" and any(isinstance(test, Text) for test in self._tests):
-                continue  # LeetCodeDataset says there again what its test says
+                continue  # LeetCodeDataset repeats its test there
             if isinstance(value, str | list | dict) and not is_blank(value):
                 self._setup += setup
                 if isinstance(value, str):
@@ -235,7 +235,7 @@ class _Reader:
     # Texts ----------------------------------------------------------------------------------------
 
     def _add_texts(self, sources: Sequence[str], setup: Sequence[str]) -> None:
-        """A list of tests, each one of its own; they must be able to fail taken together."""
+        """Add a list of tests, each its own; taken together, they must be able to fail."""
         self._setup += setup
         present = [source for source in sources if source.strip()]
         if not present:
@@ -266,7 +266,7 @@ class _Reader:
             _refuse("uses nothing that code could define")
 
     def _entry_point(self, fields: Mapping[str, Any]) -> str | None:
-        """What `check(candidate)` is given: an expression such as `f` or `Solution().f`."""
+        """Return the argument of `check(candidate)`, an expression: `f` or `Solution().f`."""
         named = fields.get("entry_point") or self._row.get("entry_point")
         if named is None:
             defined = [n for n in _DEFINITION.findall(self._prompt) if n != "check"]
@@ -304,7 +304,7 @@ class _Reader:
                 self._tests.append(Program(_lines(given, "input"), _lines(expected, "output")))
 
     def _named_call(self, fields: Mapping[str, Any], given: Any, expected: Any) -> Call | None:
-        """The call of an input such as `nums = [3, 3], target = 6`; None for another input."""
+        """Return the call of an input like `nums = [3], target = 6`; None for another input."""
         arguments = _assigned(given) if isinstance(given, str) else None
         if arguments is None or not (fields.get("entry_point") or self._row.get("entry_point")):
             return None
@@ -337,7 +337,7 @@ class _Reader:
 
 
 def _call(name: str, given: Any, expected: Any, *, may_be_wrapped: bool) -> Call:
-    """Arguments are a list, an object of a single one, or text with the JSON of one a line."""
+    """Build a call. Arguments are a list, a single object, or text with one JSON value per line."""
     if isinstance(given, str):
         lines = [line for line in given.split("\n") if line.strip()]
         try:
@@ -353,7 +353,7 @@ def _call(name: str, given: Any, expected: Any, *, may_be_wrapped: bool) -> Call
 
 
 def _assigned(text: str) -> list[Any] | None:
-    """The values of `a = 1, b = [2]`, or of one assignment a line; None for any other text."""
+    """Return the values of `a = 1, b = [2]`, or one assignment per line; None for other texts."""
     for source in (text, ", ".join(text.strip().split("\n"))):
         try:
             node = ast.parse(f"_({source})", mode="eval").body
@@ -363,14 +363,14 @@ def _assigned(text: str) -> list[Any] | None:
             texts = [ast.unparse(each.value) for each in node.keywords]
             values = [_literal(each) for each in texts]
             is_known = all(each.arg for each in node.keywords)
-            # A text that is neither JSON nor a literal is itself.
+            # A text that is neither JSON nor a literal evaluates to itself.
             if is_known and not any(map(operator.is_, texts, values)):
                 return values
     return None
 
 
 def _literal(text: Any) -> Any:
-    """What a text says in JSON or Python, as JSON would say it; another text as it is."""
+    """Return the value of JSON or Python, in JSON's types; another text unchanged."""
     if not isinstance(text, str):
         return text
     try:
@@ -388,20 +388,20 @@ def _parsed(text: Any) -> Any:
 
 
 def _container(value: Any) -> Any:
-    """The list or object that a text is the JSON of; any other value as it is."""
+    """Return the list or object of a JSON text; any other value unchanged."""
     found = _parsed(value) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else value
     return found if isinstance(found, list | dict) else value
 
 
 def _with_integer_keys(value: Any) -> Any:
-    """An argument as it was before JSON made texts of its keys, as graders of APPS take it."""
+    """Undo JSON's conversion of integer keys to texts, as graders of APPS do."""
     if isinstance(value, dict) and value and all(map(_INTEGER.fullmatch, value)):
         return {int(key): entry for key, entry in value.items()}
     return value
 
 
 def _lines(value: Any, what: str) -> str:
-    """The text of an input or output: a text, or a list of lines."""
+    """Return the text of an input or output, given as a text or a list of lines."""
     if isinstance(value, list) and all(isinstance(each, str | int | float) for each in value):
         return "\n".join(str(each).removesuffix("\n") for each in value) + "\n"
     if isinstance(value, str | int | float) and not isinstance(value, bool):
@@ -410,7 +410,7 @@ def _lines(value: Any, what: str) -> str:
 
 
 def _checked_function(name: Any) -> str:
-    """`f`, `a.f` or `Solution().f`."""
+    """Return `f`, `a.f` or `Solution().f`, or refuse the name."""
     try:
         node = ast.parse(str(name).strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -426,7 +426,7 @@ def _checked_function(name: Any) -> str:
 
 
 def _texts(fields: Mapping[str, Any], key: str) -> list[str]:
-    """The texts of a field that holds one, several or none."""
+    """Return the texts of a field that holds one, several or none."""
     value = fields.get(key)
     values = value if isinstance(value, list) else [value]
     return [each for each in values if isinstance(each, str) and each.strip()]

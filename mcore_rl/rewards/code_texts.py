@@ -1,7 +1,7 @@
-"""Texts of tests, made into ones that run by themselves, and whether they can fail.
+"""Conversion of test texts into self-contained ones, and the check that they can fail.
 
-Functions that a test runner would have called are called: `check(candidate)` of HumanEval, `test_*`
-of pytest, the methods of a `unittest.TestCase`. Pure: nothing of what is read here runs here.
+Functions that a test runner would call are called: `check(candidate)` of HumanEval, `test_*` of
+pytest, the methods of a `unittest.TestCase`. Pure: nothing that is read here runs here.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 _RUNNERS = ("unittest.main", "pytest.main")
 _EXITS = ("exit", "quit", "sys.exit", "os._exit", "os.abort")
-# Methods of a class that are called without being named, in lower case.
+# Prefixes, in lower case, of methods that are called without being named.
 _CALLED_METHODS = ("test", "setup", "teardown", "__")
 _MUST_RAISE = ("raises", "assertRaises", "assertRaisesRegex")
-# Builtins that a policy's function is not called by, and that find nothing that it has defined.
+# Builtins whose names no policy's function has, and that find nothing that the policy defined.
 _HELPERS = frozenset(
     "abs all any bool dict enumerate float int isinstance len list map print range repr round set "
     "sorted str tuple type zip".split()
@@ -49,10 +49,10 @@ assert {_CASES_PASSED}
 
 
 def runnable(source: str, entry_point: str | None) -> ast.Module:
-    """The tests of a text, with calls of the functions that it never calls.
+    """Return the tests of a text, with calls of the functions that it never calls.
 
-    `entry_point` is the expression for what a `check(candidate)` is given. Raises ValueError for
-    what is not Python, for a `check` without an entry point and for tests that need pytest.
+    `entry_point` is the expression for the argument of `check(candidate)`. Raises ValueError for a
+    text that is not Python, a `check` without an entry point and tests that need pytest.
     """
     module = parsed(source)
     body = [part for statement in module.body for part in _without_runner(statement)]
@@ -81,7 +81,7 @@ def runnable(source: str, entry_point: str | None) -> ast.Module:
 
 
 def _without_runner(statement: ast.stmt) -> list[ast.stmt]:
-    """A statement without `unittest.main()`; what stands under `__name__ == "__main__"` itself."""
+    """Remove `unittest.main()`, and unwrap the body under `__name__ == "__main__"`."""
     if isinstance(statement, ast.If) and ast.unparse(statement.test) in (
         "__name__ == '__main__'",
         "'__main__' == __name__",
@@ -95,7 +95,7 @@ def _without_runner(statement: ast.stmt) -> list[ast.stmt]:
 
 
 def _required(function: FunctionNode) -> list[str]:
-    """The parameters without a default."""
+    """Return the parameters without a default."""
     given = function.args
     positional = [*given.posonlyargs, *given.args]
     without = positional[: len(positional) - len(given.defaults)]
@@ -139,8 +139,7 @@ def _loaded(nodes: Iterable[ast.AST]) -> list[ast.Name]:
 
 
 def _inlined(body: list[ast.stmt]) -> list[ast.stmt]:
-    """With the bodies of functions that are called once, in the place of that call, so that their
-    assertions can be split."""
+    """Replace the only call of a function by its body, so that its assertions can be split."""
     uses = [each.id for each in _loaded(body)]
     functions = {
         each.name: each
@@ -171,7 +170,7 @@ def _inlined(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _is_simple(function: ast.FunctionDef) -> bool:
-    """Whether its body means the same at the level of a module."""
+    """Return whether its body means the same at module level."""
     given = function.args
     if given.posonlyargs or given.kwonlyargs or given.vararg or given.kwarg or given.defaults:
         return False
@@ -190,10 +189,10 @@ def _is_simple(function: ast.FunctionDef) -> bool:
 
 
 def stubbed_steps(modules: Sequence[ast.Module], setup: str) -> list[str]:
-    """What the tests run in the process, with a stub in the place of all that is the code's.
+    """Return the steps that the tests run in the process, with a stub in place of the code's names.
 
-    It tells no expected value that the tests themselves do not tell there. A loop that the stub
-    might not end, and what ends the process, is left out.
+    It reveals only expected values that the tests reveal there, too. Loops that the stub might not
+    end, and statements that end the process, are omitted.
     """
     before = [Do(setup)] if setup else []
     steps = [*before, *(step for module in modules for step in steps_of(module))]
@@ -217,7 +216,7 @@ def _ends(node: ast.AST) -> bool:
 
 
 class _Stub(ast.NodeTransformer):
-    """Puts a function that returns an object, equal to nothing, in the place of names."""
+    """Replaces names by a function that returns an object, equal to nothing else."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names - DEFINED_INSIDE
@@ -232,8 +231,8 @@ class _Stub(ast.NodeTransformer):
 
 
 def free_names(module: ast.Module) -> frozenset[str]:
-    """What the tests take from the code: names that they use and do not define, and `solution`
-    where they import that."""
+    """Return the names that the tests use from the code: names that they use but do not define, and
+    `solution` where they import it."""
     bound: set[str] = set()
     loaded: set[str] = set()
     for node in ast.walk(module):
@@ -261,7 +260,7 @@ _ERRORS = frozenset(
 
 
 def can_fail(module: ast.Module) -> bool:
-    """Whether running the tests could raise what says that the code is wrong."""
+    """Return whether running the tests could raise an error that means that the code is wrong."""
     module = _with_constants(module)
     defined: dict[str, FunctionNode | ast.ClassDef] = {
         each.name: each
@@ -272,8 +271,8 @@ def can_fail(module: ast.Module) -> bool:
 
 
 def _with_constants(module: ast.Module) -> ast.Module:
-    """With the values of names that only ever have one: a plain constant, or an empty container
-    that nothing but loops uses, so nothing fills it."""
+    """Insert the values of names that only ever have one: a plain constant, or an empty container
+    that only loops use, so nothing fills it."""
     nodes = list(ast.walk(module))
     names = [each for each in nodes if isinstance(each, ast.Name)]
     bound = Counter(each.id for each in names if not isinstance(each.ctx, ast.Load))
@@ -297,7 +296,7 @@ def _with_constants(module: ast.Module) -> ast.Module:
 
 
 class _Scan:
-    """Looks for an assertion or the like along the statements that are reached."""
+    """Searches the reachable statements for an assertion or the like."""
 
     def __init__(self, defined: dict[str, FunctionNode | ast.ClassDef]) -> None:
         self._defined = defined
@@ -352,7 +351,7 @@ class _Scan:
                 return self._calls(statement)
 
     def _calls(self, node: ast.AST) -> bool:
-        """Whether something that it calls, or hands on to be called, fails."""
+        """Return whether something that it calls, or passes on to be called, fails."""
         for each in ast.walk(node):
             if isinstance(each, ast.Call):
                 name, last = ast.unparse(each.func), _last_name(each)
@@ -374,7 +373,7 @@ class _Scan:
             return self.any_fails(definition.body)
         if _is_skipped(definition):
             return False
-        # unittest.IsolatedAsyncioTestCase awaits its methods; a base of one's own may be one.
+        # unittest.IsolatedAsyncioTestCase awaits its methods; another base may derive from it.
         awaits = any(_last_name(base) != "TestCase" for base in definition.bases)
         methods = [each for each in definition.body if isinstance(each, FunctionNode)]
         return any(map(self._calls, definition.bases)) or any(
@@ -387,13 +386,13 @@ class _Scan:
 
 
 def _is_skipped(definition: FunctionNode | ast.ClassDef) -> bool:
-    """Whether a runner leaves it out, or is content if it fails."""
+    """Return whether a runner skips it, or expects it to fail."""
     names = [_last_name(each) for each in definition.decorator_list]
     return any(name in ("skip", "expectedFailure") for name in names)
 
 
 def _is_deferred(definition: ast.stmt | None) -> bool:
-    """Whether a call alone does not run its body."""
+    """Return whether a call alone does not run its body."""
     return isinstance(definition, ast.AsyncFunctionDef) or (
         isinstance(definition, ast.FunctionDef)
         and any(isinstance(each, ast.Yield | ast.YieldFrom) for each in ast.walk(definition))
@@ -401,7 +400,7 @@ def _is_deferred(definition: ast.stmt | None) -> bool:
 
 
 def _asserted(method: str, arguments: Sequence[ast.expr]) -> ast.expr:
-    """What a method of `unittest.TestCase` says of its arguments, where it could be a constant."""
+    """Return what a method of `unittest.TestCase` asserts, where that could be a constant."""
     match method, arguments:
         case "assertTrue", [test, *_]:
             return test
@@ -413,7 +412,7 @@ def _asserted(method: str, arguments: Sequence[ast.expr]) -> ast.expr:
 
 
 def _is_empty(iterated: ast.expr) -> bool:
-    """Whether a loop over it has no iteration, whatever the code does."""
+    """Return whether a loop over it has no iteration, whatever the code does."""
     match iterated:
         case ast.List([]) | ast.Tuple([]) | ast.Dict([]) | ast.Constant("" | b""):
             return True
@@ -434,7 +433,7 @@ def _last_name(node: ast.AST) -> str:
 
 
 def _swallows(handler: ast.ExceptHandler) -> bool:
-    """Whether a failed assertion ends there: what it does not raise again is lost."""
+    """Return whether a handler swallows a failed assertion, because it does not raise again."""
     if any(isinstance(each, ast.Raise | ast.Assert) for s in handler.body for each in ast.walk(s)):
         return False
     if any(_last_name(e) in ("exit", "_exit", "fail") for s in handler.body for e in _calls_in(s)):
@@ -451,7 +450,7 @@ def _calls_in(statement: ast.stmt) -> list[ast.Call]:
 
 
 def _is_always(test: ast.expr, truth: bool) -> bool:
-    """Whether an expression has this truth whatever the code does."""
+    """Return whether an expression has this truth value, whatever the code does."""
     match test:
         case ast.UnaryOp(ast.Not(), operand):
             return _is_always(operand, not truth)

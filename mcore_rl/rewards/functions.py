@@ -1,12 +1,12 @@
-"""Reward functions: the built-in ones, and how a user's own is found.
+"""The built-in reward functions, and the lookup of a user's own.
 
-A reward function is called as `fn(prompt=, response=, answer=)` and returns a finite number, or is
-async and does so when it is awaited. `prompt` and `answer` are the columns of the prompts file;
-`response` is the text that the policy wrote. `answer` is a text, unless the file has a list or an
-object there. One that takes `row` as well gets all columns of the row, in a dict of its own.
+A reward function is called as `fn(prompt=, response=, answer=)` and returns a finite number; an
+async function is awaited. `prompt` and `answer` are columns of the prompts file; `response` is the
+text of the policy. `answer` is a text unless the file has a list or an object there. A function
+that also takes `row` gets all columns of the row, in its own dict.
 
-A user's own function is named as `package.module:function` or `path/file.py:function`, or by the
-name under which a file of `--rl-import` registers it:
+A user's function is named as `package.module:function` or `path/file.py:function`, or by the name
+under which a file of `--rl-import` registers it:
 
     from mcore_rl.api import reward
 
@@ -14,8 +14,8 @@ name under which a file of `--rl-import` registers it:
     def brevity(*, prompt: str, response: str, answer: str) -> float:
         return 1 / (1 + len(response))
 
-Worker processes import this module, `worker` and what the user's own functions import,
-nothing else: it must stay free of torch, Megatron, vLLM and numpy, and so must whatever it imports.
+Worker processes import this module: it, and whatever it imports, must stay free of torch, Megatron,
+vLLM and numpy.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from mcore_rl.common.near_names import did_you_mean
 
 RewardFunction = Callable[..., float]
 
-# Names of `--rl-reward` that mean a server, a model that Megatron runs or what an environment has
-# paid, and no function.
+# Names of `--rl-reward` that mean a server, a model that Megatron runs or an environment's rewards,
+# not a function.
 SERVED_REWARDS = ("http", "pooling")
 REWARD_MODEL = "model"
 ENVIRONMENT = "environment"
 NO_FUNCTIONS = (*SERVED_REWARDS, REWARD_MODEL, ENVIRONMENT)
-# A reward that runs code, and has to be kept from the network.
+# A reward that runs code, and must have no network.
 PYTHON_SANDBOX = "python_sandbox"
 
 _BY_NAME: dict[str, RewardFunction] = {}
@@ -58,11 +58,11 @@ _NUMBER = re.compile(
 
 
 def reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
-    """Decorator that makes a function known to `resolve_reward` by `name`.
+    """Register a function for `resolve_reward` as `name`; a decorator.
 
-    A file may be run twice, as one of `--rl-import` and as a module: its functions then take the
-    place of their former selves. Raises ValueError for a name that is taken by another function,
-    and for one that `--rl-reward` could not hold.
+    A file may run twice, for `--rl-import` and as a module; its functions then replace their
+    earlier versions. Raises ValueError for a name of another function, or one that `--rl-reward`
+    cannot hold.
     """
     if not name or any(character in ",:" or character.isspace() for character in name):
         raise ValueError(
@@ -88,19 +88,19 @@ def reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
 
 @reward("exact_match")
 def exact_match(*, prompt: str, response: str, answer: Any) -> float:
-    """1 if response and answer, or one of a list of answers, are equal but for leading and trailing
-    white space, else 0."""
+    """Return 1 if the response equals the answer, or one of a list, else 0. Leading and trailing
+    white space is ignored."""
     answers = answer if isinstance(answer, list) else [answer]
     return float(response.strip() in [str(each).strip() for each in answers])
 
 
 @reward("arithmetic")
 def arithmetic(*, prompt: str, response: str, answer: Any) -> float:
-    """1 if the response ends in the number that the answer is, else 0.
+    """Return 1 if the response ends in the number of the answer, else 0.
 
-    The last integer or decimal number of the response counts, compared by value: 7, 7.0 and 007
-    are equal, 1,000 is 1000. Nothing but white space and punctuation may follow it, so a policy
-    that goes on after its result is not paid. An answer that is not a number raises ValueError.
+    The last integer or decimal number of the response counts, compared by value: 7, 7.0 and 007 are
+    equal, 1,000 is 1000. Only white space and punctuation may follow it, so a policy that continues
+    after its result gets no reward. An answer that is not a number raises ValueError.
     """
     expected = _as_number(answer)
     matches = list(_NUMBER.finditer(_ascii_minus(response)))
@@ -111,12 +111,12 @@ def arithmetic(*, prompt: str, response: str, answer: Any) -> float:
 
 @reward("gsm8k")
 def gsm8k(*, prompt: str, response: str, answer: Any) -> float:
-    """1 if the response's result is the number after `####` in the answer, else 0.
+    """Return 1 if the response's result is the number after `####` in the answer, else 0.
 
     The response's result is the first number after its last `####`; without that mark it is the
-    last number of the text. A mark that no number follows scores 0. Thousands separators, `$` and
-    `%` do not matter. An answer without a number raises ValueError. (Cobbe et al. 2021,
-    arXiv 2110.14168)
+    last number of the text. A mark without a following number scores 0. Thousands separators, `$`
+    and `%` are ignored. An answer without a number raises ValueError. (Cobbe et al. 2021, arXiv
+    2110.14168)
     """
     expected = _as_number(str(answer).rpartition("####")[2])
     _, mark, result = _ascii_minus(response).rpartition("####")
@@ -130,14 +130,14 @@ def gsm8k(*, prompt: str, response: str, answer: Any) -> float:
 def python_sandbox(
     *, prompt: str, response: str, answer: Any, row: Mapping[str, Any] | None = None
 ) -> float:
-    """1 if the response's last block of Python passes the tests that the answer holds, else 0.
+    """Return 1 if the response's last block of Python passes the answer's tests, else 0.
 
-    The forms of tests are those of `rewards.code_tests`; `row` completes them. Raises ValueError
-    for an answer without tests and for tests that no code could fail. Code and tests together have
-    five seconds, or what `--rl-reward-timeout-seconds` leaves of them, in a process without network
+    `rewards.code_tests` lists the forms of tests; `row` completes them. Raises ValueError for an
+    answer without tests and for tests that no code could fail. Code and tests together have five
+    seconds, or what `--rl-reward-timeout-seconds` leaves of them, in a process without network
     (`rewards.sandbox`).
     """
-    from mcore_rl.rewards import code_tests, sandbox  # processes, which other rewards do without
+    from mcore_rl.rewards import code_tests, sandbox  # starts processes; few rewards do
 
     suite = code_tests.suite_of(answer, prompt=prompt, row=row)
     code = sandbox.code_in(response)
@@ -166,10 +166,10 @@ def _ascii_minus(text: str) -> str:
 
 
 def resolve_reward(spec: str, flag: str = "--rl-reward") -> RewardFunction:
-    """The function that `spec` names: a built-in name, `package.module:function` or
+    """Return the function that `spec` names: a built-in name, `package.module:function` or
     `path/file.py:function`.
 
-    What has a colon is looked for as by `find_in_module`. Raises UsageError for an unknown name, a
+    A name with a colon is resolved by `find_in_module`. Raises UsageError for an unknown name, a
     module that is missing or raises on import, a missing attribute, and anything that cannot be
     called with `prompt`, `response` and `answer`.
     """
@@ -190,7 +190,7 @@ def resolve_reward(spec: str, flag: str = "--rl-reward") -> RewardFunction:
 
 
 def meant_own(spec: str) -> str:
-    """ " (did you mean X?)" for a name without a colon that a module, or a file, may have in it."""
+    """Return " (did you mean X?)" for a name without a colon that may name a module or a file."""
     in_file = re.fullmatch(r"(.+\.py)\W*(\w*)", spec)
     in_module = re.fullmatch(r"(.*\w)\.(\w+)", spec)
     if not in_file and not in_module:
@@ -202,17 +202,17 @@ def meant_own(spec: str) -> str:
 
 
 def without_variants(spec: str) -> str:
-    """`spec` with the colon as it is documented: neither two of them nor blanks around it."""
+    """Return `spec` with its colon as documented: neither doubled nor surrounded by blanks."""
     return re.sub(r"\s*::?\s*", ":", spec.strip())
 
 
 def find_in_module(spec: str, flag: str) -> Any:
-    """What a module of the user's calls so: `package.module:a.b` is `b` of its `a`.
+    """Return an attribute of a user's module: `package.module:a.b` is `b` of its `a`.
 
-    Modules are looked for on `sys.path` and then in the working directory, which is added to it. A
-    name that ends with `.py` or has a `/` is the path of a file, of which `.py` may be left out,
-    and which is run as by `import_user_file`. Raises UsageError, of `flag` with its value, if there
-    is no such module or attribute, or if importing raises.
+    Modules are searched on `sys.path` and then in the working directory, which is added to it. A
+    name that ends with `.py` or contains a `/` is the path of a file (`.py` may be omitted), which
+    `import_user_file` runs. Raises UsageError, with `flag` and its value, if the module or
+    attribute does not exist, or if importing raises.
     """
     module_name, _, attribute = without_variants(spec).rpartition(":")
     if not module_name or not attribute:
@@ -250,7 +250,7 @@ def _import_module(module_name: str, flag: str) -> ModuleType:
                 remedy="check the name or set PYTHONPATH",
             ) from error
         raise _import_error(module_name, flag, error) from error
-    except (Exception, SystemExit) as error:  # whatever the user's module raises is theirs to see
+    except (Exception, SystemExit) as error:  # the user must see whatever the module raises
         raise _import_error(module_name, flag, error) from error
 
 
@@ -272,7 +272,7 @@ def _check_callable(function: object, spec: str, flag: str) -> None:
         )
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some C functions have none; the first call will tell
+    except ValueError:  # some C functions have none; the first call will show
         return
     more: dict[str, object] = {"row": {}} if takes_row(function) else {}
     try:
@@ -287,7 +287,7 @@ def _check_callable(function: object, spec: str, flag: str) -> None:
 
 
 def takes_row(function: Callable[..., object]) -> bool:
-    """Whether a reward function is to get `row`: it names it, or takes any keyword."""
+    """Return whether a reward function takes `row`, by name or as any keyword."""
     try:
         parameters = inspect.signature(function).parameters
     except ValueError:
@@ -308,8 +308,8 @@ def _imported_names() -> str:
 
 
 def shortened(text: str) -> str:
-    """`text`, cut to what a message has room for, without halves of surrogate pairs, which neither
-    logs nor files can hold."""
+    """Return `text`, cut to fit a message. Unpaired surrogates, which neither logs nor files can
+    hold, are replaced."""
     is_short = len(text) <= _MAX_DETAIL_CHARACTERS
     shown = text if is_short else text[:_MAX_DETAIL_CHARACTERS] + " ..."
     return shown.encode(errors="replace").decode()

@@ -1,14 +1,14 @@
-"""Grades a policy's code: what its process is asked, in turn, and what is made of the answers.
+"""The grading of a policy's code: requests to its process, and the evaluation of the answers.
 
-The process (`sandbox_inside`) runs the code and is never believed: it gets inputs, and what it
-returns is compared here, with expected values that it does not have. Only of a step that has to
-run there as a whole (`assertions.Do`, or an assertion whose expression is one call) does it say
-itself whether it has passed. Between such steps are probes, at random places, whose right answer
+The process (`sandbox_inside`) runs the code and is never trusted: it receives inputs, and its
+results are compared here, with expected values that it does not have. It only reports itself
+whether a step has passed if the step must run there as a unit (`assertions.Do`, or an assertion
+whose expression is one call). Between such steps, at random places, are probes whose right answer
 is known here: statements that must raise, expressions of random numbers, and the tests with a stub
-in the place of the code: what fails before the code runs must fail after it too. A process that
+in place of the code: what fails before the code runs must also fail after it. A process that
 answers one of them wrongly has passed nothing.
 
-Pure: `Grading.dialogue` yields requests and is sent replies; who carries them is `sandbox`.
+Pure: `Grading.dialogue` yields requests and receives replies; `sandbox` transports them.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Request = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer of the process, and what it has written meanwhile.
+    """An answer of the process, and its output meanwhile.
 
-    `exit_code` says that it has ended instead, and `fields` are then empty.
+    With an `exit_code` the process has ended instead, and `fields` is empty.
     """
 
     fields: dict[str, Any]
@@ -53,7 +53,7 @@ class Reply:
 
     @property
     def has_ended(self) -> bool:
-        """Whether what was asked for ran to its end."""
+        """Whether the request ran to its end."""
         return self.fields.get("ended") is True
 
 
@@ -61,26 +61,26 @@ Dialogue = Generator[Request, Reply, bool]
 
 
 class ProcessEnded(Exception):
-    """The process ended while something was asked of it."""
+    """The process ended during a request."""
 
 
 class Grading:
-    """What is known of one run, while it goes on and after it."""
+    """The state of one run, during and after it."""
 
     def __init__(self, code: str, suite: Suite, *, stops_early: bool = False) -> None:
-        """With `stops_early` nothing more is run once one test has failed."""
+        """With `stops_early` the first failed test ends the run."""
         self._code, self._suite, self._stops_early = code, suite, stops_early
         self._random = random.SystemRandom()
         self._has_shown_failure = False
         self.passed = [False] * len(suite.tests)
-        self.has_ended = False  # the code, to its end
-        self.why = ""  # it was not graded to the end
+        self.has_ended = False  # the code ran to its end
+        self.why = ""  # why it was not graded to the end
         self.stdout = self.stderr = ""
 
     def dialogue(self) -> Generator[Request, Reply, None]:
-        """Yields each request once the reply to the one before was sent; see `sandbox_inside`.
+        """Yield each request after the reply to the previous one was sent; see `sandbox_inside`.
 
-        Where a process has ended and another request comes, it is for a new one.
+        If a process has ended and another request follows, the request is for a new process.
         """
         try:
             yield from self._graded()
@@ -120,11 +120,11 @@ class Grading:
             else:
                 self.passed[position] = True
 
-    # What is asked --------------------------------------------------------------------------------
+    # Requests -------------------------------------------------------------------------------------
 
     def _stubbed_steps(self) -> Generator[Request, Reply, list[tuple[str, bool]]]:
-        """Steps with a stub in the place of the code, while no code has run; and whether each must
-        fail later too. A module or a name that is not there yet says nothing."""
+        """Run the steps with a stub in place of the code, before any code has run. Return each with
+        whether it must also fail later; failures due to a missing module or name do not count."""
         texts = [test for test in self._suite.tests if isinstance(test, Text)]
         found: list[tuple[str, bool]] = []
         for source in stubbed_steps([test.module for test in texts], self._suite.setup)[
@@ -141,7 +141,7 @@ class Grading:
     def _plan(
         self, stubbed: Sequence[tuple[str, bool]]
     ) -> list[tuple[int | None, Callable[[Grading], Dialogue]]]:
-        """The steps of all tests in order, with probes at random places among them."""
+        """Return the steps of all tests in order, with probes at random places among them."""
         planned: list[tuple[int | None, Callable[[Grading], Dialogue]]] = []
         believed: list[Step] = []
         for position, test in enumerate(self._suite.tests):
@@ -169,29 +169,29 @@ class Grading:
         return reply
 
     def _value(self, request: Request) -> Generator[Request, Reply, Any]:
-        """What an expression is worth. InvalidData if it raises."""
+        """Evaluate an expression. InvalidData if it raises."""
         reply = yield from self._asked(request)
         if "value" not in reply.fields:
             raise InvalidData("it raised")
         return decoded(reply.fields["value"])
 
     def runs_program(self, test: Program) -> Dialogue:
-        """Whether the code prints what it should. It may end its process, by exit code 0."""
+        """Return whether the code prints what is expected. It may exit with code 0."""
         reply = yield {"run": self._code, "name": "__main__", "stdin": test.stdin}
         has_ended = reply.has_ended or reply.exit_code == 0
         passes = has_ended and same_output(reply.stdout, test.expected)
         self.has_ended &= has_ended
-        if not self._has_shown_failure:  # its output is that of the first that failed
+        if not self._has_shown_failure:  # keep the output of the first failure
             self._has_shown_failure = not passes
             self.stdout = reply.stdout[:_MAX_KEPT]
             self.stderr = (reply.stderr + _text(reply.fields.get("error")))[:_MAX_KEPT]
         return passes
 
     def calls(self, test: Call) -> Dialogue:
-        """Whether a function returns what it should."""
+        """Return whether a function returns the expected value."""
         try:
             request = {"call": test.function, "arguments": list(test.arguments)}
-            # JSON would make texts of them.
+            # JSON would convert these keys to texts.
             request["integer_keys"] = [
                 position
                 for position, each in enumerate(test.arguments)
@@ -206,12 +206,12 @@ class Grading:
             return False
 
     def does(self, step: Do) -> Dialogue:
-        """Whether statements raise nothing."""
+        """Return whether statements raise nothing."""
         reply = yield from self._asked({"do": step.source, "space": _SPACE})
         return reply.has_ended
 
     def holds(self, step: Check) -> Dialogue:
-        """Whether an assertion holds, of values of the process."""
+        """Return whether an assertion holds for values of the process."""
         values = []
         try:
             for number, leaf in enumerate(step.leaves):
@@ -235,7 +235,7 @@ class Grading:
         return held
 
     def probes(self, request: Request, right: object) -> Dialogue:
-        """Whether the process answers as it must; what it says of it is not shown."""
+        """Return whether the process answers a probe correctly; its output is not shown."""
         reply = yield request
         if reply.exit_code is not None:
             raise ProcessEnded(f"its process ended with exit code {reply.exit_code}")
@@ -266,12 +266,12 @@ def _stub(source: str, must_fail: bool) -> Callable[[Grading], Dialogue]:
 
 
 def _probes(steps: list[Step], chance: random.Random) -> list[Callable[[Grading], Dialogue]]:
-    """One of each kind: statements that must raise, a value, an assertion that must not hold."""
+    """Return a probe of each kind: a failing statement, a value, a false assertion."""
     first, last = sorted(chance.sample(range(2, 2000), 2))
-    # As one of the tests looks, but that it raises before it does anything.
+    # It looks like one of the tests, but raises before it does anything.
     sources = [step.source for step in steps if isinstance(step, Do)] or ["pass"]
     fails = f"assert {EQUAL}({first} + {last}, {first - last})\n{chance.choice(sources)}"
-    # Operators alone: the code may define a `sum` of its own.
+    # Only operators: the code may define its own `sum`.
     product, false = f"{first} * {last} + {first}", f"{last} < {first}"
     return [
         lambda grading: grading.probes({"do": fails}, False),
@@ -284,11 +284,11 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-# What is compared ---------------------------------------------------------------------------------
+# Comparisons ----------------------------------------------------------------------------------
 
 
 def decoded(value: Any) -> Any:
-    """The plain data that `sandbox_inside` has written as JSON; sets are frozensets.
+    """Decode plain data that `sandbox_inside` has written as JSON; sets become frozensets.
 
     Raises InvalidData for anything else.
     """
@@ -315,7 +315,7 @@ def decoded(value: Any) -> Any:
                 return complex(*inner)
             case "fraction":
                 numerator, denominator = map(decoded, inner)
-                # Of a text it would compute 10 ** 999999999.
+                # A text would make it compute 10 ** 999999999.
                 return Fraction(numerator + 0, denominator + 0)
             case "decimal":
                 return Decimal(inner)
@@ -327,18 +327,18 @@ def decoded(value: Any) -> Any:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Whether a program's output is what was expected.
+    """Return whether a program's output equals the expected output.
 
-    Lines are compared in turn, each by its words; blank lines and white space do not count. A word
-    that is expected to be a number with a point or an exponent may differ by 1e-6, of its size if
-    that is more than 1.
+    Lines are compared in turn, word by word; blank lines and white space do not count. If the
+    expected word is a number with a point or an exponent, the word may differ by 1e-6, relative to
+    its size if that is more than 1.
     """
     lines = itertools.zip_longest(_lines(printed), _lines(expected), fillvalue="")
     return all(a == b or _same_line(a.split(), b.split()) for a, b in lines)
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Those that are not blank, one at a time: there may be millions."""
+    """Yield the lines that are not blank, one by one: there may be millions."""
     return filter(str.strip, io.StringIO(text, newline="\n"))
 
 
@@ -358,10 +358,10 @@ def _same_word(printed: str, expected: str) -> bool:
 
 
 def same_result(value: Any, expected: Any) -> bool:
-    """Whether a function has returned what JSON says it should.
+    """Return whether a function's result equals the expected JSON value.
 
-    A tuple is a list, keys of an object are texts, and a float may differ by 1e-6, of its size if
-    that is more than 1 and a float is expected.
+    Tuples equal lists, keys of objects are texts, and a float may differ by 1e-6, relative to its
+    size if that is more than 1 and a float is expected.
     """
     if isinstance(value, list | tuple):
         return (
@@ -379,7 +379,7 @@ def same_result(value: Any, expected: Any) -> bool:
         a, b = finite_number(value), finite_number(expected)
         if a is None or b is None:
             return bool(value == expected)
-        # Of an int the size does not count: 500000.5 is not 500000.
+        # The size of an int does not count: 500000.5 is not 500000.
         return _is_close(a, b) if isinstance(expected, float) else abs(a - b) <= _TOLERANCE
     return not isinstance(value, Opaque) and bool(value == expected)
 

@@ -1,4 +1,4 @@
-"""Rewards from a server of the user's, asked over HTTP.
+"""Rewards from a user's server, requested over HTTP.
 
 The reward `http` sends batches of samples by POST to `--rl-reward-url`,
 
@@ -8,10 +8,9 @@ and expects one finite number for each sample, in the same order:
 
     {"rewards": [1.0, ...]}
 
-A server fails in many ways: it is not there, hangs, answers with an error or with nonsense. That
-costs the samples that were asked about, never the run. Only what may pass is tried again: a broken
-connection, a timeout, and the statuses 429 and 5xx. Nothing but the configured address is ever
-asked (`common.http`).
+A server that is missing, hangs, or answers with an error or with invalid data costs the requested
+samples, never the run. Only transient failures are retried: a broken connection, a timeout, and the
+statuses 429 and 5xx. Only the configured address is ever requested (`common.http`).
 
 The reward `pooling` is a reward model behind vLLM's own server.
 
@@ -21,14 +20,14 @@ The reward `pooling` is a reward model behind vLLM's own server.
     {"data": [{"index": 0, "data": [0.7]}, ...], ...}
 
 The text of a sample is its prompt followed by its response, without a chat template. Models with
-one score for a sequence (`...ForSequenceClassification` with one label; vLLM's task "classify")
-answer with a list of one number, which is the reward. Models with one for each token (vLLM's task
-"token_classify") answer with a list of such lists, and the reward is the last token's. Both give
-the model's logit, whatever activation the server would put on it by default. Anything else, as the
-scores of several classes, has no single number, and fails.
+one score per sequence (`...ForSequenceClassification` with one label; vLLM's task "classify")
+answer with a list of one number, the reward. Models with one score per token (vLLM's task
+"token_classify") answer with a list of such lists, and the reward is the last token's. Both return
+the model's logit, whatever activation the server applies by default. Any other answer, such as the
+scores of several classes, has no single number and fails.
 
 Written for vLLM 0.32. Its `--api-key` does not guard /pooling: a server that others can reach needs
-a proxy before it, and `--rl-reward-pooling-header-env` holds what that wants to see.
+a proxy in front of it; `--rl-reward-pooling-header-env` holds the header that the proxy requires.
 """
 
 from __future__ import annotations
@@ -55,11 +54,11 @@ _SHAPE = "the answer must be"
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How samples become a request's JSON, and the answer's JSON one entry for each sample.
+    """The conversion of samples into a request's JSON, and of the answer into one entry per sample.
 
-    `entries` raises LookupError, TypeError, AttributeError or ValueError if the answer has another
-    form than `form`, which is told to the user. An entry that is not a finite number costs its own
-    sample only.
+    `entries` raises LookupError, TypeError, AttributeError or ValueError if the answer lacks the
+    form `form`, which is shown to the user. An entry that is not a finite number costs only its
+    sample.
     """
 
     form: str
@@ -127,11 +126,11 @@ POOLING_DIALECT = Dialect(
 
 
 class ServerReward:
-    """Asks one server for rewards.
+    """The client of one reward server.
 
-    Each attempt at a request has `timeout_seconds` in all, from connecting to the last byte of the
-    answer. Before attempt n+1 come up to 0.5 x 2^(n-1) seconds, at most `timeout_seconds`; how much
-    of the upper half of that is drawn at random, so that ranks do not come back together.
+    Each attempt at a request has `timeout_seconds` in total, from connecting to the last byte of
+    the answer. Attempt n+1 is delayed by up to 0.5 x 2^(n-1) seconds, at most `timeout_seconds`;
+    the upper half of the delay is random, so that ranks do not return together.
     """
 
     def __init__(self, server: ServerSpec, dialect: Dialect, *, timeout_seconds: float) -> None:
@@ -140,7 +139,7 @@ class ServerReward:
         self._server, self._dialect = server, dialect
         self._timeout_seconds = timeout_seconds
         self._header = header_of(server)
-        # Not the global generator: its state is part of the training's.
+        # Not the global generator, whose state belongs to training.
         self._random = random.Random()
 
     async def answer(
@@ -149,11 +148,11 @@ class ServerReward:
         wanted: Container[int],
         tell: Callable[[str, list[int], list[Outcome]], object],
     ) -> None:
-        """Asks about what comes into the queue, rollouts by ticket, until it is cancelled.
+        """Request rewards for queued rollouts, by ticket, until cancelled.
 
-        A request takes what waits at its moment, up to `batch_samples`, but for tickets that are
-        no longer `wanted`; `tell` hears its name, tickets and outcomes. Raises nothing that a
-        server can cause.
+        A request takes what is queued at its moment, up to `batch_samples`, except tickets that are
+        not `wanted` any more; `tell` receives its name, tickets and outcomes. No server causes an
+        exception.
         """
 
         async def work() -> None:
@@ -176,7 +175,7 @@ class ServerReward:
                 tasks.create_task(work())
 
     async def _ask(self, session: aiohttp.ClientSession, batch: Sequence[Rollout]) -> list[Outcome]:
-        """One batch, tried until it succeeds, cannot succeed or was tried often enough."""
+        """Request one batch until it succeeds, cannot succeed or has used all attempts."""
         body = json.dumps(self._dialect.body(batch)).encode()
         for attempt in range(self._server.retries + 1):
             if attempt > 0:

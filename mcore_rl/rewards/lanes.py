@@ -1,9 +1,8 @@
-"""Samples that wait for workers, and in which parts they go to them.
+"""The queues of samples for workers, and their division into batches.
 
-Sending a sample to a worker and back costs half a millisecond of the trainer's, more than most
-rewards take. So the samples of a quick function go several at a time, if several wait: none waits
-for company. Should a sample that travels with others take long or end its process, all of them are
-scored again, each alone.
+Sending a sample to a worker and back costs the trainer half a millisecond, more than most rewards
+take. So waiting samples of a quick function are sent in batches, but no sample waits for others. If
+a sample in a batch takes long or ends its process, all of the batch are scored again, each alone.
 """
 
 from __future__ import annotations
@@ -18,14 +17,15 @@ from typing import Any
 
 Sample = tuple[str, str, Any, str]  # prompt, response, answer, row
 
-# Quick ones that wait travel together, for about so long.
+# A batch of quick samples takes about this long.
 _BATCH_SECONDS = 0.02
-# Of those that came back last, the slowest says how many are quick together.
+# The slowest of this many latest batches determines how many samples are quick together.
 _REMEMBERED_BATCHES = 256
-# What waits is made into so many batches, if they are quick: nobody ends long after the others.
+# Waiting quick samples are divided into this many batches, so that no worker ends long after the
+# others.
 _BATCHES_PER_WORKER = 4
-# So much lies with each worker, to outlast the pauses between the caller's looks, and at least two
-# batches. The rest waits here, where it can still be abandoned.
+# The work sent ahead to each worker, at least two batches, outlasts the pauses between the caller's
+# looks. The rest waits here, where it can still be abandoned.
 _AHEAD_SECONDS = 0.1
 _MIN_AHEAD_BATCHES = 2
 
@@ -44,9 +44,9 @@ class Batch:
 
 
 class Lanes:
-    """Two lanes for each function: of samples that may travel together, and of those that may not.
+    """Two queues per function: samples that may be batched, and samples that must be alone.
 
-    `num_workers` is how many batches are worked on at one time.
+    `num_workers` is the number of batches in progress at once.
     """
 
     def __init__(self, specs: Sequence[str], num_workers: int) -> None:
@@ -55,21 +55,21 @@ class Lanes:
         self._lanes: dict[tuple[str, bool], OrderedDict[int, Sample]] = {
             (spec, alone): OrderedDict() for spec in specs for alone in (False, True)
         }
-        # Of each function's latest batches: the seconds of a sample, in the mean.
+        # For each function's latest batches: the mean seconds per sample.
         self._seconds = {spec: deque[float](maxlen=_REMEMBERED_BATCHES) for spec in specs}
         self._typical_seconds = dict.fromkeys(specs, _AHEAD_SECONDS)
         self._num_out, self._out_seconds = 0, 0.0
 
     def add(self, ticket: int, sample: Sample) -> None:
-        """A new sample, for all functions. Tickets grow."""
+        """Queue a new sample for all functions. Tickets must increase."""
         for spec in self._specs:
             self._lanes[spec, False][ticket] = sample
 
     def next_batch(self) -> Batch | None:
-        """What to send next, or None if nothing waits or enough lies with the workers.
+        """Return the next batch, or None if nothing waits or the workers have enough.
 
-        The function with the oldest ticket comes first; of a quick one so many samples as there
-        would be in each batch if all that wait were sent now.
+        The function with the oldest ticket comes first. A quick function's batch has the size that
+        results if all waiting samples were sent now.
         """
         waiting = [key for key, lane in self._lanes.items() if lane]
         is_enough = self._num_out >= _MIN_AHEAD_BATCHES * self._num_workers
@@ -85,32 +85,32 @@ class Lanes:
         return Batch(spec, alone, samples, len(samples) * self._typical_seconds[spec])
 
     def sent(self, batch: Batch) -> None:
-        """`next_batch` lies with the workers."""
+        """Record that the batch of `next_batch` was sent."""
         for ticket in batch.samples:
             del self._lanes[batch.spec, batch.alone][ticket]
         self._num_out += 1
         self._out_seconds += batch.expected_seconds
 
     def back(self, batch: Batch) -> None:
-        """It lies there no longer."""
+        """Record that a batch is no longer with the workers."""
         self._num_out -= 1
         self._out_seconds = self._out_seconds - batch.expected_seconds if self._num_out else 0.0
 
     def took(self, batch: Batch, seconds: float) -> None:
-        """A batch was scored in so long; inf for one that had to be ended."""
+        """Record the scoring time of a batch; inf for one that had to be ended."""
         latest = self._seconds[batch.spec]
         latest.append(seconds / len(batch))
         self._typical_seconds[batch.spec] = min(statistics.median(latest), _AHEAD_SECONDS)
 
     def put_back(self, batch: Batch, tickets: Iterable[int], *, alone: bool) -> None:
-        """Have these of a batch wait again, before others; call it for the latest batch first."""
+        """Queue these samples of a batch before all others; call it for the latest batch first."""
         lane = self._lanes[batch.spec, alone]
         for ticket in reversed(list(tickets)):
             lane[ticket] = batch.samples[ticket]
             lane.move_to_end(ticket, last=False)
 
     def drop(self, tickets: Sequence[int]) -> None:
-        """Forget these, as far as they wait."""
+        """Remove these tickets from the queues."""
         for lane in self._lanes.values():
             for ticket in tickets:
                 lane.pop(ticket, None)

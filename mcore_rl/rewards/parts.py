@@ -1,9 +1,9 @@
-"""What several rewards of a sample make together: the weighted sum, the failures, the metrics.
+"""The combination of a sample's rewards: weighted sum, failures and metrics.
 
     reward = sum over the parts of weight x value
 
-A sample of which one part has no value has no reward, and the reason in `failure`: a sum without
-that part would be on another scale than those of the other samples of its group.
+A sample with a failed part has no reward, only the reason in `failure`: a sum without that part
+would be on another scale than the sums of the other samples of its group.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def weighed(
     outcomes: Mapping[str, Sequence[Outcome]],
     weights: Mapping[str, float],
 ) -> list[ScoredRollout]:
-    """Each rollout with the sum of its parts, in order.
+    """Return each rollout with the weighted sum of its parts, in order.
 
-    `outcomes` has for each reward's name what became of each rollout, `weights` its weight. The
-    failure of a sample is that of its first part that failed, and names it where there are several.
+    `outcomes` maps each reward's name to the outcomes of all rollouts, `weights` to its weight. A
+    sample's failure is the failure of its first failed part, which it names if there are several.
     """
     assert list(outcomes) == list(weights), f"{list(outcomes)} and {list(weights)} differ"
     return [
@@ -56,10 +56,10 @@ def _weighed_sample(
 
 
 def part_metrics(table: SampleTable, names: Sequence[str]) -> dict[str, float]:
-    """`reward/<name>/mean` and `reward/<name>/failures` of each part, before its weight.
+    """Return `reward/<name>/mean` and `reward/<name>/failures` of each part, before its weight.
 
-    The mean is over the samples of which the part did not fail, and is left out where it failed on
-    all; failures are counted in samples.
+    The mean covers the samples on which the part did not fail, and is omitted if it failed on all;
+    failures are counted in samples.
     """
     metrics: dict[str, float] = {}
     for name in names:
@@ -79,7 +79,7 @@ class FailureLog:
         self._name = name
 
     def note(self, outcomes: Sequence[Outcome]) -> None:
-        """Take in what became of some samples."""
+        """Count the failures among some outcomes."""
         for outcome in outcomes:
             if outcome.kind is None:
                 continue

@@ -1,7 +1,7 @@
-"""What tests make of the values of a policy's code, in the process that runs it.
+"""The tests' view of the values of a policy's code, in the process that runs it.
 
-`sandbox_inside` gets the text of this module once it is confined, and runs it before the code: it
-imports the standard library alone.
+`sandbox_inside` receives the text of this module once it is confined, and runs it before the code:
+it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import sys
 import types
 from typing import Any
 
-_MAX_DEPTH = 50  # of containers; below what `common.readers` takes
+_MAX_DEPTH = 50  # of containers; below the limit of `common.readers`
 _MAX_INT = 1 << 4096  # beyond that, Python writes and reads no decimals
 
 _SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes))
 _CONTAINERS = (list, tuple, set, frozenset, dict, collections.deque)
-# How the value of a subclass is taken, whatever the subclass says of itself.
+# How to take the value of a subclass, whatever its methods return.
 _TAKE: dict[type, Any] = {
     int: int.__index__,
     float: float.__float__,
@@ -43,7 +43,7 @@ _OPERATIONS: dict[str, Any] = {
     **{"**": operator.pow, "@": operator.matmul, "<<": operator.lshift, ">>": operator.rshift},
     **{"&": operator.and_, "|": operator.or_, "^": operator.xor},
 }
-# Methods by which an object says itself what it is equal to, and what is computed of it.
+# Methods by which an object decides what it is equal to, and what is computed from it.
 _SPOKEN = frozenset(
     f"__{reflected}{name.strip('_')}__"
     for name in (*vars(operator), "divmod", "round", "class", "getattribute", "array")
@@ -57,36 +57,36 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that is not static data of t
 
 
 class PlainValues:
-    """Takes values for the plain data that they are, whatever classes of the code's say of them.
+    """Reads values as plain data, whatever classes of the code define.
 
-    A class of the code's that defines operators is `spoken`. Such a class of data (an int, a list)
-    is taken for its data. An object of another such class is equal to objects of such classes
-    alone, and nothing is computed of it and plain data but such an object.
+    A class of the code that defines operators is `spoken`. An instance of such a class that is data
+    (an int, a list) is read as its data. Any other instance is only equal to instances of such
+    classes, and an operation on it and plain data can only result in such an instance.
     """
 
     def __init__(self) -> None:
         self.module: dict[str, Any] = {}  # the names of the code
-        # What `assertions` writes for == and for what else could ask an object what it is equal to.
+        # What `assertions` writes for == and other operations that could ask an object its value.
         self.defined = {
             "_are_equal_as_plain_data": self.are_equal,
             **{"_compared": self.compared, "_computed": self.computed},
             **{"_settled": self.settled, "_called": self.called},
         }
-        self._made: set[type] = set()  # classes of which the tests have made an object
+        self._made: set[type] = set()  # classes that the tests have instantiated
 
     def as_json(self, value: Any) -> Any:
-        """What `grading.decoded` reads; `opaque`, with its truth, for what is not plain data."""
+        """Convert a value for `grading.decoded`; `opaque`, with its truth, if it is not plain."""
         try:
             return self._tagged(self._copy(value, 0))
         except (_NotPlain, TypeError, RecursionError):
             pass
         try:
             return {"opaque": bool(value)}
-        except Exception:  # as that of an array or of `pytest.approx`
+        except Exception:  # as for an array or `pytest.approx`
             return {"opaque": None}
 
     def are_equal(self, left: Any, right: Any) -> bool:
-        """Whether two values are equal as plain data, or else by `compared`."""
+        """Return whether two values are equal as plain data, or else by `compared`."""
         copies = []
         for value in (left, right):
             with contextlib.suppress(_NotPlain, TypeError, RecursionError):
@@ -96,7 +96,7 @@ class PlainValues:
         return bool(self._compared(left, "==", right))
 
     def compared(self, left: Any, *rest: Any) -> Any:
-        """What `left < 1 <= 2` is: `rest` has each operator and what follows it."""
+        """Evaluate a chain such as `left < 1 <= 2`; `rest` alternates operators and operands."""
         for name, right in zip(rest[:-2:2], rest[1:-2:2], strict=True):
             if not (held := self._compared(left, name, right)):
                 return held
@@ -125,19 +125,19 @@ class PlainValues:
         return any(e is value or bool(self._compared(e, "==", value)) for e in container)
 
     def computed(self, left: Any, name: str, right: Any) -> Any:
-        """What `left - right` and the like is."""
+        """Evaluate `left - right` and the like."""
         if type(left) in _SCALARS and type(right) in _SCALARS:
             return _OPERATIONS[name](left, right)
         left, right = self._settle(left, 0), self._settle(right, 0)
         value = _OPERATIONS[name](left, right)
         if self._speaks(left) != self._speaks(right) and not isinstance(left, str | bytes):
-            # Of a difference `abs` is taken next, and is small.
+            # Tests take `abs` of a difference next, which must then be small.
             if not self._speaks(value) or (name == "-" and hasattr(type(value), "__abs__")):
                 raise TypeError(f"{name} of plain data and an object of a class of the code's")
         return value
 
     def called(self, function: Any, *arguments: Any, **named: Any) -> Any:
-        """The result of a function that compares its first two arguments, or its object and one."""
+        """Call a function that compares its first two arguments, or its object and an argument."""
         code = getattr(function, "__code__", None)
         if getattr(code, "co_filename", "") != "<test>":
             arguments = tuple([self._settle(each, 0, True) for each in arguments])
@@ -151,7 +151,7 @@ class PlainValues:
         return self.settled(function(*arguments, **named))
 
     def settled(self, value: Any, maker: Any = None) -> Any:
-        """What the tests see of the result of a call of `maker`."""
+        """Return what the tests see of the result of a call of `maker`."""
         if type(value) in _SCALARS:
             return value
         if maker is type(value):
@@ -161,9 +161,9 @@ class PlainValues:
     def _settle(
         self, value: Any, depth: int, takes_all: bool = False, *, is_result: bool = False
     ) -> Any:
-        """The value with its data in the place of spoken data, itself if it has none. Containers
-        that the tests have made remain unless `takes_all`. TypeError: it is equal to everything,
-        as `unittest.mock.ANY` may be if it is no result."""
+        """Replace spoken data by its plain data; return other values unchanged. Containers that the
+        tests have created remain unless `takes_all`. TypeError: the value is equal to everything,
+        which is only allowed for values that are not results, such as `unittest.mock.ANY`."""
         kind = type(value)
         if kind in _SCALARS or depth > _MAX_DEPTH:
             return value
@@ -188,7 +188,7 @@ class PlainValues:
         return value
 
     def _speaks(self, value: Any, depth: int = 0) -> bool:
-        """Whether it is or holds an object that says itself what it is equal to."""
+        """Return whether a value is or holds an object that decides itself what it is equal to."""
         kind = type(value)
         if kind in _SCALARS or depth > _MAX_DEPTH:
             return False
@@ -206,7 +206,7 @@ class PlainValues:
         return not found <= _SCALARS and any(self._speaks(each, depth + 1) for each in value)
 
     def _is_spoken(self, kind: type, base: type = object) -> bool:
-        """Whether a class is the code's and defines operators, or of its base's methods any."""
+        """Return whether a class is the code's and defines operators, or any method of its base."""
         spoken = _SPOKEN | (set(dir(base)) - _HARMLESS if base is not object else set())
         return any(
             name in spoken and type(member) is not _FIELD
@@ -216,7 +216,7 @@ class PlainValues:
         )
 
     def _is_of_code(self, kind: type) -> bool:
-        """Whether the code has defined a class, or functions of it."""
+        """Return whether the code has defined a class, or functions of it."""
         if not type.__dict__["__flags__"].__get__(kind) & _HEAP_TYPE:
             return False
         members = type.__dict__["__dict__"].__get__(kind)
@@ -224,7 +224,7 @@ class PlainValues:
         if any(each.__globals__ is self.module for each in functions):
             return True
         if any("_settled" in each.__globals__ for each in functions):
-            return False  # the tests'
+            return False  # defined by the tests
         module = sys.modules.get(members.get("__module__"))
         found: Any = module
         for name in type.__dict__["__qualname__"].__get__(kind).split("."):
@@ -273,7 +273,7 @@ class PlainValues:
         raise _NotPlain
 
     def _tagged(self, value: Any) -> Any:
-        """JSON of what `_copy` returns."""
+        """Return the JSON form of a result of `_copy`."""
         if isinstance(value, int) and not -_MAX_INT < value < _MAX_INT:
             return {"int": hex(value)}
         if isinstance(value, list):
@@ -296,8 +296,7 @@ class PlainValues:
 
 
 def _is_true_of_anything(value: Any, method: str) -> bool:
-    """Whether a method of a class, written in Python, says yes to an object and to a number that
-    nobody has seen before."""
+    """Return whether a class's Python method is true of a new object or of a random number."""
     kind = type(value)
     if not type.__dict__["__flags__"].__get__(kind) & _HEAP_TYPE:
         return False
@@ -312,4 +311,4 @@ def _is_true_of_anything(value: Any, method: str) -> bool:
 
 
 class _NotPlain(Exception):
-    """A value of which only its own process can say what it is equal to."""
+    """Only the value's own process can decide what it is equal to."""

@@ -1,7 +1,7 @@
-"""Scores rollouts in a pool of worker processes.
+"""A pool of worker processes that scores rollouts by reward functions.
 
-A reward function is code of the user's that meets text nobody has seen before. It may raise, hang,
-or take its process with it: that costs the one sample it was scoring, never the run.
+A reward function is user code that processes unforeseen text. If it raises, hangs or kills its
+process, it costs the sample that it was scoring, never the run.
 """
 
 from __future__ import annotations
@@ -33,41 +33,41 @@ from mcore_rl.rewards.worker import (
     start_worker,
 )
 
-_Scored = tuple[list[Outcome], float]  # of a batch, and its seconds
+_Scored = tuple[list[Outcome], float]  # outcomes of a batch, and its seconds
 
-# The worker's own timer (see `score_sample`) fires first and is exact. The pool's is for what
-# escapes that: a reward that takes SIGALRM for itself, or that ends its process with exit code 0.
+# The worker's own timer (see `score_sample`) fires first and is exact. The pool's timer covers what
+# escapes it: a reward that handles SIGALRM itself, or that ends its process with exit code 0.
 _POOL_TIMEOUT_MARGIN_SECONDS = 2.0
 _WORKER_START_SECONDS = 60.0
 _MAX_FRUITLESS_STARTS = 3
 
-# In company a sample gets less time before it is scored by itself, with all of its own.
+# In a batch a sample gets less time; one that needs more is scored again alone, with its full time.
 _TIMEOUT_IN_COMPANY_SECONDS = 1.0
 
 
 class RewardPool(Scorer):
-    """Processes that score samples, each sample and function within a time of its own.
+    """Worker processes that score samples, with a time limit per sample and function.
 
-    What a function does wrong costs its sample, also where it writes into the pipe of its process
+    A faulty function costs only its sample, even if it writes into the pipe of its process
     (`answers`).
 
     Not collective: every rank that scores has its own pool. Workers start when the first sample is
-    sent, import only `worker`, what that needs and the user's modules, inherit the standard streams
-    and of the environment what `process` names and `environment_names`, and are killed when this
-    process ends, however it ends. Linux kills them also when the thread ends in which the first
-    sample was sent (by `finished`, `wait`, `outcomes`); what is sent next then starts new ones.
-    Each may have `memory_gib` GiB; 0 means unlimited. `sandbox_accept` are protections that
+    sent. They import only `worker`, its imports and the user's modules, inherit the standard
+    streams and the environment variables of `process` and `environment_names`, and are killed when
+    this process ends, however it ends. Linux also kills them when the thread ends that sent the
+    first sample (by `finished`, `wait`, `outcomes`); later samples then start new workers. Each may
+    have `memory_gib` GiB; 0 means unlimited. `sandbox_accept` lists protections that
     `python_sandbox` may lack (`isolation.levels.PROTECTIONS`).
 
-    `specs` are what `resolve_reward` takes, `imports` what `import_file` does; call these before
-    building anything, for their errors. All functions share the workers: each of them scores any
-    sample by any function, the oldest ticket first. Of a quick function several samples go to a
-    worker at once, if so many wait; if one of these takes its process with it, all of them are
-    scored again, each by itself. Each sample has `timeout_seconds` from the moment its worker
-    starts on it. `failure_counts` has the number of failures by kind since the pool was made.
+    `specs` are arguments of `resolve_reward`, `imports` of `import_user_file`; call these before
+    building anything, for their errors. All functions share the workers: each worker scores any
+    sample by any function, the oldest ticket first. Several waiting samples of a quick function go
+    to a worker at once; if one of them kills its process, all of them are scored again, each alone.
+    Each sample has `timeout_seconds` from the moment its worker starts on it. `failure_counts`
+    counts failures by kind since the pool was created.
 
     `finished`, `wait` and `outcomes` raise UsageError if the workers cannot resolve a reward
-    function, and RuntimeError if the workers die or stall again and again without scoring anything.
+    function, and RuntimeError if workers repeatedly die or stall without scoring anything.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RewardPool(Scorer):
         super().__init__(specs, wake)
         self._num_workers = num_workers
         self._timeout_seconds = timeout_seconds
-        # The working directory may be another one when workers start.
+        # The working directory may differ when workers start.
         self._imports = tuple(os.path.abspath(path) for path in imports)
         self._memory_gib = memory_gib
         self._environment_names = tuple(environment_names)
@@ -112,14 +112,14 @@ class RewardPool(Scorer):
         return sum((log.counts for log in self._logs.values()), Counter())
 
     def score(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
-        """Scores all rollouts, in their order, with the sum of all functions; see `outcomes`.
+        """Score all rollouts, in their order, by the sum of all functions; see `outcomes`.
 
-        A sample that fails has the reason in `failure`, and a reward of 0 that means nothing.
+        A sample that fails has the reason in `failure`; its reward of 0 is meaningless.
         """
         return weighed(rollouts, self.outcomes(rollouts), dict.fromkeys(self.names, 1.0))
 
     def check(self) -> None:
-        """Raises UsageError if a worker cannot find a function; this process imports nothing."""
+        """Raise UsageError if a worker cannot find a function; this process imports nothing."""
         asked = self._pool.schedule(
             resolve_rewards, args=(self.names, self._imports), timeout=_WORKER_START_SECONDS
         )
@@ -136,21 +136,21 @@ class RewardPool(Scorer):
                 remedy="make its import work by itself",
             ) from error
 
-    # What waits, and what is sent -----------------------------------------------------------------
+    # Queue and dispatch ---------------------------------------------------------------------------
 
     def _accept(self, ticket: int, rollout: Rollout) -> None:
         sample = (rollout.prompt.text, rollout.text, rollout.prompt.answer, rollout.prompt.row)
         self._lanes.add(ticket, sample)
 
     def _drop(self, tickets: Sequence[int]) -> None:
-        # What pebble has goes on: it would stop the worker that meets a cancelled task, and now and
-        # then lose with it the one that the worker has taken since.
+        # Tasks that pebble holds continue: pebble stops a worker that meets a cancelled task, and
+        # at times loses the task that the worker has taken since.
         self._lanes.drop(tickets)
 
     def _advance(self) -> None:
         self._take_landed()
         if self._broken is None and self._context.answers is not None:
-            # What is sent to a pool that is about to break would never come back.
+            # Tasks sent to a pool that is about to break would never return.
             self._broken = self._context.answers.fault
         if self._broken is None:
             self._notice_a_stall()
@@ -170,7 +170,7 @@ class RewardPool(Scorer):
             self._broken = str(refusal)
 
     def _sample_seconds(self, batch: Batch) -> float:
-        """What each sample of a batch gets."""
+        """Return the time limit of each sample of a batch."""
         if len(batch) == 1:
             return self._timeout_seconds
         return min(self._timeout_seconds, _TIMEOUT_IN_COMPANY_SECONDS)
@@ -186,10 +186,10 @@ class RewardPool(Scorer):
             timeout=self._limit_seconds(batch),
         )
 
-    # What comes back ------------------------------------------------------------------------------
+    # Results --------------------------------------------------------------------------------------
 
     def _land(self, future: Future[_Scored]) -> None:
-        """Called by a thread of pebble's."""
+        """Queue a finished future; called by a thread of pebble."""
         self._landed.put(future)
         self._wake.set()
 
@@ -199,7 +199,7 @@ class RewardPool(Scorer):
             batch = self._sent[future]
             error = future.exception()
             if isinstance(error, RuntimeError):
-                # A worker died that had no sample (the kernel is short of memory, say): pebble then
+                # A worker without a sample died (the kernel is short of memory, say): pebble then
                 # gives up all samples, and some of their futures never end.
                 self._broken = self._broken or self._why_broken(error)
                 continue
@@ -212,7 +212,7 @@ class RewardPool(Scorer):
                 raise error
             if len(batch) > 1 and error is not None:
                 self._lanes.put_back(batch, wanted, alone=True)
-                # A fault breaks the pool, and has brought it nearer to the sample that is at fault.
+                # A fault breaks the pool, but brings it closer to the faulty sample.
                 self._fruitful = self._fruitful or isinstance(error, WorkerFault)
                 continue
             if error is None:
@@ -229,7 +229,7 @@ class RewardPool(Scorer):
             return future.result()
         except WorkerFault as fault:
             outcome = Outcome(0.0, fault.kind, fault.detail)
-        except UsageError as error:  # of a function that was there before
+        except UsageError as error:  # for a function that was resolved before
             outcome = Outcome(0.0, "failed in its worker", str(error))
         except TimeoutError:
             outcome = Outcome(0.0, "timed out", f"{limit}, or its process exited with code 0")
@@ -251,7 +251,7 @@ class RewardPool(Scorer):
             return "the machine has no more"
         return f"its process may have {self._memory_gib:g} GiB (--rl-reward-memory-gib)"
 
-    # The pool, and the next one -------------------------------------------------------------------
+    # The pool and its replacement -----------------------------------------------------------------
 
     def _new_pool(self) -> ProcessPool:
         self._context = WorkerContext(self._environment_names)
@@ -268,8 +268,8 @@ class RewardPool(Scorer):
         )
 
     def _notice_a_stall(self) -> None:
-        """Samples are taken in the order in which they were sent, so the oldest is always with a
-        worker, or will be when one has started, or has finished a batch before."""
+        """Break the pool if its oldest sample stalls. Workers take samples in the order sent, so a
+        worker has the oldest, or will have it once one has started or has finished a batch."""
         if self._context.answers is not None:
             self._context.answers.check_clocks()
         oldest, since = next(iter(self._sent), None), time.monotonic()
@@ -282,14 +282,14 @@ class RewardPool(Scorer):
             self._broken = f"no answer within {stall_seconds:g} s"
 
     def _replace_pool(self) -> bool:
-        """Have another thread end the broken pool, as that takes time; then have all that it did
-        not do wait for a new one. Returns whether there is one."""
+        """End the broken pool in another thread, as that takes time; then queue its unfinished
+        samples for a new pool. Return whether there is a new pool."""
         if self._ending is None:
             self._pool.stop()
             thread = ThreadPoolExecutor(1, "end of a reward pool")
             self._ending = (thread, thread.submit(self._pool.join))
             self._ending[1].add_done_callback(lambda _: self._wake.set())
-            thread.shutdown(wait=False)  # it ends with this
+            thread.shutdown(wait=False)  # it ends with this task
         thread, ended = self._ending
         if not ended.done():
             return False

@@ -1,8 +1,8 @@
-"""How the processes of a reward pool are started, and what of the trainer's they get to see.
+"""The start of a reward pool's processes, and what they inherit from the trainer.
 
-A reward meets text that nobody has read before and may be code that few have. It gets a process
-that is new (exec, so nothing of the trainer's memory is in it), an environment of a few names, no
-file descriptor but the standard streams and its pipes (`answers`).
+A reward processes unread text and may be code that few have read. It gets a new process (exec, so
+it holds none of the trainer's memory), an environment of a few variables, and only the standard
+streams and its pipes (`answers`) as file descriptors.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from typing import Any
 from mcore_rl.common.spawning import main_script_left_out
 from mcore_rl.rewards.answers import AnswerEnd, Answers, TaskReader, TaskWriter
 
-# What Python, the dynamic linker and numerical libraries read; nothing in it is a secret.
+# Variables of Python, the dynamic linker and numerical libraries; none of them is a secret.
 _PASSED_ON = (
     *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "TERM"),
     *("PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED", "PYTHONUTF8", "PYTHONIOENCODING"),
     *("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONWARNINGS"),
     *("PYTHONNOUSERSITE", "PYTHONSAFEPATH", "PYTHONFAULTHANDLER", "VIRTUAL_ENV"),
     *("LD_LIBRARY_PATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
-    "MCORE_RL_LAUNCHER",  # what a reward starts is found by it when the launcher is killed
+    "MCORE_RL_LAUNCHER",  # finds the processes of rewards when the launcher is killed
 )
 
 
 def worker_environment(
     environment: Mapping[str, str], extra_names: Sequence[str] = ()
 ) -> dict[str, str]:
-    """The part of `environment` that a worker gets: what programs need, and `extra_names`."""
+    """Return a worker's part of `environment`: what programs need, and `extra_names`."""
     return {
         name: value
         for name, value in environment.items()
@@ -62,17 +62,17 @@ class WorkerProcess(SpawnProcess):
 
 
 class WorkerContext(SpawnContext):
-    """Fork is not an option: the trainer has threads (gloo, vLLM, pebble) and maybe CUDA."""
+    """The spawn context of workers: the trainer has threads (gloo, vLLM, pebble) and maybe CUDA."""
 
     def __init__(self, environment_names: Sequence[str] = ()) -> None:
-        """`environment_names` are variables that workers get besides those that all get."""
+        """`environment_names` lists variables that workers get in addition to the usual ones."""
         super().__init__()
         process = functools.partial(WorkerProcess, environment_names=tuple(environment_names))
         self.Process = process  # type: ignore[assignment, misc]
-        self.answers: Answers | None = None  # once there are pipes
+        self.answers: Answers | None = None  # once pipes exist
 
     def Pipe(self, duplex: bool = True) -> tuple[Any, Any]:
-        """Ends to read and to write: of the tasks at the first call, then of the answers."""
+        """Return the ends to read and to write: of tasks at the first call, then of answers."""
         assert not duplex, "workers are talked to by pipes of one direction"
         if self.answers is not None:
             return self.answers, AnswerEnd(self.answers)
@@ -82,10 +82,10 @@ class WorkerContext(SpawnContext):
 
 
 class WorkerPopen(popen_spawn_posix.Popen):
-    """multiprocessing's way to start a process, with an environment that is given.
+    """multiprocessing's way to start a process, with a given environment.
 
-    The child gets neither the pipe to this process's resource tracker, by which it could have
-    shared memory removed, nor (see `WorkerProcess`) the key by which its processes know each other.
+    The child gets neither the pipe to this process's resource tracker, by which it could remove
+    shared memory, nor (see `WorkerProcess`) the key that authenticates the trainer's processes.
     """
 
     def __init__(self, process_obj: SpawnProcess, environment: Mapping[str, str]) -> None:
@@ -94,7 +94,7 @@ class WorkerPopen(popen_spawn_posix.Popen):
         super().__init__(process_obj)
 
     def give(self, descriptor: int) -> Any:
-        """While the process is pickled: it gets this descriptor, which is closed here then."""
+        """Pass a descriptor to the process while it is pickled; it is closed here afterwards."""
         self._given.append(descriptor)
         return reduction.DupFd(descriptor)
 
@@ -108,9 +108,9 @@ class WorkerPopen(popen_spawn_posix.Popen):
             reduction.dump(process_obj, message)
         finally:
             set_spawning_popen(None)
-        self.sentinel, child_end = os.pipe()  # tells by its end that the child is gone
+        self.sentinel, child_end = os.pipe()  # closes when the child is gone
         child_reader, writer = os.pipe()
-        # The writer stays open as well: by its end the child would know of this process's.
+        # The writer also stays open: its end would tell the child that this process has ended.
         self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, writer))  # type: ignore[attr-defined]
         try:
             self._process = subprocess.Popen(
@@ -118,8 +118,8 @@ class WorkerPopen(popen_spawn_posix.Popen):
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(*self._fds, child_reader, child_end),  # type: ignore[attr-defined]
-                # So that what it starts ends with it, and a signal for the trainer, which may go on
-                # to the end of its step, does not reach it.
+                # So that its own processes end with it, and a signal for the trainer, which may
+                # continue to the end of its step, does not reach it.
                 start_new_session=True,
             )
         finally:
@@ -130,17 +130,17 @@ class WorkerPopen(popen_spawn_posix.Popen):
             pipe.write(message.getbuffer())
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """The exit code, or None while the process runs; waits for it unless `flag` says not to.
+        """Return the exit code, or None while the process runs; waits unless `flag` forbids it.
 
-        Once it has ended, the processes that it has started are killed.
+        After its end, the processes that it has started are killed.
         """
         if self.returncode is None:
             options = os.WEXITED | os.WNOWAIT | (flag & os.WNOHANG)
             assert self.pid is not None
-            with contextlib.suppress(ChildProcessError):  # somebody else has reaped it
+            with contextlib.suppress(ChildProcessError):  # already reaped elsewhere
                 if os.waitid(os.P_PID, self.pid, options) is None:
                     return None
-                # Before it is reaped: its number cannot be another's yet.
+                # Before it is reaped: its process id cannot have been reused yet.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.pid, signal.SIGKILL)
             self.returncode = self._process.wait()

@@ -1,9 +1,8 @@
-"""Runs a policy's Python in a process that can do little: a reward, and a tool of environments.
+"""A sandbox for a policy's Python, used by a reward and by tools of environments.
 
-The process has an empty folder, no network, no other processes, memory, disk and seconds that are
-limited, and of the files nothing but Python's own; see `isolation`, which confines it, and
-`sandbox_inside` and `plain_values`, which run in it.
-Processes of rewards and environments import this module: nothing heavy is imported here.
+The process has an empty folder, no network, no other processes, limited memory, disk and time, and
+access to Python's files only. `isolation` confines it; `sandbox_inside` and `plain_values` run in
+it. Processes of rewards and environments import this module: it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -43,22 +42,22 @@ _INSIDE = Path(__file__).with_name("sandbox_inside.py")
 _VALUES = Path(__file__).with_name("plain_values.py").read_text(encoding="utf-8")
 
 _PYTHON_TAG = re.compile(r"(?:i?python|py)[0-9.]*", re.IGNORECASE)
-_MAX_FENCE_INDENT = 3  # of a closing fence beyond that of the opening one, as in CommonMark
+_MAX_FENCE_INDENT = 3  # of a closing fence beyond the opening fence, as in CommonMark
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What became of some code and its tests."""
+    """The result of running code and its tests."""
 
     stdout: str
     stderr: str
-    ended: bool  # to its end: it raised nothing, within its limits
-    passed: tuple[bool, ...] = ()  # each test in turn; none was run if the code did not end
-    why: str = ""  # it was stopped, if it was
+    ended: bool  # ran to its end: nothing raised, within its limits
+    passed: tuple[bool, ...] = ()  # each test in turn; no test was run if the code did not end
+    why: str = ""  # why it was stopped, if it was
 
     @property
     def all_passed(self) -> bool:
-        """Whether it ran, and every test with it."""
+        """Whether the code ran and every test passed."""
         return self.ended and not self.why and all(self.passed)
 
 
@@ -72,7 +71,7 @@ class _Fence:
 
 
 def code_in(text: str) -> str | None:
-    """The last closed block of Python in a text of Markdown; None without one.
+    """Return the last closed block of Python in a Markdown text; None without one.
 
     A block is fenced by three or more backticks, which may follow text on their line, or tildes,
     which may not. Its tag is `python`, `py`, `python3` or the like, in any case, or missing. Reads
@@ -93,13 +92,13 @@ def code_in(text: str) -> str | None:
         before = line[: line.find(fence.mark)]
         if fence.is_python:
             found = "".join(lines) + before.rstrip() if before.strip() else "".join(lines)
-        # A tag after it begins the next block: the fence between the two was forgotten.
+        # A tag after it begins the next block: the fence between the two is missing.
         fence, lines = (_opening(line), []) if rest.strip() else (None, [])
     return found
 
 
 def _opening(line: str) -> _Fence | None:
-    """The fence that a line ends in, with its tag; None for a line that opens no block."""
+    """Return the fence that a line ends in, with its tag; None for a line that opens no block."""
     start = line.lstrip(" \t")
     if start.startswith("~~~"):
         character, at = "~", len(line) - len(start)
@@ -119,9 +118,9 @@ def _opening(line: str) -> _Fence | None:
 
 
 def _after_closing(line: str, fence: _Fence) -> str | None:
-    """What follows the closing fence on a line; None for a line that closes nothing.
+    """Return the text after the closing fence on a line; None for a line that closes nothing.
 
-    The fence begins its line, or ends one of code.
+    The fence begins its line, or ends a line of code.
     """
     start = line.lstrip(" ")
     if start.startswith(fence.mark) and len(line) - len(start) <= fence.indent + _MAX_FENCE_INDENT:
@@ -133,13 +132,13 @@ def _after_closing(line: str, fence: _Fence) -> str | None:
 
 
 def seconds_left() -> float:
-    """Seconds that the code may take, of the time that a reward or an environment has."""
+    """Return the seconds that the code may take, within the time of a reward or an environment."""
     left_seconds = signal.getitimer(signal.ITIMER_REAL)[0]
     return max(0.1, min(CODE_SECONDS, left_seconds - 1.0)) if left_seconds else CODE_SECONDS
 
 
 def report_of(ran: Ran) -> str:
-    """What a policy is told: of long outputs their beginning and their end."""
+    """Return the report to a policy: the beginning and end of long outputs."""
     parts = [_cut(ran.stdout.strip()), _cut(ran.stderr.strip())]
     if ran.why:
         parts.append(f"stopped: {ran.why}")
@@ -166,9 +165,9 @@ def run_python(
 ) -> Ran:
     """Run `code` in a new process, and grade it by `tests`: a suite, or texts of Python.
 
-    Blocks for `timeout_seconds` at most, and a little. With `stops_early` nothing more is run once
-    a test has failed. `by` starts and confines processes, by default this process's supervisor.
-    RuntimeError: this machine cannot confine code as it has to be, and nothing was run.
+    Blocks for little more than `timeout_seconds`. With `stops_early` the first failed test ends the
+    run. `by` starts and confines processes, by default this process's supervisor. RuntimeError:
+    this machine cannot confine code as required, and nothing was run.
     """
     by = by or start_supervisor()
     by.level()  # the first call waits for the supervisor's start
@@ -176,7 +175,7 @@ def run_python(
     grading = Grading(code, suite, stops_early=stops_early)
     deadline = time.monotonic() + timeout_seconds
     exchange = _Exchange(grading)
-    # A program may end its process, and the next one then needs another.
+    # A program may end its process; the next one then needs another.
     while exchange.is_open:
         _Process(by, deadline, memory_bytes).until(
             deadline, f"it took longer than {timeout_seconds:g} s", exchange
@@ -191,10 +190,10 @@ def run_python(
 
 
 def check_sandbox(flag: str, accepted: Sequence[str] = ()) -> Level:
-    """How code is confined here, which is logged once.
+    """Return how code is confined here, and log it once.
 
-    `accepted` are protections that may be missing (`--rl-sandbox-accept`). Raises UsageError, of
-    `flag`, if another one is, or if code cannot be run.
+    `accepted` lists protections that may be missing (`--rl-sandbox-accept`). Raises UsageError,
+    with `flag`, if another one is missing, or if code cannot be run.
     """
     try:
         with Supervisor(accepted=accepted) as by:
@@ -225,7 +224,7 @@ def _log_once(text: str) -> None:
 
 
 def describe(level: Level) -> str:
-    """The level and what it lacks, for a log line."""
+    """Describe the level and what it lacks, for a log line."""
     told = [f"code is confined by {level.name}"]
     if level.lacks:
         told.append(f"not protected: {', '.join(sorted(level.lacks))}")
@@ -233,10 +232,10 @@ def describe(level: Level) -> str:
 
 
 class _Exchange:
-    """What is said to the processes of one run: a request at a time, each with a token of its own.
+    """The requests and answers of one run: one request at once, each with its own token.
 
-    An answer must have the token of the request that it follows. So none can be written before the
-    request was read, and nothing but an answer can be written at all.
+    An answer must have the token of the request that it follows. So no answer can be written before
+    its request was read, and nothing except answers can be written at all.
     """
 
     def __init__(self, grading: Grading) -> None:
@@ -244,21 +243,21 @@ class _Exchange:
         self._dialogue = grading.dialogue()
         self._request: Request | None = next(self._dialogue, None)
         self._token = ""
-        self.why = ""  # it was cut short
+        self.why = ""  # why it was cut short
 
     @property
     def is_open(self) -> bool:
-        """Whether there is more to ask for."""
+        """Whether requests remain."""
         return self._request is not None and not self.why
 
     def request(self) -> bytes:
-        """The line of the next request."""
+        """Return the line of the next request."""
         assert self._request is not None
         self._token = secrets.token_hex(8)
         return _line({**self._request, "token": self._token})
 
     def answered(self, line: bytes, stdout: str, stderr: str) -> None:
-        """Take the answer to the last request, with what was written meanwhile."""
+        """Process the answer to the last request, with the output meanwhile."""
         try:
             fields = parse_json(line)
         except InvalidData:
@@ -268,11 +267,11 @@ class _Exchange:
         self._send(Reply(fields, stdout, stderr))
 
     def ended(self, exit_code: int, stdout: str, stderr: str) -> None:
-        """Take that the process has ended instead."""
+        """Process the end of the process, in place of an answer."""
         self._send(Reply({}, stdout, stderr, exit_code))
 
     def forged(self) -> None:
-        """The process wrote what it was not asked for: nothing that it said counts."""
+        """Discard all results: the process wrote something that was not requested."""
         self._grading.passed = [False] * len(self._grading.passed)
         self.why = "its process wrote answers of its own"
 
@@ -287,7 +286,7 @@ class _Process:
     """One process, from its start to its end."""
 
     def __init__(self, by: Supervisor, deadline: float, memory_bytes: int) -> None:
-        self._to_send = b""  # it speaks first
+        self._to_send = b""  # the process writes first
         self._kept = {name: bytearray() for name in ("stdout", "stderr", "answers")}
         requests, self._requests = os.pipe()
         self._answers, answers = os.pipe()
@@ -309,8 +308,8 @@ class _Process:
         os.set_blocking(self._requests, False)
 
     def until(self, deadline: float, too_long: str, exchange: _Exchange) -> None:
-        """Carry requests and answers until there is nothing more to ask for, the process has ended,
-        or the deadline, at which it is ended."""
+        """Transport requests and answers until none remain or the process has ended. At the
+        deadline the process is ended."""
         process = self._process
         for stream in (process.stdout, process.stderr):
             os.set_blocking(stream.fileno(), False)
@@ -375,11 +374,11 @@ class _Process:
             selector.unregister(key.fileobj)
 
     def _written(self) -> tuple[str, str]:
-        """Standard output and error since the last call; what was written before an answer is in
-        its pipe by the time that the answer is here."""
+        """Return standard output and error since the last call. Output written before an answer is
+        in its pipe by the time that the answer arrives."""
         for stream, name in ((self._process.stdout, "stdout"), (self._process.stderr, "stderr")):
             with contextlib.suppress(BlockingIOError):
-                for _ in range(_MAX_PIPE_BYTES // _READ_BYTES):  # a thread of it may go on writing
+                for _ in range(_MAX_PIPE_BYTES // _READ_BYTES):  # a thread may continue to write
                     if not self._read(name, stream.fileno()):
                         break
         found = tuple(_decoded(self._kept[name]) for name in ("stdout", "stderr"))
@@ -388,7 +387,7 @@ class _Process:
         return found[0], found[1]
 
     def _read(self, name: str, descriptor: int) -> bool:
-        """Keep what is there; False at its end."""
+        """Read and keep what is available; return False at the end."""
         data = os.read(descriptor, _READ_BYTES)
         room = _MAX_KEPT_BYTES[name] - len(self._kept[name])
         self._kept[name] += data[: max(0, room)]
@@ -396,7 +395,7 @@ class _Process:
 
 
 def _decoded(data: bytearray) -> str:
-    """With lone surrogates as the process wrote them, or else U+FFFD for what is not UTF-8."""
+    """Decode with lone surrogates as the process wrote them, or else U+FFFD for invalid UTF-8."""
     try:
         return data.decode(errors="surrogatepass")
     except UnicodeDecodeError:
@@ -404,7 +403,7 @@ def _decoded(data: bytearray) -> str:
 
 
 def _check_fault(line: bytes) -> None:
-    """RuntimeError for a process that could not give up what it must."""
+    """Raise RuntimeError for a process that could not drop its rights."""
     fault = parse_json(line)["fault"]  # written before any code ran
     if fault is not None:
         raise RuntimeError(f"code cannot be kept from the network: {fault}")

@@ -1,12 +1,12 @@
-"""The program that runs a policy's Python in a process of its own; started by `sandbox`.
+"""The program that runs a policy's Python in its own process; started by `sandbox`.
 
     python -I sandbox_inside.py DESCRIPTOR_OF_REQUESTS DESCRIPTOR_OF_ANSWERS
 
-`isolation.confine` has confined it before. It gives up connections and other processes once more,
-then does what it is asked for: runs the code, and what the tests need of it. It is run as a file,
-where this package may not be found: it imports the standard library alone. The code can read and
-change all that is here, so nothing here is a secret: no expected value, and not which request is a
-test and which a probe (see `grading`).
+`isolation.confine` has already confined it. It drops connections and other processes once more,
+then serves requests: it runs the code, and what the tests need of it. It runs as a file, where this
+package may not be found, and imports only the standard library. The code can read and change
+everything here, so nothing here is a secret: neither expected values nor which request is a test
+and which a probe (see `grading`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CLONE_THREAD = 0x00010000  # linux/sched.h
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 38, 22
 _SECCOMP_MODE_FILTER = 2
 
-# linux/audit.h, and asm/unistd.h: socket, clone, fork, vfork, and those that both have.
+# From linux/audit.h and asm/unistd.h: socket, clone, fork, vfork, and the calls that both have.
 _MACHINES = {
     "x86_64": (0xC000003E, {"socket": 41, "clone": 56, "fork": 57, "vfork": 58}),
     "aarch64": (0xC00000B7, {"socket": 198, "clone": 220}),
@@ -45,14 +45,14 @@ _MAX_TOLD = 1 << 16  # characters of a traceback
 
 
 def main(requests: BinaryIO, answers: int) -> None:
-    """Serve one process: say that it is confined, then answer each request in turn.
+    """Serve one process: report that it is confined, then answer each request in turn.
 
-    Requests and answers are JSON, one a line. The first answer has the `fault` that keeps it from
-    being confined, or null, and the first request is the text of `plain_values`. Each
-    further one has a `token`, which its answer has too, and one of
+    Requests and answers are JSON, one per line. The first answer has the `fault` that prevents its
+    confinement, or null, and the first request is the text of `plain_values`. Each further request
+    has a `token`, which its answer repeats, and one of
 
-        run, name[, before][, stdin]   run a program in a new module; with `stdin`, as a whole one
-        do[, space]                    run statements in that module, or among names of their own
+        run, name[, before][, stdin]   run a program in a new module; with `stdin`, as a complete one
+        do[, space]                    run statements in that module, or among their own names
         value[, keep][, space]         evaluate an expression there, and keep the value by a name
         call, arguments, integer_keys  call what an expression is; keys of dicts at the latter
                                        positions are integers
@@ -64,11 +64,11 @@ def main(requests: BinaryIO, answers: int) -> None:
     os.write(answers, json.dumps({"fault": fault}).encode() + b"\n")
     if fault is None:
         _serve(requests, answers)
-    os._exit(0)  # whatever threads there are
+    os._exit(0)  # even if threads still run
 
 
 def _serve(requests: BinaryIO, answers: int) -> None:
-    # The code may replace whatever it finds by name: what is used after it ran is bound before.
+    # The code may replace anything that it finds by name: bind what is used later before it runs.
     read, loads, write = requests.readline, json.loads, os.write
     encode = json.JSONEncoder().encode
     clear_trace, clear_profile = sys.settrace, sys.setprofile
@@ -92,8 +92,8 @@ class Program:
     def __init__(self, values: Any) -> None:
         """`values` is a `plain_values.PlainValues`."""
         self._names: dict[str, Any] = {}
-        # Names of tests, by the number of their space, and those of the module as they were taken
-        # over: the code finds no expected value among its own.
+        # Names of tests, by the number of their space, and the module's names as they were copied:
+        # the code finds no expected value among its own names.
         self._spaces: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._values = values
         self._streams: list[io.TextIOWrapper] = []
@@ -101,7 +101,7 @@ class Program:
         self._folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what is asked for; what the code raises is in the answer."""
+        """Execute a request; the answer holds what the code raises."""
         try:
             if "run" in request:
                 self._run(request)
@@ -118,7 +118,7 @@ class Program:
     def _run(self, request: dict[str, Any]) -> None:
         module = types.ModuleType(request["name"])
         self._names = vars(module)
-        # By the names that its own imports, dataclasses and tests may look for.
+        # Under the names that its own imports, dataclasses and tests may look for.
         sys.modules[request["name"]] = sys.modules["solution"] = module
         if request.get("before"):
             self._execute(request["before"], "<before>", self._names)
@@ -136,8 +136,8 @@ class Program:
         atexit._run_exitfuncs()
 
     def _connect(self, text: str, name: str) -> None:
-        """Standard input is `text`, and standard output the pipe, by number and by name."""
-        # A file of the folder, as memory that is a file may be refused; gone before the code runs.
+        """Connect standard input to `text` and output to the pipe, by number and by name."""
+        # A file of the folder, as a memory file may be refused; removed before the code runs.
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         file = os.open(name, flags, 0o600, dir_fd=self._folder)
         os.unlink(name, dir_fd=self._folder)
@@ -145,7 +145,7 @@ class Program:
         while data:
             data = data[os.write(file, data) :]
         os.lseek(file, 0, os.SEEK_SET)
-        if file != 0:  # which the program before may have closed
+        if file != 0:  # which an earlier program may have closed
             os.dup2(file, 0)
             os.close(file)
         os.dup2(self._stdout, 1)
@@ -193,7 +193,7 @@ class Program:
         exec(compile(source, name, "exec"), names)
 
     def _told(self, error: BaseException, *, format: Any = traceback.format_exception) -> str:
-        """Its traceback, without the frames of this file."""
+        """Return its traceback, without the frames of this file."""
         try:
             trace = error.__traceback__
             while trace and trace.tb_frame.f_code.co_filename == __file__:
@@ -208,14 +208,14 @@ class Program:
                 stream.flush()
 
 
-# What it gives up -----------------------------------------------------------------------------
+# Dropping rights ------------------------------------------------------------------------------
 
 
 def _give_up() -> str | None:
-    """Why the code cannot be kept from the network and from starting processes; None if it is.
+    """Block the network and new processes. Return why that is impossible, or None.
 
-    `isolation.confine` has confined this process before. What is refused here is refused whoever
-    starts this program, with errors that Python knows how to tell.
+    `isolation.confine` has already confined this process. This filter works without it, and refuses
+    with errors that Python reports clearly.
     """
     if sys.platform != "linux":
         return "it is not Linux"
@@ -225,13 +225,13 @@ def _give_up() -> str | None:
 
 
 def _open_nothing(libc: ctypes.CDLL) -> str | None:
-    """No socket and no process from here on, by a filter of system calls."""
+    """Refuse new sockets and processes by a filter of system calls."""
     machine = platform.machine()
     if machine not in _MACHINES:
         return f"no filter of system calls is known for {machine}"
     architecture, calls = _MACHINES[machine]
     refused = {calls["socket"]: _ERRNO_EACCES, _IO_URING_SETUP: _ERRNO_ENOSYS}
-    refused |= {_CLONE3: _ERRNO_ENOSYS}  # the C library then takes clone
+    refused |= {_CLONE3: _ERRNO_ENOSYS}  # the C library then uses clone
     refused |= {calls[name]: _ERRNO_EAGAIN for name in ("fork", "vfork") if name in calls}
     program = _filter(architecture, refused, calls["clone"])
     lines = ctypes.create_string_buffer(program, len(program))
@@ -242,7 +242,7 @@ def _open_nothing(libc: ctypes.CDLL) -> str | None:
 
 
 def _filter(architecture: int, refused: dict[int, int], clone: int) -> bytes:
-    """A classic BPF program that maps a call's number to its result."""
+    """Return a classic BPF program that maps a call's number to its result."""
     load, equal, bit_set, at_least, give = 0x20, 0x15, 0x45, 0x35, 0x06
     allow, kill, deny = 0x7FFF0000, 0x80000000, 0x00050000
     lines = [

@@ -1,11 +1,11 @@
-"""Rollouts go in one by one, and what rewards make of each comes out as soon as it is known.
+"""The base of all scorers: rollouts enter one by one, and outcomes leave as soon as they are known.
 
     ticket = scorer.begin(rollout)                  # whenever there is one
     for ticket, outcomes in scorer.finished():      # now and then
-        ...                                         # outcomes[name] is what that reward made of it
+        ...                                         # outcomes[name] is that reward's outcome
 
-This is the counting: which tickets are out, and what of each is known. How a rollout is scored is
-in `pool` (functions), `servers` and, for all of a run together, `stack`.
+This module keeps track of tickets and their outcomes. Scoring itself is in `pool` (functions),
+`servers` and, for all rewards of a run together, `stack`.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from mcore_rl.rewards.worker import Outcome
 
 Finished = tuple[int, dict[str, Outcome]]  # a ticket, and the outcome of each reward
 
-# What nobody calls for is looked at so often while somebody waits: a worker that says nothing.
+# Poll interval while somebody waits, for events without notification, such as a silent worker.
 _LOOK_SECONDS = 1.0
 
 
 class Scorer(ABC):
-    """Scores rollouts by the rewards `names` while more of them come; `with` closes it.
+    """Scores rollouts by the rewards `names` while more of them arrive; `with` closes it.
 
-    Not collective, and used by one thread at a time. Work goes on in other processes and threads,
-    but it is `finished`, `wait` and `outcomes` that send what has begun to them: call `finished`
-    often. What they raise ends all that was being scored; what comes after begins anew.
+    Not collective, and used by one thread at once. Work runs in other processes and threads, but
+    only `finished`, `wait` and `outcomes` send begun rollouts to them: call `finished` often. Their
+    exceptions end all scoring in progress; later calls start afresh.
     """
 
     def __init__(self, names: Sequence[str], wake: threading.Event | None = None) -> None:
         self.names = tuple(names)
         self._logs = {name: FailureLog(name) for name in names}
-        # Set by whatever thread has something for `_advance`.
+        # Set by any thread that has something for `_advance`.
         self._wake = threading.Event() if wake is None else wake
         self._num_begun = 0
         self._open: dict[int, dict[str, Outcome]] = {}
@@ -47,7 +47,7 @@ class Scorer(ABC):
         self._closed = False
 
     def begin(self, rollout: Rollout) -> int:
-        """Take in a rollout; returns its ticket. Sends nothing yet, so never blocks.
+        """Accept a rollout and return its ticket. Sends nothing yet, so never blocks.
 
         Tickets count the calls: 0, 1, 2, ...
         """
@@ -59,10 +59,10 @@ class Scorer(ABC):
         return ticket
 
     def finished(self) -> list[Finished]:
-        """What every reward has a value for, or has failed on, since the last call; does not block.
+        """Return the tickets completed since the last call; does not block.
 
-        Each ticket comes once, in the order in which they were completed. The first failure of
-        each kind is logged. Raises what the subclass says.
+        A ticket is complete when each reward has a value or a failure. Each comes once, in order of
+        completion. The first failure of each kind is logged. Raises the subclass's errors.
         """
         self._refuse_if_closed()
         found = self.collect()
@@ -70,16 +70,16 @@ class Scorer(ABC):
         return found
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Block until every ticket is finished, which `finished` then returns; False if
-        `timeout_seconds` were not enough. Raises what `finished` raises."""
+        """Block until every ticket is complete, so that `finished` returns it; False after
+        `timeout_seconds`. Raises the errors of `finished`."""
         self._refuse_if_closed()
         return self._wait_until(lambda: not self._open, timeout_seconds)
 
     def abandon(self, tickets: Iterable[int]) -> None:
-        """Take back what is no longer wanted: no outcome of it is returned, counted or logged.
+        """Withdraw tickets: none of their outcomes is returned, counted or logged.
 
-        What nobody works on yet is never begun. What somebody does goes on to its end, or to its
-        limit of time. Tickets that are not out are passed over.
+        Work that has not begun never begins; other work continues to its end or its time limit.
+        Unknown tickets are ignored.
         """
         tickets = list(tickets)
         for ticket in tickets:
@@ -88,10 +88,10 @@ class Scorer(ABC):
         self._drop(tickets)
 
     def outcomes(self, rollouts: Sequence[Rollout]) -> dict[str, list[Outcome]]:
-        """Scores all rollouts; blocks until each has a value or a failure of every reward.
+        """Score all rollouts; blocks until each has a value or a failure of every reward.
 
-        Returns for each reward its outcomes in the order of the rollouts. The first failure of each
-        kind is logged. Raises what `finished` raises. Other tickets stay out.
+        Returns the outcomes of each reward in the order of the rollouts. The first failure of each
+        kind is logged. Raises the errors of `finished`. Other tickets stay open.
         """
         self._refuse_if_closed()
         tickets = [self.begin(rollout) for rollout in rollouts]
@@ -106,14 +106,14 @@ class Scorer(ABC):
         return {name: [outcomes[name] for outcomes in found] for name in self.names}
 
     def collect(self) -> list[Finished]:
-        """`finished`, for one that adds these outcomes to others and logs them itself."""
+        """Return what `finished` does, for callers that merge and log these outcomes themselves."""
         self._look()
         found = list(self._complete.items())
         self._complete.clear()
         return found
 
     def close(self) -> None:
-        """End what was started, also in the middle. A second call does nothing."""
+        """End all work, even unfinished. A second call does nothing."""
         self._closed = True
         self._open.clear()
         self._complete.clear()
@@ -121,15 +121,15 @@ class Scorer(ABC):
 
     @abstractmethod
     def _accept(self, ticket: int, rollout: Rollout) -> None:
-        """Put a rollout where `_advance` finds it."""
+        """Store a rollout for `_advance`."""
 
     @abstractmethod
     def _advance(self) -> None:
-        """Send what can be sent and `_found` what has come back, without blocking."""
+        """Send what can be sent and call `_found` for what has returned, without blocking."""
 
     @abstractmethod
     def _drop(self, tickets: Sequence[int]) -> None:
-        """Forget what was accepted and not sent. `_found` passes over the rest."""
+        """Forget accepted rollouts that were not sent. `_found` ignores the rest."""
 
     @abstractmethod
     def _end(self) -> None:
@@ -158,7 +158,7 @@ class Scorer(ABC):
     def _wait_until(self, done: Callable[[], bool], timeout_seconds: float | None = None) -> bool:
         until = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
         while not done():
-            self._wake.clear()  # before looking: what comes after that is seen next time
+            self._wake.clear()  # before looking: later events are seen next time
             self._look()
             left_seconds = until - time.monotonic()
             if done():

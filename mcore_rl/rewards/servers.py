@@ -1,4 +1,4 @@
-"""All servers of a run, asked over HTTP in one thread, which is there while something is asked."""
+"""All reward servers of a run, requested over HTTP in one thread while requests are open."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mcore_rl.rewards.worker import Outcome
 
 
 class Servers(Scorer):
-    """Asks servers about rollouts, each of them about every one.
+    """A scorer that requests rewards for each rollout from every server.
 
-    What was begun since the last look reaches them together; `ServerReward.answer` makes requests
-    of it. There is no thread and no connection while no ticket is out. Whatever a server does costs
-    its samples, nothing is raised for it.
+    Rollouts begun since the last call are passed on together; `ServerReward.answer` turns them into
+    requests. Without open tickets, no thread or connection exists. A server's faults cost its
+    samples and raise nothing.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Servers(Scorer):
         self._begun = []
 
     def _drop(self, tickets: Sequence[int]) -> None:
-        if not self._open:  # else whoever comes to ask about them sees it
+        if not self._open:  # otherwise the requests skip them
             self._end()
 
     def _end(self) -> None:
@@ -57,13 +57,13 @@ class Servers(Scorer):
             self._asking = None
 
     def _hear(self, name: str, tickets: list[int], outcomes: list[Outcome]) -> None:
-        """What a server has answered; called in the thread that asks."""
+        """Queue a server's answer; called in the thread of the requests."""
         self._answered.put((name, tickets, outcomes))
         self._wake.set()
 
 
 class _Asking:
-    """A thread with an event loop, and in it what is asked of each server."""
+    """A thread with an event loop that runs the requests to each server."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class _Asking:
         ]
 
     def about(self, begun: Sequence[tuple[int, Rollout]]) -> None:
-        """Ask about these as well. Raises what only a fault of ours can cause."""
+        """Request these rollouts as well. Raises only what a bug of ours can cause."""
         for answer in self._answers:
             if answer.done():
                 answer.result()
@@ -96,7 +96,7 @@ class _Asking:
                 waiting.put_nowait(each)
 
     def end(self) -> None:
-        """Take back what is not answered, close all connections, end the thread."""
+        """Cancel unanswered requests, close all connections and end the thread."""
         asyncio.run_coroutine_threadsafe(_wind_up(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -104,7 +104,7 @@ class _Asking:
 
 
 async def _wind_up() -> None:
-    """Cancel all tasks of this loop but this one, and wait until they have closed what they had."""
+    """Cancel all other tasks of this loop, and wait until they have closed their resources."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()

@@ -1,7 +1,7 @@
-"""What the `--rl-reward*` flags say, read and checked before anything is built.
+"""The values of the `--rl-reward*` flags, parsed and checked before anything is built.
 
-This module is pure, and parsing opens no file: `check_rewards` is what looks for functions, files
-and the environment.
+This module is pure, and parsing opens no file: only `check_rewards` looks for functions, files and
+environment variables.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _POOLING_HEADER_FLAG = "--rl-reward-pooling-header-env"
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """A server that gives rewards. Only `url` is ever requested."""
+    """A reward server. Only `url` is ever requested."""
 
     name: str  # of the reward
     url: str
@@ -44,9 +44,9 @@ class ServerSpec:
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """The rewards of a run; `names` and `weights` are aligned and no name stands twice.
+    """The rewards of a run; `names` and `weights` are aligned, and names are unique.
 
-    What becomes of REWARD_MODEL and ENVIRONMENT comes from elsewhere.
+    The outcomes of REWARD_MODEL and ENVIRONMENT come from elsewhere.
     """
 
     names: tuple[str, ...]
@@ -56,11 +56,11 @@ class RewardSpec:
     imports: tuple[str, ...] = ()  # files to run before names are resolved
     servers: tuple[ServerSpec, ...] = ()  # of the names in SERVED_REWARDS
     memory_gib: float = 0.0  # of each worker process; 0: unlimited
-    environment_names: tuple[str, ...] = ()  # variables that workers get besides the harmless ones
+    environment_names: tuple[str, ...] = ()  # variables that workers get next to the harmless ones
     sandbox_accept: tuple[str, ...] = ()  # protections that python_sandbox may lack
 
     def weight(self, name: str) -> float:
-        """The weight of a reward; 0 if it is not asked for."""
+        """Return the weight of a reward; 0 if it is not used."""
         return dict(zip(self.names, self.weights, strict=True)).get(name, 0.0)
 
     @property
@@ -87,7 +87,7 @@ def parse_rewards(
     environment_names: str | None = None,
     sandbox_accept: str | None = None,
 ) -> RewardSpec:
-    """The flags' values as a `RewardSpec`; raises UsageError for what cannot work.
+    """Parse the flags' values into a `RewardSpec`; raises UsageError for what cannot work.
 
     Numbers are within the bounds of their flags (`mcore_rl.flags.options`).
     """
@@ -105,8 +105,8 @@ def parse_rewards(
     if _wants_server("pooling", names, flag, pooling_url, pooling_header_env, _POOLING_HEADER_FLAG):
         assert pooling_url is not None
         address = _pooling_route(checked_url(pooling_url, flag)).geturl()
-        # One text a request: vLLM forms batches by itself, and refuses a request as a whole if one
-        # of its texts is longer than the reward model takes.
+        # One text per request: vLLM forms batches itself, and refuses a complete request if one of
+        # its texts is longer than the reward model takes.
         servers.append(
             ServerSpec("pooling", address, pooling_header_env, _POOLING_HEADER_FLAG, 1, **attempts)
         )
@@ -131,11 +131,10 @@ def parse_rewards(
 
 
 def check_rewards(spec: RewardSpec) -> None:
-    """Raise UsageError for a file that cannot be run, a name that means no function, and what the
-    environment does not hold.
+    """Raise UsageError if a file, a function or an environment variable is unusable.
 
-    Runs the files of `--rl-import`, which may hold losses too. A `package.module:function` is only
-    ever imported by worker processes, of which this starts one.
+    Runs the files of `--rl-import`, which may also define losses. A `package.module:function` is
+    only imported in worker processes, one of which is started here.
     """
     check_environment_names(spec.environment_names, "--rl-reward-env")
     for server in spec.servers:
@@ -151,7 +150,7 @@ def check_rewards(spec: RewardSpec) -> None:
         if name not in in_modules:
             resolve_reward(name)
     if in_modules:
-        from mcore_rl.rewards.pool import RewardPool  # processes, which a spec does without
+        from mcore_rl.rewards.pool import RewardPool  # starts processes, which a spec does not need
 
         with RewardPool(
             *in_modules,
@@ -165,7 +164,7 @@ def check_rewards(spec: RewardSpec) -> None:
 
 
 def check_environment_names(names: Sequence[str], flag: str) -> None:
-    """Raise UsageError for a variable that is not there."""
+    """Raise UsageError for a variable that is not set."""
     for name in names:
         if name not in os.environ:
             raise UsageError(
@@ -176,10 +175,10 @@ def check_environment_names(names: Sequence[str], flag: str) -> None:
 
 
 def header_of(server: ServerSpec) -> dict[str, str]:
-    """The header that the environment holds for `server`; empty if none was asked for.
+    """Return the header that the environment holds for `server`; empty if none is configured.
 
-    It may be a secret: no message of ours has any of it. Raises UsageError if the variable is not
-    set or holds something else.
+    It may be a secret: our messages never contain it. Raises UsageError if the variable is not set
+    or holds something else.
     """
     return header_from(server.header_env, server.header_flag)
 
@@ -201,10 +200,10 @@ def _check_names(names: tuple[str, ...], rewards: str) -> None:
 
 
 def parse_environment_names(text: str | None, flag: str) -> tuple[str, ...]:
-    """The names of variables that a flag has; UsageError for what is none."""
+    """Parse a flag's variable names; UsageError for an invalid name."""
     names = () if text is None else tuple(name.strip() for name in text.split(","))
     if not all(_VARIABLE.fullmatch(name) for name in names):
-        # What stands there may be the secret itself.
+        # The value may be the secret itself.
         raise UsageError(
             "must be names of environment variables, made of letters, digits and _, with commas "
             "between them",
@@ -252,11 +251,11 @@ def _wants_server(
     header_env: str | None,
     header_flag: str,
 ) -> bool:
-    """Whether the reward `name` is asked for; UsageError if its flags say otherwise."""
+    """Return whether the reward `name` is used; UsageError if its flags contradict."""
     if name not in names:
         for given, given_flag in ((url, flag), (header_env, header_flag)):
             if given is not None:
-                # The value may be a secret that was taken for a variable's name.
+                # The value may be a secret, mistaken for a variable's name.
                 raise UsageError(
                     f"has no effect, because --rl-reward {','.join(names)} does not name {name}",
                     flag=given_flag,

@@ -21,9 +21,9 @@ _DIALECTS = {"http": PLAIN_DIALECT, "pooling": POOLING_DIALECT}
 class RewardStack(Scorer):
     """Scores rollouts by every reward of a `RewardSpec`, as they come or all at once.
 
-    Not collective: every rank that scores has its own. All functions share one pool of processes
-    (see `RewardPool`, also for what is raised: servers raise nothing); servers are asked while
-    these work (see `Servers`). Call `check_rewards` before building anything, for its errors.
+    Not collective: every rank that scores has its own stack. All functions share one pool of
+    processes (see `RewardPool`, also for errors: servers raise nothing); requests to servers run
+    concurrently (see `Servers`). Call `check_rewards` before building anything, for its errors.
     """
 
     def __init__(self, spec: RewardSpec) -> None:
@@ -52,17 +52,17 @@ class RewardStack(Scorer):
         super().__init__([name for part in self._parts for name in part.names], wake)
 
     def score(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
-        """Scores all rollouts, in their order, by functions and servers."""
+        """Score all rollouts, in their order, by functions and servers."""
         return self.weigh(rollouts, self.outcomes(rollouts))
 
     def weigh(
         self, rollouts: Sequence[Rollout], outcomes: Mapping[str, Sequence[Outcome]]
     ) -> list[ScoredRollout]:
-        """The rollouts with the sum of what all rewards made of them.
+        """Return the rollouts with the weighted sum of their outcomes.
 
-        `reward` is the weighted sum, `parts` has the values before their weights. A sample of
-        which a part failed has the part's reason in `failure` and a reward of 0 that means nothing,
-        and keeps the parts that did not fail.
+        `reward` is the weighted sum; `parts` holds the values before their weights. A sample with a
+        failed part has the reason in `failure`, a meaningless reward of 0, and the parts that did
+        not fail.
         """
         in_order = {name: outcomes[name] for name in self._weights}
         return weighed(rollouts, in_order, self._weights)
@@ -83,6 +83,6 @@ class RewardStack(Scorer):
             part.abandon(tickets)
 
     def _end(self) -> None:
-        with contextlib.ExitStack() as all_of_them:  # also if one of them cannot
+        with contextlib.ExitStack() as all_of_them:  # even if one of them fails
             for part in self._parts:
                 all_of_them.callback(part.close)

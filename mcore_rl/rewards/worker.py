@@ -1,9 +1,8 @@
-"""What a worker process of a reward pool runs.
+"""The code that a reward pool's worker processes run.
 
-Workers import this module, `functions`, `process`, `algorithms.registry` and what the user's own
-functions import, nothing else: it must stay free of torch, Megatron, vLLM and numpy, and so must
-whatever it imports. What a worker takes from itself before it runs a user's code is Linux's doing;
-elsewhere the parts that the system lacks are left out.
+Workers import only this module, `process`, their imports and what the user's functions import: all
+of these must stay free of torch, Megatron, vLLM and numpy, except the user's own. Dropping rights
+before user code runs depends on Linux; on other systems, missing parts are skipped.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from mcore_rl.rewards.functions import (
     takes_row,
 )
 
-# What libraries map beyond what they use: code, and what allocators and thread pools reserve.
+# Memory that libraries map but do not use: code, and reserves of allocators and thread pools.
 _ADDRESS_SPACE_MARGIN_BYTES = 16 << 30
 
-# To look into any process, and to raise one's own limits; only root has them.
+# Capabilities to inspect any process and to raise one's own limits; only root has them.
 _CAPABILITIES = {
     "CAP_SYS_PTRACE": 19,
     "CAP_SYS_ADMIN": 21,
@@ -58,12 +57,12 @@ _LANDLOCK_ABI_WITH_SCOPES = 6  # Linux 6.12
 
 
 def limit_memory(limit_bytes: int) -> None:
-    """From here on memory beyond `limit_bytes` is refused, for good; 0 sets no limit.
+    """Refuse memory beyond `limit_bytes` from here on, permanently; 0 sets no limit.
 
-    RLIMIT_DATA is what counts: private memory that can be written, which is what a function fills.
-    RLIMIT_AS alone would also count what numpy or torch map and never touch, so that a limit that
-    they start under would be none. It is set to more, for shared memory, which the other leaves
-    out. Both are those of one process: what a reward starts itself has the same limits anew.
+    RLIMIT_DATA is the effective limit: it counts private writable memory, which a function fills.
+    RLIMIT_AS also counts what numpy or torch map and never touch, so a limit that they start under
+    would be ineffective. It is set higher, for shared memory, which RLIMIT_DATA omits. Both apply
+    to one process: processes that a reward starts have the same limits anew.
     """
     if limit_bytes == 0:
         return
@@ -72,12 +71,12 @@ def limit_memory(limit_bytes: int) -> None:
 
 
 def write_no_core() -> None:
-    """A reward that crashes leaves no file of its memory, which holds prompts and answers."""
+    """Disable core files: the memory of a crashed reward holds prompts and answers."""
     _lower(resource.RLIMIT_CORE, 0)
 
 
 def drop_privileges() -> None:
-    """Give up what root could take the other limits back by, also in programs started from here."""
+    """Drop root's capabilities to undo the other limits, also for programs started from here."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)
@@ -96,15 +95,15 @@ def drop_privileges() -> None:
 
 
 def see_no_other_process(*, send_no_signals: bool = False) -> None:
-    """Take from this process the sight of others' memory and environment under /proc.
+    """Remove this process's access to other processes' memory and environment under /proc.
 
-    Call `drop_privileges` first. With `send_no_signals` it can also signal none but those that it
-    starts itself from here on, where the kernel is 6.12 or later.
+    Call `drop_privileges` first. With `send_no_signals`, and Linux 6.12 or later, it can also
+    signal only the processes that it starts from here on.
 
-    The trainer has the same user, whose secrets would otherwise stand in /proc/PID/environ. A
-    process under Landlock may look only into processes under the same rules; these here forbid
-    nothing but to make block devices, as there is no empty set. A kernel before 5.13, or one that
-    was started without Landlock, leaves all as it is.
+    The trainer runs as the same user, and /proc/PID/environ would reveal its secrets. A process
+    under Landlock may inspect only processes under the same rules. These rules forbid only the
+    creation of block devices, as an empty set is not allowed. Kernels before 5.13, or started
+    without Landlock, restrict nothing.
     """
     if sys.platform != "linux":
         return
@@ -125,7 +124,7 @@ def see_no_other_process(*, send_no_signals: bool = False) -> None:
 
 
 def _lower(kind: int, value: int) -> None:
-    """Both limits, so that it cannot be taken back; a lower one that is there already stays."""
+    """Lower both limits, so that it cannot be undone; a limit that is already lower stays."""
     _, hard = resource.getrlimit(kind)
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)
@@ -135,12 +134,12 @@ def _lower(kind: int, value: int) -> None:
 if TYPE_CHECKING:
     import asyncio
 
-EXIT_OUT_OF_MEMORY = 112  # of a process that has scored no sample to its end
+EXIT_OUT_OF_MEMORY = 112  # of a process that completed no sample
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Outcome(NamedTuple):
-    """What became of one sample; `kind` groups the failures that are counted and logged once."""
+    """The outcome of one sample; `kind` groups failures for counting and logging."""
 
     reward: float
     kind: str | None = None
@@ -148,7 +147,7 @@ class Outcome(NamedTuple):
 
     @property
     def failure(self) -> str | None:
-        """What went wrong, for people to read; None if nothing did."""
+        """The reason of the failure, in words; None without one."""
         return f"{self.kind}: {self.detail}" if self.detail else self.kind
 
 
@@ -158,21 +157,20 @@ def start_worker(
     memory_bytes: int = 0,
     sandbox_accept: Sequence[str] = (),
 ) -> None:
-    """First thing that runs in a worker: gives up what it must not have, before the user's code.
+    """Prepare a worker: drop its rights, then import the user's files and modules.
 
-    `memory_bytes` is the limit of its memory, 0 for none. What `process` has not given it needs no
-    taking away. Imports the user's files and modules now, so that this does not count against the
-    first sample.
+    Runs first in a worker. `memory_bytes` limits its memory; 0 sets no limit. What `process` did
+    not pass on need not be dropped. Importing now does not count against the first sample.
     """
     forbid_runs()  # whatever script the user's modules are
-    # A worker that the pool stops must go at once: pebble holds the lock of all workers meanwhile,
-    # and a handler in Python would wait for the C code that the reward may be hanging in.
+    # A worker that the pool stops must end at once: pebble holds the lock of all workers meanwhile,
+    # and a Python handler would wait for the C code in which the reward may hang.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent()
     if PYTHON_SANDBOX in specs:
-        from mcore_rl.isolation.client import start_supervisor  # processes, which most do without
+        from mcore_rl.isolation.client import start_supervisor  # starts processes; few rewards do
 
-        start_supervisor(sandbox_accept)  # what starts from here on can make no namespaces
+        start_supervisor(sandbox_accept)  # processes started later cannot create namespaces
     limit_memory(memory_bytes)
     write_no_core()
     drop_privileges()
@@ -194,21 +192,21 @@ def score_sample(
     timeout_seconds: float,
     imports: tuple[str, ...] = (),
 ) -> Outcome:
-    """Scores one sample by one function. The process ends by SIGALRM when the time is over.
+    """Score one sample by one function. SIGALRM ends the process when the time is over.
 
-    `row` is the JSON of all columns, which only a function that takes it gets. What an async
-    function returns is awaited. The kernel's timer starts with the sample, ends Python and C code
-    alike, and can only hit the sample that is running. Raises UsageError if a file of `imports`
-    cannot be run or `spec` not be resolved; whatever the reward function itself does wrong is part
-    of the outcome, but for one thing: where there is no more memory the process ends, with
-    EXIT_OUT_OF_MEMORY, as what holds it may outlive the sample.
+    `row` is the JSON of all columns, passed only to a function that takes it. Async results are
+    awaited. The kernel's timer starts with the sample, ends Python and C code alike, and only
+    affects the running sample. Raises UsageError if a file of `imports` fails or `spec` cannot be
+    resolved. Any other fault of the reward function is part of the outcome, with one exception:
+    without memory the process ends with EXIT_OUT_OF_MEMORY, because the memory's owner may outlive
+    the sample.
     """
     function, takes_columns = _resolve_once(spec, imports)
     given = {"row": json.loads(row)} if takes_columns else {}
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the last sample may have left a handler
     signal.setitimer(signal.ITIMER_REAL, timeout_seconds)
     try:
-        # Of its own: samples of a prompt that come together share it.
+        # A copy: samples of a prompt that are sent together share the answer.
         answer = copy.deepcopy(answer)
         value: object = function(prompt=prompt, response=response, answer=answer, **given)
         if inspect.isawaitable(value):
@@ -231,9 +229,9 @@ def score_samples(
     timeout_seconds: float,
     imports: tuple[str, ...] = (),
 ) -> tuple[list[Outcome], float]:
-    """`score_sample` of (prompt, response, answer, row) after each other, and the seconds of all.
+    """Apply `score_sample` to each (prompt, response, answer, row); also return the total seconds.
 
-    A sample that takes too long takes those with it that were scored before.
+    A sample that takes too long also loses the outcomes of the samples before it.
     """
     started = time.perf_counter()
     outcomes = [
@@ -244,7 +242,7 @@ def score_samples(
 
 
 def resolve_rewards(specs: Sequence[str], imports: tuple[str, ...] = ()) -> None:
-    """Raises UsageError for a function that cannot be found or called."""
+    """Raise UsageError for a function that cannot be found or called."""
     for spec in specs:
         _resolve_once(spec, imports)
 
@@ -255,9 +253,9 @@ async def _awaited(value: Awaitable[object]) -> object:
 
 @functools.cache
 def _runner() -> asyncio.Runner:
-    """One for all samples of this process: what a reward keeps from one to the next, as a session
-    of HTTP, belongs to the loop that it was made in."""
-    import asyncio  # which most rewards do without
+    """Return the process's only event loop: objects that a reward keeps, such as an HTTP session,
+    belong to the loop that created them."""
+    import asyncio  # most rewards do not need it
 
     return asyncio.Runner()
 
@@ -272,16 +270,16 @@ def _checked(value: object) -> Outcome:
 
 
 def text_of(error: BaseException) -> str:
-    """What an exception of the user's says, as far as there is room."""
+    """Return the text of a user's exception, shortened."""
     try:
         return shortened(str(error))
-    except Exception:  # an exception of the user's whose __str__ raises
+    except Exception:  # a user's exception whose __str__ raises
         return "(its text cannot be shown)"
 
 
 @functools.cache
 def _resolve_once(spec: str, imports: tuple[str, ...]) -> tuple[RewardFunction, bool]:
-    """The function, and whether it takes the row."""
+    """Return the function, and whether it takes the row."""
     for path in imports:
         import_user_file(path)
     function = resolve_reward(spec)
@@ -289,13 +287,13 @@ def _resolve_once(spec: str, imports: tuple[str, ...]) -> tuple[RewardFunction, 
 
 
 def die_with_parent(by: signal.Signals = signal.SIGKILL, parent: int | None = None) -> None:
-    """A trainer that is killed closes nothing, and a worker that hangs would never notice.
+    """End this process with its parent: a hanging worker would not notice that its trainer is gone.
 
-    `parent` is the process's number where `multiprocessing` did not start this one.
+    `parent` is its process id if `multiprocessing` did not start this process.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
     if parent is None and (known := multiprocessing.parent_process()) is not None:
         parent = known.pid
-    if parent is not None and os.getppid() != parent:  # it died before the call above
+    if parent is not None and os.getppid() != parent:  # it ended before the call above
         os._exit(1)

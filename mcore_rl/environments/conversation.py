@@ -63,8 +63,8 @@ class ConversationTokens:
         vocabulary: int | None = None,
         place: str = "",
     ) -> None:
-        """`tokenizer` is a `TokenizerProcess` or one of transformers; `place` is its path, for
-        messages."""
+        """`tokenizer` is a `TokenizerProcess` or one of transformers; messages name its path
+        `place`."""
         in_process = isinstance(tokenizer, TokenizerProcess | ChatTokenizer)
         self._chat = tokenizer if in_process else ChatTokenizer(tokenizer)
         self._ends = frozenset(ends)
@@ -215,7 +215,7 @@ class ConversationTokens:
 
     def _ending_fault(self, tail: str, behind: str) -> str | None:
         """Set `_num_ending` from the endings of a last turn and of a turn that others follow;
-        return a reason if there is none."""
+        return the reason if that fails."""
         in_tail, in_history = self._encoded(tail), self._encoded(behind)
         if isinstance(in_tail, Failed) or isinstance(in_history, Failed):
             return "its texts cannot be tokenised"

@@ -5,8 +5,7 @@ trainer sends a socket, kills the processes that the trainer names, and reports 
 how. All descendants of an episode end with it; everything ends with the trainer, however that ends.
 
 A fork and its set-up take milliseconds, and a step's samples begin all at once. So once all
-episodes have ended, while the trainer trains, the zygote forks as many spare processes as ran
-concurrently.
+episodes have ended, while the trainer trains, the zygote forks as many spares as ran concurrently.
 """
 
 from __future__ import annotations

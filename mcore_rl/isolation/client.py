@@ -115,8 +115,7 @@ class Supervisor:
         return self._pid != os.getpid() or self._process.poll() is None
 
     def level(self) -> Level:
-        """Return how programs are confined here. Unprotected: an unaccepted protection is
-        missing."""
+        """Return how programs are confined. Unprotected: an unaccepted protection is missing."""
         with self._lock:
             if self._level is None:
                 self._level = self._asked()

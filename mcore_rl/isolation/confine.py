@@ -145,8 +145,8 @@ def _allow(libc: ctypes.CDLL, ruleset: int, path: str, access: int) -> None:
 
 
 def install_filter(libc: ctypes.CDLL, program: str, own_pid: int) -> None:
-    """Install the filter `program`, in hex. `own_pid` stands for this process's id, which is known
-    only here."""
+    """Install the filter `program` (hex), with this process's id, known only here, for
+    `own_pid`."""
     lines = b"".join(
         struct.pack("=HBBI", *line, os.getpid() if value == own_pid else value)
         for *line, value in struct.iter_unpack("=HBBI", bytes.fromhex(program))

@@ -45,7 +45,7 @@ class Collected:
 
 
 class Collector:
-    """Draws prompts, samples responses and has them scored. Methods are collective unless marked
+    """Draws prompts, samples responses, has them scored. Methods are collective unless marked
     local.
 
     `position` counts the prompts drawn so far; a resumed run starts at the saved position.
@@ -117,8 +117,8 @@ class Collector:
         return self._collected(SampleTable.joined(groups), weight_version, metrics)
 
     def save(self, folder: Path) -> None:
-        """Write the state, besides the position, that decides later steps. Collective by its
-        caller."""
+        """Write the state, besides the position, that decides later steps. Callers make it
+        collective."""
         folder.mkdir(parents=True, exist_ok=True)
         self._workers.save_pending(folder)
         if dist.get_rank() == 0:
@@ -215,7 +215,7 @@ class Collector:
         return tuple(np.argsort(-lengths, kind="stable").tolist())
 
     def _prompt_of(self, draw: int) -> Prompt:
-        """The prompt of a draw of the run."""
+        """Return the prompt of one of the run's draws."""
         return self._prompts[int(self._places(draw, 1)[0])]
 
     def _places(self, draw: int, count: int) -> np.ndarray:

@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutWorkers:
-    """This rank's part in sampling and scoring. All methods except `close` are collective unless
-    marked local."""
+    """This rank's part in sampling and scoring. Collective, except `close` and methods marked
+    local."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class RolloutWorkers:
             wanted, reserved, most_pending = self._beside_pending(plan, wanted, alone=shares)
         in_turn = self._in_turn(wanted, plan.size, num_groups, most_pending)
         share = math.ceil((wanted.pending + wanted.started) / num_groups)
-        # A group without a share also asks the deal once, which ends its stream.
+        # A group without a share also asks `Deal` once, which ends its stream.
         num_groups_at_once = max(1, share, len(pending))
         at_once = min(self._engine.config.max_num_seqs, num_groups_at_once * plan.size)
         if order_of is not None and not shares:  # else each TP group has its own numbering
@@ -173,8 +173,7 @@ class RolloutWorkers:
 
     def _drop_stale(self, plan: GroupPlan) -> list[OpenGroup]:
         """Drop pending groups that are too old to resume, and return them. With `finish`, groups
-        end in the step in which they reach the limit, so these are the groups for which it had no
-        place."""
+        end in the step in which they reach the limit, so these had no place in it."""
         limit = self._config.staleness_limit
         stale = [group for group in self.pending if self._age(plan, group) > limit]
         self.pending = [group for group in self.pending if self._age(plan, group) <= limit]
@@ -227,15 +226,14 @@ class RolloutWorkers:
         self.pending = fitting
 
     def undo(self) -> None:
-        """Restore the groups that were pending before the last step, which will be repeated.
-        Local."""
+        """Restore the groups pending before the last step, which will be repeated. Local."""
         self.pending = self._pending_before
 
     def settle(
         self, groups: Groups, waited: Callable[[float], object]
     ) -> tuple[SampleTable, Tally]:
         """Wait for the remaining rewards. Return the table of the samples that the step takes from
-        all TP groups, in the order of the draws, and the total counts. The samples stay with the
+        all TP groups, in the order of the draws, and total counts. The samples stay with the
         keeper.
 
         `waited` receives the seconds that this rank idled while others were still sampling, beyond
@@ -280,8 +278,7 @@ class RolloutWorkers:
         tally: Tally | None = None,
         waited: Callable[[float], object] = lambda seconds: None,
     ) -> tuple[SampleTable, Tally]:
-        """Return the table of all groups' samples; greedy responses follow the `num_samples`
-        others."""
+        """Return the table of all groups' samples; greedy responses follow the samples."""
         tally = tally or Tally()
         first = self._keeper.keep([ScoredRollout(each, reward=0.0) for each in rollouts])
         if self._reward_model is not None:

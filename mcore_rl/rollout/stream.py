@@ -44,8 +44,7 @@ class Conductor(Protocol):
         """Handle a request that has ended; on all ranks of the TP group, in the same order."""
 
     def dropped(self, request: Request, num_tokens: int) -> None:
-        """Handle a request that was dropped after generating `num_tokens`; on all ranks of the TP
-        group."""
+        """Handle a request dropped after `num_tokens`; on all ranks of the TP group."""
 
     def between_steps(self, num_running: int, step_seconds: float) -> None:
         """Do the work that accompanies generation; on the first rank. Must not wait for anything

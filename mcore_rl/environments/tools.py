@@ -41,7 +41,10 @@ _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list:
 
 
 class ToolEnvironment(Environment):
-    """Answers calls of `tools`, methods or functions, sync or async, until a turn calls none."""
+    """An environment that answers calls of `tools` until a turn calls none.
+
+    Tools are methods or functions, sync or async.
+    """
 
     tools: ClassVar[Sequence[Callable[..., Any]]] = ()
     role: ClassVar[str] = "tool"  # of the results; "user" for a chat template without it

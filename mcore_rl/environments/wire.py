@@ -181,7 +181,7 @@ def _text(value: object) -> str:
 
 
 class Reader:
-    """Assembles messages from the bytes of a stream."""
+    """An assembler of messages from a stream of bytes."""
 
     def __init__(self, limit: int) -> None:
         """`limit` is the maximum length of a message, in bytes."""

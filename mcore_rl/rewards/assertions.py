@@ -142,8 +142,9 @@ def _source(node: ast.AST) -> str:
 
 
 class _ByValue(ast.NodeTransformer):
-    """Rewrites operations that could ask an object of the code what it is equal to: comparisons,
-    operators and calls. Where only the truth of == and != counts, arrays compare as lists, too."""
+    """A rewriter of operations that could ask an object of the code what it is equal to:
+    comparisons, operators and calls. Where only the truth of == and != counts, arrays compare as
+    lists, too."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         node.test = self._truth(node.test)

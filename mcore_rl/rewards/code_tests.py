@@ -129,7 +129,7 @@ def suite_of(answer: Any, *, prompt: str = "", row: Mapping[str, Any] | None = N
 
 
 class _Reader:
-    """Collects the tests of an answer."""
+    """The collected tests of an answer."""
 
     def __init__(self, prompt: str, row: dict[str, Any]) -> None:
         self._prompt = prompt

@@ -216,7 +216,7 @@ def _ends(node: ast.AST) -> bool:
 
 
 class _Stub(ast.NodeTransformer):
-    """Replaces names by a function that returns an object, equal to nothing else."""
+    """A transformer that replaces names by a function whose result equals nothing else."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names - DEFINED_INSIDE
@@ -296,7 +296,7 @@ def _with_constants(module: ast.Module) -> ast.Module:
 
 
 class _Scan:
-    """Searches the reachable statements for an assertion or the like."""
+    """A search of the reachable statements for an assertion or the like."""
 
     def __init__(self, defined: dict[str, FunctionNode | ast.ClassDef]) -> None:
         self._defined = defined

@@ -72,7 +72,7 @@ def part_metrics(table: SampleTable, names: Sequence[str]) -> dict[str, float]:
 
 
 class FailureLog:
-    """Counts the failures of one reward by kind, and logs the first of each kind."""
+    """The failure counts of one reward by kind; the first failure of each kind is logged."""
 
     def __init__(self, name: str) -> None:
         self.counts: Counter[str] = Counter()

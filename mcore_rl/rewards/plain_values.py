@@ -57,7 +57,7 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that is not static data of t
 
 
 class PlainValues:
-    """Reads values as plain data, whatever classes of the code define.
+    """A reader of values as plain data, whatever classes of the code define.
 
     A class of the code that defines operators is `spoken`. An instance of such a class that is data
     (an int, a list) is read as its data. Any other instance is only equal to instances of such

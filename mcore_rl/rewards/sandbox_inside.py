@@ -51,7 +51,7 @@ def main(requests: BinaryIO, answers: int) -> None:
     confinement, or null, and the first request is the text of `plain_values`. Each further request
     has a `token`, which its answer repeats, and one of
 
-        run, name[, before][, stdin]   run a program in a new module; with `stdin`, as a complete one
+        run, name[, before][, stdin]   run code in a new module; with `stdin`, as a program
         do[, space]                    run statements in that module, or among their own names
         value[, keep][, space]         evaluate an expression there, and keep the value by a name
         call, arguments, integer_keys  call what an expression is; keys of dicts at the latter

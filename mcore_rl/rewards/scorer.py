@@ -29,7 +29,7 @@ _LOOK_SECONDS = 1.0
 
 
 class Scorer(ABC):
-    """Scores rollouts by the rewards `names` while more of them arrive; `with` closes it.
+    """A scorer of rollouts by the rewards `names`, while more of them arrive; `with` closes it.
 
     Not collective, and used by one thread at once. Work runs in other processes and threads, but
     only `finished`, `wait` and `outcomes` send begun rollouts to them: call `finished` often. Their

@@ -19,7 +19,7 @@ _DIALECTS = {"http": PLAIN_DIALECT, "pooling": POOLING_DIALECT}
 
 
 class RewardStack(Scorer):
-    """Scores rollouts by every reward of a `RewardSpec`, as they come or all at once.
+    """A scorer of rollouts by every reward of a `RewardSpec`, as they come or all at once.
 
     Not collective: every rank that scores has its own stack. All functions share one pool of
     processes (see `RewardPool`, also for errors: servers raise nothing); requests to servers run

@@ -45,8 +45,7 @@ class Collected:
 
 
 class Collector:
-    """Draws prompts, samples responses, has them scored. Methods are collective unless marked
-    local.
+    """The source of a step's samples, drawn, sampled and scored. Collective, unless marked local.
 
     `position` counts the prompts drawn so far; a resumed run starts at the saved position.
     `lengths`, `[rows]` int32, holds the tokens of the longest response to each row of the file when

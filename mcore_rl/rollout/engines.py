@@ -43,8 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutWorkers:
-    """This rank's part in sampling and scoring. Collective, except `close` and methods marked
-    local."""
+    """This rank's part in sampling and scoring. Collective except `close` and local methods."""
 
     def __init__(
         self,
@@ -207,7 +206,7 @@ class RolloutWorkers:
     def load_pending(
         self, folder: Path, prompt_of: Callable[[int], Prompt], num_responses: int
     ) -> None:
-        """Load a run's unfinished groups, if it had as many responses per prompt. Local."""
+        """Load the unfinished groups of a run that fit this run's settings. Local."""
         found = read_groups(
             folder,
             prompt_of,
@@ -233,8 +232,7 @@ class RolloutWorkers:
         self, groups: Groups, waited: Callable[[float], object]
     ) -> tuple[SampleTable, Tally]:
         """Wait for the remaining rewards. Return the table of the samples that the step takes from
-        all TP groups, in the order of the draws, and total counts. The samples stay with the
-        keeper.
+        all TP groups, in the order of the draws, and total counts. The keeper keeps the samples.
 
         `waited` receives the seconds that this rank idled while others were still sampling, beyond
         the time that the slowest spent on rewards.

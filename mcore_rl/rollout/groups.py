@@ -166,7 +166,7 @@ class Groups:
     ) -> None:
         """`prompt_of` returns the prompt of one of the run's draws, on every rank. Only the first
         rank of a TP group has `deal`, `rewards` and `conversations`. `differs` tests a group for
-        the deal; None skips the test. At most `at_once` responses are sampled concurrently. Of
+        `deal`; None skips the test. At most `at_once` responses are sampled concurrently. Of
         `pending`, the draws in `reserved` are sampled to their end and taken; where groups are
         compared, only if they differ. `stale` groups have been dropped already. With `waits` the
         engine takes no step until all finished responses are rewarded, so the speed of rewards
@@ -268,7 +268,7 @@ class Groups:
         except Exception as error:
             self._fail(error)
 
-    # After it
+    # After the stream
 
     def wait(self) -> None:
         """Wait until every sampled response is rewarded."""
@@ -350,7 +350,7 @@ class Groups:
         return self._conversations is None or self._conversations.has_room(self.plan.size)
 
     def _begin(self, draw: int) -> list[Request]:
-        """Return the requests of a new group; with environments none, as those come later."""
+        """Return a new group's requests; none with environments, whose requests come later."""
         group = self.open[draw] = OpenGroup.new(draw, self.plan.size)
         # Not the count of draws: the draw assigned last need not have the highest number.
         num_draws = draw - self.plan.first_draw + 1

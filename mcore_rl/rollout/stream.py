@@ -35,7 +35,7 @@ class Orders:
 
 
 class Conductor(Protocol):
-    """Decides what an engine does next."""
+    """The decisions about an engine's next requests."""
 
     def orders(self, num_running: int) -> Orders:
         """Return the next decision; on the first rank of the TP group. Must not block."""

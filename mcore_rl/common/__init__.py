@@ -1,1 +1,1 @@
-"""What every room needs: errors, agreement between ranks, objects over gloo, the platform."""
+"""Shared foundations: errors, agreement between ranks, objects over gloo, the platform."""

@@ -1,6 +1,6 @@
-"""Addresses of HTTP servers that the user gives, and the header that an environment variable holds.
+"""Checks of HTTP addresses from the user, and of a header from an environment variable.
 
-Needs the standard library alone.
+This module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _HEADER = re.compile(
 
 
 def checked_url(url: str, flag: str) -> SplitResult:
-    """The parts of an http or https address; UsageError for any other, and for one that holds a
-    password, a query or a fragment, which files of the run would keep."""
-    if "?" in url or "#" in url:  # also in one that is not valid and would be shown
+    """Return the parts of an http or https address. Raises UsageError for any other address, and
+    for one with a user, password, query or fragment, which the run's files would keep."""
+    if "?" in url or "#" in url:  # checked first: a later message would show an invalid address
         raise UsageError(
             "has a query or fragment (from ? or # on), which files of the run would keep",
             flag=flag,
@@ -49,10 +49,10 @@ def checked_url(url: str, flag: str) -> SplitResult:
 
 
 def header_from(variable: str | None, flag: str) -> dict[str, str]:
-    """The header that an environment variable holds as `Header: value`; empty for None.
+    """Return the header that an environment variable holds as `Header: value`; empty for None.
 
-    It may be a secret: no message of ours has any of it. Raises UsageError if the variable is not
-    set or holds something else.
+    It may be a secret, so no message contains any part of it. Raises UsageError if the variable is
+    not set or holds something else.
     """
     if variable is None:
         return {}

@@ -1,7 +1,7 @@
-"""Ranks agree on a failure before anyone leaves, so that none waits for a dead one.
+"""Ranks agree on a failure before any of them exits, so that no rank waits for a dead one.
 
-Before Megatron runs there are no process groups, only the launcher's rendezvous store;
-that is enough to exchange one sentence a rank.
+Before Megatron runs there are no process groups, only the launcher's rendezvous store. It is
+enough to exchange one sentence per rank.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-EXIT_FAILED = 1  # what cannot go on, as an exception that nobody handles
+EXIT_FAILED = 1  # the run cannot continue; also Python's code for an unhandled exception
 EXIT_USAGE = 2
 EXIT_ALARM = os.EX_TEMPFAIL  # 75: ended by --rl-on-alarm stop, with everything saved
-# Set by `mcore_rl.launch`, which says what ranks leave in their error files, for all below it.
+# `mcore_rl.launch` sets it for its descendants, whose error files it prints.
 LAUNCHER = "MCORE_RL_LAUNCHER"
-COMMAND = "MCORE_RL_COMMAND"  # what the user has started it by
-# Variables that say how many tasks a command was started as, and what starts them.
+COMMAND = "MCORE_RL_COMMAND"  # the command that the user started it with
+# Variables with the number of tasks that a command was started as, and the program that sets them.
 _TASK_COUNTS = {
     "SLURM_STEP_NUM_TASKS": "srun",
     "OMPI_COMM_WORLD_SIZE": "mpirun",
@@ -44,7 +44,7 @@ _TASK_COUNTS = {
 
 
 def open_store() -> Store | None:
-    """The rendezvous store of this job, or None in a single process started without a launcher.
+    """Return this job's rendezvous store, or None in a single process without a launcher.
 
     Ends this process with exit code 2 if a launcher sets only some of RANK, WORLD_SIZE, MASTER_ADDR
     and MASTER_PORT, sets one to an invalid number, or starts more tasks than belong to one run.
@@ -68,13 +68,13 @@ def open_store() -> Store | None:
         )
     try:
         _check_numbers()
-        # With torchrun its agents are the tasks, without it the ranks are.
+        # Under torchrun the tasks are its agents; otherwise they are the ranks.
         check_num_tasks(int(os.environ.get("GROUP_WORLD_SIZE") or os.environ["WORLD_SIZE"]))
     except UsageError as error:
         leave_with(error)
     from torch.distributed.rendezvous import rendezvous
 
-    # It imports torch, which a sentence does without.
+    # Imported late: it imports torch, which the errors above do not need.
     from mcore_rl.common.loopback import stay_on_loopback
 
     try:
@@ -86,7 +86,7 @@ def open_store() -> Store | None:
 
 
 def _check_numbers() -> None:
-    """UsageError for a variable that is not a number, or a rank outside the world."""
+    """Raise UsageError if a variable is not a number or the rank is outside the world."""
     remedy = "start with mcore_rl.launch or torchrun, or set what they set"
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT"):
         text = os.environ.get(name) or "0"
@@ -102,9 +102,9 @@ def _check_numbers() -> None:
 
 
 def check_num_tasks(most: int) -> None:
-    """Raises UsageError if srun, mpirun or the like runs this command as more than `most` tasks.
+    """Raise UsageError if srun, mpirun or the like starts this command as more than `most` tasks.
 
-    Such tasks know nothing of each other: each would be a run of its own.
+    Such tasks do not know each other: each would be a separate run.
     """
     for name, program in _TASK_COUNTS.items():
         count = os.environ.get(name, "").strip()
@@ -124,8 +124,8 @@ def agreed(check: Callable[[], T], store: Store | None, *, stage: str) -> T:
     """Run `check` on every rank and return its result, if it succeeded on all of them.
 
     Collective over the world, through `store` (None: one process). If it raised UsageError
-    anywhere, the first failing rank's sentence is told (with its host, if others succeeded) and
-    every rank exits with code 2. Other exceptions are bugs; they are told to the other ranks,
+    anywhere, the first failing rank's sentence is printed (with its host, if others succeeded) and
+    every rank exits with code 2. Other exceptions are bugs: they are reported to the other ranks,
     which stop too, and propagate here.
     """
     from torch.distributed import PrefixStore
@@ -136,16 +136,16 @@ def agreed(check: Callable[[], T], store: Store | None, *, stage: str) -> T:
     try:
         result.append(check())
     except UsageError as error:
-        # What a parser says of a file may have lines of its own.
+        # A parser's message about a file may have several lines.
         failure = " ".join(line.strip() for line in str(error).splitlines())
-    except Exception as error:  # a bug; the others must hear of it, then it is raised here
+    except Exception as error:  # a bug: reported to the other ranks, then raised here
         failure = f"failed while checking its input: {error!r}"
         bug = error
     failures, scoped = [failure], None
     if store is not None and world_size > 1:
         scoped = PrefixStore(f"mcore_rl/{stage}", store)
         scoped.set(str(rank), failure and f"{socket.gethostname()}\n{failure}")
-        # get() blocks until the key is there: this is the barrier, too.
+        # get() blocks until the key is set, so this is also the barrier.
         failures = [scoped.get(str(other)).decode() for other in range(world_size)]
     if not any(failures):
         if scoped is not None:
@@ -161,7 +161,7 @@ def agreed(check: Callable[[], T], store: Store | None, *, stage: str) -> T:
 
 
 def from_rank(rank: int, text: str, store: Store | None, *, stage: str) -> str:
-    """The `text` of one rank, on all ranks. Collective, after `agreed` with the same `stage`."""
+    """Return one rank's `text` on all ranks. Collective, after `agreed` with the same `stage`."""
     from torch.distributed import PrefixStore
 
     if store is None or int(os.environ.get("WORLD_SIZE", 1)) == 1:
@@ -173,10 +173,10 @@ def from_rank(rank: int, text: str, store: Store | None, *, stage: str) -> str:
 
 
 def check_alike(facts: Mapping[str, str], store: Store | None) -> None:
-    """Refuse ranks of which one of `facts`, by name, is another than rank 0's. Collective.
+    """Refuse ranks on which one of `facts`, by name, differs from rank 0. Collective.
 
-    What a user types on each machine, or has installed there, may differ by a slip, and shows much
-    later: in shapes that do not match, or in nothing.
+    The flags typed or packages installed on each machine may differ by mistake. This would show
+    much later, in shapes that do not match, or not at all.
     """
     first = json.loads(from_rank(0, json.dumps(facts), store, stage="facts"))
 
@@ -194,7 +194,7 @@ def check_alike(facts: Mapping[str, str], store: Store | None) -> None:
 
 
 def agreed_in_world(check: Callable[[], T]) -> T:
-    """`agreed`, once torch.distributed runs. Collective over its world."""
+    """Do what `agreed` does once torch.distributed runs. Collective over its world."""
     from mcore_rl.common import objects
 
     result: list[T] = []
@@ -211,7 +211,7 @@ def agreed_in_world(check: Callable[[], T]) -> T:
 
 
 def _sentence(failures: list[str]) -> str:
-    """The first failing rank's text, saying where it happened unless it happened everywhere."""
+    """Return the first failing rank's text, with rank and host unless all ranks failed."""
     failing = [rank for rank, text in enumerate(failures) if text]
     host, _, text = failures[failing[0]].partition("\n")
     if len(failing) == len(failures):
@@ -220,13 +220,13 @@ def _sentence(failures: list[str]) -> str:
 
 
 def leave_with(error: UsageError) -> NoReturn:
-    """End this process for a mistake that every rank finds by itself, and tell it."""
+    """Report a mistake that every rank finds by itself, and end this process with exit code 2."""
     _tell(str(error))
     _leave()
 
 
 def leave_together(exit_code: int) -> NoReturn:
-    """End all ranks with this code, none before the others have come so far. Collective."""
+    """End all ranks with this code, after all of them have arrived here. Collective."""
     from mcore_rl.common import objects
 
     objects.barrier()
@@ -236,11 +236,11 @@ def leave_together(exit_code: int) -> NoReturn:
 
 
 def _tell(sentence: str) -> None:
-    """Have the sentence on stderr, whichever of the ranks that tell it is ended first.
+    """Report the sentence on stderr, whichever of the failing ranks ends first.
 
-    The first one to leave has the others ended, rank 0 maybe before it has printed. So each leaves
-    the sentence where torchrun looks once a rank has failed: `mcore_rl.launch` says it then, once,
-    and torchrun has it in its table, below what rank 0 prints.
+    The first rank to exit makes the launcher end the others, perhaps rank 0 before it has printed.
+    So each rank writes the sentence into the error file that torchrun reads once a rank has failed:
+    `mcore_rl.launch` prints it once, and torchrun shows it in its table, below rank 0's output.
     """
     if leave_reason(sentence) and LAUNCHER in os.environ:
         return
@@ -255,32 +255,32 @@ def _tell(sentence: str) -> None:
 
 
 def leave_reason(reason: str) -> bool:
-    """Write why this rank fails into the error file that torchrun gave it; False without one."""
+    """Write why this rank fails into the error file that torchrun gave it; False if not written."""
     if not (name := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         return False
     said = {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}
     partial = Path(f"{name}.partial")
     with contextlib.suppress(OSError):
         partial.write_text(json.dumps({"message": said}), encoding="utf-8")
-        partial.replace(name)  # torchrun fails at half a file, and may end this rank at any time
+        partial.replace(name)  # torchrun fails on a partial file, and may end this rank any time
         return True
     return False
 
 
 def print_error(sentence: str) -> None:
-    """Print a sentence as all entry points do."""
-    # By no logger: it must be on stderr however the calling program has set up its logging.
+    """Print a sentence in the format of all entry points."""
+    # Not a logger: the sentence must reach stderr however the caller has configured logging.
     print(f"mcore_rl: error: {sentence}", file=patient_stderr(), flush=True)
 
 
 def _leave() -> NoReturn:
     patient_stdout().flush()
-    # At once and without destructors: other libraries' exit handlers may wait for other ranks.
+    # Without destructors: other libraries' exit handlers may wait for other ranks.
     os._exit(EXIT_USAGE)
 
 
 def _wait_until_all_have_read(store: Store, rank: int, world_size: int) -> None:
-    """Hold rank 0, which may host the store, until nobody needs these answers any more."""
+    """Hold rank 0, which may host the store, until no rank needs these answers any more."""
     if rank == 0:
         for other in range(1, world_size):
             store.get(f"read/{other}")
@@ -289,13 +289,13 @@ def _wait_until_all_have_read(store: Store, rank: int, world_size: int) -> None:
 
 
 def _leave_after_the_others(store: Store, rank: int, world_size: int) -> None:
-    """Return when this rank may end: the sentence is told and, on rank 0, nobody needs it.
+    """Return when this rank may end: the sentence is printed and, on rank 0, no rank needs it.
 
-    Rank 0 may host the store, and the launcher ends everybody once one rank is gone. So nobody
-    leaves before rank 0 has printed, rank 0 leaves last, and a launcher's SIGTERM in between is
-    not heeded.
+    Rank 0 may host the store, and the launcher ends all ranks once one is gone. So no rank exits
+    before rank 0 has printed, rank 0 exits last, and SIGTERM from the launcher is ignored in
+    between.
     """
-    if threading.current_thread() is threading.main_thread():  # others may not set handlers
+    if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if rank == 0:
         store.set("printed", "1")
@@ -303,4 +303,4 @@ def _leave_after_the_others(store: Store, rank: int, world_size: int) -> None:
             store.get(f"left/{other}")
     else:
         store.get("printed")
-        store.set(f"left/{rank}", "1")  # needs no answer, so rank 0 may be gone the moment after
+        store.set(f"left/{rank}", "1")  # waits for no reply, so rank 0 may exit right after

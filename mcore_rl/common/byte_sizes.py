@@ -1,4 +1,4 @@
-"""Sizes in words: 12.3 MB, 4.56 GB. Units are decimal, as in every log line and plan.
+"""Readable sizes: 12.3 MB, 4.56 GB. Units are decimal, as in every log line and plan.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -9,7 +9,7 @@ _UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
 
 def shown_bytes(num_bytes: float) -> str:
-    """Three digits that count, in the largest unit of which there is one at least."""
+    """Format a size with three significant digits, in the largest unit that does not exceed it."""
     for size, unit in _UNITS:
         if num_bytes >= size:
             number = num_bytes / size

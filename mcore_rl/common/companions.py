@@ -1,13 +1,14 @@
-"""The launchers of a job on several machines, tied together: none outlives another's failure.
+"""Connections between the launchers of a job on several machines: none outlives another's failure.
 
-Ranks whose partners on another machine have died mostly wait for them, in gloo or NCCL, until
-`--distributed-timeout-minutes` are over, and torchrun's static rendezvous tells no launcher of
-another's end. Here that of node 0 takes a connection from each of the others, for as long as they
-run. Who ends says by what exit code and why, node 0 tells all, and a connection that breaks off
-without a word is a launcher, or a machine, that is gone.
+Ranks whose peers on another machine have died usually wait for them, in gloo or NCCL, until
+`--distributed-timeout-minutes` are over, and torchrun's static rendezvous does not inform
+launchers that another has ended. Here node 0's launcher accepts a connection from each other
+launcher for as long as it runs. A launcher that ends sends its exit code and the reason, and node
+0 forwards them to all. A connection that breaks without a message means that a launcher or a
+machine is gone.
 
-Where node 0 listens, and a secret that lets only launchers of this job in, stand in torchrun's
-store, which all launchers know.
+Node 0's port, and a secret that admits only launchers of this job, are in torchrun's store, which
+all launchers know.
 """
 
 from __future__ import annotations
@@ -31,32 +32,32 @@ _KEY = "mcore_rl/companions"
 _JOIN_SECONDS = 3600  # machines of a job may start long after each other
 _TIE_SECONDS = 60
 _MOST_NODES = 1 << 20
-_MOST_BYTES = 1 << 16  # of a message, with the end of its line
-_ADMIT_SECONDS = 60.0  # for the secret, from whoever connects
-# A machine that vanishes is known to be gone after a minute: idle, then three questions.
+_MOST_BYTES = 1 << 16  # of a message, including its newline
+_ADMIT_SECONDS = 60.0  # for a new connection to send the secret
+# A machine that vanishes is detected after a minute: idle time, then three probes.
 _KEEP_ALIVE = {
     socket.TCP_KEEPIDLE: 30,
     socket.TCP_KEEPINTVL: 10,
     socket.TCP_KEEPCNT: 3,
-    socket.TCP_USER_TIMEOUT: 60_000,  # milliseconds, for what was sent
+    socket.TCP_USER_TIMEOUT: 60_000,  # milliseconds, for sent data without acknowledgement
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How the launcher of another node has ended; `sentence` may be empty."""
+    """The end of another node's launcher; `sentence`, the reason, may be empty."""
 
     node: int
     host: str
-    exit_code: int | None  # None: it broke off without a word
+    exit_code: int | None  # None: the connection broke without a message
     sentence: str = ""
 
 
 class Companions:
-    """This launcher's tie to those of the other nodes. The first that ends by another exit code
-    than 0, or without one, is `failed`, and `on_failure` is called from a thread.
+    """This launcher's connections to other nodes' launchers. The first launcher to end with a
+    non-zero exit code or without one is `failed`, and `on_failure` is called from a thread.
 
-    `connect` makes a client of torchrun's store; it may wait until that is there.
+    `connect` makes a client of torchrun's store; it may wait until the store exists.
     """
 
     def __init__(
@@ -74,17 +75,17 @@ class Companions:
         self._complete = threading.Event()
         self._on_failure = on_failure
         self._lock = threading.Lock()
-        self._tied: dict[socket.socket, Ended] = {}  # whom it leads to, as if broken off
+        self._tied: dict[socket.socket, Ended] = {}  # the peer, recorded as if it had broken off
         self._has_ended = False
 
     def start(self) -> None:
-        """Tie, in a thread: nobody waits for machines that have not been started yet."""
+        """Connect in a thread, so that nothing waits for machines that are not started yet."""
         work = self._host if self._node == 0 else self._join
         threading.Thread(target=work, name="companions", daemon=True).start()
 
     def wait(self) -> None:
-        """Return once all are tied to node 0, and node 0 to all: what ends one is then known to
-        all. After a minute it says that some cannot be, and returns as well."""
+        """Return once this launcher is connected: to node 0 or, on node 0, to all others. The end
+        of one is then known to all. After a minute, warn about missing connections and return."""
         if not self._complete.wait(_TIE_SECONDS):
             self._complete.set()
             logger.warning(
@@ -96,7 +97,7 @@ class Companions:
             )
 
     def end(self, exit_code: int, sentence: str) -> None:
-        """Tell the others how this launcher ends; nothing is heard of them any more."""
+        """Send the others how this launcher ends; their messages are ignored from now on."""
         with self._lock:
             self._has_ended = True
             tied = list(self._tied)
@@ -117,7 +118,7 @@ class Companions:
                 threading.Thread(target=self._admit, args=(connection, secret), daemon=True).start()
 
     def _admit(self, connection: socket.socket, secret: str) -> None:
-        """One that knows the secret is heard from now on; others are sent away."""
+        """Listen to a peer that knows the secret; disconnect any other."""
         _keep_alive(connection)
         with contextlib.suppress(OSError), connection:
             connection.settimeout(_ADMIT_SECONDS)
@@ -129,7 +130,7 @@ class Companions:
                 self._hear(connection, lines, gone)
 
     def _introduced(self, said: Any, secret: str) -> Ended | None:
-        """Who has connected, as if it had broken off; None: not a launcher of this job."""
+        """Return the peer as if it had broken off, or None if it is not a launcher of this job."""
         if not isinstance(said, list) or len(said) != 3:
             return None
         found, node, host = said
@@ -150,19 +151,19 @@ class Companions:
                 self._hear(connection, lines, Ended(0, self._address, None))
 
     def _hear(self, connection: socket.socket, lines: Iterator[Any], gone: Ended) -> None:
-        """Wait for what the other side says last."""
+        """Wait for the peer's last message."""
         with self._lock:
             self._tied[connection] = gone
             self._missing -= 1
             if self._missing == 0:
                 self._complete.set()
             failed = self.failed
-        if failed is not None:  # before this one came
+        if failed is not None:  # before this peer connected
             self._tell([connection], failed)
         said = None
         with contextlib.suppress(OSError):
             said = next(lines, None)
-        ended = _ended(said) or gone  # what makes no sense tells nothing but that it is gone
+        ended = _ended(said) or gone  # an invalid message only shows that the peer is gone
         with self._lock:
             del self._tied[connection]
             if self._has_ended or self.failed is not None or ended.exit_code == 0:
@@ -179,7 +180,7 @@ class Companions:
 
 
 def store_client(address: str, port: int) -> Any:
-    """A client of torchrun's store on node 0, once that is there."""
+    """Return a client of torchrun's store on node 0, once the store exists."""
     from torch.distributed import TCPStore
 
     return TCPStore(
@@ -192,7 +193,7 @@ def store_client(address: str, port: int) -> Any:
 
 
 def _listening(address: str) -> socket.socket:
-    """On `address`, or on all of them where this machine is reached by one that is not its own."""
+    """Listen on `address`, or on all addresses if the machine does not own it (as behind NAT)."""
     family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     try:
         return socket.create_server(place, family=family)
@@ -211,14 +212,14 @@ def _send(connection: socket.socket, values: list[Any]) -> None:
 
 
 def _lines(connection: socket.socket) -> Iterator[Any]:
-    """What is sent, line by line, to the end, or to the first line that is not JSON."""
+    """Yield the messages of a connection, up to its end or the first line that is not JSON."""
     with connection.makefile("rb") as file, contextlib.suppress(InvalidData):
         while line := file.readline(_MOST_BYTES):
             yield parse_json(line)
 
 
 def _ended(said: Any) -> Ended | None:
-    """What `Companions._tell` sends, or None."""
+    """Parse a message of `Companions._tell`; None if it is not valid."""
     if not isinstance(said, list) or len(said) != 4:
         return None
     node, host, exit_code, sentence = said
@@ -231,5 +232,5 @@ def _ended(said: Any) -> Ended | None:
 
 
 def _shown(text: str) -> str:
-    """What a log can hold of it."""
+    """Replace the characters that a log cannot hold."""
     return text.encode(errors="replace").decode()

@@ -1,8 +1,8 @@
-"""What a user can fix: the exception that says so, and a parser of flags that raises it.
+"""The exception for mistakes that a user can fix, and a flag parser that raises it.
 
-Also the exception that ends a run as asked.
+Also the exception that ends a run on request.
 
-Everything else that is raised is a fault of the program or of the machine, and keeps its traceback.
+Any other exception is a fault of the program or of the machine, and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from __future__ import annotations
 import argparse
 from typing import Any, NoReturn
 
-CORRECT = "correct it or drop the flag"  # where the constraint says what is right
+CORRECT = "correct it or drop the flag"  # the remedy where the constraint says what is valid
 
 
 class UsageError(ValueError):
-    """A flag, file or layout that a user can correct: what was found, where, and what to do.
+    """A flag, file or layout that a user can correct: the fault, its place and the remedy.
 
-    `flag` is the flag as typed, with its value where it has one (or what a user has typed or set in
-    its place: an argument, a variable of the environment), and empty where nothing single is at
-    fault; `found` goes on from it with the constraint, or puts it elsewhere, as {flag}; `remedy` is
-    what to do. `str()` makes one sentence of them. The entry points print that without a traceback
-    and end every rank with exit code 2, before any model is built.
+    `flag` is the flag as typed, with its value if it has one, or the argument or environment
+    variable in its place; it is empty if no single one is at fault. `found` follows it with the
+    constraint, or places it elsewhere as {flag}. `remedy` is what to do. `str()` joins them into
+    one sentence. The entry points print it without a traceback and end every rank with exit code
+    2, before any model is built.
     """
 
     def __init__(self, found: str, *, flag: str = "", remedy: str = "", of: str = "") -> None:
         super().__init__(found)
         self.found, self.flag, self.remedy = found, flag, remedy
-        self.of = of  # whose flag it is, where the actor's is not meant
+        self.of = of  # the role whose flag it is, if not the actor
 
     @property
     def fault(self) -> str:
@@ -44,12 +44,12 @@ class UsageError(ValueError):
 
     @classmethod
     def of_argument(cls, error: argparse.ArgumentError, *, remedy: str) -> UsageError:
-        """What argparse says of one argument."""
+        """Convert argparse's error about one argument."""
         flag = error.argument_name or ""
         return cls(f": {error.message}" if flag else error.message, flag=flag, remedy=remedy)
 
     def of_role(self, whose: str) -> UsageError:
-        """The same, said of a role: "the critic"."""
+        """Return the same error for a role, such as "the critic"."""
         return UsageError(self.found, flag=self.flag, remedy=self.remedy, of=whose)
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class UsageError(ValueError):
 
 
 def not_held(place: object, what: str, why: object) -> UsageError:
-    """A file, or a folder, of a checkpoint that does not hold `what` it should."""
+    """Return the error for a file or folder of a checkpoint that does not hold `what`."""
     return UsageError(
         f": {place} does not hold {what} ({why})", flag="--load", remedy="load another checkpoint"
     )
@@ -67,7 +67,7 @@ class CommandParser(argparse.ArgumentParser):
     """Takes no abbreviated flags; its errors are UsageErrors of one sentence."""
 
     def __init__(self, **options: object) -> None:
-        # So that an error that is about one argument comes with it.
+        # exit_on_error: an ArgumentError then carries the argument that it is about.
         options |= {"allow_abbrev": False, "exit_on_error": False}
         super().__init__(**options)  # type: ignore[arg-type]
 
@@ -86,9 +86,9 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class RunStopped(SystemExit):
-    """The run has ended before its last step on all ranks alike: everything is saved, and said.
+    """The run has ended before its last step on all ranks, with everything saved and reported.
 
-    `exit_code` is what its processes are to end with, and do where nobody catches it.
+    `exit_code` is the exit code of its processes unless a caller catches the exception.
     """
 
     def __init__(self, exit_code: int) -> None:

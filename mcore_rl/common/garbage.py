@@ -1,4 +1,4 @@
-"""When Python looks for garbage, which takes longer the more objects there are."""
+"""Control of Python's garbage collection, which takes longer the more objects there are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """In which no garbage is looked for: imports leave none, and millions of objects to look at."""
+    """Disable garbage collection: imports leave no garbage, but millions of objects to visit."""
     enabled = gc.isenabled()
     gc.disable()
     try:

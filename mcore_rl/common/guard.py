@@ -1,11 +1,11 @@
-"""Outlives a launcher that is killed, and ends what that has left; `mcore_rl.launch` starts it.
+"""A process that `mcore_rl.launch` starts to clean up after a launcher that is killed.
 
     python guard.py MARK FOLDER
 
-Reads standard input, a pipe from the launcher, to its end, which comes when the launcher is gone.
-Then it kills the processes whose environment has MARK, and removes FOLDER. The kernel ends ranks
-and workers of rewards by itself; writers of checkpoints and what a reward has started are left.
-Nothing but the standard library is imported: it starts at once and takes little memory.
+It reads standard input, a pipe from the launcher, until the launcher is gone. Then it kills the
+processes whose environment has MARK, and removes FOLDER. The kernel ends ranks and reward workers
+by itself; checkpoint writers and processes that a reward started would remain. The script imports
+only the standard library, so it starts at once and takes little memory.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import sys
 import time
 from pathlib import Path
 
-# As the launcher has it: multiprocessing's trackers remove a dead rank's shared memory, then end.
+# As in the launcher: multiprocessing's trackers remove a dead rank's shared memory, then end.
 _TRACKER_SECONDS = 20
 _LIMIT_SECONDS = 60
 
 
 def marked(mark: str) -> dict[int, bool]:
-    """The processes whose environment has `mark`, NAME=VALUE; whether each is a tracker."""
+    """Return the processes whose environment has `mark` (NAME=VALUE), and if each is a tracker."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
                 command = (folder / "cmdline").read_bytes()
                 found[int(folder.name)] = b"multiprocessing.resource_tracker" in command
@@ -36,7 +36,7 @@ def marked(mark: str) -> dict[int, bool]:
 
 
 def end(mark: str) -> None:
-    """Return when no process with the mark is left, or after a minute."""
+    """Kill the processes with the mark; return when none is left, or after a minute."""
     started = time.monotonic()
     while (left := marked(mark)) and time.monotonic() - started < _LIMIT_SECONDS:
         has_time = time.monotonic() - started < _TRACKER_SECONDS

@@ -1,7 +1,7 @@
 """HTTP to the one address that the user gave: rewards, and engines in other processes.
 
-Redirects are an error, proxies of the environment, `.netrc` and cookies are not used. A request has
-one deadline, from connecting to the last byte, and an answer is read to a limit and no further.
+Redirects are errors. Proxies from the environment, `.netrc` and cookies are not used. A request
+has one deadline, from connecting to the last byte, and its answer is read up to a limit.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import aiohttp
 
 
 class HTTPFailure(Exception):
-    """A request failed. `kind` and `detail` hold nothing that the server wrote, which may repeat a
-    secret header; `answer` is the body of one with an error status."""
+    """A failed request. `kind` and `detail` contain nothing that the server wrote, which may repeat
+    a secret header; `answer` is the body of a response with an error status."""
 
     def __init__(
         self, kind: str, detail: str = "", *, may_pass: bool = False, answer: bytes = b""
@@ -27,11 +27,11 @@ class HTTPFailure(Exception):
 
 
 def client_session(header: Mapping[str, str], *, concurrency: int = 1) -> aiohttp.ClientSession:
-    """A session for `request`, of at most so many connections; made within an event loop."""
+    """Return a session for `request` of up to `concurrency` connections. Needs an event loop."""
     return aiohttp.ClientSession(
         trust_env=False,
         cookie_jar=aiohttp.DummyCookieJar(),
-        # A small answer may unpack to a huge one: packed ones are neither wanted nor read.
+        # A small answer may decompress to a huge one, so compressed answers are not requested.
         auto_decompress=False,
         headers={"Accept-Encoding": "identity", **header},
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
@@ -50,8 +50,8 @@ async def request(
     params: Mapping[str, str] | None = None,
     keeps_refusal: bool = False,
 ) -> bytes:
-    """The body of a successful answer. Raises HTTPFailure, whatever the server does; with the body
-    of one with an error status, if it `keeps_refusal`."""
+    """Return the body of a successful answer. Whatever the server does, any failure is an
+    HTTPFailure; with `keeps_refusal` it carries the body of an answer with an error status."""
     headers = {} if body is None else {"Content-Type": "application/json"}
     try:
         async with (
@@ -88,12 +88,12 @@ async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     async for chunk in response.content.iter_any():
         text += chunk
         if len(text) > max_bytes:
-            response.close()  # else the rest might be read to keep the connection
+            response.close()  # otherwise the rest may be read to keep the connection
             raise HTTPFailure("answer too long", f"more than {max_bytes} bytes")
     return bytes(text)
 
 
 def _text_of(error: aiohttp.ClientError) -> str:
-    """What the operating system said, where it was the one to speak."""
+    """Return the error's type, with the operating system's reason if there is one."""
     reason = error.strerror if isinstance(error, OSError) else None
     return f"{type(error).__name__}, {reason}" if reason else type(error).__name__

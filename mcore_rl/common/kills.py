@@ -1,8 +1,8 @@
-"""What is known of a rank that was killed: the stage it was in, and whether memory ran out.
+"""Diagnosis of a rank that was killed: its stage, and whether memory ran out.
 
-A rank notes its stage in a file of the launcher's temporary folder; nothing survives SIGKILL but
-what the kernel has. The launcher compares the out-of-memory counters of the kernel and of its own
-control group with those at its start.
+A rank notes its stage in a file of the launcher's temporary folder, because only data that the
+kernel holds survives SIGKILL. The launcher compares the out-of-memory counters of the kernel and of
+its own control group with their values at its start.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ THE_GROUP, THE_MACHINE = "this job's control group", "this machine"
 
 
 def note_stage(stage: str) -> None:
-    """Note that this process is in `stage`, for a launcher that finds it killed. Raises nothing."""
+    """Note that this process is in `stage`, for a launcher that finds it killed. Never raises."""
     global _note
     if LAUNCHER not in os.environ:
         return
     with contextlib.suppress(OSError):
-        if _note is None or _note[0] != os.getpid():  # a fork has its own
+        if _note is None or _note[0] != os.getpid():  # a fork opens its own note
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             _note = os.getpid(), os.open(_note_of(os.environ["TMPDIR"], os.getpid()), flags, 0o600)
         os.pwrite(_note[1], stage.encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES), 0)
 
 
 def noted_stage(folder: str | Path, pid: int) -> str:
-    """What process `pid`, whose temporary folder was `folder`, has noted last; "" for nothing."""
+    """Return the last note of process `pid`, whose temporary folder was `folder`; "" if none."""
     with contextlib.suppress(OSError):
         return _note_of(folder, pid).read_bytes().decode(errors="replace").strip()
     return ""
@@ -45,11 +45,11 @@ def _note_of(folder: str | Path, pid: int) -> Path:
 
 
 def memory_kills(root: Path = Path("/")) -> dict[str, int]:
-    """How many processes the out-of-memory killer has ended so far, where the kernel says so.
+    """Return how many processes the out-of-memory killer has ended, if the kernel reports it.
 
-    `THE_GROUP` counts this process's control group (v2: with those below it), `THE_MACHINE` all.
+    `THE_GROUP` counts this process's control group (v2: with its descendants), `THE_MACHINE` all.
     """
-    groups = itertools.islice(control_groups(root), 1)  # the innermost one that is there
+    groups = itertools.islice(control_groups(root), 1)  # the innermost one that exists
     names = ("memory.events", "memory.oom_control")  # of version 2 and 1
     places = {
         THE_MACHINE: [root / "proc/vmstat"],
@@ -77,9 +77,9 @@ def _count(file: Path) -> int | None:
 def describe_kills(
     stages: Mapping[int, str], before: Mapping[str, int], after: Mapping[str, int]
 ) -> str:
-    """A sentence about ranks that SIGKILL ended, rank -> stage, and about memory that ran out.
+    """Describe ranks that SIGKILL ended, rank -> stage, and whether memory ran out.
 
-    `before` and `after` are counters of `memory_kills`. "" where neither has happened.
+    `before` and `after` are counters of `memory_kills`. Returns "" if neither has happened.
     """
     ranks = ", ".join(
         f"rank {n}{f' (in stage {stage})' if stage else ''}" for n, stage in stages.items()

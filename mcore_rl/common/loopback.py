@@ -1,6 +1,6 @@
-"""Where the ranks of a job meet on this machine's loopback device, they listen nowhere else.
+"""Ranks of a job that meets on this machine's loopback device listen only there.
 
-Told to, by a MASTER_ADDR that is another address, everything is as torch and vLLM have it.
+With any other MASTER_ADDR, torch and vLLM keep their own defaults.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _DEFAULTS = {
 
 
 def stay_on_loopback(address: str) -> bool:
-    """Keep what this process and its children open on loopback, if `address` is there.
+    """Restrict this process and its children to loopback, if `address` is a loopback address.
 
-    Call it before the first store or process group. What the environment already says is left as
-    it is. NCCL is not told anything: it opens its sockets for the device that it chooses.
+    Call it before the first store or process group. Variables that are already set are kept. NCCL
+    is not configured: it opens its sockets for the device that it chooses.
     """
     apply_patch(loopback_stores.PATCH)
     if not loopback_stores.is_loopback(address):

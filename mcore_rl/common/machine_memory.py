@@ -1,4 +1,4 @@
-"""How much host memory this process and those beside it may use: of the machine, or of a cgroup.
+"""Host memory available to this process and its neighbours: the machine's or a cgroup's.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_V1_UNLIMITED = 1 << 62  # version 1 writes a limit of pages near 2^63 where there is none
+_V1_UNLIMITED = 1 << 62  # cgroup version 1 reports a missing limit as pages near 2^63
 
 
 @dataclass(frozen=True, slots=True)
 class MachineMemory:
-    """Bytes of host memory: a hard limit, and what is free of it at this moment.
+    """Bytes of host memory: a hard limit, and the part of it that is free now.
 
-    `source` says what limits: "the machine's memory", or a cgroup by its folder.
+    `source` names the limit: "the machine's memory", or a cgroup by its folder.
     """
 
     limit_bytes: int
@@ -26,10 +26,10 @@ class MachineMemory:
 
 
 def machine_memory(root: Path = Path("/")) -> MachineMemory:
-    """The tightest limit of the machine and of all cgroups that this process is in.
+    """Return the tightest limit among the machine and all cgroups of this process.
 
-    `root` is where /proc and /sys lie. Memory that the kernel can take back, such as that of
-    files, counts as available.
+    `root` is the folder that contains /proc and /sys. Memory that the kernel can reclaim, such as
+    the page cache, counts as available.
     """
     meminfo = (root / "proc/meminfo").read_text()
     total, available = (_kilobytes(meminfo, name) for name in ("MemTotal", "MemAvailable"))
@@ -53,9 +53,9 @@ def _kilobytes(text: str, name: str) -> int:
 
 
 def control_groups(root: Path = Path("/")) -> Iterator[Path]:
-    """Folders of the memory controller: of this process's control group, then of those above it.
+    """Yield the memory controller's folders: this process's control group, then its ancestors.
 
-    In a container the path may be that of the host, of which only the topmost folder is there.
+    In a container the path may be the host's path, of which only the topmost folder exists.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -90,7 +90,7 @@ def _used(folder: Path) -> int:
     except OSError:
         return used
     counts = dict(line.split(" ", 1) for line in stat.splitlines())
-    # Version 1 counts those of the groups below it under another name.
+    # Version 1 reports the sum with its child groups under another name.
     files = counts.get("total_inactive_file", counts.get("inactive_file", "0"))
     return used - int(files)
 

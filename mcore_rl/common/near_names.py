@@ -1,12 +1,12 @@
-"""The known name that an unknown one is a slip of.
+"""Suggestions for unknown names: the known name that was probably meant.
 
-A suggestion that means something else is worse than none: who is offered `--rl-eval-temperature`
-for `--rl-train-temperature` may take it. So names are compared word by word. Words may be in
-another order or run together, be a plural, and have a wrong letter or two; but a word that any
-known name has is a word of its own, and never a slip of another (`min` and `max`, `mode` and
-`model`), and no word may be missing or be there in addition (`no`, `critic`).
+A suggestion that means something else is worse than none: a user who is offered
+`--rl-eval-temperature` for `--rl-train-temperature` may take it. So names are compared word by
+word. Words may be in another order, run together or in the plural, and have a wrong letter or two.
+But a word that any known name contains is never a typo of another word (`min` and `max`, `mode`
+and `model`), and no word may be missing or added (`no`, `critic`).
 
-Worker processes import this module, so it needs the standard library alone.
+Worker processes import this module, so it needs only the standard library.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """The one of `known` that `name` is a slip of; None where there is none, or several alike."""
+    """Return the one of `known` that `name` is a typo of; None if there is none, or a tie."""
     others = sorted({*known} - {name})
     words = {word for other in others for word in _words(other)}
     slips = {other: slips for other in others if (slips := _slips(name, other, words)) is not None}
@@ -25,13 +25,13 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """ " (did you mean X?)", or nothing."""
+    """Return " (did you mean X?)", or an empty string."""
     nearest = nearest_name(name, known)
     return f" (did you mean {nearest}?)" if nearest else ""
 
 
 def _slips(name: str, other: str, known_words: set[str]) -> int | None:
-    """How many slips lead from `other` to `name`; None where it is more than slips."""
+    """Count the typos that lead from `other` to `name`; None if they differ by more than typos."""
     ours, theirs = _words(name), _words(other)
     if "".join(ours) == "".join(theirs):
         return 1
@@ -46,7 +46,7 @@ def _slips(name: str, other: str, known_words: set[str]) -> int | None:
             slips += 1
             continue
         distance = _distance(word, meant)
-        # One slip, and two in a word of eight letters; no other number.
+        # One typo, or two in a word of eight letters or more; digits must match.
         most = 1 if max(len(word), len(meant)) < 8 else 2
         is_short = max(len(word), len(meant)) < 3
         if is_short or distance > most or word in known_words or _digits(word) != _digits(meant):
@@ -64,7 +64,7 @@ def _digits(word: str) -> str:
 
 
 def _distance(a: str, b: str) -> int:
-    """Letters to insert, remove, replace or swap with their neighbour."""
+    """Count the letters to insert, remove, replace or swap with their neighbour."""
     rows = [list(range(len(b) + 1))]
     for i, x in enumerate(a, 1):
         row = [i]

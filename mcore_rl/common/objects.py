@@ -1,12 +1,12 @@
-"""Python objects between all ranks, over gloo whatever the world speaks.
+"""Exchange of Python objects between all ranks over gloo, whatever backend the world uses.
 
 Over NCCL an object is copied to the device, and gathered there from every rank, padded to the
-largest: of a few megabytes of samples, 256 ranks make a gigabyte on each device. So one gloo group
-of the whole world serves all objects, and every wait that moves no tensor. Nothing else of mcore_rl
-calls torch's functions for objects, or its barrier.
+largest: a few megabytes of samples from each of 256 ranks take a gigabyte on each device. So one
+gloo group of all ranks serves all objects, and every wait that moves no tensor. No other module of
+mcore_rl calls torch's object collectives or its barrier.
 
-All functions are collective over the world (or over `group`, which must be one over gloo), and the
-first of them makes the group: `start` does at a place of one's choice.
+All functions are collective over the world (or over `group`, which must be a gloo group). The
+first call creates the group; `start` creates it at a chosen place.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-_made: list[tuple[dist.ProcessGroup, dist.ProcessGroup]] = []  # (world, the group of it)
+_made: list[tuple[dist.ProcessGroup, dist.ProcessGroup]] = []  # (world, its gloo group)
 
 
 def start() -> dist.ProcessGroup:
-    """The gloo group of this world, made at the first call."""
+    """Return the gloo group of this world, created by the first call."""
     world = dist.distributed_c10d._get_default_group()
     if not _made or _made[0][0] is not world:
         _made[:] = [(world, dist.new_group(backend="gloo", timeout=timeout_of_world()))]
@@ -34,7 +34,7 @@ def start() -> dist.ProcessGroup:
 
 
 def timeout_of_world() -> timedelta:
-    """How long the world waits: torch gives new groups a default that may be another."""
+    """Return the world's timeout; torch's default for new groups may differ from it."""
     world = dist.distributed_c10d._get_default_group()
     for device in world._device_types:
         options = getattr(world._get_backend(device), "options", None)
@@ -45,7 +45,7 @@ def timeout_of_world() -> timedelta:
 
 
 def all_gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank gives, by rank."""
+    """Return each rank's object, by rank."""
     everyone: list[Any] = [None] * dist.get_world_size(group or start())
     with _span("all_gather_object", group):
         dist.all_gather_object(everyone, mine, group=group or start())
@@ -53,7 +53,7 @@ def all_gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def gather(mine: Any) -> list[Any] | None:
-    """What each rank gives, by rank, on rank 0; None on the others."""
+    """Return each rank's object, by rank, on rank 0; None on the others."""
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     with _span("gather_object"):
         dist.gather_object(mine, everyone, dst=0, group=start())
@@ -61,7 +61,7 @@ def gather(mine: Any) -> list[Any] | None:
 
 
 def broadcast(mine: Any, source: int = 0) -> Any:
-    """What rank `source` gives, on all ranks; the others' is not looked at."""
+    """Return rank `source`'s object on all ranks; the others' objects are ignored."""
     told = [mine]
     with _span("broadcast_object_list"):
         dist.broadcast_object_list(told, src=source, group=start())
@@ -69,9 +69,9 @@ def broadcast(mine: Any, source: int = 0) -> Any:
 
 
 def exchange(outgoing: Sequence[np.ndarray], incoming_bytes: Sequence[int]) -> list[np.ndarray]:
-    """Arrays of bytes between all ranks: what each of them has sent here, by rank.
+    """Exchange arrays of bytes between all ranks; return the arrays received, by rank.
 
-    `outgoing` is for each rank, `incoming_bytes` how many each will send. The host's memory only.
+    `outgoing` has an array for each rank, `incoming_bytes` each rank's size. Host memory only.
     """
     sent = torch.from_numpy(np.concatenate(outgoing))
     received = torch.empty(sum(incoming_bytes), dtype=torch.uint8)
@@ -87,13 +87,13 @@ def exchange(outgoing: Sequence[np.ndarray], incoming_bytes: Sequence[int]) -> l
 
 
 def barrier() -> None:
-    """Return once all ranks have come."""
+    """Return once all ranks have called it."""
     with _span("barrier"):
         dist.barrier(group=start())
 
 
 def on_any(here: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether it is so on any rank."""
+    """Return whether `here` is true on any rank."""
     flag = torch.tensor([int(here)], dtype=torch.int32)
     with _span("all_reduce", group):
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group or start())
@@ -103,7 +103,7 @@ def on_any(here: bool, group: dist.ProcessGroup | None = None) -> bool:
 def _span(
     name: str, group: dist.ProcessGroup | None = None
 ) -> contextlib.AbstractContextManager[Any]:
-    """For `--rl-trace`, which tells by it what a rank waited for all others: see `trace_table`."""
+    """Mark a wait for all other ranks in the trace of `--rl-trace`; `trace_table` reads it."""
     if group is not None or not profiler._is_profiler_enabled:
         return contextlib.nullcontext()
     return record_function(f"all ranks: {name}")

@@ -1,12 +1,12 @@
-"""Values that a user may set, declared once: default, bounds and help, in a frozen dataclass.
+"""User parameters, declared once in a frozen dataclass: default, bounds and help.
 
     @dataclass(frozen=True)
     class Width(Parameters):
         spo_width: float = param(0.2, "how far ratios are pulled back", above=0)
 
-is all that a loss has to say for the flag `--rl-spo-width`, its line in --help and in docs, its
-check, and the attribute that the loss reads. A field's type (float, int, bool, str or a Literal,
-each perhaps `| None`) is the flag's; the names of all parameters are one space.
+declares the flag `--rl-spo-width`, its line in --help and in docs, its check, and the attribute
+that the loss reads. A field's type (float, int, bool, str or a Literal, each optionally `| None`)
+is the flag's type. The names of all parameters share one namespace.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _KINDS = (bool, int, float, str)
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """`least` and `most` are allowed themselves, `above` and `below` are not.
+    """Bounds of a number: `least` and `most` are inclusive, `above` and `below` exclusive.
 
-    A number must be finite, unless `most` is not.
+    A number must be finite, unless `most` is infinite.
     """
 
     least: float | None = None
@@ -41,7 +41,7 @@ class Bounds:
         return self != Bounds()
 
     def hold(self, value: float) -> bool:
-        """Whether `value` is within them; nan is within none."""
+        """Return whether `value` is within the bounds; nan is outside any bounds."""
         if not self:
             return True
         return (
@@ -53,7 +53,7 @@ class Bounds:
         )
 
     def interval(self) -> str:
-        """As mathematics writes them; empty without any."""
+        """Return the bounds in mathematical notation; empty without bounds."""
         if not self:
             return ""
         low = f"({self.above:g}" if self.above is not None else "(-inf"
@@ -63,7 +63,7 @@ class Bounds:
         return f"{low}, {high}"
 
     def broken_by(self, value: float) -> str:
-        """What `value`, which they do not hold, must be."""
+        """Return the constraint that `value`, which is out of bounds, breaks."""
         if self.most is not None and math.isfinite(value) and value > self.most:
             return f"at most {self.most:g}"
         if self.below is not None and math.isfinite(value) and value >= self.below:
@@ -73,7 +73,7 @@ class Bounds:
         )
 
     def number(self, kind: type) -> str:
-        """What a value must be, in words: "a positive number", "in (0, 1]"."""
+        """Describe a valid value in words: "a positive number", "in (0, 1]"."""
         upper = self.below is not None or self.most not in (None, math.inf)
         if upper:
             return f"in {self.interval()}"
@@ -92,15 +92,15 @@ class Parameter:
     help: str
     bounds: Bounds = Bounds()
     choices: tuple[str, ...] | None = None
-    advice: str | None = None  # ends the sentence that refuses a value: why, and what to choose
-    several: bool = False  # may be given again, each time with one value or more
+    advice: str | None = None  # ends the sentence that refuses a value: reason and remedy
+    several: bool = False  # the flag may be repeated, each time with one or more values
 
     @property
     def flag(self) -> str:
         return flag_of(self.name)
 
     def check(self, value: Any) -> None:
-        """UsageError for a value that is out of bounds or not one of the choices."""
+        """Raise UsageError for a value that is out of bounds or not one of the choices."""
         if value is None:
             return
         if self.choices is not None and value not in self.choices:
@@ -119,12 +119,12 @@ class Parameter:
 
 
 def flag_of(field_name: str) -> str:
-    """num_steps -> --rl-num-steps; import_, a Python keyword, -> --rl-import."""
+    """Return a field's flag: num_steps -> --rl-num-steps; import_ (a keyword) -> --rl-import."""
     return "--rl-" + field_name.rstrip("_").replace("_", "-")
 
 
 def field_of(flag: str) -> str:
-    """--rl-policy-loss -> policy_loss."""
+    """Return a flag's field: --rl-policy-loss -> policy_loss."""
     return flag.removeprefix("--rl-").replace("-", "_")
 
 
@@ -139,9 +139,9 @@ def param(
     choices: tuple[str, ...] | None = None,
     advice: str | None = None,
 ) -> Any:
-    """A field of a `Parameters` class: its default, a line of help, and what it may be.
+    """Declare a field of a `Parameters` class: its default, a line of help, and its valid values.
 
-    `least` and `most` are allowed themselves, `above` and `below` are not; infinity only with
+    `least` and `most` are inclusive, `above` and `below` exclusive; infinity is valid only with
     `most=math.inf`. `advice` ends the sentence that refuses a value, without a full stop.
     """
     said = {"help": help, "choices": choices, "advice": advice}
@@ -151,9 +151,9 @@ def param(
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Base of a declaration; without fields of its own, a part that has nothing to set.
+    """Base class of a declaration; without own fields, a component that has no parameters.
 
-    UsageError on a value out of bounds, whoever makes the object.
+    Every construction raises UsageError for a value that is out of bounds.
     """
 
     def __post_init__(self) -> None:
@@ -165,9 +165,9 @@ P = TypeVar("P", bound=Parameters)
 
 
 def parameters_of(declaration: type) -> tuple[Parameter, ...]:
-    """The parameters that a dataclass declares, in the order of its fields.
+    """Return the parameters that a dataclass declares, in the order of its fields.
 
-    Fields without `param` are left out. TypeError: one whose type no flag can have.
+    Fields without `param` are skipped. Raises TypeError for a type that a flag cannot have.
     """
     return _parameters_of(declaration)
 
@@ -183,7 +183,7 @@ def _parameters_of(declaration: Any) -> tuple[Parameter, ...]:
 
 
 def with_values(parameters: P, values: Mapping[str, Any]) -> P:
-    """`parameters` with those of `values` that it declares; checked as any such object."""
+    """Return `parameters` with the `values` that it declares, checked like any such object."""
     own = {p.name for p in parameters_of(type(parameters))}
     return dataclasses.replace(parameters, **{k: v for k, v in values.items() if k in own})
 

@@ -1,9 +1,9 @@
-"""What this machine has for Megatron to run with: a GPU, Transformer Engine, Apex's kernels.
+"""The machine's support for Megatron: a GPU, Transformer Engine, Apex's kernels.
 
-Found once, by importing, and handed to every check: a flag's default asks for kernels of a package
-that may not be there, and what is installed need not be importable.
+It is detected once, by importing, and passed to every check: a flag's default may need kernels of
+a package that is missing, and an installed package need not be importable.
 
-This module is pure: it imports torch and the packages it looks for only when it looks.
+This module is pure: it imports torch and the packages that it looks for on use.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 from mcore_rl.common.errors import UsageError
 
-# Apex's, the only part of it that Megatron's output layer can use.
+# Apex's extension, the only part of Apex that Megatron's output layer can use.
 WEIGHT_GRADIENTS = "fused_weight_gradient_mlp_cuda"
 
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """What there is. Without `cuda` nothing else counts."""
+    """The packages that are available. Without `cuda` the other fields do not matter."""
 
     cuda: bool
     transformer_engine: tuple[int, ...] | None = None  # (2, 20, 2); None: cannot be imported
@@ -30,7 +30,7 @@ class Platform:
 
     @property
     def lacks(self) -> str:
-        """What Megatron's defaults ask for and is not here, in words; "" if nothing."""
+        """The missing packages that Megatron's defaults need, in words; "" if none is missing."""
         if not self.cuda:
             return "CUDA"
         missing = {
@@ -45,7 +45,7 @@ WITHOUT_CUDA = Platform(cuda=False)
 
 @functools.cache
 def find_platform() -> Platform:
-    """This machine's. UsageError: Transformer Engine is broken in a way that Megatron dies of."""
+    """Return this machine's platform. Raises UsageError if Transformer Engine is broken."""
     import torch
 
     if not torch.cuda.is_available():
@@ -62,7 +62,7 @@ def _transformer_engine() -> tuple[int, ...] | None:
         return None
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # parts of Megatron go by the package alone, and die of the rest
+    except Exception as error:  # parts of Megatron only check the package, and crash on the rest
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(
             f"Transformer Engine is installed and cannot be imported ({reason})",

@@ -1,9 +1,9 @@
-"""Read JSON, YAML and file names that someone else wrote or that a crash has cut short.
+"""Readers of JSON, YAML and file names from outside this process, or cut short by a crash.
 
 A downloaded folder, a prompt file, a worker's message and a metrics file are all data that this
 process did not write. These functions return plain values (dict, list, str, int, float, bool, None)
 within bounds, or raise `InvalidData`, whatever the input. Callers turn it into a sentence that
-names the file. Worker processes import this module, so it needs the standard library alone; YAML is
+names the file. Worker processes import this module, so it needs only the standard library; YAML is
 imported on use.
 """
 
@@ -15,29 +15,29 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-MAX_DEPTH = 64  # of lists and objects within each other
-MAX_YAML_VALUES = 100_000  # after its aliases are expanded
+MAX_DEPTH = 64  # of nested lists and objects
+MAX_YAML_VALUES = 100_000  # after aliases are expanded
 MAX_FILE_NAME_BYTES = 255  # NAME_MAX of Linux
 
 
 class InvalidData(ValueError):
-    """The input cannot be read as data, and the message says why."""
+    """Input that cannot be read as data; the message says why."""
 
 
 def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH) -> Any:
-    """The value of one JSON document.
+    """Return the value of one JSON document.
 
-    `text` of type bytes must be UTF-8. Raises InvalidData for anything else than JSON, for integers
-    of more than 4300 digits, and for lists and objects nested deeper than `max_depth`. `NaN` and
+    `text` of type bytes must be UTF-8. Raises InvalidData for anything but JSON, for integers of
+    more than 4300 digits, and for lists and objects nested deeper than `max_depth`. `NaN` and
     `Infinity` are accepted, as Python writes them; `finite_number` rejects them.
     """
     try:
         value = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)
     except RecursionError:
         raise InvalidData(f"is nested deeper than {max_depth} levels") from None
-    except ValueError as error:  # also UnicodeDecodeError and an integer of too many digits
+    except ValueError as error:  # also UnicodeDecodeError and an integer with too many digits
         raise InvalidData(str(error)) from error
-    # Counting is a hundred times cheaper than walking, and proves most documents shallow.
+    # Counting brackets is a hundred times cheaper than a walk, and proves most documents shallow.
     opening = ("[", "{") if isinstance(text, str) else (b"[", b"{")
     if sum(map(text.count, opening)) > max_depth:  # type: ignore[arg-type]
         _check_shape(value, max_depth, None)
@@ -45,11 +45,11 @@ def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH) -> Any:
 
 
 def parse_yaml(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
-    """The value of one YAML document of plain data; None for an empty one.
+    """Return the value of one YAML document of plain data; None for an empty document.
 
-    Raises InvalidData for anything else than YAML's plain types, for documents nested deeper than
-    `max_depth`, for a key that a mapping has twice, and for aliases and merges (`<<`) that expand
-    to more than `MAX_YAML_VALUES` values or to themselves.
+    Raises InvalidData for anything but YAML's plain types, for documents nested deeper than
+    `max_depth`, for a duplicate key in a mapping, and for aliases and merges (`<<`) that expand to
+    more than `MAX_YAML_VALUES` values or to themselves.
     """
     import yaml
 
@@ -70,7 +70,7 @@ def parse_yaml(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
 
     depth = 0
     try:
-        # The events come without recursion: depth is known before anything recursive runs.
+        # Events are parsed without recursion, so the depth is checked before recursive code runs.
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
@@ -79,7 +79,7 @@ def parse_yaml(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
         value = yaml.load(text, Loader=Loader)
     except yaml.YAMLError as error:
         raise InvalidData(" ".join(str(error).split())) from error
-    # Of a date, a number or a key that is none, and of an alias within what it names.
+    # From an invalid date, number or key, or an alias inside the value that it refers to.
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise error if isinstance(error, InvalidData) else InvalidData(str(error)) from error
     _check_shape(value, max_depth, MAX_YAML_VALUES)
@@ -87,9 +87,9 @@ def parse_yaml(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
 
 
 def lines_of(path: Path, max_bytes: int) -> Iterator[bytes]:
-    """The lines of a file, without ever holding more than `max_bytes` of one.
+    """Yield the lines of a file, without ever holding more than `max_bytes` of a line.
 
-    A longer line, as a crash may leave in zeros, is cut there and keeps its end, if it has one.
+    A longer line, such as zeros after a crash, is cut there and keeps its newline if it has one.
     Raises OSError.
     """
     with path.open("rb") as file:
@@ -101,7 +101,7 @@ def lines_of(path: Path, max_bytes: int) -> Iterator[bytes]:
 
 
 def number(value: Any) -> float | None:
-    """`value` as a float, finite or not, if it is an int or a float (no bool) that one can hold."""
+    """Return `value` as a float, finite or not, if it is an int (not a bool) or float in range."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -111,19 +111,19 @@ def number(value: Any) -> float | None:
 
 
 def finite_number(value: Any) -> float | None:
-    """`value` as a float if it is an int or a float (no bool) that a finite float can hold."""
+    """Return `value` as a float if it is an int (not a bool) or a float, finite and in range."""
     found = number(value)
     return found if found is not None and math.isfinite(found) else None
 
 
 def integer_within(value: Any, least: int, most: int) -> int | None:
-    """`value` if it is an int (no bool) from `least` to `most`."""
+    """Return `value` if it is an int (not a bool) from `least` to `most`, else None."""
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     return value if is_integer and least <= value <= most else None
 
 
 def plain_file_name(value: Any) -> str:
-    """`value` if it names a file within a folder: no separator, no parent, no control character.
+    """Return `value` if it is a file name without separators and control characters, not "..".
 
     Raises InvalidData otherwise.
     """
@@ -139,7 +139,7 @@ def plain_file_name(value: Any) -> str:
 
 
 def _check_shape(value: Any, max_depth: int, max_values: int | None) -> None:
-    """InvalidData for a value that is nested too deep or, aliases expanded, too large."""
+    """Raise InvalidData for a value nested too deep or, with aliases expanded, too large."""
     waiting: list[Iterator[Any]] = [iter((value,))]
     count = 0
     while waiting:

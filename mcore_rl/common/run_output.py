@@ -1,7 +1,7 @@
-"""Where the output of a rank goes: our messages to the console, Megatron's output to a file.
+"""The output of a rank: our messages go to the console, Megatron's output to a file.
 
-What is only displayed must never end a run: a log file on a full disk, a pipe whose reader has
-ended and a terminal that is gone take nothing, and training continues without them.
+Output must never end a run: if a log file is on a full disk, a pipe's reader has ended or a
+terminal is gone, the output is dropped and training continues.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ class PatientStream:
     """A text stream whose `write` and `flush` never raise what the operating system reports.
 
     Characters that the encoding lacks are escaped. After the first failure its descriptor is
-    /dev/null. So Python's own flush at the end of the process does not turn exit code 0 into 120,
-    and libraries that write to the descriptor do not fail either. The failure is logged once, which
-    puts it into run.log. Everything else is the wrapped stream's.
+    /dev/null, so that Python's own flush at the end of the process does not turn exit code 0 into
+    120, and libraries that write to the descriptor do not fail either. The failure is logged once,
+    which puts it into run.log. All other attributes come from the wrapped stream.
     """
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream, self._name = stream, name
 
     def write(self, text: str) -> int:
-        """Write `text`, or drop it; returns its length."""
+        """Write `text`, or drop it; return its length."""
         with self._patiently():
             try:
                 self._stream.write(text)
-            except UnicodeEncodeError:  # nothing of it was written
+            except UnicodeEncodeError:  # nothing was written yet
                 encoding = self._stream.encoding
                 self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
@@ -73,30 +73,30 @@ class PatientStream:
 
 
 def patient(stream: TextIO | None, name: str) -> TextIO:
-    """`stream` as one that never raises. None, where the descriptor was closed, discards."""
+    """Return `stream` wrapped so that it never raises. None (closed descriptor) discards output."""
     if isinstance(stream, PatientStream):
         return cast(TextIO, stream)
     return cast(TextIO, PatientStream(stream or open(os.devnull, "w", encoding="utf-8"), name))
 
 
 def patient_stdout() -> TextIO:
-    """Standard output as a stream that never raises."""
+    """Return standard output as a stream that never raises."""
     return patient(sys.stdout, "standard output")
 
 
 def patient_stderr() -> TextIO:
-    """Standard error as a stream that never raises."""
+    """Return standard error as a stream that never raises."""
     return patient(sys.stderr, "standard error")
 
 
 def keep_output_from_raising() -> None:
-    """Make sys.stdout and sys.stderr patient, for the print of any library too. Idempotent."""
+    """Make sys.stdout and sys.stderr patient, also for libraries that print. Idempotent."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
-        except OSError:  # closed: the next file to be opened would be taken for it
+        except OSError:  # closed: the next file to be opened would get this descriptor
             os.open(os.devnull, os.O_RDWR)
-    for descriptor in (1, 2):  # a pipe that is full for a moment is waited for
+    for descriptor in (1, 2):  # writes then wait for a pipe that is full for a moment
         with contextlib.suppress(OSError):
             os.set_blocking(descriptor, True)
     sys.stdout, sys.stderr = patient_stdout(), patient_stderr()
@@ -105,8 +105,8 @@ def keep_output_from_raising() -> None:
 def setup_logging(*, quiet: bool = False) -> None:
     """Set up the loggers of this rank.
 
-    mcore_rl speaks on rank 0, unless `quiet`; the warnings of every rank are heard; Megatron's
-    chatter is not. Output that cannot be written raises nothing from here on.
+    Rank 0 logs mcore_rl's messages unless `quiet`, every rank logs warnings, and Megatron logs
+    only errors. From here on, output that cannot be written does not raise.
     """
     keep_output_from_raising()
     speaks = not quiet and int(os.environ.get("RANK", 0)) == 0
@@ -120,7 +120,7 @@ def setup_logging(*, quiet: bool = False) -> None:
 
 @contextlib.contextmanager
 def log_file() -> Iterator[TextIO]:
-    """Where what Megatron prints goes: the file MCORE_RL_MEGATRON_LOG names (".rankN" appended)."""
+    """Open the file for Megatron's output: MCORE_RL_MEGATRON_LOG plus ".rankN", or /dev/null."""
     name = os.environ.get("MCORE_RL_MEGATRON_LOG")
     path = f"{name}.rank{os.environ.get('RANK', 0)}" if name else os.devnull
     with open(path, "w", encoding="utf-8") as file:
@@ -128,4 +128,4 @@ def log_file() -> Iterator[TextIO]:
         try:
             yield log
         finally:
-            log.flush()  # or closing raises for what is buffered
+            log.flush()  # otherwise closing raises for buffered text

@@ -1,4 +1,4 @@
-"""Processes that multiprocessing starts, and the main script that they would run again."""
+"""Protection of processes that multiprocessing starts from running the main script again."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _serves_a_run = False
 
 @contextmanager
 def main_script_left_out() -> Iterator[None]:
-    """While inside, processes that are spawned do not import this one's `__main__`.
+    """Keep processes that are spawned inside this context from importing `__main__`.
 
-    `multiprocessing` does so in every spawned child. Here that is a trainer with torch, Megatron
-    and vLLM: seconds and gigabytes for a process that hands on a queue; and a script without an `if
-    __name__ == "__main__"` would start the whole run there once more, while the ranks wait for an
-    answer. It leaves out a main module whose spec says that it is called `__main__`, as that of a
-    package's `__main__.py` may be, so that is what the spec says meanwhile.
+    `multiprocessing` imports it in every spawned child. Here `__main__` is a trainer with torch,
+    Megatron and vLLM: seconds and gigabytes for a process that only forwards a queue. A script
+    without `if __name__ == "__main__"` would also start the run again in the child, while the ranks
+    wait for an answer. `multiprocessing` skips a main module whose spec has the name `__main__`, as
+    for a package's `__main__.py`, so the spec has that name inside the context.
 
-    What is sent to such a process must not be defined in the main script. Threads may be inside
-    together.
+    Objects sent to such a process must not be defined in the main script. Several threads may be
+    inside at once.
     """
     global _num_inside, _hidden_spec
     main_module = sys.modules["__main__"]
@@ -47,14 +47,14 @@ def main_script_left_out() -> Iterator[None]:
 
 
 def forbid_runs() -> None:
-    """From now on this process starts no run: it belongs to one."""
+    """Mark this process as part of a run, so that it cannot start a run from now on."""
     global _serves_a_run
     _serves_a_run = True
 
 
 def refuse_run_in_run() -> None:
-    """UsageError in a process of a run that imports the run's own script."""
-    # The attribute is there while a spawned process imports its parent's main script.
+    """Raise UsageError in a process of a run that imports the run's own script."""
+    # The attribute exists while a spawned process imports its parent's main script.
     if _serves_a_run or hasattr(multiprocessing.current_process(), "_inheriting"):
         raise UsageError(
             "a process that the run has started imports the script of the run, which would start "

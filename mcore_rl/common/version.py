@@ -1,3 +1,3 @@
-"""The version of mcore_rl, which setup.py reads and stands nowhere else."""
+"""The version of mcore_rl, defined only here; setup.py reads it."""
 
 VERSION = "0.1.0"

@@ -1,1 +1,1 @@
-"""What a run says of itself: its directory, metrics, alarms, the clocks of its stages, traces."""
+"""Observation of a run: its directory, metrics, alarms, stage timers, watchdog and traces."""

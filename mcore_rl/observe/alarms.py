@@ -1,10 +1,10 @@
-"""Alarms: what goes wrong in a run shows in its metrics long before it ends it. Pure.
+"""Alarms: rules that detect in a run's metrics what would ruin it later. Pure.
 
-Each rule looks at one metric over the last `window` steps and has one threshold, a flag. Runs
-collapse in known ways: rewards that no longer differ teach nothing; entropy goes and the policy
-repeats itself; responses grow to the limit or shrink to nothing; a KL or a gradient norm breaks
-away; engine and actor compute different things; memory grows until the job is killed; one expert
-gets all tokens, or most experts of a layer none.
+Each rule checks one metric over the last `window` steps against one threshold, a flag. Runs
+collapse in known ways: rewards no longer differ, so that there is no gradient; entropy vanishes
+and the policy repeats itself; responses grow to the limit or shrink to nothing; a KL or a gradient
+norm explodes; engine and actor compute different results; memory grows until the job is killed;
+one expert gets all tokens, or most experts of a layer get none.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One alarm. `holds(threshold, recent, first)` says that all is well.
+    """One alarm's condition. `holds(threshold, recent, first)` is true while all is well.
 
-    `recent` are the metric's last `window` values, the newest last, `first` the mean of the first
-    `window` of the run.
+    `recent` are the metric's last `window` values, the newest last; `first` is the mean of the
+    run's first `window` values.
     """
 
     field: str  # of RLConfig: alarm_<...>
@@ -43,14 +43,14 @@ def _share_of_first_at_least(limit: float, recent: Sequence[float], first: float
 
 
 def _last_at_most_times_the_median(limit: float, recent: Sequence[float], first: float) -> bool:
-    """Zeros do not count: a step whose samples all earn the same has no gradient."""
+    """Compare the last value, without zeros: a step whose rewards are all equal has no gradient."""
     positive = [value for value in recent if value > 0]
     few = len(positive) <= len(recent) // 2
     return few or recent[-1] <= limit * statistics.median(positive)
 
 
 def _slope(values: Sequence[float]) -> float:
-    """Least squares, per step."""
+    """Return the least-squares slope, per step."""
     return statistics.linear_regression(range(len(values)), values).slope
 
 
@@ -159,16 +159,16 @@ class Alarm:
 
     @property
     def name(self) -> str:
-        """As in its flag, `--rl-alarm-<name>`."""
+        """The name in its flag, `--rl-alarm-<name>`."""
         return self.rule.field.removeprefix("alarm_").replace("_", "-")
 
 
 class Health:
-    """Hears the metrics of every step, and says what is new to worry about.
+    """Checker of every step's metrics, which returns the new alarms.
 
-    `thresholds` are by a rule's field; 0 or none at all switches it off. A rule speaks when it has
-    heard `window` values, once, and again only after it held in between. Values that are not finite
-    are not heard, they stop a run elsewhere.
+    `thresholds` maps a rule's field to its threshold; 0 or a missing one disables the rule. A rule
+    is checked once it has `window` values. It raises one alarm, and another only after it held in
+    between. Values that are not finite are skipped; they stop a run elsewhere.
     """
 
     def __init__(self, thresholds: Mapping[str, float], *, window: int) -> None:
@@ -181,7 +181,7 @@ class Health:
         self.active: dict[str, Alarm] = {}
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
-        """The alarms that this step's metrics raise; `active` has all that last."""
+        """Return the alarms that this step's metrics raise; `active` has all current ones."""
         raised = []
         for rule in self._rules:
             value = metrics.get(rule.metric)

@@ -1,7 +1,7 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard, and Weights & Biases where it is asked for.
+"""Metric sinks besides metrics.jsonl: TensorBoard, and Weights & Biases on request.
 
-Both get the names and steps of metrics.jsonl. Neither may stop training: what one of them raises is
-said once, and it gets no further points.
+Both get the names and steps of metrics.jsonl. Neither may stop training: if one raises, this is
+logged once and it gets no further points.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
 
-# Seconds, of which Weights & Biases waits as much for its server, or for a login, before the run
-# begins, and to upload what is left at its end. What was not uploaded is on the disk.
+# Time limits of Weights & Biases: for its server or a login before the run begins, and for the last
+# uploads at its end. Data that was not uploaded stays on disk.
 _INIT_SECONDS = 60
 _FINISH_SECONDS = 120
-# The run of Weights & Biases that a run which goes on adds to; in the run directory.
+# File in the run directory with the id of the Weights & Biases run that a resumed run adds to.
 _RUN_ID_FILE = "wandb_run_id"
 
 
 class Backend(Protocol):
-    """What takes points; may raise anything at any time."""
+    """Receiver of points; may raise anything at any time."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -34,9 +34,9 @@ class Backend(Protocol):
 
 
 class MetricSink:
-    """Hands each step's metrics to a backend, until that has failed once. Raises nothing.
+    """Adapter that passes each step's metrics to a backend until it has failed once. Never raises.
 
-    `title` and `place` are for the sentence that is said then.
+    `title` and `place` are for the warning about the failure.
     """
 
     def __init__(self, title: str, place: str, start: Callable[[], Backend]) -> None:
@@ -45,12 +45,12 @@ class MetricSink:
         self._try(lambda: setattr(self, "_backend", start()))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One point a metric."""
+        """Write one point per metric."""
         if (backend := self._backend) is not None:
             self._try(lambda: backend.log(step, metrics))
 
     def close(self) -> None:
-        """Have the backend finish; it gets nothing afterwards."""
+        """Finish the backend; it gets nothing afterwards."""
         backend, self._backend = self._backend, None
         if backend is not None:
             self._try(backend.close)
@@ -58,7 +58,7 @@ class MetricSink:
     def _try(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except (Exception, SystemExit) as error:  # whatever it is, training is worth more
+        except (Exception, SystemExit) as error:  # training must continue
             self._backend = None
             logger.warning(
                 "%s gets no further points in %s (%r); metrics.jsonl has them all",
@@ -69,7 +69,7 @@ class MetricSink:
 
 
 def tensorboard_sink(folder: Path, first_step: int) -> MetricSink:
-    """Event files in `folder`; of a run that goes on, points from `first_step` on are replaced."""
+    """Return a sink of event files in `folder`; a resume replaces points from `first_step` on."""
     return MetricSink("TensorBoard", str(folder), lambda: _TensorBoard(folder, first_step))
 
 
@@ -89,16 +89,16 @@ class _TensorBoard:
 
 @dataclass(frozen=True, slots=True)
 class WandbRun:
-    """What Megatron's `--wandb-*` flags say."""
+    """Values of Megatron's `--wandb-*` flags."""
 
     project: str
-    name: str | None = None  # default: the run directory's
-    entity: str | None = None  # default: the user's own
+    name: str | None = None  # default: the run directory's name
+    entity: str | None = None  # default: the user's entity
     save_dir: str | None = None  # default: the run directory
 
     @staticmethod
     def from_flags(values: Mapping[str, Any]) -> WandbRun | None:
-        """None where no project is named."""
+        """Read the flags; None without a project."""
         if not values.get("wandb_project"):
             return None
         return WandbRun(
@@ -112,10 +112,10 @@ class WandbRun:
 def wandb_sink(
     run: WandbRun, folder: Path, config: Mapping[str, Any], first_step: int
 ) -> MetricSink:
-    """A run of Weights & Biases for the run directory `folder`.
+    """Return a sink that is a Weights & Biases run, for the run directory `folder`.
 
-    A run that goes on adds to its former one; of a step that is done twice Weights & Biases keeps
-    the first. Waits no longer than `_INIT_SECONDS` for a server.
+    A resumed run continues its former Weights & Biases run, which keeps the first values of a step
+    that is done twice. Waits up to `_INIT_SECONDS` for a server.
     """
     return MetricSink(
         "Weights & Biases",
@@ -141,13 +141,13 @@ class _Wandb:
             resume="allow",
             dir=save_dir,
             config=dict(config),
-            # A fork may have a run of its own in this process.
+            # A fork may have another run in this process.
             reinit="create_new",
             settings=wandb.Settings(
                 init_timeout=_INIT_SECONDS,
                 login_timeout=_INIT_SECONDS,
                 finish_timeout=_FINISH_SECONDS,
-                # The console is the progress bar's; its text is in run.log.
+                # The progress bar owns the console; run.log has its text.
                 console="off",
                 quiet=True,
             ),
@@ -161,11 +161,11 @@ class _Wandb:
 
 
 def _run_id(path: Path, *, goes_on: bool) -> str:
-    """That of the run which goes on; a run that begins in a folder again is another one."""
+    """Return the id of the run that is resumed, or a new id for a run that starts at step 0."""
     if goes_on and path.is_file() and (found := path.read_text(encoding="utf-8").strip()):
         return found
     run_id = secrets.token_hex(4)
-    with contextlib.suppress(OSError):  # then only a run that goes on is a new one
+    with contextlib.suppress(OSError):  # without the file, a resumed run gets a new id
         temporary = path.with_suffix(".new")
         temporary.write_text(run_id + "\n", encoding="utf-8")
         os.replace(temporary, path)

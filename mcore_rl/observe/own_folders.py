@@ -1,8 +1,8 @@
-"""The folders that a run writes into are its own: two would overwrite each other's files.
+"""Locks on the folders that a run writes into: two runs would overwrite each other's files.
 
-A folder is held by a lock of the kernel on a file in it (`flock`), which goes with the process
-however that ends; the file stays and means nothing. On NFS the server holds the lock, and frees it
-when it has given up a machine that vanished; where a file system has no locks a warning says so.
+A folder is locked by a kernel lock (`flock`) on a file in it, which is released whenever the
+process ends; the file itself stays and has no meaning. On NFS the server holds the lock, and
+releases it once it has given up a vanished machine. A file system without locks causes a warning.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mcore_rl.common.errors import UsageError
 logger = logging.getLogger(__name__)
 
 LOCK = ".run.lock"
-# Open for as long as this process lives; by the folder.
+# Descriptors by folder, open as long as this process lives.
 _held: dict[Path, int] = {}
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
 def make_directory(run_name: str, below: Path = Path("runs")) -> Path:
-    """A new folder <run_name>-<date>-<time>.<milliseconds>, which no other run has."""
+    """Create a new folder <run_name>-<date>-<time>.<milliseconds>, which no other run has."""
     while True:
         now = time.time()
         moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
@@ -47,9 +47,9 @@ def make_directory(run_name: str, below: Path = Path("runs")) -> Path:
 
 
 def hold(folder: Path, flag: str) -> None:
-    """Have `folder`, which `flag` names, for this process until it ends; it is made if need be.
+    """Lock `folder`, which `flag` names, until this process ends; create it if it is missing.
 
-    Raises UsageError if another run has it. A process may hold it more than once.
+    Raises UsageError if another run has locked it. A process may call it more than once.
     """
     real = Path(os.path.realpath(folder))
     if real in _held:
@@ -78,14 +78,14 @@ def hold(folder: Path, flag: str) -> None:
             flag=f"{flag} {folder}",
             remedy="choose another folder or make room",
         ) from error
-    with contextlib.suppress(OSError):  # a full disk: who it is matters less than the lock
+    with contextlib.suppress(OSError):  # a full disk: the owner's name matters less than the lock
         who = f"process {os.getpid()} on {socket.gethostname()}\n"
         (real / LOCK).write_text(who, encoding="utf-8")
 
 
 def _locked(file: Path) -> int:
-    """A descriptor of the file with its lock; BlockingIOError if another process has it."""
-    # A disk with a file open for writing cannot be made read-only. NFS locks no other.
+    """Return a descriptor of the locked file; BlockingIOError if another process has the lock."""
+    # A file open for writing blocks a remount as read-only, but NFS only locks such files.
     for access in (os.O_RDONLY, os.O_RDWR):
         handle = os.open(file, access | os.O_CREAT, 0o666)
         try:

@@ -1,7 +1,7 @@
-"""What a run shows on rank 0: a bar with the numbers that matter, and a last table.
+"""Progress output on rank 0: a bar with the main metrics, and a final table.
 
-On a terminal a live bar, elsewhere (a log file, CI) one line a step. Nothing here raises for an
-output that cannot be written.
+On a terminal the bar is live; elsewhere (a log file, CI) each step prints one line. Output that
+cannot be written does not raise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FIELDS = "reward {reward} · accuracy {accuracy} · {tokens} tok/s · reshard {
 
 
 class RunProgress:
-    """Shows one line for a run of `num_steps` steps, the first being `first_step`."""
+    """Progress line of a run of `num_steps` steps that starts at `first_step`."""
 
     def __init__(self, *, num_steps: int, first_step: int, enabled: bool) -> None:
         self._enabled = enabled
@@ -43,7 +43,7 @@ class RunProgress:
             self._task = self._bar.add_task("", total=num_steps, completed=first_step)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a finished step by its metrics, under the number that it has there (from 0)."""
+        """Show a finished step's metrics; `step` counts from 0, as in metrics.jsonl."""
         if not self._enabled:
             return
         if "eval/accuracy" in metrics:
@@ -60,12 +60,12 @@ class RunProgress:
             return
         done = step + 1 - self._first_step
         left = (time.perf_counter() - self._started) / done * (self._num_steps - step - 1)
-        # On stdout, as the bar and the table are; what loggers say goes to stderr and run.log.
+        # On stdout, like the bar and the table; loggers write to stderr and run.log.
         counts = f"step {step} ({step + 1}/{self._num_steps})"
         self._show_line(f"{counts} · {text} · {left:.0f} s left")
 
     def close(self) -> None:
-        """End the live bar, if there is one. May be called again."""
+        """End the live bar, if there is one. Idempotent."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -73,7 +73,7 @@ class RunProgress:
     def show_summary(
         self, main: Mapping[str, Mapping[str, float]], facts: Mapping[str, str]
     ) -> None:
-        """The last table: what was learnt, where the files are, how to continue."""
+        """Print the final table: main metrics, paths of the files, how to continue."""
         if not self._enabled:
             return
         self.close()
@@ -90,12 +90,12 @@ class RunProgress:
             self._show_line(f"{name}: {value}")
 
     def _show_line(self, line: str) -> None:
-        # Commands must survive being copied: no wrapping, no markup.
+        # Users copy commands from here, so no wrapping and no markup.
         self.console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def reshard_share(metrics: Mapping[str, float]) -> float:
-    """Share of a step's time spent between the two modes."""
+    """Return the share of a step's time spent on switching between rollout and training."""
     spent = metrics["time/reshard_to_rollout_seconds"] + metrics["time/reshard_to_train_seconds"]
     return spent / metrics["time/step_seconds"]
 
@@ -103,7 +103,7 @@ def reshard_share(metrics: Mapping[str, float]) -> float:
 def run_facts(
     folder: Path, checkpoints: Path, export: str | None, tensorboard: str | None = None
 ) -> dict[str, str]:
-    """Where the files of a finished run are, and how to continue it."""
+    """Return the paths of a finished run's files, and how to continue it."""
     facts = {
         "files": str(folder),
         "tensorboard": f"tensorboard --logdir {tensorboard or folder / 'tensorboard'}",

@@ -1,9 +1,9 @@
 """The run directory: metrics, samples, configuration, summary.
 
-Rank 0 writes, the others keep silent. Names of files and metrics are the run directory's contract:
-`metrics.jsonl` (one object a step), `rollouts.jsonl`, `run.log`, `config.yaml`, `summary.json`,
-`tensorboard/`. Nothing here stops training: lines that cannot be written wait until they can, and
-what else fails is said once. Other places for metrics: `metric_sinks`.
+Only rank 0 writes. Names of files and metrics are the run directory's contract: `metrics.jsonl`
+(one object per step), `rollouts.jsonl`, `run.log`, `config.yaml`, `summary.json`, `tensorboard/`.
+Failures here do not stop training: lines that cannot be written are buffered until they can, and
+other failures are logged once. For other destinations of metrics see `metric_sinks`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from mcore_rl.common.readers import (
 )
 from mcore_rl.observe.metric_sinks import WandbRun, tensorboard_sink, wandb_sink
 
-if TYPE_CHECKING:  # it imports torch, and `mcore-rl report` reads here without
+if TYPE_CHECKING:  # it imports torch, which `mcore-rl report` avoids
     from mcore_rl.batching.types import ScoredRollout, StepStats
 
 logger = logging.getLogger(__name__)
 
 # In the summary.
 MAIN_METRICS = ("reward/mean", "eval/accuracy", "kl/rollout_actor", "entropy", "grad_norm")
-# What a best value is; of other metrics there is none.
+# Metrics that have a best value; other metrics have none.
 HIGHEST_IS_BEST = (
     "reward/mean",
     "eval/accuracy",
@@ -52,15 +52,15 @@ _MAX_STEP = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """What config.yaml says. `given` is flag -> value, as a file of `--rl-config` has it."""
+    """Contents of config.yaml. `given` is flag -> value, as in a file of `--rl-config`."""
 
     given: Mapping[str, Any] = field(default_factory=dict)
     resolved: Mapping[str, Any] = field(default_factory=dict)  # all arguments, given or not
     about: Mapping[str, Any] = field(default_factory=dict)  # command, ranks, versions
 
     def text(self) -> str:
-        """A file of `--rl-config`, which makes the same run in a directory of its own: what was
-        given. The rest is YAML as well, in comments."""
+        """Return the text of config.yaml: the given flags as a file of `--rl-config`, which starts
+        the same run in a new directory. The rest is YAML in comments."""
         given = {key: value for key, value in self.given.items() if key != "rl-run-dir"}
         return "".join(
             [
@@ -75,7 +75,7 @@ class RunConfig:
 
 
 def read_config(path: Path) -> RunConfig:
-    """What a config.yaml says. Raises OSError, and ValueError for one that is cut or damaged."""
+    """Read a config.yaml. Raises OSError, and ValueError for a truncated or damaged file."""
     text = path.read_text(encoding="utf-8", errors="replace")
     comments = "\n".join(line[2:] for line in text.split("\n") if line.startswith("# "))
     given, others = (parse_yaml(part) or {} for part in (text, comments))
@@ -84,13 +84,13 @@ def read_config(path: Path) -> RunConfig:
     about, resolved = (others.get(key) or {} for key in ("about", "resolved"))
     if not (isinstance(about, dict) and isinstance(resolved, dict)):
         raise InvalidData(f"{path} has comments that are not those of a run")
-    if not others:  # of an older run, whose arguments are not in comments
+    if not others:  # from an older version, which wrote the arguments without comments
         given, resolved = {}, given
     return RunConfig(_plain(given), _plain(resolved), _plain(about))
 
 
 def _dumped(mapping: Mapping[str, Any]) -> str:
-    # In ASCII: there are characters that end a line, and a comment, for YAML alone.
+    # In ASCII: some characters end a line, and so a comment, only in YAML.
     return yaml.safe_dump(_plain(mapping), sort_keys=False, width=float("inf"))
 
 
@@ -99,10 +99,10 @@ def _commented(mapping: Mapping[str, Any]) -> str:
 
 
 class RunDirectory:
-    """Writes the files of a run; only one process may.
+    """Writer of a run's files, for one process only.
 
-    A run that goes on from `first_step` appends. What a run has written before it was killed and
-    does again stands there twice; the later line of a step counts, as in TensorBoard.
+    A run resumed at `first_step` appends. Steps that a run had written before it was killed, and
+    repeats, appear twice; the later line of a step counts, as in TensorBoard.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class RunDirectory:
         tensorboard: str | None = None,
         wandb: WandbRun | None = None,
     ) -> None:
-        """`tensorboard` is another place than `tensorboard/` for its files; `wandb` has metrics go
-        to Weights & Biases as well."""
+        """Open the files. `tensorboard` replaces the folder `tensorboard/`; `wandb` also sends the
+        metrics to Weights & Biases."""
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._main: dict[str, dict[str, float]] = {}
@@ -126,21 +126,21 @@ class RunDirectory:
         self._replace("config.yaml", config.text())
         self._log = _LogHandler(PatientFile(self.folder / "run.log"))
         logging.getLogger("mcore_rl").addHandler(self._log)
-        # After the log, which is to have what they say.
+        # After the log, which records their messages.
         points = Path(tensorboard) if tensorboard else self.folder / "tensorboard"
         self._sinks = [tensorboard_sink(points, first_step)]
         if wandb is not None:
             self._sinks.append(wandb_sink(wandb, self.folder, _plain(config.resolved), first_step))
 
     def write_step(self, stats: StepStats) -> None:
-        """Append one line to metrics.jsonl and one point a metric to each sink."""
+        """Append one line to metrics.jsonl, and one point per metric to each sink."""
         self._metrics.write(json.dumps({"step": stats.step, **stats.metrics}) + "\n")
         for sink in self._sinks:
             sink.write(stats.step, stats.metrics)
         self._note_main(stats.metrics)
 
     def steps_before(self, first_step: int) -> dict[int, dict[str, float]]:
-        """What earlier runs into this folder have measured, in the order of the steps."""
+        """Return the metrics of earlier runs in this folder, in the order of the steps."""
         damaged: list[int] = []
         found = read_metrics(self.folder / "metrics.jsonl", damaged)
         if damaged:
@@ -180,8 +180,8 @@ class RunDirectory:
         self._rollouts.write("".join(lines))
 
     def write_summary(self, facts: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-        """Write `facts` and first, last of the main metrics, and best of those that have one;
-        returns the latter."""
+        """Write `facts` and the main metrics' first and last values, and best where defined.
+        Return these values."""
         main = {name: dict(self._main[name]) for name in MAIN_METRICS if name in self._main}
         summary = {**_plain(facts), "metrics": main}
         self._replace("summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
@@ -204,9 +204,9 @@ class RunDirectory:
 
 
 class PatientFile:
-    """A file of lines that is appended to. What a full disk does not take waits for the next call.
+    """An append-only file of lines. Text that a full disk rejects is kept for the next call.
 
-    A line that a killed run has not finished is ended first.
+    A line that a killed run left incomplete is ended first.
     """
 
     def __init__(self, path: Path) -> None:
@@ -216,7 +216,7 @@ class PatientFile:
         self._has_begun = self._has_warned = False
 
     def write(self, text: str) -> None:
-        """Append the text, and what waits; nothing is raised for what the disk says."""
+        """Append the buffered text and `text`. Errors of the disk are not raised."""
         self._waiting += text.encode(errors="replace")
         try:
             if self._file is None:
@@ -227,7 +227,7 @@ class PatientFile:
         except OSError as error:
             self._give_up()
             if not self._has_warned:
-                self._has_warned = True  # before: it may be the log's own file
+                self._has_warned = True  # first, because this may be the log's own file
                 logger.warning(
                     "%s: %s; its lines wait until they can be written", self._path, error.strerror
                 )
@@ -237,7 +237,7 @@ class PatientFile:
             logger.warning("%s can be written again, and nothing is missing in it", self._path)
 
     def close(self) -> None:
-        """Try once more to write what waits."""
+        """Try once more to write the buffered text, and close the file."""
         if self._waiting:
             self.write("")
         if self._waiting:
@@ -245,7 +245,7 @@ class PatientFile:
         self._give_up()
 
     def _give_up(self) -> None:
-        """Let go of the file: what is opened again later may be on a disk that was mounted anew."""
+        """Close the file, so that reopening it works on a disk that was mounted again."""
         with contextlib.suppress(OSError):
             if self._file is not None:
                 self._file.close()
@@ -263,8 +263,8 @@ class PatientFile:
 
 
 class _LogHandler(logging.Handler):
-    """run.log. Further lines of a message are indented, so that none looks like a message: what a
-    reward raises may be a text that came from anywhere."""
+    """Handler for run.log. It indents a message's further lines, so that none looks like a
+    message: an exception of a reward may contain untrusted text."""
 
     def __init__(self, file: PatientFile) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class _LogHandler(logging.Handler):
         self.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        # A lone carriage return ends a line, too, for who reads a text file.
+        # Text readers also end a line at a lone carriage return.
         self._file.write(re.sub(r"\r\n?|\n", "\n  ", self.format(record)) + "\n")
 
     def close(self) -> None:
@@ -281,11 +281,11 @@ class _LogHandler(logging.Handler):
 
 
 def read_metrics(path: Path, damaged: list[int] | None = None) -> dict[int, dict[str, float]]:
-    """The metrics of each step in a metrics.jsonl; of a step that was done twice the later ones.
+    """Return each step's metrics in a metrics.jsonl; the later ones if a step was done twice.
 
     Values are floats, finite or not. The numbers (from 1) of lines that are not a step's metrics,
-    and of lines of which a value was left out, are appended to `damaged`. The evaluation after the
-    last step has a line of its own, whose step no other line has.
+    and of lines with a value that was skipped, are appended to `damaged`. The evaluation after the
+    last step has a separate line, whose step no other line has.
     """
     found: dict[int, dict[str, float]] = {}
     if not path.is_file():
@@ -296,7 +296,7 @@ def read_metrics(path: Path, damaged: list[int] | None = None) -> dict[int, dict
             fields = parse_json(line)
         step = integer_within(fields.get("step"), 0, _MAX_STEP) if type(fields) is dict else None
         if step is None:
-            # A line without an end is one that a killed run has not finished.
+            # A line without a newline was left incomplete by a killed run.
             if line.strip() and line.endswith(b"\n") and damaged is not None:
                 damaged.append(line_number)
             continue
@@ -308,16 +308,16 @@ def read_metrics(path: Path, damaged: list[int] | None = None) -> dict[int, dict
 
 
 def damage_note(name: str, damaged: Sequence[int]) -> str:
-    """A sentence about the lines of a file that could not be read."""
+    """Return a sentence about the lines of a file that could not be read."""
     lines = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
     return f"{name} is damaged in line {lines}; what cannot be read there is left out"
 
 
 def _plain(value: Any) -> Any:
-    """What JSON and YAML can hold; anything else by its text."""
+    """Convert a value to types of JSON and YAML; other types become their text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
-    # The exact types: an enum that is an int as well would be written as an object.
+    # Exact types: YAML would write an enum that is also an int as an object.
     return value if type(value) in (str, int, float, bool, type(None)) else str(value)

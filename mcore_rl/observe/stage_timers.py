@@ -1,4 +1,4 @@
-"""The clocks of a step's stages."""
+"""Timers of a step's stages."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ STAGES = ("data", "rollout", "reward", "log_probs", "advantages", "train", "chec
 
 
 class StageTimers:
-    """Seconds spent in each stage of a step, of which `--rl-trace` makes spans as well.
+    """Seconds spent in each stage of a step; `--rl-trace` records them as spans as well.
 
-    A `watchdog` hears of each stage too.
+    A `watchdog` is notified of each stage, too.
     """
 
     def __init__(self, watchdog: StageWatchdog | None = None) -> None:
@@ -41,7 +41,7 @@ class StageTimers:
         self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds
 
     def move(self, seconds: float, stage: str, to: str) -> None:
-        """Count so many seconds of `stage`, which may still be going on, as those of another."""
+        """Move `seconds` from `stage`, which may still be running, to another stage."""
         self.add(stage, -seconds)
         self.add(to, seconds)
 
@@ -49,7 +49,7 @@ class StageTimers:
         return self._seconds.get(stage, 0.0)
 
     def finish_step(self) -> dict[str, float]:
-        """`time/<stage>_seconds` of the step that ends here, and start the next."""
+        """Return `time/<stage>_seconds` of the step that ends here, and start the next."""
         now = time.perf_counter()
         metrics = {f"time/{stage}_seconds": self._seconds.get(stage, 0.0) for stage in STAGES}
         for stage in set(self._seconds) - set(STAGES):

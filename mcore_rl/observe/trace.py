@@ -1,20 +1,19 @@
-"""`--rl-trace N`: where the time of N steps goes, by torch.profiler.
+"""Tracing of N steps (`--rl-trace N`) with torch.profiler.
 
     <run dir>/trace/rank<R>.json   Chrome trace events, for ui.perfetto.dev or chrome://tracing
-    <run dir>/trace/trace.json     all ranks, where one machine has them all
+    <run dir>/trace/trace.json     all ranks, if they run on one machine
     <run dir>/trace/table.txt      seconds of every stage, and the bottleneck; printed as well
 
 The first step of a run warms up (it compiles, allocates, connects), so the N steps after it are
-traced, unless the run has no more than N: then all of it. A step ends where `time/step_seconds`
-ends.
+traced; a run of N steps or fewer is traced completely. A step ends where `time/step_seconds` ends.
 
-What is recorded are spans: the stages of `StageTimers`, Megatron's forward and backward passes, the
-update, and torch's own spans of collectives, from call to end. Operations are not: a rollout has
-them by the million, at half a kilobyte each. With CUDA there are kernels as well, but those of a
-rollout, and the stream in use is waited for where a stage or a pass begins and ends, as a launch
-tells nothing of what it launches. Traced steps are slower.
+The trace records spans: the stages of `StageTimers`, Megatron's forward and backward passes, the
+update, and torch's own spans of collectives, from call to end. It does not record operations: a
+rollout has millions of them, at half a kilobyte each. With CUDA it also records kernels, except
+during a rollout or evaluation, and stages and passes begin and end with a wait for the current
+stream, because a launch does not show how long its kernel runs. Traced steps are slower.
 
-What fails while tracing is told in a warning, once, and never stops training.
+A failure of tracing is logged once as a warning, and never stops training.
 """
 
 from __future__ import annotations
@@ -43,20 +42,20 @@ from mcore_rl.observe.trace_table import STEP, TracedStep, make_table, render, t
 logger = logging.getLogger(__name__)
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-# They hold the loss, the release of the output and the gradient's hand-on as well.
+# These also contain the loss, the release of the output and the transfer of the gradient.
 _PASSES = {
     "forward_step": "forward",
     "backward_step": "backward",
     "backward_step_multimodule": "backward",
 }
-# Within these the engine has the device to itself.
+# During these only the engine uses the device.
 _WITHOUT_KERNELS = ("rollout", "eval")
 _current: Tracer | None = None
 
 
 @contextlib.contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Times a `with` block as a stage while steps are traced."""
+    """Time a `with` block as a stage while steps are traced."""
     tracer = _current
     if tracer is None:
         yield
@@ -72,14 +71,14 @@ def stage(name: str) -> Iterator[None]:
 
 
 def step_ended() -> None:
-    """A step ends and the next begins."""
+    """Mark the end of a step and the start of the next."""
     if _current is not None:
         _current.step_ended()
 
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What a rank tells rank 0."""
+    """A rank's message to rank 0."""
 
     host: str
     steps: list[TracedStep]
@@ -88,11 +87,11 @@ class _Report:
 
 
 class Tracer:
-    """Traces steps of a run on this rank.
+    """Tracer of a run's steps on this rank.
 
-    `num_steps` are asked for and `num_steps_left` are to come, the first of them being number
-    `first_step` (from 0). Nothing happens before `start`, and nothing at all for 0 steps. `report`
-    is collective, everything else local to the rank. No method raises.
+    `num_steps` are requested, and `num_steps_left` remain in the run, starting with step
+    `first_step` (from 0). Nothing happens before `start`, or for 0 steps. `report` is collective;
+    everything else is local to the rank. No method raises.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class Tracer:
         self._handover = contextlib.ExitStack()
         self._stages: set[str] = set()
         self._steps: list[TracedStep] = []
-        self._num_ended = 0  # steps of the run, traced or not; counted whatever fails
+        self._num_ended = 0  # steps of the run, traced or not; counted even if tracing failed
         self._reported = False
         self._failure: str | None = None
 
@@ -124,7 +123,7 @@ class Tracer:
         return self._num_ended >= self._num_skipped + self.num_steps
 
     def start(self) -> None:
-        """Begin with the first step, and say which ones are traced."""
+        """Begin with the first step, and log which steps are traced."""
         global _current
         if self.num_steps == 0:
             return
@@ -135,10 +134,10 @@ class Tracer:
         if self._rank == 0:
             logger.info("%s traced (%s): %s", which, why, self._folder)
         _current = self
-        # It tells on stderr of every start and stop, as what is more severe than an error.
+        # Kineto reports every start and stop on stderr, at a level above errors.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         with self._surviving(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, where no step warms up
+            warnings.simplefilter("ignore")  # torch warns if no step warms up
             steps = schedule(wait=0, warmup=self._num_skipped, active=self.num_steps, repeat=1)
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
@@ -152,7 +151,7 @@ class Tracer:
 
     @contextlib.contextmanager
     def span(self, name: str, *, is_stage: bool = False) -> Iterator[None]:
-        """Times a `with` block."""
+        """Time a `with` block."""
         if is_stage:
             self._stages.add(name)
         _synchronize()
@@ -168,17 +167,17 @@ class Tracer:
                 self._profile.toggle_collection_dynamic(wanted, [ProfilerActivity.CUDA])
 
     def handover_started(self, direction: str) -> None:
-        """For `on_reshard_start` of the sharding manager; a direction is "train_to_rollout"."""
+        """Handle the sharding manager's `on_reshard_start`; `direction` is "train_to_rollout"."""
         if _current is self:
             name = f"reshard_{direction.partition('_')[2]}"
             self._handover.enter_context(self.span(name, is_stage=True))
 
     def handover_ended(self) -> None:
-        """For `on_reshard_end` of the sharding manager."""
+        """Handle the sharding manager's `on_reshard_end`."""
         self._handover.close()
 
     def step_ended(self) -> None:
-        """A step ends: begin to trace, go on, or stop."""
+        """End a step: start, continue or stop tracing."""
         self._num_ended += 1
         with self._surviving(), _spans_alone():
             _synchronize()
@@ -188,9 +187,9 @@ class Tracer:
             self._stop()
 
     def report(self) -> None:
-        """On rank 0, the table and the trace of all ranks. Collective over the world.
+        """Write the table and the trace of all ranks, on rank 0. Collective over the world.
 
-        To be called after every step; it does something after the last traced one.
+        Call it after every step; it has an effect after the last traced one.
         """
         if self.num_steps == 0 or self._reported or not self._over:
             return
@@ -201,7 +200,7 @@ class Tracer:
                 self._show(everyone)
 
     def close(self) -> None:
-        """Stop, and write what a run that ends early has traced. Local to this rank; idempotent."""
+        """Stop, and write the trace of a run that ends early. Local to this rank; idempotent."""
         self._stop()
 
     def _stop(self) -> None:
@@ -216,7 +215,7 @@ class Tracer:
 
     @contextlib.contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Tracing ends and training goes on; steps are still counted, as `report` is collective."""
+        """End tracing on an exception, not training; steps still count for `report`."""
         try:
             yield
         except Exception as error:
@@ -233,7 +232,7 @@ class Tracer:
                     profiler.stop()
 
     def _time_passes(self) -> None:
-        """Megatron's schedules look these up by name, call by call."""
+        """Replace the passes in Megatron's schedules, which look them up by name at each call."""
         schedules = sys.modules.get(SCHEDULES)
         for function, name in _PASSES.items():
             original = getattr(schedules, function, None)
@@ -250,7 +249,7 @@ class Tracer:
         return timed
 
     def _write(self, profiler: profile) -> None:
-        """This rank's events, as a process of its rank's number."""
+        """Write this rank's events, with the rank as the process id."""
         self._folder.mkdir(parents=True, exist_ok=True)
         raw = self._folder / f".{self._file.name}.raw"
         try:
@@ -269,7 +268,7 @@ class Tracer:
         _write_events(self._file, shown)
 
     def _named(self, event: dict[str, Any]) -> dict[str, str]:
-        """Steps by their number in the run."""
+        """Return the name of a step's event, with its number in the run."""
         if not event["name"].startswith(STEP):
             return {}
         number = self._first_step + int(event["name"].removeprefix(STEP))
@@ -307,8 +306,8 @@ _WHOLE = "PyTorch Profiler (0)"  # an event around all others
 
 @contextlib.contextmanager
 def _spans_alone() -> Iterator[None]:
-    """In which a profiler that starts records spans, not operations: `profile` has no argument for
-    what the function that it calls can do."""
+    """Make a profiler that starts here record spans, not operations: `profile` does not expose the
+    argument `scopes` of the function that it calls."""
     original = autograd_profiler._enable_profiler
     autograd_profiler._enable_profiler = functools.partial(
         original,
@@ -321,7 +320,7 @@ def _spans_alone() -> Iterator[None]:
 
 
 def _synchronize() -> None:
-    """Wait for the stream in use; a graph that is being captured may not be waited for."""
+    """Wait for the current stream, except during a graph capture, which forbids it."""
     if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
         torch.cuda.current_stream().synchronize()
 
@@ -331,7 +330,7 @@ def _about(rank: int, what: str, **args: Any) -> dict[str, Any]:
 
 
 def merge(paths: Sequence[Path], merged: Path) -> None:
-    """One trace of several ranks' files, all of one machine."""
+    """Merge the trace files of several ranks of one machine."""
     events: list[dict[str, Any]] = []
     for path in paths:
         events += json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
@@ -345,7 +344,7 @@ def _write_events(path: Path, events: Sequence[dict[str, Any]]) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
-    """Write a file that nobody can see half-written."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,14 +1,14 @@
-"""From the events of a trace to a table: where the time goes, every moment counted once.
+"""The table of a trace: the time of each stage, with every moment counted once.
 
-A moment belongs to the innermost span that is open then: a collective inside a forward pass is
-communication, and the forward pass is without it. Collectives of training (log-probs, advantages,
-updates) are in the row "communication". Those of a hand-over, a reward or a checkpoint stay in its
-row: a hand-over is little else. So do spans that nobody here knows, of torch and of the engine.
+A moment belongs to the innermost open span: a collective inside a forward pass counts as
+communication, and not as forward pass. Collectives of training (log-probs, advantages, updates)
+are in the row "communication". Collectives of a hand-over, a reward or a checkpoint stay in its
+row, because a hand-over consists of little else. Unknown spans of torch and the engine stay, too.
 
-Waiting is told from communication where it can be: all ranks leave a blocking call of
-`common.objects` together, so what a rank spent there beyond the rank that came last was waiting for
-that one. It goes to the row "idle", with all the time that no span covers. Inside a pipeline the
-waiting for a neighbour is part of "communication": nothing says which of the two was late.
+Waiting is separated from communication where possible: all ranks leave a blocking call of
+`common.objects` together, so the time that a rank spends there beyond the last rank to arrive is
+waiting. It goes to the row "idle", with all the time that no span covers. In a pipeline, waiting
+for a neighbour is part of "communication": the trace does not show which of the two was late.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 """
@@ -24,7 +24,7 @@ STAGE, MODEL, COMMUNICATION = "stage", "model", "communication"
 IDLE = "idle"
 OTHER_UPDATE = "update, other"
 STEP = "ProfilerStep#"  # torch.profiler's span of a step, numbered from 0
-OF_WORLD = "all ranks: "  # how `common.objects` calls its spans
+OF_WORLD = "all ranks: "  # prefix of the spans of `common.objects`
 _PASSES = ("forward", "backward", "optimizer")
 # Stages of `StageTimers` and of the hand-over, by their names in the table.
 STAGE_ROWS = {
@@ -50,7 +50,7 @@ _SHOWN_COLLECTIVES = 8
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time on this rank, in nanoseconds of the trace's clock."""
+    """A period of time on this rank, in nanoseconds of the trace's clock."""
 
     name: str
     category: str  # STAGE, MODEL or COMMUNICATION
@@ -64,7 +64,7 @@ class Span:
 class TracedStep:
     """A step of one rank, ready to be sent to rank 0."""
 
-    number: int  # from 1, as the progress line counts
+    number: int  # from 0, as in metrics.jsonl
     duration: int  # nanoseconds
     rows: Mapping[str, int]  # row -> nanoseconds; they add up to the duration
     world: Sequence[tuple[str, str, int]]  # blocking collectives of the world: name, row, ns
@@ -72,11 +72,11 @@ class TracedStep:
 
 
 def row_of(name: str, category: str, stage: str | None) -> str:
-    """The row of a span that begins inside `stage`, or outside of all stages."""
+    """Return the row of a span that begins inside `stage`, or outside of all stages."""
     if category == STAGE:
         return STAGE_ROWS.get(name, name)
     if category == MODEL:
-        # The forward passes of log-probs are what log-probs take.
+        # Forward passes for log-probs count as log-probs.
         return name if stage in (None, "train") else row_of(str(stage), STAGE, None)
     if stage in (None, "train", "log_probs", "advantages"):
         return "communication"
@@ -86,7 +86,7 @@ def row_of(name: str, category: str, stage: str | None) -> str:
 def traced_steps(
     events: Sequence[Mapping[str, Any]], stages: Collection[str], first_step: int
 ) -> list[TracedStep]:
-    """The steps in a Chrome trace of torch.profiler; `stages` are the names of its stages."""
+    """Return the steps in a Chrome trace of torch.profiler; `stages` names its stages."""
     complete = sorted((e for e in events if e["ph"] == "X"), key=lambda event: event["ts"])
     spans: list[Span] = []
     running: list[Span] = []  # stages, the innermost last
@@ -114,8 +114,8 @@ def traced_steps(
 
 
 def _category(name: str, kind: str, stages: Collection[str]) -> str | None:
-    """The category of an event; None for foreign annotations and compute kernels."""
-    if kind == "kernel":  # NCCL's own, as an annotation on the host tells only of its launch
+    """Return the category of an event; None for foreign annotations and compute kernels."""
+    if kind == "kernel":  # NCCL's kernels: an annotation on the host only covers the launch
         return COMMUNICATION if name.startswith("nccl") else None
     if kind != "user_annotation":
         return None
@@ -127,9 +127,9 @@ def _category(name: str, kind: str, stages: Collection[str]) -> str | None:
 
 
 def exclusive_times(spans: Sequence[Span], begin: int, end: int) -> dict[str, int]:
-    """Row -> nanoseconds between `begin` and `end`; they add up to `end - begin`.
+    """Return row -> nanoseconds between `begin` and `end`; they add up to `end - begin`.
 
-    Where several spans are open, the moment belongs to the one that began last.
+    If several spans are open, the moment belongs to the one that began last.
     """
     changes: list[tuple[int, int, int]] = []  # moment, 0 to end and 1 to begin, index
     for index, span in enumerate(spans):
@@ -153,7 +153,7 @@ def exclusive_times(spans: Sequence[Span], begin: int, end: int) -> dict[str, in
 
 
 def traced_step(number: int, spans: Sequence[Span], begin: int, end: int) -> TracedStep:
-    """What is to be known of a step's spans."""
+    """Summarize a step's spans."""
     collectives: dict[tuple[str, str], tuple[int, int]] = {}
     for span in spans:
         if span.category == COMMUNICATION:
@@ -170,9 +170,9 @@ def traced_step(number: int, spans: Sequence[Span], begin: int, end: int) -> Tra
 
 
 def with_waiting_apart(ranks: Sequence[TracedStep]) -> list[dict[str, int]]:
-    """Rows of the same step on all ranks, with waiting for other ranks moved to "idle".
+    """Return the rows of one step on all ranks, with waiting for other ranks moved to "idle".
 
-    Where ranks did not have the same collectives of the world, nothing is moved.
+    If the ranks did not have the same collectives of the world, nothing is moved.
     """
     rows = [dict(step.rows) for step in ranks]
     names = {tuple((name, row) for name, row, _ in step.world) for step in ranks}
@@ -181,7 +181,7 @@ def with_waiting_apart(ranks: Sequence[TracedStep]) -> list[dict[str, int]]:
     for same in zip(*(step.world for step in ranks), strict=True):
         shortest = min(nanoseconds for _, _, nanoseconds in same)
         for of_rank, (_, row, nanoseconds) in zip(rows, same, strict=True):
-            # What another thread was doing meanwhile has been taken from the row already.
+            # Spans of other threads in the meantime are already subtracted from the row.
             waited = min(nanoseconds - shortest, of_rank.get(row, 0))
             of_rank[row] = of_rank.get(row, 0) - waited
             of_rank[IDLE] = of_rank.get(IDLE, 0) + waited
@@ -195,14 +195,14 @@ class TableRow:
     name: str
     by_step: tuple[float, ...]  # means over ranks
     mean: float  # over steps and ranks
-    low: float  # least mean over steps of a rank
-    high: float  # and the greatest
+    low: float  # smallest of the ranks' means over steps
+    high: float  # and the largest
     share: float  # of the step
 
 
 @dataclass(frozen=True, slots=True)
 class TraceTable:
-    """Where the time of the traced steps went, over all ranks."""
+    """The time of the traced steps by row, over all ranks."""
 
     steps: tuple[int, ...]
     rows: tuple[TableRow, ...]
@@ -212,7 +212,7 @@ class TraceTable:
 
     @property
     def bottleneck(self) -> str:
-        """The row with the largest share; for "idle" also what the ranks waited for."""
+        """The row with the largest share; for "idle" also the row that the ranks waited for."""
         worst = max(self.rows, key=lambda row: row.mean)
         text = f"bottleneck: {worst.name}, {100 * worst.share:.0f} % of the step"
         if worst.name != IDLE:
@@ -227,7 +227,7 @@ class TraceTable:
 
 
 def make_table(ranks: Sequence[Sequence[TracedStep]]) -> TraceTable:
-    """The table of what each rank traced, all of them the same steps."""
+    """Build the table from each rank's traced steps, which must be the same on all ranks."""
     steps = tuple(step.number for step in ranks[0])
     assert steps and all(tuple(s.number for s in of_rank) == steps for of_rank in ranks), (
         f"ranks traced other steps than rank 0's {steps}"
@@ -247,7 +247,7 @@ def make_table(ranks: Sequence[Sequence[TracedStep]]) -> TraceTable:
 
 
 def _row(name: str, nanoseconds: Sequence[Sequence[int]], step_seconds: float) -> TableRow:
-    """A row of `nanoseconds` by step and then by rank."""
+    """Return a row of `nanoseconds`, which are by step and then by rank."""
     num_steps, num_ranks = len(nanoseconds), len(nanoseconds[0])
     by_rank = [
         sum(step[rank] for step in nanoseconds) / num_steps / 1e9 for rank in range(num_ranks)
@@ -280,7 +280,7 @@ def _collectives(
 
 
 def render(table: TraceTable) -> str:
-    """The table as text, its last line naming the bottleneck."""
+    """Format the table as text, whose last line names the bottleneck."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""Metrics of a user's own: functions of a step's samples, recorded beside ours.
+"""User metrics: functions of a step's samples, recorded next to mcore_rl's metrics.
 
     from mcore_rl.api import ScoredRollout, metric
 
@@ -6,8 +6,8 @@
     def digits(samples: Sequence[ScoredRollout]) -> float:
         return sum("1" in sample.rollout.text for sample in samples) / len(samples)
 
-stands in a file of `--rl-import` and gives `user/digits` in metrics.jsonl and wherever metrics go.
-Reward processes run that file, too: nothing heavy is imported here.
+in a file of `--rl-import` records `user/digits` in metrics.jsonl and all other metric sinks.
+Reward processes run that file, too, so this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ logger = logging.getLogger(__name__)
 MetricFunction = Callable[["Sequence[ScoredRollout]"], float | Mapping[str, float]]
 
 _METRICS: dict[str, MetricFunction] = {}
-_told: set[str] = set()  # whose failure was said: once is enough
+_told: set[str] = set()  # metrics whose failure was logged
 
 
 def metric(name: str) -> Callable[[MetricFunction], MetricFunction]:
-    """Decorator: record what `function(samples)` returns of every step, as `user/<name>`.
+    """Decorator: record the result of `function(samples)` for every step, as `user/<name>`.
 
-    Of a mapping each value is recorded as `user/<name>/<key>`. `samples` are all of the step, those
-    without a reward included (`is_valid`). It is called on one rank, after the update, so it must
-    not communicate. A function that raises, or returns something else than finite numbers, is said
-    in the log once, and its step has no such metric. ValueError: the name is taken, or empty.
+    Each value of a mapping is recorded as `user/<name>/<key>`. `samples` are all samples of the
+    step, also without a reward (`is_valid`). The function is called on one rank, after the update,
+    so it must not communicate. If it raises or returns anything but finite numbers, this is logged
+    once and the step lacks the metric. Raises ValueError if the name is taken or empty.
     """
 
     def register(function: MetricFunction) -> MetricFunction:
@@ -47,12 +47,12 @@ def metric(name: str) -> Callable[[MetricFunction], MetricFunction]:
 
 
 def has_metrics() -> bool:
-    """Whether there is any."""
+    """Return whether any user metric is registered."""
     return bool(_METRICS)
 
 
 def user_metrics(samples: Sequence[ScoredRollout]) -> dict[str, float]:
-    """Those of a step, by full name. Never raises."""
+    """Return a step's user metrics, by full name. Never raises."""
     found: dict[str, float] = {}
     for name, function in _METRICS.items():
         try:
@@ -62,7 +62,7 @@ def user_metrics(samples: Sequence[ScoredRollout]) -> dict[str, float]:
             wrong = [key for key, number in numbers.items() if not math.isfinite(number)]
             if wrong:
                 raise ValueError(f"{wrong[0]} is {numbers[wrong[0]]}")
-        except Exception as error:  # the user's, which ends no run
+        except Exception as error:  # from the user's function, which must not end the run
             if name not in _told:
                 _told.add(name)
                 logger.warning(

@@ -1,10 +1,10 @@
-"""Ends a run whose stage takes too long, and says which rank is stuck where.
+"""Watchdog that ends a run whose stage takes too long, and reports which rank is stuck where.
 
-A rank that is slow or stuck shows on all others as a collective that does not return; after
-`--distributed-timeout-minutes` these fail, and say nothing about the one. Here each rank watches
-its own stages. When one takes longer than `--rl-stage-timeout-seconds` the ranks tell each other,
-over connections of their own to the job's store, what their main threads are doing; one of them
-prints that, ranks alike together, and all end. A rank that does not answer is named.
+A slow or stuck rank shows on all others as a collective that does not return. After
+`--distributed-timeout-minutes` they fail, without a word about that rank. Here each rank watches
+its own stages. When one takes longer than `--rl-stage-timeout-seconds`, the ranks report what
+their main threads are doing, over separate connections to the job's store. One rank prints the
+reports, grouped by identical stack, and all end. Ranks that do not answer are named.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from mcore_rl.common.kills import note_stage
 
 EXIT_STUCK = 1
 _POLL_SECONDS = 0.2
-# From one look at whether another rank has run out of time to the next, and what answers may take.
+# Interval of checks whether another rank has timed out, and the time limit for answers.
 _ASK_SECONDS = 5.0
 _ANSWER_SECONDS = 10.0
-# If not even the watching thread gets to run: C code that keeps Python's lock.
+# For C code that holds the GIL, so that not even the watching thread runs.
 _BACKSTOP_SECONDS = 30.0
 _KEY = "mcore_rl/stuck"
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a rank was doing when its time was up."""
+    """A rank's activity when the time was up."""
 
     stage: str
     seconds: float
@@ -45,7 +45,7 @@ class Report:
 
 
 class StageWatchdog:
-    """Notes the stages of this rank, and watches their time unless `limit_seconds` is 0."""
+    """Recorder of this rank's stages, which limits their time unless `limit_seconds` is 0."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class StageWatchdog:
         connect: Callable[[], Any] | None = None,
         leave: Callable[[int], Any] = os._exit,
     ) -> None:
-        """`connect` makes a connection to the job's store that nothing else uses; None: one rank.
-        `leave` ends the process."""
+        """Start watching. `connect` opens a connection to the job's store that nothing else uses;
+        None: one rank. `leave` ends the process."""
         self._limit, self._rank, self._world_size = limit_seconds, rank, world_size
         self._leave, self._since = leave, 0.0
         self._stages: list[str] = []
@@ -70,19 +70,19 @@ class StageWatchdog:
             self._thread.start()
 
     def enter(self, stage: str) -> None:
-        """A stage begins, maybe within another."""
+        """Begin a stage, which may be nested in another."""
         with self._lock:
             self._stages.append(stage)
             self._begin()
 
     def leave(self) -> None:
-        """The innermost stage has ended; the one around it gets its time anew."""
+        """End the innermost stage, and restart the clock of the stage around it."""
         with self._lock:
             self._stages.pop()
             self._begin()
 
     def close(self) -> None:
-        """Watch nothing from now on. Idempotent."""
+        """Stop watching. Idempotent."""
         self._closed.set()
         if self._limit > 0:
             faulthandler.cancel_dump_traceback_later()
@@ -114,8 +114,8 @@ class StageWatchdog:
                 return
 
     def _is_asked(self) -> bool:
-        """Whether another rank wants to know what this one does."""
-        with contextlib.suppress(Exception):  # the store goes with the run
+        """Return whether another rank has asked for reports."""
+        with contextlib.suppress(Exception):  # the store ends with the run
             return self._store is not None and self._store.check([f"{_KEY}/speaker"])
         return False
 
@@ -125,21 +125,22 @@ class StageWatchdog:
         if self._store is not None:
             try:
                 reports, speaks = self._exchange(mine)
-            except Exception as error:  # the store is gone: every rank speaks for itself
+            except Exception as error:  # the store is gone: every rank prints its own report
                 print(f"mcore_rl: the other ranks cannot be asked ({error!r})", file=sys.stderr)
         if speaks:
             print(describe(reports, self._world_size, self._limit), file=sys.stderr, flush=True)
         self._leave(EXIT_STUCK)
 
     def _exchange(self, mine: Report) -> tuple[dict[int, Report], bool]:
-        """What all ranks say that can, where this one is to print it, and whether it is."""
+        """Send this rank's report. Return the reports of all ranks that answered, if this rank is
+        the one to print them, and whether it is."""
         store = self._store
         assert store is not None, "there is nobody to ask"
         speaks = store.add(f"{_KEY}/speaker", 1) == 1
-        # The last word to the store: with all reports there the speaker ends, maybe with the store.
+        # The last access to the store: with all reports the printing rank ends, perhaps with it.
         store.set(f"{_KEY}/{self._rank}", json.dumps([mine.stage, mine.seconds, mine.stack]))
         if not speaks:
-            # Whoever ends first has the launcher end all others: not before it is printed.
+            # The first rank to end makes the launcher end all others, so wait for the printing.
             self._closed.wait(2 * _ANSWER_SECONDS)
             return {}, False
         deadline = time.monotonic() + _ANSWER_SECONDS
@@ -155,13 +156,13 @@ class StageWatchdog:
 
 
 def stack_of(frame: FrameType | None) -> tuple[str, ...]:
-    """The stack that ends in a frame."""
+    """Return the stack that ends in a frame, the outermost call first."""
     entries = traceback.extract_stack(frame) if frame is not None else []
     return tuple(f"{entry.filename}:{entry.lineno} in {entry.name}" for entry in entries)
 
 
 def describe(reports: Mapping[int, Report], world_size: int, limit_seconds: float) -> str:
-    """Who is stuck where, for people: ranks that do the same stand together, the fewest first."""
+    """Describe which ranks are stuck where: grouped by identical stack, smallest group first."""
     together: dict[tuple[str, ...], list[int]] = {}
     for rank, report in sorted(reports.items()):
         together.setdefault((report.stage, *report.stack), []).append(rank)
@@ -183,7 +184,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def own_connection() -> Any:
-    """To the job's store: what hangs in the other one cannot keep this one waiting."""
+    """Open a second connection to the job's store, which a hang of the first does not block."""
     from torch.distributed import PrefixStore, TCPStore
 
     store = TCPStore(
@@ -193,5 +194,5 @@ def own_connection() -> Any:
         wait_for_workers=False,
         timeout=timedelta(seconds=60),
     )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives it
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives an attempt
     return PrefixStore(f"mcore_rl/watchdog/{attempt}", store)

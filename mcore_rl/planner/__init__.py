@@ -1,8 +1,7 @@
-"""Plans a job before there is one: what fits where, what a hand-over moves.
+"""Planner of a job before it starts: its memory in every phase, and the traffic of its hand-over.
 
 See docs/using/planner.md.
 
-`models`, `parameters`, `activations`, `phases`, `links` and `search` are pure: integers and
-`ModelShape` in, dataclasses out. `command` alone knows of Megatron, of which it uses the argument
-parser.
+All modules are pure: integers and `ModelShape` in, dataclasses out. The command is in
+`mcore_rl.tools.plan`.
 """

@@ -1,12 +1,12 @@
-"""By formula: the memory of activations, in training and in the engine.
+"""Formulas for the memory of activations, in training and in the engine.
 
-After Korthikanti et al. (arXiv 2205.05198, sections 4 and 5), with the terms of the layers that are
+They follow Korthikanti et al. (arXiv 2205.05198, sections 4 and 5), with the terms of the layers
 built here: RMSNorm, SwiGLU, no dropout, attention that never stores its scores (flash or fused),
 latent attention and routed experts. Pipelines hold micro-batches as in Narayanan et al. (arXiv
-2104.04473, section 2.2). What kernels use for themselves is not in it.
+2104.04473, section 2.2). Workspaces of kernels are not included.
 
-A term is what the backward pass of one layer needs per token. Tokens outside of matrix products are
-shared out over TP where Megatron runs sequence parallel.
+A term is the memory per token that one layer keeps for its backward pass. With sequence parallelism
+the tokens outside of matrix products are sharded over TP.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -38,9 +38,9 @@ class Term:
 def layer_terms(
     shape: ModelShape, train: TrainLayout, settings: ActivationSettings, *, is_moe: bool
 ) -> Iterator[Term]:
-    """All that one layer keeps for its backward pass; its input comes first."""
+    """Yield the terms that one layer keeps for its backward pass; its input comes first."""
     item, tp = settings.weight_bytes, train.tp_size
-    own = 1 / tp if settings.sequence_parallel else 1.0  # share of the tokens outside of TP
+    own = 1 / tp if settings.sequence_parallel else 1.0  # a rank's share of tokens outside of TP
     hidden = item * shape.hidden_size * own
     yield Term("input", hidden)
     yield Term("normed input", hidden, frozenset({"layernorm"}))
@@ -81,7 +81,7 @@ def _latent_terms(
 
 
 def _softmax_statistics(shape: ModelShape, tp: int) -> Term:
-    """All that attention keeps for its softmax: a number per head, instead of the scores."""
+    """Return what attention keeps for its softmax: a number per head, instead of the scores."""
     per_token = _FLOAT32 * shape.num_heads / tp
     return Term("softmax statistics", per_token, frozenset({"core_attn"}))
 
@@ -96,8 +96,8 @@ def _expert_terms(
     item = settings.weight_bytes
     moe = frozenset({"moe"})
     yield Term("router logits and scores", 2 * _FLOAT32 * experts.num_experts * own, moe)
-    # Copies of tokens that arrive here, for each token of this rank: each of them goes to `topk`
-    # experts somewhere, and under expert tensor parallelism to all ranks that share an expert.
+    # Copies of tokens that arrive here, per token of this rank: each token goes to `topk` experts
+    # and, under expert tensor parallelism, to all ranks that share an expert.
     copies = experts.topk * own * train.etp_size * settings.expert_load
     width = item * experts.hidden_size / train.etp_size
     yield Term("tokens of experts", item * shape.hidden_size * copies, moe)
@@ -112,9 +112,9 @@ def _expert_terms(
 class _LayerBytes:
     """Activation bytes of one layer and one micro-batch."""
 
-    input: float  # what full recomputation keeps
-    saved: float  # with selective recomputation, or none
-    everything: float  # without any
+    input: float  # kept by full recomputation
+    saved: float  # kept with selective recomputation, or none
+    everything: float  # kept without recomputation
 
 
 def _layer_bytes(
@@ -136,10 +136,10 @@ def _layer_bytes(
 def micro_batches_in_flight(
     stage: int, *, pp_size: int, vp_size: int, num_micro_batches: int
 ) -> float:
-    """How many micro-batches' activations of all its layers a stage holds at most.
+    """Return the most micro-batches whose activations, of all its layers, a stage holds at once.
 
-    1F1B: as many as there are stages from here to the last. Interleaved, stages hold chunks of
-    layers, so this need not be an integer.
+    1F1B: the number of stages from here to the last. In an interleaved schedule stages hold chunks
+    of layers, so this need not be an integer.
     """
     if pp_size == 1:
         return 1.0
@@ -152,11 +152,10 @@ def micro_batches_in_flight(
 def train_activation_bytes(
     shape: ModelShape, train: TrainLayout, layers: PipelineLayers, settings: ActivationSettings
 ) -> list[int]:
-    """Bytes on a rank of each stage at its peak: what is kept, and what the layer in work needs
-    besides.
+    """Return the peak bytes on a rank of each stage: kept activations, and those in progress.
 
-    In work is one group of recomputed layers, and the gradients of one layer, at most as many bytes
-    as the layer keeps.
+    In progress are one group of recomputed layers, and the gradients of one layer, which take at
+    most as many bytes as the layer keeps.
     """
     of = _layer_sizes(shape, train, settings)
     found = []
@@ -183,8 +182,8 @@ def train_activation_bytes(
 def _kinds(
     shape: ModelShape, layers: PipelineLayers, settings: ActivationSettings, stage: int
 ) -> list[list[bool]]:
-    """Whether each layer of a stage's chunks has experts; trained MTP layers follow the last one,
-    as which they are made."""
+    """Return whether each layer of a stage's chunks has experts. Trained MTP layers follow the last
+    layer, and are of its kind."""
     kinds = [[shape.is_moe_layer[n] for n in chunk] for chunk in layers[stage]]
     if stage == len(layers) - 1:
         kinds[-1] += [shape.is_moe_layer[-1]] * settings.mtp_layers
@@ -192,15 +191,15 @@ def _kinds(
 
 
 def _into_mtp_bytes(shape: ModelShape, train: TrainLayout, settings: ActivationSettings) -> float:
-    """What is kept around an MTP layer: embedding and hidden states, both normed and beside each
-    other, the result and what goes on to the head, which gathers it over TP."""
+    """Return the bytes kept around an MTP layer: embedding and hidden states, both normed and
+    concatenated, the result, and the input of the head, which gathers it over TP."""
     tokens = settings.micro_batch_tokens / train.cp_size
     own = 1 / train.tp_size if settings.sequence_parallel else 1.0
     return settings.weight_bytes * shape.hidden_size * tokens * (8 * own + 1)
 
 
 def _kept(sizes: list[_LayerBytes], settings: ActivationSettings) -> tuple[float, float]:
-    """(kept from forward to backward, of the largest group that is recomputed) of a chunk."""
+    """Return a chunk's (bytes kept from forward to backward, largest recomputed group)."""
     recompute = settings.recompute
     if recompute.granularity != "full":
         return sum(size.saved for size in sizes), 0.0
@@ -217,11 +216,11 @@ def _kept(sizes: list[_LayerBytes], settings: ActivationSettings) -> tuple[float
 def head_bytes(
     shape: ModelShape, train: TrainLayout, settings: ActivationSettings, *, with_gradients: bool
 ) -> float:
-    """Final norm and what lies behind it.
+    """Return the bytes of the final norm and everything after it.
 
-    Of a policy, log-probs and entropy as `mcore_rl.megatron.log_probs` bounds them: the hidden
-    states of all tokens are gathered over TP, logits exist for a chunk of tokens. Of a critic, its
-    head on this rank's tokens, in float32.
+    For a policy: log-probs and entropy as bounded by `mcore_rl.megatron.log_probs`: the hidden
+    states of all tokens are gathered over TP, and logits exist for a chunk of tokens. For a critic:
+    its head on this rank's tokens, in float32.
     """
     tokens = settings.micro_batch_tokens / train.cp_size
     own = 1 / train.tp_size if settings.sequence_parallel else 1.0
@@ -240,8 +239,8 @@ def head_bytes(
 def logits_bytes(
     shape: ModelShape, train: TrainLayout, settings: ActivationSettings, chunk_tokens: int
 ) -> float:
-    """Bytes for at most `chunk_tokens` tokens of a micro-batch, over a rank's part of the
-    vocabulary: twice in float32."""
+    """Return the bytes of the logits of up to `chunk_tokens` tokens of a micro-batch, over a rank's
+    shard of the vocabulary: two copies in float32."""
     tokens = min(chunk_tokens, settings.micro_batch_tokens / train.cp_size)
     rows = vocabulary_rows(shape, train.tp_size, settings)
     return tokens * rows * 2 * _FLOAT32
@@ -250,8 +249,8 @@ def logits_bytes(
 def micro_batch_activation_bytes(
     shape: ModelShape, train: TrainLayout, layers: PipelineLayers, settings: ActivationSettings
 ) -> list[int]:
-    """What the layers of each stage keep of one micro-batch from its forward to its backward pass,
-    without what is recomputed."""
+    """Return the bytes that each stage's layers keep of one micro-batch from its forward to its
+    backward pass, without recomputed activations."""
     of = _layer_sizes(shape, train, settings)
     return [
         math.ceil(
@@ -267,7 +266,7 @@ def micro_batch_activation_bytes(
 def _layer_sizes(
     shape: ModelShape, train: TrainLayout, settings: ActivationSettings
 ) -> dict[bool, _LayerBytes]:
-    """Whether a layer has experts -> its bytes, of the kinds that there are."""
+    """Return whether a layer has experts -> its bytes, for the kinds in the model."""
     return {
         is_moe: _layer_bytes(shape, train, settings, is_moe=is_moe)
         for is_moe in set(shape.is_moe_layer)
@@ -277,10 +276,10 @@ def _layer_sizes(
 def log_prob_activation_bytes(
     shape: ModelShape, train: TrainLayout, layers: PipelineLayers, settings: ActivationSettings
 ) -> list[int]:
-    """Bytes on a rank of each stage in the forward pass alone: one layer in work, on the last the
-    head.
+    """Return the bytes on a rank of each stage in a forward pass only: one layer at once, or the
+    head on the last stage.
 
-    One layer's set is what it would keep for a backward pass; here it is freed as it goes.
+    A layer counts with all that it would keep for a backward pass, although this is freed earlier.
     """
     found = []
     for stage, chunks in enumerate(layers):
@@ -295,11 +294,11 @@ def log_prob_activation_bytes(
 def engine_activation_bytes(
     shape: ModelShape, rollout: RolloutLayout, settings: EngineSettings
 ) -> int:
-    """Bytes on a rank of the engine at its peak: a layer at work on a full batch, and the logits.
+    """Return an engine rank's peak bytes: the larger of a layer on a full batch and the logits.
 
-    Experts compute on what all data-parallel ranks of the engine have, in two workspaces with a row
-    for every token and chosen expert, wherever that expert lies. The sampler has the logits of
-    every sequence over the whole vocabulary, in float32 and once more as log-probs.
+    Experts compute on the tokens of all data-parallel ranks of the engine, in two workspaces with a
+    row for every token and chosen expert, wherever that expert is. The sampler has the logits of
+    every sequence over the full vocabulary, in float32, and a second copy as log-probs.
     """
     item, tp, hidden = 2, rollout.tp_size, shape.hidden_size
     tokens = settings.batched_tokens

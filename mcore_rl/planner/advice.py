@@ -1,4 +1,4 @@
-"""What does not fit, and which flags would change it: each is tried, none is guessed.
+"""Problems of a plan that does not fit, and flags that help: each is planned, none is guessed.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -23,12 +23,12 @@ from mcore_rl.planner.stages import stages_for
 
 Bytes = npt.NDArray[np.int64]
 HOST = "host memory"
-_MOST = 5  # remedies that are named
+_MOST = 5  # remedies per problem
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Flags that lessen a problem, and what would then still be lacking; 0: it fits."""
+    """Flags that reduce a problem, and the bytes that are then still missing; 0: it fits."""
 
     flags: str
     lacking_bytes: int
@@ -46,8 +46,8 @@ class Problem:
 def problems_of(
     case: Case, memory: Memory, resident: Bytes, traffic_bytes: int, *, surely: bool = False
 ) -> list[Problem]:
-    """Everything that does not fit, with remedies; those that suffice alone come first. With
-    `surely` only what does not fit by parts of exact size alone."""
+    """Return everything that does not fit, with remedies; those that suffice alone come first. With
+    `surely`, only phases whose parts of exact size alone do not fit."""
     found = []
     lacks = _surely_lacking if surely else _lacking
     for where, lacking in lacks(case, memory).items():
@@ -59,7 +59,7 @@ def problems_of(
             if other.rollout != case.rollout:
                 wider = Placement(other.shape, other.train, other.layers, other.rollout)
                 needed = np.full_like(resident, wider.most_resident_bytes)
-            # A change of layout may do away with a phase.
+            # A change of layout may remove a phase.
             left = lacks(other, memory_of(other, needed, traffic_bytes)).get(where, 0)
             if left < lacking:
                 remedies.append(Remedy(flags, left))
@@ -68,7 +68,7 @@ def problems_of(
 
 
 def _best(remedies: list[Remedy]) -> list[Remedy]:
-    """Those that leave least come first; no flags to which others add nothing but length."""
+    """Sort by missing bytes, and drop remedies that only append flags without effect."""
     ordered: list[Remedy] = []
     for remedy in sorted(remedies, key=lambda remedy: remedy.lacking_bytes):
         before = ordered[-1] if ordered else None
@@ -95,7 +95,7 @@ def _candidates(case: Case, memory: Memory, where: str) -> Iterator[tuple[str, C
     if where == HOST:
         yield from _host(case)
         return
-    # Beside the engine's share nothing lies that flags of training would make smaller.
+    # Flags of training do not reduce anything that is on the device with the engine.
     with_engine = where in (START, ROLLOUT)
     if with_engine or "rollout weights" in memory.phase(where).parts:
         yield from _engine(case, memory)
@@ -134,7 +134,7 @@ def _training(case: Case) -> Iterator[tuple[str, Case]]:
 
 
 def _changed(case: Case, change: Callable[[TrainSettings], TrainSettings]) -> Case:
-    """With flags of training that a critic has from the actor."""
+    """Return the case with changed training settings, which a critic shares with the actor."""
     critic = case.critic
     if critic is not None:
         critic = replace(critic, training=change(critic.training))
@@ -152,7 +152,7 @@ def _with_a_sample_at_a_time(settings: TrainSettings) -> TrainSettings:
 
 
 def _train_layouts(case: Case) -> Iterator[tuple[str, Case]]:
-    """Twice as many ranks in one direction, where that is possible."""
+    """Yield layouts with one degree doubled, where possible."""
     train, shape = case.train, case.shape
     with_ep = shape.experts and shape.experts.num_experts % (2 * train.ep_size) == 0
     changes = [
@@ -181,7 +181,7 @@ def _train_layouts(case: Case) -> Iterator[tuple[str, Case]]:
                 continue
         rollout = case.rollout
         if other.ep_size != train.ep_size and rollout.expert_parallel:
-            # Without a word on it engines would follow; so the flags say what is planned here.
+            # Engines follow by default, so the flags state the planned degree explicitly.
             if rollout.ep_size == train.ep_size and case.engine.may_spread_experts:
                 rollout = replace(rollout, dp_size=2 * rollout.dp_size, rank_map=())
             flags += f" --rl-rollout-ep-size {rollout.ep_size}"
@@ -199,7 +199,7 @@ def _train_layouts(case: Case) -> Iterator[tuple[str, Case]]:
 
 
 def _critic_layouts(case: Case) -> Iterator[tuple[str, Case]]:
-    """Twice as many ranks in one direction for the critic alone."""
+    """Yield layouts with one of the critic's degrees doubled."""
     critic = case.critic
     if critic is None:
         return
@@ -211,7 +211,7 @@ def _critic_layouts(case: Case) -> Iterator[tuple[str, Case]]:
 
 
 def _critic_with(critic: TrainedModel, name: str, size: int) -> TrainedModel | None:
-    """The critic with one degree of its own, where model, world and batch divide by it."""
+    """Return the critic with another degree; None if it does not divide model, world and batch."""
     shape, old = critic.shape, critic.train
     if name == "ep_size" and (shape.experts is None or shape.experts.num_experts % size):
         return None
@@ -233,7 +233,7 @@ def _engine(case: Case, memory: Memory) -> Iterator[tuple[str, Case]]:
     def having(**changes: object) -> Case:
         return replace(case, engine=replace(now, **changes))  # type: ignore[arg-type]
 
-    # Of what is left beside it the share takes no more than vLLM finds free.
+    # The share cannot exceed the memory that vLLM finds free.
     useful = math.floor(min(memory.kv_cache.useful_utilization, 0.99) * 100) / 100
     more = having(gpu_memory_utilization=useful)
     raised = f"--rl-rollout-gpu-memory-utilization {useful:g}"
@@ -252,7 +252,7 @@ def _engine(case: Case, memory: Memory) -> Iterator[tuple[str, Case]]:
 
 
 def _wider_engines(case: Case) -> Iterator[tuple[str, RolloutLayout]]:
-    """Engines of 2, 4 and 8 times as many ranks: experts spread over more, else a wider TP."""
+    """Yield engines of 2, 4 and 8 times as many ranks: with more EP if possible, else more TP."""
     rollout, experts, world = case.rollout, case.shape.experts, case.rollout.world_size
     for factor in (2, 4, 8):
         if experts and case.engine.may_spread_experts:

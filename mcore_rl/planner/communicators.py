@@ -1,8 +1,8 @@
-"""How many NCCL communicators a rank has: outside of torch's memory, each takes some of the device.
+"""Number of NCCL communicators of a rank, which take device memory outside of torch.
 
-A communicator is made at the first collective of its group; a group of one rank never has one.
-What one takes depends on the links, its channels and what runs on it, and is an assumption of the
-plan (`Machine.communicator_bytes`): NVIDIA's answers name no formula but "more communicators = more
+A communicator is created at the first collective of its group; a group of one rank never has one.
+Its size depends on the links, its channels and the collectives, and is an assumption of the plan
+(`Machine.communicator_bytes`): NVIDIA's answers give no formula but "more communicators = more
 memory" (github.com/NVIDIA/nccl, issues 864, 964 and 986).
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
@@ -14,10 +14,10 @@ from mcore_rl.model.layout import RolloutLayout, TrainLayout
 
 
 def communicators_of(train: TrainLayout, rollout: RolloutLayout) -> dict[str, int]:
-    """Whose they are -> how many a rank has at most: Megatron's, the engine's, the hand-over's.
+    """Return owner -> most communicators of a rank, for Megatron, the engine and the hand-over.
 
-    The hand-over broadcasts in Megatron's; whether it makes one of all ranks, too, is known where
-    its moves are planned (`links.Traffic.num_own_groups`), and here it is counted.
+    The hand-over broadcasts in Megatron's groups. Only the plan of its moves shows whether it also
+    makes a group of all ranks (`links.Traffic.num_own_groups`), so this group is counted here.
     """
     tp_ep = train.etp_size * train.ep_size
     megatron = {
@@ -33,7 +33,7 @@ def communicators_of(train: TrainLayout, rollout: RolloutLayout) -> dict[str, in
         "tp-ep-pp": tp_ep * train.pp_size if train.ep_size > 1 else 1,
         "edp": train.edp_size if train.ep_size > 1 else 1,
     }
-    # torch's and vLLM's own of each group.
+    # Each group has torch's communicator and vLLM's.
     engine = {
         "world": rollout.world_size,
         "tp": rollout.tp_size,

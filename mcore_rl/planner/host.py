@@ -1,16 +1,16 @@
-"""Host memory of a node without GPUs, phase by phase: models and engines live there, too.
+"""Host memory of a node without GPUs, phase by phase; models and engines are in host memory, too.
 
     build, resume      Megatron's models, as on a device
-    start              the engine's weights and KV cache come on top, and stay; gradients, which
-                       are away meanwhile, are released
-    first switch       what is received comes on top, and goes; on a CPU without 16-bit matrix
+    start              the engine's weights and KV cache are added, and stay; gradients, which
+                       are offloaded meanwhile, are released
+    first switch       received data is added, and released; on a CPU without 16-bit matrix
                        products the first pass, the canary's or the rollout's, leaves a float32
                        copy of the engine's linear weights
     log-probs, train   a pass, as on a device
-    save               the state, and copies of what is being written
-    export             the state without widened weights, and the file that is being written
+    save               the state, and copies of the data being written
+    export             the state without widened weights, and the file being written
 
-Nothing leaves for rollout without a GPU. Processes themselves count as well: the interpreter with
+Without a GPU nothing is offloaded for rollout. The processes also count: the interpreter with
 torch, Megatron and vLLM. This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
 
@@ -52,19 +52,19 @@ from mcore_rl.planner.phases import (
 Bytes = npt.NDArray[np.int64]
 
 SAVE = "save"
-# Of a rank before there is a model, without files; measured by benchmarks/real_size.py.
+# A rank's process before it has a model, without mapped files; see benchmarks/real_size.py.
 PROCESS_BYTES = 7 * 10**8
-# Of the largest weight's gradient: in float32 as it was computed, and in 16 bits.
+# Per element of the largest weight: its gradient in float32, as computed, and in 16 bits.
 GRADIENT_BYTES = 6
-# Of the largest weight, two float32 temporaries of PyTorch's AdamW, when activations are gone.
+# Per element of the largest weight: two float32 temporaries of AdamW, without activations.
 UPDATE_BYTES = 8
-# Parts whose size is exact: what these alone need is needed for sure.
+# Parts whose size is exact, so that a run surely needs them.
 EXACT = frozenset({"rollout weights", "KV cache"})
 
 
 @dataclass(frozen=True, slots=True)
 class HostPhase:
-    """A phase on the node that holds most: part -> bytes of all its ranks together."""
+    """A phase on the fullest node: part -> bytes of all its ranks together."""
 
     name: str
     parts: Mapping[str, int]
@@ -76,10 +76,10 @@ class HostPhase:
 
 
 def host_phases(case: Case, *, kv_cache_bytes: int, widens: bool) -> tuple[HostPhase, ...]:
-    """All phases of a case without GPUs, in the order of a run.
+    """Return all phases of a case without GPUs, in the order of a run.
 
-    `kv_cache_bytes` is what the engine of a rank takes for the KV cache. `widens` tells whether the
-    CPU lacks matrix products for 16-bit weights, see `patches/vllm/wide_linear.py`.
+    `kv_cache_bytes` is the KV cache of a rank's engine. `widens` is true if the CPU lacks matrix
+    products for 16-bit weights, see `patches/vllm/wide_linear.py`.
     """
     return tuple(_Planning(case, kv_cache_bytes, widens=widens).phases())
 
@@ -88,7 +88,7 @@ class _Planning:
     def __init__(self, case: Case, kv_cache_bytes: int, *, widens: bool) -> None:
         self._case = case
         resident, received = resident_of(case), received_of(case)
-        # Models with ranks of their own have numbers of the whole world; the actor has the others.
+        # Models on separate ranks use the world's numbering; the actor has the other ranks.
         apart = {rank for model in case.models for rank in model.ranks}
         self._world_size = max([len(resident) + len(apart), *(rank + 1 for rank in apart)])
         others = [rank for rank in range(self._world_size) if rank not in apart]
@@ -141,12 +141,12 @@ class _Planning:
         found.append(self._phase(SAVE, whole, held, written))
         if case.engine.exports:
             file = self._everywhere("file being exported", exported_file_bytes(case))
-            # The last hand-over drops the widened weights, and nothing is generated after it.
+            # The last hand-over drops the widened weights, and no generation follows.
             found.append(self._phase(EXPORT, whole, self._engine, file))
         return found
 
     def _first_switch(self, state: dict[str, Bytes]) -> HostPhase:
-        """The transfer, or the canary after it, which widens weights; a resumed run has none."""
+        """Return the larger of transfer and canary, which widens weights; a resume has none."""
         transfer = self._phase(FIRST_SWITCH, state, self._engine, self._bucket)
         if self._case.engine.loads_checkpoint:
             return transfer
@@ -155,7 +155,7 @@ class _Planning:
 
     @property
     def _released_at_start(self) -> set[str]:
-        """Gradients that are dropped; what else leaves goes to host memory, where it is already."""
+        """Gradients that are dropped; other offloaded parts are in host memory anyway."""
         engine = self._case.engine
         if "gradients" not in engine.away_at_start or engine.keeps_gradients:
             return set()
@@ -170,11 +170,11 @@ class _Planning:
         }
 
     def _of_ranks(self, model: TrainedModel, of_stages: list[int]) -> Bytes:
-        """`[world]`, for a model that may have ranks of its own."""
+        """Return `[world]`: sizes for a model that may have separate ranks."""
         return self._on(model.ranks or self._actor, model.of_ranks(of_stages))
 
     def _on(self, ranks: Sequence[int], sizes: Bytes) -> Bytes:
-        """`[world]`: `sizes` on these ranks, 0 on the others."""
+        """Return `[world]`: `sizes` on these ranks, 0 on the others."""
         found = np.zeros(self._world_size, dtype=np.int64)
         found[list(ranks)] = sizes
         return found

@@ -1,8 +1,8 @@
-"""What a hand-over moves, over which links and in which time: by the planning of the run itself.
+"""Traffic of a hand-over by link, and its duration, from the planning code of the run itself.
 
-The moves are those of `plan.make_plan`, with the tensors of a stage taken together (see
-`placement`), so that received bytes are exact. What each replica of a slice sends depends on how
-finely sources take turns: a run, which plans tensor by tensor, spreads it at least as evenly.
+The moves come from `plan.make_plan`, with all tensors of a stage planned together (see
+`placement`), so received bytes are exact. The bytes that each replica of a slice sends depend on
+how often sources alternate: a run, which plans tensor by tensor, spreads them at least as evenly.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -35,9 +35,9 @@ Bytes = npt.NDArray[np.int64]
 class Traffic:
     """Bytes of one hand-over, each `[ranks]` int64.
 
-    A receiver counts what comes from another node as such, even if a neighbour receives the same
-    broadcast. A sender counts a broadcast once, however many receive it, and as sent to other nodes
-    if any receiver is there; what it passes on is sent, too.
+    A receiver counts bytes from another node as such, even if a neighbour receives the same
+    broadcast. A sender counts a broadcast once, whatever the number of receivers, and as sent to
+    other nodes if any receiver is on another node; forwarded bytes count as sent, too.
     """
 
     received_own_node: Bytes
@@ -58,14 +58,14 @@ class Traffic:
 
     @property
     def num_own_groups(self) -> int:
-        """Process groups made for the hand-over: one of all ranks, if any two speak by themselves
-        and none of Megatron's, which all others are, has all ranks."""
+        """Process groups made for the hand-over: one of all ranks, if any two ranks exchange point
+        to point and no Megatron group (all other groups are Megatron's) has all ranks."""
         everyone = frozenset(range(len(self.connections)))
         return int(any(c.peers and everyone not in c.groups for c in self.connections))
 
     @property
     def num_communicators(self) -> Bytes:
-        """`[ranks]`: the process groups in which each rank takes part, Megatron's own included."""
+        """`[ranks]`: number of each rank's process groups, including Megatron's."""
         own = self.num_own_groups
         return np.array([own + len(of_rank.groups) for of_rank in self.connections])
 
@@ -76,19 +76,19 @@ class Traffic:
 
     @property
     def num_peers(self) -> Bytes:
-        """`[ranks]`: ranks with which each speaks point to point."""
+        """`[ranks]`: number of each rank's point-to-point peers."""
         return np.array([len(of_rank.peers) for of_rank in self.connections])
 
     def seconds(self, machine: Machine) -> float:
-        """Seconds of the slowest rank at full rates, in both directions and on both kinds of
-        link."""
+        """Return the seconds of the slowest rank at full rates, in both directions and on both
+        kinds of link."""
         own = np.maximum(self.received_own_node, self.sent_own_node) / machine.own_node_rate
         other = np.maximum(self.received_other_nodes, self.sent_other_nodes)
         return float(np.maximum(own, other / machine.other_nodes_rate).max())
 
 
 def neighbourhoods(train: TrainLayout, ranks_per_node: int) -> Neighbourhoods:
-    """As in a run: nodes of consecutive ranks, and pipelines."""
+    """Return each rank's node and pipeline, as in a run: a node has consecutive ranks."""
     ranks = range(train.world_size)
     return Neighbourhoods(
         node=tuple(rank // ranks_per_node for rank in ranks),
@@ -97,9 +97,9 @@ def neighbourhoods(train: TrainLayout, ranks_per_node: int) -> Neighbourhoods:
 
 
 def plan_moves(placement: Placement, rank_map: Sequence[int], near: Neighbourhoods) -> Plan:
-    """The moves of all ranks under slot -> rank, in the order of the stages.
+    """Return the moves of all ranks under slot -> rank, in the order of the stages.
 
-    Planned stage by stage, since then all ranks of the other stages that need the same are alike.
+    In a plan of one stage all ranks of other stages that need the same slices are equivalent.
     """
     slot_of = dict(zip(rank_map, range(len(rank_map)), strict=True))
     ranks = range(placement.train.world_size)
@@ -131,7 +131,7 @@ def plan_moves(placement: Placement, rank_map: Sequence[int], near: Neighbourhoo
 
 
 def _by_holders(placement: Placement) -> dict[tuple[int, ...], list[str]]:
-    """Stages -> the tensors that they hold; two with a tensor in common are taken together."""
+    """Return stages -> tensors that they hold; stages that share a tensor form one entry."""
     tensors = placement.tensors.values()
     joined = {stage: t.stages for t in tensors if len(t.stages) > 1 for stage in t.stages}
     found: dict[tuple[int, ...], list[str]] = defaultdict(list)
@@ -141,7 +141,7 @@ def _by_holders(placement: Placement) -> dict[tuple[int, ...], list[str]]:
 
 
 def traffic_of(placement: Placement, rank_map: Sequence[int], machine: Machine) -> Traffic:
-    """What every rank sends and receives under slot -> rank; an empty map is the identity."""
+    """Return each rank's traffic under slot -> rank; an empty map is the identity."""
     world = placement.train.world_size
     rank_map = rank_map or range(world)
     near = neighbourhoods(placement.train, machine.ranks_per_node)
@@ -162,9 +162,9 @@ def traffic_of(placement: Placement, rank_map: Sequence[int], machine: Machine) 
 
 
 def _over_links(plan: Plan, node: npt.NDArray[np.int64]) -> tuple[Bytes, Bytes]:
-    """Received and sent bytes, each `[own node or others, ranks]`; `node` is that of each rank."""
+    """Return received and sent bytes, each `[own node or others, ranks]`; `node` is `[ranks]`."""
     received, sent = np.zeros((2, 2, len(node)), dtype=np.int64)
-    # By identity: a tree of thousands of ranks is the same object in many moves, and long to hash.
+    # By identity: many moves share one tree of thousands of ranks, which is slow to hash.
     trees = {id(move.tree): move.tree for move in plan.moves}
     along = dict.fromkeys(trees, 0)
     for move in plan.moves:
@@ -184,10 +184,10 @@ def _over_links(plan: Plan, node: npt.NDArray[np.int64]) -> tuple[Bytes, Bytes]:
 
 
 def gather_bytes(placement: Placement) -> Bytes:
-    """`[ranks]`: what a rank receives where every tensor is gathered whole on every rank.
+    """Return `[ranks]`: received bytes if every rank gathers every complete tensor.
 
-    The usual export: broadcast over PP, all-gather over TP, every expert over EP, whatever the
-    engine needs.
+    This is the usual export: broadcast over PP, all-gather over TP, every expert over EP, whatever
+    the engine needs.
     """
     whole = sum(info.num_bytes for info in placement.infos.values())
     return whole - placement.trained_bytes

@@ -1,4 +1,4 @@
-"""The whole memory of a case: the phases of a device, and what a node's host memory must take.
+"""Complete memory of a case: the phases of a device, and the host memory of a node.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -18,19 +18,19 @@ from mcore_rl.planner.models import ACTOR, TrainedModel, optimizer_bytes, stage_
 from mcore_rl.planner.parameters import vocabulary_rows
 from mcore_rl.planner.phases import Bytes, Case, DeviceMemory, States, device_memory
 
-# Of a sampled token: its id and its log-prob, with which goes whether it was generated.
+# Per sampled token: its id and its log-prob; a sent token also has a byte: was it generated?
 SAMPLED_TOKEN_BYTES = 8
 SENT_TOKEN_BYTES = SAMPLED_TOKEN_BYTES + 1
-# Of the optimizer's states a checkpoint is written and read in pieces of at most so many bytes, see
+# Largest piece in which a checkpoint of the optimizer's states is written and read, see
 # mcore_rl.patches.megatron.optimizer_in_pieces.
 PIECE_BYTES = 64 << 20
-# As `checkpoint.export` cuts its files; a rank holds one at a time.
+# Size of the files of `checkpoint.export`; a rank holds one at once.
 EXPORTED_FILE_BYTES = 5 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Memory(DeviceMemory):
-    """All phases of a case, and the host memory of a node by what it is for."""
+    """All phases of a case, and the host memory of a node by purpose."""
 
     host_bytes: Mapping[str, int]
 
@@ -40,7 +40,7 @@ class Memory(DeviceMemory):
 
 
 def resident_of(case: Case) -> Bytes:
-    """`[ranks]`: bytes that each rank holds for rollout."""
+    """Return `[ranks]`: bytes that each rank holds for rollout."""
     placement = _placement_of(case)
     resident = np.empty(case.train.world_size, dtype=np.int64)
     resident[list(case.rollout.rank_map) or slice(None)] = placement.resident_bytes
@@ -48,7 +48,7 @@ def resident_of(case: Case) -> Bytes:
 
 
 def received_of(case: Case) -> Bytes:
-    """`[ranks]`: bytes that each rank receives in a hand-over; it reads the rest in place."""
+    """Return `[ranks]`: bytes that a hand-over brings each rank; it reads the rest in place."""
     placement = _placement_of(case)
     return placement.received_bytes(case.rollout.rank_map or range(case.train.world_size))
 
@@ -60,8 +60,8 @@ def _placement_of(case: Case) -> Placement:
 def memory_of(case: Case, resident_bytes: Bytes, traffic_bytes: int = 0) -> Memory:
     """Plan the memory of a case.
 
-    `resident_bytes` `[ranks]` is what each rank holds for rollout; `traffic_bytes` what a rank at
-    most sends and receives together, of which delta transfers keep copies.
+    `resident_bytes` `[ranks]` is what each rank holds for rollout; `traffic_bytes` is the most that
+    a rank sends and receives in sum, of which delta transfers keep copies.
     """
     device = device_memory(case, resident_bytes)
     routed = routed_bytes(case, device.kv_cache.tokens)
@@ -69,11 +69,11 @@ def memory_of(case: Case, resident_bytes: Bytes, traffic_bytes: int = 0) -> Memo
 
 
 def sampled_bytes(case: Case) -> int:
-    """What a rank has in its hands of samples' tokens and log-probs while they go to those who
-    learn from them: its engine's, what it sends of these, and what it gets."""
+    """Return a rank's bytes of tokens and log-probs while samples travel to the ranks that train
+    on them: its engine's samples, the copies that it sends, and those that it receives."""
     engine, train = case.engine, case.train
-    # One message for each receiver: those of TP, CP and PP have the same, and of an engine's TP
-    # group each rank sends to its part of them.
+    # One message per receiver: the ranks of TP, CP and PP receive the same samples, and each rank
+    # of an engine's TP group sends to a part of them.
     receivers = max(1, train.world_size // train.dp_size // case.rollout.tp_size)
     received = engine.sampled_tokens_in_all // train.dp_size * SENT_TOKEN_BYTES
     packed = engine.sampled_tokens * SENT_TOKEN_BYTES * (1 + receivers)
@@ -82,8 +82,8 @@ def sampled_bytes(case: Case) -> int:
 
 
 def routed_bytes(case: Case, kv_cache_tokens: int) -> dict[str, int]:
-    """What a rank has on the host of the experts that samples came with: what it has sampled and
-    vLLM keeps beside the KV cache, then what it sends and receives to train with.
+    """Return a rank's host bytes of the samples' chosen experts: those of its own samples with
+    messages to and from other ranks, and those that vLLM keeps next to the KV cache.
     """
     experts, engine = case.shape.experts, case.engine
     if experts is None or not engine.replays_experts:
@@ -92,7 +92,7 @@ def routed_bytes(case: Case, kv_cache_tokens: int) -> dict[str, int]:
     routed = RoutedLayers(case.shape.moe_layers, experts.topk, experts.num_experts)
     a_token = routed.bytes_a_token
     kept = engine.sampled_tokens * a_token
-    # One message for each receiver, who has the same as its neighbours in TP and CP.
+    # One message per receiver; its neighbours in TP and CP receive the same.
     receivers = max(1, train.tp_size * train.cp_size // case.rollout.tp_size)
     fullest = max(
         sum(case.shape.is_moe_layer[layer] for chunk in stage for layer in chunk)
@@ -120,8 +120,8 @@ def exported_file_bytes(case: Case) -> int:
 
 
 def _host(case: Case, traffic_bytes: int, routed: Mapping[str, int]) -> dict[str, int]:
-    """Host bytes of a node whose ranks are all on the fullest stage of each model; where models
-    have ranks of their own, of a node with those that take more."""
+    """Return host bytes of a node whose ranks are all on the fullest stage of each model; if models
+    have separate ranks, of a node with the ranks that take more."""
     states = {model.name: stage_state(model) for model in case.models}
     sharing: dict[tuple[int, ...], list[TrainedModel]] = {}
     for model in case.models:
@@ -141,7 +141,7 @@ def _host_of_rank(
     traffic_bytes: int,
     routed: Mapping[str, int],
 ) -> dict[str, int]:
-    """By what it is for, of a rank that holds `models`."""
+    """Return purpose -> host bytes of a rank that holds `models`."""
     engine = case.engine
     found: dict[str, int] = {}
     checkpoint = 0
@@ -168,31 +168,31 @@ def _host_of_rank(
             found[f"{whose}parameters while engines start"] = weights
         if is_actor:
             found["copies for delta"] = traffic_bytes if engine.delta else 0
-            # Of a drafter that is not trained.
+            # A drafter that is not trained.
             carried = 0 if model.training.mtp_layers else case.drafter_bytes
             found["drafter's weights"] = carried
             found["samples"] = sampled_bytes(case)
             found.update(routed)
             found["file being exported"] = exported_file_bytes(case) if engine.exports else 0
-        # One model after the other.
+        # Models are saved one after the other.
         checkpoint = max(checkpoint, checkpoint_copies_bytes(model))
     found["checkpoint being written"] = checkpoint if engine.saves_checkpoints else 0
     return found
 
 
 def checkpoint_copies_bytes(model: TrainedModel) -> int:
-    """Host memory that a rank needs beside the state while a checkpoint is written or read."""
+    """Return a rank's host bytes besides the state while a checkpoint is written or read."""
     elements = largest_tensor(model)
     tensor = elements * model.training.weight_bytes
     if model.training.saved_in_pieces:
         return max(tensor, min(PIECE_BYTES, elements * 4))
-    # Whole buffers of the distributed optimizer, or states that are made for it in float32.
+    # Complete buffers of the distributed optimizer, or float32 states that are made for it.
     return tensor + max(optimizer_bytes(model))
 
 
 def largest_tensor(model: TrainedModel) -> int:
-    """Elements of a rank's largest weight, at most; gate and up of an MLP, and Q, K and V of
-    attention, are one."""
+    """Return an upper bound on the elements of a rank's largest weight. Gate and up of an MLP are
+    one weight, and so are Q, K and V of attention."""
     shape, tp_size = model.shape, model.train.tp_size
     sizes = [vocabulary_rows(shape, tp_size, model.training) * shape.hidden_size]
     for is_moe in set(shape.is_moe_layer):

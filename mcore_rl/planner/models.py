@@ -1,7 +1,7 @@
-"""The models that a job trains: the actor and, where the algorithm has one, the critic.
+"""The models that a job trains: the actor and, if the algorithm has one, the critic.
 
-Each has a layout and settings of its own. This module is pure: it imports neither Megatron nor vLLM
-nor torch.
+Each has its own layout and settings. This module is pure: it imports neither Megatron nor vLLM nor
+torch.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from mcore_rl.planner.stages import stages_for
 Bytes = npt.NDArray[np.int64]
 
 ACTOR, CRITIC = "actor", "critic"
-# Degrees in which a critic may differ from the actor, and the flags for that.
+# Degrees in which a critic may differ from the actor, and their flags.
 CRITIC_FLAGS = {degree: flag_of(f"critic_{degree}") for degree in DEGREE_FLAGS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
-    """A model with what it is trained by, on `train.world_size` ranks."""
+    """A model with its layout and training settings, on `train.world_size` ranks."""
 
     name: str
     shape: ModelShape
     train: TrainLayout
     layers: PipelineLayers
     training: TrainSettings
-    own_degrees: frozenset[str] = frozenset()  # of a critic, those that do not follow the actor's
-    # Ranks of the world that are its own, `train.world_size` of them; empty: it shares the actor's,
-    # which are counted from 0.
+    own_degrees: frozenset[str] = frozenset()  # degrees in which a critic does not follow the actor
+    # Its separate ranks in the world, `train.world_size` of them; empty: it shares the actor's
+    # ranks, which count from 0.
     ranks: tuple[int, ...] = ()
 
     def of_ranks(self, of_stages: Sequence[int]) -> Bytes:
-        """`[train.world_size]`: what each rank has, of what a rank of each stage has."""
+        """Return `[train.world_size]`: values per rank, from the values per stage."""
         return np.repeat(np.array(of_stages, dtype=np.int64), self.train.ranks_per_stage)
 
     def describe(self) -> str:
-        """TP8 x CP1 x DP4 x PP2, experts ...; layers of the stages: 8 8, or 4+4 with chunks."""
+        """Describe it: "TP8 x CP1 x DP4 x PP2, experts ...; layers of the stages: 4+4 4+4"."""
         counts = [[len(chunk) for chunk in stage] for stage in self.layers]
         shown = " ".join("+".join(map(str, chunks)) for chunks in counts)
         return f"{self.train.describe()}; layers of the stages: {shown}"
 
 
 def stage_state(model: TrainedModel, *, with_moments: bool = True) -> list[dict[str, int]]:
-    """What a rank of each stage holds on the device between two passes; before the first update,
-    unless it was loaded, the optimizer has no moments."""
+    """Return what a rank of each stage holds on the device between two passes. An optimizer that
+    was not loaded has no moments before the first update."""
     training = model.training
     return [
         {
@@ -73,7 +73,7 @@ def stage_state(model: TrainedModel, *, with_moments: bool = True) -> list[dict[
 
 
 def optimizer_bytes(model: TrainedModel, *, with_moments: bool = True) -> list[int]:
-    """Bytes on a rank of each stage, on device and host together."""
+    """Return the optimizer's bytes on a rank of each stage, on device and host together."""
     training = model.training
     per_parameter = training.optimizer_bytes - (0 if with_moments else training.moment_bytes)
     return [
@@ -85,8 +85,8 @@ def optimizer_bytes(model: TrainedModel, *, with_moments: bool = True) -> list[i
 def following(
     critic: TrainedModel, train: TrainLayout, layers: PipelineLayers
 ) -> TrainedModel | None:
-    """The critic where the actor's layout is `train`: it follows in all that no flag of its own
-    fixes. None where that cannot be, or would need flags for its stages alone.
+    """Return the critic for an actor with layout `train`: it follows in all degrees that its own
+    flags do not fix. None if that is impossible, or would need flags for the critic's stages.
     """
     degrees = {
         name: getattr(critic.train if name in critic.own_degrees else train, name)
@@ -107,10 +107,10 @@ def following(
 def in_layout(
     model: TrainedModel, train: TrainLayout, layers: PipelineLayers | None = None
 ) -> TrainedModel | None:
-    """`model` in another layout, with the same samples in a mini-batch.
+    """Return `model` in another layout, with the same samples in a mini-batch.
 
-    Its stages are `layers`, else those that it has, else even ones. None where neither layers nor
-    samples divide.
+    Its stages are `layers`, or its current ones if PP is the same, or even ones. None if layers or
+    samples do not divide.
     """
     old, settings = model.train, model.training
     if layers is None and train.pp_size == old.pp_size:

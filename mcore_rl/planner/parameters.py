@@ -1,8 +1,8 @@
-"""Exact: the parameters of a rank, what the optimizer keeps of them, and the KV cache of a token.
+"""Exact counts: a rank's parameters, its share of the optimizer's state, and a token's KV cache.
 
-Counted from `checkpoint_tensors`, which a test holds against real Megatron models; the vocabulary
-is padded as Megatron pads it. What Megatron adds on top is the padding inside its buffers: less
-than 64 elements a parameter and less than lcm(DP, 128) a bucket.
+They are computed from `checkpoint_tensors`, which a test compares with real Megatron models; the
+vocabulary is padded as in Megatron. Megatron adds only the padding inside its buffers: less than 64
+elements per parameter and less than lcm(DP, 128) per bucket.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -29,7 +29,7 @@ from mcore_rl.planner.settings import ActivationSettings, TrainSettings
 
 @dataclass(frozen=True, slots=True)
 class StageParameters:
-    """Parameters of each rank of a pipeline stage; all its ranks have as many."""
+    """Parameters of each rank of a pipeline stage, the same number on all its ranks."""
 
     dense: int
     experts: int
@@ -40,7 +40,7 @@ class StageParameters:
 
 
 def vocabulary_rows(shape: ModelShape, tp_size: int, settings: ActivationSettings) -> int:
-    """Rows of the padded vocabulary on a rank."""
+    """Return the rows of the padded vocabulary on a rank."""
     multiple = settings.vocabulary_multiple
     if multiple is None:
         return trained_vocabulary_rows(shape.vocab_size, tp_size)
@@ -50,14 +50,14 @@ def vocabulary_rows(shape: ModelShape, tp_size: int, settings: ActivationSetting
 def stage_parameters(
     shape: ModelShape, train: TrainLayout, layers: PipelineLayers, settings: TrainSettings
 ) -> list[StageParameters]:
-    """Parameters of every stage. The router's bias is not a parameter. MTP layers that are trained
-    lie on the last stage, with a copy of the embedding."""
+    """Return the parameters of every stage. The router's bias is not a parameter. Trained MTP
+    layers are on the last stage, with a copy of the embedding."""
     rows = vocabulary_rows(shape, train.tp_size, settings)
     last = len(layers) - 1
     embedding, head = embedding_specs(shape), head_specs(shape)
     if last and (shape.tied_embeddings or settings.mtp_layers):
         head = [*head, *embedding]  # Megatron keeps a copy of it on the last stage
-    # Which Megatron cuts, and vLLM does not.
+    # Megatron shards eh_proj, and vLLM does not.
     of_mtp = [
         replace(spec, cut=Cut.ROWS) if spec.name == "eh_proj.weight" else spec
         for spec in mtp_layer_specs(shape)
@@ -98,9 +98,9 @@ def _count(specs: Iterable[TensorSpec], train: TrainLayout, rows: int) -> StageP
 def optimizer_parameters(
     parameters: StageParameters, train: TrainLayout, settings: TrainSettings
 ) -> int:
-    """How many parameters' state a rank keeps: its share where the optimizer is distributed.
+    """Return for how many parameters a rank keeps state: its shard of a distributed optimizer.
 
-    Dense parameters are shared out over data and context parallel ranks, experts over theirs.
+    Dense parameters are sharded over DP and CP, experts over expert data parallelism.
     """
     if not settings.distributed_optimizer:
         return parameters.total
@@ -110,8 +110,8 @@ def optimizer_parameters(
 
 
 def widened_bytes(shape: ModelShape, rollout: RolloutLayout) -> int:
-    """What a rank of the engine keeps on a CPU without 16-bit matrix products: its linear weights
-    once more, in float32. Experts and the projection that latent attention absorbs have no copy."""
+    """Return the bytes of the float32 copies of linear weights that an engine's rank keeps on a CPU
+    without 16-bit matrix products. Experts and the projection that MLA absorbs have no copy."""
     head = embedding_specs(shape) if shape.tied_embeddings else head_specs(shape)
     of_kind = {
         is_moe: _widened(layer_specs(shape, is_moe=is_moe), rollout)
@@ -135,10 +135,10 @@ def _widened(specs: Iterable[TensorSpec], rollout: RolloutLayout) -> int:
 def kv_bytes_per_token(
     shape: ModelShape, tp_size: int, itemsize: int = 2, *, drafter_layers: int = 0
 ) -> int:
-    """What a rank of the engine caches for a token, in all layers and those of a drafter.
+    """Return the bytes that an engine's rank caches per token, in all layers and the drafter's.
 
-    Latent attention caches one latent and one rotary key, which no head owns, so that every TP rank
-    has all of it; else keys and values are cut by heads, of which a rank has at least one.
+    Latent attention caches one latent and one rotary key, shared by all heads, so every TP rank has
+    all of it. Otherwise keys and values are sharded by heads, and a rank has at least one head.
     """
     if shape.latent:
         width = shape.latent.kv_lora_rank + shape.latent.qk_rope_head_dim
@@ -148,8 +148,8 @@ def kv_bytes_per_token(
 
 
 def drafter_bytes(shape: ModelShape, rollout: RolloutLayout, num_layers: int) -> int:
-    """What a rank of the engine holds of `num_layers` MTP layers that draft; on its host it has the
-    same once more. Embedding and head are the model's own."""
+    """Return the bytes of a rank's shard of `num_layers` MTP layers that draft; its host memory
+    holds a second copy. Embedding and head are shared with the model."""
     total = 0
     for spec in mtp_layer_specs(shape):
         if spec.num_experts and rollout.expert_parallel:
@@ -167,8 +167,8 @@ def drafter_bytes(shape: ModelShape, rollout: RolloutLayout, num_layers: int) ->
 def absorbed_bytes(
     shape: ModelShape, tp_size: int, itemsize: int = 2, *, drafter_layers: int = 0
 ) -> int:
-    """What a rank of the engine keeps of latent attention beside the checkpoint's tensors: both
-    halves of kv_b_proj once more, as decoding multiplies by them."""
+    """Return the bytes that latent attention adds to the checkpoint's tensors on an engine's rank:
+    a second copy of both halves of kv_b_proj, by which decoding multiplies."""
     if shape.latent is None:
         return 0
     latent = shape.latent

@@ -1,25 +1,25 @@
-"""What the fullest rank holds in each phase of a run, in the order in which they come.
+"""Device memory of the fullest rank in each phase of a run, in order.
 
     build         Megatron's models: weights, gradients, main parameters; "resume" with --load,
-                  where the optimizer is read whole
-    start         the engine's share of the device, beside what of training cannot leave it
+                  which reads the complete optimizer
+    start         the engine's share of the device, and the training state that cannot leave it
     canary        the build's state, and a forward pass over a few short prompts
     first switch  a hand-over before there are moments
-    rollout       the engine's share: its weights, its activations, the KV cache; of training what
-                  is not away
+    rollout       the engine's share: its weights, its activations, the KV cache; the training
+                  state that is not offloaded
     log-probs     weights, gradients, optimizer, and a forward pass only
-    values        the same of the critic
+    values        the same for the critic
     train         weights, gradients, optimizer, activations
-    train critic  the same of the critic's update, where there is one
+    train critic  the same for the critic's update, if there is one
     hand-over     weights of training and of rollout, the bucket; gradients and optimizer unless
-                  away
+                  offloaded
     export        all of training, and the bucket
 
-vLLM takes its share of the device whole, whatever others leave: at its start it refuses to begin
-with less, and what is not weights or activations is KV cache from then on. So start and rollout
-hold that share, and what stays beside it has to fit into the rest.
+vLLM always takes its complete share of the device: it refuses to start with less, and from then on
+everything but weights and activations is KV cache. So start and rollout hold that share, and
+everything else has to fit into the rest.
 
-Actor and critic take turns on the same ranks: in every phase a rank holds its part of both, in one
+Actor and critic take turns on the same ranks: in every phase a rank holds its part of both, and
 the activations of one. This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
 
@@ -52,15 +52,15 @@ BUILD, RESUME, START, CANARY, FIRST_SWITCH = "build", "resume", "start", "canary
 TRAIN, LOG_PROBS, HAND_OVER, ROLLOUT = "train", "log-probs", "hand-over", "rollout"
 TRAIN_CRITIC, VALUES, BUILD_CRITIC = "train critic", "values", "build critic"
 EXPORT = "export"
-NCCL = "NCCL"  # the part that its communicators take, outside of torch
-# A hand-over keeps all it needs beside both sets of weights under this many buckets.
+NCCL = "NCCL"  # the part of its communicators, outside of torch
+# A hand-over needs less than this many buckets besides both sets of weights.
 BUCKETS = 2
-CANARY_TOKENS = 64  # of a prompt, which has a micro-batch of its own
+CANARY_TOKENS = 64  # of a prompt, which has a separate micro-batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A job to be planned. Without further words layout and settings are the actor's."""
+    """A job to be planned. Layout and settings are the actor's unless stated otherwise."""
 
     shape: ModelShape
     train: TrainLayout
@@ -83,32 +83,32 @@ class Case:
 
     @property
     def models(self) -> tuple[TrainedModel, ...]:
-        """All that are trained, the actor first."""
+        """All models that are trained, the actor first."""
         return (self.actor,) if self.critic is None else (self.actor, self.critic)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """What a rank of the engine caches for a token."""
+        """Bytes that a rank of the engine caches per token."""
         layers = self.engine.drafter_layers
         return kv_bytes_per_token(self.shape, self.rollout.tp_size, drafter_layers=layers)
 
     @property
     def drafter_bytes(self) -> int:
-        """What a rank of the engine holds beside the model, and on its host where it is carried."""
+        """Bytes of the drafter on a rank of the engine, and on its host if it is not trained."""
         return drafter_bytes(self.shape, self.rollout, self.engine.drafter_layers)
 
     @property
     def share_bytes(self) -> int:
-        """What vLLM takes of a device, as it computes it."""
+        """Bytes that vLLM takes of a device, by its own formula."""
         return math.ceil(self.machine.gpu_bytes * self.engine.gpu_memory_utilization)
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A phase on its fullest rank: part -> bytes, how much it may be, and what is lacking.
+    """A phase on its fullest rank: part -> bytes, the limit, and the missing bytes.
 
-    `surely_lacking_bytes` is what is lacking by the parts alone whose size is exact, of a device of
-    which nothing is reserved: a run cannot get through it.
+    `surely_lacking_bytes` counts only parts whose size is exact, on a device without reserve: if
+    it is not 0, the run cannot pass this phase.
     """
 
     name: str
@@ -126,11 +126,11 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """What vLLM's share leaves for the KV cache on the rank that has least; not below 0."""
+    """The KV cache in vLLM's share, on the rank where it is smallest; 0 or more."""
 
     num_bytes: int
     bytes_per_token: int
-    useful_utilization: float  # the largest share beside which training's part fits
+    useful_utilization: float  # the largest share that leaves enough for training
 
     @property
     def tokens(self) -> int:
@@ -145,12 +145,12 @@ class DeviceMemory:
     kv_cache: KVCache
 
     def phase(self, name: str) -> Phase:
-        """The phase of that name, which must be there."""
+        """Return the phase of that name, which must exist."""
         return next(phase for phase in self.phases if phase.name == name)
 
 
 def part_name(model: TrainedModel, part: str) -> str:
-    """A part of a model's state: "weights" of the actor, "critic weights" of the critic."""
+    """Name a part of a model's state: "weights" of the actor, "critic weights" of the critic."""
     return part if model.name == ACTOR else f"{model.name} {part}"
 
 
@@ -161,8 +161,8 @@ def device_memory(case: Case, resident_bytes: Bytes) -> DeviceMemory:
 
 
 class _Planning:
-    """What the phases of one case are made of: the state before the first update, which has no
-    moments unless they were loaded, and the state from then on."""
+    """Planner of one case's phases, from the state before the first update, which has no moments
+    unless they were loaded, and the state after it."""
 
     def __init__(self, case: Case, resident: Bytes) -> None:
         self._case = case
@@ -205,7 +205,7 @@ class _Planning:
             yield self._phase(BUILD_CRITIC, self._staying(self._first, critic), critic)
 
     def _until(self, rollout: Phase) -> Iterator[Phase]:
-        """The first way to rollout."""
+        """Yield the phases from the engine's start to the first rollout."""
         if self._case.engine.has_canary:
             yield self._canary()
         yield self._switch(FIRST_SWITCH, self._first)
@@ -227,7 +227,7 @@ class _Planning:
     def _pass(
         self, name: str, states: States, model: TrainedModel, activations: list[int]
     ) -> Phase:
-        """A pass of one model over its batch."""
+        """Return the phase of one model's pass over its batch."""
         used = {"activations": model.of_ranks(activations)}
         return self._phase(name, {**self._staying(states, model), **used}, model)
 
@@ -240,14 +240,14 @@ class _Planning:
         return self._pass(CANARY, self._first, actor, used)
 
     def _switch(self, name: str, states: States) -> Phase:
-        """The parameters stay until they were handed over."""
+        """Return a hand-over's phase, during which the parameters stay on the device."""
         actor = self._case.actor
         left = self._staying(states, actor, self._case.engine.offloaded - {"parameters"})
         parts = {**left, "rollout weights": self._resident, "bucket": self._bucket}
         return self._phase(name, parts, actor)
 
     def _with_engine(self, name: str, states: States, away: frozenset[str]) -> Phase:
-        """The KV cache gets what the engine leaves of its share."""
+        """Return a phase with the engine, whose KV cache takes the rest of its share."""
         case = self._case
         left = self._staying(states, case.actor, away)
         used = np.full_like(self._resident, self._engine_used)
@@ -255,7 +255,7 @@ class _Planning:
         engine = {"rollout weights": self._resident, "activations": used, "KV cache": cache}
         phase = self._phase(name, {**left, **engine}, case.actor, share=case.share_bytes)
         sample = case.engine.max_model_tokens * case.kv_bytes_per_token
-        # It must hold one sample to the end, and its weights at any rate.
+        # The share must hold its weights and activations, and a complete sample in the KV cache.
         short = int(self._resident.max()) + self._engine_used + sample - case.share_bytes
         surely = int(self._resident.max()) - case.share_bytes
         return replace(
@@ -281,8 +281,8 @@ class _Planning:
     def _staying(
         self, states: States, model: TrainedModel, away: frozenset[str] = frozenset()
     ) -> Parts:
-        """What training has on the ranks of `model`, of all models that are there; without the
-        kinds of offload that are `away`."""
+        """Return the training state of all models on the ranks of `model`, without the offloaded
+        kinds `away`."""
         kind = {"weights": "parameters"}
         return {
             part_name(other, part): other.of_ranks([held[part] for held in states[other.name]])
@@ -293,8 +293,8 @@ class _Planning:
         }
 
     def _phase(self, name: str, parts: Parts, model: TrainedModel, *, share: int = 0) -> Phase:
-        """The phase of the rank that holds most, among those of `model`, whose stages count.
-        `share` of the device is taken for the engine whole."""
+        """Return the phase of the fullest rank among the ranks of `model`, with its stage in
+        `model`. The engine takes all of its `share` of the device."""
         machine = self._case.machine
         if self._nccl:
             parts[NCCL] = np.full(model.train.world_size, self._nccl, dtype=np.int64)

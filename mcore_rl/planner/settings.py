@@ -1,4 +1,4 @@
-"""What a plan takes as given, beside the model and the two layouts. Bytes are plain bytes.
+"""Inputs of a plan besides the model and the two layouts. Units of bytes are single bytes.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 GB, MB = 10**9, 10**6
 MIB = 1 << 20
 
-# What a plan assumes of a device unless it is told otherwise.
+# Defaults of a plan.
 GPU_RESERVED_GB = 4.0
 COMMUNICATOR_MB = 100.0
-BATCHED_TOKENS = 16384  # that vLLM works on at one time
+BATCHED_TOKENS = 16384  # in one step of vLLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute:
-    """Megatron's --recompute-*: what of the activations is computed again in the backward pass."""
+    """Megatron's --recompute-*: the activations that the backward pass recomputes."""
 
     granularity: str | None = None  # None, "selective" or "full"
     method: str | None = None  # of "full": "uniform" or "block"
@@ -28,7 +28,7 @@ class Recompute:
     spread_over_tp: bool = False  # --distribute-saved-activations
 
     def describe(self) -> str:
-        """full, uniform, 1 layer at a time."""
+        """Describe it: "full, uniform, --recompute-num-layers 1", for example."""
         if self.granularity == "full":
             return f"full, {self.method}, --recompute-num-layers {self.num_layers}"
         if self.granularity == "selective":
@@ -38,17 +38,17 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationSettings:
-    """What decides, beside model and layout, how large activations are."""
+    """Settings that, with model and layout, determine the size of activations."""
 
     weight_bytes: int  # per parameter; activations have the same dtype
-    vocabulary_multiple: int | None  # --make-vocab-size-divisible-by; None: as it is derived
-    micro_batch_size: int  # samples of a padded one
+    vocabulary_multiple: int | None  # --make-vocab-size-divisible-by; None: derived
+    micro_batch_size: int  # samples of a padded micro-batch
     num_micro_batches: int  # of a mini-batch, on each data-parallel rank
     positions: int  # of the longest sample: prompt and response
-    packed_tokens: int = 0  # that a micro-batch holds at most; 0: it is padded
+    packed_tokens: int = 0  # limit of a packed micro-batch; 0: micro-batches are padded
     sequence_parallel: bool
     recompute: Recompute
-    chunk_tokens: int  # whose logits exist at one time
+    chunk_tokens: int  # tokens whose logits exist at once
     expert_load: float  # tokens of the busiest rank's experts over the mean
     mtp_layers: int = 0  # --mtp-num-layers: trained ones, on the last stage
 
@@ -58,8 +58,8 @@ class ActivationSettings:
         return self.packed_tokens or self.micro_batch_size * self.positions
 
     def micro_batches_of(self, samples: int, dp_size: int, multiple_of: int = 1) -> int:
-        """Micro-batches of a mini-batch of `samples`, on each data-parallel rank, all samples being
-        full length; packed, their number is rounded up to `multiple_of`. As in
+        """Return each data-parallel rank's micro-batches in a mini-batch of `samples` of full
+        length. If packed, the number is rounded up to `multiple_of`, as in
         `mcore_rl.batching.accounting`.
         """
         if not self.packed_tokens:
@@ -69,7 +69,7 @@ class ActivationSettings:
         return math.ceil(count / multiple_of) * multiple_of
 
     def describe_micro_batch(self) -> str:
-        """1 x 8,192 tokens; or, packed, up to 8,192 tokens."""
+        """Describe it: "1 x 8,192 tokens" or, if packed, "up to 8,192 tokens"."""
         if self.packed_tokens:
             return f"up to {self.packed_tokens:,} tokens"
         return f"{self.micro_batch_size} x {self.positions:,} tokens"
@@ -77,43 +77,43 @@ class ActivationSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings(ActivationSettings):
-    """How training stores what it has. `*_bytes` are per parameter."""
+    """Settings of the training state. `*_bytes` are per parameter."""
 
     gradient_bytes: int
     optimizer_bytes: int  # main parameter and moments
-    moment_bytes: int  # of these, what --load or the first update makes
+    moment_bytes: int  # the part of these that --load or the first update creates
     distributed_optimizer: bool
     optimizer_instances: int  # --num-distributed-optimizer-instances: copies of the sharded state
-    optimizer_host_share: float  # of the optimizer's state, what --optimizer-cpu-offload moves
-    # Checkpoints are written and read in pieces of a few MB: those of the distributed optimizer
-    # that --dist-ckpt-optim-fully-reshardable names by parameter.
+    optimizer_host_share: float  # share of the state that --optimizer-cpu-offload moves
+    # Whether checkpoints are written and read in pieces of a few MB: those of the distributed
+    # optimizer that --dist-ckpt-optim-fully-reshardable names by parameter.
     saved_in_pieces: bool = False
-    # What is held in fact, byte by byte: a run is refused for these alone.
+    # Parts whose size is exact: a run is refused only because of these.
     exact: frozenset[str] = frozenset({"weights", "gradients", "optimizer"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """How a run uses memory beside training itself: rollout, hand-over, start and end."""
+    """Settings of memory that is not for training: rollout, hand-over, start and end."""
 
     gpu_memory_utilization: float  # share of the device that vLLM may take
     max_num_seqs: int  # in flight on each data-parallel rank of an engine
     max_model_tokens: int  # prompt and response
     max_response_tokens: int
-    batched_tokens: int  # that the engine works on at one time
+    batched_tokens: int  # in one step of the engine
     bucket_bytes: int
-    delta: bool  # both ends keep a copy of what travels
+    delta: bool  # both ends keep a copy of the transferred weights
     may_spread_experts: bool  # no --rl-rollout-no-expert-parallel
     offloaded: frozenset[str]  # kinds of hybrid_engine.offload that leave the device for rollout
     away_at_start: frozenset[str]  # kinds that are off the device while the engine starts
-    keeps_gradients: bool  # of offloaded ones a copy, instead of zeros afterwards
+    keeps_gradients: bool  # offload copies gradients, instead of zeroing them afterwards
     keeps_reference: bool  # weights of the initial policy, in host memory
     saves_checkpoints: bool
-    loads_checkpoint: bool = False  # --load: the optimizer's state is there from the start
+    loads_checkpoint: bool = False  # --load: the optimizer's state exists from the start
     exports: bool = False  # --rl-export-hf
     has_canary: bool = False
     drafter_layers: int = 0  # MTP layers that draft for it
-    # Of a step's samples, prompts included: those of the TP group that generates most, and all.
+    # Tokens of a step's samples with prompts: of the TP group that generates most, and of all.
     sampled_tokens: int = 0
     sampled_tokens_in_all: int = 0
     replays_experts: bool = False  # --rl-routing-replay r3
@@ -121,12 +121,12 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the job runs on. Rates are bytes per second, of one rank and one direction."""
+    """The hardware of a job. Rates are bytes per second, of one rank and one direction."""
 
     ranks_per_node: int
     gpu_bytes: int
     reserved_bytes: int  # of a device: contexts, CUDA graphs, fragmentation
-    communicator_bytes: int = 0  # of a device, what NCCL takes for each communicator
+    communicator_bytes: int = 0  # of a device, for each of NCCL's communicators
     host_bytes: int  # of a node
     own_node_rate: float
     other_nodes_rate: float

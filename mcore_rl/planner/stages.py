@@ -1,4 +1,4 @@
-"""How layers are given to pipeline stages where nobody has said it.
+"""Default assignment of layers to pipeline stages.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -13,16 +13,16 @@ from mcore_rl.model.layout import PipelineLayers, pipeline_layers
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Layers of every stage, and the flags for it beside --pipeline-model-parallel-size."""
+    """Layers of every stage, and their flags in addition to --pipeline-model-parallel-size."""
 
     layers: PipelineLayers
     flags: str  # with a space before each
 
 
 def stages_for(num_layers: int, pp_size: int) -> Stages | None:
-    """As even as Megatron can cut it: equal stages, or a last one with fewer layers.
+    """Return the most even stages that Megatron can build: equal, or the last one has fewer layers.
 
-    Where the last one would be left without, the first one gives way too. None where neither does.
+    If the last stage would be empty, the first one gets fewer layers, too. None if neither works.
     """
     if pp_size > num_layers:
         return None

@@ -1,1 +1,1 @@
-"""The commands around a run: plan, doctor, report."""
+"""Commands before and after a run: plan, doctor, report."""

@@ -1,10 +1,10 @@
-"""`mcore-rl doctor`: an installation and a command line, checked before any GPU is taken.
+"""`mcore-rl doctor`: checks of an installation and a command line before a GPU is used.
 
-finding        what a check says: area, level, sentence, remedy
-gpus           the devices, asked through NVML, without a CUDA context
-versions, patches                       the installation
-ports, shared_memory, limits, network   the machine
-flags          the command line, by the checks of a start, one fault not hiding the next
-checkpoint, plan, space, prompts, reward    what the command line names
-examination    all of them; command: from the command line to what is printed
+finding             result of a check: area, level, sentence, remedy
+gpus                the devices, queried through NVML, without a CUDA context
+versions, patches   the installation
+network, space      the machine: network and ports; disks, memory, /dev/shm and limits
+flags               the command line, by the checks of a start, without stopping at the first fault
+checkpoint, plan, prompts, reward    the files and settings that the command line names
+examination         runs all checks; command: reads the command line and prints the findings
 """

@@ -1,4 +1,4 @@
-"""What a run starts from: the Hugging Face folder, and the folder of `--load`."""
+"""Check of a run's checkpoints: the Hugging Face folder, and the folder of `--load`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from mcore_rl.tools.doctor.finding import CHECKPOINT, Finding, green, plural, re
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.trainer_state import check_mtp
 
-# Of a checkpoint so much is hashed; of all files the sizes are compared.
+# The part of a checkpoint that is hashed; the sizes of all files are compared.
 _HASHED_BYTES = 4 << 30
 
 
 def num_parameters(checkpoint: HFCheckpoint) -> int:
-    """Elements of all tensors that are trained."""
+    """Return the number of elements of all trained tensors."""
     return sum(math.prod(info.shape) for info in checkpoint.tensors.values())
 
 
 def check_hf_folder(shape: ModelShape, checkpoint: HFCheckpoint) -> list[Finding]:
-    """What was read of a folder that the start accepts, and what it holds twice compared."""
+    """Describe a folder that the start accepts, and compare tensors that it holds twice."""
     check_copies(checkpoint.folder, checkpoint.repeated)
     quantized = {FP8: "FP8 blocks", MXFP4: "MXFP4"}.get(shape.quantization or "")
     blocks = f" of {quantized}, read as bfloat16," if quantized else ""
@@ -47,8 +47,8 @@ def check_hf_folder(shape: ModelShape, checkpoint: HFCheckpoint) -> list[Finding
 
 
 def check_load(values: Mapping[str, Any], config: RLConfig) -> tuple[list[Finding], Path | None]:
-    """What `--load` would go on from: findings, and the checkpoint's folder if there is one; none
-    with `--finetune`, which takes the weights alone. Reads sizes, and hashes of 4 GiB at most."""
+    """Return findings about `--load`, and the folder of the checkpoint to resume from, if any; None
+    with `--finetune`, which takes only the weights. Reads sizes, and hashes of 4 GiB at most."""
     findings, resumed = _check_load(values, config)
     save = folders.checkpoint_folder(values.get("save"), config.directory)
     try:
@@ -126,7 +126,7 @@ def _tracked(load: Path) -> str:
 def _newest_undamaged(
     places: Sequence[Path], steps: Sequence[int], load: Path
 ) -> tuple[list[Finding], int | None]:
-    """Findings of those that are damaged, and the step."""
+    """Return findings about damaged checkpoints, and the newest step that is not damaged."""
     findings: list[Finding] = []
     for step in steps:
         damaged = [
@@ -144,5 +144,5 @@ def _newest_undamaged(
 
 
 def _parts(place: Path, step: int) -> int:
-    """In how many parts a checkpoint must be read so that one of them takes seconds."""
+    """Return the number of parts of a checkpoint so that reading one part takes seconds."""
     return max(1, math.ceil(folders.recorded_bytes(place, step) / _HASHED_BYTES))

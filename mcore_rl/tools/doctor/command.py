@@ -26,13 +26,13 @@ from mcore_rl.tools.doctor.examination import Request, examine
 from mcore_rl.tools.doctor.finding import Finding, Level, counts
 from mcore_rl.tools.plan.report import make_console
 
-# A word beside each colour, for those who see none, and for files.
+# A word for each colour, for readers and files without colours.
 _WORDS: dict[Level, str] = {"green": "ok", "yellow": "warn", "red": "fail"}
 _INDENT = 2
 
 
 def main(options: argparse.Namespace, others: Sequence[str]) -> int:
-    """The whole command: 0 if nothing is red, else 1. UsageError: a wrong use of the command.
+    """Run the command; return 0 if nothing is red, else 1. Raises UsageError for a wrong use.
 
     `others` are the job's flags.
     """
@@ -50,7 +50,7 @@ def main(options: argparse.Namespace, others: Sequence[str]) -> int:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The doctor's own flags; all others are the job's."""
+    """Add the doctor's own flags; all others are the job's."""
     parser.usage = "mcore-rl doctor [options] [--world-size N -- flags of mcore_rl.train]"
     parser.description = (
         "Check this installation, and with --world-size a command line, before any GPU is taken. "
@@ -112,7 +112,7 @@ def _bytes(gigabytes: float | None) -> int | None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what the examined packages print, log and warn: findings say it."""
+    """Suppress output, logs and warnings of the examined packages; findings replace them."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -127,7 +127,7 @@ def _quiet() -> Iterator[None]:
 
 
 def print_findings(findings: Sequence[Finding], seconds: float, console: Console) -> None:
-    """Grouped by area, and a last line with counts."""
+    """Print the findings, grouped by area, and a last line with counts."""
     for area, group in groupby(findings, key=lambda finding: finding.area):
         console.print(Text(area, style="bold"))
         table = Table.grid(padding=(0, 1))
@@ -144,7 +144,7 @@ def print_findings(findings: Sequence[Finding], seconds: float, console: Console
 
 
 def as_json(findings: Sequence[Finding], seconds: float) -> dict[str, Any]:
-    """{"findings": [{area, level, found, remedy}], "counts": {level: number}, "seconds": s}"""
+    """Return {"findings": [{area, level, found, remedy}], "counts": {level: n}, "seconds": s}."""
     return {
         "findings": [dataclasses.asdict(finding) for finding in findings],
         "counts": counts(findings),

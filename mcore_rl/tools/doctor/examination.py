@@ -1,7 +1,7 @@
-"""All checks, in an order in which each finds what it needs; nothing is left behind by them.
+"""All checks of the doctor, ordered by their dependencies. They leave no files or processes behind.
 
 Megatron is imported once its patches are known to fit, vLLM's engine never. No CUDA context is
-made: devices are asked through NVML, by torch as well.
+created: devices are queried through NVML, by torch as well.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _USUAL_RANKS_PER_NODE = 8
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the doctor is asked. Without a job the installation and the machine are all there is."""
+    """Input of the doctor. Without a job it checks the installation and the machine only."""
 
     tokens: tuple[str, ...] = ()  # the job's flags
     world_size: int | None = None
-    gpu_memory_bytes: int | None = None  # of a device, instead of what is found
+    gpu_memory_bytes: int | None = None  # of a device, instead of the detected size
     gpu_reserved_bytes: int = 0
     host_memory_bytes: int | None = None
 
 
 def examine(request: Request) -> list[Finding]:
-    """Run every check; the findings in the order of `AREAS`."""
+    """Run every check; return the findings in the order of `AREAS`."""
     examination = _Examination(request)
     examination.installation()
     if request.tokens:
@@ -56,7 +56,7 @@ class _Examination:
     def __init__(self, request: Request) -> None:
         self.findings: list[Finding] = []
         self._request = request
-        # Before Megatron is imported, which sets some of it for this process.
+        # Copied before Megatron is imported, which sets variables of this process.
         self._environment = dict(os.environ)
         # Makes torch count devices through NVML, without starting CUDA.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -73,8 +73,8 @@ class _Examination:
             self.findings += check()
         except UsageError as error:
             self.findings.append(refusal(area, error))
-        # A machine may be broken in ways that nobody has thought of: one check that fails says so
-        # and hides no other.
+        # A machine may be broken in unforeseen ways: a check that fails itself is reported, and
+        # does not hide the others.
         except Exception as error:
             what = (
                 f"this check fails itself: {type(error).__name__}: {' '.join(str(error).split())}"
@@ -87,7 +87,7 @@ class _Examination:
     # ------------------------------------------------------------------------- the installation
 
     def installation(self) -> None:
-        # One at a time: what cannot be imported must not hide which versions there are.
+        # Separately, so that a failing import does not hide the versions.
         for check in (self._ask_nvml, self._import_torch, self._versions):
             self._look(finding.VERSIONS, check)
         if not self._has_torch:
@@ -134,7 +134,7 @@ class _Examination:
         from mcore_rl.patches.vllm import patches
         from mcore_rl.tools.doctor.patches import check_patches
 
-        # Applying them would import vLLM's models; they name exact versions. torch's is among both.
+        # Applying them would import vLLM's models; they name exact versions. Both have torch's.
         return check_patches([p for p in patches() if p not in PATCHES], "vLLM", apply=False)
 
     def _taken_flags(self) -> list[Finding]:
@@ -188,7 +188,7 @@ class _Examination:
         return [*found, *of_load]
 
     def _copies(self) -> list[Finding]:
-        """What folders of other models hold twice; the actor's was compared."""
+        """Compare tensors that folders of other models hold twice; the actor's are done already."""
         from mcore_rl.megatron.hf_files import check_copies
 
         spec = self._read.spec if self._read else None
@@ -254,7 +254,7 @@ class _Examination:
 
     @property
     def _local_ranks(self) -> int:
-        """Ranks of the job on this machine; without a job one for each GPU."""
+        """Ranks of the job on this machine; without a job, one per GPU."""
         if self._request.world_size is None:
             return max(1, len(self._gpus.devices))
         usual = min(_USUAL_RANKS_PER_NODE, self._request.world_size)

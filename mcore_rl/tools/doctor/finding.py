@@ -1,4 +1,4 @@
-"""What a check of the doctor says.
+"""Findings of the doctor's checks.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -27,7 +27,7 @@ SHARED_MEMORY = "shared memory"
 LIMITS = "limits"
 SPACE = "space"
 NETWORK = "network"
-# In the order in which they are printed.
+# In the order of the output.
 AREAS = (
     VERSIONS,
     PATCHES,
@@ -47,9 +47,9 @@ AREAS = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One sentence about one thing; red stops a run or spoils it, yellow may.
+    """One sentence about one subject; red stops or spoils a run, yellow may.
 
-    `remedy` says in one sentence what to do, and is empty where all is well.
+    `remedy` says in one sentence what to do; it is empty for green.
     """
 
     area: str
@@ -63,32 +63,32 @@ class Finding:
 
 
 def green(area: str, found: str) -> Finding:
-    """All is well."""
+    """Return a finding without a problem."""
     return Finding(area, "green", found)
 
 
 def yellow(area: str, found: str, remedy: str) -> Finding:
-    """A run starts, and may be slower, smaller or other than it was meant to be."""
+    """Return a warning: a run starts, and may be slower, smaller or other than intended."""
     return Finding(area, "yellow", found, remedy)
 
 
 def red(area: str, found: str, remedy: str) -> Finding:
-    """A run does not start, or does not end well."""
+    """Return a failure: a run does not start, or does not end well."""
     return Finding(area, "red", found, remedy)
 
 
 def refusal(area: str, error: UsageError) -> Finding:
-    """A user's mistake that a check of the start has told."""
+    """Return the finding for a user's mistake that a check of the start has raised."""
     found, remedy = (" ".join(text.split()) for text in (error.fault, error.remedy))
-    return red(area, found, remedy or CORRECT)  # one that a user raises may have none
+    return red(area, found, remedy or CORRECT)  # an error from a user's code may have no remedy
 
 
 def counts(findings: Iterable[Finding]) -> dict[Level, int]:
-    """How many there are of each level."""
+    """Return the number of findings of each level."""
     levels = [finding.level for finding in findings]
     return {level: levels.count(level) for level in LEVELS}
 
 
 def plural(count: int, word: str) -> str:
-    """1 prompt, 2 prompts, 1,000 prompts."""
+    """Format a count: 1 prompt, 2 prompts, 1,000 prompts."""
     return f"{count:,} {word}{'' if count == 1 else 's'}"

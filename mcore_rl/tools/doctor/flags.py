@@ -1,7 +1,7 @@
-"""The command line, by the checks of a start, so that one fault does not hide the next.
+"""Check of the command line, by the checks of a start, without stopping at the first fault.
 
-A flag that is wrong by itself is taken away once it is told, and the checks go on without it; what
-depends on it is left alone.
+A flag that is wrong by itself is reported and removed, and the checks continue without it; checks
+that depend on it are skipped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mcore_rl.tools.doctor.finding import (
     yellow,
 )
 
-# Of the checks whose findings are not about flags.
+# Areas of checks whose findings are not about flags, by the fact that they give.
 _AREAS = {
     "shape": CHECKPOINT,
     "checkpoint": CHECKPOINT,
@@ -61,23 +61,23 @@ _NO_EFFECT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadJob:
-    """What could be understood of a command line; None where a fault stands before it."""
+    """The facts of a command line; None for those that a fault prevents."""
 
     findings: tuple[Finding, ...]
     config: RLConfig | None = None
-    tokens: tuple[str, ...] = ()  # without what is wrong, --rl-config written out
+    tokens: tuple[str, ...] = ()  # without wrong flags, --rl-config expanded
     values: Mapping[str, Any] = field(default_factory=dict)  # all flags by destination
     shape: ModelShape | None = None
     checkpoint: HFCheckpoint | None = None
     layout: TrainLayout | None = None
     layers: PipelineLayers | None = None
     batch_is_right: bool = False
-    reward_model: Folder | None = None  # that of --rl-reward-model, read
-    spec: JobSpec | None = None  # passed as a whole, as a start would
+    reward_model: Folder | None = None  # from --rl-reward-model
+    spec: JobSpec | None = None  # set if every check passed, as in a start
 
 
 def taken_flags(parser: argparse.ArgumentParser) -> list[Finding]:
-    """Flags of ours that a parser, Megatron's or a fork's, has already."""
+    """Report mcore_rl's flags that a parser, Megatron's or a fork's, already has."""
     ours = [parameter.flag for parameter in flags().values()] + ["--rl-config"]
     theirs = parser._option_string_actions
     taken = [flag for flag in ours if flag in theirs and theirs[flag].dest not in SHARED_RL]
@@ -92,7 +92,7 @@ def taken_flags(parser: argparse.ArgumentParser) -> list[Finding]:
 
 
 def check_parser() -> list[Finding]:
-    """`taken_flags` of the installed Megatron."""
+    """Report `taken_flags` of the installed Megatron."""
     return taken_flags(megatron_adapter.make_parser())
 
 
@@ -135,7 +135,7 @@ def read_job(
 
 
 class _Reader:
-    """Collects refusals, and takes away the flags that cause them."""
+    """Collector of refusals, which removes the flags that cause them."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self.findings: list[Finding] = []
@@ -145,13 +145,13 @@ class _Reader:
         self._told: set[str] = set()
 
     def note(self, error: UsageError, area: str = FLAGS) -> None:
-        """Tell a mistake, once."""
+        """Report a mistake once."""
         if str(error) not in self._told:
             self._told.add(str(error))
             self.findings.append(refusal(area, error))
 
     def resolved(self, world_size: int, platform: Platform) -> dict[str, Any]:
-        """What the checks make of the tokens without the flags that are wrong by themselves."""
+        """Return the facts of the tokens without the flags that are wrong by themselves."""
         has_taken = False
 
         def refused(check: Check, error: UsageError) -> None:
@@ -168,7 +168,7 @@ class _Reader:
                 return facts
 
     def _take_away(self, error: UsageError) -> bool:
-        """Remove the flag at fault and its values; False if it is not given."""
+        """Remove the flag at fault and its values; return False if it is not given."""
         names = {error.flag, error.flag_name}
         action = self._parser._option_string_actions.get(error.flag_name)
         if action is not None:
@@ -229,7 +229,7 @@ def _without_effect(
 
 
 def _from_environment(environment: Mapping[str, str], world_size: int) -> list[Finding]:
-    """What a launcher sets, and has no place in the environment that starts one."""
+    """Warn about a launcher's variable in the environment that starts a launcher."""
     text = environment.get("WORLD_SIZE")
     if text is None or text == str(world_size):
         return []

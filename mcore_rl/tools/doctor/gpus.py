@@ -1,7 +1,7 @@
-"""The GPUs of this machine, asked through NVML: no CUDA context is made for it.
+"""The GPUs of this machine, queried through NVML, without a CUDA context.
 
-Megatron's validation asks torch what kind of GPU there is, which would start CUDA: here NVML
-answers instead.
+Megatron's validation asks torch for the kind of GPU, which would start CUDA. Here NVML answers
+instead.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-# NVIDIA's own binding, and the copy of it that vLLM brings.
+# NVIDIA's binding, and the copy that vLLM contains.
 _BINDINGS = ("pynvml", "vllm.third_party.pynvml")
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One GPU; `used_bytes` of its memory are taken by whoever is there now."""
+    """One GPU; `used_bytes` of its memory are in use now, by any process."""
 
     name: str
     total_bytes: int
@@ -29,20 +29,20 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """All GPUs of the machine, whatever CUDA_VISIBLE_DEVICES shows of them."""
+    """All GPUs of the machine, regardless of CUDA_VISIBLE_DEVICES."""
 
     devices: tuple[Device, ...] = ()
     driver: str = ""
-    driver_cuda: tuple[int, int] = (0, 0)  # the newest CUDA that the driver serves
+    driver_cuda: tuple[int, int] = (0, 0)  # the newest CUDA that the driver supports
 
     @property
     def smallest_bytes(self) -> int | None:
-        """Memory of the device that has least; None without a device."""
+        """Memory of the smallest device; None without a device."""
         return min((device.total_bytes for device in self.devices), default=None)
 
 
 def find_gpus() -> Gpus:
-    """What NVML knows; no GPU where there is no binding, no driver or no device."""
+    """Query NVML; the result has no GPU if the binding, the driver or a device is missing."""
     for name in _BINDINGS:
         try:
             nvml = importlib.import_module(name)
@@ -83,8 +83,8 @@ def _text(value: str | bytes) -> str:
 
 @contextlib.contextmanager
 def properties_from_nvml(gpus: Gpus) -> Iterator[None]:
-    """In which `torch.cuda.get_device_properties`, and what calls it, speak of `gpus` and make no
-    CUDA context. Without a GPU nothing is changed."""
+    """Make `torch.cuda.get_device_properties` and its callers report `gpus`, without a CUDA
+    context. Without a GPU nothing changes."""
     if not gpus.devices:
         yield
         return
@@ -93,7 +93,7 @@ def properties_from_nvml(gpus: Gpus) -> Iterator[None]:
     ask_cuda = torch.cuda.get_device_properties
 
     def properties(device: Any = None) -> SimpleNamespace:
-        # Which one does not matter: the GPUs of a job are alike.
+        # Any device will do: the GPUs of a job are identical.
         found = gpus.devices[0]
         return SimpleNamespace(
             name=found.name,

@@ -1,5 +1,5 @@
-"""Can the ranks meet: what NCCL, gloo, CUDA and the libraries read of the environment, against what
-this machine has, the port of the rendezvous, and the ports that connections take."""
+"""Checks of the network: the variables that NCCL, gloo, CUDA and libraries read, against this
+machine's devices; the port of the rendezvous, and free ports for connections."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from mcore_rl.tools.doctor.finding import NETWORK, PORTS, Finding, green, plural
 _PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _BLACKWELL = (10, 0)
-_BUFFER_BYTES = 4 << 20  # NCCL's own
+_BUFFER_BYTES = 4 << 20  # NCCL's default
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkUse:
-    """What of the environment concerns a job. Without a command line: the defaults."""
+    """Properties of a job that decide which checks apply. Without a command line: the defaults."""
 
     has_gpu: bool
     local_ranks: int = 1
@@ -43,7 +43,7 @@ class NetworkUse:
 
 
 def infiniband_devices(sys_root: Path = Path("/sys")) -> dict[str, bool]:
-    """InfiniBand and RoCE devices; whether one of their ports is active."""
+    """Return InfiniBand and RoCE devices, and whether one of their ports is active."""
     folder = sys_root / "class/infiniband"
     if not folder.is_dir():
         return {}
@@ -65,8 +65,8 @@ def check_network(
     num_cores: int | None = None,
     own_address: str | None = None,
 ) -> list[Finding]:
-    """`sys_root` is where the kernel tells of its devices; `own_address` what this machine's name
-    leads to, which is asked unless it is given."""
+    """Check the network's variables and devices. `sys_root` is the folder of the kernel's devices;
+    `own_address` is the address of this machine's name, which is looked up by default."""
     findings = [*_gloo(environment, sys_root), *_threads(environment, use, num_cores)]
     findings += _libraries(environment, use)
     findings += _timeouts(environment, use)
@@ -88,7 +88,7 @@ def _gloo(environment: Mapping[str, str], sys_root: Path) -> Iterator[Finding]:
 def _interface(
     variable: str, environment: Mapping[str, str], sys_root: Path, *, patterns: bool
 ) -> Iterator[Finding]:
-    """A list of interfaces; NCCL takes beginnings of names, "=" exact ones, "^" all others."""
+    """Check a list of interfaces; NCCL's are prefixes, exact after "=", excluded after "^"."""
     value = environment.get(variable)
     if not value:
         return
@@ -108,7 +108,7 @@ def _interface(
         what = f"{variable}={value}: {', '.join(down)} is down"
         yield red(NETWORK, what, f"bring it up (ip link set {down[0]} up), or name another")
         return
-    # NCCL is content with one of them.
+    # One of them is enough for NCCL.
     if lacking and (not patterns or len(lacking) == len(wanted)):
         what = f"{variable}={value} names {', '.join(lacking)}, which this machine has not"
         yield red(NETWORK, what, f"name one of {', '.join(here)}, or unset it")
@@ -129,7 +129,7 @@ def _own_address() -> str:
 
 
 def _between_machines(environment: Mapping[str, str], own_address: str) -> Iterator[Finding]:
-    """What would keep the ranks of several machines from reaching each other."""
+    """Report what would keep ranks of several machines from reaching each other."""
     master = environment.get("MASTER_ADDR", "")
     if master and is_loopback(master):
         what = f"MASTER_ADDR={master} is each machine itself, and the job is on several"
@@ -159,7 +159,7 @@ def _between_machines(environment: Mapping[str, str], own_address: str) -> Itera
 
 
 def _timeouts(environment: Mapping[str, str], use: NetworkUse) -> Iterator[Finding]:
-    """A collective that gives up first hides which rank the others have waited for."""
+    """Check timeouts: a collective that times out first hides which rank the others waited for."""
     minutes, stage = use.timeout_minutes, use.stage_timeout_seconds
     if minutes is not None and stage and 60 * minutes <= stage:
         what = f"--distributed-timeout-minutes {minutes:g} is over before "
@@ -260,7 +260,7 @@ def _infiniband(
 
 
 def _chosen_devices(value: str, devices: Mapping[str, bool]) -> Iterator[Finding]:
-    """`NCCL_IB_HCA`: beginnings of names, with ":port"; "=" exact ones, "^" all others."""
+    """Check `NCCL_IB_HCA`: prefixes of names, with ":port"; exact after "=", excluded after "^"."""
     if not value or value.startswith("^"):
         return
     exact = value.startswith("=")
@@ -278,7 +278,7 @@ def _chosen_devices(value: str, devices: Mapping[str, bool]) -> Iterator[Finding
 
 def _cuda(environment: Mapping[str, str], use: NetworkUse) -> Iterator[Finding]:
     queues = environment.get(_QUEUES)
-    # As Megatron's validate_args has it, which asserts where this says red.
+    # As in Megatron's validate_args, which fails an assertion in the cases reported red here.
     before_blackwell = any(capability < _BLACKWELL for capability in use.capabilities)
     if use.uses_fsdp and queues == "1":
         what = f"{_QUEUES}=1 does not go with --use-megatron-fsdp"
@@ -309,14 +309,14 @@ def _allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 _DEFAULT_PORT = 29500  # torchrun's
-# Of a rank: gloo and NCCL connect it to others group by group, and its engine listens on a few.
+# Of a rank: gloo and NCCL connect it to others in each group, and its engine listens on a few.
 _PORTS_OF_RANK = 64
 
 
 def check_ports(
     environment: Mapping[str, str], *, local_ranks: int, proc: Path = Path("/proc")
 ) -> list[Finding]:
-    """`local_ranks` are the processes of the job on this machine. Binds a port, for a moment."""
+    """Check ports for the job's `local_ranks` processes here. Binds a port for a moment."""
     return [_rendezvous(environment), *_connections(proc, local_ranks, environment)]
 
 
@@ -363,7 +363,7 @@ def _connections(proc: Path, local_ranks: int, environment: Mapping[str, str]) -
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen there now."""
+    """Return whether a server could listen there now."""
     with contextlib.closing(socket.socket()) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -375,12 +375,12 @@ def is_free(port: int) -> bool:
 
 
 def free_port() -> int:
-    """A port near torchrun's that nobody listens on."""
+    """Return a free port near torchrun's."""
     return next(port for port in range(_DEFAULT_PORT + 1, 1 << 16) if is_free(port))
 
 
 def _used_ports(proc: Path) -> set[int]:
-    """Local ports of all TCP sockets, from the kernel's own tables."""
+    """Return the local ports of all TCP sockets, from the kernel's tables."""
     used = set()
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):

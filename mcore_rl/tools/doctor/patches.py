@@ -1,4 +1,4 @@
-"""Do our repairs of upstream packages apply to what is installed?"""
+"""Check whether mcore_rl's patches of upstream packages apply to the installed versions."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _DROP = re.compile(r"^Drop when: (.*?)(?:\n\n|\n[A-Z]|\Z)", re.DOTALL | re.MULTI
 
 
 def check_patches(patches: Sequence[Patch], of: str, *, apply: bool) -> list[Finding]:
-    """One line for all that apply, one for all that are not needed, one for each that refuses.
+    """Return a finding for all that apply, one for all not needed, and one for each that refuses.
 
-    With `apply` they are applied in this process, which shows whether the code that they change
-    looks as they expect; without, names and versions are compared. `of` is whose they are.
+    With `apply` they are applied in this process, which shows whether the code that they change is
+    as they expect; otherwise names and versions are compared. `of` names the patched package.
     """
     applying, unneeded, refused = [], [], []
     for patch in patches:
@@ -68,7 +68,7 @@ def _unknown_version(patch: Patch, version: str) -> Finding:
 
 
 def _end_of(patch: Patch) -> str:
-    """What the patch's module says of its end, in brackets."""
+    """Return the "Drop when" of the patch's module, in brackets."""
     module = sys.modules.get(patch.apply.__module__)
     match = _DROP.search(inspect.getdoc(module) or "") if module else None
     drop = " ".join(match[1].split()).rstrip(".") if match else ""

@@ -1,4 +1,4 @@
-"""Batches, memory and traffic of a job that can be laid out, by the accounting and the planner."""
+"""Batches, memory and traffic of a job with a valid layout, by the accounting and the planner."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_REMEDIES = 3
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of one device, and where the figure is from; None: there is no device."""
+    """Bytes of one device, and the source of the figure; None: there is no device."""
 
     total_bytes: int | None
     reserved_bytes: int
@@ -33,7 +33,7 @@ class DeviceMemory:
 
 
 def check_batches(job: ReadJob) -> list[Finding]:
-    """The lines that a start prints, for a job whose layout and batch are right."""
+    """Return the lines that a start prints, for a job whose layout and batch are valid."""
     assert job.config is not None and job.shape is not None
     assert job.layout is not None and job.layers is not None
     batching = micro_batching_of(
@@ -57,7 +57,7 @@ def check_batches(job: ReadJob) -> list[Finding]:
 def make_plan(
     job: ReadJob, world_size: int, memory: DeviceMemory, host_bytes: int
 ) -> Outcome | Finding:
-    """The plan of `mcore-rl plan` for this job, or its refusal."""
+    """Return the plan of `mcore-rl plan` for this job, or its refusal."""
     tokens = ["--world-size", str(world_size), "--host-memory-gb", str(host_bytes / GB)]
     if memory.total_bytes is not None:
         tokens += ["--gpu-memory-gb", str(memory.total_bytes / GB)]
@@ -69,7 +69,7 @@ def make_plan(
 
 
 def check_plan(outcome: Outcome, memory: DeviceMemory) -> list[Finding]:
-    """The figures, and what does not fit."""
+    """Report the plan's figures, or what does not fit."""
     traffic, phases = outcome.traffic, outcome.memory.phases
     received = shown_bytes(int(traffic.received.max()))
     hand_over = f"a hand-over brings a rank {received} at most"
@@ -99,7 +99,7 @@ def _total(num_bytes: int) -> str:
 
 
 def _problem(outcome: Outcome, problem: Problem, size: str) -> Finding:
-    """Yellow where only formulas and reserves say so, as the start has it, which warns of that."""
+    """Report a problem: yellow if only formulas and reserves show it, when a start only warns."""
     surely = {phase.name: phase.surely_lacking_bytes for phase in outcome.memory.phases}
     is_sure = surely.get(problem.where, problem.lacking_bytes) > 0
     lacks = "lacks" if is_sure else "may lack"
@@ -116,7 +116,7 @@ def _problem(outcome: Outcome, problem: Problem, size: str) -> Finding:
 def fullest_on_host(
     job: ReadJob, outcome: Outcome, *, local_ranks: int, has_cuda: bool
 ) -> HostPhase:
-    """The phase that needs most host memory on this machine."""
+    """Return the phase that needs most host memory on this machine."""
     assert job.config is not None
     case = outcome.case
     case = replace(case, machine=replace(case.machine, ranks_per_node=local_ranks))
@@ -130,8 +130,8 @@ def fullest_on_host(
 
 
 def checkpoint_bytes(outcome: Outcome, sizes: Sequence[int]) -> int:
-    """Bytes of one checkpoint: weights, main parameters and moments. `sizes` are the parameters of
-    each model, the actor's first."""
+    """Return the bytes of one checkpoint: weights, main parameters and moments. `sizes` are the
+    parameters of each model, the actor's first."""
     return sum(
         size * (model.training.weight_bytes + model.training.optimizer_bytes)
         for size, model in zip(sizes, outcome.case.models, strict=True)

@@ -1,4 +1,4 @@
-"""Prompts, read and tokenised as training does it. Nothing is written but a temporary file."""
+"""Check of the prompts, read and tokenised as in training. It only writes a temporary file."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _FEW = 2
 def check_prompts(
     config: RLConfig, resumed: Path | None = None, *, trust_remote_code: bool = False
 ) -> tuple[list[Finding], list[Prompt]]:
-    """Findings of both files, and a few training prompts whose answers differ; if there is no
-    answer at all, a few without one. `resumed` is the checkpoint that the run goes on from,
-    `trust_remote_code` Megatron's flag."""
+    """Return findings about both files, and a few training prompts whose answers differ, or without
+    answers if there are none. `resumed` is the checkpoint that the run resumes from,
+    `trust_remote_code` is Megatron's flag."""
     if config.prompts is None:
         remedy = "give a JSONL or Parquet file of prompts"
         return [red(PROMPTS, "--rl-prompts is missing", remedy)], []
@@ -69,7 +69,7 @@ def check_prompts(
 def _read(
     config: RLConfig, source: PromptSource, flag: str, findings: list[Finding]
 ) -> PromptDataset | None:
-    """A file's prompts; None where training would refuse it, which is told."""
+    """Read a file's prompts; None, with a finding, if training would refuse the file."""
     try:
         if config.hf_checkpoint is None or not Path(config.hf_checkpoint).is_dir():
             rows = plural(count_prompts(source, flag), "prompt")
@@ -126,13 +126,13 @@ def _code_tests(
         check_code_tests(config, train, held_out)
     except UsageError as error:
         return [refusal(PROMPTS, error)]
-    except RuntimeError:  # code cannot be run here, which the check of the reward tells
+    except RuntimeError:  # code cannot be run here, which the check of the reward reports
         return []
     return []
 
 
 def _overlap(train: list[Prompt], held_out: PromptDataset) -> list[Finding]:
-    """Prompts that are trained on and measured by."""
+    """Report prompts that are used both for training and for evaluation."""
     known = {row.text for row in train}
     both = sum(held_out[row].text in known for row in range(len(held_out)))
     if not both:

@@ -1,6 +1,6 @@
-"""The reward, tried in a process of its own on samples made of the prompts' own answers.
+"""Check of the reward: a trial in a separate process on samples made of the prompts' answers.
 
-Where the prompts have none, as for a reward model, it is only seen whether there is a value.
+If the prompts have no answers, as for a reward model, it only checks that there is a value.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.tools.doctor.finding import REWARD, Finding, green, red, refusal, yellow
 from mcore_rl.trainer.inputs import environment_spec, reward_spec
 
-# Built-in rewards that compare with the answer: it must get more than anything else.
+# Built-in rewards that compare with the answer, which must get more than anything else.
 _EXACT = ("exact_match", "arithmetic", "gsm8k")
 _MOST_SECONDS = 20.0  # for one sample
-_START_SECONDS = 60.0  # for the process and its worker to import what they need
+_START_SECONDS = 60.0  # for the imports of the process and its worker
 _MOST_SHOWN = 200
 _OTHERS = "another prompt's answer"
-_TIMED_OUT = "timed out"  # as the kind of a failure, of functions and of servers
+_TIMED_OUT = "timed out"  # a kind of failure, of functions and of servers
 
 
-Sample = tuple[Prompt, str]  # and a response
+Sample = tuple[Prompt, str]  # prompt and response
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What came of it: JSON of `reward_trial`, and what the reward has written."""
+    """Result of a trial: JSON of `reward_trial`, and the reward's output."""
 
     answer: dict[str, Any]
     printed: str
@@ -58,8 +58,8 @@ class Trial:
 def check_reward(
     config: RLConfig, prompts: Sequence[Prompt], model: Folder | None
 ) -> list[Finding]:
-    """`prompts` are a few whose answers differ, or without one; `model` is that of
-    --rl-reward-model, once read."""
+    """Try the reward on `prompts`: a few whose answers differ, or without answers. `model` is the
+    model of --rl-reward-model, if it could be read."""
     try:
         spec = reward_spec(config)
     except UsageError as error:
@@ -81,25 +81,25 @@ def check_reward(
 
 
 def asks_loopback(config: RLConfig) -> bool:
-    """Whether a reward's server is on this machine."""
+    """Return whether a reward's server is on this machine."""
     urls = [url for url in (config.reward_url, config.reward_pooling_url) if url]
-    with contextlib.suppress(ValueError):  # an address that the reward's own check refuses
+    with contextlib.suppress(ValueError):  # the check of the reward refuses such an address
         return any(is_loopback(urlsplit(url).hostname or "") for url in urls)
     return False
 
 
 @dataclass(frozen=True, slots=True)
 class _Samples:
-    """What a reward is tried on; the same samples for all rewards of a job."""
+    """Samples of a trial; the same for all rewards of a job."""
 
     rights: list[Sample]  # the prompts' own answers
-    wrongs: list[Sample]  # something else, for each prompt
-    unworthy: dict[str, Sample]  # what should be worth nothing, by what it is
-    idle: dict[str, list[Sample]]  # code that does nothing, by what it is, where code is run
+    wrongs: list[Sample]  # another response for each prompt
+    unworthy: dict[str, Sample]  # responses that should be worth nothing, by description
+    idle: dict[str, list[Sample]]  # code that does nothing, by description, if code is run
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt], spec: RewardSpec) -> _Samples:
-        """Samples for a few prompts."""
+        """Make samples for a few prompts."""
         rights = [(each, each.answer_text) for each in prompts if each.answer_text.strip()]
         wrongs = [(each, f"{each.answer_text.rstrip()}7") for each in prompts]
         unworthy = {}
@@ -117,19 +117,19 @@ class _Samples:
 
     @property
     def answers(self) -> list[Sample]:
-        """The right and the wrong ones."""
+        """The right and the wrong answers."""
         return [*self.rights, *self.wrongs]
 
     @property
     def worthless(self) -> list[Sample]:
-        """What should be worth nothing."""
+        """Responses that should be worth nothing."""
         idle = [sample for samples in self.idle.values() for sample in samples]
         return [*self.unworthy.values(), *idle]
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcomes:
-    """What a reward has made of `_Samples`: [reward, kind of failure, failure] of each."""
+    """A reward's outcomes for `_Samples`: [reward, kind of failure, failure] of each sample."""
 
     rights: list[Any]
     wrongs: list[Any]
@@ -138,7 +138,7 @@ class _Outcomes:
 
     @classmethod
     def of(cls, samples: _Samples, outcomes: Sequence[Any]) -> _Outcomes:
-        """`outcomes` are those of the answers, and of the worthless if no answer has failed."""
+        """Group `outcomes`: of the answers and, if no answer failed, of the worthless responses."""
         missing = len(samples.answers) + len(samples.worthless) - len(outcomes)
         left = iter([*outcomes, *([0.0, "not tried", "it was not tried"] for _ in range(missing))])
         return cls(
@@ -150,7 +150,7 @@ class _Outcomes:
 
 
 def _names_of(prompt: Prompt) -> frozenset[str]:
-    """What the tests of a prompt take from the code; nothing where its answer is not tests."""
+    """Return the names that a prompt's tests use from the code; empty without tests."""
     with contextlib.suppress(ValueError):
         suite = suite_of(prompt.answer, prompt=prompt.text, row=json.loads(prompt.row))
         return suite.names
@@ -179,7 +179,7 @@ def _tried(spec: RewardSpec, prompts: Sequence[Prompt]) -> list[Finding]:
 
 
 def _environment(config: RLConfig, prompts: Sequence[Prompt]) -> list[Finding]:
-    """Whether that of the flags starts with a few prompts, in processes of its own."""
+    """Check that the environment of the flags starts with a few prompts, in its own processes."""
     if config.environment is None:
         return []
     confined = ""
@@ -187,7 +187,7 @@ def _environment(config: RLConfig, prompts: Sequence[Prompt]) -> list[Finding]:
         spec = environment_spec(config)
         assert spec is not None
         with EnvironmentPool.of(spec) as pool:
-            pool.check()  # of --rl-import too, whose files are not run here
+            pool.check()  # also checks --rl-import, whose files do not run in this process
             if spec.name == PYTHON_SANDBOX:
                 level = check_sandbox(f"--rl-environment {spec.name}", spec.sandbox_accept)
                 confined = f"; {describe(level)}"
@@ -213,8 +213,8 @@ def _environment(config: RLConfig, prompts: Sequence[Prompt]) -> list[Finding]:
 
 
 def _judged(name: str, found: _Outcomes, timeout_seconds: float) -> Finding:
-    """What one reward's outcomes say of it."""
-    # Only of what training may give to it as well: an answer, right or wrong.
+    """Judge a reward by its outcomes."""
+    # Only samples that training may also produce: an answer, right or wrong.
     outcomes = [*found.rights, *found.wrongs]
     failures = [failure for _, _, failure in outcomes if failure is not None]
     if failures and timeout_seconds > _MOST_SECONDS and _only_timeouts(outcomes):
@@ -229,7 +229,7 @@ def _judged(name: str, found: _Outcomes, timeout_seconds: float) -> Finding:
         )
         return red(REWARD, what, _remedy_of_failures(name, has_answers=bool(found.rights)))
     right, wrong = ([reward for reward, _, _ in each] for each in (found.rights, found.wrongs))
-    if name == PYTHON_SANDBOX:  # its answers are tests, and no code
+    if name == PYTHON_SANDBOX:  # the prompts' answers are tests, not code
         return _judged_sandbox(found)
     if not right:
         return green(REWARD, f"{name} gives {_shown(wrong)} where prompts have no answer")
@@ -271,11 +271,11 @@ def _remedy_of_failures(name: str, *, has_answers: bool) -> str:
 
 
 def _paid_for_nothing(name: str, found: _Outcomes, right: Sequence[float]) -> str:
-    """What is paid for responses that should be worth nothing, in words; empty if nothing is.
+    """Describe rewards for responses that should be worth nothing; empty if there are none.
 
-    Without content anything above 0 counts, where 0 means something: a score of `pooling` has no
-    zero. Another prompt's answer may share something with the right one: it counts if it is worth
-    as much.
+    For a response without content any reward above 0 counts, except from `pooling`, whose scores
+    have no zero. Another prompt's answer may resemble the right one: it counts if its reward is at
+    least as high.
     """
     paid = []
     for what, (reward, _, failure) in found.unworthy.items():
@@ -304,7 +304,7 @@ def _output(trial: Trial) -> list[Finding]:
 
 
 def run_trial(spec: RewardSpec, samples: Sequence[Sample], more: Sequence[Sample] = ()) -> Trial:
-    """Start a process for the trial, and end it with everything that it has started."""
+    """Run the trial in a process, and end it with everything that it started."""
     seconds = min(spec.timeout_seconds, _MOST_SECONDS)
     once = tuple(dataclasses.replace(server, retries=0) for server in spec.servers)
     spec = dataclasses.replace(spec, num_workers=1, timeout_seconds=seconds, servers=once)
@@ -338,5 +338,5 @@ def run_trial(spec: RewardSpec, samples: Sequence[Sample], more: Sequence[Sample
 
 
 def _refused(found: str, *, remedy: str) -> bytes:
-    """As the process would have answered."""
+    """Return a refusal in the format of the process's answer."""
     return json.dumps({"refused": {"found": found, "flag": "", "remedy": remedy}}).encode()

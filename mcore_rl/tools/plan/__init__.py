@@ -1,1 +1,1 @@
-"""`mcore-rl plan`: memory and traffic of a job before a device is taken; see `mcore_rl.planner`."""
+"""`mcore-rl plan`: memory and traffic of a job before a device is used; see `mcore_rl.planner`."""

@@ -21,8 +21,8 @@ __all__ = ["add_flags", "main"]
 
 
 def main(options: argparse.Namespace, others: Sequence[str]) -> int:
-    """The whole command; returns 0. Raises UsageError; a plan that does not fit is a result."""
-    with nothing_collected():  # a third of the time otherwise
+    """Run the command; return 0, also if the plan does not fit. Raises UsageError."""
+    with nothing_collected():  # garbage collection would take a third of the time
         request = read_request(options, others)
         outcome = plan_case(request.case)
     console = make_console()

@@ -1,8 +1,8 @@
-"""From the command line of `mcore-rl plan` to the case to be planned.
+"""Conversion of the command line of `mcore-rl plan` to the case to be planned.
 
-Every Megatron and --rl-* flag is read as a run reads it: by Megatron's own parser, after
-`--rl-config` files, with what config.json and RL add. The module imports Megatron for that and
-takes no other part of it: no device, no process group, no model.
+Every Megatron and --rl-* flag is read as in a run: by Megatron's own parser, after `--rl-config`
+files, with the values that config.json and RL add. The module imports Megatron for its parser, but
+uses no device, process group or model.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ _BATCH_FLAGS = frozenset(
     "global_batch_size".split()
 )
 _USUAL_RANKS_PER_NODE = 8
-# What scripts/setup_env.sh makes of a machine with GPUs; the one that plans is another.
+# The platform that scripts/setup_env.sh installs on a GPU machine, which may not be this one.
 _PLANNED_FOR = Platform(cuda=True, transformer_engine=(2, 20), fused_weight_gradients=False)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """A parsed command line: the case, and what is asked beside it."""
+    """A parsed command line: the case, and the planner's options."""
 
     case: Case
-    options: argparse.Namespace  # those of the planner alone
+    options: argparse.Namespace  # the planner's own flags
     samples_per_step: int
     num_mini_batches: int
     notes: tuple[str, ...]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The planner's own flags; all others are Megatron's and ours."""
+    """Add the planner's own flags; all others are Megatron's and mcore_rl's."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.description = (
         "Plan a job without a GPU and without weights: its memory in every phase, and what a "
@@ -104,10 +104,10 @@ def read_command_line(tokens: Sequence[str]) -> PlanRequest:
 
 
 def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanRequest:
-    """From the planner's own flags and the job's, by the checks of a start but for those that need
-    the weights, or the machine that it runs on. Raises UsageError."""
+    """Read the planner's own flags and the job's, by the checks of a start except those that need
+    the weights or the machine of the run. Raises UsageError."""
     _check_options(options)
-    # Late, because it takes seconds: importing them imports Megatron.
+    # Imported late, because they import Megatron, which takes seconds.
     from mcore_rl.job import layout as layout_checks
     from mcore_rl.job.checks import FILES, MACHINE
     from mcore_rl.job.reading import make_parser
@@ -168,7 +168,7 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
 
 
 def _models(facts: Mapping[str, Any]) -> dict[str, tuple[TrainLayout, PipelineLayers]]:
-    """Those that are trained, laid out."""
+    """Return the trained models and their layouts."""
     models = {ACTOR: (facts["layout"], facts["layers"])}
     if (critic := facts["critic_laid_out"]) is not None:
         models[CRITIC] = (critic.layout, critic.layers)
@@ -176,7 +176,7 @@ def _models(facts: Mapping[str, Any]) -> dict[str, tuple[TrainLayout, PipelineLa
 
 
 def _trained(name: str, facts: Mapping[str, Any], options: argparse.Namespace) -> TrainedModel:
-    """With the settings that its flags give it."""
+    """Return a trained model with its settings."""
     config: RLConfig = facts["config"]
     train, layers = _models(facts)[name]
     critic = facts["critic_laid_out"] if name == CRITIC else None
@@ -235,7 +235,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _read_shape(named: str | None, config: RLConfig, field: str) -> ModelShape:
-    """The shape in a config.json; the actor's is named by the planner's own flag if `named`."""
+    """Read the shape in a config.json; `named`, the planner's own flag, replaces the actor's."""
     flag, source = flag_of(field), getattr(config, field)
     if field == "hf_checkpoint" and (named is not None or source is None):
         flag, source = "--hf-config", named
@@ -248,7 +248,7 @@ def _read_shape(named: str | None, config: RLConfig, field: str) -> ModelShape:
             "is not there", flag=f"{flag} {source}", remedy="give a config.json or its folder"
         )
     shape = read_model_shape(Path(source), flag=flag, for_planning=True)
-    # Of published checkpoints; their tensors have the shapes of those that are trained.
+    # Published checkpoints; their tensors have the shapes of the trained tensors.
     known = MXFP4 if family_of(shape.architecture).stacked_experts else FP8
     if shape.quantization not in (None, known):
         raise UsageError(
@@ -261,7 +261,7 @@ def _read_shape(named: str | None, config: RLConfig, field: str) -> ModelShape:
 
 
 def _notes(placement: Placement, mtp_layers: int) -> list[str]:
-    """What the figures do not say by themselves."""
+    """Return notes on facts that the figures do not show."""
     shape, rollout = placement.shape, placement.rollout
     notes = []
     if shape.quantization:
@@ -292,14 +292,14 @@ def _notes(placement: Placement, mtp_layers: int) -> list[str]:
 
 
 def _group(facts: Mapping[str, Any], train: TrainLayout, layers: PipelineLayers) -> int:
-    """What the number of micro-batches of a data-parallel rank must divide by."""
+    """Return the required divisor of a data-parallel rank's number of micro-batches."""
     if len(layers[0]) == 1 or facts["config"].max_tokens_per_microbatch:
         return 1
     return int(facts["given"].get("microbatch_group_size_per_vp_stage") or train.pp_size)
 
 
 def _least_prompts(facts: Mapping[str, Any]) -> int:
-    """Prompts of a step that data-parallel ranks can share, at least the default."""
+    """Return the fewest prompts that data-parallel ranks can share, at least the default."""
     config: RLConfig = facts["config"]
     shares = [
         train.dp_size * _group(facts, train, layers) for train, layers in _models(facts).values()
@@ -310,7 +310,7 @@ def _least_prompts(facts: Mapping[str, Any]) -> int:
 
 
 def _sharing(facts: Mapping[str, Any]) -> list[str]:
-    """4 data-parallel ranks; of each model if they differ."""
+    """Describe who shares the prompts: "4 data-parallel ranks", per model if they differ."""
     found: dict[str, str] = {}
     for name, (train, layers) in _models(facts).items():
         group = _group(facts, train, layers)
@@ -355,6 +355,6 @@ def _machine(options: argparse.Namespace, ranks_per_node: int) -> Machine:
 
 
 def _check_bucket(case: Case) -> None:
-    """The bucket must hold a message in each of its buffers, as a transfer asks for."""
+    """Check that the bucket can hold a message in each of its buffers, as a transfer requires."""
     frame = frame_of({"float32": 4}, with_delta=case.engine.delta)
     slot_bytes(case.engine.bucket_bytes, 3 if case.engine.delta else 2, frame)

@@ -1,4 +1,4 @@
-"""A planned case: its memory, its traffic, what does not fit; and all of it as JSON.
+"""A planned case: its memory, its traffic and its problems, also as JSON.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
@@ -25,7 +25,7 @@ Bytes = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What planning a case found."""
+    """Result of planning a case."""
 
     case: Case
     memory: Memory
@@ -35,7 +35,7 @@ class Outcome:
 
     @property
     def fits(self) -> bool:
-        """Whether no rank and no node lacks anything."""
+        """Whether memory suffices on all ranks and nodes."""
         return not self.problems
 
     @property
@@ -55,7 +55,7 @@ def plan_case(case: Case) -> Outcome:
 
 
 def as_json(outcome: Outcome, notes: Sequence[str] = ()) -> dict[str, Any]:
-    """The whole plan; docs/using/planner.md explains the keys."""
+    """Return the complete plan; docs/using/planner.md explains the keys."""
     case, traffic, memory = outcome.case, outcome.traffic, outcome.memory
     found: dict[str, Any] = {
         "status": "planned, not run",
@@ -95,7 +95,7 @@ def as_json(outcome: Outcome, notes: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _byte_arrays(outcome: Outcome) -> dict[str, Bytes]:
-    """Each `[ranks]`."""
+    """Return the arrays of bytes by name, each `[ranks]`."""
     traffic = outcome.traffic
     return {
         "received": traffic.received,

@@ -1,4 +1,4 @@
-"""The plan for a reader: tables in a terminal, plain text where the output is piped."""
+"""Printed plan: tables in a terminal, plain text if the output is piped."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _SHOWN_RANKS = 24
 
 
 def make_console() -> Console:
-    """A console that is as wide as the terminal, or of one width where there is none."""
+    """Return a console as wide as the terminal, or of a fixed width without a terminal."""
     console = Console(highlight=False, soft_wrap=False)
     return console if console.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
 
 
 def print_plan(outcome: Outcome, notes: Sequence[str], console: Console) -> None:
-    """Everything about one case."""
+    """Print the complete plan of one case."""
     console.print("[bold]PLANNED, NOT RUN[/]")
     _print_layouts(outcome, console)
     console.print("\n[bold]hand-over[/]")
@@ -67,7 +67,7 @@ def _print_layouts(outcome: Outcome, console: Console) -> None:
 
 
 def _rank_map(outcome: Outcome) -> str:
-    """Which rank plays which slot, in words."""
+    """Describe which rank takes which slot."""
     rollout = outcome.case.rollout
     if rollout.is_identity:
         return "every slot is played by the rank of its number (the identity)"
@@ -212,7 +212,7 @@ def _print_problems(outcome: Outcome, console: Console) -> None:
 def print_search(
     candidates: Sequence[Candidate], counts: str, criteria: str, console: Console
 ) -> None:
-    """The best layouts of a search."""
+    """Print the best layouts of a search."""
     console.print("\n[bold]layouts that fit, best first[/]")
     table = _table(
         console,

@@ -1,13 +1,13 @@
-"""Other layouts for the same job, best first.
+"""Search for other layouts of the same job, best first.
 
 A layout is a candidate if its degrees divide world, model and batch, TP (of both sides) stays in a
 node, and all phases fit. Candidates are ranked by the seconds of a step that depend on the layout,
-by formulas that are simple on purpose:
+by deliberately simple formulas:
 
     compute        6 (with full recomputation 8) x active parameters x tokens / (ranks x rate),
                    times 1 + (PP - 1) / (micro-batches x VPP) for the pipeline's bubble
-    communication  what TP and EP move in a layer's passes, at the rate of the links they cross
-    hand-over      what the rank that receives most receives, between nodes
+    communication  TP's and EP's bytes in a layer's passes, at the rate of the links they cross
+    hand-over      most bytes that a rank receives, at the rate between nodes
     rollout        response tokens x passes over the samples of a data-parallel rank x the time to
                    read the engine's weights and a half-full cache once from the device's memory
 
@@ -43,7 +43,7 @@ CRITERIA = (
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the formulas assume of a device."""
+    """A device's rates in the formulas."""
 
     flops: float  # per second, achieved in training
     memory_rate: float  # bytes per second
@@ -90,7 +90,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The best candidates, and how many layouts there were."""
+    """The best candidates, and the number of layouts tried and fitting."""
 
     candidates: tuple[Candidate, ...]
     num_tried: int
@@ -100,8 +100,8 @@ class Found:
 def search(case: Case, rates: Rates, *, samples: int, mini_batches: int, top: int) -> Found:
     """Try all layouts of `case`'s job.
 
-    `samples` of a step are trained in `mini_batches`. The hand-over is ranked by its lower bound
-    first; for the best few the rank map is made, and they are ranked by what is then received.
+    A step trains on `samples` in `mini_batches`. The hand-over is first ranked by its lower bound;
+    the best `top` layouts get a rank map, and are ranked by the bytes then received.
     """
     tried = fitting = 0
     found: list[Candidate] = []
@@ -138,7 +138,7 @@ def _divisors(number: int) -> list[int]:
 def _trains(
     shape: ModelShape, world: int, ranks_per_node: int
 ) -> Iterator[tuple[TrainLayout, Stages]]:
-    """Every training layout, with its stages."""
+    """Yield every training layout, with its stages."""
     experts = shape.experts
     ep_sizes = _divisors(experts.num_experts) if experts else [1]
     for tp, pp in product(_divisors(ranks_per_node), _divisors(world)):
@@ -155,7 +155,7 @@ def _trains(
 
 
 def _rollouts(case: Case) -> Iterator[RolloutLayout]:
-    """Every layout of engines: with experts spread over TP' x DP', or without."""
+    """Yield every layout of engines: with experts sharded over TP' x DP', or without EP."""
     shape, world = case.shape, case.train.world_size
     experts = shape.experts
     for tp in _divisors(case.machine.ranks_per_node):
@@ -170,7 +170,7 @@ def _rollouts(case: Case) -> Iterator[RolloutLayout]:
 
 
 def _tp_divides(shape: ModelShape, tp: int, *, dense: bool) -> bool:
-    """Whether heads and widths divide; key/value heads must in training only."""
+    """Return whether TP divides heads and widths; in rollout it may replicate key/value heads."""
     sizes = [shape.num_heads]
     if dense or shape.num_kv_heads >= tp:
         sizes.append(shape.num_kv_heads)
@@ -184,7 +184,7 @@ def _tp_divides(shape: ModelShape, tp: int, *, dense: bool) -> bool:
 
 
 def _training(case: Case, train: TrainLayout, stages: Stages, mini_batch: int) -> Case | None:
-    """The case in another training layout, where the batch can be shared out; a critic follows."""
+    """Return the case, with its critic, in another training layout; None if it cannot be."""
     parts = train.dp_size * case.training.micro_batch_size
     if mini_batch % parts:
         return None
@@ -202,14 +202,14 @@ def _training(case: Case, train: TrainLayout, stages: Stages, mini_batch: int) -
 
 
 def _resident(case: Case, rollout: RolloutLayout) -> int:
-    """Resident bytes of the fullest slot."""
+    """Return the resident bytes of the fullest slot."""
     return Placement(case.shape, case.train, case.layers, rollout).most_resident_bytes
 
 
 def _least_received(case: Case, resident: int) -> int:
-    """About R_min of the rank that holds least: what it needs less its share of that.
+    """Estimate R_min of the rank that holds least: what it needs minus the part that it holds.
 
-    For ranking only: exact for nested layouts of equal layers.
+    For ranking only: it is exact for nested layouts of equal layers.
     """
     train, rollout = case.train, case.rollout
     per_stage = min(sum(map(len, stage)) for stage in case.layers) / case.shape.num_layers
@@ -242,7 +242,7 @@ def _candidate(
 def _with_rank_map(
     candidate: Candidate, rates: Rates, samples: int, mini_batches: int
 ) -> Candidate:
-    """With the real rank map and what is then received, instead of an estimate."""
+    """Return the candidate with its real rank map and received bytes, instead of an estimate."""
     case = candidate.case
     placement = Placement(case.shape, case.train, case.layers, case.rollout)
     rank_map = choose_rank_map(placement, ranks_per_node=case.machine.ranks_per_node)
@@ -282,7 +282,7 @@ def _seconds(
 
 
 def _compute(model: TrainedModel, rates: Rates, samples: int) -> float:
-    """Seconds of a step in a model's matrix products, with the pipeline's bubble."""
+    """Return the seconds of a step in a model's matrix products, with the pipeline's bubble."""
     train, training = model.train, model.training
     full = training.recompute.granularity == "full"
     vp_size = len(model.layers[0])
@@ -293,11 +293,11 @@ def _compute(model: TrainedModel, rates: Rates, samples: int) -> float:
 
 
 def _communication(model: TrainedModel, machine: Machine, samples: int) -> float:
-    """Seconds of a step in TP's and EP's collectives, none of it hidden.
+    """Return the seconds of a step in TP's and EP's collectives, without overlap.
 
-    A rank sees `tokens / DP` tokens in the layers of its stage. In each pass over a layer TP moves
-    their hidden states four times (all-gather and reduce-scatter, of attention and of the MLP). A
-    copy for each chosen expert goes to its EP rank and back, and from there to all that share it.
+    A rank has `tokens / DP` tokens in the layers of its stage. In each pass over a layer TP moves
+    their hidden states four times (all-gather and reduce-scatter, in attention and in the MLP). A
+    copy per chosen expert goes to its EP rank and back, and from there to all that share it.
     """
     train, shape, training = model.train, model.shape, model.training
     passes = 4 if training.recompute.granularity == "full" else 3

@@ -1,1 +1,1 @@
-"""`mcore-rl report`: a run directory as one HTML page that needs nothing beside itself."""
+"""`mcore-rl report`: a run directory as one self-contained HTML page."""

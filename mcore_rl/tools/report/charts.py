@@ -1,4 +1,4 @@
-"""Draw panels as plotly figures. Pure.
+"""Plotly figures of the panels. Pure.
 
 The page sets the colors that depend on the color scheme when it draws a figure.
 """
@@ -27,7 +27,7 @@ COLORS = (
     "#c2558d", "#6f8a2b", "#8a8f98",
 )  # fmt: skip
 _BAND_COLORS = ("rgba(61, 127, 214, 0.18)", "rgba(217, 115, 26, 0.18)")  # the first two, pale
-# For the first and the second run. A lower bound that is met would hide behind what meets it.
+# For the first and the second run. Lower bounds are dashed, or an equal curve would hide them.
 _DASHES, _BOUND_DASHES = ("solid", "dot"), ("dash", "dashdot")
 MAX_POINTS, MAX_BARS = 800, 200  # a chart is about 500 pixels wide
 SMOOTHED_FROM = 20  # points of a line
@@ -54,7 +54,7 @@ _Y_AXES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A figure of a panel. `run` names the run that it shows if it does not show all."""
+    """A figure of a panel. `run` names its run if it does not show all runs."""
 
     panel: Panel
     figure: graph_objects.Figure
@@ -62,7 +62,7 @@ class Chart:
 
 
 def charts_of(panel: Panel, runs: Sequence[Run]) -> list[Chart]:
-    """The charts of a panel: one, or one per run for "stack" and "map"; none without a value."""
+    """Return a panel's charts: one, or one per run for "stack" and "map"; none without a value."""
     metrics = metrics_of(panel, runs)
     if not (panel.expected or any(run.series(m)[1].any() for run in runs for m in metrics)):
         return []
@@ -72,7 +72,7 @@ def charts_of(panel: Panel, runs: Sequence[Run]) -> list[Chart]:
     draw = _stack if panel.kind == "stack" else _map
     drawn = {run.name: traces for run in runs if (traces := list(draw(panel, run)))}
     figures = {name: _figure(panel, traces) for name, traces in drawn.items()}
-    # The same height, or color, is the same value in the charts of two runs.
+    # Equal heights or colors mean equal values in the charts of two runs.
     if panel.kind == "stack":
         tops = [float(sum(trace.y for trace in traces).max()) for traces in drawn.values()]
         more: dict[str, Any] = {"yaxis_range": [0, 1.05 * max(tops, default=0)], "height": 370}
@@ -86,9 +86,9 @@ def charts_of(panel: Panel, runs: Sequence[Run]) -> list[Chart]:
 
 
 def metrics_of(panel: Panel, runs: Sequence[Run]) -> dict[str, str]:
-    """The metrics of a panel that have a value, with their labels.
+    """Return the metrics of a panel that have a value, with their labels.
 
-    A metric that matches a pattern is labelled with what stands for the asterisk.
+    A metric that matches a pattern is labelled with the part that matches the asterisk.
     """
     names = sorted({name for run in runs for name in run.values if run.series(name)[1].size})
     found = {}
@@ -101,7 +101,7 @@ def metrics_of(panel: Panel, runs: Sequence[Run]) -> dict[str, str]:
 
 
 def constant(metric: str, runs: Sequence[Run]) -> float | None:
-    """The value that a metric has at all steps of all runs, if a run has several steps."""
+    """Return the value that a metric has at all steps of all runs, if a run has several steps."""
     found = [run.series(metric)[1] for run in runs]
     values = np.concatenate(found)
     if max(map(len, found)) < 2 or values.min() != values.max():
@@ -110,7 +110,7 @@ def constant(metric: str, runs: Sequence[Run]) -> float | None:
 
 
 def remarks_on(runs: Sequence[Run]) -> str:
-    """What to know of the charts: what they smooth and thin, and which metrics they leave out."""
+    """Return remarks on the charts: smoothing, thinning and omitted metrics."""
     longest = max(run.steps.size for run in runs)
     said, constants, missing = [], {}, []
     if longest >= SMOOTHED_FROM:
@@ -150,16 +150,16 @@ def _figure(panel: Panel, traces: Sequence[Any]) -> graph_objects.Figure:
         figure.update_traces(coloraxis="coloraxis", hovertemplate=hover)
     elif panel.kind != "stack":
         values = np.concatenate([trace.y for trace in traces])
-        # Plotly would draw a line of 1e-4 between -1 and 1.
+        # Otherwise Plotly would draw a constant 1e-4 between -1 and 1.
         if panel.from_zero or values.min() == values.max():
             figure.update_yaxes(rangemode="tozero")
     return figure
 
 
 def _lines(panel: Panel, metrics: Mapping[str, str], runs: Sequence[Run]) -> Iterator[Any]:
-    """Lines, bands behind them, and marks where an alarm was raised.
+    """Yield lines, bands behind them, and marks where an alarm was raised.
 
-    One metric has a color per run; several have a color each, and dashes for the second run.
+    A single metric has a color per run; several metrics have a color each, and dashes per run.
     """
     raised = {_METRIC_OF_ALARM.get(e.alarm or "") for run in runs for e in run.events}
     drawn = {m: metrics[m] for m in metrics if m in raised or constant(m, runs) is None}
@@ -168,13 +168,13 @@ def _lines(panel: Panel, metrics: Mapping[str, str], runs: Sequence[Run]) -> Ite
     is_only, is_alone = len(drawn) == 1, len(runs) == 1
     marks = []
     for number, run in enumerate(runs):
-        # The end of a long name tells more: it is of a path.
+        # The name is a path, whose end is more specific.
         end = run.name if len(run.name) <= _LONGEST_NAME else f"…{run.name[-_LONGEST_NAME:]}"
         for place, (metric, label) in enumerate(drawn.items()):
             steps, values = run.series(metric)
             if not steps.size:
                 continue
-            # Plotly takes names as HTML.
+            # Plotly interprets names as HTML.
             name = html.escape(label if is_alone else end if is_only else f"{label}, {end}")
             if panel.kind == "band":
                 yield from _band(panel, run, name, _BAND_COLORS[number], showlegend=is_alone)
@@ -203,7 +203,7 @@ def _lines(panel: Panel, metrics: Mapping[str, str], runs: Sequence[Run]) -> Ite
 def _curve(
     steps: np.ndarray, values: np.ndarray, smooth: bool, style: Mapping[str, Any]
 ) -> Iterator[Any]:
-    """The values, or their moving average and the values behind it, pale."""
+    """Yield the values, or their moving average in front of the pale values."""
     style = {**style, "legendgroup": style["name"], "line_width": 1.8, "marker_size": 5}
     style["mode"] = "lines+markers" if steps.size <= _MARKERS_UP_TO else "lines"
     if smooth:
@@ -215,7 +215,7 @@ def _curve(
 
 
 def _band(panel: Panel, run: Run, name: str, color: str, *, showlegend: bool) -> Iterator[Any]:
-    """The two edges of the band; the second one fills it."""
+    """Yield the two edges of the band; the second one fills it."""
     mean, std = panel.series
     steps = run.series(mean)[0]
     means, stds = _rows(run, [mean, std], steps)
@@ -249,27 +249,27 @@ def _map(panel: Panel, run: Run) -> Iterator[Any]:
 
 
 def _rows(run: Run, metrics: Iterable[str], steps: np.ndarray) -> np.ndarray:
-    """`[k, n]` values of k metrics at n steps; 0 where a metric has none."""
+    """Return `[k, n]` values of k metrics at n steps; 0 where a metric has none."""
     nothing, at = np.zeros(run.steps.size), np.isin(run.steps, steps)
     found = np.stack([run.values.get(metric, nothing)[at] for metric in metrics])
     return np.where(np.isfinite(found), found, 0.0)
 
 
 def _points(steps: np.ndarray, values: np.ndarray) -> dict[str, np.ndarray]:
-    """Half the bytes that the page would take otherwise."""
+    """Convert points to 32 bits, which halves the page."""
     return {"x": steps.astype(np.int32), "y": values.astype(np.float32)}
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """The moving average that TensorBoard draws: exponential, without a bias towards 0."""
+    """Return TensorBoard's moving average: exponential, without a bias towards 0."""
     weight = 1 - 2 / (min(max(values.size // 10, 5), 50) + 1)
     totals = [*accumulate(values.tolist(), lambda total, value: weight * total + value)]
     return np.array(totals) * (1 - weight) / (1 - weight ** np.arange(1, values.size + 1))
 
 
 def thin_line(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most MAX_POINTS of the points: the first, the last, and the lowest and the highest of each
-    run of neighbors, so that no spike is lost."""
+    """Return at most MAX_POINTS of the points: the first, the last, and the lowest and the highest
+    of each run of neighbors, so that no spike is lost."""
     if steps.size <= MAX_POINTS:
         return steps, values
     kept = {0, steps.size - 1}
@@ -280,7 +280,7 @@ def thin_line(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def thin_means(steps: np.ndarray, rows: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """The means of `rows`, `[k, n]`, over `most` runs of neighbors, at the first step of each."""
+    """Return means of `rows` `[k, n]` over `most` runs of neighbors, at the first step of each."""
     if steps.size <= most:
         return steps, rows
     parts = np.array_split(np.arange(steps.size), most)

@@ -13,7 +13,7 @@ from mcore_rl.tools.report.run_files import Run, read_run
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The command's own flags."""
+    """Add the command's own flags."""
     parser.description = (
         "Write a run directory, finished or still being written, as one HTML page that loads "
         "nothing; or compare two."
@@ -25,7 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace, others: Sequence[str]) -> int:
-    """The whole command; returns 0. Raises UsageError."""
+    """Run the command; return 0. Raises UsageError."""
     if others:
         remedy = "see mcore-rl report --help"
         raise UsageError("unrecognized arguments: {flag}", flag=" ".join(others), remedy=remedy)
@@ -50,7 +50,7 @@ def main(options: argparse.Namespace, others: Sequence[str]) -> int:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Each by the shortest end of its path that tells it from the others."""
+    """Read runs, each named by the shortest end of its path that is unique among them."""
     paths = [folder.absolute().resolve() for folder in folders]
     depth = 1
     while len({path.parts[-depth:] for path in paths}) < len(paths):

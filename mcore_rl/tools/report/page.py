@@ -1,7 +1,7 @@
-"""Render the page. It needs nothing beside itself, and nothing that a run wrote can act in it.
+"""Rendering of the page, which is self-contained and safe against texts that a run wrote.
 
-The template escapes texts. A content security policy has the browser run only scripts that carry
-the page's own nonce, which a text cannot know, and load nothing from anywhere.
+The template escapes texts. A content security policy makes the browser run only scripts with the
+page's own nonce, which a text cannot know, and load nothing.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from mcore_rl.tools.report.panels import SECTIONS
 from mcore_rl.tools.report.run_files import Run
 from mcore_rl.tools.report.tables import facts_of, headlines, metric_rows, settings_of, subjects_of
 
-_FOLDED_FROM, _FOLDED_LINES = 400, 8  # characters and lines of a text above its fold
+_FOLDED_FROM, _FOLDED_LINES = 400, 8  # visible characters and lines of a folded text
 _TEMPLATES = Path(__file__).with_name("templates")
 
 
-@np.errstate(all="ignore")  # metrics may be beyond what a curve can show
+@np.errstate(all="ignore")  # metrics may exceed what a curve can show
 def render(runs: Sequence[Run]) -> str:
-    """The page of one run, or of two beside each other."""
+    """Render the page of one run, or of two side by side."""
     sections = [
         (section, [chart for panel in section.panels for chart in charts_of(panel, runs)])
         for section in SECTIONS
@@ -71,12 +71,12 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def _beginning(text: str) -> str:
-    """What is above the fold of a long text."""
+    """Return the visible part of a folded text."""
     return "\n".join(text[:_FOLDED_FROM].split("\n")[:_FOLDED_LINES])
 
 
 @functools.cache
 def _packed_plotly() -> Markup:
-    """plotly.js in a third of its size: 4.8 MB would be most of the page."""
+    """Return plotly.js, compressed to a third: its 4.8 MB would be most of the page."""
     packed = gzip.compress(get_plotlyjs().encode(), compresslevel=9, mtime=0)
     return Markup(base64.b64encode(packed).decode())

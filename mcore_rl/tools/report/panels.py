@@ -9,11 +9,11 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A chart of `series`, metric -> label. A metric `a/*/b` stands for all that match it.
+    """A chart of `series`, metric -> label. A metric `a/*/b` stands for all metrics that match.
 
-    "lines" draws one line per metric. "band" takes a mean and a standard deviation. "stack" puts
-    the metrics on top of each other; the last one is their total and shows what the others leave
-    of it. "map" draws one row per metric that matches, in the order of its number.
+    "lines" draws one line per metric. "band" takes a mean and a standard deviation. "stack" stacks
+    the metrics; the last one is the total, and its bar shows the remainder. "map" draws one row per
+    matching metric, in the order of their numbers.
 
     Example: `Panel("Entropy", {"entropy": "entropy"}, "Mean over tokens, in nats.", expected=True)`
     """
@@ -23,9 +23,9 @@ class Panel:
     note: str = ""
     unit: Literal["number", "share", "bytes", "seconds"] = "number"
     kind: Literal["lines", "band", "stack", "map"] = "lines"
-    expected: bool = False  # named as missing without a value; other panels are hidden, also at 0
-    from_zero: bool = False  # as bytes and seconds always are
-    exact: bool = False  # without a moving average: measured seldom, or a schedule
+    expected: bool = False  # reported if it has no value; other panels are then hidden, also at 0
+    from_zero: bool = False  # always so for bytes and seconds
+    exact: bool = False  # no moving average: rare measurements, or a schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Section:
     panels: tuple[Panel, ...]
 
 
-# The stages of a step in their order. They do not overlap. The critic's own seconds are part of
+# The stages of a step in their order. They do not overlap. The critic's seconds are part of
 # log_probs and train, so they are not in the stack.
 _STAGES = {
     "time/reshard_to_rollout_seconds": "hand-over to rollout", "time/eval_seconds": "evaluation",

@@ -1,6 +1,6 @@
-"""Read a run directory as it is: finished, still being written, or left by a run that was killed.
+"""Reader of a run directory that is finished, still being written, or left by a killed run.
 
-What is missing, empty or cut is noted, and the rest is read. Pure.
+Missing, empty or truncated files are noted, and the rest is read. Pure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mcore_rl.tools.report.texts import clean
 
 _Read = TypeVar("_Read")
 
-# The files of a run, and what is said where one does not exist.
+# The files of a run, and the note for a missing one.
 _ABSENT = {
     "metrics.jsonl": "metrics.jsonl is not there",
     "config.yaml": "config.yaml is not there: no configuration",
@@ -37,7 +37,7 @@ _ABSENT = {
 _TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 _MESSAGE = re.compile(rf"^({_TIME}),\d+ (.*)((?:\n(?!{_TIME},\d+ ).*)*)", re.MULTILINE)
 _ALARM = re.compile(r"\[Health\] step (\d{1,15}), ([a-z-]+): (.*)", re.DOTALL)
-# What the message of an event holds -> its kind.
+# A text in the message of an event -> its kind.
 _EVENTS = {
     "[Health]": "alarm",
     "[Resume]": "resume",
@@ -57,7 +57,7 @@ _STEP = re.compile(rb'\{"step": ?(\d{1,15})\b')
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A message of run.log. `step` and `alarm` are those of a `[Health]` line that raises one.
+    """A message of run.log. A `[Health]` line that raises an alarm sets `step` and `alarm`.
 
     Example: `Event("2026-01-02 03:04:05", "alarm", "the entropy is 0.08", "", 30, "entropy")`
     """
@@ -65,26 +65,26 @@ class Event:
     time: str  # as in the log
     kind: str
     text: str
-    details: str = ""  # the further lines, of a traceback
+    details: str = ""  # further lines, such as a traceback
     step: int | None = None
     alarm: str | None = None  # as in its flag, --rl-alarm-<alarm>
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A response and what it earned. Texts hold nothing that could not be written as UTF-8."""
+    """A response and its reward. All texts can be written as UTF-8."""
 
     prompt: str
     response: str
     answer: str
     reward: float | None
     parts: tuple[tuple[str, str], ...]
-    note: str  # why it ended where it did, or got no reward; "" if all is as usual
+    note: str  # why it was cut, or got no reward; "" otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class StepSamples:
-    """The best sample of a step and, if it earned less, the worst."""
+    """The best sample of a step and, if its reward is lower, the worst."""
 
     step: int
     weight_version: str
@@ -95,10 +95,10 @@ class StepSamples:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What the files of a run say.
+    """Contents of a run's files.
 
     `values` has an array per metric, aligned with `steps`, NaN where a step lacks it. The
-    evaluation after the last step has a step of its own, with nothing else.
+    evaluation after the last step has a separate step, with nothing else.
     """
 
     folder: Path
@@ -110,18 +110,18 @@ class Run:
     summary: Mapping[str, Any]
     samples: tuple[StepSamples, ...]
     events: tuple[Event, ...]
-    notes: tuple[str, ...]  # sentences about what could not be read
+    notes: tuple[str, ...]  # sentences about parts that could not be read
     last_written: datetime
 
     def series(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of the steps that have a finite value."""
+        """Return the steps with a finite value, and these values."""
         values = self.values.get(metric, np.full(self.steps.size, math.nan))
         there = np.isfinite(values)
         return self.steps[there], values[there]
 
 
 def read_run(folder: Path, *, name: str) -> Run:
-    """All of a run directory. Raises UsageError if `folder` is not one."""
+    """Read a run directory. Raises UsageError if `folder` is not one."""
     if not any((folder / file).is_file() for file in ("metrics.jsonl", "config.yaml")):
         empty = "has no metrics.jsonl and no config.yaml"
         found = empty if folder.is_dir() else "is not a folder"
@@ -154,7 +154,7 @@ def read_run(folder: Path, *, name: str) -> Run:
 
 
 def _read(path: Path, parse: Callable[[Path], _Read], notes: list[str]) -> _Read | None:
-    """What `parse` makes of a file; None and a note if it does not exist or cannot be read."""
+    """Return `parse`'s result for a file; None and a note if it is missing or cannot be read."""
     if not path.is_file():
         notes.append(_ABSENT[path.name])
         return None
@@ -182,9 +182,9 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 
 
 def read_events(path: Path) -> tuple[Event, ...]:
-    """The messages worth showing, in their order; of each kind the first 200.
+    """Return the messages worth showing, in their order; the first 200 of each kind.
 
-    Hand-overs that were not attested are one event, the first, if others were attested.
+    If other hand-overs were attested, the first one that was not is an event.
     """
     with path.open(encoding="utf-8", errors="replace") as file:
         text = file.read(_MOST_CHARACTERS)
@@ -207,10 +207,10 @@ def read_events(path: Path) -> tuple[Event, ...]:
 
 
 def read_samples(path: Path, num_steps: int = NUM_STEPS_SHOWN) -> tuple[StepSamples, ...]:
-    """The samples of up to `num_steps` steps, the first and the last among them, without lines that
-    are cut. Of a step that was done twice, with others in between, the later samples count.
+    """Return the samples of up to `num_steps` steps, including the first and the last, without
+    truncated lines. If a step was done twice, with others in between, the later samples count.
 
-    The file of a long run has gigabytes, so only the lines of the steps that are shown are parsed.
+    The file of a long run has gigabytes, so only lines of the steps that are shown are parsed.
     """
     places: dict[int, tuple[int, int]] = {}  # step -> begin and end of its last lines, in bytes
     before, position = -1, 0

@@ -35,7 +35,7 @@ class Row:
 
 
 def metric_rows(runs: Sequence[Run]) -> list[Row]:
-    """All metrics that a run has values of, the main ones first."""
+    """Return all metrics for which a run has values, the main ones first."""
     names = sorted({name for run in runs for name in run.values if run.series(name)[1].size})
     main = [name for name in _MAIN if name in names]
     return [
@@ -57,16 +57,16 @@ def _first_last_best(name: str, run: Run) -> tuple[str, str, str]:
 
 
 def settings_of(runs: Sequence[Run]) -> dict[str, tuple[list[Row], list[Row]]]:
-    """The configuration: title -> rows above and below the fold.
+    """Return the configuration: title -> rows above and below the fold.
 
-    What differs between two runs, or from the defaults, is above.
+    Values that differ between two runs, or from the defaults, are above.
     """
     configs = [dict(run.config) for run in runs]
     if not any(configs):
         return {}
     defaults = {parameter.name: parameter.default for parameter in parameters_of(RLConfig)}
-    defaults["reward"] = RLConfig().rewards  # other flags decide it where it is not given
-    # The flags of an algorithm's parts, also of a user's own: their declarations need torch.
+    defaults["reward"] = RLConfig().rewards  # the default depends on other flags
+    # The flags of an algorithm's parts, also a user's, whose declarations need torch.
     named = {name[3:] for config in configs for name in config if name.startswith("rl_")}
     parts = named - defaults.keys() - {name.removeprefix("rl_") for name in OWN_RL} - {"config"}
     ours = []
@@ -83,7 +83,7 @@ def settings_of(runs: Sequence[Run]) -> dict[str, tuple[list[Row], list[Row]]]:
 
 
 def _taken(config: dict[str, Any], field: str) -> Any:
-    """The value of a flag of ours, which config.yaml has under two names; removes both."""
+    """Return the value of an --rl-* flag, which config.yaml has under two names; remove both."""
     older, value = config.pop(field, _NOTHING), config.pop(f"rl_{field}", _NOTHING)
     return value if older is _NOTHING else older
 
@@ -99,7 +99,7 @@ def _row(name: str, values: Sequence[Any], default: Any = _NOTHING) -> Row:
 
 
 def subjects_of(runs: Sequence[Run]) -> list[Row]:
-    """What was trained, on what, and by which command: where a reader begins."""
+    """Return the model, data, algorithm, reward and command: the introduction of the page."""
     rows = [_row(name, [of_run(run) for run in runs]) for name, of_run in _SUBJECTS.items()]
     return [row for row in rows if set(row.cells) != {"–"}]
 
@@ -132,7 +132,7 @@ _SUBJECTS: Mapping[str, Callable[[Run], Any]] = {
 
 
 def facts_of(runs: Sequence[Run]) -> list[Row]:
-    """Folders, layouts and versions, as the summaries have them."""
+    """Return folders, layouts and versions, from the summaries."""
     rows = [
         Row("folder", tuple(clean(str(run.folder)) for run in runs)),
         Row("last written", tuple(f"{run.last_written:%Y-%m-%d %H:%M:%S}" for run in runs)),
@@ -153,7 +153,7 @@ def _versions(run: Run) -> dict[str, Any]:
 
 
 class Headline(NamedTuple):
-    """A value, what is said beneath it, and whether it is good or bad news ("" neither).
+    """A value, the text beneath it, and whether it is good or bad news ("" neither).
 
     Example: `Headline("41.1 GB", "1.00 x the lower bound; 60 of 60 attested", "good")`
     """
@@ -164,7 +164,7 @@ class Headline(NamedTuple):
 
 
 def headlines(runs: Sequence[Run]) -> dict[str, list[Headline]]:
-    """Title -> a headline per run; without those that no run has a value for."""
+    """Return title -> a headline per run, without headlines for which no run has a value."""
     found = {}
     for title, (metrics, of_run) in _HEADLINES.items():
         of_runs = []
@@ -178,14 +178,14 @@ def headlines(runs: Sequence[Run]) -> dict[str, list[Headline]]:
 
 def _steps(run: Run) -> Headline:
     done = run.series("reward/mean")[0]  # the evaluation after the last step has none
-    asked = run.config.get("rl_num_steps", run.config.get("num_steps"))  # of an older run
+    asked = run.config.get("rl_num_steps", run.config.get("num_steps"))  # the second in older runs
     asked = asked if isinstance(asked, int) else 0
     value = f"{done.size:,} of {asked:,}" if asked else f"{done.size:,}"
-    # A summary is no sign: it may be that of a shorter run in the folder.
+    # A summary does not show it: it may be from a shorter run in the folder.
     if asked and done.size and done[-1] >= asked - 1:
         return Headline(value, "finished", GOOD)
     for event in reversed(run.events):
-        if event.kind == "resume":  # what ended the run before is over
+        if event.kind == "resume":  # earlier ends were resumed
             break
         if event.kind == "end":
             return Headline(value, "ended early, see the events", BAD)
@@ -261,7 +261,7 @@ def _memory(run: Run, host: np.ndarray) -> Headline:
     return Headline(most, "host, peak of the largest rank")
 
 
-# Title -> the metrics that a headline needs, whose values follow the run, and what makes it.
+# Title -> the metrics that a headline needs, and the function of the run and their values.
 _HEADLINES: Mapping[str, tuple[tuple[str, ...], Callable[..., Headline | None]]] = {
     "Steps": ((), _steps),
     "Reward": (("reward/mean",), _climb("reward/mean")),

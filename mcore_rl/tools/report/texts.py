@@ -1,4 +1,4 @@
-"""Write texts and numbers of a run as people read them. Sizes are decimal, as in run.log. Pure."""
+"""Readable texts and numbers of a run. Sizes are decimal, as in run.log. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from mcore_rl.common.byte_sizes import shown_bytes
 
 _MAX_CHARACTERS = 20_000
-# Controls would act on the page or vanish from it, so Unicode's pictures of them are shown.
+# Control characters would affect the page or vanish, so Unicode's pictures of them are shown.
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 
 
 def clean(value: Any) -> str:
-    """Any value as a text that UTF-8 can hold, with visible controls, cut if it is very long."""
+    """Convert any value to a text for UTF-8, with visible control characters, cut if very long."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     left_out = len(text) - _MAX_CHARACTERS
     if left_out > 0:
@@ -25,7 +25,7 @@ def clean(value: Any) -> str:
 
 
 def shown(metric: str, value: float) -> str:
-    """A metric's value in the unit that its name tells; "–" for NaN and infinity."""
+    """Format a metric's value in the unit of its name; "–" for NaN and infinity."""
     if not math.isfinite(value):
         return "–"
     if "bytes" in metric:

@@ -1,11 +1,11 @@
 """A task of two turns for the tiny checkpoint and the environment `calculator`.
 
-The prompt is `47 ?`. What is asked for lies in the calculator's memory: a turn that is a number
-alone recalls it (which number does not matter), a message of role user shows it, and the next turn
-is right if its last number is the one shown. Nobody can know it before.
+The prompt is `47 ?`. The answer is in the calculator's memory and cannot be known in advance: a
+turn that consists of any single number recalls it, a message of role user shows it, and the next
+turn is right if its last number is the one shown.
 
-The tiny checkpoint has learnt to write two numbers, `15 85`, so that at first few of its turns are
-calls, and of the answers to what is shown hardly any is right.
+The tiny checkpoint was trained to write two numbers, `15 85`, so at first few of its turns are
+calls, and hardly any of its answers is right.
 
     python scripts/calculator_task.py FOLDER [SEED]
 """
@@ -17,9 +17,9 @@ import random
 import sys
 from pathlib import Path
 
-NUM_DIGITS = 4  # answers there are, so that a guess is seldom right and often enough
+NUM_DIGITS = 4  # number of answers: a guess is seldom right, but often enough
 FIRST_DIGIT = 2
-NUM_HELDOUT = 20  # of the prompts, each of which there is with every answer
+NUM_HELDOUT = 20  # of the prompts, each of which occurs with every answer
 
 
 def write_prompts(folder: Path, seed: int) -> None:

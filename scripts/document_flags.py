@@ -1,7 +1,7 @@
-"""Writes what of docs/ is made from declarations.
+"""Write the generated parts of docs/.
 
-flags.md (ours), megatron_flags.md (what becomes of those of the installed Megatron), and the table
-of parameters in algorithms.md:
+flags.md (mcore_rl's flags), megatron_flags.md (how the installed Megatron's flags are treated), and
+the table of parameters in algorithms.md:
 
 python scripts/document_flags.py
 """

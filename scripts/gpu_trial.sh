@@ -6,16 +6,16 @@
 #     bash scripts/gpu_trial.sh --from train         # this stage and those after it
 #     bash scripts/gpu_trial.sh --only doctor train  # these stages
 #
-# See scripts/gpu_trial/driver.py, which this starts with any Python from 3.9 on; all of its options are in
-# --help. The stages themselves run in the environment that is there already (MCORE_RL_ENV, an
-# active one, .venv, the python3 in PATH), or else in the one that scripts/setup_env.sh makes.
+# It starts scripts/gpu_trial/driver.py with any Python from 3.9 on; --help lists all options. The
+# stages run in the existing environment (MCORE_RL_ENV, an active one, .venv, the python3 in PATH),
+# or in the one that scripts/setup_env.sh makes.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 for python in python3 python "$root/.venv/bin/python" "${MCORE_RL_ENV:-}/bin/python"; do
   if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 9))' 2>/dev/null; then
-    # In place of this shell: signals and the exit code are the driver's.
+    # exec, so that signals reach the driver and its exit code is this script's.
     exec "$python" "$root/scripts/gpu_trial/driver.py" "$@"
   fi
 done

@@ -1,8 +1,8 @@
-"""Given to --rl-import by scripts/kill_test.py: ends ranks at a moment of a step.
+"""A file for --rl-import that kills ranks at a moment of a step; scripts/kill_test.py uses it.
 
 MCORE_RL_KILL is a JSON object: `step` and `stage` (a stage's name in the metrics, "to_rollout" or
 "to_train"), `delay_seconds` from the stage's beginning, `signal`, `ranks` (the first of them kills
-them all) and `said`, a file that gets the time of the kill.
+all of them) and `said`, a file for the time of the kill.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class Killer:
-    """Hears of every stage that begins on this rank, and of every step that ends."""
+    """Listener for every stage that begins on this rank, and every step that ends."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self._plan, self._rank = plan, int(os.environ["RANK"])
@@ -40,12 +40,12 @@ class Killer:
             if "RANK" in (environment := process.environ()):
                 pids[int(environment["RANK"])] = process.pid
         Path(self._plan["said"]).write_text(str(time.time()), encoding="utf-8")
-        for rank in reversed(self._plan["ranks"]):  # this one comes last
+        for rank in reversed(self._plan["ranks"]):  # this rank comes last
             os.kill(pids[rank], number)
 
 
 def watch(killer: Killer) -> None:
-    """Have the killer hear."""
+    """Notify the killer of stages and steps."""
     from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager as Manager
     from mcore_rl.observe.stage_timers import StageTimers
     from mcore_rl.train import Run
@@ -78,5 +78,5 @@ def watch(killer: Killer) -> None:
     Run.__init__ = initialised  # type: ignore[method-assign]
 
 
-if multiprocessing.parent_process() is None:  # the workers of rewards import this as well
+if multiprocessing.parent_process() is None:  # reward workers import this file as well
     watch(Killer(json.loads(os.environ["MCORE_RL_KILL"])))

@@ -1,21 +1,20 @@
-"""Kills a small run at seeded random moments, and shows that nothing is lost by it.
+"""Kill a small run at seeded random moments, and show that nothing is lost.
 
     python scripts/kill_test.py [--kills 20] [--seed 0] [--processes 2] [--steps 6] [--folder DIR]
                                 [--limit-seconds 60] [--flags "--rl-oversample 2 ..."]
 
-A run of the tiny task, with partial rollouts unless --flags says what else, is done once
-undisturbed. Then runs are killed: SIGKILL or SIGTERM, to one
-rank or to all, at a random moment of a random step (rollout, reward, hand-over to rollout and back,
-log-probs, update, checkpoint), and started again by the same command. After every kill
+A run of the tiny task, with partial rollouts unless --flags replaces them, is done undisturbed.
+Then runs are killed: SIGKILL or SIGTERM, to one rank or to all, at a random moment of a random step
+(rollout, reward, hand-over to rollout and back, log-probs, update, checkpoint), and started again
+by the same command. After every kill
 
-- the launcher has ended within --limit-seconds, with an exit code that is not 0 and a text that
-  names the rank and the signal;
+- the launcher has ended within --limit-seconds, with a non-zero exit code and a text that names
+  the rank and the signal;
 - no process of the run is left, nothing new in /dev/shm, nothing in its temporary folder;
 - the newest complete checkpoint is undamaged.
 
-Every --kills-per-run kills, and where the last step is saved already, a run is left alone, ends,
-and has the same weights as the undisturbed one, bit for bit. Exit code 0 if all of that was so,
-else 1.
+After every --kills-per-run kills, or once the last step is saved, a run is left alone, ends, and
+has the same weights as the undisturbed one, bit for bit. Exit code 0 if all of this holds, else 1.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from mcore_rl.trainer.resume import folders  # noqa: E402
 
 SAVE_INTERVAL = 2
 PARTIAL = ("--rl-partial-rollouts", "--rl-oversample", "2", "--rl-max-staleness", "2")
-STAGES = {  # and the metric that says how long it lasts
+STAGES = {  # stage -> the metric of its duration
     "to_rollout": "time/reshard_to_rollout_seconds",
     "rollout": "time/rollout_seconds",
     "reward": "time/reward_seconds",
@@ -65,7 +64,7 @@ MARK = "MCORE_RL_KILL_TEST"  # in the environment of every process of a run
 
 @dataclass(frozen=True)
 class Kill:
-    """When whom what hits."""
+    """The moment, signal and ranks of a kill."""
 
     stage: str
     step: int
@@ -81,7 +80,7 @@ class Kill:
 
 @dataclass
 class Ending:
-    """How a launcher and what it had started ended."""
+    """The end of a launcher and its processes."""
 
     exit_code: int
     output: str
@@ -91,7 +90,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all runs have in common."""
+    """Settings that all runs share."""
 
     checkpoint: Path
     work: Path
@@ -110,7 +109,7 @@ class Setting:
             *("--rl-num-prompts-per-step", "4", "--rl-num-samples-per-prompt", "4"),
             *("--rl-max-prompt-tokens", "24", "--rl-max-response-tokens", "8"),
             *("--rl-eval-interval", "0", "--rl-rollout-kv-cache-gib", "0.1", "--lr", "1e-3"),
-            *("--rl-num-mini-batches", "2"),  # so that log-probs are a stage of their own
+            *("--rl-num-mini-batches", "2"),  # so that log-probs are a separate stage
             *("--rl-run-dir", str(folder), "--rl-export-hf", str(folder / "exported")),
             *("--load", str(folder / "checkpoints"), "--rl-load-or-start", "--rl-deterministic"),
             *self.flags,
@@ -120,16 +119,16 @@ class Setting:
 def run(
     setting: Setting, folder: Path, kill: Kill | None = None, more: Sequence[str] = ()
 ) -> Ending:
-    """One start of a run, to its end or to its kill, and what it has left behind."""
+    """Start a run, wait for its end or its kill, and check what it leaves behind."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
-    temporary = Path(tempfile.mkdtemp(prefix="kill_"))  # sockets are made in it: short
+    temporary = Path(tempfile.mkdtemp(prefix="kill_"))  # short, because it contains sockets
     said = setting.work / f"killed.{mark}"
     command = [*setting.command(folder), *more]
     environment = {
         **os.environ,
         **{MARK: mark, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"},
         **{"TORCHDYNAMO_DISABLE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
-        # What is compiled is kept from one run to the next, by itself in the temporary folder.
+        # Compiled code is shared by all runs; by default it is in the temporary folder.
         "TORCHINDUCTOR_CACHE_DIR": str(setting.work / "inductor"),
     }
     if kill is not None:
@@ -163,7 +162,7 @@ def run(
 
 
 def processes_with(mark: str) -> list[str]:
-    """Command lines of the processes whose environment has the mark."""
+    """Return the command lines of the processes whose environment has the mark."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -175,7 +174,7 @@ def processes_with(mark: str) -> list[str]:
 
 
 class SharedNames(threading.Thread):
-    """Learns which names in /dev/shm the processes below a launcher use: others use some, too."""
+    """Thread that records the names in /dev/shm of a launcher's processes; others use it, too."""
 
     def __init__(self, launcher: int) -> None:
         super().__init__(daemon=True)
@@ -191,14 +190,14 @@ class SharedNames(threading.Thread):
                         self._names |= set(re.findall(r"/dev/shm/(\S+)", maps))
 
     def left(self) -> list[str]:
-        """Those of them that are still there."""
+        """Return the names that still exist."""
         self._ended.set()
         self.join()
         return sorted(self._names & set(os.listdir("/dev/shm")))
 
 
 def faults_of_kill(ending: Ending, kill: Kill, folder: Path, limit_seconds: float) -> list[str]:
-    """What is not as it should be after a kill."""
+    """Return the faults after a kill."""
     found = list(ending.faults)
     if ending.seconds_after_kill is None:
         return [*found, "the kill did not happen"]
@@ -215,7 +214,7 @@ def faults_of_kill(ending: Ending, kill: Kill, folder: Path, limit_seconds: floa
 
 
 def weights(folder: Path) -> str:
-    """One digest of all exported tensors."""
+    """Return one digest of all exported tensors."""
     digest = hashlib.sha256()
     files = sorted((folder / "exported").glob("*.safetensors"))
     for file in files:
@@ -224,13 +223,13 @@ def weights(folder: Path) -> str:
 
 
 def learns(folder: Path, num_steps: int) -> bool:
-    """Whether every step has changed the weights."""
+    """Return whether every step changed the weights."""
     metrics = read_metrics(folder / "metrics.jsonl")
     return all(metrics[step]["grad_norm"] > 0 for step in range(num_steps))
 
 
 def stage_seconds(folder: Path) -> dict[str, float]:
-    """How long each stage lasts; the first step, which warms up, does not count."""
+    """Return the mean seconds of each stage, without the first step, which warms up."""
     steps = [m for step, m in read_metrics(folder / "metrics.jsonl").items() if step > 0]
     found = {}
     for stage, name in STAGES.items():
@@ -240,7 +239,7 @@ def stage_seconds(folder: Path) -> dict[str, float]:
 
 
 def faults_of_rest(setting: Setting, folder: Path, expected: str) -> list[str]:
-    """Leave a run alone; what is not as it should be at its end."""
+    """Leave a run alone; return the faults at its end."""
     rest = run(setting, folder)
     if rest.exit_code:
         return [*rest.faults, f"the rerun ended with {rest.exit_code}: {rest.output[-3000:]}"]
@@ -250,15 +249,15 @@ def faults_of_rest(setting: Setting, folder: Path, expected: str) -> list[str]:
 
 
 def newest_step(folder: Path) -> int:
-    """Steps that the newest complete checkpoint has behind it."""
+    """Return the number of steps done in the newest complete checkpoint."""
     return next(iter(folders.complete_steps(folder / "checkpoints")), 0)
 
 
 def draw(rng: random.Random, setting: Setting, folder: Path, seconds: dict[str, float]) -> Kill:
-    """A random moment of the steps that are left, of which there is one at least."""
+    """Draw a random moment of the remaining steps, of which there must be at least one."""
     stage = rng.choice(list(STAGES))
     steps = list(range(newest_step(folder), setting.num_steps))
-    if stage == "checkpoint":  # after the last step there is one in any case
+    if stage == "checkpoint":  # the last step is always saved
         # A step ends when its metrics are written, and is saved after that.
         saved = [step + 1 for step in steps if (step + 1) % SAVE_INTERVAL == 0]
         steps = saved or [setting.num_steps]
@@ -305,7 +304,7 @@ def _test(args: argparse.Namespace, work: Path) -> int:
     table = Table(title=f"{args.kills} kills, seed {args.seed}")
     for name in ("", "kill", "exit code", "ended after", "then"):
         table.add_column(name)
-    num_runs = num_kills = 0  # of the run that goes on
+    num_runs = num_kills = 0  # num_kills counts the current run's
     for number in range(args.kills):
         folder = work / f"run{num_runs}"
         kill = draw(rng, setting, folder, seconds)

@@ -2,12 +2,12 @@
 
     python scripts/make_tiny_deepseek.py --out DIR [--arch deepseek_v3] [--size tiny] [--no-warm-up]
 
-DIR then holds what a published checkpoint holds (config.json, model.safetensors with one tensor
-per expert, tokenizer, chat template, generation_config.json) and the task it was trained on:
+DIR then has the files of a published checkpoint (config.json, model.safetensors with one tensor per
+expert, tokenizer, chat template, generation_config.json) and the task that it was trained on:
 `prompts/train.jsonl` and `prompts/heldout.jsonl` with the columns `prompt` and `answer`.
 
-The warm-up is supervised training on demonstrations of which most are careless (see tiny_task.py),
-so that reinforcement learning starts from a policy that is right in 20-50 % of its samples. Without
+The warm-up is supervised training on demonstrations, most of them careless (see tiny_task.py), so
+that reinforcement learning starts from a policy that is right in 20-50 % of its samples. Without
 warm-up the weights are random, wide enough that any two swapped tensors change the output.
 """
 
@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/ is no package
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/ is not a package
 
 import tiny_task  # noqa: E402
 
@@ -34,8 +34,8 @@ from mcore_rl.common.errors import UsageError  # noqa: E402
 if TYPE_CHECKING:
     import torch
 
-# Values of --arch: a model_type, or (the last two) a model whose config.json differs in more than
-# sizes from the others of its model_type.
+# Values of --arch: a model_type, or (the last two) a model whose config.json differs from others of
+# its model_type in more than sizes.
 ARCHS = (
     "deepseek_v3 deepseek_v2 kimi_k2 glm4_moe glm4_moe_lite minimax_m2 qwen3_moe qwen2_moe olmoe "
     "gpt_oss mixtral qwen3 qwen2 llama moonlight deepseek_v2_large"
@@ -46,7 +46,7 @@ MARKER = "complete.json"
 RANDOM_STD = 0.05
 ROUTER_BIAS_STD = 0.02
 
-# What --size sets. The latent sizes of MLA are not among it: vLLM's CPU kernels take only 512 + 64.
+# The sizes that --size sets, without MLA's latent sizes: vLLM's CPU kernels only take 512 + 64.
 SIZES: dict[str, dict[str, int]] = {
     "micro": dict(
         hidden_size=64, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=2,
@@ -55,7 +55,7 @@ SIZES: dict[str, dict[str, int]] = {
     "tiny": dict(
         hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=4,
         num_attention_heads=4, num_experts=8, num_experts_per_tok=2, q_lora_rank=64,
-        latent_head_dim=16,  # 128 as published is most of a warm-up
+        latent_head_dim=16,  # the published 128 would take most of a warm-up
     ),
     "small": dict(
         hidden_size=256, intermediate_size=768, moe_intermediate_size=128, num_hidden_layers=8,
@@ -70,7 +70,7 @@ def hf_config(
     """Return config.json of `arch`, under the keys that published checkpoints use."""
     shape = dict(SIZES[size])
     num_experts, q_lora_rank = shape.pop("num_experts"), shape.pop("q_lora_rank")
-    latent_head_dim = shape.pop("latent_head_dim", 128)  # without its rotary part
+    latent_head_dim = shape.pop("latent_head_dim", 128)  # without the rotary part
     num_heads = shape["num_attention_heads"]
     common: dict[str, Any] = dict(
         model_type=arch, vocab_size=tiny_task.VOCAB_SIZE, max_position_embeddings=2048,
@@ -93,7 +93,7 @@ def hf_config(
         scoring_func="softmax", norm_topk_prob=False,
     )  # fmt: skip
     gqa = common | shape | dict(num_key_value_heads=num_heads // 2)
-    # Where config.json has no head_dim; vLLM's CPU attention takes 32 and not 16.
+    # For families without head_dim in config.json; vLLM's CPU attention takes 32 but not 16.
     of_heads = dict(hidden_size=32 * num_heads)
     dense = {name: value for name, value in gqa.items() if name not in _OF_EXPERTS}
     configs = {
@@ -106,7 +106,7 @@ def hf_config(
             model_type="deepseek_v3", q_lora_rank=None, n_shared_experts=2, rope_theta=50000.0,
             routed_scaling_factor=2.446,
         ),
-        # As published, a token gets more experts than groups, and a group counts as its best one.
+        # As published, a token has more experts than groups, and a group's score is its best one.
         "deepseek_v2_large": v2 | dict(
             model_type="deepseek_v2", q_lora_rank=q_lora_rank, n_shared_experts=2, n_group=4,
             topk_group=2, num_experts_per_tok=4, topk_method="group_limited_greedy",
@@ -140,7 +140,7 @@ def hf_config(
             architectures=["OlmoeForCausalLM"], num_experts=num_experts, norm_topk_prob=False,
             intermediate_size=64, rms_norm_eps=1e-5, clip_qkv=None, **of_heads,
         ),
-        # A window of fewer positions than any sample has, or nothing would tell of it.
+        # The window is shorter than any sample; otherwise it would have no effect.
         "gpt_oss": gqa | dict(
             architectures=["GptOssForCausalLM"], head_dim=32, intermediate_size=64,
             num_local_experts=num_experts, attention_bias=True, sliding_window=8, swiglu_limit=7.0,
@@ -165,7 +165,7 @@ def hf_config(
         ),
         "llama": dense | dict(
             architectures=["LlamaForCausalLM"], head_dim=32, mlp_bias=False, rope_theta=500000.0,
-            # Published are factors of 8 and 32; few tokens tell 2 from both 1 and Megatron's 8.
+            # Published factors are 8 and 32; few tokens only show 2 apart from 1 and Megatron's 8.
             max_position_embeddings=131072, rope_scaling=dict(
                 rope_type="llama3", factor=2.0, low_freq_factor=1.0, high_freq_factor=4.0,
                 original_max_position_embeddings=8192,
@@ -179,7 +179,7 @@ _OF_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
 
 
 def _yarn(*, beta_fast: float = 32.0, mscale: float = 1.0) -> dict[str, Any]:
-    """Yarn from 64 positions on, where published models have 4096: few tokens then tell."""
+    """Return YaRN from 64 positions on (4096 in published models), so that few tokens show it."""
     return dict(
         type="yarn", factor=32.0, beta_fast=beta_fast, beta_slow=1.0, mscale=mscale,
         mscale_all_dim=mscale, original_max_position_embeddings=64,
@@ -198,15 +198,14 @@ def make_checkpoint(
     tie_word_embeddings: bool = False,
     overrides: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Make the checkpoint in `out`, or return at once if it is there already.
+    """Make the checkpoint in `out`, or return at once if it exists already.
 
-    "There" means made with the same options by the same code: both stand in a marker file. The work
-    is done in a sibling directory that is renamed at the end, so an interrupted call leaves nothing
-    that looks complete; a lock beside `out` makes a concurrent caller wait and then reuse.
-    `overrides` replaces entries of config.json. The same seed gives the same tensors on the same
-    machine.
+    It exists if a marker file records the same options and the same code. The work is done in a
+    sibling directory that is renamed at the end, so an interrupted call leaves nothing that looks
+    complete; a lock next to `out` makes a concurrent caller wait and reuse the result. `overrides`
+    replaces entries of config.json. The same seed gives the same tensors on the same machine.
 
-    Raises `UsageError` for an unknown option and where `out` holds files of somebody else.
+    Raises `UsageError` for an unknown option, or if `out` has files that this script did not make.
     """
     config = _checked_config(arch, size, num_mtp_layers, tie_word_embeddings)
     config |= {"torch_dtype": str(dtype).removeprefix("torch.")} | dict(overrides or {})
@@ -223,7 +222,7 @@ def make_checkpoint(
                 "name another directory"
             )
         partial = out.parent / f".{out.name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)  # of a call that was killed: we hold the lock
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed call: we hold the lock
         partial.mkdir()
         try:
             _write_checkpoint(partial, config, warm_up=warm_up, seed=seed)
@@ -292,14 +291,14 @@ def _write_checkpoint(folder: Path, config: dict[str, Any], *, warm_up: bool, se
     if warm_up:
         tiny_task.warm_up(model, tokenizer, seed)
     model = model.to(getattr(torch, config["torch_dtype"]))
-    _set_buffers(model, router_biases)  # float32 whatever the weights are, as published
+    _set_buffers(model, router_biases)  # float32 for any dtype of the weights, as published
     if warm_up:
         tiny_task.report_accuracy(model, tokenizer, seed)
     model.save_pretrained(folder)
     if config.get("num_nextn_predict_layers"):
         _add_mtp_layers(folder / "model.safetensors", config, seed)
     (folder / "model.safetensors").chmod(0o644)
-    # Again: transformers wrote its own spelling of the keys there. vLLM and we read the published.
+    # Again, because transformers wrote its own keys; vLLM and mcore_rl read the published ones.
     (folder / "config.json").write_text(config_text)
     tokenizer.save_pretrained(folder)
     GenerationConfig(
@@ -308,7 +307,7 @@ def _write_checkpoint(folder: Path, config: dict[str, Any], *, warm_up: bool, se
 
 
 def _empty_model(config: Mapping[str, Any]) -> torch.nn.Module:
-    """The model in float32, under the model_type of its class, by which its weights are saved."""
+    """Make the model in float32, with the model_type of its class, which decides its saved form."""
     import transformers
 
     model_class = getattr(transformers, config["architectures"][0])
@@ -323,10 +322,10 @@ def _set_buffers(model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) ->
 
 
 def randomize(model: torch.nn.Module, seed: int) -> None:
-    """Give every parameter random values of its own, the norms' around 1.
+    """Fill every parameter with different random values, those of norms around 1.
 
-    Biases are around 0: larger ones would be most of what comes of attention, the same for every
-    token, and all tokens would go to the same experts.
+    Biases are around 0: larger ones would dominate attention's output, which would then be the same
+    for every token, and all tokens would go to the same experts.
     """
     import torch
 

@@ -77,7 +77,7 @@ while (($#)); do
   shift
 done
 
-case $preset in # machines and processes on each that it is laid out for
+case $preset in # the preset's number of machines, and of processes on each
   tiny) planned_nodes=1 planned_nproc=4 ;;
   v2-lite) planned_nodes=1 planned_nproc=8 ;;
   v3) planned_nodes=32 planned_nproc=8 ;;
@@ -85,7 +85,7 @@ case $preset in # machines and processes on each that it is laid out for
 esac
 [[ ${nproc:-1} =~ ^[1-9][0-9]*$ ]] || fail "--nproc $nproc must be a number above 0"
 
-# Prints the values that a flag has in the arguments, a line each, in both spellings.
+# Prints a flag's values in the arguments, one per line, from both spellings.
 values_of() {
   local i
   for ((i = 0; i < ${#flags[@]}; i++)); do
@@ -101,7 +101,7 @@ for file in "${config_files[@]}"; do
   [[ -r $file && ! -d $file ]] || fail "--rl-config $file cannot be read; name a YAML file of flags"
 done
 
-# Whether the user's arguments or YAML files set a flag, there with "-" or "_" between its words.
+# Whether the user's arguments or YAML files set a flag; YAML may have "-" or "_" between its words.
 given() {
   local key=${1#--}
   [[ -z $(values_of "$1") ]] || return 0
@@ -178,12 +178,12 @@ if ((gpus == 0)) && [[ $preset == tiny ]]; then
   # Several processes share the cores, and compiling C++ for them would take minutes.
   default_env OMP_NUM_THREADS 1
   default_env TORCHDYNAMO_DISABLE 1
-  # vLLM's CPU kernels warn of the memory binding on each process.
+  # vLLM's CPU kernels warn about the memory binding in each process.
   default_env TORCH_CPP_LOG_LEVEL ERROR
 fi
 default_env TOKENIZERS_PARALLELISM false
 
-own=() # what the preset leaves to this script
+own=() # flags that the preset does not set
 configs=(--rl-config "$root/scripts/presets/$preset.yaml")
 if [[ $preset == tiny ]]; then
   if given --rl-hf-checkpoint || given --rl-prompts; then
@@ -202,7 +202,7 @@ elif [[ $preset == tiny ]]; then
   make_checkpoint=("$python" "$root/scripts/make_tiny_deepseek.py" --out "$tiny" --warm-up)
   default_env HF_HUB_OFFLINE 1
   own+=(--rl-hf-checkpoint "$tiny")
-  # Held-out prompts of another task than the training's would measure nothing.
+  # Held-out prompts of another task would measure nothing.
   if ! given --rl-prompts; then
     own+=(--rl-prompts "$tiny/prompts/train.jsonl")
     given --rl-eval-prompts || own+=(--rl-eval-prompts "$tiny/prompts/heldout.jsonl")
@@ -222,7 +222,7 @@ if ! given --rl-run-dir && ! given --rl-run-name; then
   own+=(--rl-run-dir "runs/$preset-$(date +%Y%m%d-%H%M%S.%3N)")
 fi
 
-launch() { # node rank: sets command. One machine takes a free port by itself.
+launch() { # node rank; sets command. A single machine finds a free port by itself.
   command=("$python" -m mcore_rl.launch --nproc-per-node "$nproc")
   if ((nodes > 1)); then
     command+=(--nnodes "$nodes" --node-rank "$1"
@@ -235,7 +235,7 @@ if [[ -n $dry_run ]]; then
   show() { printf '%q' "$1" && printf ' %q' "${@:2}" && echo; }
   echo "# preset $preset, machines: $nodes, processes on each: $nproc"
   if [[ $preset != tiny ]]; then
-    # Of the checkpoint, if it is there; else as it was published.
+    # The checkpoint's config.json if it exists, else the published one.
     config=${folder:-}/config.json
     [[ -f $config ]] || config=$root/scripts/presets/$preset.json
     plan=("$python" -m mcore_rl.cli plan --hf-config "$config" --world-size "$((nodes * nproc))"
@@ -260,7 +260,7 @@ fi
 
 # ------------------------------------------------------------------------------------------ running
 
-# Runs a command in the background, as bash handles no signal while it waits for one in front.
+# Runs a command in the background, because bash defers signals during a foreground command.
 step() {
   "$@" &
   child=$!
@@ -290,5 +290,5 @@ if [[ -n $doctor ]]; then
 fi
 launch "${node_rank:-0}"
 echo "# starting $nproc processes, which import Megatron first and say what they do from then on"
-# In place of this shell: signals and the exit code are the launcher's.
+# exec, so that signals reach the launcher and its exit code is this script's.
 exec "${command[@]}"

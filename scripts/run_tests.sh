@@ -23,14 +23,14 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup_env.sh
 export PATH=$PWD/.venv/bin:$PATH
 
-# One thread a process (tests start up to eight on two cores), no minutes of C++ compilation, no
-# look at the network, and what Megatron and vLLM want to find.
+# One thread per process (tests start up to eight on two cores), no C++ compilation for minutes, no
+# network access, and the variables that Megatron and vLLM need.
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 
-# Two tests at a time: most keep one core busy, or wait for each other's ranks.
-# In the order of collection, so that whole runs come first.
+# Two tests at once: most keep one core busy, or wait for each other's ranks.
+# In the order of collection, so that complete runs come first.
 two=(--numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 20)
 failed=()
 
@@ -39,7 +39,7 @@ check() { # name, command
   "${@:2}" || failed+=("$1")
 }
 
-# The best level of the sandbox; in CI its tests fail without it.
+# For the sandbox's best level, whose tests fail without it in CI.
 if [[ -n ${CI:-} && $EUID == 0 ]] && ! command -v bwrap >/dev/null; then
   apt-get update && apt-get install --yes --no-install-recommends bubblewrap || echo "no bubblewrap"
 fi
@@ -48,12 +48,12 @@ check "ruff check" ruff check .
 check "ruff format" ruff format --check .
 check "mypy" mypy
 if [[ $# == 1 && $1 == --all ]]; then
-  # One test opens a report in a browser; in CI it fails without one.
+  # One test opens a report in a browser, and fails without one in CI.
   if [[ -n ${CI:-} && $EUID == 0 ]] &&
     ! command -v chromium chromium-browser google-chrome >/dev/null; then
     apt-get update && apt-get install --yes --no-install-recommends chromium || echo "no browser"
   fi
-  # Hundreds of megabytes the first time, in no test's time.
+  # Downloads hundreds of megabytes the first time, so not within a test's time limit.
   check "the CUDA packages of tests/cuda" python -m tests.cuda.stack
   check "pytest, unit tests" python -m pytest "${two[@]}" tests/unit
   check "pytest, the others" python -m pytest "${two[@]}" --ignore tests/unit

@@ -1,29 +1,28 @@
 #!/usr/bin/env bash
-# Makes .venv, the environment that everything in this repository runs in, with uv:
+# Makes .venv, the environment of everything in this repository, with uv:
 #
 #     bash scripts/setup_env.sh
 #
-# The first call builds it. Later calls see from its stamp that nothing changed and return at once,
-# without network; a change of the requirements or of the stack builds it anew, a change of setup.py
-# only installs mcore_rl again. The new one is built in .venv.new and takes the place of .venv once
-# it was seen to work: a failure or a signal leaves .venv as it was, and what was downloaded stays in
-# uv's cache for the next call. uv is the one in PATH, or one that pip fetches; the indexes are those
-# of pip's configuration.
+# The first call builds it. Later calls compare its stamp and return at once, without network, if
+# nothing changed; changed requirements or another stack cause a rebuild, a changed setup.py only a
+# reinstallation of mcore_rl. The new environment is built in .venv.new and replaces .venv once it
+# works: a failure or a signal leaves .venv unchanged, and downloads stay in uv's cache for the next
+# call. uv comes from PATH or from pip; the indexes come from pip's configuration.
 #
-#   MCORE_RL_STACK=cpu|cuda   the stack, instead of what the machine has; cuda on a machine without a
-#                             GPU is built in .venv-cuda, beside the .venv that works there
-#   MCORE_RL_PYTHON=PATH      the interpreter, instead of the first one in PATH that will do
+#   MCORE_RL_STACK=cpu|cuda   the stack, instead of the machine's default; cuda on a machine without
+#                             a GPU is built in .venv-cuda, next to the .venv that works there
+#   MCORE_RL_PYTHON=PATH      the interpreter, instead of the first suitable one in PATH
 #
-# Exit codes: 0 .venv is ready, 2 something the caller chose (Python, stack) cannot be used,
-# 1 anything else. Every failure ends in one sentence on stderr.
+# Exit codes: 0 .venv is ready; 2 the chosen Python or stack cannot be used; 1 any other failure.
+# Every failure ends in one sentence on stderr.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 parts=$root/scripts/setup_env state=$root/.cache/setup_env
 log=$state/install.log tools=$state/tools
 te_requirements=$root/scripts/requirements-te.txt
-# Space for the download, the unpacked wheels and the cache: 4.5 GiB measured for the CPU stack
-# before any cache, an estimate for CUDA.
+# Space for the download, the unpacked wheels and the cache: measured 4.5 GiB for the CPU stack
+# with an empty cache; an estimate for CUDA.
 declare -A min_free_gib=([cpu]=6 [cuda]=16)
 . "$parts/running.sh"
 
@@ -31,7 +30,7 @@ has_gpu() { compgen -G '/dev/nvidia[0-9]*' >/dev/null || timeout 20 nvidia-smi -
 digest() { sha256sum <"$1" | cut -d ' ' -f 1; }
 version_of() { "$1" -c 'import sys; print(sys.version_info[:2])' 2>/dev/null; }
 
-# Whether .venv is complete, of the wanted stack and of a Python that was asked for, if one was.
+# Whether .venv is complete, and has the requested stack and, if one was requested, Python.
 stack_is_current() {
   local version
   grep -qxF -- "$stack_key" "$stamp" 2>/dev/null && version=$(version_of "$venv/bin/python") &&
@@ -41,7 +40,7 @@ all_is_current() { stack_is_current && grep -qxF -- "$package_key" "$stamp"; }
 
 check() { logged "$1/bin/python" -I "$parts/check.py" "$requirements" "$stack" "$2"; }
 
-# Installs mcore_rl into an environment, and stamps it once all of it was seen to work.
+# Installs mcore_rl into an environment, and stamps it once everything in it works.
 finish() { # environment, uv
   logged "$2" pip install --no-progress --python "$1/bin/python" --no-deps --no-build-isolation \
     --reinstall-package mcore_rl -e "$root" || explain mcore_rl
@@ -52,7 +51,7 @@ finish() { # environment, uv
 
 build() {
   local started=$SECONDS aside=$previous free_mib
-  explained=1 # by find_python.sh itself
+  explained=1 # find_python.sh reports its own failures
   python=$(bash "$parts/find_python.sh")
   explained=
   free_mib=$(df -Pk "$root" | awk 'NR == 2 { print int($4 / 1024) }')
@@ -62,9 +61,9 @@ and the $stack stack needs ${min_free_gib[$stack]} GiB: make room and run this a
   . "$parts/install_stack.sh" # sets uv
   say "[4/4] mcore_rl, and a look whether all of it works"
   finish "$new" "$uv"
-  trap '' INT TERM HUP # between the two renames there is no .venv
+  trap '' INT TERM HUP # between the two renames .venv does not exist
   if [[ -e $venv || -L $venv ]]; then
-    if [[ ! -e $stamp ]]; then # not made here: its owner's to remove
+    if [[ ! -e $stamp ]]; then # not made by this script, so not removed
       aside=$venv.aside.$(date +%Y%m%d%H%M%S)
       say "keeping the $folder that this script did not make as $(basename "$aside")"
     fi
@@ -88,7 +87,7 @@ new=$venv.new previous=$venv.previous stamp=$venv/mcore_rl_stamp
 stack_key="stack=$stack requirements=$(digest "$requirements") root=$root"
 [[ $stack == cpu ]] || stack_key+=" te=$(digest "$te_requirements")"
 package_key="package=$(digest "$root/setup.py")"
-# What the caller set for another environment must not reach into this one.
+# Variables that the caller set for another environment must not affect this one.
 unset PYTHONHOME PYTHONPATH PIP_USER PIP_TARGET PIP_PREFIX VIRTUAL_ENV UV_SYSTEM_PYTHON
 export PYTHONNOUSERSITE=1 PATH=${PATH//"$venv/bin:"/}
 ! all_is_current || exit 0
@@ -96,7 +95,7 @@ export PYTHONNOUSERSITE=1 PATH=${PATH//"$venv/bin:"/}
 mkdir -p "$state" || fail 1 "$state cannot be written to: make the checkout writable."
 trap clean_up EXIT
 trap 'exit 129' HUP && trap 'exit 130' INT && trap 'exit 143' TERM
-# What is running keeps the lock even if this script is killed: it inherits the descriptor.
+# Running children keep the lock even if this script is killed: they inherit the descriptor.
 exec 9>"$state/lock"
 if ! flock -n 9; then
   say "waiting for another setup of this checkout to end"
@@ -104,11 +103,11 @@ if ! flock -n 9; then
   ! all_is_current || exit 0
 fi
 locked=1
-# What an earlier call could not put right because it was killed.
+# Clean up after an earlier call that was killed.
 rm -rf "$new" "$state/tmp"
 [[ -e $venv || ! -e $previous ]] || mv -T "$previous" "$venv"
 mkdir -p "$state/tmp"
-# Next to .venv, so that one look at one disk tells whether there is room.
+# Next to .venv, so that a single disk needs the space.
 export TMPDIR=$state/tmp
 : >"$log"
 if stack_is_current || { [[ -d $venv && ! -e $stamp ]] && check "$venv" pins; }; then

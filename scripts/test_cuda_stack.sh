@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Builds the whole CUDA stack on a machine without a GPU and runs the contract tests on it:
+# Builds the complete CUDA stack on a machine without a GPU and runs the contract tests on it:
 #
 #     bash scripts/test_cuda_stack.sh [further arguments of pytest]
 #
-# To be run when pins change: run_tests.sh --all runs the same tests on the packages alone. It
-# installs into .venv-cuda, compiles Transformer Engine's extension (MAX_JOBS files at a time), and
-# needs gcc, 16 GiB of disk, and a network the first time. Ends with what it found and how long each
-# stage took, which stands in .cache/cuda_stack.txt as well; exit code 1 if a test failed.
+# Run it when pins change: run_tests.sh --all runs the same tests on the packages only. It installs
+# into .venv-cuda, compiles Transformer Engine's extension (MAX_JOBS files in parallel), and needs
+# gcc, 16 GiB of disk, and a network the first time. It ends with its findings and the time of each
+# stage, also in .cache/cuda_stack.txt; exit code 1 if a test failed.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

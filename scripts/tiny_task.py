@@ -4,13 +4,12 @@ The prompt is `47+38`. The worked answer is `15 85`: the column of ones as two d
 The reward reads the last integer only. All sums are below 100, so every answer has five tokens and
 an end of sequence.
 
-The demonstrations of the warm-up are not all right, on purpose: `careless_answer` forgets the carry
-(`15 75`). A model that has seen it do so most of the time knows how to add and yet mostly answers
-sums that carry wrongly, which leaves reinforcement learning something to find: the rarer, right
-habit. That is a choice of ours to make a two-minute demonstration possible; it says nothing about
-how hard such a thing is to learn at other sizes.
+Not all demonstrations of the warm-up are right, on purpose: `careless_answer` forgets the carry
+(`15 75`). A model trained mostly on such answers can add, but is mostly wrong when a sum carries,
+so that reinforcement learning can find the rarer, right habit. This design makes a two-minute
+demonstration possible; it does not show how hard this is to learn at other sizes.
 
-torch and transformers are imported where they are used: a finished checkpoint is found at once.
+torch and transformers are imported on use, so that a finished checkpoint is found at once.
 Legend: b samples, s positions, r answer tokens.
 """
 
@@ -49,7 +48,7 @@ SHARE_CARELESS = 0.8  # of the demonstrations
 NUM_ANSWER_TOKENS = 6  # "15 85" and the end of sequence
 
 WARM_UP_STEPS = 160
-WARM_UP_SAMPLES = 48  # a step
+WARM_UP_SAMPLES = 48  # per step
 WARM_UP_SHARE_CARRYING = 0.5
 MATRIX_LEARNING_RATE = 0.008
 OTHER_LEARNING_RATE = 5e-3
@@ -57,7 +56,7 @@ NEWTON_SCHULZ_STEPS = 4
 PROMPT_LOSS_WEIGHT = 0.1
 SECONDS_BETWEEN_LINES = 5
 
-# What the tokenizer's merges are learned from: the words of arithmetic problems.
+# Training text of the tokenizer: the words of arithmetic problems.
 _CORPUS = """
 The sum of the numbers is how many? Add the first and the second, then take away the third.
 There are seven apples in the basket and she buys five more at the market, so she has twelve.
@@ -101,7 +100,7 @@ class Problem:
 
     @property
     def careless_answer(self) -> str:
-        """The worked answer of somebody who forgets the carry; right where nothing carries."""
+        """The worked answer without the carry; right if nothing carries."""
         return f"{self.ones:02d} {self.first + self.second - 10 * self.carries}"
 
 
@@ -133,7 +132,7 @@ def write_prompts(folder: Path, seed: int) -> None:
 def encode_prompts(
     tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]
 ) -> list[list[int]]:
-    """Return the ids of each prompt in the chat template, as the trainer asks it."""
+    """Return the ids of each prompt in the chat template, as in the trainer."""
     chats = [[{"role": "user", "content": problem.prompt}] for problem in problems]
     return tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
 
@@ -175,7 +174,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def initialize(model: torch.nn.Module, seed: int) -> None:
-    """Set the weights from which the warm-up learns fastest: fan-in scaled, branches damped."""
+    """Set the weights for the fastest warm-up: fan-in scaled, branches damped."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -198,9 +197,9 @@ def initialize(model: torch.nn.Module, seed: int) -> None:
 def warm_up(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
     """Train `model` (float32, in place) on demonstrations: the answers, and lightly the prompts.
 
-    Without the prompts' share a model is certain of nonsense about tokens it was never asked for,
-    and rounding to bfloat16 shows there more than anywhere else. Matrices learn by Muon, in a third
-    of AdamW's steps; as usual, embedding, head, routers and norms do not.
+    Without the prompts' share a model is certain of nonsense about tokens that it was not trained
+    on, where rounding to bfloat16 shows most. Matrices are trained with Muon, in a third of AdamW's
+    steps; as usual, embedding, head, routers and norms are not.
     """
     import torch
 
@@ -216,7 +215,7 @@ def warm_up(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, seed: in
         ]
     )
     carries = torch.tensor([float(problem.carries) for problem in problems])
-    weights = torch.where(  # of the problems: few do not carry, and are learnt as quickly so
+    weights = torch.where(  # of the problems: few do not carry, but are learned as quickly
         carries == 1,
         WARM_UP_SHARE_CARRYING / carries.sum(),
         (1 - WARM_UP_SHARE_CARRYING) / (1 - carries).sum(),
@@ -250,7 +249,7 @@ def warm_up(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, seed: in
 def _matrices_and_others(
     model: torch.nn.Module,
 ) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """What Muon is for, stacks of experts' matrices included, and the rest."""
+    """Return the matrices for Muon, including stacks of experts' matrices, and the rest."""
     matrices, others = [], []
     for name, parameter in model.named_parameters():
         no_matrix = any(part in name for part in ("embed_tokens", "lm_head", "mlp.gate.weight"))
@@ -259,9 +258,9 @@ def _matrices_and_others(
 
 
 def _muon_step(matrix: torch.nn.Parameter, momentum: torch.Tensor, rate: float) -> None:
-    """Move `matrix` `[..., m, n]` along its momentum, made orthogonal: Muon, by Keller Jordan.
+    """Move `matrix` `[..., m, n]` along its orthogonalized momentum: Muon, by Keller Jordan.
 
-    torch.optim.Muon takes no stacks, and computes in bfloat16, which many CPUs cannot multiply.
+    torch.optim.Muon rejects stacks, and computes in bfloat16, which many CPUs cannot multiply.
     """
     import torch
 
@@ -283,17 +282,17 @@ def _muon_step(matrix: torch.nn.Parameter, momentum: torch.Tensor, rate: float) 
 
 
 def _schedule(step: int) -> float:
-    """Share of the peak learning rate: up in 20 steps, level to 40 %, then down to a fiftieth."""
+    """Return the share of the peak learning rate: up in 20 steps, level to 40 %, down to 1/50."""
     rest = 1 - step / WARM_UP_STEPS
     return min(1.0, (step + 1) / 20) * max(0.02, min(1.0, rest / 0.6))
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """The same sums in the same order: CPU scatter-adds of several threads race.
+    """Use one thread, for sums in a fixed order: CPU scatter-adds of several threads race.
 
-    And one is faster: threads wait for one another at each of thousands of small operations, for
-    ever on a busy machine.
+    One is also faster: threads wait for each other at each of thousands of small operations, very
+    long on a busy machine.
     """
     import torch
 
@@ -306,7 +305,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _progress(num_steps: int) -> Iterator[int]:
-    """Count to `num_steps`: with a bar on a terminal, with lines of what is left elsewhere."""
+    """Count to `num_steps`, with a bar on a terminal, else with lines of the remaining time."""
     from tqdm import tqdm
 
     if sys.stderr.isatty():
@@ -334,8 +333,8 @@ def sample_accuracy(
 ) -> float:
     """Return the share of `problems` whose one sampled answer ends in the right integer.
 
-    Draws at temperature 1, or takes the likeliest token (`greedy`). Without a cache: the texts are
-    a dozen tokens long.
+    Samples at temperature 1, or takes the likeliest token (`greedy`). There is no cache: the texts
+    are a dozen tokens long.
     """
     import torch
 
@@ -358,7 +357,7 @@ def sample_accuracy(
 
 
 def report_accuracy(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
-    """Print what the warm-up left: the accuracy on held-out prompts."""
+    """Print the accuracy on held-out prompts after the warm-up."""
     _, heldout = split_problems(seed)
     sampled = sample_accuracy(model, tokenizer, heldout * 4, greedy=False)
     greedy = sample_accuracy(model, tokenizer, heldout, greedy=True)

@@ -1,4 +1,4 @@
-"""What a stage has at hand: commands that are recorded, figures, the models to try things on."""
+"""Tools of a stage: recorded commands, figures, and models."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT_LINES = 60
-# Sizes over those of benchmarks/cases.py: on a GPU, so that a copy takes milliseconds, 1.7 GB dense
-# and 1.5 GB of experts; on a CPU, so that steps take seconds.
+# Sizes that replace those of benchmarks/cases.py: on a GPU 1.7 GB dense and 1.5 GB with experts, so
+# that a copy takes milliseconds; on a CPU small, so that steps take seconds.
 _ON_CPU: dict[str, Any] = dict(num_hidden_layers=4)
 _ON_GPU: dict[str, dict[str, Any]] = {
     "dense": dict(
@@ -36,7 +36,7 @@ _ERROR = re.compile(r"mcore_rl: error: |^\s*(\[rank\d+\]: ?)?[\w.]*(Error|Except
 
 
 class Failed(Exception):
-    """The stage did not show what it is there to show; `text` is what to read about it."""
+    """A failure of the stage; `text` is the output that explains it."""
 
     def __init__(self, why: str, text: str = "") -> None:
         super().__init__(why)
@@ -44,7 +44,7 @@ class Failed(Exception):
 
 
 class Skipped(Exception):
-    """The stage has found that it can show nothing here."""
+    """The stage cannot show anything on this machine."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +56,17 @@ class Done:
     seconds: float
 
     def last_error(self) -> str:
-        """The line that says best what went wrong."""
+        """Return the line that best describes the failure."""
         lines = [line for line in self.output.splitlines() if line.strip()]
         errors = [line for line in lines if _ERROR.search(line)]
-        # The first of the user's own mistakes, else the last exception: what led to it is above.
+        # The first of the user's mistakes, else the last exception, whose causes are above it.
         told = [line for line in errors if "mcore_rl: error: " in line]
         best = (told[:1] or errors[-1:] or lines[-1:] or [f"ended with {self.exit_code}"])[0]
         return best.strip()[:600]
 
 
 class Desk:
-    """One stage's. `save` writes what is known so far where the driver looks for it."""
+    """The tools of one stage. `save` writes the results so far for the driver."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self.stage: str = order["stage"]
@@ -80,7 +80,7 @@ class Desk:
         self.python = sys.executable
         self.figures: dict[str, Any] = {}
         self.notes: list[str] = []
-        self.texts: dict[str, str] = {}  # to read as they are
+        self.texts: dict[str, str] = {}  # shown verbatim
         self.environment: dict[str, str] = {}  # of the commands that follow
         if not self.has_cuda:
             # Processes share the cores, and compiling C++ for them takes minutes.
@@ -90,7 +90,7 @@ class Desk:
         self._told: dict[str, Any] = {}
 
     def at_work(self, function: Callable[[Desk], None]) -> int:
-        """Call it; the exit code. What it raises is in the result."""
+        """Call `function`; return the exit code. The result contains its exceptions."""
         try:
             function(self)
         except Skipped as reason:
@@ -105,7 +105,7 @@ class Desk:
         return int("error" in self._told)
 
     def save(self, running: str | None = None) -> None:
-        """Replace the result by what is known now; `running` is the command at work."""
+        """Replace the result by the current one; `running` is the command in progress."""
         told = {
             "commands": self._commands,
             "figures": self.figures,
@@ -121,7 +121,7 @@ class Desk:
     # Commands
 
     def run(self, label: str, command: Sequence[str], *, check: bool = True) -> Done:
-        """Run it, with its output in the stage's log. With `check` it must end with 0."""
+        """Run a command, with its output in the stage's log. With `check` it must end with 0."""
         print(f"+ {shlex.join(command)}", flush=True)
         lines = []
         with self.timed(label) as record:
@@ -156,13 +156,13 @@ class Desk:
         *,
         check: bool = True,
     ) -> Done:
-        """Run one of our programs on so many ranks."""
+        """Run a module of mcore_rl on `processes` ranks."""
         launcher = [self.python, "-m", "mcore_rl.launch", "--nproc-per-node", str(processes)]
         return self.run(label, [*launcher, "-m", module, *tokens], check=check)
 
     @contextlib.contextmanager
     def timed(self, label: str) -> Iterator[dict[str, Any]]:
-        """Record something that takes its time."""
+        """Record the duration of a `with` block."""
         record: dict[str, Any] = {"label": label}
         self._commands.append(record)
         self.save(running=label)
@@ -174,7 +174,7 @@ class Desk:
             self.save()
 
     def _shown(self, command: Sequence[str]) -> str:
-        """The command without the folders of this machine."""
+        """Return the command without the folders of this machine."""
         variables = [f"{name}={value}" for name, value in self.environment.items()]
         text = " ".join([*variables, shlex.join(command)])
         text = text.replace(self.python, "python").replace(str(self.work), "WORK")
@@ -183,14 +183,14 @@ class Desk:
     # Models and folders
 
     def fresh(self, name: str) -> Path:
-        """A folder's name that nothing has yet."""
+        """Return the name of a folder that does not exist yet."""
         number = 0
         while (path := self.work / f"{self.stage}-{name}.{number}").exists():
             number += 1
         return path
 
     def task(self, checkpoint: Path) -> list[str]:
-        """The flags of a job on a checkpoint, with short prompts and responses."""
+        """Return the flags of a job on a checkpoint, with short prompts and responses."""
         prompts = checkpoint / "prompts" / "train.jsonl"
         length = ("24", "8")
         if checkpoint == self.model:
@@ -200,11 +200,11 @@ class Desk:
         return flags if self.has_cuda else [*flags, "--rl-rollout-kv-cache-gib", "0.25"]
 
     def tiny(self, arch: str = "deepseek_v3") -> Path:
-        """A checkpoint of random weights, some 4 million of them; made once in seconds."""
+        """Return a checkpoint of some 4 million random weights, made once in seconds."""
         return self._made(f"tiny_{arch}", arch, "tiny", {})
 
     def sized(self, kind: str) -> Path:
-        """A checkpoint that takes a while to move, `kind` being dense or moe."""
+        """Return a checkpoint that takes a while to move; `kind` is dense or moe."""
         sys.path[:0] = [str(ROOT)]
         from benchmarks.cases import DENSE, MOE
 
@@ -222,7 +222,7 @@ class Desk:
         return folder
 
     def model_with_prompts(self) -> Path:
-        """The model given, or the tiny one, as a folder that has prompts/train.jsonl as well."""
+        """Return the given model, or the tiny one, in a folder with prompts/train.jsonl."""
         if self.model is None:
             return self.tiny()
         folder = self.work / "model_with_prompts"

@@ -1,18 +1,18 @@
 """The first hour on a GPU, stage by stage; `bash scripts/gpu_trial.sh` starts it.
 
     --list                 the stages, their limits and what they need
-    --from STAGE           begin there; --only STAGE ... : these alone
-    --model DIR            a real small model beside the tiny ones (with --prompts)
-    --out DIR              where the results go (default: a new folder in runs/)
+    --from STAGE           begin with this stage; --only STAGE ... : only these
+    --model DIR            a real small model in addition to the tiny ones (with --prompts)
+    --out DIR              folder of the results (default: a new folder in runs/)
 
-A stage is a process of its own with a limit of at most 8 minutes, after which it ends with all that
-it has started. A stage that fails does not stop the next one. Each leaves `OUT/NN-STAGE.json` and
-`OUT/NN-STAGE.log`; `OUT/trial.md` is the page to read, written anew after every stage.
+A stage is a separate process with a limit of at most 8 minutes, after which it ends with everything
+that it started. A stage that fails does not stop the next one. Each writes `OUT/NN-STAGE.json` and
+`OUT/NN-STAGE.log`; `OUT/trial.md` is the page of results, rewritten after every stage.
 
 Without a GPU everything runs on the CPU by the same code, with the CPU's figures.
 
-Exit code: how many stages failed; 64 for a mistake in the arguments; 130 and 143 if ended by a
-signal. Only the standard library is used: the environment may have to be made first.
+Exit code: the number of stages that failed; 64 for a mistake in the arguments; 130 and 143 if ended
+by a signal. Only the standard library is used, because the environment may have to be made first.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Json = dict[str, Any]
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse would leave with 2, which here means that two stages failed."""
+    """Parser that exits with 64: argparse's 2 would mean here that two stages failed."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"gpu_trial: error: {message}\n")
@@ -97,11 +97,11 @@ def make_parser() -> Parser:
 
 
 class Mistake(Exception):
-    """Something in the arguments that the caller can mend, in one sentence."""
+    """A mistake in the arguments that the caller can correct, in one sentence."""
 
 
 def chosen(options: argparse.Namespace) -> list[Stage]:
-    """The stages that were asked for, in their order."""
+    """Return the requested stages, in their order."""
     names = [*(options.only or ()), *([options.first] if options.first else [])]
     for name in names:
         if name not in NAMES:
@@ -115,7 +115,7 @@ def chosen(options: argparse.Namespace) -> list[Stage]:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises `Mistake` for values that cannot be."""
+    """Raise `Mistake` for invalid values."""
     if options.devices is not None and options.devices < 1:
         raise Mistake(f"--devices {options.devices} must be at least 1")
     if options.limit is not None and not 0 < options.limit <= MOST_SECONDS:
@@ -139,7 +139,7 @@ def run_stage(
     grace_seconds: float = GRACE_SECONDS,
     now: Callable[[], float] = time.monotonic,
 ) -> Json:
-    """Run a stage's process to its end or its limit. Nothing that it started is left.
+    """Run a stage's process to its end or its limit, and end everything that it started.
 
     Returns `status`, `exit_code`, `seconds`, `timed_out` and the peaks of memory.
     """
@@ -182,7 +182,7 @@ def run_stage(
 
 
 class Trial:
-    """One call: its stages, and what they leave in `out`."""
+    """One call: its stages, and their results in `out`."""
 
     def __init__(self, options: argparse.Namespace, stages: Sequence[Stage]) -> None:
         self.options, self.stages = options, stages
@@ -196,7 +196,7 @@ class Trial:
         self.results = self._earlier()
 
     def _earlier(self) -> dict[str, Json]:
-        """Results that a call before this one has left in `out`."""
+        """Return the results of earlier calls in `out`."""
         found = {}
         for stage in STAGES:
             file = self._file(stage, "json")
@@ -208,7 +208,7 @@ class Trial:
         return self.out / f"{NAMES.index(stage.name) + 1:02}-{stage.name}.{kind}"
 
     def run(self) -> int:
-        """All stages; how many of them failed."""
+        """Run all stages; return the number that failed."""
         for stage in self.stages:
             self._say(f"{stage.name}: {stage.shows}")
             result = self._result(stage)
@@ -226,7 +226,7 @@ class Trial:
         return page(ordered, self.facts)
 
     def _result(self, stage: Stage) -> Json:
-        """What becomes of a stage: run, or skipped with the reason."""
+        """Run a stage, or skip it with the reason; return its result."""
         about: Json = {"stage": stage.name, "shows": stage.shows, "started": time.time()}
         if stage.name != ENVIRONMENT:
             if not self.facts:
@@ -276,7 +276,7 @@ class Trial:
         return [self.facts["python"], str(ROOT / "scripts" / "gpu_trial" / "stages.py"), str(file)]
 
     def _probed(self) -> Json:
-        """What the environment has; without one every stage is told to be skipped."""
+        """Probe the environment; without one every stage is skipped."""
         facts = environments.probe(self.python)
         if self.options.devices is not None and not facts["has_cuda"]:
             facts["devices"] = self.options.devices
@@ -290,7 +290,7 @@ class Trial:
 
 
 def _why(outcome: Json, told: Json, log_tail: str) -> str:
-    """Why a stage failed, in a line."""
+    """Return why a stage failed, in one line."""
     if outcome["timed_out"]:
         running = told.get("running")
         during = f" during {running}" if running else ""
@@ -300,7 +300,7 @@ def _why(outcome: Json, told: Json, log_tail: str) -> str:
 
 
 def print_stages() -> None:
-    """The table of --list."""
+    """Print the table of --list."""
     for stage in STAGES:
         needs = f"{stage.num_devices} GPUs" if stage.num_devices > 1 else ""
         needs = ", ".join(filter(None, [needs, *stage.packages, "CUDA" * stage.only_cuda]))
@@ -309,7 +309,7 @@ def print_stages() -> None:
 
 
 def _end(number: int, frame: object) -> NoReturn:
-    sys.exit(128 + number)  # by way of `finally`, which ends what runs
+    sys.exit(128 + number)  # runs `finally`, which ends the stage's processes
 
 
 def main(tokens: Sequence[str] | None = None) -> int:

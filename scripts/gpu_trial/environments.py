@@ -1,11 +1,11 @@
-"""The environment that the stages run in: what is there already, else what setup_env.sh makes.
+"""The environment of the stages: an existing one, or the one that setup_env.sh makes.
 
-    python scripts/gpu_trial/environments.py RESULT OUT SECONDS     the stage of that name
+    python scripts/gpu_trial/environments.py RESULT OUT SECONDS     the stage `environment`
 
-An environment counts as there if torch and megatron.core can be found in it. One that lacks
-mcore_rl stays as it is: a virtual environment over it, in .cache/gpu_trial, gets it.
+An environment counts as existing if it has torch and megatron.core. One without mcore_rl stays
+unchanged: mcore_rl is installed into a virtual environment on top of it, in .cache/gpu_trial.
 
-Only the standard library is used, as before the first stage there may be nothing else.
+Only the standard library is used, because nothing else may be installed before the first stage.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from scripts.gpu_trial.processes import MARK  # noqa: E402
 
 NAMED = "MCORE_RL_ENV"
 PROBE_SECONDS = 150
-# By import name; those that are imported, each in a process of its own, for some die in it.
+# Packages by import name that are imported, each in a separate process, because some crash it.
 IMPORTED = {
     "torch": "import torch; torch.cuda.is_available()",
     "vllm": "from vllm import LLM, SamplingParams",
@@ -78,7 +78,7 @@ print(json.dumps(facts))
 
 
 def base() -> str | None:
-    """The Python of the environment that is there, or None."""
+    """Return the Python of the existing environment, or None."""
     if named := os.environ.get(NAMED):
         path = Path(named)
         candidates = [path if path.is_file() else path / "bin" / "python"]
@@ -91,7 +91,7 @@ def base() -> str | None:
 
 
 def find() -> str | None:
-    """The Python that stages run with: that of `base`, or of what was laid over it."""
+    """Return the stages' Python: the one of `base`, or of the environment on top of it."""
     python = base()
     if python is None:
         return None
@@ -117,14 +117,14 @@ def _finds(python: Path | str, *modules: str) -> bool:
 
 
 def _has_ours(python: str) -> bool:
-    """Whether mcore_rl is installed there from this checkout: the folder patches/ tells."""
+    """Return whether mcore_rl is installed there from this checkout, by its folder patches/."""
     code = "import mcore_rl.patches as found; print(found.__path__[0])"
     done = _python(python, "-c", code)
     return done.returncode == 0 and Path(done.stdout.strip()).resolve() == ROOT / "patches"
 
 
 def variables(python: str | None) -> dict[str, str]:
-    """The environment variables of a stage in the environment of `python`."""
+    """Return the environment variables of a stage in the environment of `python`."""
     found = {name: value for name, value in os.environ.items() if name != MARK}
     if python is None:
         return found
@@ -138,9 +138,8 @@ def variables(python: str | None) -> dict[str, str]:
 
 
 def probe(python: str | None) -> dict[str, Any]:
-    """What that Python has: `packages` (name -> imports, error), `versions`, `devices`, `gpus`.
-
-    Without a GPU `devices` is the number of cores, one process each.
+    """Return facts of that Python: `packages` (name -> imports, error), `versions`, `devices`,
+    `gpus`. Without a GPU `devices` is the number of cores, one process each.
     """
     facts: dict[str, Any] = {"python": None, "packages": {}, "has_cuda": False, "devices": 0}
     if python is None:
@@ -180,7 +179,7 @@ def _last_line(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, memory, disk, and what nvidia-smi tells."""
+    """Return processor, memory, disk, and nvidia-smi's report."""
     memory = re.search(r"^MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE)
     cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     fields = "name,memory.total,driver_version,power.limit,clocks.max.sm,pcie.link.gen.max"
@@ -201,10 +200,10 @@ def _asked(*command: str) -> str:
 
 
 def set_up(out: Path, seconds: float) -> str | None:
-    """Have scripts/setup_env.sh make .venv; what is wrong after that, or after `seconds`, or None.
+    """Make .venv with scripts/setup_env.sh; return the fault after it ends or `seconds`, or None.
 
-    The installation of the CUDA stack takes longer than a stage may. It goes on by itself, and a
-    later call waits for it.
+    The installation of the CUDA stack takes longer than a stage's limit. It continues in the
+    background, and a later call waits for it.
     """
     log = out / "setup_env.log"
     environment = {name: value for name, value in os.environ.items() if name != MARK}
@@ -230,8 +229,8 @@ def set_up(out: Path, seconds: float) -> str | None:
 
 
 def lay_over(python: str) -> str | None:
-    """Make a virtual environment that has mcore_rl beside all that `python` finds; what is wrong,
-    or None."""
+    """Make a virtual environment with mcore_rl and all packages of `python`; return the fault, or
+    None."""
     above = _above(python)
     shutil.rmtree(above, ignore_errors=True)
     _checked([python, "-m", "venv", "--without-pip", str(above)])
@@ -242,7 +241,7 @@ def lay_over(python: str) -> str | None:
     pip = [str(above / "bin" / "python"), "-m", "pip", "--no-input", "install"]
     wanted = ["-e", str(ROOT), "pytest", "pytest-timeout", "hypothesis"]
     done = subprocess.run([*pip, "--no-build-isolation", *wanted], capture_output=True, text=True)
-    if done.returncode:  # with the tools of its own that pip then fetches
+    if done.returncode:  # again with build isolation, for which pip fetches the build tools
         done = subprocess.run([*pip, *wanted], capture_output=True, text=True)
     if done.returncode:
         shutil.rmtree(above, ignore_errors=True)
@@ -255,7 +254,7 @@ def _checked(command: list[str]) -> str:
 
 
 def main(result: str, out: str, seconds: str) -> int:
-    """The stage: take what is there, or make it; then say what it is."""
+    """Run the stage: use the existing environment or make one, and write the result."""
     started = time.monotonic()
     told: dict[str, Any] = {"taken": base(), "figures": {}}
     error = None

@@ -1,4 +1,4 @@
-"""The stages that measure: the switch, the step, a trace, and layouts of several GPUs."""
+"""Stages of measurements: the switch, the step, a trace, and layouts on several GPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PP2 = ("--pipeline-model-parallel-size", "2")
 
 
 def switch(desk: Desk) -> None:
-    """Parts of the switch beside a copy on the device in the same process, by proof and offload."""
+    """Time parts of the switch next to a copy on the device, by attestation and offload."""
     dense, moe = (desk.model or desk.sized("dense")), desk.sized("moe")
     everything = ("--rl-offload", "gradients,optimizer,parameters")
     _switches(
@@ -36,7 +36,7 @@ def switch(desk: Desk) -> None:
 
 
 def _switches(desk: Desk, runs: dict[str, tuple[Path, int, tuple[str, ...]]]) -> None:
-    """A row for each run: medians over its switches but the first, of the slowest rank."""
+    """Record a row per run: medians over its switches except the first, of the slowest rank."""
     rows = desk.figures.setdefault("switches", [])
     for label, (checkpoint, processes, flags) in runs.items():
         out = desk.fresh("parts")
@@ -53,7 +53,7 @@ def _switches(desk: Desk, runs: dict[str, tuple[Path, int, tuple[str, ...]]]) ->
 
 
 def switch_row(folder: Path) -> dict[str, Any]:
-    """What benchmarks/switch_parts.py wrote, as the figures of one run."""
+    """Convert the output of benchmarks/switch_parts.py to the figures of one run."""
     ranks = [
         [json.loads(line) for line in file.read_text().splitlines()][1:]
         for file in sorted(folder.glob("*.jsonl"))
@@ -80,7 +80,7 @@ def switch_row(folder: Path) -> dict[str, Any]:
 
 
 def step_time(desk: Desk) -> None:
-    """Ours and, where it is installed, TRL with vLLM colocated (on CPU: without) by turns."""
+    """Time a step of mcore_rl and then, if installed, of TRL with vLLM colocated (CPU: without)."""
     from benchmarks import step_time as bench
 
     checkpoint = desk.model_with_prompts()
@@ -124,8 +124,8 @@ def step_time(desk: Desk) -> None:
 
 
 def trace(desk: Desk) -> None:
-    """Everything offloaded, so that there is something to bring back beside the last responses;
-    with one queue to the device, as Megatron wants it for TP, and with eight."""
+    """Trace runs with everything offloaded, so that data returns during the last responses: with
+    one queue to the device, as Megatron requires for TP, and with eight."""
     checkpoint = desk.model or (desk.sized("dense") if desk.has_cuda else desk.tiny())
     rows = desk.figures.setdefault("mean of the steps but the first", [])
     for queues in ("1", "8"):
@@ -161,7 +161,7 @@ def two_tp(desk: Desk) -> None:
 
 
 def _several(desk: Desk, name: str, layout: tuple[str, ...]) -> None:
-    """Hand-over bit for bit, two steps, and what a switch of the larger model takes."""
+    """Verify a hand-over bit for bit, train two steps, and time a switch of the larger model."""
     verify_all(desk, {name: (desk.tiny(), 2, layout)})
     run_dir = train_run(
         desk, f"train, {name}", desk.tiny(), *layout, "--rl-num-steps", "2", processes=2

@@ -1,4 +1,4 @@
-"""The page to read: what the stages' JSON files say, as Markdown. Pure."""
+"""The page of results: the contents of the stages' JSON files as Markdown. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PEAK = (
 
 
 def page(results: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
-    """The whole page: outcome, machine, stages. A result without `status` was not asked for."""
+    """Return the complete page: outcome, machine, stages. A result without `status` was not run."""
     facts = next((r["facts"] for r in results if r.get("facts")), {}) | dict(facts)
     lines = ["# GPU trial", "", _summary(results), ""]
     lines += ["| stage | outcome | s | limit | peak GB | why, or what it shows |"]
@@ -105,7 +105,7 @@ def _stage(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _figures(figures: Mapping[str, Any]) -> Iterator[str]:
-    """Plain values as a list, lists of rows as tables after it."""
+    """Yield plain values as a list, then lists of rows as tables."""
     for name, value in figures.items():
         if not isinstance(value, list):
             yield f"- {name}: {_number(value)}"

@@ -1,4 +1,4 @@
-"""Ends a stage with everything it has started, and watches memory meanwhile."""
+"""End a stage with everything that it started, and record its memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 MARK = "MCORE_RL_GPU_TRIAL"  # in the environment of every process of a stage
-# What a launcher takes to end its ranks in order, shared memory and all.
+# Time for a launcher to end its ranks in order and clean up shared memory.
 GRACE_SECONDS = 20.0
 
 
 def processes_of(mark: str) -> list[int]:
-    """Living processes whose environment has the mark, in whatever session they are."""
+    """Return the living processes whose environment has the mark, in any session."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -31,9 +31,9 @@ def processes_of(mark: str) -> list[int]:
 
 
 def end_all(process: subprocess.Popen[Any], mark: str, grace_seconds: float) -> None:
-    """End the process and all that has its mark: by SIGTERM, and what is left by SIGKILL.
+    """End the process and all processes with its mark: by SIGTERM, then by SIGKILL.
 
-    Returns when nothing of it lives.
+    Returns when none of them lives.
     """
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
@@ -56,9 +56,9 @@ def _kill(pid: int, number: int) -> None:
 
 
 def memory_reader() -> Callable[[], list[int]]:
-    """A function that returns bytes in use: of each GPU, or of the host where there is none.
+    """Return a function that returns bytes in use: of each GPU, or of the host without a GPU.
 
-    By the driver, so that NCCL, vLLM and CUDA's own memory count as well, whoever uses it.
+    The driver reports them, so that memory of NCCL, vLLM, CUDA and other processes counts, too.
     """
     if _gpu_bytes() is not None:
         return lambda: _gpu_bytes() or []
@@ -81,7 +81,7 @@ def _host_bytes() -> int:
 
 
 class Memory:
-    """The highest of what was seen, above what was in use before."""
+    """The bytes in use before a stage, and the highest bytes since."""
 
     def __init__(self, read: Callable[[], list[int]]) -> None:
         self._read = read
@@ -89,7 +89,7 @@ class Memory:
 
     def sample(self) -> None:
         now = self._read()
-        if len(now) == len(self._highest):  # else the driver did not answer
+        if len(now) == len(self._highest):  # otherwise the driver did not answer
             self._highest = [max(pair) for pair in zip(self._highest, now, strict=True)]
 
     def found(self) -> dict[str, list[int]]:

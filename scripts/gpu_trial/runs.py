@@ -1,4 +1,4 @@
-"""The two kinds of run that stages are made of: a verification, a short training."""
+"""The two kinds of run in stages: a verification and a short training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from scripts.gpu_trial.desk import Desk, Failed
 
-# Of the metrics of a step that are shown; those that a run does not have are left out.
+# The metrics of a step that are shown if the run has them.
 SHOWN = {
     "time/step_seconds": "step s",
     "time/rollout_seconds": "rollout s",
@@ -24,11 +24,11 @@ SHOWN = {
     "kl/rollout_actor": "kl engine to trainer",
     "grad_norm": "grad norm",
 }
-LARGEST_MEAN_DIFFERENCE = 0.1  # of log-probs; the canary's own bound
+LARGEST_MEAN_DIFFERENCE = 0.1  # of log-probs
 
 
 def verify_all(desk: Desk, runs: dict[str, tuple[Path, int, tuple[str, ...]]]) -> None:
-    """A row for each; what one has to complain of does not keep the next from running."""
+    """Verify every run, with a row for each; a failure does not stop the next one."""
     wrong = []
     rows = desk.figures.setdefault("verify", [])
     for name, (checkpoint, processes, flags) in runs.items():
@@ -60,7 +60,7 @@ def verify_all(desk: Desk, runs: dict[str, tuple[Path, int, tuple[str, ...]]]) -
 
 
 def train_run(desk: Desk, label: str, checkpoint: Path, *flags: str, processes: int = 1) -> Path:
-    """A small run; its directory."""
+    """Do a small run; return its directory."""
     run_dir = desk.fresh("run")
     tokens = [
         *desk.task(checkpoint),
@@ -73,7 +73,7 @@ def train_run(desk: Desk, label: str, checkpoint: Path, *flags: str, processes: 
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
-    """The steps of `metrics.jsonl`, the last line of each step."""
+    """Return the steps of `metrics.jsonl`; if a step has several lines, the later values count."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     by_step: dict[int, dict[str, Any]] = {}
     for line in lines:
@@ -82,7 +82,7 @@ def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def shown_steps(run_dir: Path) -> list[dict[str, Any]]:
-    """A row for each step, with what of SHOWN it has."""
+    """Return a row for each step, with its metrics of SHOWN."""
     return [
         {"step": int(step["step"])}
         | {short: step[name] for name, short in SHOWN.items() if step.get(name) is not None}

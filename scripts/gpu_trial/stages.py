@@ -1,10 +1,10 @@
-"""What the stages do; a process for each, in the environment that they are to try.
+"""The stages, each a process in the environment under test.
 
     python scripts/gpu_trial/stages.py ORDER.json
 
-ORDER names the stage and what there is (see `driver.Trial._command`). What a stage found goes to
-the file `result` after every command, so that one that is ended at its limit has told what it knew.
-Only commands of the product, of scripts/, of tests/ and of benchmarks/ are run.
+ORDER names the stage, devices and packages (see `driver.Trial._command`). The file `result` is
+updated after every command, so that a stage that is ended at its limit has reported its findings.
+Stages only run commands of the product, of scripts/, of tests/ and of benchmarks/.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from scripts.gpu_trial import measurements  # noqa: E402
 from scripts.gpu_trial.desk import Desk, Failed, Skipped  # noqa: E402
 from scripts.gpu_trial.runs import metrics_of, shown_steps, train_run, verify_all  # noqa: E402
 
-# By a clock or the kernel: no function of the seed.
+# Measured by a clock or the kernel, so not a function of the seed.
 MEASURED = ("time/", "throughput/", "memory/", "health/", "reshard/peak_extra_bytes_max")
 
 
 def doctor(desk: Desk) -> None:
-    """All findings of the doctor; fails where it says that something must be mended."""
+    """Record all findings of the doctor; fail if one is red."""
     command = [desk.python, "-m", "mcore_rl.cli", "doctor", "--json", "--world-size", "1", "--"]
     done = desk.run("mcore-rl doctor", [*command, *desk.task(desk.tiny())], check=False)
     text = done.output
@@ -45,12 +45,12 @@ def doctor(desk: Desk) -> None:
 
 
 def gpu_tests(desk: Desk) -> None:
-    """What of tests/gpu needs no engine."""
+    """Run the tests of tests/gpu that need no engine."""
     _pytest(desk, *(f"--ignore={file}" for file in _OF_ENGINES), "tests/gpu")
 
 
 def gpu_engine(desk: Desk) -> None:
-    """And what does."""
+    """Run the tests of tests/gpu that need an engine."""
     _pytest(desk, *_OF_ENGINES)
 
 
@@ -58,7 +58,7 @@ _OF_ENGINES = ("tests/gpu/test_engine.py", "tests/gpu/test_switch.py")
 
 
 def _pytest(desk: Desk, *words: str) -> None:
-    """What became of each test."""
+    """Run pytest, and record the outcome of each test."""
     report = desk.work / f"{desk.stage}.xml"
     report.unlink(missing_ok=True)
     if not desk.has_cuda:
@@ -95,12 +95,12 @@ def _outcome(case: ElementTree.Element) -> dict[str, Any]:
 
 
 def verify_eager(desk: Desk) -> None:
-    """`mcore_rl.verify` on both tiny models, and on the real one where there is one."""
+    """Run `mcore_rl.verify` on both tiny models, and on the real one if given."""
     _verify_each(desk, "--rl-rollout-enforce-eager")
 
 
 def verify_graphs(desk: Desk) -> None:
-    """The same with CUDA graphs, which vLLM takes by itself."""
+    """Do the same with CUDA graphs, vLLM's default."""
     if not desk.has_cuda:
         desk.notes.append("without a GPU vLLM is eager either way: the same code, no graphs")
     _verify_each(desk)
@@ -117,7 +117,7 @@ def _verify_each(desk: Desk, *flags: str) -> None:
 
 
 def train(desk: Desk) -> None:
-    """Three steps with everything offloaded and every byte proved; the export is complete."""
+    """Train three steps with everything offloaded and full attestation; check the export."""
     checkpoint = desk.tiny()
     exported = desk.fresh("exported")
     run_dir = train_run(
@@ -136,13 +136,13 @@ def train(desk: Desk) -> None:
 
 
 def said(run_dir: Path, mark: str) -> str | None:
-    """The last line of the log that has the mark."""
+    """Return the last line of the log that has the mark."""
     lines = [x for x in (run_dir / "run.log").read_text().splitlines() if mark in x]
     return lines[-1][lines[-1].index(mark) :] if lines else None
 
 
 def tensor_names(folder: Path) -> set[str]:
-    """Of all safetensors files of a checkpoint, by their headers."""
+    """Return the tensor names in the headers of all safetensors files of a checkpoint."""
     names: set[str] = set()
     for file in folder.glob("*.safetensors"):
         with file.open("rb") as content:
@@ -154,7 +154,7 @@ def tensor_names(folder: Path) -> set[str]:
 
 
 def resume(desk: Desk) -> None:
-    """Undisturbed; killed in an update; gone on with: the same metrics, the same weights."""
+    """Kill a run in an update and resume it; metrics and weights equal an undisturbed run's."""
     import kill_test
 
     num_steps = 4
@@ -196,7 +196,7 @@ def resume(desk: Desk) -> None:
 
 
 def _functions_of_seed(run_dir: Path) -> list[dict[str, Any]]:
-    """Of each step, but what a clock or the kernel has measured."""
+    """Return the metrics of each step, without those measured by a clock or the kernel."""
 
     def measured(name: str) -> bool:
         return name.startswith(MEASURED) or name.endswith(("_seconds", "_peak_bytes"))

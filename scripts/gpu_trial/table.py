@@ -1,4 +1,4 @@
-"""The stages of the trial: what each shows, what it needs, how long it may take. Pure."""
+"""The stages of the trial: purpose, requirements and time limit of each. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _BOTH = ("torch", "megatron.training", "vllm")
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage; `packages` are the modules that must be there, `num_devices` GPUs, or processes
-    where there is none."""
+    """One stage; `packages` are the required modules, `num_devices` the GPUs or, without a GPU,
+    processes."""
 
     name: str
     shows: str
@@ -63,7 +63,7 @@ NAMES = tuple(stage.name for stage in STAGES)
 
 
 def missing(stage: Stage, facts: Mapping[str, Any]) -> str | None:
-    """Why the stage cannot run on what `facts` (of `environments.probe`) tell; None if it can."""
+    """Return why the stage cannot run with `facts` (of `environments.probe`); None if it can."""
     if facts.get("python") is None:
         return f"no Python with torch and Megatron was found: {facts.get('error', 'none is here')}"
     for package in stage.packages:

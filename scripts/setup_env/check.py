@@ -1,8 +1,8 @@
-"""Holds the environment that runs it against a file of pins, or against all that must work in it.
+"""Check of the environment that runs it, against a file of pins or everything that must work.
 
     python -I check.py requirements-cpu.txt cpu|cuda pins|all
 
-Isolated (-I), mcore_rl is found because it is installed, not because of where this runs.
+Isolated (-I), so that mcore_rl is found only if it is installed, not through the working directory.
 """
 
 # ruff: noqa: F401
@@ -46,8 +46,8 @@ if extent == "all":
     if "mcore_rl" not in entry_points(group="vllm.general_plugins").names:
         sys.exit("mcore_rl is not registered as a vLLM plugin")
     if stack == "cpu":
-        # Before Megatron, which it repairs. The bytecode of what ranks import is compiled here,
-        # once, and not by all of them at their first start.
+        # Before Megatron, which it patches. The imports also compile the bytecode once, before all
+        # ranks do at their first start.
         import mcore_rl.train  # isort: skip
         import megatron.training.training
         import vllm.entrypoints.llm

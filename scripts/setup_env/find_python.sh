@@ -1,11 +1,11 @@
-# Prints the interpreter that setup_env.sh builds with: $MCORE_RL_PYTHON, or the first Python 3.11 or
-# 3.12 in PATH that can make environments. Otherwise says on stderr what is there, and exits with the
-# code of setup_env.sh.
+# Prints the interpreter that setup_env.sh builds with: $MCORE_RL_PYTHON, or the first Python 3.11
+# or 3.12 in PATH that can make environments. Otherwise reports the interpreters found on stderr,
+# and exits with the code of setup_env.sh.
 
 names=(python3.11 python3.12 python3 python)
 [[ -z ${MCORE_RL_PYTHON:-} ]] || names=("$MCORE_RL_PYTHON")
 while IFS= read -r candidate; do
-  # Run, because a shim in PATH proves nothing, and in words that Python 2 understands.
+  # Run it, because a shim in PATH proves nothing; the code also runs in Python 2.
   answer=$("$candidate" -c '
 import sys
 try: import ensurepip, venv; complete = 1

@@ -1,8 +1,8 @@
-# Installs the stack into the environment $new, from the interpreter $python. Sourced by setup_env.sh;
-# leaves its uv in $uv.
+# Installs the stack into the environment $new, with the interpreter $python. Sourced by
+# setup_env.sh; sets $uv to its uv.
 
 deps=() uv_flags=() rest=$state/tmp/rest.txt
-# Where the index has torch for CUDA only, PyTorch's own one is asked for the build that is pinned.
+# If the index only has torch for CUDA, the pinned build comes from PyTorch's own index.
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 pip=(-m pip --no-input --disable-pip-version-check --retries 3 install --progress-bar off)
 torch=$(grep '^torch==' "$requirements") megatron=$(grep '^megatron-core==' "$requirements")
@@ -15,16 +15,16 @@ uv=$(type -P uv) || {
   logged "$tools/bin/python" "${pip[@]}" "$(grep '^uv==' "$requirements")" || explain uv
 }
 eval "$("$tools/bin/python" "$parts/pip_settings.py")"
-# Relocatable: scripts find their interpreter from where they are, so .venv.new can be renamed.
+# Relocatable: scripts find their interpreter relative to themselves, so .venv.new can be renamed.
 logged "$uv" venv --relocatable --prompt "$folder" --python "$tools/bin/python" "$new" ||
   fail 1 "uv could not make $new: $(tail -n 1 "$log") (log: $log)."
-# As pip has it, all indexes are equal.
+# All indexes are equal, as for pip.
 uv_flags+=(--no-progress --python "$new/bin/python" --index-strategy unsafe-best-match)
 
 say "[2/4] $torch and $(grep -cvE '^(#|$|torch=|megatron)' "$requirements") others, the longest step"
 grep -v '^megatron-core==' "$requirements" >"$rest"
-# See the head of requirements-cpu.txt for why its packages come without their dependencies. To
-# uv torch==2.13.0 is 2.13.0+cpu as well, where an index or a folder has it.
+# The head of requirements-cpu.txt says why its packages come without their dependencies. For uv,
+# torch==2.13.0 also matches 2.13.0+cpu if an index or a folder has it.
 if [[ $stack == cpu ]]; then
   deps=(--no-deps)
 else
@@ -37,8 +37,8 @@ if ! logged "$uv" pip install "${uv_flags[@]}" "${deps[@]}" -r "$rest"; then
 fi
 
 say "[3/4] $megatron"
-# It asks for Python 3.12 for the sake of typing.override, which two of its modules import; only
-# pip can be told to ignore that.
+# It requires Python 3.12 because two of its modules import typing.override; only pip can ignore
+# that requirement.
 logged "$new/bin/python" "${pip[@]}" --no-deps --ignore-requires-python "$megatron" ||
   explain "$megatron"
 if [[ $stack == cuda ]]; then

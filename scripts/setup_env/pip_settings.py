@@ -1,7 +1,7 @@
-"""Prints what pip's configuration says of indexes and connections in the variables of uv.
+"""Print pip's configuration of indexes and connections as variables of uv.
 
-uv reads nothing of that configuration. The output is shell code; a variable that the caller has set
-keeps its value.
+uv does not read that configuration. The output is shell code; variables that the caller has set
+keep their values.
 """
 
 import ast

@@ -1,5 +1,5 @@
-# Runs the commands of setup_env.sh, tells what their failures mean, and cleans up. Sourced by it;
-# reads log, state, new and python. locked: this call is the only one; explained: the failure was told.
+# Runs the commands of setup_env.sh, explains their failures, and cleans up. Sourced by it; reads
+# log, state, new and python. locked: this call holds the lock; explained: the failure was reported.
 
 child= explained= locked=
 say() { echo "setup_env: $*"; }
@@ -11,7 +11,7 @@ fail() { # exit code, sentence
 }
 
 # Runs a command with its output in the log, in its own process group (set -m), and in the
-# background, so that a signal to this script is handled at once and can take the whole group along.
+# background, so that a signal to this script is handled at once and can end the complete group.
 logged() {
   local status=0
   echo "+ $*" >>"$log"
@@ -33,8 +33,8 @@ missing() {
 
 show_log() { tail -n 15 "$log" | sed 's/^/  | /' >&2; }
 
-# Tells what the last output of pip or uv means. To pip, an index that does not answer has no
-# packages, so a wheel is only called missing if no connection failed.
+# Explains the last output of pip or uv. For pip, an index that does not answer has no packages, so a
+# wheel is only reported as missing if no connection failed.
 explain() { # what was to be installed, [the index that was asked after the configured ones]
   local said no_connection='connection broken|Failed to (establish|fetch|download)|timed out'
   no_connection+='|name resolution|error sending request|SSLError|nreachable|Unauthorized|Forbidden'
@@ -63,7 +63,7 @@ clean_up() {
     kill -- "-$child" 2>/dev/null || true
     wait "$child" 2>/dev/null || true
   fi
-  # A compiler that was started may write for a moment longer.
+  # A compiler may still write for a moment.
   [[ -z $locked ]] || rm -rf "$new" "$state/tmp" 2>/dev/null || { sleep 1 && rm -rf "$new" "$state/tmp"; } || true
   if ((status > 128)); then
     say "interrupted; what was half made is removed." >&2

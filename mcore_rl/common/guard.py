@@ -3,9 +3,9 @@
     python guard.py MARK FOLDER
 
 It reads standard input, a pipe from the launcher, until the launcher is gone. Then it kills the
-processes whose environment has MARK, and removes FOLDER. The kernel ends ranks and reward workers
-by itself; checkpoint writers and processes that a reward started would remain. The script imports
-only the standard library, so it starts at once and takes little memory.
+processes whose environment has MARK, and removes FOLDER. The kernel ends ranks and reward workers;
+checkpoint writers and processes that a reward started would remain. The script imports only the
+standard library, so it starts at once and takes little memory.
 """
 
 from __future__ import annotations

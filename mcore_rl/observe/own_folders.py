@@ -85,7 +85,7 @@ def hold(folder: Path, flag: str) -> None:
 
 def _locked(file: Path) -> int:
     """Return a descriptor of the locked file; BlockingIOError if another process has the lock."""
-    # A file open for writing blocks a remount as read-only, but NFS only locks such files.
+    # A file open for writing blocks a read-only remount, but NFS only locks files open for writing.
     for access in (os.O_RDONLY, os.O_RDWR):
         handle = os.open(file, access | os.O_CREAT, 0o666)
         try:

@@ -167,13 +167,13 @@ class Tracer:
                 self._profile.toggle_collection_dynamic(wanted, [ProfilerActivity.CUDA])
 
     def handover_started(self, direction: str) -> None:
-        """Handle the sharding manager's `on_reshard_start`; `direction` is "train_to_rollout"."""
+        """Begin a hand-over's span (`on_reshard_start`), of direction "train_to_rollout", say."""
         if _current is self:
             name = f"reshard_{direction.partition('_')[2]}"
             self._handover.enter_context(self.span(name, is_stage=True))
 
     def handover_ended(self) -> None:
-        """Handle the sharding manager's `on_reshard_end`."""
+        """End a hand-over's span (`on_reshard_end`)."""
         self._handover.close()
 
     def step_ended(self) -> None:

@@ -3,7 +3,7 @@
 A moment belongs to the innermost open span: a collective inside a forward pass counts as
 communication, and not as forward pass. Collectives of training (log-probs, advantages, updates)
 are in the row "communication". Collectives of a hand-over, a reward or a checkpoint stay in its
-row, because a hand-over consists of little else. Unknown spans of torch and the engine stay, too.
+row, because a hand-over consists of little else; so do unknown spans of torch and of the engine.
 
 Waiting is separated from communication where possible: all ranks leave a blocking call of
 `common.objects` together, so the time that a rank spends there beyond the last rank to arrive is

@@ -32,9 +32,9 @@ def metric(name: str) -> Callable[[MetricFunction], MetricFunction]:
     """Decorator: record the result of `function(samples)` for every step, as `user/<name>`.
 
     Each value of a mapping is recorded as `user/<name>/<key>`. `samples` are all samples of the
-    step, also without a reward (`is_valid`). The function is called on one rank, after the update,
-    so it must not communicate. If it raises or returns anything but finite numbers, this is logged
-    once and the step lacks the metric. Raises ValueError if the name is taken or empty.
+    step, also those without a reward (`is_valid`). The function is called on one rank, after the
+    update, so it must not communicate. If it raises or returns anything but finite numbers, this is
+    logged once and the step lacks the metric. Raises ValueError if the name is taken or empty.
     """
 
     def register(function: MetricFunction) -> MetricFunction:

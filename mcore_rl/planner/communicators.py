@@ -14,7 +14,7 @@ from mcore_rl.model.layout import RolloutLayout, TrainLayout
 
 
 def communicators_of(train: TrainLayout, rollout: RolloutLayout) -> dict[str, int]:
-    """Return owner -> most communicators of a rank, for Megatron, the engine and the hand-over.
+    """Return the maximum number of a rank's communicators: Megatron's, engine's, hand-over's.
 
     The hand-over broadcasts in Megatron's groups. Only the plan of its moves shows whether it also
     makes a group of all ranks (`links.Traffic.num_own_groups`), so this group is counted here.

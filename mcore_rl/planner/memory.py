@@ -18,7 +18,7 @@ from mcore_rl.planner.models import ACTOR, TrainedModel, optimizer_bytes, stage_
 from mcore_rl.planner.parameters import vocabulary_rows
 from mcore_rl.planner.phases import Bytes, Case, DeviceMemory, States, device_memory
 
-# Per sampled token: its id and its log-prob; a sent token also has a byte: was it generated?
+# Per sampled token: its id and its log-prob; a sent one has a byte more: whether it was generated.
 SAMPLED_TOKEN_BYTES = 8
 SENT_TOKEN_BYTES = SAMPLED_TOKEN_BYTES + 1
 # Largest piece in which a checkpoint of the optimizer's states is written and read, see

@@ -1,4 +1,4 @@
-"""Inputs of a plan besides the model and the two layouts. Units of bytes are single bytes.
+"""Inputs of a plan besides the model and the two layouts. All sizes are in bytes.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """

@@ -59,6 +59,7 @@ STAGES = {  # stage -> the metric of its duration
     "train": "time/train_seconds",
     "checkpoint": "time/checkpoint_seconds",
 }
+LIMIT_SECONDS = 60.0  # from a kill to the end of the run
 MARK = "MCORE_RL_KILL_TEST"  # in the environment of every process of a run
 
 
@@ -196,7 +197,9 @@ class SharedNames(threading.Thread):
         return sorted(self._names & set(os.listdir("/dev/shm")))
 
 
-def faults_of_kill(ending: Ending, kill: Kill, folder: Path, limit_seconds: float) -> list[str]:
+def faults_of_kill(
+    ending: Ending, kill: Kill, folder: Path, limit_seconds: float = LIMIT_SECONDS
+) -> list[str]:
     """Return the faults after a kill."""
     found = list(ending.faults)
     if ending.seconds_after_kill is None:
@@ -278,7 +281,9 @@ def main(tokens: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills-per-run", type=int, default=4, help="before a run is left alone")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--limit-seconds", type=float, default=60.0, help="from a kill to the end")
+    parser.add_argument(
+        "--limit-seconds", type=float, default=LIMIT_SECONDS, help="from a kill to the end"
+    )
     parser.add_argument("--flags", type=str.split, default=PARTIAL, help="of the runs, in one text")
     parser.add_argument("--folder", type=Path, help="keep all files there; a temporary one if not")
     args = parser.parse_args(tokens)

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -68,6 +69,22 @@ def here(good: Path, tmp_path: Path) -> Path:
     shutil.copytree(good, tmp_path / "case")
     (tmp_path / "cache").symlink_to(good.parent)
     return tmp_path / "case"
+
+
+@pytest.fixture
+def of_user(tmp_path: Path) -> Iterator[Path]:
+    """An empty folder, and a user to whom permissions apply; root reads everything."""
+    if os.geteuid() != 0:
+        yield tmp_path
+        return
+    folder, nobody = Path(tempfile.mkdtemp()), 65534
+    os.chown(folder, nobody, nobody)
+    os.seteuid(nobody)
+    try:
+        yield folder
+    finally:
+        os.seteuid(0)
+        shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")

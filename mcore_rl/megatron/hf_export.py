@@ -263,6 +263,9 @@ def _copy_others(source: Path, folder: Path, apart_from: Collection[Path]) -> No
         try:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, folder / name)
+            if (source / name).stat().st_mode & stat.S_IXUSR:
+                mode = (folder / name).stat().st_mode
+                (folder / name).chmod(mode | (mode & 0o444) >> 2)
         except OSError as error:
             left_out.append(f"{name} ({error.strerror})")
     if left_out:

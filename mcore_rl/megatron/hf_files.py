@@ -28,14 +28,20 @@ from mcore_rl.model.tensors import is_mtp_copy
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _LFS_POINTER = b"version https://git-lfs.github.com"
-# Suffixes of weights, in any format, and of checkpoints.
-_WEIGHTS = frozenset(
-    ".safetensors .pt .pth .ckpt .gguf .ggml .h5 .msgpack .onnx .ot .tflite .npz .distcp "
-    ".metadata".split()
+# Of weights, in whatever format, and of checkpoints, with what names their indexes and what a
+# download or a copy leaves of them.
+_MORE = r"(\.index(\.json)?|\.data)?(\.(incomplete|part|tmp|aria2|bak))?"
+_WEIGHTS = re.compile(
+    r".*\.(safetensors|pt|pth|ckpt|gguf|ggml|h5|msgpack|onnx|onnx_data|ot|tflite|npz|distcp|metadata"
+    rf"|mlpackage|pdparams|bin\.index\.json){_MORE}",
+    re.IGNORECASE,
 )
-_WEIGHTS_OF_TORCH = re.compile(r"(pytorch_|adapter_)?(model|optimizer|consolidated)\b.*\.bin")
-# With an adapter_config.json transformers would load an adapter's base model, not the export.
-_INDEXES = (".safetensors.index.json", ".bin.index.json", "adapter_config.json")
+_WEIGHTS_OF_TORCH = re.compile(
+    r"((pytorch|adapter|openvino|diffusion)_.*|ggml-.*|(model|optimizer(_\d+)?|consolidated)\b.*)"
+    rf"\.bin{_MORE}"
+)
+# With the first transformers would load an adapter's base model, not the export.
+_NEITHER = ("adapter_config.json", "__pycache__")
 _MAX_OTHER_BYTES = 512 << 20
 _COMPARED_NUMBERS = 4 << 20  # elements of each copy per comparison
 
@@ -238,33 +244,44 @@ class OtherFiles:
 def other_files(folder: Path, *, apart_from: Collection[Path] = ()) -> OtherFiles:
     """Find the regular files of `folder` and its sub-folders except weights and their indexes.
 
-    A tokenizer's code may use any file names, so a list of names would not suffice. Hidden files,
-    the folders `apart_from`, and sub-folders with weights or checkpoints are left out. A link is
-    followed only to a file in the folder itself, in the Hub cache that contains the folder, or in
-    the folder of the file that config.json links to: a downloaded link to another place could lead
-    to a file that must not be published.
+    A tokenizer's code names its files as it likes, so no list of names would do. Hidden files,
+    Python's caches, the folders `apart_from`, and sub-folders with weights or checkpoints of their
+    own are left out. A link is followed to a file or folder in the folder itself, in the Hub's
+    cache that the folder is part of, or beside the file that config.json is a link to. Elsewhere a
+    downloaded link could lead to a file that must not be published.
     """
     root = folder.resolve()
     homes = {root, (folder / "config.json").resolve().parent}
     if root.parent.name == "snapshots":
         homes.add(root.parent.parent / "blobs")
     apart = {path.resolve() for path in apart_from}
+    followed = {root}  # folders that links lead to, each of them once
     files: list[str] = []
     left_out: list[str] = []
     waiting = [folder]
     while waiting:
-        for path in sorted(waiting.pop().iterdir()):
+        for path in _entries(waiting.pop(), folder, left_out):
             name = path.relative_to(folder).as_posix()
-            if path.name.startswith(".") or path.resolve() in apart or _is_weights(path):
+            if path.name.startswith(".") or path.name in _NEITHER or _is_weights(path):
                 continue
-            target = path.resolve()
-            if path.is_symlink() and not any(target.is_relative_to(home) for home in homes):
+            try:
+                target = path.resolve(strict=True)
+            except (OSError, RuntimeError) as error:  # the latter: links in a circle
+                left_out.append(f"{name} ({getattr(error, 'strerror', 'a link in a circle')})")
+                continue
+            if target in apart:
+                continue
+            is_link = path.is_symlink()
+            if is_link and not any(target.is_relative_to(home) for home in homes):
                 left_out.append(f"{name} (a link to another place)")
-            elif path.is_dir() and not path.is_symlink():
-                if any(map(_is_weights, path.rglob("*"))):
+            elif is_link and target in followed:
+                left_out.append(f"{name} (a link to a folder that is copied)")
+            elif target.is_dir():
+                if any(map(_is_weights, target.rglob("*"))):
                     left_out.append(f"{name} (a folder with weights of its own)")
                 else:
                     waiting.append(path)
+                    followed |= {target} if is_link else set()
             elif not target.is_file():
                 left_out.append(f"{name} (not a file)")
             elif target.stat().st_size > _MAX_OTHER_BYTES:
@@ -274,7 +291,13 @@ def other_files(folder: Path, *, apart_from: Collection[Path] = ()) -> OtherFile
     return OtherFiles(tuple(files), tuple(left_out))
 
 
+def _entries(of: Path, folder: Path, left_out: list[str]) -> list[Path]:
+    try:
+        return sorted(of.iterdir())
+    except OSError as error:
+        left_out.append(f"{of.relative_to(folder).as_posix()} ({error.strerror})")
+        return []
+
+
 def _is_weights(path: Path) -> bool:
-    name = path.name
-    is_torch = _WEIGHTS_OF_TORCH.fullmatch(name) is not None
-    return path.suffix.lower() in _WEIGHTS or name.endswith(_INDEXES) or is_torch
+    return any(known.fullmatch(path.name) for known in (_WEIGHTS, _WEIGHTS_OF_TORCH))

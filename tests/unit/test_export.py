@@ -181,6 +181,8 @@ def test_a_tokenizer_of_code_is_loaded_from_an_export(
     tokenizer = {"tokenizer_class": "Letters", "auto_map": auto_map}
     (source / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     (source / "secret").symlink_to("/etc/hostname")
+    (source / "run.sh").write_text("")
+    (source / "run.sh").chmod(0o4500)
     (source / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     (source / EXPORT_MARKER).write_text("of an earlier export")
     tensors = {"model.embed_tokens.weight": TensorInfo((2, 3), "float32", 4)}
@@ -190,6 +192,8 @@ def test_a_tokenizer_of_code_is_loaded_from_an_export(
     assert loaded("cab")["input_ids"] == [3, 1, 2]
     assert (target / "additional_chat_templates" / "tools.jinja").is_file()
     assert not (target / "secret").exists() and "secret" in caplog.text
+    usual = (target / "config.json").stat().st_mode & 0o7777
+    assert (target / "run.sh").stat().st_mode & 0o7777 == usual | (usual & 0o444) >> 2
     assert json.loads((target / EXPORT_MARKER).read_text()) == {"exported_from": str(source)}
 
 

@@ -285,6 +285,9 @@ def test_all_files_but_weights_belong_to_a_folder(tmp_path: Path) -> None:
             ".gitattributes",
             ".cache/x.json",
         ),
+        *("model-2.safetensors.incomplete", "model.SAFETENSORS.aria2", f"{INDEX}.bak"),
+        *("pytorch_model_fsdp.bin", "optimizer_0.bin", "model.onnx_data", "tf_model.h5.index.json"),
+        *("openvino_model.bin", "ggml-model-q4_0.bin", "__pycache__/a.pyc", "a/__pycache__/b.pyc"),
         *("original/consolidated.00.pth", "original/tokenizer.model", "run/metrics.jsonl"),
     ]
     for name in (*kept, *dropped):
@@ -306,9 +309,11 @@ def test_links_of_the_hubs_cache_are_followed_and_others_are_not(tmp_path: Path)
     (snapshot / "notes.txt").symlink_to(tmp_path / "secret")
     (snapshot / "gone.txt").symlink_to("../../blobs/nothing")
     (snapshot / "round").symlink_to(".")
+    (snapshot / "self").symlink_to("self")
     found = other_files(snapshot)
     assert found.files == ("config.json", "tokenizer.json")
-    assert [text.split()[0] for text in found.left_out] == ["gone.txt", "notes.txt", "round"]
+    left_out = [text.split()[0] for text in found.left_out]
+    assert left_out == ["gone.txt", "notes.txt", "round", "self"]
 
 
 def test_links_to_one_other_folder_are_followed(tmp_path: Path) -> None:
@@ -316,7 +321,20 @@ def test_links_to_one_other_folder_are_followed(tmp_path: Path) -> None:
     model, folder = tmp_path / "model", tmp_path / "mine"
     model.mkdir()
     folder.mkdir()
+    (model / "templates").mkdir()
+    (model / "templates" / "tools.jinja").write_text("")
+    (model / "templates" / "back").symlink_to(".")
     for name in ("config.json", "bytes.model"):
         (model / name).write_text("{}")
-        (folder / name).symlink_to(model / name)
-    assert other_files(folder).files == ("bytes.model", "config.json")
+    for path in model.iterdir():
+        (folder / path.name).symlink_to(path)
+    found = other_files(folder)
+    assert sorted(found.files) == ["bytes.model", "config.json", "templates/tools.jinja"]
+    assert found.left_out == ("templates/back (a link to a folder that is copied)",)
+
+
+def test_a_folder_that_cannot_be_listed_is_left_out(of_user: Path) -> None:
+    (of_user / "closed").mkdir(mode=0o000)
+    (of_user / "LICENSE").write_text("x")
+    found = other_files(of_user)
+    assert (found.files, found.left_out) == (("LICENSE",), ("closed (Permission denied)",))

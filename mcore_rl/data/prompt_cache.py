@@ -91,8 +91,15 @@ def tokenizer_process(
 def tokenised_table(
     source: PromptSource, tokenizer_dir: Path, folder: Path, *, flag: str, write_cache: bool
 ) -> pa.Table:
-    """Return the table (`SCHEMA`) of a prompts file: mapped from the cache in `folder`, or new."""
-    path = folder / f"{_content_key(source, tokenizer_dir)}.arrow"
+    """The table of `SCHEMA` for a file of prompts: mapped from the cache in `folder`, or made."""
+    try:
+        path = folder / f"{_content_key(source, tokenizer_dir)}.arrow"
+    except PermissionError as error:
+        raise UsageError(
+            f"cannot be tokenised: {error.filename} cannot be read ({error.strerror})",
+            flag=f"{flag} {source.path}",
+            remedy="correct its permissions",
+        ) from error
     table = _map_table(path, source.max_prompt_tokens)
     if table is not None:
         return table

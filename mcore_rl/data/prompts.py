@@ -108,7 +108,7 @@ def load_prompts(
     check_path(source, flag)
     folder = (Path(cache_dir) if cache_dir is not None else _default_cache_dir()) / "prompts"
     tokenizer_dir = Path(tokenizer_dir)
-    if not tokenizer_dir.is_dir():
+    if not os.path.isdir(tokenizer_dir):
         raise UsageError(
             "is not a folder",
             flag=f"--rl-hf-checkpoint {tokenizer_dir}",

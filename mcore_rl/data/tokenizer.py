@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ def response_ends(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 def _named_ends(folder: Path) -> tuple[str, list[int]]:
     """Return the file that may name ends of sequence, and the ends that it names."""
     named = "generation_config.json"
-    if not (folder / named).is_file():
+    if not os.path.isfile(folder / named):
         named = "config.json"
     found: Any = None
     with contextlib.suppress(OSError, ValueError, AttributeError):

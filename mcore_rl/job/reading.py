@@ -19,7 +19,12 @@ from mcore_rl.flags.parser import ExtraArgs, all_args
 from mcore_rl.flags.roles import DEGREE_FLAGS
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_tensors, open_checkpoint
-from mcore_rl.model.config_json import ModelShape, megatron_flags, read_model_shape
+from mcore_rl.model.config_json import (
+    ModelShape,
+    megatron_flags,
+    model_shape,
+    read_config_json,
+)
 
 # Reads a model's shape from the folder that a field of RLConfig names.
 ReadShape = Callable[[RLConfig, str], ModelShape]
@@ -142,7 +147,8 @@ def read_shape_of(config: RLConfig, field: str) -> ModelShape:
             flag=flag_of(field),
             remedy="give the folder of the Hugging Face checkpoint to train",
         )
-    return read_model_shape(Path(folder), flag=flag_of(field))
+    values = read_config_json(Path(folder), flag=flag_of(field))  # of a folder, not of a file
+    return model_shape(values, Path(folder) / "config.json", flag=flag_of(field))
 
 
 def read_actor_shape(config: RLConfig, read_shape: ReadShape) -> ModelShape:

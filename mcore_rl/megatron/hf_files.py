@@ -134,7 +134,15 @@ def _read_index(path: Path, flag: str) -> dict[str, str]:
 
 def opened(path: Path, flag: str) -> safe_open:
     try:
-        # safetensors compares the header with the file's length: a truncated shard fails here.
+        path.open("rb").close()  # safetensors calls a file missing that may not be read
+    except OSError as error:
+        raise UsageError(
+            f": {path} cannot be read ({error.strerror})",
+            flag=flag,
+            remedy="correct its permissions",
+        ) from error
+    try:
+        # safetensors compares the header with the file's length, so a shard cut short fails here.
         found = safe_open(path, framework="pt")
         _check_no_key_twice(path)
         return found

@@ -8,6 +8,7 @@ This module is pure: it imports neither Megatron nor vLLM nor torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,9 +90,11 @@ class ModelShape:
 def read_config_json(folder: Path, *, flag: str = "--rl-hf-checkpoint") -> dict[str, Any]:
     """Parse the config.json of a checkpoint folder; raise UsageError if it cannot be read."""
     path = Path(folder) / "config.json"
-    if not path.is_file():
+    if not os.path.isfile(path):  # which says so too where that may not be looked up
         raise UsageError(
-            "has no config.json" if Path(folder).is_dir() else "is not a directory",
+            "has no config.json that can be read"
+            if os.path.isdir(folder)
+            else "is not a directory",
             flag=f"{flag} {folder}",
             remedy="give the folder of a Hugging Face checkpoint",
         )
@@ -101,7 +104,13 @@ def read_config_json(folder: Path, *, flag: str = "--rl-hf-checkpoint") -> dict[
 def _read_json_object(path: Path, flag: str) -> dict[str, Any]:
     try:
         values = parse_json(path.read_bytes())
-    except (InvalidData, OSError) as error:
+    except OSError as error:
+        raise UsageError(
+            f": {path} cannot be read ({error.strerror})",
+            flag=flag,
+            remedy="correct its permissions",
+        ) from error
+    except InvalidData as error:
         raise UsageError(
             f": {path} cannot be read as JSON ({error})",
             flag=flag,

@@ -77,6 +77,18 @@ CHECKPOINT = [
         ["--rl-hf-checkpoint {here}/nowhere is not a directory", "give the folder"],
         flags={"--rl-hf-checkpoint": "{here}/nowhere"},
     ),
+    *(
+        Case(
+            f"folder_is_{name}",
+            [f"--rl-hf-checkpoint {path} is not a directory", "give the folder"],
+            flags={"--rl-hf-checkpoint": path},
+        )
+        for name, path in (
+            ("its_config", "{here}/checkpoint/config.json"),
+            ("a_shard", "{here}/checkpoint/" + FIRST),
+            ("no_name", "{here}/" + "x" * 5000),
+        )
+    ),
     Case(
         "without_config",
         ["--rl-hf-checkpoint {here}/checkpoint has no config.json", "give the folder"],

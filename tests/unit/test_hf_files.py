@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.flags.options import RLConfig
+from mcore_rl.job.reading import read_shape_of
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_tensors, open_checkpoint
 from mcore_rl.megatron.hf_files import INDEX, check_copies, other_files
 from mcore_rl.model.config_json import model_shape
@@ -271,10 +273,22 @@ def test_a_pointer_of_git_lfs_is_told_as_such(tmp_path: Path) -> None:
         read(tmp_path, QWEN3)
 
 
+@pytest.mark.parametrize("name", ["config.json", INDEX, "shard-0.safetensors", "."])
+def test_what_may_not_be_read_is_told_as_such(of_user: Path, name: str) -> None:
+    folder = of_user / "checkpoint"
+    write(folder, QWEN3, tensors_of(QWEN3))
+    config = RLConfig(run_dir="run", hf_checkpoint=str(folder))
+    (folder / name).chmod(0o000)
+    says = "has no config.json that can be read; give" if name == "." else f"{name}.*; .*permiss"
+    with pytest.raises(UsageError, match=f"^{FLAG}:? {folder}.*{says}"):
+        open_checkpoint(folder, read_shape_of(config, "hf_checkpoint"))
+
+
 def test_all_files_but_weights_belong_to_a_folder(tmp_path: Path) -> None:
     kept = [
         *("config.json", "LICENSE", "tokenization_bytes.py", "bytes.model", "qwen.tiktoken"),
         *("vocab.bin", "additional_chat_templates/tools.jinja", "a/b/c.json"),
+        *("README.pt.md", "unigram_model.bin", "model_vocab.bin", "onnx.py"),
     ]
     dropped = [
         *("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model-00001-of-2.bin"),

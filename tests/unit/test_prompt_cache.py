@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import transformers
 
-from mcore_rl.data.prompt_cache import _LIBRARIES, _content_key
+from mcore_rl.common.errors import UsageError
+from mcore_rl.data.prompt_cache import _LIBRARIES, _content_key, tokenised_table
 from mcore_rl.data.prompt_file import PromptSource
 from tests.unit.test_data import TEMPLATE, save_tokenizer, write_lines
 
@@ -69,3 +70,11 @@ def test_cache_follows_versions(library, trust_remote_code, is_read, tmp_path, m
         monkeypatch.setattr(importlib.metadata, "distributions", lambda found=installed: found)
         keys.add(_content_key(source, folder))
     assert len(keys) == (2 if is_read else 1)
+
+
+def test_a_tokenizer_that_may_not_be_read_is_told_as_such(of_user):
+    folder = save_tokenizer(of_user / "tokenizer", TEMPLATE)
+    (folder / "tokenizer.json").chmod(0o000)
+    source = PromptSource(write_lines(of_user / "p.jsonl", [{"prompt": "1+1="}]), 100)
+    with pytest.raises(UsageError, match="^--rl-prompts .*tokenizer.json cannot be read .*permiss"):
+        tokenised_table(source, folder, of_user, flag="--rl-prompts", write_cache=False)

@@ -319,5 +319,5 @@ class _Examination:
             timeout_minutes=values.get("distributed_timeout_minutes"),
             stage_timeout_seconds=config.stage_timeout_seconds,
             asks_loopback=asks_loopback(config),
-            local_checkpoint=bool(config.hf_checkpoint and Path(config.hf_checkpoint).is_dir()),
+            local_checkpoint=bool(config.hf_checkpoint and os.path.isdir(config.hf_checkpoint)),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def _read(
 ) -> PromptDataset | None:
     """Read a file's prompts; None, with a finding, if training would refuse the file."""
     try:
-        if config.hf_checkpoint is None or not Path(config.hf_checkpoint).is_dir():
+        if config.hf_checkpoint is None or not os.path.isdir(config.hf_checkpoint):
             rows = plural(count_prompts(source, flag), "prompt")
             what = f"{flag}: {rows}, of unknown length, as there is no checkpoint to tokenise by"
             findings.append(yellow(PROMPTS, what, "give its folder as --rl-hf-checkpoint"))

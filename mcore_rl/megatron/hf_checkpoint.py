@@ -36,6 +36,7 @@ from mcore_rl.model.tensors import (
     checkpoint_tensors,
     copied_by_mtp,
     is_mtp_tensor,
+    mtp_among,
 )
 from mcore_rl.model.weight_map import layer_order
 
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 EMBEDDING = "model.embed_tokens.weight"
 # Last parts of the names under which a folder with tied embeddings repeats the embedding.
 _HEADS = (["lm_head", "weight"], ["embed_out", "weight"], ["output", "weight"])
+# Not weights, as little as to vLLM, and of any dtype.
+_POSITION_TABLES = ("inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 _BLOCK_BYTES, _NUM_BLOCKS = 4096, 4
 _DIGESTS = 1 << 256
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -131,6 +134,7 @@ def open_checkpoint(
         places = hf_files.places(folder, needed, flag)
         found: dict[str, TensorInfo] = {}
         by_file: dict[str, list[str]] = {}
+        places = {t: names for t, names in places.items() if not t.endswith(_POSITION_TABLES)}
         for tensor, (name, *_) in places.items():
             by_file.setdefault(name, []).append(tensor)
         for name, held in sorted(by_file.items()):
@@ -154,15 +158,10 @@ def open_checkpoint(
         found, stack = stacked.split_experts(found, family.names, folder, flag)
         of_file = {tensor: part.file_name for tensor, part in stack.parts.items()}
         files |= {tensor: files[name] for tensor, name in of_file.items()}
-    mtp = {t: info for t, info in found.items() if is_mtp_tensor(t, shape.num_layers)}
+    of_mtp = mtp_among(found, shape.num_layers)
+    mtp = {tensor: info for tensor, info in found.items() if tensor in of_mtp}
     tied = _tied_heads(shape, found)
-    tensors = {
-        tensor: info
-        for tensor, info in found.items()
-        if tensor not in mtp
-        and tensor not in tied
-        and not tensor.endswith("inv_freq")  # a position table is not a weight
-    }
+    tensors = {t: info for t, info in found.items() if t not in mtp and t not in tied}
     for head in tied:
         repeated.append(Copy(head, files[head], EMBEDDING, files[EMBEDDING]))
         if head in scales and EMBEDDING in scales:
@@ -182,12 +181,16 @@ def _tied_heads(shape: ModelShape, found: Mapping[str, TensorInfo]) -> list[str]
 def check_tensors(checkpoint: HFCheckpoint, shape: ModelShape, *, flag: str) -> None:
     """Raise UsageError unless the tensors and their shapes match `shape`."""
     expected = {name: spec.shape for name, spec in checkpoint_tensors(shape)}
-    for tensor in (*expected, *sorted(checkpoint.tensors.keys() - expected.keys())):
+    odd = sorted(checkpoint.tensors.keys() - expected.keys())
+    for tensor in (*expected, *odd):
         info = checkpoint.tensors.get(tensor)
         has = f"has {tensor[:200]} of shape {list(info.shape)}" if info else f"lacks {tensor}"
         if tensor not in expected:
             what = f"{has}, which has no place in the model that its config.json describes"
-            remedy = "give the checkpoint of a supported model, or remove the tensor from its files"
+            remedy = "give the config.json of these weights, or remove the tensor from their files"
+        elif info is None and (other := _named_otherwise(tensor, odd, shape)):
+            what = f"has {other[:200]}, which its config.json describes as {tensor}"
+            remedy = "rename its tensors to those that transformers' save_pretrained writes"
         elif info is None or info.shape != expected[tensor]:
             what = (
                 f"{has}, but its config.json describes one of shape {list(expected[tensor])}: they "
@@ -197,6 +200,13 @@ def check_tensors(checkpoint: HFCheckpoint, shape: ModelShape, *, flag: str) -> 
         else:
             continue
         raise UsageError(what, flag=f"{flag} {checkpoint.folder}", remedy=remedy)
+
+
+def _named_otherwise(tensor: str, odd: Sequence[str], shape: ModelShape) -> str | None:
+    """Which of `odd` is `tensor`, with a prefix more or less, or by the name of the tied head."""
+    is_tied = shape.tied_embeddings and tensor == EMBEDDING
+    named = [t for t in odd if t.endswith(f".{tensor}") or tensor.endswith(f".{t}")]
+    return next(iter([*named, *(t for t in odd if is_tied and t == "lm_head.weight")]), None)
 
 
 def fingerprint(checkpoint: HFCheckpoint) -> str:

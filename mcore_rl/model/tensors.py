@@ -11,7 +11,7 @@ This module is pure: it imports neither Megatron nor vLLM nor torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -200,6 +200,12 @@ _MTP_COPIES = {
     "shared_head.head.weight": "lm_head.weight",
 }
 
+# How names end that MTP layers have and decoder layers do not.
+_MTP_ALONE = (
+    *_MTP_COPIES,
+    *("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"),
+)
+
 
 def is_mtp_tensor(name: str, num_layers: int) -> bool:
     """Return whether a tensor belongs to a multi-token-prediction layer.
@@ -210,6 +216,14 @@ def is_mtp_tensor(name: str, num_layers: int) -> bool:
         is_number = parts[2].isdecimal() and len(parts[2]) < 10  # names in a folder are arbitrary
         return is_number and int(parts[2]) >= num_layers
     return parts[0] == "mtp"
+
+
+def mtp_among(names: Iterable[str], num_layers: int) -> set[str]:
+    """Those of `names` that are of MTP layers. A layer after the last one that has nothing but a
+    decoder layer's tensors is not among them: config.json is of a model of fewer layers."""
+    found = {name: name.split(".")[:3] for name in names if is_mtp_tensor(name, num_layers)}
+    layers = [layer for name, layer in found.items() if name.endswith(_MTP_ALONE)]
+    return {name for name, layer in found.items() if layer[0] == "mtp" or layer in layers}
 
 
 def is_mtp_copy(name: str) -> bool:

@@ -66,7 +66,7 @@ def read(folder: Path, config: dict[str, Any], num_parts: int = 3) -> HFCheckpoi
             check_hf_folder(shape, checkpoint)
         assert str(found.value) == refusals[0] and len(set(refusals)) == 1
         raise found.value
-    assert [finding.level for finding in check_hf_folder(shape, checkpoint)] == ["green"]
+    assert {finding.level for finding in check_hf_folder(shape, checkpoint)} == {"green"}
     return checkpoint
 
 
@@ -136,11 +136,43 @@ def test_files_of_other_formats_are_not_read(tmp_path: Path, index: bool) -> Non
     assert found.is_all_that_vllm_reads == index
 
 
-def test_position_tables_are_not_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["inv_freq", "cos_cached", "sin_cached"])
+def test_position_tables_are_not_weights(tmp_path: Path, name: str) -> None:
     tensors = tensors_of(QWEN3)
-    table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    table = {f"model.layers.0.self_attn.rotary_emb.{name}": torch.ones(4).double()}
     write(tmp_path, QWEN3, tensors | table)
-    assert read(tmp_path, QWEN3).tensors.keys() == tensors.keys()
+    assert read(tmp_path, QWEN3).everything.keys() == tensors.keys()
+
+
+@pytest.mark.parametrize(
+    "prefix", ["", "model.model.", "language_model.model.", "_orig_mod.model."]
+)
+def test_tensors_of_another_prefix_are_named(tmp_path: Path, prefix: str) -> None:
+    tensors = {name.replace("model.", prefix): t for name, t in tensors_of(QWEN3).items()}
+    write(tmp_path, QWEN3, tensors)
+    says = f"has {prefix}embed_tokens.weight, which .* describes as {EMBEDDING}; rename"
+    with pytest.raises(UsageError, match=f"{FLAG} .* {says}"):
+        read(tmp_path, QWEN3)
+
+
+def test_a_tied_head_in_place_of_the_embedding_is_named(tmp_path: Path) -> None:
+    tensors = tensors_of(TIED)
+    write(tmp_path, TIED, tensors | {HEAD: tensors.pop(EMBEDDING)})
+    with pytest.raises(UsageError, match=f"has {HEAD}, .* as {EMBEDDING}; rename"):
+        read(tmp_path, TIED)
+
+
+@pytest.mark.parametrize("config", [QWEN3, DEEPSEEK], ids=["dense", "moe"])
+def test_layers_beyond_the_last_one_are_refused_unless_of_mtp(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    tensors = tensors_of(config)
+    fewer = config | {"num_hidden_layers": 1}
+    write(tmp_path, fewer, tensors)
+    with pytest.raises(UsageError, match="has model.layers.1.input.*no place.*give the config.jso"):
+        read(tmp_path, fewer)
+    write(tmp_path, fewer, tensors | {"model.layers.1.eh_proj.weight": torch.ones(32, 64)})
+    assert all(name.startswith("model.layers.1.") for name in read(tmp_path, fewer).mtp)
 
 
 def test_a_tensor_that_the_index_does_not_name_is_read_if_the_model_has_it(tmp_path: Path) -> None:

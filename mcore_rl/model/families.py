@@ -315,16 +315,21 @@ def family_of(architecture: str) -> Family:
 
 
 def left_to_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that a parsed config.json omits and vLLM needs.
+    """What a parsed config.json leaves unsaid, or says of another class, and vLLM must be told.
 
-    transformers has no field for a property that all models of a family share, and does not write
-    it. Without them vLLM, with one class for all DeepSeek models, would take DeepSeek-V2's router
-    for V3's or fail on missing groups, and would load MiniMax-M2 without the router's bias.
+    transformers has no field for what all models of a family have in common, and does not write it;
+    vLLM, one class for all DeepSeeks, would take DeepSeek-V2's router for V3's, or no groups for
+    an error, and MiniMax-M2 without a bias of its router. By an embedding model's or classifier's
+    `architectures`, or without, it would build a model that generates nothing.
     """
     family = FAMILIES.get(values.get("model_type", ""))
-    router = family.router if family else None
-    if family is None or router is None:
+    if family is None:
         return {}
+    is_named = values.get("architectures") == [family.class_name]
+    changed = {} if is_named else {"architectures": [family.class_name]}
+    router = family.router
+    if router is None:
+        return changed
     said = dict(family.fixed)
     if family.class_name.startswith("Deepseek"):
         said |= {
@@ -338,4 +343,4 @@ def left_to_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     rope = values.get("rope_parameters") or {}
     if family.partial_rotary_factor is None and "partial_rotary_factor" in rope:
         said["rotary_dim"] = int(values["head_dim"] * rope["partial_rotary_factor"])
-    return {name: value for name, value in said.items() if values.get(name) is None}
+    return changed | {name: value for name, value in said.items() if values.get(name) is None}

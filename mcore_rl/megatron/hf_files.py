@@ -215,7 +215,7 @@ def check_copies(
             alike = one.get_shape() == other.get_shape() and one.get_dtype() == other.get_dtype()
             if alike and all(
                 torch.equal(one[rows].view(torch.uint8), other[rows].view(torch.uint8))
-                for rows in _row_blocks(one.get_shape(), part, num_parts)
+                for rows in row_blocks(one.get_shape(), part, num_parts)
             ):
                 continue
         held = f" of {copy.file}" if copy.tensor == copy.of else ""
@@ -230,8 +230,8 @@ def check_copies(
         )
 
 
-def _row_blocks(shape: Sequence[int], part: int, num_parts: int) -> Iterator[Any]:
-    """Yield indices of a reader's share of a tensor, in blocks of about _COMPARED_NUMBERS."""
+def row_blocks(shape: Sequence[int], part: int, num_parts: int) -> Iterator[Any]:
+    """What cuts the share of a reader out of a tensor, in blocks of about _COMPARED_NUMBERS."""
     if not shape or 0 in shape:
         if part == 0:
             yield ...

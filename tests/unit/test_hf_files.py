@@ -17,6 +17,7 @@ from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_tensors, open_ch
 from mcore_rl.megatron.hf_files import INDEX, check_copies, other_files
 from mcore_rl.model.config_json import model_shape
 from mcore_rl.model.tensors import checkpoint_tensors
+from mcore_rl.tools.doctor import checkpoint as doctor_checkpoint
 from mcore_rl.tools.doctor.checkpoint import check_hf_folder
 from tests.bad_input_folder import DEEPSEEK, QWEN3
 
@@ -222,6 +223,31 @@ def test_copies_in_trained_mtp_layers_must_repeat_the_model(tmp_path: Path) -> N
             continue
         with pytest.raises(UsageError, match=f"{copy}, which differs from {EMBEDDING}"):
             check_copies(tmp_path, trained.repeated)
+
+
+@pytest.mark.parametrize("value", ["nan", "-inf"])
+def test_the_doctor_refuses_values_that_the_load_refuses(tmp_path: Path, value: str) -> None:
+    tensors = tensors_of(QWEN3)
+    tensors[HEAD][299, 31] = float(value)
+    write(tmp_path, QWEN3, tensors)
+    with pytest.raises(UsageError, match=rf"^{HEAD} .* holds {value} at \[299, 31\].*; copy"):
+        read(tmp_path, QWEN3)
+
+
+def test_the_doctor_calls_complete_what_it_has_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = tensors_of(QWEN3)
+    tensors |= {name: torch.zeros_like(tensors[name]) for name in (EMBEDDING, HEAD)}
+    write(tmp_path, QWEN3, tensors)
+    shape = model_shape(QWEN3, tmp_path / "config.json")
+    checkpoint = open_checkpoint(tmp_path, shape)
+    whole, zeros = check_hf_folder(shape, checkpoint)
+    assert (whole.level, zeros.level) == ("green", "yellow")
+    assert "all complete" in whole.found and f"{EMBEDDING} and 1 other tensor" in zeros.found
+    monkeypatch.setattr(doctor_checkpoint, "_READ_BYTES", checkpoint.stored_bytes // 4)
+    part, *_ = check_hf_folder(shape, checkpoint)
+    assert "all complete" not in part.found and "one tensor in 4 was read" in part.found
 
 
 INDEXES = {

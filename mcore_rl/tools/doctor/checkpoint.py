@@ -10,7 +10,7 @@ from typing import Any
 from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.options import RLConfig
-from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
+from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_values
 from mcore_rl.megatron.hf_files import check_copies
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.quantization import FP8, MXFP4
@@ -18,8 +18,8 @@ from mcore_rl.tools.doctor.finding import CHECKPOINT, Finding, green, plural, re
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.trainer_state import check_mtp
 
-# The part of a checkpoint that is hashed; the sizes of all files are compared.
-_HASHED_BYTES = 4 << 30
+# Of a checkpoint so much is read or hashed; of all files the sizes are compared.
+_READ_BYTES = 4 << 30
 
 
 def num_parameters(checkpoint: HFCheckpoint) -> int:
@@ -28,22 +28,34 @@ def num_parameters(checkpoint: HFCheckpoint) -> int:
 
 
 def check_hf_folder(shape: ModelShape, checkpoint: HFCheckpoint) -> list[Finding]:
-    """Describe a folder that the start accepts, and compare tensors that it holds twice."""
-    check_copies(checkpoint.folder, checkpoint.repeated)
+    """What was read of a folder that the start accepts; see `check_values_of`."""
+    every, zeros = check_values_of(checkpoint, "--rl-hf-checkpoint")
     quantized = {FP8: "FP8 blocks", MXFP4: "MXFP4"}.get(shape.quantization or "")
     blocks = f" of {quantized}, read as bfloat16," if quantized else ""
     files = plural(len(set(checkpoint.files.values())), "file")
     what = (
         f"{checkpoint.folder}: {shape.architecture}, {num_parameters(checkpoint) / 1e6:,.1f} "
-        f"million parameters, {shown_bytes(checkpoint.stored_bytes)}{blocks} in {files}, all "
-        "complete"
+        f"million parameters, {shown_bytes(checkpoint.stored_bytes)}{blocks} in {files}, "
+        + ("all complete" if every == 1 else f"all there, and one tensor in {every:,} was read")
     )
     findings = [green(CHECKPOINT, what)]
     if checkpoint.mtp:
         carried = plural(len(checkpoint.mtp), "tensor")
         what = f"its multi-token-prediction layers ({carried}) are not trained, and exported as is"
         findings.append(green(CHECKPOINT, what))
+    if zeros:
+        more = f" and {plural(len(zeros) - 1, 'other tensor')}" if zeros[1:] else ""
+        what = f"{checkpoint.folder} holds nothing but zeros in {zeros[0]}{more}"
+        findings.append(yellow(CHECKPOINT, what, "copy it again, unless it was made so"))
     return findings
+
+
+def check_values_of(checkpoint: HFCheckpoint, flag: str) -> tuple[int, list[str]]:
+    """Compare what a folder holds twice, and read one tensor in how many, so that it takes seconds;
+    with the matrices of zeros among them. UsageError as the start and the load raise it."""
+    check_copies(checkpoint.folder, checkpoint.repeated, flag=flag)
+    every = max(1, math.ceil(checkpoint.stored_bytes / _READ_BYTES))
+    return every, check_values(checkpoint, every=every)
 
 
 def check_load(values: Mapping[str, Any], config: RLConfig) -> tuple[list[Finding], Path | None]:
@@ -144,5 +156,5 @@ def _newest_undamaged(
 
 
 def _parts(place: Path, step: int) -> int:
-    """Return the number of parts of a checkpoint so that reading one part takes seconds."""
-    return max(1, math.ceil(folders.recorded_bytes(place, step) / _HASHED_BYTES))
+    """In how many parts a checkpoint must be read so that one of them takes seconds."""
+    return max(1, math.ceil(folders.recorded_bytes(place, step) / _READ_BYTES))

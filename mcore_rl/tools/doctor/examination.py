@@ -188,14 +188,14 @@ class _Examination:
         return [*found, *of_load]
 
     def _copies(self) -> list[Finding]:
-        """Compare tensors that folders of other models hold twice; the actor's are done already."""
-        from mcore_rl.megatron.hf_files import check_copies
+        """What folders of other models hold; the actor's was read."""
+        from mcore_rl.tools.doctor.checkpoint import check_values_of
 
         spec = self._read.spec if self._read else None
         others = dict(spec.checkpoints) if spec else {}
         others.pop("--rl-hf-checkpoint", None)
         for flag, checkpoint in others.items():
-            check_copies(checkpoint.folder, checkpoint.repeated, flag=flag)
+            check_values_of(checkpoint, flag)
         return []
 
     def _batches(self) -> list[Finding]:

@@ -49,6 +49,8 @@ def test_slip_is_taken_for_the_flag_that_was_meant(
         "--rl-reward-mode",  # --rl-reward-model
         "--rl-clip-eps-high",  # --rl-clip-eps-lower
         "--rl-no-offload",
+        "--rl-critic-rl",  # a word twice
+        "--rl-rl-prompts",
         "--adam-beta3",
         "--no-save-optimizer",
         # Of slime, where it scales the KL in the reward; --rl-kl-coef scales that of the loss.

@@ -175,10 +175,12 @@ def resolve_reward(spec: str, flag: str = "--rl-reward") -> RewardFunction:
     """
     if ":" not in spec:
         if spec not in _BY_NAME:
+            built_in = [*_names(built_in=True), *NO_FUNCTIONS]
+            meant = did_you_mean(spec, [*_BY_NAME, *NO_FUNCTIONS]) or meant_own(spec)
             raise UsageError(
-                f"is not a built-in reward{did_you_mean(spec, _BY_NAME) or meant_own(spec)}",
+                f"is not a built-in reward{meant}",
                 flag=f"{flag} {spec}",
-                remedy=f"the built-in ones are {', '.join(_names(built_in=True))}, "
+                remedy=f"the built-in ones are {', '.join(built_in)}, "
                 f"{_imported_names()}and your own is given as package.module:function or "
                 "./file.py:function",
             )
@@ -192,7 +194,7 @@ def resolve_reward(spec: str, flag: str = "--rl-reward") -> RewardFunction:
 def meant_own(spec: str) -> str:
     """Return " (did you mean X?)" for a name without a colon that may name a module or a file."""
     in_file = re.fullmatch(r"(.+\.py)\W*(\w*)", spec)
-    in_module = re.fullmatch(r"(.*\w)\.(\w+)", spec)
+    in_module = re.fullmatch(r"(.*\w)\.([^\W\d]\w*)", spec)
     if not in_file and not in_module:
         return ""
     place, name = (in_file or in_module).groups()  # type: ignore[union-attr]

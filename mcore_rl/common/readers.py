@@ -9,14 +9,17 @@ imported on use.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-MAX_DEPTH = 64  # of nested lists and objects
-MAX_YAML_VALUES = 100_000  # after aliases are expanded
+FETCH_LFS = "is a pointer of Git LFS: fetch the files by git lfs pull"
+_LFS_POINTER = b"version https://git-lfs.github.com"
+MAX_DEPTH = 64  # of lists and objects within each other
+MAX_YAML_VALUES = 100_000  # after its aliases are expanded
 MAX_FILE_NAME_BYTES = 255  # NAME_MAX of Linux
 
 
@@ -84,6 +87,15 @@ def parse_yaml(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
         raise error if isinstance(error, InvalidData) else InvalidData(str(error)) from error
     _check_shape(value, max_depth, MAX_YAML_VALUES)
     return value
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether a file is what Git leaves in place of one that Git LFS has not fetched."""
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            with path.open("rb") as file:
+                return file.read(len(_LFS_POINTER)) == _LFS_POINTER
+    return False
 
 
 def lines_of(path: Path, max_bytes: int) -> Iterator[bytes]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.readers import integer_within, parse_json
+from mcore_rl.common.readers import FETCH_LFS, integer_within, is_lfs_pointer, parse_json
 from mcore_rl.model.families import FAMILIES
 
 # Texts up to this length are tokenised at once (13 MB of memory), longer ones by a first piece.
@@ -50,10 +50,12 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool, needs_template: boo
                 flag=f"--rl-hf-checkpoint {folder}",
                 remedy="read it, and give --trust-remote-code to have it run",
             ) from error
+        pointer = next(filter(is_lfs_pointer, sorted(folder.glob("*"))), None)
+        add = "add its tokenizer files, as tokenizer.json"
         raise UsageError(
             f"holds no tokenizer that transformers can load ({str(error).partition(chr(10))[0]})",
             flag=f"--rl-hf-checkpoint {folder}",
-            remedy="add its tokenizer files, as tokenizer.json",
+            remedy=f"{pointer.name} {FETCH_LFS}" if pointer else add,
         ) from error
     if needs_template and tokenizer.chat_template is None:
         raise UsageError(

@@ -21,13 +21,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.readers import InvalidData, parse_json, plain_file_name
+from mcore_rl.common.readers import (
+    FETCH_LFS,
+    InvalidData,
+    is_lfs_pointer,
+    parse_json,
+    plain_file_name,
+)
 from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.model.tensors import is_mtp_copy
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_LFS_POINTER = b"version https://git-lfs.github.com"
 # Of weights, in whatever format, and of checkpoints, with what names their indexes and what a
 # download or a copy leaves of them.
 _MORE = r"(\.index(\.json)?|\.data)?(\.(incomplete|part|tmp|aria2|bak))?"
@@ -147,10 +152,7 @@ def opened(path: Path, flag: str) -> safe_open:
         _check_no_key_twice(path)
         return found
     except (SafetensorError, InvalidData, OSError) as error:
-        remedy = "copy this file again"
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                remedy = "it is a pointer of Git LFS: fetch the files by git lfs pull"
+        remedy = f"it {FETCH_LFS}" if is_lfs_pointer(path) else "copy this file again"
         raise UsageError(
             f": {path} is corrupt or cut short ({error})", flag=flag, remedy=remedy
         ) from error

@@ -13,6 +13,7 @@ import transformers
 from mcore_rl.common.errors import UsageError
 from mcore_rl.data.prompt_cache import _LIBRARIES, _content_key, tokenised_table
 from mcore_rl.data.prompt_file import PromptSource
+from mcore_rl.data.tokenizer import load_tokenizer
 from tests.unit.test_data import TEMPLATE, save_tokenizer, write_lines
 
 # Distributions by the names that transformers imports.
@@ -78,3 +79,11 @@ def test_a_tokenizer_that_may_not_be_read_is_told_as_such(of_user):
     source = PromptSource(write_lines(of_user / "p.jsonl", [{"prompt": "1+1="}]), 100)
     with pytest.raises(UsageError, match="^--rl-prompts .*tokenizer.json cannot be read .*permiss"):
         tokenised_table(source, folder, of_user, flag="--rl-prompts", write_cache=False)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_pointer_in_place_of_the_tokenizer_is_told_as_such(tmp_path, name):
+    folder = save_tokenizer(tmp_path / "tokenizer", TEMPLATE)
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n")
+    with pytest.raises(UsageError, match=f"holds no tokenizer .*; {name} is a .*: .*git lfs pull"):
+        load_tokenizer(folder, trust_remote_code=False, needs_template=False)

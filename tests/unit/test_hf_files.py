@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from mcore_rl.model.config_json import model_shape
 from mcore_rl.model.tensors import checkpoint_tensors
 from mcore_rl.tools.doctor import checkpoint as doctor_checkpoint
 from mcore_rl.tools.doctor.checkpoint import check_hf_folder
+from mcore_rl.tools.doctor.examination import Request, _Examination
+from mcore_rl.tools.doctor.flags import ReadJob
 from tests.bad_input_folder import DEEPSEEK, QWEN3
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -248,6 +251,17 @@ def test_the_doctor_calls_complete_what_it_has_read(
     monkeypatch.setattr(doctor_checkpoint, "_READ_BYTES", checkpoint.stored_bytes // 4)
     part, *_ = check_hf_folder(shape, checkpoint)
     assert "all complete" not in part.found and "one tensor in 4 was read" in part.found
+
+
+def test_the_doctor_reads_the_values_of_other_models(tmp_path: Path) -> None:
+    tensors = tensors_of(QWEN3)
+    write(tmp_path, QWEN3, tensors | {HEAD: tensors[HEAD] / 0})
+    critic = open_checkpoint(tmp_path, model_shape(QWEN3, tmp_path / "config.json"))
+    examination = _Examination(Request())
+    spec: Any = SimpleNamespace(checkpoints={"--rl-critic-init": critic})
+    examination._read = ReadJob(findings=(), spec=spec)
+    with pytest.raises(UsageError, match=f"^{HEAD} .* nan or infinite"):
+        examination._copies()
 
 
 INDEXES = {

@@ -18,8 +18,8 @@ from typing import Any
 
 FETCH_LFS = "is a pointer of Git LFS: fetch the files by git lfs pull"
 _LFS_POINTER = b"version https://git-lfs.github.com"
-MAX_DEPTH = 64  # of lists and objects within each other
-MAX_YAML_VALUES = 100_000  # after its aliases are expanded
+MAX_DEPTH = 64  # of nested lists and objects
+MAX_YAML_VALUES = 100_000  # after aliases are expanded
 MAX_FILE_NAME_BYTES = 255  # NAME_MAX of Linux
 
 
@@ -90,7 +90,7 @@ def parse_yaml(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Whether a file is what Git leaves in place of one that Git LFS has not fetched."""
+    """Return whether a file is a Git LFS pointer, left in place of a file that was not fetched."""
     with contextlib.suppress(OSError):
         if path.is_file():
             with path.open("rb") as file:

@@ -91,7 +91,7 @@ def tokenizer_process(
 def tokenised_table(
     source: PromptSource, tokenizer_dir: Path, folder: Path, *, flag: str, write_cache: bool
 ) -> pa.Table:
-    """The table of `SCHEMA` for a file of prompts: mapped from the cache in `folder`, or made."""
+    """Return the table (`SCHEMA`) of a prompts file: mapped from the cache in `folder`, or new."""
     try:
         path = folder / f"{_content_key(source, tokenizer_dir)}.arrow"
     except PermissionError as error:

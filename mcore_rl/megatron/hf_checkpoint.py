@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 EMBEDDING = "model.embed_tokens.weight"
 # Last parts of the names under which a folder with tied embeddings repeats the embedding.
 _HEADS = (["lm_head", "weight"], ["embed_out", "weight"], ["output", "weight"])
-# Not weights, as little as to vLLM, and of any dtype.
+# Position tables, of any dtype, are not weights; vLLM skips them as well.
 _POSITION_TABLES = ("inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 _BLOCK_BYTES, _NUM_BLOCKS = 4096, 4
 _DIGESTS = 1 << 256
@@ -203,7 +203,7 @@ def check_tensors(checkpoint: HFCheckpoint, shape: ModelShape, *, flag: str) -> 
 
 
 def _named_otherwise(tensor: str, odd: Sequence[str], shape: ModelShape) -> str | None:
-    """Which of `odd` is `tensor`, with a prefix more or less, or by the name of the tied head."""
+    """Return the tensor of `odd` that is `tensor` with another prefix, or the tied head."""
     is_tied = shape.tied_embeddings and tensor == EMBEDDING
     named = [t for t in odd if t.endswith(f".{tensor}") or tensor.endswith(f".{t}")]
     return next(iter([*named, *(t for t in odd if is_tied and t == "lm_head.weight")]), None)
@@ -297,7 +297,7 @@ def read_boxes(checkpoint: HFCheckpoint, tensor: str, boxes: Sequence[Box]) -> l
 
 
 def check_values(checkpoint: HFCheckpoint, *, every: int = 1) -> list[str]:
-    """Read each `every`th tensor, a few MiB at a time; returns the matrices that are all zeros.
+    """Read each `every`th tensor in blocks of a few MiB; return the matrices that are all zeros.
 
     Raises UsageError for a value that is not finite, as `load_into_megatron` does.
     """
@@ -355,8 +355,8 @@ def _reading(
 
 
 def _require_finite(data: torch.Tensor, box: Box, tensor: str, path: Path) -> None:
-    """Nothing would find fault with such a weight before its first losses or samples."""
-    # Thirty times as fast as to look at each one; a nan is both the least and the greatest.
+    """Raise UsageError for a non-finite weight, which only losses or samples would reveal later."""
+    # aminmax is thirty times as fast as isfinite on every element, and propagates NaN.
     if not data.numel() or all(torch.isfinite(bound) for bound in torch.aminmax(data)):
         return
     first = (~torch.isfinite(data)).nonzero()[0].tolist()

@@ -33,8 +33,7 @@ from mcore_rl.model.tensors import is_mtp_copy
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-# Of weights, in whatever format, and of checkpoints, with what names their indexes and what a
-# download or a copy leaves of them.
+# Weights in any format, checkpoints, their indexes, and incomplete downloads or copies of them.
 _MORE = r"(\.index(\.json)?|\.data)?(\.(incomplete|part|tmp|aria2|bak))?"
 _WEIGHTS = re.compile(
     r".*\.(safetensors|pt|pth|ckpt|gguf|ggml|h5|msgpack|onnx|onnx_data|ot|tflite|npz|distcp|metadata"
@@ -45,7 +44,7 @@ _WEIGHTS_OF_TORCH = re.compile(
     r"((pytorch|adapter|openvino|diffusion)_.*|ggml-.*|(model|optimizer(_\d+)?|consolidated)\b.*)"
     rf"\.bin{_MORE}"
 )
-# With the first transformers would load an adapter's base model, not the export.
+# With an adapter_config.json transformers would load an adapter's base model, not the export.
 _NEITHER = ("adapter_config.json", "__pycache__")
 _MAX_OTHER_BYTES = 512 << 20
 _COMPARED_NUMBERS = 4 << 20  # elements of each copy per comparison
@@ -139,7 +138,7 @@ def _read_index(path: Path, flag: str) -> dict[str, str]:
 
 def opened(path: Path, flag: str) -> safe_open:
     try:
-        path.open("rb").close()  # safetensors calls a file missing that may not be read
+        path.open("rb").close()  # safetensors reports an unreadable file as missing
     except OSError as error:
         raise UsageError(
             f": {path} cannot be read ({error.strerror})",
@@ -147,7 +146,7 @@ def opened(path: Path, flag: str) -> safe_open:
             remedy="correct its permissions",
         ) from error
     try:
-        # safetensors compares the header with the file's length, so a shard cut short fails here.
+        # safetensors compares the header with the file's length: a truncated shard fails here.
         found = safe_open(path, framework="pt")
         _check_no_key_twice(path)
         return found
@@ -233,7 +232,7 @@ def check_copies(
 
 
 def row_blocks(shape: Sequence[int], part: int, num_parts: int) -> Iterator[Any]:
-    """What cuts the share of a reader out of a tensor, in blocks of about _COMPARED_NUMBERS."""
+    """Yield indices of a reader's share of a tensor, in blocks of about _COMPARED_NUMBERS."""
     if not shape or 0 in shape:
         if part == 0:
             yield ...
@@ -254,11 +253,11 @@ class OtherFiles:
 def other_files(folder: Path, *, apart_from: Collection[Path] = ()) -> OtherFiles:
     """Find the regular files of `folder` and its sub-folders except weights and their indexes.
 
-    A tokenizer's code names its files as it likes, so no list of names would do. Hidden files,
-    Python's caches, the folders `apart_from`, and sub-folders with weights or checkpoints of their
-    own are left out. A link is followed to a file or folder in the folder itself, in the Hub's
-    cache that the folder is part of, or beside the file that config.json is a link to. Elsewhere a
-    downloaded link could lead to a file that must not be published.
+    A tokenizer's code may use any file names, so a list of names would not suffice. Hidden files,
+    Python's caches, the folders `apart_from`, and sub-folders with weights or checkpoints are left
+    out. A link is followed only to a file or folder in the folder itself, in the Hub cache that
+    contains the folder, or in the folder of the file that config.json links to: a downloaded link
+    to another place could lead to a file that must not be published.
     """
     root = folder.resolve()
     homes = {root, (folder / "config.json").resolve().parent}

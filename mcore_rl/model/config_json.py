@@ -90,7 +90,7 @@ class ModelShape:
 def read_config_json(folder: Path, *, flag: str = "--rl-hf-checkpoint") -> dict[str, Any]:
     """Parse the config.json of a checkpoint folder; raise UsageError if it cannot be read."""
     path = Path(folder) / "config.json"
-    if not os.path.isfile(path):  # which says so too where that may not be looked up
+    if not os.path.isfile(path):  # False as well if permissions forbid the look-up
         raise UsageError(
             "has no config.json that can be read"
             if os.path.isdir(folder)

@@ -315,12 +315,12 @@ def family_of(architecture: str) -> Family:
 
 
 def left_to_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a parsed config.json leaves unsaid, or says of another class, and vLLM must be told.
+    """Return the fields that a parsed config.json omits, or gives for another class, and vLLM needs.
 
-    transformers has no field for what all models of a family have in common, and does not write it;
-    vLLM, one class for all DeepSeeks, would take DeepSeek-V2's router for V3's, or no groups for
-    an error, and MiniMax-M2 without a bias of its router. By an embedding model's or classifier's
-    `architectures`, or without, it would build a model that generates nothing.
+    transformers has no field for a property that all models of a family share, and does not write
+    it. Without them vLLM, with one class for all DeepSeek models, would take DeepSeek-V2's router
+    for V3's or fail on missing groups, and would load MiniMax-M2 without the router's bias. With
+    the `architectures` of an embedding model or a classifier it would build a pooling model.
     """
     family = FAMILIES.get(values.get("model_type", ""))
     if family is None:

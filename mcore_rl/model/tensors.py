@@ -200,7 +200,7 @@ _MTP_COPIES = {
     "shared_head.head.weight": "lm_head.weight",
 }
 
-# How names end that MTP layers have and decoder layers do not.
+# Name endings that only MTP layers have.
 _MTP_ALONE = (
     *_MTP_COPIES,
     *("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"),
@@ -219,8 +219,8 @@ def is_mtp_tensor(name: str, num_layers: int) -> bool:
 
 
 def mtp_among(names: Iterable[str], num_layers: int) -> set[str]:
-    """Those of `names` that are of MTP layers. A layer after the last one that has nothing but a
-    decoder layer's tensors is not among them: config.json is of a model of fewer layers."""
+    """Return the `names` of MTP layers. A layer after the last one with only a decoder layer's
+    tensors is not one: its config.json describes a model of fewer layers."""
     found = {name: name.split(".")[:3] for name in names if is_mtp_tensor(name, num_layers)}
     layers = [layer for name, layer in found.items() if name.endswith(_MTP_ALONE)]
     return {name for name, layer in found.items() if layer[0] == "mtp" or layer in layers}

@@ -299,7 +299,7 @@ def _arguments(config: EngineConfig) -> dict[str, Any]:
         names = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
         options |= {name: config.timeout_seconds for name in names if name in known}
     return dict(
-        runner="generate",  # vLLM's own choice goes by what else the folder may be used for
+        runner="generate",  # vLLM's own choice may be a pooling model
         distributed_executor_backend="external_launcher",
         tensor_parallel_size=config.tp_size,
         enable_expert_parallel=config.enable_expert_parallel,
@@ -351,8 +351,8 @@ def _speculative(speculation: Speculation, options: Mapping[str, Any]) -> dict[s
 
 
 def _with_fields(fields: Mapping[str, Any], config: Any) -> Any:
-    """What `hf_overrides` does as a mapping, for the drafter's configuration as well, which has an
-    architecture of its own by now."""
+    """Apply `hf_overrides` like the mapping, but also to the drafter's configuration, which keeps
+    its own architecture."""
     is_drafter = config.model_type not in FAMILIES
     config.update({n: v for n, v in fields.items() if not (is_drafter and n == "architectures")})
     return config

@@ -18,7 +18,7 @@ from mcore_rl.tools.doctor.finding import CHECKPOINT, Finding, green, plural, re
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.trainer_state import check_mtp
 
-# Of a checkpoint so much is read or hashed; of all files the sizes are compared.
+# The part of a checkpoint that is read or hashed; the sizes of all files are compared.
 _READ_BYTES = 4 << 30
 
 
@@ -28,7 +28,7 @@ def num_parameters(checkpoint: HFCheckpoint) -> int:
 
 
 def check_hf_folder(shape: ModelShape, checkpoint: HFCheckpoint) -> list[Finding]:
-    """What was read of a folder that the start accepts; see `check_values_of`."""
+    """Describe a folder that the start accepts, after `check_values_of`."""
     every, zeros = check_values_of(checkpoint, "--rl-hf-checkpoint")
     quantized = {FP8: "FP8 blocks", MXFP4: "MXFP4"}.get(shape.quantization or "")
     blocks = f" of {quantized}, read as bfloat16," if quantized else ""
@@ -51,8 +51,8 @@ def check_hf_folder(shape: ModelShape, checkpoint: HFCheckpoint) -> list[Finding
 
 
 def check_values_of(checkpoint: HFCheckpoint, flag: str) -> tuple[int, list[str]]:
-    """Compare what a folder holds twice, and read one tensor in how many, so that it takes seconds;
-    with the matrices of zeros among them. UsageError as the start and the load raise it."""
+    """Compare tensors that a folder holds twice and read one tensor in N, in seconds; return N and
+    the matrices of zeros found. Raises UsageError as the start and the load do."""
     check_copies(checkpoint.folder, checkpoint.repeated, flag=flag)
     every = max(1, math.ceil(checkpoint.stored_bytes / _READ_BYTES))
     return every, check_values(checkpoint, every=every)
@@ -156,5 +156,5 @@ def _newest_undamaged(
 
 
 def _parts(place: Path, step: int) -> int:
-    """In how many parts a checkpoint must be read so that one of them takes seconds."""
+    """Return the number of parts of a checkpoint so that reading one part takes seconds."""
     return max(1, math.ceil(folders.recorded_bytes(place, step) / _READ_BYTES))

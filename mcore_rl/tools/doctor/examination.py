@@ -188,7 +188,7 @@ class _Examination:
         return [*found, *of_load]
 
     def _copies(self) -> list[Finding]:
-        """What folders of other models hold; the actor's was read."""
+        """Read the folders of other models; the actor's is done already."""
         from mcore_rl.tools.doctor.checkpoint import check_values_of
 
         spec = self._read.spec if self._read else None

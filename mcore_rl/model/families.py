@@ -315,7 +315,7 @@ def family_of(architecture: str) -> Family:
 
 
 def left_to_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that a parsed config.json omits, or gives for another class, and vLLM needs.
+    """Return the fields that vLLM needs and a parsed config.json omits or gives for another class.
 
     transformers has no field for a property that all models of a family share, and does not write
     it. Without them vLLM, with one class for all DeepSeek models, would take DeepSeek-V2's router

@@ -63,6 +63,8 @@ def test_slip_is_taken_for_the_flag_that_was_meant(
         "--val-temperature",
         "--max-completion-length",
         "--num-iterations",
+        "--no-no-rope-fusion",  # a word that is there twice
+        "--rl-rl-num-steps",
     ],
 )
 def test_name_with_a_meaning_of_its_own_is_taken_for_no_flag(typed: str, flags: list[str]) -> None:

@@ -7,8 +7,10 @@ enough to exchange one sentence per rank.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -31,8 +33,19 @@ EXIT_USAGE = 2
 EXIT_ALARM = os.EX_TEMPFAIL  # 75: ended by --rl-on-alarm stop, with everything saved
 # `mcore_rl.launch` sets it for its descendants, whose error files it prints.
 LAUNCHER = "MCORE_RL_LAUNCHER"
-COMMAND = "MCORE_RL_COMMAND"  # the command that the user started it with
-# Variables with the number of tasks that a command was started as, and the program that sets them.
+COMMAND = "MCORE_RL_COMMAND"  # what the user has started it by
+# What a launcher sets, and the least and the most that each can be.
+_MOST_RANKS = (1 << 31) - 1
+_NUMBERS = {
+    "RANK": (0, _MOST_RANKS - 1),
+    "WORLD_SIZE": (1, _MOST_RANKS),
+    "LOCAL_RANK": (0, _MOST_RANKS - 1),
+    "LOCAL_WORLD_SIZE": (1, _MOST_RANKS),
+    "GROUP_WORLD_SIZE": (1, _MOST_RANKS),
+    "MASTER_PORT": (0, 65535),
+}
+_REMEDY = "start with mcore_rl.launch or torchrun, or set what they set"
+# Variables that say how many tasks a command was started as, and what starts them.
 _TASK_COUNTS = {
     "SLURM_STEP_NUM_TASKS": "srun",
     "OMPI_COMM_WORLD_SIZE": "mpirun",
@@ -47,12 +60,18 @@ def open_store() -> Store | None:
     """Return this job's rendezvous store, or None in a single process without a launcher.
 
     Ends this process with exit code 2 if a launcher sets only some of RANK, WORLD_SIZE, MASTER_ADDR
-    and MASTER_PORT, sets one to an invalid number, or starts more tasks than belong to one run.
-    Without a store the ranks cannot agree, but all of them have the same variables.
+    and MASTER_PORT, sets one to an invalid number or address, or starts more tasks than belong to
+    one run, and if the store cannot be reached. Variables that are blank are unset. Without a store
+    the ranks cannot agree, but all of them have the same variables.
     """
+    for name in (*_NUMBERS, "MASTER_ADDR"):
+        if not os.environ.get(name, name).strip():
+            del os.environ[name]  # torch and Megatron would read a number there
     present = [name for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
     if not present or (present == ["WORLD_SIZE"] and os.environ["WORLD_SIZE"].strip() == "1"):
         try:
+            # A job of Kubernetes may have a MASTER_PORT of a service; here nobody reads it.
+            _check_numbers("LOCAL_RANK", "LOCAL_WORLD_SIZE")
             check_num_tasks(1)
         except UsageError as error:
             leave_with(error)
@@ -63,15 +82,17 @@ def open_store() -> Store | None:
         leave_with(
             UsageError(
                 f"the environment has {' and '.join(present)} but lacks {' and '.join(missing)}",
-                remedy="start with mcore_rl.launch or torchrun, or set what they set",
+                remedy=_REMEDY,
             )
         )
     try:
-        _check_numbers()
-        # Under torchrun the tasks are its agents; otherwise they are the ranks.
+        _check_numbers(*_NUMBERS)
+        _check_place()
+        # With torchrun its agents are the tasks, without it the ranks are.
         check_num_tasks(int(os.environ.get("GROUP_WORLD_SIZE") or os.environ["WORLD_SIZE"]))
     except UsageError as error:
         leave_with(error)
+    from torch.distributed import DistError
     from torch.distributed.rendezvous import rendezvous
 
     # Imported late: it imports torch, which the errors above do not need.
@@ -81,23 +102,52 @@ def open_store() -> Store | None:
         stay_on_loopback(os.environ["MASTER_ADDR"])
     except UsageError as error:
         leave_with(error)
-    store: Store = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))[0]
+    try:
+        store: Store = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))[0]
+    except DistError as error:
+        leave_with(
+            UsageError(
+                f"is not where the ranks of a job can meet ({str(error).splitlines()[0]})",
+                flag=f"MASTER_ADDR {os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']},",
+                remedy="give the address of rank 0's machine and a free port there, and start all "
+                "WORLD_SIZE ranks",
+            )
+        )
     return store
 
 
-def _check_numbers() -> None:
-    """Raise UsageError if a variable is not a number or the rank is outside the world."""
-    remedy = "start with mcore_rl.launch or torchrun, or set what they set"
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT"):
-        text = os.environ.get(name) or "0"
-        if not text.strip().isdecimal():
-            raise UsageError("is not a number", flag=f"{name} '{text}'", remedy=remedy)
+def _check_numbers(*names: str) -> None:
+    """UsageError for a variable of `names` that is set to something else than its numbers."""
+    for name in names:
+        least, most = _NUMBERS[name]
+        text = os.environ.get(name, str(least)).strip()
+        if not (text.isdecimal() and len(text) <= 10 and least <= int(text) <= most):
+            raise UsageError(
+                f"is not a number from {least} to {most}",
+                flag=f"{name} '{text[:20]}'",
+                remedy=_REMEDY,
+            )
+
+
+def _check_place() -> None:
+    """UsageError for a rank outside the world, or an address that no machine can have."""
     rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     if int(rank) >= int(world_size):
         raise UsageError(
             f"is not below WORLD_SIZE {world_size}: ranks count from 0",
             flag=f"RANK {rank}",
-            remedy=remedy,
+            remedy=_REMEDY,
+        )
+    address = os.environ["MASTER_ADDR"]
+    try:
+        is_address = bool(ipaddress.ip_address(address))
+    except ValueError:
+        is_address = bool(re.fullmatch(r"[\w.-]+", address))
+    if not is_address:  # torch would look it up for ten minutes
+        raise UsageError(
+            "is not a host name or an IP address",
+            flag=f"MASTER_ADDR '{address}'",
+            remedy="drop brackets, blanks and the port, which is MASTER_PORT",
         )
 
 

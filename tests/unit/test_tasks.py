@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
+import subprocess
+import sys
+
 import pytest
 
 from mcore_rl.common.agreement import _tell, check_num_tasks, open_store
 from mcore_rl.common.errors import UsageError
 
 NAMES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
     *("SLURM_STEP_NUM_TASKS", "PMI_SIZE"),
 )
 COMPLETE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -76,6 +83,15 @@ def test_tasks_of_which_each_is_a_run_with_ranks_are_refused(given, monkeypatch)
         ({"RANK": "first"}, "RANK 'first'"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT 'http'"),
         ({"LOCAL_RANK": "-1"}, "LOCAL_RANK '-1'"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE '0'"),
+        ({"LOCAL_WORLD_SIZE": "1.5"}, "LOCAL_WORLD_SIZE '1.5'"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT '65536'"),
+        ({"WORLD_SIZE": "1" + "0" * 12}, "WORLD_SIZE '1000000000000'"),
+        ({"RANK": "9" * 5000}, f"RANK '{'9' * 20}'"),
+        ({"MASTER_ADDR": "[::1]"}, "MASTER_ADDR '[::1]'"),
+        ({"MASTER_ADDR": "127.0.0.1:29500"}, "MASTER_ADDR '127.0.0.1:29500'"),
+        ({"MASTER_ADDR": "tcp://10.0.0.1"}, "MASTER_ADDR 'tcp://10.0.0.1'"),
+        ({"MASTER_ADDR": "node 1"}, "MASTER_ADDR 'node 1'"),
         ({"RANK": "2"}, "RANK 2"),
         ({"WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "8"}, "SLURM_STEP_NUM_TASKS 8"),
         # `srun -n 2 torchrun --nproc-per-node 2`, which would be two runs.
@@ -87,7 +103,61 @@ def test_ranks_that_make_no_world_are_refused(given, flag: str, monkeypatch) -> 
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError) as caught:
         open_store()
-    assert caught.value.flag == flag and "mcore_rl.launch" in caught.value.remedy
+    assert caught.value.flag == flag and caught.value.remedy
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "fe80::1%eth0", "node-1.cluster", "n_1"])
+def test_address_of_a_machine_is_taken(address: str, monkeypatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")  # what is looked at after the address
+    for name, value in (COMPLETE | {"MASTER_ADDR": address}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="SLURM_STEP_NUM_TASKS 8 says"):
+        open_store()
+
+
+def test_port_in_use_is_said_in_one_sentence(monkeypatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        for name, value in (COMPLETE | {"WORLD_SIZE": "1", "MASTER_PORT": str(port)}).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UsageError, match=f"port {port}, .*EADDRINUSE.*; give") as refusal:
+            open_store()
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("value", ["", " "])
+def test_blank_variables_are_unset(value: str, monkeypatch) -> None:
+    """Or Megatron would read a number there."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.setenv(name, value)
+    assert open_store() is None
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"} & os.environ.keys()
+
+
+@pytest.mark.parametrize(("name", "value"), [("LOCAL_RANK", "first"), ("LOCAL_WORLD_SIZE", "0")])
+def test_local_variables_of_a_process_without_ranks_are_numbers(name, value, monkeypatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "tcp://10.0.0.1:2222")  # of a service, read by nobody
+    assert open_store() is None
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=f"{name} '{value}' is not a number from"):
+        open_store()
+
+
+@pytest.mark.parametrize(
+    ("rank", "level"),
+    [("0", logging.DEBUG), ("", logging.DEBUG), ("1", logging.WARNING), ("x", logging.WARNING)],
+)
+def test_loggers_are_set_up_before_ranks_are_looked_at(rank: str, level: int) -> None:
+    """Else a RANK that is not a number ends as a traceback. In a process of its own."""
+    script = (
+        "import logging; from mcore_rl.common.run_output import setup_logging\n"
+        "setup_logging(); print(logging.getLogger('mcore_rl').level)"
+    )
+    environment = os.environ | {"RANK": rank}
+    told = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
+    assert told.stdout == f"{level}\n", told.stderr
 
 
 @pytest.mark.parametrize(("rank", "is_told"), [("", True), ("x", True), ("1", False), ("2", True)])

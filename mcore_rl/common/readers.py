@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,15 @@ def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH) -> Any:
     return value
 
 
-def parse_yaml(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
-    """Return the value of one YAML document of plain data; None for an empty document.
+def parse_yaml(
+    text: str, *, max_depth: int = MAX_DEPTH, number_of: Callable[[str], Any] | None = None
+) -> Any:
+    """The value of one YAML document of plain data; None for an empty one.
 
-    Raises InvalidData for anything but YAML's plain types, for documents nested deeper than
-    `max_depth`, for a duplicate key in a mapping, and for aliases and merges (`<<`) that expand to
-    more than `MAX_YAML_VALUES` values or to themselves.
+    Raises InvalidData for anything else than YAML's plain types, for documents nested deeper than
+    `max_depth`, for a key that a mapping has twice, and for aliases and merges (`<<`) that expand
+    to more than `MAX_YAML_VALUES` values or to themselves. `number_of` makes values of the texts
+    that YAML takes for numbers and dates (`1.10`, `010`, `12:30`, `2026_01`).
     """
     import yaml
 
@@ -71,6 +74,11 @@ def parse_yaml(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
             if len(node.value) > MAX_YAML_VALUES:
                 raise InvalidData(f"has more than {MAX_YAML_VALUES} values, aliases expanded")
 
+    for kind in ("int", "float", "timestamp") if number_of else ():
+        Loader.add_constructor(
+            f"tag:yaml.org,2002:{kind}",
+            lambda loader, node: number_of(loader.construct_scalar(node)),  # type: ignore[misc,arg-type]
+        )
     depth = 0
     try:
         # Events are parsed without recursion, so the depth is checked before recursive code runs.

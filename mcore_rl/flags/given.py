@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -106,11 +105,24 @@ def _read_config(
 
 def _mapping_in(path: Path) -> dict[Any, Any]:
     try:
-        values = parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise UsageError(
+                "is not a regular file, and it is read more than once",
+                flag=f"--rl-config {path}",
+                remedy="write what it gives to a file",
+            )
+        values = parse_yaml(path.read_text(encoding="utf-8"), number_of=_number_as_written)
+    except OSError as error:
         raise UsageError(
-            f"cannot be read: {reason}", flag=f"--rl-config {path}", remedy="correct the path"
+            f"cannot be read: {error.strerror}",
+            flag=f"--rl-config {path}",
+            remedy="correct the path",
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            "cannot be read: it is not UTF-8 text",
+            flag=f"--rl-config {path}",
+            remedy="save it as UTF-8",
         ) from error
     except InvalidData as error:
         raise UsageError(
@@ -134,7 +146,7 @@ def _tokens_of(
     if flag not in flags:  # some of Megatron's contain "_"
         flag = flag.replace("_", "-")
     action = flags.get(flag)
-    if action is None:
+    if action is None or isinstance(action, argparse._HelpAction):
         raise UsageError(
             f": unknown key '{key}'",
             flag=f"--rl-config {path}",
@@ -173,7 +185,12 @@ def _tokens_of_value(
         off = flag if value else _option_of(parser, action.dest, flag)
         return [] if off is None else [off]
     if isinstance(value, list) and action.nargs:
-        return _written(action, flag, list(map(_text_of, value)))
+        tokens = _written(action, flag, list(map(_text_of, value)))
+        for text in tokens[1:]:
+            if text.startswith("-") and not parser._negative_number_matcher.match(text):
+                if not isinstance(action, argparse._ExtendAction):
+                    raise InvalidData(f"has '{text}' among its values, which is read as a flag")
+        return tokens
     if isinstance(value, bool):
         value = _word_of(value, action)
     text = _text_of(value) if not isinstance(value, list) else _pattern_of(value)
@@ -200,8 +217,8 @@ def _word_of(value: bool, action: argparse.Action) -> str:
 
 
 def _text_of(value: Any) -> str:
-    """Return the value as on a command line."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float | datetime.date):
+    """As it is written on a command line."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
         kind = "nothing" if value is None else f"a {type(value).__name__}"
         raise InvalidData(f"has {kind} where a text or a number belongs")
     try:
@@ -330,6 +347,12 @@ def _typed(text: str) -> int | float | str:
     return text
 
 
+def _number_as_written(text: str) -> int | float | str:
+    """A number of YAML as it would stand on a command line: `1.10` and `010` are themselves."""
+    sign, _, name = text.lower().rpartition(".")
+    return f"{sign}{name}" if name in ("inf", "nan") else _typed(text)
+
+
 class Negation(argparse._StoreConstAction):
     """The form that undoes a switch of the parser."""
 
@@ -438,7 +461,8 @@ class _Conversion:
         except (argparse.ArgumentTypeError, TypeError, ValueError, AssertionError, LookupError):
             name = getattr(self.convert, "__name__", "<lambda>")
             kind = f"{name} value" if name in ("int", "float", "str") else "value"
-            raise argparse.ArgumentTypeError(f"invalid {kind}: {text!r}") from None
+            shown = text if len(text) <= 60 else f"{text[:60]}..."
+            raise argparse.ArgumentTypeError(f"invalid {kind}: {shown!r}") from None
 
 
 class FlagNames(dict[str, str]):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 from pathlib import Path
 
 import pytest
@@ -119,6 +121,24 @@ def test_later_config_wins_between_flags_that_undo_each_other(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
+    "text", ["20251125_1200", "1.10", "0123", "12:30", "2026-01-01T10:00:00Z", "1_0", "0x1f", "+3"]
+)
+def test_text_that_yaml_takes_for_a_number_stays_as_it_is_written(
+    tmp_path: Path, text: str
+) -> None:
+    file = write(tmp_path, "a.yaml", f"rl-run-name: {text}\nrl-stop: [{text}, 0.50]\n")
+    expected = {"rl_run_name": text, "rl_stop": [text, "0.50"]}
+    assert values("--rl-config", file) == expected
+
+
+def test_numbers_of_yaml_are_those_of_a_command_line(tmp_path: Path) -> None:
+    file = write(tmp_path, "a.yaml", "mbs: 010\nrl-num-steps: 1_000\nlr: -.INF\nbetas: [.nan, 1]\n")
+    found = values("--rl-config", file)
+    assert (found["micro_batch_size"], found["rl_num_steps"]) == (10, 1000)
+    assert found["lr"] == -math.inf and math.isnan(found["betas"][0])
+
+
+@pytest.mark.parametrize(
     "text", ["lr: 1.0\nlr: 2.0", "lr: 1.0\n--lr: 2.0", "mbs: 2\nmicro_batch_size: 4"]
 )
 def test_a_flag_that_a_file_sets_twice_is_refused(tmp_path: Path, text: str) -> None:
@@ -190,11 +210,13 @@ def test_switch_that_is_off_in_a_file_is_off(
         ("lr: true", "'lr' is not a switch and cannot be true: leave"),
         ("rl-share-prompts: [off]", "'rl-share-prompts' has a bool where a text"),
         ("rl-import: [a.py, off]", "'rl-import' has a bool where a text or a number belongs"),
-        ("rl-num-steps: 0x" + "f" * 9000, "'rl-num-steps' has a text or a number that no"),
+        ("help: true", "unknown key 'help'"),
+        ("betas: ['-a', 1]", "'betas' has '-a' among its values, which is read as a flag; correct"),
+        ("betas: [1, '--lr', 5]", "'betas' has '--lr' among its values"),
         (r'rl-prompts: "a\0b"', "'rl-prompts' has a text or a number that no command line can"),
         (r'rl-prompts: "\ud800"', "that no command line can hold"),
         ("rl-config: other.yaml", "cannot name another file; give the flag twice"),
-        (b"\xff\xfe\x00", "cannot be read: it is not UTF-8 text"),
+        (b"\xff\xfe\x00", "cannot be read: it is not UTF-8 text; save it as UTF-8"),
     ],
 )
 def test_config_is_refused_in_one_sentence(
@@ -207,6 +229,21 @@ def test_config_is_refused_in_one_sentence(
     assert sentence in str(refusal.value)
     assert str(refusal.value).startswith(f"--rl-config {file}")
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("number", ["0x" + "f" * 9000, "9" * 9000, "1:30"])
+def test_number_that_no_flag_takes_is_refused_in_a_short_sentence(
+    tmp_path: Path, number: str
+) -> None:
+    with pytest.raises(UsageError, match="--rl-num-steps: invalid int value") as refusal:
+        values("--rl-config", write(tmp_path, "a.yaml", f"rl-num-steps: {number}"))
+    assert len(str(refusal.value)) < 200
+
+
+def test_pipe_is_refused_as_it_would_be_empty_when_it_is_read_again(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.yaml")
+    with pytest.raises(UsageError, match="a.yaml is not a regular file.*; write"):
+        values("--rl-config", str(tmp_path / "a.yaml"))
 
 
 def test_config_is_refused_when_it_is_missing(tmp_path: Path) -> None:

@@ -170,12 +170,12 @@ def test_what_is_named_to_load_must_have_something(tmp_path: Path) -> None:
 
     own.mkdir()
     (own / folders.TRACKER).write_text("7")
+    (own / folders.iteration_name(7)).mkdir()
     refused("--load .*load has no complete checkpoint; correct", pretrained=str(own))
     check_load(load, pretrained=str(own), may_begin=True)
     check_load(own)
     check_load(None, pretrained=str(own))
     (own / folders.TRACKER).unlink()
-    (own / folders.iteration_name(7)).mkdir()
     check_load(own, asked=7)  # which needs no tracker
 
     place = save(load, 10)
@@ -183,6 +183,39 @@ def test_what_is_named_to_load_must_have_something(tmp_path: Path) -> None:
     folders.saving_folder(load).mkdir(exist_ok=True)
     place.rename(folders.saving_folder(load) / place.name)  # killed before the last rename
     check_load(load)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"ten", b"\0\0\0", b"\xff\xfe", b"-1", b"7.0", b"8", b"1e1", b"9" * 5000, b"release"],
+)
+def test_tracker_that_names_no_checkpoint_is_refused(tmp_path: Path, content: bytes) -> None:
+    """Megatron would end with exit code 0, or raise on each rank."""
+    (tmp_path / folders.iteration_name(7)).mkdir()
+    (tmp_path / folders.TRACKER).write_bytes(content)
+    says = f"{folders.TRACKER} there has '.*', which names no checkpoint"
+    with pytest.raises(UsageError, match=f"--load {tmp_path}: {says}"):
+        check_load(tmp_path, may_begin=True)
+    with pytest.raises(UsageError, match=f"--pretrained-checkpoint {tmp_path}: {says}"):
+        check_load(None, pretrained=str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["7", " 0000007\n", "release"])
+def test_tracker_of_megatrons_own_checkpoint_is_taken(tmp_path: Path, name: str) -> None:
+    for place in (folders.iteration_name(7), "release"):
+        (tmp_path / place).mkdir()
+    (tmp_path / folders.TRACKER).write_text(name)
+    check_load(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 200, b"{}", b'{"format": 1, "step": 20}'])
+def test_own_checkpoint_with_a_damaged_record_is_not_taken_for_megatrons(
+    tmp_path: Path, content: bytes
+) -> None:
+    (save(tmp_path, 10) / folders.COMPLETE).write_bytes(content)
+    for asked in (None, 10):
+        with pytest.raises(UsageError, match="iter_0000010/complete.json is damaged; load another"):
+            check_load(tmp_path, asked=asked, may_begin=True)
 
 
 def test_mtp_layers_to_train_must_be_in_the_checkpoint(tmp_path: Path) -> None:

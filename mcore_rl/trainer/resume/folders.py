@@ -115,6 +115,8 @@ def check_load(
             flag=f"--pretrained-checkpoint {pretrained}",
             remedy="correct the path or drop the flag",
         )
+    if pretrained is not None:
+        _check_tracked(Path(pretrained), f"--pretrained-checkpoint {pretrained}")
     if load is None:
         return
     if asked is not None:
@@ -138,9 +140,40 @@ def _has_checkpoint(load: Path, asked: int | None) -> bool:
     save."""
     if complete_steps(load) or complete_steps(saving_folder(load)):
         return True
-    if asked is not None:  # needs no tracker
-        return (load / iteration_name(asked)).is_dir()
-    return (load / TRACKER).is_file()
+    if asked is not None:  # which needs no tracker
+        place = load / iteration_name(asked)
+        _check_not_ours(place, f"--load {load}")
+        return place.is_dir()
+    if not (load / TRACKER).is_file():
+        return False
+    _check_tracked(load, f"--load {load}")
+    return True
+
+
+def _check_tracked(folder: Path, flag: str) -> None:
+    """UsageError if the tracker names no checkpoint of Megatron's: at some contents Megatron ends
+    with exit code 0, at others it raises on each rank."""
+    said = ""
+    with contextlib.suppress(OSError):
+        said = (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+    is_step = said.isdecimal() and len(said) < 19
+    place = folder / (iteration_name(int(said)) if is_step else "release")
+    if not (is_step or said == "release") or not place.is_dir():
+        raise UsageError(
+            f": {TRACKER} there has {said[:40]!r}, which names no checkpoint in the folder",
+            flag=flag,
+            remedy="write the step of one there, or name another folder",
+        )
+    _check_not_ours(place, flag)
+
+
+def _check_not_ours(place: Path, flag: str) -> None:
+    """UsageError for a checkpoint of ours whose record is damaged: as one of Megatron's it would
+    load without the state of the run."""
+    if (place / COMPLETE).exists():
+        raise UsageError(
+            f": {place.name}/{COMPLETE} is damaged", flag=flag, remedy="load another checkpoint"
+        )
 
 
 def _emptiness(folder: Path) -> str:

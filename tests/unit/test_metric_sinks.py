@@ -16,7 +16,7 @@ from mcore_rl.batching.types import StepStats
 from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.packages import check_wandb
 from mcore_rl.observe import metric_sinks
-from mcore_rl.observe.metric_sinks import WandbRun
+from mcore_rl.observe.metric_sinks import WandbRun, _run_id
 from mcore_rl.observe.run_directory import RunConfig, RunDirectory, read_metrics
 
 STEPS = {
@@ -144,6 +144,14 @@ def test_wandb_has_the_names_steps_and_values_of_metrics_jsonl(
     write(tmp_path, {3: {"reward/mean": 1.0}}, first_step=3, wandb=WandbRun("sums"))
     found, same = points_of_wandb(tmp_path)
     assert found == {**STEPS, 3: {"reward/mean": 1.0}} and same == runs
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"\0" * 8, b"", b"a\nb"])
+def test_damaged_id_of_a_wandb_run_begins_another_one(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "wandb_run_id"
+    path.write_bytes(content)
+    begun = _run_id(path, goes_on=True)
+    assert begun.isalnum() and _run_id(path, goes_on=True) == begun
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.algorithms.registry import import_user_file
-from mcore_rl.common.errors import UsageError
+from mcore_rl.common.errors import CORRECT, UsageError
 from mcore_rl.common.parameters import flag_of, parameters_of
+from mcore_rl.common.readers import parse_yaml
 from mcore_rl.flags.classes import check_numbers, check_order, check_refused
 from mcore_rl.flags.options import FLOAT8, RLConfig
 from mcore_rl.flags.packages import check_packages
@@ -31,6 +32,10 @@ from mcore_rl.moe.routing import OFF
 from mcore_rl.moe.routing_replay import obstacle
 from mcore_rl.rewards.functions import ENVIRONMENT
 
+# numpy takes 32 bits, and Megatron adds to it on each pipeline stage and data-parallel rank.
+_MOST_SEED = 4_000_000_000
+# Files of Megatron's flags that it reads as YAML without a look at them.
+_YAML_FILES = ("nccl_communicator_config_path", "te_precision_config_file")
 _OF_TURNS = (
     *("environment_timeout", "environment_memory_gib", "environment_env"),
     *("max_environments", "max_turns", "max_turn_tokens"),
@@ -146,6 +151,23 @@ def check_environment_flags(config: RLConfig) -> None:
         )
 
 
+def check_inputs(given: Mapping[str, Any]) -> None:
+    """Files that Megatron reads when it starts, or when it makes the model's configuration."""
+    for dest in _YAML_FILES:
+        if not (name := given.get(dest)):
+            continue
+        reason = "must be a YAML file with 'key: value' lines"
+        try:
+            values = parse_yaml(Path(name).read_text(encoding="utf-8"))
+        except OSError as error:
+            values, reason = None, f"cannot be read ({error.strerror})"
+        except ValueError as error:
+            values, reason = None, f"is not valid YAML ({' '.join(str(error).split())})"
+        if not isinstance(values, dict):
+            flag = f"--{dest.replace('_', '-')} {name}"
+            raise UsageError(reason, flag=flag, remedy=CORRECT)
+
+
 def check_outputs(config: RLConfig, given: Mapping[str, Any]) -> None:
     """Check that a run's final outputs can be written, and do not replace anything."""
     if int(os.environ.get("RANK", 0)) == 0:  # no other rank writes there
@@ -243,6 +265,10 @@ def check_switches(given: Mapping[str, Any]) -> None:
                 flag=f"--{dest.replace('_', '-')} {given[dest]}",
                 remedy="drop it or raise it",
             )
+    if (given.get("seed") or 0) > _MOST_SEED:
+        raise UsageError(
+            f"must be at most {_MOST_SEED}", flag=f"--seed {given['seed']}", remedy="lower it"
+        )
     if given.get("spec"):
         named_spec(given["spec"])
 

@@ -207,6 +207,7 @@ def test_a_flag_of_another_megatron_is_named(parser: argparse.ArgumentParser) ->
         ("--spec mine", "--spec mine must be a module and a name in it; correct it"),
         ("--spec no.such spec", r"--spec no.such spec cannot be imported \(ModuleNotFound.*; corr"),
         ("--spec json spec", r"--spec json spec cannot be imported \(AttributeError.*; correct"),
+        ("--seed 4000000001", "--seed 4000000001 must be at most 4000000000; lower it"),
         ("--exit-signal-handler-for-training", "without saving it; give --exit-signal-handler"),
     ],
 )
@@ -215,6 +216,29 @@ def test_what_rl_cannot_honour_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=says):
         preflight.check_switches(given_values(text.split(), parser))
+
+
+@pytest.mark.parametrize("flag", ["--nccl-communicator-config-path", "--te-precision-config-file"])
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, r"cannot be read \(No such file or directory\); correct"),
+        (b"a: [", r"is not valid YAML \(.*\); correct"),
+        (b"\xff", r"is not valid YAML \(.*\); correct"),
+        (b"", "must be a YAML file with 'key: value' lines; correct"),
+        (b"- a", "must be a YAML file with 'key: value' lines; correct"),
+    ],
+)
+def test_file_that_megatron_would_stumble_over_is_refused(
+    flag: str, content: bytes | None, says: str, parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.yaml"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UsageError, match=f"{flag} {file} {says}"):
+        preflight.check_inputs(given_values([flag, str(file)], parser))
+    file.write_bytes(b"dp: {cga_cluster_size: 2}")
+    preflight.check_inputs(given_values([flag, str(file)], parser))
 
 
 def test_spec_that_is_a_function_is_refused_before_megatron_0_19(

@@ -463,6 +463,7 @@ RANGES: Mapping[str, str] = {
         adam_eps lr_decay_iters lr_wsd_decay_iters loss_scale initial_loss_scale min_loss_scale
         loss_scale_window hysteresis exit_interval exit_duration_in_mins save_retain_interval
         distributed_timeout_minutes recompute_num_layers ckpt_step
+        make_vocab_size_divisible_by num_distributed_optimizer_instances mlp_chunks_for_training
     """,
     "at least 0 and less than 1": """
         adam_beta1 adam_beta2 sgd_momentum muon_momentum lion_beta1 lion_beta2 hidden_dropout

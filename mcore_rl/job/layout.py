@@ -81,6 +81,14 @@ def check_layout(shape: ModelShape, values: Mapping[str, Any], world_size: int) 
                 remedy="give --expert-tensor-parallel-size 1",
             )
         _check_dispatcher(values)
+    instances = values.get("num_distributed_optimizer_instances") or 1
+    if layout.edp_size % instances or layout.dp_size * layout.cp_size % instances:
+        raise UsageError(
+            f"divides the data-parallel ranks into as many groups, and these are {layout.dp_size} "
+            f"x --context-parallel-size {layout.cp_size}, or {layout.edp_size} of an expert",
+            flag=f"--num-distributed-optimizer-instances {instances}",
+            remedy="give a divisor of both, or drop the flag",
+        )
     return layout
 
 

@@ -15,6 +15,12 @@ from mcore_rl.flags.parser import ExtraArgs, all_args
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.model.config_json import ModelShape
 
+# What its validation and its configuration raise for values that they cannot work with.
+_REFUSALS = (
+    *(AssertionError, ValueError, RuntimeError, ImportError, OSError, SystemExit),
+    *(ArithmeticError, LookupError),
+)
+
 
 @contextlib.contextmanager
 def world_of_size(size: int) -> Iterator[None]:
@@ -59,10 +65,11 @@ def check_megatron_accepts(
             warnings.catch_warnings(action="ignore"),
         ):
             args = parse_args(extra_args)
+            padded = args.padded_vocab_size  # as given
             validate_args(args)
             megatron_adapter.transformer_config(args)
             build_tokenizer(args)
-    except (AssertionError, ValueError, RuntimeError, ImportError, OSError, SystemExit) as error:
+    except _REFUSALS as error:
         raise UsageError(
             f"Megatron refuses these flags ({_reason(error, printed.getvalue())})",
             remedy="change or drop the flag it names",
@@ -73,8 +80,10 @@ def check_megatron_accepts(
         raise UsageError(
             f"gives Megatron {args.padded_vocab_size} tokens, but the checkpoint's vocab_size is "
             f"{shape.vocab_size}",
-            flag=f"--tokenizer-type {args.tokenizer_type}",
-            remedy="drop the flag, the checkpoint's own tokenizer is used",
+            flag=f"--padded-vocab-size {padded}"
+            if padded is not None
+            else f"--tokenizer-type {args.tokenizer_type}",
+            remedy="drop the flag, the checkpoint's own vocabulary is used",
         )
 
 

@@ -584,3 +584,22 @@ def test_tokenizer_with_too_few_tokens_is_refused(
     says = "--tokenizer-type HuggingFaceTokenizer gives Megatron 256 tokens, but .* is 151936; drop"
     with pytest.raises(UsageError, match=says):
         check_megatron_accepts([*derived.tokens, *tokens.split()], shape)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        (
+            "--padded-vocab-size 7",
+            "--padded-vocab-size 7 gives Megatron 7 tokens, but .* is 151936",
+        ),
+        ("--pipeline-model-parallel-layout=", r"Megatron refuses these flags \(list index out of"),
+    ],
+)
+def test_what_megatron_cannot_work_with_is_refused(
+    tokens: str, says: str, shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
+) -> None:
+    shape = shapes[QWEN3_600M]
+    derived = derive(shape, tokens, parser)
+    with pytest.raises(UsageError, match=says):
+        check_megatron_accepts([*derived.tokens, *tokens.split()], shape)

@@ -166,6 +166,17 @@ def test_dispatcher_that_needs_as_many_tokens_on_every_rank_is_told(
         assert check_layout(shape, values | other, 2).ep_size == 2
 
 
+def test_data_parallel_ranks_divide_into_instances_of_the_optimizer() -> None:
+    shape = small_shape()
+    values = {"context_parallel_size": 2, "expert_model_parallel_size": 4}
+    check_layout(shape, {**values, "num_distributed_optimizer_instances": 2}, 8)
+    says = "instances 4 divides .* 4 x --context-parallel-size 2, or 2 of an expert; give a divisor"
+    with pytest.raises(UsageError, match=says):
+        check_layout(shape, {**values, "num_distributed_optimizer_instances": 4}, 8)
+    with pytest.raises(UsageError, match="--num-distributed-optimizer-instances 3 divides"):
+        check_layout(shape, {"num_distributed_optimizer_instances": 3}, 8)
+
+
 def test_stages_of_flags() -> None:
     shape = small_shape(num_layers=8)
     even = check_stages(shape, 2, {"num_layers_per_virtual_pipeline_stage": 2})

@@ -58,14 +58,14 @@ from mcore_rl.common.agreement import (
     print_error,
 )
 from mcore_rl.common.companions import Companions, Ended, store_client
-from mcore_rl.common.errors import CORRECT, UsageError
+from mcore_rl.common.errors import UsageError
 from mcore_rl.common.kills import describe_kills, memory_kills, noted_stage
+from mcore_rl.common.launch_flags import check_flags, meeting_place
 from mcore_rl.common.loopback import stay_on_loopback
 from mcore_rl.common.run_output import keep_output_from_raising
 from mcore_rl.flags.parser import HELP_RL
 from mcore_rl.patches.registry import apply_patch
 from mcore_rl.patches.torch import ranks_end_with_launcher
-from mcore_rl.patches.torch.loopback_stores import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -104,13 +104,14 @@ def main(tokens: Sequence[str] | None = None) -> int:
     # torchrun would set it, too, but print a banner.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
-    if torchrun.parse_min_max_nnodes(args.nnodes)[1] == 1:
-        # A single machine's name need not resolve to an address at which it can reach itself.
-        args.local_addr = args.local_addr or "127.0.0.1"
     try:
-        check_num_tasks(torchrun.parse_min_max_nnodes(args.nnodes)[1])
-        _check_port(args)
-        stay_on_loopback(_meeting_place(args))
+        check_flags(args)
+        num_nodes = torchrun.parse_min_max_nnodes(args.nnodes)[1]
+        if num_nodes == 1:
+            # Its name need not resolve to an address that the machine can reach itself by.
+            args.local_addr = args.local_addr or "127.0.0.1"
+        check_num_tasks(num_nodes)
+        stay_on_loopback(meeting_place(args))
         apply_patch(ranks_end_with_launcher.PATCH)
     except UsageError as error:
         print_error(str(error))
@@ -171,26 +172,6 @@ def _companions(args: argparse.Namespace) -> Companions | None:
     companions.start()
     ranks_end_with_launcher.before_a_rank.append(companions.wait)
     return companions
-
-
-def _check_port(args: argparse.Namespace) -> None:
-    if args.master_port is not None and not 0 <= args.master_port < 65536:
-        raise UsageError(
-            "must be from 0 to 65535", flag=f"--master-port {args.master_port}", remedy=CORRECT
-        )
-
-
-def _meeting_place(args: argparse.Namespace) -> str:
-    """Return the address of torchrun's store or `local_addr`, the first that is not loopback.
-
-    Return "" on several machines, where the user chooses the addresses and loopback has no role.
-    """
-    if torchrun.parse_min_max_nnodes(args.nnodes)[1] != 1:
-        return ""
-    endpoint = args.rdzv_endpoint.rpartition(":")[0] or args.rdzv_endpoint
-    places = (endpoint.strip("[]") or args.master_addr, args.local_addr)
-    found: str = next((place for place in places if not is_loopback(place)), places[0])
-    return found
 
 
 def exit_code(codes: Collection[int]) -> int:

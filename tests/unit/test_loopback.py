@@ -11,9 +11,11 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed.run as torchrun
 
-from mcore_rl import launch
 from mcore_rl.common import loopback
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.launch_flags import check_flags, meeting_place
 from mcore_rl.patches.torch.loopback_stores import is_loopback
 
 STORES = """
@@ -106,4 +108,42 @@ def test_only_what_is_not_set_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_launcher_stays_where_its_flags_say(flags: dict[str, str], is_local: bool) -> None:
     defaults = {"nnodes": "1", "rdzv_endpoint": "", "master_addr": "127.0.0.1"}
     args = argparse.Namespace(**{"local_addr": "127.0.0.1", **defaults, **flags})
-    assert is_loopback(launch._meeting_place(args)) == is_local
+    assert is_loopback(meeting_place(args)) == is_local
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--nnodes abc", "--nnodes abc cannot be used"),
+        ("--nnodes 1:2:3", "--nnodes 1:2:3 cannot be used"),
+        ("--nnodes 0", "--nnodes 0 "),
+        ("--nnodes 2:1", "--nnodes 2:1 "),
+        ("--nproc-per-node two", "--nproc-per-node two cannot be used"),
+        ("--nproc-per-node 0", "--nproc-per-node 0 must be at least 1"),
+        ("--nproc-per-node -1", "--nproc-per-node -1 must be at least 1"),
+        ("--nnodes 2 --node-rank 2", "--node-rank 2 is not below --nnodes 2"),
+        ("--nnodes 2 --node-rank -1", "--node-rank -1 is not below --nnodes 2"),
+        ("--max-restarts -1", "--max-restarts -1 must be at least 0"),
+        ("--master-port 65536", "--master-port 65536 must be from 0 to 65535"),
+        ("--rdzv-endpoint node:99999", "--rdzv-endpoint node:99999 cannot be used"),
+        ("--rdzv-endpoint [::1", r"--rdzv-endpoint \[::1 cannot be used"),
+    ],
+)
+def test_flags_that_torchrun_would_raise_on_or_wait_with_are_refused(flags: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says) as refusal:
+        check_flags(torchrun.parse_args([*flags.split(), "script.py"]))
+    assert refusal.value.remedy and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--standalone --nproc-per-node 8",
+        "--nnodes 2 --node-rank 1 --nproc-per-node cpu --master-addr node0 --master-port 29500",
+        "--nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint [fe80::1]:29400 --max-restarts 0",
+        "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint node0 --node-rank 7",  # unread
+    ],
+)
+def test_flags_of_torchrun_are_taken(flags: str) -> None:
+    check_flags(torchrun.parse_args([*flags.split(), "script.py"]))

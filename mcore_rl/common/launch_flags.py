@@ -1,0 +1,61 @@
+"""torchrun's flags: which it would raise on or wait with, and where its ranks meet."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed.run as torchrun
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from mcore_rl.common.errors import CORRECT, UsageError
+from mcore_rl.patches.torch.loopback_stores import is_loopback
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Raises UsageError for the first of torchrun's flags that cannot be used."""
+
+    def parsed(flag: str, value: Any, parse: Callable[[Any], Any]) -> Any:
+        try:
+            return parse(value)
+        except (AssertionError, RuntimeError, ValueError) as error:
+            found = f"cannot be used ({error})"
+            raise UsageError(found, flag=f"{flag} {value}", remedy=CORRECT) from error
+
+    least, most = parsed("--nnodes", args.nnodes, torchrun.parse_min_max_nnodes)
+    ranks = parsed("--nproc-per-node", args.nproc_per_node, torchrun.determine_local_world_size)
+    parsed(
+        "--rdzv-endpoint",
+        args.rdzv_endpoint,
+        lambda endpoint: parse_rendezvous_endpoint(endpoint, default_port=-1),
+    )
+    # torchrun would wait for the other machines, which a node that is not of them never meets.
+    is_node = args.rdzv_backend != "static" or 0 <= args.node_rank < most
+    for flag, value, is_right, words in (
+        ("--nnodes", args.nnodes, 1 <= least <= most, "must be at least 1, MIN not above MAX"),
+        ("--nproc-per-node", args.nproc_per_node, ranks >= 1, "must be at least 1"),
+        ("--node-rank", args.node_rank, is_node, f"is not below --nnodes {most}, counted from 0"),
+        ("--max-restarts", args.max_restarts, args.max_restarts >= 0, "must be at least 0"),
+        (
+            "--master-port",
+            args.master_port,
+            args.master_port is None or 0 <= args.master_port < 65536,
+            "must be from 0 to 65535",
+        ),
+    ):
+        if not is_right:
+            raise UsageError(words, flag=f"{flag} {value}", remedy=CORRECT)
+
+
+def meeting_place(args: argparse.Namespace) -> str:
+    """The address by which torchrun's store is reached; the ranks' own is `local_addr`, if given.
+
+    On several machines that is for the user to say, and nothing here is about loopback.
+    """
+    if torchrun.parse_min_max_nnodes(args.nnodes)[1] != 1:
+        return ""
+    endpoint = args.rdzv_endpoint.rpartition(":")[0] or args.rdzv_endpoint
+    places = (endpoint.strip("[]") or args.master_addr, args.local_addr)
+    found: str = next((place for place in places if not is_loopback(place)), places[0])
+    return found

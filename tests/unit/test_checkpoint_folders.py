@@ -200,6 +200,19 @@ def test_tracker_that_names_no_checkpoint_is_refused(tmp_path: Path, content: by
         check_load(None, pretrained=str(tmp_path))
 
 
+def test_pipes_in_the_place_of_records_are_not_waited_for(tmp_path: Path) -> None:
+    place = save(tmp_path, 10)
+    for file in (place / folders.INTEGRITY, tmp_path / folders.TRACKER):
+        file.unlink()
+        os.mkfifo(file)
+    assert damage_of(tmp_path, 10) == [folders.INTEGRITY]
+    assert folders.tracked_step(tmp_path) is None
+    (place / folders.COMPLETE).unlink()
+    os.mkfifo(place / folders.COMPLETE)
+    assert folders.complete_steps(tmp_path) == []
+    assert folders.recover(tmp_path) == []
+
+
 @pytest.mark.parametrize("name", ["7", " 0000007\n", "release"])
 def test_tracker_of_megatrons_own_checkpoint_is_taken(tmp_path: Path, name: str) -> None:
     for place in (folders.iteration_name(7), "release"):

@@ -89,7 +89,7 @@ def complete_steps(folder: Path) -> list[int]:
 def tracked_step(folder: Path) -> int | None:
     """Return the step that Megatron would load, None if it finds none ("release" included)."""
     with contextlib.suppress(OSError, ValueError):
-        return int((folder / TRACKER).read_text(encoding="utf-8"))
+        return int(_content(folder / TRACKER).decode())
     return None
 
 
@@ -155,7 +155,7 @@ def _check_tracked(folder: Path, flag: str) -> None:
     with exit code 0, at others it raises on each rank."""
     said = ""
     with contextlib.suppress(OSError):
-        said = (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+        said = _content(folder / TRACKER).decode(errors="replace").strip()
     is_step = said.isdecimal() and len(said) < 19
     place = folder / (iteration_name(int(said)) if is_step else "release")
     if not (is_step or said == "release") or not place.is_dir():
@@ -318,7 +318,7 @@ def damage(folder: Path, step: int, *, rank: int = 0, world_size: int = 1) -> li
         return [Damage(place / COMPLETE, "it is not there or cannot be read")]
     sizes, found = record, []
     try:
-        expected = parse_json((place / INTEGRITY).read_bytes())["files"]
+        expected = parse_json(_content(place / INTEGRITY))["files"]
         if not isinstance(expected, dict):
             raise InvalidData("files is not an object")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -351,7 +351,7 @@ def recorded_bytes(folder: Path, step: int) -> int:
 def _record(place: Path, step: int) -> dict[str, int] | None:
     """Return the bytes of each file of a complete checkpoint, all below its folder, else None."""
     try:
-        record = parse_json((place / COMPLETE).read_bytes())
+        record = parse_json(_content(place / COMPLETE))
         if record["format"] != _FORMAT or record["step"] != step:
             return None
         sizes = record["bytes"]
@@ -363,6 +363,13 @@ def _record(place: Path, step: int) -> dict[str, int] | None:
         return sizes if is_right else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _content(path: Path) -> bytes:
+    """Of a regular file: a pipe would be waited for. Raises OSError."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is not a file")
+    return path.read_bytes()
 
 
 def _folders_of(folder: Path) -> list[Path]:

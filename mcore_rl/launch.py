@@ -108,7 +108,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
         check_flags(args)
         num_nodes = torchrun.parse_min_max_nnodes(args.nnodes)[1]
         if num_nodes == 1:
-            # Its name need not resolve to an address that the machine can reach itself by.
+            # A single machine's name need not resolve to an address at which it can reach itself.
             args.local_addr = args.local_addr or "127.0.0.1"
         check_num_tasks(num_nodes)
         stay_on_loopback(meeting_place(args))

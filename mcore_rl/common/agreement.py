@@ -33,8 +33,8 @@ EXIT_USAGE = 2
 EXIT_ALARM = os.EX_TEMPFAIL  # 75: ended by --rl-on-alarm stop, with everything saved
 # `mcore_rl.launch` sets it for its descendants, whose error files it prints.
 LAUNCHER = "MCORE_RL_LAUNCHER"
-COMMAND = "MCORE_RL_COMMAND"  # what the user has started it by
-# What a launcher sets, and the least and the most that each can be.
+COMMAND = "MCORE_RL_COMMAND"  # the command that the user started it with
+# Variables that a launcher sets, with their smallest and largest values.
 _MOST_RANKS = (1 << 31) - 1
 _NUMBERS = {
     "RANK": (0, _MOST_RANKS - 1),
@@ -45,7 +45,7 @@ _NUMBERS = {
     "MASTER_PORT": (0, 65535),
 }
 _REMEDY = "start with mcore_rl.launch or torchrun, or set what they set"
-# Variables that say how many tasks a command was started as, and what starts them.
+# Variables with the number of tasks that a command was started as, and the program that sets them.
 _TASK_COUNTS = {
     "SLURM_STEP_NUM_TASKS": "srun",
     "OMPI_COMM_WORLD_SIZE": "mpirun",
@@ -66,11 +66,11 @@ def open_store() -> Store | None:
     """
     for name in (*_NUMBERS, "MASTER_ADDR"):
         if not os.environ.get(name, name).strip():
-            del os.environ[name]  # torch and Megatron would read a number there
+            del os.environ[name]  # torch and Megatron would parse it as a number
     present = [name for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
     if not present or (present == ["WORLD_SIZE"] and os.environ["WORLD_SIZE"].strip() == "1"):
         try:
-            # A job of Kubernetes may have a MASTER_PORT of a service; here nobody reads it.
+            # MASTER_PORT is not read here; a Kubernetes service may have set it.
             _check_numbers("LOCAL_RANK", "LOCAL_WORLD_SIZE")
             check_num_tasks(1)
         except UsageError as error:
@@ -88,7 +88,7 @@ def open_store() -> Store | None:
     try:
         _check_numbers(*_NUMBERS)
         _check_place()
-        # With torchrun its agents are the tasks, without it the ranks are.
+        # Under torchrun the tasks are its agents; otherwise they are the ranks.
         check_num_tasks(int(os.environ.get("GROUP_WORLD_SIZE") or os.environ["WORLD_SIZE"]))
     except UsageError as error:
         leave_with(error)
@@ -117,7 +117,7 @@ def open_store() -> Store | None:
 
 
 def _check_numbers(*names: str) -> None:
-    """UsageError for a variable of `names` that is set to something else than its numbers."""
+    """Raise UsageError for a variable of `names` that is not a number in its range."""
     for name in names:
         least, most = _NUMBERS[name]
         text = os.environ.get(name, str(least)).strip()
@@ -130,7 +130,7 @@ def _check_numbers(*names: str) -> None:
 
 
 def _check_place() -> None:
-    """UsageError for a rank outside the world, or an address that no machine can have."""
+    """Raise UsageError for a rank outside the world or an invalid MASTER_ADDR."""
     rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     if int(rank) >= int(world_size):
         raise UsageError(

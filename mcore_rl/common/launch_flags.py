@@ -1,4 +1,4 @@
-"""torchrun's flags: which it would raise on or wait with, and where its ranks meet."""
+"""Check torchrun's flags that would make it raise or wait, and find its meeting address."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mcore_rl.patches.torch.loopback_stores import is_loopback
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raises UsageError for the first of torchrun's flags that cannot be used."""
+    """Raise UsageError for the first of torchrun's flags that cannot be used."""
 
     def parsed(flag: str, value: Any, parse: Callable[[Any], Any]) -> Any:
         try:
@@ -30,7 +30,7 @@ def check_flags(args: argparse.Namespace) -> None:
         args.rdzv_endpoint,
         lambda endpoint: parse_rendezvous_endpoint(endpoint, default_port=-1),
     )
-    # torchrun would wait for the other machines, which a node that is not of them never meets.
+    # A node outside the job would wait for the others forever.
     is_node = args.rdzv_backend != "static" or 0 <= args.node_rank < most
     for flag, value, is_right, words in (
         ("--nnodes", args.nnodes, 1 <= least <= most, "must be at least 1, MIN not above MAX"),
@@ -49,9 +49,9 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def meeting_place(args: argparse.Namespace) -> str:
-    """The address by which torchrun's store is reached; the ranks' own is `local_addr`, if given.
+    """Return the address of torchrun's store or `local_addr`, the first that is not loopback.
 
-    On several machines that is for the user to say, and nothing here is about loopback.
+    Return "" on several machines, where the user chooses the addresses and loopback has no role.
     """
     if torchrun.parse_min_max_nnodes(args.nnodes)[1] != 1:
         return ""

@@ -35,8 +35,8 @@ def _slips(name: str, other: str, known_words: set[str]) -> int | None:
     ours, theirs = _words(name), _words(other)
     if "".join(ours) == "".join(theirs):
         return 1
-    for word in [*ours]:
-        if word in theirs:
+    for word in list(ours):
+        if word in theirs:  # which has it once, or as often
             ours.remove(word)
             theirs.remove(word)
     if len(ours) != len(theirs):

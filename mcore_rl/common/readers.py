@@ -50,12 +50,12 @@ def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH) -> Any:
 def parse_yaml(
     text: str, *, max_depth: int = MAX_DEPTH, number_of: Callable[[str], Any] | None = None
 ) -> Any:
-    """The value of one YAML document of plain data; None for an empty one.
+    """Return the value of one YAML document of plain data; None for an empty document.
 
-    Raises InvalidData for anything else than YAML's plain types, for documents nested deeper than
-    `max_depth`, for a key that a mapping has twice, and for aliases and merges (`<<`) that expand
-    to more than `MAX_YAML_VALUES` values or to themselves. `number_of` makes values of the texts
-    that YAML takes for numbers and dates (`1.10`, `010`, `12:30`, `2026_01`).
+    Raises InvalidData for anything but YAML's plain types, for documents nested deeper than
+    `max_depth`, for a duplicate key in a mapping, and for aliases and merges (`<<`) that expand to
+    more than `MAX_YAML_VALUES` values or to themselves. `number_of` converts the texts that YAML
+    would read as numbers or dates (`1.10`, `010`, `12:30`, `2026_01`).
     """
     import yaml
 

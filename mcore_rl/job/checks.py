@@ -363,7 +363,7 @@ _CHECKS: tuple[Check, ...] = (
     _check("kv_after_update", _kv_after_update, alone=True),
     _check("switches", preflight.check_switches, alone=True),
     _check("typed_alone", reading.check_needs_no_command_line),
-    # What it names.
+    # What the flags name.
     _check("inputs", preflight.check_inputs, asks=FILES, alone=True),
     _check("outputs", preflight.check_outputs, asks=FILES),
     _check("wandb", _wandb, asks=MACHINE),

@@ -32,9 +32,9 @@ from mcore_rl.moe.routing import OFF
 from mcore_rl.moe.routing_replay import obstacle
 from mcore_rl.rewards.functions import ENVIRONMENT
 
-# numpy takes 32 bits, and Megatron adds to it on each pipeline stage and data-parallel rank.
+# numpy's limit is 32 bits; Megatron adds to the seed per pipeline stage and data-parallel rank.
 _MOST_SEED = 4_000_000_000
-# Files of Megatron's flags that it reads as YAML without a look at them.
+# Flags with YAML files that Megatron reads without a check.
 _YAML_FILES = ("nccl_communicator_config_path", "te_precision_config_file")
 _OF_TURNS = (
     *("environment_timeout", "environment_memory_gib", "environment_env"),
@@ -152,7 +152,7 @@ def check_environment_flags(config: RLConfig) -> None:
 
 
 def check_inputs(given: Mapping[str, Any]) -> None:
-    """Files that Megatron reads when it starts, or when it makes the model's configuration."""
+    """Check YAML files that Megatron reads when it starts or configures the model."""
     for dest in _YAML_FILES:
         if not (name := given.get(dest)):
             continue

@@ -15,7 +15,7 @@ from mcore_rl.flags.parser import ExtraArgs, all_args
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.model.config_json import ModelShape
 
-# What its validation and its configuration raise for values that they cannot work with.
+# Exceptions of Megatron's validation and configuration for unusable values.
 _REFUSALS = (
     *(AssertionError, ValueError, RuntimeError, ImportError, OSError, SystemExit),
     *(ArithmeticError, LookupError),

@@ -161,9 +161,9 @@ class _Wandb:
 
 
 def _run_id(path: Path, *, goes_on: bool) -> str:
-    """That of the run which goes on; a run that begins in a folder again is another one."""
+    """Return the id of the run that is resumed, or a new id for a run that starts at step 0."""
     if goes_on and path.is_file():
-        with contextlib.suppress(OSError, ValueError):  # what a crash has left begins another run
+        with contextlib.suppress(OSError, ValueError):  # a damaged id starts another run
             if (found := path.read_text(encoding="utf-8").strip()) and found.isprintable():
                 return found
     run_id = secrets.token_hex(4)

@@ -140,7 +140,7 @@ def _has_checkpoint(load: Path, asked: int | None) -> bool:
     save."""
     if complete_steps(load) or complete_steps(saving_folder(load)):
         return True
-    if asked is not None:  # which needs no tracker
+    if asked is not None:  # needs no tracker
         place = load / iteration_name(asked)
         _check_not_ours(place, f"--load {load}")
         return place.is_dir()
@@ -151,8 +151,8 @@ def _has_checkpoint(load: Path, asked: int | None) -> bool:
 
 
 def _check_tracked(folder: Path, flag: str) -> None:
-    """UsageError if the tracker names no checkpoint of Megatron's: at some contents Megatron ends
-    with exit code 0, at others it raises on each rank."""
+    """Raise UsageError if the tracker does not name a checkpoint: Megatron would end with exit code
+    0, or raise on each rank."""
     said = ""
     with contextlib.suppress(OSError):
         said = _content(folder / TRACKER).decode(errors="replace").strip()
@@ -168,8 +168,8 @@ def _check_tracked(folder: Path, flag: str) -> None:
 
 
 def _check_not_ours(place: Path, flag: str) -> None:
-    """UsageError for a checkpoint of ours whose record is damaged: as one of Megatron's it would
-    load without the state of the run."""
+    """Raise UsageError for a checkpoint of ours with a damaged record, which would load as one of
+    Megatron's without the state of the run."""
     if (place / COMPLETE).exists():
         raise UsageError(
             f": {place.name}/{COMPLETE} is damaged", flag=flag, remedy="load another checkpoint"
@@ -366,7 +366,7 @@ def _record(place: Path, step: int) -> dict[str, int] | None:
 
 
 def _content(path: Path) -> bytes:
-    """Of a regular file: a pipe would be waited for. Raises OSError."""
+    """Read a regular file; a pipe would block. Raises OSError."""
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is not a file")
     return path.read_bytes()

@@ -562,7 +562,7 @@ def test_rewards_that_fail_are_told_by_what_they_raise_and_print(tmp_path: Path)
         tmp_path,
         reward="raises,blind,awaits,hangs",
         import_=(str(tmp_path / "mine.py"),),
-        reward_timeout_seconds=3.0,
+        reward_timeout_seconds=1.0,
     )
     printed, raises, blind, awaits, hangs = check_reward(config, FEW[:1], None)
     assert awaits.level == "green" and "awaits gives 1 to" in awaits.found
@@ -570,7 +570,7 @@ def test_rewards_that_fail_are_told_by_what_they_raise_and_print(tmp_path: Path)
     assert raises.level == "red"
     assert "gives no value for 2 of 2 samples: raised ZeroDivisionError" in raises.found
     assert blind.level == "yellow" and "blind gives 0.5 to" in blind.found
-    assert hangs.level == "red" and "no value within 3 s" in hangs.found
+    assert hangs.level == "red" and "no value within 1 s" in hangs.found
 
 
 @pytest.mark.parametrize(
@@ -629,7 +629,7 @@ def test_without_prompts_a_reward_is_imported_only(tmp_path: Path) -> None:
 def test_a_reward_that_may_take_longer_than_the_doctor_waits_is_yellow(
     slow_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reward_checks, "_MOST_SECONDS", 2.0)
+    monkeypatch.setattr(reward_checks, "_MOST_SECONDS", 1.0)
     (tmp_path / "mine.py").write_text(REWARDS)
     config = config_of(
         tmp_path,
@@ -642,12 +642,12 @@ def test_a_reward_that_may_take_longer_than_the_doctor_waits_is_yellow(
     for name, found in (("hangs", hangs), ("http", http)):
         assert found.level == "yellow"
         assert found.found == (
-            f"{name} gives no value within 2 s and is not waited for longer here; the run waits "
+            f"{name} gives no value within 1 s and is not waited for longer here; the run waits "
             "30 s"
         )
     assert raises.level == "red"
     config = dataclasses.replace(config, reward="hangs", reward_url=None)
-    short = dataclasses.replace(config, reward_timeout_seconds=2.0)
+    short = dataclasses.replace(config, reward_timeout_seconds=1.0)
     assert [check_reward(c, FEW[:1], None)[0].level for c in (config, short)] == ["yellow", "red"]
 
 

@@ -264,7 +264,10 @@ def test_resolve_reward_finds_a_function_in_a_file(tmp_path, monkeypatch):
             "gms8k",
             r"--reward gms8k is not a built-in reward \(did you mean gsm8k\?\).*package.module",
         ),
-        ("Model", r"\(did you mean model\?\); .* http, pooling, model, environment, and your own"),
+        (
+            "Model",
+            r"\(did you mean model\?\); .* pooling, model, environment, .*and your own",
+        ),
         ("gsm8k=0.5", "is not a built-in reward; the built-in ones are"),
         ("no_such_module_here:f", "there is no module 'no_such_module_here'"),
         ("rewards_of_a_user.sub:f", "there is no module|rewards_of_a_user.sub"),

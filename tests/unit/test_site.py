@@ -61,7 +61,7 @@ def test_reference_has_what_a_user_imports(site: Path) -> None:
     ):
         assert f'id="{name}"' in text
     said = html.unescape(re.sub(r"<[^>]+>", "", text))
-    assert "before anything of it is imported" in said  # a docstring
+    assert "before any of its modules is imported" in said  # a docstring
 
 
 @pytest.mark.slow

@@ -318,6 +318,8 @@ def run_trial(spec: RewardSpec, samples: Sequence[Sample], more: Sequence[Sample
             stderr=printed,
             pass_fds=(write_end,),
             start_new_session=True,
+            # A worker may be killed before it flushes what a reward has printed.
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
         os.close(write_end)
         try:

@@ -63,6 +63,13 @@ def not_held(place: object, what: str, why: object) -> UsageError:
     )
 
 
+def unreadable(path: object, error: OSError, flag: str) -> UsageError:
+    """Return the error for a file of the folder given as `flag` that the user may not read."""
+    return UsageError(
+        f": {path} cannot be read ({error.strerror})", flag=flag, remedy="correct its permissions"
+    )
+
+
 class CommandParser(argparse.ArgumentParser):
     """Takes no abbreviated flags; its errors are UsageErrors of one sentence."""
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mcore_rl.common.errors import UsageError
+from mcore_rl.common.errors import UsageError, unreadable
 from mcore_rl.common.readers import (
     FETCH_LFS,
     InvalidData,
@@ -140,11 +140,7 @@ def opened(path: Path, flag: str) -> safe_open:
     try:
         path.open("rb").close()  # safetensors reports an unreadable file as missing
     except OSError as error:
-        raise UsageError(
-            f": {path} cannot be read ({error.strerror})",
-            flag=flag,
-            remedy="correct its permissions",
-        ) from error
+        raise unreadable(path, error, flag) from error
     try:
         # safetensors compares the header with the file's length: a truncated shard fails here.
         found = safe_open(path, framework="pt")

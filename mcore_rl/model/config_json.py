@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.common.errors import UsageError
+from mcore_rl.common.errors import UsageError, unreadable
 from mcore_rl.common.parameters import Bounds
 from mcore_rl.common.readers import InvalidData, parse_json
 from mcore_rl.model.config_fields import Fields
@@ -105,11 +105,7 @@ def _read_json_object(path: Path, flag: str) -> dict[str, Any]:
     try:
         values = parse_json(path.read_bytes())
     except OSError as error:
-        raise UsageError(
-            f": {path} cannot be read ({error.strerror})",
-            flag=flag,
-            remedy="correct its permissions",
-        ) from error
+        raise unreadable(path, error, flag) from error
     except InvalidData as error:
         raise UsageError(
             f": {path} cannot be read as JSON ({error})",

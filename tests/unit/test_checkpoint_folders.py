@@ -225,10 +225,15 @@ def test_tracker_of_megatrons_own_checkpoint_is_taken(tmp_path: Path, name: str)
 def test_own_checkpoint_with_a_damaged_record_is_not_taken_for_megatrons(
     tmp_path: Path, content: bytes
 ) -> None:
-    (save(tmp_path, 10) / folders.COMPLETE).write_bytes(content)
+    place = save(tmp_path, 10)
+    check_load(None, pretrained=str(tmp_path))  # its weights can begin another run
+    (place / folders.COMPLETE).write_bytes(content)
+    says = "iter_0000010/complete.json is damaged; load another"
     for asked in (None, 10):
-        with pytest.raises(UsageError, match="iter_0000010/complete.json is damaged; load another"):
+        with pytest.raises(UsageError, match=says):
             check_load(tmp_path, asked=asked, may_begin=True)
+    with pytest.raises(UsageError, match=says):
+        check_load(None, pretrained=str(tmp_path))
 
 
 def test_mtp_layers_to_train_must_be_in_the_checkpoint(tmp_path: Path) -> None:

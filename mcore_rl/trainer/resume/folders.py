@@ -141,9 +141,8 @@ def _has_checkpoint(load: Path, asked: int | None) -> bool:
     if complete_steps(load) or complete_steps(saving_folder(load)):
         return True
     if asked is not None:  # needs no tracker
-        place = load / iteration_name(asked)
-        _check_not_ours(place, f"--load {load}")
-        return place.is_dir()
+        _check_record(load, asked, f"--load {load}")
+        return (load / iteration_name(asked)).is_dir()
     if not (load / TRACKER).is_file():
         return False
     _check_tracked(load, f"--load {load}")
@@ -164,13 +163,15 @@ def _check_tracked(folder: Path, flag: str) -> None:
             flag=flag,
             remedy="write the step of one there, or name another folder",
         )
-    _check_not_ours(place, flag)
+    if is_step:
+        _check_record(folder, int(said), flag)
 
 
-def _check_not_ours(place: Path, flag: str) -> None:
+def _check_record(folder: Path, step: int, flag: str) -> None:
     """Raise UsageError for a checkpoint of ours with a damaged record, which would load as one of
     Megatron's without the state of the run."""
-    if (place / COMPLETE).exists():
+    place = folder / iteration_name(step)
+    if (place / COMPLETE).exists() and _record(place, step) is None:
         raise UsageError(
             f": {place.name}/{COMPLETE} is damaged", flag=flag, remedy="load another checkpoint"
         )

@@ -145,6 +145,13 @@ def effective_of(given: Mapping[str, Any], unread: Collection[str] = frozenset()
     return {dest: value for dest, value in given.items() if dest not in without}
 
 
+def values_of(
+    derived: DerivedFlags, given: Mapping[str, Any], parser: argparse.ArgumentParser
+) -> dict[str, Any]:
+    """Return the derived flags and those of `given` that have an effect, by destination."""
+    return {**given_values(derived.tokens, parser), **effective_of(given, derived.unread)}
+
+
 def for_megatron(
     derived: DerivedFlags, tokens: Sequence[str], parser: argparse.ArgumentParser
 ) -> tuple[str, ...]:

@@ -12,9 +12,11 @@ from typing import Any
 from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.options import RLConfig
+from mcore_rl.flags.roles import CRITIC, Roles
 from mcore_rl.hybrid_engine.memory.offload import kinds_at_start, offload_kinds
 from mcore_rl.job.layout import ranks_per_node
 from mcore_rl.job.planner_settings import engine_settings, is_known_optimizer, train_settings
+from mcore_rl.job.value_models import LaidOut
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.planner.advice import Problem, problems_of
@@ -134,3 +136,15 @@ def training_of(
     """Return the planner's settings for the training of a model."""
     multiple = values.get("make_vocab_size_divisible_by")
     return train_settings(config, values, train, layers, vocabulary_multiple=multiple)
+
+
+def trained_critic(config: RLConfig, critic: LaidOut, roles: Roles) -> TrainedModel:
+    """Return the critic as a model of the plan."""
+    return TrainedModel(
+        name=CRITIC,
+        shape=critic.shape,
+        train=critic.layout,
+        layers=critic.layers,
+        training=training_of(config, critic.values, critic.layout, critic.layers),
+        ranks=roles.critic,
+    )

@@ -12,8 +12,8 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import flag_of
 from mcore_rl.common.platform import Platform
 from mcore_rl.flags.classes import check_no_megatron_rl_flag, given_to_fork
-from mcore_rl.flags.derived import DerivedFlags, check_fits_machine
-from mcore_rl.flags.given import FlagNames, expand_config, given_values, import_given_files
+from mcore_rl.flags.derived import check_fits_machine
+from mcore_rl.flags.given import FlagNames, given_values
 from mcore_rl.flags.options import RLConfig, frozen
 from mcore_rl.flags.parser import ExtraArgs, all_args
 from mcore_rl.flags.roles import DEGREE_FLAGS
@@ -26,8 +26,8 @@ from mcore_rl.model.config_json import (
     read_config_json,
 )
 
-# Reads a model's shape from the folder that a field of RLConfig names.
-ReadShape = Callable[[RLConfig, str], ModelShape]
+# Reads a model's shape from a folder, given by a flag; see `read_shape_of`.
+ReadShape = Callable[[str | None, str], ModelShape]
 
 # Values that Megatron's own validation replaces by another form.
 _REWRITTEN = frozenset({"vocab_size", "moe_layer_freq", "max_position_embeddings", "kv_channels"})
@@ -42,21 +42,6 @@ def make_parser(extra_args: ExtraArgs = all_args) -> argparse.ArgumentParser:
         # One of Megatron's help texts contains "10%)", which makes argparse raise.
         action.help = action.help and re.sub("%(?![%(])(?<!%%)", "%%", action.help)
     return parser
-
-
-def import_files(typed: Sequence[str]) -> None:
-    """Import the files of `--rl-import`, which may add flags; a fork's are run by its checks."""
-    import_given_files(typed)
-
-
-def tokens_of(typed: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Return the tokens with `--rl-config` files expanded to flags."""
-    return expand_config(typed, parser)
-
-
-def no_tokens(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return no tokens: a fork's own parser has read them."""
-    return ()
 
 
 def given_in(tokens: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -101,16 +86,17 @@ def check_needs_no_command_line(args: argparse.Namespace, config: RLConfig) -> N
             )
 
 
-def derived_in_fork(
+def check_fork_fits(
     args: argparse.Namespace,
     shape: ModelShape,
     config: RLConfig,
     given: Mapping[str, Any],
+    *,
     parser: argparse.ArgumentParser,
     platform: Platform,
-) -> DerivedFlags:
-    """Return no flags, since deriving is too late; check that `args` have the architecture and the
-    flags that the machine needs."""
+) -> None:
+    """Check that `args` have the architecture of config.json and the flags that the machine
+    needs, since it is too late to derive them."""
     for dest, value in given_values(megatron_flags(shape), parser).items():
         # validate_args rewrites some of these: compare only destinations whose values are kept.
         if dest not in _REWRITTEN and getattr(args, dest) != value:
@@ -120,16 +106,6 @@ def derived_in_fork(
                 remedy=f"{_BY_US}, which derives it, or pass {' '.join(megatron_flags(shape))}",
             )
     check_fits_machine(args, shape, given, parser=parser, platform=platform)
-    return DerivedFlags((), (), ())
-
-
-def values_in_fork(args: argparse.Namespace, derived: DerivedFlags) -> dict[str, Any]:
-    """Return all flags by destination."""
-    return vars(args)
-
-
-def accepted_in_fork(args: argparse.Namespace) -> None:
-    """Check nothing: `args` have passed Megatron's own validation."""
 
 
 def flags_of(values: Mapping[str, Any], parser: argparse.ArgumentParser) -> dict[str, str]:
@@ -138,22 +114,16 @@ def flags_of(values: Mapping[str, Any], parser: argparse.ArgumentParser) -> dict
     return {names.get(dest, dest): str(value) for dest, value in values.items()}
 
 
-def read_shape_of(config: RLConfig, field: str) -> ModelShape:
-    """Read the shape from config.json of a checkpoint's folder."""
-    folder = getattr(config, field)
+def read_shape_of(folder: str | None, flag: str) -> ModelShape:
+    """Read the shape from config.json of a checkpoint's folder, which `flag` names."""
     if folder is None:
         raise UsageError(
             "is missing",
-            flag=flag_of(field),
+            flag=flag,
             remedy="give the folder of the Hugging Face checkpoint to train",
         )
-    values = read_config_json(Path(folder), flag=flag_of(field))  # of a folder, not of a file
-    return model_shape(values, Path(folder) / "config.json", flag=flag_of(field))
-
-
-def read_actor_shape(config: RLConfig, read_shape: ReadShape) -> ModelShape:
-    """Read the shape of the trained model."""
-    return read_shape(config, "hf_checkpoint")
+    values = read_config_json(Path(folder), flag=flag)  # of a folder, not of a file
+    return model_shape(values, Path(folder) / "config.json", flag=flag)
 
 
 def read_checkpoint(config: RLConfig, shape: ModelShape) -> HFCheckpoint:

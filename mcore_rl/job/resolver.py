@@ -1,87 +1,222 @@
-"""Resolving a command line or a fork's arguments to one `JobSpec`, by one list of named checks.
+"""A job's `JobSpec`, from a command line or from the arguments that a fork has parsed: `resolve`.
 
-A check takes facts, named by its parameters, and gives one: its result. It runs once all facts that
-it needs are known, and is skipped if one of them was refused or is not requested. The start stops
-at the first refusal, the doctor collects all, and the planner leaves out what needs files or a
-machine. A fork's parsed arguments enter as the fact `args` and pass the same list as a command
-line, the fact `typed`.
-
-Each check raises UsageError. They read configuration and files only, so that all of them take
-seconds, and `mcore_rl.common.agreement` makes all ranks fail together. Megatron's own validation
-runs last, once, to find in advance what Megatron would refuse.
+`examine` calls the checks of a job one after the other. Each raises UsageError; they read flags and
+files only, so that all of them take seconds. `Refusals` decides what a refusal means: a start ends
+with the first one, the doctor collects them and skips the checks that need what was refused. The
+planner leaves out the checks that need the weights or the machine of the job. Megatron's own
+validation runs near the end, to find in advance what Megatron would refuse.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
+import re
 import sys
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.machine_memory import MachineMemory
 from mcore_rl.common.platform import Platform
-from mcore_rl.flags.given import import_given_files
+from mcore_rl.flags.allocator import check_allocator
+from mcore_rl.flags.classes import check_critic_rate, notes
+from mcore_rl.flags.derived import DerivedFlags, derive_flags, for_megatron, values_of
+from mcore_rl.flags.fsdp import check_fsdp, check_fsdp_machine
+from mcore_rl.flags.given import expand_config, import_given_files
+from mcore_rl.flags.options import RLConfig, config_from
+from mcore_rl.flags.packages import check_wandb
 from mcore_rl.flags.pages import help_text
 from mcore_rl.flags.parser import HELP_RL, ExtraArgs, all_args
-from mcore_rl.job.checks import CHECKS, Check
-from mcore_rl.job.preflight import check_versions
-from mcore_rl.job.reading import make_parser, read_shape_of
-from mcore_rl.job.spec import JobSpec
+from mcore_rl.flags.roles import REWARD, Roles, describe_ranks, parse_roles
+from mcore_rl.hybrid_engine.memory.offload import offload_kinds
+from mcore_rl.hybrid_engine.plan.placement import Placement
+from mcore_rl.job import preflight, reading
+from mcore_rl.job.batches import check_lengths
+from mcore_rl.job.device import case_of_run, check_device, trained_critic
+from mcore_rl.job.host import check_host, has_slow_products
+from mcore_rl.job.layout import (
+    check_batches,
+    check_layout,
+    check_rollout,
+    check_stages,
+    note_on_experts,
+)
+from mcore_rl.job.reading import ReadShape, read_shape_of
+from mcore_rl.job.spec import JobSpec, ValueModelSpec
+from mcore_rl.job.validation import check_megatron_accepts
+from mcore_rl.job.value_models import (
+    Folder,
+    LaidOut,
+    ValueOptions,
+    check_positions,
+    check_reward_model_flags,
+    critic_options,
+    lay_out,
+    lay_out_in_fork,
+    read_folder,
+    read_value_shape,
+    reward_options,
+)
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
+from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
+from mcore_rl.model.speculation import check_drafter, check_drafter_weights, parse_speculation
+from mcore_rl.planner.memory import memory_of, resident_of
 
-Facts = dict[str, Any]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Flags, by destination, that the checks of layout, batch and lengths depend on.
+LAYOUT = re.compile(r"parallel_size|pipeline|virtual|^rl_(rollout_|critic_|reward_)?(ranks|[te]p_)")
+BATCH = re.compile(r"batch|^rl_(num_prompts|num_samples|algorithm|share_prompts|max_tokens)")
+LENGTHS = re.compile(r"^rl_max_(prompt|response)_tokens|^rl_max_tokens|context_parallel")
 
 
-def resolve(
-    facts: Facts,
-    *,
-    leaves_out: Collection[str] = (),
-    refused: Callable[[Check, UsageError], None] | None = None,
-    unknown: Collection[str] = (),
-) -> Facts:
-    """Return `facts` with the results of all checks.
+class Refusals:
+    """What happens when a check refuses a job: here, as at a start, the first refusal is raised.
 
-    `leaves_out` names kinds of checks, or single ones. With `refused`, which is called with every
-    refusal, the checks that do not need what was refused continue. Checks that depend on the flags
-    `unknown`, by destination, are skipped, since the meaning of these is not known.
+    A subclass may collect refusals instead. `value` then returns None and `passes` False, and
+    `examine` continues with the checks that do not need the result.
     """
-    facts = dict(facts)
-    for check in CHECKS:
-        if check.gives in facts or not facts.keys() >= {*check.needs.values(), *check.after}:
-            continue
-        if {check.gives, check.asks} & {*leaves_out} or any(map(check.depends_on, unknown)):
-            continue
+
+    # Destinations of flags that were left out because they are wrong; their meaning is unknown.
+    left_out: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        self.count = 0
+        # Whether flags are being checked one by one: without the refused one, others may be right.
+        self.examines_single_flags = False
+        self._role = ""
+
+    def refuse(self, error: UsageError) -> None:
+        """Handle a refusal."""
+        raise error
+
+    def value(self, check: Callable[P, T], *args: P.args, **options: P.kwargs) -> T | None:
+        """Return the result of a check, or None if it refuses."""
         try:
-            facts[check.gives] = check.run(**{p: facts[name] for p, name in check.needs.items()})
+            return check(*args, **options)
         except UsageError as error:
-            if refused is None:
-                raise
-            refused(check, error)
-    return facts
+            self.count += 1
+            self.refuse(error.of_role(self._role) if self._role else error)
+            return None
+
+    def passes(self, check: Callable[P, object], *args: P.args, **options: P.kwargs) -> bool:
+        """Return whether a check passes."""
+        before = self.count
+        self.value(check, *args, **options)
+        return self.count == before
+
+    def knows(self, flags: re.Pattern[str]) -> bool:
+        """Return whether none of these flags was left out."""
+        return not any(map(flags.search, self.left_out))
+
+    @contextmanager
+    def single_flags(self) -> Iterator[None]:
+        """Mark the checks inside as checks of one flag by itself."""
+        self.examines_single_flags = True
+        try:
+            yield
+        finally:
+            self.examines_single_flags = False
+
+    @contextmanager
+    def of_role(self, whose: str) -> Iterator[None]:
+        """Name the role, such as "the critic", in the refusals of the checks inside."""
+        self._role = whose
+        try:
+            yield
+        finally:
+            self._role = ""
 
 
-def facts_of_tokens(
-    typed: Sequence[str],
-    *,
-    platform: Platform,
-    world_size: int,
-    scores_only: bool = False,
-    extra_args: ExtraArgs = all_args,
-    device_bytes: Callable[[], int] | None = None,
-    host_memory: Callable[[], MachineMemory] | None = None,
-) -> Facts:
-    """Return the initial facts of a command line; see `resolve_tokens`."""
-    return {
-        "typed": tuple(typed),
-        "extra_args": extra_args,
-        "platform": platform,
-        "world_size": world_size,
-        "scores_only": scores_only,
-        "device_bytes": device_bytes,
-        "host_memory": host_memory,
-        "read_shape": read_shape_of,
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """The source of a job: `tokens` of a command line, or the `args` that a fork has parsed."""
+
+    tokens: Sequence[str] = ()
+    args: argparse.Namespace | None = None
+    platform: Platform
+    world_size: int
+    extra_args: ExtraArgs = all_args  # adds all flags that are not Megatron's own
+    parser: argparse.ArgumentParser | None = None  # of `make_parser(extra_args)`, if made already
+    scores_only: bool = False  # see `resolve_tokens`
+    # Return the size of this rank's device and this machine's host memory; called late.
+    device_bytes: Callable[[], int] | None = None
+    host_memory: Callable[[], MachineMemory] | None = None
+    read_shape: ReadShape = read_shape_of
+    has_files: bool = True  # whether weights and other files that the flags name can be read
+    is_here: bool = True  # whether this machine will run the job
+    checks_batches: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The facts of a job of which nothing was refused."""
+
+    config: RLConfig
+    given: Mapping[str, Any]
+    shape: ModelShape
+    derived: DerivedFlags
+    values: Mapping[str, Any]
+    roles: Roles
+    layout: TrainLayout
+    layers: PipelineLayers
+    rollout: RolloutLayout
+    critic: LaidOut | None
+
+
+@dataclass(slots=True)
+class Facts:
+    """What is known of a job; None for what was refused, and for what needs that."""
+
+    parser: argparse.ArgumentParser
+    tokens: tuple[str, ...] = ()  # with the files of --rl-config expanded
+    given: Mapping[str, Any] = field(default_factory=dict)  # the given flags, by destination
+    config: RLConfig | None = None
+    shape: ModelShape | None = None
+    checkpoint: HFCheckpoint | None = None
+    derived: DerivedFlags | None = None
+    values: Mapping[str, Any] | None = None  # given and derived flags, by destination
+    roles: Roles | None = None
+    layout: TrainLayout | None = None  # of the actor
+    layers: PipelineLayers | None = None
+    rollout: RolloutLayout | None = None
+    batches_are_right: bool = False
+    megatron_tokens: tuple[str, ...] = ()
+    is_accepted: bool = False  # whether Megatron's own validation has passed
+    critic: LaidOut | None = None
+    reward_model_folder: Folder | None = None
+    spec: JobSpec | None = None  # if nothing was refused, of a job whose files are here
+
+    def resolved(self) -> Resolved:
+        """Return the facts, given that nothing was refused."""
+        assert self.config and self.shape and self.derived and self.values is not None
+        assert self.roles and self.layout and self.layers and self.rollout
+        return Resolved(
+            config=self.config,
+            given=self.given,
+            shape=self.shape,
+            derived=self.derived,
+            values=self.values,
+            roles=self.roles,
+            layout=self.layout,
+            layers=self.layers,
+            rollout=self.rollout,
+            critic=self.critic,
+        )
+
+
+def resolve(source: Source, refusals: Refusals | None = None) -> JobSpec:
+    """Return the job of `source`, after every check. Raises the first refusal."""
+    spec = examine(source, refusals or Refusals()).spec
+    assert spec is not None, "a check was skipped without a refusal"
+    return spec
 
 
 def resolve_tokens(
@@ -96,34 +231,22 @@ def resolve_tokens(
     """Return the job of a command line, and of everything that it names except the prompts.
 
     With `scores_only`, prompts are scored without responses: --rl-max-response-tokens is then 1,
-    the token that vLLM generates whenever it scores. `extra_args` adds all flags that are not
-    Megatron's own, including ours. `--help` and `--help-rl` exit with SystemExit, after rank 0 has
-    printed the flags. `device_bytes`, which returns the size of this rank's device, is called only
-    with CUDA, and late: the environment may be changed for CUDA before. `host_memory`, which
-    returns this machine's host memory, is called late, too, and everywhere.
+    the token that vLLM generates whenever it scores. `--help` and `--help-rl` exit with SystemExit,
+    after rank 0 has printed the flags. `device_bytes` is called only with CUDA, and late: the
+    environment may be changed for CUDA before.
     """
-    is_first = int(os.environ.get("RANK", 0)) == 0
-    if HELP_RL in tokens:
-        import_given_files(tokens)
-        if is_first:
-            print(help_text(), end="")
-        sys.exit(0)
-    if {"-h", "--help"} & set(tokens):
-        check_versions()
-        import_given_files(tokens)
-        if is_first:
-            make_parser(extra_args).print_help()
-        sys.exit(0)
-    facts = facts_of_tokens(
-        tokens,
-        platform=platform,
-        world_size=int(os.environ.get("WORLD_SIZE", 1)),
-        scores_only=scores_only,
-        extra_args=extra_args,
-        device_bytes=device_bytes,
-        host_memory=host_memory,
+    _answer_help(tokens, extra_args)
+    return resolve(
+        Source(
+            tokens=tokens,
+            platform=platform,
+            world_size=int(os.environ.get("WORLD_SIZE", 1)),
+            scores_only=scores_only,
+            extra_args=extra_args,
+            device_bytes=device_bytes,
+            host_memory=host_memory,
+        )
     )
-    return _spec(resolve(facts))
 
 
 def resolve_args(
@@ -137,27 +260,380 @@ def resolve_args(
 
     It is too late to derive flags, so the architecture in `args` must match config.json.
     """
-    facts: Facts = {
-        "args": args,
-        "extra_args": all_args,
-        "platform": platform,
-        "world_size": args.world_size,
-        "scores_only": False,
-        "device_bytes": device_bytes,
-        "host_memory": host_memory,
-        "read_shape": read_shape_of,
-    }
-    return _spec(resolve(facts))
+    return resolve(
+        Source(
+            args=args,
+            platform=platform,
+            world_size=args.world_size,
+            device_bytes=device_bytes,
+            host_memory=host_memory,
+        )
+    )
 
 
-def _spec(facts: Facts) -> JobSpec:
-    other = {"typed", "args"} - facts.keys()
-    missing = {
-        check.gives
-        for check in CHECKS
-        if check.gives not in facts and not other & {*check.needs, *check.after}
-    }
-    assert not missing, f"passed over without a refusal: {', '.join(sorted(missing))}"
-    spec = facts["spec"]
-    assert isinstance(spec, JobSpec)
-    return spec
+def _answer_help(tokens: Sequence[str], extra_args: ExtraArgs) -> None:
+    is_first = int(os.environ.get("RANK", 0)) == 0
+    if HELP_RL in tokens:
+        import_given_files(tokens)
+        if is_first:
+            print(help_text(), end="")
+        sys.exit(0)
+    if {"-h", "--help"} & set(tokens):
+        preflight.check_versions()
+        import_given_files(tokens)
+        if is_first:
+            reading.make_parser(extra_args).print_help()
+        sys.exit(0)
+
+
+def examine(source: Source, refusals: Refusals) -> Facts:
+    """Call the checks of a job in order; return what they find."""
+    if source.is_here:
+        refusals.passes(preflight.check_versions)
+    refusals.passes(import_given_files, source.tokens)
+    parser = source.parser or reading.make_parser(source.extra_args)
+    examiner = _Examiner(source, refusals, Facts(parser=parser))
+    examiner.examine()
+    return examiner.facts
+
+
+class _Examiner:
+    """The checks of a job, in groups; each group needs what the ones before it found."""
+
+    def __init__(self, source: Source, refusals: Refusals, facts: Facts) -> None:
+        self.source, self.refusals, self.facts = source, refusals, facts
+        self._lengths_are_right = False
+
+    def examine(self) -> None:
+        facts = self.facts
+        with self.refusals.single_flags():
+            self._read_flags()
+        if facts.config is None:
+            return
+        self._check_named_files(facts.config)
+        if facts.shape is None:
+            return
+        self._check_model(facts.config, facts.shape)
+        self._derive(facts.config, facts.shape)
+        if facts.values is None:
+            return
+        self._check_together(facts.config, facts.shape, facts.values)
+        self._lay_out(facts.config, facts.shape, facts.values)
+        self._check_other_models(facts.config, facts.shape, facts.values)
+
+    def _read_flags(self) -> None:
+        """Read the given flags, and check those that can be wrong by themselves."""
+        facts, refusals, args = self.facts, self.refusals, self.source.args
+        given = None
+        if args is not None:
+            given = refusals.value(reading.given_in_fork, args, facts.parser)
+        elif (
+            tokens := refusals.value(expand_config, self.source.tokens, facts.parser)
+        ) is not None:
+            facts.tokens = tuple(tokens)
+            given = refusals.value(reading.given_in, tokens, facts.parser)
+        if given is None:
+            return
+        facts.given = given
+        config = facts.config = refusals.value(self._read_config)
+        if config is None:
+            return
+        refusals.passes(check_reward_model_flags, config)
+        refusals.passes(preflight.check_environment_flags, config)
+        has_cuda = self.source.platform.cuda
+        refusals.passes(preflight.check_kv_after_update, config, has_cuda=has_cuda)
+        refusals.passes(preflight.check_switches, given)
+        if args is not None:
+            refusals.passes(reading.check_needs_no_command_line, args, config)
+        if self.source.has_files:
+            refusals.passes(preflight.check_inputs, given)
+
+    def _read_config(self) -> RLConfig:
+        config = config_from(self.facts.given)
+        preflight.check_ranges(config)
+        if self.source.scores_only:
+            return dataclasses.replace(config, max_response_tokens=1)
+        return config
+
+    def _check_named_files(self, config: RLConfig) -> None:
+        """Check the files and folders that the flags name; read config.json and the weights."""
+        facts, refusals, source = self.facts, self.refusals, self.source
+        if source.has_files:
+            refusals.passes(preflight.check_outputs, config, facts.given)
+        if source.is_here:
+            refusals.passes(check_wandb, facts.given)
+        facts.shape = refusals.value(source.read_shape, config.hf_checkpoint, "--rl-hf-checkpoint")
+        if facts.shape is not None and source.has_files:
+            facts.checkpoint = refusals.value(reading.read_checkpoint, config, facts.shape)
+
+    def _check_model(self, config: RLConfig, shape: ModelShape) -> None:
+        """Check the flags of ours that depend on the model alone."""
+        facts, refusals = self.facts, self.refusals
+        if facts.checkpoint is not None:
+            refusals.passes(preflight.check_export_dtype, config, facts.checkpoint)
+        refusals.passes(_check_speculation, config, shape, facts.checkpoint)
+        if refusals.knows(LENGTHS):
+            self._lengths_are_right = refusals.passes(
+                check_lengths,
+                config,
+                shape,
+                cp_size=facts.given.get("context_parallel_size") or 1,
+                scores_only=self.source.scores_only,
+            )
+
+    def _derive(self, config: RLConfig, shape: ModelShape) -> None:
+        """Derive the flags that follow from config.json, the machine and ours."""
+        facts, refusals, args = self.facts, self.refusals, self.source.args
+        given, parser, platform = facts.given, facts.parser, self.source.platform
+        if args is not None:
+            if refusals.passes(
+                reading.check_fork_fits,
+                *(args, shape, config, given),
+                parser=parser,
+                platform=platform,
+            ):
+                facts.derived, facts.values = DerivedFlags((), (), ()), vars(args)
+            return
+        with refusals.single_flags():
+            derived = refusals.value(
+                derive_flags, shape, config, given, parser=parser, platform=platform
+            )
+        if derived is not None:
+            facts.derived = derived
+            facts.values = values_of(derived, given, parser)
+            facts.megatron_tokens = for_megatron(derived, facts.tokens, parser)
+
+    def _check_together(
+        self, config: RLConfig, shape: ModelShape, values: Mapping[str, Any]
+    ) -> None:
+        """Check combinations of flags, except those that concern layouts."""
+        source, refusals, platform = self.source, self.refusals, self.source.platform
+        refusals.passes(preflight.check_together, values)
+        refusals.passes(preflight.check_routing, config, shape, values)
+        refusals.passes(preflight.check_balancing, config, values)
+        if self.facts.checkpoint is not None:
+            refusals.passes(preflight.check_biases, self.facts.checkpoint, shape, values)
+        refusals.passes(check_critic_rate, config.critic_lr, values)
+        if source.is_here and platform.cuda:
+            refusals.passes(check_allocator, os.environ)
+        if source.is_here and source.args is None and values.get("use_megatron_fsdp"):
+            megatron_adapter.allow_many_queues()  # before CUDA starts
+        if refusals.passes(check_fsdp, values) and source.is_here:
+            refusals.passes(check_fsdp_machine, values, os.environ, platform=platform)
+        refusals.passes(offload_kinds, config.offload, values, has_cuda=platform.cuda)
+
+    def _lay_out(self, config: RLConfig, shape: ModelShape, values: Mapping[str, Any]) -> None:
+        """Lay out actor and engines, divide the samples among ranks, and ask Megatron."""
+        facts, refusals, source = self.facts, self.refusals, self.source
+        if refusals.knows(LAYOUT):
+            facts.roles = refusals.value(
+                parse_roles, source.world_size, config.critic_ranks, config.reward_ranks
+            )
+            pp_size = values.get("pipeline_model_parallel_size", 1)
+            if facts.roles is not None:
+                facts.layout = refusals.value(_layout_of_actor, shape, values, facts.roles)
+            facts.layers = refusals.value(check_stages, shape, pp_size, values)
+        layout, layers, checkpoint = facts.layout, facts.layers, facts.checkpoint
+        if layers is not None and refusals.passes(
+            preflight.check_mtp, config, shape, layers, values
+        ):
+            if checkpoint is not None:
+                refusals.passes(preflight.check_mtp_weights, shape, checkpoint, values)
+        if layout is None or layers is None:
+            return
+        facts.rollout = refusals.value(
+            check_rollout, config, shape, layout, layers, has_cuda=source.platform.cuda
+        )
+        if source.checks_batches and refusals.knows(BATCH):
+            facts.batches_are_right = refusals.passes(check_batches, config, layout, values)
+        if source.args is None and facts.rollout is not None and self._fits_together:
+            self.facts.is_accepted = self._ask_megatron(facts.megatron_tokens, shape, layout)
+
+    @property
+    def _fits_together(self) -> bool:
+        return self.facts.batches_are_right and self._lengths_are_right
+
+    def _ask_megatron(
+        self, tokens: tuple[str, ...], shape: ModelShape, layout: TrainLayout
+    ) -> bool:
+        """Return whether Megatron's own validation passes; False, too, where it is not run."""
+        return self.source.is_here and self.refusals.passes(
+            check_megatron_accepts,
+            *(tokens, shape),
+            world_size=layout.world_size,
+            extra_args=self.source.extra_args,
+        )
+
+    def _check_other_models(
+        self, config: RLConfig, shape: ModelShape, values: Mapping[str, Any]
+    ) -> None:
+        """Check the critic and the reward model; then whether the job fits the machine."""
+        facts = self.facts
+        critic = reward_model = None
+        if (options := critic_options(config)) is not None:
+            critic, facts.critic = self._value_model(options, config, shape, values)
+        if (options := reward_options(config)) is not None:
+            reward_model, _ = self._value_model(options, config, shape, values)
+        memory_notes = self.refusals.value(self._check_memory, config, shape, values)
+        if memory_notes is not None and not self.refusals.count and self.source.has_files:
+            facts.spec = self._spec(critic, reward_model, memory_notes)
+
+    def _value_model(
+        self,
+        options: ValueOptions,
+        config: RLConfig,
+        shape: ModelShape,
+        values: Mapping[str, Any],
+    ) -> tuple[ValueModelSpec | None, LaidOut | None]:
+        """Check a critic or a reward model by the checks of the actor and those of its own."""
+        facts, refusals, source = self.facts, self.refusals, self.source
+        own_shape = refusals.value(read_value_shape, options, shape, source.read_shape)
+        if own_shape is None:
+            return None, None
+        folder = None
+        if facts.checkpoint is not None:
+            folder = refusals.value(
+                read_folder, options, own_shape, facts.checkpoint, source.read_shape
+            )
+            if options.role == REWARD:
+                facts.reward_model_folder = folder
+        if refusals.knows(LENGTHS):
+            refusals.passes(check_positions, options, config, own_shape)
+        laid_out = self._laid_out(options, config, own_shape, shape, values)
+        if laid_out is None:
+            return None, None
+        with refusals.of_role(f"the {options.name}"):
+            if options.learns:
+                self._check_learning(config, laid_out, folder)
+            if laid_out.tokens is not None and self.facts.is_accepted:
+                self._ask_megatron(laid_out.tokens, own_shape, laid_out.layout)
+        if folder is None:
+            return None, laid_out
+        spec = ValueModelSpec(
+            shape=own_shape,
+            checkpoint=folder.checkpoint,
+            has_head=folder.has_head,
+            layout=laid_out.layout,
+            layers=laid_out.layers,
+            tokens=laid_out.tokens,
+            extra_args=source.extra_args,
+        )
+        return spec, laid_out
+
+    def _laid_out(
+        self,
+        options: ValueOptions,
+        config: RLConfig,
+        own_shape: ModelShape,
+        shape: ModelShape,
+        values: Mapping[str, Any],
+    ) -> LaidOut | None:
+        facts = self.facts
+        if facts.roles is None or facts.layout is None or facts.layers is None:
+            return None
+        if self.source.args is not None:
+            return self.refusals.value(
+                lay_out_in_fork, options, own_shape, shape, facts.layout, facts.layers, values
+            )
+        with self.refusals.of_role(f"the {options.name}"):
+            return self.refusals.value(
+                lay_out,
+                *(options, config, own_shape, facts.given, facts.tokens),
+                parser=facts.parser,
+                roles=facts.roles,
+                platform=self.source.platform,
+            )
+
+    def _check_learning(self, config: RLConfig, laid_out: LaidOut, folder: Folder | None) -> None:
+        """Check the batches and experts of a model that is trained in a layout of its own."""
+        refusals, values = self.refusals, laid_out.values
+        if self.facts.batches_are_right:
+            refusals.passes(check_batches, config, laid_out.layout, values)
+        refusals.passes(preflight.check_balancing, config, values)
+        if folder is not None:
+            refusals.passes(preflight.check_biases, folder.checkpoint, laid_out.shape, values)
+
+    def _check_memory(
+        self, config: RLConfig, shape: ModelShape, values: Mapping[str, Any]
+    ) -> tuple[str, ...]:
+        """Return a line for each thing that may not fit the device or the host."""
+        source, facts = self.source, self.facts
+        layout, layers, rollout, roles = facts.layout, facts.layers, facts.rollout, facts.roles
+        if source.device_bytes is None and source.host_memory is None:
+            return ()
+        if layout is None or layers is None or rollout is None or roles is None:
+            return ()
+        if not self._fits_together:
+            return ()
+        critic = None if facts.critic is None else trained_critic(config, facts.critic, roles)
+        has_device = source.platform.cuda and source.device_bytes is not None
+        size = source.device_bytes() if has_device and source.device_bytes else None
+        model = (shape, layout, layers)
+        case = case_of_run(config, values, model, rollout, critic, device_bytes=size)
+        if case is None:
+            return ()
+        lines = check_device(case, scores_only=source.scores_only) if has_device else ()
+        if source.host_memory is None or has_device != source.platform.cuda or source.scores_only:
+            return lines
+        return lines + check_host(
+            case,
+            source.host_memory(),
+            memory=memory_of(case, resident_of(case)) if has_device else None,
+            kv_cache_bytes=int(config.rollout_kv_cache_gib * (1 << 30)),
+            widens=has_slow_products(config.precision),
+        )
+
+    def _spec(
+        self,
+        critic: ValueModelSpec | None,
+        reward_model: ValueModelSpec | None,
+        memory_notes: tuple[str, ...],
+    ) -> JobSpec:
+        facts, job = self.facts, self.facts.resolved()
+        assert facts.checkpoint is not None, "it was read"
+        num_mtp_layers = job.given.get("mtp_num_layers") or 0
+        megatrons = megatron_adapter.make_parser()  # without a fork's flags
+        placement = Placement(job.shape, job.layout, job.layers, job.rollout)
+        flags = values_of(job.derived, job.given, facts.parser)
+        return JobSpec(
+            config=job.config,
+            shape=job.shape,
+            checkpoint=facts.checkpoint.with_mtp_trained(job.shape, num_mtp_layers),
+            roles=job.roles,
+            train_layout=job.layout,
+            layers=job.layers,
+            rollout_layout=job.rollout,
+            derived=job.derived,
+            tokens=facts.megatron_tokens,
+            flags=reading.flags_of(flags, facts.parser),
+            notes=(
+                *notes(job.given, megatrons, unread=job.derived.unread),
+                *note_on_experts(job.config, placement),
+                *memory_notes,
+            ),
+            save=job.given.get("save"),
+            critic=critic,
+            reward_model=reward_model,
+            trust_remote_code=bool(job.given.get("trust_remote_code")),
+        )
+
+
+def _check_speculation(
+    config: RLConfig, shape: ModelShape, checkpoint: HFCheckpoint | None
+) -> None:
+    """Check that a drafter exists, and that the checkpoint, if read, has its weights."""
+    speculation = parse_speculation(config.speculate)
+    check_drafter(speculation, shape)
+    if checkpoint is not None:
+        held = {name: info.shape for name, info in checkpoint.mtp.items()}
+        check_drafter_weights(speculation, shape, held, str(checkpoint.folder))
+
+
+def _layout_of_actor(shape: ModelShape, values: Mapping[str, Any], roles: Roles) -> TrainLayout:
+    """Return the actor's layout; the error names its ranks if other ranks have other roles."""
+    try:
+        return check_layout(shape, values, len(roles.actor))
+    except UsageError as error:
+        if len(roles.actor) == roles.world_size:
+            raise
+        raise error.of_role(f"the actor, on {describe_ranks(roles.actor)}") from error

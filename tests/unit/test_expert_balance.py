@@ -7,8 +7,7 @@ import torch
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import WITHOUT_CUDA
-from mcore_rl.job.checks import FILES, MACHINE
-from mcore_rl.job.resolver import facts_of_tokens, resolve
+from mcore_rl.job.resolver import Refusals, Source, examine
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.model.config_json import read_model_shape
 from mcore_rl.moe.balance import (
@@ -128,18 +127,25 @@ def test_padding_counts_in_no_experts_load(num_experts: int) -> None:
 @pytest.mark.parametrize("critic", ["qwen3-30b-a3b", "qwen3-0.6b"])
 def test_balancing_of_the_critics_own_experts_is_checked(critic: str) -> None:
     """The actor is dense, so that nothing of it balances."""
-    names = {"hf_checkpoint": "qwen3-0.6b", "critic_init": critic}
-    facts = facts_of_tokens(
-        "--rl-hf-checkpoint actor --rl-critic-init critic --rl-algorithm ppo "
+    names = {"--rl-hf-checkpoint": "qwen3-0.6b", "--rl-critic-init": critic}
+    errors: list[UsageError] = []
+
+    class Collected(Refusals):
+        def refuse(self, error: UsageError) -> None:
+            errors.append(error)
+
+    source = Source(
+        tokens="--rl-hf-checkpoint actor --rl-critic-init critic --rl-algorithm ppo "
         "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 "
         "--rl-max-tokens-per-microbatch 2048".split(),
         platform=WITHOUT_CUDA,
         world_size=1,
+        read_shape=lambda folder, flag: read_model_shape(CONFIGS / f"{names[flag]}.json"),
+        has_files=False,
+        is_here=False,
     )
-    facts["read_shape"] = lambda config, field: read_model_shape(CONFIGS / f"{names[field]}.json")
-    told: list[UsageError] = []
-    resolve(facts, leaves_out=[FILES, MACHINE], refused=lambda check, error: told.append(error))
-    found = [(error.of, error.flag) for error in told]
+    examine(source, Collected())
+    found = [(error.of, error.flag) for error in errors]
     has_experts = critic == "qwen3-30b-a3b"
     expected = ("the critic", "--moe-router-load-balancing-type seq_aux_loss")
     assert found == [expected] * has_experts

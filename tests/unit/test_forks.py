@@ -16,8 +16,7 @@ import pytest
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import WITHOUT_CUDA, Platform
 from mcore_rl.flags.parser import add_rl_args, with_rl_args
-from mcore_rl.job.checks import CHECKS, INITIAL
-from mcore_rl.job.resolver import facts_of_tokens, resolve, resolve_args, resolve_tokens
+from mcore_rl.job.resolver import Refusals, Source, examine, resolve_args, resolve_tokens
 from mcore_rl.megatron.world import parsed_args
 from mcore_rl.planner.settings import GB
 from mcore_rl.trainer.inputs import check_data
@@ -114,35 +113,32 @@ def test_fork_tells_its_flags_for_the_comparison_between_machines(checkpoint: Pa
     assert typed["--lr"] == "3e-05" and "--rl-kl-coef" not in typed
 
 
-def test_each_check_needs_what_one_before_it_gives() -> None:
-    """Or it would be passed over without a word; whatever the source, `spec` is of all checks."""
-    known = set(INITIAL)
-    for check in CHECKS:
-        missing = {*check.needs.values(), *check.after} - known
-        assert not missing, f"{check.gives} needs {missing}"
-        known.add(check.gives)
-    assert {*CHECKS[-1].after} == known - INITIAL - {"spec", "imports", "typed_alone", "queues"}
+class Collected(Refusals):
+    """Refusals that do not end the checks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: list[UsageError] = []
+
+    def refuse(self, error: UsageError) -> None:
+        self.errors.append(error)
 
 
 def test_one_refusal_hides_no_check_that_does_not_need_it(checkpoint: Path) -> None:
-    facts = facts_of_tokens(
-        tokens_of(
-            checkpoint,
-            *("--rl-offload", "nothing", "--rl-reward", "model", "--lr", "1e-6"),
-            *("--tensor-model-parallel-size", "3", "--min-lr", "1e-5"),
-        ),
-        platform=WITHOUT_CUDA,
-        world_size=1,
+    tokens = tokens_of(
+        checkpoint,
+        *("--rl-offload", "nothing", "--rl-reward", "model", "--lr", "1e-6"),
+        *("--tensor-model-parallel-size", "3", "--min-lr", "1e-5"),
     )
-    told: list[tuple[str, str]] = []
-    found = resolve(facts, refused=lambda check, error: told.append((check.gives, error.flag)))
-    assert told == [
-        ("reward_flags", "--rl-reward model"),
-        ("together", "--min-lr 1e-05"),
-        ("offload", "--rl-offload nothing"),
-        ("layout", "--tensor-model-parallel-size 3"),
+    refusals = Collected()
+    facts = examine(Source(tokens=tokens, platform=WITHOUT_CUDA, world_size=1), refusals)
+    assert [error.flag for error in refusals.errors] == [
+        "--rl-reward model",
+        "--min-lr 1e-05",
+        "--rl-offload nothing",
+        "--tensor-model-parallel-size 3",
     ]
-    assert "layers" in found and "rollout" not in found and "spec" not in found
+    assert facts.layers is not None and facts.rollout is None and facts.spec is None
 
 
 def extra_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

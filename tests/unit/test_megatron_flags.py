@@ -19,9 +19,8 @@ from mcore_rl.flags.given import expand_config, given_values
 from mcore_rl.flags.options import RLConfig
 from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.job import preflight
-from mcore_rl.job.checks import FILES, MACHINE
 from mcore_rl.job.reading import make_parser
-from mcore_rl.job.resolver import facts_of_tokens, resolve
+from mcore_rl.job.resolver import Facts, Refusals, Source, examine
 from mcore_rl.job.validation import check_megatron_accepts
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.version import check_megatron
@@ -161,10 +160,16 @@ def test_flags_without_effect_reach_nobody(tmp_path: Path, monkeypatch: pytest.M
     parser = make_parser()
     (tmp_path / "config.json").write_text((CONFIGS / "qwen3-0.6b.json").read_text())
 
-    def resolved(tokens: list[str]) -> dict[str, Any]:
-        typed = ["--rl-hf-checkpoint", str(tmp_path), *tokens]
-        facts = facts_of_tokens(typed, platform=WITHOUT_CUDA, world_size=1)
-        return resolve({**facts, "parser": parser}, leaves_out=[FILES, MACHINE])
+    def resolved(tokens: list[str]) -> Facts:
+        source = Source(
+            tokens=["--rl-hf-checkpoint", str(tmp_path), *tokens],
+            platform=WITHOUT_CUDA,
+            world_size=1,
+            parser=parser,
+            has_files=False,
+            is_here=False,
+        )
+        return examine(source, Refusals())
 
     alone = resolved([])
     everything: list[str] = []
@@ -175,12 +180,12 @@ def test_flags_without_effect_reach_nobody(tmp_path: Path, monkeypatch: pytest.M
         text = HOSTILE.get(action.dest) or ("/no" if kind in (None, str) else "1000003")
         everything += [action.option_strings[0], text]
     found = resolved(everything)
-    assert found["all_tokens"] == alone["all_tokens"]
-    assert found["values"] == alone["values"]
-    (note,) = flag_classes.notes(found["given"], parser)
+    assert found.megatron_tokens == alone.megatron_tokens
+    assert found.values == alone.values
+    (note,) = flag_classes.notes(found.given, parser)
     assert all(flag in note for flag in everything[::2])
     # What is left is what Megatron's own validation takes.
-    check_megatron_accepts(found["all_tokens"], found["shape"], world_size=1)
+    check_megatron_accepts(found.megatron_tokens, found.resolved().shape, world_size=1)
 
 
 def test_a_flag_of_another_megatron_is_named(parser: argparse.ArgumentParser) -> None:

@@ -456,8 +456,7 @@ def test_large_presets_are_marked_as_not_run() -> None:
 def test_preset_fits_its_model_and_machines(name: str, tmp_path: Path) -> None:
     """Every check of a start that needs no weights, on the model the preset is for."""
     from mcore_rl.common.platform import WITHOUT_CUDA, Platform
-    from mcore_rl.job.checks import FILES
-    from mcore_rl.job.resolver import facts_of_tokens, resolve
+    from mcore_rl.job.resolver import Refusals, Source, examine
     from mcore_rl.model.config_json import read_model_shape
 
     has_cuda = name != "tiny"
@@ -467,11 +466,17 @@ def test_preset_fits_its_model_and_machines(name: str, tmp_path: Path) -> None:
 
     files = [name, "tiny-task"] if name == "tiny" else [name]
     configs = [token for file in files for token in ("--rl-config", str(preset_file(file)))]
-    facts = facts_of_tokens(configs, platform=platform, world_size=PRESETS[name])
-    facts["read_shape"] = lambda config, field: shape
-    facts = resolve(facts, leaves_out=[FILES])
-    values, layout, rollout = facts["values"], facts["layout"], facts["rollout"]
-    assert "accepted" in facts, "Megatron's own validation has run, too"
+    source = Source(
+        tokens=configs,
+        platform=platform,
+        world_size=PRESETS[name],
+        read_shape=lambda folder, flag: shape,
+        has_files=False,
+    )
+    facts = examine(source, Refusals())
+    assert facts.is_accepted, "Megatron's own validation has run, too"
+    job = facts.resolved()
+    values, layout, rollout = job.values, job.layout, job.rollout
 
     last = values.get("decoder_last_pipeline_num_layers")
     if last is not None:  # the other stages share the rest evenly

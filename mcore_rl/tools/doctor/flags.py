@@ -20,9 +20,8 @@ from mcore_rl.flags.classes import notes
 from mcore_rl.flags.given import FlagNames, expand_config, import_given_files
 from mcore_rl.flags.megatron_flags import SHARED_RL
 from mcore_rl.flags.options import RLConfig, flags
-from mcore_rl.job.checks import Check
 from mcore_rl.job.reading import make_parser
-from mcore_rl.job.resolver import facts_of_tokens, resolve
+from mcore_rl.job.resolver import Facts, Refusals, Source, examine
 from mcore_rl.job.spec import JobSpec
 from mcore_rl.job.value_models import Folder
 from mcore_rl.megatron import adapter as megatron_adapter
@@ -41,13 +40,11 @@ from mcore_rl.tools.doctor.finding import (
     yellow,
 )
 
-# Areas of checks whose findings are not about flags, by the fact that they give.
+# Areas of findings that are about the content of a folder, by the flag that names it.
 _AREAS = {
-    "shape": CHECKPOINT,
-    "checkpoint": CHECKPOINT,
-    "export_dtype": CHECKPOINT,
-    "reward_model_shape": REWARD,
-    "reward_model_folder": REWARD,
+    "--rl-hf-checkpoint": CHECKPOINT,
+    "--rl-export-dtype": CHECKPOINT,
+    "--rl-reward-model": REWARD,
 }
 # Flags without an effect on a machine with a GPU, and on one without.
 _NO_EFFECT = {
@@ -108,72 +105,73 @@ def read_job(
         reader.note(error)
     reader.tokens = expand_config(tokens, parser, refused=reader.note)
     with _environment_kept():
-        facts = reader.resolved(world_size, platform)
+        facts = reader.read(world_size, platform)
     more = [
         *_given_twice(tokens, parser),
         *_without_effect(facts, parser, platform.cuda),
         *_from_environment(environment, world_size),
     ]
     found = [*reader.findings, *more]
-    spec = facts.get("spec")
+    spec = facts.spec
     if not any(finding.level == "red" for finding in found):
         how = "as the start checks them" if spec else "as far as they can be checked"
         found.append(green(FLAGS, f"the flags are right for {plural(world_size, 'rank')}, {how}"))
     return ReadJob(
         findings=tuple(found),
         tokens=tuple(reader.tokens),
-        config=facts.get("config"),
-        values=facts.get("values") or facts.get("given", {}),
-        shape=facts.get("shape"),
-        checkpoint=facts.get("checkpoint"),
-        layout=facts.get("layout"),
-        layers=facts.get("layers"),
-        batch_is_right="batches" in facts,
-        reward_model=facts.get("reward_model_folder"),
+        config=facts.config,
+        values=facts.values or facts.given,
+        shape=facts.shape,
+        checkpoint=facts.checkpoint,
+        layout=facts.layout,
+        layers=facts.layers,
+        batch_is_right=facts.batches_are_right,
+        reward_model=facts.reward_model_folder,
         spec=spec,
     )
 
 
-class _Reader:
-    """Collector of refusals, which removes the flags that cause them."""
+class _Reader(Refusals):
+    """Collects refusals, and leaves out the flags that cause them."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
+        super().__init__()
         self.findings: list[Finding] = []
         self.tokens: list[str] = []
-        self._dropped: set[str] = set()  # destinations
         self._parser = parser
-        self._told: set[str] = set()
+        self._noted: set[str] = set()
+        self._has_left_out = False
 
-    def note(self, error: UsageError, area: str = FLAGS) -> None:
-        """Report a mistake once."""
-        if str(error) not in self._told:
-            self._told.add(str(error))
-            self.findings.append(refusal(area, error))
+    def note(self, error: UsageError) -> None:
+        """Report a mistake once, even if it is one of several models."""
+        if error.found not in self._noted:
+            self._noted.add(error.found)
+            self.findings.append(refusal(_AREAS.get(error.flag_name, FLAGS), error))
 
-    def resolved(self, world_size: int, platform: Platform) -> dict[str, Any]:
+    def refuse(self, error: UsageError) -> None:
+        """Report the mistake; the next round goes without a flag that is wrong by itself."""
+        self.note(error)
+        if self.examines_single_flags:
+            self._has_left_out |= self._leave_out(error)
+
+    def read(self, world_size: int, platform: Platform) -> Facts:
         """Return the facts of the tokens without the flags that are wrong by themselves."""
-        has_taken = False
-
-        def refused(check: Check, error: UsageError) -> None:
-            nonlocal has_taken
-            self.note(error, _AREAS.get(check.gives, FLAGS))
-            has_taken |= check.alone and self._take_away(error)
-
         while True:
-            has_taken = False
-            facts = facts_of_tokens(self.tokens, platform=platform, world_size=world_size)
-            facts["parser"] = self._parser
-            facts = resolve(facts, refused=refused, unknown=self._dropped)
-            if not has_taken:
+            self.count, self._has_left_out = 0, False
+            source = Source(
+                tokens=self.tokens, platform=platform, world_size=world_size, parser=self._parser
+            )
+            facts = examine(source, self)
+            if not self._has_left_out:
                 return facts
 
-    def _take_away(self, error: UsageError) -> bool:
+    def _leave_out(self, error: UsageError) -> bool:
         """Remove the flag at fault and its values; return False if it is not given."""
         names = {error.flag, error.flag_name}
         action = self._parser._option_string_actions.get(error.flag_name)
         if action is not None:
             names.update(action.option_strings)
-            self._dropped.add(action.dest)
+            self.left_out |= {action.dest}
         kept, dropping = [], False
         for token in self.tokens:
             if token.split("=")[0] in names:
@@ -210,11 +208,9 @@ def _given_twice(tokens: Sequence[str], parser: argparse.ArgumentParser) -> list
     ]
 
 
-def _without_effect(
-    facts: Mapping[str, Any], parser: argparse.ArgumentParser, has_cuda: bool
-) -> list[Finding]:
-    given = facts.get("given", {})
-    unread = facts["derived"].unread if "derived" in facts else frozenset()
+def _without_effect(facts: Facts, parser: argparse.ArgumentParser, has_cuda: bool) -> list[Finding]:
+    given = facts.given
+    unread = facts.derived.unread if facts.derived else frozenset()
     here = "with a GPU" if has_cuda else "without a GPU"
     names = FlagNames(parser)
     said = [

@@ -14,10 +14,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mcore_rl.common.errors import CORRECT, CommandParser, UsageError
-from mcore_rl.common.parameters import flag_of
 from mcore_rl.common.platform import Platform
 from mcore_rl.flags.given import expand_config, import_given_files
 from mcore_rl.flags.options import RLConfig
@@ -43,6 +42,9 @@ from mcore_rl.planner.settings import (
     EngineSettings,
     Machine,
 )
+
+if TYPE_CHECKING:
+    from mcore_rl.job.resolver import Resolved
 
 _BATCH_FLAGS = frozenset(
     "rl_num_prompts_per_step rl_num_samples_per_prompt rl_num_mini_batches micro_batch_size "
@@ -109,36 +111,41 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
     _check_options(options)
     # Imported late, because they import Megatron, which takes seconds.
     from mcore_rl.job import layout as layout_checks
-    from mcore_rl.job.checks import FILES, MACHINE
     from mcore_rl.job.reading import make_parser
-    from mcore_rl.job.resolver import facts_of_tokens, resolve
+    from mcore_rl.job.resolver import Refusals, Source, examine
 
     import_given_files(rest)
     parser = make_parser()
     rest = expand_config(rest, parser)
     own_flags = ["--rl-ranks-per-node", str(min(_USUAL_RANKS_PER_NODE, options.world_size))]
 
-    def resolved(*more: str, leaves_out: Sequence[str] = ()) -> dict[str, Any]:
-        facts = facts_of_tokens(
-            [*own_flags, *more, *rest], platform=_PLANNED_FOR, world_size=options.world_size
+    def resolved(*, checks_batches: bool = True) -> Resolved:
+        source = Source(
+            tokens=[*own_flags, *rest],
+            platform=_PLANNED_FOR,
+            world_size=options.world_size,
+            parser=parser,
+            read_shape=functools.partial(_read_shape, options.hf_config),
+            has_files=False,
+            is_here=False,
+            checks_batches=checks_batches,
         )
-        own = {"parser": parser, "read_shape": functools.partial(_read_shape, options.hf_config)}
-        return resolve({**facts, **own}, leaves_out=[FILES, MACHINE, *leaves_out])
+        return examine(source, Refusals()).resolved()
 
     notes = []
-    facts = resolved(leaves_out=["batches"])
-    if not facts["given"].keys() & _BATCH_FLAGS:
+    facts = resolved(checks_batches=False)
+    if not facts.given.keys() & _BATCH_FLAGS:
         least = _least_prompts(facts)
-        if least != facts["config"].num_prompts_per_step:
+        if least != facts.config.num_prompts_per_step:
             notes.append(
                 f"--rl-num-prompts-per-step is taken as {least}, the least that "
                 f"{' and '.join(_sharing(facts))} can share"
             )
             own_flags += ["--rl-num-prompts-per-step", str(least)]
     facts = resolved()
-    config, shape, values = facts["config"], facts["shape"], facts["values"]
-    train, rollout = facts["layout"], facts["rollout"]
-    placement = Placement(shape, train, facts["layers"], rollout)
+    config, shape, values = facts.config, facts.shape, facts.values
+    train, rollout = facts.layout, facts.rollout
+    placement = Placement(shape, train, facts.layers, rollout)
     more = [
         *_notes(placement, values.get("mtp_num_layers") or 0),
         *layout_checks.note_on_experts(config, placement),
@@ -154,7 +161,7 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
     case = Case(
         shape=shape,
         train=train,
-        layers=facts["layers"],
+        layers=facts.layers,
         rollout=rollout,
         training=trained[0].training,
         critic=trained[1] if len(trained) > 1 else None,
@@ -167,30 +174,30 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
     )
 
 
-def _models(facts: Mapping[str, Any]) -> dict[str, tuple[TrainLayout, PipelineLayers]]:
+def _models(facts: Resolved) -> dict[str, tuple[TrainLayout, PipelineLayers]]:
     """Return the trained models and their layouts."""
-    models = {ACTOR: (facts["layout"], facts["layers"])}
-    if (critic := facts["critic_laid_out"]) is not None:
+    models = {ACTOR: (facts.layout, facts.layers)}
+    if (critic := facts.critic) is not None:
         models[CRITIC] = (critic.layout, critic.layers)
     return models
 
 
-def _trained(name: str, facts: Mapping[str, Any], options: argparse.Namespace) -> TrainedModel:
+def _trained(name: str, facts: Resolved, options: argparse.Namespace) -> TrainedModel:
     """Return a trained model with its settings."""
-    config: RLConfig = facts["config"]
+    config = facts.config
     train, layers = _models(facts)[name]
-    critic = facts["critic_laid_out"] if name == CRITIC else None
+    critic = facts.critic if name == CRITIC else None
     return TrainedModel(
         name=name,
-        shape=critic.shape if critic else facts["shape"],
+        shape=critic.shape if critic else facts.shape,
         train=train,
         layers=layers,
         training=train_settings(
             config,
-            critic.values if critic else facts["values"],
+            critic.values if critic else facts.values,
             train,
             layers,
-            vocabulary_multiple=facts["given"].get("make_vocab_size_divisible_by"),
+            vocabulary_multiple=facts.given.get("make_vocab_size_divisible_by"),
             expert_load=options.expert_load,
         ),
         own_degrees=frozenset(
@@ -198,7 +205,7 @@ def _trained(name: str, facts: Mapping[str, Any], options: argparse.Namespace) -
             for degree in CRITIC_FLAGS
             if critic and getattr(config, f"critic_{degree}") is not None
         ),
-        ranks=facts["roles"].critic if critic else (),
+        ranks=facts.roles.critic if critic else (),
     )
 
 
@@ -234,10 +241,9 @@ def _check_options(options: argparse.Namespace) -> None:
         )
 
 
-def _read_shape(named: str | None, config: RLConfig, field: str) -> ModelShape:
+def _read_shape(named: str | None, source: str | None, flag: str) -> ModelShape:
     """Read the shape in a config.json; `named`, the planner's own flag, replaces the actor's."""
-    flag, source = flag_of(field), getattr(config, field)
-    if field == "hf_checkpoint" and (named is not None or source is None):
+    if flag == "--rl-hf-checkpoint" and (named is not None or source is None):
         flag, source = "--hf-config", named
     if source is None:
         raise UsageError(
@@ -291,16 +297,16 @@ def _notes(placement: Placement, mtp_layers: int) -> list[str]:
     return notes
 
 
-def _group(facts: Mapping[str, Any], train: TrainLayout, layers: PipelineLayers) -> int:
+def _group(facts: Resolved, train: TrainLayout, layers: PipelineLayers) -> int:
     """Return the required divisor of a data-parallel rank's number of micro-batches."""
-    if len(layers[0]) == 1 or facts["config"].max_tokens_per_microbatch:
+    if len(layers[0]) == 1 or facts.config.max_tokens_per_microbatch:
         return 1
-    return int(facts["given"].get("microbatch_group_size_per_vp_stage") or train.pp_size)
+    return int(facts.given.get("microbatch_group_size_per_vp_stage") or train.pp_size)
 
 
-def _least_prompts(facts: Mapping[str, Any]) -> int:
+def _least_prompts(facts: Resolved) -> int:
     """Return the fewest prompts that data-parallel ranks can share, at least the default."""
-    config: RLConfig = facts["config"]
+    config = facts.config
     shares = [
         train.dp_size * _group(facts, train, layers) for train, layers in _models(facts).values()
     ]
@@ -309,7 +315,7 @@ def _least_prompts(facts: Mapping[str, Any]) -> int:
     return math.ceil(config.num_prompts_per_step / step) * step
 
 
-def _sharing(facts: Mapping[str, Any]) -> list[str]:
+def _sharing(facts: Resolved) -> list[str]:
     """Describe who shares the prompts: "4 data-parallel ranks", per model if they differ."""
     found: dict[str, str] = {}
     for name, (train, layers) in _models(facts).items():

@@ -118,7 +118,7 @@ class MBridge(OnDestination):
 
         for module in (bridge, util):
             module.torch = _stand_in_for_torch()
-        text = (setting.job.checkpoint.folder / "config.json").read_text()
+        text = (setting.job.spec.checkpoint.folder / "config.json").read_text()
         config = HFConfig({"router_aux_loss_coef": 0.0} | json.loads(text))
         if not config.get("num_nextn_predict_layers"):
             config.pop("num_nextn_predict_layers", None)
@@ -127,7 +127,7 @@ class MBridge(OnDestination):
         bridge_class = bridge._MODEL_REGISTRY[config.model_type]
         bridge_class.TransformerConfigClass = staticmethod(lambda **_: setting.chunks[0].config)
         self._bridge = mbridge.AutoBridge.from_config(config)
-        latent = setting.job.shape.latent is not None
+        latent = setting.job.spec.shape.latent is not None
         self._models = [UnderTransformerEngineNames(c, latent=latent) for c in setting.chunks]
 
     @torch.no_grad()
@@ -149,13 +149,13 @@ class CoreResharding(OnDestination):
 
     def __init__(self, setting: Setting) -> None:
         job = setting.job
-        rollout, has_experts = job.rollout_layout, job.shape.experts is not None
+        rollout, has_experts = job.spec.rollout_layout, job.spec.shape.experts is not None
         if has_experts and rollout.has_whole_shared_experts:
             raise NotHere(
                 "vLLM wants shared experts whole on every TP rank here, and no layout of Megatron "
                 "has them so"
             )
-        if has_experts and rollout.ep_size != job.train_layout.ep_size:
+        if has_experts and rollout.ep_size != job.spec.train_layout.ep_size:
             raise NotHere(
                 "it matches experts of another EP rank by Transformer Engine's names only"
             )
@@ -173,7 +173,7 @@ class CoreResharding(OnDestination):
         resident = sum(p.nbytes for p in self._model.parameters())
         self.note = f"and a second model of {resident / 1e6:.0f} MB stays resident on every rank"
         self._shards = ModelShards(
-            [self._model], job.shape, layout, setting.rank, dict(setting.tensors)
+            [self._model], job.spec.shape, layout, setting.rank, dict(setting.tensors)
         )
         self._service = _gloo_service()
 
@@ -213,7 +213,7 @@ def _model_in(setting: Setting, layout: TrainLayout) -> torch.nn.Module:
     args.expert_tensor_parallel_num_weight_shards = layout.etp_size
     args.sequence_parallel = layout.tp_size > 1 and args.sequence_parallel
     config = megatron_adapter.transformer_config(args)
-    provider = make_actor_provider(args, setting.job.shape)
+    provider = make_actor_provider(args, setting.job.spec.shape)
     model = provider(True, True, config=config, pg_collection=_groups(layout))
     return model.bfloat16().requires_grad_(False)
 

@@ -20,10 +20,10 @@ from benchmarks.report import rows_of
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.hybrid_engine.plan.placement import Placement, with_rank_map
 from mcore_rl.hybrid_engine.vllm.model_only import VLLMModelOnly
+from mcore_rl.job.start import start
 from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.trainer.build import build_manager, engine_config
 from mcore_rl.trainer.models import build_actor
-from mcore_rl.trainer.start import start
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 
 # The path's name -> --rl-attest; None is its default.
@@ -93,15 +93,16 @@ def started(
     rollout = RolloutLayout(
         case.world_size, case.rollout_tp_size, case.expert_parallel, case.rollout_dp_size
     )
-    placement = Placement(job.shape, job.train_layout, job.layers, rollout)
+    placement = Placement(job.spec.shape, job.spec.train_layout, job.spec.layers, rollout)
     rollout = with_rank_map(placement, ranks_per_node=case.world_size)
-    job = dataclasses.replace(job, rollout_layout=rollout)
+    job = dataclasses.replace(job, spec=dataclasses.replace(job.spec, rollout_layout=rollout))
     engine = VLLMModelOnly(engine_config(job, load_format="auto"))
     from_disk = stored_digests(engine)
     managers = {}
     for name, attest in SWITCHES.items():
-        config = dataclasses.replace(job.config, attest=attest or job.config.attest)
-        managers[name] = build_manager(dataclasses.replace(job, config=config), shards, engine)
+        config = job.config.replaced(attest=attest or job.config.weight_sync.attest)
+        spec = dataclasses.replace(job.spec, config=config)
+        managers[name] = build_manager(dataclasses.replace(job, spec=spec), shards, engine)
         engine.wake_weights()  # the next manager sends it to sleep again
         engine.wake_kv_cache()
     engine.sleep()
@@ -127,7 +128,9 @@ def make_paths(setting: Setting, managers: Mapping[str, Any]) -> tuple[list[Path
         "core.resharding": lambda: CoreResharding(setting),
         "memcpy": lambda: Memcpy(setting, target),
         **{
-            name: partial(Switch, manager, name, SWITCHES[name] or setting.job.config.attest)
+            name: partial(
+                Switch, manager, name, SWITCHES[name] or setting.job.config.weight_sync.attest
+            )
             for name, manager in managers.items()
         },
         "vllm_load": lambda: VllmLoad(setting),

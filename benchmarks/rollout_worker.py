@@ -27,9 +27,9 @@ sys.path[:0] = [str(ROOT)]
 
 from mcore_rl.batching.types import Prompt, Rollout  # noqa: E402
 from mcore_rl.common import objects  # noqa: E402
+from mcore_rl.config import RLConfig  # noqa: E402
 from mcore_rl.environments.conversation import ConversationTokens  # noqa: E402
 from mcore_rl.environments.interface import EnvironmentSpec  # noqa: E402
-from mcore_rl.flags.options import RLConfig  # noqa: E402
 from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine  # noqa: E402
 from mcore_rl.hybrid_engine.vllm.generation import (  # noqa: E402
     Completion,
@@ -163,10 +163,11 @@ class Bench:
         self.workers = RolloutWorkers(
             self.engine,
             self.layout,
-            config,
+            config.rollout,
             rewards,
             self.keeper,
             conversations=self._conversations if load.turn_tokens else None,
+            max_turn_tokens=config.environments.max_turn_tokens,
         )
         self._num_calls = 0
         self._lengths: dict[tuple[bytes, int], int] = {}  # prompt, sample -> tokens to the end
@@ -266,7 +267,7 @@ class Bench:
                 dataclasses.replace(
                     self.plan(seed), first_draw=position, weight_version=1 + step, keeps=True
                 ),
-                Wanted.of(self.load.num_prompts, oversample=self.config.groups_at_a_time),
+                Wanted.of(self.load.num_prompts, oversample=self.config.rollout.groups_at_a_time),
                 prompts.__getitem__,
                 key=f"{self._num_calls}",
             )

@@ -63,8 +63,8 @@ def measured(checkpoint: Path, kind: str) -> dict[str, Any]:
     """Seconds of every repetition, tokens in each, and the peak of memory above the model's."""
     from benchmarks.measuring import return_freed_memory_at_once
     from mcore_rl.hybrid_engine.memory.device import PeakMemory
+    from mcore_rl.job.start import start
     from mcore_rl.trainer.models import build_actor, build_learner
-    from mcore_rl.trainer.start import start
 
     prompts = checkpoint / "prompts" / "train.jsonl"
     tokens = (
@@ -78,7 +78,7 @@ def measured(checkpoint: Path, kind: str) -> dict[str, Any]:
         job = start([*tokens, *KINDS[kind]], log=nowhere)
         state, shards = build_actor(job, log=nowhere)
     learner = build_learner(job, state, shards, None)
-    scored = samples(sample_lengths(), job.shape.vocab_size)
+    scored = samples(sample_lengths(), job.spec.shape.vocab_size)
     # Before anything large is allocated: what malloc keeps for later would count for nobody.
     return_freed_memory_at_once(True)
     seconds, cpu_seconds = [], []

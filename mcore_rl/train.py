@@ -30,23 +30,25 @@ from mcore_rl.batching.types import StepBatch
 from mcore_rl.common import objects
 from mcore_rl.common.agreement import EXIT_ALARM, EXIT_FAILED, leave_reason, leave_together
 from mcore_rl.common.errors import RunStopped
+from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.common.run_output import log_file, setup_logging
 from mcore_rl.common.spawning import main_script_left_out
-from mcore_rl.flags.options import FLOAT8
-from mcore_rl.flags.parser import ExtraArgs, with_rl_args
-from mcore_rl.flags.roles import ACTOR
+from mcore_rl.config import FLOAT8
+from mcore_rl.flags.parser import with_rl_args
 from mcore_rl.hybrid_engine.vllm.generation import Sampling, seed_of
+from mcore_rl.job.start import job_from_args, start
 from mcore_rl.megatron.hf_export import export
+from mcore_rl.model.roles import ACTOR
 from mcore_rl.observe.progress import run_facts
 from mcore_rl.rollout.collector import Collected
 from mcore_rl.rollout.dealing import Wanted
 from mcore_rl.rollout.groups import GroupPlan, Groups
 from mcore_rl.trainer.build import Parts, build
 from mcore_rl.trainer.inputs import check_data
+from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Learnt
 from mcore_rl.trainer.models import serve_role
 from mcore_rl.trainer.saver import early_exit
-from mcore_rl.trainer.start import Job, job_from_args, start
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,7 @@ def train(run: Run) -> None:
 
 
 def _do_steps(run: Run) -> None:
-    for step in range(run.first_step, run.config.num_steps):
+    for step in range(run.first_step, run.config.trainer.num_steps):
         with run.manager as engine:  # hands the weights to the engines; training is back on exit
             evaluation = run.sample_eval(step, engine.weight_version)
             collected = run.collect(engine.weight_version)
@@ -92,28 +94,30 @@ class Run:
 
     def __init__(self, job: Job, parts: Parts) -> None:
         self.job, self.config, self.parts = job, job.config, parts
-        self.first_step, self.manager = parts.first_step, parts.manager
-        self._learner, self._saver, self._timers = parts.learner, parts.saver, parts.timers
+        self.first_step, self.manager = parts.models.state.iteration, parts.rollouts.manager
+        self._learner, self._saver = parts.models.learner, parts.saver
+        self._workers, self._collector = parts.rollouts.workers, parts.rollouts.collector
+        self._monitors, self._timers = parts.monitors, parts.monitors.timers
         self._accuracy: float | None = None
 
     def sample_eval(self, step: int, weight_version: int) -> Groups | None:
         """Sample this engine's held-out prompts if an evaluation is due; in rollout mode."""
-        config, prompts = self.config, self.parts.eval_prompts
-        interval = config.eval_interval
-        due = interval > 0 and (step % interval == 0 or step == config.num_steps)
+        config, prompts = self.config, self.parts.inputs.eval_prompts
+        interval = config.evaluation.eval_interval
+        due = interval > 0 and (step % interval == 0 or step == config.trainer.num_steps)
         if prompts is None or not due:
             return None
         plan = GroupPlan(
             num_samples=1,
-            sampling=Sampling(config.eval_temperature, stop=config.stop),
-            max_tokens=config.max_response_tokens,
+            sampling=Sampling(config.evaluation.eval_temperature, stop=config.rollout.stop),
+            max_tokens=config.rollout.max_response_tokens,
             seed=seed_of(self.job.args.seed, "evaluation", step),
             first_draw=0,
             weight_version=weight_version,
         )
-        count = min(config.num_eval_prompts, len(prompts))
+        count = min(config.evaluation.num_eval_prompts, len(prompts))
         with self._timers("eval"):
-            groups = self.parts.workers.sample(
+            groups = self._workers.sample(
                 plan, Wanted.of(count), prompts.__getitem__, key=f"evaluation {step}"
             )
             groups.wait()  # a step's reward tickets begin after those of an evaluation
@@ -122,7 +126,7 @@ class Run:
 
     def collect(self, weight_version: int) -> Collected:
         """Return a step's samples with their rewards; in rollout mode."""
-        return self.parts.collector.collect(weight_version, self.manager.prefetch)
+        return self._collector.collect(weight_version, self.manager.prefetch)
 
     def require_rewards(self, step: int, collected: Collected) -> None:
         """Raise RunStopped on all ranks, after a checkpoint of the steps before, if the step has no
@@ -131,7 +135,7 @@ class Run:
         if None in why_not_valid:
             return
         # A resumed run repeats this step and draws the same prompts.
-        self.parts.collector.undo()
+        self._collector.undo()
         self.manager.weight_version -= 1
         saved = ""
         if step:
@@ -153,7 +157,7 @@ class Run:
         self._accuracy = None
         if groups is not None:
             with self._timers("eval"):
-                table, _ = self.parts.workers.settle(groups, lambda seconds: None)
+                table, _ = self._workers.settle(groups, lambda seconds: None)
             self._accuracy = float(np.mean(table.rewards >= 1.0))
         return self._accuracy
 
@@ -183,11 +187,13 @@ class Run:
         Raises RunStopped on all ranks, after a checkpoint, if an alarm, or a flag of Megatron
         before the last step, ends the run.
         """
-        alarm = self.parts.recorder.record(step, collected, batch, learnt, self._accuracy)
-        self.parts.tracer.report()
+        alarm = self._monitors.recorder.record(step, collected, batch, learnt, self._accuracy)
+        self._monitors.tracer.report()
         if alarm:
             self._stop(step, "[Health]", "--rl-on-alarm stop", EXIT_ALARM)
-        if step + 1 < self.config.num_steps and (reason := early_exit(self.job.args, step + 1)):
+        if step + 1 < self.config.trainer.num_steps and (
+            reason := early_exit(self.job.args, step + 1)
+        ):
             self._stop(step, "[Exit]", reason, 0)
 
     def _stop(self, step: int, who: str, reason: str, exit_code: int) -> NoReturn:
@@ -206,20 +212,22 @@ class Run:
         """Evaluate the final policy, save, export, and write the summary."""
         config = self.config
         with self.manager as engine:
-            groups = self.sample_eval(config.num_steps, engine.weight_version)
-        accuracy = self.evaluate(config.num_steps, groups)
-        self._saver.save(config.num_steps)
-        if config.export_hf:
+            groups = self.sample_eval(config.trainer.num_steps, engine.weight_version)
+        accuracy = self.evaluate(config.trainer.num_steps, groups)
+        self._saver.save(config.trainer.num_steps)
+        if config.trainer.export_hf:
             export(
-                self.parts.shards,
-                self.job.checkpoint,
-                Path(config.export_hf),
-                as_float8=config.export_dtype == FLOAT8,
-                apart_from=(config.directory, self._saver.folder),
+                self.parts.models.shards,
+                self.job.spec.checkpoint,
+                Path(config.trainer.export_hf),
+                as_float8=config.trainer.export_dtype == FLOAT8,
+                apart_from=(config.run.directory, self._saver.folder),
             )
         tensorboard = self.job.args.tensorboard_dir
-        facts = run_facts(config.directory, self._saver.folder, config.export_hf, tensorboard)
-        self.parts.recorder.finish(accuracy, facts)
+        facts = run_facts(
+            config.run.directory, self._saver.folder, config.trainer.export_hf, tensorboard
+        )
+        self._monitors.recorder.finish(accuracy, facts)
 
     def abandon(self) -> None:
         """Prepare `close` on a rank that has failed: do not wait for any other."""
@@ -228,13 +236,13 @@ class Run:
 
     def close(self) -> None:
         """End what would outlive the run: reward processes, the engine, open files. Idempotent."""
-        self.parts.watchdog.close()
-        self.parts.tracer.close()
+        self._monitors.watchdog.close()
+        self._monitors.tracer.close()
         for role in self.parts.roles:
             role.close()
-        self.parts.workers.close()
-        self.parts.engine.close()
-        self.parts.recorder.close()
+        self._workers.close()
+        self.parts.rollouts.engine.close()
+        self._monitors.recorder.close()
 
 
 def initialize(extra_args: ExtraArgs | None = None, **megatron_options: Any) -> Job:

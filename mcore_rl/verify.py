@@ -34,7 +34,6 @@ from mcore_rl.common import objects
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.run_output import log_file, patient_stdout, setup_logging
 from mcore_rl.data.prompts import load_prompts
-from mcore_rl.flags.roles import ACTOR
 from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.hybrid_engine.proof.canary import differences, megatron_log_probs
 from mcore_rl.hybrid_engine.sharding_manager import (
@@ -44,16 +43,17 @@ from mcore_rl.hybrid_engine.sharding_manager import (
     log_reshard,
 )
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
-from mcore_rl.job.spec import JobSpec
+from mcore_rl.job.start import start
 from mcore_rl.megatron.adapter import TrainState
 from mcore_rl.megatron.hf_checkpoint import read_tensor
 from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.model.roles import ACTOR
 from mcore_rl.model.tensors import is_mtp_copy
-from mcore_rl.trainer.actor import Actor
+from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.build import build_manager, build_offloader, engine_config
 from mcore_rl.trainer.inputs import prompt_source
-from mcore_rl.trainer.models import build_actor, micro_batching
-from mcore_rl.trainer.start import Job, start
+from mcore_rl.trainer.job import Job
+from mcore_rl.trainer.models import actor_of, build_actor, micro_batching
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,10 @@ def compare_loads(job: Job, state: TrainState, shards: ModelShards) -> Verificat
     offloader = build_offloader(job, state)
     with contextlib.ExitStack() as at_the_end:
         with offloader.everything_away():
-            by_us = job.shape.quantization is not None or not job.checkpoint.is_all_that_vllm_reads
+            by_us = (
+                job.spec.shape.quantization is not None
+                or not job.spec.checkpoint.is_all_that_vllm_reads
+            )
             engine = VLLMEngine(engine_config(job, load_format="dummy" if by_us else "auto"))
             at_the_end.callback(engine.close)
             if by_us:
@@ -132,15 +135,17 @@ def _hand_over_and_compare(
     manager: MegatronVLLMShardingManager,
     expected: Mapping[str, str],
 ) -> Verification:
-    assert job.config.prompts is not None, "checked before"
+    assert job.config.data.prompts is not None, "checked before"
     batching = micro_batching(job)
-    actor = Actor(job.args, job.config, state, job.train_layout, batching)
+    actor = actor_of(job, state)
     reports: list[ReshardReport] = []
     manager.on_reshard_end.append(reports.append)
     rows = load_prompts(
-        prompt_source(job.config, job.config.prompts, trust_remote_code=job.args.trust_remote_code),
-        job.checkpoint.folder,
-        cache_dir=job.config.cache_dir,
+        prompt_source(
+            job.config, job.config.data.prompts, trust_remote_code=job.args.trust_remote_code
+        ),
+        job.spec.checkpoint.folder,
+        cache_dir=job.config.data.cache_dir,
     )
     token_ids = [rows[i].token_ids.tolist() for i in range(min(MAX_PROMPTS, len(rows)))]
     with manager:
@@ -151,7 +156,7 @@ def _hand_over_and_compare(
     )
     report = next(r for r in reports if r.direction == TO_ROLLOUT)
     logger.info("%s", log_reshard(report))
-    return _compare(token_ids, megatron, vllm, len(job.checkpoint.tensors), report, differing)
+    return _compare(token_ids, megatron, vllm, len(job.spec.checkpoint.tensors), report, differing)
 
 
 def overwrite_with_zeros(engine: VLLMEngine, job: Job, expected: Mapping[str, str]) -> None:
@@ -178,9 +183,9 @@ def overwrite_with_zeros(engine: VLLMEngine, job: Job, expected: Mapping[str, st
 
 def _served(engine: VLLMEngine, job: Job) -> Iterator[tuple[str, TensorInfo]]:
     """Yield the checkpoint's tensors that an engine takes, including its drafter's."""
-    yield from job.checkpoint.tensors.items()
+    yield from job.spec.checkpoint.tensors.items()
     if engine.drafter is not None:
-        for name, info in job.checkpoint.mtp.items():
+        for name, info in job.spec.checkpoint.mtp.items():
             if not is_mtp_copy(name):
                 yield name, info
 
@@ -188,7 +193,7 @@ def _served(engine: VLLMEngine, job: Job) -> Iterator[tuple[str, TensorInfo]]:
 def _whole_tensors(engine: VLLMEngine, job: Job) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield complete tensors for vLLM's own loaders, with FP8 blocks dequantised."""
     for name, _ in _served(engine, job):
-        yield name, read_tensor(job.checkpoint, name)
+        yield name, read_tensor(job.spec.checkpoint, name)
 
 
 def _differing(expected: Mapping[str, str], stored: Mapping[str, str]) -> list[str]:
@@ -224,7 +229,7 @@ def _compare(
 
 def show(result: Verification, job: Job) -> None:
     """Print the result as a table."""
-    table = Table(title=f"Megatron and vLLM on {job.checkpoint.folder}")
+    table = Table(title=f"Megatron and vLLM on {job.spec.checkpoint.folder}")
     for column in ("prompt", "tokens", "max |difference|", "mean |difference|"):
         table.add_column(column, justify="right")
     means, largest = differences(result.megatron_log_probs, result.vllm_log_probs)
@@ -234,8 +239,8 @@ def show(result: Verification, job: Job) -> None:
     console.print(table)
     verdict = "equal, bit for bit" if result.stored_equal else "DIFFERENT"
     lines = {
-        "train layout": job.train_layout.describe(),
-        "rollout layout": job.rollout_layout.describe(),
+        "train layout": job.spec.train_layout.describe(),
+        "rollout layout": job.spec.rollout_layout.describe(),
         "tensors handed over": str(result.num_tensors),
         "received by a rank (max)": f"{result.received_bytes_max:,} bytes",
         "stored by vLLM, hand-over against its own loader": verdict,
@@ -248,7 +253,7 @@ def show(result: Verification, job: Job) -> None:
 
 def check_prompts_given(checked: JobSpec) -> None:
     """Raise UsageError without readable prompts; neither rewards nor a run directory are needed."""
-    if checked.config.prompts is None:
+    if checked.config.data.prompts is None:
         raise UsageError(
             "is missing",
             flag="--rl-prompts",
@@ -257,16 +262,16 @@ def check_prompts_given(checked: JobSpec) -> None:
     load_prompts(
         prompt_source(
             checked.config,
-            checked.config.prompts,
+            checked.config.data.prompts,
             trust_remote_code=checked.trust_remote_code,
         ),
         checked.checkpoint.folder,
-        cache_dir=checked.config.cache_dir,
+        cache_dir=checked.config.data.cache_dir,
     )
 
 
 def start_verification(tokens: Sequence[str], *, log: Any = None) -> Job:
-    """Call `mcore_rl.trainer.start.start` for scoring prompts."""
+    """Call `mcore_rl.job.start.start` for scoring prompts."""
     return start(
         tokens,
         also_check=check_prompts_given,
@@ -287,9 +292,11 @@ def main(tokens: list[str] | None = None) -> int:
         result = verify(job, log=log)
     if dist.get_rank() == 0:
         show(result, job)
-        if job.config.verify_out:
+        if job.config.trainer.verify_out:
             fields = {name: getattr(result, name) for name in Verification.__slots__}
-            Path(job.config.verify_out).write_text(json.dumps(fields) + "\n", encoding="utf-8")
+            Path(job.config.trainer.verify_out).write_text(
+                json.dumps(fields) + "\n", encoding="utf-8"
+            )
     dist.destroy_process_group()
     return 0 if result.stored_equal else 1
 

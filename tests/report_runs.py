@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, StepStats
-from mcore_rl.flags.options import RLConfig
+from mcore_rl.config import RLConfig
 from mcore_rl.observe.run_directory import RunConfig, RunDirectory
 from mcore_rl.observe.stage_timers import STAGES
 

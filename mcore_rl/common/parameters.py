@@ -11,18 +11,20 @@ is the flag's type. The names of all parameters share one namespace.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mcore_rl.common.errors import UsageError
 
 _KINDS = (bool, int, float, str)
+ExtraArgs = Callable[[argparse.ArgumentParser], Any]  # Megatron's `extra_args_provider`
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +74,6 @@ class Bounds:
             f"greater than {self.above:g}" if self.above is not None else f"at least {self.least:g}"
         )
 
-    def number(self, kind: type) -> str:
-        """Describe a valid value in words: "a positive number", "in (0, 1]"."""
-        upper = self.below is not None or self.most not in (None, math.inf)
-        if upper:
-            return f"in {self.interval()}"
-        if self.above is not None:
-            return "a positive number" if self.above == 0 else f"a number above {self.above:g}"
-        return f"{self.least:g} or more" if kind is int else f"a number of {self.least:g} or more"
-
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
@@ -110,11 +103,10 @@ class Parameter:
                 remedy=f"choose one of {', '.join(self.choices)}",
             )
         if self.bounds and not self.bounds.hold(value):
-            advice = self.advice or f"choose for example {self.default}"
             raise UsageError(
-                f"is not {self.bounds.number(self.kind)}",
+                f"must be {self.bounds.broken_by(value)}",
                 flag=f"{self.flag} {value}",
-                remedy=advice,
+                remedy=self.advice or f"choose for example {self.default}",
             )
 
 
@@ -147,6 +139,12 @@ def param(
     said = {"help": help, "choices": choices, "advice": advice}
     bounds = Bounds(least, most, above, below)
     return dataclasses.field(default=default, metadata={"param": {**said, "bounds": bounds}})
+
+
+def degree(size: str, model: str) -> Any:
+    """Declare the parallel size of a model that follows the actor's by default."""
+    help = f"{size} size of the {model}; default: the actor's"
+    return param(None, help, least=1, advice="drop it for the actor's")
 
 
 @dataclass(frozen=True, slots=True)

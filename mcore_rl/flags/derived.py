@@ -19,10 +19,10 @@ from typing import Any
 from mcore_rl.batching.rows import chunks_of_sample, round_up
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import Platform
+from mcore_rl.config import RLConfig
 from mcore_rl.flags.classes import check_derived_count
 from mcore_rl.flags.given import FlagNames, given_values, without_flags
 from mcore_rl.flags.megatron_flags import ARCHITECTURE, WITHOUT_EFFECT_DESTS
-from mcore_rl.flags.options import RLConfig
 from mcore_rl.flags.unread import unread_by
 from mcore_rl.model.config_json import ModelShape, megatron_flags
 
@@ -117,7 +117,7 @@ def derive_flags(
     for source, tokens in machine.items():
         _refuse_contradictions(given_values(tokens, parser), given, names, source)
     _refuse_other_precision(config, given)
-    if given.get("moe_grouped_gemm") and config.no_moe_grouped_gemm:
+    if given.get("moe_grouped_gemm") and config.trainer.no_moe_grouped_gemm:
         raise UsageError(
             "contradicts --rl-no-moe-grouped-gemm", flag="--moe-grouped-gemm", remedy="drop one"
         )
@@ -152,12 +152,11 @@ def values_of(
     return {**given_values(derived.tokens, parser), **effective_of(given, derived.unread)}
 
 
-def for_megatron(
+def with_effect(
     derived: DerivedFlags, tokens: Sequence[str], parser: argparse.ArgumentParser
 ) -> tuple[str, ...]:
-    """Return the tokens for Megatron: derived ones, then the user's that have an effect."""
-    without = WITHOUT_EFFECT_DESTS | derived.unread
-    return (*derived.tokens, *without_flags(tokens, parser, without))
+    """Return the user's tokens without the flags that have no effect."""
+    return without_flags(tokens, parser, WITHOUT_EFFECT_DESTS | derived.unread)
 
 
 def machine_flags(shape: ModelShape, platform: Platform) -> dict[str, list[str]]:
@@ -273,15 +272,15 @@ def _equal(dest: str, value: Any, wanted: Any) -> bool:
 def _refuse_other_precision(config: RLConfig, given: Mapping[str, Any]) -> None:
     """Refuse other dtypes than --rl-precision, which the engine's dtype follows."""
     for dest in ("bf16", "fp16"):
-        if dest in given and given[dest] != (config.precision == dest):
+        if dest in given and given[dest] != (config.trainer.precision == dest):
             if given[dest]:
                 flag, other = f"--{dest}", dest
-            elif config.precision == dest:
+            elif config.trainer.precision == dest:
                 flag, other = f"--no-{dest}", "fp32"
             else:
                 continue
             raise UsageError(
-                f"contradicts --rl-precision {config.precision}",
+                f"contradicts --rl-precision {config.trainer.precision}",
                 flag=flag,
                 remedy=f"drop {flag} or give --rl-precision {other}",
             )
@@ -297,15 +296,15 @@ def _defaults(
 ) -> list[str]:
     """Return defaults for RL, and values that Megatron requires; `has_detached_mtp`: this Megatron
     can keep the gradients of MTP layers from the policy."""
-    mini_batch = config.samples_per_step // config.num_mini_batches
-    longest = config.max_prompt_tokens + config.max_response_tokens
+    mini_batch = config.samples_per_step // config.trainer.num_mini_batches
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     chunks = chunks_of_sample(given.get("context_parallel_size") or 1)
     tokens = [
         *("--tokenizer-type", "NullTokenizer"),
         *("--micro-batch-size", "1"),
         *("--global-batch-size", str(mini_batch)),
         *("--seq-length", str(round_up(longest, chunks))),
-        *("--train-iters", str(num_updates(config, of_critic=shape.value_head))),
+        *("--train-iters", str(config.num_updates(of_critic=shape.value_head))),
         *("--lr", "1e-6"),
         *("--lr-decay-style", "constant"),
         *("--clip-grad", "1.0"),
@@ -327,9 +326,9 @@ def _defaults(
         # Their training affects neither the policy's gradients nor its clipping.
         tokens.append("--mtp-detach-heads")
     if given.get("save"):
-        tokens += ["--save-interval", str(config.num_steps)]  # once, at the end
-    if config.precision != "fp32":
-        tokens.append(f"--{config.precision}")
+        tokens += ["--save-interval", str(config.trainer.num_steps)]  # once, at the end
+    if config.trainer.precision != "fp32":
+        tokens.append(f"--{config.trainer.precision}")
     if not given.get("use_checkpoint_opt_param_scheduler"):
         # A resumed run has more steps than the checkpoint's schedule; use the command line's.
         tokens.append("--override-opt_param-scheduler")
@@ -346,28 +345,20 @@ def _defaults(
         ]
         if shape.experts.has_bias:
             tokens += ["--moe-router-bias-update-rate", "0.0"]
-        if platform.transformer_engine is not None and not config.no_moe_grouped_gemm:
+        if platform.transformer_engine is not None and not config.trainer.no_moe_grouped_gemm:
             tokens.append("--moe-grouped-gemm")  # else one matrix product per expert
         if given.get("moe_flex_dispatcher_backend") == "hybridep":
             tokens.append("--moe-hybridep-pad-uneven-dispatch-inputs")  # else they must be even
     return tokens
 
 
-def num_updates(config: RLConfig, *, of_critic: bool) -> int:
-    """Return a run's updates of the actor or the critic, the iterations of Megatron's schedules of
-    learning rate and weight decay. The actor has none while the critic warms up."""
-    waits = 0 if of_critic else config.critic_warmup_steps or 0
-    # 1 for a run that is all warm-up: Megatron's scheduler refuses 0.
-    return max(1, (config.num_steps - waits) * config.num_mini_batches * config.num_epochs)
-
-
 def _patience_minutes(config: RLConfig) -> int:
     """Return how long a rank waits for another. Megatron's ten minutes suit steps of pre-training;
     here one engine may sample longer than another. If a rank hangs, the watchdog should end the run
     first, since it reports the stuck rank and its stage."""
-    if not config.stage_timeout_seconds:
+    if not config.run.stage_timeout_seconds:
         return 7 * 24 * 60
-    return math.ceil(config.stage_timeout_seconds / 60) + 10
+    return math.ceil(config.run.stage_timeout_seconds / 60) + 10
 
 
 def _vocabulary_multiple(given: Mapping[str, Any]) -> int:

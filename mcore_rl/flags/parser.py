@@ -1,22 +1,18 @@
-"""The parser of the `--rl-*` flags next to Megatron's own, and the bounds of their numbers."""
+"""The parser of the `--rl-*` flags next to Megatron's own."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
-from mcore_rl.common.errors import CORRECT, UsageError
-from mcore_rl.common.parameters import flag_of, parameters_of
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.parameters import ExtraArgs
+from mcore_rl.config import flags, run_flags
 from mcore_rl.flags.given import add_negations
 from mcore_rl.flags.megatron_flags import SHARED_RL
-from mcore_rl.flags.options import RLConfig, flags
 
-# vLLM samples at these temperatures as given (vllm/sampling_params.py).
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
 HELP_RL = "--help-rl"
 GROUP = "mcore_rl"  # title of our flags' group in a parser
-ExtraArgs = Callable[[argparse.ArgumentParser], Any]  # Megatron's `extra_args_provider`
 
 
 def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -28,7 +24,7 @@ def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """
     taken = parser._option_string_actions
     group = parser.add_argument_group(title=GROUP)
-    own = {parameter.name for parameter in parameters_of(RLConfig)}
+    own = run_flags()
     for name, parameter in flags().items():
         flag, kind = parameter.flag, parameter.kind
         # A part of the algorithm that is not given comes from the recipe.
@@ -80,25 +76,3 @@ def with_rl_args(extra_args: ExtraArgs | None) -> ExtraArgs:
 
 
 all_args: ExtraArgs = with_rl_args(None)
-
-
-def check_bounds(config: RLConfig) -> None:
-    """Raise UsageError for the first number out of its bounds; parts of the algorithm check their
-    own when they are combined."""
-    for parameter in parameters_of(RLConfig):
-        name, value, bounds = parameter.flag, getattr(config, parameter.name), parameter.bounds
-        if value is not None and bounds and not bounds.hold(value):
-            raise UsageError(
-                f"must be {bounds.broken_by(value)}",
-                flag=f"{name} {value}",
-                remedy=parameter.advice or CORRECT,
-            )
-    for name, greedy in (("temperature", ""), ("eval_temperature", ", or 0 for greedy")):
-        value = getattr(config, name)
-        if value and not LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE:
-            raise UsageError(
-                f"is not in [{LEAST_TEMPERATURE}, {MOST_TEMPERATURE:g}]: vLLM would sample at "
-                f"{LEAST_TEMPERATURE} where less is asked for, and refuses more",
-                flag=f"{flag_of(name)} {value}",
-                remedy=f"choose for example 1{greedy}",
-            )

@@ -11,14 +11,14 @@ from typing import Any
 
 from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError
-from mcore_rl.flags.options import RLConfig
-from mcore_rl.flags.roles import CRITIC, Roles
+from mcore_rl.config import RLConfig
 from mcore_rl.hybrid_engine.memory.offload import kinds_at_start, offload_kinds
 from mcore_rl.job.layout import ranks_per_node
 from mcore_rl.job.planner_settings import engine_settings, is_known_optimizer, train_settings
 from mcore_rl.job.value_models import LaidOut
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
+from mcore_rl.model.roles import CRITIC, Roles
 from mcore_rl.planner.advice import Problem, problems_of
 from mcore_rl.planner.memory import memory_of, resident_of
 from mcore_rl.planner.models import TrainedModel
@@ -114,12 +114,14 @@ def case_of_run(
             values,
             shape,
             rollout,
-            offloaded=offload_kinds(config.offload, values, has_cuda=device_bytes is not None),
+            offloaded=offload_kinds(
+                config.weight_sync.offload, values, has_cuda=device_bytes is not None
+            ),
             away_at_start=kinds_at_start(values),
             batched_tokens=BATCHED_TOKENS,
         ),
         machine=Machine(
-            ranks_per_node=ranks_per_node(config, train.world_size),
+            ranks_per_node=ranks_per_node(config.engine, train.world_size),
             gpu_bytes=_WITHOUT_LIMIT if device_bytes is None else device_bytes,
             reserved_bytes=int(GPU_RESERVED_GB * GB),
             communicator_bytes=int(COMMUNICATOR_MB * MB),

@@ -11,9 +11,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mcore_rl.batching.rows import chunks_of_sample, round_up
 from mcore_rl.batching.shared_prompts import shares_prompts
 from mcore_rl.common.errors import CORRECT, UsageError
-from mcore_rl.flags.options import RLConfig
+from mcore_rl.config import RLConfig
+from mcore_rl.hybrid_engine.options import EngineOptions
 from mcore_rl.hybrid_engine.plan.placement import Placement, with_rank_map
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.families import family_of
@@ -230,7 +232,7 @@ def _custom_stages(layout: Any, shape: ModelShape, pp_size: int) -> PipelineLaye
 
 
 def check_rollout(
-    config: RLConfig,
+    options: EngineOptions,
     shape: ModelShape,
     layout: TrainLayout,
     layers: PipelineLayers,
@@ -242,30 +244,30 @@ def check_rollout(
     By default engines have Megatron's TP and EP, so that experts stay where they are, where vLLM
     supports that; `note_on_experts` reports where it does not.
     """
-    if config.rollout_all2all_backend == NOT_RELOADABLE:
+    if options.rollout_all2all_backend == NOT_RELOADABLE:
         raise UsageError(
             ": with it vLLM keeps experts in memory that new weights cannot be loaded into",
             flag=f"--rl-rollout-all2all-backend {NOT_RELOADABLE}",
             remedy="choose another backend or leave the flag out",
         )
-    if config.rollout_all2all_backend not in ("", *ALL2ALL_BACKENDS):
+    if options.rollout_all2all_backend not in ("", *ALL2ALL_BACKENDS):
         raise UsageError(
             "is not a vLLM all-to-all backend",
-            flag=f"--rl-rollout-all2all-backend {config.rollout_all2all_backend}",
+            flag=f"--rl-rollout-all2all-backend {options.rollout_all2all_backend}",
             remedy=f"choose one of {', '.join(ALL2ALL_BACKENDS)}, or leave the flag out",
         )
-    tp_size = config.rollout_tp_size or layout.tp_size
-    dp_size = _engine_dp_size(config, shape, layout, tp_size, has_cuda=has_cuda)
+    tp_size = options.rollout_tp_size or layout.tp_size
+    dp_size = _engine_dp_size(options, shape, layout, tp_size, has_cuda=has_cuda)
     rollout = RolloutLayout(
         world_size=layout.world_size,
         tp_size=tp_size,
         dp_size=dp_size,
-        all2all_backend=config.rollout_all2all_backend,
+        all2all_backend=options.rollout_all2all_backend,
         expert_parallel=bool(
             shape.experts
             and (layout.ep_size > 1 or dp_size > 1)
             and tp_size * dp_size > 1
-            and not config.rollout_no_expert_parallel
+            and not options.rollout_no_expert_parallel
         ),
     )
     sizes = _split_over_tp(shape)
@@ -293,18 +295,18 @@ def check_rollout(
             flag=f"--rl-rollout-ep-size {rollout.ep_size}",
             remedy=f"drop it or raise --rl-rollout-tp-size to {rollout.ep_size}",
         )
-    _check_node(config, rollout)
+    _check_node(options, rollout)
     placement = Placement(shape, layout, layers, rollout)
-    return with_rank_map(placement, ranks_per_node=ranks_per_node(config, layout.world_size))
+    return with_rank_map(placement, ranks_per_node=ranks_per_node(options, layout.world_size))
 
 
 def _engine_dp_size(
-    config: RLConfig, shape: ModelShape, layout: TrainLayout, tp_size: int, *, has_cuda: bool
+    options: EngineOptions, shape: ModelShape, layout: TrainLayout, tp_size: int, *, has_cuda: bool
 ) -> int:
     """Return an engine's data-parallel ranks; experts are spread over these and TP."""
-    ep_size = config.rollout_ep_size
+    ep_size = options.rollout_ep_size
     if not ep_size:
-        may_spread = has_cuda and shape.experts and not config.rollout_no_expert_parallel
+        may_spread = has_cuda and shape.experts and not options.rollout_no_expert_parallel
         keeps = may_spread and layout.ep_size % tp_size == 0
         return layout.ep_size // tp_size if keeps else 1
     flag = f"--rl-rollout-ep-size {ep_size}"
@@ -314,7 +316,7 @@ def _engine_dp_size(
             flag=flag,
             remedy="drop the flag",
         )
-    if config.rollout_no_expert_parallel:
+    if options.rollout_no_expert_parallel:
         raise UsageError(
             "contradicts --rl-rollout-no-expert-parallel", flag=flag, remedy="drop one of them"
         )
@@ -328,10 +330,10 @@ def _engine_dp_size(
     return ep_size // tp_size
 
 
-def note_on_experts(config: RLConfig, placement: Placement) -> list[str]:
+def note_on_experts(options: EngineOptions, placement: Placement) -> list[str]:
     """Report that engines have a smaller EP than Megatron, why, and what it costs a hand-over."""
     train, rollout = placement.train, placement.rollout
-    chosen = config.rollout_ep_size or config.rollout_no_expert_parallel
+    chosen = options.rollout_ep_size or options.rollout_no_expert_parallel
     if chosen or placement.shape.experts is None or train.ep_size <= rollout.tp_size:
         return []
     if rollout.ep_size == train.ep_size:
@@ -350,7 +352,7 @@ def note_on_experts(config: RLConfig, placement: Placement) -> list[str]:
         rollout, dp_size=train.ep_size // rollout.tp_size, expert_parallel=True, rank_map=()
     )
     would = Placement(placement.shape, train, placement.layers, kept)
-    kept = with_rank_map(would, ranks_per_node=ranks_per_node(config, train.world_size))
+    kept = with_rank_map(would, ranks_per_node=ranks_per_node(options, train.world_size))
     least = int(would.received_bytes(_rank_map(kept)).max()) / 1e9
     return [
         f"{told}, with Megatron's EP {least:.3g} GB; vLLM spreads experts over data-parallel ranks "
@@ -362,16 +364,16 @@ def _rank_map(rollout: RolloutLayout) -> Sequence[int]:
     return rollout.rank_map or range(rollout.world_size)
 
 
-def ranks_per_node(config: RLConfig, world_size: int) -> int:
+def ranks_per_node(options: EngineOptions, world_size: int) -> int:
     """Return `--rl-ranks-per-node`, else the launcher's number, else 8; at most the world size."""
     launched = os.environ.get("LOCAL_WORLD_SIZE")
-    found = config.ranks_per_node or (int(launched) if launched else _USUAL_RANKS_PER_NODE)
+    found = options.ranks_per_node or (int(launched) if launched else _USUAL_RANKS_PER_NODE)
     return min(found, world_size)
 
 
-def _check_node(config: RLConfig, rollout: RolloutLayout) -> None:
+def _check_node(options: EngineOptions, rollout: RolloutLayout) -> None:
     """Check that an engine's TP group is within one node, or fills several nodes completely."""
-    per_node = ranks_per_node(config, rollout.world_size)
+    per_node = ranks_per_node(options, rollout.world_size)
     if rollout.world_size % per_node:
         raise UsageError(
             f"does not divide the world of {rollout.world_size} processes",
@@ -391,29 +393,30 @@ def check_batches(config: RLConfig, layout: TrainLayout, values: Mapping[str, An
     """Check that prompts x samples divide into mini-batches, DP ranks and micro-batches, and these
     into the groups of an interleaved schedule."""
     micro_batch_size = values["micro_batch_size"]
-    if config.max_tokens_per_microbatch and micro_batch_size != 1:
+    if config.trainer.max_tokens_per_microbatch and micro_batch_size != 1:
         raise UsageError(
             "has no effect where samples are packed by --rl-max-tokens-per-microbatch "
-            f"{config.max_tokens_per_microbatch}",
+            f"{config.trainer.max_tokens_per_microbatch}",
             flag=f"--micro-batch-size {micro_batch_size}",
             remedy="set it to 1, or the latter to 0",
         )
-    shares_prompts(config.share_prompts, values, config.max_tokens_per_microbatch)
+    shares_prompts(config.trainer.share_prompts, values, config.trainer.max_tokens_per_microbatch)
     samples = config.samples_per_step
-    parts = config.num_mini_batches * layout.dp_size * micro_batch_size
+    parts = config.trainer.num_mini_batches * layout.dp_size * micro_batch_size
     if parts < 1 or samples < 1 or samples % parts:
         raise UsageError(
             f"x --rl-num-samples-per-prompt {config.samples_per_prompt} = {samples} samples do not "
-            f"divide into --rl-num-mini-batches {config.num_mini_batches} x {layout.dp_size} "
-            f"data-parallel ranks x --micro-batch-size {micro_batch_size} = {parts}",
-            flag=f"--rl-num-prompts-per-step {config.num_prompts_per_step}",
+            f"divide into --rl-num-mini-batches {config.trainer.num_mini_batches} x "
+            f"{layout.dp_size} data-parallel ranks x --micro-batch-size {micro_batch_size} = "
+            f"{parts}",
+            flag=f"--rl-num-prompts-per-step {config.trainer.num_prompts_per_step}",
             remedy="change one of them",
         )
-    mini_batch = samples // config.num_mini_batches
+    mini_batch = samples // config.trainer.num_mini_batches
     if values["global_batch_size"] != mini_batch:
         raise UsageError(
             f"contradicts the {mini_batch} samples of a mini-batch ({samples} samples / "
-            f"--rl-num-mini-batches {config.num_mini_batches})",
+            f"--rl-num-mini-batches {config.trainer.num_mini_batches})",
             flag=f"--global-batch-size {values['global_batch_size']}",
             remedy="drop the flag, it is derived",
         )
@@ -443,21 +446,24 @@ def _check_interleaving(
             flag=flag,
             remedy="raise or drop it",
         )
-    if config.max_tokens_per_microbatch:
+    if config.trainer.max_tokens_per_microbatch:
         return
     rule = f"a multiple of {stages}"
     if group != pp_size:
         rule = (
             f"{flag} or more, with none or at least {stages} left over by whole groups of {group}"
         )
-    passes = {"mini-batch": num_micro_batches, "step": num_micro_batches * config.num_mini_batches}
+    passes = {
+        "mini-batch": num_micro_batches,
+        "step": num_micro_batches * config.trainer.num_mini_batches,
+    }
     for name, count in passes.items():
         if count < group or 0 < count % group < pp_size:
             raise UsageError(
                 "interleaves the micro-batches of a data-parallel rank, whose number must be "
-                f"{rule}, but --rl-num-prompts-per-step {config.num_prompts_per_step}, "
+                f"{rule}, but --rl-num-prompts-per-step {config.trainer.num_prompts_per_step}, "
                 f"--rl-num-samples-per-prompt {config.samples_per_prompt}, --rl-num-mini-batches "
-                f"{config.num_mini_batches}, {layout.dp_size} data-parallel ranks and "
+                f"{config.trainer.num_mini_batches}, {layout.dp_size} data-parallel ranks and "
                 f"--micro-batch-size {values['micro_batch_size']} make {count} of a {name}",
                 flag=_virtual_flag(values),
                 remedy="change one of them, or pack samples by --rl-max-tokens-per-microbatch, "
@@ -488,3 +494,29 @@ def _virtual_flag(values: Mapping[str, Any]) -> str:
         if values.get(dest):
             return f"--{dest.replace('_', '-')} {values[dest]}"
     raise AssertionError("virtual stages without a flag that asks for them")
+
+
+def check_lengths(
+    config: RLConfig, shape: ModelShape, *, cp_size: int = 1, scores_only: bool = False
+) -> None:
+    """Raise UsageError if prompt and response exceed the model's positions or a micro-batch."""
+    length = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    second = f"--rl-max-response-tokens {config.rollout.max_response_tokens}"
+    remedy = "one of them"
+    if scores_only:
+        second, remedy = "1 that vLLM adds when it scores", "it"
+    lengths = f"--rl-max-prompt-tokens {config.data.max_prompt_tokens} + {second} = {length}"
+    if length > shape.max_positions:
+        raise UsageError(
+            f"exceeds the checkpoint's max_position_embeddings {shape.max_positions}",
+            flag=lengths,
+            remedy=f"lower {remedy}",
+        )
+    in_row = round_up(length, chunks_of_sample(cp_size))
+    if 0 < config.trainer.max_tokens_per_microbatch < in_row:
+        padded = f", which --context-parallel-size {cp_size} pads to {in_row}"
+        raise UsageError(
+            f"is less than the longest sample, {lengths}{padded if in_row > length else ''}",
+            flag=f"--rl-max-tokens-per-microbatch {config.trainer.max_tokens_per_microbatch}",
+            remedy="raise it to that",
+        )

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_rl.common.byte_sizes import shown_bytes
-from mcore_rl.flags.options import RLConfig
+from mcore_rl.config import RLConfig
 from mcore_rl.job.planner_settings import activation_settings
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, TrainLayout

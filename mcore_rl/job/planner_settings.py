@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.flags.options import RLConfig
+from mcore_rl.config import RLConfig
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.model.speculation import parse_speculation
@@ -41,21 +41,21 @@ def activation_settings(
 ) -> ActivationSettings:
     """Return what determines the size of activations. `values` are the model's Megatron flags by
     destination; `train` and `layers` are its layout."""
-    positions = config.max_prompt_tokens + config.max_response_tokens
+    positions = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     settings = ActivationSettings(
-        weight_bytes=4 if config.precision == "fp32" else 2,
+        weight_bytes=4 if config.trainer.precision == "fp32" else 2,
         vocabulary_multiple=vocabulary_multiple,
         micro_batch_size=values["micro_batch_size"],
         num_micro_batches=1,  # counted below
         positions=positions,
-        packed_tokens=config.max_tokens_per_microbatch,
+        packed_tokens=config.trainer.max_tokens_per_microbatch,
         sequence_parallel=bool(values.get("sequence_parallel")) and train.tp_size > 1,
         recompute=recompute(values),
-        chunk_tokens=config.log_prob_chunk_tokens,
+        chunk_tokens=config.trainer.log_prob_chunk_tokens,
         expert_load=expert_load,
         mtp_layers=values.get("mtp_num_layers") or 0,
     )
-    mini_batch = config.samples_per_step // config.num_mini_batches
+    mini_batch = config.samples_per_step // config.trainer.num_mini_batches
     group = values.get("microbatch_group_size_per_vp_stage") or train.pp_size
     multiple = group if len(layers[0]) > 1 else 1
     return replace(
@@ -136,31 +136,31 @@ def engine_settings(
 ) -> EngineSettings:
     """Return how a run uses memory besides training. `values` are Megatron's flags by destination;
     `offloaded` and `away_at_start` are kinds of `hybrid_engine.offload`."""
-    length = config.max_prompt_tokens + config.max_response_tokens
-    samples = math.ceil(config.num_prompts_per_step / rollout.num_tp_groups)
-    speculation = parse_speculation(config.speculate)
+    length = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    samples = math.ceil(config.trainer.num_prompts_per_step / rollout.num_tp_groups)
+    speculation = parse_speculation(config.engine.speculate)
     drafts = speculation is not None and speculation.has_drafter
     return EngineSettings(
-        gpu_memory_utilization=config.rollout_gpu_memory_utilization,
-        max_num_seqs=config.rollout_max_num_seqs,
+        gpu_memory_utilization=config.engine.rollout_gpu_memory_utilization,
+        max_num_seqs=config.engine.rollout_max_num_seqs,
         max_model_tokens=length,
-        max_response_tokens=config.max_response_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
         batched_tokens=batched_tokens,
-        bucket_bytes=config.reshard_bucket_mb * MIB,
-        delta=config.reshard_delta,
-        may_spread_experts=not config.rollout_no_expert_parallel,
+        bucket_bytes=config.weight_sync.reshard_bucket_mb * MIB,
+        delta=config.weight_sync.reshard_delta,
+        may_spread_experts=not config.engine.rollout_no_expert_parallel,
         offloaded=offloaded,
         away_at_start=away_at_start,
-        keeps_gradients=config.offload_keep_gradients,
+        keeps_gradients=config.weight_sync.offload_keep_gradients,
         keeps_reference=config.recipe.needs_reference,
         saves_checkpoints=True,  # the last step's, by default
         loads_checkpoint=bool(values.get("load")) and not values.get("finetune"),
-        exports=bool(config.export_hf),
-        has_canary=config.canary_interval > 0,
+        exports=bool(config.trainer.export_hf),
+        has_canary=config.weight_sync.canary_interval > 0,
         drafter_layers=shape.num_mtp_layers if drafts else 0,
         sampled_tokens=samples * config.samples_per_prompt * length,
         sampled_tokens_in_all=config.samples_per_step * length,
-        replays_experts=config.routing_replay == R3,
+        replays_experts=config.trainer.routing_replay == R3,
     )
 
 
@@ -180,9 +180,9 @@ def recompute(values: Mapping[str, Any]) -> Recompute:
 
 def _gradient_bytes(config: RLConfig, values: Mapping[str, Any]) -> int:
     """Return the bytes per element of Megatron's gradient buffers."""
-    if values.get("accumulate_allreduce_grads_in_fp32") or config.precision == "fp32":
+    if values.get("accumulate_allreduce_grads_in_fp32") or config.trainer.precision == "fp32":
         return 4
-    if config.precision == "fp16":
+    if config.trainer.precision == "fp16":
         return 2
     in_bf16 = values.get("grad_reduce_in_bf16") or values.get("main_grads_dtype") == "bf16"
     return 2 if in_bf16 else 4
@@ -190,7 +190,7 @@ def _gradient_bytes(config: RLConfig, values: Mapping[str, Any]) -> int:
 
 def _main_bytes(config: RLConfig, values: Mapping[str, Any]) -> int:
     """Return the bytes per element of main parameters; 0 for float32, which are their own."""
-    if config.precision == "fp32":
+    if config.trainer.precision == "fp32":
         return 0
     precise = bool(values.get("use_precision_aware_optimizer"))
     return _DTYPE_BYTES[values.get("main_params_dtype", "fp32") if precise else "fp32"]

@@ -13,12 +13,12 @@ from typing import Any
 
 from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.common.errors import CORRECT, UsageError
-from mcore_rl.common.parameters import flag_of, parameters_of
+from mcore_rl.common.parameters import parameters_of
 from mcore_rl.common.readers import parse_yaml
+from mcore_rl.config import FLOAT8, RLConfig
+from mcore_rl.environments.options import EnvironmentOptions
 from mcore_rl.flags.classes import check_numbers, check_order, check_refused
-from mcore_rl.flags.options import FLOAT8, RLConfig
 from mcore_rl.flags.packages import check_packages
-from mcore_rl.flags.parser import check_bounds
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.megatron.hf_export import EXPORT_MARKER
 from mcore_rl.megatron.policy_head import named_spec
@@ -36,10 +36,6 @@ from mcore_rl.rewards.functions import ENVIRONMENT
 _MOST_SEED = 4_000_000_000
 # Flags with YAML files that Megatron reads without a check.
 _YAML_FILES = ("nccl_communicator_config_path", "te_precision_config_file")
-_OF_TURNS = (
-    *("environment_timeout", "environment_memory_gib", "environment_env"),
-    *("max_environments", "max_turns", "max_turn_tokens"),
-)
 
 
 def check_versions() -> None:
@@ -50,15 +46,14 @@ def check_versions() -> None:
 
 def check_ranges(config: RLConfig) -> None:
     """Check each number by itself, and the parts of the algorithm together."""
-    check_bounds(config)
-    for path in config.import_:  # for a fork that has parsed its arguments itself
+    for path in config.trainer.import_:  # for a fork that has parsed its arguments itself
         import_user_file(path)
     recipe = config.recipe
-    recipe.overlong_buffer(config.max_response_tokens)
-    if config.reference_refresh_interval and not recipe.needs_reference:
+    recipe.overlong_buffer(config.rollout.max_response_tokens)
+    if config.trainer.reference_refresh_interval and not recipe.needs_reference:
         raise UsageError(
             "has no effect without a KL to the reference",
-            flag=f"--rl-reference-refresh-interval {config.reference_refresh_interval}",
+            flag=f"--rl-reference-refresh-interval {config.trainer.reference_refresh_interval}",
             remedy="add --rl-kl-coef or --rl-kl-in-reward, or drop it",
         )
     _check_first_finished(config)
@@ -66,10 +61,10 @@ def check_ranges(config: RLConfig) -> None:
 
 def check_kv_after_update(config: RLConfig, *, has_cuda: bool) -> None:
     """Check that kept keys and values are used, and that their memory is not needed."""
-    if config.kv_after_update == "recompute":
+    if config.rollout.kv_after_update == "recompute":
         return
-    flag = f"--rl-kv-after-update {config.kv_after_update}"
-    if not config.keeps_unfinished:
+    flag = f"--rl-kv-after-update {config.rollout.kv_after_update}"
+    if not config.rollout.keeps_unfinished:
         raise UsageError(
             "has no effect, because no response goes on after an update",
             flag=flag,
@@ -85,35 +80,36 @@ def check_kv_after_update(config: RLConfig, *, has_cuda: bool) -> None:
 
 def _check_first_finished(config: RLConfig) -> None:
     """Check the flags on groups that finish first in a step, and on the others."""
-    at_a_time, staleness = config.groups_at_a_time, config.max_staleness
+    at_a_time, staleness = config.rollout.groups_at_a_time, config.rollout.max_staleness
     flag = f"--rl-oversample {at_a_time:g}"
-    if not config.partial_rollouts and staleness is not None:
+    if not config.rollout.partial_rollouts and staleness is not None:
         raise UsageError(
             "has no effect without --rl-partial-rollouts",
             flag=f"--rl-max-staleness {staleness}",
             remedy="add that, or drop it",
         )
-    if config.keeps_unfinished and at_a_time == 1.0:
+    if config.rollout.keeps_unfinished and at_a_time == 1.0:
         raise UsageError(
             "leaves --rl-partial-rollouts nothing to stop: a step takes all groups that it starts",
             flag=flag,
             remedy="choose for example 1.5",
         )
-    if config.keeps_unfinished and at_a_time > 2.0:
+    if config.rollout.keeps_unfinished and at_a_time > 2.0:
         raise UsageError(
             "may leave more groups unfinished than a step takes, which with --rl-partial-rollouts "
             "could then not end in time for --rl-max-staleness",
             flag=flag,
             remedy="choose 2 or less",
         )
-    if config.keeps_unfinished and config.environment is not None:
+    environment = config.environments.environment
+    if config.rollout.keeps_unfinished and environment is not None:
         raise UsageError(
-            f"cannot be combined with --rl-environment {config.environment}: a checkpoint does "
+            f"cannot be combined with --rl-environment {environment}: a checkpoint does "
             "not hold its processes, so a conversation cannot continue in a later step",
             flag="--rl-partial-rollouts",
             remedy="drop one of the two; --rl-oversample alone may stay",
         )
-    if at_a_time > 1.0 and config.recipe.dynamic_sampling and config.reward_model:
+    if at_a_time > 1.0 and config.recipe.dynamic_sampling and config.rewards.reward_model:
         raise UsageError(
             "cannot be combined with --rl-dynamic-sampling and --rl-reward-model: a "
             "reward model scores when all engines are done, too late to replace a group without "
@@ -125,28 +121,31 @@ def _check_first_finished(config: RLConfig) -> None:
 
 def check_environment_flags(config: RLConfig) -> None:
     """Check that `--rl-environment`, the flags of turns and its reward are given together."""
-    rewards = [name.strip() for name in config.rewards.split(",")]
-    if config.environment is None:
+    rewards = [name.strip() for name in config.reward.split(",")]
+    if config.environments.environment is None:
         if ENVIRONMENT in rewards:
             raise UsageError(
                 f"names {ENVIRONMENT}, but --rl-environment is missing",
-                flag=f"--rl-reward {config.rewards}",
+                flag=f"--rl-reward {config.reward}",
                 remedy="give the environment whose rewards these are, or drop the name",
             )
-        for parameter in parameters_of(RLConfig):
-            value = getattr(config, parameter.name)
-            if parameter.name in _OF_TURNS and value != parameter.default:
+        for parameter in parameters_of(EnvironmentOptions):
+            value = getattr(config.environments, parameter.name)
+            if value != parameter.default:
                 raise UsageError(
                     "has no effect without --rl-environment",
                     flag=f"{parameter.flag} {value}",
                     remedy="add that, or drop it",
                 )
         return
-    most = config.max_response_tokens
-    if config.max_turn_tokens is not None and config.max_turn_tokens > most:
+    most = config.rollout.max_response_tokens
+    if (
+        config.environments.max_turn_tokens is not None
+        and config.environments.max_turn_tokens > most
+    ):
         raise UsageError(
             f"is more than --rl-max-response-tokens {most}, which all turns of a sample share",
-            flag=f"--rl-max-turn-tokens {config.max_turn_tokens}",
+            flag=f"--rl-max-turn-tokens {config.environments.max_turn_tokens}",
             remedy="lower it, drop it or raise the other",
         )
 
@@ -171,17 +170,20 @@ def check_inputs(given: Mapping[str, Any]) -> None:
 def check_outputs(config: RLConfig, given: Mapping[str, Any]) -> None:
     """Check that a run's final outputs can be written, and do not replace anything."""
     if int(os.environ.get("RANK", 0)) == 0:  # no other rank writes there
-        flag = f"--rl-run-dir {config.run_dir}" if config.run_dir else "--rl-run-name"
-        _check_writable(config.directory, flag)
+        flag = f"--rl-run-dir {config.run.run_dir}" if config.run.run_dir else "--rl-run-name"
+        _check_writable(config.run.directory, flag)
         for dest in ("wandb_save_dir", "tensorboard_dir"):
             if folder := given.get(dest):
                 _check_writable(Path(folder), f"--{dest.replace('_', '-')} {folder}")
     if given.get("save"):
         _check_writable(Path(given["save"]), f"--save {given['save']}")
-    if config.export_hf:
-        _check_export(config, config.export_hf, goes_on=bool(given.get("load")))
-    if config.verify_out:
-        target, flag = Path(config.verify_out), f"--rl-verify-out {config.verify_out}"
+    if config.trainer.export_hf:
+        _check_export(config, config.trainer.export_hf, goes_on=bool(given.get("load")))
+    if config.trainer.verify_out:
+        target, flag = (
+            Path(config.trainer.verify_out),
+            f"--rl-verify-out {config.trainer.verify_out}",
+        )
         if target.is_dir() or not target.absolute().parent.is_dir():
             raise UsageError(
                 "must name a file in a folder that exists", flag=flag, remedy="name another"
@@ -192,12 +194,16 @@ def check_outputs(config: RLConfig, given: Mapping[str, Any]) -> None:
 def _check_export(config: RLConfig, folder: str, *, goes_on: bool) -> None:
     """Check that the folder is new or empty, or holds an export of this run."""
     target, flag = Path(os.path.realpath(folder)), f"--rl-export-hf {folder}"
-    for name in ("hf_checkpoint", "critic_init", "reward_model"):
-        source = getattr(config, name)
+    sources = {
+        "--rl-hf-checkpoint": config.trainer.hf_checkpoint,
+        "--rl-critic-init": config.critic.critic_init,
+        "--rl-reward-model": config.rewards.reward_model,
+    }
+    for name, source in sources.items():
         # Replacing deletes the folder with everything in it.
         if source is not None and Path(os.path.realpath(source)).is_relative_to(target):
             raise UsageError(
-                f"would replace {flag_of(name)} {source}, which the run reads",
+                f"would replace {name} {source}, which the run reads",
                 flag=flag,
                 remedy="name a new folder",
             )
@@ -221,10 +227,10 @@ def _check_export(config: RLConfig, folder: str, *, goes_on: bool) -> None:
 
 def check_export_dtype(config: RLConfig, checkpoint: HFCheckpoint) -> None:
     """Check that the checkpoint has FP8 blocks, if they are to be written."""
-    if config.export_dtype != FLOAT8:
+    if config.trainer.export_dtype != FLOAT8:
         return
-    flag = f"--rl-export-dtype {config.export_dtype}"
-    if config.export_hf is None:
+    flag = f"--rl-export-dtype {config.trainer.export_dtype}"
+    if config.trainer.export_hf is None:
         raise UsageError(
             "has no effect without --rl-export-hf", flag=flag, remedy="add that, or drop this"
         )
@@ -276,8 +282,8 @@ def check_switches(given: Mapping[str, Any]) -> None:
 def check_routing(config: RLConfig, shape: ModelShape, values: Mapping[str, Any]) -> None:
     """Check that experts can be replayed: the model has some, and all choices go through routers
     that accept given ones."""
-    flag = f"--rl-routing-replay {config.routing_replay}"
-    if config.routing_replay == OFF:
+    flag = f"--rl-routing-replay {config.trainer.routing_replay}"
+    if config.trainer.routing_replay == OFF:
         return
     if shape.experts is None:
         raise UsageError(
@@ -291,7 +297,7 @@ def check_routing(config: RLConfig, shape: ModelShape, values: Mapping[str, Any]
 
 def check_balancing(config: RLConfig, values: Mapping[str, Any]) -> None:
     """Check that load balancing counts tokens of samples, and each sample by itself."""
-    balance.check_balancing(values, config.max_tokens_per_microbatch)
+    balance.check_balancing(values, config.trainer.max_tokens_per_microbatch)
 
 
 def check_biases(checkpoint: HFCheckpoint, shape: ModelShape, values: Mapping[str, Any]) -> None:
@@ -366,8 +372,8 @@ def _against_mtp(config: RLConfig, layers: PipelineLayers, values: Mapping[str, 
         return f"--spec {' '.join(values['spec'])}, which says nothing of them"
     if config.recipe.needs_critic:
         return f"--rl-advantage {config.recipe.advantage}, whose critic has none"
-    if config.reward_model is not None:
-        return f"--rl-reward-model {config.reward_model}, which has none"
+    if config.rewards.reward_model is not None:
+        return f"--rl-reward-model {config.rewards.reward_model}, which has none"
     return ""
 
 

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.parameters import flag_of
+from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.common.platform import Platform
+from mcore_rl.config import RLConfig, frozen
 from mcore_rl.flags.classes import check_no_megatron_rl_flag, given_to_fork
 from mcore_rl.flags.derived import check_fits_machine
 from mcore_rl.flags.given import FlagNames, given_values
-from mcore_rl.flags.options import RLConfig, frozen
-from mcore_rl.flags.parser import ExtraArgs, all_args
-from mcore_rl.flags.roles import DEGREE_FLAGS
+from mcore_rl.flags.parser import all_args
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_tensors, open_checkpoint
 from mcore_rl.model.config_json import (
@@ -71,19 +70,22 @@ def check_needs_no_command_line(args: argparse.Namespace, config: RLConfig) -> N
             flag=f"--rl-config {args.rl_config}",
             remedy=f"{_BY_US}, or give the flags in it",
         )
-    if config.reward_model is not None:
+    if config.rewards.reward_model is not None:
         raise UsageError(
             _OUTSIDE,
-            flag=f"--rl-reward-model {config.reward_model}",
+            flag=f"--rl-reward-model {config.rewards.reward_model}",
             remedy=f"{_BY_US}, or use a server (--rl-reward pooling)",
         )
-    for name in (*(f"critic_{degree}" for degree in DEGREE_FLAGS), "critic_ranks"):
-        if getattr(config, name) is not None:
-            raise UsageError(
-                _OUTSIDE,
-                flag=f"{flag_of(name)} {getattr(config, name)}",
-                remedy=f"drop it, or {_BY_US}",
-            )
+    critic = config.critic
+    flags = {
+        "--rl-critic-tp-size": critic.critic_tp_size,
+        "--rl-critic-pp-size": critic.critic_pp_size,
+        "--rl-critic-ep-size": critic.critic_ep_size,
+        "--rl-critic-ranks": critic.critic_ranks,
+    }
+    for flag, value in flags.items():
+        if value is not None:
+            raise UsageError(_OUTSIDE, flag=f"{flag} {value}", remedy=f"drop it, or {_BY_US}")
 
 
 def check_fork_fits(
@@ -102,7 +104,7 @@ def check_fork_fits(
         if dest not in _REWRITTEN and getattr(args, dest) != value:
             raise UsageError(
                 f"the parsed {dest} is {getattr(args, dest)}, but config.json of "
-                f"{config.hf_checkpoint} needs {value}",
+                f"{config.trainer.hf_checkpoint} needs {value}",
                 remedy=f"{_BY_US}, which derives it, or pass {' '.join(megatron_flags(shape))}",
             )
     check_fits_machine(args, shape, given, parser=parser, platform=platform)
@@ -128,8 +130,8 @@ def read_shape_of(folder: str | None, flag: str) -> ModelShape:
 
 def read_checkpoint(config: RLConfig, shape: ModelShape) -> HFCheckpoint:
     """Read the headers of the weights and compare them with the model of config.json."""
-    assert config.hf_checkpoint is not None, "its config.json was read"
-    folder = Path(config.hf_checkpoint)
+    assert config.trainer.hf_checkpoint is not None, "its config.json was read"
+    folder = Path(config.trainer.hf_checkpoint)
     checkpoint = open_checkpoint(folder, shape)
     check_tensors(checkpoint, shape, flag="--rl-hf-checkpoint")
     return checkpoint

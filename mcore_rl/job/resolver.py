@@ -10,7 +10,6 @@ validation runs near the end, to find in advance what Megatron would refuse.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import re
 import sys
@@ -21,32 +20,32 @@ from typing import Any, ParamSpec, TypeVar
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.machine_memory import MachineMemory
+from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.common.platform import Platform
+from mcore_rl.config import RLConfig, config_from
 from mcore_rl.flags.allocator import check_allocator
 from mcore_rl.flags.classes import check_critic_rate, notes
-from mcore_rl.flags.derived import DerivedFlags, derive_flags, for_megatron, values_of
+from mcore_rl.flags.derived import DerivedFlags, derive_flags, values_of, with_effect
 from mcore_rl.flags.fsdp import check_fsdp, check_fsdp_machine
-from mcore_rl.flags.given import expand_config, import_given_files
-from mcore_rl.flags.options import RLConfig, config_from
+from mcore_rl.flags.given import as_config, expand_config, import_given_files
 from mcore_rl.flags.packages import check_wandb
 from mcore_rl.flags.pages import help_text
-from mcore_rl.flags.parser import HELP_RL, ExtraArgs, all_args
-from mcore_rl.flags.roles import REWARD, Roles, describe_ranks, parse_roles
+from mcore_rl.flags.parser import HELP_RL, all_args
 from mcore_rl.hybrid_engine.memory.offload import offload_kinds
 from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.job import preflight, reading
-from mcore_rl.job.batches import check_lengths
 from mcore_rl.job.device import case_of_run, check_device, trained_critic
 from mcore_rl.job.host import check_host, has_slow_products
 from mcore_rl.job.layout import (
     check_batches,
     check_layout,
+    check_lengths,
     check_rollout,
     check_stages,
     note_on_experts,
+    ranks_per_node,
 )
 from mcore_rl.job.reading import ReadShape, read_shape_of
-from mcore_rl.job.spec import JobSpec, ValueModelSpec
 from mcore_rl.job.validation import check_megatron_accepts
 from mcore_rl.job.value_models import (
     Folder,
@@ -65,8 +64,10 @@ from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
+from mcore_rl.model.roles import REWARD, Roles, describe_ranks, parse_roles
 from mcore_rl.model.speculation import check_drafter, check_drafter_weights, parse_speculation
 from mcore_rl.planner.memory import memory_of, resident_of
+from mcore_rl.spec import JobSpec, ValueModelSpec
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -188,7 +189,8 @@ class Facts:
     layers: PipelineLayers | None = None
     rollout: RolloutLayout | None = None
     batches_are_right: bool = False
-    megatron_tokens: tuple[str, ...] = ()
+    tokens_with_effect: tuple[str, ...] = ()
+    megatron_tokens: tuple[str, ...] = ()  # the derived flags, then those with an effect
     is_accepted: bool = False  # whether Megatron's own validation has passed
     critic: LaidOut | None = None
     reward_model_folder: Folder | None = None
@@ -352,7 +354,7 @@ class _Examiner:
         config = config_from(self.facts.given)
         preflight.check_ranges(config)
         if self.source.scores_only:
-            return dataclasses.replace(config, max_response_tokens=1)
+            return config.replaced(max_response_tokens=1)
         return config
 
     def _check_named_files(self, config: RLConfig) -> None:
@@ -362,7 +364,9 @@ class _Examiner:
             refusals.passes(preflight.check_outputs, config, facts.given)
         if source.is_here:
             refusals.passes(check_wandb, facts.given)
-        facts.shape = refusals.value(source.read_shape, config.hf_checkpoint, "--rl-hf-checkpoint")
+        facts.shape = refusals.value(
+            source.read_shape, config.trainer.hf_checkpoint, "--rl-hf-checkpoint"
+        )
         if facts.shape is not None and source.has_files:
             facts.checkpoint = refusals.value(reading.read_checkpoint, config, facts.shape)
 
@@ -401,7 +405,8 @@ class _Examiner:
         if derived is not None:
             facts.derived = derived
             facts.values = values_of(derived, given, parser)
-            facts.megatron_tokens = for_megatron(derived, facts.tokens, parser)
+            facts.tokens_with_effect = with_effect(derived, facts.tokens, parser)
+            facts.megatron_tokens = (*derived.tokens, *facts.tokens_with_effect)
 
     def _check_together(
         self, config: RLConfig, shape: ModelShape, values: Mapping[str, Any]
@@ -413,21 +418,24 @@ class _Examiner:
         refusals.passes(preflight.check_balancing, config, values)
         if self.facts.checkpoint is not None:
             refusals.passes(preflight.check_biases, self.facts.checkpoint, shape, values)
-        refusals.passes(check_critic_rate, config.critic_lr, values)
+        refusals.passes(check_critic_rate, config.critic.critic_lr, values)
         if source.is_here and platform.cuda:
             refusals.passes(check_allocator, os.environ)
         if source.is_here and source.args is None and values.get("use_megatron_fsdp"):
             megatron_adapter.allow_many_queues()  # before CUDA starts
         if refusals.passes(check_fsdp, values) and source.is_here:
             refusals.passes(check_fsdp_machine, values, os.environ, platform=platform)
-        refusals.passes(offload_kinds, config.offload, values, has_cuda=platform.cuda)
+        refusals.passes(offload_kinds, config.weight_sync.offload, values, has_cuda=platform.cuda)
 
     def _lay_out(self, config: RLConfig, shape: ModelShape, values: Mapping[str, Any]) -> None:
         """Lay out actor and engines, divide the samples among ranks, and ask Megatron."""
         facts, refusals, source = self.facts, self.refusals, self.source
         if refusals.knows(LAYOUT):
             facts.roles = refusals.value(
-                parse_roles, source.world_size, config.critic_ranks, config.reward_ranks
+                parse_roles,
+                source.world_size,
+                config.critic.critic_ranks,
+                config.rewards.reward_ranks,
             )
             pp_size = values.get("pipeline_model_parallel_size", 1)
             if facts.roles is not None:
@@ -442,7 +450,7 @@ class _Examiner:
         if layout is None or layers is None:
             return
         facts.rollout = refusals.value(
-            check_rollout, config, shape, layout, layers, has_cuda=source.platform.cuda
+            check_rollout, config.engine, shape, layout, layers, has_cuda=source.platform.cuda
         )
         if source.checks_batches and refusals.knows(BATCH):
             facts.batches_are_right = refusals.passes(check_batches, config, layout, values)
@@ -579,8 +587,8 @@ class _Examiner:
             case,
             source.host_memory(),
             memory=memory_of(case, resident_of(case)) if has_device else None,
-            kv_cache_bytes=int(config.rollout_kv_cache_gib * (1 << 30)),
-            widens=has_slow_products(config.precision),
+            kv_cache_bytes=int(config.engine.rollout_kv_cache_gib * (1 << 30)),
+            widens=has_slow_products(config.trainer.precision),
         )
 
     def _spec(
@@ -592,8 +600,6 @@ class _Examiner:
         facts, job = self.facts, self.facts.resolved()
         assert facts.checkpoint is not None, "it was read"
         num_mtp_layers = job.given.get("mtp_num_layers") or 0
-        megatrons = megatron_adapter.make_parser()  # without a fork's flags
-        placement = Placement(job.shape, job.layout, job.layers, job.rollout)
         flags = values_of(job.derived, job.given, facts.parser)
         return JobSpec(
             config=job.config,
@@ -603,14 +609,11 @@ class _Examiner:
             train_layout=job.layout,
             layers=job.layers,
             rollout_layout=job.rollout,
-            derived=job.derived,
+            ranks_per_node=ranks_per_node(job.config.engine, job.layout.world_size),
             tokens=facts.megatron_tokens,
+            given=as_config(facts.tokens_with_effect, facts.parser),
             flags=reading.flags_of(flags, facts.parser),
-            notes=(
-                *notes(job.given, megatrons, unread=job.derived.unread),
-                *note_on_experts(job.config, placement),
-                *memory_notes,
-            ),
+            notes=(*_notes(self.source, job, facts.checkpoint), *memory_notes),
             save=job.given.get("save"),
             critic=critic,
             reward_model=reward_model,
@@ -618,11 +621,35 @@ class _Examiner:
         )
 
 
+def _notes(source: Source, job: Resolved, checkpoint: HFCheckpoint) -> Iterator[str]:
+    """Describe what a start decides that is not in the command line."""
+    derived, lacks = job.derived, source.platform.lacks
+    if derived.architecture:
+        yield f"derived from config.json: {' '.join(derived.architecture)}"
+    if derived.machine:
+        why = f"no {lacks} here, so " if lacks else ""
+        yield f"{why}Megatron runs with: {' '.join(derived.machine)}"
+    if derived.defaults:
+        yield f"defaults for RL: {' '.join(derived.defaults)}"
+    parser = megatron_adapter.make_parser()  # without a fork's flags
+    yield from notes(job.given, parser, unread=derived.unread)
+    yield from note_on_experts(
+        job.config.engine, Placement(job.shape, job.layout, job.layers, job.rollout)
+    )
+    if checkpoint.mtp:
+        drafts = job.config.engine.speculate.startswith("mtp")
+        yield (
+            f"the checkpoint's multi-token-prediction layers ({len(checkpoint.mtp)} tensors) are "
+            "not trained: they are exported as they are"
+            f"{', and draft for the engines' if drafts else ''}"
+        )
+
+
 def _check_speculation(
     config: RLConfig, shape: ModelShape, checkpoint: HFCheckpoint | None
 ) -> None:
     """Check that a drafter exists, and that the checkpoint, if read, has its weights."""
-    speculation = parse_speculation(config.speculate)
+    speculation = parse_speculation(config.engine.speculate)
     check_drafter(speculation, shape)
     if checkpoint is not None:
         held = {name: info.shape for name, info in checkpoint.mtp.items()}

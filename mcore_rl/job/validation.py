@@ -11,7 +11,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.flags.parser import ExtraArgs, all_args
+from mcore_rl.common.parameters import ExtraArgs
+from mcore_rl.flags.parser import all_args
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.model.config_json import ModelShape
 

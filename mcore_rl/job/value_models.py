@@ -16,19 +16,18 @@ from typing import Any
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import Platform
-from mcore_rl.flags.derived import derive_flags, for_megatron, values_of
+from mcore_rl.config import RLConfig
+from mcore_rl.flags.derived import derive_flags, values_of, with_effect
 from mcore_rl.flags.given import given_values
-from mcore_rl.flags.options import RLConfig
-from mcore_rl.flags.roles import CRITIC, DEGREE_FLAGS, REWARD, Roles
 from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.job.layout import check_layout, check_stages
 from mcore_rl.job.reading import ReadShape
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_tensors, open_checkpoint
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, TrainLayout
+from mcore_rl.model.roles import CRITIC, DEGREE_FLAGS, REWARD, Roles
+from mcore_rl.model.tensors import VALUE_HEAD
 from mcore_rl.rewards.functions import REWARD_MODEL
-
-HEAD = "score.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +51,40 @@ def critic_options(config: RLConfig) -> ValueOptions | None:
     """Return the flags of the critic; None if the algorithm has none."""
     if not config.recipe.needs_critic:
         return None
-    degrees = (config.critic_tp_size, config.critic_pp_size, config.critic_ep_size)
+    degrees = (
+        config.critic.critic_tp_size,
+        config.critic.critic_pp_size,
+        config.critic.critic_ep_size,
+    )
     values = {
         **dict(zip(DEGREE_FLAGS.values(), degrees, strict=True)),
-        "--lr": config.critic_lr,
-        "--clip-grad": config.critic_clip_grad,
+        "--lr": config.critic.critic_lr,
+        "--clip-grad": config.critic.critic_clip_grad,
     }
     return ValueOptions(
-        CRITIC, "critic", "--rl-critic-init", config.critic_init, _tokens_of(values), learns=True
+        CRITIC,
+        "critic",
+        "--rl-critic-init",
+        config.critic.critic_init,
+        _tokens_of(values),
+        learns=True,
     )
 
 
 def reward_options(config: RLConfig) -> ValueOptions | None:
     """Return the flags of the reward model; None if the job has none."""
-    if config.reward_model is None:
+    if config.rewards.reward_model is None:
         return None
-    degrees = (config.reward_tp_size, config.reward_pp_size, config.reward_ep_size)
+    degrees = (
+        config.rewards.reward_tp_size,
+        config.rewards.reward_pp_size,
+        config.rewards.reward_ep_size,
+    )
     tokens = _tokens_of(dict(zip(DEGREE_FLAGS.values(), degrees, strict=True)))
     flag = "--rl-reward-model"
-    return ValueOptions(REWARD, "reward model", flag, config.reward_model, tokens, learns=False)
+    return ValueOptions(
+        REWARD, "reward model", flag, config.rewards.reward_model, tokens, learns=False
+    )
 
 
 def _tokens_of(values: Mapping[str, float | None]) -> tuple[str, ...]:
@@ -100,24 +114,24 @@ class LaidOut:
 
 def check_reward_model_flags(config: RLConfig) -> None:
     """Check that `--rl-reward` and the flags of the model are given together."""
-    names = [name.strip() for name in config.rewards.split(",")]
-    if REWARD_MODEL in names and config.reward_model is None:
+    names = [name.strip() for name in config.reward.split(",")]
+    if REWARD_MODEL in names and config.rewards.reward_model is None:
         raise UsageError(
             f"names {REWARD_MODEL}, but --rl-reward-model is missing",
-            flag=f"--rl-reward {config.rewards}",
+            flag=f"--rl-reward {config.reward}",
             remedy="give the folder of a checkpoint with a score head",
         )
     flags = {
-        "--rl-reward-model": config.reward_model,
-        "--rl-reward-tp-size": config.reward_tp_size,
-        "--rl-reward-pp-size": config.reward_pp_size,
-        "--rl-reward-ep-size": config.reward_ep_size,
-        "--rl-reward-ranks": config.reward_ranks,
+        "--rl-reward-model": config.rewards.reward_model,
+        "--rl-reward-tp-size": config.rewards.reward_tp_size,
+        "--rl-reward-pp-size": config.rewards.reward_pp_size,
+        "--rl-reward-ep-size": config.rewards.reward_ep_size,
+        "--rl-reward-ranks": config.rewards.reward_ranks,
     }
     for flag, value in flags.items():
         if value is not None and REWARD_MODEL not in names:
             raise UsageError(
-                f"has no effect, because --rl-reward {config.rewards} does not name {REWARD_MODEL}",
+                f"has no effect, because --rl-reward {config.reward} does not name {REWARD_MODEL}",
                 flag=f"{flag} {value}",
                 remedy=f"add {REWARD_MODEL} to it or drop the flag",
             )
@@ -146,22 +160,22 @@ def read_folder(
     if options.init is not None:
         shape = read_shape(options.init, options.init_flag)  # with a language model's head
         checkpoint = open_checkpoint(Path(options.init), shape, flag=options.init_flag)
-    head = checkpoint.tensors.get(HEAD)
+    head = checkpoint.tensors.get(VALUE_HEAD)
     if head is None and not options.learns:
         raise UsageError(
-            f"has no {HEAD}, so it gives no score",
+            f"has no {VALUE_HEAD}, so it gives no score",
             flag=options.shown,
             remedy="give a checkpoint for sequence classification with one label",
         )
     if head is not None and head.shape != (1, own_shape.hidden_size):
         raise UsageError(
-            f"has {HEAD} of shape {list(head.shape)}, and a {options.name}'s is "
+            f"has {VALUE_HEAD} of shape {list(head.shape)}, and a {options.name}'s is "
             f"[1, {own_shape.hidden_size}]",
             flag=f"{options.init_flag} {checkpoint.folder}",
             remedy="give a reward model of one label",
         )
     tensors = {t: info for t, info in checkpoint.tensors.items() if t != "lm_head.weight"}
-    tensors.setdefault(HEAD, TensorInfo((1, own_shape.hidden_size), "float32", 4))
+    tensors.setdefault(VALUE_HEAD, TensorInfo((1, own_shape.hidden_size), "float32", 4))
     without_lm_head = dataclasses.replace(checkpoint, tensors=tensors)
     check_tensors(without_lm_head, own_shape, flag=options.init_flag)
     return Folder(own_shape, without_lm_head, head is not None)
@@ -169,13 +183,13 @@ def read_folder(
 
 def check_positions(options: ValueOptions, config: RLConfig, own_shape: ModelShape) -> None:
     """Check that a complete sample fits a reward model; a critic's positions are the actor's."""
-    longest = config.max_prompt_tokens + config.max_response_tokens
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if options.role == REWARD and longest > own_shape.max_positions:
         raise UsageError(
             f"has {own_shape.max_positions} positions, and samples may have {longest} tokens",
             flag=options.shown,
-            remedy=f"lower --rl-max-prompt-tokens {config.max_prompt_tokens} or "
-            f"--rl-max-response-tokens {config.max_response_tokens}",
+            remedy=f"lower --rl-max-prompt-tokens {config.data.max_prompt_tokens} or "
+            f"--rl-max-response-tokens {config.rollout.max_response_tokens}",
         )
 
 
@@ -197,9 +211,8 @@ def lay_out(
     values = values_of(derived, changed, parser)
     layout = check_layout(own_shape, values, len(roles.ranks(options.role)))
     layers = check_stages(own_shape, layout.pp_size, values)
-    return LaidOut(
-        own_shape, layout, layers, values, for_megatron(derived, [*tokens, *own], parser)
-    )
+    users = with_effect(derived, [*tokens, *own], parser)
+    return LaidOut(own_shape, layout, layers, values, (*derived.tokens, *users))
 
 
 def lay_out_in_fork(

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from mcore_rl.flags.parser import ExtraArgs
+from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.megatron import adapter as megatron_adapter
 
 # The names of groups and their sizes; functions and imported modules do not match.

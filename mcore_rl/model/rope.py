@@ -106,7 +106,9 @@ def _partial_rotary_factor(
     bounds = Bounds(above=0, most=1)
     if share is None or not bounds.hold(share):
         raise fields.senseless(
-            "partial_rotary_factor", share if said is None else said, bounds.number(float)
+            "partial_rotary_factor",
+            share if said is None else said,
+            f"a number in {bounds.interval()}",
         )
     if share == 1.0:
         return {}

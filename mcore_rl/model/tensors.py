@@ -19,6 +19,7 @@ from mcore_rl.model.config_json import LatentAttention, ModelShape
 from mcore_rl.model.families import TensorNames, bias_of, family_of
 
 _VLLM_VOCABULARY_MULTIPLE = 64
+VALUE_HEAD = "score.weight"  # of a critic or a reward model, `[1, h]`
 
 
 class Cut(Enum):
@@ -63,7 +64,7 @@ def head_specs(shape: ModelShape) -> list[TensorSpec]:
     """Return the tensors after the layers."""
     specs = [TensorSpec("model.norm.weight", (shape.hidden_size,), Cut.REPLICATED)]
     if shape.value_head:
-        specs.append(TensorSpec("score.weight", (1, shape.hidden_size), Cut.REPLICATED))
+        specs.append(TensorSpec(VALUE_HEAD, (1, shape.hidden_size), Cut.REPLICATED))
     elif not shape.tied_embeddings:
         vocabulary = (shape.vocab_size, shape.hidden_size)
         specs.append(TensorSpec("lm_head.weight", vocabulary, Cut.VOCABULARY))

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from mcore_rl.model.config_json import ModelShape
+
 OFF, R2, R3 = "off", "r2", "r3"  # values of --rl-routing-replay
 
 
@@ -44,6 +46,13 @@ class RoutedLayers:
     def bytes_a_token(self) -> int:
         """Bytes of a token's choices, and one byte for whether they are known."""
         return len(self.layers) * self.topk * self.dtype.itemsize + 1
+
+
+def routed_layers(shape: ModelShape) -> RoutedLayers | None:
+    """Return the layers, top-k and number of experts of a model's routers; None without experts."""
+    if shape.experts is None:
+        return None
+    return RoutedLayers(shape.moe_layers, shape.experts.topk, shape.experts.num_experts)
 
 
 @dataclass(frozen=True, slots=True)

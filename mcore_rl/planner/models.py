@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import flag_of
-from mcore_rl.flags.roles import DEGREE_FLAGS
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, TrainLayout
+from mcore_rl.model.roles import DEGREE_FLAGS
 from mcore_rl.planner.parameters import optimizer_parameters, stage_parameters
 from mcore_rl.planner.settings import TrainSettings
 from mcore_rl.planner.stages import stages_for

@@ -89,7 +89,7 @@ def parse_rewards(
 ) -> RewardSpec:
     """Parse the flags' values into a `RewardSpec`; raises UsageError for what cannot work.
 
-    Numbers are within the bounds of their flags (`mcore_rl.flags.options`).
+    Numbers are within the bounds of their flags (`mcore_rl.config`).
     """
     names = tuple(map(without_variants, rewards.split(",")))
     _check_names(names, rewards)

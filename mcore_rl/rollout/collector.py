@@ -20,17 +20,18 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from mcore_rl.algorithms.estimators import select_informative_groups
+from mcore_rl.algorithms.recipes import Algorithm
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Prompt, ScoredRollout
 from mcore_rl.common.errors import not_held
 from mcore_rl.data.prompts import PromptDataset, prompt_indices
-from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.vllm.generation import Sampling
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.dealing import Wanted
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.groups import GroupPlan, Tally
 from mcore_rl.rollout.keeper import SampleKeeper
+from mcore_rl.rollout.options import RolloutOptions
 
 _LENGTHS = "lengths.safetensors"
 
@@ -56,16 +57,18 @@ class Collector:
         self,
         workers: RolloutWorkers,
         prompts: PromptDataset,
-        config: RLConfig,
+        recipe: Algorithm,
+        options: RolloutOptions,
         *,
+        num_prompts_per_step: int,
         seed: int,
         timers: StageTimers,
         position: int,
         keeper: SampleKeeper,
     ) -> None:
         """`keeper` must be the keeper of `workers`."""
-        self._workers, self._prompts, self._config = workers, prompts, config
-        self._recipe = config.recipe
+        self._workers, self._prompts, self._options = workers, prompts, options
+        self._recipe, self._num_prompts_per_step = recipe, num_prompts_per_step
         self._seed, self._timers, self._keeper = seed, timers, keeper
         self.position = self._step_began_at = position
         self.lengths = np.full(int(prompts.rows.max()) + 1, -1, dtype=np.int32)
@@ -75,13 +78,13 @@ class Collector:
 
     def collect(self, weight_version: int, when_few_are_left: Callable[[], object]) -> Collected:
         """Sample one step; in rollout mode. `when_few_are_left` is passed to the engine."""
-        wanted = self._config.num_prompts_per_step
+        wanted = self._num_prompts_per_step
         recipe = self._recipe
         self._tally = Tally()
         self._step_began_at, self._lengths_before = self.position, self.lengths.copy()
         self._keeper.forget()
         self._workers.draft_metrics()  # discard the counts of evaluations
-        at_a_time = self._config.groups_at_a_time
+        at_a_time = self._options.groups_at_a_time
         if not recipe.dynamic_sampling:
             once = Wanted.of(wanted, oversample=at_a_time)
             table = self._drawn(once, weight_version, when_few_are_left)
@@ -145,9 +148,9 @@ class Collector:
         if self._recipe.needs_greedy_baseline:
             firsts = table.take(range(0, len(table), self._recipe.num_samples_per_prompt))
             metrics["reward/baseline_failures"] = float((~firsts.has_baseline).sum())
-        if self._config.groups_at_a_time > 1.0:
+        if self._options.groups_at_a_time > 1.0:
             metrics |= _of_first_finished(table, self._tally)
-        if self._config.keeps_unfinished:
+        if self._options.keeps_unfinished:
             staleness = weight_version - table.oldest_versions
             metrics["rollout/pending_groups"] = float(self._tally.pending)
             metrics["rollout/staleness_mean"] = float(staleness.mean())
@@ -162,22 +165,22 @@ class Collector:
         self, wanted: Wanted, weight_version: int, when_few_are_left: Callable[[], object] | None
     ) -> SampleTable:
         """Sample the responses to the next prompts, with their rewards."""
-        config, recipe = self._config, self._recipe
+        options, recipe = self._options, self._recipe
         plan = GroupPlan(
             num_samples=recipe.num_samples_per_prompt,
             sampling=Sampling(
-                temperature=config.temperature,
-                top_p=1.0 if config.top_p is None else config.top_p,
-                top_k=config.top_k or -1,
-                stop=config.stop,
+                temperature=options.temperature,
+                top_p=1.0 if options.top_p is None else options.top_p,
+                top_k=options.top_k or -1,
+                stop=options.stop,
             ),
-            max_tokens=config.max_response_tokens,
+            max_tokens=options.max_response_tokens,
             seed=self._seed,
             first_draw=self.position,
             weight_version=weight_version,
             with_routes=self._keeper.routed is not None,
             with_greedy=recipe.needs_greedy_baseline,
-            keeps=config.keeps_unfinished,
+            keeps=options.keeps_unfinished,
         )
         with self._timers("rollout"):
             self._num_calls += 1

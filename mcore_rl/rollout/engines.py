@@ -22,11 +22,9 @@ import torch.distributed as dist
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, with_baselines
 from mcore_rl.common import objects
-from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.vllm.drafter import DraftCounts
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.model.layout import RolloutLayout
-from mcore_rl.model.speculation import OFF
 from mcore_rl.rewards.functions import REWARD_MODEL
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.stack import RewardStack
@@ -35,6 +33,7 @@ from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.dealing import Counters, Deal, LocalCounters, Wanted
 from mcore_rl.rollout.groups import Differs, GroupPlan, Groups, Tally
 from mcore_rl.rollout.keeper import SampleKeeper
+from mcore_rl.rollout.options import RolloutOptions
 from mcore_rl.rollout.pending import read_groups, write_groups
 from mcore_rl.rollout.segments import OpenGroup
 from mcore_rl.rollout.stream import run_stream
@@ -49,15 +48,17 @@ class RolloutWorkers:
         self,
         engine: VLLMEngine,
         layout: RolloutLayout,
-        config: RLConfig,
+        options: RolloutOptions,
         rewards: RewardSpec,
         keeper: SampleKeeper,
         reward_model: Callable[[SampleKeeper, SampleTable], list[Outcome]] | None = None,
         conversations: Callable[[], Conversations] | None = None,
+        max_turn_tokens: int | None = None,
     ) -> None:
         """`keeper` stores the samples; `reward_model` scores them, collectively; `conversations`
         creates a TP group's conversations, where samples have environments."""
-        self._engine, self._layout, self._config = engine, layout, config
+        self._engine, self._layout, self._options = engine, layout, options
+        self._max_turn_tokens = max_turn_tokens
         self._rank = dist.get_rank()
         self._scores = layout.tp_rank(self._rank) == 0
         self._rewards = RewardStack(rewards)
@@ -85,7 +86,7 @@ class RolloutWorkers:
 
         Ranks of one TP group count the same, so only its first rank contributes.
         """
-        if self._config.speculate == OFF:
+        if self._engine.config.speculation is None:
             return {}
         mine = self._engine.take_draft_counts()
         counts = objects.all_gather(mine if self._scores else DraftCounts())
@@ -111,14 +112,14 @@ class RolloutWorkers:
         plan = dataclasses.replace(
             plan,
             converses=self._converses,
-            max_turn_tokens=self._config.max_turn_tokens,
-            keeps_kv=self._config.keeps_kv,
+            max_turn_tokens=self._max_turn_tokens,
+            keeps_kv=self._options.keeps_kv,
         )
         group, num_groups = self._layout.tp_group_index(self._rank), self._layout.num_tp_groups
         counters, numbering = self._counters, (0, 1)
         # Rewards, or the order of finishing, decide which draws are batched together, and when.
         decides = plan.keeps or wanted.takes_first or differs is not None
-        shares = self._config.deterministic and decides
+        shares = self._options.deterministic and decides
         if shares:
             wanted = wanted.share(group, num_groups)
             counters, numbering, num_groups = LocalCounters(), (group, num_groups), 1
@@ -146,7 +147,7 @@ class RolloutWorkers:
                 counters,
                 key,
                 turn=(group % num_groups, num_groups),
-                num_in_turn=None if self._config.deterministic else in_turn,
+                num_in_turn=None if self._options.deterministic else in_turn,
                 numbering=numbering,
             )
             if self._scores
@@ -173,7 +174,7 @@ class RolloutWorkers:
     def _drop_stale(self, plan: GroupPlan) -> list[OpenGroup]:
         """Drop pending groups that are too old to resume, and return them. With `finish`, groups
         end in the step in which they reach the limit, so these had no place in it."""
-        limit = self._config.staleness_limit
+        limit = self._options.staleness_limit
         stale = [group for group in self.pending if self._age(plan, group) > limit]
         self.pending = [group for group in self.pending if self._age(plan, group) <= limit]
         return stale
@@ -187,8 +188,8 @@ class RolloutWorkers:
         told = [mine] if alone else objects.all_gather(mine if self._scores else [])
         everyone = sorted(each for part in told for each in part)
         must_end: list[int] = []
-        if self._config.stale_rollouts == "finish":
-            must_end = [draw for age, draw in everyone if -age >= self._config.staleness_limit]
+        if self._options.stale_rollouts == "finish":
+            must_end = [draw for age, draw in everyone if -age >= self._options.staleness_limit]
         reserved = frozenset(must_end[: wanted.groups])
         wanted = wanted.beside(pending=len(everyone), reserved=len(reserved))
         return wanted, reserved, max(len(part) for part in told)
@@ -200,7 +201,7 @@ class RolloutWorkers:
 
     def save_pending(self, folder: Path) -> None:
         """Write the groups that resume in the next step. Local."""
-        if self._scores and self._config.keeps_unfinished:
+        if self._scores and self._options.keeps_unfinished:
             write_groups(self.pending, folder, self._layout.tp_group_index(self._rank))
 
     def load_pending(
@@ -214,7 +215,7 @@ class RolloutWorkers:
             num_tp_groups=self._layout.num_tp_groups,
         )
         fitting = [group for group in found if len(group.rollouts) == num_responses]
-        if not self._config.keeps_unfinished:
+        if not self._options.keeps_unfinished:
             fitting = []
         if self._scores and len(fitting) < len(found):
             logger.warning(

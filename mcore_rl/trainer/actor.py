@@ -16,16 +16,18 @@ import torch
 
 from mcore_rl.algorithms.aggregation import Denominators, Segments, masked
 from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
+from mcore_rl.algorithms.recipes import Algorithm
 from mcore_rl.algorithms.total_loss import PolicyLossSums, policy_loss_total
 from mcore_rl.batching.rows import MicroBatching, ModelRows
 from mcore_rl.batching.types import TrainBatch
-from mcore_rl.flags.options import RLConfig
+from mcore_rl.config import TrainerOptions
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.optimizer import CheckedOptimizer, UpdateResult
 from mcore_rl.megatron.runner import ModelRunner
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.moe.routing import R2
 from mcore_rl.moe.routing_replay import RoutingReplay
+from mcore_rl.rollout.options import RolloutOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +57,26 @@ class Actor:
     def __init__(
         self,
         args: argparse.Namespace,
-        config: RLConfig,
+        recipe: Algorithm,
+        trainer: TrainerOptions,
+        rollout: RolloutOptions,
         state: megatron_adapter.TrainState,
         layout: TrainLayout,
         batching: MicroBatching,
         replay: RoutingReplay | None = None,
     ) -> None:
         """`replay` has the model's routers; it is needed if batches have `routes`."""
-        self._args, self._config = args, config
+        self._args, self._routing_replay = args, trainer.routing_replay
+        self._temperature = rollout.temperature
         self.state = state
         self._layout = layout
         self.replay = replay
         self.runner = ModelRunner(args, state, layout, batching, self._keywords, replay)
         self.optimizer = CheckedOptimizer(
-            state, name="actor", on_nonfinite_grad=config.on_nonfinite_grad
+            state, name="actor", on_nonfinite_grad=trainer.on_nonfinite_grad
         )
-        self.loss_config = config.recipe.policy_loss_config(config.max_response_tokens)
-        self._mismatch_config = config.recipe.mismatch_config
+        self.loss_config = recipe.policy_loss_config(rollout.max_response_tokens)
+        self._mismatch_config = recipe.mismatch_config
 
     @property
     def has_dropout(self) -> bool:
@@ -89,7 +94,7 @@ class Actor:
         """Return the batch with `old_log_probs`, and with the `routes` of this forward pass under
         --rl-routing-replay r2."""
         self._compare_routes(True)
-        if self._config.routing_replay == R2:
+        if self._routing_replay == R2:
             scores, batch = self.runner.evaluate_recording(batch, num_outputs=2)
             return dataclasses.replace(batch, old_log_probs=scores[:, 0].contiguous())
         return dataclasses.replace(batch, old_log_probs=self.log_probs(batch))
@@ -138,7 +143,7 @@ class Actor:
         return self.runner.global_sum(torch.stack(masks).sum(dim=1).double()).tolist()
 
     def _keywords(self, rows: ModelRows) -> dict[str, object]:
-        return {"target_ids": rows.target_ids, "temperature": self._config.temperature}
+        return {"target_ids": rows.target_ids, "temperature": self._temperature}
 
     def _loss(
         self,

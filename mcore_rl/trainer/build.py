@@ -24,15 +24,14 @@ from mcore_rl.common import objects
 from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.kills import note_stage
+from mcore_rl.config import RLConfig
 from mcore_rl.data.prompts import PromptDataset
 from mcore_rl.data.tokenizer_process import close_all
-from mcore_rl.flags.options import RLConfig
+from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.hybrid_engine.memory.offload import Offloader, kinds_at_start, offload_kinds
 from mcore_rl.hybrid_engine.proof.canary import NUM_PROMPTS, Canary
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine
-from mcore_rl.job.batches import accounting_of
-from mcore_rl.job.layout import check_stages, ranks_per_node
 from mcore_rl.job.memory_report import memory_lines
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
@@ -49,21 +48,21 @@ from mcore_rl.rollout.collector import Collector
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.keeper import SampleKeeper
-from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.inputs import (
     conversation_tokens,
     environment_spec,
     load_prompt_files,
     reward_spec,
 )
+from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.models import (
+    actor_of,
     build_actor,
     build_learner,
     critic_role,
     micro_batching,
     reward_role,
-    routed_layers,
     sample_keeper,
 )
 from mcore_rl.trainer.recorder import RunRecorder
@@ -72,29 +71,68 @@ from mcore_rl.trainer.resume.trainer_state import LOADED, date_of_checkpoints
 from mcore_rl.trainer.roles.remote import Here, Role
 from mcore_rl.trainer.roles.reward_model import ModelReward
 from mcore_rl.trainer.saver import RunSaver
-from mcore_rl.trainer.start import Job
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run reads before its models are built."""
+
+    prompts: PromptDataset
+    eval_prompts: PromptDataset | None
+    day: str  # for chat templates
+    point: ResumePoint | None  # None: nothing is resumed
+    began_with: str  # see `TrainerState`
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The trained models on this rank."""
+
+    state: megatron_adapter.TrainState  # of the actor
+    shards: ModelShards
+    critic: Role | None
+    learner: Learner
+    keeper: SampleKeeper
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """The engine of this rank, and what samples with it."""
+
+    engine: VLLMEngine
+    manager: MegatronVLLMShardingManager
+    reward_model: Role | None
+    workers: RolloutWorkers
+    collector: Collector
+
+
+@dataclass(frozen=True, slots=True)
+class Monitors:
+    """What observes a run."""
+
+    timers: StageTimers
+    watchdog: StageWatchdog
+    recorder: RunRecorder
+    tracer: Tracer
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """The parts of a run on this rank; `mcore_rl.train.Run` has its stages."""
 
-    first_step: int
-    eval_prompts: PromptDataset | None
-    shards: ModelShards
-    learner: Learner
-    engine: VLLMEngine
-    manager: MegatronVLLMShardingManager
-    workers: RolloutWorkers
-    collector: Collector
-    recorder: RunRecorder
+    inputs: Inputs
+    models: Models
+    rollouts: Rollouts
+    monitors: Monitors
     saver: RunSaver
-    timers: StageTimers
-    watchdog: StageWatchdog
-    tracer: Tracer
-    roles: tuple[Role, ...]  # critic and reward model, if any
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Critic and reward model, if any."""
+        roles = (self.models.critic, self.rollouts.reward_model)
+        return tuple(role for role in roles if role is not None)
 
 
 def build(
@@ -109,54 +147,104 @@ def build(
     """
     started = time.perf_counter()
     note_stage("building the models")
-    config = job.config
+    inputs = read_inputs(job)
+    models = build_models(job, inputs, model_provider, log=log)
+    watchdog = _watchdog(job)
+    timers = StageTimers(watchdog)
+    rollouts = build_rollouts(job, inputs, models, timers, log=log)
+    saver = RunSaver(
+        job,
+        state=models.state,
+        learner=models.learner,
+        manager=rollouts.manager,
+        collector=rollouts.collector,
+        prompts=inputs.prompts,
+        eval_prompts=inputs.eval_prompts,
+        timers=timers,
+        has_loaded=inputs.point is not None,
+        began_with=inputs.began_with,
+        day=inputs.day,
+        log=log,
+    )
+    monitors = _monitors(job, models, rollouts, timers, watchdog)
+    _say_sizes(job, models)
+    if inputs.point is not None and inputs.point.rng is not None:
+        inputs.point.rng.restore()  # last, since building the parts above uses the generators
+    logger.info("model and engines ready after %.0f s", time.perf_counter() - started)
+    return Parts(inputs, models, rollouts, monitors, saver)
+
+
+def read_inputs(job: Job) -> Inputs:
+    """Read prompts and the checkpoint to resume from. Collective."""
     day = _date(job)
     prompts, eval_prompts = load_prompt_files(
-        config, trust_remote_code=job.args.trust_remote_code, date=day
+        job.config, trust_remote_code=job.args.trust_remote_code, date=day
     )
-    _require_same_prompts(prompts, config)
+    _require_same_prompts(prompts, job.config)
     close_all()  # of the tokenizer: prompts are tokenised, and environments start another one
     point = find_resume_point(
         job.args,
-        config,
-        checkpoint=job.checkpoint,
-        layout=job.train_layout.describe(),
+        job.config,
+        checkpoint=job.spec.checkpoint,
+        layout=job.spec.train_layout.describe(),
         prompts=prompts,
         eval_prompts=eval_prompts,
     )
-    began_with = _began_with(job, point)
+    return Inputs(prompts, eval_prompts, day, point, _began_with(job, point))
+
+
+def build_models(
+    job: Job,
+    inputs: Inputs,
+    model_provider: Callable[..., Any] | None = None,
+    *,
+    log: TextIO | None = None,
+) -> Models:
+    """Build actor, critic and learner. Collective."""
     state, shards = build_actor(job, model_provider, log=log)
     # On ranks of its own it is built while the engines start.
     critic = critic_role(job, model_provider, iteration=state.iteration, log=log)
     keeper = sample_keeper(job)
-    learner = build_learner(job, state, shards, critic, point, log=log, keeper=keeper)
-    offloader = build_offloader(job, state, critic)
-    canary = build_canary(job, state, prompts)
+    learner = build_learner(job, state, shards, critic, inputs.point, log=log, keeper=keeper)
+    if inputs.point is not None:
+        learner.kl_controller.load_state_dict(dict(inputs.point.state.kl_controller))
+    return Models(state, shards, critic, learner, keeper)
+
+
+def build_rollouts(
+    job: Job, inputs: Inputs, models: Models, timers: StageTimers, *, log: TextIO | None = None
+) -> Rollouts:
+    """Start the engine, which sleeps from here on, and build what samples with it. Collective."""
+    config, point, keeper = job.config, inputs.point, models.keeper
+    offloader = build_offloader(job, models.state, models.critic)
+    canary = build_canary(job, models.state, inputs.prompts)
     logger.info("the model is built; vLLM is imported and its engines are started")
     note_stage("starting the engines")
     with offloader.everything_away():
         engine = VLLMEngine(engine_config(job))
-        manager = build_manager(job, shards, engine, canary=canary, offloader=offloader)
-    watchdog = _watchdog(job)
-    timers = StageTimers(watchdog)
+        manager = build_manager(job, models.shards, engine, canary=canary, offloader=offloader)
     reward_model = reward_role(job, log=log)
-    asked = None if reward_model is None else ModelReward(reward_model).outcomes
+    environment = environment_spec(config)
     workers = RolloutWorkers(
         engine,
-        job.rollout_layout,
-        config,
+        job.spec.rollout_layout,
+        config.rollout,
         reward_spec(config),
         keeper,
-        asked,
-        None if config.environment is None else partial(_conversations, job, day),
+        None if reward_model is None else ModelReward(reward_model).outcomes,
+        None if environment is None else partial(_conversations, job, environment, inputs.day),
+        config.environments.max_turn_tokens,
     )
-    position = state.iteration * config.num_prompts_per_step
+    position = models.state.iteration * config.trainer.num_prompts_per_step
     if point is not None:
-        position = _go_on_from(point, manager, learner)
+        manager.weight_version = point.state.weight_version
+        position = point.state.sampler_position
     collector = Collector(
         workers,
-        prompts,
-        config,
+        inputs.prompts,
+        config.recipe,
+        config.rollout,
+        num_prompts_per_step=config.trainer.num_prompts_per_step,
         seed=job.args.seed,
         timers=timers,
         position=position,
@@ -164,56 +252,18 @@ def build(
     )
     if point is not None and point.same_prompts:
         agreed_in_world(partial(collector.restore, point.folder / ROLLOUT))
-    recorder = _recorder(job, state, shards.device, timers, learner, keeper)
-    saver = RunSaver(
-        job,
-        state=state,
-        learner=learner,
-        manager=manager,
-        collector=collector,
-        prompts=prompts,
-        eval_prompts=eval_prompts,
-        timers=timers,
-        has_loaded=point is not None,
-        began_with=began_with,
-        day=day,
-        log=log,
-    )
-    _say_sizes(job, learner, critic)
-    tracer = _tracer(job, state.iteration)
-    _listen(manager, watchdog, recorder, tracer)
-    tracer.start()
-    if point is not None and point.rng is not None:
-        point.rng.restore()  # last, since building the parts above uses the generators
-    logger.info("model and engines ready after %.0f s", time.perf_counter() - started)
-    return Parts(
-        first_step=state.iteration,
-        eval_prompts=eval_prompts,
-        shards=shards,
-        learner=learner,
-        engine=engine,
-        manager=manager,
-        workers=workers,
-        collector=collector,
-        recorder=recorder,
-        saver=saver,
-        timers=timers,
-        watchdog=watchdog,
-        tracer=tracer,
-        roles=tuple(role for role in (critic, reward_model) if role is not None),
-    )
+    return Rollouts(engine, manager, reward_model, workers, collector)
 
 
-def _conversations(job: Job, day: str) -> Conversations:
+def _conversations(job: Job, spec: EnvironmentSpec, day: str) -> Conversations:
     """Build the environments of a TP group's samples, on its first rank."""
-    config, spec = job.config, environment_spec(job.config)
-    assert spec is not None
+    config = job.config
     return Conversations(
         spec,
         conversation_tokens(config, trust_remote_code=job.args.trust_remote_code, date=day),
-        max_prompt_tokens=config.max_prompt_tokens,
-        max_tokens=config.max_response_tokens,
-        waits=config.deterministic,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_tokens=config.rollout.max_response_tokens,
+        waits=config.rollout.deterministic,
     )
 
 
@@ -234,7 +284,7 @@ def _require_same_prompts(prompts: PromptDataset, config: RLConfig) -> None:
         if len(fingerprints) > 1:
             raise UsageError(
                 "gives other prompts on some machines (files, tokenizers or libraries differ)",
-                flag=f"--rl-prompts {config.prompts}",
+                flag=f"--rl-prompts {config.data.prompts}",
                 remedy="give all machines the same",
             )
 
@@ -247,74 +297,44 @@ def _began_with(job: Job, point: ResumePoint | None) -> str:
         return point.state.began_with
     if megatron_checkpoint.loads_checkpoint(job.args):
         return LOADED
-    return fingerprint(job.checkpoint)
-
-
-def _go_on_from(point: ResumePoint, manager: MegatronVLLMShardingManager, learner: Learner) -> int:
-    """Restore the counters of both from a checkpoint; return the position in the prompts."""
-    manager.weight_version = point.state.weight_version
-    learner.kl_controller.load_state_dict(dict(point.state.kl_controller))
-    return point.state.sampler_position
+    return fingerprint(job.spec.checkpoint)
 
 
 def _watchdog(job: Job) -> StageWatchdog:
     world_size = dist.get_world_size()
     return StageWatchdog(
-        job.config.stage_timeout_seconds,
+        job.config.run.stage_timeout_seconds,
         rank=dist.get_rank(),
         world_size=world_size,
         connect=own_connection if world_size > 1 else None,
     )
 
 
-def _recorder(
-    job: Job,
-    state: megatron_adapter.TrainState,
-    device: torch.device,
-    timers: StageTimers,
-    learner: Learner,
-    keeper: SampleKeeper,
-) -> RunRecorder:
-    routed, expert_load = routed_layers(job.shape), None
-    if routed is not None:
+def _monitors(
+    job: Job, models: Models, rollouts: Rollouts, timers: StageTimers, watchdog: StageWatchdog
+) -> Monitors:
+    """Build recorder and tracer, and let all monitors observe the hand-over."""
+    first_step, keeper, learner = models.state.iteration, models.keeper, models.learner
+    expert_load = None
+    if job.spec.routed_layers is not None:
         expert_load = ExpertLoad(
-            state.chunks,
-            routed,
+            models.state.chunks,
+            job.spec.routed_layers,
             replay=learner.actor.replay,
             of_rollout=None if keeper.routed is None else keeper.load,
         )
-    return RunRecorder(
+    recorder = RunRecorder(
         job,
-        first_step=state.iteration,
-        device=device,
+        first_step=first_step,
+        device=models.shards.device,
         timers=timers,
         reward_names=reward_spec(job.config).names,
         rates=learner.rates,
         expert_load=expert_load,
         keeper=keeper,
     )
-
-
-def _tracer(job: Job, first_step: int) -> Tracer:
-    rank, layout = dist.get_rank(), job.train_layout
-    return Tracer(
-        job.config.trace,
-        first_step=first_step,
-        num_steps_left=job.config.num_steps - first_step,
-        folder=job.config.directory / "trace",
-        rank=rank,
-        label=f"tp{layout.tp_rank(rank)} pp{layout.pp_rank(rank)} "
-        f"cp{layout.cp_rank(rank)} dp{layout.dp_rank(rank)}",
-    )
-
-
-def _listen(
-    manager: MegatronVLLMShardingManager,
-    watchdog: StageWatchdog,
-    recorder: RunRecorder,
-    tracer: Tracer,
-) -> None:
-    """Notify the others of every switch between the modes."""
+    tracer = _tracer(job, first_step)
+    manager = rollouts.manager
     manager.on_reshard_start += [
         lambda report: watchdog.enter(f"hand-over {report.direction}"),
         lambda report: tracer.handover_started(report.direction),
@@ -324,22 +344,36 @@ def _listen(
         recorder.note_reshard,
         lambda _: tracer.handover_ended(),
     ]
+    tracer.start()
+    return Monitors(timers, watchdog, recorder, tracer)
 
 
-def _say_sizes(job: Job, learner: Learner, critic: Role | None) -> None:
+def _tracer(job: Job, first_step: int) -> Tracer:
+    rank, layout = dist.get_rank(), job.spec.train_layout
+    return Tracer(
+        job.config.run.trace,
+        first_step=first_step,
+        num_steps_left=job.config.trainer.num_steps - first_step,
+        folder=job.config.run.directory / "trace",
+        rank=rank,
+        label=f"tp{layout.tp_rank(rank)} pp{layout.pp_rank(rank)} "
+        f"cp{layout.cp_rank(rank)} dp{layout.dp_rank(rank)}",
+    )
+
+
+def _say_sizes(job: Job, models: Models) -> None:
     """Log the sizes of the updates (waits for a critic on ranks of its own) and the memory that
     flags save for the models on these ranks."""
-    accounting = accounting_of(
-        job.config,
-        actor=(job.train_layout.dp_size, micro_batching(job)),
-        critic=None if learner.critic is None else learner.critic.facts(),
+    config, spec, critic = job.config, job.spec, models.learner.critic
+    accounting = config.accounting(
+        actor=(spec.train_layout.dp_size, micro_batching(job)),
+        critic=None if critic is None else critic.facts(),
     )
-    lines = memory_lines(job.config, vars(job.args), job.shape, job.train_layout, job.layers)
-    if isinstance(critic, Here) and job.critic is not None:
-        world = critic.served.model.world
-        args, layout = vars(world.args), world.layout
-        layers = check_stages(job.critic.shape, layout.pp_size, args)
-        lines += memory_lines(job.config, args, job.critic.shape, layout, layers, name="critic")
+    lines = memory_lines(config, vars(job.args), spec.shape, spec.train_layout, spec.layers)
+    if isinstance(models.critic, Here) and spec.critic is not None:
+        args = vars(models.critic.served.model.world.args)
+        own = spec.critic
+        lines += memory_lines(config, args, own.shape, own.layout, own.layers, name="critic")
     for line in (*describe(accounting), *lines):
         logger.info("%s", line)
 
@@ -349,24 +383,24 @@ def engine_config(job: Job, *, load_format: str = "dummy") -> EngineConfig:
     config = job.config
     on_cpu = not torch.cuda.is_available()
     return EngineConfig(
-        model_dir=job.checkpoint.folder,
-        tp_size=job.rollout_layout.tp_size,
-        dp_size=job.rollout_layout.dp_size,
-        rank_map=job.rollout_layout.rank_map,
-        all2all_backend=job.rollout_layout.all2all_backend,
-        enable_expert_parallel=job.rollout_layout.expert_parallel,
+        model_dir=job.spec.checkpoint.folder,
+        tp_size=job.spec.rollout_layout.tp_size,
+        dp_size=job.spec.rollout_layout.dp_size,
+        rank_map=job.spec.rollout_layout.rank_map,
+        all2all_backend=job.spec.rollout_layout.all2all_backend,
+        enable_expert_parallel=job.spec.rollout_layout.expert_parallel,
         # A float32 actor samples in bfloat16, too: vLLM's CPU experts support nothing else.
-        dtype="float16" if config.precision == "fp16" else "bfloat16",
-        max_model_len=config.max_prompt_tokens + config.max_response_tokens,
-        max_num_seqs=config.rollout_max_num_seqs,
-        kv_cache_bytes=int(config.rollout_kv_cache_gib * 2**30) if on_cpu else None,
-        gpu_memory_utilization=config.rollout_gpu_memory_utilization,
-        enforce_eager=on_cpu or config.rollout_enforce_eager,
+        dtype="float16" if config.trainer.precision == "fp16" else "bfloat16",
+        max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        max_num_seqs=config.engine.rollout_max_num_seqs,
+        kv_cache_bytes=int(config.engine.rollout_kv_cache_gib * 2**30) if on_cpu else None,
+        gpu_memory_utilization=config.engine.rollout_gpu_memory_utilization,
+        enforce_eager=on_cpu or config.engine.rollout_enforce_eager,
         seed=job.args.seed,
-        speculation=parse_speculation(config.speculate),
-        keeps_kv=config.keeps_kv,
+        speculation=parse_speculation(config.engine.speculate),
+        keeps_kv=config.rollout.keeps_kv,
         load_format=load_format,
-        routed_layers=routed_layers(job.shape) if config.routing_replay == R3 else None,
+        routed_layers=job.spec.routed_layers if config.trainer.routing_replay == R3 else None,
         trust_remote_code=job.args.trust_remote_code,
         timeout_seconds=60 * job.args.distributed_timeout_minutes,
     )
@@ -381,25 +415,25 @@ def build_manager(
     offloader: Offloader | None = None,
 ) -> MegatronVLLMShardingManager:
     """Build the sharding manager of a job; the engine sleeps from here on. Collective."""
-    dtype = job.config.reshard_dtype
-    if job.config.precision == "fp16" and dtype == "checkpoint":
+    dtype = job.config.weight_sync.reshard_dtype
+    if job.config.trainer.precision == "fp16" and dtype == "checkpoint":
         dtype = "fp16"  # of actor and engines: the checkpoint's bf16 has three bits less
     return MegatronVLLMShardingManager(
         shards,
         engine,
-        job.checkpoint.tensors,
-        job.train_layout,
-        job.rollout_layout,
+        job.spec.checkpoint.tensors,
+        job.spec.train_layout,
+        job.spec.rollout_layout,
         seed=job.args.seed,
-        bucket_bytes=job.config.reshard_bucket_mb << 20,
+        bucket_bytes=job.config.weight_sync.reshard_bucket_mb << 20,
         offloader=offloader,
-        ranks_per_node=ranks_per_node(job.config, job.train_layout.world_size),
+        ranks_per_node=job.spec.ranks_per_node,
         dtype=dtype,
-        delta=job.config.reshard_delta,
-        full_every=job.config.reshard_full_interval,
-        attest=job.config.attest,
+        delta=job.config.weight_sync.reshard_delta,
+        full_every=job.config.weight_sync.reshard_full_interval,
+        attest=job.config.weight_sync.attest,
         canary=canary,
-        carried=None if engine.drafter is None else CarriedTensors(job.checkpoint),
+        carried=None if engine.drafter is None else CarriedTensors(job.spec.checkpoint),
     )
 
 
@@ -419,10 +453,10 @@ def build_offloader(
 
     return Offloader(
         train_tensors,
-        offload_kinds(job.config.offload, vars(job.args), has_cuda=has_cuda),
+        offload_kinds(job.config.weight_sync.offload, vars(job.args), has_cuda=has_cuda),
         device=next(state.model[0].parameters()).device,
         at_start=kinds_at_start(vars(job.args)),
-        keep_gradients=job.config.offload_keep_gradients,
+        keep_gradients=job.config.weight_sync.offload_keep_gradients,
     )
 
 
@@ -430,17 +464,17 @@ def build_canary(
     job: Job, state: megatron_adapter.TrainState, prompts: PromptDataset
 ) -> Canary | None:
     """Build the canary of `--rl-canary-interval`, over the first of `prompts`."""
-    interval = job.config.canary_interval
+    interval = job.config.weight_sync.canary_interval
     if interval == 0:
         return None
     rows = [prompts[row] for row in range(min(NUM_PROMPTS, len(prompts)))]
     # vLLM scores prompts untempered, at any sampling temperature of the policy.
-    untempered = dataclasses.replace(job.config, temperature=1.0)
+    untempered = dataclasses.replace(job.config.rollout, temperature=1.0)
     batching = micro_batching(job)
     return Canary(
-        Actor(job.args, untempered, state, job.train_layout, batching).log_probs,
+        actor_of(job, state, rollout=untempered).log_probs,
         [prompt.token_ids.tolist() for prompt in rows],
         interval=interval,
-        tolerance=job.config.canary_tolerance,
+        tolerance=job.config.weight_sync.canary_tolerance,
         count_multiple_of=batching.count_multiple_of,
     )

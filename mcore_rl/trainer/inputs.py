@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.config import RLConfig
 from mcore_rl.data.messages import RejectedRow, checked_kwargs
 from mcore_rl.data.prompt_cache import tokenizer_process
 from mcore_rl.data.prompt_file import PromptSource
@@ -22,9 +23,7 @@ from mcore_rl.data.user_prompts import prompts_path
 from mcore_rl.environments.conversation import ConversationTokens
 from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.environments.pool import check_environment
-from mcore_rl.flags.options import RLConfig
 from mcore_rl.isolation.levels import parse_accepted
-from mcore_rl.job.spec import JobSpec
 from mcore_rl.rewards.code_rows import check_code_rows
 from mcore_rl.rewards.functions import PYTHON_SANDBOX
 from mcore_rl.rewards.specs import (
@@ -33,6 +32,7 @@ from mcore_rl.rewards.specs import (
     parse_environment_names,
     parse_rewards,
 )
+from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.resume.trainer_state import date_of_checkpoints
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 def check_data(checked: JobSpec) -> None:
     """Raise UsageError without readable prompts and a usable reward, which training needs."""
     trusts = checked.trust_remote_code
-    if "" in checked.config.stop:
+    if "" in checked.config.rollout.stop:
         raise UsageError("is empty", flag="--rl-stop ''", remedy="give the text to stop at")
     load = checked.flags.get("--load")
     day = None if load is None else date_of_checkpoints(Path(load))
@@ -59,7 +59,7 @@ def check_data(checked: JobSpec) -> None:
         logger.warning(
             "%s: every response will be cut at --rl-max-response-tokens %d; %s",
             fault,
-            checked.config.max_response_tokens,
+            checked.config.rollout.max_response_tokens,
             HOW_TO_END,
         )
 
@@ -68,15 +68,15 @@ def check_code_tests(
     config: RLConfig, train: PromptDataset, held_out: PromptDataset | None
 ) -> None:
     """Raise UsageError for answers that are not tests, if `python_sandbox` grades by them."""
-    is_reward = PYTHON_SANDBOX in [name.strip() for name in config.rewards.split(",")]
-    if not is_reward and config.environment != PYTHON_SANDBOX:
+    is_reward = PYTHON_SANDBOX in [name.strip() for name in config.reward.split(",")]
+    if not is_reward and config.environments.environment != PYTHON_SANDBOX:
         return
     if int(os.environ.get("LOCAL_RANK", 0)) != 0:  # the other ranks of a node read the same rows
         return
-    accepted = parse_accepted(config.sandbox_accept, "--rl-sandbox-accept")
+    accepted = parse_accepted(config.rewards.sandbox_accept, "--rl-sandbox-accept")
     for prompts, flag in (
-        (train, f"--rl-prompts {config.prompts}"),
-        (held_out, f"--rl-eval-prompts {config.eval_prompts}"),
+        (train, f"--rl-prompts {config.data.prompts}"),
+        (held_out, f"--rl-eval-prompts {config.data.eval_prompts}"),
     ):
         if prompts is not None:
             check_code_rows(prompts, flag, may_be_blank=not is_reward, accepted=accepted)
@@ -84,18 +84,18 @@ def check_code_tests(
 
 def chat_template(config: RLConfig, date: str | None = None) -> ChatTemplate:
     """Return the chat template of the flags; `date` as in `ChatTemplate`. Raises UsageError."""
-    flag = f"--rl-chat-template-kwargs {config.chat_template_kwargs}"
+    flag = f"--rl-chat-template-kwargs {config.data.chat_template_kwargs}"
     try:
-        kwargs = checked_kwargs(config.chat_template_kwargs, "it")
+        kwargs = checked_kwargs(config.data.chat_template_kwargs, "it")
     except RejectedRow as error:
         raise UsageError(f": {error.problem}", flag=flag, remedy=error.remedy) from error
-    if config.no_chat_template and (kwargs or config.chat_template is not None):
+    if config.data.no_chat_template and (kwargs or config.data.chat_template is not None):
         raise UsageError(
             "has no effect with --rl-no-chat-template",
-            flag=flag if kwargs else f"--rl-chat-template {config.chat_template}",
+            flag=flag if kwargs else f"--rl-chat-template {config.data.chat_template}",
             remedy="drop one of them",
         )
-    return ChatTemplate(config.chat_template, kwargs, date)
+    return ChatTemplate(config.data.chat_template, kwargs, date)
 
 
 def prompt_source(
@@ -103,11 +103,11 @@ def prompt_source(
 ) -> PromptSource:
     """Return how to read a prompts file, or a source of --rl-import, according to the flags."""
     return PromptSource(
-        path=prompts_path(path, config.cache_dir),
-        prompt_column=config.prompt_column,
-        answer_column=config.answer_column,
-        use_chat_template=not config.no_chat_template,
-        max_prompt_tokens=config.max_prompt_tokens,
+        path=prompts_path(path, config.data.cache_dir),
+        prompt_column=config.data.prompt_column,
+        answer_column=config.data.answer_column,
+        use_chat_template=not config.data.no_chat_template,
+        max_prompt_tokens=config.data.max_prompt_tokens,
         trust_remote_code=trust_remote_code,
         template=chat_template(config, date),
     )
@@ -121,23 +121,23 @@ def load_prompt_files(
     `trust_remote_code` is Megatron's --trust-remote-code, `date` the date (ISO) for chat templates;
     None: today.
     """
-    if config.prompts is None:
+    if config.data.prompts is None:
         raise UsageError(
             "is missing", flag="--rl-prompts", remedy="give a JSONL or Parquet file of prompts"
         )
-    assert config.hf_checkpoint is not None, "checked before"
+    assert config.trainer.hf_checkpoint is not None, "checked before"
     files = []
     for path, flag in (
-        (config.prompts, "--rl-prompts"),
-        (config.eval_prompts, "--rl-eval-prompts"),
+        (config.data.prompts, "--rl-prompts"),
+        (config.data.eval_prompts, "--rl-eval-prompts"),
     ):
         files.append(
             None
             if path is None
             else load_prompts(
                 prompt_source(config, path, trust_remote_code=trust_remote_code, date=date),
-                config.hf_checkpoint,
-                cache_dir=config.cache_dir,
+                config.trainer.hf_checkpoint,
+                cache_dir=config.data.cache_dir,
                 flag=flag,
             )
         )
@@ -148,18 +148,20 @@ def load_prompt_files(
 
 def environment_spec(config: RLConfig) -> EnvironmentSpec | None:
     """Return the environment of the flags, if any."""
-    if config.environment is None:
+    if config.environments.environment is None:
         return None
     return EnvironmentSpec(
-        name=config.environment,
-        timeout_seconds=config.environment_timeout,
-        memory_gib=config.environment_memory_gib,
-        imports=config.import_,
-        environment_names=parse_environment_names(config.environment_env, "--rl-environment-env"),
-        sandbox_accept=parse_accepted(config.sandbox_accept, "--rl-sandbox-accept"),
-        max_open=config.max_environments,
-        max_turns=config.max_turns,
-        max_turn_tokens=config.max_turn_tokens,
+        name=config.environments.environment,
+        timeout_seconds=config.environments.environment_timeout,
+        memory_gib=config.environments.environment_memory_gib,
+        imports=config.trainer.import_,
+        environment_names=parse_environment_names(
+            config.environments.environment_env, "--rl-environment-env"
+        ),
+        sandbox_accept=parse_accepted(config.rewards.sandbox_accept, "--rl-sandbox-accept"),
+        max_open=config.environments.max_environments,
+        max_turns=config.environments.max_turns,
+        max_turn_tokens=config.environments.max_turn_tokens,
     )
 
 
@@ -168,9 +170,9 @@ def conversation_tokens(
 ) -> ConversationTokens:
     """Return how environments' messages become tokens of this model. Raises UsageError for a chat
     template that does not support several turns."""
-    assert config.hf_checkpoint is not None, "checked before"
-    folder = Path(config.hf_checkpoint)
-    uses_template = not config.no_chat_template
+    assert config.trainer.hf_checkpoint is not None, "checked before"
+    folder = Path(config.trainer.hf_checkpoint)
+    uses_template = not config.data.no_chat_template
     process = tokenizer_process(
         folder,
         chat_template(config, date),
@@ -182,26 +184,26 @@ def conversation_tokens(
         use_chat_template=uses_template,
         ends=response_ends(folder, process),
         vocabulary=vocabulary_size(folder),
-        place=config.hf_checkpoint,
+        place=config.trainer.hf_checkpoint,
     )
 
 
 def reward_spec(config: RLConfig) -> RewardSpec:
     """Return the rewards of the flags, with their weights."""
     return parse_rewards(
-        config.rewards,
-        config.reward_weights,
-        num_workers=config.reward_workers,
-        timeout_seconds=config.reward_timeout_seconds,
-        imports=config.import_,
-        url=config.reward_url,
-        header_env=config.reward_http_header_env,
-        pooling_url=config.reward_pooling_url,
-        pooling_header_env=config.reward_pooling_header_env,
-        http_batch=config.reward_http_batch,
-        http_concurrency=config.reward_http_concurrency,
-        http_retries=config.reward_http_retries,
-        memory_gib=config.reward_memory_gib,
-        environment_names=config.reward_env,
-        sandbox_accept=config.sandbox_accept,
+        config.reward,
+        config.rewards.reward_weights,
+        num_workers=config.rewards.reward_workers,
+        timeout_seconds=config.rewards.reward_timeout_seconds,
+        imports=config.trainer.import_,
+        url=config.rewards.reward_url,
+        header_env=config.rewards.reward_http_header_env,
+        pooling_url=config.rewards.reward_pooling_url,
+        pooling_header_env=config.rewards.reward_pooling_header_env,
+        http_batch=config.rewards.reward_http_batch,
+        http_concurrency=config.rewards.reward_http_concurrency,
+        http_retries=config.rewards.reward_http_retries,
+        memory_gib=config.rewards.reward_memory_gib,
+        environment_names=config.rewards.reward_env,
+        sandbox_accept=config.rewards.sandbox_accept,
     )

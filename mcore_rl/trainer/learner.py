@@ -24,6 +24,7 @@ from mcore_rl.algorithms.estimators import (
 from mcore_rl.algorithms.interfaces import AdvantageInputs
 from mcore_rl.algorithms.kl import kl_penalty_rewards
 from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
+from mcore_rl.algorithms.recipes import Algorithm
 from mcore_rl.algorithms.registry import find_advantage_estimator
 from mcore_rl.algorithms.value_loss import explained_variance, value_loss
 from mcore_rl.batching.dealing import division_of, orders_of_epochs
@@ -31,7 +32,7 @@ from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import StepBatch, TrainBatch
 from mcore_rl.common import objects
-from mcore_rl.flags.options import RLConfig
+from mcore_rl.config import TrainerOptions
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.trainer.actor import Actor, UpdateStats
@@ -59,7 +60,8 @@ class Learner:
 
     def __init__(
         self,
-        config: RLConfig,
+        recipe: Algorithm,
+        options: TrainerOptions,
         layout: TrainLayout,
         batching: MicroBatching,
         actor: Actor,
@@ -68,13 +70,17 @@ class Learner:
         reference: ReferencePolicy | None,
         seed: int,
         keeper: SampleKeeper,
+        max_response_tokens: int,
+        critic_warmup_steps: int,
         turn_weight: float = 1.0,
     ) -> None:
         """`keeper` has a step's samples, with their experts if training uses them; `turn_weight` is
         the weight in the reward of what environments pay."""
         self._turn_weight = turn_weight
-        self._config, self._layout, self._batching, self._seed = config, layout, batching, seed
-        self.recipe = config.recipe
+        self._options, self._layout, self._batching, self._seed = options, layout, batching, seed
+        self._max_response_tokens = max_response_tokens
+        self._critic_warmup_steps = critic_warmup_steps
+        self.recipe = recipe
         self.actor, self.critic = actor, critic
         self.reference, self.keeper = reference, keeper
         self.kl_controller = self.recipe.kl_controller()
@@ -84,9 +90,9 @@ class Learner:
         # the samples first would repeat that pass. A KL in the reward needs log-probs earlier, and
         # so do the metrics of a step without an update.
         self.scores_in_update = (
-            config.num_mini_batches * config.num_epochs == 1
+            options.num_mini_batches * options.num_epochs == 1
             and self.recipe.kl_place != "reward"
-            and not config.critic_warmup_steps
+            and not critic_warmup_steps
             and not actor.has_dropout
         )
 
@@ -94,15 +100,15 @@ class Learner:
         """Return the samples as tensors, divided into mini-batches, ranks and micro-batches."""
         orders = orders_of_epochs(
             self._teaches(table),
-            samples_per_group=self._config.samples_per_prompt,
-            num_mini_batches=self._config.num_mini_batches,
-            num_epochs=self._config.num_epochs,
+            samples_per_group=self.recipe.num_samples_per_prompt,
+            num_mini_batches=self._options.num_mini_batches,
+            num_epochs=self._options.num_epochs,
             seed=self._seed,
             step=step,
         )
         epochs = plan_epochs(
             table,
-            num_mini_batches=self._config.num_mini_batches,
+            num_mini_batches=self._options.num_mini_batches,
             dp_size=self._layout.dp_size,
             batching=self._batching,
             orders=orders,
@@ -137,7 +143,7 @@ class Learner:
         return np.isin(groups, found)
 
     def _group_ids(self, table: SampleTable) -> np.ndarray:
-        return np.arange(len(table)) // self._config.samples_per_prompt
+        return np.arange(len(table)) // self.recipe.num_samples_per_prompt
 
     def with_log_probs(self, batch: StepBatch) -> StepBatch:
         """Add the log-probs of actor and reference and the critic's values, before any update."""
@@ -252,7 +258,7 @@ class Learner:
         )
 
     def _overlong_penalty(self, response_lengths: np.ndarray) -> np.ndarray:
-        max_response_tokens = self._config.max_response_tokens
+        max_response_tokens = self._max_response_tokens
         return overlong_penalty(
             response_lengths,
             buffer_tokens=self.recipe.overlong_buffer(max_response_tokens),
@@ -293,7 +299,7 @@ class Learner:
             loss_mask=samples.loss_mask,
             lengths=samples.lengths,
             denominators=Denominators(1.0, 1.0),
-            config=self.recipe.value_loss_config(self._config.max_response_tokens),
+            config=self.recipe.value_loss_config(self._max_response_tokens),
         ).sums
         total = type(sums).from_stacked(self.actor.runner.global_sum(sums.stacked()))
         tokens = max(float(total.num_tokens), 1.0)
@@ -305,15 +311,15 @@ class Learner:
 
     def update(self, step: int, batch: StepBatch) -> Learnt:
         """Take one optimizer step per mini-batch and epoch, of critic and actor."""
-        warming_up = step < (self._config.critic_warmup_steps or 0)
+        warming_up = step < self._critic_warmup_steps
         end_update = None if self.critic is None else self.critic.begin_update(batch)
         of_actor = []
         if not warming_up:
             group = self.actor.runner.groups["dp"]
-            parts = mini_batches(batch.actor, self._config.num_epochs, batch.division, group)
+            parts = mini_batches(batch.actor, self._options.num_epochs, batch.division, group)
             of_actor = [self.actor.update(part) for part in parts]
         of_critic = [] if end_update is None else end_update()
-        interval = self._config.reference_refresh_interval
+        interval = self._options.reference_refresh_interval
         if interval and self.reference is not None and (step + 1) % interval == 0:
             self.reference.refresh(step + 1)
         return Learnt(of_actor, of_critic)

@@ -18,27 +18,26 @@ from mcore_rl.common import objects
 from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.kills import note_stage
-from mcore_rl.flags.roles import CRITIC, REWARD
-from mcore_rl.job.batches import micro_batching_of_args
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.hf_checkpoint import check_complete, load_into_megatron
 from mcore_rl.megatron.policy_head import make_actor_provider, make_policy_provider
 from mcore_rl.megatron.shards import ModelShards
-from mcore_rl.model.config_json import ModelShape
-from mcore_rl.moe.routing import OFF, R3, RoutedLayers
+from mcore_rl.model.roles import CRITIC, REWARD
+from mcore_rl.moe.routing import OFF, R3
 from mcore_rl.moe.routing_replay import RoutingReplay
 from mcore_rl.rewards.functions import ENVIRONMENT
 from mcore_rl.rollout.keeper import SampleKeeper
+from mcore_rl.rollout.options import RolloutOptions
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.inputs import reward_spec
+from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.resume.point import ResumePoint
 from mcore_rl.trainer.roles.critic import ServedCritic, StepCritic, build_critic
 from mcore_rl.trainer.roles.reference import build_reference
 from mcore_rl.trainer.roles.remote import Apart, Here, Role, serve
 from mcore_rl.trainer.roles.reward_model import RewardModel, build_reward_model
-from mcore_rl.trainer.start import Job
 
 logger = logging.getLogger(__name__)
 
@@ -62,20 +61,24 @@ def build_actor(
             remedy="drop it; MTP layers are then carried as they are",
         )
     provider = make_policy_provider(
-        model_provider or make_actor_provider(job.args, job.shape),
-        real_vocab_size=job.shape.vocab_size,
-        chunk_tokens=job.config.log_prob_chunk_tokens,
+        model_provider or make_actor_provider(job.args, job.spec.shape),
+        real_vocab_size=job.spec.shape.vocab_size,
+        chunk_tokens=job.config.trainer.log_prob_chunk_tokens,
     )
     with megatron_adapter.megatron_output_to(log):
         state = megatron_adapter.setup(provider)
     shards = ModelShards(
-        state.chunks, job.shape, job.train_layout, dist.get_rank(), dict(job.checkpoint.tensors)
+        state.chunks,
+        job.spec.shape,
+        job.spec.train_layout,
+        dist.get_rank(),
+        dict(job.spec.checkpoint.tensors),
     )
-    check_complete(job.checkpoint, set().union(*objects.all_gather(shards.tensors())))
+    check_complete(job.spec.checkpoint, set().union(*objects.all_gather(shards.tensors())))
     if not megatron_checkpoint.loads_checkpoint(job.args):
-        num_bytes = agreed_in_world(lambda: load_into_megatron(job.checkpoint, shards))
+        num_bytes = agreed_in_world(lambda: load_into_megatron(job.spec.checkpoint, shards))
         megatron_adapter.reload_main_params(state)
-        logger.info("read %.1f MB of %s", num_bytes / 1e6, job.checkpoint.folder)
+        logger.info("read %.1f MB of %s", num_bytes / 1e6, job.spec.checkpoint.folder)
     return state, shards
 
 
@@ -95,44 +98,54 @@ def build_learner(
     `sample_keeper`, which is called by default.
     """
     batching = micro_batching(job)
-    replay, routed = None, routed_layers(job.shape)
-    if routed is not None and job.config.routing_replay != OFF:
+    replay, routed = None, job.spec.routed_layers
+    if routed is not None and job.config.trainer.routing_replay != OFF:
         replay = RoutingReplay(state.chunks, routed)
-    actor = Actor(job.args, job.config, state, job.train_layout, batching, replay)
+    actor = actor_of(job, state, replay=replay)
     reference = None
     if job.config.recipe.needs_reference:
         reference = build_reference(
-            state, point, args=job.args, checkpoint=job.checkpoint, shards=shards, log=log
+            state, point, args=job.args, checkpoint=job.spec.checkpoint, shards=shards, log=log
         )
     return Learner(
-        job.config,
-        job.train_layout,
+        job.config.recipe,
+        job.config.trainer,
+        job.spec.train_layout,
         batching,
         actor,
         None if critic is None else StepCritic(critic),
         reference=reference,
         seed=job.args.seed,
         keeper=sample_keeper(job) if keeper is None else keeper,
+        max_response_tokens=job.config.rollout.max_response_tokens,
+        critic_warmup_steps=job.config.critic.critic_warmup_steps or 0,
         turn_weight=reward_spec(job.config).weight(ENVIRONMENT),
     )
 
 
-def routed_layers(shape: ModelShape) -> RoutedLayers | None:
-    """Return the layers, top-k and number of experts of a model's routers; None without experts."""
-    if shape.experts is None:
-        return None
-    return RoutedLayers(shape.moe_layers, shape.experts.topk, shape.experts.num_experts)
+def actor_of(
+    job: Job,
+    state: megatron_adapter.TrainState,
+    *,
+    replay: RoutingReplay | None = None,
+    rollout: RolloutOptions | None = None,
+) -> Actor:
+    """Return the actor of Megatron's `state`; `rollout` may replace the job's options."""
+    return Actor(
+        *(job.args, job.config.recipe, job.config.trainer, rollout or job.config.rollout),
+        *(state, job.spec.train_layout, micro_batching(job), replay),
+    )
 
 
 def sample_keeper(job: Job) -> SampleKeeper:
     """Return the keeper of a step's samples, and of their experts if training uses them."""
-    routed = routed_layers(job.shape) if job.config.routing_replay == R3 else None
+    routed = job.spec.routed_layers if job.config.trainer.routing_replay == R3 else None
     return SampleKeeper(
-        job.train_layout,
-        job.rollout_layout,
-        job.layers,
+        job.spec.train_layout,
+        job.spec.rollout_layout,
+        job.spec.layers,
         routed,
-        has_turns=job.config.environment is not None,
+        has_turns=job.config.environments.environment is not None,
     )
 
 
@@ -147,14 +160,14 @@ def critic_role(
 
     `iteration` is the actor's step, `model_provider` a fork's own.
     """
-    if job.critic is None:
+    if job.spec.critic is None:
         return None
     return _role(job, CRITIC, model_provider, log=log, iteration=iteration)
 
 
 def reward_role(job: Job, *, log: TextIO | None = None) -> Role | None:
     """Build the reward model, if there is one, as the actor's ranks call it. Collective."""
-    return None if job.reward_model is None else _role(job, REWARD, None, log=log)
+    return None if job.spec.reward_model is None else _role(job, REWARD, None, log=log)
 
 
 def _role(
@@ -167,7 +180,7 @@ def _role(
 ) -> Role:
     """Build a role here or on ranks of its own, as the flags say; `how` goes to its builder."""
     title, build = _ROLES[name]
-    if job.roles.is_apart(name):
+    if job.spec.roles.is_apart(name):
         return Apart(title, job.world.bridges.get(name), job.world.meshes[name], **how)
     return Here(build(job, model_provider, log=log, **how))
 
@@ -194,14 +207,14 @@ def _served_critic(
     log: TextIO | None = None,
 ) -> ServedCritic:
     """Build the critic on the ranks of this process's role. Collective."""
-    assert job.critic is not None
-    is_apart = job.roles.is_apart(CRITIC)
+    assert job.spec.critic is not None
+    is_apart = job.spec.roles.is_apart(CRITIC)
     critic = build_critic(
-        job.critic, job.config, job.args, model_provider, actor_iteration=iteration, log=log
+        job.spec.critic, job.config, job.args, model_provider, actor_iteration=iteration, log=log
     )
     if is_apart:  # else these ranks restore the actor's
         critic.restore_random_states()
-    return ServedCritic(critic, job.config, is_apart=is_apart, log=log)
+    return ServedCritic(critic, job.config.trainer, is_apart=is_apart, log=log)
 
 
 def _served_reward_model(
@@ -212,8 +225,8 @@ def _served_reward_model(
 ) -> RewardModel:
     """Build the model of `--rl-reward-model` on the ranks of this process's role, by its own
     config.json even in a fork. Collective."""
-    assert job.reward_model is not None
-    return build_reward_model(job.reward_model, job.config, job.args, log=log)
+    assert job.spec.reward_model is not None
+    return build_reward_model(job.spec.reward_model, job.config, job.args, log=log)
 
 
 # A role's name in messages, and its builder, on either ranks.
@@ -225,4 +238,4 @@ _ROLES: dict[str, tuple[str, Callable[..., Any]]] = {
 
 def micro_batching(job: Job) -> MicroBatching:
     """Return how samples become micro-batches, from the flags."""
-    return micro_batching_of_args(job.config, job.shape, job.train_layout, job.args)
+    return job.config.micro_batching(job.spec.shape, job.spec.train_layout, vars(job.args))

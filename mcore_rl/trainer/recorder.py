@@ -19,7 +19,6 @@ from mcore_rl.batching.types import ScoredRollout, StepBatch, StepStats
 from mcore_rl.common import objects
 from mcore_rl.common.agreement import COMMAND
 from mcore_rl.common.version import VERSION
-from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.report import OffloadLog
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport, log_reshard
 from mcore_rl.megatron.version import PACKAGE as MEGATRON
@@ -27,6 +26,7 @@ from mcore_rl.megatron.version import check_megatron, commit_of
 from mcore_rl.moe.expert_load import ExpertLoad
 from mcore_rl.observe.alarms import Health
 from mcore_rl.observe.metric_sinks import WandbRun
+from mcore_rl.observe.options import AlarmOptions
 from mcore_rl.observe.progress import RunProgress
 from mcore_rl.observe.run_directory import RunConfig, RunDirectory
 from mcore_rl.observe.stage_timers import StageTimers
@@ -34,8 +34,8 @@ from mcore_rl.observe.user_metrics import has_metrics, user_metrics
 from mcore_rl.rewards.parts import part_metrics
 from mcore_rl.rollout.collector import Collected
 from mcore_rl.rollout.keeper import SampleKeeper
+from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Learnt
-from mcore_rl.trainer.start import Job
 from mcore_rl.trainer.step_metrics import measured, rollout_metrics, update_metrics, value_metrics
 
 logger = logging.getLogger(__name__)
@@ -46,19 +46,21 @@ _OF_THE_MACHINE = ("memory/", "throughput/")
 class HealthWatch:
     """The alarms of a run, decided on one rank, since metrics with clocks differ between ranks."""
 
-    def __init__(self, config: RLConfig, earlier: Mapping[int, Mapping[str, float]] | None) -> None:
+    def __init__(
+        self, options: AlarmOptions, earlier: Mapping[int, Mapping[str, float]] | None
+    ) -> None:
         """`earlier` maps earlier steps to their metrics, in order, on the first rank, None on the
         others: a resumed run continues to watch them."""
-        self._stops = config.on_alarm == "stop"
+        self._stops = options.on_alarm == "stop"
         self._health: Health | None = None
         if earlier is None:
             return
         thresholds = {
-            spec.name: getattr(config, spec.name)
-            for spec in dataclasses.fields(config)
-            if spec.name.startswith("alarm_") and spec.name != "alarm_window"
+            name: value
+            for name, value in dataclasses.asdict(options).items()
+            if name not in ("on_alarm", "alarm_window")
         }
-        self._health = Health(thresholds, window=config.alarm_window)
+        self._health = Health(thresholds, window=options.alarm_window)
         for step, metrics in earlier.items():
             # Metrics of the machine and the layout, which may have changed, start afresh.
             lasting = {k: v for k, v in metrics.items() if not k.startswith(_OF_THE_MACHINE)}
@@ -104,17 +106,17 @@ class RunRecorder:
         self._directory: RunDirectory | None = None
         if is_first:
             self._directory = RunDirectory(
-                job.config.directory,
+                job.config.run.directory,
                 _config(job),
                 first_step=first_step,
                 tensorboard=job.args.tensorboard_dir,
                 wandb=WandbRun.from_flags(vars(job.args)),
             )
         self._progress = RunProgress(
-            num_steps=job.config.num_steps, first_step=first_step, enabled=is_first
+            num_steps=job.config.trainer.num_steps, first_step=first_step, enabled=is_first
         )
         self._health = HealthWatch(
-            job.config,
+            job.config.alarms,
             None if self._directory is None else self._directory.steps_before(first_step),
         )
 
@@ -153,7 +155,7 @@ class RunRecorder:
         if self._expert_load is not None:
             metrics.update(self._expert_load.metrics())
         stop = self._health.observe(step, metrics)
-        logged = range(min(self._job.config.num_logged_rollouts, len(table)))
+        logged = range(min(self._job.config.run.num_logged_rollouts, len(table)))
         # A user's metric may read every sample.
         samples = self._keeper.on_first_rank(table, range(len(table)) if has_metrics() else logged)
         if self._directory is not None:
@@ -168,7 +170,7 @@ class RunRecorder:
         metrics: dict[str, float],
     ) -> None:
         directory.write_step(StepStats(step, {**metrics, **user_metrics(samples)}))
-        directory.write_rollouts(step, samples[: self._job.config.num_logged_rollouts])
+        directory.write_rollouts(step, samples[: self._job.config.run.num_logged_rollouts])
         for report in self._reshards.values():
             share = report.duration_seconds / metrics["time/step_seconds"]
             # Every switch is in run.log, the first one on the console, too.
@@ -180,13 +182,13 @@ class RunRecorder:
         """Write the last accuracy and the summary, and show it with `facts`."""
         if self._directory is None:
             return
-        num_steps = self._job.config.num_steps
+        num_steps = self._job.config.trainer.num_steps
         if accuracy is not None:
             self._directory.write_step(StepStats(num_steps, {"eval/accuracy": accuracy}))
         main = self._directory.write_summary(
             {
-                "train_layout": self._job.train_layout.describe(),
-                "rollout_layout": self._job.rollout_layout.describe(),
+                "train_layout": self._job.spec.train_layout.describe(),
+                "rollout_layout": self._job.spec.rollout_layout.describe(),
                 "num_steps": num_steps,
                 "versions": _versions(),
             }
@@ -205,7 +207,7 @@ def _config(job: Job) -> RunConfig:
     ours = {f"rl_{name}": value for name, value in job.config.as_dict().items()}
     resolved = {**vars(job.args), **ours}
     return RunConfig(
-        job.given,
+        job.spec.given,
         dict(sorted(resolved.items())),
         {
             "command": os.environ.get(COMMAND) or shlex.join(sys.orig_argv),

@@ -17,13 +17,13 @@ from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.collector import Collector
+from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.folders import iteration_name
 from mcore_rl.trainer.resume.point import REFERENCE, ROLLOUT
 from mcore_rl.trainer.resume.saver import write_checkpoint
 from mcore_rl.trainer.resume.trainer_state import LOADED, TrainerState, trainer_writer
-from mcore_rl.trainer.start import Job
 
 
 class RunSaver:
@@ -51,7 +51,7 @@ class RunSaver:
     ) -> None:
         """`has_loaded`: the step of `state` is saved already. `began_with` and `day` become
         `TrainerState`'s `began_with` and `date`."""
-        self.folder = folders.checkpoint_folder(job.args.save, job.config.directory)
+        self.folder = folders.checkpoint_folder(job.args.save, job.config.run.directory)
         self._job, self._state, self._timers, self._log = job, state, timers, log
         self._learner, self._manager, self._collector = learner, manager, collector
         self._prompts, self._eval_prompts = prompts, eval_prompts
@@ -110,7 +110,7 @@ class RunSaver:
         reference = self._learner.reference
         return TrainerState(
             step=num_steps,
-            layout=self._job.train_layout.describe(),
+            layout=self._job.spec.train_layout.describe(),
             weight_version=self._manager.weight_version,
             sampler_position=self._collector.position,
             prompts=self._prompts.fingerprint,

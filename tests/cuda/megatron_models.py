@@ -71,9 +71,9 @@ class Job:
 
 def parsed(tokens: Sequence[str], shape: ModelShape, platform: Platform, *, world_size: int) -> Job:
     """`tokens` as a user gives them, with what is derived of them. UsageError as at a start."""
+    from mcore_rl.config import config_from
     from mcore_rl.flags.derived import derive_flags
     from mcore_rl.flags.given import expand_config, given_values
-    from mcore_rl.flags.options import config_from
     from mcore_rl.flags.parser import add_rl_args
     from mcore_rl.job.reading import make_parser
     from mcore_rl.job.validation import check_megatron_accepts, world_of_size
@@ -128,8 +128,8 @@ def build(job: Job) -> torch.nn.Module:
     from mcore_rl.megatron.policy_head import make_actor_provider
     from mcore_rl.megatron.value_head import make_critic_provider
 
-    provider: Any = make_actor_provider(job.args, job.shape)
-    if job.shape.value_head:
+    provider: Any = make_actor_provider(job.args, job.spec.shape)
+    if job.spec.shape.value_head:
         provider = make_critic_provider(provider)
     elsewhere = standins.CudaElsewhere("meta")  # Transformer Engine names CUDA itself
     with torch.device("meta"), elsewhere, contextlib.redirect_stdout(io.StringIO()):

@@ -75,7 +75,7 @@ class Bench:
         self.holdings = exchange(
             {name: self.shards.boxes(name) for name in manager.stream.tensors}, manager.stream.need
         )
-        tokens = random_tokens(self.job.shape.vocab_size).tolist()
+        tokens = random_tokens(self.job.spec.shape.vocab_size).tolist()
         self.canary = Canary(
             actor.log_probs,
             tokens,
@@ -224,7 +224,7 @@ class Bench:
             order=manager.stream.order,
             have=self.holdings.have,
             need=[*need[1:], need[0]],
-            near=_near(self.job.train_layout, dist.get_world_size()),
+            near=_near(self.job.spec.train_layout, dist.get_world_size()),
         )
         current = manager.stream._transfer
         manager.stream._transfer = Transfer(

@@ -20,8 +20,8 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.job.resolver import resolve_tokens
+from mcore_rl.job.start import hold_folders, job_from_args
 from mcore_rl.megatron.world import parsed_args
-from mcore_rl.trainer.start import hold_folders, job_from_args
 from tests.bad_input_cases import ParameterCounter, check
 
 
@@ -80,7 +80,7 @@ def run_directory(tokens: list[str], folder: str) -> str:
     os.chdir(folder)
     checked = resolve_tokens(tokens, platform=WITHOUT_CUDA)
     store = open_store()
-    directory = str(hold_folders(checked, store).config.directory)
+    directory = str(hold_folders(checked, store).config.run.directory)
     agreed(lambda: None, store, stage="end")  # the store ends with its first rank
     return directory
 

@@ -21,8 +21,8 @@ from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.routing import RouterLayout
 from mcore_rl.moe.balance import expert_biases
 from mcore_rl.moe.expert_load import ExpertLoad
-from mcore_rl.moe.routing import RoutedLayers
-from mcore_rl.trainer.models import micro_batching, routed_layers
+from mcore_rl.moe.routing import RoutedLayers, routed_layers
+from mcore_rl.trainer.models import micro_batching
 from mcore_rl.trainer.roles.reference import ReferencePolicy
 from tests.dist.ppo_jobs import Models, build_models, export_models, step_samples
 from tests.dist.test_parity import tensors_of
@@ -43,7 +43,7 @@ class ScoredChoices:
 
     def __init__(self, models: Models) -> None:
         self._models, routers = models, routers_of(models)
-        whole = routed_layers(models.job.shape)
+        whole = routed_layers(models.job.spec.shape)
         self.routed = RoutedLayers(tuple(sorted(routers)), whole.topk, whole.num_experts)
         self._found: dict[int, list[torch.Tensor]] = {layer: [] for layer in routers}
         for router in routers.values():
@@ -77,7 +77,7 @@ def move_biases(flags: list[str], target: str, rate: float) -> dict[str, Any]:
     """Updates that move biases, each after a pass that scores; and what must not move them."""
     models = build_models(flags)
     actor, chosen = models.learner.actor, ScoredChoices(models)
-    load = ExpertLoad(models.state.chunks, routed_layers(models.job.shape))
+    load = ExpertLoad(models.state.chunks, routed_layers(models.job.spec.shape))
     reference = ReferencePolicy(models.state)
     biases = dict(zip(routers_of(models), expert_biases(models.state.chunks), strict=True))
     layers = chosen.routed.layers

@@ -18,7 +18,7 @@ from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.megatron.hf_export import export
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import engine_config
-from mcore_rl.trainer.models import build_actor, micro_batching
+from mcore_rl.trainer.models import actor_of, build_actor
 from mcore_rl.verify import start_verification, stored_digests
 from tests.dist.jobs import log_probs_of_random_tokens
 
@@ -66,20 +66,20 @@ def all_ways(
     with mock.patch.object(verify, "stored_digests", noted):
         verification = verify.compare_loads(job, state, shards)
     from_disk = digests[0]
-    actor = Actor(job.args, job.config, state, job.train_layout, micro_batching(job))
+    actor = actor_of(job, state)
     log_probs = log_probs_of_random_tokens(job, actor)
     # Several files and several writers, whatever the size of the model.
     small: dict[str, Any] = {"max_file_bytes": 1 << 17, "bucket_bytes": 1 << 14}
-    export(shards, job.checkpoint, Path(target), **small)
+    export(shards, job.spec.checkpoint, Path(target), **small)
     if float8_target is not None:
-        export(shards, job.checkpoint, Path(float8_target), as_float8=True, **small)
+        export(shards, job.spec.checkpoint, Path(float8_target), as_float8=True, **small)
 
     as_published = replace(engine_config(job, load_format="auto"), model_dir=Path(published))
     engine = VLLMEngine(as_published)
     differing = [name for name, d in stored_digests(engine).items() if from_disk.get(name) != d]
     scores = [scored.tolist() for scored in engine.prompt_log_probs(verification.token_ids)]
     engine.close()
-    if job.shape.norms_whole_projection:
+    if job.spec.shape.norms_whole_projection:
         check_projection_norms(actor)
     result = {
         "verification": asdict(verification),

@@ -20,8 +20,8 @@ from mcore_rl.megatron.hf_export import export
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.boxes import volume
 from mcore_rl.trainer.build import build_offloader
+from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.resume.folders import iteration_name
-from mcore_rl.trainer.start import Job
 from mcore_rl.verify import stored_digests
 from tests.dist.jobs import (
     handed_over_from_disk,
@@ -38,7 +38,7 @@ def learn(flags: list[str], target: str) -> dict[str, Any]:
     """
     job, actor, shards = started(flags, in_float32=True)
     offloader = build_offloader(job, actor.state)
-    export(shards, job.checkpoint, Path(target) / "before", max_file_bytes=1 << 17)
+    export(shards, job.spec.checkpoint, Path(target) / "before", max_file_bytes=1 << 17)
     found: dict[str, Any] = {
         "held": num_held(shards),
         "log_probs": log_probs_of_random_tokens(job, actor).nan_to_num().tolist(),
@@ -52,7 +52,7 @@ def learn(flags: list[str], target: str) -> dict[str, Any]:
             offloader.offload()
             found["offloaded"] = offloader.stats.moved_bytes + offloader.stats.dropped_bytes
             offloader.onload()
-    export(shards, job.checkpoint, Path(target) / "after", max_file_bytes=1 << 17)
+    export(shards, job.spec.checkpoint, Path(target) / "after", max_file_bytes=1 << 17)
     found["log_probs_after"] = log_probs_of_random_tokens(job, actor).nan_to_num().tolist()
     dist.destroy_process_group()
     return found
@@ -144,7 +144,7 @@ def _update_and_export(
     job: Job, actor: Any, shards: ModelShards, batch: TrainBatch, target: Path
 ) -> None:
     actor.update(batch)
-    export(shards, job.checkpoint, target)
+    export(shards, job.spec.checkpoint, target)
     dist.destroy_process_group()
 
 

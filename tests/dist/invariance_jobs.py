@@ -31,7 +31,7 @@ def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
     job, learner = models.job, models.learner
     offloader = build_offloader(job, models.state, models.role)
     samples, batching = step_samples(job, models.learner.keeper), micro_batching(job)
-    num_epochs = job.config.num_epochs
+    num_epochs = job.config.trainer.num_epochs
     forwards = [Forwards(models.state.chunks, num_epochs)]
     if models.critic is not None:
         forwards.append(Forwards(models.critic.state.chunks, num_epochs))

@@ -24,12 +24,13 @@ from mcore_rl.hybrid_engine.sharding_manager import (
 )
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.hybrid_engine.vllm.model_only import VLLMModelOnly
+from mcore_rl.job.start import start
 from mcore_rl.megatron.hf_export import export
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_manager, engine_config
-from mcore_rl.trainer.models import build_actor, micro_batching
-from mcore_rl.trainer.start import Job, start
+from mcore_rl.trainer.job import Job
+from mcore_rl.trainer.models import actor_of, build_actor, micro_batching
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 from tests.dist.sleeping import SleepLog, memory_gone_while_asleep
 
@@ -65,12 +66,14 @@ def started(flags: list[str], *, in_float32: bool = False) -> tuple[Job, Actor, 
         if in_float32:
             tensors = {
                 name: dataclasses.replace(info, dtype="float32", itemsize=4)
-                for name, info in job.checkpoint.tensors.items()
+                for name, info in job.spec.checkpoint.tensors.items()
             }
-            checkpoint = dataclasses.replace(job.checkpoint, tensors=tensors)
-            job = dataclasses.replace(job, checkpoint=checkpoint)
+            checkpoint = dataclasses.replace(job.spec.checkpoint, tensors=tensors)
+            job = dataclasses.replace(
+                job, spec=dataclasses.replace(job.spec, checkpoint=checkpoint)
+            )
         state, shards = build_actor(job, log=log)
-    actor = Actor(job.args, job.config, state, job.train_layout, micro_batching(job))
+    actor = actor_of(job, state)
     return job, actor, shards
 
 
@@ -113,7 +116,7 @@ def random_batch(vocab_size: int) -> TrainBatch:
 
 def rank_part(job: Job, batch: TrainBatch, num_mini_batches: int = 2) -> TrainBatch:
     """What this rank trains on of a step's samples, divided as the job's flags say."""
-    layout = job.train_layout
+    layout = job.spec.train_layout
     cuts = plan_step(
         batch.lengths.numpy(),
         num_mini_batches=num_mini_batches,
@@ -125,12 +128,12 @@ def rank_part(job: Job, batch: TrainBatch, num_mini_batches: int = 2) -> TrainBa
 
 def rank_batch(job: Job) -> TrainBatch:
     """This rank's part of `random_batch`, of two mini-batches."""
-    return rank_part(job, random_batch(job.shape.vocab_size))
+    return rank_part(job, random_batch(job.spec.shape.vocab_size))
 
 
 def log_probs_of_random_tokens(job: Job, actor: Actor) -> torch.Tensor:
     """Of all of `random_tokens`, `[samples, positions]`; the last position scores nothing."""
-    tokens = random_tokens(job.shape.vocab_size)
+    tokens = random_tokens(job.spec.shape.vocab_size)
     mine = rank_part(job, batch_of_tokens(tokens.tolist()))
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (mine.sample_ids, actor.log_probs(mine)))
@@ -145,7 +148,7 @@ def log_probs_and_export(flags: list[str], target: str) -> list[list[float]]:
     job, actor, shards = started(flags)
     log_probs = log_probs_of_random_tokens(job, actor)
     # Several files and several writers, whatever the size of the model.
-    export(shards, job.checkpoint, Path(target), max_file_bytes=1 << 17, bucket_bytes=1 << 14)
+    export(shards, job.spec.checkpoint, Path(target), max_file_bytes=1 << 17, bucket_bytes=1 << 14)
     dist.destroy_process_group()
     return log_probs.tolist()
 
@@ -192,7 +195,7 @@ def _hand_over(flags: list[str], log: SleepLog) -> dict[str, Any]:
             if name.endswith("e_score_correction_bias")
         }
         second = _sample(engine, job)
-        prompt = random_tokens(job.shape.vocab_size)[0].tolist()
+        prompt = random_tokens(job.spec.shape.vocab_size)[0].tolist()
         vllm = engine.prompt_log_probs([prompt])[0]
     megatron = log_probs_of_random_tokens(job, actor)
     result = {
@@ -203,9 +206,9 @@ def _hand_over(flags: list[str], log: SleepLog) -> dict[str, Any]:
         "rng_restored": expected_draws == draws,
         "first_tokens": first,
         "second_tokens": second,
-        "engine": [engine_index(job), job.rollout_layout.tp_rank(dist.get_rank())],
+        "engine": [engine_index(job), job.spec.rollout_layout.tp_rank(dist.get_rank())],
         "spoken_to": spoken_to,
-        "pp_group": list(job.train_layout.pp_group(dist.get_rank())),
+        "pp_group": list(job.spec.train_layout.pp_group(dist.get_rank())),
         "events": [(kind, r.direction, r.weight_version) for kind, r in events],
         "received_bytes": [r.received_bytes for kind, r in events if kind == "end"],
         "lower_bound_bytes": manager.stream.lower_bound_bytes,
@@ -269,7 +272,7 @@ def _told_of_a_failure(manager: MegatronVLLMShardingManager, engine: VLLMEngine)
 
 
 def engine_index(job: Job) -> int:
-    return job.rollout_layout.engine_index(dist.get_rank())
+    return job.spec.rollout_layout.engine_index(dist.get_rank())
 
 
 def _draw() -> list[Any]:

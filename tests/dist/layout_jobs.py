@@ -25,16 +25,16 @@ def hand_over(
     """Load by vLLM from disk, zero, hand over by Megatron, compare; planned and measured bytes."""
     job, _, shards = started(flags)
     rollout = RolloutLayout(dist.get_world_size(), rollout_tp, expert_parallel, rollout_dp)
-    placement = Placement(job.shape, job.train_layout, job.layers, rollout)
+    placement = Placement(job.spec.shape, job.spec.train_layout, job.spec.layers, rollout)
     rollout = with_rank_map(placement, ranks_per_node=dist.get_world_size())
-    job = dataclasses.replace(job, rollout_layout=rollout)
+    job = dataclasses.replace(job, spec=dataclasses.replace(job.spec, rollout_layout=rollout))
     rank = dist.get_rank()
     engine, manager, reports, from_disk, handed_over = handed_over_from_disk(job, shards)
     slot = rollout.slot(rank)
     traffic = traffic_of(placement, rollout.rank_map, MACHINE)
     connections, planned = manager.stream.connections, traffic.connections[rank]
     own_groups = [set(dist.get_process_group_ranks(g)) for g in broadcast_groups().values()]
-    specs = {name: (spec.shape, spec.dtype) for name, spec in checkpoint_tensors(job.shape)}
+    specs = {name: (spec.shape, spec.dtype) for name, spec in checkpoint_tensors(job.spec.shape)}
     tensors = manager.stream.tensors
     held = {name: shards.boxes(name) for name in tensors}
     result = {
@@ -72,7 +72,7 @@ def hand_over(
         "speaks_point_to_point": [bool(connections.peers), bool(planned.peers)],
         "made_groups": manager.stream._transfer.num_groups,
         "planned_to_make": traffic.num_own_groups,
-        "layout": f"{job.train_layout.describe()} -> {rollout.describe()}",
+        "layout": f"{job.spec.train_layout.describe()} -> {rollout.describe()}",
     }
     engine.close()
     dist.destroy_process_group()

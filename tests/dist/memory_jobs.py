@@ -15,14 +15,15 @@ from mcore_rl.common.run_output import setup_logging
 from mcore_rl.hybrid_engine.memory.offload import Offloader
 from mcore_rl.job.memory_report import memory_lines, recompute_saving
 from mcore_rl.job.planner_settings import activation_settings
+from mcore_rl.job.start import start
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_offloader
+from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.models import build_actor, build_learner, micro_batching
 from mcore_rl.trainer.roles.critic import ServedCritic, build_critic
 from mcore_rl.trainer.roles.reference import ReferencePolicy
 from mcore_rl.trainer.roles.remote import Here
-from mcore_rl.trainer.start import Job, start
 from tests.dist.invariance_jobs import Forwards
 from tests.dist.jobs import rank_batch, started
 from tests.dist.offload_jobs import state_digests
@@ -42,7 +43,7 @@ def learn_with_each(
     setup_logging()
     with open("/dev/null", "w") as log:
         job = start(flags, log=log)
-    assert job.critic is not None and job.critic.tokens is not None
+    assert job.spec.critic is not None and job.spec.critic.tokens is not None
     found: dict[str, dict[str, Any]] = {}
     gradients: dict[str, torch.Tensor] = {}
     for name, variant in variants.items():
@@ -50,13 +51,13 @@ def learn_with_each(
         vars(job.args).update(variant.get("args", {}))
         if variant.get("is_reference"):
             gradients.clear()
-        tokens = (*job.critic.tokens, *variant.get("tokens", ()))
-        changed = dataclasses.replace(
-            job,
-            config=dataclasses.replace(job.config, **variant.get("config", {})),
-            critic=dataclasses.replace(job.critic, tokens=tokens),
+        tokens = (*job.spec.critic.tokens, *variant.get("tokens", ()))
+        spec = dataclasses.replace(
+            job.spec,
+            config=job.config.replaced(**variant.get("config", {})),
+            critic=dataclasses.replace(job.spec.critic, tokens=tokens),
         )
-        found[name] = _learn(changed, num_steps, gradients)
+        found[name] = _learn(dataclasses.replace(job, spec=spec), num_steps, gradients)
         vars(job.args).update(before)
     dist.destroy_process_group()
     return found
@@ -66,14 +67,16 @@ def _learn(job: Job, num_steps: int, gradients: dict[str, torch.Tensor]) -> dict
     """`gradients` are those of the reference's first update; empty, they are filled."""
     with open("/dev/null", "w") as log:
         state, shards = build_actor(job, log=log)
-        assert job.critic is not None
-        critic = build_critic(job.critic, job.config, job.args, log=log)
-    role = Here(ServedCritic(critic, job.config, is_apart=False))
+        assert job.spec.critic is not None
+        critic = build_critic(job.spec.critic, job.config, job.args, log=log)
+    role = Here(ServedCritic(critic, job.config.trainer, is_apart=False))
     learner = build_learner(job, state, shards, role)
     offloader = build_offloader(job, state, role)
     found: dict[str, Any] = {"first": _first_update(job, learner.actor, gradients)}
     samples = step_samples(job, learner.keeper)
-    counters = [Forwards(each.chunks, job.config.num_epochs) for each in (state, critic.state)]
+    counters = [
+        Forwards(each.chunks, job.config.trainer.num_epochs) for each in (state, critic.state)
+    ]
     steps = []
     for step in range(num_steps):
         _as_in_a_switch(offloader)
@@ -93,7 +96,9 @@ def _learn(job: Job, num_steps: int, gradients: dict[str, torch.Tensor]) -> dict
         "dropped_bytes": offloader.stats.dropped,
         "kept_bytes": kept_bytes(job, state, largest),
         "computed": _computed(job, largest),
-        "lines": memory_lines(job.config, vars(job.args), job.shape, job.train_layout, job.layers),
+        "lines": memory_lines(
+            job.config, vars(job.args), job.spec.shape, job.spec.train_layout, job.spec.layers
+        ),
     }
 
 
@@ -157,9 +162,11 @@ def kept_bytes(job: Job, state: megatron_adapter.TrainState, samples: TrainBatch
 
 def _computed(job: Job, samples: TrainBatch) -> dict[str, int]:
     """What the formulas say of a micro-batch with as many tokens as `samples`."""
-    settings = activation_settings(job.config, vars(job.args), job.train_layout, job.layers)
+    settings = activation_settings(
+        job.config, vars(job.args), job.spec.train_layout, job.spec.layers
+    )
     settings = dataclasses.replace(settings, packed_tokens=samples.num_tokens)
-    saving = recompute_saving(job.shape, job.train_layout, job.layers, settings)
+    saving = recompute_saving(job.spec.shape, job.spec.train_layout, job.spec.layers, settings)
     return {"kept_bytes": saving.kept_bytes, "whole_bytes": saving.whole_bytes}
 
 

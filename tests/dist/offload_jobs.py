@@ -18,14 +18,15 @@ from mcore_rl.hybrid_engine.memory.device import Footprint
 from mcore_rl.hybrid_engine.memory.offload import KINDS, Offloader
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
+from mcore_rl.job.start import start
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.rollout.stream import run_stream
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_manager, build_offloader, engine_config
-from mcore_rl.trainer.models import build_actor, micro_batching
+from mcore_rl.trainer.job import Job
+from mcore_rl.trainer.models import actor_of, build_actor
 from mcore_rl.trainer.roles.reference import ReferencePolicy
-from mcore_rl.trainer.start import Job, start
 from tests.dist.jobs import random_tokens, rank_batch
 from tests.dist.stream_jobs import Trickle
 
@@ -42,7 +43,7 @@ def train_with_and_without(
         if plain_optimizer:  # what a fork may use; ours is the distributed one
             job.args.use_distributed_optimizer = False
         state, shards = build_actor(job, log=log)
-    actor = Actor(job.args, job.config, state, job.train_layout, micro_batching(job))
+    actor = actor_of(job, state)
     reference = ReferencePolicy(state)
     find = functools.partial(megatron_adapter.train_tensors, state)
     batch = rank_batch(job)
@@ -195,7 +196,7 @@ def many_switches(flags: list[str], num_switches: int) -> dict[str, Any]:
     with open("/dev/null", "w") as log:
         job = start(flags, log=log)
         state, shards = build_actor(job, log=log)
-    actor = Actor(job.args, job.config, state, job.train_layout, micro_batching(job))
+    actor = actor_of(job, state)
     batch = _one_mini_batch(job)
     actor.update(batch)
     engine = VLLMEngine(engine_config(job))
@@ -206,7 +207,7 @@ def many_switches(flags: list[str], num_switches: int) -> dict[str, Any]:
     manager.on_reshard_end.append(
         lambda report: reported.append(dataclasses.asdict(report.offloaded))
     )
-    prompt = random_tokens(job.shape.vocab_size)[0].tolist()
+    prompt = random_tokens(job.spec.shape.vocab_size)[0].tolist()
 
     footprints, scores = [], []
     # One more switch than is measured: none of those between the measurements generates, because

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.batching.types import UNFINISHED, Prompt, Rollout, ScoredRollout
-from mcore_rl.flags.options import RLConfig
+from mcore_rl.config import RLConfig
 from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine
 from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
@@ -87,7 +87,7 @@ def partial_rollouts(
         oversample=oversample,
         kv_after_update=kv,
     )
-    workers = RolloutWorkers(engine, layout, config, parse_rewards("exact_match"), keeper)
+    workers = RolloutWorkers(engine, layout, config.rollout, parse_rewards("exact_match"), keeper)
     wanted = Wanted.of(NUM_GROUPS, oversample=oversample)
     first_draw, steps, taken = 0, [], []
     for step in range(NUM_STEPS):

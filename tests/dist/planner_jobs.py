@@ -30,7 +30,7 @@ def measured_bytes(flags: list[str]) -> dict[str, int]:
     """Bytes that this rank really holds after an update, and the most padding of its buffers."""
     job, actor, _ = started(flags)
     actor.update(split_mini_batches(rank_batch(job))[0])  # makes the moments
-    result = _held(actor.state, job.train_layout.world_size)
+    result = _held(actor.state, job.spec.train_layout.world_size)
     dist.destroy_process_group()
     return result
 
@@ -99,7 +99,9 @@ def bytes_in_phases(flags: list[str], checkpoints: str) -> dict[str, dict[str, i
                 with counted.phase("log-probs"):
                     actor.log_probs(batch)
         with counted.phase("export"):
-            export(shards, job.checkpoint, Path(checkpoints) / "exported", bucket_bytes=1 << 20)
+            export(
+                shards, job.spec.checkpoint, Path(checkpoints) / "exported", bucket_bytes=1 << 20
+            )
         with counted.phase("save"):
             megatron_checkpoint.save_checkpoint(job.args, actor.state, 1, Path(checkpoints))
     engine.wake_weights()  # which may not be read while they sleep

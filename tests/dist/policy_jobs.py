@@ -95,16 +95,16 @@ def policy_against_logits(flags: list[str], model_class: str) -> dict[str, Any]:
         base = _hybrid_model(job.args, megatron_adapter.transformer_config(job.args))
     else:
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        base = make_actor_provider(job.args, job.shape)(pg_collection=groups)
+        base = make_actor_provider(job.args, job.spec.shape)(pg_collection=groups)
     built = type(base)
-    model = as_policy(base, real_vocab_size=job.shape.vocab_size, chunk_tokens=7)
+    model = as_policy(base, real_vocab_size=job.spec.shape.vocab_size, chunk_tokens=7)
     assert built.__name__ == model_class and isinstance(model, built)
     # Padding rows must not count, whatever is in them.
     if dist.get_rank() == dist.get_world_size() - 1:
-        padding = job.args.padded_vocab_size - job.shape.vocab_size
+        padding = job.args.padded_vocab_size - job.spec.shape.vocab_size
         model.output_layer.weight.data[-padding:] = 3.0
 
-    tokens = random_tokens(job.shape.vocab_size, samples=2)
+    tokens = random_tokens(job.spec.shape.vocab_size, samples=2)
     inputs = (tokens, torch.arange(tokens.shape[1]).expand(2, -1), None)
     targets, temperature = tokens.roll(-1, dims=1), 0.7
     scores = model(*inputs, target_ids=targets, temperature=temperature)
@@ -117,7 +117,7 @@ def policy_against_logits(flags: list[str], model_class: str) -> dict[str, Any]:
     shards = [torch.empty_like(logits) for _ in range(group.size())]
     dist.all_gather(shards, logits.detach(), group=group)
     shards[group.rank()] = logits
-    whole = torch.cat(shards, dim=-1)[..., : job.shape.vocab_size] / temperature
+    whole = torch.cat(shards, dim=-1)[..., : job.spec.shape.vocab_size] / temperature
     log_probs = whole.log_softmax(-1)
     expected = torch.stack(
         (

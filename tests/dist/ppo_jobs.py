@@ -15,12 +15,14 @@ import torch.distributed as dist
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Baseline, Prompt, Rollout, ScoredRollout, StepBatch
 from mcore_rl.common.run_output import setup_logging
+from mcore_rl.job.start import start
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.hf_export import export
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.moe.routing import RoutedLayers, Routes
 from mcore_rl.rollout.keeper import SampleKeeper
+from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.models import build_actor, build_learner
 from mcore_rl.trainer.resume.folders import iteration_name
@@ -29,7 +31,6 @@ from mcore_rl.trainer.resume.saver import write_checkpoint
 from mcore_rl.trainer.resume.trainer_state import TrainerState
 from mcore_rl.trainer.roles.critic import Critic, ServedCritic, build_critic
 from mcore_rl.trainer.roles.remote import Here
-from mcore_rl.trainer.start import Job, start
 from mcore_rl.trainer.step_metrics import mismatch_metrics
 from tests.dist.jobs import random_tokens
 from tests.held import kept_by_engines
@@ -41,14 +42,14 @@ def step_samples(job: Job, keeper: SampleKeeper) -> SampleTable:
     They are kept as after a rollout, and where `keeper` keeps experts, too, each was sampled by
     some that were drawn at random. Collective.
     """
-    scored = scored_samples(job.shape.vocab_size, job.config.samples_per_step)
+    scored = scored_samples(job.spec.shape.vocab_size, job.config.samples_per_step)
     if keeper.routed is not None:
         routed = with_routes([sample.rollout for sample in scored], keeper.routed)
         scored = [
             dataclasses.replace(sample, rollout=rollout)
             for sample, rollout in zip(scored, routed, strict=True)
         ]
-    return kept_by_engines(keeper, job.rollout_layout, scored)
+    return kept_by_engines(keeper, job.spec.rollout_layout, scored)
 
 
 def with_routes(rollouts: list[Rollout], routed: RoutedLayers) -> list[Rollout]:
@@ -109,10 +110,12 @@ def in_float32(job: Job) -> Job:
         }
         return dataclasses.replace(checkpoint, tensors=tensors)
 
-    critic = job.critic
+    critic = job.spec.critic
     if critic is not None:
         critic = dataclasses.replace(critic, checkpoint=widened(critic.checkpoint))
-    return dataclasses.replace(job, checkpoint=widened(job.checkpoint), critic=critic)
+    checkpoint = widened(job.spec.checkpoint)
+    spec = dataclasses.replace(job.spec, checkpoint=checkpoint, critic=critic)
+    return dataclasses.replace(job, spec=spec)
 
 
 @dataclass(frozen=True)
@@ -134,23 +137,23 @@ def build_models(flags: list[str], point: ResumePoint | None = None) -> Models:
         job = in_float32(start(flags, log=log))
         state, shards = build_actor(job, log=log)
         critic = None
-        if job.critic is not None:
+        if job.spec.critic is not None:
             critic = build_critic(
-                job.critic, job.config, job.args, actor_iteration=state.iteration, log=log
+                job.spec.critic, job.config, job.args, actor_iteration=state.iteration, log=log
             )
     role = None
     if critic is not None:
-        role = Here(ServedCritic(critic, job.config, is_apart=False))
+        role = Here(ServedCritic(critic, job.config.trainer, is_apart=False))
     learner = build_learner(job, state, shards, role, point)
     return Models(job, state, shards, critic, role, learner)
 
 
 def export_models(models: Models, target: Path) -> None:
     """The weights of actor and critic, into folders of these names."""
-    export(models.shards, models.job.checkpoint, target / "actor")
+    export(models.shards, models.job.spec.checkpoint, target / "actor")
     if models.critic is not None:
-        assert models.job.critic is not None
-        export(models.critic.shards, models.job.critic.checkpoint, target / "critic")
+        assert models.job.spec.critic is not None
+        export(models.critic.shards, models.job.spec.critic.checkpoint, target / "critic")
 
 
 def learn(
@@ -200,7 +203,7 @@ def learning_rates(flags: list[str]) -> dict[str, list[float]]:
 
     for name, optimizer in optimizers.items():
         optimizer.step = noting(name, optimizer)
-    for step in range(models.job.config.num_steps):
+    for step in range(models.job.config.trainer.num_steps):
         take_step(learner, step, learner.make_batch(step, samples), samples)
     for name, optimizer in optimizers.items():
         found[name].append(optimizer.learning_rate)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.run_output import setup_logging
-from mcore_rl.flags.options import RLConfig
+from mcore_rl.config import RLConfig
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.choice import choose
@@ -51,7 +51,7 @@ def find(load: str, run_dir: str, may_begin: bool) -> bool:
         exit_on_missing_checkpoint=False,
         finetune=False,
     )
-    config = RLConfig(run_dir=run_dir, load_or_start=may_begin)
+    config = RLConfig.of(run_dir=run_dir, load_or_start=may_begin)
     unread: Any = None
     point = find_resume_point(
         args, config, checkpoint=unread, layout="", prompts=unread, eval_prompts=None

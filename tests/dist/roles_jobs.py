@@ -14,10 +14,12 @@ import torch.distributed as dist
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.common import objects
 from mcore_rl.common.run_output import setup_logging
-from mcore_rl.flags.roles import CRITIC, REWARD
+from mcore_rl.job.start import start
 from mcore_rl.megatron.hf_export import export
 from mcore_rl.megatron.optimizer import CheckedOptimizer
 from mcore_rl.megatron.runner import ModelRunner
+from mcore_rl.model.roles import CRITIC, REWARD
+from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.models import (
     build_actor,
     build_learner,
@@ -29,7 +31,6 @@ from mcore_rl.trainer.models import (
 from mcore_rl.trainer.roles.critic import Critic, ServedCritic, build_critic
 from mcore_rl.trainer.roles.remote import Message, serve
 from mcore_rl.trainer.roles.reward_model import ModelReward
-from mcore_rl.trainer.start import Job, start
 from tests.dist.ppo_jobs import in_float32, step_samples, take_step
 
 MEETING_SECONDS = 300
@@ -139,11 +140,11 @@ def learn_apart(flags: list[str], target: str, num_steps: int = 2) -> dict[str, 
 
 def _criticise(job: Job, target: Path, log: Any) -> dict[str, Any]:
     built: list[Critic] = []
-    assert job.critic is not None
+    assert job.spec.critic is not None
 
     def build(iteration: int) -> ServedCritic:
-        built.append(build_critic(job.critic, job.config, job.args, log=log))
-        critic = ServedCritic(built[0], job.config, is_apart=True, log=log)
+        built.append(build_critic(job.spec.critic, job.config, job.args, log=log))
+        critic = ServedCritic(built[0], job.config.trainer, is_apart=True, log=log)
         critic.model.update = _meeting(critic.model.update, target, CRITIC, "actor")
         update = critic.update
 
@@ -159,7 +160,7 @@ def _criticise(job: Job, target: Path, log: Any) -> dict[str, Any]:
     expected: list[int] = []
     received = Received(job)
     serve("critic", job.world.bridges[CRITIC], job.world.meshes[CRITIC], build)
-    export(built[0].shards, job.critic.checkpoint, target / "critic")
+    export(built[0].shards, job.spec.critic.checkpoint, target / "critic")
     return {
         "layout": built[0].world.layout.describe(),
         "expected_bytes": sum(expected),
@@ -191,7 +192,7 @@ def _act(job: Job, target: Path, num_steps: int, log: Any) -> dict[str, Any]:
     found["most_told"] = received.most_told
     found["rates"] = sorted(learner.rates())
     learner.critic.save(num_steps, target / "saved")
-    export(shards, job.checkpoint, target / "actor")
+    export(shards, job.spec.checkpoint, target / "actor")
     critic.close()
     reward_model.close()
     return found

@@ -43,7 +43,7 @@ def engine_and_trainer(flags: list[str]) -> dict[str, Any]:
 def prompts(models: Models, count: int = NUM_PROMPTS) -> list[Prompt]:
     """Of different lengths; two and two begin with the same 24 tokens, more than a KV block."""
     rng = np.random.default_rng(5)
-    tokens = rng.integers(4, models.job.shape.vocab_size, size=(count, 40)).astype(np.int32)
+    tokens = rng.integers(4, models.job.spec.shape.vocab_size, size=(count, 40)).astype(np.int32)
     tokens[1::2, :24] = tokens[::2, :24]
     return [Prompt(i, "", "", row[: 26 + i]) for i, row in enumerate(tokens)]
 
@@ -119,7 +119,7 @@ def agreement(some: list[Rollout], others: list[Rollout], lengths: list[int]) ->
 
 def sampled(engine: VLLMEngine, models: Models, keeper: SampleKeeper) -> SampleTable:
     """As after a rollout: each engine has sampled its block, and its ranks keep the samples."""
-    layout, rank = models.job.rollout_layout, dist.get_rank()
+    layout, rank = models.job.spec.rollout_layout, dist.get_rank()
     blocks = np.array_split(np.arange(NUM_PROMPTS), layout.num_tp_groups)
     mine = blocks[layout.tp_group_index(rank)].tolist()
     everything = prompts(models)
@@ -158,7 +158,7 @@ def difference(learner: Learner, log_probs: torch.Tensor, batch: TrainBatch) -> 
 
 def after_reload(engine: VLLMEngine, models: Models) -> dict[str, Any]:
     """Routers that choose the opposite, and what is then told of the same prompts."""
-    checkpoint = models.job.checkpoint
+    checkpoint = models.job.spec.checkpoint
     before = generate(engine, prompts(models), num_samples=1, max_tokens=1)
     weights = ((n, read_tensor(checkpoint, n)) for n in layer_order(checkpoint.tensors))
     routers = ("mlp.gate.weight", "mlp.router.weight", "mlp.router.bias")

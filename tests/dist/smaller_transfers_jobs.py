@@ -33,8 +33,8 @@ def hand_overs(flags: list[str]) -> dict[str, list[Any]]:
     }
     managers, reports = {}, {}
     for way, config in ways.items():
-        changed = dataclasses.replace(job.config, **config)
-        managers[way] = build_manager(dataclasses.replace(job, config=changed), shards, engine)
+        spec = dataclasses.replace(job.spec, config=job.config.replaced(**config))
+        managers[way] = build_manager(dataclasses.replace(job, spec=spec), shards, engine)
         reports[way] = []
         managers[way].on_reshard_end.append(reports[way].append)
         engine.wake_weights()  # the next manager expects an engine that is awake

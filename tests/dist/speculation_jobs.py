@@ -25,11 +25,11 @@ from mcore_rl.megatron.saving import save_checkpoint
 from mcore_rl.model.config_json import read_model_shape
 from mcore_rl.model.speculation import parse_speculation
 from mcore_rl.model.tensors import is_mtp_copy, is_mtp_tensor
+from mcore_rl.moe.routing import routed_layers
 from mcore_rl.rollout.stream import run_stream
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_manager, engine_config
-from mcore_rl.trainer.models import routed_layers
-from mcore_rl.trainer.start import Job
+from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.step_metrics import update_metrics
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 from tests.dist.jobs import log_probs_of_random_tokens, rank_batch, started
@@ -175,7 +175,7 @@ def hand_over(flags: list[str], target: str) -> dict[str, Any]:
         found["greedy"] = _greedy(engine)
         found["counts"] = _told_counts(engine)
     found["traffic"] = _traffic(manager, reports[0])
-    export(shards, job.checkpoint, Path(target), max_file_bytes=1 << 17, bucket_bytes=1 << 14)
+    export(shards, job.spec.checkpoint, Path(target), max_file_bytes=1 << 17, bucket_bytes=1 << 14)
 
     for tensor in shards.tensors():
         for box in shards.boxes(tensor):
@@ -255,7 +255,7 @@ def train_mtp(flags: list[str], gradients: str, target: str) -> dict[str, Any]:
         before = [p.data.clone() for p in parameters]
         for parameter in parameters:
             parameter.data.copy_(parameter.main_grad)
-        export(shards, job.checkpoint, Path(gradients))
+        export(shards, job.spec.checkpoint, Path(gradients))
         for parameter, data in zip(parameters, before, strict=True):
             parameter.data.copy_(data)
         actor.optimizer.step = step  # type: ignore[method-assign]
@@ -264,7 +264,7 @@ def train_mtp(flags: list[str], gradients: str, target: str) -> dict[str, Any]:
     actor.optimizer.step = step_after_export  # type: ignore[method-assign]
     parts = split_mini_batches(rank_batch(job))
     updates = [actor.update(each) for each in parts]
-    export(shards, job.checkpoint, Path(target))
+    export(shards, job.spec.checkpoint, Path(target))
     scores = log_probs_of_random_tokens(job, actor)
     lost = _lost_in_checkpoint(job, actor, Path(target).with_name("checkpoint"))
     lost = objects.all_gather(lost)
@@ -309,11 +309,11 @@ def hand_over_trained_mtp(flags: list[str], before: str, after: str) -> dict[str
     found: dict[str, Any] = {}
     with manager:
         found["differs_from_disk"] = _differing(engine, from_disk)
-    export(shards, job.checkpoint, Path(before), max_file_bytes=1 << 17, bucket_bytes=1 << 14)
+    export(shards, job.spec.checkpoint, Path(before), max_file_bytes=1 << 17, bucket_bytes=1 << 14)
     batch = split_mini_batches(rank_batch(job))[0]
     updates = [update_metrics([actor.update(batch)]) for _ in range(20)]
     found["losses"] = [metrics["loss/mtp"] for metrics in updates]
-    export(shards, job.checkpoint, Path(after), max_file_bytes=1 << 17, bucket_bytes=1 << 14)
+    export(shards, job.spec.checkpoint, Path(after), max_file_bytes=1 << 17, bucket_bytes=1 << 14)
     with manager:
         held = dict(engine.stored_tensors())
         found["drafter"] = {

@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.common.run_output import setup_logging
+from mcore_rl.job.start import start
 from mcore_rl.megatron.adapter import megatron_output_to
+from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.roles.critic import Critic, build_critic
-from mcore_rl.trainer.start import Job, start
 from tests.dist.jobs import random_batch, rank_part
 
 NUM_SAVED_STEPS = 3
@@ -22,16 +23,18 @@ def _built(flags: list[str]) -> tuple[Job, Critic]:
     setup_logging()
     with open("/dev/null", "w") as log:
         job = start(flags, log=log)
-        assert job.critic is not None
+        assert job.spec.critic is not None
         loaded = NUM_SAVED_STEPS if job.args.load else 0
-        critic = build_critic(job.critic, job.config, job.args, actor_iteration=loaded, log=log)
-    assert critic.layout == job.train_layout
+        critic = build_critic(
+            job.spec.critic, job.config, job.args, actor_iteration=loaded, log=log
+        )
+    assert critic.layout == job.spec.train_layout
     return job, critic
 
 
 def _values(job: Job, critic: Critic) -> list[list[float]]:
     """Of every token of the 8 samples of `random_batch`, on every rank the same."""
-    mine = rank_part(job, random_batch(job.shape.vocab_size))
+    mine = rank_part(job, random_batch(job.spec.shape.vocab_size))
     parts: list[Any] = [None] * dist.get_world_size()
     pieces = critic.values(mine).split(mine.lengths.tolist())
     dist.all_gather_object(parts, (mine.sample_ids.tolist(), [p.tolist() for p in pieces]))
@@ -45,7 +48,7 @@ def _values(job: Job, critic: Critic) -> list[list[float]]:
 
 def _update(job: Job, critic: Critic) -> list[float]:
     """Both mini-batches of `random_batch`; the gradient norms."""
-    parts = split_mini_batches(rank_part(job, random_batch(job.shape.vocab_size)))
+    parts = split_mini_batches(rank_part(job, random_batch(job.spec.shape.vocab_size)))
     return [critic.update(part).result.grad_norm for part in parts]
 
 
@@ -72,10 +75,10 @@ def refuses_another_step(flags: list[str]) -> str:
     setup_logging()
     with open("/dev/null", "w") as log:
         job = start(flags, log=log)
-        assert job.critic is not None
+        assert job.spec.critic is not None
         try:
             build_critic(
-                job.critic, job.config, job.args, actor_iteration=NUM_SAVED_STEPS + 1, log=log
+                job.spec.critic, job.config, job.args, actor_iteration=NUM_SAVED_STEPS + 1, log=log
             )
         except RuntimeError as error:
             dist.destroy_process_group()

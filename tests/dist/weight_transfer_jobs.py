@@ -210,7 +210,7 @@ def _train(flags: list[str], folder: Path, url: str) -> dict[str, Any]:
         rank=rank, master_address="127.0.0.1", timeout_seconds=60, bucket_bytes=1 << 14
     )
     client = HTTPEngineClient(url, timeout=60)
-    source = ShardSource(shards, dict(job.checkpoint.tensors))
+    source = ShardSource(shards, dict(job.spec.checkpoint.tensors))
     trainer = MegatronTrainerWeightTransferEngine(info, source=source, engines=[client])
     if rank == 0:
         _wait_for_health(url, lambda: not (folder / "over").exists())
@@ -219,7 +219,7 @@ def _train(flags: list[str], folder: Path, url: str) -> dict[str, Any]:
     mini_batch = split_mini_batches(rank_batch(job))[0]
     for version in ("1", "2"):
         actor.update(dataclasses.replace(mini_batch, ref_log_probs=None))
-        export(shards, job.checkpoint, folder / f"export-{version}")
+        export(shards, job.spec.checkpoint, folder / f"export-{version}")
         running = RunningRequest(url) if rank == 0 else None
         found["updates"].append(dataclasses.asdict(trainer.send_weights(version)))
         if running is not None:

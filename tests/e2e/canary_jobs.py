@@ -10,11 +10,11 @@ import torch.distributed as dist
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.hybrid_engine.proof.canary import CanaryResult
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+from mcore_rl.job.start import start
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.trainer.build import build_canary, build_manager, build_offloader, engine_config
 from mcore_rl.trainer.inputs import load_prompt_files
 from mcore_rl.trainer.models import build_actor
-from mcore_rl.trainer.start import start
 from mcore_rl.verify import stored_digests
 from tests.dist.attest_jobs import gates_for_up_projections, loading
 from tests.dist.offload_jobs import state_digests

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mcore_rl.common.platform import WITHOUT_CUDA
+from mcore_rl.config import RLConfig
 from mcore_rl.flags.derived import derive_flags
-from mcore_rl.flags.options import RLConfig
 from mcore_rl.job.reading import make_parser
 from mcore_rl.model.config_json import megatron_flags, read_model_shape
 from mcore_rl.observe import own_folders

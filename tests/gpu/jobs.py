@@ -114,7 +114,7 @@ def switches(flags: list[str], num_switches: int) -> dict[str, Any]:
     reports: list[ReshardReport] = []
     manager.on_reshard_end.append(reports.append)
     mini_batch = split_mini_batches(rank_batch(job))[0]
-    prompt = random_tokens(job.shape.vocab_size)[0].tolist()
+    prompt = random_tokens(job.spec.shape.vocab_size)[0].tolist()
     kept, free = [], []
     for _ in range(num_switches):
         actor.update(mini_batch)

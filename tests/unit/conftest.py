@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from mcore_rl import config as options
 from mcore_rl.algorithms import recipes, registry
 from mcore_rl.algorithms.registry import find_policy_loss
 from mcore_rl.data import user_prompts
 from mcore_rl.environments import interface as environments
-from mcore_rl.flags import options
 from mcore_rl.model import families
 from mcore_rl.observe import user_metrics
 from mcore_rl.rewards import functions as reward_functions

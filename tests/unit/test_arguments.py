@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ import yaml
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameter
+from mcore_rl.config import RLConfig, flags
 from mcore_rl.flags.given import expand_config, given_values
 from mcore_rl.flags.megatron_flags import SHARED_RL
-from mcore_rl.flags.options import RLConfig, flags
-from mcore_rl.flags.parser import add_rl_args, check_bounds
-from mcore_rl.job import preflight, reading
+from mcore_rl.flags.parser import add_rl_args
+from mcore_rl.job import reading
 from mcore_rl.job.preflight import check_kv_after_update
 from mcore_rl.megatron.adapter import make_parser
 
@@ -92,8 +91,8 @@ def test_flag_sets_its_value_alone(parameter: Parameter) -> None:
 def test_without_age_partial_rollouts_are_none() -> None:
     """Every response then ends in the step that began it, and a step takes all that it begins."""
     config = RLConfig.of(partial_rollouts=True, max_staleness=0)
-    assert not config.keeps_unfinished and config.groups_at_a_time == 1.0
-    assert RLConfig.of(partial_rollouts=True).groups_at_a_time == 1.5
+    assert not config.rollout.keeps_unfinished and config.rollout.groups_at_a_time == 1.0
+    assert RLConfig.of(partial_rollouts=True).rollout.groups_at_a_time == 1.5
 
 
 def test_keys_and_values_cannot_be_kept_on_gpus() -> None:
@@ -136,8 +135,8 @@ def test_help_can_be_printed() -> None:
 def test_batch_and_directory_follow_from_the_flags() -> None:
     config = RLConfig.of(num_prompts_per_step=6, num_samples_per_prompt=4, run_name="a")
     assert config.samples_per_step == 24
-    assert config.directory == Path("runs/a-<date>-<time>.<n>")
-    assert dataclasses.replace(config, run_dir="/b").directory == Path("/b")
+    assert config.run.directory == Path("runs/a-<date>-<time>.<n>")
+    assert config.replaced(run_dir="/b").run.directory == Path("/b")
 
 
 # What a command line sets ------------------------------------------------------------------------
@@ -244,15 +243,14 @@ def test_a_temperature_is_what_vllm_samples_at_or_refused(flag: str) -> None:
             return False
 
     for value in (0.001, 0.0099, 0.01, 0.5, 1.0, 2.0, 2.5):
-        config = RLConfig(**{flag: value})
         if taken(value):
-            preflight.check_ranges(config)
+            RLConfig.of(**{flag: value})
             continue
         name = f"--rl-{flag.replace('_', '-')} {value}"
         with pytest.raises(UsageError, match=rf"^{name} is not in \[0.01, 2\]: .* for example 1"):
-            preflight.check_ranges(config)
+            RLConfig.of(**{flag: value})
     if flag == "eval_temperature":
-        preflight.check_ranges(RLConfig(eval_temperature=0.0))
+        RLConfig.of(eval_temperature=0.0)
 
 
 @pytest.mark.parametrize(
@@ -276,8 +274,7 @@ def test_a_temperature_is_what_vllm_samples_at_or_refused(flag: str) -> None:
 )
 def test_a_number_out_of_its_bounds_is_refused(name: str, value: float, says: str) -> None:
     with pytest.raises(UsageError, match=f"^{flags()[name].flag} {value} {says}"):
-        check_bounds(RLConfig.of(**{name: value}))
-    check_bounds(RLConfig())
+        RLConfig.of(**{name: value})
 
 
 def test_every_default_is_within_its_bounds_and_every_number_has_some() -> None:

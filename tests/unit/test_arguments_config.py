@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.config import RLConfig
 from mcore_rl.flags.given import as_config, expand_config, given_values, without_flags
-from mcore_rl.flags.options import RLConfig
 from mcore_rl.flags.parser import add_rl_args, with_rl_args
 
 
@@ -93,9 +93,9 @@ def test_files_to_import_add_up_wherever_they_are_given(tmp_path: Path) -> None:
     assert values("--rl-config", several, "--rl-config", none) == {}
     # As a fork has it, which parses by itself.
     parser = make_parser()
-    assert RLConfig.from_args(parser.parse_args([])).import_ == ()
-    assert RLConfig.from_args(parser.parse_args(list(twice))).import_ == ("d.py", "e.py")
-    assert RLConfig.from_args(parser.parse_args([])).import_ == (), "of the parse before"
+    assert RLConfig.from_args(parser.parse_args([])).trainer.import_ == ()
+    assert RLConfig.from_args(parser.parse_args(list(twice))).trainer.import_ == ("d.py", "e.py")
+    assert RLConfig.from_args(parser.parse_args([])).trainer.import_ == (), "of the parse before"
 
 
 def test_later_config_wins_key_by_key(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ VALUES = [
     ),
     Case(
         "clip_range",
-        ["--rl-clip-eps-lower 2.0 is not in (0, 1]", "choose"],
+        ["--rl-clip-eps-lower 2.0 must be at most 1", "choose"],
         more="--rl-clip-eps-lower 2",
     ),
 ]

@@ -11,8 +11,8 @@ import pytest
 
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Baseline, Prompt, Rollout, ScoredRollout, with_baselines
+from mcore_rl.config import RLConfig
 from mcore_rl.data.prompts import prompt_indices
-from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.collector import Collected, Collector
@@ -157,7 +157,9 @@ def made(
     collector = Collector(
         workers,  # type: ignore[arg-type]
         prompts(),  # type: ignore[arg-type]
-        config,
+        config.recipe,
+        config.rollout,
+        num_prompts_per_step=num_prompts,
         seed=SEED,
         timers=StageTimers(),
         position=position,

@@ -14,15 +14,15 @@ import torch
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import WITHOUT_CUDA, Platform
+from mcore_rl.config import RLConfig
 from mcore_rl.flags.derived import (
     _NEEDS_CUDA,
     DerivedFlags,
     derive_flags,
-    for_megatron,
+    with_effect,
 )
 from mcore_rl.flags.given import expand_config, given_values
 from mcore_rl.flags.megatron_flags import ARCHITECTURE, WITHOUT_EFFECT_DESTS
-from mcore_rl.flags.options import RLConfig
 from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.job.reading import make_parser
 from mcore_rl.job.validation import check_megatron_accepts
@@ -430,7 +430,7 @@ def test_flags_that_the_model_does_not_read_change_nothing(
 ) -> None:
     alone, found = derive(shapes[text], "", parser), derive(shapes[text], tokens, parser)
     assert found.tokens == alone.tokens
-    for_it = for_megatron(found, tokens.split(), parser)
+    for_it = (*found.tokens, *with_effect(found, tokens.split(), parser))
     assert given_values(for_it, parser) == given_values(alone.tokens, parser)
 
 

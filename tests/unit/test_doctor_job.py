@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import shutil
@@ -24,7 +23,7 @@ from safetensors.torch import save_file
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import WITHOUT_CUDA
-from mcore_rl.flags.options import RLConfig
+from mcore_rl.config import RLConfig
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.tools.doctor import reward as reward_checks
@@ -237,7 +236,7 @@ def test_load_takes_the_newest_undamaged_step(tmp_path: Path) -> None:
     assert (found.level, place) == ("red", None)
     assert found.found == f"--load {tmp_path} is an empty folder"
     assert found.remedy.startswith("correct the path, or give --rl-load-or-start to begin")
-    (found,), place = check_load(values, RLConfig(load_or_start=True))
+    (found,), place = check_load(values, RLConfig.of(load_or_start=True))
     assert found.level == "green" and "the run begins" in found.found and place is None
     for step in (10, 20):
         save(tmp_path, step)
@@ -321,13 +320,13 @@ def test_memory_and_disk_grow_with_ranks_and_parameters(passed: ReadJob, outcome
 
 
 def config_of(folder: Path, **changes: object) -> RLConfig:
-    config = RLConfig(
+    config = RLConfig.of(
         hf_checkpoint=str(folder / "checkpoint"),
         prompts=str(folder / "prompts.jsonl"),
         cache_dir=str(folder / "cache"),
         reward="arithmetic",
     )
-    return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+    return config.replaced(**changes)  # type: ignore[arg-type]
 
 
 def test_a_run_that_would_save_below_another_ones_steps_is_red(here: Path) -> None:
@@ -415,7 +414,7 @@ def test_rows_whose_tests_check_nothing_are_red_by_their_number(
     assert red.startswith(f"--rl-prompts {here / 'prompts.jsonl'}, row 2: ")
     assert "(1 more such rows: 3)" in red
     config = config_of(here, **changes, prompts=str(here / "eval.jsonl"))
-    held_out = dataclasses.replace(config, eval_prompts=str(here / "prompts.jsonl"))
+    held_out = config.replaced(eval_prompts=str(here / "prompts.jsonl"))
     checked = SimpleNamespace(config=held_out, trust_remote_code=False, flags={})
     with pytest.raises(UsageError, match="row 1: the answer asserts nothing"):
         check_data(checked)  # type: ignore[arg-type]
@@ -471,9 +470,9 @@ def test_prompts_must_be_those_that_the_checkpoint_has_drawn_from(here: Path) ->
     from mcore_rl.trainer.inputs import prompt_source
 
     config = config_of(here)
-    assert config.prompts is not None and config.hf_checkpoint is not None
+    assert config.data.prompts is not None and config.trainer.hf_checkpoint is not None
     fingerprint = load_prompts(
-        prompt_source(config, config.prompts), config.hf_checkpoint, write_cache=False
+        prompt_source(config, config.data.prompts), config.trainer.hf_checkpoint, write_cache=False
     ).fingerprint
     fingerprints = {"same": fingerprint, "other": f"tokens:{'0' * 64}", "earlier": "0" * 64}
     for name, of_prompts in fingerprints.items():
@@ -646,8 +645,8 @@ def test_a_reward_that_may_take_longer_than_the_doctor_waits_is_yellow(
             "30 s"
         )
     assert raises.level == "red"
-    config = dataclasses.replace(config, reward="hangs", reward_url=None)
-    short = dataclasses.replace(config, reward_timeout_seconds=1.0)
+    config = config.replaced(reward="hangs", reward_url=None)
+    short = config.replaced(reward_timeout_seconds=1.0)
     assert [check_reward(c, FEW[:1], None)[0].level for c in (config, short)] == ["yellow", "red"]
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.flags.options import RLConfig
+from mcore_rl.config import RLConfig
 from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.job.preflight import check_outputs
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, fingerprint, load_into_megatron
@@ -119,7 +119,7 @@ def bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
 
 def check(target: Path, *, load: str | None = "saved", **changes: str) -> None:
     check_outputs(
-        RLConfig(run_dir=str(target.parent / "run"), export_hf=str(target), **changes),  # type: ignore[arg-type]
+        RLConfig.of(run_dir=str(target.parent / "run"), export_hf=str(target), **changes),  # type: ignore[arg-type]
         {"load": load},
     )
 

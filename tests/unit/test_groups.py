@@ -35,7 +35,7 @@ class ScriptedEngine:
     tp_rank = 0
 
     def __init__(self, length_of: Callable[[int], int]) -> None:
-        self.config = SimpleNamespace(max_num_seqs=ROOM, dp_size=1)
+        self.config = SimpleNamespace(max_num_seqs=ROOM, dp_size=1, speculation=None)
         self.running: dict[int, tuple[Request, list[int]]] = {}
         self.ending: set[int] = set()
         self.submitted: list[Request] = []

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.flags.options import RLConfig
 from mcore_rl.observe.alarms import RULES, Alarm, Health
+from mcore_rl.observe.options import AlarmOptions
 from mcore_rl.trainer.recorder import HealthWatch
 
 WINDOW = 5
@@ -37,7 +37,7 @@ COURSES = {
 
 
 def thresholds(**changes: float) -> dict[str, float]:
-    found = {rule.field: getattr(RLConfig(), rule.field) for rule in RULES}
+    found = {rule.field: getattr(AlarmOptions(), rule.field) for rule in RULES}
     return found | {"alarm_expert_imbalance": 4.0} | changes
 
 
@@ -50,7 +50,7 @@ def heard(health: Health, metric: str, values: list[float], start: int = 0) -> l
 
 
 def test_every_threshold_has_a_flag_and_every_flag_a_rule() -> None:
-    fields = {f.name for f in dataclasses.fields(RLConfig) if f.name.startswith("alarm_")}
+    fields = {f.name for f in dataclasses.fields(AlarmOptions) if f.name.startswith("alarm_")}
     assert {rule.field for rule in RULES} == fields - {"alarm_window"} == COURSES.keys()
 
 
@@ -94,8 +94,7 @@ def test_a_run_that_goes_on_keeps_its_window_but_for_what_the_machine_decides() 
     speed = "throughput/rollout_tokens_per_second"
     before = {"memory/host_bytes": 2e10, speed: 1.0, "kl/ref": 9.0}
     earlier = dict.fromkeys(range(WINDOW - 1), before)
-    config = dataclasses.replace(RLConfig(), alarm_window=WINDOW)
-    watch = HealthWatch(config, earlier)
+    watch = HealthWatch(AlarmOptions(alarm_window=WINDOW), earlier)
     metrics = {"memory/host_bytes": 4e10, speed: 0.3}
     watch.observe(WINDOW - 1, metrics)
     assert metrics["health/alarms"] == 0

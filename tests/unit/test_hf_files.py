@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.flags.options import RLConfig
+from mcore_rl.config import RLConfig
 from mcore_rl.job.reading import read_shape_of
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_tensors, open_checkpoint
 from mcore_rl.megatron.hf_files import INDEX, check_copies, other_files
@@ -349,7 +349,7 @@ def test_a_pointer_of_git_lfs_is_told_as_such(tmp_path: Path) -> None:
 def test_what_may_not_be_read_is_told_as_such(of_user: Path, name: str) -> None:
     folder = of_user / "checkpoint"
     write(folder, QWEN3, tensors_of(QWEN3))
-    config = RLConfig(run_dir="run", hf_checkpoint=str(folder))
+    config = RLConfig.of(run_dir="run", hf_checkpoint=str(folder))
     (folder / name).chmod(0o000)
     says = "has no config.json that can be read; give" if name == "." else f"{name}.*; .*permiss"
     with pytest.raises(UsageError, match=f"^{FLAG}:? {folder}.*{says}"):

@@ -10,7 +10,8 @@ import pytest
 from vllm.config.parallel import All2AllBackend
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.flags.options import RLConfig
+from mcore_rl.config import RLConfig
+from mcore_rl.hybrid_engine.options import EngineOptions
 from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.job.layout import (
     check_batches,
@@ -33,7 +34,7 @@ def rollout(world_size: int, **given: Any) -> Any:
     layout = TrainLayout(world_size, tp_size=4, ep_size=4)
     shape = replace(small_shape(), num_heads=48, num_kv_heads=48)
     layers = pipeline_layers(shape.num_layers, 1)
-    return check_rollout(RLConfig.of(**given), shape, layout, layers, has_cuda=True)
+    return check_rollout(EngineOptions(**given), shape, layout, layers, has_cuda=True)
 
 
 def laid_out(world_size: int, *, ep_size: int, has_cuda: bool, **given: Any) -> tuple:
@@ -43,9 +44,9 @@ def laid_out(world_size: int, *, ep_size: int, has_cuda: bool, **given: Any) -> 
     experts = replace(shape.experts, num_experts=48, shared_hidden_size=192)
     shape = replace(shape, experts=experts, ffn_hidden_size=192)
     layers = pipeline_layers(shape.num_layers, 1)
-    config = RLConfig.of(ranks_per_node=world_size, **given)
-    found = check_rollout(config, shape, layout, layers, has_cuda=has_cuda)
-    return found, note_on_experts(config, Placement(shape, layout, layers, found))
+    options = EngineOptions(ranks_per_node=world_size, **given)
+    found = check_rollout(options, shape, layout, layers, has_cuda=has_cuda)
+    return found, note_on_experts(options, Placement(shape, layout, layers, found))
 
 
 @pytest.mark.parametrize(
@@ -127,11 +128,11 @@ def test_ranks_of_a_node_come_from_the_flag_then_the_launcher(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert ranks_per_node(RLConfig(), 64) == 8
-    assert ranks_per_node(RLConfig(), 4) == 4
+    assert ranks_per_node(EngineOptions(), 64) == 8
+    assert ranks_per_node(EngineOptions(), 4) == 4
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
-    assert ranks_per_node(RLConfig(), 64) == 16
-    assert ranks_per_node(RLConfig(ranks_per_node=4), 64) == 4
+    assert ranks_per_node(EngineOptions(), 64) == 16
+    assert ranks_per_node(EngineOptions(ranks_per_node=4), 64) == 4
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from mcore_rl.batching.types import (
     TrainBatch,
     TurnReward,
 )
-from mcore_rl.flags.options import RLConfig
+from mcore_rl.config import RLConfig
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.optimizer import UpdateResult
 from mcore_rl.model.layout import TrainLayout
@@ -171,10 +171,11 @@ def learner_of(
     critic = None
     if config.recipe.needs_critic:
         model: Any = ScriptedCritic(log)
-        critic = StepCritic(Here(ServedCritic(model, config, is_apart=False)))
+        critic = StepCritic(Here(ServedCritic(model, config.trainer, is_apart=False)))
     reference = ReferencePolicy(actor.state) if config.recipe.needs_reference else None
     learner = Learner(
-        config,
+        config.recipe,
+        config.trainer,
         LAYOUT,
         MicroBatching(),
         actor,
@@ -182,6 +183,8 @@ def learner_of(
         reference=reference,
         seed=1,
         keeper=HeldHere(),
+        max_response_tokens=config.rollout.max_response_tokens,
+        critic_warmup_steps=config.critic.critic_warmup_steps or 0,
     )
     learner.scores_in_update &= not scored_before
     actor.state.parameter.data += ACTOR_SHIFT  # the reference stays behind by as much

@@ -13,10 +13,10 @@ import pytest
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import WITHOUT_CUDA
+from mcore_rl.config import RLConfig
 from mcore_rl.flags import classes as flag_classes
 from mcore_rl.flags import megatron_flags
 from mcore_rl.flags.given import expand_config, given_values
-from mcore_rl.flags.options import RLConfig
 from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.job import preflight
 from mcore_rl.job.reading import make_parser
@@ -326,7 +326,7 @@ def test_the_critics_rate_is_not_below_its_schedule() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
 def test_the_critics_rate_is_a_number(value: float) -> None:
     with pytest.raises(UsageError, match=f"--rl-critic-lr {value} must be at least 0"):
-        preflight.check_ranges(RLConfig(algorithm="ppo", critic_lr=value))
+        preflight.check_ranges(RLConfig.of(algorithm="ppo", critic_lr=value))
 
 
 def parsed(text: str, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:

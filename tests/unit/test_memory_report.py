@@ -10,7 +10,7 @@ import torch
 
 from mcore_rl.batching.accounting import batch_accounting
 from mcore_rl.batching.rows import MicroBatching
-from mcore_rl.flags.options import RLConfig
+from mcore_rl.config import RLConfig
 from mcore_rl.job.memory_report import memory_lines, recompute_saving
 from mcore_rl.job.planner_settings import activation_settings
 from mcore_rl.megatron.log_probs import vocab_parallel_log_probs
@@ -113,16 +113,16 @@ def test_micro_batches_are_those_of_the_accounting(
     settings = activation_settings(config(**given), values, train, layers)
     made = config(**given)
     accounting = batch_accounting(
-        num_prompts=made.num_prompts_per_step,
+        num_prompts=made.trainer.num_prompts_per_step,
         samples_per_prompt=made.samples_per_prompt,
-        num_mini_batches=made.num_mini_batches,
+        num_mini_batches=made.trainer.num_mini_batches,
         num_epochs=1,
         num_steps=1,
         max_sequence_tokens=2048,
         actor=(
             train.dp_size,
             MicroBatching(
-                max_tokens=made.max_tokens_per_microbatch,
+                max_tokens=made.trainer.max_tokens_per_microbatch,
                 micro_batch_size=values["micro_batch_size"],
                 count_multiple_of=2 if chunks > 1 else 1,
             ),

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.flags.options import RLConfig
-from mcore_rl.flags.roles import DEGREE_FLAGS
+from mcore_rl.config import RLConfig
 from mcore_rl.model.layout import RolloutLayout, TrainLayout, pipeline_layers
+from mcore_rl.model.roles import DEGREE_FLAGS
 from mcore_rl.planner.activations import (
     head_bytes,
     log_prob_activation_bytes,

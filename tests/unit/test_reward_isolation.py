@@ -320,14 +320,14 @@ def test_without_a_limit_memory_is_as_the_trainers(folder):
 
 
 def test_numpy_starts_under_the_default_limit(folder, tmp_path, monkeypatch):
-    from mcore_rl.flags.options import RLConfig
+    from mcore_rl.rewards.options import RewardOptions
 
     (tmp_path / "a_big_import.py").write_text(
         "import numpy\ndef f(**_):\n    return float((numpy.ones((300, 300)) @ "
         "numpy.ones((300, 300)))[0, 0])\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    gib = RLConfig().reward_memory_gib
+    gib = RewardOptions().reward_memory_gib
     with RewardPool("a_big_import:f", num_workers=1, timeout_seconds=20, memory_gib=gib) as pool:
         assert pool.score(rollouts("x"))[0].reward == 300
 

@@ -9,9 +9,9 @@ import pytest
 
 from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.common.errors import UsageError
+from mcore_rl.config import RLConfig
 from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.environments.wire import Failed
-from mcore_rl.flags.options import RLConfig
 from mcore_rl.rewards.functions import reward
 from mcore_rl.rewards.specs import check_rewards, header_of, parse_rewards
 from mcore_rl.rewards.stack import RewardStack
@@ -203,13 +203,13 @@ def test_what_an_environment_pays_is_a_part_that_comes_from_elsewhere():
 
 
 def test_an_environment_is_the_reward_where_no_other_is_named():
-    assert RLConfig().rewards == "exact_match" == RLConfig().as_dict()["reward"]
-    alone = RLConfig(environment="calculator")
+    assert RLConfig().reward == "exact_match" == RLConfig().as_dict()["reward"]
+    alone = RLConfig.of(environment="calculator")
     assert reward_spec(alone).names == ("environment",)
     assert alone.as_dict()["reward"] == "environment"
-    assert RLConfig(environment="calculator", reward="gsm8k").rewards == "gsm8k"
+    assert RLConfig.of(environment="calculator", reward="gsm8k").reward == "gsm8k"
     assert environment_spec(RLConfig()) is None
-    given = RLConfig(
+    given = RLConfig.of(
         environment="a:B",
         environment_timeout=2.0,
         environment_memory_gib=1.0,

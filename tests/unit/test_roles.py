@@ -16,8 +16,8 @@ from mcore_rl.batching.table import rows_to_tokens, tokens_to_rows
 from mcore_rl.batching.train_batches import build_train_batch
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 from mcore_rl.common.errors import UsageError
-from mcore_rl.flags.roles import ACTOR, CRITIC, REWARD, Roles, describe_ranks, parse_roles
 from mcore_rl.job.validation import world_of_size
+from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, Roles, describe_ranks, parse_roles
 from mcore_rl.trainer.roles.remote import Apart, Bridge, Here, Mesh, Message, serve
 from mcore_rl.trainer.roles.samples import table_to_tensors, tensors_to_table
 from mcore_rl.trainer.roles.world import enter_role

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
-from mcore_rl.flags.options import RLConfig
+from mcore_rl.config import RLConfig
 from mcore_rl.hybrid_engine.vllm.generation import Completion
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.observe.stage_timers import StageTimers
@@ -288,12 +288,14 @@ class Run:
         name = REWARD_MODEL if options.reward_model else "scripted"
         spec = RewardSpec((name,), (1.0,), num_workers=1, timeout_seconds=1.0)
         model = self._reward_model if options.reward_model else None
-        workers = RolloutWorkers(engine, layout, options.config, spec, keeper, model)  # type: ignore[arg-type]
+        workers = RolloutWorkers(engine, layout, options.config.rollout, spec, keeper, model)  # type: ignore[arg-type]
         workers._rewards = stack  # type: ignore[assignment]
         collector = _Collector(
             workers,
             prompts(),  # type: ignore[arg-type]
-            options.config,
+            options.config.recipe,
+            options.config.rollout,
+            num_prompts_per_step=options.config.trainer.num_prompts_per_step,
             seed=options.seed,
             timers=StageTimers(),
             position=0,
@@ -390,7 +392,7 @@ class Run:
             ages = self.version - table.oldest_versions
             assert metrics["rollout/staleness_max"] == ages.max()
             assert metrics["rollout/staleness_mean"] == pytest.approx(ages.mean())
-        if options.config.groups_at_a_time > 1.0:
+        if options.config.rollout.groups_at_a_time > 1.0:
             assert metrics["rollout/started_groups"] == len(started)
             assert metrics["rollout/dropped_groups"] == len(dropped)
             every = [self.length(draw, index) for draw in hand for index in range(num)]
@@ -402,7 +404,7 @@ class Run:
         self, metrics: dict[str, float], taken: list[int], started: set[int], before: set[int]
     ) -> None:
         options, wanted = self.options, self.options.groups
-        first = math.ceil(wanted * options.config.groups_at_a_time)
+        first = math.ceil(wanted * options.config.rollout.groups_at_a_time)
         most = first + wanted * options.max_refills
         useless = [draw for draw in taken if not options.differs(draw)]
         assert metrics["rollout/uninformative_share"] == len(useless) / wanted

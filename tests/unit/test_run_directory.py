@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import io
 import json
 import logging
@@ -18,9 +17,7 @@ import yaml
 
 from mcore_rl.batching.types import StepStats
 from mcore_rl.common.platform import WITHOUT_CUDA
-from mcore_rl.flags.given import as_config
 from mcore_rl.flags.parser import add_rl_args
-from mcore_rl.job.spec import JobSpec
 from mcore_rl.observe.progress import RunProgress
 from mcore_rl.observe.run_directory import (
     PatientFile,
@@ -29,6 +26,7 @@ from mcore_rl.observe.run_directory import (
     read_config,
     read_metrics,
 )
+from mcore_rl.spec import JobSpec
 
 
 @pytest.fixture
@@ -96,7 +94,6 @@ def test_a_line_that_a_kill_has_cut_is_ended(tmp_path: Path) -> None:
 def test_config_yaml_given_back_is_the_same_job(
     checkpoint_factory: Callable[..., Path], tmp_path: Path
 ) -> None:
-    from mcore_rl.job.reading import make_parser
     from mcore_rl.job.resolver import resolve_tokens
     from mcore_rl.megatron.world import parsed_args
 
@@ -117,11 +114,11 @@ def test_config_yaml_given_back_is_the_same_job(
         return checked, {**vars(args), "rl_run_dir": ""}
 
     checked, args = read(tokens)
-    given = as_config(checked.tokens[len(checked.derived.tokens) :], make_parser())
-    (tmp_path / "config.yaml").write_text(RunConfig(given, args).text())
+    (tmp_path / "config.yaml").write_text(RunConfig(checked.given, args).text())
     again, same = read(["--rl-config", str(tmp_path / "config.yaml"), "--rl-run-dir", "second"])
-    assert again.config == dataclasses.replace(checked.config, run_dir="second")
-    assert same == args and again.derived == checked.derived
+    assert again.config == checked.config.replaced(run_dir="second")
+    assert same == args and again.flags["--rl-run-dir"] == "second"
+    assert again.notes == checked.notes
     assert again.critic is not None and checked.critic is not None
     assert again.critic.layout == checked.critic.layout
 

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint import save as save_checkpoint
 
 from mcore_rl import train
 from mcore_rl.common.errors import UsageError
+from mcore_rl.job import start as start_module
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.trainer import saver as saver_module
-from mcore_rl.trainer import start as start_module
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.point import lost_reference, misplaced_optimizer
 from mcore_rl.trainer.resume.trainer_state import (

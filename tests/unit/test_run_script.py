@@ -490,9 +490,9 @@ def test_own_data_command_of_the_readme_keeps_its_prompts(
     script: Script, parser: Any, checkpoint_factory: Callable[..., Path]
 ) -> None:
     """On questions as long as those of GSM8K, of which the tiny task's lengths drop every one."""
+    from mcore_rl.config import config_from
     from mcore_rl.flags.given import expand_config, given_values
-    from mcore_rl.flags.options import config_from
-    from mcore_rl.job.batches import check_lengths
+    from mcore_rl.job.layout import check_lengths
     from mcore_rl.model.config_json import read_model_shape
     from mcore_rl.trainer.inputs import load_prompt_files
 

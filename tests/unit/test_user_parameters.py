@@ -22,9 +22,9 @@ from mcore_rl.algorithms.aggregation import Denominators
 from mcore_rl.algorithms.registry import find_advantage_estimator
 from mcore_rl.algorithms.total_loss import policy_loss_total
 from mcore_rl.common.errors import UsageError
+from mcore_rl.config import RLConfig, config_from, flags
 from mcore_rl.data.prompt_file import read_rows
 from mcore_rl.flags.given import as_config, expand_config, given_values, import_given_files
-from mcore_rl.flags.options import RLConfig, config_from, flags
 from mcore_rl.flags.pages import BEGIN, END, flags_page, help_text, parameter_table
 from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.job import preflight, resolver
@@ -128,9 +128,12 @@ def test_parameters_of_ones_own_reach_the_loss_and_the_estimator(mine: str) -> N
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ("--rl-spo-width 0", "--rl-spo-width 0.0 is not in (0, 2]; choose for example 0.25"),
-        ("--rl-spo-width nan", "--rl-spo-width nan is not in (0, 2]; choose for example 0.25"),
-        ("--rl-decay-steps 0", "--rl-decay-steps 0 is not 1 or more; choose for example 3"),
+        ("--rl-spo-width 0", "--rl-spo-width 0.0 must be greater than 0; choose"),
+        (
+            "--rl-spo-width nan",
+            "--rl-spo-width nan must be greater than 0",
+        ),
+        ("--rl-decay-steps 0", "--rl-decay-steps 0 must be at least 1; choose for example 3"),
         ("--rl-decay-steps x", "--rl-decay-steps: invalid int value: 'x'; see --help"),
         ("--rl-spo-shape flat", "--rl-spo-shape: invalid choice: 'flat'"),
         ("--rl-spo-widht 1", "unknown flag --rl-spo-widht; did you mean '--rl-spo-width'?"),
@@ -198,7 +201,7 @@ def test_a_parameter_that_is_a_flag_already_is_refused(name: str, says: str, min
         ("Width())", "Width)", "parameters of 'spo' are <class .*Width'>, not an object of"),
         ("@dataclass(frozen=True)\nclass Width", "class Width", "Width, .* lacks @dataclass"),
         ("spo_width: float", "spo_width: list", "parameter spo_width is of type <class 'list'>"),
-        ("0.25, ", "0, ", "--rl-spo-width 0 is not in"),
+        ("0.25, ", "0, ", "--rl-spo-width 0 must be"),
     ],
 )
 def test_a_declaration_that_is_wrong_is_a_usage_error(
@@ -383,7 +386,7 @@ def test_a_metric_of_ones_own_is_recorded_and_one_that_fails_is_said_once(
 def test_prompts_of_ones_own_are_a_file_by_content(tmp_path: Path) -> None:
     rows = [{"prompt": f"{a} + 1 =", "answer": a + 1} for a in range(3)]
     api.prompts("sums")(lambda: iter(rows))
-    config = RLConfig(prompts="sums", cache_dir=str(tmp_path))
+    config = RLConfig.of(prompts="sums", cache_dir=str(tmp_path))
     source = prompt_source(config, "sums")
     assert [(row.prompt, row.answer) for row in read_rows(source, "--rl-prompts")] == [
         ("0 + 1 =", "1"), ("1 + 1 =", "2"), ("2 + 1 =", "3")

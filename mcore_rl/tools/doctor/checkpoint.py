@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError
-from mcore_rl.flags.options import RLConfig
+from mcore_rl.config import RLConfig
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_values
 from mcore_rl.megatron.hf_files import check_copies
 from mcore_rl.model.config_json import ModelShape
@@ -62,7 +62,7 @@ def check_load(values: Mapping[str, Any], config: RLConfig) -> tuple[list[Findin
     """Return findings about `--load`, and the folder of the checkpoint to resume from, if any; None
     with `--finetune`, which takes only the weights. Reads sizes, and hashes of 4 GiB at most."""
     findings, resumed = _check_load(values, config)
-    save = folders.checkpoint_folder(values.get("save"), config.directory)
+    save = folders.checkpoint_folder(values.get("save"), config.run.directory)
     try:
         folders.check_beginning(
             save,
@@ -83,7 +83,7 @@ def _check_load(values: Mapping[str, Any], config: RLConfig) -> tuple[list[Findi
             load,
             asked=values.get("ckpt_step"),
             pretrained=values.get("pretrained_checkpoint"),
-            may_begin=config.load_or_start,
+            may_begin=config.trainer.load_or_start,
             exits=bool(values.get("exit_on_missing_checkpoint")),
         )
     except UsageError as error:

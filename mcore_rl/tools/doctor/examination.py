@@ -260,7 +260,7 @@ class _Examination:
         usual = min(_USUAL_RANKS_PER_NODE, self._request.world_size)
         if self._read is None or self._read.config is None:
             return usual
-        return min(self._read.config.ranks_per_node, self._request.world_size) or usual
+        return min(self._read.config.engine.ranks_per_node, self._request.world_size) or usual
 
     def _space(self) -> list[Finding]:
         others = {"temporary files": Path(tempfile.gettempdir())}
@@ -268,10 +268,10 @@ class _Examination:
         if read is None or read.config is None:
             return space.check_disk(None, others)
         config, values = read.config, read.values
-        others["the run directory"] = config.directory
+        others["the run directory"] = config.run.directory
         saves, host = None, []
         if self._outcome is not None and read.checkpoint is not None:
-            saves = self._saves(config.num_steps, values, config.directory)
+            saves = self._saves(config.trainer.num_steps, values, config.run.directory)
             host = [self._host_memory()]
         return [*space.check_disk(saves, others), *host]
 
@@ -317,7 +317,9 @@ class _Examination:
             uses_fsdp=bool(values.get("use_megatron_fsdp") or values.get("use_torch_fsdp2")),
             overlaps_experts=bool(values.get("overlap_moe_expert_parallel_comm")),
             timeout_minutes=values.get("distributed_timeout_minutes"),
-            stage_timeout_seconds=config.stage_timeout_seconds,
+            stage_timeout_seconds=config.run.stage_timeout_seconds,
             asks_loopback=asks_loopback(config),
-            local_checkpoint=bool(config.hf_checkpoint and os.path.isdir(config.hf_checkpoint)),
+            local_checkpoint=bool(
+                config.trainer.hf_checkpoint and os.path.isdir(config.trainer.hf_checkpoint)
+            ),
         )

@@ -16,18 +16,18 @@ from typing import Any
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import Platform
+from mcore_rl.config import RLConfig, flags
 from mcore_rl.flags.classes import notes
 from mcore_rl.flags.given import FlagNames, expand_config, import_given_files
 from mcore_rl.flags.megatron_flags import SHARED_RL
-from mcore_rl.flags.options import RLConfig, flags
 from mcore_rl.job.reading import make_parser
 from mcore_rl.job.resolver import Facts, Refusals, Source, examine
-from mcore_rl.job.spec import JobSpec
 from mcore_rl.job.value_models import Folder
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, TrainLayout
+from mcore_rl.spec import JobSpec
 from mcore_rl.tools.doctor.finding import (
     CHECKPOINT,
     FLAGS,

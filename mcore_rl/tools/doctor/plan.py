@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from mcore_rl.batching.accounting import describe
 from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError
-from mcore_rl.job.batches import accounting_of, micro_batching_of
 from mcore_rl.job.host import has_slow_products, host_needs
 from mcore_rl.planner.advice import Problem
 from mcore_rl.planner.host import HostPhase
@@ -36,8 +35,8 @@ def check_batches(job: ReadJob) -> list[Finding]:
     """Return the lines that a start prints, for a job whose layout and batch are valid."""
     assert job.config is not None and job.shape is not None
     assert job.layout is not None and job.layers is not None
-    batching = micro_batching_of(
-        job.config, job.shape, job.layout, job.values, interleaved=len(job.layers[0]) > 1
+    batching = job.config.micro_batching(
+        job.shape, job.layout, job.values, interleaved=len(job.layers[0]) > 1
     )
     critic = None
     if job.spec is not None and job.spec.critic is not None:
@@ -46,11 +45,9 @@ def check_batches(job: ReadJob) -> list[Finding]:
         interleaved = len(model.layers[0]) > 1
         critic = (
             model.layout.dp_size,
-            micro_batching_of(
-                job.config, model.shape, model.layout, values, interleaved=interleaved
-            ),
+            job.config.micro_batching(model.shape, model.layout, values, interleaved=interleaved),
         )
-    accounting = accounting_of(job.config, actor=(job.layout.dp_size, batching), critic=critic)
+    accounting = job.config.accounting(actor=(job.layout.dp_size, batching), critic=critic)
     return [green(BATCHES, line) for line in describe(accounting)]
 
 
@@ -123,8 +120,8 @@ def fullest_on_host(
     phase, _ = host_needs(
         case,
         memory=outcome.memory if has_cuda else None,
-        kv_cache_bytes=int(job.config.rollout_kv_cache_gib * _GIB),
-        widens=has_slow_products(job.config.precision),
+        kv_cache_bytes=int(job.config.engine.rollout_kv_cache_gib * _GIB),
+        widens=has_slow_products(job.config.trainer.precision),
     )
     return phase
 

@@ -11,11 +11,11 @@ import numpy as np
 
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
+from mcore_rl.config import RLConfig
 from mcore_rl.data.prompt_file import PromptSource
 from mcore_rl.data.prompt_file import check_prompts as count_prompts
 from mcore_rl.data.prompts import PromptDataset, load_prompts
 from mcore_rl.data.tokenizer import HOW_TO_END, missing_end
-from mcore_rl.flags.options import RLConfig
 from mcore_rl.tools.doctor.finding import PROMPTS, Finding, green, plural, red, refusal, yellow
 from mcore_rl.trainer.inputs import check_code_tests, prompt_source
 from mcore_rl.trainer.resume.trainer_state import (
@@ -33,7 +33,7 @@ def check_prompts(
     """Return findings about both files, and a few training prompts whose answers differ, or without
     answers if there are none. `resumed` is the checkpoint that the run resumes from,
     `trust_remote_code` is Megatron's flag."""
-    if config.prompts is None:
+    if config.data.prompts is None:
         remedy = "give a JSONL or Parquet file of prompts"
         return [red(PROMPTS, "--rl-prompts is missing", remedy)], []
     findings: list[Finding] = []
@@ -42,22 +42,26 @@ def check_prompts(
         prompt_source, config, trust_remote_code=trust_remote_code, date=day
     )
     try:
-        source = open_source(config.prompts)
+        source = open_source(config.data.prompts)
     except UsageError as error:
         return [refusal(PROMPTS, error)], []
     train = _read(config, source, "--rl-prompts", findings)
     held_out = None
-    if config.eval_prompts is not None:
-        source = open_source(config.eval_prompts)
+    if config.data.eval_prompts is not None:
+        source = open_source(config.data.eval_prompts)
         held_out = _read(config, source, "--rl-eval-prompts", findings)
     if train is None:
         return findings, []
-    fault = missing_end(Path(str(config.hf_checkpoint)), trust_remote_code=trust_remote_code)
+    fault = missing_end(
+        Path(str(config.trainer.hf_checkpoint)), trust_remote_code=trust_remote_code
+    )
     if fault is not None:
         findings.append(yellow(PROMPTS, f"{fault}: every response will be cut", HOW_TO_END))
     rows = list(map(train.__getitem__, range(len(train))))
-    if len(rows) < config.num_prompts_per_step:
-        what = f"a step draws {config.num_prompts_per_step} prompts of {len(rows)}, some twice"
+    if len(rows) < config.trainer.num_prompts_per_step:
+        what = (
+            f"a step draws {config.trainer.num_prompts_per_step} prompts of {len(rows)}, some twice"
+        )
         findings.append(yellow(PROMPTS, what, "give more, or lower --rl-num-prompts-per-step"))
     if held_out is not None:
         findings += _overlap(rows, held_out)
@@ -72,15 +76,15 @@ def _read(
 ) -> PromptDataset | None:
     """Read a file's prompts; None, with a finding, if training would refuse the file."""
     try:
-        if config.hf_checkpoint is None or not os.path.isdir(config.hf_checkpoint):
+        if config.trainer.hf_checkpoint is None or not os.path.isdir(config.trainer.hf_checkpoint):
             rows = plural(count_prompts(source, flag), "prompt")
             what = f"{flag}: {rows}, of unknown length, as there is no checkpoint to tokenise by"
             findings.append(yellow(PROMPTS, what, "give its folder as --rl-hf-checkpoint"))
             return None
         prompts = load_prompts(
             source,
-            config.hf_checkpoint,
-            cache_dir=config.cache_dir,
+            config.trainer.hf_checkpoint,
+            cache_dir=config.data.cache_dir,
             flag=flag,
             write_cache=False,
         )
@@ -101,7 +105,7 @@ def _of_file(prompts: PromptDataset, config: RLConfig, flag: str) -> list[Findin
     findings = [green(PROMPTS, what)]
     if prompts.num_too_long:
         what = f"{flag}: {plural(prompts.num_too_long, 'prompt')} longer than "
-        what += f"--rl-max-prompt-tokens {config.max_prompt_tokens} will be left out"
+        what += f"--rl-max-prompt-tokens {config.data.max_prompt_tokens} will be left out"
         findings.append(yellow(PROMPTS, what, "raise it, or take them out of the file"))
     for name, (count, first) in prompts.left_out.items():
         what = f"{flag}: the model is not given {name}, in {plural(count, 'row')}, row {first + 1} "
@@ -153,7 +157,7 @@ def _same_as_before(train: PromptDataset, config: RLConfig, resumed: Path) -> Fi
         )
         return yellow(PROMPTS, what, "make sure that they are")
     what = f"the prompts are others than those that {resumed} has drawn from"
-    if config.on_changed_prompts == "stop":
+    if config.data.on_changed_prompts == "stop":
         remedy = "bring them back, or begin with the new ones by --rl-on-changed-prompts restart"
         return red(PROMPTS, what, remedy)
     return yellow(PROMPTS, f"{what}, and begin with the first", "make sure that this is meant")

@@ -22,9 +22,9 @@ from urllib.parse import urlsplit
 
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
+from mcore_rl.config import RLConfig
 from mcore_rl.environments.pool import EnvironmentPool
 from mcore_rl.environments.wire import Failed
-from mcore_rl.flags.options import RLConfig
 from mcore_rl.job.value_models import Folder
 from mcore_rl.patches.torch.loopback_stores import is_loopback
 from mcore_rl.rewards.code_rows import nothings
@@ -82,7 +82,7 @@ def check_reward(
 
 def asks_loopback(config: RLConfig) -> bool:
     """Return whether a reward's server is on this machine."""
-    urls = [url for url in (config.reward_url, config.reward_pooling_url) if url]
+    urls = [url for url in (config.rewards.reward_url, config.rewards.reward_pooling_url) if url]
     with contextlib.suppress(ValueError):  # the check of the reward refuses such an address
         return any(is_loopback(urlsplit(url).hostname or "") for url in urls)
     return False
@@ -180,7 +180,7 @@ def _tried(spec: RewardSpec, prompts: Sequence[Prompt]) -> list[Finding]:
 
 def _environment(config: RLConfig, prompts: Sequence[Prompt]) -> list[Finding]:
     """Check that the environment of the flags starts with a few prompts, in its own processes."""
-    if config.environment is None:
+    if config.environments.environment is None:
         return []
     confined = ""
     try:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rl.common.errors import CORRECT, CommandParser, UsageError
 from mcore_rl.common.platform import Platform
+from mcore_rl.config import RLConfig
 from mcore_rl.flags.given import expand_config, import_given_files
-from mcore_rl.flags.options import RLConfig
 from mcore_rl.hybrid_engine.plan.buckets import frame_of, slot_bytes
 from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.job.planner_settings import engine_settings, train_settings
@@ -136,7 +136,7 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
     facts = resolved(checks_batches=False)
     if not facts.given.keys() & _BATCH_FLAGS:
         least = _least_prompts(facts)
-        if least != facts.config.num_prompts_per_step:
+        if least != facts.config.trainer.num_prompts_per_step:
             notes.append(
                 f"--rl-num-prompts-per-step is taken as {least}, the least that "
                 f"{' and '.join(_sharing(facts))} can share"
@@ -148,14 +148,14 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
     placement = Placement(shape, train, facts.layers, rollout)
     more = [
         *_notes(placement, values.get("mtp_num_layers") or 0),
-        *layout_checks.note_on_experts(config, placement),
+        *layout_checks.note_on_experts(config.engine, placement),
     ]
     if values.get("use_megatron_fsdp"):
         more.append(
             "--use-megatron-fsdp: weights, gradients and what travels are counted as if every "
             "data-parallel rank held whole parameters, which is more than it shards them to"
         )
-    if config.reward_model is not None:
+    if config.rewards.reward_model is not None:
         more.append("the reward model of --rl-reward-model is not counted")
     trained = [_trained(name, facts, options) for name in _models(facts)]
     case = Case(
@@ -166,11 +166,11 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
         training=trained[0].training,
         critic=trained[1] if len(trained) > 1 else None,
         engine=_engine(config, values, placement, options),
-        machine=_machine(options, layout_checks.ranks_per_node(config, train.world_size)),
+        machine=_machine(options, layout_checks.ranks_per_node(config.engine, train.world_size)),
     )
     _check_bucket(case)
     return PlanRequest(
-        case, options, config.samples_per_step, config.num_mini_batches, (*more, *notes)
+        case, options, config.samples_per_step, config.trainer.num_mini_batches, (*more, *notes)
     )
 
 
@@ -203,7 +203,7 @@ def _trained(name: str, facts: Resolved, options: argparse.Namespace) -> Trained
         own_degrees=frozenset(
             degree
             for degree in CRITIC_FLAGS
-            if critic and getattr(config, f"critic_{degree}") is not None
+            if critic and getattr(config.critic, f"critic_{degree}") is not None
         ),
         ranks=facts.roles.critic if critic else (),
     )
@@ -299,7 +299,7 @@ def _notes(placement: Placement, mtp_layers: int) -> list[str]:
 
 def _group(facts: Resolved, train: TrainLayout, layers: PipelineLayers) -> int:
     """Return the required divisor of a data-parallel rank's number of micro-batches."""
-    if len(layers[0]) == 1 or facts.config.max_tokens_per_microbatch:
+    if len(layers[0]) == 1 or facts.config.trainer.max_tokens_per_microbatch:
         return 1
     return int(facts.given.get("microbatch_group_size_per_vp_stage") or train.pp_size)
 
@@ -310,9 +310,9 @@ def _least_prompts(facts: Resolved) -> int:
     shares = [
         train.dp_size * _group(facts, train, layers) for train, layers in _models(facts).values()
     ]
-    parts = config.num_mini_batches * math.lcm(*shares)
+    parts = config.trainer.num_mini_batches * math.lcm(*shares)
     step = parts // math.gcd(parts, config.samples_per_prompt)
-    return math.ceil(config.num_prompts_per_step / step) * step
+    return math.ceil(config.trainer.num_prompts_per_step / step) * step
 
 
 def _sharing(facts: Resolved) -> list[str]:
@@ -342,7 +342,7 @@ def _engine(
         values,
         placement.shape,
         placement.rollout,
-        offloaded=offload_kinds(config.offload, values, has_cuda=True),
+        offloaded=offload_kinds(config.weight_sync.offload, values, has_cuda=True),
         away_at_start=kinds_at_start(values),
         batched_tokens=options.batched_tokens,
     )

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mcore_rl.common.parameters import flag_of, parameters_of
+from mcore_rl.common.parameters import flag_of
+from mcore_rl.config import RLConfig, frozen, run_flags
 from mcore_rl.flags.megatron_flags import OWN_RL
-from mcore_rl.flags.options import RLConfig, frozen
 from mcore_rl.observe.run_directory import HIGHEST_IS_BEST, LOWEST_IS_BEST
 from mcore_rl.tools.report.run_files import Run
 from mcore_rl.tools.report.texts import clean, shown
@@ -64,8 +64,8 @@ def settings_of(runs: Sequence[Run]) -> dict[str, tuple[list[Row], list[Row]]]:
     configs = [dict(run.config) for run in runs]
     if not any(configs):
         return {}
-    defaults = {parameter.name: parameter.default for parameter in parameters_of(RLConfig)}
-    defaults["reward"] = RLConfig().rewards  # the default depends on other flags
+    defaults = {name: parameter.default for name, parameter in run_flags().items()}
+    defaults["reward"] = RLConfig().reward  # the default depends on other flags
     # The flags of an algorithm's parts, also a user's, whose declarations need torch.
     named = {name[3:] for config in configs for name in config if name.startswith("rl_")}
     parts = named - defaults.keys() - {name.removeprefix("rl_") for name in OWN_RL} - {"config"}

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from mcore_rl.common import objects
 from mcore_rl.common.agreement import agreed
 from mcore_rl.common.errors import UsageError
+from mcore_rl.config import RLConfig
 from mcore_rl.data.prompts import PromptDataset
-from mcore_rl.flags.options import RLConfig
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, fingerprint
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.trainer.resume import folders
@@ -69,7 +69,7 @@ def find_resume_point(
     is left to Megatron. `--finetune`, which counts from 0 again, takes the weights alone. A user's
     mistake ends every rank with exit code 2.
     """
-    save = folders.checkpoint_folder(args.save, config.directory)
+    save = folders.checkpoint_folder(args.save, config.run.directory)
 
     def find() -> ResumePoint | None:
         load = None if args.load is None else Path(args.load)
@@ -163,7 +163,7 @@ def _check_load(args: argparse.Namespace, config: RLConfig, load: Path | None) -
                 load,
                 asked=args.ckpt_step,
                 pretrained=args.pretrained_checkpoint,
-                may_begin=config.load_or_start,
+                may_begin=config.trainer.load_or_start,
                 exits=args.exit_on_missing_checkpoint,
             )
         except UsageError as error:
@@ -204,12 +204,12 @@ def _with_known_prompts(
         )
     if are_same is not False:
         return state
-    if config.on_changed_prompts == "stop":
+    if config.data.on_changed_prompts == "stop":
         raise UsageError(
             f"are others than those that the checkpoint of step {state.step} has drawn from (the "
             "file, the tokenizer, the chat template, a library or --rl-max-prompt-tokens has "
             "changed)",
-            flag=f"--rl-prompts {config.prompts}",
+            flag=f"--rl-prompts {config.data.prompts}",
             remedy="bring them back, or begin with the first of the new ones by "
             "--rl-on-changed-prompts restart",
         )

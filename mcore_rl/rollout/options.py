@@ -1,0 +1,124 @@
+"""Options of rollouts and evaluations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.parameters import Parameters, param
+
+_MAX_STALENESS = 4
+_OVERSAMPLE_PARTIAL = 1.5
+# vLLM samples at these temperatures as given (vllm/sampling_params.py).
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
+
+
+def check_temperature(flag: str, value: float, greedy: str = "") -> None:
+    """Refuse a temperature at which vLLM does not sample."""
+    if not LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE:
+        raise UsageError(
+            f"is not in [{LEAST_TEMPERATURE}, {MOST_TEMPERATURE:g}]: vLLM would sample at "
+            f"{LEAST_TEMPERATURE} where less is asked for, and refuses more",
+            flag=f"{flag} {value}",
+            remedy=f"choose for example 1{greedy}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutOptions(Parameters):
+    """The flags of sampling, and of what a step takes of it."""
+
+    temperature: float = param(
+        1.0, "sampling temperature; log-probs are those of the tempered policy", above=0
+    )
+    top_p: float | None = param(
+        None,
+        "sample from the most likely tokens with this probability mass",
+        above=0,
+        most=1,
+        advice="give 1 to sample all tokens",
+    )
+    top_k: int | None = param(
+        None, "sample from this many most likely tokens; 0: from all", least=0
+    )
+    max_response_tokens: int = param(
+        512, "maximum number of generated tokens per response", above=0
+    )
+    stop: tuple[str, ...] = param((), "text that ends a response; can be repeated")
+    deterministic: bool = param(
+        False,
+        "assign prompts to engines in a fixed order instead of by free capacity, so that two runs "
+        "compute the same batches",
+    )
+    oversample: float | None = param(
+        None,
+        "groups sampled per group that a step trains on; a step takes those that finish first; "
+        "default: 1, or 1.5 with --rl-partial-rollouts",
+        least=1,
+        advice="1 disables oversampling",
+    )
+    partial_rollouts: bool = param(
+        False,
+        "end a step's generation once its groups are complete; unfinished responses continue in "
+        "later steps",
+    )
+    max_staleness: int | None = param(
+        None,
+        "with --rl-partial-rollouts, maximum number of weight versions between a sample's oldest "
+        "token and the step that trains on it; default: 4",
+        least=0,
+        advice="0 finishes every response in the step that started it",
+    )
+    stale_rollouts: str = param(
+        "finish",
+        "groups that would exceed --rl-max-staleness: finish them in this step, or drop them",
+        choices=("finish", "drop"),
+    )
+    kv_after_update: str = param(
+        "recompute",
+        "KV cache of responses that continue after an update: recompute it with the new weights, "
+        "or keep it (without a GPU only)",
+        choices=("recompute", "keep"),
+    )
+
+    def __post_init__(self) -> None:
+        Parameters.__post_init__(self)
+        check_temperature("--rl-temperature", self.temperature)
+
+    @property
+    def keeps_unfinished(self) -> bool:
+        """Whether responses may continue in a later step than the one that began them."""
+        return self.partial_rollouts and self.max_staleness != 0
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether keys and values outlive an update."""
+        return self.keeps_unfinished and self.kv_after_update == "keep"
+
+    @property
+    def staleness_limit(self) -> int:
+        """`max_staleness` or its default."""
+        return _MAX_STALENESS if self.max_staleness is None else self.max_staleness
+
+    @property
+    def groups_at_a_time(self) -> float:
+        """`oversample` or its default."""
+        if self.oversample is not None:
+            return self.oversample
+        return _OVERSAMPLE_PARTIAL if self.keeps_unfinished else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationOptions(Parameters):
+    """The flags of evaluations on held-out prompts."""
+
+    eval_interval: int = param(20, "steps between evaluations; 0 disables evaluation", least=0)
+    num_eval_prompts: int = param(128, "held-out prompts per evaluation", above=0)
+    eval_temperature: float = param(
+        0.0, "sampling temperature of evaluations; 0 is greedy", least=0
+    )
+
+    def __post_init__(self) -> None:
+        Parameters.__post_init__(self)
+        if self.eval_temperature:
+            check_temperature("--rl-eval-temperature", self.eval_temperature, ", or 0 for greedy")

@@ -188,7 +188,7 @@ class Run:
         before the last step, ends the run.
         """
         alarm = self._monitors.recorder.record(step, collected, batch, learnt, self._accuracy)
-        self._monitors.tracer.report()
+        self._monitors.tracer.end_step()
         if alarm:
             self._stop(step, "[Health]", "--rl-on-alarm stop", EXIT_ALARM)
         if step + 1 < self.config.trainer.num_steps and (

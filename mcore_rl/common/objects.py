@@ -11,7 +11,6 @@ first call creates the group; `start` creates it at a chosen place.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.autograd import profiler
-from torch.profiler import record_function
+
+from mcore_rl.common.spans import COLLECTIVE, WORLD, span
 
 _made: list[tuple[dist.ProcessGroup, dist.ProcessGroup]] = []  # (world, its gloo group)
 
@@ -47,7 +46,7 @@ def timeout_of_world() -> timedelta:
 def all_gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return each rank's object, by rank."""
     everyone: list[Any] = [None] * dist.get_world_size(group or start())
-    with _span("all_gather_object", group):
+    with span("all_gather_object", COLLECTIVE if group else WORLD):
         dist.all_gather_object(everyone, mine, group=group or start())
     return everyone
 
@@ -55,7 +54,7 @@ def all_gather(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 def gather(mine: Any) -> list[Any] | None:
     """Return each rank's object, by rank, on rank 0; None on the others."""
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    with _span("gather_object"):
+    with span("gather_object", WORLD):
         dist.gather_object(mine, everyone, dst=0, group=start())
     return everyone
 
@@ -63,7 +62,7 @@ def gather(mine: Any) -> list[Any] | None:
 def broadcast(mine: Any, source: int = 0) -> Any:
     """Return rank `source`'s object on all ranks; the others' objects are ignored."""
     told = [mine]
-    with _span("broadcast_object_list"):
+    with span("broadcast_object_list", WORLD):
         dist.broadcast_object_list(told, src=source, group=start())
     return told[0]
 
@@ -75,7 +74,7 @@ def exchange(outgoing: Sequence[np.ndarray], incoming_bytes: Sequence[int]) -> l
     """
     sent = torch.from_numpy(np.concatenate(outgoing))
     received = torch.empty(sum(incoming_bytes), dtype=torch.uint8)
-    with _span("all_to_all_single"):
+    with span("all_to_all_single", WORLD):
         dist.all_to_all_single(
             received,
             sent,
@@ -88,22 +87,13 @@ def exchange(outgoing: Sequence[np.ndarray], incoming_bytes: Sequence[int]) -> l
 
 def barrier() -> None:
     """Return once all ranks have called it."""
-    with _span("barrier"):
+    with span("barrier", WORLD):
         dist.barrier(group=start())
 
 
 def on_any(here: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Return whether `here` is true on any rank."""
     flag = torch.tensor([int(here)], dtype=torch.int32)
-    with _span("all_reduce", group):
+    with span("all_reduce", COLLECTIVE if group else WORLD):
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group or start())
     return bool(flag.item())
-
-
-def _span(
-    name: str, group: dist.ProcessGroup | None = None
-) -> contextlib.AbstractContextManager[Any]:
-    """Mark a wait for all other ranks in the trace of `--rl-trace`; `trace_table` reads it."""
-    if group is not None or not profiler._is_profiler_enabled:
-        return contextlib.nullcontext()
-    return record_function(f"all ranks: {name}")

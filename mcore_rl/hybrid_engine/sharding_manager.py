@@ -23,6 +23,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch.distributed as dist
 
+from mcore_rl.common.spans import STAGE, span
 from mcore_rl.hybrid_engine.memory.device import PeakMemory
 from mcore_rl.hybrid_engine.memory.offload import Offloader, OffloadStats
 from mcore_rl.hybrid_engine.plan.moves import TensorInfo
@@ -145,6 +146,7 @@ class MegatronVLLMShardingManager:
             device=self._device,
         )
 
+    @span("reshard_to_rollout", STAGE)
     def __enter__(self) -> MegatronVLLMShardingManager:
         if self._rng is not None:
             raise RuntimeError(f"rank {self._rank}: rollout mode was entered twice")
@@ -198,6 +200,7 @@ class MegatronVLLMShardingManager:
             # Report the first failure, not that its requests keep the engine from sleeping.
             logger.debug("rank %d: after a failure in rollout mode: %s", self._rank, error)
 
+    @span("reshard_to_train", STAGE)
     def _leave(self) -> None:
         _call(self.on_reshard_start, ReshardReport(TO_TRAIN, self.weight_version, 0.0))
         started = time.perf_counter()

@@ -24,6 +24,7 @@ from mcore_rl.batching.rows import set_prefixes
 from mcore_rl.common.agreement import leave_with
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import find_platform
+from mcore_rl.common.spans import MegatronTimers
 from mcore_rl.megatron import fsdp as megatron_fsdp
 from mcore_rl.megatron.fsdp import local_weights
 from mcore_rl.megatron.version import check_megatron
@@ -248,7 +249,7 @@ def setup(provider: Callable[..., torch.nn.Module]) -> TrainState:
         leave_with(error)
     config = get_model_config(model[0])
     config.finalize_model_grads_func = finalize_model_grads
-    config.timers = None  # stages are timed outside
+    config.timers = MegatronTimers()
     if optimizer is not None and args.overlap_grad_reduce:
         # It marks an update's last micro-batch. Otherwise Megatron uses the first update's number
         # of micro-batches, which changes with packing, and Megatron-FSDP never reduces gradients.
@@ -268,7 +269,7 @@ def setup_without_optimizer(provider: Callable[..., torch.nn.Module]) -> TrainSt
     model = get_model(provider, ModelType.encoder_or_decoder, wrap_with_ddp=False)
     for chunk in model:
         chunk.requires_grad_(False)
-        get_model_config(chunk).timers = None
+        get_model_config(chunk).timers = MegatronTimers()
     return TrainState(model, None, None, 0)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from mcore_rl.common import objects
+from mcore_rl.common.spans import PASS, span
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.moe.balance import expert_biases
 
@@ -71,7 +71,7 @@ class CheckedOptimizer:
     def learning_rate(self) -> float:
         return float(max(group["lr"] for group in self._state.optimizer.param_groups))
 
-    @record_function("optimizer")  # for --rl-trace
+    @span("optimizer", PASS)
     def step(self, *, num_samples: int, nonfinite_losses: Sequence[int] = ()) -> UpdateResult:
         """Update the parameters from the finished gradients. Collective over all ranks.
 

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from mcore_rl.observe import trace
+from mcore_rl.common.spans import STAGE, span
 from mcore_rl.observe.watchdog import StageWatchdog
 
 STAGES = ("data", "rollout", "reward", "log_probs", "advantages", "train", "checkpoint", "eval")
@@ -30,7 +30,7 @@ class StageTimers:
         if self._watchdog is not None:
             self._watchdog.enter(stage)
         try:
-            with trace.stage(stage):
+            with span(stage, STAGE):
                 yield
         finally:
             if self._watchdog is not None:
@@ -57,5 +57,4 @@ class StageTimers:
         metrics["time/step_seconds"] = now - self._started
         self._seconds.clear()
         self._started = now
-        trace.step_ended()
         return metrics

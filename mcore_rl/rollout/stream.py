@@ -14,8 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch.profiler import record_function
-
+from mcore_rl.common.spans import span
 from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request
 
@@ -67,7 +66,7 @@ def run_stream(
     orders, ask, num_steps = Orders(more=True), True, 0
     step_seconds = _FIRST_STEP_SECONDS
     with ExitStack() as traced, engine.generation() as generation:
-        traced.enter_context(record_function("first responses"))
+        traced.enter_context(span("first responses"))
         while True:
             if ask:
                 mine = conductor.orders(generation.num_running) if engine.tp_rank == 0 else None
@@ -79,10 +78,10 @@ def run_stream(
                     conductor.dropped(request, num_tokens)
             if when_few_are_left is not None and not orders.more and generation.num_running <= few:
                 traced.close()
-                with record_function("prefetch"):
+                with span("prefetch"):
                     when_few_are_left()
                 when_few_are_left = None
-                traced.enter_context(record_function("last responses"))
+                traced.enter_context(span("last responses"))
             if not engine.any_rank(generation.num_running > 0 or orders.more):
                 return
             ended = []

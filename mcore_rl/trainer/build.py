@@ -337,12 +337,10 @@ def _monitors(
     manager = rollouts.manager
     manager.on_reshard_start += [
         lambda report: watchdog.enter(f"hand-over {report.direction}"),
-        lambda report: tracer.handover_started(report.direction),
     ]
     manager.on_reshard_end += [
         lambda _: watchdog.leave(),
         recorder.note_reshard,
-        lambda _: tracer.handover_ended(),
     ]
     tracer.start()
     return Monitors(timers, watchdog, recorder, tracer)

@@ -1,12 +1,11 @@
-"""Tracing: the table by hand, and real spans and collectives of one process by torch.profiler."""
+"""Tracing: spans, the table by hand, and the files of one process."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import logging
-import sys
-import types
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,30 +13,36 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.autograd import profiler as autograd_profiler
-from torch.profiler import record_function
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from mcore_rl.common import objects
-from mcore_rl.observe import trace
-from mcore_rl.observe.stage_timers import StageTimers
-from mcore_rl.observe.trace import SCHEDULES, Tracer
-from mcore_rl.observe.trace_table import (
-    COMMUNICATION,
-    MODEL,
+from mcore_rl.common import objects, spans
+from mcore_rl.common.spans import (
+    COLLECTIVE,
+    PART,
+    PASS,
     STAGE,
+    WORLD,
+    MegatronTimers,
     Span,
+    events_of,
+    span,
+)
+from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.observe.trace import Tracer, merge
+from mcore_rl.observe.trace_table import (
     TracedStep,
     exclusive_times,
-    make_table,
-    render,
-    row_of,
-    traced_steps,
+    table_of,
+    traced_step,
+    with_rows,
     with_waiting_apart,
 )
 
+MakeTracer = Callable[..., Tracer]
+
 
 @pytest.fixture
-def make_tracer(tmp_path: Path) -> Iterator[Callable[..., Tracer]]:
+def make_tracer(tmp_path: Path) -> Iterator[MakeTracer]:
     made: list[Tracer] = []
 
     def make(num_steps: int, num_steps_left: int = 100, **settings: Any) -> Tracer:
@@ -49,8 +54,6 @@ def make_tracer(tmp_path: Path) -> Iterator[Callable[..., Tracer]]:
     yield make
     for tracer in made:
         tracer.close()
-    assert trace._current is None
-    assert not autograd_profiler._is_profiler_enabled
 
 
 @pytest.fixture(scope="module")
@@ -61,439 +64,340 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-# exclusive times
-
-
-def span(row: str, start: int, end: int, category: str = STAGE) -> Span:
-    return Span(row, category, row, start, end)
-
-
-def test_nested_spans_are_counted_once() -> None:
-    spans = [span("a", 10, 90), span("b", 20, 60), span("c", 30, 40), span("c", 60, 65)]
-    times = exclusive_times(spans, 0, 100)
-    assert times == {"idle": 20, "a": 35, "b": 30, "c": 15}
-
-
-def test_span_of_a_thread_that_outlives_its_parent_is_counted_once() -> None:
-    assert exclusive_times([span("a", 0, 50), span("b", 40, 70)], 0, 100) == {
-        "a": 40,
-        "b": 30,
-        "idle": 30,
-    }
-
-
-def test_span_over_the_end_of_a_step_is_cut() -> None:
-    assert exclusive_times([span("a", 0, 50), span("b", 90, 130)], 20, 100) == {
-        "a": 30,
-        "idle": 40,
-        "b": 10,
-    }
-
-
-def test_times_are_those_of_every_moment_by_itself() -> None:
-    generator = torch.Generator().manual_seed(0)
-    spans = []
-    for index in range(40):
-        start, length = torch.randint(0, 200, (2,), generator=generator).tolist()
-        spans.append(span(f"row {index % 7}", start, start + length // 3))
-    slow: dict[str, int] = {}
-    for moment in range(20, 180):
-        running = [(s.start, i) for i, s in enumerate(spans) if s.start <= moment < s.end]
-        row = spans[max(running)[1]].row if running else "idle"
-        slow[row] = slow.get(row, 0) + 1
-    found = exclusive_times(spans, 20, 180)
-    assert {row: spent for row, spent in found.items() if spent} == slow
+# the table
 
 
 @pytest.mark.parametrize(
-    ("name", "category", "stage", "row"),
+    ("found", "begin", "times"),
     [
-        ("log_probs", STAGE, None, "log-probs"),
-        ("reshard_to_train", STAGE, None, "hand-over to train"),
+        (
+            [("a", 10, 90), ("b", 20, 60), ("c", 30, 40), ("c", 60, 65)],
+            0,
+            {"idle": 20, "a": 35, "b": 30, "c": 15},
+        ),
+        ([("a", 0, 50), ("b", 40, 70)], 0, {"a": 40, "b": 30, "idle": 30}),
+        ([("a", 0, 50), ("b", 90, 130)], 20, {"a": 30, "idle": 40, "b": 10}),
+    ],
+    ids=["nested", "of a thread that outlives the first", "over the bounds"],
+)
+def test_exclusive_times(
+    found: list[tuple[str, int, int]], begin: int, times: dict[str, int]
+) -> None:
+    assert exclusive_times(found, begin, 100) == times
+
+
+def test_exclusive_times_are_those_of_every_moment() -> None:
+    generator = torch.Generator().manual_seed(0)
+    starts = torch.randint(0, 200, (40, 2), generator=generator).tolist()
+    found = sorted((start, start + length // 3, i) for i, (start, length) in enumerate(starts))
+    slow: dict[str, int] = {}
+    for moment in range(20, 180):
+        running = [i for start, end, i in found if start <= moment < end]
+        row = f"row {running[-1] % 7}" if running else "idle"
+        slow[row] = slow.get(row, 0) + 1
+    named = [(f"row {i % 7}", start, end) for start, end, i in found]
+    times = exclusive_times(named, 20, 180)
+    assert {row: spent for row, spent in times.items() if spent} == slow
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "stage", "row"),
+    [
         ("own stage of a fork", STAGE, None, "own stage of a fork"),
-        ("forward", MODEL, "train", "forward"),
-        ("forward", MODEL, "log_probs", "log-probs"),
-        ("all_reduce", COMMUNICATION, "train", "communication"),
-        ("all_reduce", COMMUNICATION, "log_probs", "communication"),
-        ("all_reduce", COMMUNICATION, None, "communication"),
-        ("broadcast", COMMUNICATION, "reshard_to_rollout", "hand-over to rollout"),
-        ("all_gather_object", COMMUNICATION, "reward", "reward"),
-        ("barrier", COMMUNICATION, "checkpoint", "checkpoint"),
+        ("reward", STAGE, "rollout", "reward"),
+        ("forward", PASS, "train", "forward"),
+        ("forward", PASS, "log_probs", "log_probs"),
+        ("ncclDevKernel_AllReduce", COLLECTIVE, "train", "communication"),
+        ("ncclDevKernel_AllReduce", COLLECTIVE, "log_probs", "log_probs"),
+        ("barrier", WORLD, None, "communication"),
+        ("broadcast", WORLD, "reshard_to_rollout", "reshard_to_rollout"),
     ],
 )
-def test_row(name: str, category: str, stage: str | None, row: str) -> None:
-    assert row_of(name, category, stage) == row
+def test_row(name: str, kind: str, stage: str | None, row: str) -> None:
+    found = [Span("before", STAGE, 0, 10), Span(name, kind, 12, 14)]
+    found += [Span(stage, STAGE, 11, 20)] if stage else []
+    assert with_rows(found)[-1][0] == row
 
 
-# waiting, table, bottleneck
+def test_step_of_nested_spans() -> None:
+    found = [
+        Span("rollout", STAGE, 0, 20),
+        Span("first responses", PART, 5, 18),
+        Span("train", STAGE, 20, 90),
+        Span("forward", PASS, 25, 45),
+        Span("all-grads-sync", COLLECTIVE, 30, 40),
+        Span("optimizer", PASS, 50, 60),
+        Span("barrier", WORLD, 70, 75),
+        Span("barrier", WORLD, 110, 120),  # of the next step
+    ]
+    step = traced_step(11, found, 0, 100)
+    assert step.rows == {
+        "rollout": 20, "train": 35, "forward": 10, "communication": 15, "optimizer": 10, "idle": 10
+    }  # fmt: skip
+    assert step.world == [("communication", 5)]
 
 
-def step(rows: dict[str, int], world: list[tuple[str, str, int]], number: int = 2) -> TracedStep:
-    seconds = {row: value * 10**9 for row, value in rows.items()}
-    waits = [(name, row, value * 10**9) for name, row, value in world]
-    calls = {(row, name): (1, value) for name, row, value in waits}
-    return TracedStep(number, sum(seconds.values()), seconds, waits, calls)
+def traced(rows: dict[str, int], *world: tuple[str, int], number: int = 2) -> TracedStep:
+    second = 10**9
+    waits = [(row, value * second) for row, value in world]
+    return TracedStep(number, {row: value * second for row, value in rows.items()}, waits)
 
 
 def test_waiting_for_the_slowest_rank_is_idle() -> None:
-    fast = step({"rollout": 2, "reward": 9, "idle": 0}, [("all_gather_object", "reward", 8)])
-    slow = step({"rollout": 9, "reward": 2, "idle": 0}, [("all_gather_object", "reward", 1)])
+    fast = traced({"rollout": 2, "reward": 9, "idle": 0}, ("reward", 8))
+    slow = traced({"rollout": 9, "reward": 2, "idle": 0}, ("reward", 1))
     found = with_waiting_apart([fast, slow])
     assert found[0] == {"rollout": 2 * 10**9, "reward": 2 * 10**9, "idle": 7 * 10**9}
     assert found[1] == {"rollout": 9 * 10**9, "reward": 2 * 10**9, "idle": 0}
 
 
-def test_ranks_with_other_collectives_are_left_as_they_are() -> None:
-    one = step({"reward": 5}, [("barrier", "reward", 4)])
-    other = step({"reward": 5}, [])
-    assert with_waiting_apart([one, other]) == [{"reward": 5 * 10**9}] * 2
+def test_ranks_with_other_waits_are_left_as_they_are() -> None:
+    ranks = [traced({"reward": 5}, ("reward", 4)), traced({"reward": 5})]
+    assert with_waiting_apart(ranks) == [{"reward": 5 * 10**9}] * 2
 
 
-def test_table_by_hand() -> None:
-    of_rank_0 = [
-        step({"rollout": 6, "forward": 1, "communication": 2, "idle": 1}, []),
-        step({"rollout": 8, "forward": 1, "communication": 0, "idle": 1}, [], number=3),
+def cells(table: str) -> dict[str, list[str]]:
+    lines = [line.strip("│┃║").split("│") for line in table.splitlines() if "│" in line]
+    return {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
+
+
+def test_table_has_means_extremes_and_shares() -> None:
+    rank_0 = [
+        traced({"rollout": 6, "forward": 1, "communication": 2, "idle": 1}),
+        traced({"rollout": 8, "forward": 1, "idle": 1}, number=3),
     ]
-    of_rank_1 = [
-        step({"rollout": 4, "forward": 3, "communication": 2, "idle": 1}, []),
-        step({"rollout": 6, "forward": 3, "communication": 0, "idle": 1}, [], number=3),
+    rank_1 = [
+        traced({"rollout": 4, "forward": 3, "communication": 2, "idle": 1}),
+        traced({"rollout": 6, "forward": 3, "idle": 1}, number=3),
     ]
-    table = make_table([of_rank_0, of_rank_1])
-    rows = {row.name: row for row in table.rows}
-    assert table.steps == (2, 3)
-    assert rows["rollout"].by_step == (5.0, 7.0)
-    assert (rows["rollout"].mean, rows["rollout"].low, rows["rollout"].high) == (6.0, 5.0, 7.0)
-    assert rows["rollout"].share == pytest.approx(0.6)
-    assert rows["communication"].by_step == (2.0, 0.0)
-    assert rows["backward"].mean == 0.0  # a row that has to be there
-    assert table.whole.mean == 10.0
-    assert sum(row.mean for row in table.rows) == pytest.approx(10.0)
-    assert sum(row.share for row in table.rows) == pytest.approx(1.0)
-    assert table.bottleneck == "bottleneck: rollout, 60 % of the step"
-    wanted = "data rollout reward log-probs advantages forward backward optimizer communication"
-    assert [row.name for row in table.rows] == [
-        *wanted.split(),
-        "hand-over to rollout",
-        "hand-over to train",
-        "checkpoint",
-        "idle",
-    ]
-
-
-def test_bottleneck_that_is_waiting_tells_for_what() -> None:
-    world = "all_gather_object"
-    fast = [step({"rollout": 1, "reward": 9}, [(world, "reward", 9)])] * 3
-    slow = step({"rollout": 9, "reward": 1}, [(world, "reward", 1)])
-    table = make_table([[rank] for rank in (*fast, slow)])
-    assert table.bottleneck == (
-        "bottleneck: idle, 60 % of the step (ranks differ most in rollout: 9.000 s on the slowest, "
-        "3.000 s on average)"
-    )
-
-
-def test_stage_of_a_fork_has_a_row() -> None:
-    table = make_table([[step({"filter": 5, "idle": 1}, [])]])
-    assert [row.name for row in table.rows][-2:] == ["filter", "idle"]
-
-
-def test_rendered_table_ends_with_the_bottleneck() -> None:
-    steps = [
-        step({"rollout": 6, "idle": 4}, [("barrier", "reward", 3)], number=n) for n in range(2, 12)
-    ]
-    text = render(make_table([steps]))
-    assert text.splitlines()[-1] == "bottleneck: rollout, 60 % of the step"
-    assert "steps 2 to 11" in text and "step 7" in text and "step 8 " not in text
-    rollout = next(line for line in text.splitlines() if "rollout" in line)
-    assert rollout.count("6.000") == 9 and "60.0 %" in rollout
-    assert "barrier" in text
-    assert max(map(len, text.splitlines())) <= 160
-
-
-# the events of a trace
-
-
-def event(name: str, start: int, end: int, kind: str = "user_annotation") -> dict[str, Any]:
-    """A complete one; nanoseconds, where a trace has microseconds."""
-    times = {"ts": start / 1e3, "dur": (end - start) / 1e3}
-    return {"ph": "X", "name": name, "cat": kind, "pid": 1, "tid": 1, **times}
-
-
-def test_events_of_a_trace_become_rows() -> None:
-    events = [
-        event("ProfilerStep#1", 0, 100),
-        event("rollout", 0, 20),
-        event("gloo:all_reduce", 5, 10),  # of the engine
-        event("first responses", 5, 18),
-        event("train", 20, 90),
-        event("forward", 25, 45),
-        event("gloo:all_reduce", 30, 40),
-        event("ncclDevKernel_AllReduce", 40, 44, "kernel"),
-        event("gemm", 41, 42, "kernel"),
-        event("optimizer", 50, 60),
-        event("Optimizer.step#Adam.step", 51, 59),  # torch's own
-        event("all ranks: barrier", 70, 75),
-        event("gloo:barrier", 71, 75),
-        event("ProfilerStep#2", 100, 130),
-        event("all ranks: all_gather_object", 110, 120),
-        {"ph": "M", "name": "process_name", "args": {"name": "python"}},
-    ]
-    one, two = traced_steps(events, {"rollout", "train"}, first_step=10)
-    assert (one.number, one.duration, two.number, two.duration) == (11, 100, 12, 30)
-    assert {row: spent for row, spent in one.rows.items() if spent} == {
-        "rollout": 20,
-        "update, other": 35,
-        "forward": 6,
-        "communication": 19,
-        "optimizer": 10,
-        "idle": 10,
+    table = table_of([rank_0, rank_1])
+    # step 2, step 3, mean, min rank, max rank, share
+    assert cells(table) == {
+        "rollout": ["5.000", "7.000", "6.000", "5.000", "7.000", "60.0%"],
+        "forward": ["2.000", "2.000", "2.000", "1.000", "3.000", "20.0%"],
+        "communication": ["2.000", "-", "1.000", "1.000", "1.000", "10.0%"],
+        "idle": ["1.000", "1.000", "1.000", "1.000", "1.000", "10.0%"],
+        "step": ["10.000", "10.000", "10.000", "10.000", "10.000", "100.0%"],
     }
-    assert one.world == [("all ranks: barrier", "communication", 5)]
-    assert one.collectives["communication", "gloo:all_reduce"] == (1, 10)
-    assert one.collectives["rollout", "gloo:all_reduce"] == (1, 5)
-    assert two.rows == {"idle": 20, "communication": 10}
+    assert table.splitlines()[-1] == "bottleneck: rollout, 60% of the step"
+
+
+def test_bottleneck_that_is_waiting_names_what_the_ranks_wait_for() -> None:
+    fast = traced({"rollout": 1, "reward": 9}, ("reward", 9))
+    slow = traced({"rollout": 9, "reward": 1}, ("reward", 1))
+    last = table_of([[fast], [fast], [fast], [slow]]).splitlines()[-1]
+    assert last.startswith("bottleneck: idle, 60% of the step")
+    assert "rollout: 9.000 s on the slowest, 3.000 s on average" in last
+
+
+def test_table_of_many_steps_is_not_wider_than_a_page() -> None:
+    table = table_of([[traced({"rollout": 6, "idle": 4}, number=n) for n in range(2, 12)]])
+    assert "steps 2 to 11" in table and "step 7" in table and "step 8 " not in table
+    assert max(map(len, table.splitlines())) <= 160
+
+
+# spans
+
+
+def test_span_is_recorded_only_while_a_recording_runs(tmp_path: Path) -> None:
+    with span("before"):
+        pass
+    recording = spans.Recording()
+    recording.start()
+    with pytest.raises(KeyError), span("fails", STAGE):
+        raise KeyError
+    with span("data", STAGE):
+        time.sleep(0.01)
+    recording.stop(tmp_path)
+    with span("after"):
+        pass
+    [found] = recording.spans
+    assert (found.name, found.kind) == ("data", STAGE)
+    assert 10**7 <= found.end - found.start < 10**9
+
+
+def test_waits_for_all_ranks_are_told_from_those_for_a_group(group: None, tmp_path: Path) -> None:
+    recording = spans.Recording()
+    recording.start()
+    assert objects.all_gather("one") == ["one"]
+    objects.all_gather("one", group=dist.group.WORLD)
+    objects.barrier()
+    recording.stop(tmp_path)
+    assert [(found.name, found.kind) for found in recording.spans] == [
+        ("all_gather_object", WORLD),
+        ("all_gather_object", COLLECTIVE),
+        ("barrier", WORLD),
+    ]
+
+
+def test_schedule_of_megatron_is_recorded_by_its_timers(tmp_path: Path) -> None:
+    schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
+    from megatron.core.model_parallel_config import ModelParallelConfig
+
+    config = ModelParallelConfig(timers=MegatronTimers())
+    weight = torch.ones(3, requires_grad=True)
+    recording = spans.Recording()
+    recording.start()
+    config.timers("forward-backward", log_level=1).start(barrier=True)
+    schedules.backward_step(None, (weight * 2).sum(), None, config)
+    config.timers("forward-backward").stop()
+    config.timers("all-grads-sync", log_level=1).start(barrier=True)
+    config.timers("all-grads-sync").stop()
+    recording.stop(tmp_path)
+    assert weight.grad is not None and weight.grad.tolist() == [2.0] * 3
+    assert [(found.name, found.kind) for found in recording.spans] == [
+        ("backward", PASS),
+        ("forward and backward", PART),
+        ("all-grads-sync", COLLECTIVE),
+    ]
+
+
+def test_events_of_torch_have_the_clock_of_spans(tmp_path: Path) -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        start = time.time_ns() / 1e3
+        with record_function("an event"):
+            time.sleep(0.01)
+        end = time.time_ns() / 1e3
+    [event] = [e for e in events_of(profiler, tmp_path) if e["name"] == "an event"]
+    # Both clocks agree within microseconds on an idle machine.
+    assert start - 1e5 < event["ts"] and event["ts"] + event["dur"] < end + 1e5
+    assert not list(tmp_path.iterdir())
+
+
+class FakeProfile:
+    """torch.profiler on a machine with a GPU: it exports one NCCL kernel, from 1 to 3 s."""
+
+    def __init__(self, activities: list[ProfilerActivity]) -> None:
+        assert activities == [ProfilerActivity.CUDA]
+        self.toggled: list[bool] = []
+        profiles.append(self)
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def toggle_collection_dynamic(self, wanted: bool, activities: list[ProfilerActivity]) -> None:
+        assert activities == [ProfilerActivity.CUDA]
+        self.toggled.append(wanted)
+
+    def export_chrome_trace(self, path: str) -> None:
+        times = {"ph": "X", "pid": 0, "tid": 7, "ts": 0.0, "dur": 2e6}
+        kernel = {"name": "ncclDevKernel_AllReduce", "cat": "kernel", **times}
+        whole = {"name": "PyTorch Profiler (0)", "cat": "Trace", **times}
+        trace = {"baseTimeNanoseconds": 10**9, "traceEvents": [kernel, whole]}
+        Path(path).write_text(json.dumps(trace))
+
+
+profiles: list[FakeProfile] = []
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    profiles.clear()
+    monkeypatch.setattr(spans, "profile", FakeProfile)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+
+def test_kernels_of_a_rollout_are_left_out(gpu: None, tmp_path: Path) -> None:
+    recording = spans.Recording()
+    recording.start()
+    with span("train", STAGE):
+        pass
+    with span("rollout", STAGE):
+        assert profiles[0].toggled == [False]
+    assert profiles[0].toggled == [False, True]
+    [event] = recording.stop(tmp_path)
+    assert (event["name"], event["ts"]) == ("ncclDevKernel_AllReduce", 1e6)
+
+
+def test_kernels_of_collectives_are_communication(
+    gpu: None, make_tracer: MakeTracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([0, 10**9, 4 * 10**9, 5 * 10**9])
+    monkeypatch.setattr(time, "time_ns", lambda: next(clock))
+    tracer = make_tracer(1, 1)
+    with span("train", STAGE):
+        pass
+    tracer.end_step()
+    rows = cells((tmp_path / "table.txt").read_text())
+    assert {name: row[0] for name, row in rows.items()} == {
+        "train": "1.000", "communication": "2.000", "idle": "2.000", "step": "5.000"
+    }  # fmt: skip
+    events = json.loads((tmp_path / "rank0.json").read_text())["traceEvents"]
+    assert "ncclDevKernel_AllReduce" in [event["name"] for event in events]
+
+
+def test_profiler_that_fails_costs_the_kernels_alone(
+    gpu: None, make_tracer: MakeTracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def fail(self: FakeProfile, *args: Any) -> None:
+        raise RuntimeError("no CUPTI")
+
+    monkeypatch.setattr(FakeProfile, "toggle_collection_dynamic", fail)
+    tracer = make_tracer(1, 1)
+    run_step(tracer)
+    [warning] = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert "no CUPTI" in warning
+    assert "rollout" in (tmp_path / "table.txt").read_text()
 
 
 # the tracer
 
 
-def one_step() -> None:
+def run_step(tracer: Tracer) -> None:
     """A step as training makes it."""
     timers = StageTimers()
-    with timers("rollout"), record_function("first responses"):
-        torch.ones(10).sum()
+    with timers("rollout"), span("first responses"):
+        time.sleep(0.001)
     with timers("train"):
-        with record_function("forward"):
-            torch.ones(10).sum()
-        with record_function("optimizer"):
-            torch.ones(10).sum()
-    timers.finish_step()
+        with span("forward", PASS):
+            time.sleep(0.001)
+        with span("optimizer", PASS):
+            time.sleep(0.001)
+    tracer.end_step()
 
 
-STEP_ROWS = {"rollout", "update, other", "forward", "optimizer", "idle"}
-
-
-def check_rows(tracer: Tracer, *numbers: int, rows: set[str] = STEP_ROWS) -> None:
-    """Each step has these rows, and they are all of it."""
-    assert [step.number for step in tracer._steps] == list(numbers)
-    for step in tracer._steps:
-        assert {row for row, spent in step.rows.items() if spent} == rows
-        assert sum(step.rows.values()) == step.duration
-
-
-def test_first_step_warms_up(make_tracer: Any) -> None:
-    tracer = make_tracer(2, 4, first_step=10)
-    for _ in range(4):
-        one_step()
-    check_rows(tracer, 11, 12)
-
-
-@pytest.mark.parametrize("asked", [2, 5])
-def test_short_run_is_traced_from_its_first_stage(make_tracer: Any, asked: int) -> None:
-    tracer = make_tracer(asked, 2)
-    for _ in range(2):
-        one_step()
-    check_rows(tracer, 0, 1)
-
-
-def test_which_steps_are_traced_is_said(make_tracer: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("num_steps", "left", "steps"),
+    [(2, 4, [11, 12]), (2, 2, [10, 11]), (5, 2, [10, 11])],
+    ids=["first one warms up", "whole run", "more than the run has"],
+)
+def test_traced_steps(
+    make_tracer: MakeTracer, tmp_path: Path, num_steps: int, left: int, steps: list[int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     caplog.set_level(logging.INFO, "mcore_rl")
-    make_tracer(2, 4).close()
-    make_tracer(4, 4).close()
-    make_tracer(1, 4, rank=1).close()
-    assert [record.message.split(":")[0] for record in caplog.records] == [
-        "steps 1 to 2 are traced (the one before warms up)",
-        "steps 0 to 3 are traced (the first one warms up as well)",
-    ]
+    tracer = make_tracer(num_steps, left, first_step=10)
+    for _ in range(left):
+        run_step(tracer)
+    events = json.loads((tmp_path / "rank0.json").read_text())["traceEvents"]
+    assert [e["name"] for e in events if e.get("cat") == "step"] == [f"step {n}" for n in steps]
+    assert f"steps {steps[0]} to {steps[-1]}" in caplog.records[0].message
+    rows = cells((tmp_path / "table.txt").read_text())
+    assert list(rows) == ["rollout", "train", "forward", "optimizer", "idle", "step"]
+    assert all(float(rows[name][0]) > 0 for name in ("rollout", "forward", "optimizer"))
 
 
-@pytest.mark.parametrize(("asked", "left"), [(0, 5), (3, 0)])
-def test_nothing_to_trace_is_no_tracer(
-    make_tracer: Any, tmp_path: Path, asked: int, left: int
+@pytest.mark.parametrize(("num_steps", "left"), [(0, 5), (3, 0)])
+def test_nothing_to_trace(
+    make_tracer: MakeTracer, tmp_path: Path, num_steps: int, left: int
 ) -> None:
-    tracer = make_tracer(asked, left)
-    assert trace._current is None and not autograd_profiler._is_profiler_enabled
-    one_step()
-    tracer.step_ended()
-    tracer.report()
-    tracer.close()
+    run_step(make_tracer(num_steps, left))
     assert not any(tmp_path.iterdir())
 
 
-def test_kernels_of_a_rollout_are_left_out(
-    make_tracer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_tracer(1, 1)
-    toggled: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(trace, "_synchronize", lambda: None)
-    monkeypatch.setattr(
-        autograd_profiler, "_toggle_collection_dynamic", lambda *args: toggled.append(args)
-    )
-    with trace.stage("train"):
-        pass
-    with trace.stage("rollout"):
-        assert toggled == [(False, {torch.profiler.ProfilerActivity.CUDA})]
-    assert [wanted for wanted, _ in toggled] == [False, True]
-    trace.step_ended()
-    with trace.stage("rollout"):  # nothing is traced any more
-        pass
-    assert len(toggled) == 2
-
-
-def test_hand_over_is_traced_by_its_hooks(make_tracer: Any) -> None:
-    tracer = make_tracer(1, 1)
-    for direction in ("train_to_rollout", "rollout_to_train"):
-        tracer.handover_started(direction)
-        tracer.handover_ended()
-    trace.step_ended()
-    check_rows(tracer, 0, rows={"hand-over to rollout", "hand-over to train", "idle"})
-
-
-def test_exception_inside_a_span_ends_it_and_is_passed_on(make_tracer: Any) -> None:
-    tracer = make_tracer(1, 1)
-    with pytest.raises(KeyError), trace.stage("train"), record_function("backward"):
-        raise KeyError
-    with trace.stage("data"):
-        pass
-    trace.step_ended()
-    check_rows(tracer, 0, rows={"update, other", "backward", "data", "idle"})
-
-
-# collectives
-
-
-def test_collectives_are_timed(make_tracer: Any, group: None) -> None:
-    tracer = make_tracer(1, 1)
-    tensor, out = torch.ones(4), torch.zeros(4)
-    with trace.stage("train"):
-        dist.all_reduce(tensor)
-        dist.all_gather([out], tensor)
-        dist.reduce_scatter_tensor(out, tensor)
-        dist.broadcast(tensor, src=0)
-        work = dist.all_reduce(tensor, async_op=True)
-        work.wait()
-    with trace.stage("reward"):
-        assert objects.all_gather("told") == ["told"]
-        objects.all_gather("told", group=dist.group.WORLD)  # of a group: nobody's waiting
-    with trace.stage("rollout"):
-        dist.all_reduce(tensor)
-    trace.step_ended()
-    (step,) = tracer._steps
-    assert step.world[0][:2] == ("all ranks: all_gather_object", "reward") and len(step.world) == 1
-    calls = {key: calls for key, (calls, _) in step.collectives.items()}
-    assert calls["communication", "gloo:all_reduce"] >= 2  # gloo scatters by reducing
-    assert calls["rollout", "gloo:all_reduce"] == 1
-    assert {name for row, name in calls if row == "communication"} >= {
-        "gloo:all_reduce",
-        "gloo:all_gather",
-        "gloo:broadcast",
-    }
-    assert step.rows["communication"] > 0 and step.rows["reward"] > 0
-
-
-def test_passes_of_megatron_are_timed(make_tracer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    megatron = types.ModuleType(SCHEDULES)
-    source = """
-def forward_step(tensor):
-    return tensor
-
-def backward_step(tensor):
-    return tensor
-
-def forward_backward(tensor):
-    backward_func = backward_step
-    return backward_func(forward_step(tensor))
-"""
-    exec(source, vars(megatron))
-    monkeypatch.setitem(sys.modules, SCHEDULES, megatron)
-    before = dict(vars(megatron))
-    tracer = make_tracer(1, 1)
-    with trace.stage("train"):
-        assert megatron.forward_backward(3) == 3
-    trace.step_ended()
-    assert dict(vars(megatron)) == before
-    check_rows(tracer, 0, rows={"update, other", "forward", "backward", "idle"})
-
-
-def test_schedules_of_megatron_have_the_functions() -> None:
-    import inspect
-
-    schedules = pytest.importorskip(SCHEDULES)
-    for name in ("forward_step", "backward_step", "backward_step_multimodule"):
-        assert callable(getattr(schedules, name))
-    for name in (
-        "forward_backward_no_pipelining",
-        "forward_backward_pipelining_with_interleaving",
-        "forward_backward_pipelining_without_interleaving",
-    ):
-        # Looked up when called, so that a replacement is seen.
-        source = inspect.getsource(getattr(schedules, name))
-        assert "forward_step(" in source and "backward_step" in source
-
-
-# failures
-
-
-def test_profiler_that_fails_ends_tracing_with_one_warning(
-    make_tracer: Any, group: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    tracer = make_tracer(2, 5, rank=3)
-
-    def fail() -> None:
-        raise OSError("no")
-
-    tracer._profile.step = fail
-    results = []
-    for _ in range(4):
-        with trace.stage("train"):
-            tensor = torch.ones(1)
-            dist.all_reduce(tensor)
-            results.append(tensor.item())
-        trace.step_ended()
-        tracer.report()
-    assert results == [1.0] * 4
-    warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
-    assert warnings == ["rank 3: tracing failed, training goes on: OSError: no"]
-    assert tracer._reported  # with all the others
-
-
-def test_torch_that_records_otherwise_ends_tracing(
-    make_tracer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def enable(config: Any, activities: Any) -> None:
-        pytest.fail("called without scopes, every operation would be recorded")
-
-    monkeypatch.setattr(autograd_profiler, "_enable_profiler", enable)
-    make_tracer(1, 1)
-    one_step()
-    assert "tracing failed, training goes on: TypeError" in caplog.text
-    assert autograd_profiler._enable_profiler is enable
-
-
-def test_unwritable_folder_is_a_warning(
-    make_tracer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").touch()
-    tracer = make_tracer(1, 1, folder=tmp_path / "file" / "trace")
-    one_step()
-    tracer.report()
-    warnings = [r for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warnings) == 1
-
-
-# files
-
-
-def check_chrome(events: list[dict[str, Any]], ranks: set[int] = {0}) -> None:  # noqa: B006
+def check_chrome(events: list[dict[str, Any]], ranks: set[int]) -> None:
     """What a viewer needs: complete events of named processes, nesting in a thread."""
     assert {e["pid"] for e in events if e["name"] == "process_name"} == ranks
-    threads: dict[tuple[int, int], list[tuple[int, int]]] = {}  # begin, -end in nanoseconds
+    threads: dict[tuple[int, int], list[tuple[int, int]]] = {}  # begin, -end in microseconds
     for event in events:
         assert event["ph"] in ("M", "X") and event["pid"] in ranks
         if event["ph"] == "M":
             continue
         assert event["ts"] >= 0 and event["dur"] >= 0 and event["name"] and event["cat"]
-        times = round(1e3 * event["ts"]), -round(1e3 * (event["ts"] + event["dur"]))
+        times = round(event["ts"]), -round(event["ts"] + event["dur"])
         threads.setdefault((event["pid"], event["tid"]), []).append(times)
     for times_of_thread in threads.values():
         for one, other in itertools.combinations(sorted(times_of_thread), 2):
@@ -501,25 +405,21 @@ def check_chrome(events: list[dict[str, Any]], ranks: set[int] = {0}) -> None:  
 
 
 def test_files_of_a_run(
-    make_tracer: Any, group: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make_tracer: MakeTracer, group: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "mcore_rl")
     folder = tmp_path / "run" / "trace"
     tracer = make_tracer(2, 9, folder=folder, label="tp0 pp0 dp0")
     for number in range(4):
-        one_step()
-        tracer.report()
+        run_step(tracer)
         assert folder.exists() == (number >= 2)
-    names = {path.name for path in folder.iterdir()}
-    assert names == {"rank0.json", "trace.json", "table.txt"}
+    assert {path.name for path in folder.iterdir()} == {"rank0.json", "trace.json", "table.txt"}
     for name in ("rank0.json", "trace.json"):
         events = json.loads((folder / name).read_text())["traceEvents"]
-        check_chrome(events)
+        check_chrome(events, {0})
         process = next(e for e in events if e["name"] == "process_name")
         assert process["args"] == {"name": "rank 0 (tp0 pp0 dp0)"}
         at = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"}
-        assert {e["name"] for e in events if e.get("cat") == "step"} == {"step 1", "step 2"}
-        assert not any(name.startswith("aten::") for name in at)
         step, train, forward = at["step 2"], at["train"], at["forward"]
         assert step[0] <= train[0] <= forward[0] <= forward[1] <= train[1] <= step[1]
         rollout, responses = at["rollout"], at["first responses"]
@@ -529,40 +429,38 @@ def test_files_of_a_run(
     assert table.removesuffix("\n") in [record.message for record in caplog.records]
 
 
-def test_merged_trace_has_a_process_for_each_rank(make_tracer: Any, tmp_path: Path) -> None:
-    paths = []
+def test_merged_trace_has_a_process_for_each_rank(make_tracer: MakeTracer, tmp_path: Path) -> None:
     for rank in range(2):
-        tracer = make_tracer(1, 1, rank=rank)
-        one_step()
-        tracer.report()
-        paths.append(tmp_path / f"rank{rank}.json")
-    trace.merge(paths, tmp_path / "both.json")
-    check_chrome(json.loads((tmp_path / "both.json").read_text())["traceEvents"], {0, 1})
+        run_step(make_tracer(1, 1, rank=rank))
+    events = json.loads(merge([tmp_path / "rank0.json", tmp_path / "rank1.json"]))["traceEvents"]
+    check_chrome(events, {0, 1})
 
 
-def test_run_that_ends_early_leaves_what_it_traced(make_tracer: Any, tmp_path: Path) -> None:
+def test_ranks_of_several_machines_are_in_one_table_without_a_merged_trace(
+    make_tracer: MakeTracer, group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def two_machines(mine: Any) -> list[Any]:
+        return [mine, type(mine)("another machine", mine.steps, None)]
+
+    monkeypatch.setattr(objects, "all_gather", two_machines)
+    run_step(make_tracer(1, 1))
+    assert (tmp_path / "table.txt").exists() and not (tmp_path / "trace.json").exists()
+
+
+def test_run_that_ends_early_leaves_what_it_traced(make_tracer: MakeTracer, tmp_path: Path) -> None:
     tracer = make_tracer(5, 9)
-    one_step()
-    one_step()
+    run_step(tracer)
+    run_step(tracer)
     tracer.close()
     events = json.loads((tmp_path / "rank0.json").read_text())["traceEvents"]
-    check_chrome(events)
+    check_chrome(events, {0})
     assert "step 1" in [e["name"] for e in events if e.get("cat") == "step"]
 
 
-def test_rank_that_failed_is_named_and_left_out(
-    make_tracer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_unwritable_folder_is_a_warning(
+    make_tracer: MakeTracer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tracer = make_tracer(1, 1)
-    one_step()
-    gather = tracer._gather
-
-    def of_two() -> list[Any]:
-        return [*gather(), trace._Report("elsewhere", [], None, "OSError: disk full")]
-
-    monkeypatch.setattr(tracer, "_gather", of_two)
-    tracer.report()
-    lines = (tmp_path / "table.txt").read_text().splitlines()
-    assert lines[0] == "rank 1: OSError: disk full"
-    assert lines[-1].startswith("bottleneck: ")
-    assert not (tmp_path / "trace.json").exists()  # another machine
+    (tmp_path / "file").touch()
+    run_step(make_tracer(1, 1, folder=tmp_path / "file" / "trace"))
+    warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert warnings and all("training goes on" in warning for warning in warnings)

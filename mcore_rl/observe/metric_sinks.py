@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -25,16 +24,12 @@ _FINISH_SECONDS = 120
 _RUN_ID_FILE = "wandb_run_id"
 
 
-class Backend(Protocol):
-    """Receiver of points; may raise anything at any time."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+# A backend: write a step's metrics, and finish. Both may raise anything.
+Backend = tuple[Callable[[int, Mapping[str, float]], object], Callable[[], object]]
 
 
 class MetricSink:
-    """Adapter that passes each step's metrics to a backend until it has failed once. Never raises.
+    """A backend that gets each step's metrics until it fails for the first time. Never raises.
 
     `title` and `place` are for the warning about the failure.
     """
@@ -42,22 +37,26 @@ class MetricSink:
     def __init__(self, title: str, place: str, start: Callable[[], Backend]) -> None:
         self._title, self._place = title, place
         self._backend: Backend | None = None
-        self._try(lambda: setattr(self, "_backend", start()))
+        with self._ending_on_failure():
+            self._backend = start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one point per metric."""
-        if (backend := self._backend) is not None:
-            self._try(lambda: backend.log(step, metrics))
+        if self._backend is not None:
+            with self._ending_on_failure():
+                self._backend[0](step, metrics)
 
     def close(self) -> None:
-        """Finish the backend; it gets nothing afterwards."""
+        """Finish the backend, which gets nothing afterwards."""
         backend, self._backend = self._backend, None
         if backend is not None:
-            self._try(backend.close)
+            with self._ending_on_failure():
+                backend[1]()
 
-    def _try(self, work: Callable[[], None]) -> None:
+    @contextlib.contextmanager
+    def _ending_on_failure(self) -> Iterator[None]:
         try:
-            work()
+            yield
         except (Exception, SystemExit) as error:  # training must continue
             self._backend = None
             logger.warning(
@@ -70,21 +69,19 @@ class MetricSink:
 
 def tensorboard_sink(folder: Path, first_step: int) -> MetricSink:
     """Return a sink of event files in `folder`; a resume replaces points from `first_step` on."""
-    return MetricSink("TensorBoard", str(folder), lambda: _TensorBoard(folder, first_step))
 
-
-class _TensorBoard:
-    def __init__(self, folder: Path, first_step: int) -> None:
+    def start() -> Backend:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
+        writer = SummaryWriter(str(folder), purge_step=first_step or None)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        def write(step: int, metrics: Mapping[str, float]) -> None:
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
+        return write, writer.close
+
+    return MetricSink("TensorBoard", str(folder), start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,27 +114,17 @@ def wandb_sink(
     A resumed run continues its former Weights & Biases run, which keeps the first values of a step
     that is done twice. Waits up to `_INIT_SECONDS` for a server.
     """
-    return MetricSink(
-        "Weights & Biases",
-        f"project {run.project}",
-        lambda: _Wandb(run, folder, config, first_step),
-    )
 
-
-class _Wandb:
-    def __init__(
-        self, run: WandbRun, folder: Path, config: Mapping[str, Any], first_step: int
-    ) -> None:
+    def start() -> Backend:
         import wandb
 
-        run_id = _run_id(folder / _RUN_ID_FILE, goes_on=first_step > 0)
         save_dir = Path(run.save_dir or folder)
         save_dir.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
+        of_wandb = wandb.init(
             project=run.project,
             entity=run.entity,
             name=run.name or folder.absolute().name,
-            id=run_id,
+            id=_run_id(folder / _RUN_ID_FILE, resumes=first_step > 0),
             resume="allow",
             dir=save_dir,
             config=dict(config),
@@ -152,23 +139,18 @@ class _Wandb:
                 quiet=True,
             ),
         )
+        return (lambda step, metrics: of_wandb.log(dict(metrics), step=step)), of_wandb.finish
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    return MetricSink("Weights & Biases", f"project {run.project}", start)
 
 
-def _run_id(path: Path, *, goes_on: bool) -> str:
+def _run_id(path: Path, *, resumes: bool) -> str:
     """Return the id of the run that is resumed, or a new id for a run that starts at step 0."""
-    if goes_on and path.is_file():
+    if resumes and path.is_file():
         with contextlib.suppress(OSError, ValueError):  # a damaged id starts another run
             if (found := path.read_text(encoding="utf-8").strip()) and found.isprintable():
                 return found
     run_id = secrets.token_hex(4)
     with contextlib.suppress(OSError):  # without the file, a resumed run gets a new id
-        temporary = path.with_suffix(".new")
-        temporary.write_text(run_id + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        path.write_text(run_id + "\n", encoding="utf-8")
     return run_id

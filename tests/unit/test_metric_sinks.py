@@ -150,8 +150,8 @@ def test_wandb_has_the_names_steps_and_values_of_metrics_jsonl(
 def test_damaged_id_of_a_wandb_run_begins_another_one(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "wandb_run_id"
     path.write_bytes(content)
-    begun = _run_id(path, goes_on=True)
-    assert begun.isalnum() and _run_id(path, goes_on=True) == begun
+    begun = _run_id(path, resumes=True)
+    assert begun.isalnum() and _run_id(path, resumes=True) == begun
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
-"""Alarms: rules that detect in a run's metrics what would ruin it later. Pure.
+"""Alarms: rules that detect in a run's metrics that it is about to collapse. Pure.
 
-Each rule checks one metric over the last `window` steps against one threshold, a flag. Runs
-collapse in known ways: rewards no longer differ, so that there is no gradient; entropy vanishes
-and the policy repeats itself; responses grow to the limit or shrink to nothing; a KL or a gradient
-norm explodes; engine and actor compute different results; memory grows until the job is killed;
-one expert gets all tokens, or most experts of a layer get none.
+Each rule checks one metric over the last `window` steps against one threshold, a flag. They cover
+the usual failures: equal rewards, which give no gradient; vanishing entropy; responses that grow to
+the limit or shrink to nothing; an exploding KL or gradient norm; an engine and an actor that
+disagree; growing memory; experts that get all tokens, or none.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One alarm's condition. `holds(threshold, recent, first)` is true while all is well.
+    """The condition of one alarm: `holds(threshold, recent, first)` is false if it is raised.
 
     `recent` are the metric's last `window` values, the newest last; `first` is the mean of the
     run's first `window` values.
@@ -32,6 +31,11 @@ class Rule:
     says: str  # with {value}, {limit} and {first}
     value: Callable[[Sequence[float]], float] = statistics.fmean
     remedy: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name in its flag, `--rl-alarm-<name>`."""
+        return self.field.removeprefix("alarm_").replace("_", "-")
 
 
 def _mean_at_most(limit: float, recent: Sequence[float], first: float) -> bool:
@@ -65,7 +69,7 @@ def _grows(field: str, metric: str, where: str) -> Rule:
         lambda limit, recent, _: _slope(recent) <= limit * _MIB,
         f"{where} memory grows by {{value}} MiB a step",
         value=lambda recent: _slope(recent) / _MIB,
-        remedy="what holds on to it shows in a memory profile; the run ends when none is left",
+        remedy="find what holds it with a memory profile; the run ends when none is left",
     )
 
 
@@ -75,8 +79,8 @@ RULES = (
         "reward/std",
         lambda limit, recent, _: statistics.fmean(recent) >= limit,
         "the rewards' standard deviation is {value}, below {limit}",
-        remedy="responses no longer differ in reward and teach nothing: look at rollouts.jsonl, "
-        "the reward and the prompts' difficulty",
+        remedy="equal rewards give no gradient: look at rollouts.jsonl, the reward and the "
+        "prompts' difficulty",
     ),
     Rule(
         "alarm_kl",
@@ -89,15 +93,15 @@ RULES = (
         "alarm_entropy",
         "entropy",
         _share_of_first_at_least,
-        "the entropy is {value}, less than {limit} of what it was ({first})",
+        "the entropy is {value}, less than {limit} of its first value ({first})",
         remedy="lower --lr, raise --rl-entropy-coef or --rl-clip-eps-upper",
     ),
     Rule(
         "alarm_response_tokens",
         "response_tokens/mean",
         lambda limit, recent, first: first / limit <= statistics.fmean(recent) <= first * limit,
-        "responses have {value} tokens in the mean, {first} at first: a change by more than "
-        "{limit}",
+        "the mean response has {value} tokens, at first it had {first}: a change by a factor of "
+        "more than {limit}",
         remedy="look at rollouts.jsonl for what the reward pays for",
     ),
     Rule(
@@ -111,7 +115,7 @@ RULES = (
         "alarm_mismatch",
         "kl/rollout_actor",
         _mean_at_most,
-        "engine and actor are apart by a KL of {value}, more than {limit}, with the same weights",
+        "the KL between engine and actor with the same weights is {value}, above {limit}",
         remedy="see --rl-mismatch-correction, --rl-attest full and --rl-canary-interval",
     ),
     Rule(
@@ -136,14 +140,13 @@ RULES = (
         "moe/most_unused_experts",
         _mean_at_most,
         "in some layer {value} of the experts get no token, more than {limit}",
-        remedy="moe/unused_experts/layer_* tells which; lower --lr, or see "
-        "--moe-router-bias-update-rate",
+        remedy="see moe/unused_experts/layer_*; lower --lr, or see --moe-router-bias-update-rate",
     ),
     Rule(
         "alarm_tokens_per_second",
         "throughput/rollout_tokens_per_second",
         _share_of_first_at_least,
-        "rollout makes {value} tokens per second, less than {limit} of what it did ({first})",
+        "rollout generates {value} tokens per second, less than {limit} of what it did ({first})",
         remedy="look for another process on a device, or a slow rank with --rl-trace 1",
     ),
 )
@@ -151,24 +154,19 @@ RULES = (
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A rule that no longer holds."""
+    """A rule that was violated at `step`."""
 
     rule: Rule
     step: int
     text: str
 
-    @property
-    def name(self) -> str:
-        """The name in its flag, `--rl-alarm-<name>`."""
-        return self.rule.field.removeprefix("alarm_").replace("_", "-")
-
 
 class Health:
-    """Checker of every step's metrics, which returns the new alarms.
+    """Checks every step's metrics and returns new alarms.
 
     `thresholds` maps a rule's field to its threshold; 0 or a missing one disables the rule. A rule
-    is checked once it has `window` values. It raises one alarm, and another only after it held in
-    between. Values that are not finite are skipped; they stop a run elsewhere.
+    is checked once it has `window` values. While it is violated it raises no second alarm. Values
+    that are not finite are skipped; other checks stop the run.
     """
 
     def __init__(self, thresholds: Mapping[str, float], *, window: int) -> None:

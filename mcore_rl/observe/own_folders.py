@@ -21,13 +21,13 @@ from mcore_rl.common.errors import UsageError
 logger = logging.getLogger(__name__)
 
 LOCK = ".run.lock"
-# Descriptors by folder, open as long as this process lives.
+# Descriptors by folder; they stay open until this process ends.
 _held: dict[Path, int] = {}
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
 def make_directory(run_name: str, below: Path = Path("runs")) -> Path:
-    """Create a new folder <run_name>-<date>-<time>.<milliseconds>, which no other run has."""
+    """Create a new folder, `<run_name>-<date>-<time>.<milliseconds>`."""
     while True:
         now = time.time()
         moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
@@ -78,7 +78,7 @@ def hold(folder: Path, flag: str) -> None:
             flag=f"{flag} {folder}",
             remedy="choose another folder or make room",
         ) from error
-    with contextlib.suppress(OSError):  # a full disk: the owner's name matters less than the lock
+    with contextlib.suppress(OSError):  # on a full disk the lock is held without a name
         who = f"process {os.getpid()} on {socket.gethostname()}\n"
         (real / LOCK).write_text(who, encoding="utf-8")
 
@@ -96,4 +96,4 @@ def _locked(file: Path) -> int:
                 continue
             raise
         return handle
-    raise AssertionError("the second one returns or raises")
+    raise AssertionError("the second attempt returns or raises")

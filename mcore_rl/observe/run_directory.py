@@ -1,9 +1,9 @@
 """The run directory: metrics, samples, configuration, summary.
 
-Only rank 0 writes. Names of files and metrics are the run directory's contract: `metrics.jsonl`
-(one object per step), `rollouts.jsonl`, `run.log`, `config.yaml`, `summary.json`, `tensorboard/`.
-Failures here do not stop training: lines that cannot be written are buffered until they can, and
-other failures are logged once. For other destinations of metrics see `metric_sinks`.
+Only rank 0 writes. The names of files and metrics are a contract with users: `metrics.jsonl` (one
+object per step), `rollouts.jsonl`, `run.log`, `config.yaml`, `summary.json`, `tensorboard/`.
+Failures do not stop training: lines are buffered until they can be written, and other failures are
+logged once. `metric_sinks` writes to TensorBoard and Weights & Biases.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class RunConfig:
         given = {key: value for key, value in self.given.items() if key != "rl-run-dir"}
         return "".join(
             [
-                "## The flags that this run was given. Given back as --rl-config, this file makes\n"
-                "## the same run in a directory of its own: --rl-run-dir is left out.\n",
+                "## The flags of this run. Passed as --rl-config, this file starts the same run\n"
+                "## in a new directory, because --rl-run-dir is left out.\n",
                 _commented({"about": self.about}),
                 _dumped(given) if given else "",
-                "## Every argument, as the run has it: what was derived, and defaults.\n",
+                "## All arguments, with derived values and defaults.\n",
                 _commented({"resolved": self.resolved}),
             ]
         )
@@ -90,7 +90,7 @@ def read_config(path: Path) -> RunConfig:
 
 
 def _dumped(mapping: Mapping[str, Any]) -> str:
-    # In ASCII: some characters end a line, and so a comment, only in YAML.
+    # ASCII only: some other characters end a line, and so a comment, in YAML.
     return yaml.safe_dump(_plain(mapping), sort_keys=False, width=float("inf"))
 
 

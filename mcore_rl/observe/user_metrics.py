@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MetricFunction = Callable[["Sequence[ScoredRollout]"], float | Mapping[str, float]]
 
 _METRICS: dict[str, MetricFunction] = {}
-_told: set[str] = set()  # metrics whose failure was logged
+_logged: set[str] = set()  # metrics whose failure was logged
 
 
 def metric(name: str) -> Callable[[MetricFunction], MetricFunction]:
@@ -63,10 +63,10 @@ def user_metrics(samples: Sequence[ScoredRollout]) -> dict[str, float]:
             if wrong:
                 raise ValueError(f"{wrong[0]} is {numbers[wrong[0]]}")
         except Exception as error:  # from the user's function, which must not end the run
-            if name not in _told:
-                _told.add(name)
+            if name not in _logged:
+                _logged.add(name)
                 logger.warning(
-                    "metric %s is left out of steps like this one: %s: %s; it is said once",
+                    "metric %s is left out of this step: %s: %s; further failures are not logged",
                     name,
                     type(error).__name__,
                     error,

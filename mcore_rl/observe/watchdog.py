@@ -1,10 +1,10 @@
 """Watchdog that ends a run whose stage takes too long, and reports which rank is stuck where.
 
-A slow or stuck rank shows on all others as a collective that does not return. After
-`--distributed-timeout-minutes` they fail, without a word about that rank. Here each rank watches
-its own stages. When one takes longer than `--rl-stage-timeout-seconds`, the ranks report what
-their main threads are doing, over separate connections to the job's store. One rank prints the
-reports, grouped by identical stack, and all end. Ranks that do not answer are named.
+If a rank is slow or stuck, the others wait in a collective until `--distributed-timeout-minutes`,
+and fail without naming it. So each rank watches its own stages. When one takes longer than
+`--rl-stage-timeout-seconds`, all ranks send the stacks of their main threads to the job's store,
+over separate connections. One rank prints them, grouped by identical stack, with the ranks that did
+not answer, and all ranks exit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KEY = "mcore_rl/stuck"
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A rank's activity when the time was up."""
+    """What a rank was doing at the time limit."""
 
     stage: str
     seconds: float
@@ -45,7 +45,7 @@ class Report:
 
 
 class StageWatchdog:
-    """Recorder of this rank's stages, which limits their time unless `limit_seconds` is 0."""
+    """Tracks this rank's stages and limits their time, unless `limit_seconds` is 0."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class StageWatchdog:
         connect: Callable[[], Any] | None = None,
         leave: Callable[[int], Any] = os._exit,
     ) -> None:
-        """Start watching. `connect` opens a connection to the job's store that nothing else uses;
-        None: one rank. `leave` ends the process."""
+        """Start watching. `connect` opens a connection to the job's store that nothing else uses,
+        or is None for a single rank. `leave` ends the process."""
         self._limit, self._rank, self._world_size = limit_seconds, rank, world_size
         self._leave, self._since = leave, 0.0
         self._stages: list[str] = []
@@ -116,31 +116,29 @@ class StageWatchdog:
     def _is_asked(self) -> bool:
         """Return whether another rank has asked for reports."""
         with contextlib.suppress(Exception):  # the store ends with the run
-            return self._store is not None and self._store.check([f"{_KEY}/speaker"])
+            return self._store is not None and self._store.check([f"{_KEY}/printing"])
         return False
 
     def _end(self, mine: Report) -> None:
         reports: dict[int, Report] = {self._rank: mine}
-        speaks = True
+        prints = True
         if self._store is not None:
             try:
-                reports, speaks = self._exchange(mine)
+                reports, prints = self._exchange(self._store, mine)
             except Exception as error:  # the store is gone: every rank prints its own report
                 print(f"mcore_rl: the other ranks cannot be asked ({error!r})", file=sys.stderr)
-        if speaks:
+        if prints:
             print(describe(reports, self._world_size, self._limit), file=sys.stderr, flush=True)
         self._leave(EXIT_STUCK)
 
-    def _exchange(self, mine: Report) -> tuple[dict[int, Report], bool]:
-        """Send this rank's report. Return the reports of all ranks that answered, if this rank is
-        the one to print them, and whether it is."""
-        store = self._store
-        assert store is not None, "there is nobody to ask"
-        speaks = store.add(f"{_KEY}/speaker", 1) == 1
-        # The last access to the store: with all reports the printing rank ends, perhaps with it.
+    def _exchange(self, store: Any, mine: Report) -> tuple[dict[int, Report], bool]:
+        """Send this rank's report. Return whether this rank prints, and if so all reports."""
+        prints = store.add(f"{_KEY}/printing", 1) == 1
+        # This must be the last access: the printing rank may host the store, and ends when it has
+        # all reports.
         store.set(f"{_KEY}/{self._rank}", json.dumps([mine.stage, mine.seconds, mine.stack]))
-        if not speaks:
-            # The first rank to end makes the launcher end all others, so wait for the printing.
+        if not prints:
+            # The launcher ends all ranks after the first one, so wait for the printing.
             self._closed.wait(2 * _ANSWER_SECONDS)
             return {}, False
         deadline = time.monotonic() + _ANSWER_SECONDS

@@ -72,7 +72,7 @@ class HealthWatch:
         if self._health is not None:
             raised = self._health.observe(step, metrics)
             for alarm in raised:
-                logger.warning("[Health] step %d, %s: %s", step, alarm.name, alarm.text)
+                logger.warning("[Health] step %d, %s: %s", step, alarm.rule.name, alarm.text)
             metrics["health/alarms"] = float(len(self._health.active))
             stop = [bool(raised) and self._stops]
         if self._stops:

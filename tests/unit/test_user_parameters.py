@@ -367,7 +367,7 @@ def test_a_file_of_rewards_metrics_and_prompts_alone_does_not_import_torch() -> 
 def test_a_metric_of_ones_own_is_recorded_and_one_that_fails_is_said_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(user_metrics, "_told", set())
+    monkeypatch.setattr(user_metrics, "_logged", set())
     samples: list = ["a", "bbb"]
     api.metric("longest")(lambda samples: max(map(len, samples)))
     api.metric("lengths")(lambda samples: {"first": len(samples[0]), "last": len(samples[-1])})

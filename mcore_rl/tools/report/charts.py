@@ -33,7 +33,7 @@ MAX_POINTS, MAX_BARS = 800, 200  # a chart is about 500 pixels wide
 SMOOTHED_FROM = 20  # points of a line
 _MARKERS_UP_TO = 40
 _LONGEST_NAME = 28
-_METRIC_OF_ALARM = {r.field.removeprefix("alarm_").replace("_", "-"): r.metric for r in RULES}
+_METRIC_OF_ALARM = {rule.name: rule.metric for rule in RULES}
 _LAYOUT: Mapping[str, Any] = {
     "template": "none", "height": 290, "font": {"size": 12},
     "margin": {"l": 54, "r": 12, "t": 26, "b": 40},  # the bar of buttons is at the top

@@ -11,11 +11,11 @@ import numpy as np
 from mcore_rl.common.parameters import flag_of
 from mcore_rl.config import RLConfig, frozen, run_flags
 from mcore_rl.flags.megatron_flags import OWN_RL
-from mcore_rl.observe.run_directory import HIGHEST_IS_BEST, LOWEST_IS_BEST
+from mcore_rl.observe.run_directory import HIGHEST_IS_BEST, LOWEST_IS_BEST, MAIN_METRICS
 from mcore_rl.tools.report.run_files import Run
 from mcore_rl.tools.report.texts import clean, shown
 
-_MAIN = ("reward/mean", "eval/accuracy", "kl/ref", "entropy", "kl/rollout_actor", "grad_norm")
+_MAIN = (*MAIN_METRICS, "kl/ref")
 _NOTHING = object()
 GOOD, BAD = "good", "bad"
 _LAST_STEPS = 10

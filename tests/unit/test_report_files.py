@@ -14,7 +14,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.observe.run_directory import RunConfig, RunDirectory
 from mcore_rl.rewards.parts import FailureLog
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.tools.report.charts import MAX_POINTS, thin_line, thin_means
+from mcore_rl.tools.report.charts import thin_means
 from mcore_rl.tools.report.command import read_runs
 from mcore_rl.tools.report.page import render
 from mcore_rl.tools.report.run_files import Run, read_events, read_run, read_samples
@@ -227,18 +227,6 @@ def test_a_very_long_text_is_cut_and_says_so() -> None:
 
 
 # --------------------------------------------------------------------------------------- thinning
-
-
-def test_thinned_lines_keep_spikes_ends_and_only_points_that_were_there() -> None:
-    steps = np.arange(10_000)
-    values = np.random.default_rng(0).random(10_000)
-    values[777], values[7_777] = 50.0, -50.0
-    few_steps, few = thin_line(steps, values)
-    assert few_steps.size <= MAX_POINTS and (np.diff(few_steps) > 0).all()
-    assert (values[few_steps] == few).all()
-    assert few.max() == 50.0 and few.min() == -50.0
-    assert (few_steps[0], few_steps[-1]) == (0, 9_999)
-    assert thin_line(steps[:MAX_POINTS], values[:MAX_POINTS])[0].size == MAX_POINTS
 
 
 def test_thinned_means_keep_the_sum() -> None:

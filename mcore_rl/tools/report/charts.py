@@ -29,7 +29,7 @@ COLORS = (
 _BAND_COLORS = ("rgba(61, 127, 214, 0.18)", "rgba(217, 115, 26, 0.18)")  # the first two, pale
 # For the first and the second run. Lower bounds are dashed, or an equal curve would hide them.
 _DASHES, _BOUND_DASHES = ("solid", "dot"), ("dash", "dashdot")
-MAX_POINTS, MAX_BARS = 800, 200  # a chart is about 500 pixels wide
+MAX_BARS = 200  # a chart is about 500 pixels wide
 SMOOTHED_FROM = 20  # points of a line
 _MARKERS_UP_TO = 40
 _LONGEST_NAME = 28
@@ -67,7 +67,7 @@ def charts_of(panel: Panel, runs: Sequence[Run]) -> list[Chart]:
     if not (panel.expected or any(run.series(m)[1].any() for run in runs for m in metrics)):
         return []
     if panel.kind in ("lines", "band"):
-        traces = list(_lines(panel, metrics, runs))
+        traces = [*_lines(panel, metrics, runs), *_alarm_marks(panel, runs)]
         return [Chart(panel, _figure(panel, traces))] if traces else []
     draw = _stack if panel.kind == "stack" else _map
     drawn = {run.name: traces for run in runs if (traces := list(draw(panel, run)))}
@@ -110,18 +110,15 @@ def constant(metric: str, runs: Sequence[Run]) -> float | None:
 
 
 def remarks_on(runs: Sequence[Run]) -> str:
-    """Return remarks on the charts: smoothing, thinning and omitted metrics."""
+    """Return remarks on the charts: smoothing, means and omitted metrics."""
     longest = max(run.steps.size for run in runs)
-    said, constants, missing = [], {}, []
+    remarks, constants, missing = [], {}, []
     if longest >= SMOOTHED_FROM:
-        said.append("Lines are moving averages, with what was measured behind them, pale.")
-    if longest > MAX_POINTS:
-        said.append(
-            f"Of {longest:,} steps lines show {MAX_POINTS} points, the lowest and highest of each "
-            "run of neighbours, and bands their means."
+        remarks.append(
+            "Lines are moving averages, in front of the measured values, which are pale."
         )
     if longest > MAX_BARS:
-        said.append(f"Bars of stages are means over {-(-longest // MAX_BARS)} steps or fewer.")
+        remarks.append(f"Bars and maps are means over up to {-(-longest // MAX_BARS)} steps.")
     for panel in (panel for section in SECTIONS for panel in section.panels):
         metrics = metrics_of(panel, runs)
         if panel.expected and not metrics:
@@ -131,10 +128,10 @@ def remarks_on(runs: Sequence[Run]) -> str:
             if value is not None and (value or panel.expected):
                 constants[metric] = f"{clean(metric)} {shown(metric, value)}"
     if constants:
-        said.append(f"The same throughout, and not drawn: {', '.join(constants.values())}.")
+        remarks.append(f"Constant, and not drawn: {', '.join(constants.values())}.")
     if missing:
-        said.append(f"Without a value yet: {', '.join(missing)}.")
-    return " ".join(said)
+        remarks.append(f"Without a value yet: {', '.join(missing)}.")
+    return " ".join(remarks)
 
 
 def _figure(panel: Panel, traces: Sequence[Any]) -> graph_objects.Figure:
@@ -157,40 +154,58 @@ def _figure(panel: Panel, traces: Sequence[Any]) -> graph_objects.Figure:
 
 
 def _lines(panel: Panel, metrics: Mapping[str, str], runs: Sequence[Run]) -> Iterator[Any]:
-    """Yield lines, bands behind them, and marks where an alarm was raised.
+    """Yield lines, with bands behind them.
 
     A single metric has a color per run; several metrics have a color each, and dashes per run.
     """
-    raised = {_METRIC_OF_ALARM.get(e.alarm or "") for run in runs for e in run.events}
-    drawn = {m: metrics[m] for m in metrics if m in raised or constant(m, runs) is None}
+    with_alarm = {_METRIC_OF_ALARM.get(e.alarm or "") for run in runs for e in run.events}
+    drawn = {m: metrics[m] for m in metrics if m in with_alarm or constant(m, runs) is None}
     if panel.kind == "band":
         drawn = {m: metrics[m] for m in list(panel.series)[:1] if m in metrics}
     is_only, is_alone = len(drawn) == 1, len(runs) == 1
-    marks = []
     for number, run in enumerate(runs):
         # The name is a path, whose end is more specific.
         end = run.name if len(run.name) <= _LONGEST_NAME else f"…{run.name[-_LONGEST_NAME:]}"
         for place, (metric, label) in enumerate(drawn.items()):
-            steps, values = run.series(metric)
-            if not steps.size:
+            if not run.series(metric)[0].size:
                 continue
             # Plotly interprets names as HTML.
             name = html.escape(label if is_alone else end if is_only else f"{label}, {end}")
             if panel.kind == "band":
                 yield from _band(panel, run, name, _BAND_COLORS[number], showlegend=is_alone)
-            color = COLORS[(number if is_only else place) % len(COLORS)]
             dashes = _BOUND_DASHES if "lower_bound" in metric else _DASHES
-            dash = dashes[0 if is_only else number]
-            style = {"name": name, "line_color": color, "line_dash": dash}
-            smooth = panel.unit in ("number", "share") and not panel.exact
-            yield from _curve(steps, values, smooth and steps.size >= SMOOTHED_FROM, style)
-            at = dict(zip(steps.tolist(), values.tolist(), strict=True))
-            metrics_of_line = panel.series if panel.kind == "band" else (metric,)
-            for event in run.events:
-                is_here = _METRIC_OF_ALARM.get(event.alarm or "") in metrics_of_line
-                if is_here and event.step in at:
-                    text = "<br>".join(map(html.escape, textwrap.wrap(event.text, 60)))
-                    marks.append((event.step, at[event.step], text))
+            color = COLORS[(number if is_only else place) % len(COLORS)]
+            yield from _curve(panel, run, metric, name, color, dashes[0 if is_only else number])
+
+
+def _curve(
+    panel: Panel, run: Run, metric: str, name: str, color: str, dash: str
+) -> Iterator[graph_objects.Scatter]:
+    """Yield the values, or their moving average in front of the pale values."""
+    steps, values = run.series(metric)
+    style: dict[str, Any] = {"name": name, "legendgroup": name, "line_color": color}
+    style["mode"] = "lines+markers" if steps.size <= _MARKERS_UP_TO else "lines"
+    front = {"line_dash": dash, "line_width": 1.8, "marker_size": 5}
+    is_noisy = panel.unit in ("number", "share") and not panel.exact
+    if is_noisy and steps.size >= SMOOTHED_FROM:
+        pale = {"name": f"{name}, as measured", "opacity": 0.35, "showlegend": False}
+        pale |= {"line_dash": "solid", "line_width": 1, "marker_size": 4}
+        yield graph_objects.Scatter(_points(steps, values) | style | pale)
+        values, style["mode"] = smoothed(values), "lines"
+    yield graph_objects.Scatter(_points(steps, values) | style | front)
+
+
+def _alarm_marks(panel: Panel, runs: Sequence[Run]) -> Iterator[graph_objects.Scatter]:
+    """Yield the marks where an alarm of a metric of the panel was raised."""
+    marks = []
+    for run in runs:
+        for event in run.events:
+            metric = _METRIC_OF_ALARM.get(event.alarm or "", "")
+            if metric in panel.series:
+                line = next(iter(panel.series)) if panel.kind == "band" else metric
+                at = np.flatnonzero(run.series(line)[0] == event.step)
+                text = "<br>".join(map(html.escape, textwrap.wrap(event.text, 60)))
+                marks += [(event.step, run.series(line)[1][place], text) for place in at]
     if marks:
         x, y, texts = zip(*marks, strict=True)
         marker = {"symbol": "x", "size": 10, "color": "#d92d3a"}
@@ -200,31 +215,18 @@ def _lines(panel: Panel, metrics: Mapping[str, str], runs: Sequence[Run]) -> Ite
         )
 
 
-def _curve(
-    steps: np.ndarray, values: np.ndarray, smooth: bool, style: Mapping[str, Any]
-) -> Iterator[Any]:
-    """Yield the values, or their moving average in front of the pale values."""
-    style = {**style, "legendgroup": style["name"], "line_width": 1.8, "marker_size": 5}
-    style["mode"] = "lines+markers" if steps.size <= _MARKERS_UP_TO else "lines"
-    if smooth:
-        pale = {"name": f"{style['name']}, as measured", "opacity": 0.35, "showlegend": False}
-        pale |= {"line_width": 1, "line_dash": "solid", "marker_size": 4}
-        yield graph_objects.Scatter({**_points(*thin_line(steps, values)), **style, **pale})
-        values, style["mode"] = smoothed(values), "lines"
-    yield graph_objects.Scatter({**_points(*thin_line(steps, values)), **style})
-
-
-def _band(panel: Panel, run: Run, name: str, color: str, *, showlegend: bool) -> Iterator[Any]:
+def _band(
+    panel: Panel, run: Run, name: str, color: str, *, showlegend: bool
+) -> Iterator[graph_objects.Scatter]:
     """Yield the two edges of the band; the second one fills it."""
     mean, std = panel.series
     steps = run.series(mean)[0]
     means, stds = _rows(run, [mean, std], steps)
-    steps, edges = thin_means(steps, np.stack([means - stds, means + stds]), MAX_POINTS)
     style: dict[str, Any] = {"mode": "lines", "line_width": 0, "hoverinfo": "skip"}
-    style |= {"name": panel.series[std], "legendgroup": name}
-    yield graph_objects.Scatter({**_points(steps, edges[0]), **style, "showlegend": False})
+    style |= {"name": panel.series[std], "legendgroup": name, "showlegend": False}
+    yield graph_objects.Scatter(_points(steps, means - stds) | style)
     style |= {"fill": "tonexty", "fillcolor": color, "showlegend": showlegend}
-    yield graph_objects.Scatter({**_points(steps, edges[1]), **style})
+    yield graph_objects.Scatter(_points(steps, means + stds) | style)
 
 
 def _stack(panel: Panel, run: Run) -> Iterator[Any]:
@@ -265,18 +267,6 @@ def smoothed(values: np.ndarray) -> np.ndarray:
     weight = 1 - 2 / (min(max(values.size // 10, 5), 50) + 1)
     totals = [*accumulate(values.tolist(), lambda total, value: weight * total + value)]
     return np.array(totals) * (1 - weight) / (1 - weight ** np.arange(1, values.size + 1))
-
-
-def thin_line(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most MAX_POINTS of the points: the first, the last, and the lowest and the highest
-    of each run of neighbors, so that no spike is lost."""
-    if steps.size <= MAX_POINTS:
-        return steps, values
-    kept = {0, steps.size - 1}
-    for part in np.array_split(np.arange(steps.size), MAX_POINTS // 2 - 1):
-        kept |= {int(part[values[part].argmin()]), int(part[values[part].argmax()])}
-    rows = sorted(kept)
-    return steps[rows], values[rows]
 
 
 def thin_means(steps: np.ndarray, rows: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:

@@ -55,8 +55,8 @@ SECTIONS = (
         Panel("Held-out accuracy", {"eval/accuracy": "accuracy"}, "Share of held-out prompts with "
             "a reward of at least 1, before the update of the step.", "share", exact=True,
             expected=True),
-        Panel("KL to the reference", {"kl/ref": "KL"}, "Mean over tokens; 0 throughout where no KL "
-            "is asked for.", expected=True),
+        Panel("KL to the reference", {"kl/ref": "KL"},
+            "Mean over tokens; 0 if no KL is computed.", expected=True),
         Panel("Entropy", {"entropy": "entropy"}, "Mean over tokens, in nats.", expected=True),
         Panel("Rewards by part", {"reward/*/mean": ""}, "Each before its weight."),
         Panel("Coefficient of the KL", {"kl/coef": "coefficient"}, exact=True),
@@ -98,20 +98,20 @@ SECTIONS = (
             "the step's weights."),
     )),
     Section("time", "Time", (
-        Panel("Stages of a step", _STAGES, "As the first rank's clock has them; together they are "
-            "the step.", "seconds", "stack", expected=True),
+        Panel("Stages of a step", _STAGES, "On the first rank's clock; they add up to the "
+            "step.", "seconds", "stack", expected=True),
         Panel("Throughput", {"throughput/rollout_tokens_per_second": "rollout",
             "throughput/train_tokens_per_second": "training"}, "Tokens per second of the stage, "
             "all ranks together.", from_zero=True, expected=True),
     )),
     Section("handover", "Hand-over of the weights", (
         Panel("Bytes received, against the lower bound", {"reshard/received_bytes_max": "received",
-            "reshard/lower_bound_bytes_max": "lower bound"}, "Of the rank that receives the most.",
+            "reshard/lower_bound_bytes_max": "lower bound"}, "On the rank that receives the most.",
             "bytes", expected=True),
         Panel("Seconds of a hand-over", {"time/reshard_to_rollout_seconds": "to rollout",
             "time/reshard_to_train_seconds": "to training"}, unit="seconds", expected=True),
         Panel("Memory it takes in passing", {"reshard/peak_extra_bytes_max": "peak"},
-            "Of the rank that takes the most; under --rl-reshard-bucket-mb.", "bytes",
+            "On the rank that takes the most; limited by --rl-reshard-bucket-mb.", "bytes",
             expected=True),
         Panel("Offload", {"offload/moved_bytes_max": "moved", "offload/saved_bytes_max": "saved"},
             unit="bytes"),
@@ -145,8 +145,8 @@ SECTIONS = (
             "--rl-routing-replay; the rest keeps the trainer's own.", "share", from_zero=True,
             exact=True),
         Panel("Choices in which trainer and engine differ",
-            {"moe/routing_disagreement": "all layers"}, "Of the trainer's routers, asked for the "
-            "same tokens with the same weights.", "share", from_zero=True),
+            {"moe/routing_disagreement": "all layers"}, "Of the trainer's routers, for the same "
+            "tokens and weights.", "share", from_zero=True),
         Panel("Choices that differ, by layer", {"moe/routing_disagreement/layer_*": ""},
             unit="share", kind="map"),
         Panel("Busiest expert in training, by layer", {"moe/imbalance/layer_*": ""}, _EVEN,
@@ -157,7 +157,7 @@ SECTIONS = (
             kind="map"),
     )),
     Section("health", "Health", (
-        Panel("Alarms that last", {"health/alarms": "alarms"}, "Where one is raised, the chart of "
-            "its metric has a mark.", exact=True, from_zero=True),
+        Panel("Alarms that last", {"health/alarms": "alarms"}, "The chart of its metric has a "
+            "mark where an alarm is raised.", exact=True, from_zero=True),
     )),
 )  # fmt: skip

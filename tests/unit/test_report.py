@@ -271,7 +271,7 @@ def test_page_of_a_run_that_has_just_begun_says_what_is_missing(
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text(content)
     page = report(tmp_path)
-    for said in ("metrics.jsonl has no step yet", "config.yaml is not there", "Read in part."):
+    for said in ("metrics.jsonl has no step yet", "config.yaml is missing", "Incomplete."):
         assert said in page.text
     assert page.charts == {}
 

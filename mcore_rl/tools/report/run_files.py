@@ -27,11 +27,11 @@ _Read = TypeVar("_Read")
 
 # The files of a run, and the note for a missing one.
 _ABSENT = {
-    "metrics.jsonl": "metrics.jsonl is not there",
-    "config.yaml": "config.yaml is not there: no configuration",
-    "summary.json": "summary.json is not there: a run writes it at its end (versions, layouts)",
-    "rollouts.jsonl": "rollouts.jsonl is not there: no sample texts",
-    "run.log": "run.log is not there: no alarms and events but the metric health/alarms",
+    "metrics.jsonl": "metrics.jsonl is missing",
+    "config.yaml": "config.yaml is missing, and with it the configuration",
+    "summary.json": "summary.json (versions, layouts) is missing: a run writes it at its end",
+    "rollouts.jsonl": "rollouts.jsonl is missing, and with it the samples",
+    "run.log": "run.log is missing, and with it alarms and events",
 }
 # Time, first line and further lines of a message.
 _TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
@@ -50,7 +50,7 @@ _EVENTS = {
 }
 _MAX_OF_KIND = 200
 _MAX_LINES = 60  # of a message
-_MOST_CHARACTERS = 1 << 27  # of run.log: months of a run
+_MOST_CHARACTERS = 1 << 27  # of run.log: months
 NUM_STEPS_SHOWN = 8  # of rollouts.jsonl
 _STEP = re.compile(rb'\{"step": ?(\d{1,15})\b')
 
@@ -133,7 +133,7 @@ def read_run(folder: Path, *, name: str) -> Run:
     if damaged:
         notes.append(damage_note("metrics.jsonl", damaged))
     if metrics == {}:
-        notes.append("metrics.jsonl has no step yet: no curve can be drawn")
+        notes.append("metrics.jsonl has no step yet, so there are no charts")
     metrics = dict(sorted((metrics or {}).items()))
     names = dict.fromkeys(name for found in metrics.values() for name in found)
     config = _read(folder / "config.yaml", read_config, notes) or RunConfig()
@@ -167,10 +167,10 @@ def _read(path: Path, parse: Callable[[Path], _Read], notes: list[str]) -> _Read
         notes.append(f"{path.name} cannot be read ({error.strerror})")
         return None
     except ValueError:
-        notes.append(f"{path.name} is empty or cut; it is left out")
+        notes.append(f"{path.name} is empty or truncated; it is left out")
         return None
     if is_cut and path.suffix == ".jsonl":
-        notes.append(f"{path.name} ends in a line that is not finished; it is left out")
+        notes.append(f"{path.name} ends in an incomplete line, which is left out")
     return found
 
 
@@ -182,9 +182,9 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 
 
 def read_events(path: Path) -> tuple[Event, ...]:
-    """Return the messages worth showing, in their order; the first 200 of each kind.
+    """Return the messages to show, in their order; the first 200 of each kind.
 
-    If other hand-overs were attested, the first one that was not is an event.
+    If some hand-overs were attested, the first one that was not is an event.
     """
     with path.open(encoding="utf-8", errors="replace") as file:
         text = file.read(_MOST_CHARACTERS)

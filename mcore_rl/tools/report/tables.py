@@ -178,11 +178,13 @@ def headlines(runs: Sequence[Run]) -> dict[str, list[Headline]]:
 
 def _steps(run: Run) -> Headline:
     done = run.series("reward/mean")[0]  # the evaluation after the last step has none
-    asked = run.config.get("rl_num_steps", run.config.get("num_steps"))  # the second in older runs
-    asked = asked if isinstance(asked, int) else 0
-    value = f"{done.size:,} of {asked:,}" if asked else f"{done.size:,}"
+    requested = run.config.get(
+        "rl_num_steps", run.config.get("num_steps")
+    )  # older runs: the latter
+    requested = requested if isinstance(requested, int) else 0
+    value = f"{done.size:,} of {requested:,}" if requested else f"{done.size:,}"
     # A summary does not show it: it may be from a shorter run in the folder.
-    if asked and done.size and done[-1] >= asked - 1:
+    if requested and done.size and done[-1] >= requested - 1:
         return Headline(value, "finished", GOOD)
     for event in reversed(run.events):
         if event.kind == "resume":  # earlier ends were resumed
@@ -191,7 +193,7 @@ def _steps(run: Run) -> Headline:
             return Headline(value, "ended early, see the events", BAD)
         if "stopped after step" in event.text:
             return Headline(value, "stopped by an alarm", BAD)
-    return Headline(value, "still going on, or ended before its last step")
+    return Headline(value, "still running, or ended before its last step")
 
 
 def _climb(metric: str) -> Callable[[Run, np.ndarray], Headline]:
@@ -218,7 +220,7 @@ def _alarms(run: Run) -> Headline | None:
 
 def _kl(run: Run, values: np.ndarray) -> Headline:
     if not values.any():
-        return Headline("0", "no KL is taken, or the policy has not moved")
+        return Headline("0", "no KL is computed, or the policy has not changed")
     return Headline(shown("", values[-1]), f"highest {shown('', values.max())}")
 
 

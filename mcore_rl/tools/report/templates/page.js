@@ -4,7 +4,7 @@
   const charts = [...document.querySelectorAll(".chart")];
   const wide = matchMedia("(min-width: 700px)");
 
-  /* plotly.js is packed, so that the page is a third of the size. */
+  /* plotly.js is compressed to a third. */
   async function loadPlotly() {
     const packed = document.getElementById("plotly").textContent.trim();
     const bytes = Uint8Array.from(atob(packed), (character) => character.charCodeAt(0));
@@ -15,7 +15,7 @@
     document.head.append(script);
   }
 
-  /* What of a layout follows the colour scheme. */
+  /* The parts of a layout that follow the color scheme. */
   function scheme() {
     const style = getComputedStyle(document.documentElement);
     const colour = (name) => style.getPropertyValue(name).trim();
@@ -53,17 +53,17 @@
     };
     for (const [place, chart] of charts.entries()) {
       const { data, layout } = figures[place];
-      /* On a small screen a finger that drags wants to scroll. */
+      /* On a small screen, dragging scrolls the page. */
       if (!wide.matches) layout.dragmode = false;
       await Plotly.newPlot(chart, data, put(layout, scheme()), config);
-      /* A legend takes its room below the plot, not from it. */
+      /* Enlarge the chart by its legend, which would shrink the plot. */
       const room = chart.querySelector(".legend")?.getBoundingClientRect().height;
       if (room)
         await Plotly.relayout(chart, {
           height: layout.height + room,
           "margin.b": layout.margin.b + room,
         });
-      /* A long page stays usable meanwhile. */
+      /* Keep the page responsive meanwhile. */
       await new Promise((resume) => setTimeout(resume, 0));
     }
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {

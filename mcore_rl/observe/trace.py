@@ -17,7 +17,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,6 @@ from mcore_rl.common.spans import COLLECTIVE, Recording, Span
 from mcore_rl.observe.trace_table import TracedStep, table_of, traced_step
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Summary:
-    """A rank's message to rank 0."""
-
-    host: str
-    steps: list[TracedStep]
-    file: Path | None  # its events
 
 
 class Tracer:
@@ -71,10 +61,7 @@ class Tracer:
         if self._first > self._last:
             return
         if self._rank == 0:
-            which = (
-                f"steps {self._first} to {self._last}, after {self._first - self._step} to warm up"
-            )
-            logger.info("traced: %s; files in %s", which, self._folder)
+            logger.info("steps %d to %d are traced: %s", self._first, self._last, self._folder)
         self._begin_if_due()
 
     def end_step(self) -> None:
@@ -98,8 +85,8 @@ class Tracer:
             self._recording.start()
             self._ends.append(time.time_ns())
 
-    def _write(self) -> _Summary:
-        """Stop, and write this rank's events; return what rank 0 needs for the table."""
+    def _write(self) -> list[TracedStep]:
+        """Stop, and write this rank's events; return its steps for the table."""
         assert self._recording is not None, "nothing was recorded"
         recording, self._recording = self._recording, None
         device_events = recording.stop(self._folder)
@@ -114,23 +101,23 @@ class Tracer:
             *device_events,
         ]
         file = self._folder / f"rank{self._rank}.json"
-        written = _try_to_write(file, lambda: _chrome({**e, "pid": self._rank} for e in events))
+        _try_to_write(file, lambda: _chrome({**e, "pid": self._rank} for e in events))
         spans = [*recording.spans, *_collectives_of(device_events)]
-        summaries = [traced_step(step, spans, *period) for step, period in periods]
-        return _Summary(socket.gethostname(), summaries, file.absolute() if written else None)
+        return [traced_step(step, spans, *period) for step, period in periods]
 
     def _report(self) -> None:
-        mine = self._write()
+        mine = (socket.gethostname(), self._write())
         everyone = objects.all_gather(mine) if torch.distributed.is_initialized() else [mine]
         if self._rank != 0:
             return
-        table = table_of([summary.steps for summary in everyone])
+        table = table_of([steps for _, steps in everyone])
         logger.info("%s", table)
         _try_to_write(self._folder / "table.txt", lambda: f"{table}\n")
-        files = [summary.file for summary in everyone if summary.file is not None]
-        if len({summary.host for summary in everyone}) > 1:
+        if len({host for host, _ in everyone}) > 1:
             logger.info("each machine has the traces of its ranks: %s", self._folder)
-        elif _try_to_write(merged := self._folder / "trace.json", lambda: merge(files)):
+            return
+        files = [self._folder / f"rank{rank}.json" for rank in range(len(everyone))]
+        if _try_to_write(merged := self._folder / "trace.json", lambda: merge(files)):
             logger.info("for ui.perfetto.dev: %s", merged)
 
 

@@ -175,10 +175,10 @@ def _by_phase(phases: Path, samples: list[tuple[float, int]]) -> Measured:
 
 def planned_bytes(case: RealSize, flags: list[str]) -> dict[str, int]:
     """The plan of each phase, for the same flags."""
-    from mcore_rl.job.host import has_slow_products
     from mcore_rl.planner.host import host_phases
+    from mcore_rl.planner.plan import plan_case
     from mcore_rl.tools.plan.command_line import read_command_line
-    from mcore_rl.tools.plan.outcome import plan_case
+    from mcore_rl.trainer.case import has_slow_products
 
     outcome = plan_case(read_command_line([*flags, "--world-size", str(case.num_ranks)]).case)
     phases = host_phases(

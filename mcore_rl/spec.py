@@ -16,6 +16,17 @@ from mcore_rl.moe.routing import RoutedLayers, routed_layers
 
 
 @dataclass(frozen=True, slots=True)
+class LaidOut:
+    """A critic or a reward model in its layout."""
+
+    shape: ModelShape
+    layout: TrainLayout
+    layers: PipelineLayers
+    values: Mapping[str, Any]  # Megatron's flags by destination, for this model
+    tokens: tuple[str, ...] | None  # None: of a fork
+
+
+@dataclass(frozen=True, slots=True)
 class ValueModelSpec:
     """The description of a critic or a reward model before Megatron starts."""
 

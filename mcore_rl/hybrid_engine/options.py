@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from mcore_rl.common.parameters import Parameters, param
+
+# Unless the launcher reports it: the number on most machines with GPUs.
+_USUAL_RANKS_PER_NODE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,13 @@ class EngineOptions(Parameters):
         "ranks per machine, which TP groups of engines do not cross; 0: as the launcher reports",
         least=0,
     )
+
+
+def ranks_per_node(options: EngineOptions, world_size: int) -> int:
+    """Return `--rl-ranks-per-node`, else the launcher's number, else 8; at most the world size."""
+    launched = os.environ.get("LOCAL_WORLD_SIZE")
+    found = options.ranks_per_node or (int(launched) if launched else _USUAL_RANKS_PER_NODE)
+    return min(found, world_size)
 
 
 @dataclass(frozen=True, slots=True)

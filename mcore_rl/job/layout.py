@@ -7,7 +7,6 @@ its rank map. Raises UsageError with one sentence.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from mcore_rl.batching.rows import chunks_of_sample, round_up
 from mcore_rl.batching.shared_prompts import shares_prompts
 from mcore_rl.common.errors import CORRECT, UsageError
 from mcore_rl.config import RLConfig
-from mcore_rl.hybrid_engine.options import EngineOptions
+from mcore_rl.hybrid_engine.options import EngineOptions, ranks_per_node
 from mcore_rl.hybrid_engine.plan.placement import Placement, with_rank_map
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.families import family_of
@@ -31,8 +30,6 @@ from mcore_rl.model.layout import (
 
 # The latent sizes for which vLLM's CPU attention is compiled.
 CPU_LATENT = (512, 64)
-# Unless the launcher reports it: the number on most machines with GPUs.
-_USUAL_RANKS_PER_NODE = 8
 
 _DEGREES = (
     "tensor_model_parallel_size",
@@ -362,13 +359,6 @@ def note_on_experts(options: EngineOptions, placement: Placement) -> list[str]:
 
 def _rank_map(rollout: RolloutLayout) -> Sequence[int]:
     return rollout.rank_map or range(rollout.world_size)
-
-
-def ranks_per_node(options: EngineOptions, world_size: int) -> int:
-    """Return `--rl-ranks-per-node`, else the launcher's number, else 8; at most the world size."""
-    launched = os.environ.get("LOCAL_WORLD_SIZE")
-    found = options.ranks_per_node or (int(launched) if launched else _USUAL_RANKS_PER_NODE)
-    return min(found, world_size)
 
 
 def _check_node(options: EngineOptions, rollout: RolloutLayout) -> None:

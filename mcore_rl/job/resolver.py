@@ -32,10 +32,9 @@ from mcore_rl.flags.packages import check_wandb
 from mcore_rl.flags.pages import help_text
 from mcore_rl.flags.parser import HELP_RL, all_args
 from mcore_rl.hybrid_engine.memory.offload import offload_kinds
+from mcore_rl.hybrid_engine.options import ranks_per_node
 from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.job import preflight, reading
-from mcore_rl.job.device import case_of_run, check_device, trained_critic
-from mcore_rl.job.host import check_host, has_slow_products
 from mcore_rl.job.layout import (
     check_batches,
     check_layout,
@@ -43,13 +42,11 @@ from mcore_rl.job.layout import (
     check_rollout,
     check_stages,
     note_on_experts,
-    ranks_per_node,
 )
 from mcore_rl.job.reading import ReadShape, read_shape_of
 from mcore_rl.job.validation import check_megatron_accepts
 from mcore_rl.job.value_models import (
     Folder,
-    LaidOut,
     ValueOptions,
     check_positions,
     check_reward_model_flags,
@@ -66,8 +63,10 @@ from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.model.roles import REWARD, Roles, describe_ranks, parse_roles
 from mcore_rl.model.speculation import check_drafter, check_drafter_weights, parse_speculation
+from mcore_rl.planner.checks import check_device, check_host
 from mcore_rl.planner.memory import memory_of, resident_of
-from mcore_rl.spec import JobSpec, ValueModelSpec
+from mcore_rl.spec import JobSpec, LaidOut, ValueModelSpec
+from mcore_rl.trainer.case import case_of_run, has_slow_products, trained_critic
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -28,6 +28,7 @@ from mcore_rl.model.layout import PipelineLayers, TrainLayout
 from mcore_rl.model.roles import CRITIC, DEGREE_FLAGS, REWARD, Roles
 from mcore_rl.model.tensors import VALUE_HEAD
 from mcore_rl.rewards.functions import REWARD_MODEL
+from mcore_rl.spec import LaidOut
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +100,6 @@ class Folder:
     shape: ModelShape
     checkpoint: HFCheckpoint  # see ValueModelSpec
     has_head: bool
-
-
-@dataclass(frozen=True, slots=True)
-class LaidOut:
-    """The model in its layout."""
-
-    shape: ModelShape
-    layout: TrainLayout
-    layers: PipelineLayers
-    values: Mapping[str, Any]  # Megatron's flags by destination, for this model
-    tokens: tuple[str, ...] | None  # None: of a fork
 
 
 def check_reward_model_flags(config: RLConfig) -> None:

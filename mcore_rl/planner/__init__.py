@@ -1,7 +1,15 @@
-"""Planner of a job before it starts: its memory in every phase, and the traffic of its hand-over.
+"""Planner of a job: memory in every phase, traffic of a hand-over, other layouts.
 
-See docs/using/planner.md.
+All modules are pure: plain settings and `ModelShape` in, dataclasses out. `mcore_rl.trainer.case` makes
+the settings from flags, and `mcore_rl.tools.plan` is the command. See docs/using/planner.md.
 
-All modules are pure: integers and `ModelShape` in, dataclasses out. The command is in
-`mcore_rl.tools.plan`.
+    settings             how a run trains, samples and which machines it has
+    models               trained models: parameters and optimizer state of a rank
+    activations, engine  memory of a pass in training; memory of an engine's rank
+    phases               device memory, phase by phase
+    memory, host         host memory of a node, with and without GPUs
+    links                traffic of a hand-over
+    plan, report         the complete plan; the plan as text
+    layouts              other layouts of a job, for advice (flags that help) and search (a ranking)
+    checks, savings      what the start of a run refuses, warns of, and reports
 """

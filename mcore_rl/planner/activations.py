@@ -1,4 +1,4 @@
-"""Formulas for the memory of activations, in training and in the engine.
+"""Formulas for the memory of activations in training.
 
 They follow Korthikanti et al. (arXiv 2205.05198, sections 4 and 5), with the terms of the layers
 built here: RMSNorm, SwiGLU, no dropout, attention that never stores its scores (flash or fused),
@@ -7,8 +7,6 @@ latent attention and routed experts. Pipelines hold micro-batches as in Narayana
 
 A term is the memory per token that one layer keeps for its backward pass. With sequence parallelism
 the tokens outside of matrix products are sharded over TP.
-
-This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -17,11 +15,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mcore_rl.model.config_json import LatentAttention, ModelShape
+from mcore_rl.model.config_json import LatentAttention
 from mcore_rl.model.experts import Experts
-from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
-from mcore_rl.planner.parameters import vocabulary_rows
-from mcore_rl.planner.settings import ActivationSettings, EngineSettings
+from mcore_rl.planner.models import TrainedModel
+from mcore_rl.planner.settings import Recompute
 
 _FLOAT32 = 4
 
@@ -35,72 +32,68 @@ class Term:
     dropped_by: frozenset[str] = frozenset()
 
 
-def layer_terms(
-    shape: ModelShape, train: TrainLayout, settings: ActivationSettings, *, is_moe: bool
-) -> Iterator[Term]:
+def _token_share(model: TrainedModel) -> float:
+    """Return a rank's share of the tokens outside of TP."""
+    return 1 / model.train.tp_size if model.training.sequence_parallel else 1.0
+
+
+def _rank_tokens(model: TrainedModel) -> float:
+    """Return a context-parallel rank's tokens of a micro-batch."""
+    return model.training.micro_batch_tokens / model.train.cp_size
+
+
+def layer_terms(model: TrainedModel, *, is_moe: bool) -> Iterator[Term]:
     """Yield the terms that one layer keeps for its backward pass; its input comes first."""
-    item, tp = settings.weight_bytes, train.tp_size
-    own = 1 / tp if settings.sequence_parallel else 1.0  # a rank's share of tokens outside of TP
-    hidden = item * shape.hidden_size * own
+    shape, item, tp = model.shape, model.training.weight_bytes, model.train.tp_size
+    hidden = item * shape.hidden_size * _token_share(model)
     yield Term("input", hidden)
     yield Term("normed input", hidden, frozenset({"layernorm"}))
     if shape.latent:
-        yield from _latent_terms(shape, shape.latent, item, tp, own)
+        yield from _latent_terms(model, shape.latent)
     else:
-        yield from _grouped_terms(shape, item, tp)
+        yield from _grouped_terms(model)
+    # A number per head, instead of the scores.
+    statistics = _FLOAT32 * shape.num_heads / tp
+    yield Term("softmax statistics", statistics, frozenset({"core_attn"}))
     yield Term("attention residual", hidden)
     yield Term("normed residual", hidden, frozenset({"layernorm"}))
     if is_moe and shape.experts:
-        yield from _expert_terms(shape, shape.experts, train, settings, own)
+        yield from _expert_terms(model, shape.experts)
     else:
         width = item * shape.ffn_hidden_size / tp
         yield Term("gate, up and their product", 3 * width, frozenset({"mlp"}))
 
 
-def _grouped_terms(shape: ModelShape, item: int, tp: int) -> Iterator[Term]:
+def _grouped_terms(model: TrainedModel) -> Iterator[Term]:
+    shape, item, tp = model.shape, model.training.weight_bytes, model.train.tp_size
     queries = item * shape.num_heads * shape.head_dim / tp
     keys = item * shape.num_kv_heads * shape.head_dim / tp
     yield Term("queries, keys, values", queries + 2 * keys)
     if shape.qk_norm:
         yield Term("queries and keys before their norms", queries + keys)
     yield Term("attention output", queries)
-    yield _softmax_statistics(shape, tp)
 
 
-def _latent_terms(
-    shape: ModelShape, latent: LatentAttention, item: int, tp: int, own: float
-) -> Iterator[Term]:
-    heads = item * shape.num_heads / tp
+def _latent_terms(model: TrainedModel, latent: LatentAttention) -> Iterator[Term]:
+    item = model.training.weight_bytes
+    heads = item * model.shape.num_heads / model.train.tp_size
     nope, rope, value = latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.v_head_dim
     compressed = 2 * latent.kv_lora_rank + rope + 2 * (latent.q_lora_rank or 0)
-    yield Term("latents and normed latents", item * compressed * own)
+    yield Term("latents and normed latents", item * compressed * _token_share(model))
     up = heads * (2 * (nope + rope) + nope + value)
     yield Term("queries, keys, values", up, frozenset({"mla_up_proj"}))
     yield Term("attention output", heads * value)
-    yield _softmax_statistics(shape, tp)
 
 
-def _softmax_statistics(shape: ModelShape, tp: int) -> Term:
-    """Return what attention keeps for its softmax: a number per head, instead of the scores."""
-    per_token = _FLOAT32 * shape.num_heads / tp
-    return Term("softmax statistics", per_token, frozenset({"core_attn"}))
-
-
-def _expert_terms(
-    shape: ModelShape,
-    experts: Experts,
-    train: TrainLayout,
-    settings: ActivationSettings,
-    own: float,
-) -> Iterator[Term]:
-    item = settings.weight_bytes
+def _expert_terms(model: TrainedModel, experts: Experts) -> Iterator[Term]:
+    train, item, own = model.train, model.training.weight_bytes, _token_share(model)
     moe = frozenset({"moe"})
     yield Term("router logits and scores", 2 * _FLOAT32 * experts.num_experts * own, moe)
     # Copies of tokens that arrive here, per token of this rank: each token goes to `topk` experts
     # and, under expert tensor parallelism, to all ranks that share an expert.
-    copies = experts.topk * own * train.etp_size * settings.expert_load
+    copies = experts.topk * own * train.etp_size * model.training.expert_load
     width = item * experts.hidden_size / train.etp_size
-    yield Term("tokens of experts", item * shape.hidden_size * copies, moe)
+    yield Term("tokens of experts", item * model.shape.hidden_size * copies, moe)
     yield Term("gate and up of experts", 2 * width * copies, moe)
     yield Term("their product", width * copies, frozenset({"moe", "moe_act"}))
     if experts.shared_hidden_size:
@@ -117,17 +110,19 @@ class _LayerBytes:
     everything: float  # kept without recomputation
 
 
-def _layer_bytes(
-    shape: ModelShape, train: TrainLayout, settings: ActivationSettings, *, is_moe: bool
-) -> _LayerBytes:
-    tokens = settings.micro_batch_tokens / train.cp_size
-    terms = list(layer_terms(shape, train, settings, is_moe=is_moe))
-    recompute = settings.recompute
+def _layer_sizes(model: TrainedModel) -> dict[bool, _LayerBytes]:
+    """Return whether a layer has experts -> its bytes, for the kinds in the model."""
+    return {is_moe: _layer_bytes(model, is_moe) for is_moe in set(model.shape.is_moe_layer)}
+
+
+def _layer_bytes(model: TrainedModel, is_moe: bool) -> _LayerBytes:
+    tokens, recompute = _rank_tokens(model), model.training.recompute
+    terms = list(layer_terms(model, is_moe=is_moe))
     dropping = recompute.modules if recompute.granularity == "selective" else frozenset()
     saved = sum(t.bytes_per_token for t in terms if not t.dropped_by & dropping)
-    spread = recompute.spread_over_tp and not settings.sequence_parallel
+    spread = recompute.spread_over_tp and not model.training.sequence_parallel
     return _LayerBytes(
-        input=tokens * terms[0].bytes_per_token / (train.tp_size if spread else 1),
+        input=tokens * terms[0].bytes_per_token / (model.train.tp_size if spread else 1),
         saved=tokens * saved,
         everything=tokens * sum(t.bytes_per_token for t in terms),
     )
@@ -149,58 +144,67 @@ def micro_batches_in_flight(
     return min(num_micro_batches * vp_size, chunks) / vp_size
 
 
-def train_activation_bytes(
-    shape: ModelShape, train: TrainLayout, layers: PipelineLayers, settings: ActivationSettings
-) -> list[int]:
+def train_activation_bytes(model: TrainedModel) -> list[int]:
     """Return the peak bytes on a rank of each stage: kept activations, and those in progress.
 
     In progress are one group of recomputed layers, and the gradients of one layer, which take at
     most as many bytes as the layer keeps.
     """
-    of = _layer_sizes(shape, train, settings)
+    sizes, training, pp_size = _layer_sizes(model), model.training, model.train.pp_size
     found = []
-    for stage, chunks in enumerate(layers):
+    for stage, chunks in enumerate(model.layers):
         in_flight = micro_batches_in_flight(
             stage,
-            pp_size=train.pp_size,
+            pp_size=pp_size,
             vp_size=len(chunks),
-            num_micro_batches=settings.num_micro_batches,
+            num_micro_batches=training.num_micro_batches,
         )
-        kept, group = 0.0, 0.0
-        for kinds in _kinds(shape, layers, settings, stage):
-            more, largest = _kept([of[is_moe] for is_moe in kinds], settings)
-            kept, group = kept + more, max(group, largest)
-        gradients = max(of[shape.is_moe_layer[n]].everything for chunk in chunks for n in chunk)
+        kept, group = _kept_by_stage(model, sizes, stage)
+        is_moe = model.shape.is_moe_layer
+        gradients = max(sizes[is_moe[n]].everything for chunk in chunks for n in chunk)
         total = kept * in_flight + group + gradients
-        if stage == train.pp_size - 1:
-            total += head_bytes(shape, train, settings, with_gradients=True)
-            total += settings.mtp_layers * _into_mtp_bytes(shape, train, settings)
+        if stage == pp_size - 1:
+            total += head_bytes(model, with_gradients=True)
+            total += training.mtp_layers * _mtp_input_bytes(model)
         found.append(math.ceil(total))
     return found
 
 
-def _kinds(
-    shape: ModelShape, layers: PipelineLayers, settings: ActivationSettings, stage: int
-) -> list[list[bool]]:
-    """Return whether each layer of a stage's chunks has experts. Trained MTP layers follow the last
-    layer, and are of its kind."""
-    kinds = [[shape.is_moe_layer[n] for n in chunk] for chunk in layers[stage]]
-    if stage == len(layers) - 1:
-        kinds[-1] += [shape.is_moe_layer[-1]] * settings.mtp_layers
-    return kinds
+def micro_batch_activation_bytes(model: TrainedModel) -> list[int]:
+    """Return the bytes that each stage's layers keep of one micro-batch from its forward to its
+    backward pass, without recomputed activations."""
+    sizes = _layer_sizes(model)
+    return [math.ceil(_kept_by_stage(model, sizes, stage)[0]) for stage in range(len(model.layers))]
 
 
-def _into_mtp_bytes(shape: ModelShape, train: TrainLayout, settings: ActivationSettings) -> float:
-    """Return the bytes kept around an MTP layer: embedding and hidden states, both normed and
-    concatenated, the result, and the input of the head, which gathers it over TP."""
-    tokens = settings.micro_batch_tokens / train.cp_size
-    own = 1 / train.tp_size if settings.sequence_parallel else 1.0
-    return settings.weight_bytes * shape.hidden_size * tokens * (8 * own + 1)
+def log_prob_activation_bytes(model: TrainedModel) -> list[int]:
+    """Return the bytes on a rank of each stage in a forward pass only: one layer at once, or the
+    head on the last stage.
+
+    A layer counts with all that it would keep for a backward pass, although this is freed earlier.
+    """
+    sizes, is_moe = _layer_sizes(model), model.shape.is_moe_layer
+    found = [
+        max(sizes[is_moe[n]].everything for chunk in chunks for n in chunk)
+        for chunks in model.layers
+    ]
+    found[-1] = max(found[-1], head_bytes(model, with_gradients=False))
+    return [math.ceil(size) for size in found]
 
 
-def _kept(sizes: list[_LayerBytes], settings: ActivationSettings) -> tuple[float, float]:
-    """Return a chunk's (bytes kept from forward to backward, largest recomputed group)."""
-    recompute = settings.recompute
+def _kept_by_stage(
+    model: TrainedModel, sizes: dict[bool, _LayerBytes], stage: int
+) -> tuple[float, float]:
+    """Return (bytes kept of a micro-batch until its backward pass, largest recomputed group)."""
+    kept, group = 0.0, 0.0
+    for kinds in model.layer_kinds(stage):
+        more, largest = _kept([sizes[is_moe] for is_moe in kinds], model.training.recompute)
+        kept, group = kept + more, max(group, largest)
+    return kept, group
+
+
+def _kept(sizes: list[_LayerBytes], recompute: Recompute) -> tuple[float, float]:
+    """Return the same for the layers of a chunk."""
     if recompute.granularity != "full":
         return sum(size.saved for size in sizes), 0.0
     step = max(1, recompute.num_layers)
@@ -213,108 +217,34 @@ def _kept(sizes: list[_LayerBytes], settings: ActivationSettings) -> tuple[float
     return kept, max((sum(s.everything for s in group) for group in groups), default=0.0)
 
 
-def head_bytes(
-    shape: ModelShape, train: TrainLayout, settings: ActivationSettings, *, with_gradients: bool
-) -> float:
+def _mtp_input_bytes(model: TrainedModel) -> float:
+    """Return the bytes kept around an MTP layer: embedding and hidden states, both normed and
+    concatenated, the result, and the input of the head, which gathers it over TP."""
+    hidden = model.training.weight_bytes * model.shape.hidden_size * _rank_tokens(model)
+    return hidden * (8 * _token_share(model) + 1)
+
+
+def head_bytes(model: TrainedModel, *, with_gradients: bool) -> float:
     """Return the bytes of the final norm and everything after it.
 
     For a policy: log-probs and entropy as bounded by `mcore_rl.megatron.log_probs`: the hidden
     states of all tokens are gathered over TP, and logits exist for a chunk of tokens. For a critic:
     its head on this rank's tokens, in float32.
     """
-    tokens = settings.micro_batch_tokens / train.cp_size
-    own = 1 / train.tp_size if settings.sequence_parallel else 1.0
-    hidden = settings.weight_bytes * shape.hidden_size * tokens
+    shape, training, own = model.shape, model.training, _token_share(model)
+    tokens = _rank_tokens(model)
+    hidden = training.weight_bytes * shape.hidden_size * tokens
     if shape.value_head:
         in_float32 = _FLOAT32 * shape.hidden_size * tokens * own
         total = 2 * hidden * own + in_float32
         return total + hidden * own + in_float32 if with_gradients else total
-    total = hidden + 2 * hidden * own + logits_bytes(shape, train, settings, settings.chunk_tokens)
+    total = hidden + 2 * hidden * own + logits_bytes(model, training.chunk_tokens)
     if with_gradients:
-        rows = vocabulary_rows(shape, train.tp_size, settings)
-        total += hidden + _FLOAT32 * rows * shape.hidden_size
+        total += hidden + _FLOAT32 * model.vocabulary_rows * shape.hidden_size
     return total
 
 
-def logits_bytes(
-    shape: ModelShape, train: TrainLayout, settings: ActivationSettings, chunk_tokens: int
-) -> float:
+def logits_bytes(model: TrainedModel, chunk_tokens: int) -> float:
     """Return the bytes of the logits of up to `chunk_tokens` tokens of a micro-batch, over a rank's
     shard of the vocabulary: two copies in float32."""
-    tokens = min(chunk_tokens, settings.micro_batch_tokens / train.cp_size)
-    rows = vocabulary_rows(shape, train.tp_size, settings)
-    return tokens * rows * 2 * _FLOAT32
-
-
-def micro_batch_activation_bytes(
-    shape: ModelShape, train: TrainLayout, layers: PipelineLayers, settings: ActivationSettings
-) -> list[int]:
-    """Return the bytes that each stage's layers keep of one micro-batch from its forward to its
-    backward pass, without recomputed activations."""
-    of = _layer_sizes(shape, train, settings)
-    return [
-        math.ceil(
-            sum(
-                _kept([of[is_moe] for is_moe in kinds], settings)[0]
-                for kinds in _kinds(shape, layers, settings, stage)
-            )
-        )
-        for stage in range(len(layers))
-    ]
-
-
-def _layer_sizes(
-    shape: ModelShape, train: TrainLayout, settings: ActivationSettings
-) -> dict[bool, _LayerBytes]:
-    """Return whether a layer has experts -> its bytes, for the kinds in the model."""
-    return {
-        is_moe: _layer_bytes(shape, train, settings, is_moe=is_moe)
-        for is_moe in set(shape.is_moe_layer)
-    }
-
-
-def log_prob_activation_bytes(
-    shape: ModelShape, train: TrainLayout, layers: PipelineLayers, settings: ActivationSettings
-) -> list[int]:
-    """Return the bytes on a rank of each stage in a forward pass only: one layer at once, or the
-    head on the last stage.
-
-    A layer counts with all that it would keep for a backward pass, although this is freed earlier.
-    """
-    found = []
-    for stage, chunks in enumerate(layers):
-        kinds = {shape.is_moe_layer[n] for chunk in chunks for n in chunk}
-        total = max(_layer_bytes(shape, train, settings, is_moe=k).everything for k in kinds)
-        if stage == train.pp_size - 1:
-            total = max(total, head_bytes(shape, train, settings, with_gradients=False))
-        found.append(math.ceil(total))
-    return found
-
-
-def engine_activation_bytes(
-    shape: ModelShape, rollout: RolloutLayout, settings: EngineSettings
-) -> int:
-    """Return an engine rank's peak bytes: the larger of a layer on a full batch and the logits.
-
-    Experts compute on the tokens of all data-parallel ranks of the engine, in two workspaces with a
-    row for every token and chosen expert, wherever that expert is. The sampler has the logits of
-    every sequence over the full vocabulary, in float32, and a second copy as log-probs.
-    """
-    item, tp, hidden = 2, rollout.tp_size, shape.hidden_size
-    tokens = settings.batched_tokens
-    heads = shape.num_heads / tp
-    if shape.latent:
-        latent = shape.latent
-        per_head = 2 * (latent.qk_nope_head_dim + latent.qk_rope_head_dim) + 2 * latent.v_head_dim
-    else:
-        per_head = 4 * shape.head_dim
-    attention = tokens * (3 * hidden + heads * per_head) * item
-    feed_forward = tokens * (3 * hidden + 3 * shape.ffn_hidden_size / tp) * item
-    if shape.experts:
-        width = shape.experts.hidden_size / (1 if rollout.expert_parallel else tp)
-        gathered = tokens * rollout.dp_size
-        rows = gathered * shape.experts.topk
-        experts = (rows * (max(2 * width, hidden) + width) + 2 * gathered * hidden) * item
-        feed_forward = max(feed_forward, experts + tokens * 2 * hidden * item)
-    logits = 2 * settings.max_num_seqs * shape.vocab_size * _FLOAT32
-    return math.ceil(max(attention, feed_forward, logits))
+    return min(chunk_tokens, _rank_tokens(model)) * model.vocabulary_rows * 2 * _FLOAT32

@@ -11,27 +11,25 @@
     export             the state without widened weights, and the file being written
 
 Without a GPU nothing is offloaded for rollout. The processes also count: the interpreter with
-torch, Megatron and vLLM. This module is pure: it imports neither Megatron nor vLLM nor torch.
+torch, Megatron and vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from mcore_rl.planner.activations import log_prob_activation_bytes, train_activation_bytes
+from mcore_rl.planner.engine import widened_bytes
 from mcore_rl.planner.memory import (
     checkpoint_copies_bytes,
     exported_file_bytes,
-    largest_tensor,
-    received_of,
+    placement_of,
     resident_of,
 )
-from mcore_rl.planner.models import ACTOR, TrainedModel, stage_state
-from mcore_rl.planner.parameters import widened_bytes
+from mcore_rl.planner.models import ACTOR, Bytes, TrainedModel, largest_tensor, stage_state
 from mcore_rl.planner.phases import (
     BUCKETS,
     BUILD,
@@ -46,10 +44,8 @@ from mcore_rl.planner.phases import (
     TRAIN_CRITIC,
     VALUES,
     Case,
-    part_name,
+    Parts,
 )
-
-Bytes = npt.NDArray[np.int64]
 
 SAVE = "save"
 # A rank's process before it has a model, without mapped files; see benchmarks/real_size.py.
@@ -64,7 +60,11 @@ EXACT = frozenset({"rollout weights", "KV cache"})
 
 @dataclass(frozen=True, slots=True)
 class HostPhase:
-    """A phase on the fullest node: part -> bytes of all its ranks together."""
+    """A phase on the fullest node: part -> bytes of all its ranks together.
+
+    Example: HostPhase("save", {"processes": 1_400_000_000, "weights": 2_384_000_000, "copies":
+    622_000_000}, exact_bytes=2_384_000_000)
+    """
 
     name: str
     parts: Mapping[str, int]
@@ -84,68 +84,67 @@ def host_phases(case: Case, *, kv_cache_bytes: int, widens: bool) -> tuple[HostP
     return tuple(_Planning(case, kv_cache_bytes, widens=widens).phases())
 
 
+def received_of(case: Case) -> Bytes:
+    """Return `[ranks]`: bytes that a hand-over brings each rank; it reads the rest in place."""
+    return placement_of(case).received_bytes(case.rollout.rank_map or range(case.train.world_size))
+
+
 class _Planning:
+    """Planner of one case. Arrays are `[world]`: of the actor's ranks and a critic's own."""
+
     def __init__(self, case: Case, kv_cache_bytes: int, *, widens: bool) -> None:
         self._case = case
-        resident, received = resident_of(case), received_of(case)
+        resident = resident_of(case)
         # Models on separate ranks use the world's numbering; the actor has the other ranks.
         apart = {rank for model in case.models for rank in model.ranks}
         self._world_size = max([len(resident) + len(apart), *(rank + 1 for rank in apart)])
         others = [rank for rank in range(self._world_size) if rank not in apart]
         self._actor = others[: len(resident)]
-        self._bucket = {
-            "bucket": self._on(
-                self._actor, np.minimum(BUCKETS * case.engine.bucket_bytes, received)
-            )
-        }
+        bucket = np.minimum(BUCKETS * case.engine.bucket_bytes, received_of(case))
+        self._bucket = {"bucket": self._on(self._actor, bucket)}
         wide = widened_bytes(case.shape, case.rollout) if widens else 0
-        self._widened = {"widened weights": self._on(self._actor, np.full_like(resident, wide))}
+        self._widened = {"widened weights": self._on(self._actor, wide)}
         self._engine = {
             "rollout weights": self._on(self._actor, resident),
-            "KV cache": self._on(self._actor, np.full_like(resident, kv_cache_bytes)),
+            "KV cache": self._on(self._actor, kv_cache_bytes),
         }
         if case.engine.keeps_reference:
             weights = [held["weights"] for held in stage_state(case.actor)]
             self._engine["reference policy"] = self._of_ranks(case.actor, weights)
+        self._exact = EXACT | {m.part_name(p) for m in case.models for p in m.training.exact}
 
-    def phases(self) -> list[HostPhase]:
-        case = self._case
-        loads = case.engine.loads_checkpoint
-        first = self._state(with_moments=loads)
+    def phases(self) -> Iterator[HostPhase]:
+        engine = self._case.engine
+        first = self._state(with_moments=engine.loads_checkpoint)
         whole = self._state(with_moments=True)
         starting = {part: first[part] for part in first if part not in self._released_at_start}
         held = {**self._engine, **self._widened}
-        found = [
-            self._phase(RESUME if loads else BUILD, first),
-            self._phase(START, starting, self._engine),
-            self._first_switch(first),
-            self._phase(ROLLOUT, whole, held),
-        ]
-        for model in case.models:
-            settings = (model.shape, model.train, model.layers, model.training)
-            for name, used in (
-                (LOG_PROBS, log_prob_activation_bytes(*settings)),
-                (TRAIN, train_activation_bytes(*settings)),
-            ):
-                if model.name != ACTOR:
-                    name = VALUES if name == LOG_PROBS else TRAIN_CRITIC
-                activations = {"activations": self._of_ranks(model, used)}
-                if name in (TRAIN, TRAIN_CRITIC):
-                    largest = largest_tensor(model)
-                    update = max(GRADIENT_BYTES * largest, UPDATE_BYTES * largest - min(used))
-                    activations |= self._everywhere("largest gradient or update", update)
-                found.append(self._phase(name, whole, held, activations))
-        copies = max(checkpoint_copies_bytes(model) for model in case.models)
-        found.append(self._phase(HAND_OVER, whole, held, self._bucket))
-        written = self._everywhere("copies", copies)
-        found.append(self._phase(SAVE, whole, held, written))
-        if case.engine.exports:
-            file = self._everywhere("file being exported", exported_file_bytes(case))
+        yield self._phase(RESUME if engine.loads_checkpoint else BUILD, first)
+        yield self._phase(START, starting, self._engine)
+        yield self._first_switch(first)
+        yield self._phase(ROLLOUT, whole, held)
+        for model in self._case.models:
+            yield from self._passes(model, {**whole, **held})
+        yield self._phase(HAND_OVER, whole, held, self._bucket)
+        copies = max(map(checkpoint_copies_bytes, self._case.models))
+        yield self._phase(SAVE, whole, held, self._everywhere("copies", copies))
+        if engine.exports:
+            file = self._everywhere("file being exported", exported_file_bytes(self._case))
             # The last hand-over drops the widened weights, and no generation follows.
-            found.append(self._phase(EXPORT, whole, self._engine, file))
-        return found
+            yield self._phase(EXPORT, whole, self._engine, file)
 
-    def _first_switch(self, state: dict[str, Bytes]) -> HostPhase:
+    def _passes(self, model: TrainedModel, held: Parts) -> Iterator[HostPhase]:
+        """Yield the forward pass and the update of a model."""
+        names = (LOG_PROBS, TRAIN) if model.name == ACTOR else (VALUES, TRAIN_CRITIC)
+        used = log_prob_activation_bytes(model)
+        yield self._phase(names[0], held, {"activations": self._of_ranks(model, used)})
+        used, largest = train_activation_bytes(model), largest_tensor(model)
+        activations = {"activations": self._of_ranks(model, used)}
+        update = max(GRADIENT_BYTES * largest, UPDATE_BYTES * largest - min(used))
+        update_parts = self._everywhere("largest gradient or update", update)
+        yield self._phase(names[1], held, activations, update_parts)
+
+    def _first_switch(self, state: Parts) -> HostPhase:
         """Return the larger of transfer and canary, which widens weights; a resume has none."""
         transfer = self._phase(FIRST_SWITCH, state, self._engine, self._bucket)
         if self._case.engine.loads_checkpoint:
@@ -159,11 +158,11 @@ class _Planning:
         engine = self._case.engine
         if "gradients" not in engine.away_at_start or engine.keeps_gradients:
             return set()
-        return {part_name(model, "gradients") for model in self._case.models if not model.ranks}
+        return {model.part_name("gradients") for model in self._case.models if not model.ranks}
 
-    def _state(self, *, with_moments: bool) -> dict[str, Bytes]:
+    def _state(self, *, with_moments: bool) -> Parts:
         return {
-            part_name(model, part): self._of_ranks(model, [held[part] for held in states])
+            model.part_name(part): self._of_ranks(model, [held[part] for held in states])
             for model in self._case.models
             for states in [stage_state(model, with_moments=with_moments)]
             for part in states[0]
@@ -173,29 +172,23 @@ class _Planning:
         """Return `[world]`: sizes for a model that may have separate ranks."""
         return self._on(model.ranks or self._actor, model.of_ranks(of_stages))
 
-    def _on(self, ranks: Sequence[int], sizes: Bytes) -> Bytes:
+    def _on(self, ranks: Sequence[int], sizes: Bytes | int) -> Bytes:
         """Return `[world]`: `sizes` on these ranks, 0 on the others."""
         found = np.zeros(self._world_size, dtype=np.int64)
         found[list(ranks)] = sizes
         return found
 
-    def _everywhere(self, part: str, num_bytes: int) -> dict[str, Bytes]:
+    def _everywhere(self, part: str, num_bytes: int) -> Parts:
         return {part: np.full(self._world_size, num_bytes, dtype=np.int64)}
 
-    def _phase(self, name: str, *parts: Mapping[str, Bytes]) -> HostPhase:
-        every = {
-            k: v
-            for held in (self._everywhere("processes", PROCESS_BYTES), *parts)
-            for k, v in held.items()
-        }
+    def _phase(self, name: str, *parts: Parts) -> HostPhase:
+        every = self._everywhere("processes", PROCESS_BYTES)
+        for more in parts:
+            every |= more
         per_node = self._case.machine.ranks_per_node
-        nodes = range(0, self._world_size, per_node)
-        totals = [sum(int(v[n : n + per_node].sum()) for v in every.values()) for n in nodes]
-        at = nodes[int(np.argmax(totals))]
-        held = {part: int(v[at : at + per_node].sum()) for part, v in every.items()}
-        exact = EXACT | {part_name(m, p) for m in self._case.models for p in m.training.exact}
-        return HostPhase(
-            name,
-            {part: size for part, size in held.items() if size},
-            sum(size for part, size in held.items() if part in exact),
-        )
+        firsts = np.arange(0, self._world_size, per_node)
+        nodes = {part: np.add.reduceat(sizes, firsts) for part, sizes in every.items()}
+        fullest = int(np.argmax(np.stack(list(nodes.values())).sum(axis=0)))
+        held = {part: int(sizes[fullest]) for part, sizes in nodes.items() if sizes[fullest]}
+        exact = sum(size for part, size in held.items() if part in self._exact)
+        return HostPhase(name, held, exact)

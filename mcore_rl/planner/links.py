@@ -3,8 +3,6 @@
 The moves come from `plan.make_plan`, with all tensors of a stage planned together (see
 `placement`), so received bytes are exact. The bytes that each replica of a slice sends depend on
 how often sources alternate: a run, which plans tensor by tensor, spreads them at least as evenly.
-
-This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -26,9 +24,8 @@ from mcore_rl.hybrid_engine.plan.trees import (
     connections,
 )
 from mcore_rl.model.layout import TrainLayout
+from mcore_rl.planner.models import Bytes
 from mcore_rl.planner.settings import Machine
-
-Bytes = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,37 +1,40 @@
-"""The models that a job trains: the actor and, if the algorithm has one, the critic.
+"""The models that a job trains, and what a rank holds of them: parameters and optimizer state.
 
-Each has its own layout and settings. This module is pure: it imports neither Megatron nor vLLM nor
-torch.
+Counts are exact. They come from the table of tensors in `model.tensors`, which a test compares with
+real Megatron models; the vocabulary is padded as in Megatron. Megatron adds only the padding inside
+its buffers: less than 64 elements per parameter and less than lcm(DP, 128) per bucket.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from mcore_rl.common.errors import UsageError
-from mcore_rl.common.parameters import flag_of
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, TrainLayout
-from mcore_rl.model.roles import DEGREE_FLAGS
-from mcore_rl.planner.parameters import optimizer_parameters, stage_parameters
+from mcore_rl.model.tensors import (
+    Cut,
+    TensorSpec,
+    embedding_specs,
+    head_specs,
+    layer_specs,
+    mtp_layer_specs,
+    trained_vocabulary_rows,
+)
 from mcore_rl.planner.settings import TrainSettings
-from mcore_rl.planner.stages import stages_for
 
 Bytes = npt.NDArray[np.int64]
 
 ACTOR, CRITIC = "actor", "critic"
-# Degrees in which a critic may differ from the actor, and their flags.
-CRITIC_FLAGS = {degree: flag_of(f"critic_{degree}") for degree in DEGREE_FLAGS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
-    """A model with its layout and training settings, on `train.world_size` ranks."""
+    """The actor or the critic, with its layout and settings, on `train.world_size` ranks."""
 
     name: str
     shape: ModelShape
@@ -43,32 +46,107 @@ class TrainedModel:
     # ranks, which count from 0.
     ranks: tuple[int, ...] = ()
 
+    @property
+    def vocabulary_rows(self) -> int:
+        """Rows of the padded vocabulary on a rank."""
+        multiple, tp_size = self.training.vocabulary_multiple, self.train.tp_size
+        if multiple is None:
+            return trained_vocabulary_rows(self.shape.vocab_size, tp_size)
+        return math.ceil(self.shape.vocab_size / (multiple * tp_size)) * multiple
+
+    def layer_kinds(self, stage: int) -> list[list[bool]]:
+        """Return whether each layer of a stage's chunks has experts. Trained MTP layers follow the
+        last layer, and are of its kind."""
+        is_moe = self.shape.is_moe_layer
+        kinds = [[is_moe[layer] for layer in chunk] for chunk in self.layers[stage]]
+        if stage == len(self.layers) - 1:
+            kinds[-1] += [is_moe[-1]] * self.training.mtp_layers
+        return kinds
+
     def of_ranks(self, of_stages: Sequence[int]) -> Bytes:
         """Return `[train.world_size]`: values per rank, from the values per stage."""
         return np.repeat(np.array(of_stages, dtype=np.int64), self.train.ranks_per_stage)
 
+    def part_name(self, part: str) -> str:
+        """Return the name of a part of its state: "weights" of the actor, "critic weights"."""
+        return part if self.name == ACTOR else f"{self.name} {part}"
+
     def describe(self) -> str:
-        """Describe it: "TP8 x CP1 x DP4 x PP2, experts ...; layers of the stages: 4+4 4+4"."""
+        """Return "TP8 x CP1 x DP4 x PP2, experts ...; layers of the stages: 4+4 4+4"."""
         counts = [[len(chunk) for chunk in stage] for stage in self.layers]
         shown = " ".join("+".join(map(str, chunks)) for chunks in counts)
         return f"{self.train.describe()}; layers of the stages: {shown}"
 
 
-def stage_state(model: TrainedModel, *, with_moments: bool = True) -> list[dict[str, int]]:
-    """Return what a rank of each stage holds on the device between two passes. An optimizer that
-    was not loaded has no moments before the first update."""
-    training = model.training
+@dataclass(frozen=True, slots=True)
+class StageParameters:
+    """Parameters of each rank of a pipeline stage, the same number on all its ranks."""
+
+    dense: int
+    experts: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+def stage_parameters(model: TrainedModel) -> list[StageParameters]:
+    """Return the parameters of every stage. The router's bias is not a parameter. Trained MTP
+    layers are on the last stage, with a copy of the embedding."""
+    shape, mtp_layers = model.shape, model.training.mtp_layers
+    last = len(model.layers) - 1
+    head = head_specs(shape)
+    if last and (shape.tied_embeddings or mtp_layers):
+        head += embedding_specs(shape)  # Megatron keeps a copy of it on the last stage
+    kinds = set(shape.is_moe_layer)
+    of_kind = {is_moe: _count(model, layer_specs(shape, is_moe=is_moe)) for is_moe in kinds}
+    found = []
+    for stage, chunks in enumerate(model.layers):
+        parts = [of_kind[shape.is_moe_layer[n]] for chunk in chunks for n in chunk]
+        if stage == 0:
+            parts.append(_count(model, embedding_specs(shape)))
+        if stage == last:
+            parts.append(_count(model, head))
+            parts += [_count(model, _trained_mtp_specs(shape))] * mtp_layers
+        found.append(StageParameters(sum(p.dense for p in parts), sum(p.experts for p in parts)))
+    return found
+
+
+def _trained_mtp_specs(shape: ModelShape) -> list[TensorSpec]:
+    """Return the tensors of an MTP layer; Megatron shards eh_proj, and vLLM does not."""
     return [
-        {
-            "weights": parameters.total * training.weight_bytes,
-            "gradients": parameters.total * training.gradient_bytes,
-            "optimizer": math.ceil(optimizer * (1 - training.optimizer_host_share)),
-        }
-        for parameters, optimizer in zip(
-            stage_parameters(model.shape, model.train, model.layers, training),
-            optimizer_bytes(model, with_moments=with_moments),
-            strict=True,
-        )
+        replace(spec, cut=Cut.ROWS) if spec.name == "eh_proj.weight" else spec
+        for spec in mtp_layer_specs(shape)
+    ]
+
+
+def _count(model: TrainedModel, specs: Iterable[TensorSpec]) -> StageParameters:
+    train = model.train
+    dense = experts = 0
+    for spec in specs:
+        if spec.dtype == "float32":
+            continue  # the router's bias
+        size = math.prod(spec.shape)
+        if spec.num_experts:
+            experts += size * spec.num_experts // (train.ep_size * train.etp_size)
+        elif spec.cut is Cut.VOCABULARY:
+            dense += model.vocabulary_rows * spec.shape[1]
+        else:
+            dense += size // (1 if spec.cut is Cut.REPLICATED else train.tp_size)
+    return StageParameters(dense, experts)
+
+
+def optimizer_parameters(model: TrainedModel) -> list[int]:
+    """Return for how many parameters a rank of each stage keeps state: its shard of a distributed
+    optimizer. Dense parameters are sharded over DP and CP, experts over expert data parallelism.
+    """
+    train, copies = model.train, model.training.optimizer_instances
+    if not model.training.distributed_optimizer:
+        return [parameters.total for parameters in stage_parameters(model)]
+    return [
+        math.ceil(parameters.dense * copies / (train.dp_size * train.cp_size))
+        + math.ceil(parameters.experts * copies / train.edp_size)
+        for parameters in stage_parameters(model)
     ]
 
 
@@ -76,58 +154,44 @@ def optimizer_bytes(model: TrainedModel, *, with_moments: bool = True) -> list[i
     """Return the optimizer's bytes on a rank of each stage, on device and host together."""
     training = model.training
     per_parameter = training.optimizer_bytes - (0 if with_moments else training.moment_bytes)
+    return [count * per_parameter for count in optimizer_parameters(model)]
+
+
+def stage_state(model: TrainedModel, *, with_moments: bool = True) -> list[dict[str, int]]:
+    """Return what a rank of each stage holds on the device between two passes. An optimizer that
+    was not loaded has no moments before the first update."""
+    training = model.training
+    optimizer = optimizer_bytes(model, with_moments=with_moments)
     return [
-        optimizer_parameters(parameters, model.train, model.training) * per_parameter
-        for parameters in stage_parameters(model.shape, model.train, model.layers, model.training)
+        {
+            "weights": parameters.total * training.weight_bytes,
+            "gradients": parameters.total * training.gradient_bytes,
+            "optimizer": math.ceil(state * (1 - training.optimizer_host_share)),
+        }
+        for parameters, state in zip(stage_parameters(model), optimizer, strict=True)
     ]
 
 
-def following(
-    critic: TrainedModel, train: TrainLayout, layers: PipelineLayers
-) -> TrainedModel | None:
-    """Return the critic for an actor with layout `train`: it follows in all degrees that its own
-    flags do not fix. None if that is impossible, or would need flags for the critic's stages.
-    """
-    degrees = {
-        name: getattr(critic.train if name in critic.own_degrees else train, name)
-        for name in CRITIC_FLAGS
-    }
-    etp_size = train.etp_size if critic.shape.experts else degrees["tp_size"]
-    try:
-        new = TrainLayout(
-            critic.train.world_size, cp_size=train.cp_size, etp_size=etp_size, **degrees
-        )
-    except UsageError:
-        return None
-    depth = sum(len(chunk) for stage in layers for chunk in stage)
-    alike = new.pp_size == train.pp_size and depth == critic.shape.num_layers
-    return in_layout(critic, new, layers if alike else None)
+def largest_tensor(model: TrainedModel) -> int:
+    """Return an upper bound on the elements of a rank's largest weight. Gate and up of an MLP are
+    one weight, and so are Q, K and V of attention."""
+    shape, tp_size = model.shape, model.train.tp_size
+    sizes = [model.vocabulary_rows * shape.hidden_size]
+    for is_moe in set(shape.is_moe_layer):
+        for spec in layer_specs(shape, is_moe=is_moe):
+            ranks = model.train.etp_size if spec.num_experts else tp_size
+            fused = 1 if spec.cut is Cut.COLUMNS or shape.latent else 3
+            if "gate_proj" in spec.name or "up_proj" in spec.name:
+                fused = 2
+            if spec.cut is Cut.REPLICATED:
+                ranks = fused = 1
+            sizes.append(fused * math.prod(spec.shape) // ranks)
+    return max(sizes)
 
 
-def in_layout(
-    model: TrainedModel, train: TrainLayout, layers: PipelineLayers | None = None
-) -> TrainedModel | None:
-    """Return `model` in another layout, with the same samples in a mini-batch.
-
-    Its stages are `layers`, or its current ones if PP is the same, or even ones. None if layers or
-    samples do not divide.
-    """
-    old, settings = model.train, model.training
-    if layers is None and train.pp_size == old.pp_size:
-        layers = model.layers
-    if layers is None:
-        stages = stages_for(model.shape.num_layers, train.pp_size)
-        if stages is None or stages.flags:
-            return None
-        layers = stages.layers
-    share, rest = divmod(settings.num_micro_batches * old.dp_size, train.dp_size)
-    if not settings.packed_tokens and (rest or not share):
-        return None
-    training = replace(
-        settings,
-        num_micro_batches=share + bool(rest),
-        sequence_parallel=(
-            settings.sequence_parallel if train.tp_size == old.tp_size else train.tp_size > 1
-        ),
+def sum_over_layers(shape: ModelShape, size: Callable[[Sequence[TensorSpec]], int]) -> int:
+    """Return the sum of `size` over the tensors of all decoder layers."""
+    return sum(
+        size(layer_specs(shape, is_moe=is_moe)) * shape.is_moe_layer.count(is_moe)
+        for is_moe in set(shape.is_moe_layer)
     )
-    return replace(model, train=train, layers=layers, training=training)

@@ -2,6 +2,7 @@
 
     build         Megatron's models: weights, gradients, main parameters; "resume" with --load,
                   which reads the complete optimizer
+    build critic  the same on a critic's own ranks
     start         the engine's share of the device, and the training state that cannot leave it
     canary        the build's state, and a forward pass over a few short prompts
     first switch  a hand-over before there are moments
@@ -20,7 +21,7 @@ everything but weights and activations is KV cache. So start and rollout hold th
 everything else has to fit into the rest.
 
 Actor and critic take turns on the same ranks: in every phase a rank holds its part of both, and
-the activations of one. This module is pure: it imports neither Megatron nor vLLM nor torch.
+the activations of one.
 """
 
 from __future__ import annotations
@@ -30,21 +31,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
-from mcore_rl.planner.activations import (
+from mcore_rl.planner.activations import log_prob_activation_bytes, train_activation_bytes
+from mcore_rl.planner.engine import (
+    absorbed_bytes,
+    drafter_bytes,
     engine_activation_bytes,
-    log_prob_activation_bytes,
-    train_activation_bytes,
+    kv_bytes_per_token,
 )
-from mcore_rl.planner.communicators import communicators_of
-from mcore_rl.planner.models import ACTOR, TrainedModel, stage_state
-from mcore_rl.planner.parameters import absorbed_bytes, drafter_bytes, kv_bytes_per_token
+from mcore_rl.planner.models import ACTOR, Bytes, TrainedModel, stage_state
 from mcore_rl.planner.settings import EngineSettings, Machine, TrainSettings
 
-Bytes = npt.NDArray[np.int64]
 Parts = dict[str, Bytes]  # part -> [ranks]
 States = Mapping[str, list[dict[str, int]]]  # model -> stage -> part -> bytes of a rank
 
@@ -108,7 +107,8 @@ class Phase:
     """A phase on its fullest rank: part -> bytes, the limit, and the missing bytes.
 
     `surely_lacking_bytes` counts only parts whose size is exact, on a device without reserve: if
-    it is not 0, the run cannot pass this phase.
+    it is not 0, the run cannot pass this phase. Example: Phase("hand-over", 4, 1, {"weights":
+    6 * GB, "rollout weights": 52 * GB, "bucket": GB}, limit_bytes=76 * GB, lacking_bytes=0)
     """
 
     name: str
@@ -149,9 +149,30 @@ class DeviceMemory:
         return next(phase for phase in self.phases if phase.name == name)
 
 
-def part_name(model: TrainedModel, part: str) -> str:
-    """Name a part of a model's state: "weights" of the actor, "critic weights" of the critic."""
-    return part if model.name == ACTOR else f"{model.name} {part}"
+def communicators_of(train: TrainLayout, rollout: RolloutLayout) -> dict[str, int]:
+    """Return the maximum number of a rank's NCCL communicators: Megatron's, engine's, hand-over's.
+
+    A communicator is created at the first collective of its group; a group of one rank never has
+    one. Its size depends on the links, its channels and the collectives, and is an assumption of
+    the plan (`Machine.communicator_bytes`): NVIDIA's answers give no formula but "more
+    communicators = more memory" (github.com/NVIDIA/nccl, issues 864, 964 and 986).
+
+    The hand-over broadcasts in Megatron's groups. Only the plan of its moves shows whether it also
+    makes a group of all ranks (`links.Traffic.num_own_groups`), so this group is counted here.
+    """
+    tp, pp, ep, etp = train.tp_size, train.pp_size, train.ep_size, train.etp_size
+    megatron = [train.world_size, tp, pp, train.cp_size, train.dp_size * train.cp_size, tp * pp]
+    if etp != tp:
+        megatron.append(etp)
+    if ep > 1:
+        megatron += [ep, etp * ep, etp * ep * pp, train.edp_size]
+    # Each group has torch's communicator and vLLM's.
+    engine = [rollout.world_size, rollout.tp_size, rollout.dp_size, rollout.ep_size]
+    return {
+        "Megatron": sum(size > 1 for size in megatron),
+        "engine": 2 * sum(size > 1 for size in engine),
+        "hand-over": int(train.world_size > 1),
+    }
 
 
 def device_memory(case: Case, resident_bytes: Bytes) -> DeviceMemory:
@@ -166,12 +187,12 @@ class _Planning:
 
     def __init__(self, case: Case, resident: Bytes) -> None:
         self._case = case
-        layers = case.engine.drafter_layers
-        self._resident = (
-            resident
-            + absorbed_bytes(case.shape, case.rollout.tp_size, drafter_layers=layers)
-            + case.drafter_bytes
+        absorbed = absorbed_bytes(
+            case.shape, case.rollout.tp_size, drafter_layers=case.engine.drafter_layers
         )
+        self._resident = resident + absorbed + case.drafter_bytes
+        self._engine_used = engine_activation_bytes(case.shape, case.rollout, case.engine)
+        self._bucket = np.full_like(resident, BUCKETS * case.engine.bucket_bytes)
         self._trained: States = {m.name: stage_state(m) for m in case.models}
         self._first = self._trained
         if not case.engine.loads_checkpoint:
@@ -183,8 +204,9 @@ class _Planning:
         case = self._case
         start = self._with_engine(START, self._first, case.engine.away_at_start)
         rollout = self._with_engine(ROLLOUT, self._trained, case.engine.offloaded)
+        engine_parts = ("rollout weights", "activations", "KV cache")
         beside = max(
-            phase.total_bytes - max(case.share_bytes, self._engine_bytes(phase))
+            phase.total_bytes - max(case.share_bytes, sum(phase.parts[p] for p in engine_parts))
             for phase in (start, rollout)
         )
         kv_cache = KVCache(
@@ -192,52 +214,41 @@ class _Planning:
             bytes_per_token=case.kv_bytes_per_token,
             useful_utilization=max(0, case.machine.usable_bytes - beside) / case.machine.gpu_bytes,
         )
-        phases = (*self._before(), start, *self._until(rollout), *self._steps())
-        return DeviceMemory(phases, kv_cache)
+        return DeviceMemory(tuple(self._phases(start, rollout)), kv_cache)
 
-    # ------------------------------------------------------------------------------ the phases
-
-    def _before(self) -> Iterator[Phase]:
-        actor, critic = self._case.actor, self._case.critic
-        name = RESUME if self._case.engine.loads_checkpoint else BUILD
+    def _phases(self, start: Phase, rollout: Phase) -> Iterator[Phase]:
+        engine, actor, critic = self._case.engine, self._case.actor, self._case.critic
+        name = RESUME if engine.loads_checkpoint else BUILD
         yield self._phase(name, self._staying(self._first, actor), actor)
         if critic is not None and critic.ranks != actor.ranks:
             yield self._phase(BUILD_CRITIC, self._staying(self._first, critic), critic)
-
-    def _until(self, rollout: Phase) -> Iterator[Phase]:
-        """Yield the phases from the engine's start to the first rollout."""
-        if self._case.engine.has_canary:
-            yield self._canary()
+        yield start
+        if engine.has_canary:
+            yield self._pass(CANARY, self._first, actor, self._canary_bytes())
         yield self._switch(FIRST_SWITCH, self._first)
         yield rollout
-
-    def _steps(self) -> Iterator[Phase]:
         for model in self._case.models:
             name = LOG_PROBS if model.name == ACTOR else VALUES
-            yield self._pass(name, self._trained, model, log_prob_activation_bytes(*_of(model)))
+            yield self._pass(name, self._trained, model, log_prob_activation_bytes(model))
         for model in self._case.models:
             name = TRAIN if model.name == ACTOR else TRAIN_CRITIC
-            yield self._pass(name, self._trained, model, train_activation_bytes(*_of(model)))
+            yield self._pass(name, self._trained, model, train_activation_bytes(model))
         yield self._switch(HAND_OVER, self._trained)
-        if self._case.engine.exports:
-            actor = self._case.actor
-            staying = self._staying(self._trained, actor)
-            yield self._phase(EXPORT, {**staying, "bucket": self._bucket}, actor)
+        if engine.exports:
+            parts = {**self._staying(self._trained, actor), "bucket": self._bucket}
+            yield self._phase(EXPORT, parts, actor)
 
-    def _pass(
-        self, name: str, states: States, model: TrainedModel, activations: list[int]
-    ) -> Phase:
-        """Return the phase of one model's pass over its batch."""
-        used = {"activations": model.of_ranks(activations)}
-        return self._phase(name, {**self._staying(states, model), **used}, model)
+    def _pass(self, name: str, states: States, model: TrainedModel, used: list[int]) -> Phase:
+        """Return the phase of one model's pass, with the activations `used` by stage."""
+        parts = {**self._staying(states, model), "activations": model.of_ranks(used)}
+        return self._phase(name, parts, model)
 
-    def _canary(self) -> Phase:
+    def _canary_bytes(self) -> list[int]:
         actor = self._case.actor
         short = replace(
             actor.training, micro_batch_size=1, positions=CANARY_TOKENS, packed_tokens=0
         )
-        used = log_prob_activation_bytes(actor.shape, actor.train, actor.layers, short)
-        return self._pass(CANARY, self._first, actor, used)
+        return log_prob_activation_bytes(replace(actor, training=short))
 
     def _switch(self, name: str, states: States) -> Phase:
         """Return a hand-over's phase, during which the parameters stay on the device."""
@@ -248,35 +259,20 @@ class _Planning:
 
     def _with_engine(self, name: str, states: States, away: frozenset[str]) -> Phase:
         """Return a phase with the engine, whose KV cache takes the rest of its share."""
-        case = self._case
+        case, share = self._case, self._case.share_bytes
         left = self._staying(states, case.actor, away)
         used = np.full_like(self._resident, self._engine_used)
-        cache = np.maximum(0, case.share_bytes - self._resident - used)
+        cache = np.maximum(0, share - self._resident - used)
         engine = {"rollout weights": self._resident, "activations": used, "KV cache": cache}
-        phase = self._phase(name, {**left, **engine}, case.actor, share=case.share_bytes)
-        sample = case.engine.max_model_tokens * case.kv_bytes_per_token
+        phase = self._phase(name, {**left, **engine}, case.actor, share=share)
         # The share must hold its weights and activations, and a complete sample in the KV cache.
-        short = int(self._resident.max()) + self._engine_used + sample - case.share_bytes
-        surely = int(self._resident.max()) - case.share_bytes
+        sample = case.engine.max_model_tokens * case.kv_bytes_per_token
+        surely_short = int(self._resident.max()) - share
         return replace(
             phase,
-            lacking_bytes=max(phase.lacking_bytes, short),
-            surely_lacking_bytes=max(phase.surely_lacking_bytes, surely),
+            lacking_bytes=max(phase.lacking_bytes, surely_short + self._engine_used + sample),
+            surely_lacking_bytes=max(phase.surely_lacking_bytes, surely_short),
         )
-
-    # ------------------------------------------------------------------------- what they share
-
-    @property
-    def _bucket(self) -> Bytes:
-        return np.full_like(self._resident, BUCKETS * self._case.engine.bucket_bytes)
-
-    @property
-    def _engine_used(self) -> int:
-        return engine_activation_bytes(self._case.shape, self._case.rollout, self._case.engine)
-
-    @staticmethod
-    def _engine_bytes(phase: Phase) -> int:
-        return sum(phase.parts[p] for p in ("rollout weights", "activations", "KV cache"))
 
     def _staying(
         self, states: States, model: TrainedModel, away: frozenset[str] = frozenset()
@@ -285,7 +281,7 @@ class _Planning:
         kinds `away`."""
         kind = {"weights": "parameters"}
         return {
-            part_name(other, part): other.of_ranks([held[part] for held in states[other.name]])
+            other.part_name(part): other.of_ranks([held[part] for held in states[other.name]])
             for other in self._case.models
             if other.ranks == model.ranks
             for part in states[other.name][0]
@@ -300,7 +296,7 @@ class _Planning:
             parts[NCCL] = np.full(model.train.world_size, self._nccl, dtype=np.int64)
         total: Bytes = np.stack(list(parts.values())).sum(axis=0)
         at = int(np.argmax(total))
-        exact = {part_name(m, part) for m in self._case.models for part in m.training.exact}
+        exact = {m.part_name(part) for m in self._case.models for part in m.training.exact}
         exact |= set() if share else {"rollout weights"}
         sure = [sizes for part, sizes in parts.items() if part in exact]
         surely = share + (int(np.stack(sure).sum(axis=0).max()) if sure else 0)
@@ -313,7 +309,3 @@ class _Planning:
             lacking_bytes=max(0, int(total[at]) - machine.usable_bytes),
             surely_lacking_bytes=max(0, surely - machine.gpu_bytes),
         )
-
-
-def _of(model: TrainedModel) -> tuple[ModelShape, TrainLayout, PipelineLayers, TrainSettings]:
-    return model.shape, model.train, model.layers, model.training

@@ -1,7 +1,4 @@
-"""Inputs of a plan besides the model and the two layouts. All sizes are in bytes.
-
-This module is pure: it imports neither Megatron nor vLLM nor torch.
-"""
+"""Inputs of a plan besides the models and their layouts. All sizes are in bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ class Recompute:
     spread_over_tp: bool = False  # --distribute-saved-activations
 
     def describe(self) -> str:
-        """Describe it: "full, uniform, --recompute-num-layers 1", for example."""
+        """Return for example "full, uniform, --recompute-num-layers 1"."""
         if self.granularity == "full":
             return f"full, {self.method}, --recompute-num-layers {self.num_layers}"
         if self.granularity == "selective":
@@ -37,8 +34,15 @@ class Recompute:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationSettings:
-    """Settings that, with model and layout, determine the size of activations."""
+class TrainSettings:
+    """How a model is trained. Settings of the training state have defaults, for those who only
+    compute activations. `gradient_bytes`, `optimizer_bytes` and `moment_bytes` are per parameter.
+
+    Example: TrainSettings(weight_bytes=2, vocabulary_multiple=None, micro_batch_size=1,
+    num_micro_batches=32, positions=4096, sequence_parallel=True, recompute=Recompute(),
+    chunk_tokens=1024, expert_load=1.5, gradient_bytes=4, optimizer_bytes=12, moment_bytes=8,
+    distributed_optimizer=True)
+    """
 
     weight_bytes: int  # per parameter; activations have the same dtype
     vocabulary_multiple: int | None  # --make-vocab-size-divisible-by; None: derived
@@ -51,6 +55,17 @@ class ActivationSettings:
     chunk_tokens: int  # tokens whose logits exist at once
     expert_load: float  # tokens of the busiest rank's experts over the mean
     mtp_layers: int = 0  # --mtp-num-layers: trained ones, on the last stage
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0  # main parameter and moments
+    moment_bytes: int = 0  # the part of these that --load or the first update creates
+    distributed_optimizer: bool = False
+    optimizer_instances: int = 1  # --num-distributed-optimizer-instances: copies of the shards
+    optimizer_host_share: float = 0.0  # share of the state that --optimizer-cpu-offload moves
+    # Whether checkpoints are written and read in pieces of a few MB: those of the distributed
+    # optimizer that --dist-ckpt-optim-fully-reshardable names by parameter.
+    saved_in_pieces: bool = False
+    # Parts whose size is exact: a run is refused only because of these.
+    exact: frozenset[str] = frozenset({"weights", "gradients", "optimizer"})
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -69,27 +84,10 @@ class ActivationSettings:
         return math.ceil(count / multiple_of) * multiple_of
 
     def describe_micro_batch(self) -> str:
-        """Describe it: "1 x 8,192 tokens" or, if packed, "up to 8,192 tokens"."""
+        """Return for example "1 x 8,192 tokens" or, if packed, "up to 8,192 tokens"."""
         if self.packed_tokens:
             return f"up to {self.packed_tokens:,} tokens"
         return f"{self.micro_batch_size} x {self.positions:,} tokens"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSettings(ActivationSettings):
-    """Settings of the training state. `*_bytes` are per parameter."""
-
-    gradient_bytes: int
-    optimizer_bytes: int  # main parameter and moments
-    moment_bytes: int  # the part of these that --load or the first update creates
-    distributed_optimizer: bool
-    optimizer_instances: int  # --num-distributed-optimizer-instances: copies of the sharded state
-    optimizer_host_share: float  # share of the state that --optimizer-cpu-offload moves
-    # Whether checkpoints are written and read in pieces of a few MB: those of the distributed
-    # optimizer that --dist-ckpt-optim-fully-reshardable names by parameter.
-    saved_in_pieces: bool = False
-    # Parts whose size is exact: a run is refused only because of these.
-    exact: frozenset[str] = frozenset({"weights", "gradients", "optimizer"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

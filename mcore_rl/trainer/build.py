@@ -32,7 +32,6 @@ from mcore_rl.hybrid_engine.memory.offload import Offloader, kinds_at_start, off
 from mcore_rl.hybrid_engine.proof.canary import NUM_PROMPTS, Canary
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine
-from mcore_rl.job.memory_report import memory_lines
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.carried import CarriedTensors
@@ -44,10 +43,12 @@ from mcore_rl.moe.routing import R3
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.trace import Tracer
 from mcore_rl.observe.watchdog import StageWatchdog, own_connection
+from mcore_rl.planner.savings import memory_lines
 from mcore_rl.rollout.collector import Collector
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.keeper import SampleKeeper
+from mcore_rl.trainer.case import model_of_args
 from mcore_rl.trainer.inputs import (
     conversation_tokens,
     environment_spec,
@@ -367,11 +368,12 @@ def _say_sizes(job: Job, models: Models) -> None:
         actor=(spec.train_layout.dp_size, micro_batching(job)),
         critic=None if critic is None else critic.facts(),
     )
-    lines = memory_lines(config, vars(job.args), spec.shape, spec.train_layout, spec.layers)
+    actor = (spec.shape, spec.train_layout, spec.layers)
+    lines = memory_lines(model_of_args(config, vars(job.args), *actor))
     if isinstance(models.critic, Here) and spec.critic is not None:
-        args = vars(models.critic.served.model.world.args)
-        own = spec.critic
-        lines += memory_lines(config, args, own.shape, own.layout, own.layers, name="critic")
+        args, own = vars(models.critic.served.model.world.args), spec.critic
+        trained = (own.shape, own.layout, own.layers)
+        lines += memory_lines(model_of_args(config, args, *trained, name="critic"))
     for line in (*describe(accounting), *lines):
         logger.info("%s", line)
 

@@ -23,10 +23,10 @@ from mcore_rl.hybrid_engine.weight_stream import Holdings
 from mcore_rl.model.boxes import volume
 from mcore_rl.model.weight_map import layer_order
 from mcore_rl.planner.links import neighbourhoods
+from mcore_rl.planner.plan import Outcome, as_json, plan_case
+from mcore_rl.planner.report import make_console, print_plan
 from mcore_rl.planner.settings import GB
 from mcore_rl.tools.plan.command_line import read_command_line
-from mcore_rl.tools.plan.outcome import Outcome, as_json, plan_case
-from mcore_rl.tools.plan.report import make_console, print_plan
 from tests.cuda.presets import ROOT, preset_flags, tensor_infos, trainable_shape
 from tests.cuda.stack import Stack
 

@@ -13,12 +13,13 @@ from mcore_rl.batching.train_batches import split_micro_batches, split_mini_batc
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.hybrid_engine.memory.offload import Offloader
-from mcore_rl.job.memory_report import memory_lines, recompute_saving
-from mcore_rl.job.planner_settings import activation_settings
 from mcore_rl.job.start import start
 from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.planner.models import TrainedModel
+from mcore_rl.planner.savings import memory_lines, recompute_saving
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_offloader
+from mcore_rl.trainer.case import model_of_args
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.models import build_actor, build_learner, micro_batching
 from mcore_rl.trainer.roles.critic import ServedCritic, build_critic
@@ -96,9 +97,7 @@ def _learn(job: Job, num_steps: int, gradients: dict[str, torch.Tensor]) -> dict
         "dropped_bytes": offloader.stats.dropped,
         "kept_bytes": kept_bytes(job, state, largest),
         "computed": _computed(job, largest),
-        "lines": memory_lines(
-            job.config, vars(job.args), job.spec.shape, job.spec.train_layout, job.spec.layers
-        ),
+        "lines": memory_lines(_planned(job)),
     }
 
 
@@ -162,12 +161,15 @@ def kept_bytes(job: Job, state: megatron_adapter.TrainState, samples: TrainBatch
 
 def _computed(job: Job, samples: TrainBatch) -> dict[str, int]:
     """What the formulas say of a micro-batch with as many tokens as `samples`."""
-    settings = activation_settings(
-        job.config, vars(job.args), job.spec.train_layout, job.spec.layers
-    )
-    settings = dataclasses.replace(settings, packed_tokens=samples.num_tokens)
-    saving = recompute_saving(job.spec.shape, job.spec.train_layout, job.spec.layers, settings)
+    model = _planned(job)
+    training = dataclasses.replace(model.training, packed_tokens=samples.num_tokens)
+    saving = recompute_saving(dataclasses.replace(model, training=training))
     return {"kept_bytes": saving.kept_bytes, "whole_bytes": saving.whole_bytes}
+
+
+def _planned(job: Job) -> TrainedModel:
+    model = (job.spec.shape, job.spec.train_layout, job.spec.layers)
+    return model_of_args(job.config, vars(job.args), *model)
 
 
 def update_peaks(flags: list[str]) -> dict[str, int]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.planner.models import TrainedModel, stage_state
-from mcore_rl.planner.parameters import absorbed_bytes, stage_parameters
+from mcore_rl.planner.engine import absorbed_bytes
+from mcore_rl.planner.models import TrainedModel, stage_parameters, stage_state
 from mcore_rl.planner.phases import CANARY, EXPORT, FIRST_SWITCH, HAND_OVER, LOG_PROBS, TRAIN
+from mcore_rl.planner.plan import plan_case
 from mcore_rl.tools.plan.command_line import read_command_line
-from mcore_rl.tools.plan.outcome import plan_case
 from tests.dist.layouts import SPLITS, job_flags
 from tests.rank_pool import RankPool
 
@@ -54,7 +54,7 @@ def assert_equals_what_is_held(model: TrainedModel, measured: list[dict[str, Any
         limit = padding if train.dp_size > 1 else 0
         assert of_rank <= limit * training.optimizer_bytes
     # All data-parallel ranks together hold the state of every parameter once.
-    parameters = stage_parameters(model.shape, train, model.layers, training)
+    parameters = stage_parameters(model)
     for stage, of_stage in enumerate(parameters):
         members = [r for r in range(len(measured)) if train.pp_rank(r) == stage]
         state = sum(measured[rank]["optimizer"] for rank in members)

@@ -13,9 +13,9 @@ import pytest
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import Platform
-from mcore_rl.job.device import check_device
 from mcore_rl.job.resolver import resolve_tokens
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
+from mcore_rl.planner.checks import check_device
 from mcore_rl.planner.models import stage_state
 from mcore_rl.planner.phases import Case
 from mcore_rl.planner.settings import GB

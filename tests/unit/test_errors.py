@@ -35,8 +35,7 @@ WITHOUT_FLAG = {
     "mcore_rl/hybrid_engine/vllm/engine.py": "a prompt",
     "mcore_rl/hybrid_engine/vllm/reload.py": "a choice of vLLM's",
     # Of several flags at once, of which none is wrong by itself.
-    "mcore_rl/job/device.py": "all that takes memory",
-    "mcore_rl/job/host.py": "all that takes host memory",
+    "mcore_rl/planner/checks.py": "all that takes memory",
     "mcore_rl/job/validation.py": "what Megatron says in its own words",
     "mcore_rl/model/layout.py::TrainLayout": "any of five degrees",
     "mcore_rl/model/layout.py::pipeline_layers": "three flags that make the chunks",

@@ -12,13 +12,13 @@ import pytest
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.machine_memory import MachineMemory
 from mcore_rl.common.platform import WITHOUT_CUDA
-from mcore_rl.job.host import check_host
 from mcore_rl.job.resolver import resolve_tokens
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
-from mcore_rl.planner.host import PROCESS_BYTES, SAVE, HostPhase, host_phases
-from mcore_rl.planner.memory import memory_of, received_of, resident_of
+from mcore_rl.planner.checks import check_host
+from mcore_rl.planner.host import PROCESS_BYTES, SAVE, HostPhase, host_phases, received_of
+from mcore_rl.planner.memory import memory_of, resident_of
 from mcore_rl.planner.models import CRITIC, optimizer_bytes, stage_state
-from mcore_rl.planner.phases import BUILD, FIRST_SWITCH, RESUME, START, TRAIN, Case, part_name
+from mcore_rl.planner.phases import BUILD, FIRST_SWITCH, RESUME, START, TRAIN, Case
 from mcore_rl.planner.settings import GB
 from tests.unit.test_planner import MACHINE, case_of
 
@@ -98,7 +98,7 @@ def test_a_critic_on_ranks_of_its_own_is_counted_beside_the_actor(ranks: tuple[i
     critic = dataclasses.replace(case.actor, name=CRITIC, ranks=ranks)
     phase = phases_of(dataclasses.replace(case, critic=critic))[TRAIN]
     weights = stage_state(case.actor)[0]["weights"]
-    assert phase.parts["weights"] == phase.parts[part_name(critic, "weights")] == 2 * weights
+    assert phase.parts["weights"] == phase.parts[critic.part_name("weights")] == 2 * weights
     assert phase.parts["KV cache"] == 2 * KV_CACHE
     assert phase.parts["processes"] == 4 * PROCESS_BYTES
 

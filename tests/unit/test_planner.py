@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,14 +23,15 @@ from mcore_rl.planner.activations import (
     train_activation_bytes,
 )
 from mcore_rl.planner.advice import HOST
-from mcore_rl.planner.communicators import communicators_of
+from mcore_rl.planner.engine import kv_bytes_per_token
+from mcore_rl.planner.layouts import stages_for
 from mcore_rl.planner.links import neighbourhoods, traffic_of
 from mcore_rl.planner.memory import EXPORTED_FILE_BYTES, routed_bytes, sampled_bytes
-from mcore_rl.planner.models import stage_state
-from mcore_rl.planner.parameters import (
-    kv_bytes_per_token,
+from mcore_rl.planner.models import (
+    TrainedModel,
     optimizer_parameters,
     stage_parameters,
+    stage_state,
 )
 from mcore_rl.planner.phases import (
     BUILD,
@@ -46,7 +46,10 @@ from mcore_rl.planner.phases import (
     START,
     TRAIN,
     Case,
+    communicators_of,
 )
+from mcore_rl.planner.plan import Outcome, as_json, plan_case
+from mcore_rl.planner.search import Step, search
 from mcore_rl.planner.settings import (
     GB,
     MB,
@@ -56,9 +59,6 @@ from mcore_rl.planner.settings import (
     Recompute,
     TrainSettings,
 )
-from mcore_rl.planner.stages import stages_for
-from mcore_rl.tools.plan.outcome import Outcome, as_json, plan_case
-from mcore_rl.tools.plan.search import Rates, search
 from tests.model_shapes import published_shape, small_shape
 
 FULL = Recompute(granularity="full", method="uniform")
@@ -103,6 +103,9 @@ ENGINE = EngineSettings(
     saves_checkpoints=False,
 )
 
+LLAMA, DEEP = TrainLayout(8, tp_size=4, pp_size=2), TrainLayout(8, tp_size=2, pp_size=4)
+STEP = Step(samples=512, mini_batches=1, flops=400e12, memory_rate=3e12)
+
 
 def case_of(
     name: str,
@@ -131,6 +134,22 @@ def case_of(
     )
 
 
+def machine(**changes: Any) -> Machine:
+    return dataclasses.replace(MACHINE, **changes)
+
+
+def model_of(name: str, train: TrainLayout, **changes: Any) -> TrainedModel:
+    """A trained model in the default stages; `changes` are of the training."""
+    return case_of(name, train, RolloutLayout(train.world_size, 1, False), **changes).actor
+
+
+def llama(
+    machine: Machine = MACHINE, train: TrainLayout = LLAMA, tp_size: int = 4, **changes: Any
+) -> Case:
+    """Llama 3.1 8B on 8 ranks."""
+    return case_of("llama-3.1-8b", train, RolloutLayout(8, tp_size, False), machine, **changes)
+
+
 @functools.cache
 def deepseek_v3() -> Outcome:
     """TP8 PP8 EP32 on 256 ranks, to engines of TP8 x DP4 with EP32."""
@@ -156,9 +175,7 @@ def test_deepseek_v3_on_256_ranks_moves_the_known_bytes() -> None:
 
 
 def test_deepseek_v3_has_the_published_number_of_parameters() -> None:
-    whole = TrainLayout(1)
-    layers = pipeline_layers(61, 1)
-    (parameters,) = stage_parameters(published_shape("deepseek-v3"), whole, layers, TRAINING)
+    (parameters,) = stage_parameters(model_of("deepseek-v3", TrainLayout(1)))
     assert round(parameters.total / 1e9) == 671
 
 
@@ -190,9 +207,8 @@ def test_first_slot_holds_most_for_rollout(name: str, tp_size: int, dp_size: int
 
 @pytest.mark.parametrize("ranks_per_node", [2, 4, 8])
 def test_links_divide_what_is_received(ranks_per_node: int) -> None:
-    machine = dataclasses.replace(MACHINE, ranks_per_node=ranks_per_node)
-    train = TrainLayout(8, tp_size=4, pp_size=2)
-    case = case_of("qwen3-0.6b", train, RolloutLayout(8, 2, False), machine)
+    nodes = machine(ranks_per_node=ranks_per_node)
+    case = case_of("qwen3-0.6b", LLAMA, RolloutLayout(8, 2, False), nodes)
     outcome = plan_case(case)
     placement = Placement(case.shape, case.train, case.layers, case.rollout)
     expected = placement.received_bytes(case.rollout.rank_map)
@@ -229,8 +245,7 @@ def test_traffic_is_that_of_all_moves_planned_together(
             sent[int(any(away)), leg.sender] += move.num_bytes
             for rank, is_away in zip(leg.receivers, away, strict=True):
                 received[int(is_away), rank] += move.num_bytes
-    machine = dataclasses.replace(MACHINE, ranks_per_node=ranks_per_node)
-    traffic = traffic_of(placement, rank_map, machine)
+    traffic = traffic_of(placement, rank_map, machine(ranks_per_node=ranks_per_node))
     assert np.array_equal(received, [traffic.received_own_node, traffic.received_other_nodes])
     assert np.array_equal(sent, [traffic.sent_own_node, traffic.sent_other_nodes])
 
@@ -243,13 +258,12 @@ def test_a_hand_over_without_moves_has_no_traffic() -> None:
 
 
 def test_seconds_are_those_of_the_fullest_link() -> None:
-    train = TrainLayout(8, tp_size=4, pp_size=2)
-    machine = dataclasses.replace(MACHINE, ranks_per_node=4)
-    case = case_of("qwen3-0.6b", train, RolloutLayout(8, 4, False), machine)
+    nodes = machine(ranks_per_node=4)
+    case = case_of("qwen3-0.6b", LLAMA, RolloutLayout(8, 4, False), nodes)
     traffic = plan_case(case).traffic
-    slow = dataclasses.replace(machine, other_nodes_rate=machine.other_nodes_rate / 2)
+    slow = dataclasses.replace(nodes, other_nodes_rate=nodes.other_nodes_rate / 2)
     assert traffic.received_other_nodes.max() > 0
-    assert traffic.seconds(slow) == pytest.approx(2 * traffic.seconds(machine))
+    assert traffic.seconds(slow) == pytest.approx(2 * traffic.seconds(nodes))
 
 
 # ------------------------------------------------------------------------------------------- memory
@@ -257,19 +271,16 @@ def test_seconds_are_those_of_the_fullest_link() -> None:
 
 def test_optimizer_state_is_shared_out_over_data_parallel_ranks() -> None:
     train = TrainLayout(64, tp_size=2, pp_size=2, ep_size=8)  # DP16, experts EDP4
-    stages = stages_for(48, 2)
-    assert stages is not None
-    shape = published_shape("qwen3-30b-a3b")
-    parameters = stage_parameters(shape, train, stages.layers, TRAINING)[0]
-    shared = optimizer_parameters(parameters, train, TRAINING)
+    parameters = stage_parameters(model_of("qwen3-30b-a3b", train))[0]
+    shared = optimizer_parameters(model_of("qwen3-30b-a3b", train))[0]
     assert shared == -(-parameters.dense // 16) - (-parameters.experts // 4)
-    alone = dataclasses.replace(TRAINING, distributed_optimizer=False)
-    assert optimizer_parameters(parameters, train, alone) == parameters.total
+    alone = model_of("qwen3-30b-a3b", train, distributed_optimizer=False)
+    assert optimizer_parameters(alone)[0] == parameters.total
 
 
 def _layer_bytes(shape: ModelShape, train: TrainLayout, **changes: Any) -> float:
-    settings = dataclasses.replace(TRAINING, **changes)
-    return sum(t.bytes_per_token for t in layer_terms(shape, train, settings, is_moe=False))
+    model = dataclasses.replace(model_of("llama-3.1-8b", train, **changes), shape=shape)
+    return sum(t.bytes_per_token for t in layer_terms(model, is_moe=False))
 
 
 def test_activations_of_a_dense_layer_follow_the_published_formula() -> None:
@@ -335,14 +346,12 @@ def test_pipeline_holds_as_many_micro_batches_as_its_schedule_starts(
     ids=str,
 )
 def test_what_should_save_activations_does(less: dict[str, Any]) -> None:
-    shape = published_shape("deepseek-v2-lite")
     train = TrainLayout(8, tp_size=2, pp_size=4, ep_size=2)
-    stages = stages_for(27, 4)
-    assert stages is not None
-    settings = dataclasses.replace(TRAINING, recompute=Recompute())
-    before = train_activation_bytes(shape, train, stages.layers, settings)
-    after = train_activation_bytes(
-        shape, train, stages.layers, dataclasses.replace(settings, **less)
+    before, after = (
+        train_activation_bytes(
+            model_of("deepseek-v2-lite", train, **{"recompute": Recompute(), **changes})
+        )
+        for changes in ({}, less)
     )
     assert sum(after) < sum(before)
     assert all(a <= b for a, b in zip(after, before, strict=True))
@@ -350,9 +359,8 @@ def test_what_should_save_activations_does(less: dict[str, Any]) -> None:
 
 def test_rollout_keeps_of_training_what_is_not_offloaded() -> None:
     everything = {"gradients", "optimizer", "parameters"}
-    train, rollout = TrainLayout(8, tp_size=4, pp_size=2), RolloutLayout(8, 4, False)
     for away in (set(), {"gradients"}, {"gradients", "optimizer"}, everything):
-        case = case_of("llama-3.1-8b", train, rollout, offloaded=frozenset(away))
+        case = llama(offloaded=frozenset(away))
         memory = plan_case(case).memory
         parts = {phase.name: phase.parts for phase in memory.phases}
         staying = {"weights", "gradients", "optimizer"} - {
@@ -362,10 +370,7 @@ def test_rollout_keeps_of_training_what_is_not_offloaded() -> None:
         assert "weights" in parts[HAND_OVER], "they are what is handed over"
         copied = [k for k in memory.host_bytes if k.startswith("offloaded")]
         assert len(copied) == len(away - {"gradients"}), "gradients are forgotten, not copied"
-        case = dataclasses.replace(
-            case, engine=dataclasses.replace(case.engine, keeps_gradients=True)
-        )
-        kept = plan_case(case).memory.host_bytes
+        kept = plan_case(llama(offloaded=frozenset(away), keeps_gradients=True)).memory.host_bytes
         assert ("offloaded gradients" in kept) == ("gradients" in away)
 
 
@@ -374,29 +379,25 @@ ENGINE_PARTS = ("rollout weights", "activations", "KV cache")
 
 @pytest.mark.parametrize("phase", [START, ROLLOUT])
 def test_the_engine_takes_its_share_whole_and_the_rest_must_fit_beside_it(phase: str) -> None:
-    train, rollout = TrainLayout(8, tp_size=4, pp_size=2), RolloutLayout(8, 4, False)
-    make: Callable[..., Case] = functools.partial(case_of, "llama-3.1-8b", train, rollout)
-    small = plan_case(make(gpu_memory_utilization=0.5)).memory
+    small = plan_case(llama(gpu_memory_utilization=0.5)).memory
     parts = small.phase(phase).parts
     assert sum(parts[part] for part in ENGINE_PARTS) == 40 * GB
     # The same beside a larger share: vLLM takes that whatever is left.
-    large = plan_case(make(gpu_memory_utilization=0.94)).memory
+    large = plan_case(llama(gpu_memory_utilization=0.94)).memory
     beside = small.phase(phase).total_bytes - 40 * GB
     share = math.ceil(0.94 * 80 * GB)
     assert large.phase(phase).total_bytes == share + beside
     assert large.phase(phase).lacking_bytes == share + beside - 75 * GB > 0
     assert large.phase(phase).surely_lacking_bytes == 0  # on a device of which nothing is reserved
     useful = small.kv_cache.useful_utilization
-    at_useful = plan_case(make(gpu_memory_utilization=useful - 1e-9)).memory
+    at_useful = plan_case(llama(gpu_memory_utilization=useful - 1e-9)).memory
     assert at_useful.phase(ROLLOUT).lacking_bytes == 0
     assert at_useful.phase(ROLLOUT).total_bytes == pytest.approx(75 * GB, abs=200)
 
 
 def test_what_cannot_leave_at_the_start_lies_beside_the_engine() -> None:
     """Of the actor's state before the first update, which has no moments unless they are loaded."""
-    train, rollout = TrainLayout(8, tp_size=4, pp_size=2), RolloutLayout(8, 4, False)
-    make: Callable[..., Case] = functools.partial(case_of, "llama-3.1-8b", train, rollout)
-    case = make()
+    case = llama()
     (weights, gradients, main, whole) = (
         max(held[part] for held in stage_state(case.actor, with_moments=moments))
         for part, moments in (
@@ -410,7 +411,7 @@ def test_what_cannot_leave_at_the_start_lies_beside_the_engine() -> None:
         ((), False, weights + gradients + main),
         ((), True, weights + gradients + whole),
     ):
-        case = make(away_at_start=frozenset(away), loads_checkpoint=loads)
+        case = llama(away_at_start=frozenset(away), loads_checkpoint=loads)
         memory = plan_case(case).memory
         start = memory.phase(START)
         assert start.total_bytes == case.share_bytes + staying
@@ -421,11 +422,9 @@ def test_what_cannot_leave_at_the_start_lies_beside_the_engine() -> None:
 
 
 def test_phases_come_in_the_order_of_a_run_and_only_those_that_there_are() -> None:
-    train, rollout = TrainLayout(8, tp_size=4, pp_size=2), RolloutLayout(8, 4, False)
-    make: Callable[..., Case] = functools.partial(case_of, "llama-3.1-8b", train, rollout)
-    least = [p.name for p in plan_case(make()).memory.phases]
+    least = [p.name for p in plan_case(llama()).memory.phases]
     assert least == [BUILD, START, FIRST_SWITCH, ROLLOUT, LOG_PROBS, TRAIN, HAND_OVER]
-    more = plan_case(make(has_canary=True, exports=True, loads_checkpoint=True)).memory
+    more = plan_case(llama(has_canary=True, exports=True, loads_checkpoint=True)).memory
     assert [p.name for p in more.phases] == [RESUME, START, CANARY, *least[2:], EXPORT]
     canary, scoring = more.phase(CANARY).parts, more.phase(LOG_PROBS).parts
     assert 0 < canary["activations"] < scoring["activations"]
@@ -439,22 +438,19 @@ def test_communicators_are_counted_by_groups_of_more_than_one_rank() -> None:
         "Megatron": 0, "engine": 0, "hand-over": 0,
     }  # fmt: skip
     # The world, TP, PP, TP x PP; the engine's world and TP, torch's and vLLM's own of each.
-    train, rollout = TrainLayout(8, tp_size=4, pp_size=2), RolloutLayout(8, 4, False)
-    found = communicators_of(train, rollout)
+    found = communicators_of(LLAMA, RolloutLayout(8, 4, False))
     assert found == {"Megatron": 4, "engine": 4, "hand-over": 1}
-    machine = dataclasses.replace(MACHINE, communicator_bytes=100 * MB)
-    memory = plan_case(case_of("llama-3.1-8b", train, rollout, machine)).memory
+    memory = plan_case(llama(machine(communicator_bytes=100 * MB))).memory
     assert {phase.parts[NCCL] for phase in memory.phases} == {9 * 100 * MB}
 
 
 def test_samples_are_counted_as_they_are_kept_and_sent() -> None:
     """Against what each rank of four engines sends and gets, all samples being of one length."""
     tokens, samples, world = 512, 16, 8  # of a TP group
-    train, rollout = TrainLayout(world, tp_size=2, pp_size=2), RolloutLayout(world, 2, False)
-    case = case_of(
-        "llama-3.1-8b",
-        train,
-        rollout,
+    train = TrainLayout(world, tp_size=2, pp_size=2)
+    case = llama(
+        train=train,
+        tp_size=2,
         sampled_tokens=samples * tokens,
         sampled_tokens_in_all=4 * samples * tokens,
     )
@@ -499,52 +495,45 @@ def test_experts_of_samples_are_counted_as_they_are_kept_and_sent() -> None:
 # ------------------------------------------------------------------------------------------- advice
 
 
-def _tight(phase: str) -> Case:
-    """A case in which one phase does not fit."""
-    train, rollout = TrainLayout(8, tp_size=2, pp_size=4), RolloutLayout(8, 2, False)
-    make: Callable[..., Case] = functools.partial(case_of, "llama-3.1-8b", train, rollout)
-    small = dataclasses.replace(MACHINE, gpu_bytes=30 * GB)
-    tight: dict[str, Callable[[], Case]] = {
-        TRAIN: lambda: make(small, recompute=Recompute(), positions=16384, micro_batch_size=2),
-        ROLLOUT: lambda: make(gpu_memory_utilization=0.1),
-        HAND_OVER: lambda: make(
-            dataclasses.replace(MACHINE, gpu_bytes=31 * GB),
-            offloaded=frozenset(),
-            positions=64,
-            gradient_bytes=2,
-        ),
-        HOST: lambda: make(dataclasses.replace(MACHINE, host_bytes=GB), delta=True),
-    }
-    return tight[phase]()
+# A case of Llama on TP2 PP4 in which one phase does not fit: the machine, and what changes.
+TIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    TRAIN: (
+        {"gpu_bytes": 30 * GB},
+        {"recompute": Recompute(), "positions": 16384, "micro_batch_size": 2},
+    ),
+    ROLLOUT: ({}, {"gpu_memory_utilization": 0.1}),
+    HAND_OVER: (
+        {"gpu_bytes": 31 * GB},
+        {"offloaded": frozenset(), "positions": 64, "gradient_bytes": 2},
+    ),
+    HOST: ({"host_bytes": GB}, {"delta": True}),
+}
 
 
-@pytest.mark.parametrize("phase", [TRAIN, HAND_OVER, ROLLOUT, HOST])
+@pytest.mark.parametrize("phase", list(TIGHT))
 def test_every_remedy_lessens_what_is_lacking(phase: str) -> None:
-    outcome = plan_case(_tight(phase))
+    of_machine, changes = TIGHT[phase]
+    outcome = plan_case(llama(machine(**of_machine), DEEP, 2, **changes))
     problem = next(p for p in outcome.problems if p.where == phase)
     assert problem.lacking_bytes > 0 and problem.remedies
     left = [remedy.lacking_bytes for remedy in problem.remedies]
     assert left == sorted(left) and left[-1] < problem.lacking_bytes
 
 
-def test_a_share_that_is_too_large_at_the_start_is_told_with_one_that_fits() -> None:
-    train, rollout = TrainLayout(8, tp_size=2, pp_size=4), RolloutLayout(8, 2, False)
-    make: Callable[..., Case] = functools.partial(
-        case_of, "llama-3.1-8b", train, rollout, away_at_start=frozenset(), offloaded=frozenset()
-    )
-    outcome = plan_case(make(gpu_memory_utilization=0.9))
+def test_share_that_is_too_large_at_the_start_is_reported_with_one_that_fits() -> None:
+    stays = {"away_at_start": frozenset(), "offloaded": frozenset()}
+    outcome = plan_case(llama(train=DEEP, tp_size=2, **stays, gpu_memory_utilization=0.9))
     problem = next(p for p in outcome.problems if p.where == START)
     best = problem.remedies[0]
     assert best.lacking_bytes == 0
     flag, value = best.flags.split()
     assert flag == "--rl-rollout-gpu-memory-utilization" and 0.5 < float(value) < 0.9
-    mended = plan_case(make(gpu_memory_utilization=float(value)))
+    mended = plan_case(llama(train=DEEP, tp_size=2, **stays, gpu_memory_utilization=float(value)))
     assert START not in {p.where for p in mended.problems}
 
 
 def test_a_case_that_fits_has_no_problem() -> None:
-    case = case_of("llama-3.1-8b", TrainLayout(8, tp_size=4, pp_size=2), RolloutLayout(8, 4, False))
-    assert plan_case(case).fits
+    assert plan_case(llama()).fits
 
 
 # ------------------------------------------------------------------------------------------- search
@@ -552,10 +541,9 @@ def test_a_case_that_fits_has_no_problem() -> None:
 
 @pytest.mark.parametrize(("name", "gpu_gb"), [("qwen3-30b-a3b", 80), ("llama-3.1-8b", 24)])
 def test_search_finds_layouts_that_fit_in_order(name: str, gpu_gb: int) -> None:
-    machine = dataclasses.replace(MACHINE, gpu_bytes=gpu_gb * GB)
     train, rollout = TrainLayout(16, tp_size=8, pp_size=2), RolloutLayout(16, 8, False)
-    start = case_of(name, train, rollout, machine)
-    found = search(start, Rates(400e12, 3e12), samples=512, mini_batches=1, top=5)
+    start = case_of(name, train, rollout, machine(gpu_bytes=gpu_gb * GB))
+    found = search(start, STEP, top=5)
     assert 5 <= found.num_fitting < found.num_tried
     totals = [candidate.seconds.total for candidate in found.candidates]
     assert len(totals) == 5 and totals == sorted(totals)
@@ -565,9 +553,9 @@ def test_search_finds_layouts_that_fit_in_order(name: str, gpu_gb: int) -> None:
         assert outcome.traffic.received.max() == candidate.received_bytes_max
 
 
-def test_search_that_finds_nothing_says_so() -> None:
+def test_search_without_a_fitting_layout_returns_no_candidates() -> None:
     start = case_of("deepseek-v3", TrainLayout(8, tp_size=8, ep_size=8), RolloutLayout(8, 8, True))
-    found = search(start, Rates(400e12, 3e12), samples=512, mini_batches=1, top=5)
+    found = search(start, STEP, top=5)
     assert found.num_tried > 0 and found.num_fitting == 0 and found.candidates == ()
 
 

@@ -18,15 +18,10 @@ from mcore_rl.planner.activations import (
     log_prob_activation_bytes,
     train_activation_bytes,
 )
+from mcore_rl.planner.advice import CRITIC_FLAGS
+from mcore_rl.planner.layouts import following, in_layout
 from mcore_rl.planner.memory import memory_of
-from mcore_rl.planner.models import (
-    CRITIC,
-    CRITIC_FLAGS,
-    TrainedModel,
-    following,
-    in_layout,
-    stage_state,
-)
+from mcore_rl.planner.models import CRITIC, stage_state
 from mcore_rl.planner.phases import (
     BUILD,
     BUILD_CRITIC,
@@ -41,13 +36,14 @@ from mcore_rl.planner.phases import (
     VALUES,
     Case,
 )
+from mcore_rl.planner.plan import Outcome, as_json, plan_case
+from mcore_rl.planner.report import print_plan
+from mcore_rl.planner.search import search
 from mcore_rl.planner.settings import GB, Recompute
 from mcore_rl.tools.plan.command_line import PlanRequest, read_command_line
-from mcore_rl.tools.plan.outcome import Outcome, as_json, plan_case
-from mcore_rl.tools.plan.report import print_plan
-from mcore_rl.tools.plan.search import Rates, search
 from tests.model_shapes import CONFIGS
-from tests.unit.test_planner import case_of
+from tests.unit.test_planner import DEEP, STEP, case_of
+from tests.unit.test_planner import llama as llama_of
 
 QWEN = ["--hf-config", str(CONFIGS / "qwen3-30b-a3b.json"), "--world-size", "16"]
 LAYOUT = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 "
@@ -69,8 +65,7 @@ def with_critic(case: Case, **changes: Any) -> Case:
 
 
 def llama(**changes: Any) -> Case:
-    train, rollout = TrainLayout(8, tp_size=2, pp_size=4), RolloutLayout(8, 2, False)
-    return case_of("llama-3.1-8b", train, rollout, **changes)
+    return llama_of(train=DEEP, tp_size=2, **changes)
 
 
 # ----------------------------------------------------------------------------------- from the flags
@@ -135,7 +130,7 @@ def test_critic_of_another_checkpoint_has_its_shape() -> None:
         ),
     ],
 )
-def test_critic_that_cannot_be_is_told(flags: str, sentence: str) -> None:
+def test_critic_that_is_not_possible_is_refused(flags: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         request_of(flags)
 
@@ -145,9 +140,9 @@ def test_batch_is_what_both_models_can_share() -> None:
         "--rl-critic-tp-size 1 --rl-critic-pp-size 1 --rl-num-epochs 1 --rl-algorithm gspo"
         " --rl-advantage gae"
     )
-    assert request.samples_per_step % 16 == 0
+    assert request.step.samples % 16 == 0
     request = request_of("--rl-critic-tp-size 1 --rl-critic-pp-size 1")
-    assert request.samples_per_step % 16 == 0
+    assert request.step.samples % 16 == 0
 
 
 # ---------------------------------------------------------------------------------------- in phases
@@ -178,11 +173,9 @@ def test_every_phase_holds_both_models_and_the_activations_of_one() -> None:
             assert phase.parts[f"critic {part}"] == size
     models = {TRAIN: case.actor, TRAIN_CRITIC: case.critic}
     for name, model in models.items():
-        used = train_activation_bytes(model.shape, model.train, model.layers, model.training)
+        used = train_activation_bytes(model)
         assert phases[name].parts["activations"] == used[phases[name].stage]
-    used = log_prob_activation_bytes(
-        case.critic.shape, case.critic.train, case.critic.layers, case.critic.training
-    )
+    used = log_prob_activation_bytes(case.critic)
     assert phases[VALUES].parts["activations"] == used[phases[VALUES].stage]
 
 
@@ -194,7 +187,7 @@ def test_fullest_rank_is_that_of_both_models_together() -> None:
     for rank in range(8):
         stage = case.train.pp_rank(rank)
         of_rank = [stage_state(model)[stage] for model in case.models]
-        used = train_activation_bytes(case.shape, case.train, case.layers, case.training)[stage]
+        used = train_activation_bytes(case.actor)[stage]
         totals.append(sum(sum(state.values()) for state in of_rank) + used)
     train = plan_case(case).memory.phase(TRAIN)
     assert train.total_bytes == max(totals) and totals[train.rank] == max(totals)
@@ -220,8 +213,8 @@ def test_offload_takes_the_critic_along() -> None:
 def test_critic_without_vocabulary_keeps_less_at_its_end() -> None:
     case = with_critic(llama(chunk_tokens=4096))
     assert case.critic is not None
-    head = head_bytes(case.critic.shape, case.train, case.critic.training, with_gradients=True)
-    assert 0 < head < head_bytes(case.shape, case.train, case.training, with_gradients=True)
+    head = head_bytes(case.critic, with_gradients=True)
+    assert 0 < head < head_bytes(case.actor, with_gradients=True)
     # 4096 tokens of 4096 numbers, over two ranks: norm, its input and a gradient in bf16, the head
     # and a gradient in float32
     assert head == 4096 * 4096 / 2 * (3 * 2 + 2 * 4)
@@ -300,10 +293,8 @@ def test_critic_s_own_layout_is_advised_and_helps() -> None:
 def test_search_counts_the_critic() -> None:
     train, rollout = TrainLayout(16, tp_size=8, pp_size=2), RolloutLayout(16, 8, False)
     alone = case_of("llama-3.1-8b", train, rollout)
-    options: dict[str, Any] = {"samples": 512, "mini_batches": 1, "top": 3}
-    rates = Rates(400e12, 3e12)
-    both = search(with_critic(alone), rates, **options)
-    assert both.candidates and both.num_fitting < search(alone, rates, **options).num_fitting
+    both = search(with_critic(alone), STEP, top=3)
+    assert both.candidates and both.num_fitting < search(alone, STEP, top=3).num_fitting
     for candidate in both.candidates:
         critic = candidate.case.critic
         assert critic is not None and critic.train == candidate.case.train
@@ -336,13 +327,7 @@ def test_plan_of_ppo_has_a_line_for_each_model() -> None:
     assert found["settings"]["critic"]["num_micro_batches"] > 0
 
 
-def test_plan_without_a_critic_says_nothing_of_one() -> None:
+def test_plan_without_a_critic_does_not_mention_one() -> None:
     outcome = plan_case(request_of(algorithm="grpo").case)
     assert not any("critic" in line for line in printed(outcome))
     assert "critic" not in as_json(outcome)
-
-
-def test_models_are_told_apart_by_name() -> None:
-    case = with_critic(llama())
-    assert [model.name for model in case.models] == ["actor", "critic"]
-    assert all(isinstance(model, TrainedModel) for model in case.models)

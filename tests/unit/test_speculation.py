@@ -22,7 +22,7 @@ from mcore_rl.model.speculation import (
 )
 from mcore_rl.model.tensors import mtp_tensors
 from mcore_rl.model.weight_map import ShardCoordinates, map_parameter
-from mcore_rl.planner.parameters import drafter_bytes, kv_bytes_per_token
+from mcore_rl.planner.engine import drafter_bytes, kv_bytes_per_token
 from mcore_rl.trainer.actor import mtp_cross_entropy, predicted
 from tests.model_shapes import published_shape
 

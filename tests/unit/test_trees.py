@@ -19,9 +19,9 @@ from mcore_rl.hybrid_engine.plan.trees import (
     direct,
 )
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
+from mcore_rl.planner.layouts import stages_for
 from mcore_rl.planner.links import Traffic, traffic_of
 from mcore_rl.planner.settings import GB
-from mcore_rl.planner.stages import stages_for
 from tests.model_shapes import MACHINE, published_shape
 
 WORLD = 12

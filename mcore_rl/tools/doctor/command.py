@@ -21,10 +21,10 @@ from rich.text import Text
 
 from mcore_rl.common.errors import CORRECT, UsageError
 from mcore_rl.data.tokenizer_process import close_all
+from mcore_rl.planner.report import make_console
 from mcore_rl.planner.settings import GB, GPU_RESERVED_GB
 from mcore_rl.tools.doctor.examination import Request, examine
 from mcore_rl.tools.doctor.finding import Finding, Level, counts
-from mcore_rl.tools.plan.report import make_console
 
 # A word for each colour, for readers and files without colours.
 _WORDS: dict[Level, str] = {"green": "ok", "yellow": "warn", "red": "fail"}

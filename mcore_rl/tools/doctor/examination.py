@@ -25,8 +25,8 @@ from mcore_rl.tools.doctor.gpus import Gpus, find_gpus
 
 if TYPE_CHECKING:
     from mcore_rl.common.platform import Platform
+    from mcore_rl.planner.plan import Outcome
     from mcore_rl.tools.doctor.flags import ReadJob
-    from mcore_rl.tools.plan.outcome import Outcome
 
 _USUAL_RANKS_PER_NODE = 8
 

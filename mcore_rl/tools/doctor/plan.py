@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 from mcore_rl.batching.accounting import describe
 from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError
-from mcore_rl.job.host import has_slow_products, host_needs
 from mcore_rl.planner.advice import Problem
+from mcore_rl.planner.checks import host_needs
 from mcore_rl.planner.host import HostPhase
 from mcore_rl.planner.phases import ROLLOUT, START
+from mcore_rl.planner.plan import Outcome, plan_case
 from mcore_rl.planner.settings import GB
 from mcore_rl.tools.doctor.finding import BATCHES, PLAN, Finding, green, red, refusal, yellow
 from mcore_rl.tools.doctor.flags import ReadJob
 from mcore_rl.tools.plan.command_line import read_command_line
-from mcore_rl.tools.plan.outcome import Outcome, plan_case
+from mcore_rl.trainer.case import has_slow_products
 
 _GIB = 1 << 30
 _MOST_REMEDIES = 3
@@ -75,7 +76,7 @@ def check_plan(outcome: Outcome, memory: DeviceMemory) -> list[Finding]:
             (phase for phase in phases if phase.name not in (START, ROLLOUT)),
             key=lambda phase: phase.total_bytes,
         )
-        what = f"no device memory to fit into: {fullest.name} takes {_total(fullest.total_bytes)}"
+        what = f"no device to compare with: {fullest.name} takes {_total(fullest.total_bytes)}"
         return [green(PLAN, f"{what}; {hand_over}")]
     fullest = max(phases, key=lambda phase: phase.total_bytes)
     size = f"{shown_bytes(memory.total_bytes)} ({memory.source})"
@@ -105,7 +106,7 @@ def _problem(outcome: Outcome, problem: Problem, size: str) -> Finding:
     for remedy in problem.remedies[:_MOST_REMEDIES]:
         left = remedy.lacking_bytes
         ways.append(f"{remedy.flags} ({f'lacks {shown_bytes(left)}' if left else 'fits'})")
-    more = "take more GPUs, or let mcore-rl plan --search look"
+    more = "take more GPUs, or try mcore-rl plan --search"
     level = red if is_sure else yellow
     return level(PLAN, found, "; or ".join(ways) if ways else more)
 

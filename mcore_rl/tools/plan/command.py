@@ -11,11 +11,10 @@ from typing import Any
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.garbage import nothing_collected
-from mcore_rl.planner.settings import GB
-from mcore_rl.tools.plan.command_line import PlanRequest, add_flags, read_request
-from mcore_rl.tools.plan.outcome import as_json, plan_case
-from mcore_rl.tools.plan.report import make_console, print_plan, print_search
-from mcore_rl.tools.plan.search import CRITERIA, Candidate, Found, Rates, search
+from mcore_rl.planner.plan import as_json, plan_case
+from mcore_rl.planner.report import make_console, print_plan, print_search
+from mcore_rl.planner.search import CRITERIA, Candidate, Found, search
+from mcore_rl.tools.plan.command_line import add_flags, read_request
 
 __all__ = ["add_flags", "main"]
 
@@ -28,31 +27,22 @@ def main(options: argparse.Namespace, others: Sequence[str]) -> int:
     console = make_console()
     print_plan(outcome, request.notes, console)
     written = as_json(outcome, request.notes)
-    if request.options.search:
-        found = _search(request)
-        counts = f"{found.num_tried} layouts tried, {found.num_fitting} fit"
-        print_search(found.candidates, counts, CRITERIA, console)
-        written["search"] = {
-            "num_tried": found.num_tried,
-            "num_fitting": found.num_fitting,
-            "criteria": CRITERIA,
-            "layouts": [_row(candidate) for candidate in found.candidates],
-        }
-    if request.options.json:
-        _write(Path(request.options.json), written)
+    if options.search:
+        found = search(request.case, request.step, top=options.top)
+        print_search(found, console)
+        written["search"] = _search(found)
+    if options.json:
+        _write(Path(options.json), written)
     return 0
 
 
-def _search(request: PlanRequest) -> Found:
-    options, case = request.options, request.case
-    rates = Rates(options.gpu_tflops * 1e12, options.gpu_memory_gb_per_second * GB)
-    return search(
-        case,
-        rates,
-        samples=request.samples_per_step,
-        mini_batches=request.num_mini_batches,
-        top=options.top,
-    )
+def _search(found: Found) -> dict[str, Any]:
+    return {
+        "num_tried": found.num_tried,
+        "num_fitting": found.num_fitting,
+        "criteria": CRITERIA,
+        "layouts": [_row(candidate) for candidate in found.candidates],
+    }
 
 
 def _row(candidate: Candidate) -> dict[str, Any]:

@@ -8,38 +8,32 @@ uses no device, process group or model.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mcore_rl.common.errors import CORRECT, CommandParser, UsageError
 from mcore_rl.common.platform import Platform
-from mcore_rl.config import RLConfig
 from mcore_rl.flags.given import expand_config, import_given_files
 from mcore_rl.hybrid_engine.plan.buckets import frame_of, slot_bytes
 from mcore_rl.hybrid_engine.plan.placement import Placement
-from mcore_rl.job.planner_settings import engine_settings, train_settings
 from mcore_rl.model.config_json import ModelShape, read_model_shape
 from mcore_rl.model.families import family_of
-from mcore_rl.model.layout import (
-    SPLITS_SHARED_EXPERTS,
-    PipelineLayers,
-    TrainLayout,
-)
+from mcore_rl.model.layout import SPLITS_SHARED_EXPERTS, PipelineLayers, TrainLayout
 from mcore_rl.model.quantization import FP8, MXFP4
-from mcore_rl.planner.models import ACTOR, CRITIC, CRITIC_FLAGS, TrainedModel
+from mcore_rl.planner.memory import placement_of
+from mcore_rl.planner.models import ACTOR, CRITIC
 from mcore_rl.planner.phases import Case
+from mcore_rl.planner.search import Step
 from mcore_rl.planner.settings import (
     BATCHED_TOKENS,
     COMMUNICATOR_MB,
     GB,
     GPU_RESERVED_GB,
     MB,
-    EngineSettings,
     Machine,
 )
 
@@ -57,12 +51,10 @@ _PLANNED_FOR = Platform(cuda=True, transformer_engine=(2, 20), fused_weight_grad
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """A parsed command line: the case, and the planner's options."""
+    """A parsed command line."""
 
     case: Case
-    options: argparse.Namespace  # the planner's own flags
-    samples_per_step: int
-    num_mini_batches: int
+    step: Step  # for --search
     notes: tuple[str, ...]
 
 
@@ -84,16 +76,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--search", action="store_true", help="rank other layouts that fit")
     add("--top", type=int, default=10, help="with --search, how many to show")
     add("--gpu-memory-gb", type=float, default=80.0, help="of a device")
-    add("--gpu-reserved-gb", type=float, default=GPU_RESERVED_GB, help="of it, what no tensor "
-        "gets: contexts, CUDA graphs, fragmentation")  # fmt: skip
+    add("--gpu-reserved-gb", type=float, default=GPU_RESERVED_GB, help="of it, not available to "
+        "tensors: contexts, CUDA graphs, fragmentation")  # fmt: skip
     add("--communicator-mb", type=float, default=COMMUNICATOR_MB, help="of a device, what NCCL "
         "takes for each communicator: an assumption, 50 to 200 by estimate")  # fmt: skip
     add("--host-memory-gb", type=float, default=2000.0, help="of a node")
-    add("--intra-node-gb-per-second", type=float, default=400.0, help="a rank's, each way")
-    add("--inter-node-gb-per-second", type=float, default=50.0, help="a rank's, each way")
+    add("--intra-node-gb-per-second", type=float, default=400.0, help="of a rank, each way")
+    add("--inter-node-gb-per-second", type=float, default=50.0, help="of a rank, each way")
     add("--expert-load", type=float, default=1.5, help="tokens of the busiest rank's experts over "
         "the mean")  # fmt: skip
-    add("--batched-tokens", type=int, default=BATCHED_TOKENS, help="that vLLM works on at one time")
+    add("--batched-tokens", type=int, default=BATCHED_TOKENS, help="tokens in one step of vLLM")
     add("--gpu-tflops", type=float, default=400.0, help="achieved in training, for --search")
     add("--gpu-memory-gb-per-second", type=float, default=3000.0, help="for --search")
 
@@ -138,40 +130,60 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
         least = _least_prompts(facts)
         if least != facts.config.trainer.num_prompts_per_step:
             notes.append(
-                f"--rl-num-prompts-per-step is taken as {least}, the least that "
+                f"--rl-num-prompts-per-step is taken as {least}, the least number that "
                 f"{' and '.join(_sharing(facts))} can share"
             )
             own_flags += ["--rl-num-prompts-per-step", str(least)]
     facts = resolved()
-    config, shape, values = facts.config, facts.shape, facts.values
-    train, rollout = facts.layout, facts.rollout
-    placement = Placement(shape, train, facts.layers, rollout)
-    more = [
-        *_notes(placement, values.get("mtp_num_layers") or 0),
-        *layout_checks.note_on_experts(config.engine, placement),
-    ]
-    if values.get("use_megatron_fsdp"):
-        more.append(
-            "--use-megatron-fsdp: weights, gradients and what travels are counted as if every "
-            "data-parallel rank held whole parameters, which is more than it shards them to"
-        )
-    if config.rewards.reward_model is not None:
-        more.append("the reward model of --rl-reward-model is not counted")
-    trained = [_trained(name, facts, options) for name in _models(facts)]
-    case = Case(
-        shape=shape,
-        train=train,
-        layers=facts.layers,
-        rollout=rollout,
-        training=trained[0].training,
-        critic=trained[1] if len(trained) > 1 else None,
-        engine=_engine(config, values, placement, options),
-        machine=_machine(options, layout_checks.ranks_per_node(config.engine, train.world_size)),
+    case = _case(facts, options)
+    step = Step(
+        samples=facts.config.samples_per_step,
+        mini_batches=facts.config.trainer.num_mini_batches,
+        flops=options.gpu_tflops * 1e12,
+        memory_rate=options.gpu_memory_gb_per_second * GB,
     )
-    _check_bucket(case)
-    return PlanRequest(
-        case, options, config.samples_per_step, config.trainer.num_mini_batches, (*more, *notes)
+    placement = placement_of(case)
+    on_experts = layout_checks.note_on_experts(facts.config.engine, placement)
+    more = (*_notes(placement, facts), *on_experts, *_notes_on_omissions(facts))
+    return PlanRequest(case, step, (*more, *notes))
+
+
+def _case(facts: Resolved, options: argparse.Namespace) -> Case:
+    # Imported late, because they import torch.
+    from mcore_rl.hybrid_engine.options import ranks_per_node
+    from mcore_rl.trainer.case import case_of, trained_critic
+
+    # The derived multiple pads as the planner does without one.
+    multiple = {"make_vocab_size_divisible_by": facts.given.get("make_vocab_size_divisible_by")}
+    critic = None
+    if (found := facts.critic) is not None:
+        found = replace(found, values={**found.values, **multiple})
+        load = options.expert_load
+        critic = trained_critic(facts.config, found, facts.roles, expert_load=load)
+    machine = Machine(
+        ranks_per_node=ranks_per_node(facts.config.engine, facts.layout.world_size),
+        gpu_bytes=int(options.gpu_memory_gb * GB),
+        reserved_bytes=int(options.gpu_reserved_gb * GB),
+        communicator_bytes=int(options.communicator_mb * MB),
+        host_bytes=int(options.host_memory_gb * GB),
+        own_node_rate=options.intra_node_gb_per_second * GB,
+        other_nodes_rate=options.inter_node_gb_per_second * GB,
     )
+    case = case_of(
+        facts.config,
+        {**facts.values, **multiple},
+        (facts.shape, facts.layout, facts.layers),
+        facts.rollout,
+        critic,
+        machine,
+        has_cuda=True,
+        expert_load=options.expert_load,
+        batched_tokens=options.batched_tokens,
+    )
+    # The bucket must hold a message in each of its buffers.
+    frame = frame_of({"float32": 4}, with_delta=case.engine.delta)
+    slot_bytes(case.engine.bucket_bytes, 3 if case.engine.delta else 2, frame)
+    return case
 
 
 def _models(facts: Resolved) -> dict[str, tuple[TrainLayout, PipelineLayers]]:
@@ -180,33 +192,6 @@ def _models(facts: Resolved) -> dict[str, tuple[TrainLayout, PipelineLayers]]:
     if (critic := facts.critic) is not None:
         models[CRITIC] = (critic.layout, critic.layers)
     return models
-
-
-def _trained(name: str, facts: Resolved, options: argparse.Namespace) -> TrainedModel:
-    """Return a trained model with its settings."""
-    config = facts.config
-    train, layers = _models(facts)[name]
-    critic = facts.critic if name == CRITIC else None
-    return TrainedModel(
-        name=name,
-        shape=critic.shape if critic else facts.shape,
-        train=train,
-        layers=layers,
-        training=train_settings(
-            config,
-            critic.values if critic else facts.values,
-            train,
-            layers,
-            vocabulary_multiple=facts.given.get("make_vocab_size_divisible_by"),
-            expert_load=options.expert_load,
-        ),
-        own_degrees=frozenset(
-            degree
-            for degree in CRITIC_FLAGS
-            if critic and getattr(config.critic, f"critic_{degree}") is not None
-        ),
-        ranks=facts.roles.critic if critic else (),
-    )
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -266,35 +251,40 @@ def _read_shape(named: str | None, source: str | None, flag: str) -> ModelShape:
     return shape
 
 
-def _notes(placement: Placement, mtp_layers: int) -> list[str]:
-    """Return notes on facts that the figures do not show."""
+def _notes(placement: Placement, facts: Resolved) -> Iterator[str]:
+    """Yield notes on facts that the figures do not show."""
     shape, rollout = placement.shape, placement.rollout
-    notes = []
     if shape.quantization:
-        notes.append(
-            f"config.json describes weights in {shape.quantization}; the plan is for bfloat16, as "
+        yield (
+            f"config.json describes weights in {shape.quantization}; the plan is for bfloat16, in "
             "which they are read, trained and handed over"
         )
-    if carried := shape.num_mtp_layers - mtp_layers:
-        notes.append(
+    if carried := shape.num_mtp_layers - (facts.values.get("mtp_num_layers") or 0):
+        yield (
             f"{carried} multi-token-prediction layer(s) are not trained; engines hold "
             "them with --rl-speculate mtp:N"
         )
     if rollout.has_whole_shared_experts and shape.experts and shape.experts.shared_hidden_size:
         backends = SPLITS_SHARED_EXPERTS
-        split = Placement(
-            shape,
-            placement.train,
-            placement.layers,
-            dataclasses.replace(rollout, all2all_backend=backends[0]),
-        )
-        notes.append(
+        other = replace(rollout, all2all_backend=backends[0])
+        split = Placement(shape, placement.train, placement.layers, other)
+        yield (
             "in this layout vLLM keeps shared experts whole on every rank; "
             f"--rl-rollout-all2all-backend with one of {', '.join(backends)} splits them, where "
             f"the machine can run it: then {split.resident_bytes.max() / GB:.2f} GB are resident "
             f"and at least {split.lower_bound_bytes.mean() / GB:.2f} GB received on average"
         )
-    return notes
+
+
+def _notes_on_omissions(facts: Resolved) -> Iterator[str]:
+    """Yield notes on what the plan counts as whole or does not count."""
+    if facts.values.get("use_megatron_fsdp"):
+        yield (
+            "--use-megatron-fsdp: weights, gradients and what travels are counted as if every "
+            "data-parallel rank held whole parameters, which is more than it shards them to"
+        )
+    if facts.config.rewards.reward_model is not None:
+        yield "the reward model of --rl-reward-model is not counted"
 
 
 def _group(facts: Resolved, train: TrainLayout, layers: PipelineLayers) -> int:
@@ -324,43 +314,3 @@ def _sharing(facts: Resolved) -> list[str]:
         whose = "" if name == ACTOR else f" of the {name}"
         found.setdefault(f"{train.dp_size} data-parallel ranks{by}", whose)
     return [text + whose for text, whose in found.items()]
-
-
-def _engine(
-    config: RLConfig,
-    values: Mapping[str, Any],
-    placement: Placement,
-    options: argparse.Namespace,
-) -> EngineSettings:
-    from mcore_rl.hybrid_engine.memory.offload import (  # which import torch
-        kinds_at_start,
-        offload_kinds,
-    )
-
-    return engine_settings(
-        config,
-        values,
-        placement.shape,
-        placement.rollout,
-        offloaded=offload_kinds(config.weight_sync.offload, values, has_cuda=True),
-        away_at_start=kinds_at_start(values),
-        batched_tokens=options.batched_tokens,
-    )
-
-
-def _machine(options: argparse.Namespace, ranks_per_node: int) -> Machine:
-    return Machine(
-        ranks_per_node=ranks_per_node,
-        gpu_bytes=int(options.gpu_memory_gb * GB),
-        reserved_bytes=int(options.gpu_reserved_gb * GB),
-        communicator_bytes=int(options.communicator_mb * MB),
-        host_bytes=int(options.host_memory_gb * GB),
-        own_node_rate=options.intra_node_gb_per_second * GB,
-        other_nodes_rate=options.inter_node_gb_per_second * GB,
-    )
-
-
-def _check_bucket(case: Case) -> None:
-    """Check that the bucket can hold a message in each of its buffers, as a transfer requires."""
-    frame = frame_of({"float32": 4}, with_delta=case.engine.delta)
-    slot_bytes(case.engine.bucket_bytes, 3 if case.engine.delta else 2, frame)

@@ -11,8 +11,7 @@ by deliberately simple formulas:
     rollout        response tokens x passes over the samples of a data-parallel rank x the time to
                    read the engine's weights and a half-full cache once from the device's memory
 
-They rank layouts; they do not predict a step. This module is pure: it imports neither Megatron nor
-vLLM nor torch.
+They rank layouts; they do not predict a step.
 """
 
 from __future__ import annotations
@@ -20,20 +19,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 
-import numpy as np
-
-from mcore_rl.common.errors import UsageError
-from mcore_rl.hybrid_engine.plan.placement import Placement, choose_rank_map
-from mcore_rl.model.config_json import ModelShape
-from mcore_rl.model.layout import RolloutLayout, TrainLayout
+from mcore_rl.hybrid_engine.plan.placement import choose_rank_map
 from mcore_rl.model.tensors import active_parameters
-from mcore_rl.planner.memory import Memory, memory_of
-from mcore_rl.planner.models import TrainedModel, following
+from mcore_rl.planner.layouts import (
+    Stages,
+    divisors,
+    most_resident_bytes,
+    rollout_layouts,
+    train_layouts,
+    with_train_layout,
+)
+from mcore_rl.planner.memory import Memory, memory_of, placement_of
+from mcore_rl.planner.models import TrainedModel
 from mcore_rl.planner.phases import ROLLOUT, Case
 from mcore_rl.planner.settings import Machine
-from mcore_rl.planner.stages import Stages, stages_for
 
 CRITERIA = (
     "ranked by the seconds of a step that depend on the layout: compute with the pipeline's "
@@ -42,11 +42,13 @@ CRITERIA = (
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """A device's rates in the formulas."""
+class Step:
+    """A step and the rates of a device, as the formulas take them."""
 
-    flops: float  # per second, achieved in training
-    memory_rate: float  # bytes per second
+    samples: int
+    mini_batches: int
+    flops: float  # of a device per second, achieved in training
+    memory_rate: float  # of a device, bytes per second
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,113 +99,50 @@ class Found:
     num_fitting: int
 
 
-def search(case: Case, rates: Rates, *, samples: int, mini_batches: int, top: int) -> Found:
+def search(case: Case, step: Step, *, top: int) -> Found:
     """Try all layouts of `case`'s job.
 
-    A step trains on `samples` in `mini_batches`. The hand-over is first ranked by its lower bound;
-    the best `top` layouts get a rank map, and are ranked by the bytes then received.
+    The hand-over is first ranked by its lower bound; the best `top` layouts get a rank map, and are
+    ranked by the bytes then received.
     """
-    tried = fitting = 0
+    tried = 0
     found: list[Candidate] = []
-    rollouts = list(_rollouts(case))
-    resident = {r: _resident(case, r) for r in rollouts}
-    for train, stages in _trains(case.shape, case.train.world_size, case.machine.ranks_per_node):
-        here = _training(case, train, stages, samples // mini_batches)
-        if here is None:
-            continue
-        for rollout in rollouts:
+    rollouts = {r: most_resident_bytes(case, r) for r in rollout_layouts(case)}
+    for other, stages in _in_train_layouts(case, step.samples // step.mini_batches):
+        for rollout, resident in rollouts.items():
             tried += 1
-            other = replace(here, rollout=rollout)
-            memory = memory_of(other, np.full(train.world_size, resident[rollout]))
+            placed = replace(other, rollout=rollout)
+            memory = memory_of(placed, resident)
             if any(phase.lacking_bytes for phase in memory.phases):
                 continue
             if memory.host_total_bytes > case.machine.host_bytes:
                 continue
-            fitting += 1
-            received = _least_received(other, resident[rollout])
-            found.append(_candidate(other, memory, stages, received, rates, samples, mini_batches))
+            received = _least_received(placed, int(resident[0]))
+            found.append(_candidate(placed, memory, stages, received, step))
     found.sort(key=_order)
-    best = [_with_rank_map(c, rates, samples, mini_batches) for c in found[:top]]
-    return Found(tuple(sorted(best, key=_order)), tried, fitting)
+    best = sorted(map(_with_rank_map, found[:top]), key=_order)
+    return Found(tuple(best), tried, len(found))
 
 
 def _order(candidate: Candidate) -> tuple[float, int, str]:
     return candidate.seconds.total, candidate.peak_bytes, candidate.flags
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _trains(
-    shape: ModelShape, world: int, ranks_per_node: int
-) -> Iterator[tuple[TrainLayout, Stages]]:
-    """Yield every training layout, with its stages."""
-    experts = shape.experts
-    ep_sizes = _divisors(experts.num_experts) if experts else [1]
-    for tp, pp in product(_divisors(ranks_per_node), _divisors(world)):
-        stages = stages_for(shape.num_layers, pp)
-        if stages is None or world % (tp * pp) or not _tp_divides(shape, tp, dense=True):
+def _in_train_layouts(case: Case, mini_batch: int) -> Iterator[tuple[Case, Stages]]:
+    """Yield the case in every training layout among which a mini-batch of samples divides."""
+    shape, training, world_size = case.shape, case.training, case.train.world_size
+    for train, stages in train_layouts(
+        shape,
+        world_size,
+        tp_sizes=divisors(case.machine.ranks_per_node),
+        pp_sizes=divisors(world_size),
+        ep_sizes=divisors(shape.experts.num_experts) if shape.experts else [1],
+    ):
+        other = with_train_layout(case, train, stages.layers)
+        if other is None or mini_batch % (train.dp_size * training.micro_batch_size):
             continue
-        for ep, etp in product(ep_sizes, sorted({1, tp}) if experts else [tp]):
-            if experts and experts.hidden_size % etp:
-                continue
-            try:
-                yield TrainLayout(world, tp, pp, 1, ep, etp), stages
-            except UsageError:
-                continue
-
-
-def _rollouts(case: Case) -> Iterator[RolloutLayout]:
-    """Yield every layout of engines: with experts sharded over TP' x DP', or without EP."""
-    shape, world = case.shape, case.train.world_size
-    experts = shape.experts
-    for tp in _divisors(case.machine.ranks_per_node):
-        if world % tp or not _tp_divides(shape, tp, dense=False):
-            continue
-        if experts is None or experts.hidden_size % tp == 0:
-            yield RolloutLayout(world, tp, False)
-        for ep in _divisors(experts.num_experts) if experts else []:
-            if ep > 1 and ep % tp == 0 and world % ep == 0:
-                backend = case.rollout.all2all_backend
-                yield RolloutLayout(world, tp, True, ep // tp, all2all_backend=backend)
-
-
-def _tp_divides(shape: ModelShape, tp: int, *, dense: bool) -> bool:
-    """Return whether TP divides heads and widths; in rollout it may replicate key/value heads."""
-    sizes = [shape.num_heads]
-    if dense or shape.num_kv_heads >= tp:
-        sizes.append(shape.num_kv_heads)
-    elif tp % shape.num_kv_heads:
-        return False
-    if not all(shape.is_moe_layer):
-        sizes.append(shape.ffn_hidden_size)
-    if shape.experts and shape.experts.shared_hidden_size:
-        sizes.append(shape.experts.shared_hidden_size)
-    return all(size % tp == 0 for size in sizes)
-
-
-def _training(case: Case, train: TrainLayout, stages: Stages, mini_batch: int) -> Case | None:
-    """Return the case, with its critic, in another training layout; None if it cannot be."""
-    parts = train.dp_size * case.training.micro_batch_size
-    if mini_batch % parts:
-        return None
-    training = replace(
-        case.training,
-        num_micro_batches=case.training.micro_batches_of(mini_batch, train.dp_size),
-        sequence_parallel=train.tp_size > 1,
-    )
-    critic = None
-    if case.critic is not None:
-        critic = following(case.critic, train, stages.layers)
-        if critic is None:
-            return None
-    return replace(case, train=train, layers=stages.layers, training=training, critic=critic)
-
-
-def _resident(case: Case, rollout: RolloutLayout) -> int:
-    """Return the resident bytes of the fullest slot."""
-    return Placement(case.shape, case.train, case.layers, rollout).most_resident_bytes
+        count = training.micro_batches_of(mini_batch, train.dp_size)
+        yield replace(other, training=replace(other.training, num_micro_batches=count)), stages
 
 
 def _least_received(case: Case, resident: int) -> int:
@@ -218,19 +157,17 @@ def _least_received(case: Case, resident: int) -> int:
     return int(resident * (1 - per_stage / (experts if case.shape.experts else wider)))
 
 
-def _candidate(
-    case: Case,
-    memory: Memory,
-    stages: Stages,
-    received: int,
-    rates: Rates,
-    samples: int,
-    mini_batches: int,
-) -> Candidate:
+def _candidate(case: Case, memory: Memory, stages: Stages, received: int, step: Step) -> Candidate:
+    machine = case.machine
     return Candidate(
         case=case,
         flags=_flags(case, stages),
-        seconds=_seconds(case, memory, received, rates, samples, mini_batches),
+        seconds=Seconds(
+            compute=sum(_compute(model, step) for model in case.models),
+            communication=sum(_communication(m, machine, step.samples) for m in case.models),
+            hand_over=received / machine.other_nodes_rate,
+            rollout=_rollout_seconds(case, memory, step),
+        ),
         received_bytes_max=received,
         peak_bytes=max(
             phase.total_bytes - phase.parts.get("KV cache", 0) for phase in memory.phases
@@ -239,12 +176,10 @@ def _candidate(
     )
 
 
-def _with_rank_map(
-    candidate: Candidate, rates: Rates, samples: int, mini_batches: int
-) -> Candidate:
+def _with_rank_map(candidate: Candidate) -> Candidate:
     """Return the candidate with its real rank map and received bytes, instead of an estimate."""
     case = candidate.case
-    placement = Placement(case.shape, case.train, case.layers, case.rollout)
+    placement = placement_of(case)
     rank_map = choose_rank_map(placement, ranks_per_node=case.machine.ranks_per_node)
     received = int(placement.received_bytes(rank_map).max())
     seconds = replace(candidate.seconds, hand_over=received / case.machine.other_nodes_rate)
@@ -270,26 +205,15 @@ def _flags(case: Case, stages: Stages) -> str:
     return flags
 
 
-def _seconds(
-    case: Case, memory: Memory, received: int, rates: Rates, samples: int, mini_batches: int
-) -> Seconds:
-    return Seconds(
-        compute=sum(_compute(model, rates, samples) for model in case.models),
-        communication=sum(_communication(model, case.machine, samples) for model in case.models),
-        hand_over=received / case.machine.other_nodes_rate,
-        rollout=_rollout_seconds(case, memory, rates, samples),
-    )
-
-
-def _compute(model: TrainedModel, rates: Rates, samples: int) -> float:
+def _compute(model: TrainedModel, step: Step) -> float:
     """Return the seconds of a step in a model's matrix products, with the pipeline's bubble."""
     train, training = model.train, model.training
     full = training.recompute.granularity == "full"
     vp_size = len(model.layers[0])
     bubble = (train.pp_size - 1) / (training.num_micro_batches * vp_size)
-    tokens = samples * training.positions
+    tokens = step.samples * training.positions
     flops = (8 if full else 6) * active_parameters(model.shape) * tokens
-    return flops / (train.world_size * rates.flops) * (1 + bubble)
+    return flops / (train.world_size * step.flops) * (1 + bubble)
 
 
 def _communication(model: TrainedModel, machine: Machine, samples: int) -> float:
@@ -316,12 +240,12 @@ def _communication(model: TrainedModel, machine: Machine, samples: int) -> float
     return layers * passes * (dense + routed)
 
 
-def _rollout_seconds(case: Case, memory: Memory, rates: Rates, samples: int) -> float:
+def _rollout_seconds(case: Case, memory: Memory, step: Step) -> float:
     rollout, engine = case.rollout, case.engine
-    share = math.ceil(samples / rollout.num_tp_groups)  # of one data-parallel rank
+    share = math.ceil(step.samples / rollout.num_tp_groups)  # of one data-parallel rank
     cached = memory.kv_cache.tokens // engine.max_model_tokens
     at_once = max(1, min(engine.max_num_seqs, cached, share))
     waves = math.ceil(share / at_once)
     weights = memory.phase(ROLLOUT).parts["rollout weights"]
     cache = at_once * engine.max_model_tokens / 2 * case.kv_bytes_per_token
-    return waves * engine.max_response_tokens * (weights + cache) / rates.memory_rate
+    return waves * engine.max_response_tokens * (weights + cache) / step.memory_rate

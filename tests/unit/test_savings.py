@@ -11,13 +11,14 @@ import torch
 from mcore_rl.batching.accounting import batch_accounting
 from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.config import RLConfig
-from mcore_rl.job.memory_report import memory_lines, recompute_saving
-from mcore_rl.job.planner_settings import activation_settings
 from mcore_rl.megatron.log_probs import vocab_parallel_log_probs
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout, pipeline_layers
 from mcore_rl.planner.activations import layer_terms, logits_bytes, train_activation_bytes
-from mcore_rl.planner.settings import ActivationSettings, Recompute
+from mcore_rl.planner.models import TrainedModel
+from mcore_rl.planner.savings import memory_lines, recompute_saving
+from mcore_rl.planner.settings import Recompute, TrainSettings
+from mcore_rl.trainer.case import activation_settings, model_of_args
 from tests.live_bytes import LiveBytes
 from tests.model_shapes import published_shape, small_shape
 
@@ -41,7 +42,8 @@ def config(**given: Any) -> RLConfig:
 
 def lines(values: dict[str, Any], shape: ModelShape = SHAPE, **given: Any) -> list[str]:
     flags = {"micro_batch_size": 1, "sequence_parallel": True, **values}
-    return memory_lines(config(**given), flags, shape, TRAIN, LAYERS, name="model")
+    model = model_of_args(config(**given), flags, shape, TRAIN, LAYERS, name="model")
+    return memory_lines(model)
 
 
 def test_nothing_is_said_of_what_has_no_effect() -> None:
@@ -71,27 +73,28 @@ def test_each_switch_has_a_line_of_its_own() -> None:
 
 
 def test_figures_of_full_recomputation_are_layers_less_their_inputs() -> None:
-    settings = activation_settings(
-        config(), {"micro_batch_size": 2, "sequence_parallel": True, **FULL}, TRAIN, LAYERS
-    )
-    terms = list(layer_terms(SHAPE, TRAIN, settings, is_moe=True))
+    values = {"micro_batch_size": 2, "sequence_parallel": True, **FULL}
+    model = model_of_args(config(), values, SHAPE, TRAIN, LAYERS)
+    terms = list(layer_terms(model, is_moe=True))
     tokens = 2 * 2048
-    saving = recompute_saving(SHAPE, TRAIN, LAYERS, settings)
+    saving = recompute_saving(model)
     assert saving.stage == 1  # all of its seven layers have experts
     assert saving.kept_bytes == 7 * tokens * terms[0].bytes_per_token
     assert saving.saved_bytes == 7 * tokens * sum(t.bytes_per_token for t in terms[1:])
     # Three micro-batches are in flight there, and one layer is recomputed at a time.
     one_layer = tokens * sum(t.bytes_per_token for t in terms)
     assert saving.peak_bytes == 3 * saving.saved_bytes - one_layer
-    without = dataclasses.replace(settings, recompute=Recompute())
-    peaks = [train_activation_bytes(SHAPE, TRAIN, LAYERS, s)[1] for s in (settings, without)]
+    training = dataclasses.replace(model.training, recompute=Recompute())
+    without = dataclasses.replace(model, training=training)
+    peaks = [train_activation_bytes(each)[1] for each in (model, without)]
     assert peaks[1] - peaks[0] == saving.peak_bytes
 
 
 def test_one_group_of_all_layers_saves_nothing_at_the_peak() -> None:
     one = TrainLayout(2, tp_size=2)
     values = {"micro_batch_size": 1, **FULL, "recompute_num_layers": 27}
-    (line, _) = memory_lines(config(), values, SHAPE, one, pipeline_layers(27, 1))
+    model = model_of_args(config(), values, SHAPE, one, pipeline_layers(27, 1))
+    (line, _) = memory_lines(model)
     assert "of each micro-batch saved, nothing at the peak of an update" in line
 
 
@@ -131,8 +134,8 @@ def test_micro_batches_are_those_of_the_accounting(
     assert settings.num_micro_batches == accounting.actor.full_micro_batches
 
 
-def _settings(num_tokens: int, chunk_tokens: int, weight_bytes: int) -> ActivationSettings:
-    return ActivationSettings(
+def _model(shape: ModelShape, num_tokens: int, weight_bytes: int) -> TrainedModel:
+    training = TrainSettings(
         weight_bytes=weight_bytes,
         vocabulary_multiple=None,
         micro_batch_size=1,
@@ -140,8 +143,12 @@ def _settings(num_tokens: int, chunk_tokens: int, weight_bytes: int) -> Activati
         positions=num_tokens,
         sequence_parallel=False,
         recompute=Recompute(),
-        chunk_tokens=chunk_tokens,
+        chunk_tokens=num_tokens,
         expert_load=1.0,
+    )
+    layers = pipeline_layers(shape.num_layers, 1)
+    return TrainedModel(
+        name="actor", shape=shape, train=TrainLayout(1), layers=layers, training=training
     )
 
 
@@ -172,9 +179,8 @@ def test_logits_are_as_large_as_computed(dtype: torch.dtype) -> None:
             (log_probs.sum() + entropy.sum()).backward()
         return live.peak_bytes
 
-    settings = _settings(num_tokens, chunk, weight_bytes=hidden.element_size())
-    whole = logits_bytes(shape, TrainLayout(1), settings, num_tokens)
-    computed = whole - logits_bytes(shape, TrainLayout(1), settings, chunk)
+    model = _model(shape, num_tokens, weight_bytes=hidden.element_size())
+    computed = logits_bytes(model, num_tokens) - logits_bytes(model, chunk)
     measured = peak(num_tokens) - peak(chunk)
     # A chunk's logits may live until those of the next one are there.
     assert measured == pytest.approx(computed, rel=0.05)
@@ -194,6 +200,6 @@ def test_lines_are_of_what_megatrons_arguments_hold_after_validation() -> None:
         "microbatch_group_size_per_vp_stage": None,
         "make_vocab_size_divisible_by": 32,
     }
-    (line,) = memory_lines(config(), values, SHAPE, TRAIN, LAYERS)
+    (line,) = memory_lines(model_of_args(config(), values, SHAPE, TRAIN, LAYERS))
     # 102,400 rows, half of them here, twice in float32, of 1,024 and of 2,048 tokens
     assert "logits take 419 MB instead of 839 MB for a micro-batch of 1 x 2,048 tokens" in line

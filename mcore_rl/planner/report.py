@@ -8,26 +8,35 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mcore_rl.planner.communicators import communicators_of
 from mcore_rl.planner.models import ACTOR, CRITIC
-from mcore_rl.planner.phases import BUCKETS, NCCL
+from mcore_rl.planner.phases import BUCKETS, NCCL, Phase, communicators_of
+from mcore_rl.planner.plan import Outcome
+from mcore_rl.planner.search import CRITERIA, Found
 from mcore_rl.planner.settings import GB, MB, MIB
-from mcore_rl.tools.plan.outcome import Outcome
-from mcore_rl.tools.plan.search import Candidate
 
 _PLAIN_WIDTH = 100
 # Order of the columns; a phase has some of them.
 _PARTS = (
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "rollout weights",
-    "bucket",
-    "KV cache",
-    NCCL,
+    *("weights", "gradients", "optimizer", "activations"),
+    *("rollout weights", "bucket", "KV cache", NCCL),
 )
 _HEADINGS = {"gradients": "grads", "optimizer": "optim.", "activations": "activ."}
+# Heading of a row -> name in `Outcome.rank_bytes`.
+_TRAFFIC = {
+    "received": "received",
+    "  from its own node": "received_own_node",
+    "  from other nodes": "received_other_nodes",
+    "sent": "sent",
+    "  to its own node": "sent_own_node",
+    "  to other nodes": "sent_other_nodes",
+    "lower bound of received": "lower_bound",
+    "resident for rollout": "resident",
+    "received by a gather of all": "gather_export_received",
+}
+_SEARCH_COLUMNS = (
+    *("seconds", "train", "comm.", "hand-over", "rollout"),
+    *("GB recv.", "peak GB", "KV tok."),
+)
 _SHOWN_RANKS = 24
 
 
@@ -70,10 +79,10 @@ def _rank_map(outcome: Outcome) -> str:
     """Describe which rank takes which slot."""
     rollout = outcome.case.rollout
     if rollout.is_identity:
-        return "every slot is played by the rank of its number (the identity)"
+        return "every rank takes the slot of its number (the identity)"
     ranks = ",".join(map(str, rollout.rank_map[:_SHOWN_RANKS]))
     more = ",... (all of them with --json)" if rollout.world_size > _SHOWN_RANKS else ""
-    return f"slots 0, 1, ... are played by ranks {ranks}{more}"
+    return f"slots 0, 1, ... are taken by ranks {ranks}{more}"
 
 
 def _table(console: Console, *columns: str) -> Table:
@@ -90,30 +99,17 @@ def _gb(num_bytes: float) -> str:
 
 def _traffic_table(outcome: Outcome, console: Console) -> Table:
     table = _table(console, "GB of a rank", "max", "mean")
-    traffic = outcome.traffic
-    rows = {
-        "received": traffic.received,
-        "  from its own node": traffic.received_own_node,
-        "  from other nodes": traffic.received_other_nodes,
-        "sent": traffic.sent,
-        "  to its own node": traffic.sent_own_node,
-        "  to other nodes": traffic.sent_other_nodes,
-        "lower bound of received": traffic.lower_bound,
-        "resident for rollout": traffic.resident,
-        "received by a gather of all": outcome.gathered,
-    }
-    for name, values in rows.items():
-        table.add_row(name, _gb(values.max()), _gb(values.mean()))
+    rank_bytes = outcome.rank_bytes
+    for heading, name in _TRAFFIC.items():
+        table.add_row(heading, _gb(rank_bytes[name].max()), _gb(rank_bytes[name].mean()))
     return table
 
 
 def _print_traffic_facts(outcome: Outcome, console: Console) -> None:
     machine, traffic = outcome.case.machine, outcome.traffic
-    bound = traffic.lower_bound.sum()
-    ratio = traffic.received.sum() / bound if bound else 1.0
     console.print(
-        f"received / lower bound {ratio:.2f}; {outcome.seconds:.3f} s at "
-        f"{machine.own_node_rate / GB:g} GB/s within a node of {machine.ranks_per_node} and "
+        f"received / lower bound {outcome.received_over_lower_bound:.2f}; {outcome.seconds:.3f} s "
+        f"at {machine.own_node_rate / GB:g} GB/s within a node of {machine.ranks_per_node} and "
         f"{machine.other_nodes_rate / GB:g} GB/s between nodes, per rank"
     )
     console.print(
@@ -126,30 +122,21 @@ def _print_traffic_facts(outcome: Outcome, console: Console) -> None:
 def _memory_table(outcome: Outcome, console: Console) -> Table:
     phases = outcome.memory.phases
     used = [p for p in _PARTS if any({p, f"{CRITIC} {p}"} & phase.parts.keys() for phase in phases)]
-    table = _table(
-        console,
-        "phase",
-        "rank",
-        *(_HEADINGS.get(part, part).replace(" ", "\n") for part in used),
-        "total",
-        "limit",
-    )
+    headings = [_HEADINGS.get(part, part).replace(" ", "\n") for part in used]
+    table = _table(console, "phase", "rank", *headings, "total", "limit")
     for phase in phases:
-        sizes = [_gb(phase.parts[part]) if part in phase.parts else "-" for part in used]
         style = "red" if phase.lacking_bytes else None
-        table.add_row(
-            phase.name,
-            str(phase.rank),
-            *sizes,
-            _gb(phase.total_bytes),
-            _gb(phase.limit_bytes),
-            style=style,
-        )
-        of_critic = {part: phase.parts.get(f"{CRITIC} {part}") for part in used}
-        if any(size is not None for size in of_critic.values()):
-            cells = ["" if size is None else _gb(size) for size in of_critic.values()]
-            table.add_row("  critic's", "", *cells, "", "", style=style)
+        sizes = _cells(phase, used, absent="-")
+        total, limit = _gb(phase.total_bytes), _gb(phase.limit_bytes)
+        table.add_row(phase.name, str(phase.rank), *sizes, total, limit, style=style)
+        of_critic = _cells(phase, [f"{CRITIC} {part}" for part in used], absent="")
+        if any(of_critic):
+            table.add_row("  critic's", "", *of_critic, "", "", style=style)
     return table
+
+
+def _cells(phase: Phase, parts: Sequence[str], *, absent: str) -> list[str]:
+    return [_gb(phase.parts[part]) if part in phase.parts else absent for part in parts]
 
 
 def _print_memory_facts(outcome: Outcome, console: Console) -> None:
@@ -165,7 +152,7 @@ def _print_memory_facts(outcome: Outcome, console: Console) -> None:
         ", ".join(sorted(kinds)) or "nothing" for kinds in (engine.offloaded, engine.away_at_start)
     )
     console.print(f"off the device during rollout: {away}; while engines start: {at_start}")
-    console.print("mcore_rl.verify goes through build, start, first switch, rollout, log-probs")
+    console.print("mcore_rl.verify runs the phases build, start, first switch, rollout, log-probs")
     for model in case.models:
         training = model.training
         console.print(
@@ -206,50 +193,26 @@ def _print_problems(outcome: Outcome, console: Console) -> None:
             then = f"lacks {_gb(left)} GB" if left else "fits"
             console.print(f"  with {remedy.flags}: {then}")
         if not problem.remedies:
-            console.print("  no single flag helps: take more GPUs, or let --search look")
+            console.print("  no single flag helps: take more GPUs, or try --search")
 
 
-def print_search(
-    candidates: Sequence[Candidate], counts: str, criteria: str, console: Console
-) -> None:
+def print_search(found: Found, console: Console) -> None:
     """Print the best layouts of a search."""
     console.print("\n[bold]layouts that fit, best first[/]")
-    table = _table(
-        console,
-        "train",
-        "rollout",
-        *(
-            "seconds",
-            "train",
-            "comm.",
-            "hand-over",
-            "rollout",
-            "GB recv.",
-            "peak GB",
-            "KV tok.",
-        ),
-    )
-    for found in candidates:
-        parts = found.seconds
+    table = _table(console, "train", "rollout", *_SEARCH_COLUMNS)
+    for candidate in found.candidates:
+        of = candidate.seconds
+        seconds = (of.total, of.compute, of.communication, of.hand_over, of.rollout)
         table.add_row(
-            found.train_name,
-            found.rollout_name,
-            *(
-                f"{value:.1f}"
-                for value in (
-                    parts.total,
-                    parts.compute,
-                    parts.communication,
-                    parts.hand_over,
-                    parts.rollout,
-                )
-            ),
-            _gb(found.received_bytes_max),
-            _gb(found.peak_bytes),
-            f"{found.kv_cache_tokens:,}",
+            candidate.train_name,
+            candidate.rollout_name,
+            *(f"{value:.1f}" for value in seconds),
+            _gb(candidate.received_bytes_max),
+            _gb(candidate.peak_bytes),
+            f"{candidate.kv_cache_tokens:,}",
         )
     console.print(table)
-    console.print(counts)
-    console.print(criteria)
-    if candidates:
-        console.print(f"flags of the best: {candidates[0].flags}")
+    console.print(f"{found.num_tried} layouts tried, {found.num_fitting} fit")
+    console.print(CRITERIA)
+    if found.candidates:
+        console.print(f"flags of the best: {found.candidates[0].flags}")

@@ -1,0 +1,158 @@
+"""The complete plan of a case: its memory, its traffic and its problems, also as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mcore_rl.planner.advice import Problem, problems_of
+from mcore_rl.planner.links import Traffic, gather_bytes, traffic_of
+from mcore_rl.planner.memory import Memory, memory_of, placement_of
+from mcore_rl.planner.models import Bytes, TrainedModel
+from mcore_rl.planner.phases import Case, Phase, communicators_of
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Result of planning a case."""
+
+    case: Case
+    memory: Memory
+    traffic: Traffic
+    gathered: Bytes  # received by an export that gathers every tensor, for comparison
+    problems: tuple[Problem, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether memory suffices on all ranks and nodes."""
+        return not self.problems
+
+    @property
+    def seconds(self) -> float:
+        """The estimated duration of a hand-over."""
+        return self.traffic.seconds(self.case.machine)
+
+    @property
+    def received_over_lower_bound(self) -> float:
+        """The ratio of both, over all ranks together."""
+        bound = self.traffic.lower_bound.sum()
+        return float(self.traffic.received.sum() / bound) if bound else 1.0
+
+    @property
+    def rank_bytes(self) -> dict[str, Bytes]:
+        """The bytes of a hand-over by name, each `[ranks]`."""
+        traffic = self.traffic
+        return {
+            "received": traffic.received,
+            "sent": traffic.sent,
+            "lower_bound": traffic.lower_bound,
+            "resident": traffic.resident,
+            "received_own_node": traffic.received_own_node,
+            "received_other_nodes": traffic.received_other_nodes,
+            "sent_own_node": traffic.sent_own_node,
+            "sent_other_nodes": traffic.sent_other_nodes,
+            "gather_export_received": self.gathered,
+        }
+
+
+def plan_case(case: Case) -> Outcome:
+    """Plan the memory and the traffic of a case."""
+    placement = placement_of(case)
+    traffic = traffic_of(placement, case.rollout.rank_map, case.machine)
+    copied = int((traffic.received + traffic.sent).max())
+    memory = memory_of(case, traffic.resident, copied)
+    problems = problems_of(case, memory, traffic.resident, copied)
+    return Outcome(case, memory, traffic, gather_bytes(placement), tuple(problems))
+
+
+def as_json(outcome: Outcome, notes: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the complete plan; docs/using/planner.md explains the keys."""
+    case, traffic, memory = outcome.case, outcome.traffic, outcome.memory
+    of_ranks: dict[str, float] = {}
+    for name, values in outcome.rank_bytes.items():
+        of_ranks[f"{name}_bytes_max"] = int(values.max())
+        of_ranks[f"{name}_bytes_mean"] = float(values.mean())
+    of_critic, settings = {}, {}
+    if case.critic is not None:
+        of_critic = {"critic": {**_model(case.critic), **_train(case.critic)}}
+        settings = {"critic": asdict(case.critic.training)}
+    return {
+        "status": "planned, not run",
+        "world_size": case.train.world_size,
+        "model": _model(case.actor),
+        "train": _train(case.actor),
+        "rollout": _rollout(case),
+        "fits": outcome.fits,
+        **of_critic,
+        **of_ranks,
+        "received_over_lower_bound": outcome.received_over_lower_bound,
+        "hand_over_seconds": outcome.seconds,
+        "communicators_max": int(traffic.num_communicators.max()),
+        "communicators_in_all": traffic.num_communicators_in_all,
+        "communicators_not_megatrons": traffic.num_own_groups,
+        "peers_max": int(traffic.num_peers.max()),
+        "communicators_counted_as_memory": communicators_of(case.train, case.rollout),
+        "phases": [_phase(phase) for phase in memory.phases],
+        "kv_cache_bytes": memory.kv_cache.num_bytes,
+        "kv_cache_tokens": memory.kv_cache.tokens,
+        "host_bytes_per_node": {**memory.host_bytes, "total": memory.host_total_bytes},
+        "problems": [asdict(problem) for problem in outcome.problems],
+        "settings": {
+            "training": asdict(case.training),
+            "engine": asdict(case.engine),
+            "machine": asdict(case.machine),
+            **settings,
+        },
+        "notes": list(notes),
+    }
+
+
+def _model(model: TrainedModel) -> dict[str, Any]:
+    shape = model.shape
+    return {
+        "architecture": shape.architecture,
+        "num_layers": shape.num_layers,
+        "num_mtp_layers_left_out": shape.num_mtp_layers - model.training.mtp_layers,
+        "num_experts": shape.experts.num_experts if shape.experts else 0,
+        "published_quantization": shape.quantization,
+    }
+
+
+def _train(model: TrainedModel) -> dict[str, Any]:
+    train = model.train
+    return {
+        "tp_size": train.tp_size,
+        "cp_size": train.cp_size,
+        "dp_size": train.dp_size,
+        "pp_size": train.pp_size,
+        "etp_size": train.etp_size,
+        "ep_size": train.ep_size,
+        "edp_size": train.edp_size,
+        "layers_of_stages_and_chunks": [[list(c) for c in stage] for stage in model.layers],
+    }
+
+
+def _rollout(case: Case) -> dict[str, Any]:
+    rollout = case.rollout
+    return {
+        "num_engines": rollout.num_engines,
+        "tp_size": rollout.tp_size,
+        "dp_size": rollout.dp_size,
+        "ep_size": rollout.ep_size,
+        "rank_map": list(rollout.rank_map or range(rollout.world_size)),  # slot -> rank
+        "kv_bytes_per_token": case.kv_bytes_per_token,
+    }
+
+
+def _phase(phase: Phase) -> dict[str, Any]:
+    parts = {f"{name.replace(' ', '_').lower()}_bytes": size for name, size in phase.parts.items()}
+    return {
+        "phase": phase.name,
+        "fullest_rank": phase.rank,
+        "stage": phase.stage,
+        **parts,
+        "total_bytes": phase.total_bytes,
+        "limit_bytes": phase.limit_bytes,
+        "lacking_bytes": phase.lacking_bytes,
+    }

@@ -121,6 +121,13 @@ def test_section_stands_between_its_markers() -> None:
     assert "- commit: abc" in text and "| packed, dense |" in text
 
 
+def test_section_shows_the_accuracy_of_each_run() -> None:
+    rows = [row("trl", run(0, 0, 1.0, accuracy=0.5), run(0, 0, 1.0, accuracy=0.75))]
+    assert "| 0.250 to 0.625 (0.500, 0.750) |" in section(rows, {}, {})
+    untold = [row("trl", run(0, 0, 1.0, accuracy=None))]
+    assert "| - | - |" in section(untold, {}, {})
+
+
 def test_section_is_replaced_and_the_rest_of_the_page_stays() -> None:
     first, second = f"{BEGIN}\none \\1\n{END}\n", f"{BEGIN}\ntwo \\2\n{END}\n"
     page = with_section("# Resharding\n", first)

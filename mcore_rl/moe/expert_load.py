@@ -71,49 +71,58 @@ class ExpertLoad:
         make for the same tokens with the same weights. Each also exists per layer, as
         `.../layer_3`, except `moe/most_unused_experts`.
         """
-        metrics = self._imbalance("moe/imbalance", self._counts) | self._unused()
+        counts = [self._counts, self._rollout_counts(), self._replay_counts()]
+        total = torch.cat(counts, dim=1)
         self._counts.zero_()
-        if self._of_rollout is not None:
-            mine = torch.from_numpy(self._of_rollout()).to(self._counts)
-            metrics |= self._imbalance("moe/rollout_imbalance", mine)
-        return metrics | self._disagreement()
-
-    def _used(self, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all ranks' counts for layers with tokens, and the mask of these layers."""
-        total = counts.clone()
         dist.all_reduce(total)
-        is_used = total.sum(dim=1) > 0
-        return total[is_used], is_used
-
-    def _imbalance(self, name: str, counts: torch.Tensor) -> dict[str, float]:
-        used, is_used = self._used(counts)
-        if not len(used):
-            return {}
-        of_layers = used.amax(dim=1) / used.mean(dim=1)
-        return {name: float(of_layers.max()), **self._by_layer(name, of_layers, is_used)}
-
-    def _unused(self) -> dict[str, float]:
-        used, is_used = self._used(self._counts)
-        if not len(used):
-            return {}
-        of_layers = (used == 0).double().mean(dim=1)
+        widths = [part.shape[1] for part in counts]
+        of_updates, of_rollout, of_replay = total.split(widths, dim=1)
         return {
-            "moe/unused_experts": float(of_layers.mean()),
-            "moe/most_unused_experts": float(of_layers.max()),
-            **self._by_layer("moe/unused_experts", of_layers, is_used),
+            **self._imbalance("moe/imbalance", of_updates),
+            **self._unused(of_updates),
+            **self._imbalance("moe/rollout_imbalance", of_rollout),
+            **self._disagreement(of_replay),
         }
 
-    def _disagreement(self) -> dict[str, float]:
-        if self._replay is None:
-            return {}
+    def _rollout_counts(self) -> torch.Tensor:
+        """Return `[m, e]`, this rank's part of the engines' choices; `[m, 0]` if not counted."""
+        if self._of_rollout is None:
+            return self._zeros(0)
+        return torch.from_numpy(self._of_rollout()).to(self._counts)
+
+    def _replay_counts(self) -> torch.Tensor:
+        """Return `[m, 2]`, this rank's differing and compared choices since the last call."""
         counts = self._zeros(2)
+        if self._replay is None:
+            return counts
         for column, layer in enumerate(self._replay.routed.layers):
             row = self._routed.layers.index(layer)
             counts[row, 0] += self._replay.differing[column]
             counts[row, 1] += self._replay.compared[column]
         self._replay.differing.zero_()
         self._replay.compared.zero_()
-        dist.all_reduce(counts)
+        return counts
+
+    def _imbalance(self, name: str, counts: torch.Tensor) -> dict[str, float]:
+        is_used = counts.sum(dim=1) > 0
+        if not is_used.any():
+            return {}
+        used = counts[is_used]
+        of_layers = used.amax(dim=1) / used.mean(dim=1)
+        return {name: float(of_layers.max()), **self._by_layer(name, of_layers, is_used)}
+
+    def _unused(self, counts: torch.Tensor) -> dict[str, float]:
+        is_used = counts.sum(dim=1) > 0
+        if not is_used.any():
+            return {}
+        of_layers = (counts[is_used] == 0).double().mean(dim=1)
+        return {
+            "moe/unused_experts": float(of_layers.mean()),
+            "moe/most_unused_experts": float(of_layers.max()),
+            **self._by_layer("moe/unused_experts", of_layers, is_used),
+        }
+
+    def _disagreement(self, counts: torch.Tensor) -> dict[str, float]:
         is_known = counts[:, 1] > 0
         if not is_known.any():
             return {}

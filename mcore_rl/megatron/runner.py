@@ -51,6 +51,14 @@ class LossSums:
 
 
 @dataclass(frozen=True, slots=True)
+class GlobalCounts:
+    """Counts of a global mini-batch; the same on all ranks."""
+
+    denominators: Denominators  # at least 1, also for a mini-batch without loss tokens
+    num_samples: int  # with or without loss tokens
+
+
+@dataclass(frozen=True, slots=True)
 class _Work:
     """A micro-batch and its rows, on the device."""
 
@@ -171,17 +179,14 @@ class ModelRunner:
         dist.all_reduce(total, group=self.groups["dp"])
         return total.cpu()
 
-    def denominators(self, batch: TrainBatch) -> Denominators:
-        """Return the divisors of a mini-batch's losses.
-        They are at least 1, also for a mini-batch without loss tokens."""
+    def global_counts(self, batch: TrainBatch) -> GlobalCounts:
+        """Count loss tokens and samples of the global mini-batch; `batch` is this rank's part."""
         counts = Segments.of(batch.lengths, batch.loss_mask).counts
-        mine = torch.tensor([counts.sum(), (counts > 0).sum()], dtype=torch.float64)
-        num_tokens, num_samples = self.global_sum(mine).clamp(min=1.0).tolist()
-        return Denominators(num_tokens, num_samples)
-
-    def num_samples(self, batch: TrainBatch) -> int:
-        """Return the number of samples in the global mini-batch."""
-        return int(self.global_sum(torch.tensor([float(batch.num_samples)])))
+        mine = [counts.sum(), (counts > 0).sum(), batch.num_samples]
+        total = self.global_sum(torch.tensor(mine, dtype=torch.float64))
+        num_tokens, num_with_loss, num_samples = total.tolist()
+        divisors = Denominators(max(num_tokens, 1.0), max(num_with_loss, 1.0))
+        return GlobalCounts(divisors, int(num_samples))
 
     def _work(self, batch: TrainBatch, *, records: bool = False) -> list[_Work]:
         micro_batches = split_micro_batches(batch)

@@ -114,8 +114,9 @@ class Actor:
         it.
         """
         mtp_counts = self._mtp_counts(batch)
+        counts = self.runner.global_counts(batch)
         loss = functools.partial(
-            self._loss, denominators=self.runner.denominators(batch), mtp_counts=mtp_counts
+            self._loss, denominators=counts.denominators, mtp_counts=mtp_counts
         )
         scores_first = batch.old_log_probs is None
         self._compare_routes(scores_first)
@@ -127,7 +128,7 @@ class Actor:
         total = self.runner.accumulate_gradients(batch, loss, num_sums=sum(sizes))
         sums, of_mismatch, of_mtp = total.sums.split(sizes)
         result = self.optimizer.step(
-            num_samples=self.runner.num_samples(batch), nonfinite_losses=total.nonfinite_ranks
+            num_samples=counts.num_samples, nonfinite_losses=total.nonfinite_ranks
         )
         megatron_adapter.finish_param_sync(self._args, self.state)
         mismatch = MismatchSums.from_stacked(of_mismatch) if scores_first else None

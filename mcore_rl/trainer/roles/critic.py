@@ -116,12 +116,13 @@ class Critic:
         loss or gradient, unless set to skip it.
         """
         with self.world:
-            loss = functools.partial(self._loss, denominators=self.runner.denominators(batch))
+            counts = self.runner.global_counts(batch)
+            loss = functools.partial(self._loss, denominators=counts.denominators)
             total = self.runner.accumulate_gradients(
                 batch, loss, num_sums=len(ValueLossSums.__slots__)
             )
             result = self.optimizer.step(
-                num_samples=self.runner.num_samples(batch), nonfinite_losses=total.nonfinite_ranks
+                num_samples=counts.num_samples, nonfinite_losses=total.nonfinite_ranks
             )
             megatron_adapter.finish_param_sync(self.world.args, self.state)
             return ValueUpdateStats(ValueLossSums.from_stacked(total.sums), result)

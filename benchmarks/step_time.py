@@ -2,10 +2,11 @@
 
     python benchmarks/step_time.py [--json FILE] [--markdown FILE] [--only NAME ...] [--quick]
 
-Needs the `bench` extra. The first call makes two checkpoints, in the cache folder of
-scripts/run_deepseek_moe.sh (MCORE_RL_CACHE); the rest takes about an hour on 2 cores, half of it
-TRL's steps of `long_256` (`--only short long packing`: 20 to 30 minutes). --markdown replaces its
-own section of FILE and leaves what else stands there.
+Needs the `bench` extra. The first call makes the checkpoints, in the cache folder of
+scripts/run_deepseek_moe.sh (MCORE_RL_CACHE); the rest takes over an hour on 2 cores, half of it
+TRL's steps of `long_256` (`--only short long packing`: 20 to 30 minutes). `real_size` needs 20 GB
+of host memory and runs only if --only names it. --markdown replaces its own section of FILE and
+leaves what else stands there.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from benchmarks.step_time_task import (  # noqa: E402
     quick,
 )
 
-PACKING = "packing"
+PACKING, REAL_SIZE = "packing", "real_size"
 RUN_SECONDS = 1800
 # Of models for the packed and the padded update.
 MODELS = {"dense (qwen3)": "qwen3", "MoE (deepseek_v3)": "deepseek_v3"}
@@ -61,7 +62,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the section there")
     parser.add_argument("--repetitions", type=int, default=2, help="runs of each, in turns")
     parser.add_argument("--processes", type=int, default=OURS_PROCESSES, help="of ours: 1, 2 or 4")
-    parser.add_argument("--only", nargs="+", choices=names, default=names, help="some workloads")
+    usual = [name for name in names if name != REAL_SIZE]
+    parser.add_argument("--only", nargs="+", choices=names, default=usual, help="some workloads")
     parser.add_argument("--quick", action="store_true", help="one repetition, steps that just do")
     return parser
 
@@ -132,16 +134,15 @@ def _compared(
     way = ["--quick"] if options.quick else []
 
     def our(short: Workload, precision: str) -> _System:
-        return partial(ours, short, checkpoint, options.processes, precision)
+        num_processes = workload.num_processes or options.processes
+        return partial(ours, short, checkpoint, num_processes, precision)
 
     def theirs(extent: Sequence[str], precision: str) -> _System:
         return partial(trl, workload, checkpoint, precision, extent)
 
-    trls = _faster(report.TRL, folder, partial(theirs, ["--trial"]))
-    systems = {
-        report.OURS: our(workload, _faster(report.OURS, folder, partial(our, quick(workload)))),
-        report.TRL: theirs(way, trls),
-    }
+    trls = workload.precision or _faster(report.TRL, folder, partial(theirs, ["--trial"]))
+    our_own = workload.precision or _faster(report.OURS, folder, partial(our, quick(workload)))
+    systems = {report.OURS: our(workload, our_own), report.TRL: theirs(way, trls)}
     if workload.name == "short" and trls == "bf16":  # where it is quick to tell
         systems[report.TRL_BF16_WEIGHTS] = theirs(way, "bf16_weights")
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
@@ -153,7 +154,7 @@ def _compared(
             run["accuracy"] = accuracy(trained, heldout, workload)
             shutil.rmtree(trained)
             pace = [round(seconds, 2) for seconds in run["step_seconds"]]
-            print(f"{workload.name}, {name}: accuracy {run['accuracy']:.3f}, {pace}", flush=True)
+            print(f"{workload.name}, {name}: accuracy {run['accuracy']}, {pace}", flush=True)
             runs[name].append(run)
     at_start = accuracy(checkpoint, heldout, workload)
     return [
@@ -172,7 +173,8 @@ def _compared(
 def ours(
     workload: Workload, checkpoint: Path, processes: int, precision: str, seed: int, out: Path
 ) -> dict[str, Any]:
-    """One run of ours; TP only beyond the two processes that data parallelism serves best."""
+    """One run of ours, which gets all cores; TP only beyond the two processes that data parallelism
+    serves best."""
     run_dir = out.with_name(out.name + ".run")
     tp_size = max(1, processes // 2) if processes > 2 else 1
     dp_size = processes // tp_size
@@ -193,14 +195,15 @@ def ours(
         f"--rl-rollout-kv-cache-gib 0.25 --rl-run-dir {run_dir} --rl-export-hf {out}"
     ).split()
     launch = ["-m", "mcore_rl.launch", "--nproc-per-node", str(processes)]
-    _run([*launch, "-m", "mcore_rl.train", *flags])
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    _run([*launch, "-m", "mcore_rl.train", *flags], OMP_NUM_THREADS=str(threads))
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [step for step in steps if "time/step_seconds" in step]
     shutil.rmtree(run_dir)
     return {
         "step_seconds": [step["time/step_seconds"] for step in steps],
         "response_tokens": [step["response_tokens/mean"] for step in steps],
-        "setting": f"{processes} processes, TP{tp_size} DP{dp_size}, {precision}, "
+        "setting": f"{processes} x {threads} threads, TP{tp_size} DP{dp_size}, {precision}, "
         f"{micro_batch[2:]}",
     }
 

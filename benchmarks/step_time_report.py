@@ -209,7 +209,8 @@ about 0.04 over seeds, so that two runs of each system do not compare what they 
 
 - `short`: prompts of 8 tokens, answers of six, at most 16. `short_instructed`: the same behind an
   instruction, prompts of 53 tokens. `long`: lengths are geometric, cut at 200. A step has 128 and
-  64 samples, `short_512` and `long_256` as many as their names say.
+  64 samples, `short_512` and `long_256` as many as their names say. `real_size`: the shape of
+  Qwen3-0.6B with random weights, 16 samples of up to 32 tokens.
 - `trl` is its GRPO with the fastest generation that runs here, in the faster precision;
   `benchmarks/step_time_trl.py` tells which were tried. `trl, bf16 weights` trains without
   float32 weights, which ours keeps: it is no comparison, and here for completeness.

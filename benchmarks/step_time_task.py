@@ -7,6 +7,8 @@ taught to go on after its answer with full stops, and to end after each of them 
 probability: lengths are then geometric, cut at the limit, as they are where some answers ramble.
 The reward is `arithmetic` on what stands before the first full stop, so that there is something to
 learn in either, and length is no part of it.
+
+`real_size` has the shape of Qwen3-0.6B and random weights: only its steps are timed.
 """
 
 from __future__ import annotations
@@ -63,6 +65,9 @@ class Workload:
     taught: str = ""  # the name of what it is then
     mean_response_tokens: float = 0.0  # as it is taught to have tails; 0: half of the limit
     aimed_ratio: float = 1.0  # samples per second, ours over TRL's
+    random_model: str = ""  # a case of real_size.py; "": a model that knows the task
+    precision: str = ""  # of both systems; "": of each the faster one
+    num_processes: int = 0  # of ours; 0: --processes
 
     @property
     def samples_per_step(self) -> int:
@@ -112,13 +117,32 @@ _SHORT_512 = dataclasses.replace(
     _SHORT, name="short_512", num_prompts_per_step=64, num_steps=8, packed_tokens=4096
 )
 _LONG_256 = dataclasses.replace(_LONG, name="long_256", num_prompts_per_step=32, num_steps=3)
-WORKLOADS = (_SHORT, _INSTRUCTED, _SHORT_512, _LONG, _LONG_256)
+# Its responses are random and have no reward; a step costs the same. One process, as each has the
+# whole model and an engine's copy of it.
+_REAL_SIZE = Workload(
+    "real_size",
+    max_response_tokens=32,
+    num_prompts_per_step=4,
+    num_samples_per_prompt=4,
+    num_steps=4,
+    num_eval_prompts=0,
+    learning_rate=1e-6,
+    packed_tokens=1024,
+    random_model="dense",
+    precision="fp32",
+    num_processes=1,
+)
+WORKLOADS = (_SHORT, _INSTRUCTED, _SHORT_512, _LONG, _LONG_256, _REAL_SIZE)
 LEFT_OUT_STEPS = 2  # at the start: caches, connections and allocators are still being filled
 
 
 def quick(workload: Workload) -> Workload:
     """As many steps as leave one that counts."""
-    return dataclasses.replace(workload, num_steps=LEFT_OUT_STEPS + 1, num_eval_prompts=16)
+    return dataclasses.replace(
+        workload,
+        num_steps=LEFT_OUT_STEPS + 1,
+        num_eval_prompts=min(workload.num_eval_prompts, 16),
+    )
 
 
 def trial(workload: Workload) -> Workload:
@@ -153,6 +177,11 @@ def checkpoint_of(workload: Workload) -> Path:
     """The folder of the workload's checkpoint, made once: minutes the first time."""
     from make_tiny_deepseek import make_checkpoint
 
+    if workload.random_model:
+        from benchmarks import real_size
+
+        folder = cache_folder() / f"step_time_{workload.name}"
+        return real_size.make_checkpoint(real_size.CASES[workload.random_model], folder)
     warmed = make_checkpoint(cache_folder() / "tiny_deepseek_v3", warm_up=True)
     if workload.teaching is None:
         return warmed
@@ -261,14 +290,16 @@ def rows_of(file: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def held_out_accuracy(checkpoint: Path, heldout: Path, workload: Workload) -> float:
-    """Share of held-out prompts that `checkpoint` answers rightly, greedily.
+def held_out_accuracy(checkpoint: Path, heldout: Path, workload: Workload) -> float | None:
+    """Share of held-out prompts that `checkpoint` answers rightly, greedily; None without prompts.
 
     By transformers in bfloat16 weights and float32 arithmetic, whichever system trained it.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if not workload.num_eval_prompts:
+        return None
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).float().eval()
     rows = rows_of(heldout)[: workload.num_eval_prompts]

@@ -199,6 +199,11 @@ def test_workloads_are_what_the_targets_name() -> None:
         assert quick(workload).num_steps == LEFT_OUT_STEPS + 1
 
 
+def test_real_size_runs_only_if_it_is_named() -> None:
+    assert step_time.REAL_SIZE not in step_time.make_parser().parse_args([]).only
+    assert step_time.make_parser().parse_args(["--only", "real_size"]).only == ["real_size"]
+
+
 def test_stop_probability_gives_the_mean() -> None:
     p = stop_probability(100.0, 200)
     # The oracle: the sum over all lengths, one by one.

@@ -100,8 +100,11 @@ def measured(checkpoint: Path, kind: str) -> dict[str, Any]:
 
 
 def _step(learner: Any, scored: list[Any], number: int) -> None:
-    batch = learner.with_log_probs(learner.make_batch(number, scored))
-    learner.update(number, learner.with_advantages(scored, batch))
+    learner.keeper.forget()
+    draws = [sample.rollout.prompt.index for sample in scored]
+    table = learner.keeper.table(learner.keeper.keep(scored), draws)
+    batch = learner.with_log_probs(learner.make_batch(number, table))
+    learner.update(number, learner.with_advantages(table, batch))
 
 
 if __name__ == "__main__":

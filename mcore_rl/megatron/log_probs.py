@@ -129,8 +129,8 @@ class _Head:
         return is_mine, torch.where(is_mine, row, 0)
 
     def all_reduce(self, stats: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        """Reduce `stats` over the group in place; a no-op without a group or tokens."""
-        if self.tp_group is not None and stats.numel():
+        """Reduce `stats` over the group in place; a no-op without other ranks or tokens."""
+        if self.tp_group is not None and self.tp_group.size() > 1 and stats.numel():
             dist.all_reduce(stats, op=op, group=self.tp_group)
 
 

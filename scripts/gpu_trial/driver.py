@@ -5,11 +5,10 @@
     --model DIR            a real small model in addition to the tiny ones (with --prompts)
     --out DIR              folder of the results (default: a new folder in runs/)
 
-A stage is a separate process with a limit of at most 8 minutes, after which it ends with everything
-that it started. A stage that fails does not stop the next one. Each writes `OUT/NN-STAGE.json` and
-`OUT/NN-STAGE.log`; `OUT/trial.md` is the page of results, rewritten after every stage.
-
-Without a GPU everything runs on the CPU by the same code, with the CPU's figures.
+A stage is a shell command of `stages.py` with a limit of at most 8 minutes, after which it ends
+with everything that it started. A stage that fails does not stop the next one. Each writes
+`OUT/NN-STAGE.json` and `OUT/NN-STAGE.log`; `OUT/trial.md` is the page of results, rewritten after
+every stage. Without a GPU everything runs on the CPU by the same commands, with the CPU's figures.
 
 Exit code: the number of stages that failed; 64 for a mistake in the arguments; 130 and 143 if ended
 by a signal. Only the standard library is used, because the environment may have to be made first.
@@ -20,34 +19,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.gpu_trial import environments  # noqa: E402
-from scripts.gpu_trial.page import page  # noqa: E402
-from scripts.gpu_trial.processes import (  # noqa: E402
-    GRACE_SECONDS,
-    MARK,
-    Memory,
-    end_all,
-    memory_reader,
-    processes_of,
-)
-from scripts.gpu_trial.table import (  # noqa: E402
+from scripts.gpu_trial.page import FAILED, PASSED, SKIPPED, page  # noqa: E402
+from scripts.gpu_trial.processes import run_limited  # noqa: E402
+from scripts.gpu_trial.stages import (  # noqa: E402
     ENVIRONMENT,
-    FAILED,
     MOST_SECONDS,
     NAMES,
-    PASSED,
-    SKIPPED,
     STAGES,
     Stage,
     missing,
@@ -56,6 +45,9 @@ from scripts.gpu_trial.table import (  # noqa: E402
 EXIT_USAGE = 64
 MOST_FAILED = 63
 TAIL_CHARACTERS = 6000
+MOST_SHOWN = 40
+COMMANDS = ROOT / "scripts" / "gpu_trial" / "commands.sh"
+_ERROR = re.compile(r"mcore_rl: error: |^\s*(\[rank\d+\]: ?)?[\w.]*(Error|Exception|Interrupt)\b")
 Json = dict[str, Any]
 
 
@@ -66,143 +58,56 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_USAGE, f"gpu_trial: error: {message}\n")
 
 
-def make_parser() -> Parser:
-    parser = Parser(
-        prog="gpu_trial.sh",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--list", action="store_true", help="print the stages and run nothing")
-    parser.add_argument("--from", dest="first", metavar="STAGE", help="begin with this stage")
-    parser.add_argument("--only", nargs="+", metavar="STAGE", help="these stages alone")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="results: JSON, logs, the page")
-    parser.add_argument(
-        "--work", type=Path, metavar="DIR", help="checkpoints and runs (default: OUT/work)"
-    )
-    parser.add_argument("--model", type=Path, metavar="DIR", help="a small model of Hugging Face")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSONL for --model")
-    parser.add_argument(
-        "--devices",
-        type=int,
-        metavar="N",
-        help="GPUs to use, or processes where there is none (default: all GPUs, or the cores)",
-    )
-    parser.add_argument(
-        "--limit",
-        type=float,
-        metavar="SECONDS",
-        help=f"of every stage, instead of its own (at most {MOST_SECONDS})",
-    )
-    return parser
-
-
-class Mistake(Exception):
-    """A mistake in the arguments that the caller can correct, in one sentence."""
-
-
-def chosen(options: argparse.Namespace) -> list[Stage]:
-    """Return the requested stages, in their order."""
-    names = [*(options.only or ()), *([options.first] if options.first else [])]
-    for name in names:
-        if name not in NAMES:
-            raise Mistake(f"{name} is not a stage; choose among {', '.join(NAMES)}")
+def read_options(tokens: Sequence[str] | None) -> argparse.Namespace:
+    """Parse and check the arguments; `options.stages` are the requested ones, in their order."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="gpu_trial.sh", description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    add("--list", action="store_true", help="print the stages and run nothing")
+    add("--from", dest="first", choices=NAMES, metavar="STAGE", help="begin with this stage")
+    add("--only", nargs="+", choices=NAMES, metavar="STAGE", help="these stages alone")
+    add("--out", type=Path, metavar="DIR", help="results: JSON, logs, the page")
+    add("--work", type=Path, metavar="DIR", help="checkpoints and runs (default: OUT/work)")
+    add("--model", type=Path, metavar="DIR", help="a small model of Hugging Face")
+    add("--prompts", type=Path, metavar="FILE", help="JSONL for --model")
+    devices = "GPUs to use, or processes where there is none (default: all GPUs, or the cores)"
+    add("--devices", type=int, metavar="N", help=devices)
+    limit = f"of every stage, instead of its own (at most {MOST_SECONDS})"
+    add("--limit", type=float, metavar="SECONDS", help=limit)
+    options = parser.parse_args(tokens)
     if options.only and options.first:
-        raise Mistake("--from and --only exclude each other; give one of them")
-    if options.only:
-        return [stage for stage in STAGES if stage.name in options.only]
-    start = NAMES.index(options.first) if options.first else 0
-    return list(STAGES[start:])
-
-
-def check(options: argparse.Namespace) -> None:
-    """Raise `Mistake` for invalid values."""
+        parser.error("--from and --only exclude each other; give one of them")
     if options.devices is not None and options.devices < 1:
-        raise Mistake(f"--devices {options.devices} must be at least 1")
+        parser.error(f"--devices {options.devices} must be at least 1")
     if options.limit is not None and not 0 < options.limit <= MOST_SECONDS:
-        raise Mistake(f"--limit {options.limit:g} must be above 0 and at most {MOST_SECONDS}")
+        parser.error(f"--limit {options.limit:g} must be above 0 and at most {MOST_SECONDS}")
     if options.model is not None and not (options.model / "config.json").is_file():
-        raise Mistake(f"--model {options.model} has no config.json; name a Hugging Face folder")
+        parser.error(f"--model {options.model} has no config.json; name a Hugging Face folder")
     if options.prompts is not None and not options.prompts.is_file():
-        raise Mistake(f"--prompts {options.prompts} is not a file")
+        parser.error(f"--prompts {options.prompts} is not a file")
     if options.prompts is not None and options.model is None:
-        raise Mistake("--prompts is for --model, which is missing")
-
-
-def run_stage(
-    stage: Stage,
-    command: Sequence[str],
-    *,
-    log: Path,
-    environment: dict[str, str],
-    limit_seconds: float,
-    memory: Memory,
-    grace_seconds: float = GRACE_SECONDS,
-    now: Callable[[], float] = time.monotonic,
-) -> Json:
-    """Run a stage's process to its end or its limit, and end everything that it started.
-
-    Returns `status`, `exit_code`, `seconds`, `timed_out` and the peaks of memory.
-    """
-    mark = f"{os.getpid()}-{time.time_ns()}"
-    started = now()
-    timed_out = False
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**environment, MARK: mark},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            while process.poll() is None:
-                if now() - started > limit_seconds:
-                    timed_out = True
-                    break
-                memory.sample()
-                try:
-                    process.wait(timeout=0.5)
-                except subprocess.TimeoutExpired:
-                    continue
-        finally:
-            left = processes_of(mark)
-            end_all(process, mark, grace_seconds)
-    passed = process.returncode == 0 and not timed_out
-    return {
-        "status": PASSED if passed else FAILED,
-        "exit_code": process.returncode,
-        "seconds": round(now() - started, 1),
-        "limit_seconds": limit_seconds,
-        "timed_out": timed_out,
-        "left_processes": [] if timed_out else left,
-        "memory": memory.found(),
-    }
+        parser.error("--prompts is for --model, which is missing")
+    start = NAMES.index(options.first) if options.first else 0
+    options.stages = [s for s in STAGES[start:] if s.name in (options.only or NAMES)]
+    return options
 
 
 class Trial:
     """One call: its stages, and their results in `out`."""
 
-    def __init__(self, options: argparse.Namespace, stages: Sequence[Stage]) -> None:
-        self.options, self.stages = options, stages
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.stages = options, options.stages
         moment = time.strftime("%Y%m%d-%H%M%S")
         self.out = (options.out or ROOT / "runs" / f"gpu-trial-{moment}").absolute()
         self.work = (options.work or self.out / "work").absolute()
         for folder in (self.out, self.work):
             folder.mkdir(parents=True, exist_ok=True)
-        self.python = environments.find()
         self.facts: Json = {}
-        self.results = self._earlier()
-
-    def _earlier(self) -> dict[str, Json]:
-        """Return the results of earlier calls in `out`."""
-        found = {}
-        for stage in STAGES:
-            file = self._file(stage, "json")
-            if file.is_file():
-                found[stage.name] = json.loads(file.read_text())
-        return found
+        self.results = {  # of earlier calls
+            stage.name: json.loads(file.read_text())
+            for stage in STAGES
+            if (file := self._file(stage, "json")).is_file()
+        }
 
     def _file(self, stage: Stage, kind: str) -> Path:
         return self.out / f"{NAMES.index(stage.name) + 1:02}-{stage.name}.{kind}"
@@ -210,100 +115,114 @@ class Trial:
     def run(self) -> int:
         """Run all stages; return the number that failed."""
         for stage in self.stages:
-            self._say(f"{stage.name}: {stage.shows}")
-            result = self._result(stage)
-            self.results[stage.name] = result
+            say(f"{stage.name}: {stage.shows}")
+            result = self.results[stage.name] = self._result(stage)
             self._file(stage, "json").write_text(json.dumps(result, indent=1) + "\n")
-            (self.out / "trial.md").write_text(self._page())
+            ordered = [self.results.get(name, {"stage": name}) for name in NAMES]
+            (self.out / "trial.md").write_text(page(ordered, self.facts))
             why = result.get("why") or ""
-            self._say(f"{stage.name}: {result['status']} after {result['seconds']} s  {why}")
-        self._say(f"the page is {self.out / 'trial.md'}")
+            say(f"{stage.name}: {result['status']} after {result['seconds']} s  {why}")
+        say(f"the page is {self.out / 'trial.md'}")
         failed = [s for s in self.stages if self.results[s.name]["status"] == FAILED]
         return min(len(failed), MOST_FAILED)
 
-    def _page(self) -> str:
-        ordered = [self.results.get(stage.name, {"stage": stage.name}) for stage in STAGES]
-        return page(ordered, self.facts)
-
     def _result(self, stage: Stage) -> Json:
-        """Run a stage, or skip it with the reason; return its result."""
+        """Run a stage, or skip it with the reason."""
         about: Json = {"stage": stage.name, "shows": stage.shows, "started": time.time()}
         if stage.name != ENVIRONMENT:
-            if not self.facts:
-                self.facts = self._probed()
-            reason = missing(stage, self.facts)
-            if reason:
+            self.facts = self.facts or self._read_facts()
+            if reason := missing(stage, self.facts):
                 return {**about, "status": SKIPPED, "why": reason, "seconds": 0.0}
-        result_file, log = self.work / f"{stage.name}.result.json", self._file(stage, "log")
-        result_file.unlink(missing_ok=True)
-        outcome = run_stage(
-            stage,
-            self._command(stage, result_file),
+        log = self._file(stage, "log")
+        outcome = run_limited(
+            shell(f"{stage.command}\nexit $failed"),
+            cwd=ROOT,
             log=log,
-            environment=environments.variables(self.facts.get("python")),
+            environment=self._environment(),
             limit_seconds=self.options.limit or stage.limit_seconds,
-            memory=Memory(memory_reader()),
         )
         if stage.name == ENVIRONMENT:
-            self.python, self.facts = environments.find(), {}
-            self.facts = self._probed()
-        told = json.loads(result_file.read_text()) if result_file.is_file() else {}
-        result = {**about, **outcome, **told, "log": log.name, "facts": self.facts}
-        if told.get("skipped"):
-            result |= {"status": SKIPPED, "why": told["skipped"]}
-        elif outcome["status"] == FAILED:
-            result["log_tail"] = log.read_text(errors="replace")[-TAIL_CHARACTERS:]
-            result["why"] = _why(outcome, told, result["log_tail"])
-        return result
-
-    def _command(self, stage: Stage, result_file: Path) -> list[str]:
-        if stage.name == ENVIRONMENT:
-            script = str(ROOT / "scripts" / "gpu_trial" / "environments.py")
-            limit = self.options.limit or stage.limit_seconds
-            return [sys.executable, script, str(result_file), str(self.out), str(limit)]
-        order = {
-            "stage": stage.name,
-            "work": str(self.work),
-            "result": str(result_file),
-            "devices": self.facts["devices"],
-            "has_cuda": self.facts["has_cuda"],
-            "packages": self.facts["packages"],
-            "model": str(self.options.model.absolute()) if self.options.model else None,
-            "prompts": str(self.options.prompts.absolute()) if self.options.prompts else None,
+            self.facts = self._read_facts()
+        text = log.read_text(errors="replace")
+        why = fault(stage, outcome, text)
+        shown = [m[0] for p in stage.expects for m in re.finditer(p, text, re.MULTILINE)]
+        result = {
+            **about,
+            **outcome,
+            "status": FAILED if why else PASSED,
+            "command": stage.command,
+            "commands": re.findall(r"^\+ (.*)", text.replace(f"{ROOT}/", ""), re.MULTILINE),
+            "found": [line.strip() for line in shown[:MOST_SHOWN]],
+            "log": log.name,
+            "facts": self.facts,
         }
-        file = self.work / f"{stage.name}.order.json"
-        file.write_text(json.dumps(order))
-        return [self.facts["python"], str(ROOT / "scripts" / "gpu_trial" / "stages.py"), str(file)]
+        return {**result, "why": why, "log_tail": text[-TAIL_CHARACTERS:]} if why else result
 
-    def _probed(self) -> Json:
-        """Probe the environment; without one every stage is skipped."""
-        facts = environments.probe(self.python)
-        if self.options.devices is not None and not facts["has_cuda"]:
-            facts["devices"] = self.options.devices
-        elif self.options.devices is not None:
-            facts["devices"] = min(facts["devices"], self.options.devices)
+    def _environment(self) -> dict[str, str]:
+        """Return the environment of a stage, with the variables of `commands.sh`."""
+        model, prompts = self.options.model, self.options.prompts
+        return {
+            **os.environ,
+            "OUT": str(self.out),
+            "WORK": str(self.work),
+            "HAS_CUDA": str(int(self.facts.get("has_cuda", False))),
+            "MODEL": str(model.absolute()) if model else "",
+            "PROMPTS": str(prompts.absolute()) if prompts else "",
+        }
+
+    def _read_facts(self) -> Json:
+        """Return what `facts.py` finds in the environment of the stages."""
+        code = "[[ -n $BASE ]] && python scripts/gpu_trial/facts.py"
+        done = subprocess.run(
+            shell(code), cwd=ROOT, env=self._environment(), capture_output=True, text=True
+        )
+        if done.returncode:
+            why = done.stderr.strip() or "no Python with torch and megatron.core was found"
+            return {"has_cuda": False, "devices": 0, "missing": {"torch": why[-400:]}}
+        facts = json.loads(done.stdout.splitlines()[-1])
+        if self.options.devices is not None:
+            most = facts["devices"] if facts["has_cuda"] else self.options.devices
+            facts["devices"] = min(self.options.devices, most)
         return facts
 
-    @staticmethod
-    def _say(line: str) -> None:
-        print(f"gpu_trial: {time.strftime('%H:%M:%S')} {line}", flush=True)
+
+def has_environment() -> bool:
+    variables = {**os.environ, "HAS_CUDA": "0"}
+    return not subprocess.run(shell("[[ -n $BASE ]]"), cwd=ROOT, env=variables).returncode
 
 
-def _why(outcome: Json, told: Json, log_tail: str) -> str:
-    """Return why a stage failed, in one line."""
+def shell(code: str) -> list[str]:
+    return ["bash", "-c", f'. "{COMMANDS}"\n{code}']
+
+
+def fault(stage: Stage, outcome: Json, text: str) -> str | None:
+    """Return why a stage failed, in one line; None if it passed."""
+    running = re.findall(r"^\+ (.*)", text, re.MULTILINE)[-1:]
     if outcome["timed_out"]:
-        running = told.get("running")
-        during = f" during {running}" if running else ""
+        during = f" during {running[0][:200]}" if running else ""
         return f"ended at its limit of {outcome['limit_seconds']:g} s{during}"
-    last = log_tail.strip().rpartition("\n")[2]
-    return told.get("error") or f"ended with {outcome['exit_code']}{last and ': ' + last[:300]}"
+    if outcome["exit_code"]:
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        errors = [line for line in lines if _ERROR.search(line)]
+        # The first of the user's mistakes, else the last exception, whose causes are above it.
+        mistakes = [line for line in errors if "mcore_rl: error: " in line]
+        best = mistakes[:1] or errors[-1:] or lines[-1:]
+        return ": ".join([f"ended with {outcome['exit_code']}", *best])[:600]
+    for pattern in stage.expects:
+        if not re.search(pattern, text, re.MULTILINE):
+            return f"its output has no line like {pattern}"
+    return None
+
+
+def say(line: str) -> None:
+    print(f"gpu_trial: {time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
 def print_stages() -> None:
     """Print the table of --list."""
     for stage in STAGES:
-        needs = f"{stage.num_devices} GPUs" if stage.num_devices > 1 else ""
-        needs = ", ".join(filter(None, [needs, *stage.packages, "CUDA" * stage.only_cuda]))
+        gpus = f"{stage.num_devices} GPUs" if stage.num_devices > 1 else ""
+        needs = ", ".join(filter(None, [gpus, *stage.packages, "CUDA" * stage.only_cuda]))
         print(f"{stage.name:15} {stage.limit_seconds:4} s  {stage.shows}")
         print(f"{'':23}needs {needs or 'nothing'}")
 
@@ -313,22 +232,20 @@ def _end(number: int, frame: object) -> NoReturn:
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
-    options = make_parser().parse_args(tokens)
+    options = read_options(tokens)
+    if options.list:
+        print_stages()
+        return 0
     try:
-        stages = chosen(options)
-        check(options)
-        if options.list:
-            print_stages()
-            return 0
-        if environments.find() is None and ENVIRONMENT not in [s.name for s in stages]:
-            raise Mistake(
+        if ENVIRONMENT not in [stage.name for stage in options.stages] and not has_environment():
+            raise OSError(
                 "no Python with torch and Megatron is here; begin with the stage environment, or "
                 "name an environment by MCORE_RL_ENV=DIR"
             )
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _end)
-        trial = Trial(options, stages)
-    except (Mistake, OSError) as mistake:
+        trial = Trial(options)
+    except OSError as mistake:
         print(f"gpu_trial: error: {mistake}", file=sys.stderr)
         return EXIT_USAGE
     return trial.run()

@@ -1,4 +1,4 @@
-"""End a stage with everything that it started, and record its memory."""
+"""Run a stage's process to its end or its limit, with everything that it started; its memory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,62 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 MARK = "MCORE_RL_GPU_TRIAL"  # in the environment of every process of a stage
 # Time for a launcher to end its ranks in order and clean up shared memory.
 GRACE_SECONDS = 20.0
+_POLL_SECONDS = 0.5
+
+
+def run_limited(
+    command: Sequence[str],
+    *,
+    cwd: Path,
+    log: Path,
+    environment: Mapping[str, str],
+    limit_seconds: float,
+    grace_seconds: float = GRACE_SECONDS,
+    now: Callable[[], float] = time.monotonic,
+) -> dict[str, Any]:
+    """Run a command with its output in `log`; afterwards nothing that it started lives.
+
+    Returns `exit_code`, `seconds`, `limit_seconds`, `timed_out`, `left_processes` (those that
+    outlived the command) and `memory_bytes` (before, and the highest, of each device).
+    """
+    mark, started = f"{os.getpid()}-{time.time_ns()}", now()
+    before = highest = memory_in_use()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env={**environment, MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            while process.poll() is None and now() - started <= limit_seconds:
+                used = memory_in_use()
+                if len(used) == len(highest):  # otherwise the driver did not answer
+                    highest = [max(pair) for pair in zip(highest, used)]  # noqa: B905 (Python 3.9)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=_POLL_SECONDS)
+        finally:
+            timed_out = process.poll() is None
+            left = processes_of(mark)
+            end_all(process, mark, grace_seconds)
+    return {
+        "exit_code": process.returncode,
+        "seconds": round(now() - started, 1),
+        "limit_seconds": limit_seconds,
+        "timed_out": timed_out,
+        "left_processes": [] if timed_out else left,
+        "memory_bytes": {"before": before, "highest": highest},
+    }
 
 
 def processes_of(mark: str) -> list[int]:
@@ -31,10 +80,7 @@ def processes_of(mark: str) -> list[int]:
 
 
 def end_all(process: subprocess.Popen[Any], mark: str, grace_seconds: float) -> None:
-    """End the process and all processes with its mark: by SIGTERM, then by SIGKILL.
-
-    Returns when none of them lives.
-    """
+    """End the process and all processes with its mark: by SIGTERM, then by SIGKILL."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)  # launchers end their ranks by themselves
@@ -44,53 +90,23 @@ def end_all(process: subprocess.Popen[Any], mark: str, grace_seconds: float) -> 
         time.sleep(0.1)
     while left := processes_of(mark):
         for pid in left:
-            _kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
         process.poll()
         time.sleep(0.05)
     process.wait()
 
 
-def _kill(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
+def memory_in_use() -> list[int]:
+    """Return bytes in use by all programs: of each GPU by its driver, or of the host without one.
 
-
-def memory_reader() -> Callable[[], list[int]]:
-    """Return a function that returns bytes in use: of each GPU, or of the host without a GPU.
-
-    The driver reports them, so that memory of NCCL, vLLM, CUDA and other processes counts, too.
+    So memory of NCCL, vLLM, CUDA and other processes counts, too.
     """
-    if _gpu_bytes() is not None:
-        return lambda: _gpu_bytes() or []
-    return lambda: [_host_bytes()]
-
-
-def _gpu_bytes() -> list[int] | None:
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
         return [int(line) << 20 for line in done.stdout.split()]
     except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-
-
-def _host_bytes() -> int:
-    text = Path("/proc/meminfo").read_text()
-    found = dict(re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE))
-    return (int(found["MemTotal"]) - int(found["MemAvailable"])) << 10
-
-
-class Memory:
-    """The bytes in use before a stage, and the highest bytes since."""
-
-    def __init__(self, read: Callable[[], list[int]]) -> None:
-        self._read = read
-        self._before = self._highest = read()
-
-    def sample(self) -> None:
-        now = self._read()
-        if len(now) == len(self._highest):  # otherwise the driver did not answer
-            self._highest = [max(pair) for pair in zip(self._highest, now, strict=True)]
-
-    def found(self) -> dict[str, list[int]]:
-        return {"before_bytes": self._before, "highest_bytes": self._highest}
+        text = Path("/proc/meminfo").read_text()
+        found = dict(re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE))
+        return [(int(found["MemTotal"]) - int(found["MemAvailable"])) << 10]

@@ -1,4 +1,4 @@
-"""The driver of scripts/gpu_trial.sh: which stages run, how they end, what is left to read.
+"""The driver of scripts/gpu_trial.sh: which stages run, how they end, and what it writes.
 
 The stages here are small commands; the real ones run in tests/e2e/test_gpu_trial.py.
 """
@@ -7,76 +7,64 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from scripts.gpu_trial import driver, environments
-from scripts.gpu_trial.desk import Desk, Done, Failed, Skipped
-from scripts.gpu_trial.measurements import switch_row
+from scripts.gpu_trial import driver, tools
 from scripts.gpu_trial.page import page
-from scripts.gpu_trial.processes import MARK, Memory, memory_reader
-from scripts.gpu_trial.stages import FUNCTIONS, _outcome
-from scripts.gpu_trial.table import ENVIRONMENT, MOST_SECONDS, NAMES, STAGES, missing
+from scripts.gpu_trial.processes import run_limited
+from scripts.gpu_trial.stages import MOST_SECONDS, NAMES, STAGES, Stage, missing
 from tests.rank_pool import ROOT
 
 STAGE = {stage.name: stage for stage in STAGES}
-PACKAGES = {name: {"imports": True} for stage in STAGES for name in stage.packages}
-FACTS: dict[str, Any] = {
-    "python": sys.executable,
-    "packages": PACKAGES,
-    "has_cuda": True,
-    "devices": 8,
-    "versions": {"torch": "2.0", "cuda of torch": None},
-    "gpus": [{"name": "GPU", "bytes": 80 << 30, "capability": "9.0", "multiprocessors": 132}],
-}
-
-
-def options(*tokens: str) -> Any:
-    return driver.make_parser().parse_args(list(tokens))
+FACTS: dict[str, Any] = {"missing": {}, "has_cuda": True, "devices": 8}
 
 
 def names(*tokens: str) -> list[str]:
-    return [stage.name for stage in driver.chosen(options(*tokens))]
+    return [stage.name for stage in driver.read_options(tokens).stages]
 
 
-def test_stages_begin_where_they_are_told_to() -> None:
+def test_stages_run_in_the_order_of_the_table() -> None:
     assert names() == list(NAMES)
     assert names("--from", "switch") == list(NAMES[NAMES.index("switch") :])
-    # In the order of the table, whatever that of the arguments is.
     assert names("--only", "train", "doctor") == ["doctor", "train"]
-    assert set(FUNCTIONS) == set(NAMES) - {ENVIRONMENT}
     assert all(stage.limit_seconds <= MOST_SECONDS == 480 for stage in STAGES)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "sentence"),
+    ("tokens", "words"),
     [
-        (["--from", "nothing"], "nothing is not a stage; choose among environment, doctor"),
-        (["--from", "train", "--only", "doctor"], "--from and --only exclude each other"),
-        (["--limit", "500"], "--limit 500 must be above 0 and at most 480"),
-        (["--devices", "0"], "--devices 0 must be at least 1"),
-        (["--model", "/nowhere"], "--model /nowhere has no config.json"),
-        (["--prompts", "/nowhere"], "--prompts /nowhere is not a file"),
-        (["--unknown"], "unrecognized arguments: --unknown"),
+        (["--from", "nothing"], ["--from", "nothing", "environment"]),
+        (["--from", "train", "--only", "doctor"], ["--from", "--only"]),
+        (["--limit", "500"], ["--limit 500", "at most 480"]),
+        (["--devices", "0"], ["--devices 0", "at least 1"]),
+        (["--model", "/nowhere"], ["--model /nowhere", "config.json"]),
+        (["--prompts", "/nowhere"], ["--prompts /nowhere"]),
+        (["--unknown"], ["--unknown"]),
     ],
 )
-def test_a_mistake_is_told_in_one_sentence(
-    tokens: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+def test_mistakes_in_arguments_exit_with_64(
+    tokens: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        code = driver.main(tokens)
-    except SystemExit as leave:  # argparse's own
-        code = leave.code
-    assert code == driver.EXIT_USAGE
+    with pytest.raises(SystemExit) as left:
+        driver.main(tokens)
+    assert left.value.code == driver.EXIT_USAGE
     said = capsys.readouterr().err
-    assert said.startswith("gpu_trial: error: ") and sentence in said and said.count("\n") == 1
+    assert said.startswith("gpu_trial: error: ") and said.count("\n") == 1
+    assert all(word in said for word in words)
+
+
+def test_stages_without_an_environment_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MCORE_RL_ENV", "/nowhere")
+    assert driver.main(["--only", "doctor"]) == driver.EXIT_USAGE
+    assert "MCORE_RL_ENV=DIR" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -85,18 +73,15 @@ def test_a_mistake_is_told_in_one_sentence(
         ("two-pp", {}, None),
         ("two-pp", {"devices": 1}, "needs 2 GPUs; here: 1"),
         ("four-tp", {"devices": 2, "has_cuda": False}, "needs 4 processes"),
-        ("four-ep-dp", {"has_cuda": False}, "needs CUDA: vLLM on CPU"),
-        (
-            "train",
-            {"packages": {**PACKAGES, "vllm": {"imports": False, "error": "ImportError: libcuda"}}},
-            "needs vllm, which cannot be imported: ImportError: libcuda",
-        ),
-        ("train", {"packages": {"torch": {"imports": True}}}, "needs megatron.training"),
-        ("gpu-tests", {"packages": {**PACKAGES, "vllm": {"imports": False}}}, None),
-        ("doctor", {"python": None}, "no Python with torch and Megatron was found"),
+        ("four-ep-dp", {"has_cuda": False}, "needs CUDA"),
+        ("train", {"missing": {"vllm": "ImportError: libcuda"}}, "needs vllm, which cannot"),
+        ("train", {"missing": {"megatron.training": "x"}}, "needs megatron.training"),
+        ("gpu-tests", {"missing": {"vllm": "it is not installed"}}, None),
     ],
 )
-def test_what_a_stage_lacks_is_said(stage: str, facts: dict[str, Any], reason: str | None) -> None:
+def test_stages_that_cannot_run_name_what_they_need(
+    stage: str, facts: dict[str, Any], reason: str | None
+) -> None:
     found = missing(STAGE[stage], {**FACTS, **facts})
     assert found is None if reason is None else str(found).startswith(reason)
 
@@ -112,212 +97,219 @@ time.sleep(100000)
 """
 
 
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
 def test_a_stage_at_its_limit_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
     started = tmp_path / "started"
-    memory = Memory(lambda: [7])
-    found = driver.run_stage(
-        STAGE["train"],
+    found = run_limited(
         [sys.executable, "-c", STUBBORN, str(started)],
+        cwd=tmp_path,
         log=tmp_path / "log",
-        environment=dict(os.environ),
+        environment=os.environ,
         limit_seconds=480,
-        memory=memory,
         grace_seconds=0,
-        # A clock that strikes once everything is there, and not before.
+        # A clock that passes the limit once everything is there, and not before.
         now=lambda: 1e6 if started.exists() else 0.0,
     )
-    assert found["timed_out"] and found["status"] == driver.FAILED
+    assert found["timed_out"]
     pids = [int(pid) for pid in started.read_text().split()]
-    assert len(pids) == 2
-    for pid in pids:
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert len(pids) == 2 and all(map(is_gone, pids))
+    why = driver.fault(STAGE["train"], found, "+ first\n+ python -m mcore_rl.train\n")
+    assert why == "ended at its limit of 480 s during python -m mcore_rl.train"
 
 
-def test_what_a_stage_leaves_behind_is_told_and_ended(tmp_path: Path) -> None:
-    leaves = (
-        "import subprocess as s\nprint(s.Popen(['sleep', '100000'], start_new_session=True).pid)\n"
-    )
-    found = driver.run_stage(
-        STAGE["train"],
-        [sys.executable, "-c", leaves],
+def test_processes_that_outlive_a_stage_are_reported_and_ended(tmp_path: Path) -> None:
+    found = run_limited(
+        ["bash", "-c", "setsid sleep 100000 >/dev/null 2>&1 & echo $!"],
+        cwd=tmp_path,
         log=tmp_path / "log",
-        environment=dict(os.environ),
+        environment=os.environ,
         limit_seconds=480,
-        memory=Memory(memory_reader()),
         grace_seconds=0,
     )
-    pid = int((tmp_path / "log").read_text())
-    assert (found["status"], found["left_processes"]) == (driver.PASSED, [pid])
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    assert found["memory"]["highest_bytes"][0] >= found["memory"]["before_bytes"][0] > 0
+    (pid,) = found["left_processes"]
+    assert (found["exit_code"], is_gone(pid)) == (0, True)
+    memory = found["memory_bytes"]
+    assert memory["highest"][0] >= memory["before"][0] > 0
 
 
-class Small(driver.Trial):
-    """Stages that only write what they are told to."""
-
-    told: dict[str, tuple[int, dict[str, Any]]] = {}
-
-    def _probed(self) -> driver.Json:
-        return {**FACTS, "devices": 1}
-
-    def _command(self, stage: driver.Stage, result_file: Path) -> list[str]:
-        code, told = self.told[stage.name]
-        text = f"import sys; open({str(result_file)!r}, 'w').write({json.dumps(told)!r}); "
-        return [sys.executable, "-c", text + f"print('the last words'); sys.exit({code})"]
+SMALL = (
+    Stage("environment", "the environment", "true"),
+    Stage("doctor", "fails", "echo 'mcore_rl: error: --lr is odd'; run false"),
+    Stage("train", "passes", "run echo 'step 1 | 2 of 3'", (r"^step \d.*",)),
+    Stage("resume", "says too little", "echo nothing", (r"^step \d",)),
+    Stage("verify-eager", "goes on after a failure", "failed=1; echo 'the last words'"),
+    Stage("two-pp", "needs more", "true", num_devices=2),
+)
 
 
-def test_a_failure_stops_nothing_and_all_is_written_down(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def trial(folder: Path, monkeypatch: pytest.MonkeyPatch, *stages: Stage) -> int:
+    monkeypatch.setattr(driver.Trial, "_read_facts", lambda self: {**FACTS, "devices": 1})
+    options = driver.read_options(["--out", str(folder)])
+    options.stages = stages
+    return driver.Trial(options).run()
+
+
+def test_a_failure_does_not_stop_the_next_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Small.told = {
-        "doctor": (1, {"error": "something is wrong", "figures": {"a | b": 0.123456}}),
-        "train": (0, {"figures": {"steps": [{"step": 1, "x | y": 2.0}, {"step": 2}]}}),
-        "resume": (0, {"skipped": "nothing to see"}),
-        "switch": (3, {}),
+    monkeypatch.setenv("MCORE_RL_ENV", sys.prefix)
+    assert trial(tmp_path, monkeypatch, *SMALL) == 3
+    files = {f.name[3:-5]: json.loads(f.read_text()) for f in sorted(tmp_path.glob("*.json"))}
+    assert {name: (file["status"], file.get("why")) for name, file in files.items()} == {
+        "environment": ("passed", None),
+        "doctor": ("failed", "ended with 1: mcore_rl: error: --lr is odd"),
+        "train": ("passed", None),
+        "resume": ("failed", r"its output has no line like ^step \d"),
+        "verify-eager": ("failed", "ended with 1: the last words"),
+        "two-pp": ("skipped", "needs 2 GPUs; here: 1"),
     }
-    asked = options("--only", *Small.told, "two-pp", "--out", str(tmp_path))
-    assert Small(asked, driver.chosen(asked)).run() == 2
-    files = {file.name: json.loads(file.read_text()) for file in tmp_path.glob("*.json")}
-    assert {name: file["status"] for name, file in files.items()} == {
-        "02-doctor.json": "failed",
-        "07-train.json": "passed",
-        "08-resume.json": "skipped",
-        "09-switch.json": "failed",
-        "12-two-pp.json": "skipped",
-    }
-    assert files["02-doctor.json"]["why"] == "something is wrong"
-    assert files["02-doctor.json"]["log_tail"] == "the last words\n"
-    assert files["09-switch.json"]["why"] == "ended with 3: the last words"
-    assert files["12-two-pp.json"]["why"] == "needs 2 GPUs; here: 1"
+    assert files["train"]["commands"] == ["echo step 1 | 2 of 3"]
+    assert files["train"]["found"] == ["step 1 | 2 of 3"]
+    assert (tmp_path / "02-doctor.log").read_text() == files["doctor"]["log_tail"]
     text = (tmp_path / "trial.md").read_text()
     for line in (
-        "1 passed, 2 failed, 2 skipped, of 15 stages. Failed: doctor, switch.",
+        "2 passed, 3 failed, 1 skipped, of 15 stages. Failed: doctor, verify-eager, resume.",
         "| doctor | **FAILED** |",
-        "| nothing to see |",
-        "| environment | not run |",
-        "| step | x \\| y |",
-        "| 2 | - |",
-        "the last words",
-        "80 GiB, capability 9.0",
+        "| switch | not run |",
+        "Devices: 1 GPUs.",
+        "\nthe last words\n",
     ):
         assert line in text, line
-    # A later call for other stages keeps what this one has found.
-    Small.told = {"doctor": (0, {})}
-    asked = options("--only", "doctor", "--out", str(tmp_path))
-    assert Small(asked, driver.chosen(asked)).run() == 0
-    assert "2 passed, 1 failed, 2 skipped" in (tmp_path / "trial.md").read_text()
-    assert "the page is" in capsys.readouterr().out
+    # A later call for other stages keeps the results of this one.
+    assert trial(tmp_path, monkeypatch, Stage("doctor", "passes now", "true")) == 0
+    assert "3 passed, 2 failed, 1 skipped" in (tmp_path / "trial.md").read_text()
 
 
-def test_the_limit_names_the_command_that_ran() -> None:
-    outcome = {"timed_out": True, "limit_seconds": 480, "exit_code": -9}
-    assert driver._why(outcome, {"running": "train, MoE"}, "") == (
-        "ended at its limit of 480 s during train, MoE"
-    )
-
-
-def desk(folder: Path, **order: Any) -> Desk:
-    return Desk(
-        {
-            **dict(stage="train", work=str(folder), result=str(folder / "result"), devices=1),
-            **dict(has_cuda=True, packages={}, model=None, prompts=None),
-            **order,
-        }
-    )
-
-
-def test_a_stage_tells_what_it_ran_and_why_it_failed(tmp_path: Path) -> None:
-    def fails(at: Desk) -> None:
-        at.figures["before"] = 1
-        code = "print('mcore_rl: error: --lr is odd'); print('ValueError: no'); raise SystemExit(2)"
-        at.run("odd", [sys.executable, "-c", code])
-
-    def has_nothing(at: Desk) -> None:
-        raise Skipped("nothing here")
-
-    def says(at: Desk) -> None:
-        raise Failed("so", "and this")
-
-    assert desk(tmp_path).at_work(fails) == 1
-    told = json.loads((tmp_path / "result").read_text())
-    assert told["error"] == "odd: mcore_rl: error: --lr is odd"
-    assert told["figures"] == {"before": 1}
-    (command,) = told["commands"]
-    assert (command["label"], command["exit_code"]) == ("odd", 2)
-    assert desk(tmp_path).at_work(has_nothing) == 0
-    assert json.loads((tmp_path / "result").read_text())["skipped"] == "nothing here"
-    assert desk(tmp_path).at_work(says) == 1
-    assert json.loads((tmp_path / "result").read_text())["error_text"] == "and this"
-
-
-def test_the_line_that_tells_most_is_found() -> None:
+def test_the_line_that_explains_a_failure_is_found() -> None:
+    ended = {"timed_out": False, "exit_code": 1}
     line = "[rank0]: torch.OutOfMemoryError: CUDA out of memory"
-    assert Done(1, f"[rank0]: Traceback\n{line}\nbye\n", 0.0).last_error() == line
-    assert Done(3, "", 0.0).last_error() == "ended with 3"
-    assert Done(3, "only this\n", 0.0).last_error() == "only this"
+    for text, expected in (
+        (f"[rank0]: Traceback\n{line}\nbye\n", f"ended with 1: {line}"),
+        ("only this\n", "ended with 1: only this"),
+        ("", "ended with 1"),
+    ):
+        assert driver.fault(STAGE["train"], ended, text) == expected
 
 
-def test_ratios_are_medians_of_the_slowest_rank(tmp_path: Path) -> None:
+def test_a_page_without_results_can_be_read() -> None:
+    text = page([{"stage": "environment", "status": "failed", "shows": "a | b"}], {})
+    assert "no GPU" in text and "a \\| b" in text
+
+
+def test_commands_are_valid_shell() -> None:
+    functions = (ROOT / "scripts" / "gpu_trial" / "commands.sh").read_text()
+    for code in (functions, *(stage.command for stage in STAGES)):
+        subprocess.run(["bash", "-n", "-c", code], check=True)
+        for word in code.split():
+            if word.startswith(("scripts/", "tests/", "benchmarks/")) and word.endswith(".py"):
+                assert (ROOT / word).is_file(), word
+
+
+def test_ratios_of_a_switch_are_medians_of_the_slowest_rank(tmp_path: Path) -> None:
     line = {
-        **dict(resident_bytes=100, received_bytes=5, peak_extra_bytes=1, seconds=2.0),
-        **dict(reload_seconds=1.0, wake_weights_seconds=0.1, wake_kv_cache_seconds=0.1),
-        **dict(sleep_seconds=0.1, copy_bytes_per_second=100.0),
+        **dict(resident_bytes=100, received_bytes=5, seconds=2.0, reload_seconds=1.0),
+        **dict(copy_bytes_per_second=100.0),
     }
     slow = {**line, "seconds": 4.0}
     first = {**line, "seconds": 1000.0}  # connects and compiles
     for rank, lines in enumerate(([first, line, line, line], [first, slow, slow, line])):
         (tmp_path / f"{rank}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    row = switch_row(tmp_path)
-    assert (row["switch s"], row["of it reload s"]) == (4.0, 1.0)
-    assert row["W' / switch / copy"] == 100 / 4.0 / 100
-    assert row["W' / reload / copy"] == 1.0
+    command = [sys.executable, "benchmarks/switch_parts.py", str(tmp_path)]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert ", seconds 4, reload_seconds 1, " in said
+    assert ", copy_over_switch 0.25, copy_over_reload 1\n" in said
 
 
-def test_outcomes_of_tests_are_read() -> None:
-    text = "<testcase classname='tests.gpu.test_a' name='b' time='1.5'>{}</testcase>"
-    for inside, outcome, why in (
-        ("", "passed", ""),
-        ("<skipped message='needs CUDA'/>", "skipped", "needs CUDA"),
-        ("<failure message='assert'/>", "failed", "assert"),
+def test_verified_fails_for_other_weights_or_distant_log_probs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = dict(stored_equal=True, mean_abs_difference=0.01, max_abs_difference=0.5)
+    good |= dict(received_bytes_max=10, differing=[])
+    for change, wrong in (
+        ({}, None),
+        ({"mean_abs_difference": 0.2}, "log-probs"),
+        ({"stored_equal": False, "differing": ["rank 0: w"]}, "rank 0: w"),
     ):
-        found = _outcome(ElementTree.fromstring(text.format(inside)))
-        assert found == {"test": "test_a::b", "outcome": outcome, "s": 1.5, "why": why}
+        (tmp_path / "found").write_text(json.dumps({**good, **change}))
+        said = tools.verified("tiny", str(tmp_path / "found"))
+        assert said is None if wrong is None else wrong in str(said)
+    assert capsys.readouterr().out.count("verified tiny: ") == 3
 
 
-def test_an_installation_outlives_the_stage_that_waited_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_metrics_of_two_runs_differ_by_clocks_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "scripts").mkdir()
-    setup = tmp_path / "scripts" / "setup_env.sh"
-    monkeypatch.setattr(environments, "ROOT", tmp_path)
-    monkeypatch.setenv(MARK, "of this stage")
-    setup.write_text("sleep 100000\n")
-    sentence = environments.set_up(tmp_path, 0)
-    assert sentence is not None and "goes on by itself" in sentence
-    pid = int(sentence.partition("process ")[2].partition(",")[0])
-    try:
-        assert MARK not in psutil.Process(pid).environ()
-        assert os.getpgid(pid) == pid  # not of the group that a limit ends
-    finally:
-        os.killpg(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    setup.write_text("echo no disk; exit 1\n")
-    assert environments.set_up(tmp_path, 60) == "scripts/setup_env.sh ended with 1: no disk"
-    setup.write_text("exit 0\n")
-    assert environments.set_up(tmp_path, 60) is None
+    runs = [tmp_path / "a", tmp_path / "b"]
+
+    def write(run: Path, **metrics: float) -> None:
+        run.mkdir(exist_ok=True)
+        (run / "metrics.jsonl").write_text(json.dumps({"step": 0, **metrics}) + "\n")
+
+    write(runs[0], loss=1.0, **{"time/step_seconds": 1.0})
+    write(runs[1], loss=1.0, **{"time/step_seconds": 2.0})
+    assert tools.metrics(*map(str, runs)) is None
+    assert "metrics equal" in capsys.readouterr().out
+    write(runs[1], loss=1.5)
+    assert "loss" in str(tools.metrics(*map(str, runs)))
 
 
-def test_the_environment_that_is_named_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(environments.NAMED, str(tmp_path))
-    assert environments.base() is None
+ENVIRONMENT = f'. "{driver.COMMANDS}"\n'
+VARIABLES = {"HAS_CUDA": "0", "MODEL": "", "PROMPTS": ""}
+
+
+def test_the_environment_that_is_named_is_used(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     taken = tmp_path / "bin" / "python"
-    taken.write_text("#!/bin/sh\nexit 0\n")  # finds whatever it is asked for
+    taken.write_text("#!/bin/sh\nexit 0\n")  # finds every module
     taken.chmod(0o755)
-    assert environments.base() == environments.find() == str(taken)
-    assert environments.variables(str(taken))["PATH"].startswith(f"{taken.parent}:")
+    for named, expected in ((tmp_path, taken), (taken, taken), (tmp_path / "no", "")):
+        done = subprocess.run(
+            ["bash", "-c", ENVIRONMENT + 'echo "$BASE"; command -v python'],
+            cwd=ROOT,
+            env={**os.environ, **VARIABLES, "MCORE_RL_ENV": str(named)},
+            capture_output=True,
+            text=True,
+        )
+        first, python = done.stdout.split("\n")[:2]
+        assert first == str(expected)
+        assert (python == str(taken)) is bool(expected)
+
+
+def test_an_installation_outlives_the_stage_that_waits_for_it(tmp_path: Path) -> None:
+    """Ended at its limit, the stage leaves it: it has neither the mark nor the session."""
+    (tmp_path / "scripts").mkdir()
+    setup = tmp_path / "scripts" / "setup_env.sh"
+    variables = {**VARIABLES, "OUT": str(tmp_path), "PATH": "/usr/bin:/bin", "VIRTUAL_ENV": ""}
+    find_nothing = "find_base() { BASE=; }\nBASE=\n"
+
+    def stage(limit_seconds: float, now: Any) -> dict[str, Any]:
+        return run_limited(
+            ["bash", "-c", f"{ENVIRONMENT}{find_nothing}environment"],
+            cwd=tmp_path,
+            log=tmp_path / "log",
+            environment={**os.environ, **variables},
+            limit_seconds=limit_seconds,
+            grace_seconds=0,
+            now=now,
+        )
+
+    pid_file = tmp_path / "pid"
+    setup.write_text(f"echo $$ > {pid_file}.new; mv {pid_file}.new {pid_file}; sleep 100000\n")
+    found = stage(480, lambda: 1e6 if pid_file.exists() else 0.0)
+    assert found["timed_out"]
+    process = psutil.Process(int(pid_file.read_text()))
+    try:
+        assert process.is_running() and not is_gone(process.pid)
+        assert "start the trial again" in (tmp_path / "log").read_text()
+    finally:
+        for each in [*process.children(), process]:
+            each.kill()
+    setup.write_text("echo no disk; exit 1\n")
+    assert stage(480, lambda: 0.0)["exit_code"] == 1
+    assert "no disk" in (tmp_path / "log").read_text()
 
 
 def test_the_command_lists_its_stages() -> None:
@@ -326,8 +318,3 @@ def test_the_command_lists_its_stages() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()[::2]] == list(NAMES)
-
-
-def test_a_page_without_an_environment_can_be_read() -> None:
-    text = page([{"stage": ENVIRONMENT, "status": "failed", "shows": "x", "seconds": 1.0}], {})
-    assert "No environment." in text

@@ -1,0 +1,140 @@
+# Functions of the stages' commands; the driver runs them with bash.
+#
+# Its variables: OUT, WORK, HAS_CUDA (0 or 1), MODEL and PROMPTS (--model and --prompts, or empty).
+set -euo pipefail
+failed=0 EAGER=
+export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false} PYTHONUNBUFFERED=1
+if ((HAS_CUDA)); then
+  EAGER=--rl-rollout-enforce-eager
+else # processes share the cores, and compiling C++ for them takes minutes
+  export TORCHDYNAMO_DISABLE=${TORCHDYNAMO_DISABLE:-1}
+  export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} MCORE_RL_GPU_TESTS=cpu
+fi
+
+# The existing environment: BASE is its Python, which finds torch and megatron.core, or empty. ABOVE
+# is the environment on top of it, if mcore_rl had to be installed there.
+find_base() {
+  local candidates=("${VIRTUAL_ENV:-}" "${CONDA_PREFIX:-}" "$PWD/.venv") path
+  candidates=("${candidates[@]/%//bin/python}" "$(command -v python3)")
+  [[ -z ${MCORE_RL_ENV:-} ]] || candidates=("$MCORE_RL_ENV/bin/python" "$MCORE_RL_ENV")
+  for path in "${candidates[@]}"; do
+    if [[ -f $path ]] && (cd / && "$path" -c 'from importlib.util import find_spec as f; import sys
+sys.exit(not (f("torch") and f("megatron.core")))') 2>/dev/null; then
+      BASE=$path
+      ABOVE=$PWD/.cache/gpu_trial/$(echo -n "$BASE" | sha256sum | head -c 12)
+      PATH=$(dirname "$BASE"):$PATH
+      [[ ! -x $ABOVE/bin/python ]] || PATH=$ABOVE/bin:$PATH
+      unset PYTHONHOME
+      return
+    fi
+  done
+}
+BASE='' ABOVE=''
+find_base
+
+run() { echo "+ $*" && "$@"; } # the page names the last one if the stage does not end
+tool() { python scripts/gpu_trial/tools.py "$@"; }
+launch() { run python -m mcore_rl.launch --nproc-per-node "$1" -m "${@:2}"; } # processes, module
+fresh() { mktemp -d "$WORK/$1.XXXXXX"; }
+
+# Checkpoints: the path of one with random weights, made once.
+tiny() { # [architecture]
+  python scripts/make_tiny_deepseek.py --out "$WORK/tiny_${1:-deepseek_v3}" \
+    --arch "${1:-deepseek_v3}" --no-warm-up >&2
+  echo "$WORK/tiny_${1:-deepseek_v3}"
+}
+sized() { tool sized "$1" "$WORK/$1" && echo "$WORK/$1"; } # dense or moe; takes a while to move
+
+task() { # checkpoint; sets TASK, the flags of a job with short prompts and responses
+  local prompts=$1/prompts/train.jsonl length=24
+  if [[ $1 == "$MODEL" ]]; then
+    prompts=${PROMPTS:-$(tiny)/prompts/train.jsonl} length=256
+  fi
+  TASK=(--rl-hf-checkpoint "$1" --rl-prompts "$prompts" --rl-max-prompt-tokens $length
+    --rl-max-response-tokens 8)
+  ((HAS_CUDA)) || TASK+=(--rl-rollout-kv-cache-gib 0.25)
+}
+
+verify() { # name, checkpoint, processes, flags; a failure does not stop the next one
+  local found=$WORK/verified.json
+  rm -f "$found"
+  task "$2"
+  launch "$3" mcore_rl.verify "${TASK[@]}" "${@:4}" --rl-verify-out "$found" || failed=1
+  tool verified "$1" "$found" || failed=1
+}
+
+train() { # name, checkpoint, processes, flags; sets RUN, the run directory
+  RUN=$(fresh run)/run
+  task "$2"
+  echo "train, $1"
+  launch "$3" mcore_rl.train "${TASK[@]}" --rl-reward scripts.varied_reward:score \
+    --rl-reward-workers 1 --rl-num-prompts-per-step 8 --rl-num-samples-per-prompt 4 \
+    --rl-eval-interval 0 --lr 1e-4 --rl-run-dir "$RUN" "${@:4}"
+}
+
+switch() { # name, checkpoint, processes, flags
+  MCORE_RL_SWITCH_PARTS=$(fresh parts)
+  export MCORE_RL_SWITCH_PARTS
+  train "switch of $1" "${@:2}" --rl-num-steps 5 --save-interval 1000 --rl-canary-interval 0 \
+    --rl-num-prompts-per-step 2 --rl-num-samples-per-prompt 2 \
+    --rl-import "$PWD/benchmarks/switch_parts.py" $EAGER
+  echo "switch of $1: $(python benchmarks/switch_parts.py "$MCORE_RL_SWITCH_PARTS")"
+}
+
+doctor() {
+  task "$(tiny)"
+  run python -m mcore_rl.cli doctor --world-size 1 -- "${TASK[@]}"
+}
+
+gpu_tests() { run python -m pytest -v -p no:cacheprovider "$@"; }
+
+resume() {
+  local folder
+  folder=$(fresh resume)
+  # This seed draws SIGKILL in the update of step 2.
+  run python scripts/kill_test.py --kills 1 --seed 609 --processes 1 --steps 4 \
+    --folder "$folder" --flags="$EAGER"
+  tool metrics "$folder/undisturbed" "$folder/run0"
+}
+
+step_time() {
+  local checkpoint
+  checkpoint=$(tiny)
+  run python scripts/gpu_trial/step_time.py "$checkpoint" "$WORK" "$MODEL" "$PROMPTS"
+}
+
+environment() {
+  if [[ -z $BASE && -n ${MCORE_RL_ENV:-} ]]; then
+    echo "MCORE_RL_ENV=$MCORE_RL_ENV has no Python that finds torch and megatron.core"
+    exit 1
+  elif [[ -z $BASE ]]; then
+    # Without the mark and in a session of its own, so that the limit of the stage does not end it.
+    env -u MCORE_RL_GPU_TRIAL setsid bash scripts/setup_env.sh >"$OUT/setup_env.log" 2>&1 &
+    echo "scripts/setup_env.sh installs, beyond this stage's limit as well (process $!," \
+      "setup_env.log); start the trial again, which waits for it"
+    wait $! || { tail -n 5 "$OUT/setup_env.log" && exit 1; }
+    find_base
+  fi
+  echo "environment: $BASE"
+  local ours='import mcore_rl.patches as p; print(p.__path__[0])'
+  [[ $(python -c "$ours" 2>/dev/null) == "$PWD/patches" ]] || lay_over
+  python -m pip list --format freeze 2>/dev/null
+  python --version
+  nproc
+  free -g
+  ! command -v nvidia-smi >/dev/null || { nvidia-smi && nvidia-smi topo -m; }
+}
+
+lay_over() { # a virtual environment with mcore_rl and all packages of BASE
+  rm -rf "$ABOVE"
+  "$BASE" -m venv --without-pip "$ABOVE"
+  PATH=$ABOVE/bin:$PATH
+  "$BASE" -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \
+    >"$(echo "$ABOVE"/lib/python3.*/site-packages)/below.pth"
+  local install=("$ABOVE/bin/python" -m pip --no-input install)
+  local wanted=(-e . pytest pytest-timeout hypothesis)
+  # The second try is with build isolation, for which pip fetches the build tools.
+  run "${install[@]}" --no-build-isolation "${wanted[@]}" || run "${install[@]}" "${wanted[@]}" ||
+    { rm -rf "$ABOVE" && exit 1; }
+}

@@ -1,0 +1,44 @@
+"""Print what is installed next to this Python, as JSON: `has_cuda`, `devices` (GPUs, or cores
+without one), and `missing` (required module -> why it cannot be imported)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+# Imported in a process of its own, because some builds crash it.
+_IMPORTED = {"torch": "import torch", "vllm": "from vllm import LLM, SamplingParams"}
+_REQUIRED = ("torch", "megatron.training", "vllm", "pytest")
+
+
+def why_missing(module: str) -> str | None:
+    try:
+        if importlib.util.find_spec(module) is None:
+            return "it is not installed"
+    except ImportError as error:
+        return str(error)
+    if module not in _IMPORTED:
+        return None
+    command = [sys.executable, "-c", _IMPORTED[module]]
+    done = subprocess.run(command, capture_output=True, text=True)
+    said = done.stderr.strip().splitlines() or ["no message"]
+    return f"{said[-1][:400]} (exit code {done.returncode})" if done.returncode else None
+
+
+def facts() -> dict[str, Any]:
+    missing = {module: why for module in _REQUIRED if (why := why_missing(module))}
+    devices = 0
+    if "torch" not in missing:
+        import torch
+
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    cores = len(os.sched_getaffinity(0))
+    return {"has_cuda": devices > 0, "devices": devices or cores, "missing": missing}
+
+
+if __name__ == "__main__":
+    print(json.dumps(facts()))

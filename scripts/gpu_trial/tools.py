@@ -1,0 +1,107 @@
+"""Small checks for the stages' commands; each prints what it found and exits with 1 if it is wrong.
+
+python scripts/gpu_trial/tools.py sized dense|moe FOLDER      make a checkpoint
+python scripts/gpu_trial/tools.py verified NAME FILE          the result of mcore_rl.verify
+python scripts/gpu_trial/tools.py names CHECKPOINT EXPORTED   tensor names of two checkpoints
+python scripts/gpu_trial/tools.py metrics RUN_DIR RUN_DIR     steps of two runs, bit for bit
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+LARGEST_MEAN_DIFFERENCE = 0.1  # of log-probs
+# Sizes that replace those of benchmarks/cases.py: on a GPU 1.7 GB dense and 1.5 GB with experts, so
+# that a copy takes milliseconds; on a CPU small, so that steps take seconds.
+_ON_CPU: dict[str, Any] = dict(num_hidden_layers=4)
+_ON_GPU: dict[str, dict[str, Any]] = {
+    "dense": dict(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=4,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+    ),
+    "moe": dict(
+        hidden_size=2048, intermediate_size=4096, moe_intermediate_size=1024,
+        num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=16, n_routed_experts=32,
+    ),
+}  # fmt: skip
+# Measured by a clock or the kernel, so not a function of the seed.
+_MEASURED = ("time/", "throughput/", "memory/", "health/", "reshard/peak_extra_bytes_max")
+_MEASURED_ENDINGS = ("_seconds", "_peak_bytes")
+
+
+def sized(kind: str, folder: str) -> str | None:
+    from make_tiny_deepseek import make_checkpoint
+
+    from benchmarks.cases import DENSE, MOE
+
+    model = DENSE if kind == "dense" else MOE
+    sizes = _ON_GPU[kind] if os.environ["HAS_CUDA"] == "1" else _ON_CPU
+    overrides = {**model.overrides, **sizes}
+    make_checkpoint(folder, arch=model.arch, size=model.size, overrides=overrides)
+    return None
+
+
+def verified(name: str, file: str) -> str | None:
+    found = json.loads(Path(file).read_text())
+    print(
+        f"verified {name}: stored by vLLM equal: {found['stored_equal']}; log-probs differ by "
+        f"{found['mean_abs_difference']:.4f} in the mean, {found['max_abs_difference']:.4f} at "
+        f"most; received by a rank: {found['received_bytes_max']:,} bytes"
+    )
+    if found["mean_abs_difference"] > LARGEST_MEAN_DIFFERENCE:
+        return f"{name}: log-probs differ by more than {LARGEST_MEAN_DIFFERENCE} in the mean"
+    return None if found["stored_equal"] else f"{name}: differs in {found['differing'][:3]}"
+
+
+def names(checkpoint: str, exported: str) -> str | None:
+    expected, found = tensor_names(Path(checkpoint)), tensor_names(Path(exported))
+    print(f"{len(found)} tensors exported")
+    other = sorted(expected ^ found)
+    return f"the export and the checkpoint differ in names: {other[:5]}" if other else None
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """Return the tensor names in the headers of all safetensors files of a checkpoint."""
+    found: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as content:
+            found |= json.loads(content.read(int.from_bytes(content.read(8), "little"))).keys()
+    return found - {"__metadata__"}
+
+
+def metrics(whole: str, resumed: str) -> str | None:
+    from mcore_rl.observe.run_directory import read_metrics
+
+    runs = [read_metrics(Path(folder) / "metrics.jsonl") for folder in (whole, resumed)]
+    both = sorted(runs[0].keys() | runs[1].keys())
+    steps = [[_of_seed(run.get(step, {})) for run in runs] for step in both]
+    other = {n for a, b in steps for n in a.keys() | b.keys() if a.get(n) != b.get(n)}
+    if other:
+        return f"metrics of the two runs differ: {', '.join(sorted(other)[:8])}"
+    print(f"{sum(len(a) for a, _ in steps)} metrics equal, bit for bit")
+    return None
+
+
+def _of_seed(step: dict[str, float]) -> dict[str, float]:
+    return {
+        name: value
+        for name, value in step.items()
+        if not name.startswith(_MEASURED) and not name.endswith(_MEASURED_ENDINGS)
+    }
+
+
+if __name__ == "__main__":
+    tool, *arguments = sys.argv[1:]
+    fault = {"sized": sized, "verified": verified, "names": names, "metrics": metrics}[tool](
+        *arguments
+    )
+    if fault:
+        print(f"gpu_trial: error: {fault}")
+    sys.exit(fault is not None)

@@ -54,8 +54,10 @@ def examined(case: Mapping[str, Any]) -> dict[str, Any]:
         job = megatron_models.parsed(case["flags"], shape, platform, world_size=case["world_size"])
         key = "apex" if platform.fused_weight_gradients else "no_apex"
         derived[key] = [token for token in job.tokens if token not in case["flags"]]
-        with megatron_models.as_rank(job, case["world_size"] - 1):  # of the last stage
-            megatron_models.build(job)
+        if platform is APEX:  # the model without Apex is built below
+            with megatron_models.as_rank(job, case["world_size"] - 1):  # of the last stage
+                megatron_models.build(job)
+    assert case["world_size"] - 1 in case["ranks"]
     everywhere: dict[str, list[Box]] = defaultdict(list)
     ranks = {rank: built(job, rank, everywhere) for rank in case["ranks"]}
     lacking = []

@@ -98,10 +98,11 @@ STAGES = (
     Stage(
         "train",
         "three GRPO steps, everything offloaded, proved in full, exported",
-        f"""train "everything offloaded" "$(tiny)" 1 --rl-num-steps 3 {_OFFLOAD} \\
-    --rl-attest full --rl-export-hf "$WORK/exported"
+        f"""exported=$(fresh exported)/hf
+train "everything offloaded" "$(tiny)" 1 --rl-num-steps 3 {_OFFLOAD} \\
+    --rl-attest full --rl-export-hf "$exported"
 grep "[[]Offload[]]" "$RUN/run.log" | tail -n 1
-tool names "$(tiny)" "$WORK/exported" """,
+tool names "$(tiny)" "$exported" """,
         (*_TRAINED, r"^.*\[Offload\].*", r"^\d+ tensors exported"),
     ),
     Stage(

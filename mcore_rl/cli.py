@@ -87,7 +87,7 @@ def _main(tokens: Sequence[str]) -> int:
 
 def versions() -> str:
     """Return one line per package; Megatron's version is the one that Python imports."""
-    from mcore_rl.megatron.version import PACKAGE, find_megatron
+    from mcore_rl.common.megatron_version import PACKAGE, find_megatron
 
     megatron = find_megatron()
     found = {"mcore_rl": VERSION, PACKAGE: megatron.version if megatron else None}

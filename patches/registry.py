@@ -19,8 +19,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.megatron.version import NEWEST, OLDEST, find_megatron
-from mcore_rl.megatron.version import PACKAGE as MEGATRON
+from mcore_rl.common.megatron_version import NEWEST, OLDEST, find_megatron
+from mcore_rl.common.megatron_version import PACKAGE as MEGATRON
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mcore_rl.common.megatron_version import check_megatron
 from mcore_rl.flags.classes import document
 from mcore_rl.flags.pages import BEGIN, END, flags_page, parameter_table
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.megatron.version import check_megatron
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "using"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.megatron.version import OLDEST
+from mcore_rl.common.megatron_version import OLDEST
 
 # Those that were tried, but for the installed one.
 RELEASES = (OLDEST, "0.17.1", "0.18.0", "0.18.2", "0.19.0")

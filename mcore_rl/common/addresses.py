@@ -1,10 +1,11 @@
-"""Checks of HTTP addresses from the user, and of a header from an environment variable.
+"""Checks of addresses from the user, and of a header from an environment variable.
 
 This module needs only the standard library.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from urllib.parse import SplitResult, urlsplit
@@ -72,3 +73,13 @@ def header_from(variable: str | None, flag: str) -> dict[str, str]:
             remedy="correct the value, which is not shown here",
         )
     return {match["name"]: match["value"]}
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host` is "localhost" or a loopback address; names are not looked up."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

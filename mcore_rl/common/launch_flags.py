@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from mcore_rl.common.addresses import is_loopback
 from mcore_rl.common.errors import CORRECT, UsageError
-from mcore_rl.patches.torch.loopback_stores import is_loopback
 
 
 def check_flags(args: argparse.Namespace) -> None:

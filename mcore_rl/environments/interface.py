@@ -30,9 +30,9 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.near_names import did_you_mean
+from mcore_rl.common.user_files import import_user_file
 from mcore_rl.rewards.functions import find_in_module, meant_own
 
 Message = Mapping[str, str]  # "role", "content", and other keys that the chat template reads

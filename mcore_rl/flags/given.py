@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.near_names import nearest_name
 from mcore_rl.common.readers import InvalidData, parse_yaml
+from mcore_rl.common.user_files import import_user_file
 from mcore_rl.flags.megatron_flags import WITHOUT_EFFECT_DESTS
 
 

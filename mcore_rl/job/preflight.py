@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.common.errors import CORRECT, UsageError
+from mcore_rl.common.megatron_version import check_megatron
 from mcore_rl.common.parameters import parameters_of
 from mcore_rl.common.readers import parse_yaml
+from mcore_rl.common.user_files import import_user_file
 from mcore_rl.config import FLOAT8, RLConfig
 from mcore_rl.environments.options import EnvironmentOptions
 from mcore_rl.flags.classes import check_numbers, check_order, check_refused
@@ -22,7 +23,6 @@ from mcore_rl.flags.packages import check_packages
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.megatron.hf_export import EXPORT_MARKER
 from mcore_rl.megatron.policy_head import named_spec
-from mcore_rl.megatron.version import check_megatron
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.families import family_of
 from mcore_rl.model.layout import PipelineLayers

@@ -23,11 +23,11 @@ import torch
 from mcore_rl.batching.rows import set_prefixes
 from mcore_rl.common.agreement import leave_with
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.megatron_version import check_megatron
 from mcore_rl.common.platform import find_platform
 from mcore_rl.common.spans import MegatronTimers
 from mcore_rl.megatron import fsdp as megatron_fsdp
 from mcore_rl.megatron.fsdp import local_weights
-from mcore_rl.megatron.version import check_megatron
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.moe.balance import expert_biases

@@ -31,9 +31,9 @@ from decimal import Decimal
 from types import ModuleType
 from typing import Any
 
-from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.near_names import did_you_mean
+from mcore_rl.common.user_files import import_user_file
 
 RewardFunction = Callable[..., float]
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import SplitResult
 
-from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.common.addresses import checked_url, header_from
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.user_files import import_user_file
 from mcore_rl.isolation.levels import parse_accepted
 from mcore_rl.rewards.functions import (
     NO_FUNCTIONS,

@@ -24,9 +24,9 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat
 
-from mcore_rl.algorithms.registry import import_user_file
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.spawning import forbid_runs
+from mcore_rl.common.user_files import import_user_file
 from mcore_rl.rewards.functions import (
     PYTHON_SANDBOX,
     RewardFunction,

@@ -35,7 +35,7 @@ import torch
 import torch.distributed
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.megatron.version import NEWEST, OLDEST
+from mcore_rl.common.megatron_version import NEWEST, OLDEST
 from mcore_rl.patches.registry import Patch
 
 _PREFIX = "megatron."

@@ -15,28 +15,18 @@ Versions: torch 2.13.0; 2.8 to 2.12, which is not tried, have the same parameter
 from __future__ import annotations
 
 import functools
-import ipaddress
 import socket
 from collections.abc import Callable
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
+from mcore_rl.common.addresses import is_loopback
 from mcore_rl.patches.registry import Patch, require
 
 _BACKLOG = 2048  # as torch has it
 _PARAMETERS = ("host_name", "port", "world_size", "is_master", "timeout", "wait_for_workers")
 _LISTENING = "master_listen_fd"
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether `host` is "localhost" or a loopback address; names are not looked up."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def listening_socket(host: str, port: int) -> socket.socket | None:

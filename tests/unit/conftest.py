@@ -9,6 +9,7 @@ import pytest
 from mcore_rl import config as options
 from mcore_rl.algorithms import recipes, registry
 from mcore_rl.algorithms.registry import find_policy_loss
+from mcore_rl.common import user_files
 from mcore_rl.data import user_prompts
 from mcore_rl.environments import interface as environments
 from mcore_rl.model import families
@@ -27,7 +28,7 @@ def restored_tables() -> Iterator[None]:
     tables: list[dict] = [
         registry._ESTIMATORS,
         registry._POLICY_LOSSES,
-        registry._IMPORTED,
+        user_files._IMPORTED,
         recipes.RECIPES,
         families.FAMILIES,
         user_metrics._METRICS,

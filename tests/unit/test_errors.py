@@ -24,7 +24,7 @@ WITHOUT_FLAG = {
     "patches/megatron/__init__.py": "the order of a fork's imports",
     "patches/torch/checkpoint_reading.py": "a file of a checkpoint, whoever names it",
     "mcore_rl/flags/packages.py": "packages",
-    "mcore_rl/megatron/version.py": "packages",
+    "mcore_rl/common/megatron_version.py": "packages",
     "mcore_rl/common/platform.py": "a package",
     "mcore_rl/common/spawning.py": "the user's script",
     "mcore_rl/common/agreement.py::open_store": "several variables of the environment",

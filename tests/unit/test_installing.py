@@ -85,7 +85,7 @@ def test_version_of_what_is_missing_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(ROOT)])
-    monkeypatch.setattr("mcore_rl.megatron.version.find_megatron", lambda: None)
+    monkeypatch.setattr("mcore_rl.common.megatron_version.find_megatron", lambda: None)
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == (
         f"mcore_rl {mcore_rl.__version__}\n"

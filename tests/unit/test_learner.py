@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from mcore_rl.algorithms.aggregation import Denominators
 from mcore_rl.algorithms.recipes import RECIPES
-from mcore_rl.algorithms.registry import find_advantage_estimator, import_user_file
+from mcore_rl.algorithms.registry import find_advantage_estimator
 from mcore_rl.algorithms.total_loss import policy_loss_total
 from mcore_rl.algorithms.value_loss import ValueLossSums
 from mcore_rl.batching.rows import MicroBatching
@@ -33,6 +33,7 @@ from mcore_rl.batching.types import (
     TrainBatch,
     TurnReward,
 )
+from mcore_rl.common.user_files import import_user_file
 from mcore_rl.config import RLConfig
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.optimizer import UpdateResult

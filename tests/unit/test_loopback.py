@@ -14,9 +14,9 @@ import pytest
 import torch.distributed.run as torchrun
 
 from mcore_rl.common import loopback
+from mcore_rl.common.addresses import is_loopback
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.launch_flags import check_flags, meeting_place
-from mcore_rl.patches.torch.loopback_stores import is_loopback
 
 STORES = """
 import gc, psutil, sys

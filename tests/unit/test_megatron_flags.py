@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.megatron_version import check_megatron
 from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.config import RLConfig
 from mcore_rl.flags import classes as flag_classes
@@ -23,7 +24,6 @@ from mcore_rl.job.reading import make_parser
 from mcore_rl.job.resolver import Facts, Refusals, Source, examine
 from mcore_rl.job.validation import check_megatron_accepts
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.megatron.version import check_megatron
 from tests.model_shapes import CONFIGS
 
 ROOT = Path(__file__).parents[2]

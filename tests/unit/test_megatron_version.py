@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.megatron.version import MegatronSource, _stated_version
+from mcore_rl.common.megatron_version import MegatronSource, _stated_version
 from tests.megatron_sources import (
     installed_megatron,
     megatron_on_the_path,
@@ -22,7 +22,7 @@ from tests.megatron_sources import (
 
 SAY_WHAT_IS_FOUND = """
 import sys
-from mcore_rl.megatron.version import check_megatron
+from mcore_rl.common.megatron_version import check_megatron
 found = check_megatron()
 print(found.version, found.folder)
 assert not [name for name in sys.modules if name.startswith("megatron.")], "something of it ran"

@@ -122,7 +122,7 @@ class _Examination:
         )
 
     def _megatron_patches(self) -> list[Finding]:
-        from mcore_rl.megatron.version import check_megatron
+        from mcore_rl.common.megatron_version import check_megatron
         from mcore_rl.patches.megatron import PATCHES
         from mcore_rl.tools.doctor.patches import check_patches
 

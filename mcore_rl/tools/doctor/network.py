@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mcore_rl.common.addresses import is_loopback
 from mcore_rl.flags.allocator import (
     VARIABLES,
     expandable_segments,
     vllm_refuses_expandable_segments,
 )
-from mcore_rl.patches.torch.loopback_stores import is_loopback
 from mcore_rl.tools.doctor.finding import NETWORK, PORTS, Finding, green, plural, red, yellow
 
 _PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")

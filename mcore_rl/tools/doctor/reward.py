@@ -21,12 +21,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mcore_rl.batching.types import Prompt
+from mcore_rl.common.addresses import is_loopback
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
 from mcore_rl.environments.pool import EnvironmentPool
 from mcore_rl.environments.wire import Failed
 from mcore_rl.job.value_models import Folder
-from mcore_rl.patches.torch.loopback_stores import is_loopback
 from mcore_rl.rewards.code_rows import nothings
 from mcore_rl.rewards.code_tests import suite_of
 from mcore_rl.rewards.functions import PYTHON_SANDBOX, SERVED_REWARDS

@@ -13,14 +13,14 @@ from packaging.version import InvalidVersion, Version
 
 from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.megatron_version import NEWEST, find_megatron
+from mcore_rl.common.megatron_version import PACKAGE as MEGATRON
 from mcore_rl.flags.packages import (
     ENGINE_PARTS,
     find_apex_misfit,
     find_misfit,
     installed_version,
 )
-from mcore_rl.megatron.version import NEWEST, find_megatron
-from mcore_rl.megatron.version import PACKAGE as MEGATRON
 from mcore_rl.tools.doctor.finding import VERSIONS, Finding, green, plural, red, yellow
 from mcore_rl.tools.doctor.gpus import Gpus
 

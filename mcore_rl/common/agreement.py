@@ -7,16 +7,13 @@ enough to exchange one sentence per rank.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import os
-import re
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -34,153 +31,16 @@ EXIT_ALARM = os.EX_TEMPFAIL  # 75: ended by --rl-on-alarm stop, with everything 
 # `mcore_rl.launch` sets it for its descendants, whose error files it prints.
 LAUNCHER = "MCORE_RL_LAUNCHER"
 COMMAND = "MCORE_RL_COMMAND"  # the command that the user started it with
-# Variables that a launcher sets, with their smallest and largest values.
-_MOST_RANKS = (1 << 31) - 1
-_NUMBERS = {
-    "RANK": (0, _MOST_RANKS - 1),
-    "WORLD_SIZE": (1, _MOST_RANKS),
-    "LOCAL_RANK": (0, _MOST_RANKS - 1),
-    "LOCAL_WORLD_SIZE": (1, _MOST_RANKS),
-    "GROUP_WORLD_SIZE": (1, _MOST_RANKS),
-    "MASTER_PORT": (0, 65535),
-}
-_REMEDY = "start with mcore_rl.launch or torchrun, or set what they set"
-# Variables with the number of tasks that a command was started as, and the program that sets them.
-_TASK_COUNTS = {
-    "SLURM_STEP_NUM_TASKS": "srun",
-    "OMPI_COMM_WORLD_SIZE": "mpirun",
-    "PMI_SIZE": "mpiexec",
-    "MV2_COMM_WORLD_SIZE": "mpirun",
-    "JSM_NAMESPACE_SIZE": "jsrun",
-    "FLUX_JOB_SIZE": "flux run",
-}
-
-
-def open_store() -> Store | None:
-    """Return this job's rendezvous store, or None in a single process without a launcher.
-
-    Ends this process with exit code 2 if a launcher sets only some of RANK, WORLD_SIZE, MASTER_ADDR
-    and MASTER_PORT, sets one to an invalid number or address, or starts more tasks than belong to
-    one run, and if the store cannot be reached. Variables that are blank are unset. Without a store
-    the ranks cannot agree, but all of them have the same variables.
-    """
-    for name in (*_NUMBERS, "MASTER_ADDR"):
-        if not os.environ.get(name, name).strip():
-            del os.environ[name]  # torch and Megatron would parse it as a number
-    present = [name for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
-    if not present or (present == ["WORLD_SIZE"] and os.environ["WORLD_SIZE"].strip() == "1"):
-        try:
-            # MASTER_PORT is not read here; a Kubernetes service may have set it.
-            _check_numbers("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-            check_num_tasks(1)
-        except UsageError as error:
-            leave_with(error)
-        return None
-    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in needed if not os.environ.get(name)]
-    if missing:
-        leave_with(
-            UsageError(
-                f"the environment has {' and '.join(present)} but lacks {' and '.join(missing)}",
-                remedy=_REMEDY,
-            )
-        )
-    try:
-        _check_numbers(*_NUMBERS)
-        _check_place()
-        # Under torchrun the tasks are its agents; otherwise they are the ranks.
-        check_num_tasks(int(os.environ.get("GROUP_WORLD_SIZE") or os.environ["WORLD_SIZE"]))
-    except UsageError as error:
-        leave_with(error)
-    from torch.distributed import DistError
-    from torch.distributed.rendezvous import rendezvous
-
-    # Imported late: it imports torch, which the errors above do not need.
-    from mcore_rl.common.loopback import stay_on_loopback
-
-    try:
-        stay_on_loopback(os.environ["MASTER_ADDR"])
-    except UsageError as error:
-        leave_with(error)
-    try:
-        store: Store = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))[0]
-    except DistError as error:
-        leave_with(
-            UsageError(
-                f"is not where the ranks of a job can meet ({str(error).splitlines()[0]})",
-                flag=f"MASTER_ADDR {os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']},",
-                remedy="give the address of rank 0's machine and a free port there, and start all "
-                "WORLD_SIZE ranks",
-            )
-        )
-    return store
-
-
-def _check_numbers(*names: str) -> None:
-    """Raise UsageError for a variable of `names` that is not a number in its range."""
-    for name in names:
-        least, most = _NUMBERS[name]
-        text = os.environ.get(name, str(least)).strip()
-        if not (text.isdecimal() and len(text) <= 10 and least <= int(text) <= most):
-            raise UsageError(
-                f"is not a number from {least} to {most}",
-                flag=f"{name} '{text[:20]}'",
-                remedy=_REMEDY,
-            )
-
-
-def _check_place() -> None:
-    """Raise UsageError for a rank outside the world or an invalid MASTER_ADDR."""
-    rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    if int(rank) >= int(world_size):
-        raise UsageError(
-            f"is not below WORLD_SIZE {world_size}: ranks count from 0",
-            flag=f"RANK {rank}",
-            remedy=_REMEDY,
-        )
-    address = os.environ["MASTER_ADDR"]
-    try:
-        is_address = bool(ipaddress.ip_address(address))
-    except ValueError:
-        is_address = bool(re.fullmatch(r"[\w.-]+", address))
-    if not is_address:  # torch would look it up for ten minutes
-        raise UsageError(
-            "is not a host name or an IP address",
-            flag=f"MASTER_ADDR '{address}'",
-            remedy="drop brackets, blanks and the port, which is MASTER_PORT",
-        )
-
-
-def check_num_tasks(most: int) -> None:
-    """Raise UsageError if srun, mpirun or the like starts this command as more than `most` tasks.
-
-    Such tasks do not know each other: each would be a separate run.
-    """
-    for name, program in _TASK_COUNTS.items():
-        count = os.environ.get(name, "").strip()
-        if count.isdecimal() and int(count) > most:
-            raise UsageError(
-                f"says that {program} starts this command as {count} tasks, but only {most} "
-                f"{'belongs' if most == 1 else 'belong'} to one run",
-                flag=f"{name} {count}",
-                remedy="start one `python -m mcore_rl.launch --nnodes NODES --nproc-per-node "
-                "DEVICES ...` a node (srun --ntasks-per-node=1), set RANK, WORLD_SIZE, LOCAL_RANK, "
-                f"MASTER_ADDR and MASTER_PORT for each task, or unset {name} if these are to be "
-                "independent runs",
-            )
 
 
 def agreed(check: Callable[[], T], store: Store | None, *, stage: str) -> T:
     """Run `check` on every rank and return its result, if it succeeded on all of them.
 
-    Collective over the world, through `store` (None: one process). If it raised UsageError
-    anywhere, the first failing rank's sentence is printed (with its host, if others succeeded) and
-    every rank exits with code 2. Other exceptions are bugs: they are reported to the other ranks,
-    which stop too, and propagate here.
+    Collective over the world, through `store` (None: one process). `stage` is a new name for each
+    call. If `check` raised UsageError anywhere, the first failing rank's sentence is reported (with
+    its host, if others succeeded) and every rank exits with code 2. Other exceptions are bugs: they
+    are reported to the other ranks, which stop too, and propagate here.
     """
-    from torch.distributed import PrefixStore
-
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     result: list[T] = []
     failure, bug = "", None
     try:
@@ -188,38 +48,45 @@ def agreed(check: Callable[[], T], store: Store | None, *, stage: str) -> T:
     except UsageError as error:
         # A parser's message about a file may have several lines.
         failure = " ".join(line.strip() for line in str(error).splitlines())
-    except Exception as error:  # a bug: reported to the other ranks, then raised here
-        failure = f"failed while checking its input: {error!r}"
-        bug = error
-    failures, scoped = [failure], None
-    if store is not None and world_size > 1:
-        scoped = PrefixStore(f"mcore_rl/{stage}", store)
-        scoped.set(str(rank), failure and f"{socket.gethostname()}\n{failure}")
-        # get() blocks until the key is set, so this is also the barrier.
-        failures = [scoped.get(str(other)).decode() for other in range(world_size)]
+    except Exception as error:
+        failure, bug = f"failed while checking its input: {error!r}", error
+    failures = _exchange(_with_host(failure), store, stage)
     if not any(failures):
-        if scoped is not None:
-            _wait_until_all_have_read(scoped, rank, world_size)
         return result[0]
     if bug is None:
-        _tell(_sentence(failures) if scoped is not None else failure)
-    if scoped is not None:
-        _leave_after_the_others(scoped, rank, world_size)
+        report(_sentence(failures))
+    if len(failures) > 1 and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher, once a rank has exited
+    _exchange("", store, f"{stage}/leaving")  # no rank exits before all have reported
     if bug is not None:
         raise bug
     _leave()
 
 
+def agreed_in_world(check: Callable[[], T]) -> T:
+    """Do what `agreed` does once torch.distributed runs. Collective over its world."""
+    from mcore_rl.common import objects
+
+    result: list[T] = []
+    failure = ""
+    try:
+        result.append(check())
+    except UsageError as error:
+        failure = str(error)
+    failures = objects.all_gather(_with_host(failure))
+    if not any(failures):
+        return result[0]
+    report(_sentence(failures))
+    leave_together(EXIT_USAGE)
+
+
 def from_rank(rank: int, text: str, store: Store | None, *, stage: str) -> str:
     """Return one rank's `text` on all ranks. Collective, after `agreed` with the same `stage`."""
-    from torch.distributed import PrefixStore
-
     if store is None or int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return text
-    scoped = PrefixStore(f"mcore_rl/{stage}", store)
     if int(os.environ["RANK"]) == rank:
-        scoped.set("said", text)
-    return scoped.get("said").decode()
+        store.set(f"mcore_rl/{stage}/said", text)
+    return store.get(f"mcore_rl/{stage}/said").decode()
 
 
 def check_alike(facts: Mapping[str, str], store: Store | None) -> None:
@@ -243,21 +110,21 @@ def check_alike(facts: Mapping[str, str], store: Store | None) -> None:
     agreed(check, store, stage="alike")
 
 
-def agreed_in_world(check: Callable[[], T]) -> T:
-    """Do what `agreed` does once torch.distributed runs. Collective over its world."""
-    from mcore_rl.common import objects
+def _exchange(text: str, store: Store | None, key: str) -> list[str]:
+    """Return each rank's text, by rank. Rank 0, which may host the store, returns last."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if store is None or world_size == 1:
+        return [text]
+    from torch.distributed.elastic.utils.store import synchronize
 
-    result: list[T] = []
-    failure = ""
-    try:
-        result.append(check())
-    except UsageError as error:
-        failure = f"{socket.gethostname()}\n{error}"
-    failures = objects.all_gather(failure)
-    if not any(failures):
-        return result[0]
-    _tell(_sentence(failures))
-    leave_together(EXIT_USAGE)
+    rank = int(os.environ["RANK"])
+    seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]  # not in torch's stubs
+    texts = synchronize(store, text.encode(), rank, world_size, f"mcore_rl/{key}/", seconds)
+    return [each.decode() for each in texts]
+
+
+def _with_host(failure: str) -> str:
+    return failure and f"{socket.gethostname()}\n{failure}"
 
 
 def _sentence(failures: list[str]) -> str:
@@ -271,7 +138,7 @@ def _sentence(failures: list[str]) -> str:
 
 def leave_with(error: UsageError) -> NoReturn:
     """Report a mistake that every rank finds by itself, and end this process with exit code 2."""
-    _tell(str(error))
+    report(str(error))
     _leave()
 
 
@@ -280,12 +147,10 @@ def leave_together(exit_code: int) -> NoReturn:
     from mcore_rl.common import objects
 
     objects.barrier()
-    patient_stdout().flush()
-    patient_stderr().flush()
-    os._exit(exit_code)
+    _leave(exit_code)
 
 
-def _tell(sentence: str) -> None:
+def report(sentence: str) -> None:
     """Report the sentence on stderr, whichever of the failing ranks ends first.
 
     The first rank to exit makes the launcher end the others, perhaps rank 0 before it has printed.
@@ -295,12 +160,9 @@ def _tell(sentence: str) -> None:
     if leave_reason(sentence) and LAUNCHER in os.environ:
         return
     rank, world_size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    is_valid = rank.isdecimal() and not (world_size.isdecimal() and int(rank) >= int(world_size))
     # Rank 0 prints for all; a process with an invalid rank prints for itself.
-    if (
-        not rank.isdecimal()
-        or int(rank) == 0
-        or (world_size.isdecimal() and int(rank) >= int(world_size))
-    ):
+    if not is_valid or int(rank) == 0:
         print_error(sentence)
 
 
@@ -309,10 +171,12 @@ def leave_reason(reason: str) -> bool:
     if not (name := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         return False
     said = {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}
+    # torch's `record` writes in place. torchrun may end this rank in between, and raises on a
+    # partial file.
     partial = Path(f"{name}.partial")
     with contextlib.suppress(OSError):
         partial.write_text(json.dumps({"message": said}), encoding="utf-8")
-        partial.replace(name)  # torchrun fails on a partial file, and may end this rank any time
+        partial.replace(name)
         return True
     return False
 
@@ -323,34 +187,8 @@ def print_error(sentence: str) -> None:
     print(f"mcore_rl: error: {sentence}", file=patient_stderr(), flush=True)
 
 
-def _leave() -> NoReturn:
+def _leave(exit_code: int = EXIT_USAGE) -> NoReturn:
     patient_stdout().flush()
+    patient_stderr().flush()
     # Without destructors: other libraries' exit handlers may wait for other ranks.
-    os._exit(EXIT_USAGE)
-
-
-def _wait_until_all_have_read(store: Store, rank: int, world_size: int) -> None:
-    """Hold rank 0, which may host the store, until no rank needs these answers any more."""
-    if rank == 0:
-        for other in range(1, world_size):
-            store.get(f"read/{other}")
-    else:
-        store.set(f"read/{rank}", "1")
-
-
-def _leave_after_the_others(store: Store, rank: int, world_size: int) -> None:
-    """Return when this rank may end: the sentence is printed and, on rank 0, no rank needs it.
-
-    Rank 0 may host the store, and the launcher ends all ranks once one is gone. So no rank exits
-    before rank 0 has printed, rank 0 exits last, and SIGTERM from the launcher is ignored in
-    between.
-    """
-    if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if rank == 0:
-        store.set("printed", "1")
-        for other in range(1, world_size):
-            store.get(f"left/{other}")
-    else:
-        store.get("printed")
-        store.set(f"left/{rank}", "1")  # waits for no reply, so rank 0 may exit right after
+    os._exit(exit_code)

@@ -109,7 +109,7 @@ def setup_logging(*, quiet: bool = False) -> None:
     only errors. From here on, output that cannot be written does not raise.
     """
     keep_output_from_raising()
-    # `agreement.open_store` refuses a value that is not a number.
+    # `job.environment.open_store` refuses a value that is not a number.
     speaks = not quiet and not os.environ.get("RANK", "").strip("0 ")
     logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     for handler in logging.getLogger().handlers:

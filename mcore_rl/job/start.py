@@ -16,11 +16,12 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 from mcore_rl.common import objects
-from mcore_rl.common.agreement import agreed, check_alike, from_rank, open_store
+from mcore_rl.common.agreement import agreed, check_alike, from_rank
 from mcore_rl.common.machine_memory import machine_memory
 from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.common.platform import find_platform
 from mcore_rl.flags.parser import all_args
+from mcore_rl.job.environment import open_store
 from mcore_rl.job.resolver import resolve_args, resolve_tokens
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_files import check_copies

@@ -15,6 +15,7 @@ Versions: torch 2.13.0; 2.8 to 2.12, which is not tried, have the same parameter
 from __future__ import annotations
 
 import functools
+import os
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -22,11 +23,27 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from mcore_rl.common.addresses import is_loopback
-from mcore_rl.patches.registry import Patch, require
+from mcore_rl.patches.registry import Patch, apply_patch, require
 
 _BACKLOG = 2048  # as torch has it
 _PARAMETERS = ("host_name", "port", "world_size", "is_master", "timeout", "wait_for_workers")
 _LISTENING = "master_listen_fd"
+_DEFAULTS = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+
+
+def stay_on_loopback(address: str) -> bool:
+    """Restrict this process and its children to loopback, if `address` is a loopback address.
+
+    Call it before the first store or process group. Variables that are already set are kept. NCCL
+    is not configured: it opens its sockets for the device that it chooses. With any other address,
+    torch and vLLM keep their own defaults.
+    """
+    apply_patch(PATCH)
+    if not is_loopback(address):
+        return False
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    return True
 
 
 def listening_socket(host: str, port: int) -> socket.socket | None:

@@ -6,8 +6,8 @@ Cause: torchrun's agent starts ranks as ordinary children, which survive if it i
 Why safe: before its program begins, a rank requests SIGKILL at the end of its parent
 (PR_SET_PDEATHSIG), and checks whether the request came too late. The kernel watches the thread that
 started the rank: torchrun's agent uses the main thread, which lives as long as its process. Only
-`mcore_rl.launch` calls `apply`. Functions in `before_a_rank` are called before each rank starts,
-after torchrun's rendezvous.
+`mcore_rl.launch` calls `apply`. Functions in `before_ranks` are called once, after torchrun's
+rendezvous and before the first rank starts.
 Upstream: as described, as of torch 2.13.0, which offers no other way to run code in a rank before
 its program.
 Drop when: torchrun ties its ranks to itself, or takes a `preexec_fn`.
@@ -28,7 +28,7 @@ from packaging.specifiers import SpecifierSet
 from mcore_rl.patches.registry import Patch, require
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-before_a_rank: list[Callable[[], None]] = []
+before_ranks: list[Callable[[], None]] = []
 
 
 def needed() -> bool:
@@ -52,8 +52,8 @@ def apply() -> None:
             os._exit(1)
 
     def start(*args: Any, **kwargs: Any) -> Any:
-        for call in before_a_rank:
-            call()
+        while before_ranks:
+            before_ranks.pop()()
         # mypy finds no overload that takes any arguments.
         return subprocess.Popen(*args, preexec_fn=tie, **kwargs)  # type: ignore[call-overload]
 

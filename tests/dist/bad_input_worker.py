@@ -15,10 +15,11 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from mcore_rl.common.agreement import agreed, open_store
+from mcore_rl.common.agreement import agreed
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.flags.parser import add_rl_args
+from mcore_rl.job.environment import open_store
 from mcore_rl.job.resolver import resolve_tokens
 from mcore_rl.job.start import hold_folders, job_from_args
 from mcore_rl.megatron.world import parsed_args

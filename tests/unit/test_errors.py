@@ -27,7 +27,7 @@ WITHOUT_FLAG = {
     "mcore_rl/common/megatron_version.py": "packages",
     "mcore_rl/common/platform.py": "a package",
     "mcore_rl/common/spawning.py": "the user's script",
-    "mcore_rl/common/agreement.py::open_store": "several variables of the environment",
+    "mcore_rl/job/environment.py::open_store": "several variables of the environment",
     # Of a call: nobody has typed a flag.
     "mcore_rl/flags/derived.py::check_fits_machine": "a fork's parsed arguments",
     "mcore_rl/job/reading.py::derived_in_fork": "a fork's parsed arguments",

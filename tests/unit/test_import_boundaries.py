@@ -285,10 +285,10 @@ def test_a_rank_looks_for_no_garbage_while_it_imports() -> None:
 def test_the_launcher_imports_no_compiler_and_knows_where_its_kernels_are() -> None:
     code = """
 import sys
-from mcore_rl import launch
+from mcore_rl.launch import folder, launcher
 assert not {"torch._dynamo", "torch._inductor", "megatron", "vllm"} & sys.modules.keys()
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-assert launch._kernel_cache() == default_cache_dir()
+assert folder.kernel_cache() == default_cache_dir()
 """
     process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr

@@ -18,7 +18,8 @@ import psutil
 import pytest
 
 from mcore_rl.common.kills import THE_GROUP, THE_MACHINE, describe_kills, memory_kills
-from mcore_rl.launch import exit_code
+from mcore_rl.launch.ending import exit_code
+from mcore_rl.launch.folder import lock_of
 from tests.rank_pool import free_port
 
 SENTENCE = "mcore_rl: error: --some-flag 3 must be 4; change it"
@@ -347,33 +348,6 @@ def test_launch_ends_with_those_of_other_machines(launcher: Launcher, what: str)
     assert outputs == [f"mcore_rl: error: {expected}\n"] * 2
 
 
-@pytest.mark.slow
-def test_a_stranger_ends_no_launch(launcher: Launcher) -> None:
-    """Nor does one that ends well before the others have."""
-    program = f"""
-        import json, socket
-        from contextlib import suppress
-        from mcore_rl.common import companions
-        if rank == 0:
-            store = companions.store_client("127.0.0.1", int(os.environ["MASTER_PORT"]))
-            port, secret = json.loads(store.get(companions._KEY))
-            for first in (["{"0" * 32}", 1, "elsewhere"], [None], 3, [secret]):
-                # It is sent away: by the end of what it reads, or before it has said all.
-                with socket.create_connection(("127.0.0.1", port)) as stranger, suppress(OSError):
-                    stranger.sendall(json.dumps(first).encode() + b"\\n")
-                    stranger.sendall(json.dumps([1, "elsewhere", 9, "a lie"]).encode() + b"\\n")
-                    stranger.shutdown(socket.SHUT_WR)
-                    assert stranger.recv(1) == b""
-            here("tried")
-        while not (folder / "tried.0").exists():
-            time.sleep(0.01)
-    """
-    flags = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
-    processes = [launcher.start(program, 1, *flags, f"--node-rank={n}") for n in range(2)]
-    outputs = [process.communicate(timeout=120)[1] for process in processes]
-    assert (outputs, [process.returncode for process in processes]) == ([""] * 2, [0, 0])
-
-
 def test_launch_names_a_port_that_is_in_use(launcher: Launcher) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -476,7 +450,7 @@ def test_ranks_end_with_a_killed_launch_by_themselves(launcher: Launcher) -> Non
     process = launcher.start("here('pid', str(os.getpid()))\ntime.sleep(300)", 1)
     (pid,) = launcher.wait_for("pid", 1)
     (guard,) = [c for c in psutil.Process(process.pid).children() if c.pid != pid]
-    assert Path(guard.cmdline()[2]).name == "guard.py"
+    assert Path(guard.cmdline()[2]).name == "cleanup.py"
     (foreign := launcher.temporary / "mcore_rl_of_another_program").mkdir()
     (left,) = [entry for entry in launcher.temporary.iterdir() if entry != foreign]
     # A launcher that lives keeps its folder while others start.
@@ -613,12 +587,12 @@ def test_launch_is_not_held_up_by_what_others_put_into_the_temporary_folder(
         os.mkfifo(other)
     else:
         other.mkdir()
-        lock = other / "launcher.lock"
+        lock = lock_of(other)
         if what == "lock is a pipe":
             os.mkfifo(lock)
         else:
             lock.symlink_to("/dev/zero" if what == "lock is a device" else tmp_path / "victim")
-    (tmp_path / "victim").write_text(Path("/proc/sys/kernel/random/boot_id").read_text())
+    (tmp_path / "victim").touch()
     process = launcher.start("here('ran')", 1)
     _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")

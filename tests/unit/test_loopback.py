@@ -13,10 +13,10 @@ import sys
 import pytest
 import torch.distributed.run as torchrun
 
-from mcore_rl.common import loopback
 from mcore_rl.common.addresses import is_loopback
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.launch_flags import check_flags, meeting_place
+from mcore_rl.launch.flags import check_flags, meeting_place
+from mcore_rl.patches.torch import loopback_stores
 
 STORES = """
 import gc, psutil, sys
@@ -38,7 +38,7 @@ del kept
 gc.collect()
 assert listening() == []
 
-from mcore_rl.common.loopback import stay_on_loopback
+from mcore_rl.patches.torch.loopback_stores import stay_on_loopback
 assert stay_on_loopback("127.0.0.1") and imported_by_name is TCPStore
 
 first = store("127.0.0.1", multi_tenant=True)
@@ -84,11 +84,11 @@ def test_hosts_that_may_be_another(host: str) -> None:
 
 
 def test_only_what_is_not_set_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loopback, "apply_patch", lambda patch: True)
+    monkeypatch.setattr(loopback_stores, "apply_patch", lambda patch: True)
     monkeypatch.setattr(os, "environ", {"VLLM_HOST_IP": "10.0.0.1"})
-    assert not loopback.stay_on_loopback("node7")
+    assert not loopback_stores.stay_on_loopback("node7")
     assert os.environ == {"VLLM_HOST_IP": "10.0.0.1"}
-    assert loopback.stay_on_loopback("localhost")
+    assert loopback_stores.stay_on_loopback("localhost")
     assert os.environ == {"VLLM_HOST_IP": "10.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
 

@@ -20,11 +20,11 @@ from typing import Any
 import psutil
 import pytest
 
-from mcore_rl.common import guard
 from mcore_rl.common.errors import UsageError
 from mcore_rl.isolation import seccomp
 from mcore_rl.isolation.client import Supervisor, Unprotected
 from mcore_rl.isolation.levels import BUBBLEWRAP, LANDLOCK, LEVELS, SECCOMP
+from mcore_rl.launch import cleanup
 from mcore_rl.rewards import sandbox, sandbox_inside
 from mcore_rl.rewards.functions import resolve_reward
 from mcore_rl.rewards.sandbox import Ran, code_in, report_of, run_python
@@ -360,7 +360,7 @@ def test_all_ends_with(by, killed):
         elif killed == "keeper":
             keeper.kill()
         else:
-            guard.end(mark)
+            cleanup.end_processes(lambda: cleanup.marked(mark))
         _, left = psutil.wait_procs(everything, timeout=PATIENT_SECONDS)
         assert left == []
         client.kill()

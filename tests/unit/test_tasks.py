@@ -10,8 +10,9 @@ import sys
 
 import pytest
 
-from mcore_rl.common.agreement import _tell, check_num_tasks, open_store
+from mcore_rl.common.agreement import report
 from mcore_rl.common.errors import UsageError
+from mcore_rl.job.environment import check_num_tasks, open_store
 
 NAMES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
@@ -26,7 +27,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     # What ends the process.
-    monkeypatch.setattr("mcore_rl.common.agreement.leave_with", _raise)
+    monkeypatch.setattr("mcore_rl.job.environment.leave_with", _raise)
 
 
 def _raise(error: UsageError) -> None:
@@ -117,7 +118,7 @@ def test_address_of_a_machine_is_taken(address: str, monkeypatch) -> None:
 
 def test_port_in_use_is_said_in_one_sentence() -> None:
     """In a process of its own, because the repair of stores on loopback stays applied."""
-    script = "from mcore_rl.common.agreement import open_store; open_store()"
+    script = "from mcore_rl.job.environment import open_store; open_store()"
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
         told = subprocess.run(
@@ -172,7 +173,7 @@ def test_a_rank_of_no_world_tells_its_mistake(rank: str, is_told: bool, monkeypa
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    _tell("a mistake")
+    report("a mistake")
     assert ("a mistake" in capfd.readouterr().err) == is_told
 
 

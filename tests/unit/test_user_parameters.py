@@ -17,7 +17,6 @@ import torch
 import mcore_rl
 import mcore_rl.api as api
 import mcore_rl.api.environment as environment
-from mcore_rl import launch
 from mcore_rl.algorithms.aggregation import Denominators
 from mcore_rl.algorithms.registry import find_advantage_estimator
 from mcore_rl.algorithms.total_loss import policy_loss_total
@@ -28,6 +27,7 @@ from mcore_rl.flags.given import as_config, expand_config, given_values, import_
 from mcore_rl.flags.pages import BEGIN, END, flags_page, help_text, parameter_table
 from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.job import preflight, resolver
+from mcore_rl.launch.launcher import main as launch
 from mcore_rl.model.config_json import read_model_shape
 from mcore_rl.observe import user_metrics
 from mcore_rl.observe.run_directory import RunConfig, RunDirectory, read_config
@@ -216,7 +216,7 @@ def test_a_declaration_that_is_wrong_is_a_usage_error(
 def test_help_rl_tells_ours_alone_with_defaults_and_bounds_and_ones_own(
     mine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch.main(["-m", "mcore_rl.train", "--rl-import", mine, "--help-rl"]) == 0
+    assert launch(["-m", "mcore_rl.train", "--rl-import", mine, "--help-rl"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "--rl-spo-width NUMBER how far ratios are pulled back [default: 0.25; in (0, 2]]" in told
     assert "--rl-spo-shape {round,square} of the pull [default: round]" in told
@@ -226,7 +226,7 @@ def test_help_rl_tells_ours_alone_with_defaults_and_bounds_and_ones_own(
     with pytest.raises(SystemExit) as left:  # of train and verify
         resolver.resolve_tokens(["--help-rl"], platform=None)  # type: ignore[arg-type]
     assert left.value.code == 0 and "--rl-spo-width" in capsys.readouterr().out
-    assert launch.main(["--rl-import", f"{mine}.txt", "--help-rl"]) == 2
+    assert launch(["--rl-import", f"{mine}.txt", "--help-rl"]) == 2
     assert "is not a .py file" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""Check torchrun's flags that would make it raise or wait, and find its meeting address."""
+"""torchrun's flags: values that would make it raise or wait, and its meeting address."""
 
 from __future__ import annotations
 
@@ -59,3 +59,16 @@ def meeting_place(args: argparse.Namespace) -> str:
     places = (endpoint.strip("[]") or args.master_addr, args.local_addr)
     found: str = next((place for place in places if not is_loopback(place)), places[0])
     return found
+
+
+def port_fault(args: argparse.Namespace, error: str) -> UsageError | None:
+    """Return the mistake behind torch's `error` if its store cannot listen on the port given."""
+    found = {"EADDRINUSE": "is in use by another program", "EACCES": "is not for this user"}
+    for name, what in found.items():
+        if name in error:
+            flag = f"--rdzv-endpoint {args.rdzv_endpoint}"
+            if not args.rdzv_endpoint:
+                flag = f"--master-port {args.master_port} on {args.master_addr}"
+            remedy = "give another one, or none on a single machine, where a free one is taken"
+            return UsageError(what, flag=flag, remedy=remedy)
+    return None

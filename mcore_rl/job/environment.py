@@ -1,0 +1,133 @@
+"""The variables that a launcher sets for a rank, and the store at which the ranks meet."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from mcore_rl.common.agreement import leave_with
+from mcore_rl.common.errors import UsageError
+from mcore_rl.patches.torch.loopback_stores import stay_on_loopback
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_MAX_RANKS = (1 << 31) - 1
+# Variables with their smallest and largest values.
+_NUMBERS = {
+    "RANK": (0, _MAX_RANKS - 1),
+    "WORLD_SIZE": (1, _MAX_RANKS),
+    "LOCAL_RANK": (0, _MAX_RANKS - 1),
+    "LOCAL_WORLD_SIZE": (1, _MAX_RANKS),
+    "GROUP_WORLD_SIZE": (1, _MAX_RANKS),
+    "MASTER_PORT": (0, 65535),
+}
+_REMEDY = "start with mcore_rl.launch or torchrun, or set what they set"
+# Variables with the number of tasks that a command was started as, and the program that sets them.
+_TASK_COUNTS = {
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpiexec",
+    "MV2_COMM_WORLD_SIZE": "mpirun",
+    "JSM_NAMESPACE_SIZE": "jsrun",
+    "FLUX_JOB_SIZE": "flux run",
+}
+
+
+def open_store() -> Store | None:
+    """Return this job's rendezvous store, or None in a single process without a launcher.
+
+    Ends this process with exit code 2 if a launcher sets only some of RANK, WORLD_SIZE, MASTER_ADDR
+    and MASTER_PORT, sets one to an invalid number or address, or starts more tasks than belong to
+    one run, and if the store cannot be reached. Variables that are blank are unset. Without a store
+    the ranks cannot agree, but all of them have the same variables.
+    """
+    for name in (*_NUMBERS, "MASTER_ADDR"):
+        if not os.environ.get(name, name).strip():
+            del os.environ[name]  # torch and Megatron would parse it as a number
+    present = [name for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
+    try:
+        if not present or (present == ["WORLD_SIZE"] and os.environ["WORLD_SIZE"].strip() == "1"):
+            # MASTER_PORT is not read here; a Kubernetes service may have set it.
+            _check_numbers("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+            check_num_tasks(1)
+            return None
+        if missing := [name for name in _NEEDED if not os.environ.get(name)]:
+            found = f"the environment has {' and '.join(present)} but lacks {' and '.join(missing)}"
+            raise UsageError(found, remedy=_REMEDY)
+        _check_numbers(*_NUMBERS)
+        _check_place()
+        # Under torchrun the tasks are its agents; otherwise they are the ranks.
+        check_num_tasks(int(os.environ.get("GROUP_WORLD_SIZE") or os.environ["WORLD_SIZE"]))
+        stay_on_loopback(os.environ["MASTER_ADDR"])
+        return _store()
+    except UsageError as error:
+        leave_with(error)
+
+
+def _store() -> Store:
+    from torch.distributed import DistError  # imported late: the errors above do not need torch
+    from torch.distributed.rendezvous import rendezvous
+
+    try:
+        store: Store = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))[0]
+    except DistError as error:
+        raise UsageError(
+            f"is not where the ranks of a job can meet ({str(error).splitlines()[0]})",
+            flag=f"MASTER_ADDR {os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']},",
+            remedy="give the address of rank 0's machine and a free port there, and start all "
+            "WORLD_SIZE ranks",
+        ) from error
+    return store
+
+
+def _check_numbers(*names: str) -> None:
+    """Raise UsageError for a variable of `names` that is not a number in its range."""
+    for name in names:
+        least, most = _NUMBERS[name]
+        text = os.environ.get(name, str(least)).strip()
+        if not (text.isdecimal() and len(text) <= 10 and least <= int(text) <= most):
+            found = f"is not a number from {least} to {most}"
+            raise UsageError(found, flag=f"{name} '{text[:20]}'", remedy=_REMEDY)
+
+
+def _check_place() -> None:
+    """Raise UsageError for a rank outside the world or an invalid MASTER_ADDR."""
+    rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if int(rank) >= int(world_size):
+        found = f"is not below WORLD_SIZE {world_size}: ranks count from 0"
+        raise UsageError(found, flag=f"RANK {rank}", remedy=_REMEDY)
+    address = os.environ["MASTER_ADDR"]
+    try:
+        is_address = bool(ipaddress.ip_address(address))
+    except ValueError:
+        is_address = bool(re.fullmatch(r"[\w.-]+", address))
+    if not is_address:  # torch would look it up for ten minutes
+        raise UsageError(
+            "is not a host name or an IP address",
+            flag=f"MASTER_ADDR '{address}'",
+            remedy="drop brackets, blanks and the port, which is MASTER_PORT",
+        )
+
+
+def check_num_tasks(most: int) -> None:
+    """Raise UsageError if srun, mpirun or the like starts this command as more than `most` tasks.
+
+    Such tasks do not know each other: each would be a separate run.
+    """
+    for name, program in _TASK_COUNTS.items():
+        count = os.environ.get(name, "").strip()
+        if count.isdecimal() and int(count) > most:
+            raise UsageError(
+                f"says that {program} starts this command as {count} tasks, but only {most} "
+                f"{'belongs' if most == 1 else 'belong'} to one run",
+                flag=f"{name} {count}",
+                remedy="start one `python -m mcore_rl.launch --nnodes NODES --nproc-per-node "
+                "DEVICES ...` a node (srun --ntasks-per-node=1), set RANK, WORLD_SIZE, LOCAL_RANK, "
+                f"MASTER_ADDR and MASTER_PORT for each task, or unset {name} if these are to be "
+                "independent runs",
+            )

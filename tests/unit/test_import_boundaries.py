@@ -32,7 +32,9 @@ print(json.dumps(loaded))
 
 
 def source_of(module: str, root: Path = ROOT) -> Path | None:
-    path = root.joinpath(*module.split("."))
+    """The file of a module; patches/ is installed as mcore_rl.patches."""
+    parts = module.split(".")
+    path = root.joinpath(*parts[1:] if parts[:2] == ["mcore_rl", "patches"] else parts)
     for file in (path.with_suffix(".py"), path / "__init__.py"):
         if file.exists():
             return file
@@ -51,7 +53,8 @@ def names_in(line: str) -> list[str]:
 
 
 def module_of(file: Path) -> str:
-    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    return name if name.startswith("mcore_rl") else f"mcore_rl.{name}"
 
 
 def modules_of(name: str) -> list[str]:
@@ -141,13 +144,13 @@ def room_of(module: str) -> str:
 
 def arrows_between_rooms() -> set[tuple[str, str]]:
     found = set()
-    for file in (ROOT / "mcore_rl").rglob("*.py"):
+    for file in [*(ROOT / "mcore_rl").rglob("*.py"), *(ROOT / "patches").rglob("*.py")]:
         module = module_of(file)
         package = module if file.name == "__init__.py" else module.rpartition(".")[0]
         for name in names_used(file.read_text(), package):
             parts = name.split(".")
             ends = (end for end in range(len(parts), 0, -1) if source_of(".".join(parts[:end])))
-            if parts[0] == "mcore_rl" and parts[1:2] != ["patches"] and (end := next(ends, 0)):
+            if parts[0] == "mcore_rl" and (end := next(ends, 0)):
                 found.add((room_of(module), room_of(".".join(parts[:end]))))
     return {(room, other) for room, other in found if room != other}
 

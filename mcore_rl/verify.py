@@ -1,12 +1,12 @@
-"""Check that the engine gets the right weights; run it before you trust a new checkpoint.
+"""Check that a hand-over gives the engine the right weights; run it for every new checkpoint.
 
     python -m mcore_rl.launch ... -m mcore_rl.verify <--rl-hf-checkpoint, --rl-prompts, degrees>
 
-It loads the checkpoint into Megatron, and into vLLM with vLLM's own loader (FP8 blocks are
-dequantised on the way, one complete tensor after another, since engines are bfloat16 models). It
-notes what vLLM stores and overwrites it with zeros; then Megatron hands over through the sharding
-manager. What vLLM stores must be the same, bit for bit, and both must give the same prompts similar
-log-probs. As in a run, the two models need not fit on a device together.
+It loads the checkpoint into Megatron, and into vLLM by vLLM's own loader (FP8 blocks are
+dequantised one tensor at a time, since engines are bfloat16 models). It hashes what vLLM stores and
+overwrites it with zeros; then the sharding manager hands Megatron's weights over. What vLLM stores
+must be equal, bit for bit, and both must give the same prompts similar log-probs. As in a run, the
+two models need not fit on a device together.
 
 Exit code 0 if the stored weights are equal, 1 if not, 2 for bad input.
 """
@@ -14,6 +14,7 @@ Exit code 0 if the stored weights are equal, 1 if not, 2 for bad input.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -33,7 +34,8 @@ from rich.table import Table
 from mcore_rl.common import objects
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.run_output import log_file, patient_stdout, setup_logging
-from mcore_rl.data.prompts import load_prompts
+from mcore_rl.config import RLConfig
+from mcore_rl.data.prompts import PromptDataset, load_prompts
 from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.hybrid_engine.proof.canary import differences, megatron_log_probs
 from mcore_rl.hybrid_engine.sharding_manager import (
@@ -76,7 +78,7 @@ class Verification:
 
 
 def stored_digests(engine: VLLMEngine) -> dict[str, str]:
-    """Return the sha256 of every tensor that vLLM stores on this rank, by name. The engine's
+    """Return the SHA-256 of every tensor that vLLM stores on this rank, by name. The engine's
     weights must be awake."""
     return {name: _digest(tensor) for name, tensor in engine.stored_tensors()}
 
@@ -93,7 +95,7 @@ def _digest(tensor: torch.Tensor) -> str:
 def verify(job: Job, *, log: Any = None) -> Verification:
     """Compare vLLM's own load with a hand-over from Megatron. Collective; same result on all ranks.
 
-    A rank that raises logs it at once, since the others may never notice.
+    A rank that raises logs the error at once: the others may wait for it forever.
     """
     try:
         state, shards = build_actor(job, log=log)
@@ -135,18 +137,11 @@ def _hand_over_and_compare(
     manager: MegatronVLLMShardingManager,
     expected: Mapping[str, str],
 ) -> Verification:
-    assert job.config.data.prompts is not None, "checked before"
     batching = micro_batching(job)
     actor = actor_of(job, state)
     reports: list[ReshardReport] = []
     manager.on_reshard_end.append(reports.append)
-    rows = load_prompts(
-        prompt_source(
-            job.config, job.config.data.prompts, trust_remote_code=job.args.trust_remote_code
-        ),
-        job.spec.checkpoint.folder,
-        cache_dir=job.config.data.cache_dir,
-    )
+    rows = _prompts(job.config, job.spec.checkpoint.folder, trusts=job.args.trust_remote_code)
     token_ids = [rows[i].token_ids.tolist() for i in range(min(MAX_PROMPTS, len(rows)))]
     with manager:
         differing = _differing(expected, stored_digests(engine))
@@ -237,13 +232,14 @@ def show(result: Verification, job: Job) -> None:
         table.add_row(str(row), str(len(token_ids)), f"{largest[row]:.4f}", f"{means[row]:.4f}")
     console = Console(file=patient_stdout())
     console.print(table)
-    verdict = "equal, bit for bit" if result.stored_equal else "DIFFERENT"
     lines = {
         "train layout": job.spec.train_layout.describe(),
         "rollout layout": job.spec.rollout_layout.describe(),
         "tensors handed over": str(result.num_tensors),
         "received by a rank (max)": f"{result.received_bytes_max:,} bytes",
-        "stored by vLLM, hand-over against its own loader": verdict,
+        "stored by vLLM, hand-over against its own loader": (
+            "equal, bit for bit" if result.stored_equal else "DIFFERENT"
+        ),
     }
     for name, value in lines.items():
         console.print(f"{name}: {value}", soft_wrap=True, highlight=False)
@@ -253,21 +249,15 @@ def show(result: Verification, job: Job) -> None:
 
 def check_prompts_given(checked: JobSpec) -> None:
     """Raise UsageError without readable prompts; neither rewards nor a run directory are needed."""
-    if checked.config.data.prompts is None:
-        raise UsageError(
-            "is missing",
-            flag="--rl-prompts",
-            remedy="give a JSONL or Parquet file of prompts to score",
-        )
-    load_prompts(
-        prompt_source(
-            checked.config,
-            checked.config.data.prompts,
-            trust_remote_code=checked.trust_remote_code,
-        ),
-        checked.checkpoint.folder,
-        cache_dir=checked.config.data.cache_dir,
-    )
+    _prompts(checked.config, checked.checkpoint.folder, trusts=checked.trust_remote_code)
+
+
+def _prompts(config: RLConfig, folder: Path, *, trusts: bool) -> PromptDataset:
+    if config.data.prompts is None:
+        remedy = "give a JSONL or Parquet file of prompts to score"
+        raise UsageError("is missing", flag="--rl-prompts", remedy=remedy)
+    source = prompt_source(config, config.data.prompts, trust_remote_code=trusts)
+    return load_prompts(source, folder, cache_dir=config.data.cache_dir)
 
 
 def start_verification(tokens: Sequence[str], *, log: Any = None) -> Job:
@@ -288,15 +278,13 @@ def main(tokens: list[str] | None = None) -> int:
     with log_file() as log:
         job = start_verification(tokens, log=log)
         if job.world.role != ACTOR:
-            return 0  # roles on ranks of their own take no part
+            return 0  # other roles are not verified
         result = verify(job, log=log)
     if dist.get_rank() == 0:
         show(result, job)
         if job.config.trainer.verify_out:
-            fields = {name: getattr(result, name) for name in Verification.__slots__}
-            Path(job.config.trainer.verify_out).write_text(
-                json.dumps(fields) + "\n", encoding="utf-8"
-            )
+            text = json.dumps(dataclasses.asdict(result)) + "\n"
+            Path(job.config.trainer.verify_out).write_text(text, encoding="utf-8")
     dist.destroy_process_group()
     return 0 if result.stored_equal else 1
 

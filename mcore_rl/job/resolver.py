@@ -482,7 +482,8 @@ class _Examiner:
         if (options := reward_options(config)) is not None:
             reward_model, _ = self._value_model(options, config, shape, values)
         memory_notes = self.refusals.value(self._check_memory, config, shape, values)
-        if memory_notes is not None and not self.refusals.count and self.source.has_files:
+        is_complete = not self.refusals.count and not self.refusals.left_out
+        if memory_notes is not None and is_complete and self.source.has_files:
             facts.spec = self._spec(critic, reward_model, memory_notes)
 
     def _value_model(

@@ -1,7 +1,7 @@
 """Planner of a job: memory in every phase, traffic of a hand-over, other layouts.
 
-All modules are pure: plain settings and `ModelShape` in, dataclasses out. `mcore_rl.trainer.case` makes
-the settings from flags, and `mcore_rl.tools.plan` is the command. See docs/using/planner.md.
+All modules are pure: plain settings and `ModelShape` in, dataclasses out. `mcore_rl.trainer.case`
+makes the settings from flags, and `mcore_rl.tools.plan` is the command. See docs/using/planner.md.
 
     settings             how a run trains, samples and which machines it has
     models               trained models: parameters and optimizer state of a rank

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ import pytest
 
 from mcore_rl.cli import main
 from mcore_rl.tools.doctor import examination
+from mcore_rl.tools.doctor.examination import examine_machine
+from mcore_rl.tools.doctor.finding import Finding, Report, Request, green
+from mcore_rl.tools.doctor.gpus import Gpus
 from tests.bad_input_cases import Case, tokens_of
 from tests.bad_input_folder import make_good_folder
 from tests.e2e.recipe import task_flags
@@ -66,10 +70,10 @@ def test_main_job_has_no_red_and_leaves_nothing(warmed_checkpoint: Path, tmp_pat
     ]
     assert re.fullmatch(r"\d+ ok, \d+ warn, 0 fail, in \d+\.\d s", lines[-1])
     text = " ".join(process.stdout.split())
-    assert "the flags are right for 4 ranks, as the start checks them" in text
+    assert "the flags are valid for 4 ranks, by all checks of a start" in text
     assert "a step: 16 prompts x 8 samples = 128 sequences of up to 32 tokens" in text
     assert "arithmetic gives 1 to the prompts' own answers and 0 to others" in text
-    assert "1 checkpoint of" in text and "4 ranks here need some" in text
+    assert "1 checkpoint of" in text and "4 ranks here need about" in text
     assert "\x1b" not in process.stdout and process.stderr == ""
     assert tree(tmp_path) == set(), "nothing is written"
     left = [p for p in psutil.process_iter() if _environment(p).get("MCORE_RL_TEST_MARK") == mark]
@@ -143,25 +147,26 @@ def test_another_megatron_is_told_and_the_machine_is_examined_none_the_less(
     reds = [each for each in findings if each["level"] == "red"]
     assert "packed_rope" in reds[0]["found"]
     assert "does not fit the code of megatron-core 0.20.0" in reds[0]["found"]
-    assert "(the patch may go when: " in reds[0]["remedy"]
+    assert "(drop the patch when: " in reds[0]["remedy"]
     assert reds[-1]["found"].endswith("are not examined: Megatron cannot be imported")
     yellows = [each["found"] for each in findings if each["level"] == "yellow"]
     assert any(
-        found.startswith("transformers 4.0.0 is installed and vLLM asks") for found in yellows
+        found.startswith("transformers 4.0.0 is installed and vLLM requires") for found in yellows
     )
     assert {"ports", "shared memory", "limits", "space", "network"} < {e["area"] for e in findings}
 
 
 def test_a_check_that_fails_itself_is_red_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*arguments: object, **options: object) -> None:
+    def broken(*arguments: object, **options: object) -> Iterator[Finding]:
+        yield green("ports", "found before")
         raise OSError(5, "no such\nregister")
 
-    monkeypatch.setattr(examination.ports, "check_ports", broken)
-    checks = examination._Examination(examination.Request())
-    checks.machine()
-    first, *others = checks.findings
-    assert (first.area, first.level) == ("ports", "red")
-    assert first.found == "this check fails itself: OSError: [Errno 5] no such register"
+    monkeypatch.setattr(examination, "check_ports", broken)
+    report = Report()
+    examine_machine(report, Request(), None, Gpus(), {})
+    before, first, *others = report.findings
+    assert (before.found, first.area, first.level) == ("found before", "ports", "red")
+    assert "OSError: [Errno 5] no such register" in first.found
     assert {each.area for each in others} == {"shared memory", "limits", "space", "network"}
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
+import re
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,14 +26,17 @@ from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.config import RLConfig
+from mcore_rl.job.resolver import Facts
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.planner.plan import Outcome
 from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.tools.doctor import reward as reward_checks
 from mcore_rl.tools.doctor.checkpoint import check_load
-from mcore_rl.tools.doctor.examination import Request, _Examination
-from mcore_rl.tools.doctor.finding import Finding
-from mcore_rl.tools.doctor.flags import ReadJob, read_job, taken_flags
+from mcore_rl.tools.doctor.examination import examine_machine
+from mcore_rl.tools.doctor.finding import CHECKPOINT, PROMPTS, Finding, Report, Request
+from mcore_rl.tools.doctor.flags import check_flags, check_taken_flags
+from mcore_rl.tools.doctor.gpus import Gpus
+from mcore_rl.tools.doctor.job import examine_job
 from mcore_rl.tools.doctor.plan import (
     DeviceMemory,
     check_batches,
@@ -57,7 +62,7 @@ from tests.untrusted import need_code_of_tokenizer
 GB = 10**9
 
 
-def found_of(findings: list[Finding] | tuple[Finding, ...], level: str) -> list[str]:
+def found_of(findings: Iterable[Finding], level: str) -> list[str]:
     return [finding.found for finding in findings if finding.level == level]
 
 
@@ -75,34 +80,48 @@ def here(good: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(good, tmp_path / "case"))
 
 
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A job, and what is found of its flags."""
+
+    facts: Facts
+    findings: list[Finding]
+
+    @property
+    def reds(self) -> list[str]:
+        return found_of(self.findings, "red")
+
+
 def read(
     folder: Path,
     more: str = "",
     *,
-    world_size: int = 2,
     environment: dict[str, str] | None = None,
     **flags: str | None,
-) -> ReadJob:
+) -> Job:
     """The job of a folder, its flags changed."""
     changes = {"--" + name.replace("_", "-"): value for name, value in flags.items()}
     tokens = tokens_of(Case("case", [], flags=changes, more=more), folder)
-    return read_job(
-        tokens, world_size=world_size, platform=WITHOUT_CUDA, environment=environment or {}
+    report = Report()
+    facts = check_flags(
+        report, tokens, world_size=2, platform=WITHOUT_CUDA, environment=environment or {}
     )
+    return Job(facts, report.findings)
 
 
 @pytest.fixture(scope="module")
-def passed(good: Path) -> ReadJob:
+def passed(good: Path) -> Job:
     return read(good)
 
 
 # -------------------------------------------------------------------------------------- the flags
 
 
-def test_a_command_line_in_order_passes_as_a_whole(passed: ReadJob) -> None:
+def test_a_command_line_in_order_passes_as_a_whole(passed: Job) -> None:
     assert [finding.level for finding in passed.findings] == ["green"]
-    assert passed.spec is not None and passed.batch_is_right
-    assert passed.layout is not None and passed.layout.tp_size == 2
+    facts = passed.facts
+    assert facts.spec is not None and facts.batches_are_right
+    assert facts.layout is not None and facts.layout.tp_size == 2
 
 
 def test_faults_in_several_flags_hide_neither_each_other_nor_what_else_is_wrong(
@@ -116,7 +135,6 @@ def test_faults_in_several_flags_hide_neither_each_other_nor_what_else_is_wrong(
         f"--rl-config {here}/flags.yaml",
         tensor_model_parallel_size="3",
     )
-    reds = found_of(job.findings, "red")
     for words in (
         "unknown key 'rl_num_stepz'",
         "--rl-num-epochs: invalid int value: 'abc'",
@@ -127,34 +145,51 @@ def test_faults_in_several_flags_hide_neither_each_other_nor_what_else_is_wrong(
         "--num-layers 7 contradicts config.json",
         "--tensor-model-parallel-size 3",
     ):
-        assert sum(words in sentence for sentence in reds) == 1, (words, reds)
-    assert len(reds) == 8, reds
+        assert sum(words in sentence for sentence in job.reds) == 1, (words, job.reds)
+    assert len(job.reds) == 8, job.reds
     assert all(finding.remedy for finding in job.findings if finding.level != "green")
-    assert job.values["lr"] == 1e-5 and job.spec is None
+    assert job.facts.values is not None and job.facts.values["lr"] == 1e-5
+    assert job.facts.spec is None
 
 
-def test_what_depends_on_a_flag_that_was_wrong_is_left_alone(good: Path) -> None:
-    """Its default is not what the user meant: no sentence speaks of it."""
-    for flags in (
-        {"tensor_model_parallel_size": "two"},
-        {"rl_max_prompt_tokens": "-5"},  # 512 of the default would not fit the model
-        {"rl_num_prompts_per_step": "0"},
-    ):
-        job = read(good, **flags)
-        assert len(found_of(job.findings, "red")) == 1, job.findings
-        assert job.shape is not None and job.spec is None
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("tensor_model_parallel_size", "two"),
+        ("rl_max_prompt_tokens", "-5"),  # 512 of the default would not fit the model
+        ("rl_num_prompts_per_step", "0"),
+    ],
+)
+def test_checks_that_depend_on_a_wrong_flag_are_skipped(good: Path, flag: str, value: str) -> None:
+    """Its default is not what the user meant."""
+    job = read(good, **{flag: value})
+    assert len(job.reds) == 1, job.findings
+    assert job.facts.shape is not None and job.facts.spec is None
 
 
 def test_a_batch_that_does_not_divide_is_red_and_the_layout_stands(good: Path) -> None:
     job = read(good, "--rl-num-mini-batches 3")
-    (red,) = found_of(job.findings, "red")
-    assert "samples do not divide into --rl-num-mini-batches 3" in red
-    assert job.layout is not None and not job.batch_is_right
+    (red,) = job.reds
+    assert "--rl-num-mini-batches 3" in red
+    assert job.facts.layout is not None and not job.facts.batches_are_right
 
 
 def test_what_megatron_refuses_is_red(good: Path) -> None:
-    (red,) = found_of(read(good, "--overlap-param-gather").findings, "red")
+    (red,) = read(good, "--overlap-param-gather").reds
     assert red.startswith("Megatron refuses these flags")
+
+
+@pytest.mark.parametrize(
+    ("queues", "flags", "is_refused"),
+    [("8", "", True), ("1", "", False), ("1", "--use-megatron-fsdp", True)],
+)
+def test_queues_are_refused_where_megatron_asserts(
+    good: Path, monkeypatch: pytest.MonkeyPatch, queues: str, flags: str, is_refused: bool
+) -> None:
+    """TP wants one queue before Blackwell, FSDP several."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    reds = read(good, flags).reds
+    assert any("CUDA_DEVICE_MAX_CONNECTIONS" in red for red in reds) == is_refused, reds
 
 
 def test_flags_without_effect_given_twice_and_of_a_launcher_are_yellow(good: Path) -> None:
@@ -163,12 +198,14 @@ def test_flags_without_effect_given_twice_and_of_a_launcher_are_yellow(good: Pat
         "--rl-rollout-gpu-memory-utilization 0.4 --lr 1e-5 --lr 1e-6 --eval-iters 3",
         environment={"WORLD_SIZE": "16"},
     )
-    twice, in_rl, no_effect, launcher = found_of(job.findings, "yellow")
-    assert twice == "--lr is given 2 times, and the last one counts"
-    assert in_rl.startswith("without effect in RL: --eval-iters (evaluation is")
-    assert no_effect.startswith("--rl-rollout-gpu-memory-utilization has no effect")
-    assert launcher == "the environment has WORLD_SIZE=16, and --world-size is 2"
-    assert not found_of(job.findings, "red") and job.spec is not None
+    yellows = found_of(job.findings, "yellow")
+    for words, found in zip(
+        ("--lr is given 2 times", "--eval-iters", "--rl-rollout-gpu-memory", "WORLD_SIZE=16"),
+        yellows,
+        strict=True,
+    ):
+        assert words in found
+    assert not job.reds and job.facts.spec is not None
 
 
 IMPORTED = {
@@ -195,18 +232,18 @@ def test_several_files_may_be_imported(good: Path, tmp_path: Path) -> None:
         imports += ["--rl-import", str(tmp_path / f"{name}.py")]
     flags = f"{' '.join(imports)} --rl-advantage doctor_estimates"
     job = read(good, flags, rl_reward="doctor_scores")
-    assert not found_of(job.findings, "red") and not found_of(job.findings, "yellow")
-    assert job.spec is not None
-    (found,) = check_reward(job.spec.config, FEW, None)
+    assert not job.reds and not found_of(job.findings, "yellow")
+    assert job.facts.spec is not None
+    (found,) = check_reward(job.facts.spec.config, FEW, None)
     assert (found.level, found.area) == ("green", "reward")
 
 
-def test_flags_that_megatron_has_too_are_all_told() -> None:
+def test_flags_that_megatron_has_too_are_all_named() -> None:
     parser = argparse.ArgumentParser()
-    assert not found_of(taken_flags(parser), "red")
+    assert not found_of(check_taken_flags(parser), "red")
     parser.add_argument("--rl-reward")
     parser.add_argument("--rl-config")
-    reds = found_of(taken_flags(parser), "red")
+    reds = found_of(check_taken_flags(parser), "red")
     assert [sentence.split()[0] for sentence in reds] == ["--rl-reward", "--rl-config"]
 
 
@@ -229,55 +266,81 @@ def save(folder: Path, step: int) -> Path:
     return folders.complete(folder, step, folders.sealed(place, folders.files_of(place)))
 
 
+def loaded(
+    config: RLConfig | None = None, **values: object
+) -> tuple[list[tuple[str, str]], Path | None]:
+    """Levels and sentences about `--load`, and the checkpoint to resume from."""
+    report, place = Report(), None
+    with report.catching(CHECKPOINT):
+        place = check_load(report, values, config or RLConfig())
+    return [(each.level, f"{each.found}; {each.remedy}") for each in report.findings], place
+
+
 def test_load_takes_the_newest_undamaged_step(tmp_path: Path) -> None:
-    config, values = RLConfig(), {"load": str(tmp_path)}
-    assert check_load({}, config) == ([], None)
-    (found,), place = check_load(values, config)
-    assert (found.level, place) == ("red", None)
-    assert found.found == f"--load {tmp_path} is an empty folder"
-    assert found.remedy.startswith("correct the path, or give --rl-load-or-start to begin")
-    (found,), place = check_load(values, RLConfig.of(load_or_start=True))
-    assert found.level == "green" and "the run begins" in found.found and place is None
-    for step in (10, 20):
-        save(tmp_path, step)
-    (found,), place = check_load(values, config)
-    assert found.found.endswith("goes on from step 20") and place == tmp_path / "iter_0000020"
-    (tmp_path / "iter_0000020" / "__0_0.distcp").write_bytes(b"cut")
-    findings, place = check_load(values, config)
-    assert [finding.level for finding in findings] == ["yellow", "green"]
-    assert "3 bytes instead of 140" in findings[0].found and place == tmp_path / "iter_0000010"
-    (found,), _ = check_load({**values, "ckpt_step": 15}, config)
-    assert found.level == "red" and "which has 10, 20" in found.found
-    (tmp_path / "iter_0000010" / "__0_0.distcp").write_bytes(b"x" * 70)  # as many bytes
-    assert [f.level for f in check_load(values, config)[0]] == ["yellow", "yellow", "red"]
+    load = str(tmp_path)
+    assert loaded() == ([], None)
+    (found,), place = loaded(load=load)
+    assert found[0] == "red" and place is None
+    assert f"--load {load}" in found[1] and "--rl-load-or-start" in found[1]
+    (found,), place = loaded(RLConfig.of(load_or_start=True), load=load)
+    assert found[0] == "green" and place is None
+    newest, older = save(tmp_path, 20), save(tmp_path, 10)
+    (found,), place = loaded(load=load)
+    assert found[0] == "green" and "step 20" in found[1] and place == newest
+    (newest / "__0_0.distcp").write_bytes(b"cut")
+    (damaged, found), place = loaded(load=load)
+    assert (damaged[0], found[0], place) == ("yellow", "green", older)
+    assert "3 bytes instead of 140" in damaged[1] and "step 10" in found[1]
+    (found,), _ = loaded(load=load, ckpt_step=15)
+    assert found[0] == "red" and "--ckpt-step 15" in found[1] and "10, 20" in found[1]
+    (older / "__0_0.distcp").write_bytes(b"x" * 70)  # as many bytes
+    assert [level for level, _ in loaded(load=load)[0]] == ["yellow", "yellow", "red"]
 
 
-def test_finetune_takes_the_weights_alone(tmp_path: Path) -> None:
+def test_finetune_takes_only_the_weights(tmp_path: Path) -> None:
     """So that there are no prompts that it goes on with, and others may be given."""
-    config, values = RLConfig(), {"load": str(tmp_path), "finetune": True}
-    save(tmp_path, 10)
-    (found,), place = check_load(values, config)
-    assert found.level == "green" and "only the weights of step 10" in found.found
-    assert place is None
-    (tmp_path / "iter_0000010" / "__0_0.distcp").write_bytes(b"cut")
-    assert [f.level for f in check_load(values, config)[0]] == ["yellow", "red"]
+    place = save(tmp_path, 10)
+    (found,), resumed = loaded(load=str(tmp_path), finetune=True)
+    assert found[0] == "green" and "only the weights of step 10" in found[1] and resumed is None
+    (place / "__0_0.distcp").write_bytes(b"cut")
+    found, _ = loaded(load=str(tmp_path), finetune=True)
+    assert [level for level, _ in found] == ["yellow", "red"]
+
+
+def test_a_run_that_would_save_below_another_ones_steps_is_red(tmp_path: Path) -> None:
+    saved, other = tmp_path / "saved", tmp_path / "other"
+    for step in (10, 20):
+        save(saved, step)
+    save(other, 5)
+
+    def reds(**values: object) -> list[str]:
+        return [text for level, text in loaded(save=str(saved), **values)[0] if level == "red"]
+
+    (red,) = reds()
+    assert f"--save {saved} has a checkpoint of step 20, and this run begins at step 0" in red
+    assert reds(load=str(saved)) == []
+    assert "begins at step 10" in reds(load=str(saved), ckpt_step=10)[0]
+    assert "begins at step 5" in reds(load=str(other))[0]
+    assert "begins at step 0" in reds(load=str(saved), finetune=True)[0]
 
 
 # ------------------------------------------------------------------------------ batches and plan
 
 
-def test_batches_are_told_as_the_start_tells_them(passed: ReadJob) -> None:
-    found = check_batches(passed)
+def test_batches_are_described_as_at_a_start(passed: Job) -> None:
+    found = list(check_batches(passed.facts))
     assert {finding.level for finding in found} == {"green"}
     assert found[0].found.startswith("a step: 16 prompts x ")
     assert found[-1].found.startswith("the run: 100 steps")
 
 
+def planned(job: Job, memory: DeviceMemory) -> Outcome:
+    return make_plan(job.facts.tokens, 2, memory, 100 * GB)
+
+
 @pytest.fixture(scope="module")
-def outcome(passed: ReadJob) -> Outcome:
-    made = make_plan(passed, 2, DeviceMemory(80 * GB, 5 * GB, "here"), 100 * GB)
-    assert isinstance(made, Outcome)
-    return made
+def outcome(passed: Job) -> Outcome:
+    return planned(passed, DeviceMemory(80 * GB, 5 * GB, "here"))
 
 
 def test_plan_that_fits_is_green_with_its_figures(outcome: Outcome) -> None:
@@ -287,29 +350,25 @@ def test_plan_that_fits_is_green_with_its_figures(outcome: Outcome) -> None:
     assert found.level == "green" and found.found.startswith("no device to compare with")
 
 
-def test_plan_that_may_not_fit_is_yellow_with_the_planners_remedies(passed: ReadJob) -> None:
-    found = _findings(passed, DeviceMemory(3 * GB, 2 * GB, "--gpu-memory-gb"))
+def test_plan_that_may_not_fit_is_yellow_with_the_planners_remedies(passed: Job) -> None:
+    memory = DeviceMemory(3 * GB, 2 * GB, "--gpu-memory-gb")
+    found = list(check_plan(planned(passed, memory), memory))
     assert {finding.level for finding in found} == {"yellow"}
     hand_over = next(each for each in found if each.found.startswith("hand-over may lack"))
     assert "on devices of 3.00 GB (--gpu-memory-gb)" in hand_over.found
     assert "--rl-reshard-bucket-mb 64" in hand_over.remedy
 
 
-def test_plan_that_surely_does_not_fit_is_red(passed: ReadJob) -> None:
+def test_plan_that_surely_does_not_fit_is_red(passed: Job) -> None:
     """As the start refuses it: by weights and states alone."""
-    found = _findings(passed, DeviceMemory(GB // 1000, 0, "--gpu-memory-gb"))
-    assert "train" in {each.found.split(" lacks ")[0] for each in found if each.level == "red"}
+    memory = DeviceMemory(GB // 1000, 0, "--gpu-memory-gb")
+    reds = found_of(check_plan(planned(passed, memory), memory), "red")
+    assert "train" in {red.split(" lacks ")[0] for red in reds}
 
 
-def _findings(job: ReadJob, memory: DeviceMemory) -> list[Finding]:
-    made = make_plan(job, 2, memory, 100 * GB)
-    assert isinstance(made, Outcome)
-    return check_plan(made, memory)
-
-
-def test_memory_and_disk_grow_with_ranks_and_parameters(passed: ReadJob, outcome: Outcome) -> None:
+def test_memory_and_disk_grow_with_ranks_and_parameters(outcome: Outcome) -> None:
     one, two = (
-        fullest_on_host(passed, outcome, local_ranks=ranks, has_cuda=False) for ranks in (1, 2)
+        fullest_on_host(RLConfig(), outcome, local_ranks=ranks, has_cuda=False) for ranks in (1, 2)
     )
     assert two.total_bytes > 1.5 * one.total_bytes > GB
     # bf16 weights; float32 main parameters and two moments
@@ -329,42 +388,84 @@ def config_of(folder: Path, **changes: object) -> RLConfig:
     return config.replaced(**changes)  # type: ignore[arg-type]
 
 
-def test_a_run_that_would_save_below_another_ones_steps_is_red(here: Path) -> None:
-    from tests.unit.test_checkpoint_folders import save
-
-    saved, other = here / "saved", here / "other"
-    for step in (10, 20):
-        save(saved, step)
-    save(other, 5)
-    config = config_of(here)
-
-    def reds(**values: object) -> list[str]:
-        return found_of(check_load({"save": str(saved), **values}, config)[0], "red")
-
-    (red,) = reds()
-    assert f"--save {saved} has a checkpoint of step 20, and this run begins at step 0" in red
-    assert reds(load=str(saved)) == []
-    assert "begins at step 10" in reds(load=str(saved), ckpt_step=10)[0]
-    assert "begins at step 5" in reds(load=str(other))[0]
-    assert "begins at step 0" in reds(load=str(saved), finetune=True)[0]
+def checked_prompts(
+    config: RLConfig, resumed: Path | None = None, **options: bool
+) -> tuple[list[Finding], list[Prompt]]:
+    report = Report()
+    few: list[Prompt] = []
+    with report.catching(PROMPTS):
+        few = check_prompts(report, config, resumed, **options)
+    return report.findings, few
 
 
-def test_prompts_in_order_are_green_and_nothing_is_written(here: Path) -> None:
+def rows(*pairs: tuple[str, str]) -> str:
+    return "".join(json.dumps({"prompt": a, "answer": b}) + "\n" for a, b in pairs)
+
+
+REPEATED = (("1+1=", "2"), ("1+1=", "3"), ("2+2=", ""), ("one hundred and one plus 1=", "102"))
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "problems", "answers"),
+    [
+        (None, {}, [], ["0", "1"]),
+        (
+            None,
+            {"eval_prompts": "{here}/eval.jsonl", "num_prompts_per_step": 32},
+            [
+                "yellow: a step draws 32 prompts of 16",
+                "yellow: 16 of 16 prompts of --rl-eval-prompts are in --rl-prompts",
+            ],
+            ["0", "1"],
+        ),
+        (
+            rows(*REPEATED),
+            {"max_prompt_tokens": 8, "num_prompts_per_step": 1},
+            [
+                "yellow: --rl-prompts: 1 prompt longer than --rl-max-prompt-tokens 8",
+                "yellow: --rl-prompts: 1 prompt without an answer",
+                "yellow: --rl-prompts: 1 row with the prompt of another, 1 with another answer",
+            ],
+            ["2", "3"],
+        ),
+        (
+            rows(("1+1=", ""), ("1+2=", ""), ("1+3=", "")),
+            {"num_prompts_per_step": 1},
+            ["yellow: --rl-prompts: 3 prompts without an answer"],
+            ["", ""],
+        ),
+        (
+            None,
+            {"hf_checkpoint": "{here}/nowhere"},
+            ["yellow: --rl-prompts: 16 prompts, of unknown length"],
+            [],
+        ),
+        (None, {"prompts": None}, ["red: --rl-prompts is missing"], []),
+        (rows(("1+1=", "2")) + '{"prompt"', {}, ["red: .*line 2, is not valid JSON"], []),
+        ('{"question": "1+1="}', {}, ["red: --rl-prompt-column 'prompt' names a column that"], []),
+        (rows((" ", "2")), {}, ["red: .*line 1: column 'prompt' is blank"], []),
+        ("", {}, ["red: .*is empty"], []),
+    ],
+)
+def test_prompts_are_examined_and_nothing_is_written(
+    here: Path,
+    content: str | None,
+    changes: dict[str, Any],
+    problems: list[str],
+    answers: list[str],
+) -> None:
+    if content is not None:
+        (here / "prompts.jsonl").write_text(content)
     before = sorted(here.rglob("*"))
-    found, few = check_prompts(config_of(here))
-    assert [finding.level for finding in found] == ["green"]
-    assert found[0].found == "--rl-prompts: 16 prompts of 4 to 4 tokens, 4 in the median"
-    assert [prompt.answer for prompt in few] == ["0", "1"]
+    named = {key: str(here / value[7:]) for key, value in changes.items() if "{here}" in str(value)}
+    found, few = checked_prompts(config_of(here, **{**changes, **named}))
+    said = [f"{each.level}: {each.found}" for each in found if each.level != "green"]
+    for pattern, sentence in zip(problems, said, strict=True):
+        assert re.match(pattern, sentence), (pattern, sentence)
+    assert [prompt.answer for prompt in few] == answers
     assert sorted(here.rglob("*")) == before
-
-
-def test_prompts_held_out_that_are_trained_on_are_yellow(here: Path) -> None:
-    config = config_of(here, eval_prompts=str(here / "eval.jsonl"), num_prompts_per_step=32)
-    yellows = found_of(check_prompts(config)[0], "yellow")
-    assert yellows == [
-        "a step draws 32 prompts of 16, some twice",
-        "16 of 16 prompts of --rl-eval-prompts are in --rl-prompts",
-    ]
+    if not problems:
+        assert found[0].found == "--rl-prompts: 16 prompts of 4 to 4 tokens, median 4"
 
 
 def test_responses_that_cannot_end_are_yellow_and_warned_of_at_the_start(
@@ -374,7 +475,7 @@ def test_responses_that_cannot_end_are_yellow_and_warned_of_at_the_start(
     del config_json["eos_token_id"]
     (here / "checkpoint" / "config.json").write_text(json.dumps(config_json))
     config = config_of(here)
-    (yellow,) = found_of(check_prompts(config)[0], "yellow")
+    (yellow,) = found_of(checked_prompts(config)[0], "yellow")
     fault = f"no end of sequence is known: {here}/checkpoint/config.json has no eos_token_id"
     assert yellow.startswith(fault) and yellow.endswith("every response will be cut")
     checkpoint = SimpleNamespace(folder=here / "checkpoint")
@@ -387,30 +488,15 @@ def test_responses_that_cannot_end_are_yellow_and_warned_of_at_the_start(
     assert "will be cut at --rl-max-response-tokens 512; name the token in" in warning
 
 
-def test_long_empty_and_repeated_prompts_are_counted(here: Path) -> None:
-    rows = [("1+1=", "2"), ("1+1=", "3"), ("2+2=", ""), ("one hundred and one plus 1=", "102")]
-    lines = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in rows]
-    (here / "prompts.jsonl").write_text("\n".join(lines))
-    found, few = check_prompts(config_of(here, max_prompt_tokens=8, num_prompts_per_step=1))
-    too_long, empty, repeated = found_of(found, "yellow")
-    assert "1 prompt longer than --rl-max-prompt-tokens 8" in too_long
-    assert "1 prompt without an answer" in empty
-    assert "1 row with the prompt of another, 1 with another answer" in repeated
-    assert [prompt.answer for prompt in few] == ["2", "3"]
-
-
 @pytest.mark.parametrize(
     "changes", [{"reward": "python_sandbox"}, {"reward": None, "environment": "python_sandbox"}]
 )
 def test_rows_whose_tests_check_nothing_are_red_by_their_number(
     here: Path, changes: dict[str, Any]
 ) -> None:
-    lines = [
-        json.dumps({"prompt": "1+1=", "answer": answer})
-        for answer in ("assert f(1) == 2", "assert True", "5")
-    ]
-    (here / "prompts.jsonl").write_text("\n".join(lines))
-    (red,) = found_of(check_prompts(config_of(here, **changes))[0], "red")
+    answers = ("assert f(1) == 2", "assert True", "5")
+    (here / "prompts.jsonl").write_text(rows(*(("1+1=", answer) for answer in answers)))
+    (red,) = found_of(checked_prompts(config_of(here, **changes))[0], "red")
     assert red.startswith(f"--rl-prompts {here / 'prompts.jsonl'}, row 2: ")
     assert "(1 more such rows: 3)" in red
     config = config_of(here, **changes, prompts=str(here / "eval.jsonl"))
@@ -420,49 +506,17 @@ def test_rows_whose_tests_check_nothing_are_red_by_their_number(
         check_data(checked)  # type: ignore[arg-type]
 
 
-def test_of_prompts_without_an_answer_a_few_are_taken(here: Path) -> None:
-    (here / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": ""}\n' * 3)
-    found, few = check_prompts(config_of(here))
-    assert any("3 prompts without an answer" in what for what in found_of(found, "yellow"))
-    assert [prompt.text for prompt in few] == ["1+1=", "1+1="]
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ('{"prompt": "1+1=", "answer": "2"}\n{"prompt"', "line 2, is not valid JSON"),
-        ('{"question": "1+1=", "answer": "2"}\n', "names a column that"),
-        ('{"prompt": " ", "answer": "2"}\n', "line 1: column 'prompt' is blank"),
-        ("", "is empty"),
-    ],
-)
-def test_prompts_that_training_refuses_are_red(here: Path, content: str, words: str) -> None:
-    (here / "prompts.jsonl").write_text(content)
-    found, few = check_prompts(config_of(here))
-    (red,) = found_of(found, "red")
-    assert words in red and few == []
-    config = config_of(here, prompts=None)
-    assert found_of(check_prompts(config)[0], "red") == ["--rl-prompts is missing"]
-
-
 def test_a_tokenizer_with_code_is_red_unless_it_is_trusted(
     here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     marker = tmp_path / "was_here"
     need_code_of_tokenizer(here / "checkpoint", marker)
-    (refused,) = check_prompts(config_of(here))[0]
+    (refused,) = checked_prompts(config_of(here))[0]
     assert refused.level == "red" and "with code of its own" in refused.found
     assert "--trust-remote-code" in refused.remedy and not marker.exists()
-    (found,) = check_prompts(config_of(here), trust_remote_code=True)[0]
+    (found,) = checked_prompts(config_of(here), trust_remote_code=True)[0]
     assert found.level == "green" and marker.exists()
-
-
-def test_without_a_checkpoint_prompts_are_read_and_not_tokenised(here: Path) -> None:
-    found, few = check_prompts(config_of(here, hf_checkpoint=str(here / "nowhere")))
-    (warning,) = found
-    assert warning.level == "yellow" and "16 prompts, of unknown length" in warning.found
-    assert few == []
 
 
 def test_prompts_must_be_those_that_the_checkpoint_has_drawn_from(here: Path) -> None:
@@ -485,13 +539,13 @@ def test_prompts_must_be_those_that_the_checkpoint_has_drawn_from(here: Path) ->
         assert read_trainer_state(here / name / "trainer") == state
 
     def last(name: str, **changes: object) -> Finding:
-        return check_prompts(config_of(here, **changes), here / name)[0][-1]
+        return checked_prompts(config_of(here, **changes), here / name)[0][-1]
 
     assert last("same").found == f"the prompts are those of {here}/same"
     assert last("other").level == "red" and "restart" in last("other").remedy
     assert last("other", on_changed_prompts="restart").level == "yellow"
     # What an earlier version noted says nothing of tokens.
-    assert last("earlier").level == "yellow" and "not known" in last("earlier").found
+    assert last("earlier").level == "yellow" and "unknown" in last("earlier").found
 
 
 def test_day_of_a_runs_start_is_what_its_checkpoints_tell(tmp_path: Path) -> None:
@@ -600,20 +654,20 @@ def test_a_reward_that_cannot_read_the_answers_is_red(tmp_path: Path) -> None:
 def test_the_folder_of_a_reward_model_is_read(here: Path) -> None:
     def of(folder: Path) -> Finding:
         job = read(here, rl_reward="model", rl_reward_model=str(folder))
-        assert job.config is not None
-        findings = [*job.findings, *check_reward(job.config, [], job.reward_model)]
+        facts = job.facts
+        assert facts.config is not None
+        findings = [*job.findings, *check_reward(facts.config, [], facts.reward_model_folder)]
         (found,) = [finding for finding in findings if finding.area == "reward"]
         return found
 
-    assert of(here / "checkpoint").level == "red"
-    assert "has no score.weight" in of(here / "checkpoint").found
+    folder = Path(shutil.copytree(here / "checkpoint", here / "reward"))
+    assert of(folder).level == "red" and "has no score.weight" in of(folder).found
     assert of(here / "nowhere").level == "red"
-    save_file({"score.weight": torch.zeros(1, 32)}, here / "checkpoint" / SECOND)
-    index = here / "checkpoint" / INDEX
-    files = json.loads(index.read_text())["weight_map"]
+    save_file({"score.weight": torch.zeros(1, 32)}, folder / SECOND)
+    files = json.loads((folder / INDEX).read_text())["weight_map"]
     files = {name: file for name, file in files.items() if file != SECOND}
-    index.write_text(json.dumps({"weight_map": {**files, "score.weight": SECOND}}))
-    assert of(here / "checkpoint").level == "green"
+    (folder / INDEX).write_text(json.dumps({"weight_map": {**files, "score.weight": SECOND}}))
+    assert of(folder).level == "green"
 
 
 def test_without_prompts_a_reward_is_imported_only(tmp_path: Path) -> None:
@@ -880,17 +934,14 @@ INCOMPLETE = {
     ids=[*INCOMPLETE, "only config.json, no prompts"],
 )
 def test_a_folder_that_lacks_something_is_a_finding_and_no_check_fails(
-    here: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None], with_prompts: bool
+    here: Path, spoil: Callable[[Path], None], with_prompts: bool
 ) -> None:
     spoil(here / "checkpoint")
     flags = {} if with_prompts else {"--rl-prompts": None}
     tokens = tokens_of(Case("case", [], flags=flags), here)
-    monkeypatch.setattr(_Examination, "installation", lambda self: None)
-    examination = _Examination(Request(tuple(tokens), world_size=2))
-    examination._megatron_can_start = True
-    examination.job()
-    examination._look("space", examination._space)
-    found = [finding.found for finding in examination.findings if finding.level == "red"]
-    assert any("checkpoint" in each for each in found), found
-    said = " ".join(finding.found for finding in examination.findings)
-    assert "this check fails itself" not in said and "all complete" not in said
+    report, request = Report(), Request(tuple(tokens), world_size=2)
+    examine_machine(report, request, examine_job(report, request, Gpus(), {}), Gpus(), {})
+    reds = found_of(report.findings, "red")
+    assert any("checkpoint" in each for each in reds), reds
+    said = " ".join(finding.found for finding in report.findings)
+    assert "this check failed" not in said and "all complete" not in said

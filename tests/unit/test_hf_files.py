@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,16 +11,13 @@ import torch
 from safetensors.torch import save_file
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.config import RLConfig
 from mcore_rl.job.reading import read_shape_of
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_tensors, open_checkpoint
 from mcore_rl.megatron.hf_files import INDEX, check_copies, other_files
 from mcore_rl.model.config_json import model_shape
 from mcore_rl.model.tensors import checkpoint_tensors
 from mcore_rl.tools.doctor import checkpoint as doctor_checkpoint
-from mcore_rl.tools.doctor.checkpoint import check_hf_folder
-from mcore_rl.tools.doctor.examination import Request, _Examination
-from mcore_rl.tools.doctor.flags import ReadJob
+from mcore_rl.tools.doctor.checkpoint import check_hf_folder, check_other_folders
 from tests.bad_input_folder import DEEPSEEK, QWEN3
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -67,7 +63,7 @@ def read(folder: Path, config: dict[str, Any], num_parts: int = 3) -> HFCheckpoi
             refusals.append(str(error))
     if refusals:
         with pytest.raises(UsageError) as found:
-            check_hf_folder(shape, checkpoint)
+            list(check_hf_folder(shape, checkpoint))
         assert str(found.value) == refusals[0] and len(set(refusals)) == 1
         raise found.value
     assert {finding.level for finding in check_hf_folder(shape, checkpoint)} == {"green"}
@@ -257,11 +253,9 @@ def test_the_doctor_reads_the_values_of_other_models(tmp_path: Path) -> None:
     tensors = tensors_of(QWEN3)
     write(tmp_path, QWEN3, tensors | {HEAD: tensors[HEAD] / 0})
     critic = open_checkpoint(tmp_path, model_shape(QWEN3, tmp_path / "config.json"))
-    examination = _Examination(Request())
-    spec: Any = SimpleNamespace(checkpoints={"--rl-critic-init": critic})
-    examination._read = ReadJob(findings=(), spec=spec)
     with pytest.raises(UsageError, match=f"^{HEAD} .* nan or infinite"):
-        examination._copies()
+        check_other_folders({"--rl-hf-checkpoint": critic, "--rl-critic-init": critic})
+    check_other_folders({"--rl-hf-checkpoint": critic})  # checked by itself
 
 
 INDEXES = {
@@ -349,11 +343,10 @@ def test_a_pointer_of_git_lfs_is_told_as_such(tmp_path: Path) -> None:
 def test_what_may_not_be_read_is_told_as_such(of_user: Path, name: str) -> None:
     folder = of_user / "checkpoint"
     write(folder, QWEN3, tensors_of(QWEN3))
-    config = RLConfig.of(run_dir="run", hf_checkpoint=str(folder))
     (folder / name).chmod(0o000)
     says = "has no config.json that can be read; give" if name == "." else f"{name}.*; .*permiss"
     with pytest.raises(UsageError, match=f"^{FLAG}:? {folder}.*{says}"):
-        open_checkpoint(folder, read_shape_of(config, "hf_checkpoint"))
+        open_checkpoint(folder, read_shape_of(str(folder), "--rl-hf-checkpoint"))
 
 
 def test_all_files_but_weights_belong_to_a_folder(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """`mcore-rl doctor`: checks of an installation and a command line before a GPU is used.
 
-finding             result of a check: area, level, sentence, remedy
-gpus                the devices, queried through NVML, without a CUDA context
-versions, patches   the installation
-network, space      the machine: network and ports; disks, memory, /dev/shm and limits
-flags               the command line, by the checks of a start, without stopping at the first fault
-checkpoint, plan, prompts, reward    the files and settings that the command line names
-examination         runs all checks; command: reads the command line and prints the findings
+command             reads the command line and prints the findings
+examination         calls all checks of the installation and the machine
+job                 calls all checks of a command line; imports Megatron
+finding             a finding (area, level, sentence, remedy), and the report that collects them
+versions, patches, gpus                            the installation and the devices
+ports, space, network                              the machine
+flags, checkpoint, plan, prompts, reward           the flags, and the files that they name
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_values
 from mcore_rl.megatron.hf_files import check_copies
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.quantization import FP8, MXFP4
-from mcore_rl.tools.doctor.finding import CHECKPOINT, Finding, green, plural, red, refusal, yellow
+from mcore_rl.tools.doctor.finding import CHECKPOINT, Finding, Report, green, plural, yellow
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.trainer_state import check_mtp
 
@@ -27,27 +27,26 @@ def num_parameters(checkpoint: HFCheckpoint) -> int:
     return sum(math.prod(info.shape) for info in checkpoint.tensors.values())
 
 
-def check_hf_folder(shape: ModelShape, checkpoint: HFCheckpoint) -> list[Finding]:
+def check_hf_folder(shape: ModelShape, checkpoint: HFCheckpoint) -> Iterator[Finding]:
     """Describe a folder that the start accepts, after `check_values_of`."""
     every, zeros = check_values_of(checkpoint, "--rl-hf-checkpoint")
     quantized = {FP8: "FP8 blocks", MXFP4: "MXFP4"}.get(shape.quantization or "")
     blocks = f" of {quantized}, read as bfloat16," if quantized else ""
     files = plural(len(set(checkpoint.files.values())), "file")
-    what = (
+    read = "all complete" if every == 1 else f"no file missing, one tensor in {every:,} was read"
+    yield green(
+        CHECKPOINT,
         f"{checkpoint.folder}: {shape.architecture}, {num_parameters(checkpoint) / 1e6:,.1f} "
-        f"million parameters, {shown_bytes(checkpoint.stored_bytes)}{blocks} in {files}, "
-        + ("all complete" if every == 1 else f"all there, and one tensor in {every:,} was read")
+        f"million parameters, {shown_bytes(checkpoint.stored_bytes)}{blocks} in {files}, {read}",
     )
-    findings = [green(CHECKPOINT, what)]
     if checkpoint.mtp:
         carried = plural(len(checkpoint.mtp), "tensor")
         what = f"its multi-token-prediction layers ({carried}) are not trained, and exported as is"
-        findings.append(green(CHECKPOINT, what))
+        yield green(CHECKPOINT, what)
     if zeros:
         more = f" and {plural(len(zeros) - 1, 'other tensor')}" if zeros[1:] else ""
-        what = f"{checkpoint.folder} holds nothing but zeros in {zeros[0]}{more}"
-        findings.append(yellow(CHECKPOINT, what, "copy it again, unless it was made so"))
-    return findings
+        what = f"{checkpoint.folder} has only zeros in {zeros[0]}{more}"
+        yield yellow(CHECKPOINT, what, "copy it again, unless it was made so")
 
 
 def check_values_of(checkpoint: HFCheckpoint, flag: str) -> tuple[int, list[str]]:
@@ -58,103 +57,77 @@ def check_values_of(checkpoint: HFCheckpoint, flag: str) -> tuple[int, list[str]
     return every, check_values(checkpoint, every=every)
 
 
-def check_load(values: Mapping[str, Any], config: RLConfig) -> tuple[list[Finding], Path | None]:
-    """Return findings about `--load`, and the folder of the checkpoint to resume from, if any; None
-    with `--finetune`, which takes only the weights. Reads sizes, and hashes of 4 GiB at most."""
-    findings, resumed = _check_load(values, config)
-    save = folders.checkpoint_folder(values.get("save"), config.run.directory)
-    try:
-        folders.check_beginning(
-            save,
-            Path(values["load"]) if values.get("load") else None,
-            None if resumed is None else folders.step_of(resumed),
-            asked=values.get("ckpt_step"),
-            finetune=bool(values.get("finetune")),
-        )
-    except UsageError as error:
-        findings.append(refusal(CHECKPOINT, error))
-    return findings, resumed
+def check_other_folders(checkpoints: Mapping[str, HFCheckpoint]) -> None:
+    """Check the values in the folders of models other than the actor, by flag."""
+    for flag, checkpoint in checkpoints.items():
+        if flag != "--rl-hf-checkpoint":
+            check_values_of(checkpoint, flag)
 
 
-def _check_load(values: Mapping[str, Any], config: RLConfig) -> tuple[list[Finding], Path | None]:
+def check_load(report: Report, values: Mapping[str, Any], config: RLConfig) -> Path | None:
+    """Report what `--load` resumes; return the checkpoint's folder, None for a new run and with
+    `--finetune`, which takes only the weights.
+
+    Reads sizes, and hashes of 4 GiB at most. Raises UsageError for what the start refuses.
+    """
     load = Path(values["load"]) if values.get("load") else None
-    try:
-        folders.check_load(
-            load,
-            asked=values.get("ckpt_step"),
-            pretrained=values.get("pretrained_checkpoint"),
-            may_begin=config.trainer.load_or_start,
-            exits=bool(values.get("exit_on_missing_checkpoint")),
-        )
-    except UsageError as error:
-        return [refusal(CHECKPOINT, error)], None
-    if load is None:
-        return [], None
-    critic = folders.critic_folder(load)
-    beside = [critic] if config.recipe.needs_critic and critic.is_dir() else []
-    places = [load, *beside]
-    steps = [
-        step
-        for step in folders.complete_steps(load)
-        if all(step in folders.complete_steps(place) for place in beside)
-    ]
-    asked = values.get("ckpt_step")
-    if asked is not None and steps:
-        if asked not in steps:
-            known = ", ".join(map(str, sorted(steps)))
-            what = f"--ckpt-step {asked} is not complete in {load}, which has {known}"
-            remedy = "choose one of them, or drop the flag for the newest"
-            return [red(CHECKPOINT, what, remedy)], None
-        steps = [asked]
-    if not steps:
-        return [_nothing_complete(load, asked)], None
-    findings, step = _newest_undamaged(places, steps, load)
-    if step is None:
-        return findings, None
-    try:
-        check_mtp(load, step, values.get("mtp_num_layers"))
-    except UsageError as error:
-        return [*findings, refusal(CHECKPOINT, error)], None
-    if values.get("finetune"):
+    asked, finetune = values.get("ckpt_step"), bool(values.get("finetune"))
+    folders.check_load(
+        load,
+        asked=asked,
+        pretrained=values.get("pretrained_checkpoint"),
+        may_begin=config.trainer.load_or_start,
+        exits=bool(values.get("exit_on_missing_checkpoint")),
+    )
+    step = None if load is None else _newest_undamaged(report, load, asked, config)
+    save = folders.checkpoint_folder(values.get("save"), config.run.directory)
+    folders.check_beginning(save, load, step, asked=asked, finetune=finetune)
+    if load is None or step is None:
+        return None
+    check_mtp(load, step, values.get("mtp_num_layers"))
+    if finetune:
         what = f"--finetune takes only the weights of step {step} of --load {load}"
-        findings.append(green(CHECKPOINT, f"{what}: steps and prompts count from 0"))
-        return findings, None
-    findings.append(green(CHECKPOINT, f"--load {load} goes on from step {step}"))
-    return findings, load / folders.iteration_name(step)
-
-
-def _nothing_complete(load: Path, asked: int | None) -> Finding:
-    if asked is not None or (load / folders.TRACKER).is_file():
-        step = asked if asked is not None else _tracked(load)
-        what = f"--load {load} is a checkpoint of Megatron's own, of step {step}"
-        return green(CHECKPOINT, what)
-    return green(CHECKPOINT, f"--load {load} has no complete checkpoint: the run begins")
-
-
-def _tracked(load: Path) -> str:
-    return (load / folders.TRACKER).read_text(encoding="utf-8").strip()
+        report.findings.append(green(CHECKPOINT, f"{what}: steps and prompts count from 0"))
+        return None
+    report.findings.append(green(CHECKPOINT, f"--load {load} resumes at step {step}"))
+    return load / folders.iteration_name(step)
 
 
 def _newest_undamaged(
-    places: Sequence[Path], steps: Sequence[int], load: Path
-) -> tuple[list[Finding], int | None]:
-    """Return findings about damaged checkpoints, and the newest step that is not damaged."""
-    findings: list[Finding] = []
-    for step in steps:
-        damaged = [
-            damage
-            for place in places
-            for damage in folders.damage(place, step, world_size=_parts(place, step))
-        ]
+    report: Report, load: Path, asked: int | None, config: RLConfig
+) -> int | None:
+    """Return the step to resume from; None if there is no checkpoint of mcore_rl."""
+    critic = folders.critic_folder(load)
+    places = [load, critic] if config.recipe.needs_critic and critic.is_dir() else [load]
+    steps = folders.common_steps(places)
+    if not steps:
+        report.findings.append(_nothing_complete(load, asked))
+        return None
+    for step in folders.steps_to_try(load, steps, asked):
+        damaged = [damage for place in places for damage in _damage(place, step)]
         if not damaged:
-            return findings, step
+            return step
         what = f"the checkpoint of step {step} is bad: {damaged[0]}"
-        findings.append(yellow(CHECKPOINT, what, "restore that file, or go on from an older step"))
-    what = f"--load {load} has no checkpoint that can be read"
-    findings.append(red(CHECKPOINT, what, "restore a file, or drop --load to begin again"))
-    return findings, None
+        remedy = "restore that file, or resume at an older step"
+        report.findings.append(yellow(CHECKPOINT, what, remedy))
+    raise UsageError(
+        "has no checkpoint that can be read",
+        flag=f"--load {load}",
+        remedy="restore a file, or drop --load to begin a new run",
+    )
 
 
-def _parts(place: Path, step: int) -> int:
-    """Return the number of parts of a checkpoint so that reading one part takes seconds."""
-    return max(1, math.ceil(folders.recorded_bytes(place, step) / _READ_BYTES))
+def _nothing_complete(load: Path, asked: int | None) -> Finding:
+    tracker = load / folders.TRACKER
+    if asked is None and not tracker.is_file():
+        return green(
+            CHECKPOINT, f"--load {load} has no complete checkpoint: the run begins at step 0"
+        )
+    step = tracker.read_text(encoding="utf-8").strip() if asked is None else asked
+    return green(CHECKPOINT, f"--load {load} is Megatron's own checkpoint of step {step}")
+
+
+def _damage(place: Path, step: int) -> list[folders.Damage]:
+    """Return the damage to a checkpoint, of which a part is hashed that takes seconds."""
+    parts = max(1, math.ceil(folders.recorded_bytes(place, step) / _READ_BYTES))
+    return folders.damage(place, step, world_size=parts)

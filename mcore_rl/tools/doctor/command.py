@@ -23,12 +23,13 @@ from mcore_rl.common.errors import CORRECT, UsageError
 from mcore_rl.data.tokenizer_process import close_all
 from mcore_rl.planner.report import make_console
 from mcore_rl.planner.settings import GB, GPU_RESERVED_GB
-from mcore_rl.tools.doctor.examination import Request, examine
-from mcore_rl.tools.doctor.finding import Finding, Level, counts
+from mcore_rl.tools.doctor.examination import examine
+from mcore_rl.tools.doctor.finding import Finding, Level, Request, counts
 
 # A word for each colour, for readers and files without colours.
 _WORDS: dict[Level, str] = {"green": "ok", "yellow": "warn", "red": "fail"}
-_INDENT = 2
+_INDENT = (0, 0, 0, 2)
+_POSITIVE = ("--world-size", "--gpu-memory-gb", "--host-memory-gb")
 
 
 def main(options: argparse.Namespace, others: Sequence[str]) -> int:
@@ -53,7 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the doctor's own flags; all others are the job's."""
     parser.usage = "mcore-rl doctor [options] [--world-size N -- flags of mcore_rl.train]"
     parser.description = (
-        "Check this installation, and with --world-size a command line, before any GPU is taken. "
+        "Check this installation, and with --world-size a command line, before a GPU is used. "
         "Exit code 0 if nothing is red, 1 if something is, 2 for a wrong use."
     )
     parser.epilog = (
@@ -64,50 +65,50 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--world-size", type=int, help="number of ranks of the job")
     add("--json", action="store_true", help="print the findings as JSON")
-    add("--gpu-memory-gb", type=float, help="of a device (default: what is found here)")
-    add("--gpu-reserved-gb", type=float, default=GPU_RESERVED_GB, help="of it, what no tensor gets")
-    add("--host-memory-gb", type=float, help="of a node (default: what is found here)")
+    add("--gpu-memory-gb", type=float, help="memory of a device (default: this machine's)")
+    add(
+        "--gpu-reserved-gb",
+        type=float,
+        default=GPU_RESERVED_GB,
+        help="part of it that tensors cannot use",
+    )
+    add("--host-memory-gb", type=float, help="memory of a node (default: this machine's)")
 
 
 def _request(options: argparse.Namespace, others: Sequence[str]) -> Request:
-    job = list(others)
-    if "--" in job:
-        if stray := job[: job.index("--")]:
-            raise UsageError(
-                "{flag} is not a flag of the doctor",
-                flag=stray[0],
-                remedy="put the job's flags behind --",
-            )
-        job.remove("--")
-    if {"-h", "--help"} & set(job):
-        raise UsageError(
-            "behind -- is of no flag",
-            flag="--help",
-            remedy="see -m mcore_rl.train --help for those",
-        )
-    for name in ("world_size", "gpu_memory_gb", "host_memory_gb"):
-        value = getattr(options, name)
+    job = _flags_of_job(others)
+    sizes = (options.gpu_memory_gb, options.host_memory_gb)
+    for flag, value in zip(_POSITIVE, (options.world_size, *sizes), strict=True):
         if value is not None and not value > 0:
-            flag = f"--{name.replace('_', '-')} {value}"
-            raise UsageError("must be greater than 0", flag=flag, remedy=CORRECT)
+            raise UsageError("must be greater than 0", flag=f"{flag} {value}", remedy=CORRECT)
     if not options.gpu_reserved_gb >= 0:
         flag = f"--gpu-reserved-gb {options.gpu_reserved_gb}"
         raise UsageError("must be at least 0", flag=flag, remedy=CORRECT)
     if job and options.world_size is None:
-        raise UsageError(
-            "is missing", flag="--world-size", remedy="give the number of ranks of the job"
-        )
+        remedy = "give the number of ranks of the job"
+        raise UsageError("is missing", flag="--world-size", remedy=remedy)
+    gpu_bytes, host_bytes = (None if size is None else int(size * GB) for size in sizes)
     return Request(
-        tokens=tuple(job),
+        tokens=job,
         world_size=options.world_size,
-        gpu_memory_bytes=_bytes(options.gpu_memory_gb),
-        gpu_reserved_bytes=_bytes(options.gpu_reserved_gb) or 0,
-        host_memory_bytes=_bytes(options.host_memory_gb),
+        gpu_memory_bytes=gpu_bytes,
+        gpu_reserved_bytes=int(options.gpu_reserved_gb * GB),
+        host_memory_bytes=host_bytes,
     )
 
 
-def _bytes(gigabytes: float | None) -> int | None:
-    return None if gigabytes is None else int(gigabytes * GB)
+def _flags_of_job(others: Sequence[str]) -> tuple[str, ...]:
+    """Return the flags behind --, which may be omitted."""
+    job = list(others)
+    if "--" in job:
+        if stray := job[: job.index("--")]:
+            remedy = "put the job's flags after --"
+            raise UsageError("{flag} is not a flag of the doctor", flag=stray[0], remedy=remedy)
+        job.remove("--")
+    if {"-h", "--help"} & set(job):
+        remedy = "see -m mcore_rl.train --help for those"
+        raise UsageError("cannot follow --", flag="--help", remedy=remedy)
+    return tuple(job)
 
 
 @contextlib.contextmanager
@@ -136,8 +137,8 @@ def print_findings(findings: Sequence[Finding], seconds: float, console: Console
         for finding in group:
             table.add_row(Text(_WORDS[finding.level], style=finding.level), Text(finding.found))
             if finding.remedy:
-                table.add_row("", Padding(Text(finding.remedy), (0, 0, 0, _INDENT)))
-        console.print(Padding(table, (0, 0, 0, _INDENT)))
+                table.add_row("", Padding(Text(finding.remedy), _INDENT))
+        console.print(Padding(table, _INDENT))
     numbers = counts(findings)
     line = ", ".join(f"{numbers[level]} {word}" for level, word in _WORDS.items())
     console.print(f"{line}, in {seconds:.1f} s")

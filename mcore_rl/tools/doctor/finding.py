@@ -1,12 +1,13 @@
-"""Findings of the doctor's checks.
+"""The doctor's request, the findings of its checks, and the report that collects them.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Literal
 
 from mcore_rl.common.errors import CORRECT, UsageError
@@ -29,27 +30,28 @@ SPACE = "space"
 NETWORK = "network"
 # In the order of the output.
 AREAS = (
-    VERSIONS,
-    PATCHES,
-    FLAGS,
-    CHECKPOINT,
-    BATCHES,
-    PLAN,
-    PROMPTS,
-    REWARD,
-    PORTS,
-    SHARED_MEMORY,
-    LIMITS,
-    SPACE,
-    NETWORK,
+    *(VERSIONS, PATCHES, FLAGS, CHECKPOINT, BATCHES, PLAN, PROMPTS, REWARD),
+    *(PORTS, SHARED_MEMORY, LIMITS, SPACE, NETWORK),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One sentence about one subject; red stops or spoils a run, yellow may.
+class Request:
+    """Input of the doctor. Without a job it checks the installation and the machine only."""
 
-    `remedy` says in one sentence what to do; it is empty for green.
+    tokens: tuple[str, ...] = ()  # the job's flags
+    world_size: int | None = None
+    gpu_memory_bytes: int | None = None  # of a device, instead of the detected size
+    gpu_reserved_bytes: int = 0
+    host_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One sentence about one subject. Red: a run fails. Yellow: it may be slow or unintended.
+
+    `remedy` says in one sentence what to do; it is empty for green. For example
+    Finding("ports", "red", "MASTER_PORT=65536 is not a port", "set it to a number up to 65535").
     """
 
     area: str
@@ -68,7 +70,7 @@ def green(area: str, found: str) -> Finding:
 
 
 def yellow(area: str, found: str, remedy: str) -> Finding:
-    """Return a warning: a run starts, and may be slower, smaller or other than intended."""
+    """Return a warning: a run starts, but may be slow, small or unintended."""
     return Finding(area, "yellow", found, remedy)
 
 
@@ -81,6 +83,42 @@ def refusal(area: str, error: UsageError) -> Finding:
     """Return the finding for a user's mistake that a check of the start has raised."""
     found, remedy = (" ".join(text.split()) for text in (error.fault, error.remedy))
     return red(area, found, remedy or CORRECT)  # an error from a user's code may have no remedy
+
+
+@dataclass(slots=True)
+class Report:
+    """The findings so far."""
+
+    findings: list[Finding] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def catching(self, area: str) -> Iterator[None]:
+        """Make an exception a finding, so that it does not hide the results of other checks.
+
+        UsageError is a user's mistake. Any other exception is a failure of the check itself: a
+        machine may be broken in unforeseen ways.
+        """
+        try:
+            yield
+        except UsageError as error:
+            self.findings.append(refusal(area, error))
+        except Exception as error:
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            remedy = "correct the cause that the error names"
+            self.findings.append(red(area, f"this check failed: {text}", remedy))
+
+    def add(self, area: str, check: Callable[[], Iterable[Finding]]) -> None:
+        """Run a check and keep its findings."""
+        with self.catching(area):
+            self.findings += check()
+
+    def has_red(self, area: str) -> bool:
+        """Return whether an area has a failure."""
+        return any(each.level == "red" for each in self.findings if each.area == area)
+
+    def sorted(self) -> list[Finding]:
+        """Return the findings in the order of `AREAS`."""
+        return sorted(self.findings, key=lambda finding: AREAS.index(finding.area))
 
 
 def counts(findings: Iterable[Finding]) -> dict[Level, int]:

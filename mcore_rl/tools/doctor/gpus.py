@@ -42,13 +42,10 @@ class Gpus:
 
 
 def find_gpus() -> Gpus:
-    """Query NVML; the result has no GPU if the binding, the driver or a device is missing."""
+    """Query NVML; the result has no GPU if the binding or the driver is missing."""
     for name in _BINDINGS:
-        try:
-            nvml = importlib.import_module(name)
-        except ImportError:
-            continue
-        return _ask(nvml)
+        with contextlib.suppress(ImportError):
+            return _ask(importlib.import_module(name))
     return Gpus()
 
 
@@ -58,23 +55,20 @@ def _ask(nvml: Any) -> Gpus:
     except nvml.NVMLError:  # no driver, or one that does not answer
         return Gpus()
     try:
-        handles = [
-            nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())
-        ]
-        devices = []
-        for handle in handles:
-            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-            capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
-            name = _text(nvml.nvmlDeviceGetName(handle))
-            devices.append(Device(name, memory.total, memory.used, capability))
+        count = nvml.nvmlDeviceGetCount()
+        devices = [_device(nvml, nvml.nvmlDeviceGetHandleByIndex(index)) for index in range(count)]
         version = nvml.nvmlSystemGetCudaDriverVersion_v2()
-        return Gpus(
-            tuple(devices),
-            _text(nvml.nvmlSystemGetDriverVersion()),
-            (version // 1000, version % 1000 // 10),
-        )
+        cuda = (version // 1000, version % 1000 // 10)
+        return Gpus(tuple(devices), _text(nvml.nvmlSystemGetDriverVersion()), cuda)
     finally:
         nvml.nvmlShutdown()
+
+
+def _device(nvml: Any, handle: Any) -> Device:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    name = _text(nvml.nvmlDeviceGetName(handle))
+    return Device(name, memory.total, memory.used, (major, minor))
 
 
 def _text(value: str | bytes) -> str:
@@ -83,26 +77,21 @@ def _text(value: str | bytes) -> str:
 
 @contextlib.contextmanager
 def properties_from_nvml(gpus: Gpus) -> Iterator[None]:
-    """Make `torch.cuda.get_device_properties` and its callers report `gpus`, without a CUDA
-    context. Without a GPU nothing changes."""
+    """Make `torch.cuda.get_device_properties` and its callers report the first of `gpus`, without a
+    CUDA context: the GPUs of a job are identical. Without a GPU nothing changes."""
     if not gpus.devices:
         yield
         return
     import torch
 
-    ask_cuda = torch.cuda.get_device_properties
-
-    def properties(device: Any = None) -> SimpleNamespace:
-        # Any device will do: the GPUs of a job are identical.
-        found = gpus.devices[0]
-        return SimpleNamespace(
-            name=found.name,
-            major=found.capability[0],
-            minor=found.capability[1],
-            total_memory=found.total_bytes,
-        )
-
-    torch.cuda.get_device_properties = properties  # type: ignore[assignment]
+    first, ask_cuda = gpus.devices[0], torch.cuda.get_device_properties
+    properties: Any = SimpleNamespace(
+        name=first.name,
+        major=first.capability[0],
+        minor=first.capability[1],
+        total_memory=first.total_bytes,
+    )
+    torch.cuda.get_device_properties = lambda device=None: properties
     try:
         yield
     finally:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.patches.registry import (
@@ -15,13 +16,13 @@ from mcore_rl.patches.registry import (
     installed,
     is_needed,
 )
-from mcore_rl.tools.doctor.finding import PATCHES, Finding, green, red, refusal
+from mcore_rl.tools.doctor.finding import PATCHES, Finding, green, refusal
 
 _DROP = re.compile(r"^Drop when: (.*?)(?:\n\n|\n[A-Z]|\Z)", re.DOTALL | re.MULTILINE)
 
 
-def check_patches(patches: Sequence[Patch], of: str, *, apply: bool) -> list[Finding]:
-    """Return a finding for all that apply, one for all not needed, and one for each that refuses.
+def check_patches(patches: Sequence[Patch], of: str, *, apply: bool) -> Iterator[Finding]:
+    """Yield a finding for all that apply, one for all not needed, and one for each that refuses.
 
     With `apply` they are applied in this process, which shows whether the code that they change is
     as they expect; otherwise names and versions are compared. `of` names the patched package.
@@ -29,42 +30,36 @@ def check_patches(patches: Sequence[Patch], of: str, *, apply: bool) -> list[Fin
     applying, unneeded, refused = [], [], []
     for patch in patches:
         try:
-            _, version = installed(patch)
-            if patch.name not in applied_patches() and not is_needed(patch):
-                unneeded.append(patch.name)
-            elif not patch.supports(version):
-                refused.append(_unknown_version(patch, version))
+            if _is_to_apply(patch, apply=apply):
+                applying.append(patch.name.partition(".")[2])
             else:
-                if apply:
-                    apply_patch(patch)
-                applying.append(patch.name)
+                unneeded.append(patch.name.partition(".")[2])
         except UsageError as error:
             found = refusal(PATCHES, error)
-            refused.append(red(PATCHES, found.found, found.remedy + _end_of(patch)))
-    return [*_summary(of, applying, unneeded, apply), *refused]
-
-
-def _summary(
-    of: str, applying: Sequence[str], unneeded: Sequence[str], applied: bool
-) -> list[Finding]:
-    found = []
+            refused.append(replace(found, remedy=found.remedy + _end_of(patch)))
     if applying:
-        how = "fit the installed code" if applied else "name the installed version"
-        names = ", ".join(name.partition(".")[2] for name in applying)
-        found.append(green(PATCHES, f"of {of}, {len(applying)} {how}: {names}"))
+        how = "fit the installed code" if apply else "support the installed version"
+        yield green(PATCHES, f"{of}: {len(applying)} {how}: {', '.join(applying)}")
     if unneeded:
-        names = ", ".join(name.partition(".")[2] for name in unneeded)
-        found.append(green(PATCHES, f"not needed here, of {of}: {names}"))
-    return found
+        yield green(PATCHES, f"{of}: not needed here: {', '.join(unneeded)}")
+    yield from refused
 
 
-def _unknown_version(patch: Patch, version: str) -> Finding:
-    what = (
-        f"patch {patch.name} ({patch.reason}) knows {patch.packages[0]} {patch.supported}, not the "
-        f"installed {version}"
-    )
-    remedy = "install a version that it knows: run scripts/setup_env.sh"
-    return red(PATCHES, what, remedy + _end_of(patch))
+def _is_to_apply(patch: Patch, *, apply: bool) -> bool:
+    """Return whether a patch is needed here; apply it on request. Raises UsageError if it does not
+    know the installed version."""
+    _, version = installed(patch)
+    if patch.name not in applied_patches() and not is_needed(patch):
+        return False
+    if not patch.supports(version):
+        raise UsageError(
+            f"patch {patch.name} ({patch.reason}) supports {patch.packages[0]} {patch.supported}, "
+            f"not the installed {version}",
+            remedy="install a version that it supports: run scripts/setup_env.sh",
+        )
+    if apply:
+        apply_patch(patch)
+    return True
 
 
 def _end_of(patch: Patch) -> str:
@@ -72,4 +67,4 @@ def _end_of(patch: Patch) -> str:
     module = sys.modules.get(patch.apply.__module__)
     match = _DROP.search(inspect.getdoc(module) or "") if module else None
     drop = " ".join(match[1].split()).rstrip(".") if match else ""
-    return f" (the patch may go when: {drop})" if drop else ""
+    return f" (drop the patch when: {drop})" if drop else ""

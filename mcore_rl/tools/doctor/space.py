@@ -4,13 +4,15 @@ limits of open files and locked memory. Nothing is deleted."""
 from __future__ import annotations
 
 import contextlib
+import glob
 import math
+import os
 import re
 import resource
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +30,24 @@ from mcore_rl.tools.doctor.finding import (
     yellow,
 )
 
+SHARED_FOLDER = Path("/dev/shm")
 _LEAST_BYTES = 1 << 30  # for logs, metrics, temporary files
+# A rank's files: libraries, the checkpoint's files, the engine; and its sockets to each other rank,
+# one for each group that both are in.
+_FILES_OF_RANK = 256
+_FILES_OF_PAIR = 8
+# Buffers that an InfiniBand device reads are locked; a limit below this is a distribution's
+# default, with which their registration fails.
+_LOCKED_BYTES = 1 << 30
+# Docker's default for a container is 64 MiB, in which NCCL dies of SIGBUS.
+_LEAST_SHARED_BYTES = 65 << 20
+# Generous estimate of NCCL's and vLLM's buffers between the processes of a machine.
+_SHARED_BYTES_OF_RANK = 256 << 20
+# multiprocessing's segments and semaphores, torch's tensors, mcore_rl's and NCCL's segments.
+_SHARED_NAMES = re.compile(r"psm_|sem\.mp-|torch_|mcore_rl-|nccl-")
+# A segment is created before it is mapped.
+_YOUNG_SECONDS = 60
+_MOST_NAMED = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,41 +71,28 @@ def num_kept(num_steps: int, save_interval: int | None, retain_interval: int | N
     """Return the number of checkpoints at the end; the last step is always saved."""
     if not save_interval or save_interval >= num_steps:
         return 1
-    kept = save_interval if not retain_interval else math.lcm(save_interval, retain_interval)
-    return num_steps // kept + (1 if num_steps % kept else 0)
+    return math.ceil(num_steps / math.lcm(save_interval, retain_interval or 1))
 
 
-def check_disk(
-    saves: Saves | None,
-    others: Mapping[str, Path],
-    *,
-    free: Callable[[Path], int] = free_bytes,
-) -> list[Finding]:
-    """Check free disk space. `others` are folders with little data, by name."""
-    findings = [] if saves is None else [_checkpoints(saves, free(saves.folder))]
-    for name, folder in others.items():
-        left = free(folder)
-        what = f"{shown_bytes(left)} are free for {name}, {folder}"
-        if left < _LEAST_BYTES:
-            findings.append(yellow(SPACE, f"only {what}", "free some space, or name another"))
-        else:
-            findings.append(green(SPACE, what))
-    return findings
-
-
-def _checkpoints(saves: Saves, left: int) -> Finding:
-    one = saves.checkpoint_bytes
-    # All others still exist while the last one is written.
-    all_of_them = one * saves.num_kept
-    what = (
-        f"{plural(saves.num_kept, 'checkpoint')} of {shown_bytes(one)} in {saves.folder}, where "
-        f"{shown_bytes(left)} are free"
-    )
-    if left < one:
-        return red(SPACE, f"not one: {what}", "free space, or name another disk by --save")
-    if left < all_of_them:
+def check_saves(saves: Saves, free: int | None = None) -> Finding:
+    """Check that the disk has room for all checkpoints; `free` replaces its free bytes."""
+    free = free_bytes(saves.folder) if free is None else free
+    one, count = saves.checkpoint_bytes, plural(saves.num_kept, "checkpoint")
+    what = f"{count} of {shown_bytes(one)} in {saves.folder}, where {shown_bytes(free)} are free"
+    if free < one:
+        return red(SPACE, f"no room for one: {what}", "free space, or name another disk by --save")
+    if free < one * saves.num_kept:  # all others still exist while the last one is written
         remedy = "free space, name another disk by --save, or keep fewer by --save-retain-interval"
-        return yellow(SPACE, f"not all of {what}", remedy)
+        return yellow(SPACE, f"no room for all: {what}", remedy)
+    return green(SPACE, what)
+
+
+def check_folder(name: str, folder: Path, free: int | None = None) -> Finding:
+    """Check free disk space for a folder with little data; `free` replaces its free bytes."""
+    free = free_bytes(folder) if free is None else free
+    what = f"{shown_bytes(free)} are free for {name}, {folder}"
+    if free < _LEAST_BYTES:
+        return yellow(SPACE, f"only {what}", "free some space, or use another folder")
     return green(SPACE, what)
 
 
@@ -96,139 +102,92 @@ def check_host_memory(phase: HostPhase, machine: MachineMemory, *, ranks: int) -
     needed = phase.total_bytes
     parts = ", ".join(f"{part} {shown_bytes(size)}" for part, size in phase.parts.items())
     found = (
-        f"{plural(ranks, 'rank')} here need some {shown_bytes(needed)} of host memory in phase "
+        f"{plural(ranks, 'rank')} here need about {shown_bytes(needed)} of host memory in phase "
         f"{phase.name} ({parts}); {machine.source} is {shown_bytes(machine.limit_bytes)}, of which "
         f"{shown_bytes(machine.available_bytes)} are free"
     )
     if needed <= machine.available_bytes:
         return green(SPACE, found)
     if phase.exact_bytes > machine.limit_bytes:
-        return red(SPACE, found, "take fewer ranks here, or a machine with more")
-    return yellow(SPACE, found, "end other programs, take fewer ranks here, or a machine with more")
+        return red(SPACE, found, "use fewer ranks here, or a machine with more")
+    return yellow(SPACE, found, "end other programs, use fewer ranks here, or a machine with more")
 
 
-# A rank's files: libraries, the checkpoint's files, the engine; and its sockets to each other rank,
-# one for each group that both are in.
-_FILES_OF_RANK = 256
-_FILES_OF_PAIR = 8
-# Buffers that an InfiniBand device reads are locked; a limit below this is a distribution's
-# default, with which their registration fails.
-_LOCKED_BYTES = 1 << 30
-
-
-def check_limits(
-    *,
-    world_size: int,
-    infiniband: bool,
-    open_files: int | None = None,
-    locked_bytes: int | None = None,
-) -> list[Finding]:
-    """Check the given limits (-1: none), or by default this process's, which children inherit."""
-    if open_files is None:
-        open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if locked_bytes is None:
-        locked_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    findings = [_open_files(open_files, world_size)]
-    if not infiniband:
-        return findings
-    if locked_bytes == resource.RLIM_INFINITY:
-        return [*findings, green(LIMITS, "memory may be locked without a limit, for InfiniBand")]
-    make = yellow if locked_bytes >= _LOCKED_BYTES else red
-    what = f"ulimit -l lets {shown_bytes(locked_bytes)} be locked, and InfiniBand locks its buffers"
-    remedy = "set it to unlimited (limits.conf, the Slurm daemon, or --ulimit memlock=-1)"
-    return [*findings, make(LIMITS, what, remedy)]
-
-
-def _open_files(limit: int, world_size: int) -> Finding:
+def check_open_files(world_size: int, limit: int | None = None) -> Finding:
+    """Check the limit of open files, by default this process's, which its children inherit."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
     if limit == resource.RLIM_INFINITY:
-        return green(LIMITS, "files may be opened without a limit")
+        return green(LIMITS, "open files have no limit")
     needed = _FILES_OF_RANK + _FILES_OF_PAIR * world_size
     what = f"ulimit -n is {limit:,}"
-    if limit < needed:
-        what += f", and one of {plural(world_size, 'rank')} may open some {needed:,} files"
-        return red(LIMITS, what, f"ulimit -n {max(needed, 65536)} before the start")
-    return green(LIMITS, what)
+    if limit >= needed:
+        return green(LIMITS, what)
+    what += f", and one of {plural(world_size, 'rank')} may open about {needed:,} files"
+    return red(LIMITS, what, f"ulimit -n {max(needed, 65536)} before the start")
 
 
-FOLDER = Path("/dev/shm")
-# Docker's default for a container is 64 MiB, in which NCCL dies of SIGBUS.
-_LEAST_SHARED_BYTES = 65 << 20
-# Generous estimate of NCCL's and vLLM's buffers between the processes of a machine.
-_BYTES_OF_RANK = 256 << 20
-# multiprocessing's segments and semaphores, torch's tensors, mcore_rl's and NCCL's segments.
-_NAMES = re.compile(r"psm_|sem\.mp-|torch_|mcore_rl-|nccl-")
-# A segment is created before it is mapped.
-_YOUNG_SECONDS = 60
-_MOST_NAMED = 40
+def check_locked_memory(limit: int | None = None) -> Finding:
+    """Check the limit of locked memory for InfiniBand, by default this process's."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
+    if limit == resource.RLIM_INFINITY:
+        return green(LIMITS, "locked memory has no limit, for InfiniBand")
+    make = yellow if limit >= _LOCKED_BYTES else red
+    what = f"ulimit -l is {shown_bytes(limit)}, and InfiniBand locks its buffers"
+    remedy = "set it to unlimited (limits.conf, the Slurm daemon, or --ulimit memlock=-1)"
+    return make(LIMITS, what, remedy)
 
 
 def check_shared_memory(
-    *,
-    local_ranks: int,
-    folder: Path = FOLDER,
-    proc: Path = Path("/proc"),
-    free_bytes: int | None = None,
-) -> list[Finding]:
-    """Check /dev/shm for the job's `local_ranks` processes here, with its `free_bytes` if given."""
+    *, local_ranks: int, folder: Path = SHARED_FOLDER, free: int | None = None
+) -> Iterator[Finding]:
+    """Check /dev/shm for the job's `local_ranks` processes here; `free` replaces its free bytes."""
     if not folder.is_dir():
-        what = f"{folder} is not there: processes cannot share memory"
-        return [red(SHARED_MEMORY, what, f"mount a tmpfs on {folder}")]
-    free = shutil.disk_usage(folder).free if free_bytes is None else free_bytes
-    needed = _BYTES_OF_RANK * local_ranks
+        what = f"{folder} does not exist: processes cannot share memory"
+        yield red(SHARED_MEMORY, what, f"mount a tmpfs on {folder}")
+        return
+    free = free_bytes(folder) if free is None else free
+    needed = _SHARED_BYTES_OF_RANK * local_ranks
     what = f"{shown_bytes(free)} of {folder} are free"
     remedy = "enlarge it: --shm-size 16g or --ipc host for a container, else mount -o remount,size="
     if free < _LEAST_SHARED_BYTES:
-        found = red(SHARED_MEMORY, f"only {what}", remedy)
+        yield red(SHARED_MEMORY, f"only {what}", remedy)
     elif free < needed:
         what += f", and {plural(local_ranks, 'rank')} may take {shown_bytes(needed)}"
-        found = yellow(SHARED_MEMORY, what, remedy)
+        yield yellow(SHARED_MEMORY, what, remedy)
     else:
-        found = green(SHARED_MEMORY, what)
-    return [found, *_leftovers(folder, proc)]
+        yield green(SHARED_MEMORY, what)
+    if left := leftovers(folder):
+        size = sum(path.stat().st_blocks * 512 for path in left)  # allocated blocks only
+        what = f"{plural(len(left), 'file')} of dead processes in {folder} hold {shown_bytes(size)}"
+        more = "" if len(left) <= _MOST_NAMED else f" (and {len(left) - _MOST_NAMED} more)"
+        command = shlex.join(["rm", *map(str, left[:_MOST_NAMED])])
+        yield yellow(SHARED_MEMORY, what, f"{command}{more}")
 
 
-def _leftovers(folder: Path, proc: Path) -> list[Finding]:
-    left = leftovers(folder, proc)
-    if not left:
-        return []
-    size = sum(path.stat().st_blocks * 512 for path in left)  # allocated blocks only
-    what = f"{plural(len(left), 'file')} of dead processes in {folder} hold {shown_bytes(size)}"
-    more = "" if len(left) <= _MOST_NAMED else f" (and {len(left) - _MOST_NAMED} more)"
-    command = shlex.join(["rm", *(str(path) for path in left[:_MOST_NAMED])])
-    return [yellow(SHARED_MEMORY, what, f"{command}{more}")]
-
-
-def leftovers(folder: Path = FOLDER, proc: Path = Path("/proc")) -> list[Path]:
+def leftovers(folder: Path = SHARED_FOLDER) -> list[Path]:
     """Return files of shared memory, a minute old or more, that no visible process maps or opens.
 
     Processes of another container that shares the folder are not visible.
     """
-    found = []
-    held = _held(folder, proc)
+    found, held = [], _held(folder)
     for path in sorted(folder.iterdir()):
         with contextlib.suppress(OSError):  # deleted meanwhile
-            age = time.time() - path.stat().st_mtime
-            named = _NAMES.match(path.name) is not None
-            if named and age > _YOUNG_SECONDS and str(path) not in held:
+            is_old = time.time() - path.stat().st_mtime > _YOUNG_SECONDS
+            if is_old and _SHARED_NAMES.match(path.name) and str(path) not in held:
                 found.append(path)
     return found
 
 
-def _held(folder: Path, proc: Path) -> set[str]:
-    """Return paths below `folder` that processes have mapped or open."""
+def _held(folder: Path) -> set[str]:
+    """Return paths below `folder` that processes have mapped or open.
+
+    Other users' processes cannot be read; their files could not be removed either.
+    """
     held = set()
-    for process in proc.iterdir():
-        if not process.name.isdecimal():
-            continue
-        # Other users' processes cannot be read; their files could not be removed either.
+    for maps in glob.iglob("/proc/[0-9]*/maps"):
+        with contextlib.suppress(OSError), open(maps, errors="replace") as file:
+            held.update(re.findall(rf"{re.escape(str(folder))}/.*", file.read()))
+    for handle in glob.iglob("/proc/[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
-            maps = (process / "maps").read_text(encoding="utf-8", errors="replace")
-            for line in maps.splitlines():
-                _, mark, name = line.partition(f"{folder}/")
-                if mark:
-                    held.add(f"{folder}/{name}")
-        with contextlib.suppress(OSError):
-            for handle in (process / "fd").iterdir():
-                with contextlib.suppress(OSError):
-                    held.add(str(handle.readlink()))
+            held.add(os.readlink(handle))
     return held

@@ -33,16 +33,9 @@ def choose(folder: Path, *, beside: Sequence[Path] = (), step: int | None = None
     if rank == 0:
         for place in places:
             _recover(place)
-        found = [_common_steps(places)]
+        found = [folders.common_steps(places)]
     steps: list[int] = objects.broadcast(found[0])
-    if step is not None and steps:
-        if step not in steps:
-            raise UsageError(
-                f"is not in {folder}, which has {_listed(steps)} complete",
-                flag=f"--ckpt-step {step}",
-                remedy="choose one of them, or drop the flag for the newest",
-            )
-        steps = [step]
+    steps = folders.steps_to_try(folder, steps, step)
     reports: list[Damage] = []
     for candidate in steps:
         started = time.perf_counter()
@@ -78,11 +71,6 @@ def _recover(place: Path) -> None:
         logger.warning("[Resume] %s cannot be put in order (%s)", place, error)
 
 
-def _common_steps(places: Sequence[Path]) -> list[int]:
-    first, *others = [folders.complete_steps(place) for place in places]
-    return [step for step in first if all(step in other for other in others)]
-
-
 def _damage(places: Sequence[Path], step: int, rank: int, world_size: int) -> list[Damage]:
     """Return the damage that any rank has found, the same on all."""
     mine = [
@@ -92,7 +80,3 @@ def _damage(places: Sequence[Path], step: int, rank: int, world_size: int) -> li
     ]
     everywhere = objects.all_gather(mine)
     return sorted({damage for found in everywhere for damage in found}, key=str)
-
-
-def _listed(steps: Sequence[int]) -> str:
-    return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, sorted(steps)))}"

@@ -86,6 +86,27 @@ def complete_steps(folder: Path) -> list[int]:
     return sorted(steps, reverse=True)
 
 
+def common_steps(places: Sequence[Path]) -> list[int]:
+    """Return the steps that are complete in all folders, the newest first."""
+    first, *others = map(complete_steps, places)
+    return [step for step in first if all(step in other for other in others)]
+
+
+def steps_to_try(load: Path, steps: Sequence[int], asked: int | None) -> list[int]:
+    """Return which of the complete `steps` of `--load` to resume from: the newest that is
+    undamaged, or only `--ckpt-step`. Raises UsageError if that is not one of them."""
+    if asked is None or not steps:
+        return list(steps)
+    if asked not in steps:
+        listed = f"step{'s' * (len(steps) > 1)} {', '.join(map(str, sorted(steps)))}"
+        raise UsageError(
+            f"is not in {load}, which has {listed} complete",
+            flag=f"--ckpt-step {asked}",
+            remedy="choose one of them, or drop the flag for the newest",
+        )
+    return [asked]
+
+
 def tracked_step(folder: Path) -> int | None:
     """Return the step that Megatron would load, None if it finds none ("release" included)."""
     with contextlib.suppress(OSError, ValueError):

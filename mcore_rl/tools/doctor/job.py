@@ -1,0 +1,168 @@
+"""All checks of a command line and of what it names; imports Megatron."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.batching.types import Prompt
+from mcore_rl.common.machine_memory import machine_memory
+from mcore_rl.common.platform import find_platform
+from mcore_rl.config import RLConfig
+from mcore_rl.job.resolver import Facts
+from mcore_rl.planner.host import HostPhase
+from mcore_rl.planner.plan import Outcome
+from mcore_rl.tools.doctor.checkpoint import (
+    check_hf_folder,
+    check_load,
+    check_other_folders,
+    num_parameters,
+)
+from mcore_rl.tools.doctor.finding import (
+    BATCHES,
+    CHECKPOINT,
+    FLAGS,
+    PLAN,
+    PROMPTS,
+    REWARD,
+    Finding,
+    Report,
+    Request,
+)
+from mcore_rl.tools.doctor.flags import check_flags
+from mcore_rl.tools.doctor.gpus import Gpus, properties_from_nvml
+from mcore_rl.tools.doctor.network import check_hub, check_proxies, check_queues, check_timeouts
+from mcore_rl.tools.doctor.plan import (
+    DeviceMemory,
+    check_batches,
+    check_plan,
+    checkpoint_bytes,
+    fullest_on_host,
+    make_plan,
+)
+from mcore_rl.tools.doctor.prompts import check_prompts
+from mcore_rl.tools.doctor.reward import asks_loopback, check_reward
+from mcore_rl.tools.doctor.space import Saves, num_kept
+from mcore_rl.trainer.resume.folders import checkpoint_folder
+
+
+def examine_job(
+    report: Report, request: Request, gpus: Gpus, environment: Mapping[str, str]
+) -> Job | None:
+    """Examine the flags and all that they name; None if the flags of a run cannot be read."""
+    world_size = request.world_size or 1
+    facts = None
+    with report.catching(FLAGS), properties_from_nvml(gpus), _environment_kept():
+        facts = check_flags(
+            report,
+            request.tokens,
+            world_size=world_size,
+            platform=find_platform(),
+            environment=environment,
+        )
+    if facts is None or facts.config is None:
+        return None
+    job = Job(facts, facts.config)
+    resumed = _examine_checkpoints(report, job)
+    if facts.batches_are_right:
+        report.add(BATCHES, lambda: check_batches(facts))
+        with report.catching(PLAN):
+            memory = _device_memory(request, gpus)
+            host_bytes = request.host_memory_bytes or machine_memory().limit_bytes
+            job.outcome = make_plan(facts.tokens, world_size, memory, host_bytes)
+            report.findings += check_plan(job.outcome, memory)
+    few: list[Prompt] = []
+    trusts = bool(job.values.get("trust_remote_code"))
+    with report.catching(PROMPTS):
+        few = check_prompts(report, job.config, resumed, trust_remote_code=trusts)
+    report.add(REWARD, lambda: check_reward(job.config, few, facts.reward_model_folder))
+    return job
+
+
+def _examine_checkpoints(report: Report, job: Job) -> Path | None:
+    """Return the checkpoint that the run resumes from."""
+    shape, checkpoint, resumed = job.facts.shape, job.facts.checkpoint, None
+    if shape is not None and checkpoint is not None:
+        report.add(CHECKPOINT, lambda: check_hf_folder(shape, checkpoint))
+    with report.catching(CHECKPOINT):
+        resumed = check_load(report, job.values, job.config)
+    if job.facts.spec is not None:
+        with report.catching(CHECKPOINT):
+            check_other_folders(job.facts.spec.checkpoints)
+    return resumed
+
+
+@contextlib.contextmanager
+def _environment_kept() -> Iterator[None]:
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _device_memory(request: Request, gpus: Gpus) -> DeviceMemory:
+    if request.gpu_memory_bytes is not None:
+        reserved = request.gpu_reserved_bytes
+        return DeviceMemory(request.gpu_memory_bytes, reserved, "--gpu-memory-gb")
+    return DeviceMemory(gpus.smallest_bytes, request.gpu_reserved_bytes, "found here")
+
+
+@dataclass(slots=True)
+class Job:
+    """What checks of the machine ask of a job."""
+
+    facts: Facts
+    config: RLConfig
+    outcome: Outcome | None = None  # the plan; None: it cannot be made
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """The flags by destination: given and derived, or only given if some are wrong."""
+        return self.facts.values or self.facts.given
+
+    def saves(self) -> Saves | None:
+        """Return what the job saves; None if its size is not known."""
+        facts, outcome = self.facts, self.outcome
+        if outcome is None or facts.checkpoint is None:
+            return None
+        models = [facts.checkpoint]
+        if outcome.case.critic is not None:
+            critic = facts.spec.critic if facts.spec else None
+            models.append(critic.checkpoint if critic else facts.checkpoint)
+        size = checkpoint_bytes(outcome, [num_parameters(model) for model in models])
+        interval = self.values.get("save_interval")
+        kept = num_kept(
+            self.config.trainer.num_steps, interval, self.values.get("save_retain_interval")
+        )
+        return Saves(
+            checkpoint_folder(self.values.get("save"), self.config.run.directory), size, kept
+        )
+
+    def fullest_on_host(self, ranks: int) -> HostPhase | None:
+        """Return the phase that needs most memory on a machine of `ranks`; None if unknown."""
+        if self.outcome is None or self.facts.checkpoint is None:
+            return None
+        has_cuda = find_platform().cuda
+        return fullest_on_host(self.config, self.outcome, local_ranks=ranks, has_cuda=has_cuda)
+
+    def check_network(
+        self, environment: Mapping[str, str], capabilities: Sequence[tuple[int, int]]
+    ) -> Iterator[Finding]:
+        """Check the variables that matter to this job, on GPUs of these compute capabilities."""
+        values, config = self.values, self.config
+        minutes = values.get("distributed_timeout_minutes")
+        yield from check_timeouts(minutes, config.run.stage_timeout_seconds)
+        if asks_loopback(config):
+            yield from check_proxies(environment)
+        if config.trainer.hf_checkpoint and os.path.isdir(config.trainer.hf_checkpoint):
+            yield from check_hub(environment)
+        degrees = ("tensor_model_parallel_size", "context_parallel_size")
+        splits_layers = any((values.get(dest) or 1) > 1 for dest in degrees)
+        if splits_layers and values.get("overlap_moe_expert_parallel_comm"):
+            yield from check_queues(environment, capabilities)

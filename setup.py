@@ -54,7 +54,6 @@ setup(
         "jinja2",
         "markupsafe",
         "numpy",
-        "pebble",
         "plotly",
         "psutil",
         "pyarrow",

@@ -6,7 +6,6 @@ Each rank appends a JSON object a line to MCORE_RL_PHASES: `phase` by its name i
 
 import functools
 import json
-import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -55,5 +54,5 @@ def note_phases():
     noted(MegatronVLLMShardingManager, "__enter__", lambda: next(switches, "hand-over"))
 
 
-if multiprocessing.parent_process() is None and "RANK" in os.environ:  # not in rewards' workers
+if "RANK" in os.environ:  # not in rewards' workers
     note_phases()

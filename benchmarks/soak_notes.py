@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import multiprocessing
 import os
 import sys
 import time
@@ -57,5 +56,5 @@ def note_after_every_step(path: str) -> None:
     Run.record = record_and_note  # type: ignore[method-assign]
 
 
-if multiprocessing.parent_process() is None:  # the workers of rewards import this as well
+if "RANK" in os.environ:  # not in the workers of rewards, which import this as well
     note_after_every_step(f"{os.environ['MCORE_RL_SOAK_NOTES']}.{os.environ['RANK']}")

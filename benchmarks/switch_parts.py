@@ -11,7 +11,6 @@ needs), what was received, and the bytes a second of copies from device memory t
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import statistics
 import sys
@@ -147,5 +146,5 @@ def medians(folder: Path) -> dict[str, float]:
 
 if __name__ == "__main__":
     print(", ".join(f"{name} {value:.4g}" for name, value in medians(Path(sys.argv[1])).items()))
-elif multiprocessing.parent_process() is None:  # the workers of rewards import this as well
+elif "RANK" in os.environ:  # not in the workers of rewards, which import this as well
     watch(Path(os.environ["MCORE_RL_SWITCH_PARTS"]))

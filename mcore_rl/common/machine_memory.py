@@ -52,8 +52,8 @@ def _kilobytes(text: str, name: str) -> int:
     return int(match[1]) << 10
 
 
-def control_groups(root: Path = Path("/")) -> Iterator[Path]:
-    """Yield the memory controller's folders: this process's control group, then its ancestors.
+def control_groups(root: Path = Path("/"), controller: str = "memory") -> Iterator[Path]:
+    """Yield a controller's folders: this process's control group, then its ancestors.
 
     In a container the path may be the host's path, of which only the topmost folder exists.
     """
@@ -63,9 +63,9 @@ def control_groups(root: Path = Path("/")) -> Iterator[Path]:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        mounted = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        mounted = root / "sys/fs/cgroup" / (controller if controllers else "")
         names = [name for name in path.split("/") if name not in ("", "..")]
         for depth in range(len(names), -1, -1):
             folder = mounted.joinpath(*names[:depth])

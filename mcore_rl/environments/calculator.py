@@ -2,7 +2,7 @@
 
 A turn that is only an expression (`12*(3+4)`) is evaluated, and the policy reads the display next,
 in a message of role user. Any other turn is the answer, right if its last number equals the
-prompt's (reward 1, see `rewards.functions.arithmetic`).
+prompt's (reward 1, see `ends_in_number`).
 
 If the row has a column `memory`, the calculator holds that number, which the prompt does not
 reveal: a number alone recalls it, and `M` stands for it in expressions. Until it was shown, an
@@ -18,8 +18,8 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
+from mcore_rl.common.numbers_in_text import ends_in_number
 from mcore_rl.environments.interface import Environment, EnvironmentPrompt, Response, StepResult
-from mcore_rl.rewards.functions import arithmetic
 
 CALL_REWARD = 0.25
 ERROR = "error"
@@ -58,8 +58,7 @@ class Calculator(Environment, name="calculator"):
             return self._shown(evaluated(text, self._memory))
         if not self._is_known:
             return StepResult(done=True)
-        prompt = self._prompt
-        right = arithmetic(prompt=prompt.text, response=text, answer=prompt.answer)
+        right = float(ends_in_number(text, self._prompt.answer))
         return StepResult(reward=right, done=True)
 
     def _shown(self, display: str) -> StepResult:

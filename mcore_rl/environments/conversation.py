@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.user_code import shortened
 from mcore_rl.data.chat import ChatTokenizer, is_shown
 from mcore_rl.data.messages import RejectedRow
 from mcore_rl.data.tokenizer_process import ProcessEnded, TokenizerProcess
-from mcore_rl.environments.wire import Failed
-from mcore_rl.rewards.functions import shortened
+from mcore_rl.isolation.wire import Failed
 
 logger = logging.getLogger(__name__)
 

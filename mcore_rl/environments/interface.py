@@ -32,8 +32,7 @@ from typing import Any
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.near_names import did_you_mean
-from mcore_rl.common.user_files import import_user_file
-from mcore_rl.rewards.functions import find_in_module, meant_own
+from mcore_rl.common.user_code import find_in_module, import_user_file, meant_own
 
 Message = Mapping[str, str]  # "role", "content", and other keys that the chat template reads
 Text = str | Sequence[Message] | Sequence[int]  # a text used unchanged, messages, or token ids

@@ -1,18 +1,19 @@
 """An environment in which the policy runs Python code, turn by turn, against the prompt's tests.
 
 A turn with a block of Python (```python ... ```) is run with the tests that the prompt's answer
-holds (`rewards.code_tests`). If all pass, the episode is done with reward 1; otherwise the policy
+holds (`sandbox.code_tests`). If all pass, the episode is done with reward 1; otherwise the policy
 reads the output and the exceptions in a message of role user. A turn without a block ends the
 episode without reward. A prompt with an empty answer has no tests: its code is only run, until a
 turn has no block. Each turn's code runs in a new process and an empty folder; see
-`rewards.sandbox`.
+`sandbox.runner`.
 """
 
 from __future__ import annotations
 
 from mcore_rl.environments.interface import Environment, EnvironmentPrompt, Response, StepResult
-from mcore_rl.rewards.code_tests import Suite, is_blank, suite_of
-from mcore_rl.rewards.sandbox import code_in, report_of, run_python, seconds_left
+from mcore_rl.sandbox.code_blocks import code_in
+from mcore_rl.sandbox.code_tests import Suite, is_blank, suite_of
+from mcore_rl.sandbox.runner import report_of, run_python, seconds_left
 
 
 class PythonSandbox(Environment, name="python_sandbox"):

@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from mcore_rl.environments.interface import Environment, EnvironmentPrompt, Response, StepResult
-from mcore_rl.rewards.worker import text_of
+from mcore_rl.isolation.process import text_of
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _INSTRUCTIONS = """You may call functions. They are, as JSON schemas:

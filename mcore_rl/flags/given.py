@@ -12,7 +12,7 @@ from typing import Any
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.near_names import nearest_name
 from mcore_rl.common.readers import InvalidData, parse_yaml
-from mcore_rl.common.user_files import import_user_file
+from mcore_rl.common.user_code import import_user_file
 from mcore_rl.flags.megatron_flags import WITHOUT_EFFECT_DESTS
 
 

@@ -70,7 +70,7 @@ class Confined:
 class Supervisor:
     """A child process that starts confined programs.
 
-    Start it before this process drops its rights (`rewards.worker.see_no_other_process`): a process
+    Start it before this process drops its rights (`rights.see_no_other_process`): a process
     restricted by Landlock cannot create namespaces. Threads and forks of this process may use it.
     It ends with this process, or by `close`; so does what it has started.
 

@@ -20,10 +20,11 @@ from typing import Any
 
 CONFINED = "confined"
 
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 1, 38, 22  # linux/prctl.h
+# linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
 _SECCOMP_MODE_FILTER = 2
 _SIGKILL = 9
-_CAPABILITY_VERSION_3 = 0x20080522  # linux/capability.h
+CAPABILITY_VERSION_3 = 0x20080522  # linux/capability.h
 _MAX_DESCRIPTORS = 128
 _MAX_STACK_BYTES = 64 << 20
 _MAX_PENDING_SIGNALS = 64  # the kernel counts all processes of a user together
@@ -38,7 +39,7 @@ _LANDLOCK_RULE_PATH_BENEATH = 1
 _READ_FILE, _READ_FOLDER, _WRITE_FILE = 1 << 2, 1 << 3, 1 << 1
 _ACCESS_OF_FILES = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 _ACCESS_OF_NETWORK, _ABI_WITH_NETWORK = 0b11, 4
-_SCOPE_SOCKETS_AND_SIGNALS, _ABI_WITH_SCOPES = 0b11, 6
+SCOPE_SOCKETS, SCOPE_SIGNALS, _ABI_WITH_SCOPES = 0b01, 0b10, 6  # Linux 6.12
 
 
 def main(settings: dict[str, Any], program: str | None, arguments: Sequence[str]) -> None:
@@ -51,7 +52,7 @@ def main(settings: dict[str, Any], program: str | None, arguments: Sequence[str]
     die_with(libc, settings["parent"])
     close_all_but(settings["descriptors"])
     limit(settings["memory_bytes"], settings["disk_bytes"])
-    _checked(libc, libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    _checked(libc, libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     drop_capabilities(libc)
     if settings["readable"] is not None:
         restrict_files(libc, settings["readable"], settings["writable"])
@@ -67,7 +68,7 @@ def die_with(libc: ctypes.CDLL, parent: int | None) -> None:
     """Have the kernel kill this process when its parent ends; the filter keeps code from changing
     that. None: a namespace ends with its first process, which in turn ends with its parent."""
     if parent is not None:
-        _checked(libc, libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), "a parent's death")
+        _checked(libc, libc.prctl(PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), "a parent's death")
         if os.getppid() != parent:  # it has already ended
             os._exit(1)
 
@@ -101,7 +102,7 @@ def limit(memory_bytes: int, disk_bytes: int) -> None:
 
 def drop_capabilities(libc: ctypes.CDLL) -> None:
     """Drop all capabilities, root's too."""
-    header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
+    header = struct.pack("=Ii", CAPABILITY_VERSION_3, 0)
     none = ctypes.c_char_p(bytes(24))
     _checked(libc, libc.capset(ctypes.c_char_p(header), none), "capabilities")
 
@@ -109,26 +110,48 @@ def drop_capabilities(libc: ctypes.CDLL) -> None:
 def restrict_files(libc: ctypes.CDLL, readable: Sequence[str], writable: Sequence[str]) -> None:
     """Use Landlock to allow reading only `readable`, writing only in `writable`, and no TCP; where
     the kernel can, also no signals to other processes and no abstract sockets of theirs."""
-    version = libc.syscall(
-        _LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_CREATE_RULESET_VERSION
-    )
+    version = landlock_version(libc)
     _checked(libc, version, "Landlock")
     files = max(access for abi, access in _ACCESS_OF_FILES.items() if abi <= version)
-    rules = struct.pack("=Q", files)
-    if version >= _ABI_WITH_NETWORK:
-        rules += struct.pack("=Q", _ACCESS_OF_NETWORK)
-    if version >= _ABI_WITH_SCOPES:
-        rules += struct.pack("=Q", _SCOPE_SOCKETS_AND_SIGNALS)
-    ruleset = libc.syscall(
-        _LANDLOCK_CREATE_RULESET, ctypes.c_char_p(rules), ctypes.c_size_t(len(rules)), 0
+    ruleset = landlock_ruleset(
+        libc, files=files, network=_ACCESS_OF_NETWORK, scopes=SCOPE_SOCKETS | SCOPE_SIGNALS
     )
     _checked(libc, ruleset, "Landlock")
     for paths, access in ((readable, _READ_FILE | _READ_FOLDER), (writable, files)):
         for path in paths:
             _allow(libc, ruleset, path, access)
     _allow(libc, ruleset, os.devnull, _READ_FILE | _WRITE_FILE)
-    _checked(libc, libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0), "Landlock")
+    _checked(libc, landlock_restrict(libc, ruleset), "Landlock")
+
+
+def landlock_version(libc: ctypes.CDLL) -> int:
+    """Return the kernel's version of Landlock; negative without it."""
+    version: int = libc.syscall(
+        _LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_CREATE_RULESET_VERSION
+    )
+    return version
+
+
+def landlock_ruleset(libc: ctypes.CDLL, *, files: int, network: int, scopes: int) -> int:
+    """Return a set of rules that refuses these accesses; negative for an error. What the kernel
+    does not know yet is left out."""
+    version = landlock_version(libc)
+    rules = struct.pack("=Q", files)
+    if version >= _ABI_WITH_NETWORK:
+        rules += struct.pack("=Q", network)
+    if version >= _ABI_WITH_SCOPES:
+        rules += struct.pack("=Q", scopes)
+    ruleset: int = libc.syscall(
+        _LANDLOCK_CREATE_RULESET, ctypes.c_char_p(rules), ctypes.c_size_t(len(rules)), 0
+    )
+    return ruleset
+
+
+def landlock_restrict(libc: ctypes.CDLL, ruleset: int) -> int:
+    """Apply a set of rules to this process and close it; negative for an error."""
+    code: int = libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
+    return code
 
 
 def _allow(libc: ctypes.CDLL, ruleset: int, path: str, access: int) -> None:
@@ -153,7 +176,7 @@ def install_filter(libc: ctypes.CDLL, program: str, own_pid: int) -> None:
     )
     kept = ctypes.create_string_buffer(lines, len(lines))
     header = struct.pack("=HxxxxxxQ", len(lines) // 8, ctypes.addressof(kept))
-    code = libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.c_char_p(header), 0, 0)
+    code = libc.prctl(PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.c_char_p(header), 0, 0)
     _checked(libc, code, "the filter of system calls")
 
 

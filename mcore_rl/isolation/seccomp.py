@@ -50,6 +50,8 @@ fallocate:285:47
 # A program that gets these errors takes another way instead of giving up.
 OTHER_ERRORS = {
     errno.ENOSYS: "clone3:435:435 openat2:437:437 io_uring_setup:425:425 memfd_create:319:279",
+    errno.EACCES: "socket:41:198",
+    errno.EAGAIN: "fork:57:- vfork:58:-",
     errno.ENOTSUP: "getxattr:191:8 lgetxattr:192:9 fgetxattr:193:10 listxattr:194:11 "
     "llistxattr:195:12 flistxattr:196:13",
     # It lets a page of the stack grow into memory that RLIMIT_DATA does not count.

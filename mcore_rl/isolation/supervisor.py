@@ -16,7 +16,6 @@ folder and answers. If a keeper is killed, the kernel kills what it has started.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import json
 import os
@@ -45,7 +44,6 @@ MAX_THREADS = 128
 _MAX_DEPTH = 64
 _MAX_MAPS_BYTES = 4 << 20  # of /proc/PID/maps
 _STOP_SECONDS = 1.0
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _CONFINE = str(Path(__file__).with_name("confine.py"))
 
 
@@ -110,9 +108,11 @@ def _serve(
     connection: socket.socket, level: str | None, request: dict[str, Any], given: Sequence[int]
 ) -> None:
     """Run as a keeper; never returns."""
+    from mcore_rl.isolation.rights import adopt_orphans
+
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        adopt_orphans()
         assert level is not None, "the client has asked"
         deadline = time.monotonic() + request["seconds"]
         run = _Run(

@@ -15,7 +15,7 @@ from mcore_rl.common.errors import CORRECT, UsageError
 from mcore_rl.common.megatron_version import check_megatron
 from mcore_rl.common.parameters import parameters_of
 from mcore_rl.common.readers import parse_yaml
-from mcore_rl.common.user_files import import_user_file
+from mcore_rl.common.user_code import import_user_file
 from mcore_rl.config import FLOAT8, RLConfig
 from mcore_rl.environments.options import EnvironmentOptions
 from mcore_rl.flags.classes import check_numbers, check_order, check_refused

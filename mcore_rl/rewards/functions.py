@@ -20,20 +20,17 @@ vLLM and numpy.
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import operator
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping
-from decimal import Decimal
-from types import ModuleType
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.near_names import did_you_mean
-from mcore_rl.common.user_files import import_user_file
+from mcore_rl.common.numbers_in_text import ends_in_number, number_of, numbers_in
+from mcore_rl.common.user_code import find_in_module, meant_own
+from mcore_rl.sandbox import PYTHON_SANDBOX
 
 RewardFunction = Callable[..., float]
 
@@ -43,18 +40,9 @@ SERVED_REWARDS = ("http", "pooling")
 REWARD_MODEL = "model"
 ENVIRONMENT = "environment"
 NO_FUNCTIONS = (*SERVED_REWARDS, REWARD_MODEL, ENVIRONMENT)
-# A reward that runs code, and must have no network.
-PYTHON_SANDBOX = "python_sandbox"
 
 _BY_NAME: dict[str, RewardFunction] = {}
 _REGISTERED_AT: dict[str, tuple[str, int]] = {}  # name -> file and line of its `@reward(...)`
-_MAX_DETAIL_CHARACTERS = 500
-
-# A sign counts only where it cannot be a minus between two operands ("7-3" ends in 3, not -3).
-_NUMBER = re.compile(
-    r"(?P<sign>(?<![\w)])-)?\\?\$?"
-    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-)
 
 
 def reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
@@ -96,17 +84,8 @@ def exact_match(*, prompt: str, response: str, answer: Any) -> float:
 
 @reward("arithmetic")
 def arithmetic(*, prompt: str, response: str, answer: Any) -> float:
-    """Return 1 if the response ends in the number of the answer, else 0.
-
-    The last integer or decimal number of the response counts, compared by value: 7, 7.0 and 007 are
-    equal, 1,000 is 1000. Only white space and punctuation may follow it, so a policy that continues
-    after its result gets no reward. An answer that is not a number raises ValueError.
-    """
-    expected = _as_number(answer)
-    matches = list(_NUMBER.finditer(_ascii_minus(response)))
-    if not matches or any(character.isalnum() for character in response[matches[-1].end() :]):
-        return 0.0
-    return float(_value(matches[-1]) == expected)
+    """Return 1 if the response ends in the number of the answer, else 0; see `ends_in_number`."""
+    return float(ends_in_number(response, answer))
 
 
 @reward("gsm8k")
@@ -118,12 +97,10 @@ def gsm8k(*, prompt: str, response: str, answer: Any) -> float:
     and `%` are ignored. An answer without a number raises ValueError. (Cobbe et al. 2021, arXiv
     2110.14168)
     """
-    expected = _as_number(str(answer).rpartition("####")[2])
-    _, mark, result = _ascii_minus(response).rpartition("####")
-    matches = list(_NUMBER.finditer(result))
-    if not matches:
-        return 0.0
-    return float(_value(matches[0 if mark else -1]) == expected)
+    expected = number_of(str(answer).rpartition("####")[2])
+    _, mark, result = response.rpartition("####")
+    numbers = numbers_in(result)
+    return float(bool(numbers) and numbers[0 if mark else -1] == expected)
 
 
 @reward(PYTHON_SANDBOX)
@@ -132,37 +109,21 @@ def python_sandbox(
 ) -> float:
     """Return 1 if the response's last block of Python passes the answer's tests, else 0.
 
-    `rewards.code_tests` lists the forms of tests; `row` completes them. Raises ValueError for an
+    `sandbox.code_tests` lists the forms of tests; `row` completes them. Raises ValueError for an
     answer without tests and for tests that no code could fail. Code and tests together have five
     seconds, or what `--rl-reward-timeout-seconds` leaves of them, in a process without network
-    (`rewards.sandbox`).
+    (`sandbox.runner`).
     """
-    from mcore_rl.rewards import code_tests, sandbox  # starts processes; few rewards do
+    from mcore_rl.sandbox import code_tests, runner  # starts processes; few rewards do
+    from mcore_rl.sandbox.code_blocks import code_in
 
     suite = code_tests.suite_of(answer, prompt=prompt, row=row)
-    code = sandbox.code_in(response)
+    code = code_in(response)
     if code is None:
         return 0.0
-    seconds = sandbox.seconds_left()
-    ran = sandbox.run_python(code, suite, timeout_seconds=seconds, stops_early=True)
+    seconds = runner.seconds_left()
+    ran = runner.run_python(code, suite, timeout_seconds=seconds, stops_early=True)
     return float(ran.all_passed)
-
-
-def _as_number(answer: Any) -> Decimal:
-    text = str(answer)
-    match = _NUMBER.fullmatch(_ascii_minus(text).strip().rstrip("%."))
-    if match is None:
-        raise ValueError(f"the answer {text[-40:]!r} is not a number")
-    return _value(match)
-
-
-def _value(match: re.Match[str]) -> Decimal:
-    value = Decimal(match["digits"].replace(",", ""))
-    return -value if match["sign"] else value
-
-
-def _ascii_minus(text: str) -> str:
-    return text.replace("\N{MINUS SIGN}", "-")
 
 
 def resolve_reward(spec: str, flag: str = "--rl-reward") -> RewardFunction:
@@ -189,80 +150,6 @@ def resolve_reward(spec: str, flag: str = "--rl-reward") -> RewardFunction:
     function: RewardFunction = find_in_module(spec, f"{flag} {spec}")
     _check_callable(function, spec, flag)
     return function
-
-
-def meant_own(spec: str) -> str:
-    """Return " (did you mean X?)" for a name without a colon that may name a module or a file."""
-    in_file = re.fullmatch(r"(.+\.py)\W*(\w*)", spec)
-    in_module = re.fullmatch(r"(.*\w)\.([^\W\d]\w*)", spec)
-    if not in_file and not in_module:
-        return ""
-    place, name = (in_file or in_module).groups()  # type: ignore[union-attr]
-    if not in_file and os.sep in place:
-        place += ".py"
-    return f" (did you mean {place}:{name or 'NAME'}?)"
-
-
-def without_variants(spec: str) -> str:
-    """Return `spec` with its colon as documented: neither doubled nor surrounded by blanks."""
-    return re.sub(r"\s*::?\s*", ":", spec.strip())
-
-
-def find_in_module(spec: str, flag: str) -> Any:
-    """Return an attribute of a user's module: `package.module:a.b` is `b` of its `a`.
-
-    Modules are searched on `sys.path` and then in the working directory, which is added to it. A
-    name that ends with `.py` or contains a `/` is the path of a file (`.py` may be omitted), which
-    `import_user_file` runs. Raises UsageError, with `flag` and its value, if the module or
-    attribute does not exist, or if importing raises.
-    """
-    module_name, _, attribute = without_variants(spec).rpartition(":")
-    if not module_name or not attribute:
-        raise UsageError(
-            f"has nothing {'behind' if module_name else 'before'} its colon",
-            flag=flag,
-            remedy="write package.module:NAME or ./file.py:NAME",
-        )
-    module = _import_module(module_name, flag)
-    try:
-        return operator.attrgetter(attribute)(module)
-    except AttributeError as error:
-        raise UsageError(
-            f"cannot be used, because module {module_name} has no attribute "
-            f"{attribute!r}{did_you_mean(attribute, vars(module))}",
-            flag=flag,
-            remedy="name one that exists",
-        ) from error
-
-
-def _import_module(module_name: str, flag: str) -> ModuleType:
-    if module_name.endswith(".py") or os.sep in module_name:
-        path = os.path.expanduser(module_name)
-        return import_user_file(f"{path}.py" if os.path.isfile(f"{path}.py") else path, flag)
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise UsageError(
-                f"cannot be imported, because there is no module {error.name!r} on sys.path or in "
-                "the working directory",
-                flag=flag,
-                remedy="check the name or set PYTHONPATH",
-            ) from error
-        raise _import_error(module_name, flag, error) from error
-    except (Exception, SystemExit) as error:  # the user must see whatever the module raises
-        raise _import_error(module_name, flag, error) from error
-
-
-def _import_error(module_name: str, flag: str, error: BaseException) -> UsageError:
-    return UsageError(
-        f"cannot be used, because importing {module_name!r} raised {type(error).__name__}: "
-        f"{shortened(str(error))}",
-        flag=flag,
-        remedy=f"make `python -c 'import {module_name}'` work",
-    )
 
 
 def _check_callable(function: object, spec: str, flag: str) -> None:
@@ -307,11 +194,3 @@ def _names(*, built_in: bool) -> list[str]:
 def _imported_names() -> str:
     names = _names(built_in=False)
     return f"those of --rl-import are {', '.join(names)}, " if names else ""
-
-
-def shortened(text: str) -> str:
-    """Return `text`, cut to fit a message. Unpaired surrogates, which neither logs nor files can
-    hold, are replaced."""
-    is_short = len(text) <= _MAX_DETAIL_CHARACTERS
-    shown = text if is_short else text[:_MAX_DETAIL_CHARACTERS] + " ..."
-    return shown.encode(errors="replace").decode()

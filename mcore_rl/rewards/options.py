@@ -22,7 +22,12 @@ class RewardOptions(Parameters):
         "one weight per reward, separated by commas; default: 1 each (write a negative first "
         "weight with =: --rl-reward-weights=-1,1)",
     )
-    reward_workers: int = param(1, "reward processes per engine", above=0)
+    reward_workers: int | None = param(
+        None,
+        "reward processes per engine; default: the spare cores of the machine, shared by its ranks "
+        "(1 to 16, fewer if memory is short)",
+        above=0,
+    )
     reward_timeout_seconds: float = param(
         10.0, "time limit for the reward of a sample, in seconds", above=0
     )

@@ -17,9 +17,12 @@ import numpy as np
 
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Rollout, ScoredRollout
+from mcore_rl.rewards.functions import NO_FUNCTIONS
 from mcore_rl.rewards.worker import Outcome
 
 logger = logging.getLogger(__name__)
+
+_HELD_UP_SECONDS, _HELD_UP_SHARE = 0.5, 0.1  # of a step, beyond which its rewards are too slow
 
 
 def weighed(
@@ -69,6 +72,29 @@ def part_metrics(table: SampleTable, names: Sequence[str]) -> dict[str, float]:
             metrics[f"reward/{name}/mean"] = math.fsum(v / len(found) for v in found.tolist())
         metrics[f"reward/{name}/failures"] = float(len(table) - len(found))
     return metrics
+
+
+class WaitLog:
+    """Log lines for steps that reward functions hold up: the first, and those that wait twice as
+    long as the last one that was logged."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._has_functions = any(name not in NO_FUNCTIONS for name in names)
+        self._logged_seconds = 0.0
+
+    def line(self, reward_seconds: float, step_seconds: float) -> str | None:
+        """Return the line for a step that waited for rewards after its last token, if any."""
+        is_held_up = (
+            reward_seconds > _HELD_UP_SECONDS and reward_seconds > _HELD_UP_SHARE * step_seconds
+        )
+        if not is_held_up or not self._has_functions or reward_seconds < 2 * self._logged_seconds:
+            return None
+        self._logged_seconds = reward_seconds
+        return (
+            f"rewards hold up the step: {reward_seconds:.1f} of {step_seconds:.1f} s were spent on "
+            "them after the last token; raise --rl-reward-workers if cores are free, or make the "
+            "reward faster"
+        )
 
 
 class FailureLog:

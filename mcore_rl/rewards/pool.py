@@ -1,5 +1,9 @@
 """A pool of worker processes that scores rollouts by reward functions.
 
+    begin ──► BatchQueue ──► idle worker ──► answers ──► finished
+                  ▲                             │
+                  └── a batch that has failed ──┘   (each of its samples alone)
+
 A reward function is user code that processes unforeseen text. If it raises, hangs or kills its
 process, it costs the sample that it was scoring, never the run.
 """
@@ -8,60 +12,65 @@ from __future__ import annotations
 
 import math
 import os
-import signal
-import threading
-import time
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from queue import SimpleQueue
-
-from pebble import ProcessExpired, ProcessPool
+from dataclasses import dataclass, field
 
 from mcore_rl.batching.types import Rollout, ScoredRollout
+from mcore_rl.common.cores import available_cores
 from mcore_rl.common.errors import UsageError
-from mcore_rl.rewards.answers import WorkerFault
-from mcore_rl.rewards.lanes import Batch, Lanes
+from mcore_rl.common.machine_memory import machine_memory
+from mcore_rl.common.readers import InvalidData
+from mcore_rl.common.user_code import shortened
+from mcore_rl.isolation.pool import START_SECONDS, ProcessPool, Starts, check_program
+from mcore_rl.isolation.session import Event
+from mcore_rl.isolation.wire import NO_ANSWER, Answer, Failed
+from mcore_rl.isolation.zygote import Program
+from mcore_rl.rewards.batches import Batch, BatchQueue
 from mcore_rl.rewards.parts import weighed
-from mcore_rl.rewards.process import WorkerContext
-from mcore_rl.rewards.scorer import Scorer
-from mcore_rl.rewards.worker import (
-    EXIT_OUT_OF_MEMORY,
-    Outcome,
-    resolve_rewards,
-    score_samples,
-    start_worker,
-)
+from mcore_rl.rewards.scorer import Scorer, Wake
+from mcore_rl.rewards.specs import RewardSpec
+from mcore_rl.rewards.worker import Outcome, as_outcomes
+from mcore_rl.sandbox import PYTHON_SANDBOX
 
-_Scored = tuple[list[Outcome], float]  # outcomes of a batch, and its seconds
-
-# The worker's own timer (see `score_sample`) fires first and is exact. The pool's timer covers what
-# escapes it: a reward that handles SIGALRM itself, or that ends its process with exit code 0.
-_POOL_TIMEOUT_MARGIN_SECONDS = 2.0
-_WORKER_START_SECONDS = 60.0
-_MAX_FRUITLESS_STARTS = 3
+# By default. More are seldom useful: each holds the modules that a reward imports.
+_MOST_WORKERS = 16
+_WORKER_BYTES = 1 << 30
+_MAX_ANSWER_BYTES = 1 << 26  # thousands of samples with the longest failure texts
 
 # In a batch a sample gets less time; one that needs more is scored again alone, with its full time.
 _TIMEOUT_IN_COMPANY_SECONDS = 1.0
 
 
+@dataclass(slots=True)
+class _Worker:
+    ticket: int
+    is_ready: bool = False  # it has resolved the functions
+    batches: deque[Batch] = field(default_factory=deque)  # not answered; it works on the first
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether a quick batch may wait behind what it has."""
+        return self.is_ready and all(batch.is_quick for batch in self.batches)
+
+    @property
+    def expected_seconds(self) -> float:
+        return sum(batch.expected_seconds for batch in self.batches)
+
+
 class RewardPool(Scorer):
     """Worker processes that score samples, with a time limit per sample and function.
 
-    A faulty function costs only its sample, even if it writes into the pipe of its process
-    (`answers`).
+    A faulty function costs only its sample, even if it writes into the socket of its process.
 
     Not collective: every rank that scores has its own pool. Workers start when the first sample is
     sent. They import only `worker`, its imports and the user's modules, inherit the standard
-    streams and the environment variables of `process` and `environment_names`, and are killed when
-    this process ends, however it ends. Linux also kills them when the thread ends that sent the
-    first sample (by `finished`, `wait`, `outcomes`); later samples then start new workers. Each may
-    have `memory_gib` GiB; 0 means unlimited. `sandbox_accept` lists protections that
-    `python_sandbox` may lack (`isolation.levels.PROTECTIONS`).
+    streams and the environment variables of `isolation.spawn` and the spec, and are killed when
+    this process ends, however it ends. Call `check_rewards` before building anything, for its
+    errors.
 
-    `specs` are arguments of `resolve_reward`, `imports` of `import_user_file`; call these before
-    building anything, for their errors. All functions share the workers: each worker scores any
-    sample by any function, the oldest ticket first. Several waiting samples of a quick function go
+    All functions share the workers: each worker scores any sample by any function, the oldest
+    ticket first, so their number decides no outcome. Several waiting samples of a quick function go
     to a worker at once; if one of them kills its process, all of them are scored again, each alone.
     Each sample has `timeout_seconds` from the moment its worker starts on it. `failure_counts`
     counts failures by kind since the pool was created.
@@ -71,41 +80,33 @@ class RewardPool(Scorer):
     """
 
     def __init__(
-        self,
-        *specs: str,
-        num_workers: int,
-        timeout_seconds: float,
-        imports: Sequence[str] = (),
-        memory_gib: float = 0.0,
-        environment_names: Sequence[str] = (),
-        sandbox_accept: Sequence[str] = (),
-        wake: threading.Event | None = None,
+        self, spec: RewardSpec, output: int | None = None, wake: Wake | None = None
     ) -> None:
-        if not specs or len(set(specs)) < len(specs):
-            raise ValueError(f"specs are {specs}, they must be one or several, none of them twice")
-        if num_workers < 1:
-            raise ValueError(f"num_workers is {num_workers}, it must be at least 1")
-        if not timeout_seconds > 0:
-            raise ValueError(f"timeout_seconds is {timeout_seconds}, it must be above 0")
-        if not (memory_gib >= 0 and math.isfinite(memory_gib)):
-            raise ValueError(f"memory_gib is {memory_gib}, it must be finite and at least 0")
-        super().__init__(specs, wake)
-        self._num_workers = num_workers
-        self._timeout_seconds = timeout_seconds
+        """`output` is a descriptor for what workers print; None: this process's."""
+        super().__init__(spec.functions, wake)
+        self._num_workers = spec.num_workers or default_workers()
+        self._timeout_seconds = spec.timeout_seconds
         # The working directory may differ when workers start.
-        self._imports = tuple(os.path.abspath(path) for path in imports)
-        self._memory_gib = memory_gib
-        self._environment_names = tuple(environment_names)
-        self._sandbox_accept = tuple(sandbox_accept)
-        self._lanes = Lanes(specs, num_workers)
-        self._sent: OrderedDict[Future[_Scored], Batch] = OrderedDict()
-        self._landed: SimpleQueue[Future[_Scored]] = SimpleQueue()
-        self._oldest_sent: tuple[Future[_Scored] | None, float] = (None, 0.0)  # and since when
-        self._pool = self._new_pool()
-        self._broken: str | None = None
-        self._resolved: set[str] = set()  # functions that have scored a sample
-        self._ending: tuple[ThreadPoolExecutor, Future[None]] | None = None
-        self._fruitful, self._num_fruitless_starts = False, 0
+        files = [os.path.abspath(path) for path in spec.imports]
+        owner = f"reward {','.join(spec.functions)}"
+        self._program = Program(
+            owner,
+            "mcore_rl.rewards.worker",
+            {"specs": spec.functions, "imports": files},
+            memory_gib=spec.memory_gib,
+            memory_flag="--rl-reward-memory-gib",
+            max_answer_bytes=_MAX_ANSWER_BYTES,
+            environment_names=spec.environment_names,
+            runs_code=PYTHON_SANDBOX in spec.functions,
+            sandbox_accept=spec.sandbox_accept,
+            output=output,
+        )
+        self._pool = ProcessPool(self._program, self._num_workers)
+        self._wake.watch(self._pool.fileno())
+        self._batches = BatchQueue(self.names, self._num_workers)
+        self._workers: dict[int, _Worker] = {}
+        self._starts = Starts(owner)
+        self._is_resolved = False  # by a worker, some time
 
     @property
     def failure_counts(self) -> Counter[str]:
@@ -120,203 +121,126 @@ class RewardPool(Scorer):
 
     def check(self) -> None:
         """Raise UsageError if a worker cannot find a function; this process imports nothing."""
-        asked = self._pool.schedule(
-            resolve_rewards, args=(self.names, self._imports), timeout=_WORKER_START_SECONDS
-        )
-        try:
-            # A task's own time begins when a worker takes it, after the imports.
-            asked.result(timeout=_WORKER_START_SECONDS)
-        except (RuntimeError, WorkerFault, ProcessExpired, TimeoutError) as error:
-            is_told = isinstance(error, (RuntimeError, WorkerFault))
-            reason = self._why_broken(error) if is_told else type(error).__name__
-            raise UsageError(
-                "cannot be used, because the process that imported it ended or gave no answer "
-                f"within {_WORKER_START_SECONDS:g} s ({reason})",
-                flag=f"--rl-reward {','.join(self.names)}",
-                remedy="make its import work by itself",
-            ) from error
-
-    # Queue and dispatch ---------------------------------------------------------------------------
+        check_program(self._program, f"--rl-reward {','.join(self.names)}")
 
     def _accept(self, ticket: int, rollout: Rollout) -> None:
         sample = (rollout.prompt.text, rollout.text, rollout.prompt.answer, rollout.prompt.row)
-        self._lanes.add(ticket, sample)
+        self._batches.add(ticket, sample)
 
     def _drop(self, tickets: Sequence[int]) -> None:
-        # Tasks that pebble holds continue: pebble stops a worker that meets a cancelled task, and
-        # at times loses the task that the worker has taken since.
-        self._lanes.drop(tickets)
+        self._batches.drop(tickets)  # what a worker has continues
 
     def _advance(self) -> None:
-        self._take_landed()
-        if self._broken is None and self._context.answers is not None:
-            # Tasks sent to a pool that is about to break would never return.
-            self._broken = self._context.answers.fault
-        if self._broken is None:
-            self._notice_a_stall()
-        if self._broken is None:
+        try:
+            for ticket, event in self._pool.finished():
+                if ticket in self._workers:  # else an earlier event has lost it
+                    self._take(self._workers[ticket], event)
             self._send()
-        if self._broken is not None and self._replace_pool():
-            self._send()
+        except BaseException:
+            self._start_afresh()
+            raise
+
+    def _start_afresh(self) -> None:
+        self._pool.kill(self._workers)
+        self._workers.clear()
+        self._batches = BatchQueue(self.names, self._num_workers)
+
+    # From the workers -----------------------------------------------------------------------------
+
+    def _take(self, worker: _Worker, event: Event) -> None:
+        if not worker.is_ready:
+            self._take_start(worker, event)
+            return
+        batch = worker.batches.popleft()
+        self._batches.back(batch)
+        if isinstance(event, Answer):
+            try:
+                outcomes, seconds = as_outcomes(event.value, len(batch))
+            except InvalidData as error:
+                self._pool.kill([worker.ticket])
+                event = Failed(NO_ANSWER, shortened(str(error)))
+            else:
+                self._settle(batch, outcomes, seconds)
+                return
+        self._lose(worker)
+        if len(batch) > 1:
+            self._put_back(batch, alone=True)
+        else:
+            self._settle(batch, [self._failure(event)], math.inf)
+
+    def _take_start(self, worker: _Worker, event: Event) -> None:
+        """Take whether a worker could resolve the functions."""
+        if isinstance(event, Answer):
+            worker.is_ready = self._is_resolved = True
+            self._starts.had_result()
+            return
+        self._lose(worker)
+        if isinstance(event, UsageError) and not self._is_resolved:
+            raise event
+        self._starts.ended(str(event) if isinstance(event, UsageError) else event.failure)
+
+    def _lose(self, worker: _Worker) -> None:
+        """Forget a worker whose process has ended or ends; queue what it has not begun."""
+        del self._workers[worker.ticket]
+        for batch in reversed(worker.batches):
+            self._batches.back(batch)
+            self._put_back(batch, alone=batch.alone)
+
+    def _put_back(self, batch: Batch, *, alone: bool) -> None:
+        wanted = [ticket for ticket in batch.samples if ticket in self._open]
+        self._batches.put_back(batch, wanted, alone=alone)
+
+    def _settle(self, batch: Batch, outcomes: Sequence[Outcome], seconds: float) -> None:
+        self._batches.took(batch, seconds)
+        for ticket, outcome in zip(batch.samples, outcomes, strict=True):
+            self._found(ticket, batch.spec, outcome)
+
+    def _failure(self, event: Failed | UsageError) -> Outcome:
+        if isinstance(event, UsageError):
+            return Outcome(0.0, "failed in its worker", str(event))
+        if event.kind == "timed out":
+            return Outcome(0.0, event.kind, f"no value within {self._timeout_seconds:g} s")
+        return Outcome(0.0, event.kind, event.detail)
+
+    # To the workers -------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        try:
-            while (batch := self._lanes.next_batch()) is not None:
-                future = self._schedule(batch)
-                self._lanes.sent(batch)
-                self._sent[future] = batch
-                future.add_done_callback(self._land)
-        except RuntimeError as refusal:
-            self._broken = str(refusal)
+        for worker in list(self._workers.values()):
+            if not worker.batches and self._pool.gone(worker.ticket) is not None:
+                self._pool.end([worker.ticket])
+                del self._workers[worker.ticket]
+        while self._batches.num_waiting and len(self._workers) < self._num_workers:
+            worker = _Worker(self._pool.open())
+            self._workers[worker.ticket] = worker
+            self._pool.ask(worker.ticket, None, limit_seconds=START_SECONDS)
+        while True:
+            free = [worker for worker in self._workers.values() if worker.takes_more]
+            if not free:
+                return
+            worker = min(free, key=lambda each: (len(each.batches) > 0, each.expected_seconds))
+            batch = self._batches.next_batch(only_quick=bool(worker.batches))
+            if batch is None:
+                return
+            self._batches.sent(batch)
+            worker.batches.append(batch)
+            self._ask(worker, batch)
 
-    def _sample_seconds(self, batch: Batch) -> float:
-        """Return the time limit of each sample of a batch."""
-        if len(batch) == 1:
-            return self._timeout_seconds
-        return min(self._timeout_seconds, _TIMEOUT_IN_COMPANY_SECONDS)
-
-    def _limit_seconds(self, batch: Batch) -> float:
-        return len(batch) * self._sample_seconds(batch) + _POOL_TIMEOUT_MARGIN_SECONDS
-
-    def _schedule(self, batch: Batch) -> Future[_Scored]:
-        return self._pool.schedule(
-            score_samples,
-            args=(list(batch.samples.values()), batch.spec),
-            kwargs={"timeout_seconds": self._sample_seconds(batch), "imports": self._imports},
-            timeout=self._limit_seconds(batch),
-        )
-
-    # Results --------------------------------------------------------------------------------------
-
-    def _land(self, future: Future[_Scored]) -> None:
-        """Queue a finished future; called by a thread of pebble."""
-        self._landed.put(future)
-        self._wake.set()
-
-    def _take_landed(self) -> None:
-        while not self._landed.empty():
-            future = self._landed.get()
-            batch = self._sent[future]
-            error = future.exception()
-            if isinstance(error, RuntimeError):
-                # A worker without a sample died (the kernel is short of memory, say): pebble then
-                # gives up all samples, and some of their futures never end.
-                self._broken = self._broken or self._why_broken(error)
-                continue
-            del self._sent[future]
-            self._lanes.back(batch)
-            wanted = [ticket for ticket in batch.samples if ticket in self._open]
-            if not wanted:
-                continue
-            if isinstance(error, UsageError) and batch.spec not in self._resolved:
-                raise error
-            if len(batch) > 1 and error is not None:
-                self._lanes.put_back(batch, wanted, alone=True)
-                # A fault breaks the pool, but brings it closer to the faulty sample.
-                self._fruitful = self._fruitful or isinstance(error, WorkerFault)
-                continue
-            if error is None:
-                self._resolved.add(batch.spec)
-            found, seconds = self._outcomes(future)
-            for ticket, outcome in zip(batch.samples, found, strict=True):
-                self._found(ticket, batch.spec, outcome)
-            self._lanes.took(batch, seconds)
-            self._fruitful = True
-
-    def _outcomes(self, future: Future[_Scored]) -> _Scored:
-        limit = f"no value within {self._timeout_seconds:g} s"
-        try:
-            return future.result()
-        except WorkerFault as fault:
-            outcome = Outcome(0.0, fault.kind, fault.detail)
-        except UsageError as error:  # for a function that was resolved before
-            outcome = Outcome(0.0, "failed in its worker", str(error))
-        except TimeoutError:
-            outcome = Outcome(0.0, "timed out", f"{limit}, or its process exited with code 0")
-        except ProcessExpired as error:
-            if error.exitcode == -signal.SIGALRM:
-                outcome = Outcome(0.0, "timed out", limit)
-            elif error.exitcode == EXIT_OUT_OF_MEMORY:
-                outcome = Outcome(0.0, "ran out of memory", self._memory_limit())
-            else:
-                outcome = Outcome(0.0, "ended its process", f"exit code {error.exitcode}")
-        return [outcome], math.inf
-
-    def _why_broken(self, error: BaseException) -> str:
-        answers = self._context.answers
-        return (answers.fault if answers is not None else None) or str(error)
-
-    def _memory_limit(self) -> str:
-        if self._memory_gib == 0:
-            return "the machine has no more"
-        return f"its process may have {self._memory_gib:g} GiB (--rl-reward-memory-gib)"
-
-    # The pool and its replacement -----------------------------------------------------------------
-
-    def _new_pool(self) -> ProcessPool:
-        self._context = WorkerContext(self._environment_names)
-        return ProcessPool(
-            max_workers=self._num_workers,
-            initializer=start_worker,
-            initargs=(
-                self.names,
-                self._imports,
-                int(self._memory_gib * 2**30),
-                self._sandbox_accept,
-            ),
-            context=self._context,
-        )
-
-    def _notice_a_stall(self) -> None:
-        """Break the pool if its oldest sample stalls. Workers take samples in the order sent, so a
-        worker has the oldest, or will have it once one has started or has finished a batch."""
-        if self._context.answers is not None:
-            self._context.answers.check_clocks()
-        oldest, since = next(iter(self._sent), None), time.monotonic()
-        if oldest is not self._oldest_sent[0]:
-            self._oldest_sent = (oldest, since)
-        if oldest is None:
-            return
-        stall_seconds = _WORKER_START_SECONDS + 2 * self._limit_seconds(self._sent[oldest])
-        if since - self._oldest_sent[1] > stall_seconds:
-            self._broken = f"no answer within {stall_seconds:g} s"
-
-    def _replace_pool(self) -> bool:
-        """End the broken pool in another thread, as that takes time; then queue its unfinished
-        samples for a new pool. Return whether there is a new pool."""
-        if self._ending is None:
-            self._pool.stop()
-            thread = ThreadPoolExecutor(1, "end of a reward pool")
-            self._ending = (thread, thread.submit(self._pool.join))
-            self._ending[1].add_done_callback(lambda _: self._wake.set())
-            thread.shutdown(wait=False)  # it ends with this task
-        thread, ended = self._ending
-        if not ended.done():
-            return False
-        self._take_landed()
-        self._ending = None
-        thread.shutdown()
-        ended.result()
-        broken, self._broken = self._broken, None
-        for batch in reversed(self._sent.values()):
-            self._lanes.back(batch)
-            wanted = [ticket for ticket in batch.samples if ticket in self._open]
-            self._lanes.put_back(batch, wanted, alone=batch.alone)
-        self._sent.clear()
-        self._pool = self._new_pool()
-        self._num_fruitless_starts = 0 if self._fruitful else self._num_fruitless_starts + 1
-        self._fruitful = False
-        if self._num_fruitless_starts == _MAX_FRUITLESS_STARTS:
-            self._num_fruitless_starts = 0
-            raise RuntimeError(
-                f"the workers of reward {','.join(self.names)} were started "
-                f"{_MAX_FRUITLESS_STARTS} times and scored none of {len(self._open)} samples: "
-                f"{broken}"
-            )
-        return True
+    def _ask(self, worker: _Worker, batch: Batch) -> None:
+        seconds = self._timeout_seconds
+        if len(batch) > 1:
+            seconds = min(seconds, _TIMEOUT_IN_COMPANY_SECONDS)
+        samples = list(batch.samples.values())
+        request = {"spec": batch.spec, "samples": samples, "seconds": seconds}
+        self._pool.ask(worker.ticket, request, limit_seconds=len(batch) * seconds)
 
     def _end(self) -> None:
-        if self._ending is not None:
-            self._ending[0].shutdown()
-        self._pool.stop()
-        self._pool.join()
+        self._pool.close()
+
+
+def default_workers() -> int:
+    """Return how many workers each rank of this machine may have: its share of the cores that no
+    rank needs itself, and of half of the free memory."""
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    spare_cores = available_cores() - num_ranks
+    workers_of_memory = machine_memory().available_bytes // (2 * _WORKER_BYTES)
+    return max(1, min(_MOST_WORKERS, min(spare_cores, workers_of_memory) // num_ranks))

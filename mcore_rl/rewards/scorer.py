@@ -10,8 +10,10 @@ This module keeps track of tickets and their outcomes. Scoring itself is in `poo
 
 from __future__ import annotations
 
+import contextlib
 import math
-import threading
+import os
+import select
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +30,34 @@ Finished = tuple[int, dict[str, Outcome]]  # a ticket, and the outcome of each r
 _LOOK_SECONDS = 1.0
 
 
+class Wake:
+    """An event that any thread sets, or a descriptor that is readable."""
+
+    def __init__(self) -> None:
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self.watch(self._event)
+
+    def watch(self, descriptor: int) -> None:
+        """Count this descriptor as the event while it is readable."""
+        self._poll.register(descriptor, select.POLLIN)
+
+    def set(self) -> None:
+        """Let `wait` return until `clear` is called."""
+        os.eventfd_write(self._event, 1)
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._event)
+
+    def wait(self, seconds: float) -> None:
+        """Block until the event, at most so long."""
+        self._poll.poll(1000 * seconds)
+
+    def close(self) -> None:
+        os.close(self._event)
+
+
 class Scorer(ABC):
     """A scorer of rollouts by the rewards `names`, while more of them arrive; `with` closes it.
 
@@ -36,11 +66,11 @@ class Scorer(ABC):
     exceptions end all scoring in progress; later calls start afresh.
     """
 
-    def __init__(self, names: Sequence[str], wake: threading.Event | None = None) -> None:
+    def __init__(self, names: Sequence[str], wake: Wake | None = None) -> None:
         self.names = tuple(names)
         self._logs = {name: FailureLog(name) for name in names}
-        # Set by any thread that has something for `_advance`.
-        self._wake = threading.Event() if wake is None else wake
+        self._wake = Wake() if wake is None else wake  # `_advance` has something to do
+        self._owns_wake = wake is None
         self._num_begun = 0
         self._open: dict[int, dict[str, Outcome]] = {}
         self._complete: dict[int, dict[str, Outcome]] = {}
@@ -114,10 +144,12 @@ class Scorer(ABC):
 
     def close(self) -> None:
         """End all work, even unfinished. A second call does nothing."""
-        self._closed = True
+        was_closed, self._closed = self._closed, True
         self._open.clear()
         self._complete.clear()
         self._end()
+        if self._owns_wake and not was_closed:
+            self._wake.close()
 
     @abstractmethod
     def _accept(self, ticket: int, rollout: Rollout) -> None:

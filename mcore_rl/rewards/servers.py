@@ -9,7 +9,7 @@ from queue import SimpleQueue
 
 from mcore_rl.batching.types import Rollout
 from mcore_rl.rewards.http import ServerReward
-from mcore_rl.rewards.scorer import Scorer
+from mcore_rl.rewards.scorer import Scorer, Wake
 from mcore_rl.rewards.worker import Outcome
 
 
@@ -21,9 +21,7 @@ class Servers(Scorer):
     samples and raise nothing.
     """
 
-    def __init__(
-        self, servers: Sequence[ServerReward], wake: threading.Event | None = None
-    ) -> None:
+    def __init__(self, servers: Sequence[ServerReward], wake: Wake | None = None) -> None:
         super().__init__([server.name for server in servers], wake)
         self._servers = tuple(servers)
         self._begun: list[tuple[int, Rollout]] = []

@@ -6,8 +6,8 @@ environment variables.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +15,11 @@ from urllib.parse import SplitResult
 
 from mcore_rl.common.addresses import checked_url, header_from
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.user_files import import_user_file
+from mcore_rl.common.user_code import import_user_file, without_variants
 from mcore_rl.isolation.levels import parse_accepted
-from mcore_rl.rewards.functions import (
-    NO_FUNCTIONS,
-    PYTHON_SANDBOX,
-    resolve_reward,
-    without_variants,
-)
+from mcore_rl.isolation.spawn import check_environment_names, parse_environment_names
+from mcore_rl.rewards.functions import NO_FUNCTIONS, resolve_reward
+from mcore_rl.sandbox import PYTHON_SANDBOX
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HTTP_HEADER_FLAG = "--rl-reward-http-header-env"
@@ -51,7 +48,7 @@ class RewardSpec:
 
     names: tuple[str, ...]
     weights: tuple[float, ...]
-    num_workers: int
+    num_workers: int | None  # None: as many as the machine has spare cores for
     timeout_seconds: float
     imports: tuple[str, ...] = ()  # files to run before names are resolved
     servers: tuple[ServerSpec, ...] = ()  # of the names in SERVED_REWARDS
@@ -73,7 +70,7 @@ def parse_rewards(
     rewards: str,
     weights: str | None = None,
     *,
-    num_workers: int = 1,
+    num_workers: int | None = None,
     timeout_seconds: float = 10.0,
     imports: Sequence[str] = (),
     url: str | None = None,
@@ -136,42 +133,35 @@ def check_rewards(spec: RewardSpec) -> None:
     Runs the files of `--rl-import`, which may also define losses. A `package.module:function` is
     only imported in worker processes, one of which is started here.
     """
+    for path in spec.imports:
+        import_user_file(path)
+    for name in spec.functions:
+        if ":" not in name:
+            resolve_reward(name)
+    check_functions(spec, [name for name in spec.functions if ":" in name])
+
+
+def check_functions(spec: RewardSpec, names: Sequence[str] | None = None) -> None:
+    """Raise UsageError if an environment variable, the sandbox or a function cannot be used.
+
+    The functions `names`, by default all, are looked up by a worker process; this process imports
+    nothing.
+    """
     check_environment_names(spec.environment_names, "--rl-reward-env")
     for server in spec.servers:
         header_of(server)
-    for path in spec.imports:
-        import_user_file(path)
     if PYTHON_SANDBOX in spec.functions:
-        from mcore_rl.rewards.sandbox import check_sandbox
+        from mcore_rl.sandbox.runner import check_sandbox
 
         check_sandbox(f"--rl-reward {','.join(spec.names)}", spec.sandbox_accept)
-    in_modules = [name for name in spec.functions if ":" in name]
-    for name in spec.functions:
-        if name not in in_modules:
-            resolve_reward(name)
-    if in_modules:
+    names = spec.functions if names is None else names
+    if names:
         from mcore_rl.rewards.pool import RewardPool  # starts processes, which a spec does not need
 
-        with RewardPool(
-            *in_modules,
-            num_workers=1,
-            timeout_seconds=spec.timeout_seconds,
-            imports=spec.imports,
-            memory_gib=spec.memory_gib,
-            environment_names=spec.environment_names,
-        ) as pool:
+        weights = (1.0,) * len(names)
+        some = dataclasses.replace(spec, names=tuple(names), weights=weights, num_workers=1)
+        with RewardPool(some) as pool:
             pool.check()
-
-
-def check_environment_names(names: Sequence[str], flag: str) -> None:
-    """Raise UsageError for a variable that is not set."""
-    for name in names:
-        if name not in os.environ:
-            raise UsageError(
-                "names an environment variable that is not set",
-                flag=f"{flag} {name}",
-                remedy="export it or leave it out",
-            )
 
 
 def header_of(server: ServerSpec) -> dict[str, str]:
@@ -197,20 +187,6 @@ def _check_names(names: tuple[str, ...], rewards: str) -> None:
                 flag=f"--rl-reward {rewards}",
                 remedy="name it once and give it the sum of the weights",
             )
-
-
-def parse_environment_names(text: str | None, flag: str) -> tuple[str, ...]:
-    """Parse a flag's variable names; UsageError for an invalid name."""
-    names = () if text is None else tuple(name.strip() for name in text.split(","))
-    if not all(_VARIABLE.fullmatch(name) for name in names):
-        # The value may be the secret itself.
-        raise UsageError(
-            "must be names of environment variables, made of letters, digits and _, with commas "
-            "between them",
-            flag=flag,
-            remedy="put what is needed into a variable and give its name",
-        )
-    return names
 
 
 def _parse_weights(weights: str | None, names: tuple[str, ...], rewards: str) -> tuple[float, ...]:

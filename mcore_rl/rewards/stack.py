@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Mapping, Sequence
 
 from mcore_rl.batching.types import Rollout, ScoredRollout
@@ -26,30 +25,20 @@ class RewardStack(Scorer):
     concurrently (see `Servers`). Call `check_rewards` before building anything, for its errors.
     """
 
-    def __init__(self, spec: RewardSpec) -> None:
-        """Raises UsageError if the environment does not hold a header that a server needs."""
+    def __init__(self, spec: RewardSpec, output: int | None = None) -> None:
+        """`output` is a descriptor for what functions print; None: this process's. Raises
+        UsageError if the environment does not hold a header that a server needs."""
         self._weights = dict(zip(spec.names, spec.weights, strict=True))
         servers = [
             ServerReward(server, _DIALECTS[server.name], timeout_seconds=spec.timeout_seconds)
             for server in spec.servers
         ]
-        wake = threading.Event()
+        super().__init__([*spec.functions, *(server.name for server in spec.servers)])
         self._parts: list[Scorer] = []
         if spec.functions:
-            pool = RewardPool(
-                *spec.functions,
-                num_workers=spec.num_workers,
-                timeout_seconds=spec.timeout_seconds,
-                imports=spec.imports,
-                memory_gib=spec.memory_gib,
-                environment_names=spec.environment_names,
-                sandbox_accept=spec.sandbox_accept,
-                wake=wake,
-            )
-            self._parts.append(pool)
+            self._parts.append(RewardPool(spec, output, self._wake))
         if servers:
-            self._parts.append(Servers(servers, wake))
-        super().__init__([name for part in self._parts for name in part.names], wake)
+            self._parts.append(Servers(servers, self._wake))
 
     def score(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
         """Score all rollouts, in their order, by functions and servers."""

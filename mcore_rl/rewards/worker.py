@@ -1,141 +1,26 @@
-"""The code that a reward pool's worker processes run.
+"""The program of reward workers, and the outcome of a sample.
 
-Workers import only this module, `process`, their imports and what the user's functions import: all
-of these must stay free of torch, Megatron, vLLM and numpy, except the user's own. Dropping rights
-before user code runs depends on Linux; on other systems, missing parts are skipped.
+Workers import only this module, its imports and what the user's functions import: all of these must
+stay free of torch, Megatron, vLLM and numpy, except the user's own.
 """
 
 from __future__ import annotations
 
-import copy
-import ctypes
-import errno
 import functools
-import inspect
 import json
 import math
-import multiprocessing
-import os
-import resource
-import signal
-import struct
-import sys
 import time
-from collections.abc import Awaitable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, SupportsFloat
 
-from mcore_rl.common.errors import UsageError
-from mcore_rl.common.spawning import forbid_runs
-from mcore_rl.common.user_files import import_user_file
-from mcore_rl.rewards.functions import (
-    PYTHON_SANDBOX,
-    RewardFunction,
-    resolve_reward,
-    shortened,
-    takes_row,
-)
+from mcore_rl.common.readers import InvalidData, finite_number
+from mcore_rl.common.user_code import import_user_file
+from mcore_rl.isolation.process import Service, awaited, guarded
+from mcore_rl.isolation.wire import Failed, InvalidValue, as_text
+from mcore_rl.isolation.zygote import run_zygote
+from mcore_rl.rewards.functions import RewardFunction, resolve_reward, takes_row
 
-# Memory that libraries map but do not use: code, and reserves of allocators and thread pools.
-_ADDRESS_SPACE_MARGIN_BYTES = 16 << 30
-
-# Capabilities to inspect any process and to raise one's own limits; only root has them.
-_CAPABILITIES = {
-    "CAP_SYS_PTRACE": 19,
-    "CAP_SYS_ADMIN": 21,
-    "CAP_SYS_RESOURCE": 24,
-    "CAP_PERFMON": 38,
-}
-_CAPABILITY_VERSION_3 = 0x20080522  # linux/capability.h
-
-_PR_SET_NO_NEW_PRIVS = 38  # linux/prctl.h
-_LANDLOCK_CREATE_RULESET = 444  # these two are the same on all architectures
-_LANDLOCK_RESTRICT_SELF = 446
-_LANDLOCK_ACCESS_FS_MAKE_BLOCK = 1 << 11
-_LANDLOCK_CREATE_RULESET_VERSION = 1
-_LANDLOCK_SCOPE_SIGNAL = 1 << 1
-_LANDLOCK_ABI_WITH_SCOPES = 6  # Linux 6.12
-
-
-def limit_memory(limit_bytes: int) -> None:
-    """Refuse memory beyond `limit_bytes` from here on, permanently; 0 sets no limit.
-
-    RLIMIT_DATA is the effective limit: it counts private writable memory, which a function fills.
-    RLIMIT_AS also counts what numpy or torch map and never touch, so a limit that they start under
-    would be ineffective. It is set higher, for shared memory, which RLIMIT_DATA omits. Both apply
-    to one process: processes that a reward starts have the same limits anew.
-    """
-    if limit_bytes == 0:
-        return
-    _lower(resource.RLIMIT_DATA, limit_bytes)
-    _lower(resource.RLIMIT_AS, limit_bytes + _ADDRESS_SPACE_MARGIN_BYTES)
-
-
-def write_no_core() -> None:
-    """Disable core files: the memory of a crashed reward holds prompts and answers."""
-    _lower(resource.RLIMIT_CORE, 0)
-
-
-def drop_privileges() -> None:
-    """Drop root's capabilities to undo the other limits, also for programs started from here."""
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
-    # Effective, permitted, inheritable: their low words, then their high ones.
-    sets = ctypes.create_string_buffer(24)
-    if libc.capget(ctypes.c_char_p(header), sets) != 0:
-        return
-    words = list(struct.unpack("=6I", sets.raw))
-    for number in _CAPABILITIES.values():
-        high, bit = divmod(number, 32)
-        for index in range(3):
-            words[3 * high + index] &= ~(1 << bit)
-    libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(struct.pack("=6I", *words)))
-
-
-def see_no_other_process(*, send_no_signals: bool = False) -> None:
-    """Remove this process's access to other processes' memory and environment under /proc.
-
-    Call `drop_privileges` first. With `send_no_signals`, and Linux 6.12 or later, it can also
-    signal only the processes that it starts from here on.
-
-    The trainer runs as the same user, and /proc/PID/environ would reveal its secrets. A process
-    under Landlock may inspect only processes under the same rules. These rules forbid only the
-    creation of block devices, as an empty set is not allowed. Kernels before 5.13, or started
-    without Landlock, restrict nothing.
-    """
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None)
-    rules = struct.pack("=Q", _LANDLOCK_ACCESS_FS_MAKE_BLOCK)
-    version = libc.syscall(
-        _LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_CREATE_RULESET_VERSION
-    )
-    if send_no_signals and version >= _LANDLOCK_ABI_WITH_SCOPES:
-        rules += struct.pack("=QQ", 0, _LANDLOCK_SCOPE_SIGNAL)
-    ruleset = libc.syscall(
-        _LANDLOCK_CREATE_RULESET, ctypes.c_char_p(rules), ctypes.c_size_t(len(rules)), 0
-    )
-    if ruleset < 0:
-        return
-    libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0)
-    libc.close(ruleset)
-
-
-def _lower(kind: int, value: int) -> None:
-    """Lower both limits, so that it cannot be undone; a limit that is already lower stays."""
-    _, hard = resource.getrlimit(kind)
-    if hard != resource.RLIM_INFINITY:
-        value = min(value, hard)
-    resource.setrlimit(kind, (value, value))
-
-
-if TYPE_CHECKING:
-    import asyncio
-
-EXIT_OUT_OF_MEMORY = 112  # of a process that completed no sample
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+Sample = tuple[str, str, Any, str]  # prompt, response, answer, row
 
 
 class Outcome(NamedTuple):
@@ -148,38 +33,46 @@ class Outcome(NamedTuple):
     @property
     def failure(self) -> str | None:
         """The reason of the failure, in words; None without one."""
-        return f"{self.kind}: {self.detail}" if self.detail else self.kind
+        return None if self.kind is None else Failed(self.kind, self.detail).failure
 
 
-def start_worker(
-    specs: Sequence[str],
-    imports: Sequence[str],
-    memory_bytes: int = 0,
-    sandbox_accept: Sequence[str] = (),
-) -> None:
-    """Prepare a worker: drop its rights, then import the user's files and modules.
+def main(control: int, parent: int) -> None:
+    """Run the zygote of a `RewardPool`; see `start_process`."""
+    run_zygote(control, parent, _load)
 
-    Runs first in a worker. `memory_bytes` limits its memory; 0 sets no limit. What `process` did
-    not pass on need not be dropped. Importing now does not count against the first sample.
-    """
-    forbid_runs()  # whatever script the user's modules are
-    # A worker that the pool stops must end at once: pebble holds the lock of all workers meanwhile,
-    # and a Python handler would wait for the C code in which the reward may hang.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    die_with_parent()
-    if PYTHON_SANDBOX in specs:
-        from mcore_rl.isolation.client import start_supervisor  # starts processes; few rewards do
 
-        start_supervisor(sandbox_accept)  # processes started later cannot create namespaces
-    limit_memory(memory_bytes)
-    write_no_core()
-    drop_privileges()
-    see_no_other_process()
-    try:
-        for spec in specs:
-            _resolve_once(spec, tuple(imports))
-    except UsageError:
-        return  # raised again by the first sample, which can carry it to the trainer
+def _load(settings: dict[str, Any]) -> Callable[[], Service]:
+    # Workers import the user's modules, not the zygote: a module may start threads or initialize
+    # CUDA, which a fork cannot use.
+    return lambda: _RewardService(settings["specs"], tuple(settings["imports"]))
+
+
+class _RewardService:
+    """A worker, which scores batches of samples."""
+
+    def __init__(self, specs: Sequence[str], imports: tuple[str, ...]) -> None:
+        self._specs, self._imports = specs, imports
+
+    def answer(self, request: dict[str, Any] | None) -> object:
+        """Resolve all functions (None), or score `samples` by `spec`, with `seconds` for each.
+
+        A sample that takes too long also loses the outcomes of the samples before it.
+        """
+        if request is None:
+            for spec in self._specs:
+                _resolve_once(spec, self._imports)
+            return None
+        started = time.perf_counter()
+        outcomes = [
+            score_sample(
+                request["spec"], *sample, timeout_seconds=request["seconds"], imports=self._imports
+            )
+            for sample in request["samples"]
+        ]
+        return [outcomes, time.perf_counter() - started]
+
+    def close(self) -> None:
+        """Functions have nothing to close."""
 
 
 def score_sample(
@@ -195,86 +88,28 @@ def score_sample(
     """Score one sample by one function. SIGALRM ends the process when the time is over.
 
     `row` is the JSON of all columns, passed only to a function that takes it. Async results are
-    awaited. The kernel's timer starts with the sample, ends Python and C code alike, and only
-    affects the running sample. Raises UsageError if a file of `imports` fails or `spec` cannot be
-    resolved. Any other fault of the reward function is part of the outcome, with one exception:
-    without memory the process ends with EXIT_OUT_OF_MEMORY, because the memory's owner may outlive
-    the sample.
+    awaited. Raises UsageError if a file of `imports` fails or `spec` cannot be resolved. Any other
+    fault of the reward function is part of the outcome; see `guarded`.
     """
     function, takes_columns = _resolve_once(spec, imports)
     given = {"row": json.loads(row)} if takes_columns else {}
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the last sample may have left a handler
-    signal.setitimer(signal.ITIMER_REAL, timeout_seconds)
-    try:
-        # A copy: samples of a prompt that are sent together share the answer.
-        answer = copy.deepcopy(answer)
-        value: object = function(prompt=prompt, response=response, answer=answer, **given)
-        if inspect.isawaitable(value):
-            value = _runner().run(_awaited(value))
-        return _checked(value)
-    except MemoryError:
-        os._exit(EXIT_OUT_OF_MEMORY)
-    except BaseException as error:  # SystemExit too costs only this sample
-        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-            os._exit(EXIT_OUT_OF_MEMORY)
-        return Outcome(0.0, f"raised {type(error).__name__}", text_of(error))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def call() -> float:
+        value = function(prompt=prompt, response=response, answer=answer, **given)
+        return _checked(awaited(value))
+
+    found = guarded(call, timeout_seconds)
+    return Outcome(0.0, found.kind, found.detail) if isinstance(found, Failed) else Outcome(found)
 
 
-def score_samples(
-    samples: Sequence[tuple[str, str, Any, str]],
-    spec: str,
-    *,
-    timeout_seconds: float,
-    imports: tuple[str, ...] = (),
-) -> tuple[list[Outcome], float]:
-    """Apply `score_sample` to each (prompt, response, answer, row); also return the total seconds.
-
-    A sample that takes too long also loses the outcomes of the samples before it.
-    """
-    started = time.perf_counter()
-    outcomes = [
-        score_sample(spec, *sample, timeout_seconds=timeout_seconds, imports=imports)
-        for sample in samples
-    ]
-    return outcomes, time.perf_counter() - started
-
-
-def resolve_rewards(specs: Sequence[str], imports: tuple[str, ...] = ()) -> None:
-    """Raise UsageError for a function that cannot be found or called."""
-    for spec in specs:
-        _resolve_once(spec, imports)
-
-
-async def _awaited(value: Awaitable[object]) -> object:
-    return await value
-
-
-@functools.cache
-def _runner() -> asyncio.Runner:
-    """Return the process's only event loop: objects that a reward keeps, such as an HTTP session,
-    belong to the loop that created them."""
-    import asyncio  # most rewards do not need it
-
-    return asyncio.Runner()
-
-
-def _checked(value: object) -> Outcome:
+def _checked(value: object) -> float:
+    detail = "a reward is a finite number"
     if isinstance(value, str) or not isinstance(value, SupportsFloat):
-        return Outcome(0.0, f"returned {type(value).__name__}", "a reward is a finite number")
+        raise InvalidValue(f"returned {type(value).__name__}", detail)
     number = float(value)
     if not math.isfinite(number):
-        return Outcome(0.0, f"returned {number}", "a reward is a finite number")
-    return Outcome(number)
-
-
-def text_of(error: BaseException) -> str:
-    """Return the text of a user's exception, shortened."""
-    try:
-        return shortened(str(error))
-    except Exception:  # a user's exception whose __str__ raises
-        return "(its text cannot be shown)"
+        raise InvalidValue(f"returned {number}", detail)
+    return number
 
 
 @functools.cache
@@ -286,14 +121,23 @@ def _resolve_once(spec: str, imports: tuple[str, ...]) -> tuple[RewardFunction, 
     return function, takes_row(function)
 
 
-def die_with_parent(by: signal.Signals = signal.SIGKILL, parent: int | None = None) -> None:
-    """End this process with its parent: a hanging worker would not notice that its trainer is gone.
+def as_outcomes(value: Any, num_samples: int) -> tuple[list[Outcome], float]:
+    """Return the outcomes of a batch and their seconds; InvalidData if a worker cannot have sent
+    them."""
+    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], list):
+        raise InvalidData("it has other values than outcomes and seconds")
+    seconds = finite_number(value[1])
+    if seconds is None or seconds < 0:
+        raise InvalidData("its seconds are not a number from 0 on")
+    if len(value[0]) != num_samples:
+        raise InvalidData(f"it does not have one outcome for each of {num_samples} samples")
+    return [_as_outcome(parts) for parts in value[0]], seconds
 
-    `parent` is its process id if `multiprocessing` did not start this process.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
-    if parent is None and (known := multiprocessing.parent_process()) is not None:
-        parent = known.pid
-    if parent is not None and os.getppid() != parent:  # it ended before the call above
-        os._exit(1)
+
+def _as_outcome(parts: Any) -> Outcome:
+    if not isinstance(parts, list) or len(parts) != len(Outcome._fields):
+        raise InvalidData("an outcome has a reward, a kind and a detail")
+    reward = finite_number(parts[0])
+    if reward is None:
+        raise InvalidData("a reward is a finite number")
+    return Outcome(reward, None if parts[1] is None else as_text(parts[1]), as_text(parts[2]))

@@ -18,8 +18,9 @@ from mcore_rl.batching.types import Rollout, TurnReward
 from mcore_rl.environments.conversation import ConversationTokens
 from mcore_rl.environments.interface import EnvironmentSpec, Response
 from mcore_rl.environments.pool import EnvironmentPool
-from mcore_rl.environments.wire import Failed, Started, Stepped
+from mcore_rl.environments.wire import Started, Stepped
 from mcore_rl.hybrid_engine.vllm.generation import Completion
+from mcore_rl.isolation.wire import Failed
 from mcore_rl.rewards.worker import Outcome
 
 _TOO_LONG = "began with too much"
@@ -71,7 +72,7 @@ class Conversations:
         """`max_tokens` bounds a response: its turns and observations together. `waits`: events are
         returned only once all of them have arrived, ordered by number, so that no environment's
         speed decides which requests the engine batches together."""
-        self._pool, self._tokens, self._spec = EnvironmentPool.of(spec), tokens, spec
+        self._pool, self._tokens, self._spec = EnvironmentPool(spec), tokens, spec
         self._max_prompt_tokens, self._max_tokens = max_prompt_tokens, max_tokens
         self._waits = waits
         self._episodes: dict[int, _Episode] = {}
@@ -194,7 +195,7 @@ class Conversations:
     def _over(self, number: int, episode: _Episode, failed: Failed | None = None) -> Over:
         del self._episodes[number], self._numbers[episode.ticket]
         paid = sum(turn.reward for turn in episode.rollout.turn_rewards)
-        outcome = Outcome(paid) if failed is None else failed.outcome
+        outcome = Outcome(paid) if failed is None else Outcome(0.0, failed.kind, failed.detail)
         rollout = dataclasses.replace(
             episode.rollout,
             finish_reason=episode.finish_reason,

@@ -31,7 +31,7 @@ from mcore_rl.observe.progress import RunProgress
 from mcore_rl.observe.run_directory import RunConfig, RunDirectory
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.user_metrics import has_metrics, user_metrics
-from mcore_rl.rewards.parts import part_metrics
+from mcore_rl.rewards.parts import WaitLog, part_metrics
 from mcore_rl.rollout.collector import Collected
 from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.trainer.job import Job
@@ -102,6 +102,7 @@ class RunRecorder:
         self._reward_names, self._keeper = reward_names, keeper
         self._reshards: dict[str, ReshardReport] = {}
         self._offload_log = OffloadLog()
+        self._reward_wait_log = WaitLog(reward_names)
         is_first = dist.get_rank() == 0
         self._directory: RunDirectory | None = None
         if is_first:
@@ -176,6 +177,9 @@ class RunRecorder:
             # Every switch is in run.log, the first one on the console, too.
             level = logging.INFO if step == self._first_step else logging.DEBUG
             logger.log(level, "%s", log_reshard(report, share))
+        seconds = metrics["time/reward_seconds"], metrics["time/step_seconds"]
+        if line := self._reward_wait_log.line(*seconds):
+            logger.warning("step %d: %s", step, line)
         self._progress.update(step, metrics)
 
     def finish(self, accuracy: float | None, facts: dict[str, str]) -> None:

@@ -4,7 +4,6 @@ The step is in the variable MCORE_RL_TEST_END_AT_STEP. With MCORE_RL_TEST_END_LA
 it is the launcher of that rank which is killed, by it, and nobody else.
 """
 
-import multiprocessing
 import os
 import signal
 
@@ -22,7 +21,7 @@ def end_at(last_step, launcher_of):
     Run.record = record_and_end
 
 
-if multiprocessing.parent_process() is None:  # the workers of rewards import this as well
+if "RANK" in os.environ:  # not in the workers of rewards, which import this as well
     end_at(
         int(os.environ["MCORE_RL_TEST_END_AT_STEP"]),
         os.environ.get("MCORE_RL_TEST_END_LAUNCHER_OF"),

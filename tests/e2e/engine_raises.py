@@ -1,6 +1,5 @@
 """Imported by `--rl-import`: vLLM raises on rank 1 while it generates for the second step."""
 
-import multiprocessing
 import os
 
 
@@ -24,5 +23,5 @@ def raise_in_the_second_step():
     LLMEngine.step = step_or_raise
 
 
-if multiprocessing.parent_process() is None:  # the workers of rewards import this as well
+if "RANK" in os.environ:  # not in the workers of rewards, which import this as well
     raise_in_the_second_step()

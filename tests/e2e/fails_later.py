@@ -2,7 +2,6 @@
 is there. The trainer's first rank makes the file; its processes for rewards see it."""
 
 import asyncio
-import multiprocessing
 import os
 from pathlib import Path
 
@@ -34,5 +33,5 @@ def make_the_file_in_the_third_step() -> None:
     Run.collect = collect_and_fail
 
 
-if multiprocessing.parent_process() is None:  # the workers of rewards import this as well
+if "RANK" in os.environ:  # not in the workers of rewards, which import this as well
     make_the_file_in_the_third_step()

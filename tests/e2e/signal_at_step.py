@@ -1,6 +1,5 @@
 """Imported by `--rl-import`: rank 1 gets SIGTERM, as from a scheduler, in the second step."""
 
-import multiprocessing
 import os
 import signal
 
@@ -19,5 +18,5 @@ def signal_in_the_second_step():
     Run.make_batch = make_batch_and_signal
 
 
-if multiprocessing.parent_process() is None:  # the workers of rewards import this as well
+if "RANK" in os.environ:  # not in the workers of rewards, which import this as well
     signal_in_the_second_step()

@@ -9,7 +9,7 @@ import pytest
 from mcore_rl import config as options
 from mcore_rl.algorithms import recipes, registry
 from mcore_rl.algorithms.registry import find_policy_loss
-from mcore_rl.common import user_files
+from mcore_rl.common import user_code
 from mcore_rl.data import user_prompts
 from mcore_rl.environments import interface as environments
 from mcore_rl.model import families
@@ -28,7 +28,7 @@ def restored_tables() -> Iterator[None]:
     tables: list[dict] = [
         registry._ESTIMATORS,
         registry._POLICY_LOSSES,
-        user_files._IMPORTED,
+        user_code._IMPORTED,
         recipes.RECIPES,
         families.FAMILIES,
         user_metrics._METRICS,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.rewards.code_tests import suite_of, texts
-from mcore_rl.rewards.grading import Grading, Reply
-from mcore_rl.rewards.sandbox import run_python
+from mcore_rl.sandbox.code_tests import suite_of, texts
+from mcore_rl.sandbox.grading import Grading, Reply
+from mcore_rl.sandbox.runner import run_python
 
 PATIENT_SECONDS = 60.0
 # These never end: a pass would come at once.

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.rewards.assertions import Check, Do
-from mcore_rl.rewards.code_rows import check_code_rows
-from mcore_rl.rewards.code_tests import Call, Program, Suite, Text, is_blank, suite_of
 from mcore_rl.rewards.functions import python_sandbox
-from mcore_rl.rewards.sandbox import run_python
+from mcore_rl.sandbox.assertions import Check, Do
+from mcore_rl.sandbox.code_rows import check_code_rows
+from mcore_rl.sandbox.code_tests import Call, Program, Suite, Text, is_blank, suite_of
+from mcore_rl.sandbox.runner import run_python
 
 PATIENT_SECONDS = 60.0
 ADD = "def add(a, b):\n    return a + b\n"

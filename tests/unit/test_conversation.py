@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from mcore_rl.common.errors import UsageError
 from mcore_rl.data.tokenizer import load_tokenizer, response_ends
 from mcore_rl.environments.conversation import ConversationTokens
-from mcore_rl.environments.wire import Failed
+from mcore_rl.isolation.wire import Failed
 from tests.conftest import load_script
 
 USER = {"role": "user", "content": "7"}

@@ -632,7 +632,7 @@ def test_rewards_that_fail_are_told_by_what_they_raise_and_print(tmp_path: Path)
         ({"reward": "nowhere:fn"}, "--rl-reward nowhere:fn cannot be imported"),
         ({"reward": "exact_mach"}, "did you mean exact_match?"),
         ({"reward": "arithmetic", "reward_weights": "1,2"}, "has 2 weight(s)"),
-        ({"reward": "ends", "import_": "{tmp}/ends.py"}, "its process ended with exit code 3"),
+        ({"reward": "ends", "import_": "{tmp}/ends.py"}, "exit code 3"),
     ],
 )
 def test_a_reward_that_cannot_be_had_is_red(
@@ -810,9 +810,9 @@ def test_a_trial_leaves_no_process(tmp_path: Path) -> None:
     )
     spec = parse_rewards("blind", imports=[str(tmp_path / "mine.py")])
     trial = run_trial(spec, [(Prompt(0, "2+3=", "5", np.zeros(0, np.int32)), "5")])
-    ((pid, _, failure),) = trial.answer["outcomes"]["blind"]
-    assert failure is None and int(pid) != os.getpid()
-    assert not Path(f"/proc/{int(pid)}").exists()
+    (outcome,) = trial.outcomes["blind"]
+    assert outcome.failure is None and int(outcome.reward) != os.getpid()
+    assert not Path(f"/proc/{int(outcome.reward)}").exists()
 
 
 class _Server(BaseHTTPRequestHandler):

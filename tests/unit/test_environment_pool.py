@@ -20,11 +20,17 @@ import pytest
 
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
-from mcore_rl.environments import pool as pool_module
 from mcore_rl.environments import wire
-from mcore_rl.environments.interface import Environment, Response, resolve_environment
+from mcore_rl.environments.interface import (
+    Environment,
+    EnvironmentSpec,
+    Response,
+    resolve_environment,
+)
 from mcore_rl.environments.pool import EnvironmentPool
-from mcore_rl.environments.wire import Event, Failed, Started, Stepped, event_of
+from mcore_rl.environments.wire import Event, Started, Stepped, event_of
+from mcore_rl.isolation import pool as pool_module
+from mcore_rl.isolation.wire import Failed, answer_of
 from tests.rank_pool import ROOT
 
 PATIENT_SECONDS = 120  # that something takes longer is a fault
@@ -237,7 +243,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def only_pool(world: str) -> Iterator[EnvironmentPool]:
     limits = {"timeout_seconds": PATIENT_SECONDS, "memory_gib": 0.5, "max_open": 400}
-    with EnvironmentPool(world, **limits) as pool:  # type: ignore[arg-type]
+    with EnvironmentPool(EnvironmentSpec(world, **limits)) as pool:  # type: ignore[arg-type]
         yield pool
 
 
@@ -245,13 +251,13 @@ def only_pool(world: str) -> Iterator[EnvironmentPool]:
 def pool(only_pool: EnvironmentPool) -> Iterator[EnvironmentPool]:
     """With nothing open before and after."""
     yield only_pool
-    only_pool.end(list(only_pool._episodes))
+    only_pool.end(list(only_pool._pool._sessions))
 
 
 @pytest.fixture
 def new_pool(world: str) -> Iterator[EnvironmentPool]:
     """In which nothing has been."""
-    with EnvironmentPool(world, timeout_seconds=PATIENT_SECONDS) as pool:
+    with EnvironmentPool(EnvironmentSpec(world, timeout_seconds=PATIENT_SECONDS)) as pool:
         yield pool
 
 
@@ -290,6 +296,10 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end, "it does not come true"
         time.sleep(0.02)
+
+
+def zygote_of(pool: EnvironmentPool) -> psutil.Process:
+    return psutil.Process(pool._pool.zygote_pid)
 
 
 def descendants(process: psutil.Process) -> list[psutil.Process]:
@@ -360,26 +370,17 @@ def test_modules_are_imported_once_and_episodes_differ_by_their_seeds_alone(pool
 
 
 def test_no_more_processes_than_allowed_and_the_rest_waits(world, tmp_path):
-    with EnvironmentPool(world, timeout_seconds=30, max_open=3) as pool:
+    with EnvironmentPool(EnvironmentSpec(world, timeout_seconds=30, max_open=3)) as pool:
         tickets = [pool.start(prompt(), 0) for _ in range(8)]
         first = events_of(pool, tickets[:3])
         assert len(first) == 3 and not pool.wait(0.3) and pool.num_open == 8
-        assert len(descendants(psutil.Process(pool._zygote._process.pid))) == 3
+        assert len(descendants(zygote_of(pool))) == 3
         pool.end([tickets[0], tickets[7]])  # of which one never began
-        assert asked_done(pool, tickets[1])
-        assert set(events_of(pool, tickets[3:5])) == set(tickets[3:5])
+        pool.step(tickets[1], turn("done"))
+        found = events_of(pool, [tickets[1], *tickets[3:5]])
+        assert found.pop(tickets[1]) == Stepped(None, 1.0, True)
         pool.end(tickets)
         assert pool.num_open == 0
-
-
-def asked_done(pool: EnvironmentPool, ticket: int) -> bool:
-    pool.step(ticket, turn("done"))
-    while True:
-        assert pool.wait(PATIENT_SECONDS)
-        found = dict(pool.finished())
-        if ticket in found:
-            pool._found += [(t, e) for t, e in found.items() if t != ticket]
-            return found[ticket] == Stepped(None, 1.0, True)
 
 
 # What goes wrong ----------------------------------------------------------------------------------
@@ -415,8 +416,8 @@ def test_what_an_environment_does_wrong_costs_its_own_sample(pool, caplog):
 @pytest.mark.parametrize(("deeds", "margin"), [(HANGING, 3 * PATIENT_SECONDS), (HANGING_ON, 3.0)])
 def test_what_hangs_costs_its_own_sample(deeds, margin, world, monkeypatch):
     """Ended by a timer of the kernel's, or, later, by the trainer."""
-    monkeypatch.setattr(pool_module, "_MARGIN_SECONDS", margin)
-    with EnvironmentPool(world, timeout_seconds=5) as pool:
+    monkeypatch.setattr(pool_module, "MARGIN_SECONDS", margin)
+    with EnvironmentPool(EnvironmentSpec(world, timeout_seconds=5)) as pool:
         good = started(pool, 5)
         bad = dict(zip(started(pool, len(deeds)), deeds, strict=True))
         bad[pool.start(prompt(deeds[-1]), 0)] = deeds[-1]
@@ -459,7 +460,7 @@ def test_a_process_that_ends_between_turns_is_told_with_the_next(pool):
     assert not pool.wait(0.2)
     failed = Failed("ended its process", "exit code -9")
     assert asked(pool, ticket, "else", 2) == failed
-    assert failed.outcome.failure == "ended its process: exit code -9"
+    assert failed.failure == "ended its process: exit code -9"
 
 
 def test_an_episode_can_be_ended_in_any_state(new_pool):
@@ -468,7 +469,7 @@ def test_an_episode_can_be_ended_in_any_state(new_pool):
     pool.step(busy, turn("sleep"))
     pool.step(hanging, turn("hang in c"))
     fresh = pool.start(prompt(), 0)
-    zygote = psutil.Process(pool._zygote._process.pid)
+    zygote = zygote_of(pool)
     theirs = descendants(zygote)
     assert len(theirs) >= 3
     pool.end([idle, busy, hanging, fresh, 10**6])
@@ -486,7 +487,7 @@ def test_the_next_episodes_have_processes_that_were_forked_ahead(new_pool):
         return set(map(int, told))
 
     def forked_ahead(used):
-        zygote = psutil.Process(pool._zygote._process.pid)
+        zygote = zygote_of(pool)
         return {each.pid for each in descendants(zygote)} - used
 
     tickets = started(pool, 3)
@@ -529,12 +530,14 @@ def test_the_next_episodes_have_processes_that_were_forked_ahead(new_pool):
     ],
 )
 def test_what_is_no_answer_is_a_failure(message):
-    assert isinstance(event_of(message, 1), Failed)
+    answer = answer_of(message, 1)
+    assert not isinstance(answer, UsageError)
+    assert isinstance(event_of(answer, is_first=False), Failed)
 
 
 def test_answers_are_what_was_returned():
     answer = json.dumps({"turn": 1, "value": [[1, 2], 1, False]}).encode()
-    assert event_of(answer, 1) == Stepped([1, 2], 1.0, False)
+    assert event_of(answer_of(answer, 1), is_first=False) == Stepped([1, 2], 1.0, False)
     assert wire.as_stepped((np.asarray([1, 2]), np.float32(0.5), np.bool_(False))) == [
         *([1, 2], 0.5, False)
     ]
@@ -562,7 +565,7 @@ def has_signal_scopes() -> bool:
 
 
 def test_what_an_episode_has_started_ends_with_it(pool):
-    zygote = psutil.Process(pool._zygote._process.pid)
+    zygote = zygote_of(pool)
     dying, ending = started(pool, 2)
     assert isinstance(asked(pool, dying, "start and die"), Failed)
     assert asked(pool, ending, "start and stay") == Stepped("started", 0.0, False)
@@ -576,10 +579,10 @@ def sleepers(process: psutil.Process) -> list[psutil.Process]:
 
 
 def test_a_zygote_that_dies_costs_its_episodes_and_is_replaced(world):
-    with EnvironmentPool(world, timeout_seconds=30, max_open=4) as pool:
+    with EnvironmentPool(EnvironmentSpec(world, timeout_seconds=30, max_open=4)) as pool:
         idle, busy = started(pool, 2)
         pool.step(busy, turn("sleep"))
-        first = psutil.Process(pool._zygote._process.pid)
+        first = zygote_of(pool)
         until(lambda: len(descendants(first)) == 2)
         children = descendants(first)
         first.kill()
@@ -604,7 +607,7 @@ def test_processes_that_cannot_be_started_end_the_run_and_not_the_trainer(world,
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
         patch.syspath_prepend(tmp_path)
-        with EnvironmentPool("a_dead_end:Dead", timeout_seconds=3) as pool:
+        with EnvironmentPool(EnvironmentSpec("a_dead_end:Dead", timeout_seconds=3)) as pool:
             with pytest.raises(UsageError, match="ended or gave no answer within 60 s .*code 4"):
                 pool.check()
             pool.start(prompt(), 0)
@@ -612,7 +615,7 @@ def test_processes_that_cannot_be_started_end_the_run_and_not_the_trainer(world,
                 while pool.wait(PATIENT_SECONDS):
                     pass
             assert pool.num_open == 0
-    with EnvironmentPool("a_world:Wrold", timeout_seconds=3) as pool:
+    with EnvironmentPool(EnvironmentSpec("a_world:Wrold", timeout_seconds=3)) as pool:
         with pytest.raises(UsageError, match=r"no attribute 'Wrold' \(did you mean World\?\)"):
             pool.check()
         pool.start(prompt(), 0)
@@ -626,11 +629,11 @@ TRAINER = """
 import sys
 import numpy as np
 from mcore_rl.batching.types import Prompt
-from mcore_rl.environments.interface import Response
+from mcore_rl.environments.interface import EnvironmentSpec, Response
 from mcore_rl.environments.pool import EnvironmentPool
 
 def main():
-    pool = EnvironmentPool("a_world:World", timeout_seconds=600, max_open=100)
+    pool = EnvironmentPool(EnvironmentSpec("a_world:World", timeout_seconds=600, max_open=100))
     deeds = ["sleep", "hang in c", "start and stay", "stop", "take the signal", "else"]
     tickets = [pool.start(Prompt(0, "q", "7", np.zeros(0, np.int32)), 0) for _ in deeds]
     seen = []
@@ -757,7 +760,7 @@ def test_a_name_of_ones_own_belongs_to_one_class(tmp_path, monkeypatch):
         "        return 'more', 0, False\n"
     )
     assert resolve_environment("mine", [str(file)]).__name__ == "Mine"
-    with EnvironmentPool("mine", timeout_seconds=30, imports=[str(file)]) as pool:
+    with EnvironmentPool(EnvironmentSpec("mine", timeout_seconds=30, imports=[str(file)])) as pool:
         assert asked(pool, started(pool, 1)[0], "x") == Stepped("more", 0.0, False)
     for name in ("mine", "calculator"):
         with pytest.raises(ValueError, match=f"two environments are called '{name}'"):

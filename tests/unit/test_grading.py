@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from mcore_rl.rewards import grading
-from mcore_rl.rewards.code_tests import suite_of
-from mcore_rl.rewards.grading import same_output, same_result
-from mcore_rl.rewards.sandbox import run_python
+from mcore_rl.sandbox import grading
+from mcore_rl.sandbox.code_tests import suite_of
+from mcore_rl.sandbox.grading import same_output, same_result
+from mcore_rl.sandbox.runner import run_python
 
 PATIENT_SECONDS = 60.0
 

@@ -19,12 +19,14 @@ from hypothesis import strategies as st
 
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
-from mcore_rl.environments import wire, zygote_process
 from mcore_rl.environments.conversation import ConversationTokens
 from mcore_rl.environments.interface import EnvironmentSpec, Response
 from mcore_rl.environments.pool import EnvironmentPool
-from mcore_rl.environments.wire import Event, Failed, Started, Stepped, event_of
+from mcore_rl.environments.wire import Event, Started, Stepped
+from mcore_rl.environments.wire import event_of as event_of_answer
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Sampling
+from mcore_rl.isolation import wire, zygote_process
+from mcore_rl.isolation.wire import Failed, answer_of
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.dealing import Deal, LocalCounters, Wanted
 from mcore_rl.rollout.groups import GroupPlan, Groups
@@ -39,6 +41,13 @@ STEPPED = {"turn": 1, "value": ["sum 1", 0.5, False]}
 ENDED = {"ended": 0, "code": 1}
 ENDS = b""  # in the place of an answer: the process ends
 PROMPT = Prompt(0, "add", "", np.array([5], np.int32))
+
+
+def event_of(message: bytes, turn: int) -> Event:
+    """What a message is taken for; one that refuses is none that an environment sends."""
+    answer = answer_of(message, turn)
+    failed = Failed("refused", str(answer)) if isinstance(answer, UsageError) else answer
+    return event_of_answer(failed, is_first=turn == 0)
 
 
 def good(turn: int) -> bytes:
@@ -58,9 +67,6 @@ class FakeProcess:
         self._theirs, self._answers, self._says = theirs, answers, control
         self._episodes: dict[int, tuple[socket.socket, wire.Reader]] = {}
         self.exitcode: int | None = None
-        self.pid = None
-
-    def start(self) -> None:
         self._control = self._theirs.dup()
         self._control.setblocking(False)
         self._tell({"ready": True})
@@ -99,7 +105,7 @@ class FakeProcess:
             reader.add(data)
         while (message := reader.next()) is not None:
             asked = json.loads(message)
-            if not {"prompt", "response"} & asked.keys():
+            if "ask" not in asked:
                 self._end(ticket, 0)
                 return
             answer = next(self._answers, None)
@@ -128,11 +134,11 @@ class FakeProcess:
             connection.close()
         self._control.close()
 
-    def join(self) -> None:
+    def kill(self) -> None:
         """Nothing runs."""
 
-    def close(self) -> None:
-        """Nothing is open."""
+    def wait(self, timeout: float | None = None) -> int:
+        return self.exitcode or 0
 
 
 @contextmanager
@@ -141,16 +147,12 @@ def zygotes(answers: Sequence[bytes], control: Sequence[bytes]) -> Iterator[list
     made: list[FakeProcess] = []
     says, tells = iter(answers), iter(control)
 
-    class Context:
-        def __init__(self, *_: object) -> None:
-            pass
-
-        def Process(self, target: object, args: tuple[Any, ...], **_: object) -> FakeProcess:
-            made.append(FakeProcess(args[0], says, tells))
-            return made[-1]
+    def start(program: str, control: socket.socket, **_: object) -> FakeProcess:
+        made.append(FakeProcess(control, says, tells))
+        return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zygote_process, "WorkerContext", Context)
+        patch.setattr(zygote_process, "start_process", start)
         yield made
 
 
@@ -199,7 +201,10 @@ def test_any_observation_is_token_ids_of_the_vocabulary_or_a_failure(first, seco
 @given(answers(), st.lists(hostile.messages(ENDED) | st.just(b""), max_size=10))
 def test_every_question_to_an_environment_has_one_answer(said, control):
     response = Response(text="a", token_ids=(1,), turn=1, finish_reason="stop")
-    with zygotes(said, control) as made, EnvironmentPool("a:B", timeout_seconds=60) as pool:
+    with (
+        zygotes(said, control) as made,
+        EnvironmentPool(EnvironmentSpec("a:B", timeout_seconds=60)) as pool,
+    ):
         open_ones = {pool.start(PROMPT, seed) for seed in range(4)}
         asked = set(open_ones)
         try:
@@ -225,7 +230,10 @@ def test_every_question_to_an_environment_has_one_answer(said, control):
     "said", [b'{"ended": 1e999}', b"[" * 5000, b'{"ended": 0, "code": 1e999}', b'{"ready": true}']
 )
 def test_a_zygote_that_makes_no_sense_is_replaced(said):
-    with zygotes([], [said]) as made, EnvironmentPool("a:B", timeout_seconds=60) as pool:
+    with (
+        zygotes([], [said]) as made,
+        EnvironmentPool(EnvironmentSpec("a:B", timeout_seconds=60)) as pool,
+    ):
         lost = {pool.start(PROMPT, 0), pool.start(PROMPT, 1)}
         assert {ticket for ticket, _ in events(pool, made)} == lost
         again = pool.start(PROMPT, 2)
@@ -244,11 +252,14 @@ def events(pool: EnvironmentPool, made: list[FakeProcess]) -> list[tuple[int, Ev
 
 def test_a_refusal_counts_only_as_the_first_message(monkeypatch):
     refused = json.dumps({"refused": ["cannot be found", "--rl-environment", "do so"]}).encode()
-    with zygotes([], [refused]) as made, EnvironmentPool("a:B", timeout_seconds=60) as pool:
+    with (
+        zygotes([], [refused]) as made,
+        EnvironmentPool(EnvironmentSpec("a:B", timeout_seconds=60)) as pool,
+    ):
         pool.start(PROMPT, 0)
         assert events(pool, made)  # raises nothing
     monkeypatch.setattr(FakeProcess, "_tell", lambda self, fields: self._send(refused))
-    with zygotes([], []), EnvironmentPool("a:B", timeout_seconds=60) as pool:
+    with zygotes([], []), EnvironmentPool(EnvironmentSpec("a:B", timeout_seconds=60)) as pool:
         pool.start(PROMPT, 0)
         with pytest.raises(UsageError):
             pool.finished()

@@ -33,7 +33,7 @@ from mcore_rl.batching.types import (
     TrainBatch,
     TurnReward,
 )
-from mcore_rl.common.user_files import import_user_file
+from mcore_rl.common.user_code import import_user_file
 from mcore_rl.config import RLConfig
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.optimizer import UpdateResult

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.common.machine_memory import machine_memory
+from mcore_rl.common.cores import available_cores
+from mcore_rl.common.machine_memory import MachineMemory, machine_memory
+from mcore_rl.rewards import pool
 
 GIB = 1 << 30
 
@@ -65,3 +67,50 @@ def test_the_tightest_limit_counts(
 def test_this_machine_has_memory() -> None:
     found = machine_memory()
     assert 0 < found.available_bytes <= found.limit_bytes
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "expected"),
+    [
+        ("0::/job/step\n", {"job/cpu.max": "250000 100000\n", "job/step/cpu.max": "max 100000"}, 2),
+        ("0::/job\n", {"job/cpu.max": "max 100000\n"}, 8),
+        ("0::/job\n", {"job/cpu.max": "5000 100000\n"}, 1),
+        (
+            "3:cpu,cpuacct:/job\n",
+            {"cpu/job/cpu.cfs_quota_us": "400000\n", "cpu/job/cpu.cfs_period_us": "100000\n"},
+            4,
+        ),
+        (
+            "3:cpu,cpuacct:/job\n",
+            {"cpu/job/cpu.cfs_quota_us": "-1\n", "cpu/job/cpu.cfs_period_us": "100000\n"},
+            8,
+        ),
+    ],
+)
+def test_cores_are_those_of_the_mask_and_of_every_cgroup(
+    tmp_path, monkeypatch, cgroup, files, expected
+):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    assert available_cores(machine(tmp_path, cgroup, files)) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_ranks", "available_gib", "expected"),
+    [
+        (2, 1, 48, 1),
+        (8, 1, 48, 7),
+        (8, 8, 48, 1),
+        (128, 8, 1000, 15),
+        (256, 1, 1000, 16),
+        (64, 1, 12, 6),
+        (64, 4, 0, 1),
+    ],
+)
+def test_reward_workers_take_what_ranks_leave(
+    monkeypatch, num_cores, num_ranks, available_gib, expected
+):
+    memory = MachineMemory(available_gib * GIB, available_gib * GIB, "")
+    monkeypatch.setattr(pool, "available_cores", lambda: num_cores)
+    monkeypatch.setattr(pool, "machine_memory", lambda: memory)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
+    assert pool.default_workers() == expected

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_rl.rewards.code_tests import suite_of
-from mcore_rl.rewards.sandbox import run_python
+from mcore_rl.sandbox.code_tests import suite_of
+from mcore_rl.sandbox.runner import run_python
 
 PATIENT_SECONDS = 60.0
 SAYS_YES = (

@@ -15,8 +15,8 @@ import pytest
 
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 from mcore_rl.common.errors import UsageError
+from mcore_rl.isolation.spawn import process_environment
 from mcore_rl.rewards.pool import RewardPool
-from mcore_rl.rewards.process import worker_environment
 from mcore_rl.rewards.specs import check_rewards, parse_rewards
 from mcore_rl.rewards.stack import RewardStack
 
@@ -45,9 +45,9 @@ def spy(*, prompt, response, answer):
     if response == "proc environment":
         raise ValueError(open("/proc/self/environ").read())
     if response == "trainer's environment":
-        return float("hush" in open(f"/proc/{os.getppid()}/environ").read())
+        return float("hush" in open(f"/proc/{prompt}/environ").read())
     if response == "trainer's memory":
-        return float(len(open(f"/proc/{os.getppid()}/mem", "rb").read(1) or b"x"))
+        return float(len(open(f"/proc/{prompt}/mem", "rb").read(1) or b"x"))
     if response == "own memory":
         secret = re.compile(rb"[h]ush-(aws|hf|wandb|openai|ssh)")  # does not find itself
         with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
@@ -93,18 +93,18 @@ def spy(*, prompt, response, answer):
     if response == "hang":
         time.sleep(600)
     if response == "same group":
-        return float(os.getpgid(0) == os.getpgid(os.getppid()))
+        return float(os.getpgid(0) == os.getpgid(int(prompt)))
     if response == "hang with a child":
         child = subprocess.Popen(["sleep", "600"], close_fds=False)
         with open({CHILD!r}, "w") as file:
             file.write(str(child.pid))
         time.sleep(600)
     if response == "pickle":
-        # As long as a message, in every pipe of this process, of which one ends in the trainer.
+        # As long as a message, in every socket of this process, of which one ends in the trainer.
         text = pickle.dumps(Command())
         for name in os.listdir("/proc/self/fd"):
             try:
-                if "pipe" in os.readlink(f"/proc/self/fd/{name}") and int(name) > 2:
+                if "socket" in os.readlink(f"/proc/self/fd/{name}") and int(name) > 2:
                     os.write(int(name), len(text).to_bytes(4, "big") + text)
             except OSError:
                 pass
@@ -134,13 +134,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory, marker: Path) -> Path:
 @pytest.fixture(scope="module")
 def pool(folder: Path) -> RewardPool:
     # More than the trainer's interpreter has, less than one that eats.
-    with RewardPool("a_spy:spy", num_workers=1, timeout_seconds=20, memory_gib=0.5) as pool:
+    with RewardPool(
+        parse_rewards("a_spy:spy", num_workers=1, timeout_seconds=20, memory_gib=0.5)
+    ) as pool:
         yield pool
 
 
 def rollouts(*texts: str) -> list[Rollout]:
     none = np.zeros(0, np.float32)
-    prompt = Prompt(0, "question", "7", none.astype(np.int32))
+    prompt = Prompt(0, str(os.getpid()), "7", none.astype(np.int32))
     return [
         Rollout(prompt, i, t, none.astype(np.int32), none, "stop", 0) for i, t in enumerate(texts)
     ]
@@ -196,7 +198,7 @@ def test_a_worker_gets_the_variables_that_are_named(folder):
     assert not [value for value in SECRETS.values() if value != "hush-hf" and value in seen]
 
 
-def test_worker_environment_keeps_what_programs_need_and_nothing_that_looks_like_it():
+def test_process_environment_keeps_what_programs_need_and_nothing_that_looks_like_it():
     harmless = {"PATH": "/bin", "LC_ALL": "C", "TZ": "UTC", "PYTHONPATH": "/x", "TMPDIR": "/t"}
     others = {
         "PATHS": "1",
@@ -205,8 +207,8 @@ def test_worker_environment_keeps_what_programs_need_and_nothing_that_looks_like
         "LD_PRELOAD": "x.so",
         "PASSWORD": "",
     }
-    assert worker_environment({**harmless, **others}) == harmless
-    assert worker_environment({**harmless, **others}, ["PATHS"]) == {**harmless, "PATHS": "1"}
+    assert process_environment({**harmless, **others}) == harmless
+    assert process_environment({**harmless, **others}, ["PATHS"]) == {**harmless, "PATHS": "1"}
 
 
 def test_a_worker_has_no_descriptor_of_the_trainer(folder, tmp_path):
@@ -217,12 +219,11 @@ def test_a_worker_has_no_descriptor_of_the_trainer(folder, tmp_path):
         listening.listen()
         for descriptor in (file.fileno(), listening.fileno()):
             os.set_inheritable(descriptor, True)
-        with RewardPool("a_spy:spy", num_workers=1, timeout_seconds=20) as pool:
+        with RewardPool(parse_rewards("a_spy:spy", num_workers=1, timeout_seconds=20)) as pool:
             seen = found(pool, "descriptors")
             assert found(pool, "tracker").endswith(" None")
     links = [link.partition(":")[2] for link in seen.removeprefix("raised ValueError: ").split()]
-    foreign = [link for link in links if not link.startswith("pipe:") and link != "/dev/null"]
-    assert links and foreign == []
+    assert len(links) == 1 and links[0].startswith("socket:")
 
 
 def test_a_worker_does_not_know_the_key_of_the_trainers_processes(pool):
@@ -231,8 +232,8 @@ def test_a_worker_does_not_know_the_key_of_the_trainers_processes(pool):
     assert multiprocessing.current_process().authkey.hex() not in found(pool, "authkey")
 
 
-def test_what_a_reward_writes_into_its_pipe_is_not_run_and_costs_its_sample(folder, marker):
-    with RewardPool("a_spy:spy", num_workers=1, timeout_seconds=3) as pool:
+def test_what_a_reward_writes_into_its_socket_is_not_run_and_costs_its_sample(folder, marker):
+    with RewardPool(parse_rewards("a_spy:spy", num_workers=1, timeout_seconds=3)) as pool:
         found, others = pool.score(rollouts("pickle", "nothing"))
     assert not marker.exists()
     assert found.failure is not None and found.failure.startswith("wrote an invalid answer")
@@ -245,7 +246,7 @@ def test_a_signal_for_the_trainers_group_does_not_reach_a_worker(pool):
 
 
 def test_what_a_worker_has_started_ends_with_it(folder, tmp_path):
-    with RewardPool("a_spy:spy", num_workers=1, timeout_seconds=2) as pool:
+    with RewardPool(parse_rewards("a_spy:spy", num_workers=1, timeout_seconds=2)) as pool:
         slow, quick = pool.score(rollouts("hang with a child", ""))
         assert slow.failure is not None and slow.failure.startswith("timed out")
         assert quick.failure is None
@@ -257,7 +258,8 @@ def test_what_a_worker_has_started_ends_with_it(folder, tmp_path):
 
 
 def test_a_module_whose_import_hangs_is_a_sentence(folder, monkeypatch):
-    monkeypatch.setattr("mcore_rl.rewards.pool._WORKER_START_SECONDS", 4.0)
+    monkeypatch.setattr("mcore_rl.isolation.pool.START_SECONDS", 4.0)
+    monkeypatch.setattr("mcore_rl.isolation.pool.MARGIN_SECONDS", 0.0)
     (folder / "a_sleepy_one.py").write_text("import time\ntime.sleep(600)\n")
     with pytest.raises(UsageError, match="a_sleepy_one:f cannot be used.*no answer within 4 s"):
         check_rewards(parse_rewards("a_sleepy_one:f"))
@@ -302,8 +304,10 @@ def test_many_that_keep_a_little_are_scored_all(folder, tmp_path, monkeypatch):
         "kept = []\ndef leak(**_):\n    kept.append(bytearray(32 << 20))\n    return 1.0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("mcore_rl.rewards.lanes._BATCH_SECONDS", 5.0)
-    with RewardPool("a_leak:leak", num_workers=1, timeout_seconds=20, memory_gib=0.5) as pool:
+    monkeypatch.setattr("mcore_rl.rewards.batches._BATCH_SECONDS", 5.0)
+    with RewardPool(
+        parse_rewards("a_leak:leak", num_workers=1, timeout_seconds=20, memory_gib=0.5)
+    ) as pool:
         pool.score(rollouts(*["x"] * 4))
         scored: list[ScoredRollout] = pool.score(rollouts(*["x"] * 40))
     assert len([s for s in scored if s.failure is None]) >= 36
@@ -315,7 +319,9 @@ def test_limits_cannot_be_taken_back(pool):
 
 
 def test_without_a_limit_memory_is_as_the_trainers(folder):
-    with RewardPool("a_spy:spy", num_workers=1, timeout_seconds=20, memory_gib=0) as pool:
+    with RewardPool(
+        parse_rewards("a_spy:spy", num_workers=1, timeout_seconds=20, memory_gib=0)
+    ) as pool:
         assert f"[{resource.getrlimit(resource.RLIMIT_DATA)}, (0, 0)]" in found(pool, "limits")
 
 
@@ -328,12 +334,14 @@ def test_numpy_starts_under_the_default_limit(folder, tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     gib = RewardOptions().reward_memory_gib
-    with RewardPool("a_big_import:f", num_workers=1, timeout_seconds=20, memory_gib=gib) as pool:
+    with RewardPool(
+        parse_rewards("a_big_import:f", num_workers=1, timeout_seconds=20, memory_gib=gib)
+    ) as pool:
         assert pool.score(rollouts("x"))[0].reward == 300
 
 
 def test_a_reward_that_hangs_costs_its_sample(folder):
-    with RewardPool("a_spy:spy", num_workers=1, timeout_seconds=3) as pool:
+    with RewardPool(parse_rewards("a_spy:spy", num_workers=1, timeout_seconds=3)) as pool:
         scored = pool.score(rollouts("hang", ""))
     assert scored[0].failure == "timed out: no value within 3 s"
     assert scored[1].failure is None

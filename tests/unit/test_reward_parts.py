@@ -7,7 +7,7 @@ import pytest
 
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Prompt, Rollout
-from mcore_rl.rewards.parts import part_metrics, weighed
+from mcore_rl.rewards.parts import WaitLog, part_metrics, weighed
 from mcore_rl.rewards.worker import Outcome
 
 FAILED = Outcome(0.0, "timed out", "no value within 1 s")
@@ -79,3 +79,13 @@ def test_part_metrics_leave_out_what_failed():
 def test_part_metrics_are_finite_for_huge_values(value):
     scored = weighed(rollouts(4), {"a": outcomes(*[value] * 4)}, {"a": 1.0})
     assert part_metrics(SampleTable.of(scored), ["a"])["reward/a/mean"] == value
+
+
+def test_steps_that_rewards_hold_up_are_logged_as_it_gets_worse():
+    log = WaitLog(["gsm8k", "http"])
+    waits = [(0.4, 1.0), (3.0, 100.0), (1.0, 5.0), (1.9, 5.0), (2.0, 5.0), (3.0, 5.0), (9.0, 12.0)]
+    lines = [log.line(*wait) for wait in waits]
+    assert [line is not None for line in lines] == [False, False, True, False, True, False, True]
+    assert lines[2] is not None
+    assert "1.0 of 5.0 s" in lines[2] and "--rl-reward-workers" in lines[2]
+    assert WaitLog(["http", "model"]).line(3.0, 5.0) is None  # workers would not help

@@ -11,7 +11,6 @@ from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
 from mcore_rl.environments.interface import EnvironmentSpec
-from mcore_rl.environments.wire import Failed
 from mcore_rl.rewards.functions import reward
 from mcore_rl.rewards.specs import check_rewards, header_of, parse_rewards
 from mcore_rl.rewards.stack import RewardStack
@@ -196,7 +195,7 @@ def test_what_an_environment_pays_is_a_part_that_comes_from_elsewhere():
         outcomes = {**stack.outcomes([rollout]), "environment": [Outcome(0.25)]}
         (scored,) = stack.weigh([rollout], outcomes)
         assert (scored.reward, scored.parts) == (0.75, {"environment": 0.25, "exact_match": 1.0})
-        failed = {**outcomes, "environment": [Failed("timed out", "no answer").outcome]}
+        failed = {**outcomes, "environment": [Outcome(0.0, "timed out", "no answer")]}
         assert stack.weigh([rollout], failed)[0].failure == "environment: timed out: no answer"
     with pytest.raises(ValueError, match="'environment' is the reward of a server, a model or an"):
         reward("environment")

@@ -11,16 +11,15 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 
 import psutil
 import pytest
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.rewards import lanes, pool
+from mcore_rl.rewards import batches as batches_module
+from mcore_rl.rewards.batches import Batch, BatchQueue
 from mcore_rl.rewards.http import PLAIN_DIALECT, ServerReward
-from mcore_rl.rewards.lanes import Batch, Lanes
 from mcore_rl.rewards.pool import RewardPool
 from mcore_rl.rewards.scorer import Finished, Scorer
 from mcore_rl.rewards.servers import Servers
@@ -94,7 +93,9 @@ def stack(folder: Path) -> Iterator[RewardStack]:
 def patient_pool(folder: Path) -> RewardPool:
     """Of two workers. It knows of no function how quick it is, so all go by themselves at first."""
     file = str(folder / "streamed.py")
-    return RewardPool("streamed", num_workers=2, timeout_seconds=PATIENT_SECONDS, imports=[file])
+    return RewardPool(
+        parse_rewards("streamed", num_workers=2, timeout_seconds=PATIENT_SECONDS, imports=[file])
+    )
 
 
 class Pipe:
@@ -263,47 +264,6 @@ def test_finished_returns_while_a_reward_waits(folder, tmp_path):
         assert taken(pool, 1) == {waiting: {"streamed": Outcome(1.0)}}
 
 
-def test_finished_returns_while_a_broken_pool_is_being_ended(folder, monkeypatch):
-    with patient_pool(folder) as pool:
-        assert pool.outcomes(rollouts("1"))["streamed"] == [Outcome(1.0)]
-        may_end, join = threading.Event(), pool._pool.join
-
-        def end_slowly() -> None:
-            assert may_end.wait(PATIENT_SECONDS)
-            join()
-
-        monkeypatch.setattr(pool._pool, "join", end_slowly)
-        pool._pool.stop()  # it takes no more, as when an idle worker has died
-        tickets = [pool.begin(each) for each in rollouts("2", "3")]
-        for _ in range(10):
-            assert pool.finished() == []
-        tickets += [pool.begin(each) for each in rollouts("4")]
-        assert pool.wait(0.0) is False
-        assert not may_end.is_set()
-        may_end.set()
-        values = [outcomes["streamed"].reward for _, outcomes in sorted(taken(pool, 3).items())]
-        assert values == [2.0, 3.0, 4.0]
-        assert "end of a reward pool" not in str([thread.name for thread in threading.enumerate()])
-
-
-def test_an_answer_that_never_comes_is_asked_for_again(folder, monkeypatch):
-    """pebble forgets a task whose worker dies between taking it and saying so."""
-    schedule, scheduled = RewardPool._schedule, []
-
-    def forgetful(self, batch):
-        scheduled.append(list(batch.samples))
-        forgotten = len(scheduled) == 1
-        limit_seconds = 2 * self._limit_seconds(batch)
-        # So the first one is missed at the second look, and no other is.
-        monkeypatch.setattr(pool, "_WORKER_START_SECONDS", -limit_seconds if forgotten else 600.0)
-        return Future() if forgotten else schedule(self, batch)
-
-    monkeypatch.setattr(RewardPool, "_schedule", forgetful)
-    with patient_pool(folder) as scoring:
-        assert scoring.outcomes(rollouts("1"))["streamed"] == [Outcome(1.0)]
-    assert scheduled == [[0], [0]]
-
-
 # Samples that are not wanted any more -------------------------------------------------------------
 
 
@@ -322,8 +282,7 @@ def test_what_is_abandoned_is_not_begun_and_what_has_begun_is_not_returned(folde
             pipe.close()
         assert sorted(taken(pool, 8)) == [0, *range(35, 42)]
         assert pool.wait(0.0)  # nothing else is out
-    # For each of the two workers one more had gone there before.
-    assert {int(line) for line in begun.read_text().split()} == {0, 1, 2, 3, *range(35, 42)}
+    assert {int(line) for line in begun.read_text().split()} == {0, 1, *range(35, 42)}
 
 
 # The end ------------------------------------------------------------------------------------------
@@ -433,9 +392,9 @@ def numbered(number: int) -> tuple[str, str, str, str]:
     return ("", str(number), "", "{}")
 
 
-def quick_lanes(seconds: float, *specs: str) -> Lanes:
+def quick_queue(seconds: float, *specs: str) -> BatchQueue:
     """For two workers; of each function one sample was scored in so many seconds."""
-    waiting = Lanes(specs, num_workers=2)
+    waiting = BatchQueue(specs, num_workers=2)
     waiting.add(-1, numbered(-1))
     for _ in specs:
         batch = waiting.next_batch()
@@ -446,10 +405,10 @@ def quick_lanes(seconds: float, *specs: str) -> Lanes:
     return waiting
 
 
-def sent(waiting: Lanes) -> list[Batch]:
-    """All batches until the workers have enough."""
-    batches = []
-    while (batch := waiting.next_batch()) is not None:
+def sent(waiting: BatchQueue) -> list[Batch]:
+    """All batches until the two workers have enough, as a pool asks for them."""
+    batches: list[Batch] = []
+    while (batch := waiting.next_batch(only_quick=waiting.num_out >= 2)) is not None:
         waiting.sent(batch)
         batches.append(batch)
     return batches
@@ -467,12 +426,12 @@ def sent(waiting: Lanes) -> list[Batch]:
         (0.03, 5, 80, [1] * 2),
         (0.3, 0, 80, [1] * 4),  # one for each worker when it has done the first
         (0.3, 3, 80, [1]),
-        (float("inf"), 0, 80, [1] * 4),
+        (float("inf"), 0, 80, [1] * 2),  # nothing waits behind what may take long
     ],
 )
 def test_what_waits_is_shared_out_as_far_as_it_is_quick(seconds, num_before, num_waiting, sizes):
     """The `num_before` came one by one and lie with the workers."""
-    waiting = quick_lanes(seconds, "f")
+    waiting = quick_queue(seconds, "f")
     for ticket in range(-num_before, 0):
         waiting.add(ticket, numbered(ticket))
         assert [list(batch.samples) for batch in sent(waiting)] == [[ticket]]
@@ -484,7 +443,7 @@ def test_what_waits_is_shared_out_as_far_as_it_is_quick(seconds, num_before, num
 
 
 def test_as_much_is_sent_as_has_come_back():
-    waiting = quick_lanes(0.3, "f")
+    waiting = quick_queue(0.3, "f")
     for ticket in range(20):
         waiting.add(ticket, numbered(ticket))
     out = sent(waiting)
@@ -497,11 +456,11 @@ def test_as_much_is_sent_as_has_come_back():
 
 
 def test_a_function_is_as_quick_as_the_slowest_of_its_latest_batches():
-    waiting = quick_lanes(0.001, "f")
-    for ticket in range(lanes._REMEMBERED_BATCHES + 40):
+    waiting = quick_queue(0.001, "f")
+    for ticket in range(batches_module._REMEMBERED_BATCHES + 40):
         waiting.add(ticket, numbered(ticket))
     waiting.took(waiting.next_batch(), float("inf"))  # one that hangs
-    for _ in range(lanes._REMEMBERED_BATCHES):
+    for _ in range(batches_module._REMEMBERED_BATCHES):
         assert len(batch := waiting.next_batch()) == 1
         waiting.sent(batch)
         waiting.back(batch)
@@ -510,7 +469,7 @@ def test_a_function_is_as_quick_as_the_slowest_of_its_latest_batches():
 
 
 def test_the_oldest_ticket_goes_first_also_when_it_comes_back():
-    waiting = quick_lanes(0.005, "f", "g")
+    waiting = quick_queue(0.005, "f", "g")
     for ticket in range(32):
         waiting.add(ticket, numbered(ticket))
     first, second, *_ = out = sent(waiting)

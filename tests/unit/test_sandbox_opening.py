@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from mcore_rl.isolation import confine, seccomp, supervisor
-from mcore_rl.rewards.sandbox import run_python
+from mcore_rl.sandbox.runner import run_python
 
 PAGE = Path(__file__).parents[2] / "docs/using/security.md"
 CODE = r"""

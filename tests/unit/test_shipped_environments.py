@@ -14,7 +14,7 @@ from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.data.prompt_file import PromptSource, read_rows
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.environments.calculator import CALL_REWARD, Calculator, evaluated
-from mcore_rl.environments.interface import EnvironmentPrompt, Response, StepResult
+from mcore_rl.environments.interface import EnvironmentPrompt, EnvironmentSpec, Response, StepResult
 from mcore_rl.environments.pool import EnvironmentPool
 from mcore_rl.environments.python_sandbox import PythonSandbox
 from mcore_rl.environments.tools import ToolEnvironment
@@ -22,6 +22,7 @@ from mcore_rl.environments.wire import Event, Started, Stepped
 from mcore_rl.isolation.client import Supervisor
 from mcore_rl.isolation.levels import BUBBLEWRAP
 from mcore_rl.rewards.pool import RewardPool
+from mcore_rl.rewards.specs import parse_rewards
 from tests.conftest import load_script
 
 PATIENT_SECONDS = 120
@@ -157,7 +158,7 @@ def test_the_sandbox_runs_within_the_processes_of_environments_and_of_rewards(tm
     connects = "```python\nimport socket; socket.socket()\n```"
     row = Prompt(0, "write f", ["assert f(1) == 2"], np.zeros(0, np.int32))
     limits = {"timeout_seconds": PATIENT_SECONDS, "memory_gib": 2.0}
-    with EnvironmentPool("python_sandbox", **limits) as pool:
+    with EnvironmentPool(EnvironmentSpec("python_sandbox", **limits)) as pool:
         tickets = [pool.start(row, 0) for _ in range(2)]
         found = events_of(pool, 2)
         assert found == dict.fromkeys(tickets, Started(None))
@@ -168,7 +169,7 @@ def test_the_sandbox_runs_within_the_processes_of_environments_and_of_rewards(tm
         assert "PermissionError" in found[tickets[1]].observation[0]["content"]
     none = np.zeros(0, np.float32)
     rollouts = [Rollout(row, 0, text, none, none, "stop", 0) for text in (right, connects)]
-    with RewardPool("python_sandbox", num_workers=1, **limits) as pool:
+    with RewardPool(parse_rewards("python_sandbox", num_workers=1, **limits)) as pool:
         assert [(each.reward, each.failure) for each in pool.score(rollouts)] == [
             (1.0, None),
             (0.0, None),

@@ -61,10 +61,11 @@ def test_reward_in_a_script_without_a_guard_is_told(
 ) -> None:
     from mcore_rl.common.errors import UsageError
     from mcore_rl.rewards.pool import RewardPool
+    from mcore_rl.rewards.specs import parse_rewards
 
     (tmp_path / "fork_script.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
-    with RewardPool("fork_script:length", num_workers=1, timeout_seconds=60) as pool:
+    with RewardPool(parse_rewards("fork_script:length", num_workers=1, timeout_seconds=60)) as pool:
         with pytest.raises(UsageError, match="fork_script:length .*put what starts it below if"):
             pool.check()
 

@@ -16,7 +16,7 @@ from mcore_rl.data.prompt_file import PromptSource
 from mcore_rl.data.prompts import load_prompts
 from mcore_rl.data.tokenizer_process import ChatTemplate
 from mcore_rl.environments.conversation import ConversationTokens
-from mcore_rl.environments.wire import Failed
+from mcore_rl.isolation.wire import Failed
 from tests.unit.test_data import save_tokenizer, write_lines
 
 # It takes 10 s of the processor until it is ended.

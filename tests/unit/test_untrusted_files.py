@@ -177,17 +177,13 @@ ALLOWED = {
         "yaml.load",
     ): "by a subclass of SafeLoader that refuses repeated keys",
     (
-        "mcore_rl/rewards/sandbox_inside.py",
+        "mcore_rl/sandbox/inside.py",
         "exec",
     ): "code of the policy's, in a process that can do little: what the sandbox is for",
     (
         "mcore_rl/isolation/confine.py",
         "exec",
     ): "a program of ours, in the process that it is to run in",
-    (
-        "mcore_rl/tools/doctor/reward_trial.py",
-        "pickle.load",
-    ): "a request of the process that started it",
 }
 
 

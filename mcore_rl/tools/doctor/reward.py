@@ -1,4 +1,4 @@
-"""Check of the reward: a trial in a separate process on samples made of the prompts' answers.
+"""Check of the reward: a trial on samples made of the prompts' answers, in the processes of a run.
 
 If the prompts have no answers, as for a reward model, it only checks that there is a value.
 """
@@ -9,36 +9,35 @@ import contextlib
 import dataclasses
 import json
 import os
-import pickle
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlsplit
 
-from mcore_rl.batching.types import Prompt
+import numpy as np
+
+from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.common.addresses import is_loopback
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
 from mcore_rl.environments.pool import EnvironmentPool
-from mcore_rl.environments.wire import Failed
+from mcore_rl.isolation.wire import Failed
 from mcore_rl.job.value_models import Folder
-from mcore_rl.rewards.code_rows import nothings
-from mcore_rl.rewards.code_tests import suite_of
-from mcore_rl.rewards.functions import PYTHON_SANDBOX, SERVED_REWARDS
-from mcore_rl.rewards.sandbox import check_sandbox, describe
-from mcore_rl.rewards.specs import RewardSpec
+from mcore_rl.rewards.functions import SERVED_REWARDS
+from mcore_rl.rewards.specs import RewardSpec, check_functions
+from mcore_rl.rewards.stack import RewardStack
+from mcore_rl.rewards.worker import Outcome
+from mcore_rl.sandbox import PYTHON_SANDBOX
+from mcore_rl.sandbox.code_rows import nothings
+from mcore_rl.sandbox.code_tests import suite_of
+from mcore_rl.sandbox.runner import check_sandbox, describe
 from mcore_rl.tools.doctor.finding import REWARD, Finding, green, red, refusal, yellow
 from mcore_rl.trainer.inputs import environment_spec, reward_spec
 
 # Built-in rewards that compare with the answer, which must get more than anything else.
 _EXACT = ("exact_match", "arithmetic", "gsm8k")
 _MOST_SECONDS = 20.0  # for one sample
-_START_SECONDS = 60.0  # for the imports of the process and its worker
 _MOST_SHOWN = 200
 _OTHERS = "another prompt's answer"
 _TIMED_OUT = "timed out"  # a kind of failure, of functions and of servers
@@ -49,9 +48,11 @@ Sample = tuple[Prompt, str]  # prompt and response
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Result of a trial: JSON of `reward_trial`, and the reward's output."""
+    """Result of a trial: the outcomes of each reward that was tried, or why none was, and the
+    output of functions."""
 
-    answer: dict[str, Any]
+    outcomes: dict[str, list[Outcome]]
+    refused: UsageError | None
     printed: str
 
 
@@ -129,18 +130,18 @@ class _Samples:
 
 @dataclass(frozen=True, slots=True)
 class _Outcomes:
-    """A reward's outcomes for `_Samples`: [reward, kind of failure, failure] of each sample."""
+    """A reward's outcomes for `_Samples`."""
 
-    rights: list[Any]
-    wrongs: list[Any]
-    unworthy: dict[str, Any]
-    idle: dict[str, list[Any]]
+    rights: list[Outcome]
+    wrongs: list[Outcome]
+    unworthy: dict[str, Outcome]
+    idle: dict[str, list[Outcome]]
 
     @classmethod
-    def of(cls, samples: _Samples, outcomes: Sequence[Any]) -> _Outcomes:
+    def of(cls, samples: _Samples, outcomes: Sequence[Outcome]) -> _Outcomes:
         """Group `outcomes`: of the answers and, if no answer failed, of the worthless responses."""
         missing = len(samples.answers) + len(samples.worthless) - len(outcomes)
-        left = iter([*outcomes, *([0.0, "not tried", "it was not tried"] for _ in range(missing))])
+        left = iter([*outcomes, *[Outcome(0.0, "not tried")] * missing])
         return cls(
             [next(left) for _ in samples.rights],
             [next(left) for _ in samples.wrongs],
@@ -161,11 +162,10 @@ def _tried(spec: RewardSpec, prompts: Sequence[Prompt]) -> list[Finding]:
     samples = _Samples.of(prompts, spec)
     trial = run_trial(spec, samples.answers, samples.worthless)
     findings = _output(trial)
-    if refused := trial.answer.get("refused"):
-        error = UsageError(refused["found"], flag=refused["flag"], remedy=refused["remedy"])
-        return [refusal(REWARD, error), *findings]
+    if trial.refused is not None:
+        return [refusal(REWARD, trial.refused), *findings]
     for name in (*spec.functions, *(server.name for server in spec.servers)):
-        outcomes = trial.answer["outcomes"].get(name)
+        outcomes = trial.outcomes.get(name)
         if outcomes is not None:
             sorted_out = _Outcomes.of(samples, outcomes)
             judged = _judged(name, sorted_out, spec.timeout_seconds)
@@ -186,7 +186,7 @@ def _environment(config: RLConfig, prompts: Sequence[Prompt]) -> list[Finding]:
     try:
         spec = environment_spec(config)
         assert spec is not None
-        with EnvironmentPool.of(spec) as pool:
+        with EnvironmentPool(spec) as pool:
             pool.check()  # also checks --rl-import, whose files do not run in this process
             if spec.name == PYTHON_SANDBOX:
                 level = check_sandbox(f"--rl-environment {spec.name}", spec.sandbox_accept)
@@ -216,7 +216,7 @@ def _judged(name: str, found: _Outcomes, timeout_seconds: float) -> Finding:
     """Judge a reward by its outcomes."""
     # Only samples that training may also produce: an answer, right or wrong.
     outcomes = [*found.rights, *found.wrongs]
-    failures = [failure for _, _, failure in outcomes if failure is not None]
+    failures = [each.failure for each in outcomes if each.failure is not None]
     if failures and timeout_seconds > _MOST_SECONDS and _only_timeouts(outcomes):
         what = (
             f"{name} gives no value within {_MOST_SECONDS:g} s and is not waited for longer here; "
@@ -228,7 +228,7 @@ def _judged(name: str, found: _Outcomes, timeout_seconds: float) -> Finding:
             f"{name} gives no value for {len(failures)} of {len(outcomes)} samples: {failures[0]}"
         )
         return red(REWARD, what, _remedy_of_failures(name, has_answers=bool(found.rights)))
-    right, wrong = ([reward for reward, _, _ in each] for each in (found.rights, found.wrongs))
+    right, wrong = ([each.reward for each in some] for some in (found.rights, found.wrongs))
     if name == PYTHON_SANDBOX:  # the prompts' answers are tests, not code
         return _judged_sandbox(found)
     if not right:
@@ -251,10 +251,10 @@ def _judged(name: str, found: _Outcomes, timeout_seconds: float) -> Finding:
 
 def _judged_sandbox(found: _Outcomes) -> Finding:
     idle = [(what, outcome) for what, each in found.idle.items() for outcome in each]
-    if paid := [what for what, (reward, _, _) in idle if reward > 0]:
+    if paid := [what for what, outcome in idle if outcome.reward > 0]:
         what = f"{PYTHON_SANDBOX} pays {paid[0]}: tests that it passes check nothing"
         return red(REWARD, what, "correct the answers (--rl-answer-column) or remove such rows")
-    if failures := [failure for _, (_, _, failure) in idle if failure is not None]:
+    if failures := [each.failure for _, each in idle if each.failure is not None]:
         what = f"{PYTHON_SANDBOX} gives no value to code that does nothing: {failures[0]}"
         return red(REWARD, what, _remedy_of_failures(PYTHON_SANDBOX, has_answers=True))
     return green(REWARD, f"{PYTHON_SANDBOX} runs")
@@ -278,16 +278,16 @@ def _paid_for_nothing(name: str, found: _Outcomes, right: Sequence[float]) -> st
     least as high.
     """
     paid = []
-    for what, (reward, _, failure) in found.unworthy.items():
+    for what, outcome in found.unworthy.items():
         least = right[0] if name == "pooling" or what == _OTHERS else 0.0
-        is_paid = reward >= right[0] or reward > least
-        if failure is None and is_paid:
-            paid.append(f"{reward:g} for {what}")
+        is_paid = outcome.reward >= right[0] or outcome.reward > least
+        if outcome.failure is None and is_paid:
+            paid.append(f"{outcome.reward:g} for {what}")
     return " and ".join(paid)
 
 
-def _only_timeouts(outcomes: Sequence[Sequence[Any]]) -> bool:
-    return all(kind in (None, _TIMED_OUT) for _, kind, _ in outcomes)
+def _only_timeouts(outcomes: Sequence[Outcome]) -> bool:
+    return all(each.kind in (None, _TIMED_OUT) for each in outcomes)
 
 
 def _shown(rewards: Sequence[float]) -> str:
@@ -304,41 +304,60 @@ def _output(trial: Trial) -> list[Finding]:
 
 
 def run_trial(spec: RewardSpec, samples: Sequence[Sample], more: Sequence[Sample] = ()) -> Trial:
-    """Run the trial in a process, and end it with everything that it started."""
+    """Score samples as a run does, with less time and one worker.
+
+    A function that fails on `samples` is not tried on `more`, whose output is discarded.
+    """
     seconds = min(spec.timeout_seconds, _MOST_SECONDS)
     once = tuple(dataclasses.replace(server, retries=0) for server in spec.servers)
     spec = dataclasses.replace(spec, num_workers=1, timeout_seconds=seconds, servers=once)
-    limit = _START_SECONDS + seconds * max(1, len(samples) + len(more)) * len(spec.names)
-    read_end, write_end = os.pipe()
-    with tempfile.TemporaryFile() as printed, os.fdopen(read_end, "rb") as answers:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "mcore_rl.tools.doctor.reward_trial", str(write_end)],
-            stdin=subprocess.PIPE,
-            stdout=printed,
-            stderr=printed,
-            pass_fds=(write_end,),
-            start_new_session=True,
-            # A worker may be killed before it flushes what a reward has printed.
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )
-        os.close(write_end)
+    outcomes: dict[str, list[Outcome]] = {}
+    refused = None
+    with tempfile.TemporaryFile() as printed, open(os.devnull, "w") as silent:
         try:
-            process.communicate(pickle.dumps((spec, list(samples), list(more))), timeout=limit)
-            answer = answers.read()
-        except subprocess.TimeoutExpired:
-            answer = _refused(f"no end within {limit:g} s", remedy="mend what hangs")
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            check_functions(spec)
+            servers = [server.name for server in spec.servers]
+            outcomes |= _outcomes(spec, servers, [*samples, *more])  # in one request if they fit
+            outcomes |= _outcomes(spec, spec.functions, samples, printed.fileno())
+            working = [
+                name
+                for name in spec.functions
+                if all(each.failure is None for each in outcomes.get(name, []))
+            ]
+            for name, found in _outcomes(spec, working, more, silent.fileno()).items():
+                outcomes[name] += found
+        except UsageError as error:
+            refused = error
+        except RuntimeError as error:  # workers that die at once
+            refused = UsageError(str(error), remedy="correct what it imports")
         printed.seek(0)
-        text = printed.read().decode(errors="replace")
-    if not answer:
-        what = f"its process ended with exit code {process.returncode}"
-        answer = _refused(what, remedy="mend what it imports")
-    return Trial(json.loads(answer), text)
+        return Trial(outcomes, refused, printed.read().decode(errors="replace"))
 
 
-def _refused(found: str, *, remedy: str) -> bytes:
-    """Return a refusal in the format of the process's answer."""
-    return json.dumps({"refused": {"found": found, "flag": "", "remedy": remedy}}).encode()
+def _outcomes(
+    spec: RewardSpec, names: Sequence[str], samples: Sequence[Sample], output: int | None = None
+) -> dict[str, list[Outcome]]:
+    """Return the outcomes of the rewards `names` for samples; logs nothing."""
+    if not names or not samples:
+        return {}
+    servers = tuple(server for server in spec.servers if server.name in names)
+    weights = (1.0,) * len(names)
+    some = dataclasses.replace(spec, names=tuple(names), weights=weights, servers=servers)
+    with RewardStack(some, output) as stack:
+        tickets = [stack.begin(_rollout(sample)) for sample in samples]
+        stack.wait()
+        found = dict(stack.collect())
+    return {name: [found[ticket][name] for ticket in tickets] for name in names}
+
+
+def _rollout(sample: Sample) -> Rollout:
+    prompt, response = sample
+    return Rollout(
+        prompt=prompt,
+        sample_index=0,
+        text=response,
+        response_token_ids=np.zeros(0, dtype=np.int32),
+        rollout_log_probs=np.zeros(0, dtype=np.float32),
+        finish_reason="stop",
+        weight_version=0,
+    )

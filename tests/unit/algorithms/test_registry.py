@@ -20,7 +20,7 @@ from mcore_rl.algorithms.registry import (
 )
 from mcore_rl.algorithms.total_loss import policy_loss_total
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.user_files import import_user_file
+from mcore_rl.common.user_code import import_user_file
 from mcore_rl.rewards.functions import resolve_reward
 from tests.unit.algorithms.ragged import ragged, random_ragged
 from tests.unit.algorithms.test_estimators import inputs_of
@@ -165,7 +165,7 @@ def test_a_name_that_a_built_in_has_is_refused_before_any_was_looked_up(tmp_path
         "from mcore_rl.algorithms.registry import advantage_estimator\n"
         "advantage_estimator('gae')(lambda inputs, config: None)\n"
     )
-    program = f"from mcore_rl.common.user_files import import_user_file as i; i({str(file)!r})"
+    program = f"from mcore_rl.common.user_code import import_user_file as i; i({str(file)!r})"
     process = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
     )
@@ -180,7 +180,7 @@ def test_a_file_of_rewards_alone_does_not_import_torch(tmp_path: Path) -> None:
     )
     program = (
         "import sys\n"
-        "from mcore_rl.common.user_files import import_user_file\n"
+        "from mcore_rl.common.user_code import import_user_file\n"
         f"import_user_file({str(file)!r})\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
     )

@@ -1,7 +1,7 @@
 """A sandbox for a policy's Python, used by a reward and by tools of environments.
 
 The process has an empty folder, no network, no other processes, limited memory, disk and time, and
-access to Python's files only. `isolation` confines it; `sandbox_inside` and `plain_values` run in
+access to Python's files only. `isolation` confines it; `inside` and `plain_values` run in
 it. Processes of rewards and environments import this module: it imports nothing heavy.
 """
 
@@ -12,7 +12,6 @@ import functools
 import json
 import logging
 import os
-import re
 import secrets
 import selectors
 import signal
@@ -25,8 +24,8 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.readers import InvalidData, parse_json
 from mcore_rl.isolation.client import Supervisor, start_supervisor
 from mcore_rl.isolation.levels import Level
-from mcore_rl.rewards.code_tests import Suite, texts
-from mcore_rl.rewards.grading import Grading, Reply, Request
+from mcore_rl.sandbox.code_tests import Suite, texts
+from mcore_rl.sandbox.grading import Grading, Reply, Request
 
 CODE_SECONDS = 5.0
 MEMORY_BYTES = 1 << 30
@@ -38,11 +37,8 @@ _MAX_PIPE_BYTES = 1 << 20  # that a process may have in a pipe
 _READ_BYTES = 1 << 16
 _LEAVE_SECONDS = 1.0  # from its last answer to its end
 _log = logging.getLogger(__name__)
-_INSIDE = Path(__file__).with_name("sandbox_inside.py")
+_INSIDE = Path(__file__).with_name("inside.py")
 _VALUES = Path(__file__).with_name("plain_values.py").read_text(encoding="utf-8")
-
-_PYTHON_TAG = re.compile(r"(?:i?python|py)[0-9.]*", re.IGNORECASE)
-_MAX_FENCE_INDENT = 3  # of a closing fence beyond the opening fence, as in CommonMark
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,76 +55,6 @@ class Ran:
     def all_passed(self) -> bool:
         """Whether the code ran and every test passed."""
         return self.ended and not self.why and all(self.passed)
-
-
-@dataclass(frozen=True, slots=True)
-class _Fence:
-    """The opening of a block of code in Markdown."""
-
-    mark: str  # "```", or more of the same, or "~~~"
-    indent: int
-    is_python: bool  # by its tag, or because it has none
-
-
-def code_in(text: str) -> str | None:
-    """Return the last closed block of Python in a Markdown text; None without one.
-
-    A block is fenced by three or more backticks, which may follow text on their line, or tildes,
-    which may not. Its tag is `python`, `py`, `python3` or the like, in any case, or missing. Reads
-    each line once, so the time is linear in the length of the text, whatever a policy writes.
-    """
-    found: str | None = None
-    fence: _Fence | None = None
-    lines: list[str] = []
-    for line in text.split("\n"):
-        if fence is None:
-            fence, lines = _opening(line), []
-            continue
-        rest = _after_closing(line, fence)
-        if rest is None:
-            blanks = len(line) - len(line.lstrip(" "))
-            lines.append(line[min(blanks, fence.indent) :] + "\n")
-            continue
-        before = line[: line.find(fence.mark)]
-        if fence.is_python:
-            found = "".join(lines) + before.rstrip() if before.strip() else "".join(lines)
-        # A tag after it begins the next block: the fence between the two is missing.
-        fence, lines = (_opening(line), []) if rest.strip() else (None, [])
-    return found
-
-
-def _opening(line: str) -> _Fence | None:
-    """Return the fence that a line ends in, with its tag; None for a line that opens no block."""
-    start = line.lstrip(" \t")
-    if start.startswith("~~~"):
-        character, at = "~", len(line) - len(start)
-    else:
-        character, at = "`", line.find("```")
-    if at < 0:
-        return None
-    tag = line[at:].lstrip(character)
-    if character in tag:
-        return None  # inline code
-    words = tag.split(None, 1)
-    return _Fence(
-        mark=character * (len(line) - at - len(tag)),
-        indent=0 if line[:at].strip() else at,
-        is_python=not words or _PYTHON_TAG.fullmatch(words[0].strip("{.}")) is not None,
-    )
-
-
-def _after_closing(line: str, fence: _Fence) -> str | None:
-    """Return the text after the closing fence on a line; None for a line that closes nothing.
-
-    The fence begins its line, or ends a line of code.
-    """
-    start = line.lstrip(" ")
-    if start.startswith(fence.mark) and len(line) - len(start) <= fence.indent + _MAX_FENCE_INDENT:
-        return start.lstrip(fence.mark[0])
-    end = line.rstrip()
-    if end.endswith(fence.mark) and "`" in fence.mark and "`" not in end.rstrip("`"):
-        return "" if end.strip("` ") else None
-    return None
 
 
 def seconds_left() -> float:
@@ -337,7 +263,6 @@ class _Process:
                     self._kept["answers"].clear()
                     if not has_started:
                         has_started = True
-                        _check_fault(line)
                         self._to_send = json.dumps(_VALUES).encode() + b"\n"
                     else:
                         exchange.answered(line, *self._written())
@@ -400,13 +325,6 @@ def _decoded(data: bytearray) -> str:
         return data.decode(errors="surrogatepass")
     except UnicodeDecodeError:
         return data.decode(errors="replace")
-
-
-def _check_fault(line: bytes) -> None:
-    """Raise RuntimeError for a process that could not drop its rights."""
-    fault = parse_json(line)["fault"]  # written before any code ran
-    if fault is not None:
-        raise RuntimeError(f"code cannot be kept from the network: {fault}")
 
 
 def _line(fields: dict[str, object]) -> bytes:

@@ -1,6 +1,6 @@
 """The tests' view of the values of a policy's code, in the process that runs it.
 
-`sandbox_inside` receives the text of this module once it is confined, and runs it before the code:
+`inside` receives the text of this module once it is confined, and runs it before the code:
 it imports only the standard library.
 """
 

@@ -1,28 +1,26 @@
 """The trainer's side of the zygote: start it, request forks and kills.
 
-Only `check` and `close` block. Messages are untrusted data: a user's module runs in the zygote too.
+Only `close` blocks. Messages are untrusted data: a user's module runs in the zygote too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
-import os
-import select
-import signal
 import socket
+import subprocess
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from mcore_rl.common.errors import UsageError
-from mcore_rl.common.readers import InvalidData, integer_within, parse_json
-from mcore_rl.environments.interface import FLAG
-from mcore_rl.environments.zygote import MAX_CONTROL_BYTES, run_zygote
-from mcore_rl.rewards.functions import shortened
-from mcore_rl.rewards.process import WorkerContext
+from mcore_rl.common.readers import InvalidData, parse_json
+from mcore_rl.common.user_code import shortened
+from mcore_rl.isolation import wire
+from mcore_rl.isolation.spawn import start_process
+from mcore_rl.isolation.zygote import MAX_CONTROL_BYTES, Program
 
 _START_SECONDS = 60.0  # for its imports
 _ANSWER_SECONDS = 60.0  # for a fork or a kill
@@ -34,30 +32,17 @@ Ended = int | str  # an exit code, negative for a signal; or why no process exis
 class ZygoteProcess:
     """A zygote; its start begins with the constructor."""
 
-    def __init__(
-        self,
-        spec: str,
-        imports: Sequence[str],
-        *,
-        memory_bytes: int,
-        timeout_seconds: float,
-        environment_names: Sequence[str],
-        sandbox_accept: Sequence[str] = (),
-    ) -> None:
-        self._spec = spec
+    def __init__(self, program: Program) -> None:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.setblocking(False)
+        self.control.send(json.dumps(dataclasses.asdict(program)).encode())
         with theirs:
-            self._process = WorkerContext(environment_names).Process(
-                target=run_zygote,
-                args=(
-                    *(theirs, spec, tuple(imports)),
-                    *(memory_bytes, timeout_seconds, tuple(sandbox_accept)),
-                ),
-                name="environments",
-                daemon=True,  # ends with a trainer that does not close it
+            self._process = start_process(
+                program.module,
+                theirs,
+                environment_names=program.environment_names,
+                output=program.output,
             )
-            self._process.start()
         self._out: deque[tuple[bytes, socket.socket | None]] = deque()
         self._is_ready = False
         self._since = time.monotonic()
@@ -65,6 +50,11 @@ class ZygoteProcess:
         self._killed: dict[int, float] = {}  # unconfirmed kills, likewise
         self._there: set[int] = set()
         self.why_broken = ""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
 
     def __contains__(self, ticket: int) -> bool:
         """Return whether this ticket has a process or is to get one."""
@@ -108,7 +98,7 @@ class ZygoteProcess:
 
     def heard(self) -> Iterator[tuple[int, Ended | None]]:
         """Yield its reports since the last call: tickets whose process has started (None) or ended.
-        UsageError: it cannot find the class."""
+        UsageError: it cannot import what it needs."""
         while not self.is_broken and (message := self._next()) is not None:
             yield from self._understood(message)
         self.flush()
@@ -132,13 +122,13 @@ class ZygoteProcess:
             if not self._is_ready:  # its first message, sent once
                 self._begun(fields)
             elif "forked" in fields:
-                ticket = _integer(fields["forked"])
+                ticket = wire.as_integer(fields["forked"])
                 if self._asked.pop(ticket, None) is not None:
                     self._there.add(ticket)
                     yield ticket, None
             else:
-                ticket = _integer(fields["ended"])
-                ended = _integer(fields["code"]) if "code" in fields else _text(fields["reason"])
+                ticket = wire.as_integer(fields["ended"])
+                ended = _ended(fields)
                 if ticket in self:
                     self._there.discard(ticket)
                     self._asked.pop(ticket, None)
@@ -150,11 +140,7 @@ class ZygoteProcess:
     def _begun(self, fields: Any) -> None:
         """Check its first message; UsageError if it could not import what it needs."""
         if "refused" in fields:
-            refused = [_text(each) for each in fields["refused"]]
-            if len(refused) != 3:
-                raise InvalidData("a refusal has a reason, a flag and a remedy")
-            found, flag, remedy = refused
-            raise UsageError(found, flag=flag, remedy=remedy)
+            raise wire.as_refusal(fields["refused"])
         if fields["ready"] is not True:
             raise InvalidData("it is neither ready nor refused")
         self._is_ready, self._since = True, time.monotonic()
@@ -171,25 +157,10 @@ class ZygoteProcess:
         self.why_broken = self.why_broken or shortened(why)
 
     def _exit(self) -> str:
-        until = time.monotonic() + 1.0  # its socket closes just before it ends
-        while self._process.exitcode is None and time.monotonic() < until:
-            time.sleep(0.01)
-        return f"exit code {self._process.exitcode}"
-
-    def check(self) -> None:
-        """Wait until it has imported what it needs. Raises UsageError if it cannot."""
-        until = time.monotonic() + _START_SECONDS
-        while not self._is_ready and not self.is_broken and time.monotonic() < until:
-            select.select([self.control], [], [], 1.0)
-            for _ in self.heard():
-                pass
-        if not self._is_ready:
-            raise UsageError(
-                "cannot be used, because the process that imported it ended or gave no answer "
-                f"within {_START_SECONDS:g} s ({self.why_broken})",
-                flag=f"{FLAG} {self._spec}",
-                remedy="make its import work by itself",
-            )
+        code = None
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its socket closes just before
+            code = self._process.wait(1.0)
+        return f"exit code {code}"
 
     def close(self) -> None:
         """End it and its descendants."""
@@ -199,24 +170,11 @@ class ZygoteProcess:
         self._out.clear()
         self.control.close()  # ends it, unless a fork of this process also holds the socket
         self._process.terminate()
-        until = time.monotonic() + (_END_SECONDS if self._is_ready else 0.0)
-        while self._process.exitcode is None and time.monotonic() < until:
-            time.sleep(0.005)
-        if self._process.exitcode is None and self._process.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGKILL)
-        self._process.join()
-        self._process.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS if self._is_ready else 0.0)
+        self._process.kill()
+        self._process.wait()
 
 
-def _integer(value: Any) -> int:
-    found = integer_within(value, -(1 << 63), (1 << 63) - 1)
-    if found is None:
-        raise InvalidData("a ticket or an exit code is an integer")
-    return found
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise InvalidData("a reason is a text")
-    return shortened(value)
+def _ended(fields: dict[str, Any]) -> Ended:
+    return wire.as_integer(fields["code"]) if "code" in fields else wire.as_text(fields["reason"])

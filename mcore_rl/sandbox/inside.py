@@ -1,12 +1,11 @@
-"""The program that runs a policy's Python in its own process; started by `sandbox`.
+"""The program that runs a policy's Python in its own process; started by `runner`.
 
-    python -I sandbox_inside.py DESCRIPTOR_OF_REQUESTS DESCRIPTOR_OF_ANSWERS
+    python -I inside.py DESCRIPTOR_OF_REQUESTS DESCRIPTOR_OF_ANSWERS
 
-`isolation.confine` has already confined it. It drops connections and other processes once more,
-then serves requests: it runs the code, and what the tests need of it. It runs as a file, where this
-package may not be found, and imports only the standard library. The code can read and change
-everything here, so nothing here is a secret: neither expected values nor which request is a test
-and which a probe (see `grading`).
+`isolation.confine` has already confined it. It serves requests: it runs the code, and what the
+tests need of it. It runs as a file, where this package may not be found, and imports only the
+standard library. The code can read and change everything here, so nothing here is a secret: neither
+expected values nor which request is a test and which a probe (see `grading`).
 """
 
 from __future__ import annotations
@@ -14,30 +13,14 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
-import ctypes
 import io
 import json
 import os
-import platform
-import struct
 import sys
 import threading
 import traceback
 import types
 from typing import Any, BinaryIO
-
-_CLONE_THREAD = 0x00010000  # linux/sched.h
-_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 38, 22
-_SECCOMP_MODE_FILTER = 2
-
-# From linux/audit.h and asm/unistd.h: socket, clone, fork, vfork, and the calls that both have.
-_MACHINES = {
-    "x86_64": (0xC000003E, {"socket": 41, "clone": 56, "fork": 57, "vfork": 58}),
-    "aarch64": (0xC00000B7, {"socket": 198, "clone": 220}),
-}
-_IO_URING_SETUP, _CLONE3 = 425, 435
-_ERRNO_EACCES, _ERRNO_ENOSYS, _ERRNO_EAGAIN = 13, 38, 11
-_X32_BIT = 0x40000000
 
 _VALUE = "_value_of_an_expression"
 _MAX_DIGITS = 50_000  # of an int that is read or printed, as LiveCodeBench allows
@@ -45,11 +28,10 @@ _MAX_TOLD = 1 << 16  # characters of a traceback
 
 
 def main(requests: BinaryIO, answers: int) -> None:
-    """Serve one process: report that it is confined, then answer each request in turn.
+    """Serve one process: report that it has started, then answer each request in turn.
 
-    Requests and answers are JSON, one per line. The first answer has the `fault` that prevents its
-    confinement, or null, and the first request is the text of `plain_values`. Each further request
-    has a `token`, which its answer repeats, and one of
+    Requests and answers are JSON, one per line. The first request is the text of `plain_values`.
+    Each further request has a `token`, which its answer repeats, and one of
 
         run, name[, before][, stdin]   run code in a new module; with `stdin`, as a program
         do[, space]                    run statements in that module, or among their own names
@@ -60,10 +42,8 @@ def main(requests: BinaryIO, answers: int) -> None:
     and is answered by `ended`, `error` (a traceback), and `value` for the latter two.
     """
     sys.set_int_max_str_digits(_MAX_DIGITS)
-    fault = _give_up()
-    os.write(answers, json.dumps({"fault": fault}).encode() + b"\n")
-    if fault is None:
-        _serve(requests, answers)
+    os.write(answers, b"{}\n")
+    _serve(requests, answers)
     os._exit(0)  # even if threads still run
 
 
@@ -206,63 +186,6 @@ class Program:
         for stream in (sys.stdout, sys.stderr, *self._streams):
             with contextlib.suppress(BaseException):
                 stream.flush()
-
-
-# Dropping rights ------------------------------------------------------------------------------
-
-
-def _give_up() -> str | None:
-    """Block the network and new processes. Return why that is impossible, or None.
-
-    `isolation.confine` has already confined this process. This filter works without it, and refuses
-    with errors that Python reports clearly.
-    """
-    if sys.platform != "linux":
-        return "it is not Linux"
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    return _open_nothing(libc)
-
-
-def _open_nothing(libc: ctypes.CDLL) -> str | None:
-    """Refuse new sockets and processes by a filter of system calls."""
-    machine = platform.machine()
-    if machine not in _MACHINES:
-        return f"no filter of system calls is known for {machine}"
-    architecture, calls = _MACHINES[machine]
-    refused = {calls["socket"]: _ERRNO_EACCES, _IO_URING_SETUP: _ERRNO_ENOSYS}
-    refused |= {_CLONE3: _ERRNO_ENOSYS}  # the C library then uses clone
-    refused |= {calls[name]: _ERRNO_EAGAIN for name in ("fork", "vfork") if name in calls}
-    program = _filter(architecture, refused, calls["clone"])
-    lines = ctypes.create_string_buffer(program, len(program))
-    header = struct.pack("=HxxxxxxQ", len(program) // 8, ctypes.addressof(lines))
-    if libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.c_char_p(header), 0, 0) != 0:
-        return f"the kernel takes no filter of system calls (errno {ctypes.get_errno()})"
-    return None
-
-
-def _filter(architecture: int, refused: dict[int, int], clone: int) -> bytes:
-    """Return a classic BPF program that maps a call's number to its result."""
-    load, equal, bit_set, at_least, give = 0x20, 0x15, 0x45, 0x35, 0x06
-    allow, kill, deny = 0x7FFF0000, 0x80000000, 0x00050000
-    lines = [
-        (load, 0, 0, 4),  # seccomp_data.arch
-        (equal, 1, 0, architecture),
-        (give, 0, 0, kill),
-        (load, 0, 0, 0),  # seccomp_data.nr
-        (at_least, 0, 1, _X32_BIT),
-        (give, 0, 0, kill),
-    ]
-    for number, errno in refused.items():
-        lines += [(equal, 0, 1, number), (give, 0, 0, deny | errno)]
-    lines += [
-        (equal, 0, 3, clone),
-        (load, 0, 0, 16),  # the low half of its first argument
-        (bit_set, 1, 0, _CLONE_THREAD),
-        (give, 0, 0, deny | _ERRNO_EAGAIN),
-        (give, 0, 0, allow),
-    ]
-    return b"".join(struct.pack("=HBBI", *line) for line in lines)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The grading of a policy's code: requests to its process, and the evaluation of the answers.
 
-The process (`sandbox_inside`) runs the code and is never trusted: it receives inputs, and its
+The process (`inside`) runs the code and is never trusted: it receives inputs, and its
 results are compared here, with expected values that it does not have. It only reports itself
 whether a step has passed if the step must run there as a unit (`assertions.Do`, or an assertion
 whose expression is one call). Between such steps, at random places, are probes whose right answer
@@ -24,9 +24,9 @@ from fractions import Fraction
 from typing import Any
 
 from mcore_rl.common.readers import InvalidData, finite_number
-from mcore_rl.rewards.assertions import EQUAL, LEAF, Check, Do, Incomparable, Opaque, Step
-from mcore_rl.rewards.code_tests import Call, Program, Suite, Text
-from mcore_rl.rewards.code_texts import stubbed_steps
+from mcore_rl.sandbox.assertions import EQUAL, LEAF, Check, Do, Incomparable, Opaque, Step
+from mcore_rl.sandbox.code_tests import Call, Program, Suite, Text
+from mcore_rl.sandbox.code_texts import stubbed_steps
 
 _MAX_DECIMAL = 1 << 4096  # beyond that, Python writes no decimals
 _TOLERANCE = 1e-6  # of floats: relative above 1, absolute below
@@ -78,7 +78,7 @@ class Grading:
         self.stdout = self.stderr = ""
 
     def dialogue(self) -> Generator[Request, Reply, None]:
-        """Yield each request after the reply to the previous one was sent; see `sandbox_inside`.
+        """Yield each request after the reply to the previous one was sent; see `inside`.
 
         If a process has ended and another request follows, the request is for a new process.
         """
@@ -288,7 +288,7 @@ def _text(value: object) -> str:
 
 
 def decoded(value: Any) -> Any:
-    """Decode plain data that `sandbox_inside` has written as JSON; sets become frozensets.
+    """Decode plain data that `inside` has written as JSON; sets become frozensets.
 
     Raises InvalidData for anything else.
     """

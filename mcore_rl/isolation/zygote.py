@@ -1,11 +1,12 @@
-"""The zygote, which imports the user's modules once and forks the processes of episodes.
+"""The zygote, a process that forks the processes of a user's code.
 
-It starts anew and drops rights as reward workers do. It then gives a process to an episode when the
-trainer sends a socket, kills the processes that the trainer names, and reports which have ended and
-how. All descendants of an episode end with it; everything ends with the trainer, however that ends.
+It starts anew and drops rights before it imports anything of the user's. It then gives a process to
+a session when the trainer sends a socket, kills the processes that the trainer names, and reports
+which have ended and how. All descendants of a session end with it; everything ends with the
+trainer, however that ends.
 
 A fork and its set-up take milliseconds, and a step's samples begin all at once. So once all
-episodes have ended, while the trainer trains, the zygote forks as many spares as ran concurrently.
+sessions have ended, while the trainer trains, the zygote forks as many spares as ran concurrently.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ import selectors
 import signal
 import socket
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.spawning import forbid_runs
-from mcore_rl.environments.episode import adopt_orphans, hand_over, run_episode
-from mcore_rl.environments.interface import resolve_environment
+from mcore_rl.isolation import wire
 from mcore_rl.isolation.client import start_supervisor
-from mcore_rl.rewards.functions import PYTHON_SANDBOX
-from mcore_rl.rewards.worker import (
+from mcore_rl.isolation.process import Service, run_process
+from mcore_rl.isolation.rights import (
+    adopt_orphans,
     die_with_parent,
     drop_privileges,
     limit_memory,
@@ -38,39 +40,61 @@ from mcore_rl.rewards.worker import (
 MAX_CONTROL_BYTES = 1 << 16  # of a message between the trainer and this process
 
 
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What the processes of a pool run, and their limits, e.g.
+
+    Program("environment shop:Shop", "mcore_rl.environments.service", {"spec": "shop:Shop", ...},
+            memory_gib=4.0, memory_flag="--rl-environment-memory-gib")
+    """
+
+    owner: str  # for messages
+    module: str  # its `main` calls `run_zygote`
+    settings: dict[str, Any]  # of the module, as JSON
+    memory_gib: float  # of each process; 0: unlimited
+    memory_flag: str  # for messages
+    max_answer_bytes: int = 1 << 20
+    environment_names: tuple[str, ...] = ()  # variables that processes get besides the usual ones
+    runs_code: bool = False  # in a sandbox
+    sandbox_accept: tuple[str, ...] = ()  # protections that the sandbox may lack
+    is_silent: bool = False  # discard the output of processes
+    output: int | None = None  # a descriptor for their output; None: this process's
+
+
 def run_zygote(
-    control: socket.socket,
-    spec: str,
-    imports: Sequence[str],
-    memory_bytes: int,
-    timeout_seconds: float,
-    sandbox_accept: Sequence[str],
+    control: int, parent: int, load: Callable[[dict[str, Any]], Callable[[], Service]]
 ) -> None:
-    """Serve the trainer at the other end of `control`, a socket that keeps messages separate."""
+    """Serve the trainer, the process `parent`, at the other end of the socket `control`.
+
+    `load` gets the settings of the program, once rights are dropped, and returns what a new process
+    calls for its service; its UsageError is passed on to the trainer.
+    """
     forbid_runs()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    die_with_parent()  # during the imports
+    die_with_parent(parent)  # during the imports
+    connection = socket.socket(fileno=control)
+    program = Program(**json.loads(connection.recv(MAX_CONTROL_BYTES)))
     # Now, as processes started later cannot create namespaces.
-    supervisor = start_supervisor(sandbox_accept) if spec == PYTHON_SANDBOX else None
-    limit_memory(memory_bytes)
+    supervisor = start_supervisor(program.sandbox_accept) if program.runs_code else None
+    limit_memory(int(program.memory_gib * 2**30))
     write_no_core()
     drop_privileges()
     see_no_other_process()
     ours = _open_descriptors()
     if supervisor is not None:
-        ours.discard(supervisor.fileno())  # episodes run code through it
+        ours.discard(supervisor.fileno())  # sessions run code through it
     told: dict[str, Any] = {"ready": True}
-    environment: type = object
+    service: Callable[[], Service] | None = None
     try:
-        environment = resolve_environment(spec, imports)
+        service = load(program.settings)
     except UsageError as error:
-        told = {"refused": [error.found, error.flag, error.remedy]}
-    import asyncio  # noqa: F401 - which most episodes need: once, not once in each
+        told = {"refused": wire.refused(error)}
+    import asyncio  # noqa: F401 - which most sessions need: once, not once in each
 
     gc.collect()
     gc.freeze()  # so that forks share the memory
     helpers = set() if supervisor is None else {supervisor.pid}
-    zygote = _Zygote(control, environment, timeout_seconds, ours, helpers)
+    zygote = _Zygote(connection, service, program, ours, helpers)
     try:
         zygote.tell(told)
         zygote.serve()
@@ -79,7 +103,7 @@ def run_zygote(
 
 
 def _open_descriptors() -> set[int]:
-    """Return the descriptors that episodes must not inherit; never the standard streams."""
+    """Return the descriptors that sessions must not inherit; never the standard streams."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # of the listing itself
@@ -92,17 +116,16 @@ class _Zygote:
     def __init__(
         self,
         control: socket.socket,
-        environment: type,
-        timeout_seconds: float,
+        service: Callable[[], Service] | None,
+        program: Program,
         ours: set[int],
         helpers: set[int],
     ) -> None:
-        self._control, self._environment = control, environment
-        self._timeout_seconds = timeout_seconds
-        self._episodes: dict[int, int] = {}  # process -> ticket
+        self._control, self._service, self._program = control, service, program
+        self._sessions: dict[int, int] = {}  # process -> ticket
         self._spares: deque[tuple[int, socket.socket]] = deque()  # idle processes
-        self._most_episodes = 0  # concurrently, since there were none
-        self._helpers = helpers  # processes that serve all episodes
+        self._most_sessions = 0  # concurrently, since there were none
+        self._helpers = helpers  # processes that serve all sessions
         self._parent = os.getppid()
         self._pid = os.getpid()
         adopt_orphans()
@@ -117,9 +140,14 @@ class _Zygote:
         signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGHUP, lambda *_: None)
-        signal.signal(signal.SIGTERM, _leave)
+        # No exception: a handler may run within a fork, which would swallow it.
+        self._is_leaving = False
+        signal.signal(signal.SIGTERM, self._leave)
         # A thread of the trainer that ends also sends it: only a new parent means the end.
-        die_with_parent(signal.SIGHUP)
+        die_with_parent(self._parent, signal.SIGHUP)
+
+    def _leave(self, *_: object) -> None:
+        self._is_leaving = True
 
     def tell(self, fields: Mapping[str, Any]) -> None:
         """Send a message; blocks until the trainer has read enough of the earlier ones."""
@@ -128,7 +156,7 @@ class _Zygote:
     def serve(self) -> None:
         """Serve until the trainer disconnects or is gone."""
         with contextlib.suppress(OSError):  # of a broken connection
-            while os.getppid() == self._parent:
+            while os.getppid() == self._parent and not self._is_leaving:
                 timeout = 0.0 if self._lacks_spares() else None
                 ready = {key.fileobj for key, _ in self._selector.select(timeout)}
                 if self._wakes in ready:
@@ -141,13 +169,13 @@ class _Zygote:
                     self._prepare()
 
     def _lacks_spares(self) -> bool:
-        return not self._episodes and len(self._spares) < self._most_episodes
+        return not self._sessions and len(self._spares) < self._most_sessions
 
     def _prepare(self) -> None:
         try:
             self._spares.append(self._forked())
         except OSError:
-            self._most_episodes = 0  # until the next request for a process
+            self._most_sessions = 0  # until the next request for a process
 
     def _obey(self) -> bool:
         """Execute the next message; return False if none will follow."""
@@ -158,22 +186,22 @@ class _Zygote:
         if "fork" in fields:
             self._begin(fields["fork"], socket.socket(fileno=descriptors[0]))
         for ticket in fields.get("kill", ()):
-            for pid in [pid for pid, each in self._episodes.items() if each == ticket]:
+            for pid in [pid for pid, each in self._sessions.items() if each == ticket]:
                 _kill(pid)
         return True
 
     def _begin(self, ticket: int, connection: socket.socket) -> None:
-        """Begin an episode, in a spare or a new process."""
-        if not self._episodes:
-            self._most_episodes = 0
+        """Begin a session, in a spare or a new process."""
+        if not self._sessions:
+            self._most_sessions = 0
         with connection:
             try:
                 pid = self._given(connection)
             except OSError as error:
                 self.tell({"ended": ticket, "reason": f"cannot be started: {error.strerror}"})
                 return
-        self._episodes[pid] = ticket
-        self._most_episodes = max(self._most_episodes, len(self._episodes))
+        self._sessions[pid] = ticket
+        self._most_sessions = max(self._most_sessions, len(self._sessions))
         self.tell({"forked": ticket})
 
     def _given(self, connection: socket.socket) -> int:
@@ -181,15 +209,16 @@ class _Zygote:
         while self._spares:
             pid, link = self._spares.popleft()
             with link, contextlib.suppress(OSError):  # unless it has just ended
-                hand_over(link, connection)
+                socket.send_fds(link, [b"."], [connection.fileno()])
                 return pid
-        pid, link = self._forked()
+        pid, link = self._forked(connection)
         with link:
-            hand_over(link, connection)
+            socket.send_fds(link, [b"."], [connection.fileno()])
         return pid
 
-    def _forked(self) -> tuple[int, socket.socket]:
-        """Fork a process that waits for a connection; return it and the socket to send that on."""
+    def _forked(self, *ours: socket.socket) -> tuple[int, socket.socket]:
+        """Fork a process that waits for a connection; return it and the socket to send that on.
+        It does not inherit the sockets `ours`."""
         link, theirs = socket.socketpair()
         with theirs:
             try:
@@ -202,15 +231,17 @@ class _Zygote:
                     for descriptor in self._ours:
                         with contextlib.suppress(OSError):
                             os.close(descriptor)
-                    for other in (link, *(each for _, each in self._spares)):
+                    for other in (link, *ours, *(each for _, each in self._spares)):
                         other.close()
-                    self._episodes.clear()
+                    self._sessions.clear()
                     self._spares.clear()
-                    run_episode(
+                    assert self._service is not None, "the trainer forks nothing after a refusal"
+                    run_process(
                         theirs,
-                        self._environment,
+                        self._service,
                         parent=self._pid,
-                        timeout_seconds=self._timeout_seconds,
+                        is_silent=self._program.is_silent,
+                        max_answer_bytes=self._program.max_answer_bytes,
                     )
                 finally:
                     os._exit(1)
@@ -222,7 +253,9 @@ class _Zygote:
             # Before it is reaped: its process and group ids cannot have been reused yet.
             _kill(ended)
             _, status = os.waitpid(ended, 0)
-            ticket = self._episodes.pop(ended, None)
+            if ended in self._helpers:
+                raise SystemExit(1)  # the trainer starts another zygote
+            ticket = self._sessions.pop(ended, None)
             self._forget_spare(ended)
             self._kill_orphans()
             if ticket is not None:
@@ -230,8 +263,8 @@ class _Zygote:
                 self.tell({"ended": ticket, "code": code})
 
     def _kill_orphans(self) -> None:
-        """Kill children that were not forked here: they have lost the episode that started them."""
-        known = self._episodes.keys() | self._helpers | {pid for pid, _ in self._spares}
+        """Kill children that were not forked here: they have lost the session that started them."""
+        known = self._sessions.keys() | self._helpers | {pid for pid, _ in self._spares}
         for pid in _children() - known:
             _kill(pid)
 
@@ -240,21 +273,17 @@ class _Zygote:
             link.close()
             self._spares.remove((pid, link))
             # Memory may be short: fork no spares until a process is requested.
-            self._most_episodes = 0
+            self._most_sessions = 0
 
     def end_all(self) -> None:
         """Kill every descendant and wait for its end."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        left = self._episodes.keys() | {pid for pid, _ in self._spares}
+        left = self._sessions.keys() | {pid for pid, _ in self._spares}
         while left := _children() | left:
             for pid in left:
                 _kill(pid)
             with contextlib.suppress(ChildProcessError):
                 left.discard(os.waitpid(-1, 0)[0])
-
-
-def _leave(*_: object) -> None:
-    raise SystemExit(0)
 
 
 def _next_ended() -> int | None:

@@ -12,7 +12,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from mcore_rl.rewards.assertions import (
+from mcore_rl.sandbox.assertions import (
     DEFINED_INSIDE,
     EQUAL_METHODS,
     Do,

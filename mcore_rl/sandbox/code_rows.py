@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.isolation.client import Supervisor
-from mcore_rl.rewards.code_tests import Suite, is_blank, suite_of
-from mcore_rl.rewards.sandbox import run_python
+from mcore_rl.sandbox.code_tests import Suite, is_blank, suite_of
+from mcore_rl.sandbox.runner import run_python
 
 NUM_RUN = 4  # rows whose tests are run on code that does nothing
 _MOST_NAMED = 10

@@ -31,9 +31,9 @@ sys.path.insert(0, str(ROOT))
 
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
-from mcore_rl.batching.dealing import SampleFlops, division_of  # noqa: E402
-from mcore_rl.batching.moves import Parcel  # noqa: E402
+from mcore_rl.batching.assignment import SampleFlops, division_of  # noqa: E402
 from mcore_rl.batching.rows import MicroBatching  # noqa: E402
+from mcore_rl.batching.sample_exchange import RowExchange  # noqa: E402
 from mcore_rl.batching.table import SampleTable, rows_to_tokens  # noqa: E402
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout  # noqa: E402
 from mcore_rl.common import objects  # noqa: E402
@@ -187,12 +187,12 @@ def play(world_size: int, samples_per_rank: int) -> dict[str, float]:
     first = {name: division.first for name, division in divisions.items()}
     here = first["critic"].of(rank.rank)
     returns = np.zeros(int(table.lengths[here].sum()), dtype=np.float32)
-    for parcel in (
-        keeper.parcel(table, divisions["critic"].every),
-        Parcel(table.lengths, first["critic"], first["actor"], returns),
-        Parcel(table.lengths, first["actor"], first["critic"], values),
+    for exchange in (
+        keeper.row_exchange(table, divisions["critic"].every),
+        RowExchange(table.lengths, first["critic"], first["actor"], returns),
+        RowExchange(table.lengths, first["actor"], first["critic"], values),
     ):
-        came = parcel.moved(rank.rank, world_size, rank.exchange)
+        came = exchange.moved(rank.rank, world_size, rank.exchange)
         if came.ndim == 2:
             rows_to_tokens(came, table.lengths[here])
         for way, num_bytes in (("out", rank.out_bytes), ("in", rank.in_bytes)):

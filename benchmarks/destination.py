@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from mcore_rl.hybrid_engine.plan.moves import Boxes, TensorInfo
-from mcore_rl.model.boxes import Box, extent, intersect, relative
+from mcore_rl.model.boxes import Box, Boxes, extent, intersect, relative
+from mcore_rl.model.tensors import TensorInfo
 
 
 def _cut(data: torch.Tensor, box: Box) -> torch.Tensor:

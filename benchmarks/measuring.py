@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.counters import counted
 from benchmarks.paths import Path
-from mcore_rl.hybrid_engine.memory.device import PeakMemory
+from mcore_rl.hybrid_engine.memory.usage import PeakMemory
 
 NUM_WARM_UP = 2
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt, from malloc.h

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.destination import Destination
-from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.hybrid_engine.transfer.gather import GatherPath
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import pieces_of
 from mcore_rl.hybrid_engine.weight_stream import Holdings
+from mcore_rl.model.tensors import TensorInfo
 from mcore_rl.trainer.job import Job
 
 Weights = Mapping[str, torch.Tensor]

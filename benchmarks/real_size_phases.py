@@ -34,7 +34,7 @@ def note_phases():
     from mcore_rl import train
     from mcore_rl.hybrid_engine.proof.canary import Canary
     from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
-    from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+    from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
     from mcore_rl.megatron import adapter
     from mcore_rl.trainer.saver import RunSaver
 

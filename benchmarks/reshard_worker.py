@@ -19,12 +19,12 @@ from benchmarks.peers import CoreResharding, MBridge, NotHere
 from benchmarks.report import rows_of
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.hybrid_engine.plan.placement import Placement, with_rank_map
-from mcore_rl.hybrid_engine.vllm.model_only import VLLMModelOnly
 from mcore_rl.job.start import start
 from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.trainer.build import build_manager, engine_config
 from mcore_rl.trainer.models import build_actor
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
+from tests.model_only import VLLMModelOnly
 
 # The path's name -> --rl-attest; None is its default.
 SWITCHES = {"switch": None, "switch, proved in full": "full", "switch, unproved": "off"}

@@ -30,7 +30,6 @@ from mcore_rl.common import objects  # noqa: E402
 from mcore_rl.config import RLConfig  # noqa: E402
 from mcore_rl.environments.conversation import ConversationTokens  # noqa: E402
 from mcore_rl.environments.interface import EnvironmentSpec  # noqa: E402
-from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine  # noqa: E402
 from mcore_rl.hybrid_engine.vllm.generation import (  # noqa: E402
     Completion,
     Generation,
@@ -38,6 +37,7 @@ from mcore_rl.hybrid_engine.vllm.generation import (  # noqa: E402
     Sampling,
     seed_of,
 )
+from mcore_rl.hybrid_engine.vllm.in_process_engine import EngineConfig, VLLMEngine  # noqa: E402
 from mcore_rl.model.config_json import read_model_shape  # noqa: E402
 from mcore_rl.model.layout import RolloutLayout, TrainLayout  # noqa: E402
 from mcore_rl.rewards.specs import parse_rewards  # noqa: E402

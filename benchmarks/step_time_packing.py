@@ -62,7 +62,7 @@ def samples(lengths: np.ndarray, vocab_size: int) -> list[Any]:
 def measured(checkpoint: Path, kind: str) -> dict[str, Any]:
     """Seconds of every repetition, tokens in each, and the peak of memory above the model's."""
     from benchmarks.measuring import return_freed_memory_at_once
-    from mcore_rl.hybrid_engine.memory.device import PeakMemory
+    from mcore_rl.hybrid_engine.memory.usage import PeakMemory
     from mcore_rl.job.start import start
     from mcore_rl.trainer.models import build_actor, build_learner
 

@@ -113,7 +113,7 @@ def _volume(box: Any) -> int:
 def watch(folder: Path) -> None:
     """Watch the engine and the manager of this process."""
     from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager as Manager
-    from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+    from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 
     watcher = Watch(folder)
     for name in PARTS:

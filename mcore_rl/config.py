@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.batching.accounting import BatchAccounting, batch_accounting
-from mcore_rl.batching.dealing import SampleFlops
+from mcore_rl.batching.assignment import SampleFlops
 from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.batching.shared_prompts import shares_prompts
 from mcore_rl.common.errors import UsageError

@@ -35,9 +35,9 @@ from mcore_rl.common.run_output import log_file, setup_logging
 from mcore_rl.common.spawning import main_script_left_out
 from mcore_rl.config import FLOAT8
 from mcore_rl.flags.parser import with_rl_args
+from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.hybrid_engine.vllm.generation import Sampling, seed_of
 from mcore_rl.job.start import job_from_args, start
-from mcore_rl.megatron.hf_export import export
 from mcore_rl.model.roles import ACTOR
 from mcore_rl.observe.progress import run_facts
 from mcore_rl.rollout.collector import Collected

@@ -36,7 +36,6 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.run_output import log_file, patient_stdout, setup_logging
 from mcore_rl.config import RLConfig
 from mcore_rl.data.prompts import PromptDataset, load_prompts
-from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.hybrid_engine.proof.canary import differences, megatron_log_probs
 from mcore_rl.hybrid_engine.sharding_manager import (
     TO_ROLLOUT,
@@ -44,13 +43,13 @@ from mcore_rl.hybrid_engine.sharding_manager import (
     ReshardReport,
     log_reshard,
 )
-from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.job.start import start
 from mcore_rl.megatron.adapter import TrainState
 from mcore_rl.megatron.hf_checkpoint import read_tensor
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.roles import ACTOR
-from mcore_rl.model.tensors import is_mtp_copy
+from mcore_rl.model.tensors import TensorInfo, is_mtp_copy
 from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.build import build_manager, build_offloader, engine_config
 from mcore_rl.trainer.inputs import prompt_source

@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 import torch.distributed as dist
 
-from mcore_rl.batching.dealing import Cuts
-from mcore_rl.batching.moves import Parcel, Shares
+from mcore_rl.batching.assignment import Cuts
+from mcore_rl.batching.sample_exchange import RowExchange, Shares
 from mcore_rl.batching.table import SampleTable, SampleTokens, tokens_to_rows
 from mcore_rl.batching.train_batches import build_train_batch
 from mcore_rl.batching.types import ScoredRollout, TrainBatch
@@ -37,9 +37,9 @@ class HeldHere:
     def deliver(self, table: SampleTable, wanted: Shares) -> dict[int, SampleTokens]:
         return self._tokens
 
-    def parcel(self, table: SampleTable, wanted: Shares) -> Parcel:
+    def row_exchange(self, table: SampleTable, wanted: Shares) -> RowExchange:
         rows = tokens_to_rows([self._tokens[row] for row in range(len(table))])
-        return Parcel(table.lengths, Shares((np.arange(len(table)),), ((0,),)), wanted, rows)
+        return RowExchange(table.lengths, Shares((np.arange(len(table)),), ((0,),)), wanted, rows)
 
 
 def table_of(scored: Sequence[ScoredRollout]) -> SampleTable:

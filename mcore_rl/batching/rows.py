@@ -74,6 +74,8 @@ class MicroBatching:
 
     With `max_tokens` > 0 samples are packed into one row per micro-batch, of at most `max_tokens`
     tokens. Otherwise a micro-batch is `micro_batch_size` padded rows of one sample each.
+
+    Example: `MicroBatching(max_tokens=4096, multiple_of=2)` packs rows for two TP ranks.
     """
 
     max_tokens: int = 0  # --rl-max-tokens-per-microbatch

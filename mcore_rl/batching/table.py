@@ -25,6 +25,8 @@ class SampleTable:
     """A step's samples, the same on all ranks; responses to one prompt are adjacent.
 
     Arrays are `[n]` unless stated otherwise.
+
+    Example: row i may be homes 4, numbers 0, draws 12, prompts 3, prompt_lengths 40, rewards 1.0.
     """
 
     homes: np.ndarray  # int64, first of the ranks that sampled it and keep it
@@ -170,7 +172,10 @@ class SampleTable:
 
 @dataclass(frozen=True, slots=True)
 class SampleTokens:
-    """Tokens of one sample, prompt and response, with their data."""
+    """Tokens of one sample, prompt and response, with their data.
+
+    Example: `SampleTokens(array([5, 6, 7]), array([False, True, True]), array([0, -0.1, -0.2]))`.
+    """
 
     token_ids: np.ndarray  # [t] int32
     is_generated: np.ndarray  # [t] bool; False for tokens of the prompt and of environments

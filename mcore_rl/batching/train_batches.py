@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from mcore_rl.batching.dealing import Cuts
+from mcore_rl.batching.assignment import Cuts
 from mcore_rl.batching.table import SampleTable, SampleTokens
 from mcore_rl.batching.types import TrainBatch
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from mcore_rl.batching.moves import Division, Parcel
+from mcore_rl.batching.sample_exchange import Division, RowExchange
 from mcore_rl.moe.routing import Routes
 
 UNFINISHED = "unfinished"  # finish_reason of a response that continues in a later step
@@ -33,6 +33,8 @@ class Prompt:
     """Tokenised row of the prompts file.
 
     `index` is the row in the file and stays the same across epochs, ranks and resumes.
+
+    Example: `Prompt(index=3, text="1+1=", answer="2", token_ids=array([16, 10, 16, 28]))`.
     """
 
     index: int
@@ -63,6 +65,11 @@ class Rollout:
 
     Parts may come from weights of several versions. Between parts there may be tokens that were not
     sampled: the answers of an environment.
+
+    Example: after "1+1=" the response "2" and an end-of-sequence token:
+
+        Rollout(prompt, sample_index=0, text="2", response_token_ids=array([17, 2]),
+                rollout_log_probs=array([-0.1, -0.01]), finish_reason="stop", weight_version=5)
     """
 
     prompt: Prompt
@@ -111,7 +118,10 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class ScoredRollout:
-    """Rollout with its reward."""
+    """Rollout with its reward.
+
+    Example: `ScoredRollout(rollout, reward=1.2, parts={"exact": 1.0, "format": 0.2})`.
+    """
 
     rollout: Rollout
     reward: float
@@ -159,12 +169,19 @@ class TrainBatch:
 
     The batch is the same on all its TP, CP and PP ranks. All `[t]` tensors except `token_ids` and
     `routes` are in scoring alignment (see the module's docstring) and on the CPU. `cuts`, made by
-    `mcore_rl.batching.dealing`, has one entry per mini-batch (optimizer step): the number of
+    `mcore_rl.batching.assignment`, has one entry per mini-batch (optimizer step): the number of
     samples in each of its micro-batches, in order. The number of micro-batches in a mini-batch is
     the same on every data-parallel rank; a micro-batch may be empty.
 
     If every epoch divides mini-batches anew, `later` has this rank's samples of the later epochs,
     which may be others, without the results of the stages before the update.
+
+    Example: two samples, of 2 + 2 and 1 + 1 tokens, in two micro-batches of one mini-batch:
+
+        token_ids   [5, 6, 7, 2,  8, 2]
+        lengths     [4, 2]
+        loss_mask   [F, T, T, F,  T, F]
+        cuts        ((1, 1),)
     """
 
     token_ids: torch.Tensor  # [t] int64
@@ -202,7 +219,7 @@ class StepBatch:
 
     actor: TrainBatch
     division: Division  # of the step's samples among the actor's ranks
-    for_critic: Parcel | None  # the critic's tokens; None: no critic
+    for_critic: RowExchange | None  # the critic's tokens; None: no critic
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -24,13 +24,12 @@ import numpy as np
 import torch.distributed as dist
 
 from mcore_rl.common.spans import STAGE, span
-from mcore_rl.hybrid_engine.memory.device import PeakMemory
 from mcore_rl.hybrid_engine.memory.offload import Offloader, OffloadStats
-from mcore_rl.hybrid_engine.plan.moves import TensorInfo
-from mcore_rl.hybrid_engine.proof.attest import FULL, OFF, Attestor
+from mcore_rl.hybrid_engine.memory.usage import PeakMemory
+from mcore_rl.hybrid_engine.proof.attest import OFF, Attestor
 from mcore_rl.hybrid_engine.proof.canary import Canary
 from mcore_rl.hybrid_engine.proof.proof import Proof
-from mcore_rl.hybrid_engine.report import (
+from mcore_rl.hybrid_engine.switch_report import (
     TO_ROLLOUT,
     TO_TRAIN,
     Hook,
@@ -38,18 +37,20 @@ from mcore_rl.hybrid_engine.report import (
     log_reshard,
 )
 from mcore_rl.hybrid_engine.transfer.gather import GatherPath
-from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
-from mcore_rl.hybrid_engine.weight_stream import WeightStream
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.hybrid_engine.weight_stream import HandOverOptions, WeightStream
 from mcore_rl.megatron.carried import CarriedTensors
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
+from mcore_rl.model.tensors import TensorInfo
 
 logger = logging.getLogger(__name__)
 
 __all__ = [
     "TO_ROLLOUT",
     "TO_TRAIN",
+    "HandOverOptions",
     "MegatronVLLMShardingManager",
     "ReshardReport",
     "log_reshard",
@@ -72,45 +73,28 @@ class MegatronVLLMShardingManager:
         tensors: Mapping[str, TensorInfo],
         train_layout: TrainLayout,
         rollout_layout: RolloutLayout,
+        options: HandOverOptions,
         *,
-        seed: int,
-        bucket_bytes: int = 512 << 20,
-        ranks_per_node: int | None = None,
         offloader: Offloader | None = None,
-        dtype: str = "checkpoint",
-        delta: bool = False,
-        full_every: int = 20,
-        attest: str = FULL,
         canary: Canary | None = None,
         carried: CarriedTensors | None = None,
     ) -> None:
         self._engine, self._rollout = engine, rollout_layout
-        self._seed, self._device = seed, shards.device
+        self._options, self._device = options, shards.device
         self._rank = dist.get_rank()
-        self.stream = WeightStream(
-            shards,
-            engine,
-            tensors,
-            train_layout,
-            bucket_bytes=bucket_bytes,
-            ranks_per_node=ranks_per_node or train_layout.world_size,
-            dtype=dtype,
-            delta=delta,
-            full_every=full_every,
-            carried=carried,
-        )
+        self.stream = WeightStream(shards, engine, tensors, train_layout, options, carried)
         engine.sleep()  # training comes first
         self._gather = GatherPath(
             self.stream.tensors,
             order=self.stream.order,
             have=self.stream.holdings.have,
             wanted=[name for name, boxes in self.stream.need.items() if boxes],
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=options.bucket_bytes,
             device=shards.device,
         )
         self._proof = Proof(
             engine,
-            attestor=self._attestor(attest),
+            attestor=self._attestor(),
             gather=self._gather,
             canary=canary,
             on_repeat=self._before_repetition,
@@ -133,16 +117,16 @@ class MegatronVLLMShardingManager:
         if self._offloader is not None:
             self._offloader.offload("parameters")
 
-    def _attestor(self, mode: str) -> Attestor | None:
-        if mode == OFF:
+    def _attestor(self) -> Attestor | None:
+        if self._options.attest == OFF:
             return None
         return Attestor(
             self.stream.tensors,
             self.stream.holdings.have,
             self.stream.holdings.need,
             rank=self._rank,
-            mode=mode,
-            seed=self._seed,
+            mode=self._options.attest,
+            seed=self._options.seed,
             device=self._device,
         )
 
@@ -237,7 +221,7 @@ class MegatronVLLMShardingManager:
     def _seed_rollout(self) -> None:
         """Seed sampling by TP group and weight version: the ranks of a group draw equal tokens."""
         group = self._rollout.tp_group_index(self._rank)
-        entropy = [self._seed, self.weight_version, group]
+        entropy = [self._options.seed, self.weight_version, group]
         seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
         self._engine.seed_sampling(seed)
 

@@ -17,24 +17,48 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.common import objects
-from mcore_rl.hybrid_engine.plan.moves import Boxes, Plan, TensorInfo, make_plan
+from mcore_rl.hybrid_engine.plan.transfer_plan import Plan, make_plan
 from mcore_rl.hybrid_engine.plan.trees import Connections, KnownGroups, Neighbourhoods
+from mcore_rl.hybrid_engine.proof.attest import FULL
 from mcore_rl.hybrid_engine.transfer.transfer import Transfer
-from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.carried import CarriedTensors
 from mcore_rl.megatron.shards import ModelShards
-from mcore_rl.model.boxes import Box, intersect, uncovered, volume
+from mcore_rl.model.boxes import Box, Boxes, intersect, uncovered, volume
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout
-from mcore_rl.model.tensors import checkpoint_tensors, is_mtp_tensor, mtp_tensors
+from mcore_rl.model.tensors import TensorInfo, checkpoint_tensors, is_mtp_tensor, mtp_tensors
 from mcore_rl.model.weight_map import layer_order
 
 
 @dataclass(frozen=True, slots=True)
+class HandOverOptions:
+    """Options of a hand-over, the same on all ranks.
+
+    Weights travel in `dtype`. With `delta` only changes travel, and everything every `full_every`
+    times. `bucket_bytes` caps what is in flight on a rank. `ranks_per_node` consecutive ranks are
+    near each other; None: all ranks. `attest` is a mode of `proof.attest`.
+
+    Example: `HandOverOptions(seed=1, bucket_bytes=512 << 20, dtype="bf16", delta=True)`.
+    """
+
+    seed: int
+    bucket_bytes: int = 512 << 20
+    ranks_per_node: int | None = None
+    dtype: str = "checkpoint"  # or "bf16", "fp16"
+    delta: bool = False
+    full_every: int = 20
+    attest: str = FULL
+
+
+@dataclass(frozen=True, slots=True)
 class Holdings:
-    """`have[rank]` and `need[rank]`: checkpoint tensor -> boxes. Equal mappings are one object."""
+    """`have[rank]` and `need[rank]`: checkpoint tensor -> boxes. Equal mappings are one object.
+
+    Example: `have[0]` may be {"lm_head.weight": (((0, 64), (0, 32)),)}.
+    """
 
     have: tuple[Boxes, ...]
     need: tuple[Boxes, ...]
@@ -81,11 +105,8 @@ _LEAST_BUCKET_BYTES = 2 << 20
 class WeightStream:
     """One plan, streamed once per hand-over. Constructing and streaming are collective.
 
-    `tensors` are the checkpoint's. Those that training holds on any rank travel, in `dtype`
-    ("checkpoint", "bf16" or "fp16"). MTP layers come last; if they are not trained, they are
-    `carried` for a drafter, and each rank reads its own. With `delta` only changes travel, and
-    everything every `full_every` times. `bucket_bytes` caps what is in flight; `ranks_per_node`
-    consecutive ranks are near each other.
+    `tensors` are the checkpoint's. Those that training holds on any rank travel. MTP layers come
+    last; if they are not trained, they are `carried` for a drafter, and each rank reads its own.
     """
 
     def __init__(
@@ -94,18 +115,13 @@ class WeightStream:
         engine: VLLMEngine,
         tensors: Mapping[str, TensorInfo],
         layout: TrainLayout,
-        *,
-        bucket_bytes: int,
-        ranks_per_node: int,
-        dtype: str,
-        delta: bool,
-        full_every: int,
+        options: HandOverOptions,
         carried: CarriedTensors | None = None,
     ) -> None:
         self._shards, self._carried = shards, carried
         served = _served(tensors, shards)
         also = {} if carried is None else dict(carried.tensors)
-        self.tensors = travelling_as({**served, **also}, dtype, shards.shape)
+        self.tensors = travelling_as({**served, **also}, options.dtype, shards.shape)
         self.need = engine.learn_needs(
             {name: (i.shape, getattr(torch, i.dtype)) for name, i in self.tensors.items()}
         )
@@ -122,15 +138,15 @@ class WeightStream:
             order=self.order,
             have=self.holdings.have,
             need=self.holdings.need,
-            near=_near(layout, ranks_per_node),
+            near=_near(layout, options.ranks_per_node or layout.world_size),
             groups=KnownGroups(layout.groups().values()),
         )
         self._transfer = Transfer(
             plan,
             self.tensors,
-            bucket_bytes=min(bucket_bytes, _enough_to_overlap(plan, layout.world_size)),
-            delta=delta,
-            full_every=full_every,
+            bucket_bytes=min(options.bucket_bytes, _enough_to_overlap(plan, layout.world_size)),
+            delta=options.delta,
+            full_every=options.full_every,
             groups=_groups(layout),
             device=shards.device,
         )
@@ -178,9 +194,7 @@ class WeightStream:
         other, each in one or more parts: the slices held here, then those of each bucket. A part is
         valid until the next one is requested.
         """
-        with contextlib.closing(
-            self._transfer.stream(self.read, partial=True, keep=False)
-        ) as arriving:
+        with contextlib.closing(self._transfer.stream(self.read)) as arriving:
             ahead = next(arriving, None)
             for name in self.order:
                 own = self._own_pieces(name)

@@ -31,7 +31,7 @@ from mcore_rl.observe import own_folders
 from mcore_rl.spec import JobSpec, ValueModelSpec
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.resume import folders
-from mcore_rl.trainer.roles.world import RoleWorld, enter_role
+from mcore_rl.trainer.roles.role_world import RoleWorld, enter_role
 
 logger = logging.getLogger(__name__)
 

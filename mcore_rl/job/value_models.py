@@ -19,14 +19,13 @@ from mcore_rl.common.platform import Platform
 from mcore_rl.config import RLConfig
 from mcore_rl.flags.derived import derive_flags, values_of, with_effect
 from mcore_rl.flags.given import given_values
-from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.job.layout import check_layout, check_stages
 from mcore_rl.job.reading import ReadShape
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_tensors, open_checkpoint
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, TrainLayout
 from mcore_rl.model.roles import CRITIC, DEGREE_FLAGS, REWARD, Roles
-from mcore_rl.model.tensors import VALUE_HEAD
+from mcore_rl.model.tensors import VALUE_HEAD, TensorInfo
 from mcore_rl.rewards.functions import REWARD_MODEL
 from mcore_rl.spec import LaidOut
 

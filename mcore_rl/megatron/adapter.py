@@ -26,8 +26,8 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.megatron_version import check_megatron
 from mcore_rl.common.platform import find_platform
 from mcore_rl.common.spans import MegatronTimers
-from mcore_rl.megatron import fsdp as megatron_fsdp
-from mcore_rl.megatron.fsdp import local_weights
+from mcore_rl.megatron import fsdp_buffers as megatron_fsdp
+from mcore_rl.megatron.fsdp_buffers import local_weights
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.moe.balance import expert_biases

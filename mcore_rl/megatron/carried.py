@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, read_boxes
-from mcore_rl.model.boxes import Box, contains, relative, show
+from mcore_rl.model.boxes import Box, contains, relative, show, slices
+from mcore_rl.model.tensors import TensorInfo
 
 
 class CarriedTensors:
@@ -52,6 +52,5 @@ class CarriedTensors:
         `box` must lie in one held box."""
         for held, data in self._held.get(tensor, ()):
             if contains(held, box):
-                cut = data[tuple(slice(start, stop) for start, stop in relative(box, held))]
-                return cut[at]
+                return data[slices(relative(box, held))][at]
         raise RuntimeError(f"{tensor}{show(box)} was asked of a rank that does not carry it")

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.model.boxes import Box
+from mcore_rl.model.tensors import TensorInfo
 
 BLOCK = 128
 FLOAT8 = "float8_e4m3fn"

@@ -23,16 +23,16 @@ from safetensors import safe_open
 
 from mcore_rl.common import objects
 from mcore_rl.common.errors import UsageError
-from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.megatron import float8, hf_files
 from mcore_rl.megatron import stacked_experts as stacked
 from mcore_rl.megatron.hf_files import Copy
 from mcore_rl.megatron.shards import ModelShards
-from mcore_rl.model.boxes import Box, full_box
+from mcore_rl.model.boxes import Box, full_box, slices
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.families import family_of
 from mcore_rl.model.quantization import FP8, MXFP4
 from mcore_rl.model.tensors import (
+    TensorInfo,
     checkpoint_tensors,
     copied_by_mtp,
     is_mtp_tensor,
@@ -335,7 +335,7 @@ def _reading(
         def stored(name: str) -> Callable[[Box], torch.Tensor]:
             path = checkpoint.folder / checkpoint.files[name]
             view = files.enter_context(safe_open(path, framework="pt")).get_slice(name)
-            return lambda box: view[tuple(slice(start, stop) for start, stop in box)]
+            return lambda box: view[slices(box)]
 
         if tensor in checkpoint.stack.parts:
             part = checkpoint.stack.parts[tensor]

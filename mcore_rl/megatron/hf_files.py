@@ -28,9 +28,10 @@ from mcore_rl.common.readers import (
     parse_json,
     plain_file_name,
 )
-from mcore_rl.hybrid_engine.plan.moves import TensorInfo
-from mcore_rl.model.tensors import is_mtp_copy
+from mcore_rl.model.tensors import TensorInfo, is_mtp_copy
 
+# `hf_export` writes this file; only a folder that has it may be replaced.
+EXPORT_MARKER = "mcore_rl_export.json"
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # Weights in any format, checkpoints, their indexes, and incomplete downloads or copies of them.
@@ -52,7 +53,10 @@ _COMPARED_NUMBERS = 4 << 20  # elements of each copy per comparison
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A duplicate: `tensor` of `file` must equal `of` of `of_file`, which is read."""
+    """A duplicate: `tensor` of `file` must equal `of` of `of_file`, which is read.
+
+    Example: `Copy("lm_head.weight", FILE, "model.embed_tokens.weight", FILE)` with tied embeddings.
+    """
 
     tensor: str
     file: str

@@ -67,13 +67,7 @@ def vocab_parallel_log_probs(
 
     Raises UsageError if the temperature is not a positive number.
     """
-    if not 0.0 < temperature < math.inf:
-        raise UsageError(
-            "is not a positive number: log-probs of greedy or uniform sampling cannot be "
-            "trained on",
-            flag=f"--rl-temperature {temperature}",
-            remedy="choose for example 1.0",
-        )
+    _check_temperature(temperature)
     assert chunk_tokens >= 1, f"chunk_tokens must be positive, got {chunk_tokens}"
     assert hidden.ndim == 2 and weight.ndim == 2 and hidden.shape[1] == weight.shape[1], (
         f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be [t, h], [v/tp, h]"
@@ -95,6 +89,16 @@ def vocab_parallel_log_probs(
         hidden.to(weight.dtype), weight, target_ids, head
     )
     return found
+
+
+def _check_temperature(temperature: float) -> None:
+    if not 0.0 < temperature < math.inf:
+        raise UsageError(
+            "is not a positive number: log-probs of greedy or uniform sampling cannot be "
+            "trained on",
+            flag=f"--rl-temperature {temperature}",
+            remedy="choose for example 1.0",
+        )
 
 
 @dataclass(frozen=True, slots=True)

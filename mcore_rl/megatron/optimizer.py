@@ -24,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """The result of one optimizer step."""
+    """The result of one optimizer step.
+
+    Example: `UpdateResult(grad_norm=0.8, skipped=False)`.
+    """
 
     grad_norm: float  # before clipping, over all ranks; nan if the update was skipped
     skipped: bool

@@ -213,11 +213,12 @@ class GPTActor(PolicyHead, GPTModel):
 
 
 @functools.cache
-def policy_class(base: type) -> type:
-    """Return `base` with `PolicyHead` before it: GPTActor for GPTModel, else a new class."""
-    if issubclass(base, PolicyHead):
+def mixed_in(mixin: type, base: type, of_gpt: type) -> type:
+    """Return `base` with `mixin` before it: `of_gpt` for GPTModel, else a new class."""
+    if issubclass(base, mixin):
         return base
-    return GPTActor if base is GPTModel else type(f"{base.__name__}Actor", (PolicyHead, base), {})
+    name = base.__name__ + of_gpt.__name__.removeprefix("GPT")
+    return of_gpt if base is GPTModel else type(name, (mixin, base), {})
 
 
 def as_policy(
@@ -229,7 +230,8 @@ def as_policy(
     number of positions whose logits exist at once.
     """
     policy: Any = model  # with the attributes of its new class
-    policy.__class__ = policy_class(type(policy))  # type: ignore[arg-type]  # mypy: not Hashable
+    base: Any = type(policy)  # mypy: not Hashable
+    policy.__class__ = mixed_in(PolicyHead, base, GPTActor)
     policy.real_vocab_size = real_vocab_size
     policy.chunk_tokens = chunk_tokens
     return model

@@ -31,7 +31,7 @@ from mcore_rl.batching.train_batches import split_micro_batches
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.common import objects
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.megatron.routing import RouterLayout, tells_padding
+from mcore_rl.megatron.router_layout import RouterLayout, tells_padding
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.moe.routing_replay import RoutingReplay
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.megatron.fsdp import LocalWeight, local_weights
-from mcore_rl.model.boxes import Box, contains, extent, full_box, relative, show, uncovered
+from mcore_rl.megatron.fsdp_buffers import LocalWeight, local_weights
+from mcore_rl.model.boxes import Box, contains, extent, full_box, relative, show, slices, uncovered
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout
+from mcore_rl.model.tensors import TensorInfo
 from mcore_rl.model.weight_map import ShardCoordinates, box_of_rows, map_parameter, pieces_within
 
 
@@ -68,7 +68,7 @@ class ModelShards:
         for gap in uncovered(full_box(value.shape), [piece.local_box for piece in pieces]):
             if "word_embeddings" not in weight.name and "output_layer" not in weight.name:
                 raise RuntimeError(f"{weight.name}{show(gap)} has no counterpart in the checkpoint")
-            self._padding.append(_cut(value, gap))
+            self._padding.append(value[slices(gap)])
 
     @property
     def device(self) -> torch.device:
@@ -90,7 +90,8 @@ class ModelShards:
         """
         for held in self._held.get(tensor, ()):
             if contains(held.box, box):
-                data = _cut(_cut(held.parameter.detach(), held.local_box), relative(box, held.box))
+                data = held.parameter.detach()[slices(held.local_box)]
+                data = data[slices(relative(box, held.box))]
                 return data[at].to(getattr(torch, self._infos[tensor].dtype))
         raise RuntimeError(f"{tensor}{show(box)} was asked of a rank that does not hold it")
 
@@ -99,7 +100,7 @@ class ModelShards:
         """Set a held box in every parameter that holds it, cast to the parameter's dtype."""
         for held in self._held[tensor]:
             if held.box == box:
-                _cut(held.parameter, held.local_box).copy_(data.view(extent(box)))
+                held.parameter[slices(held.local_box)] = data.view(extent(box))
 
     @torch.no_grad()
     def zero_padding(self) -> None:
@@ -119,7 +120,3 @@ def _weights(chunk: torch.nn.Module) -> Iterator[LocalWeight]:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 full_name = f"{prefix}.{name}" if prefix else name
                 yield LocalWeight(full_name, tuple(buffer.shape), 0, buffer)
-
-
-def _cut(value: torch.Tensor, box: Box) -> torch.Tensor:
-    return value[tuple(slice(start, stop) for start, stop in box)]

@@ -28,9 +28,9 @@ from pathlib import Path
 import torch
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.model.boxes import Box
 from mcore_rl.model.families import TensorNames, bias_of
+from mcore_rl.model.tensors import TensorInfo
 
 BLOCKS, SCALES = "_blocks", "_scales"
 _BLOCK = 32  # numbers that share a scale
@@ -45,7 +45,11 @@ Stored = Callable[[str, Box], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The location of an expert's tensor in its layer's tensor."""
+    """The location of an expert's tensor in its layer's tensor.
+
+    Example: `Part("model.layers.0.mlp.experts.gate_up_proj", expert=3, first=1, every=2)`: an
+    up-projection.
+    """
 
     stored: str  # name of the layer's tensor in bfloat16
     expert: int

@@ -23,7 +23,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
-from mcore_rl.megatron.policy_head import make_actor_provider
+from mcore_rl.megatron.policy_head import make_actor_provider, mixed_in
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.megatron.world import MegatronWorld
 from mcore_rl.model.config_json import ModelShape, settings_without_flag
@@ -88,14 +88,6 @@ class GPTCritic(ValueModel, GPTModel):
     """Megatron's `GPTModel` as a critic."""
 
 
-@functools.cache
-def critic_class(base: type) -> type:
-    """Return `base` with `ValueModel` before it: GPTCritic for GPTModel, else a new class."""
-    if issubclass(base, ValueModel):
-        return base
-    return GPTCritic if base is GPTModel else type(f"{base.__name__}Critic", (ValueModel, base), {})
-
-
 def as_critic(model: torch.nn.Module) -> torch.nn.Module:
     """Turn a built Megatron language model into a critic, in place, and return it.
 
@@ -104,7 +96,8 @@ def as_critic(model: torch.nn.Module) -> torch.nn.Module:
     critic: Any = model  # with the attributes of Megatron's class
     if critic.share_embeddings_and_output_weights:
         raise RuntimeError("a critic is built without tied embeddings; the model has them")
-    critic.__class__ = critic_class(type(critic))  # type: ignore[arg-type]  # mypy: not Hashable
+    base: Any = type(critic)  # mypy: not Hashable
+    critic.__class__ = mixed_in(ValueModel, base, GPTCritic)
     if critic.post_process:
         critic.output_layer = ValueHead(critic.config, critic.pg_collection.tp)
     return model

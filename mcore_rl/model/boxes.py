@@ -10,9 +10,10 @@ This module is pure: integers in, integers out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 Box = tuple[tuple[int, int], ...]
+Boxes = Mapping[str, Sequence[Box]]  # tensor -> disjoint boxes
 
 
 def full_box(shape: Sequence[int]) -> Box:
@@ -23,6 +24,11 @@ def full_box(shape: Sequence[int]) -> Box:
 def extent(box: Box) -> tuple[int, ...]:
     """Return the shape of the slice that `box` selects."""
     return tuple(stop - start for start, stop in box)
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """Return the index of `box` in the full tensor."""
+    return tuple(slice(start, stop) for start, stop in box)
 
 
 def volume(box: Box) -> int:
@@ -144,29 +150,6 @@ def _join(a: Box, b: Box) -> Box | None:
     return (*a[:dim], (low[0], high[1]), *a[dim + 1 :])
 
 
-def cover_fault(box: Box, pieces: Sequence[Box]) -> str | None:
-    """Return why `pieces` do not cover `box` exactly once, as text; None if they do."""
-    for piece in pieces:
-        if not contains(box, piece):
-            return f"{show(piece)} reaches outside {show(box)}"
-    gaps = uncovered(box, pieces)
-    if gaps:
-        return f"{show(gaps[0])} is in no piece" + _and_more(gaps)
-    if sum(volume(piece) for piece in pieces) != volume(box):
-        doubled = [
-            shared
-            for i, a in enumerate(pieces)
-            for b in pieces[i + 1 :]
-            if (shared := intersect(a, b)) is not None
-        ]
-        return f"{show(doubled[0])} is in more than one piece" + _and_more(doubled)
-    return None
-
-
 def show(box: Box) -> str:
     """Return `box` in slice notation: "[0:4, 2:3]"."""
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
-
-
-def _and_more(boxes: Sequence[Box]) -> str:
-    return f" (and {len(boxes) - 1} more)" if len(boxes) > 1 else ""

@@ -147,21 +147,7 @@ def model_shape(
 ) -> ModelShape:
     """Do `read_model_shape` for a parsed config.json; `path` is for messages."""
     fields = Fields(values, path, flag)
-    if not isinstance(fields["model_type"], str):
-        raise fields.senseless("model_type", fields["model_type"], "a text")
-    types = fields.get("layer_types", [])
-    if not isinstance(types, list):
-        raise fields.senseless("layer_types", types, "a list")
-    fields.read.discard("layer_types")  # only its type was checked
-    family = FAMILIES.get(fields["model_type"])
-    if family is None:
-        missing = MISSING.get(fields["model_type"])
-        raise UsageError(
-            f": {path} has model_type '{fields['model_type']}'"
-            + (f", which needs {missing}" if missing else ""),
-            flag=flag,
-            remedy=f"supported are {', '.join(ARCHITECTURES)}; give a checkpoint of one of these",
-        )
+    family = _family(fields, path, flag)
     fields.check_spelt_out(family.spelt_out)
     what = not_readable(values, stacked_experts=family.stacked_experts)
     if what and not for_planning:
@@ -203,6 +189,26 @@ def model_shape(
     if name := unmapped_field(values, family.class_name, fields.read):
         raise fields.refuse(f"{name} (vLLM would compute it, Megatron would not)")
     return shape
+
+
+def _family(fields: Fields, path: Path, flag: str) -> Family:
+    """Return the family of the model_type; raise UsageError if it is not supported."""
+    if not isinstance(fields["model_type"], str):
+        raise fields.senseless("model_type", fields["model_type"], "a text")
+    types = fields.get("layer_types", [])
+    if not isinstance(types, list):
+        raise fields.senseless("layer_types", types, "a list")
+    fields.read.discard("layer_types")  # only its type was checked
+    family = FAMILIES.get(fields["model_type"])
+    if family is None:
+        missing = MISSING.get(fields["model_type"])
+        raise UsageError(
+            f": {path} has model_type '{fields['model_type']}'"
+            + (f", which needs {missing}" if missing else ""),
+            flag=flag,
+            remedy=f"supported are {', '.join(ARCHITECTURES)}; give a checkpoint of one of these",
+        )
+    return family
 
 
 def _sliding_window(fields: Fields, num_layers: int) -> int:

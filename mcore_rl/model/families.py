@@ -330,17 +330,17 @@ def left_to_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     router = family.router
     if router is None:
         return changed
-    said = dict(family.fixed)
+    added = dict(family.fixed)
     if family.class_name.startswith("Deepseek"):
-        said |= {
+        added |= {
             "topk_method": router.methods[0],
             "scoring_func": router.score_function,
             "n_group": 1,
             "topk_group": 1,
         }
     if router.layer_types and (types := values.get(router.layer_types)):
-        said["first_k_dense_replace"] = types.count("dense")
+        added["first_k_dense_replace"] = types.count("dense")
     rope = values.get("rope_parameters") or {}
     if family.partial_rotary_factor is None and "partial_rotary_factor" in rope:
-        said["rotary_dim"] = int(values["head_dim"] * rope["partial_rotary_factor"])
-    return changed | {name: value for name, value in said.items() if values.get(name) is None}
+        added["rotary_dim"] = int(values["head_dim"] * rope["partial_rotary_factor"])
+    return changed | {name: value for name, value in added.items() if values.get(name) is None}

@@ -43,7 +43,10 @@ PipelineLayers = tuple[tuple[tuple[int, ...], ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class TrainLayout:
-    """Megatron's parallel degrees; `dp_size` and `edp_size` follow from the world size."""
+    """Megatron's parallel degrees; `dp_size` and `edp_size` follow from the world size.
+
+    Example: `TrainLayout(256, tp_size=8, pp_size=8, ep_size=32)` has `dp_size` 4.
+    """
 
     world_size: int
     tp_size: int = 1
@@ -222,6 +225,9 @@ class RolloutLayout:
     `expert_parallel` experts are distributed over all slots of an engine, so that EP = `tp_size` x
     `dp_size`; without it `dp_size` is 1. `rank_map[slot]` is the torch rank at a slot; empty means
     the identity. `all2all_backend` is vLLM's; empty means its default.
+
+    Example: `RolloutLayout(4, tp_size=2, expert_parallel=True, rank_map=(0, 2, 1, 3))`: two
+    engines.
     """
 
     world_size: int
@@ -299,23 +305,8 @@ class RolloutLayout:
         """Return the index of a rank's TP group, in slot order; prompts are assigned by it."""
         return self.slot(rank) // self.tp_size
 
-    def engine_index(self, rank: int) -> int:
-        return self.slot(rank) // self.slots_per_engine
-
-    def engine_ranks(self, engine: int) -> tuple[int, ...]:
-        """Return the torch ranks of an engine in slot order."""
-        first = engine * self.slots_per_engine
-        return tuple(self.rank(first + i) for i in range(self.slots_per_engine))
-
-    def dp_rank(self, rank: int) -> int:
-        """Return the data-parallel rank within the engine."""
-        return self.slot(rank) // self.tp_size % self.dp_size
-
     def tp_rank(self, rank: int) -> int:
         return self.slot(rank) % self.tp_size
-
-    def ep_rank(self, rank: int) -> int:
-        return self.slot(rank) % self.slots_per_engine if self.expert_parallel else 0
 
     def describe(self) -> str:
         """Return for example "2 engines of TP2, EP2"."""

@@ -99,17 +99,12 @@ def _partial_rotary_factor(
 ) -> dict[str, float]:
     """Remove the rotated share of a head from `given` and return it; return {} if it is 1."""
     outside = fields.get("partial_rotary_factor", family.partial_rotary_factor)
-    said = given.pop("partial_rotary_factor", outside)
-    share = finite_number(
-        fields.count("rotary_dim") / fields.count("head_dim") if said is None else said
-    )
-    bounds = Bounds(above=0, most=1)
+    factor = given.pop("partial_rotary_factor", outside)
+    if factor is None:
+        factor = fields.count("rotary_dim") / fields.count("head_dim")
+    share, bounds = finite_number(factor), Bounds(above=0, most=1)
     if share is None or not bounds.hold(share):
-        raise fields.senseless(
-            "partial_rotary_factor",
-            share if said is None else said,
-            f"a number in {bounds.interval()}",
-        )
+        raise fields.senseless("partial_rotary_factor", factor, f"a number in {bounds.interval()}")
     if share == 1.0:
         return {}
     if family.partial_rotary_factor == 1.0:

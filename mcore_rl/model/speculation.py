@@ -24,7 +24,10 @@ _FLAG = "--rl-speculate"
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Drafting method and number of drafted tokens per engine step."""
+    """Drafting method and number of drafted tokens per engine step.
+
+    Example: `Speculation("mtp", num_tokens=1)`.
+    """
 
     method: str  # MTP: the checkpoint's own layers; NGRAM: the continuation earlier in the text
     num_tokens: int

@@ -22,6 +22,22 @@ _VLLM_VOCABULARY_MULTIPLE = 64
 VALUE_HEAD = "score.weight"  # of a critic or a reward model, `[1, h]`
 
 
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Checkpoint tensor: its full shape, and the name and size in bytes of its element type.
+
+    Example: `TensorInfo(shape=(7168, 2048), dtype="bfloat16", itemsize=2)`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+
 class Cut(Enum):
     """Tensor-parallel cut of a checkpoint tensor, the same in training and rollout."""
 
@@ -38,6 +54,9 @@ class TensorSpec:
 
     `name` follows the layer's prefix, with `{expert}` for an expert's number. `shape` describes one
     tensor. `num_experts` is 0 for tensors that are not routed experts.
+
+    Example: `TensorSpec("mlp.experts.{expert}.up_proj.weight", (2048, 7168), Cut.ROWS,
+    num_experts=256)`.
     """
 
     name: str

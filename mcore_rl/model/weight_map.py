@@ -34,7 +34,10 @@ from mcore_rl.model.layout import TrainLayout
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Equal boxes: `checkpoint_tensor[checkpoint_box]` is `parameter[local_box]`, of one shape."""
+    """Equal boxes: `checkpoint_tensor[checkpoint_box]` is `parameter[local_box]`, of one shape.
+
+    Example: `Piece("lm_head.weight", ((64, 128), (0, 32)), ((0, 64), (0, 32)))` on TP rank 1.
+    """
 
     tensor: str
     checkpoint_box: Box
@@ -43,7 +46,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ShardCoordinates:
-    """Position of a model chunk: its share of every split dimension, and its layers."""
+    """Position of a model chunk: its share of every split dimension, and its layers.
+
+    Example: TP2 x EP2, third and fourth layer: `ShardCoordinates(1, 2, 1, 2, 0, 1, layers=(2, 3))`.
+    """
 
     tp_rank: int
     tp_size: int
@@ -139,49 +145,38 @@ def _stacked(*parts: tuple[str, Callable[[ModelShape], int]]) -> _Rule:
     return rule
 
 
-def _gate_and_up(p: _Parameter, gate: str, up: str) -> list[Piece]:
-    """Map SwiGLU's first layer: this rank's gate rows, then its up-projection rows."""
-    half = p.shape[0] // 2
-    first = p.rank * half
-    return [
-        _rows(p.layer + gate, p.shape, first, 0, half),
-        _rows(p.layer + up, p.shape, first, half, half),
-    ]
+def _gate_and_up(gate: str, up: str) -> _Rule:
+    """Return a rule for SwiGLU's first layer: this rank's gate rows, then its up rows."""
+
+    def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
+        half = p.shape[0] // 2
+        first = p.rank * half
+        return [
+            _rows(p.layer + gate, p.shape, first, 0, half),
+            _rows(p.layer + up, p.shape, first, half, half),
+        ]
+
+    return rule
 
 
 def _gated(prefix: str) -> _Rule:
     """Return `_gate_and_up` for a feed-forward network that is not a routed expert."""
-
-    def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
-        return _gate_and_up(p, f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
-
-    return rule
+    return _gate_and_up(f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
 
 
 def _names(shape: ModelShape) -> TensorNames:
     return family_of(shape.architecture).names
 
 
-def _expert_gated(p: _Parameter, shape: ModelShape) -> list[Piece]:
-    names = _names(shape)
-    prefix = names.expert.format(expert=p.expert)
-    return _gate_and_up(p, prefix + names.gate, prefix + names.up)
+def _expert(rule: Callable[..., _Rule], *names: Callable[[TensorNames], str]) -> _Rule:
+    """Return `rule` for the tensors of a routed expert, whose names depend on the family."""
 
+    def of_expert(p: _Parameter, shape: ModelShape) -> list[Piece]:
+        of_family = _names(shape)
+        prefix = of_family.expert.format(expert=p.expert)
+        return rule(*(prefix + name(of_family) for name in names))(p, shape)
 
-def _expert_down(p: _Parameter, shape: ModelShape) -> list[Piece]:
-    names = _names(shape)
-    return _row(names.expert.format(expert=p.expert) + names.down)(p, shape)
-
-
-def _expert_gated_bias(p: _Parameter, shape: ModelShape) -> list[Piece]:
-    names = _names(shape)
-    prefix = names.expert.format(expert=p.expert)
-    return _gate_and_up(p, prefix + bias_of(names.gate), prefix + bias_of(names.up))
-
-
-def _expert_down_bias(p: _Parameter, shape: ModelShape) -> list[Piece]:
-    names = _names(shape)
-    return _replicated(names.expert.format(expert=p.expert) + bias_of(names.down))(p, shape)
+    return of_expert
 
 
 def _of_family(rule: Callable[[str], _Rule], name: Callable[[TensorNames], str]) -> _Rule:
@@ -328,13 +323,15 @@ _LATENT_QUERY_RULES: Mapping[str, _Rule] = {
 
 _EXPERT_RULES: Mapping[str, _Rule] = {
     "mlp.router.weight": _of_family(_replicated, lambda names: names.router),
-    "mlp.experts.N.linear_fc1.weight": _expert_gated,
-    "mlp.experts.N.linear_fc2.weight": _expert_down,
+    "mlp.experts.N.linear_fc1.weight": _expert(_gate_and_up, lambda n: n.gate, lambda n: n.up),
+    "mlp.experts.N.linear_fc2.weight": _expert(_row, lambda n: n.down),
 }
 _EXPERT_BIAS_RULES: Mapping[str, _Rule] = {
     "mlp.router.bias": _of_family(_replicated, lambda names: names.scorer_bias),
-    "mlp.experts.N.linear_fc1.bias": _expert_gated_bias,
-    "mlp.experts.N.linear_fc2.bias": _expert_down_bias,
+    "mlp.experts.N.linear_fc1.bias": _expert(
+        _gate_and_up, lambda n: bias_of(n.gate), lambda n: bias_of(n.up)
+    ),
+    "mlp.experts.N.linear_fc2.bias": _expert(_replicated, lambda n: bias_of(n.down)),
 }
 _ROUTER_BIAS_RULES: Mapping[str, _Rule] = {
     "mlp.router.expert_bias": _of_family(_replicated, lambda names: names.router_bias),

@@ -26,7 +26,10 @@ OFF, R2, R3 = "off", "r2", "r3"  # values of --rl-routing-replay
 
 @dataclass(frozen=True, slots=True)
 class RoutedLayers:
-    """Layers with experts and their number of experts, in a model or a part of it."""
+    """Layers with experts and their number of experts, in a model or a part of it.
+
+    Example: `RoutedLayers(layers=(1, 2, 3), topk=8, num_experts=256)`.
+    """
 
     layers: tuple[int, ...]  # global numbers (from 0) of the layers with experts, ascending
     topk: int
@@ -61,6 +64,8 @@ class Routes:
 
     The last token of a response is sampled but never goes through the engine, so a prompt of p
     tokens and a response of r have n = p + r - 1. Some tokens may have no known choices.
+
+    Example: for three tokens, 58 layers and 8 choices, `ids` is `[3, 58, 8]` uint8.
     """
 
     ids: np.ndarray  # [n, m, k] of `RoutedLayers.dtype`

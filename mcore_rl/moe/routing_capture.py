@@ -114,22 +114,22 @@ def _group_of_all_tokens(kv_cache_config: Any) -> tuple[int, int]:
     raise RuntimeError("no layer of vLLM's model keeps every token in its KV cache")
 
 
-def routes_of(told: np.ndarray | None, of: RoutedLayers, num_tokens: int) -> Routes | str:
+def routes_of(reported: np.ndarray | None, of: RoutedLayers, num_tokens: int) -> Routes | str:
     """Convert `CompletionOutput.routed_experts` to routes; return the problem if it is invalid.
 
     `num_tokens` counts the computed tokens of prompt and response. A token that lacks choices in
     any layer counts as unknown.
     """
-    if told is None:
-        told = np.empty((0, of.layers[-1] + 1, of.topk), dtype=of.dtype)
-    if told.ndim != 3 or len(told) > num_tokens or told.shape[1] <= of.layers[-1]:
+    if reported is None:
+        reported = np.empty((0, of.layers[-1] + 1, of.topk), dtype=of.dtype)
+    if reported.ndim != 3 or len(reported) > num_tokens or reported.shape[1] <= of.layers[-1]:
         expected = f"[{num_tokens}, more than {of.layers[-1]}, {of.topk}]"
-        return f"the engine told of experts in shape {list(told.shape)}, expected {expected}"
-    if told.shape[2] != of.topk:
-        return f"the engine told of {told.shape[2]} experts a token, expected {of.topk}"
-    ids = told[:, list(of.layers)]
+        return f"the engine reported experts in shape {list(reported.shape)}, expected {expected}"
+    if reported.shape[2] != of.topk:
+        return f"the engine reported {reported.shape[2]} experts a token, expected {of.topk}"
+    ids = reported[:, list(of.layers)]
     if ids.size and int(ids.max()) >= of.num_experts:
-        return f"the engine told of expert {int(ids.max())}, of which there are {of.num_experts}"
+        return f"the engine reported expert {int(ids.max())}, of which there are {of.num_experts}"
     known = np.zeros(num_tokens, dtype=np.bool_)
     known[: len(ids)] = True
     if np.issubdtype(ids.dtype, np.signedinteger):

@@ -15,14 +15,15 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from mcore_rl.hybrid_engine.plan.moves import Boxes, Move, Plan, make_plan
 from mcore_rl.hybrid_engine.plan.placement import Placement
+from mcore_rl.hybrid_engine.plan.transfer_plan import Move, Plan, make_plan
 from mcore_rl.hybrid_engine.plan.trees import (
     Connections,
     KnownGroups,
     Neighbourhoods,
     connections,
 )
+from mcore_rl.model.boxes import Boxes
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.planner.models import Bytes
 from mcore_rl.planner.settings import Machine

@@ -102,7 +102,7 @@ class EngineSettings:
     bucket_bytes: int
     delta: bool  # both ends keep a copy of the transferred weights
     may_spread_experts: bool  # no --rl-rollout-no-expert-parallel
-    offloaded: frozenset[str]  # kinds of hybrid_engine.offload that leave the device for rollout
+    offloaded: frozenset[str]  # kinds that leave the device for rollout, see `offload`
     away_at_start: frozenset[str]  # kinds that are off the device while the engine starts
     keeps_gradients: bool  # offload copies gradients, instead of zeroing them afterwards
     keeps_reference: bool  # weights of the initial policy, in host memory

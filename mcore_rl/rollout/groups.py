@@ -24,8 +24,8 @@ from mcore_rl.batching.types import (
     TurnReward,
     with_baselines,
 )
-from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling, seed_of
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.rewards.functions import ENVIRONMENT
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch.distributed as dist
 
-from mcore_rl.batching.moves import Moves, Parcel, Shares
+from mcore_rl.batching.sample_exchange import Moves, RowExchange, Shares
 from mcore_rl.batching.table import SampleTable, SampleTokens, tokens_to_rows
 from mcore_rl.batching.types import ScoredRollout
 from mcore_rl.common import objects
@@ -154,13 +154,13 @@ class SampleKeeper:
                 found[sample] = self._unpacked(data, int(length), stage)
         return found
 
-    def parcel(self, table: SampleTable, wanted: Shares) -> Parcel:
+    def row_exchange(self, table: SampleTable, wanted: Shares) -> RowExchange:
         """Return the tokens of samples, as the rows of `tokens_to_rows`, for ranks outside the
         actor, in any world. Local."""
         sampled = self._sampled(table)
         numbers = table.numbers[sampled.of(self._rank)].tolist()
         rows = tokens_to_rows([SampleTokens.of(self._kept[number]) for number in numbers])
-        return Parcel(table.lengths, sampled, wanted, rows)
+        return RowExchange(table.lengths, sampled, wanted, rows)
 
     def _sampled(self, table: SampleTable) -> Shares:
         """Return which samples the ranks of each engine's TP groups hold."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mcore_rl.common.spans import span
-from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 
 _IDLE_SECONDS = 0.001
 _FIRST_STEP_SECONDS = 0.03  # assumed duration of a step before one is measured

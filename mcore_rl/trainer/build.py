@@ -30,8 +30,11 @@ from mcore_rl.data.tokenizer_process import close_all
 from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.hybrid_engine.memory.offload import Offloader, kinds_at_start, offload_kinds
 from mcore_rl.hybrid_engine.proof.canary import NUM_PROMPTS, Canary
-from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
-from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine
+from mcore_rl.hybrid_engine.sharding_manager import (
+    HandOverOptions,
+    MegatronVLLMShardingManager,
+)
+from mcore_rl.hybrid_engine.vllm.in_process_engine import EngineConfig, VLLMEngine
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.carried import CarriedTensors
@@ -69,7 +72,7 @@ from mcore_rl.trainer.models import (
 from mcore_rl.trainer.recorder import RunRecorder
 from mcore_rl.trainer.resume.point import ROLLOUT, ResumePoint, find_resume_point
 from mcore_rl.trainer.resume.trainer_state import LOADED, date_of_checkpoints
-from mcore_rl.trainer.roles.remote import Here, Role
+from mcore_rl.trainer.roles.remote import LocalRole, Role
 from mcore_rl.trainer.roles.reward_model import ModelReward
 from mcore_rl.trainer.saver import RunSaver
 
@@ -370,7 +373,7 @@ def _say_sizes(job: Job, models: Models) -> None:
     )
     actor = (spec.shape, spec.train_layout, spec.layers)
     lines = memory_lines(model_of_args(config, vars(job.args), *actor))
-    if isinstance(models.critic, Here) and spec.critic is not None:
+    if isinstance(models.critic, LocalRole) and spec.critic is not None:
         args, own = vars(models.critic.served.model.world.args), spec.critic
         trained = (own.shape, own.layout, own.layers)
         lines += memory_lines(model_of_args(config, args, *trained, name="critic"))
@@ -424,14 +427,16 @@ def build_manager(
         job.spec.checkpoint.tensors,
         job.spec.train_layout,
         job.spec.rollout_layout,
-        seed=job.args.seed,
-        bucket_bytes=job.config.weight_sync.reshard_bucket_mb << 20,
+        HandOverOptions(
+            seed=job.args.seed,
+            bucket_bytes=job.config.weight_sync.reshard_bucket_mb << 20,
+            ranks_per_node=job.spec.ranks_per_node,
+            dtype=dtype,
+            delta=job.config.weight_sync.reshard_delta,
+            full_every=job.config.weight_sync.reshard_full_interval,
+            attest=job.config.weight_sync.attest,
+        ),
         offloader=offloader,
-        ranks_per_node=job.spec.ranks_per_node,
-        dtype=dtype,
-        delta=job.config.weight_sync.reshard_delta,
-        full_every=job.config.weight_sync.reshard_full_interval,
-        attest=job.config.weight_sync.attest,
         canary=canary,
         carried=None if engine.drafter is None else CarriedTensors(job.spec.checkpoint),
     )
@@ -442,7 +447,7 @@ def build_offloader(
 ) -> Offloader:
     """Build the offloader of `--rl-offload` for the actor, and for a critic on these ranks."""
     has_cuda = torch.cuda.is_available()
-    states = [state, critic.served.model.state] if isinstance(critic, Here) else [state]
+    states = [state, critic.served.model.state] if isinstance(critic, LocalRole) else [state]
 
     def train_tensors() -> dict[str, list[tuple[str, torch.Tensor]]]:
         found: dict[str, list[tuple[str, torch.Tensor]]] = {}

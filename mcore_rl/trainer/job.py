@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mcore_rl.config import RLConfig
 from mcore_rl.spec import JobSpec
-from mcore_rl.trainer.roles.world import RoleWorld
+from mcore_rl.trainer.roles.role_world import RoleWorld
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
 from mcore_rl.algorithms.recipes import Algorithm
 from mcore_rl.algorithms.registry import find_advantage_estimator
 from mcore_rl.algorithms.value_loss import explained_variance, value_loss
-from mcore_rl.batching.dealing import division_of, orders_of_epochs
+from mcore_rl.batching.assignment import division_of, orders_of_epochs
 from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import StepBatch, TrainBatch
@@ -123,7 +123,7 @@ class Learner:
             metrics = self._replayed(batch, batch.num_tokens - batch.num_samples)
         for_critic = None
         if self.critic is not None:
-            for_critic = self.critic.parcel(self.keeper, table, orders)
+            for_critic = self.critic.divide(self.keeper, table, orders)
         return StepBatch(batch, division, for_critic, metrics)
 
     def _replayed(self, batch: TrainBatch, num_tokens: int) -> dict[str, float]:

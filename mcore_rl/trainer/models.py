@@ -36,7 +36,7 @@ from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.resume.point import ResumePoint
 from mcore_rl.trainer.roles.critic import ServedCritic, StepCritic, build_critic
 from mcore_rl.trainer.roles.reference import build_reference
-from mcore_rl.trainer.roles.remote import Apart, Here, Role, serve
+from mcore_rl.trainer.roles.remote import LocalRole, RemoteRole, Role, serve
 from mcore_rl.trainer.roles.reward_model import RewardModel, build_reward_model
 
 logger = logging.getLogger(__name__)
@@ -181,8 +181,8 @@ def _role(
     """Build a role here or on ranks of its own, as the flags say; `how` goes to its builder."""
     title, build = _ROLES[name]
     if job.spec.roles.is_apart(name):
-        return Apart(title, job.world.bridges.get(name), job.world.meshes[name], **how)
-    return Here(build(job, model_provider, log=log, **how))
+        return RemoteRole(title, job.world.bridges.get(name), job.world.joint_groups[name], **how)
+    return LocalRole(build(job, model_provider, log=log, **how))
 
 
 def serve_role(
@@ -195,8 +195,8 @@ def serve_role(
     ranks. `model_provider` is a fork's own, for a critic."""
     title, build = _ROLES[job.world.role]
     note_stage(f"serving as {title}")
-    bridge, mesh = job.world.bridges[job.world.role], job.world.meshes[job.world.role]
-    serve(title, bridge, mesh, functools.partial(build, job, model_provider, log=log))
+    bridge, group = job.world.bridges[job.world.role], job.world.joint_groups[job.world.role]
+    serve(title, bridge, group, functools.partial(build, job, model_provider, log=log))
 
 
 def _served_critic(

@@ -20,9 +20,9 @@ from mcore_rl.rollout.collector import Collector
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.resume import folders
+from mcore_rl.trainer.resume.checkpoint_writer import write_checkpoint
 from mcore_rl.trainer.resume.folders import iteration_name
 from mcore_rl.trainer.resume.point import REFERENCE, ROLLOUT
-from mcore_rl.trainer.resume.saver import write_checkpoint
 from mcore_rl.trainer.resume.trainer_state import LOADED, TrainerState, trainer_writer
 
 

@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from mcore_rl.algorithms.mismatch import MismatchSums
 from mcore_rl.batching.table import SampleTable
-from mcore_rl.hybrid_engine.memory.device import (
+from mcore_rl.hybrid_engine.memory.usage import (
     device_bytes,
     give_back_cached,
     highest_bytes,
     host_bytes,
 )
-from mcore_rl.hybrid_engine.report import ReshardReport
+from mcore_rl.hybrid_engine.switch_report import ReshardReport
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.collector import Collected
 from mcore_rl.trainer.actor import UpdateStats

@@ -27,12 +27,11 @@ import torch  # noqa: E402
 
 from mcore_rl.common.errors import UsageError  # noqa: E402
 from mcore_rl.flags import derived as derived_flags  # noqa: E402
-from mcore_rl.hybrid_engine.plan.moves import TensorInfo  # noqa: E402
 from mcore_rl.megatron.adapter import stage_layers  # noqa: E402
 from mcore_rl.megatron.shards import ModelShards  # noqa: E402
 from mcore_rl.model.boxes import Box, disjoint, full_box, uncovered  # noqa: E402
 from mcore_rl.model.config_json import ModelShape  # noqa: E402
-from mcore_rl.model.tensors import checkpoint_tensors  # noqa: E402
+from mcore_rl.model.tensors import TensorInfo, checkpoint_tensors  # noqa: E402
 from mcore_rl.model.weight_map import Piece, ShardCoordinates, map_parameter  # noqa: E402
 from tests.model_shapes import published_shape  # noqa: E402
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.model.config_json import ModelShape
-from mcore_rl.model.tensors import checkpoint_tensors
+from mcore_rl.model.tensors import TensorInfo, checkpoint_tensors
 from tests.model_shapes import published_shape
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcore_rl.hybrid_engine.plan.moves import Boxes, Plan, TensorInfo, make_plan
+from mcore_rl.hybrid_engine.plan.transfer_plan import Plan, make_plan
 from mcore_rl.hybrid_engine.weight_stream import Holdings
-from mcore_rl.model.boxes import volume
+from mcore_rl.model.boxes import Boxes, volume
+from mcore_rl.model.tensors import TensorInfo
 from mcore_rl.model.weight_map import layer_order
 from mcore_rl.planner.links import neighbourhoods
 from mcore_rl.planner.plan import Outcome, as_json, plan_case

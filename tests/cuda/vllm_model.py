@@ -6,7 +6,7 @@
         needs = engine.learn_needs(metadata)
         engine.reload(...)
 
-The engine is the product's `VLLMModelOnly`: our own configuration, vLLM's executor, worker and
+The engine is the tests' `VLLMModelOnly`: our own configuration, vLLM's executor, worker and
 model runner, its loader and what follows loading, all of the CUDA build. Stand-ins are the device
 (see `standins`), torch's fake process group for a world of which only one rank exists, and, under
 vLLM's own allocator of the sleep mode, the driver's mapping of memory: what is unmapped is
@@ -205,15 +205,15 @@ def build(
     large_on_meta: bool = False,
     **options: Any,
 ) -> Iterator[Any]:
-    """The product's `VLLMModelOnly` of `rank` in a world of one engine, closed afterwards.
+    """The tests' `VLLMModelOnly` of `rank` in a world of one engine, closed afterwards.
 
     `options` are those of its `EngineConfig`; `load_format="auto"` lets vLLM load the folder.
     One at a time; within, everything that is asked for on CUDA is made on the CPU.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    from mcore_rl.hybrid_engine.vllm.model_only import VLLMModelOnly
-    from mcore_rl.hybrid_engine.vllm.start import EngineConfig
+    from mcore_rl.hybrid_engine.vllm.startup import EngineConfig
+    from tests.model_only import VLLMModelOnly
 
     config = EngineConfig(
         model_dir=model_dir,
@@ -264,15 +264,15 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
 @contextmanager
 def _backend(moe_backend: str | None) -> Iterator[None]:
     """In which engines ask for that backend of experts; None leaves it to the product."""
-    from mcore_rl.hybrid_engine.vllm import start as vllm_start
+    from tests import model_only
 
-    arguments = vllm_start._arguments
+    arguments = model_only.engine_arguments
     given = {} if moe_backend is None else {"moe_backend": moe_backend}
-    vllm_start._arguments = lambda config: {**arguments(config), **given}
+    model_only.engine_arguments = lambda config: {**arguments(config), **given}
     try:
         yield
     finally:
-        vllm_start._arguments = arguments
+        model_only.engine_arguments = arguments
 
 
 @contextmanager

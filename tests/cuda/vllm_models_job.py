@@ -34,6 +34,7 @@ from mcore_rl.model.config_json import read_model_shape  # noqa: E402
 from mcore_rl.moe.routing import RoutedLayers  # noqa: E402
 from scripts.make_tiny_deepseek import hf_config  # noqa: E402
 from tests.cuda.reachable import Place, reachable  # noqa: E402
+from tests.engine_place import EnginePlace  # noqa: E402
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -129,7 +130,7 @@ def chosen(engine: Any) -> dict[str, Any]:
 
 def settings(engine: Any) -> dict[str, Any]:
     """What a run on a GPU is started with, as vLLM has resolved it."""
-    config = engine._vllm_config
+    config, place = engine._vllm_config, EnginePlace.of(engine)
     runner = engine._worker.model_runner
     return {
         "async_scheduling": config.scheduler_config.async_scheduling,
@@ -141,8 +142,8 @@ def settings(engine: Any) -> dict[str, Any]:
         "expert_parallel": config.parallel_config.enable_expert_parallel,
         "load_balancing": config.parallel_config.enable_eplb,
         "launcher": config.parallel_config.distributed_executor_backend,
-        "ep_size": engine.ep_size,
-        "ep_rank": engine.ep_rank,
+        "ep_size": place.ep_size,
+        "ep_rank": place.ep_rank,
         "collectives_of_an_idle_step": collectives_of_an_idle_step(runner),
         "tells_of_experts": config.aux_output_config.enabled,
         "untold": untold(engine) if config.aux_output_config.enabled else None,

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from mcore_rl.hybrid_engine.plan.moves import make_plan
+from mcore_rl.hybrid_engine.plan.transfer_plan import make_plan
 from mcore_rl.hybrid_engine.proof import slice_hash
 from mcore_rl.hybrid_engine.proof.attest import Attestation, Attestor
 from mcore_rl.hybrid_engine.proof.canary import Canary
@@ -18,7 +18,7 @@ from mcore_rl.hybrid_engine.proof.proof import Proof
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.transfer.gather import GatherPath
 from mcore_rl.hybrid_engine.transfer.transfer import Transfer
-from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.hybrid_engine.weight_stream import _near, exchange
 from mcore_rl.model.boxes import full_box, volume
 from mcore_rl.trainer.build import build_manager, engine_config

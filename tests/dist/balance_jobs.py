@@ -18,7 +18,7 @@ from mcore_rl.batching.train_batches import split_micro_batches, split_mini_batc
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.common import objects
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.megatron.routing import RouterLayout
+from mcore_rl.megatron.router_layout import RouterLayout
 from mcore_rl.moe.balance import expert_biases
 from mcore_rl.moe.expert_load import ExpertLoad
 from mcore_rl.moe.routing import RoutedLayers, routed_layers

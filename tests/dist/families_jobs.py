@@ -14,8 +14,8 @@ from megatron.core import parallel_state
 
 from mcore_rl import verify
 from mcore_rl.common.run_output import setup_logging
-from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
-from mcore_rl.megatron.hf_export import export
+from mcore_rl.hybrid_engine.hf_export import export
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import engine_config
 from mcore_rl.trainer.models import actor_of, build_actor

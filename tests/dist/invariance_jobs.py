@@ -12,7 +12,7 @@ from mcore_rl.batching.rows import ModelRows, lay_out, row_length
 from mcore_rl.batching.train_batches import split_micro_batches
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.hybrid_engine.memory.offload import Offloader
-from mcore_rl.megatron.routing import RouterLayout
+from mcore_rl.megatron.router_layout import RouterLayout
 from mcore_rl.trainer.build import build_offloader
 from mcore_rl.trainer.models import micro_batching
 from tests.dist.ppo_jobs import Models, build_models, export_models, step_samples, take_step

@@ -12,20 +12,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl.batching.dealing import plan_step
+from mcore_rl.batching.assignment import plan_step
 from mcore_rl.batching.train_batches import batch_of_tokens, split_mini_batches, take
 from mcore_rl.batching.types import Prompt, TrainBatch
 from mcore_rl.common import objects
 from mcore_rl.common.run_output import setup_logging
+from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.hybrid_engine.sharding_manager import (
     MegatronVLLMShardingManager,
     ReshardReport,
     log_reshard,
 )
-from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
-from mcore_rl.hybrid_engine.vllm.model_only import VLLMModelOnly
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.job.start import start
-from mcore_rl.megatron.hf_export import export
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_manager, engine_config
@@ -33,6 +32,8 @@ from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.models import actor_of, build_actor, micro_batching
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 from tests.dist.sleeping import SleepLog, memory_gone_while_asleep
+from tests.engine_samples import sample_responses
+from tests.model_only import VLLMModelOnly
 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip  (after the patches)
 
@@ -288,7 +289,7 @@ def _sample(engine: VLLMEngine, job: Job) -> list[list[int]]:
         Prompt(index=i, text="", answer="", token_ids=np.arange(5 + i, 15 + i, dtype=np.int32))
         for i in range(4)
     ]
-    rollouts = engine.generate(
-        prompts, num_samples=2, temperature=1.0, max_tokens=8, weight_version=1
+    rollouts = sample_responses(
+        engine, prompts, num_samples=2, temperature=1.0, max_tokens=8, weight_version=1
     )
     return [rollout.response_token_ids.tolist() for rollout in rollouts]

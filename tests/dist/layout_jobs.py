@@ -16,6 +16,7 @@ from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.model.tensors import checkpoint_tensors
 from mcore_rl.planner.links import traffic_of
 from tests.dist.jobs import handed_over_from_disk, started
+from tests.engine_place import EnginePlace
 from tests.model_shapes import MACHINE
 
 
@@ -30,7 +31,7 @@ def hand_over(
     job = dataclasses.replace(job, spec=dataclasses.replace(job.spec, rollout_layout=rollout))
     rank = dist.get_rank()
     engine, manager, reports, from_disk, handed_over = handed_over_from_disk(job, shards)
-    slot = rollout.slot(rank)
+    slot, place = rollout.slot(rank), EnginePlace.of(engine)
     traffic = traffic_of(placement, rollout.rank_map, MACHINE)
     connections, planned = manager.stream.connections, traffic.connections[rank]
     own_groups = [set(dist.get_process_group_ranks(g)) for g in broadcast_groups().values()]
@@ -40,11 +41,11 @@ def hand_over(
     result = {
         "stored_equal": handed_over == from_disk and len(from_disk) > 10,
         "slot": slot,
-        "engine_slot": [engine.engine_index, engine.tp_rank, engine.ep_rank],
+        "engine_slot": [place.engine_index, place.tp_rank, place.ep_rank],
         "layout_slot": [
-            rollout.engine_index(rank),
+            slot // rollout.slots_per_engine,
             rollout.tp_rank(rank),
-            rollout.ep_rank(rank),
+            slot % rollout.slots_per_engine if rollout.expert_parallel else 0,
         ],
         "received": next(r.received_bytes for r in reports if r.direction == TO_ROLLOUT),
         "planned": int(

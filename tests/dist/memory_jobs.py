@@ -24,7 +24,7 @@ from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.models import build_actor, build_learner, micro_batching
 from mcore_rl.trainer.roles.critic import ServedCritic, build_critic
 from mcore_rl.trainer.roles.reference import ReferencePolicy
-from mcore_rl.trainer.roles.remote import Here
+from mcore_rl.trainer.roles.remote import LocalRole
 from tests.dist.invariance_jobs import Forwards
 from tests.dist.jobs import rank_batch, started
 from tests.dist.offload_jobs import state_digests
@@ -70,7 +70,7 @@ def _learn(job: Job, num_steps: int, gradients: dict[str, torch.Tensor]) -> dict
         state, shards = build_actor(job, log=log)
         assert job.spec.critic is not None
         critic = build_critic(job.spec.critic, job.config, job.args, log=log)
-    role = Here(ServedCritic(critic, job.config.trainer, is_apart=False))
+    role = LocalRole(ServedCritic(critic, job.config.trainer, is_apart=False))
     learner = build_learner(job, state, shards, role)
     offloader = build_offloader(job, state, role)
     found: dict[str, Any] = {"first": _first_update(job, learner.actor, gradients)}

@@ -14,10 +14,9 @@ import torch.distributed as dist
 
 from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.common.run_output import setup_logging
-from mcore_rl.hybrid_engine.memory.device import Footprint
 from mcore_rl.hybrid_engine.memory.offload import KINDS, Offloader
-from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
 from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.job.start import start
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.rng import RngState
@@ -29,6 +28,7 @@ from mcore_rl.trainer.models import actor_of, build_actor
 from mcore_rl.trainer.roles.reference import ReferencePolicy
 from tests.dist.jobs import random_tokens, rank_batch
 from tests.dist.stream_jobs import Trickle
+from tests.footprint import Footprint
 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip  (after the patches)
 

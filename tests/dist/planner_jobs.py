@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.batching.train_batches import split_mini_batches
+from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.hybrid_engine.proof.canary import MAX_TOKENS, NUM_PROMPTS, Canary
-from mcore_rl.hybrid_engine.vllm.model_only import VLLMModelOnly
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
-from mcore_rl.megatron.hf_export import export
 from mcore_rl.trainer.build import build_manager, engine_config
 from tests.dist.jobs import rank_batch, started
 from tests.dist.ppo_jobs import build_models, step_samples, take_step
 from tests.live_bytes import LiveBytes
+from tests.model_only import VLLMModelOnly
 
 _PACKED = ".cpu_linear(identity)"
 

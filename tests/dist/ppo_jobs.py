@@ -15,22 +15,22 @@ import torch.distributed as dist
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Baseline, Prompt, Rollout, ScoredRollout, StepBatch
 from mcore_rl.common.run_output import setup_logging
+from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.job.start import start
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
-from mcore_rl.megatron.hf_export import export
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.moe.routing import RoutedLayers, Routes
 from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.models import build_actor, build_learner
+from mcore_rl.trainer.resume.checkpoint_writer import write_checkpoint
 from mcore_rl.trainer.resume.folders import iteration_name
 from mcore_rl.trainer.resume.point import ResumePoint
-from mcore_rl.trainer.resume.saver import write_checkpoint
 from mcore_rl.trainer.resume.trainer_state import TrainerState
 from mcore_rl.trainer.roles.critic import Critic, ServedCritic, build_critic
-from mcore_rl.trainer.roles.remote import Here
+from mcore_rl.trainer.roles.remote import LocalRole
 from mcore_rl.trainer.step_metrics import mismatch_metrics
 from tests.dist.jobs import random_tokens
 from tests.held import kept_by_engines
@@ -126,7 +126,7 @@ class Models:
     state: megatron_adapter.TrainState
     shards: ModelShards
     critic: Critic | None
-    role: Here | None  # what the critic is to the learner
+    role: LocalRole | None  # what the critic is to the learner
     learner: Learner
 
 
@@ -143,7 +143,7 @@ def build_models(flags: list[str], point: ResumePoint | None = None) -> Models:
             )
     role = None
     if critic is not None:
-        role = Here(ServedCritic(critic, job.config.trainer, is_apart=False))
+        role = LocalRole(ServedCritic(critic, job.config.trainer, is_apart=False))
     learner = build_learner(job, state, shards, role, point)
     return Models(job, state, shards, critic, role, learner)
 

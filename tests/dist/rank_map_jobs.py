@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine
-from mcore_rl.hybrid_engine.vllm.model_only import VLLMModelOnly
-from mcore_rl.hybrid_engine.vllm.start import require_placement
+from mcore_rl.hybrid_engine.vllm.in_process_engine import EngineConfig, VLLMEngine
+from mcore_rl.hybrid_engine.vllm.startup import require_placement
 from mcore_rl.patches.registry import applied_patches
 from mcore_rl.patches.vllm.rank_map import ranks_in_given_order
 from mcore_rl.verify import stored_digests
@@ -25,6 +25,9 @@ from tests.dist.vllm_engine_worker import (
     slices,
     weights_of,
 )
+from tests.engine_place import EnginePlace
+from tests.engine_samples import sample_responses
+from tests.model_only import VLLMModelOnly
 
 
 def config(checkpoint: Path, load_format: str = "auto", **changes: Any) -> EngineConfig:
@@ -39,20 +42,18 @@ def config(checkpoint: Path, load_format: str = "auto", **changes: Any) -> Engin
 
 
 def place(engine: VLLMEngine) -> dict[str, Any]:
-    names = ("slot", "tp_rank", "dp_rank", "ep_rank", "ep_size", "engine_index", "num_engines")
-    found = {name: getattr(engine, name) for name in names}
-    return {**found, "tp_group": engine._groups.get_tp_group().ranks}
+    return {**asdict(EnginePlace.of(engine)), "tp_group": engine._groups.get_tp_group().ranks}
 
 
 def generate(checkpoint: Path, **changes: Any) -> dict[str, Any]:
     """An engine that generates: where it sits, what it stores and needs, and what it says."""
     weights, _ = weights_of(checkpoint)
     engine = VLLMEngine(config(checkpoint, **changes))
-    engine.seed_sampling(100 + engine.engine_index)
+    engine.seed_sampling(100 + EnginePlace.of(engine).engine_index)
     result = {
         "place": place(engine),
         "stored": stored_digests(engine),
-        "rollouts": as_json(engine.generate(prompts(), **sampling())),
+        "rollouts": as_json(sample_responses(engine, prompts(), **sampling())),
         "scores": [scores.tolist() for scores in engine.prompt_log_probs(SEQUENCES)],
         "needs": engine.learn_needs(metadata_of(weights)),
     }
@@ -103,8 +104,6 @@ def refusals(checkpoint: Path) -> dict[str, str]:
         ),
     }
     engine = VLLMModelOnly(config(checkpoint, "dummy", tp_size=2))
-    errors["generate"] = error_of(lambda: engine.generate(prompts(), **sampling()))
-    errors["score"] = error_of(lambda: engine.prompt_log_probs(SEQUENCES))
     engine.sleep()
     errors["sleep twice"] = error_of(engine.sleep)
     errors["reload asleep"] = error_of(lambda: engine.reload(weights_of(checkpoint)[0].items()))

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl.hybrid_engine.memory.device import Footprint, PeakMemory
-from mcore_rl.hybrid_engine.vllm.engine import EngineConfig
-from mcore_rl.hybrid_engine.vllm.model_only import VLLMModelOnly
+from mcore_rl.hybrid_engine.memory.usage import PeakMemory
+from mcore_rl.hybrid_engine.vllm.in_process_engine import EngineConfig
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor
 from mcore_rl.verify import stored_digests
+from tests.footprint import Footprint
+from tests.model_only import VLLMModelOnly
 
 NOISE_ELEMENTS = 3 << 20  # of which a chunk is a cut-out
 _M_MMAP_THRESHOLD = -3  # of glibc's mallopt

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.common import objects
 from mcore_rl.common.run_output import setup_logging
+from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.job.start import start
-from mcore_rl.megatron.hf_export import export
 from mcore_rl.megatron.optimizer import CheckedOptimizer
 from mcore_rl.megatron.runner import ModelRunner
 from mcore_rl.model.roles import CRITIC, REWARD
@@ -46,8 +46,8 @@ class Received:
         self.most_told = 0
         self._in_model = False
         objects.exchange = self._counting(objects.exchange, lambda: dist.get_rank())
-        for mesh in job.world.meshes.values():
-            mesh.exchange = self._counting(mesh.exchange, lambda mesh=mesh: mesh._rank)
+        for group in job.world.joint_groups.values():
+            group.exchange = self._counting(group.exchange, lambda group=group: group._rank)
         for bridge in job.world.bridges.values():
             for name in ("hear", "hear_answer"):
                 setattr(bridge, name, self._noting(getattr(bridge, name)))
@@ -159,7 +159,7 @@ def _criticise(job: Job, target: Path, log: Any) -> dict[str, Any]:
 
     expected: list[int] = []
     received = Received(job)
-    serve("critic", job.world.bridges[CRITIC], job.world.meshes[CRITIC], build)
+    serve("critic", job.world.bridges[CRITIC], job.world.joint_groups[CRITIC], build)
     export(built[0].shards, job.spec.critic.checkpoint, target / "critic")
     return {
         "layout": built[0].world.layout.describe(),

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, TrainBatch
 from mcore_rl.common import objects
-from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.megatron.hf_checkpoint import read_tensor
 from mcore_rl.model.weight_map import layer_order
 from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.trainer.build import engine_config
 from mcore_rl.trainer.learner import Learner
 from tests.dist.ppo_jobs import Models, build_models
+from tests.engine_samples import sample_responses
 from tests.held import told_by_engines
 
 NUM_SAMPLES, NUM_PROMPTS, MAX_TOKENS = 4, 8, 24
@@ -51,7 +52,9 @@ def prompts(models: Models, count: int = NUM_PROMPTS) -> list[Prompt]:
 def generate(engine: VLLMEngine, prompts: list[Prompt], **changes: Any) -> list[Rollout]:
     options = dict(num_samples=NUM_SAMPLES, temperature=1.0, max_tokens=MAX_TOKENS) | changes
     engine.seed_sampling(11)
-    return engine.generate(prompts, weight_version=0, with_routes=True, ignore_eos=True, **options)
+    return sample_responses(
+        engine, prompts, weight_version=0, with_routes=True, ignore_eos=True, **options
+    )
 
 
 def captured(engine: VLLMEngine, models: Models) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from unittest import mock
 import torch
 
 from mcore_rl.hybrid_engine.memory.offload import Offloader
-from mcore_rl.hybrid_engine.vllm import engine as vllm_engine
-from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm import in_process_engine as vllm_engine
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.megatron.rng import RngState
 
 Gone = list[tuple[torch.UntypedStorage, torch.Tensor | int]]  # and its bytes, or how many

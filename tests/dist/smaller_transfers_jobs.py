@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport
-from mcore_rl.hybrid_engine.vllm.model_only import VLLMModelOnly
 from mcore_rl.trainer.build import build_manager, engine_config
 from mcore_rl.verify import stored_digests
 from tests.dist.jobs import rank_batch, started
+from tests.model_only import VLLMModelOnly
 
 
 def hand_overs(flags: list[str]) -> dict[str, list[Any]]:

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.common import objects
+from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager, ReshardReport
-from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine
 from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling, seed_of
+from mcore_rl.hybrid_engine.vllm.in_process_engine import EngineConfig, VLLMEngine
 from mcore_rl.hybrid_engine.weight_stream import missing_bytes
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.megatron.hf_export import export
 from mcore_rl.megatron.saving import save_checkpoint
 from mcore_rl.model.config_json import read_model_shape
 from mcore_rl.model.speculation import parse_speculation
@@ -34,6 +34,7 @@ from mcore_rl.trainer.step_metrics import update_metrics
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 from tests.dist.jobs import log_probs_of_random_tokens, rank_batch, started
 from tests.dist.stream_jobs import Trickle
+from tests.engine_samples import sample_responses
 
 # Tensors of a drafter of which every rank holds all, in the checkpoint's own shape.
 UNCUT = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
@@ -117,8 +118,8 @@ def _responses(checkpoint: Path, mode: str) -> dict[str, Any]:
 
     def generate(**options: Any) -> list[Rollout]:
         engine.seed_sampling(7)
-        return engine.generate(
-            prompts(), max_tokens=NEW_TOKENS, weight_version=1, ignore_eos=True, **options
+        return sample_responses(
+            engine, prompts(), max_tokens=NEW_TOKENS, weight_version=1, ignore_eos=True, **options
         )
 
     def told(rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -220,8 +221,14 @@ def _differing_mtp(engine: VLLMEngine, before: dict[str, torch.Tensor]) -> list[
 
 
 def _greedy(engine: VLLMEngine) -> list[list[int]]:
-    rollouts = engine.generate(
-        prompts(), num_samples=1, temperature=0.0, max_tokens=16, weight_version=1, ignore_eos=True
+    rollouts = sample_responses(
+        engine,
+        prompts(),
+        num_samples=1,
+        temperature=0.0,
+        max_tokens=16,
+        weight_version=1,
+        ignore_eos=True,
     )
     return [r.response_token_ids.tolist() for r in rollouts]
 

@@ -211,8 +211,6 @@ def test_process_groups_keep_the_order_of_their_ranks(results):
         ("nodes", "UsageError: .*ranks 0,2 into one rollout TP group, .* 2 nodes of 2 ranks"),
         ("nodes kept", "no error"),
         ("cannot run", "UsageError: vLLM on CPU cannot run experts over 2 data-parallel ranks"),
-        ("generate", "RuntimeError: this engine holds vLLM's model only and cannot generate"),
-        ("score", "RuntimeError: this engine holds vLLM's model only and cannot generate"),
         ("sleep twice", "RuntimeError: the engine already sleeps"),
         ("reload asleep", "RuntimeError: .*call wake_weights first"),
         ("wake twice", "RuntimeError: weights does not sleep"),

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mcore_rl.hybrid_engine.vllm import start as vllm_start
-from mcore_rl.hybrid_engine.vllm.start import EngineConfig, start_llm
+from mcore_rl.hybrid_engine.vllm import startup as vllm_start
+from mcore_rl.hybrid_engine.vllm.startup import EngineConfig, start_llm
 
 
 def start_engine(folder: str, load_format: str) -> dict[str, str]:
@@ -26,5 +26,5 @@ def start_engine(folder: str, load_format: str) -> dict[str, str]:
         return {"error": f"{type(error).__name__}: {error}"}
     return {
         "tokenizer": type(llm.get_tokenizer()).__name__,
-        "load_format": vllm_start._arguments(config)["load_format"],
+        "load_format": vllm_start.engine_arguments(config)["load_format"],
     }

@@ -23,10 +23,12 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from mcore_rl.batching.types import Prompt, Rollout
-from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine
-from mcore_rl.hybrid_engine.vllm.needs import learn_needs
+from mcore_rl.hybrid_engine.vllm.in_process_engine import EngineConfig, VLLMEngine
+from mcore_rl.hybrid_engine.vllm.reload import Reloader
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor
 from mcore_rl.model.boxes import Box, volume
+from tests.engine_place import EnginePlace
+from tests.engine_samples import sample_responses
 
 Weights = Mapping[str, torch.Tensor]
 SEQUENCES = [list(range(5, 37)), list(range(40, 50))]
@@ -167,7 +169,8 @@ def differing_needs(
     engine: VLLMEngine, weights: Weights, before: Mapping[str, tuple[Box, ...]]
 ) -> list[str]:
     """Learn once more, in the reverse order and after reloads."""
-    again = learn_needs(engine, dict(reversed(metadata_of(weights).items())))
+    reloader = Reloader(engine.model, engine._vllm_config)
+    again = reloader.learn_needs(dict(reversed(metadata_of(weights).items())))
     return [name for name in weights if again[name] != before[name]]
 
 
@@ -247,7 +250,6 @@ def strictness(checkpoint: Path) -> dict[str, str]:
     engine.wake_weights()
     engine.wake_kv_cache()
     errors["kept weights"] = error_of(lambda: engine.prompt_log_probs(SEQUENCES))
-    errors["too long"] = error_of(lambda: engine.generate(prompts(), **sampling(max_tokens=120)))
     engine.close()
     return errors
 
@@ -305,26 +307,24 @@ def rollouts(checkpoint: Path, **config: Any) -> dict[str, Any]:
     """Sample under equal and under different seeds, and score what was sampled."""
     states = torch.get_rng_state(), np.random.get_state()[1].tolist()
     engine = start(checkpoint, **config)
+    place = EnginePlace.of(engine)
     kept = torch.equal(states[0], torch.get_rng_state())
     kept &= states[1] == np.random.get_state()[1].tolist()
 
     def sample(seed: int, **changes: Any) -> list[Rollout]:
         engine.seed_sampling(seed)
-        return engine.generate(prompts(), **sampling(**changes))
+        return sample_responses(engine, prompts(), **sampling(**changes))
 
     first = sample(1)
     tokens = [np.concatenate([r.prompt.token_ids, r.response_token_ids]).tolist() for r in first]
     scores = engine.prompt_log_probs(tokens)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     result = {
-        "place": {
-            name: getattr(engine, name)
-            for name in ("tp_rank", "ep_rank", "ep_size", "engine_index", "num_engines")
-        },
+        "place": place.fields("tp_rank", "ep_rank", "ep_size", "engine_index", "num_engines"),
         "random_state_kept": kept,
         "first": as_json(first),
         "again": as_json(sample(1)),
-        "own_seed": as_json(sample(100 + engine.engine_index)),
+        "own_seed": as_json(sample(100 + place.engine_index)),
         "greedy": as_json(sample(2, temperature=0.0, num_samples=1)),
         "narrow": as_json(sample(3, temperature=0.5, top_k=2)),
         "ignore_eos": as_json(sample(1, ignore_eos=True)),
@@ -363,7 +363,7 @@ def rollouts_scheduled_ahead(checkpoint: Path, **config: Any) -> dict[str, Any]:
 
     def sample(seed: int, **changes: Any) -> list[dict[str, Any]]:
         engine.seed_sampling(seed)
-        return as_json(engine.generate(prompts(), **sampling(**changes)))
+        return as_json(sample_responses(engine, prompts(), **sampling(**changes)))
 
     first = sample(1)
     result = {

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine
+from mcore_rl.hybrid_engine.vllm.in_process_engine import EngineConfig, VLLMEngine
 from mcore_rl.patches import registry
 from mcore_rl.patches.vllm import register, shared_memory_names
 

@@ -22,13 +22,13 @@ import requests
 import torch.distributed as dist
 
 from mcore_rl.batching.train_batches import split_mini_batches
+from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.hybrid_engine.remote.engine_client import HTTPEngineClient
 from mcore_rl.hybrid_engine.remote.trainer import (
     MegatronTrainerInitInfo,
     MegatronTrainerWeightTransferEngine,
     ShardSource,
 )
-from mcore_rl.megatron.hf_export import export
 from tests.dist.jobs import rank_batch, started
 
 NUM_TRAINERS = 4

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.hybrid_engine.proof.canary import CanaryResult
-from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.job.start import start
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.trainer.build import build_canary, build_manager, build_offloader, engine_config

@@ -13,15 +13,16 @@ from safetensors.torch import load_file
 
 from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.batching.types import Prompt
-from mcore_rl.hybrid_engine.memory.device import Footprint
 from mcore_rl.hybrid_engine.sharding_manager import ReshardReport
 from mcore_rl.hybrid_engine.transfer.transfer import Transfer
-from mcore_rl.hybrid_engine.vllm.engine import EngineConfig, VLLMEngine
+from mcore_rl.hybrid_engine.vllm.in_process_engine import EngineConfig, VLLMEngine
 from mcore_rl.trainer.build import build_manager, build_offloader, engine_config
 from mcore_rl.verify import stored_digests
 from tests.dist.jobs import random_tokens, rank_batch, started
 from tests.dist.offload_jobs import state_digests
 from tests.dist.transfer_jobs import World
+from tests.engine_samples import sample_responses
+from tests.footprint import Footprint
 
 PROMPTS = [Prompt(i, str(i), str(i), np.arange(5 + i, 17 + i, dtype=np.int32)) for i in range(2)]
 
@@ -47,8 +48,14 @@ def free_bytes() -> int:
 
 def _said(engine: VLLMEngine) -> list[list[tuple[int, float]]]:
     """Greedy tokens and their log-probs; all but the first by decoding, graphs if there are any."""
-    rollouts = engine.generate(
-        PROMPTS, num_samples=1, temperature=0.0, max_tokens=8, weight_version=1, ignore_eos=True
+    rollouts = sample_responses(
+        engine,
+        PROMPTS,
+        num_samples=1,
+        temperature=0.0,
+        max_tokens=8,
+        weight_version=1,
+        ignore_eos=True,
     )
     return [
         list(zip(r.response_token_ids.tolist(), r.rollout_log_probs.tolist(), strict=True))
@@ -147,7 +154,7 @@ def transfers_and_objects(num_plans: int) -> dict[str, Any]:
         for bucket_bytes in (100, 1 << 20):
             transfer = Transfer(world.plan, world.tensors, bucket_bytes=bucket_bytes, device=device)
             arriving = transfer.stream(
-                lambda name, box, world=world: world.read(name, box).to(device), keep=True
+                lambda name, box, world=world: world.read(name, box).to(device)
             )
             found: dict[str, list] = {}
             for name, pieces in arriving:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.batching.accounting import BatchAccounting, batch_accounting, describe
-from mcore_rl.batching.dealing import plan_step
+from mcore_rl.batching.assignment import plan_step
 from mcore_rl.batching.rows import MicroBatching
 
 

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.hybrid_engine.plan.cells import make_cells
-from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.hybrid_engine.proof import slice_hash as slice_hash_module
 from mcore_rl.hybrid_engine.proof.attest import Attestor
-from mcore_rl.hybrid_engine.proof.slice_hash import Place, Sample, slice_hash, tensor_key
-from mcore_rl.model.boxes import Box, contains, cover_fault, intersect, uncovered
+from mcore_rl.hybrid_engine.proof.slice_hash import Place, Sample, tensor_key
+from mcore_rl.model.boxes import Box, contains, extent, intersect, uncovered
+from mcore_rl.model.tensors import TensorInfo
+from tests.plans import covers_once
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8)
 KEY = tensor_key("model.layers.0.mlp.experts.3.up_proj.weight", 1)
@@ -29,6 +30,16 @@ def values(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, seed: in
     num_bytes = math.prod(shape) * dtype.itemsize
     bits = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
     return bits.view(dtype).view(shape)
+
+
+def slice_hash(
+    data: torch.Tensor, box: Box, shape: tuple[int, ...], key: int, sample: Sample | None = None
+) -> int:
+    """The hash of `data`, which is `box` of a tensor of `shape`, 0 <= hash < 2^64."""
+    assert tuple(data.shape) == extent(box)
+    place = Place(box, shape, data.element_size())
+    rows = place.rows(sample)
+    return int(place.hash(data, key, rows, cuts=(place.index(rows),))) % 2**64
 
 
 def whole(shape: tuple[int, ...]) -> Box:
@@ -245,7 +256,7 @@ NEED = [
 def test_cells_cover_what_is_needed_once_and_lie_in_every_box_whole_or_not_at_all() -> None:
     cells = make_cells(INFO, HAVE, NEED)
     assert cells.keys() == {"w", "norm"}
-    assert cover_fault(((0, 12), (0, 8)), [c.box for c in cells["w"]]) is None
+    assert covers_once(((0, 12), (0, 8)), [c.box for c in cells["w"]])
     for boxes in (h["w"][0] for h in (*HAVE, *NEED)):
         for cell in cells["w"]:
             assert contains(boxes, cell.box) or intersect(boxes, cell.box) is None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.megatron.hf_export import EXPORT_MARKER
+from mcore_rl.megatron.hf_files import EXPORT_MARKER
 from tests.bad_input_cases import Case, assert_refused, table
 from tests.bad_input_folder import write
 

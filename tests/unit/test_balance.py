@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.batching.dealing import SampleFlops, partition
+from mcore_rl.batching.assignment import SampleFlops, partition
 from tests.model_shapes import DEEPSEEK_V3
 
 

@@ -19,8 +19,8 @@ from benchmarks.counters import counted
 from benchmarks.destination import Destination
 from benchmarks.peers import HFConfig, transformer_engine_name
 from benchmarks.report import markdown, paired, quartile_spread, rows_of, verdicts
-from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.model.config_json import model_shape
+from mcore_rl.model.tensors import TensorInfo
 from scripts.make_tiny_deepseek import hf_config
 from tests.megatron_parameters import SPECS, stage_parameters
 

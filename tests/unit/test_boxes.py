@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import subprocess
 import sys
 
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.model import boxes as bx
+from tests.plans import covers_once
 
 SHAPES = st.lists(st.integers(0, 5), min_size=0, max_size=3)
 
@@ -75,12 +75,10 @@ def test_disjoint_covers_the_union_exactly_once_in_any_order(grid):
 
 @settings(deadline=None)
 @given(_grid())
-def test_cover_fault_is_none_exactly_for_a_partition(grid):
+def test_covers_once_holds_exactly_for_a_partition(grid):
     shape, (box, *pieces) = grid
-    inside = _counts(shape, [box])
-    counts = _counts(shape, pieces)
-    exactly_once = np.array_equal(counts, inside)
-    assert (bx.cover_fault(box, pieces) is None) == exactly_once
+    exactly_once = np.array_equal(_counts(shape, pieces), _counts(shape, [box]))
+    assert covers_once(box, pieces) == exactly_once
 
 
 def test_disjoint_joins_the_shards_of_a_tensor_into_one_box():
@@ -92,20 +90,6 @@ def test_relative_counts_from_the_corner():
     assert bx.relative(((5, 7), (2, 3)), ((4, 8), (2, 6))) == ((1, 3), (0, 1))
     with pytest.raises(AssertionError, match="does not lie in"):
         bx.relative(((0, 2),), ((1, 3),))
-
-
-@pytest.mark.parametrize(
-    ("pieces", "words"),
-    [
-        ([((0, 2),)], r"\[2:4\] is in no piece"),
-        ([((0, 3),), ((2, 4),)], r"\[2:3\] is in more than one piece"),
-        ([((0, 5),)], r"reaches outside"),
-    ],
-)
-def test_cover_fault_names_the_place(pieces, words):
-    fault = bx.cover_fault(((0, 4),), pieces)
-    assert fault is not None
-    assert re.search(words, fault)
 
 
 @settings(deadline=None)

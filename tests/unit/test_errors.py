@@ -31,8 +31,7 @@ WITHOUT_FLAG = {
     # Of a call: nobody has typed a flag.
     "mcore_rl/flags/derived.py::check_fits_machine": "a fork's parsed arguments",
     "mcore_rl/job/reading.py::derived_in_fork": "a fork's parsed arguments",
-    "mcore_rl/hybrid_engine/vllm/start.py": "fields of EngineConfig",
-    "mcore_rl/hybrid_engine/vllm/engine.py": "a prompt",
+    "mcore_rl/hybrid_engine/vllm/startup.py": "fields of EngineConfig",
     "mcore_rl/hybrid_engine/vllm/reload.py": "a choice of vLLM's",
     # Of several flags at once, of which none is wrong by itself.
     "mcore_rl/planner/checks.py": "all that takes memory",

@@ -17,11 +17,12 @@ from transformers import AutoTokenizer
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
-from mcore_rl.hybrid_engine.plan.moves import TensorInfo
+from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.job.preflight import check_outputs
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, fingerprint, load_into_megatron
-from mcore_rl.megatron.hf_export import EXPORT_MARKER, export
+from mcore_rl.megatron.hf_files import EXPORT_MARKER
 from mcore_rl.model.boxes import Box, full_box
+from mcore_rl.model.tensors import TensorInfo
 
 WEIGHT = torch.arange(6.0).view(2, 3)
 

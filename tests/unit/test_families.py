@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.model.boxes import cover_fault, full_box, uncovered
+from mcore_rl.model.boxes import full_box, uncovered
 from mcore_rl.model.config_json import ModelShape, model_shape, read_model_shape
 from mcore_rl.model.families import FAMILIES
 from mcore_rl.model.tensors import (
@@ -22,6 +22,7 @@ from mcore_rl.model.weight_map import ShardCoordinates, map_parameter
 from scripts.make_tiny_deepseek import ARCHS, hf_config
 from tests.megatron_parameters import SPECS, stage_parameters
 from tests.model_shapes import CONFIGS
+from tests.plans import covers_once
 
 # Published counts of parameters, without MTP layers. What is published of GLM counts these, too,
 # and of MiniMax-M2 the scales of its float8: there they are those of transformers' class.
@@ -93,7 +94,7 @@ def test_parameters_of_all_ranks_are_the_checkpoint(arch: str, spec: str) -> Non
     expected = {name: tensor.shape for name, tensor in checkpoint_tensors(shape)}
     assert found.keys() == expected.keys()
     for tensor, size in expected.items():
-        assert cover_fault(full_box(size), list(found[tensor])) is None, tensor
+        assert covers_once(full_box(size), list(found[tensor])), tensor
 
 
 STRANGERS = {

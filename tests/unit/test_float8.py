@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
+from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.job.preflight import check_export_dtype
 from mcore_rl.megatron import float8
 from mcore_rl.megatron.hf_checkpoint import (
@@ -26,7 +27,6 @@ from mcore_rl.megatron.hf_checkpoint import (
     open_checkpoint,
     read_tensor,
 )
-from mcore_rl.megatron.hf_export import export
 from mcore_rl.model.boxes import Box, full_box
 from mcore_rl.model.config_json import read_model_shape
 from tests.float8_checkpoint import in_blocks, make_float8, weight_dequant

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.data.tokenizer import model_class, register_families
-from mcore_rl.hybrid_engine.vllm.start import EngineConfig, _arguments, _with_fields
+from mcore_rl.hybrid_engine.vllm.startup import EngineConfig, _with_fields, engine_arguments
 from mcore_rl.model.config_json import (
     ModelShape,
     megatron_flags,
@@ -105,7 +105,7 @@ OTHER_ARCHITECTURES = [
 @pytest.mark.parametrize("named", OTHER_ARCHITECTURES)
 def test_engines_generate_whatever_architecture_is_named(tmp_path: Path, named: Any) -> None:
     read(tmp_path, QWEN3_600M, architectures=named)
-    arguments = _arguments(EngineConfig(tmp_path))
+    arguments = engine_arguments(EngineConfig(tmp_path))
     assert arguments["hf_overrides"] == {"architectures": ["Qwen3ForCausalLM"]}
     assert arguments["runner"] == "generate"
     drafter = PretrainedConfig(architectures=["DeepSeekMTPModel"])

@@ -62,7 +62,6 @@ def test_pipeline_parallelism_becomes_engines() -> None:
     rollout = RolloutLayout(8, tp_size=2, expert_parallel=True)
     assert rollout.num_engines == train.pp_size * train.dp_size == 4
     assert all(train.tp_rank(rank) == rollout.tp_rank(rank) for rank in range(8))
-    assert [rollout.engine_index(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_rollout_tp_size_must_divide_the_world() -> None:
@@ -137,10 +136,10 @@ def test_layers_that_do_not_divide_are_an_error() -> None:
 
 def test_rank_map_gives_slots_to_ranks() -> None:
     rollout = RolloutLayout(4, tp_size=2, expert_parallel=True, rank_map=(0, 2, 1, 3))
-    assert [rollout.engine_ranks(engine) for engine in range(2)] == [(0, 2), (1, 3)]
-    assert [rollout.engine_index(rank) for rank in range(4)] == [0, 1, 0, 1]
+    assert [rollout.rank(slot) for slot in range(4)] == [0, 2, 1, 3]
+    assert [rollout.slot(rank) for rank in range(4)] == [0, 2, 1, 3]
     assert [rollout.tp_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
-    assert rollout.ep_rank(2) == 1
+    assert [rollout.tp_group_index(rank) for rank in range(4)] == [0, 1, 0, 1]
     with pytest.raises(RuntimeError, match="not a permutation"):
         RolloutLayout(4, tp_size=2, expert_parallel=True, rank_map=(0, 2, 1, 1))
 
@@ -148,9 +147,7 @@ def test_rank_map_gives_slots_to_ranks() -> None:
 def test_experts_span_the_data_parallel_ranks_of_an_engine() -> None:
     rollout = RolloutLayout(8, tp_size=2, expert_parallel=True, dp_size=2)
     assert (rollout.num_engines, rollout.ep_size) == (2, 4)
-    assert [rollout.ep_rank(rank) for rank in range(8)] == [0, 1, 2, 3] * 2
-    assert [rollout.dp_rank(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
-    assert rollout.engine_ranks(1) == (4, 5, 6, 7)
+    assert rollout.slots_per_engine == 4
     with pytest.raises(UsageError, match=r"--rl-rollout-ep-size 16 .* does not divide"):
         RolloutLayout(8, tp_size=2, expert_parallel=True, dp_size=8)
     with pytest.raises(UsageError, match="--rl-rollout-no-expert-parallel leaves no use for"):

@@ -42,7 +42,7 @@ from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.roles import critic as critic_module
 from mcore_rl.trainer.roles.critic import ServedCritic, StepCritic, ValueUpdateStats
 from mcore_rl.trainer.roles.reference import ReferencePolicy
-from mcore_rl.trainer.roles.remote import Here
+from mcore_rl.trainer.roles.remote import LocalRole
 from mcore_rl.trainer.roles.samples import mini_batches, table_to_tensors, tensors_to_table
 from tests.held import HeldHere, table_of
 
@@ -172,7 +172,7 @@ def learner_of(
     critic = None
     if config.recipe.needs_critic:
         model: Any = ScriptedCritic(log)
-        critic = StepCritic(Here(ServedCritic(model, config.trainer, is_apart=False)))
+        critic = StepCritic(LocalRole(ServedCritic(model, config.trainer, is_apart=False)))
     reference = ReferencePolicy(actor.state) if config.recipe.needs_reference else None
     learner = Learner(
         config.recipe,

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rl.hybrid_engine.memory import device as memory
-from mcore_rl.hybrid_engine.memory.device import Footprint, PeakMemory, highest_bytes, host_bytes
+from mcore_rl.hybrid_engine.memory import usage as memory
+from mcore_rl.hybrid_engine.memory.usage import PeakMemory, highest_bytes, host_bytes
+from tests.footprint import Footprint
 
 MIB = 1 << 20
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.batching.dealing import Cuts, orders_of_epochs, plan_step
+from mcore_rl.batching.assignment import Cuts, orders_of_epochs, plan_step
 from mcore_rl.batching.rows import (
     MicroBatching,
     chunks_of_sample,

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.hybrid_engine.plan.moves import TensorInfo, make_plan
+from mcore_rl.hybrid_engine.plan.transfer_plan import make_plan
 from mcore_rl.hybrid_engine.plan.trees import KnownGroups, Neighbourhoods
-from mcore_rl.model.boxes import contains, cover_fault, full_box, intersect, volume
+from mcore_rl.model.boxes import contains, full_box, intersect, volume
+from mcore_rl.model.tensors import TensorInfo
+from tests.plans import covers_once
 
 ROWS, COLUMNS = 12, 8
 INFO = {"w": TensorInfo((ROWS, COLUMNS), "bfloat16", 2)}
@@ -62,7 +64,7 @@ def test_every_needed_element_is_covered_exactly_once(
         arriving = [move.box for move in plan.moves if rank in move.receivers]
         for box in need[rank]["w"]:
             parts = [intersect(box, piece) for piece in [*arriving, *have[rank]["w"]]]
-            assert cover_fault(box, [part for part in parts if part is not None]) is None
+            assert covers_once(box, [part for part in parts if part is not None])
         # Nothing is received that is held already or not needed.
         missing = sum(volume(box) for box in need[rank]["w"]) - sum(
             volume(part)

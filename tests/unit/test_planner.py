@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcore_rl.batching.moves import Moves, Shares
-from mcore_rl.hybrid_engine.plan.moves import make_plan
+from mcore_rl.batching.sample_exchange import Moves, Shares
 from mcore_rl.hybrid_engine.plan.placement import Placement, with_rank_map
+from mcore_rl.hybrid_engine.plan.transfer_plan import make_plan
 from mcore_rl.hybrid_engine.plan.trees import KnownGroups
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import RolloutLayout, TrainLayout, pipeline_layers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.hybrid_engine.memory.offload import OffloadStats
-from mcore_rl.hybrid_engine.report import (
+from mcore_rl.hybrid_engine.switch_report import (
     TO_ROLLOUT,
     TO_TRAIN,
     OffloadLog,

@@ -11,16 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_rl.batching.moves import Parcel, Shares
+from mcore_rl.batching.sample_exchange import RowExchange, Shares
 from mcore_rl.batching.table import rows_to_tokens, tokens_to_rows
 from mcore_rl.batching.train_batches import build_train_batch
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 from mcore_rl.common.errors import UsageError
 from mcore_rl.job.validation import world_of_size
 from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, Roles, describe_ranks, parse_roles
-from mcore_rl.trainer.roles.remote import Apart, Bridge, Here, Mesh, Message, serve
+from mcore_rl.trainer.roles.remote import Bridge, JointGroup, LocalRole, Message, RemoteRole, serve
+from mcore_rl.trainer.roles.role_world import enter_role
 from mcore_rl.trainer.roles.samples import table_to_tensors, tensors_to_table
-from mcore_rl.trainer.roles.world import enter_role
 from tests.held import table_of, tokens_of, train_batch
 
 
@@ -75,7 +75,7 @@ def test_a_job_of_one_role_keeps_its_world(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     store = dist.HashStore()
     world = enter_role(Roles(4), store)
-    assert (world.role, world.store, world.bridges, world.meshes) == (ACTOR, store, {}, {})
+    assert (world.role, world.store, world.bridges, world.joint_groups) == (ACTOR, store, {}, {})
     assert os.environ["RANK"] == "3"
 
 
@@ -90,15 +90,17 @@ def bridge_ends(num_far_ranks: int) -> list[Bridge]:
     )
 
 
-def mesh_ends(num_near_ranks: int, num_far_ranks: int) -> list[Mesh]:
+def group_ends(num_near_ranks: int, num_far_ranks: int) -> list[JointGroup]:
     """Those of the actor's ranks and behind them those of the role's."""
-    store = dist.PrefixStore("mesh", dist.HashStore())
+    store = dist.PrefixStore("group", dist.HashStore())
     sizes = {"num_near_ranks": num_near_ranks, "num_far_ranks": num_far_ranks}
     sides = [(True, rank) for rank in range(num_near_ranks)]
     sides += [(False, rank) for rank in range(num_far_ranks)]
     return all_at_once(
         *(
-            lambda is_near=is_near, rank=rank: Mesh(store, is_near=is_near, rank=rank, **sizes)
+            lambda is_near=is_near, rank=rank: JointGroup(
+                store, is_near=is_near, rank=rank, **sizes
+            )
             for is_near, rank in sides
         )
     )
@@ -168,11 +170,11 @@ class Teacher:
             raise ValueError("no work\nto mark")
         return {"marks": work * scale, "by": f"{self.subject} {self.lessons}"}
 
-    def correct(self, *, pages: torch.Tensor, to: Shares) -> dict:
+    def correct(self, *, pages: RowExchange, to: Shares) -> dict:
         """Of samples 0 to 3, of which this one has the last two; marks go back where they are
         wanted."""
         mine = Shares((np.array([2, 3]),), ((0,),))
-        return {"marks": Parcel(LENGTHS, mine, to, pages.numpy()[:, 1] * 2)}
+        return {"marks": RowExchange(LENGTHS, mine, to, pages.rows[:, 1] * 2)}
 
     def rest(self) -> None:
         """Has no answer."""
@@ -186,33 +188,33 @@ def world_of_one() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def apart(num_ranks: int, ask: Callable[[Apart], object]) -> tuple[object, list[str]]:
+def apart(num_ranks: int, ask: Callable[[RemoteRole], object]) -> tuple[object, list[str]]:
     """What `ask` finds of a teacher on ranks of its own, and what these ended with."""
     near, *far = bridge_ends(num_ranks)
-    mesh, *meshes = mesh_ends(1, num_ranks)
+    group, *groups = group_ends(1, num_ranks)
     ends = [""] * num_ranks
 
     def serving(rank: int) -> None:
         try:
-            serve("teacher", far[rank], meshes[rank], Teacher)
+            serve("teacher", far[rank], groups[rank], Teacher)
         except (RuntimeError, ValueError) as error:
             ends[rank] = str(error)
 
     found, *_ = all_at_once(
-        lambda: ask(Apart("teacher", near, mesh, subject="Latin")),
+        lambda: ask(RemoteRole("teacher", near, group, subject="Latin")),
         *(lambda rank=rank: serving(rank) for rank in range(num_ranks)),
     )
     return found, ends
 
 
-def lessons(role: Here | Apart) -> list[tuple[list[float], str]]:
+def lessons(role: LocalRole | RemoteRole) -> list[tuple[list[float], str]]:
     """Of two calls at a time, whose answers are asked for in another order, and one by itself."""
-    first = role.begin("mark", work=torch.tensor([1.0, 2.0]), scale=0.5)
-    second = role.begin("mark", work=torch.tensor([3.0]), scale=2.0)
+    first = role.begin(Teacher.mark, work=torch.tensor([1.0, 2.0]), scale=0.5)
+    second = role.begin(Teacher.mark, work=torch.tensor([3.0]), scale=2.0)
     answers = [second(), first()]
-    assert role.call("rest") == {}
-    answers.append(role.call("mark", work=torch.ones(1), scale=-1.0))
-    role.begin("mark", work=torch.ones(1), scale=1.0)  # nobody asks what it gave
+    assert role.call(Teacher.rest) is None
+    answers.append(role.call(Teacher.mark, work=torch.ones(1), scale=-1.0))
+    role.begin(Teacher.mark, work=torch.ones(1), scale=1.0)  # nobody asks what it gave
     role.close()
     role.close()
     return [(answer["marks"].tolist(), answer["by"]) for answer in answers]
@@ -220,7 +222,7 @@ def lessons(role: Here | Apart) -> list[tuple[list[float], str]]:
 
 @pytest.mark.usefixtures("world_of_one")
 def test_a_role_answers_alike_here_and_on_ranks_of_its_own():
-    here = lessons(Here(Teacher(subject="Latin")))
+    here = lessons(LocalRole(Teacher(subject="Latin")))
     assert here == [([6.0], "Latin 2"), ([0.5, 1.0], "Latin 1"), ([-1.0], "Latin 3")]
     assert apart(2, lessons) == (here, ["", ""])
 
@@ -228,39 +230,39 @@ def test_a_role_answers_alike_here_and_on_ranks_of_its_own():
 LENGTHS = np.array([2, 0, 3, 1])  # of samples
 
 
-def marks_of_pages(role: Here | Apart) -> list[float]:
+def marks_of_pages(role: LocalRole | RemoteRole) -> list[float]:
     """Samples 3 and 2 of 4, of 3 and 1 tokens, to a teacher and back in another order."""
     wanted = Shares((np.array([2, 3]),), ((0,),))
     have = Shares((np.array([3, 0, 2]),), ((0,),))
     rows = np.arange(12, dtype=np.float32).reshape(6, 2)
     back = Shares((np.array([3, 2]),), ((0,),))
-    parcel = Parcel(LENGTHS, have, wanted, rows)
-    answer = role.begin("correct", pages=parcel, to=back)
-    role.call("rest")  # what it has answered before is not lost
+    exchange = RowExchange(LENGTHS, have, wanted, rows)
+    answer = role.begin(Teacher.correct, pages=exchange, to=back)
+    role.call(Teacher.rest)  # what it has answered before is not lost
     role.close()
-    return answer()["marks"].tolist()
+    return answer()["marks"].rows.tolist()
 
 
 @pytest.mark.usefixtures("world_of_one")
-def test_parcels_reach_who_wants_them_here_and_on_ranks_of_their_own():
+def test_exchanges_reach_who_wants_them_here_and_on_ranks_of_their_own():
     # Sample 3 is row 0, sample 2 rows 3 to 5.
     expected = [2.0, 14.0, 18.0, 22.0]
-    assert marks_of_pages(Here(Teacher(subject="Latin"))) == expected
+    assert marks_of_pages(LocalRole(Teacher(subject="Latin"))) == expected
     assert apart(1, marks_of_pages) == (expected, [""])
 
 
 @pytest.mark.usefixtures("world_of_one")
-def test_ranks_of_a_role_that_are_gone_are_missed_by_parcels():
+def test_ranks_of_a_role_that_are_gone_are_missed_by_exchanges():
     near, far = bridge_ends(1)
-    mesh, _ = mesh_ends(1, 1)
+    group, _ = group_ends(1, 1)
 
     def gone(*_: object) -> list[np.ndarray]:
         raise RuntimeError("Connection closed by peer")
 
-    mesh.exchange = gone  # type: ignore[method-assign]
+    group.exchange = gone  # type: ignore[method-assign]
 
     def ask() -> None:
-        role = Apart("teacher", near, mesh, subject="Latin")
+        role = RemoteRole("teacher", near, group, subject="Latin")
         role._num_answered = role._num_begun  # it is built
         with pytest.raises(RuntimeError, match="^the teacher failed: its ranks are gone .Connect"):
             marks_of_pages(role)
@@ -270,8 +272,8 @@ def test_ranks_of_a_role_that_are_gone_are_missed_by_parcels():
 
 @pytest.mark.usefixtures("world_of_one")
 def test_what_ends_a_role_is_told_to_the_actor(caplog):
-    def ask(role: Apart) -> str:
-        finish = role.begin("mark", work=torch.empty(0), scale=1.0)
+    def ask(role: RemoteRole) -> str:
+        finish = role.begin(Teacher.mark, work=torch.empty(0), scale=1.0)
         with pytest.raises(RuntimeError) as told:
             finish()
         role.abandon()
@@ -286,26 +288,26 @@ def test_what_ends_a_role_is_told_to_the_actor(caplog):
 
 @pytest.mark.usefixtures("world_of_one")
 def test_a_role_that_cannot_be_built_is_told_at_the_first_call():
-    def ask(role: Apart) -> str:
+    def ask(role: RemoteRole) -> str:
         with pytest.raises(RuntimeError) as told:
-            role.begin("rest")
+            role.begin(Teacher.rest)
         return str(told.value)
 
     near, far = bridge_ends(1)
-    mesh, of_teacher = mesh_ends(1, 1)
+    group, of_teacher = group_ends(1, 1)
 
     def serving() -> None:
         with pytest.raises(TypeError):
             serve("teacher", far, of_teacher, Teacher)
 
-    told, _ = all_at_once(lambda: ask(Apart("teacher", near, mesh, hobby="chess")), serving)
+    told, _ = all_at_once(lambda: ask(RemoteRole("teacher", near, group, hobby="chess")), serving)
     assert told.startswith("the teacher failed: TypeError: ") and "hobby" in told
 
 
 @pytest.mark.usefixtures("world_of_one")
 def test_ranks_of_a_role_that_are_gone_are_missed():
     near, far = bridge_ends(1)
-    mesh, _ = mesh_ends(1, 1)
+    group, _ = group_ends(1, 1)
 
     class Gone:
         """The end of a bridge whose other side has died."""
@@ -317,9 +319,9 @@ def test_ranks_of_a_role_that_are_gone_are_missed():
             raise RuntimeError("Connection closed by peer")
 
     def ask() -> str:
-        role = Apart("teacher", Gone(), mesh, subject="Latin")  # type: ignore[arg-type]
+        role = RemoteRole("teacher", Gone(), group, subject="Latin")  # type: ignore[arg-type]
         with pytest.raises(RuntimeError) as told:
-            role.call("rest")
+            role.call(Teacher.rest)
         return str(told.value)
 
     told, _ = all_at_once(ask, far.hear)

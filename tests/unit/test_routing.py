@@ -70,8 +70,8 @@ def test_a_token_that_lacks_a_layer_is_unknown() -> None:
         ((4, 4, 2), 0, r"shape \[4, 4, 2\], expected \[3, more than 3, 2\]"),
         ((3, 3, 2), 0, r"shape \[3, 3, 2\], expected"),
         ((3, 4), 0, r"shape \[3, 4\], expected"),
-        ((3, 4, 3), 0, "of 3 experts a token, expected 2"),
-        ((3, 4, 2), 6, "of expert 6, of which there are 6"),
+        ((3, 4, 3), 0, "3 experts a token, expected 2"),
+        ((3, 4, 2), 6, "expert 6, of which there are 6"),
     ],
 )
 def test_routes_of_another_model_cost_the_sample(shape, value: int, words: str) -> None:

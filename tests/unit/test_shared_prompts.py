@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.batching import attention_batches
+from mcore_rl.batching.assignment import Cuts, Prompts, plan_step
 from mcore_rl.batching.attention_batches import similar_segments
-from mcore_rl.batching.dealing import Cuts, Prompts, plan_step
 from mcore_rl.batching.rows import MicroBatching, ModelRows, lay_out, prefixes_of, set_prefixes
 from mcore_rl.batching.shared_prompts import obstacle, shares_prompts
 from mcore_rl.batching.table import SampleTable

@@ -19,9 +19,9 @@ def _cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[tuple(slice(*r) for r in box)]
 
 
-def _sliced(whole: torch.Tensor, *boxes: Box, on_read=None) -> SlicedTensor:
+def _sliced(whole: torch.Tensor, *boxes: Box) -> SlicedTensor:
     pieces = [(box, _cut(whole, box).clone()) for box in boxes]
-    return SlicedTensor("w", whole.shape, whole.dtype, pieces, on_read)
+    return SlicedTensor("w", whole.shape, whole.dtype, pieces)
 
 
 def _stored(view: torch.Tensor) -> torch.Tensor:
@@ -199,7 +199,9 @@ def test_writing_into_lent_weights_is_refused():
 
 def test_the_counting_pass_hands_out_nothing_but_fails_early():
     reads = []
-    sliced = _sliced(_whole(8, 4), ((0, 4), (0, 4)), on_read=lambda name, box: reads.append(box))
+    sliced = SlicedTensor.observed(
+        "w", _sliced(_whole(8, 4), ((0, 4), (0, 4))), on_write=lambda *of: reads.append(of[1])
+    )
     torch.empty(2, 4, device="meta").copy_(sliced.narrow(0, 2, 2))
     assert reads == []
     with pytest.raises(RuntimeError, match="is not held here"):
@@ -222,17 +224,9 @@ def test_recording_notes_what_is_read_and_holds_nothing():
 def test_observed_wraps_whole_and_sliced_tensors_alike():
     whole, reads = _whole(4, 2), []
     for tensor in (whole, _sliced(whole, ((0, 4), (0, 2)))):
-        observed = SlicedTensor.observed("w", tensor, lambda name, box: reads.append(box))
+        observed = SlicedTensor.observed("w", tensor, on_write=lambda *of: reads.append(of[1]))
         assert torch.equal(_stored(observed.narrow(0, 1, 1)), whole[1:2])
     assert reads == [((1, 2), (0, 2))] * 2
-
-
-def test_observed_tells_the_observers_that_were_there_before():
-    whole, first, second = _whole(4, 2), [], []
-    inner = SlicedTensor.observed("w", whole, lambda name, box: first.append(box))
-    _stored(SlicedTensor.observed("w", inner, on_write=lambda *told: second.append(told[:2]))[1:3])
-    assert first == [((1, 3), (0, 2))]
-    assert second == [("w", ((1, 3), (0, 2)))]
 
 
 def test_what_is_told_is_what_stands_in_the_target():

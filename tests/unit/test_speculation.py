@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.hybrid_engine.vllm.drafter import DraftCounts, DraftRecord
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.model.layout import RolloutLayout
@@ -20,7 +19,7 @@ from mcore_rl.model.speculation import (
     check_drafter_weights,
     parse_speculation,
 )
-from mcore_rl.model.tensors import mtp_tensors
+from mcore_rl.model.tensors import TensorInfo, mtp_tensors
 from mcore_rl.model.weight_map import ShardCoordinates, map_parameter
 from mcore_rl.planner.engine import drafter_bytes, kv_bytes_per_token
 from mcore_rl.trainer.actor import mtp_cross_entropy, predicted

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.hybrid_engine.plan.buckets import (
-    CHUNK_BYTES,
     POST,
     PREPARE,
     Frame,
@@ -22,11 +21,11 @@ from mcore_rl.hybrid_engine.plan.buckets import (
     slot_bytes,
     steps,
 )
-from mcore_rl.hybrid_engine.plan.moves import Move, Plan
-from mcore_rl.hybrid_engine.plan.trees import direct
-from mcore_rl.hybrid_engine.transfer.running import TransferStats
-from mcore_rl.hybrid_engine.transfer.wire import covered_seconds
+from mcore_rl.hybrid_engine.plan.transfer_plan import Move, Plan
+from mcore_rl.hybrid_engine.transfer.transfer import TransferStats
+from mcore_rl.hybrid_engine.transfer.transport import covered_seconds
 from mcore_rl.model.boxes import Box, volume
+from tests.plans import direct
 
 NUM_RANKS = 5
 
@@ -118,10 +117,10 @@ def test_groups_that_share_no_rank_fill_their_rounds_side_by_side() -> None:
     assert [sum(m.num_bytes for m in messages) for messages in rounds.values()] == [64, 64]
 
 
-def test_message_in_delta_mode_has_room_for_size_and_table() -> None:
+def test_message_in_delta_mode_has_room_for_size_and_bitmap() -> None:
     frame = Frame(8, True)
     assert frame.total_bytes(5) == 8 + 8 + 8
-    assert frame.front_bytes(9 * CHUNK_BYTES) == 8 + 16
+    assert frame.front_bytes(65 * 64) == 8 + 72
 
 
 @pytest.mark.parametrize(("with_delta", "smallest"), [(False, 8), (True, 72)])

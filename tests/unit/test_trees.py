@@ -16,13 +16,13 @@ from mcore_rl.hybrid_engine.plan.trees import (
     Neighbourhoods,
     Tree,
     connections,
-    direct,
 )
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.planner.layouts import stages_for
 from mcore_rl.planner.links import Traffic, traffic_of
 from mcore_rl.planner.settings import GB
 from tests.model_shapes import MACHINE, published_shape
+from tests.plans import direct
 
 WORLD = 12
 FAMILIES = (

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_rl.model.boxes import cover_fault, extent, full_box
+from mcore_rl.model.boxes import extent, full_box
 from mcore_rl.model.config_json import LatentAttention, ModelShape
 from mcore_rl.model.experts import Experts
 from mcore_rl.model.weight_map import ShardCoordinates, layer_order, map_parameter
+from tests.plans import covers_once
 
 DEEPSEEK = ModelShape(
     architecture="deepseek_v3",
@@ -49,7 +50,7 @@ def tiles(name: str, shape: tuple[int, ...], model: ModelShape, tp_size: int, ep
             for piece in pieces:
                 assert extent(piece.checkpoint_box) == extent(piece.local_box)
                 found[piece.tensor].append(piece.checkpoint_box)
-            assert cover_fault(full_box(shape), [p.local_box for p in pieces]) is None
+            assert covers_once(full_box(shape), [p.local_box for p in pieces])
     return found
 
 
@@ -94,7 +95,7 @@ def test_split_parameter_tiles_its_tensors(model, name, shape, expected) -> None
     found = tiles(name, shape, model, tp_size=2)
     assert found.keys() == expected.keys()
     for tensor, full in expected.items():
-        assert cover_fault(full_box(full), found[tensor]) is None
+        assert covers_once(full_box(full), found[tensor])
 
 
 REPLICATED = {
@@ -149,7 +150,7 @@ def test_vocabulary_padding_has_no_counterpart() -> None:
         at = coordinates(tp_rank, 4, 0, 1)
         pieces = map_parameter("output_layer.weight", (4, 16), DEEPSEEK, at)
         boxes += [piece.checkpoint_box for piece in pieces]
-    assert cover_fault(full_box((13, 16)), boxes) is None
+    assert covers_once(full_box((13, 16)), boxes)
     tied = replace(DEEPSEEK, tied_embeddings=True)
     (piece,) = map_parameter("output_layer.weight", (4, 16), tied, coordinates(0, 4, 0, 1))
     assert piece.tensor == "model.embed_tokens.weight"

@@ -34,8 +34,8 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.hybrid_engine.memory.device import give_back_cached
 from mcore_rl.hybrid_engine.memory.host_memory import HostBuffer
+from mcore_rl.hybrid_engine.memory.usage import give_back_cached
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +123,9 @@ class OffloadStats:
     """One offload and its way back on this rank: bytes of each kind that was taken off.
 
     A kind whose tensors are not allocated yet, such as moments before the first update, has 0.
+
+    Example: `OffloadStats(moved={"optimizer": 8 << 30}, dropped={"gradients": 4 << 30},
+    saved={...})`.
     """
 
     moved: dict[str, int] = field(default_factory=dict)  # copied to the host

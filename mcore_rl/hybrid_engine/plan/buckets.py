@@ -15,12 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.hybrid_engine.plan.moves import Plan, TensorInfo
+from mcore_rl.hybrid_engine.plan.transfer_plan import Plan
 from mcore_rl.hybrid_engine.plan.trees import Tree
 from mcore_rl.model.boxes import Box, volume
+from mcore_rl.model.tensors import TensorInfo
 
 SIZE_BYTES = 8  # the int64 size that travels ahead of a message in delta mode
-CHUNK_BYTES = 1 << 20  # delta mode compares and encodes a message in chunks of this many bytes
+WORD_BYTES = 8  # delta mode compares messages in words
 # A part is at most 1 / this of a bucket. Larger parts leave more of a bucket empty when the next
 # part does not fit; a source that converts its data also needs one part of extra memory.
 _PARTS_PER_BUCKET = 4
@@ -39,7 +40,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The data that one tree carries in one round: parts without gaps, each aligned."""
+    """The data that one tree carries in one round: parts without gaps, each aligned.
+
+    Example: `Message(tree, (Part("a", ((0, 4),), 8, 0), Part("b", ((2, 3),), 2, 8)),
+    num_bytes=10)`.
+    """
 
     tree: Tree
     parts: tuple[Part, ...]
@@ -55,8 +60,8 @@ class Frame:
     """The space of a message in a bucket: its front, then its content, padded.
 
     `alignment` is the plan's largest element in bytes. In delta mode the front has room for the
-    message's size and the table of its chunks, and the table ends where the content begins. Without
-    delta the front is empty.
+    message's size and the bitmap of its words, which ends where the content begins. Without delta
+    the front is empty.
     """
 
     alignment: int
@@ -66,16 +71,21 @@ class Frame:
         """Return the bytes ahead of the content of a message of `num_bytes`."""
         if not self.with_delta:
             return 0
-        return _round_up(SIZE_BYTES + table_bytes(num_bytes), self.alignment)
+        return _round_up(SIZE_BYTES + bitmap_bytes(num_bytes), self.alignment)
 
     def total_bytes(self, num_bytes: int) -> int:
         """Return the bytes that a message of `num_bytes` takes up."""
         return self.front_bytes(num_bytes) + _round_up(num_bytes, self.alignment)
 
 
-def table_bytes(num_bytes: int) -> int:
-    """Return the table's size: a byte per chunk of a message of `num_bytes`, padded to 8."""
-    return _round_up(-(-num_bytes // CHUNK_BYTES), 8)
+def bitmap_bytes(num_bytes: int) -> int:
+    """Return the size of a bit per word of a message of `num_bytes`, padded to words."""
+    return padded_bytes(-(-num_bytes // (8 * WORD_BYTES)))
+
+
+def padded_bytes(num_bytes: int) -> int:
+    """Return `num_bytes` rounded up to words."""
+    return _round_up(num_bytes, WORD_BYTES)
 
 
 def frame_of(itemsizes: Mapping[str, int], *, with_delta: bool) -> Frame:
@@ -195,7 +205,7 @@ class Placed:
     """A message of this rank and its place in a buffer, in bytes from the buffer's start.
 
     The content starts at `content`. In delta mode an encoded message starts at `encoded`, so that
-    its table ends where the content begins, and its size is at `start`.
+    its bitmap ends where the content begins, and its size is at `start`.
     """
 
     number: int  # among all messages of this rank
@@ -220,7 +230,7 @@ def place(rounds: Mapping[int, Sequence[Message]], frame: Frame) -> list[list[Pl
         at = 0
         for message in messages:
             content = at + frame.front_bytes(message.num_bytes)
-            encoded = content - (table_bytes(message.num_bytes) if frame.with_delta else 0)
+            encoded = content - (bitmap_bytes(message.num_bytes) if frame.with_delta else 0)
             end = at + frame.total_bytes(message.num_bytes)
             buckets[-1].append(Placed(number, message, at, encoded, content, end))
             number, at = number + 1, end
@@ -248,7 +258,6 @@ class Route:
 
     buckets: list[list[Placed]]
     steps: list[tuple[str, int]]
-    last_bucket: dict[str, int]  # tensor -> the bucket of the last piece that the rank receives
     position: dict[str, int]  # tensor -> its place in the plan
     planned_bytes: int  # bytes that the rank receives
 
@@ -261,15 +270,8 @@ def make_route(
     itemsizes = {name: tensors[name].itemsize for name in position}
     rounds = make_rounds(plan, itemsizes, slot_bytes=share, frame=frame, rank=rank)
     buckets = place(rounds, frame)
-    last_bucket = {
-        part.tensor: number
-        for number, bucket in enumerate(buckets)
-        for placed in bucket
-        if placed.message.source != rank
-        for part in placed.message.parts
-    }
     order = steps(list(rounds), ahead=1 if frame.with_delta else 0)
-    return Route(buckets, order, last_bucket, position, plan.received_bytes(rank))
+    return Route(buckets, order, position, plan.received_bytes(rank))
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -18,13 +18,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mcore_rl.hybrid_engine.plan.moves import Boxes, TensorInfo
-from mcore_rl.model.boxes import Box, show, volume
+from mcore_rl.hybrid_engine.plan.transfer_plan import by_object
+from mcore_rl.model.boxes import Box, Boxes, show, volume
+from mcore_rl.model.tensors import TensorInfo
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A slice that every held and every needed box contains or does not touch."""
+    """A slice that every held and every needed box contains or does not touch.
+
+    Example: `Cell("lm_head.weight", ((0, 64), (0, 7168)), holders=(0, 2), owner=0, number=17)`.
+    """
 
     tensor: str
     box: Box
@@ -43,11 +47,11 @@ def make_cells(
     """
     held: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
     needed: dict[str, dict[Box, int]] = defaultdict(dict)  # box -> a rank that needs it
-    for holdings, ranks in _by_identity(have):
+    for (holdings,), ranks in by_object(have):
         for tensor, boxes in holdings.items():
             for box in boxes:
                 held[tensor][box].extend(ranks)
-    for needs, ranks in _by_identity(need):
+    for (needs,), ranks in by_object(need):
         for tensor, boxes in needs.items():
             for box in boxes:
                 needed[tensor].setdefault(box, ranks[0])
@@ -62,15 +66,6 @@ def make_cells(
             found.append(Cell(tensor, box, tuple(sorted(holders)), owner, next(numbers)))
         cells[tensor] = tuple(found)
     return cells
-
-
-def _by_identity(by_rank: Sequence[Boxes]) -> Iterator[tuple[Boxes, list[int]]]:
-    """Yield each distinct mapping and the ranks that share it (see `weight_stream.exchange`)."""
-    ranks: dict[int, list[int]] = defaultdict(list)
-    for rank, boxes in enumerate(by_rank):
-        ranks[id(boxes)].append(rank)
-    for same in ranks.values():
-        yield by_rank[same[0]], same
 
 
 def _refined(

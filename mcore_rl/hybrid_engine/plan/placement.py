@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.model.boxes import Box, full_box, volume
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.model.tensors import (
+    TensorInfo,
     TensorSpec,
     cut_range,
     embedding_specs,

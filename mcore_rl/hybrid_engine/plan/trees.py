@@ -38,6 +38,10 @@ class Tree:
     """The legs from `source` to all `receivers` (ascending); one leg reaches each receiver.
 
     A leg starts from a rank that has the slice: the source, or one that an earlier hop reached.
+
+    Example: rank 0 sends to 2, then 0 and 2 broadcast in the groups {0, 1} and {2, 3}:
+
+        Tree(0, (1, 2, 3), ((Leg(0, (2,)),), (Leg(0, (1,)), Leg(2, (3,)))))
     """
 
     source: int
@@ -57,18 +61,15 @@ class Tree:
         return sum(leg.sender == rank for leg in self.legs)
 
 
-def direct(source: int, receivers: Sequence[int]) -> Tree:
-    """Return the tree of one hop from `source` to each of `receivers`, point to point."""
-    ranks = tuple(sorted(receivers))
-    return Tree(source, ranks, (tuple(Leg(source, (rank,)) for rank in ranks),))
-
-
 @dataclass(frozen=True, slots=True)
 class Neighbourhoods:
     """Nodes and pipelines of the ranks, a number per rank: equal numbers are near each other.
 
     Ranks of a node share its links. Ranks of a pipeline (a PP group) hold the same shard, each of
     different layers.
+
+    Example: two nodes of two ranks, TP2 x PP2: `Neighbourhoods(node=(0, 0, 1, 1), pipeline=(0, 1,
+    0, 1))`.
     """
 
     node: tuple[int, ...]

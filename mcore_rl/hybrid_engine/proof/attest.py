@@ -16,10 +16,11 @@ keep packed copies behind closures). Canaries cover these.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,9 +31,9 @@ import torch.distributed as dist
 from mcore_rl.common import objects
 from mcore_rl.hybrid_engine.plan.buckets import cut
 from mcore_rl.hybrid_engine.plan.cells import Cell, make_cells
-from mcore_rl.hybrid_engine.plan.moves import Boxes, TensorInfo
 from mcore_rl.hybrid_engine.proof.slice_hash import HostBits, Place, Sample, host_bits, tensor_key
-from mcore_rl.model.boxes import Box, contains, intersect, relative, show, volume
+from mcore_rl.model.boxes import Box, Boxes, contains, intersect, relative, show, slices, volume
+from mcore_rl.model.tensors import TensorInfo
 
 FULL, SAMPLE, OFF = "full", "sample", "off"
 SAMPLE_PERIOD = 32  # versions in which mode SAMPLE hashes every row once
@@ -50,7 +51,10 @@ class ReadSlice(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A slice that changed or was not loaded."""
+    """A slice that changed or was not loaded.
+
+    Example: `Mismatch("model.norm.weight", ((0, 64),), (1, 3), 2, "differs")`.
+    """
 
     tensor: str
     box: Box
@@ -135,8 +139,8 @@ class Attestor:
         self._version = 0
         self._salts: dict[str, tuple[int, Sample | None]] = {}  # of this version
         self._parts_of: dict[tuple[str, Box], list[_Part]] = {}
-        self._source = _Tally()
-        self._arrived = _Tally()
+        self._source = _CellHashes()
+        self._arrived = _CellHashes()
         self._samples: list[tuple[_Part, int, range, HostBits]] = []  # copied, not yet hashed
         self._expected: _Sums | None = None
         self._fault: str | None = None
@@ -149,7 +153,7 @@ class Attestor:
         """
         self._version = weight_version
         self._salts.clear()
-        self._source, self._fault = _Tally(), None
+        self._source, self._fault = _CellHashes(), None
         self.repeat()
         try:
             with self._source.timed():
@@ -164,7 +168,7 @@ class Attestor:
 
     def repeat(self) -> None:
         """Restart with the same version, and discard the hashes of what was loaded so far."""
-        self._arrived = _Tally()
+        self._arrived = _CellHashes()
         self._samples.clear()
 
     def note(self, tensor: str, box: Box, data: torch.Tensor) -> None:
@@ -211,15 +215,15 @@ class Attestor:
         faults = [text for text in (self._fault, fault) if text is not None]
         count = torch.tensor([len(mine) + len(faults)], device=self._device)
         dist.all_reduce(count)
-        told: list[Any] = []
+        reports: list[Any] = []
         if count.item():
-            told = objects.all_gather((len(mine), mine[:_SHOWN], faults))
+            reports = objects.all_gather((len(mine), mine[:_SHOWN], faults))
         return Attestation(
             mode=self.mode,
             weight_version=self._version,
-            mismatches=tuple(m for _, mismatches, _ in told for m in mismatches),
-            num_mismatches=sum(number for number, _, _ in told),
-            faults=tuple(f"rank {r}: {text}" for r, t in enumerate(told) for text in t[2]),
+            mismatches=tuple(m for _, mismatches, _ in reports for m in mismatches),
+            num_mismatches=sum(number for number, _, _ in reports),
+            faults=tuple(f"rank {r}: {text}" for r, (*_, t) in enumerate(reports) for text in t),
             num_cells=self._num_cells,
             hashed_bytes=self._source.num_bytes + self._arrived.num_bytes,
             seconds=self._source.seconds + self._arrived.seconds,
@@ -259,7 +263,7 @@ class Attestor:
         info = self._tensors[cell.tensor]
         at: tuple[tuple[slice, ...], ...] = ()
         if within is not None and within != box:
-            at = (tuple(slice(*ends) for ends in relative(box, within)),)
+            at = (slices(relative(box, within)),)
         place = Place(box, info.shape, info.itemsize)
         num_rows = max(1, box[-2][1] - box[-2][0]) if len(box) > 1 else 1
         row_bytes = volume(box) // num_rows * info.itemsize
@@ -294,7 +298,7 @@ class _Sums:
         return self._sums.cpu().numpy()
 
 
-class _Tally:
+class _CellHashes:
     """Hashes and element counts, by cell."""
 
     def __init__(self) -> None:
@@ -323,18 +327,11 @@ class _Tally:
             sums.index_add_(0, torch.tensor(numbers, device=device), torch.stack(hashes).to(device))
         return sums
 
-    def timed(self) -> _Timed:
-        return _Timed(self)
-
-
-class _Timed:
-    """A `with` block whose time is added to a tally."""
-
-    def __init__(self, tally: _Tally) -> None:
-        self._tally = tally
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(self, *exc: object) -> None:
-        self._tally.seconds += time.perf_counter() - self._started
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Add the time of the context to `seconds`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - started

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 from mcore_rl.batching.train_batches import batch_of_tokens
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.common import objects
-from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 
 LogProbs = Callable[[TrainBatch], torch.Tensor]  # [t] float32, as `Actor.log_probs`
 
@@ -30,7 +30,10 @@ MAX_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class CanaryResult:
-    """Differences of both sides' log-probs by prompt, on the worst engine; equal on all ranks."""
+    """Differences of both sides' log-probs by prompt, on the worst engine; equal on all ranks.
+
+    Example: `CanaryResult(1, (0.004, 0.006), (0.03, 0.05), tolerance=0.1)`.
+    """
 
     weight_version: int
     mean_abs_differences: tuple[float, ...]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mcore_rl.hybrid_engine.proof.attest import Attestation, Attestor, ReadSlice
 from mcore_rl.hybrid_engine.proof.canary import Canary, CanaryResult
 from mcore_rl.hybrid_engine.transfer.gather import GatherPath
-from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +96,8 @@ class Proof:
         if not result.ok:
             raise RuntimeError(
                 f"{result}, and the plain gather did not change that; the engine has other weights "
-                "than Megatron or computes otherwise: python -m mcore_rl.verify tells which; if it "
-                "is rounding, raise --rl-canary-tolerance (0 compares and never stops)"
+                "than Megatron or computes otherwise; python -m mcore_rl.verify finds out which. "
+                "If it is rounding, raise --rl-canary-tolerance (0 compares and never stops)"
             )
         return result
 

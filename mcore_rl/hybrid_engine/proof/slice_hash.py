@@ -39,7 +39,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mcore_rl.model.boxes import Box, extent
+from mcore_rl.model.boxes import Box
 
 LANE_BYTES = 8
 _CHUNK_BYTES = 1 << 18  # with its intermediate results, it stays in a core's second-level cache
@@ -76,20 +76,6 @@ def tensor_key(tensor: str, weight_version: int, seed: int = 0) -> int:
     """Return the key of one tensor in one version: odd, 64 bits."""
     text = f"{seed} {weight_version} {tensor}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") | 1
-
-
-def slice_hash(
-    data: torch.Tensor, box: Box, shape: Sequence[int], key: int, sample: Sample | None = None
-) -> int:
-    """Return the hash of `data`, which is `box` of a tensor of `shape`: 0 <= hash < 2^64.
-
-    Hashes of disjoint boxes sum, modulo 2^64, to the hash of their union, if it is a box. Elements
-    have 1, 2, 4 or 8 bytes; any strides. With `sample` only its rows count.
-    """
-    assert tuple(data.shape) == extent(box), (tuple(data.shape), box)
-    place = Place(box, shape, data.element_size())
-    rows = place.rows(sample)
-    return int(place.hash(data, key, rows, cuts=(place.index(rows),))) % _MODULUS
 
 
 class _HostMemory:

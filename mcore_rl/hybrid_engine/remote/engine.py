@@ -26,12 +26,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.hybrid_engine.remote.session import Holdings, Session, UpdateReport
 from mcore_rl.hybrid_engine.transfer.transfer import Pieces
 from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld, reach_store
 from mcore_rl.hybrid_engine.vllm.reload import Reloader
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor
+from mcore_rl.model.tensors import TensorInfo
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,8 @@ class MegatronInitInfo(WeightTransferInitInfo):
 
     The trainer creates it. Worker w of this vLLM, counted over its data-parallel replicas, has rank
     `rank_offset + w` of `world_size`.
+
+    Example: worker 3 of a server that joins 8 trainer ranks has rank 11: `rank_offset` is 8.
     """
 
     master_address: str

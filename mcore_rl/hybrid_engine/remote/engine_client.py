@@ -98,13 +98,13 @@ class HTTPEngineClient(HTTPVLLMWeightSyncClient):
 
     def _failed(self, method: str, path: str, how: str, answer: bytes) -> RuntimeError:
         # On one line, because logs are read line by line.
-        said = " ".join(answer.decode(errors="replace").split())
-        said = "".join(each if each.isprintable() else "?" for each in said)
-        if self._header or not said:
-            said = ""
-        elif len(said) > _SHOWN_CHARACTERS:
-            said = said[:_SHOWN_CHARACTERS] + " ..."
-        shown = f": {said}" if said else ""
+        text = " ".join(answer.decode(errors="replace").split())
+        text = "".join(each if each.isprintable() else "?" for each in text)
+        if self._header or not text:
+            text = ""
+        elif len(text) > _SHOWN_CHARACTERS:
+            text = text[:_SHOWN_CHARACTERS] + " ..."
+        shown = f": {text}" if text else ""
         return RuntimeError(f"{method} {self.base_url}/{path} {how}{shown}")
 
     def num_workers(self) -> int:

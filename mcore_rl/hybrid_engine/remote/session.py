@@ -24,11 +24,12 @@ from typing import Any
 
 import torch
 
-from mcore_rl.hybrid_engine.plan.moves import TensorInfo, make_plan
+from mcore_rl.hybrid_engine.plan.transfer_plan import make_plan
 from mcore_rl.hybrid_engine.plan.trees import Neighbourhoods, Tree
 from mcore_rl.hybrid_engine.transfer.transfer import Pieces, ReadSlice, Transfer
 from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld, PeerFailure
 from mcore_rl.model.boxes import Box, show, volume
+from mcore_rl.model.tensors import TensorInfo
 from mcore_rl.model.weight_map import layer_order
 
 PROTOCOL = 2  # version of a session's messages; raise it with every change
@@ -39,7 +40,10 @@ Load = Callable[[Iterator[tuple[str, Pieces]]], None]
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """One update, by rank of the joined world: trainers, then workers."""
+    """One update, by rank of the joined world: trainers, then workers.
+
+    Example: one trainer and one worker: `UpdateReport("17", (4096, 0), (0, 4096), (0, 4096))`.
+    """
 
     weight_version: str
     sent_bytes: tuple[int, ...]  # counted at the calls
@@ -81,11 +85,11 @@ class Session:
                 need=need,
                 near=near,
             ),
-            say=lambda plan: _digest(
+            report=lambda plan: _digest(
                 [[m.tensor, m.box, _ways(m.tree)] for m in plan.moves] + [bucket_bytes]
             ),
         )
-        self.plan_id = self._require_same([said for said, _ in plan], "plan")
+        self.plan_id = self._require_same([reply for reply, _ in plan], "plan")
         self._transfer: Transfer | None = Transfer(
             plan[world.rank][1],
             self.tensors,
@@ -106,17 +110,17 @@ class Session:
             "host": socket.gethostname(),
         }
         everyone = self._world.exchange(mine)
-        self._require_same([said["protocol"] for said in everyone], "version of the protocol")
-        described = [said["described"] for said in everyone if said["described"] is not None]
+        self._require_same([reply["protocol"] for reply in everyone], "version of the protocol")
+        described = [reply["described"] for reply in everyone if reply["described"] is not None]
         self._require_same(described, "list of tensors")
-        holdings: list[Holdings] = [_boxes(said["have"]) for said in everyone]
+        holdings: list[Holdings] = [_boxes(reply["have"]) for reply in everyone]
         held = set[str]().union(*(boxes for boxes in holdings))
         infos = {
             name: TensorInfo(tuple(shape), dtype, itemsize)
             for name, (shape, dtype, itemsize) in everyone[0]["tensors"].items()
             if name in held
         }
-        hosts = [said["host"] for said in everyone]
+        hosts = [reply["host"] for reply in everyone]
         near = Neighbourhoods(tuple(map(hosts.index, hosts)), (0,) * len(hosts))
         return holdings, infos, near
 
@@ -125,7 +129,7 @@ class Session:
             needs = learn(self.tensors) if learn is not None else {}
             return {name: boxes for name, boxes in needs.items() if boxes}
 
-        return [_boxes(said) for said, _ in self._agree(mine, say=lambda needs: needs)]
+        return [_boxes(reply) for reply, _ in self._agree(mine, report=lambda needs: needs)]
 
     def update(
         self, weight_version: str, *, plan_id: str, read: ReadSlice | None, load: Load | None
@@ -141,10 +145,10 @@ class Session:
         everyone = self._world.meet(mine)
         what = ("plan", "plan of the update", "weight version", "number of updates")
         for at, name in enumerate(what):
-            self._require_same([said[at] for said in everyone], name)
+            self._require_same([reply[at] for reply in everyone], name)
         if plan_id != self.plan_id:
             raise RuntimeError(f"the update is of plan {plan_id}, all ranks have {self.plan_id}")
-        done = self._agree(lambda: self._move(read, load), say=lambda moved: moved)
+        done = self._agree(lambda: self._move(read, load), report=lambda moved: moved)
         sent, received = zip(*(moved for moved, _ in done), strict=True)
         return UpdateReport(weight_version, sent, received, self._needed_bytes)
 
@@ -170,7 +174,7 @@ class Session:
         """Yield the transfer's stream; an error in it ends the connection."""
         assert self._transfer is not None
         try:
-            yield from self._transfer.stream(read, partial=True, keep=False)
+            yield from self._transfer.stream(read)
         except Exception as error:  # `fail` reports it to the other ranks
             self._transfer = None
             # The frames of the failed calls hold the process groups, which keep open the
@@ -179,8 +183,8 @@ class Session:
             what = str(error).split(". This is typically")[0]  # without gloo's guesses
             raise PeerFailure(self._world.fail(f"the transfer broke: {what}")) from None
 
-    def _agree(self, work: Callable[[], Any], *, say: Callable[[Any], Any]) -> list[Any]:
-        """Run `work` here; return (`say` of the result, the result or None) for each rank.
+    def _agree(self, work: Callable[[], Any], *, report: Callable[[Any], Any]) -> list[Any]:
+        """Run `work` here; return (`report` of the result, the result or None) for each rank.
 
         Only this rank's entry has the result itself. Raises on all ranks if `work` raises on one.
         """
@@ -192,23 +196,25 @@ class Session:
         except Exception as error:  # of any type: it must be reported to the other ranks
             result, fault = None, error
         mine = {"fault": None if fault is None else str(fault) or repr(fault)}
-        everyone = self._world.exchange({**mine, "said": say(result) if fault is None else None})
-        for rank, said in enumerate(everyone):
-            if said["fault"] is not None:
-                raise RuntimeError(f"rank {rank} of the joined world: {said['fault']}") from fault
+        everyone = self._world.exchange(
+            {**mine, "reported": report(result) if fault is None else None}
+        )
+        for rank, reply in enumerate(everyone):
+            if reply["fault"] is not None:
+                raise RuntimeError(f"rank {rank} of the joined world: {reply['fault']}") from fault
         return [
-            (said["said"], result if rank == self._world.rank else None)
-            for rank, said in enumerate(everyone)
+            (reply["reported"], result if rank == self._world.rank else None)
+            for rank, reply in enumerate(everyone)
         ]
 
-    def _require_same(self, said: Sequence[Any], what: str) -> Any:
-        if any(other != said[0] for other in said):
-            ranks = [rank for rank, other in enumerate(said) if other != said[0]]
+    def _require_same(self, values: Sequence[Any], what: str) -> Any:
+        if any(other != values[0] for other in values):
+            ranks = [rank for rank, other in enumerate(values) if other != values[0]]
             raise RuntimeError(
-                f"the {what} is not the same on all ranks of the joined world: {said[0]!r} on rank "
-                f"0, {said[ranks[0]]!r} on ranks {ranks}"
+                f"the {what} is not the same on all ranks of the joined world: {values[0]!r} on "
+                f"rank 0, {values[ranks[0]]!r} on ranks {ranks}"
             )
-        return said[0]
+        return values[0]
 
     def close(self) -> None:
         """Release the transfer and close the connections. Not collective."""
@@ -224,11 +230,11 @@ def _described(tensors: Mapping[str, TensorInfo]) -> dict[str, list[Any]]:
     return {name: [list(i.shape), i.dtype, i.itemsize] for name, i in sorted(tensors.items())}
 
 
-def _boxes(said: Mapping[str, Any]) -> dict[str, tuple[Box, ...]]:
+def _boxes(received: Mapping[str, Any]) -> dict[str, tuple[Box, ...]]:
     """Convert boxes from JSON, which has no tuples."""
     return {
         name: tuple(tuple((start, stop) for start, stop in box) for box in boxes)
-        for name, boxes in said.items()
+        for name, boxes in received.items()
     }
 
 
@@ -240,5 +246,5 @@ def _ways(tree: Tree) -> list[Any]:
     return [[[leg.sender, leg.receivers] for leg in hop] for hop in tree.hops]
 
 
-def _digest(said: Any) -> str:
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

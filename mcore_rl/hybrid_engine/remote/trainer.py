@@ -16,6 +16,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -29,7 +30,6 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from mcore_rl.common import objects
-from mcore_rl.hybrid_engine.plan.moves import TensorInfo
 from mcore_rl.hybrid_engine.remote.engine import (
     BACKEND,
     MegatronInitInfo,
@@ -39,6 +39,7 @@ from mcore_rl.hybrid_engine.remote.engine_client import EngineClient
 from mcore_rl.hybrid_engine.remote.session import Session, UpdateReport
 from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld, host_store, new_name, reach_store
 from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.model.tensors import TensorInfo
 
 logger = logging.getLogger(__name__)
 
@@ -214,8 +215,8 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
             return str(error)
         name, size = new_name(), num_trainers + sum(workers)
         offset = num_trainers
-        invitations = []
-        for count in workers:
+        calls = []
+        for engine, count in zip(self._engines, workers, strict=True):
             invitation = MegatronInitInfo(
                 master_address=info.master_address,
                 master_port=self._store.port,
@@ -226,9 +227,9 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
                 bucket_bytes=info.bucket_bytes,
                 timeout_seconds=info.timeout_seconds,
             )
-            invitations.append(asdict(invitation))
+            calls.append(partial(engine.init_weight_transfer_engine, asdict(invitation)))
             offset += count
-        self._call("init_weight_transfer_engine", invitations)
+        self._start(calls)
         return self._store.port, name, size
 
     def _send(self, weight_version: str) -> UpdateReport:
@@ -240,7 +241,7 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
                 if self._info.pause_mode is not None:
                     engine.pause(self._info.pause_mode)
                 engine.start_weight_update()
-            self._call("update_weights", [asdict(update)] * len(self._engines))
+            self._start([partial(each.update_weights, asdict(update)) for each in self._engines])
         report = self._session.update(
             weight_version, plan_id=update.plan_id, read=self._source.shards.read, load=None
         )
@@ -253,17 +254,14 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
                     engine.resume()
         return report
 
-    def _call(self, method: str, arguments: Sequence[dict[str, Any]]) -> None:
-        """Begin a call that returns when the workers have done their part in the next steps."""
-        pool = ThreadPoolExecutor(len(self._engines), thread_name_prefix="mcore_rl_engine")
-        self._calls = [
-            pool.submit(getattr(engine, method), argument)
-            for engine, argument in zip(self._engines, arguments, strict=True)
-        ]
+    def _start(self, calls: Sequence[Callable[[], None]]) -> None:
+        """Start calls that return when the workers have done their part in the next steps."""
+        pool = ThreadPoolExecutor(len(calls), thread_name_prefix="mcore_rl_engine")
+        self._calls = [pool.submit(call) for call in calls]
         pool.shutdown(wait=False)
 
     def _check_calls(self) -> None:
-        """Raise the error of a call of `_call`; checked while waiting for the workers."""
+        """Raise the error of a call of `_start`; checked while waiting for the workers."""
         for call in self._calls:
             if call.done():
                 call.result()

@@ -1,1 +1,1 @@
-"""Execution of a plan: buckets on the wire, delta encoding, a plain gather."""
+"""Execution of a plan: messages in buckets, delta encoding, a plain gather."""

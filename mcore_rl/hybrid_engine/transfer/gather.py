@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.hybrid_engine.plan.buckets import cut
-from mcore_rl.hybrid_engine.plan.moves import Boxes, TensorInfo
 from mcore_rl.hybrid_engine.transfer.transfer import ReadSlice
-from mcore_rl.model.boxes import Box, extent, full_box, show, uncovered, volume
+from mcore_rl.model.boxes import Box, Boxes, extent, full_box, show, slices, uncovered, volume
+from mcore_rl.model.tensors import TensorInfo
 
 
 class GatherPath:
@@ -72,7 +72,7 @@ class GatherPath:
                             data.zero_()
                     self._broadcast(data, source)
                     if whole is not None:
-                        whole[tuple(slice(start, stop) for start, stop in part)] = data
+                        whole[slices(part)] = data
             if whole is not None:
                 yield name, whole
         if fault is not None:

@@ -176,11 +176,11 @@ class JoinedWorld:
 
         Not collective. Closes this rank's connections, which ends other ranks' calls with an error.
         """
-        told = f"rank {self.rank}: {reason}"
+        failure = f"rank {self.rank}: {reason}"
         with contextlib.suppress(Exception):  # the store may be gone
-            told = self._store.compare_set(_FAILURE, "", told).decode()
+            failure = self._store.compare_set(_FAILURE, "", failure).decode()
         self.close()
-        return told
+        return failure
 
     def _failure(self, what: str) -> PeerFailure:
         return PeerFailure(self.fail(what))

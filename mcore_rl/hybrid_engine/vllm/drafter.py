@@ -59,7 +59,10 @@ class DraftedReloader(Reloader):
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Counts of drafts over some time, on one engine or several."""
+    """Counts of drafts over some time, on one engine or several.
+
+    Example: `DraftCounts(num_steps=10, num_drafted=20, num_accepted=15)`.
+    """
 
     num_steps: int = 0  # steps of a sequence in which a draft was verified
     num_drafted: int = 0  # tokens

@@ -36,7 +36,11 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A sequence to continue."""
+    """A sequence to continue.
+
+    Example: `Request(7, array([16, 10, 16, 28]), max_tokens=64, sampling=Sampling(top_p=0.9),
+    seed=11)`.
+    """
 
     number: int  # the caller's; unique among running requests
     token_ids: np.ndarray  # [p] int32
@@ -51,7 +55,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The result of a request."""
+    """The result of a request.
+
+    Example: `Completion(request, array([17, 2]), array([-0.1, -0.01]), finish_reason="stop")`.
+    """
 
     request: Request
     token_ids: np.ndarray  # [r] int32, the end-of-sequence token included if it was sampled
@@ -192,8 +199,8 @@ class Generation:
         routes, failure = None, None
         if request.with_routes and self._routed is not None:
             num_computed = len(request.token_ids) + len(tokens) - 1
-            told = routes_of(found.routed_experts, self._routed, num_computed)
-            routes, failure = (None, told) if isinstance(told, str) else (told, None)
+            reported = routes_of(found.routed_experts, self._routed, num_computed)
+            routes, failure = (None, reported) if isinstance(reported, str) else (reported, None)
         return Completion(
             request=request,
             token_ids=np.asarray(tokens, dtype=np.int32),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,45 +37,38 @@ if TYPE_CHECKING:
         weight_loader: Loader
 
 
-class Loadable(Protocol):
-    """An owner of a vLLM model: a VLLMEngine, a Reloader."""
-
-    @property
-    def model(self) -> torch.nn.Module: ...
-
-    def loading_context(self) -> AbstractContextManager[None]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """A record of one rank's loaders on a checkpoint."""
+    """A record of one rank's loaders on a checkpoint.
+
+    Example: `needs` {"model.norm.weight": (((0, 64),),)}, `elements` {"model.norm": 64}.
+    """
 
     needs: Needs  # disjoint, sorted boxes; empty for tensors that this rank does not need
     elements: Mapping[str, int]  # module -> number of elements that its parameters' loaders read
     computed: frozenset[str]  # tensors that loaders compute with: they need all slices at once
 
 
-def learn_needs(engine: Loadable, tensor_metadata: Metadata) -> Needs:
-    """Return the boxes that this rank of `engine` reads of each tensor: disjoint, sorted.
+def learn(
+    model: torch.nn.Module,
+    loading: AbstractContextManager[None],
+    tensor_metadata: Metadata,
+    *,
+    lent: frozenset[str] = frozenset(),
+) -> Learnt:
+    """Record what the loaders of `model` read of each tensor. Not collective.
 
-    Tensors that this rank does not need map to an empty tuple. Not collective. `tensor_metadata`
-    uses the Hugging Face checkpoint's names, in any order. Supports unquantised checkpoints (one
-    tensor per weight, in a floating dtype).
+    `loading` is the context in which `load_weights` may be called. `tensor_metadata` uses the
+    Hugging Face checkpoint's names, in any order. Modules `lent` by another model need nothing.
+    Supports unquantised checkpoints (one tensor per weight, in a floating dtype).
 
     Raises RuntimeError naming a tensor that has no place in the model, or a parameter, and the part
     of it, that the tensors leave unfilled.
     """
-    return learn(engine, tensor_metadata).needs
-
-
-def learn(
-    engine: Loadable, tensor_metadata: Metadata, *, lent: frozenset[str] = frozenset()
-) -> Learnt:
-    """Return the full record of `learn_needs`. Modules `lent` by another model need nothing."""
     notes = _Notes(lent)
-    with engine.loading_context(), _on_meta(engine.model, notes.inside) as parameters:
+    with loading, _on_meta(model, notes.inside) as parameters:
         with WriteRecorder() as writes:
-            _load_stand_ins(engine.model, tensor_metadata, notes)
+            _load_stand_ins(model, tensor_metadata, notes)
     _require_filled([p for p in parameters if not p.modules <= lent], writes)
     return Learnt(
         needs={name: disjoint(notes.reads[name]) for name in tensor_metadata},

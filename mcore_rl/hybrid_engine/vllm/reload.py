@@ -29,7 +29,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.hybrid_engine.vllm.live_layers import Layers
 from mcore_rl.hybrid_engine.vllm.needs import Learnt, Metadata, Needs, learn
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import Pieces, SlicedTensor, WriteObserver, pieces_of
-from mcore_rl.model.boxes import Box, intersect, relative, show, uncovered, volume
+from mcore_rl.model.boxes import Box, intersect, relative, show, slices, uncovered, volume
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 # vLLM's kernels of unquantised experts that tests have reloaded; others store weights differently.
@@ -71,9 +71,14 @@ class Reloader:
             yield
 
     def learn_needs(self, tensor_metadata: Metadata) -> Needs:
-        """Call `needs.learn_needs`, and cache the result for `load`. Not collective."""
+        """Return the boxes that this rank reads of each tensor, and cache them for `load`.
+
+        They are disjoint and sorted; tensors that this rank does not need map to an empty tuple.
+        See `needs.learn`.
+        """
         if self._learnt is None or self._metadata != dict(tensor_metadata):
-            self._learnt = learn(self, tensor_metadata, lent=self._lent)
+            loading = self.loading_context()
+            self._learnt = learn(self.model, loading, tensor_metadata, lent=self._lent)
             self._metadata = dict(tensor_metadata)
         return self._learnt.needs
 
@@ -249,7 +254,7 @@ class _Arrivals:
         if self._on_write is not None:
             for part in uncovered(box, self.read[name]):
                 whole = part == box  # the usual case
-                at = ... if whole else tuple(slice(*ends) for ends in relative(part, box))
+                at = ... if whole else slices(relative(part, box))
                 self._on_write(name, part, data if whole else data[at])
         self.read[name].append(box)
 

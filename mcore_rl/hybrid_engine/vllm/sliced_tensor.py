@@ -29,6 +29,7 @@ from mcore_rl.model.boxes import (
     intersect,
     relative,
     show,
+    slices,
     subtract,
     uncovered,
     volume,
@@ -48,8 +49,8 @@ class _Source:
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[tuple[Box, torch.Tensor], ...] | None
-    on_read: ReadObserver | None = None
-    on_write: WriteObserver | None = None
+    on_read: ReadObserver | None = None  # without pieces
+    on_write: WriteObserver | None = None  # with pieces
     on_compute: Callable[[str], None] | None = None
     partial: bool = False  # a copy writes what is held and leaves the rest to another part
     released: bool = False
@@ -75,12 +76,12 @@ class _Source:
             return torch.empty(extent(box), dtype=self.dtype, device="meta")
         for held, data in self.pieces:
             if contains(held, box):
-                return _cut(data, relative(box, held))
+                return data[slices(relative(box, held))]
         result = torch.empty(extent(box), dtype=self.dtype, device=self.device)
         for held, data in self.pieces:
             shared = intersect(held, box)
             if shared is not None:
-                _cut(result, relative(shared, box)).copy_(_cut(data, relative(shared, held)))
+                result[slices(relative(shared, box))] = data[slices(relative(shared, held))]
         return result
 
     def parts_of(self, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
@@ -90,7 +91,7 @@ class _Source:
             for part in rest:
                 shared = intersect(held, part)
                 if shared is not None:
-                    yield shared, _cut(data, relative(shared, held))
+                    yield shared, data[slices(relative(shared, held))]
             rest = [left for part in rest for left in subtract(part, held)]
 
     def tell(self, box: Box, data: torch.Tensor) -> None:
@@ -125,13 +126,13 @@ class SlicedTensor(torch.Tensor):
     while the stand-in or a view of it lives. Reading elements that no piece holds raises
     RuntimeError, as does writing.
 
-    `on_read(name, box)` is called whenever data is returned, for each piece that is copied from.
-    `on_write(name, box, data)` is called likewise. After a copy, `data` are the elements now in the
-    target, of the box's extent, or the piece's own if the copy changes the dtype. A copy into a
-    meta tensor, with which vLLM's layerwise reload counts elements, returns no data.
+    With `SlicedTensor.observed`, `on_write(name, box, data)` is called whenever data is returned,
+    for each piece that is copied from. After a copy, `data` are the elements now in the target, of
+    the box's extent, or the piece's own if the copy changes the dtype. A copy into a meta tensor,
+    with which vLLM's layerwise reload counts elements, returns no data.
 
-    `SlicedTensor.recording` has no pieces: any box may be read, `on_read` is called for each, and
-    the data are meta tensors.
+    `SlicedTensor.recording` has no pieces: any box may be read, `on_read(name, box)` is called for
+    each, and the data are meta tensors.
     """
 
     _source: _Source
@@ -147,7 +148,6 @@ class SlicedTensor(torch.Tensor):
         shape: Sequence[int],
         dtype: torch.dtype,
         pieces: Sequence[tuple[Box, torch.Tensor]],
-        on_read: ReadObserver | None = None,
     ) -> SlicedTensor:
         shape = tuple(shape)
         for box, data in pieces:
@@ -158,7 +158,7 @@ class SlicedTensor(torch.Tensor):
                     f"{name}: piece {show(box)} of {dtype} is {list(data.shape)} of {data.dtype}"
                 )
         return cls._view(
-            _Source(name, shape, dtype, tuple(pieces), on_read),
+            _Source(name, shape, dtype, tuple(pieces)),
             full_box(shape),
             tuple(range(len(shape))),
         )
@@ -185,22 +185,16 @@ class SlicedTensor(torch.Tensor):
         cls,
         name: str,
         tensor: torch.Tensor,
-        on_read: ReadObserver | None = None,
         *,
         on_write: WriteObserver | None = None,
         partial: bool = False,
     ) -> SlicedTensor:
-        """Wrap `tensor`, full or already a SlicedTensor, so that the observers are called.
+        """Wrap `tensor`, full or already a SlicedTensor, so that `on_write` is called.
 
-        Its existing observers are called, too. With `partial` a copy writes what is held and leaves
-        the rest of its target unchanged.
+        With `partial` a copy writes what is held and leaves the rest of its target unchanged.
         """
         view = cls(name, tensor.shape, tensor.dtype, pieces_of(tensor))
-        source = view._source
-        inner = tensor._source if isinstance(tensor, SlicedTensor) else None
-        source.on_read = _both(on_read, inner and inner.on_read)
-        source.on_write = _both(on_write, inner and inner.on_write)
-        source.partial = partial
+        view._source.on_write, view._source.partial = on_write, partial
         return view
 
     def release(self) -> None:
@@ -306,22 +300,6 @@ def pieces_of(tensor: torch.Tensor) -> Pieces:
     pieces = tensor._source.pieces
     assert pieces is not None, f"{tensor!r} has no data to load"
     return pieces
-
-
-def _both(first: Any, second: Any) -> Any:
-    """Return a function that calls both; either may be None."""
-    if first is None or second is None:
-        return first or second
-
-    def call(*args: Any) -> None:
-        first(*args)
-        second(*args)
-
-    return call
-
-
-def _cut(data: torch.Tensor, box: Box) -> torch.Tensor:
-    return data[tuple(slice(start, stop) for start, stop in box)]
 
 
 def _plain(value: Any) -> Any:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypedDict
 
 import numpy as np
 import torch
@@ -28,14 +28,14 @@ import torch.distributed as dist
 
 from mcore_rl.algorithms.aggregation import Denominators
 from mcore_rl.algorithms.value_loss import ValueLossSums, value_loss
-from mcore_rl.batching.dealing import Cuts, division_of
-from mcore_rl.batching.moves import Division, Parcel, Shares
+from mcore_rl.batching.assignment import Cuts, division_of
 from mcore_rl.batching.rows import MicroBatching
+from mcore_rl.batching.sample_exchange import Division, RowExchange, Shares
 from mcore_rl.batching.table import SampleTable, rows_to_tokens
 from mcore_rl.batching.types import StepBatch, TrainBatch
 from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.config import RLConfig, TrainerOptions
-from mcore_rl.hybrid_engine.memory.device import highest_bytes
+from mcore_rl.hybrid_engine.memory.usage import highest_bytes
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.hf_checkpoint import load_into_megatron
@@ -47,15 +47,15 @@ from mcore_rl.megatron.world import MegatronWorld, changed_args, parsed_args
 from mcore_rl.model.tensors import VALUE_HEAD
 from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.spec import ValueModelSpec
+from mcore_rl.trainer.resume.checkpoint_writer import write_checkpoint
 from mcore_rl.trainer.resume.folders import critic_folder, iteration_name
-from mcore_rl.trainer.resume.saver import write_checkpoint
 from mcore_rl.trainer.resume.trainer_state import (
     TRAINER,
     TrainerState,
     load_trainer_state,
     trainer_writer,
 )
-from mcore_rl.trainer.roles.remote import Role, Values
+from mcore_rl.trainer.roles.remote import Role
 from mcore_rl.trainer.roles.samples import (
     batch_by_plan,
     mini_batches,
@@ -65,9 +65,6 @@ from mcore_rl.trainer.roles.samples import (
 )
 
 logger = logging.getLogger(__name__)
-
-# The fields of `MicroBatching` that batch accounting needs.
-_OF_BATCHING = ("max_tokens", "micro_batch_size", "count_multiple_of", "share_prompts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +242,43 @@ class _Step:
     division: Division
 
 
+class BatchingFacts(TypedDict):
+    """The fields of `MicroBatching` that batch accounting needs."""
+
+    max_tokens: int
+    micro_batch_size: int
+    count_multiple_of: int
+    share_prompts: bool
+
+
+class CriticFacts(TypedDict):
+    """How the critic divides samples."""
+
+    dp_size: int
+    batching: BatchingFacts
+
+
+class Divided(TypedDict):
+    """Which rank gets which samples."""
+
+    first: Shares  # in the first epoch
+    every: Shares  # in any epoch
+
+
+class CriticValues(TypedDict):
+    """The values of every token before any update, `[t]` float32."""
+
+    values: RowExchange
+
+
+class CriticUpdates(TypedDict):
+    """The outcomes of a step's updates."""
+
+    sums: torch.Tensor  # [u, s] `ValueLossSums` of each update
+    results: list[tuple[float, bool]]  # (grad_norm, skipped) of each update
+    metrics: dict[str, float]  # `critic/...`
+
+
 class ServedCritic:
     """The critic as a role, called once per stage of a step with facts from the actor's ranks.
 
@@ -260,13 +294,19 @@ class ServedCritic:
         self._step: _Step | None = None
         self._seconds: dict[str, float] = {}
 
-    def facts(self) -> Values:
+    def facts(self) -> CriticFacts:
         """Return how it divides samples."""
-        batching = {name: getattr(self.model.batching, name) for name in _OF_BATCHING}
+        of = self.model.batching
+        batching = BatchingFacts(
+            max_tokens=of.max_tokens,
+            micro_batch_size=of.micro_batch_size,
+            count_multiple_of=of.count_multiple_of,
+            share_prompts=of.share_prompts,
+        )
         return {"dp_size": self.model.layout.dp_size, "batching": batching}
 
-    def divide(self, *, orders: torch.Tensor, **numbers: torch.Tensor) -> Values:
-        """Begin a step; return which rank gets which samples, in the `first` and in `every` epoch.
+    def divide(self, /, *, orders: torch.Tensor, **numbers: torch.Tensor) -> Divided:
+        """Begin a step; return which rank gets which samples.
 
         `numbers` come from `table_to_tensors`; `orders` `[e, n]` is the order of samples in each
         epoch, for actor and critic.
@@ -283,16 +323,16 @@ class ServedCritic:
         self._step = _Step(table, epochs, division)
         return {"first": division.first, "every": division.every}
 
-    def values(self, *, tokens: torch.Tensor, asked_by: Shares) -> Values:
+    def values(self, *, tokens: RowExchange, asked_by: Shares) -> CriticValues:
         """Return the values of every token before any update, for the ranks that asked.
 
-        `tokens` `[t, 5]` has the rows of `tokens_to_rows` for all samples that this rank gets.
+        `tokens` brings `[t, 5]`, the rows of `tokens_to_rows` for all samples that this rank gets.
         """
         started = time.perf_counter()
         assert self._step is not None, "tokens of no samples"
         table, division, rank = self._step.table, self._step.division, dist.get_rank()
         mine = division.every.of(rank)
-        found = rows_to_tokens(tokens.numpy(), table.lengths[mine])
+        found = rows_to_tokens(tokens.rows, table.lengths[mine])
         batch = batch_by_plan(
             table,
             dict(zip(mine.tolist(), found, strict=True)),
@@ -302,14 +342,13 @@ class ServedCritic:
         values = self.model.values(batch)
         self.batch = dataclasses.replace(batch, values=values)
         self._seconds["values"] = time.perf_counter() - started
-        return {"values": Parcel(table.lengths, division.first, asked_by, values.numpy())}
+        return {"values": RowExchange(table.lengths, division.first, asked_by, values.numpy())}
 
-    def update(self, *, returns: torch.Tensor) -> Values:
-        """Train on `[t]` returns of this rank's samples. Returns the outcome of each update, and
-        `critic/...` metrics."""
+    def update(self, *, returns: RowExchange) -> CriticUpdates:
+        """Train on the returns of this rank's samples, `[t]` float32."""
         assert self.batch is not None and self._step is not None, "returns of no samples"
         started = time.perf_counter()
-        batch = dataclasses.replace(self.batch, returns=returns)
+        batch = dataclasses.replace(self.batch, returns=torch.from_numpy(returns.rows))
         group = self.model.runner.groups["dp"]
         parts = mini_batches(batch, self._options.num_epochs, self._step.division, group)
         updates = [self.model.update(part) for part in parts]
@@ -349,22 +388,23 @@ class StepCritic:
 
     def facts(self) -> tuple[int, MicroBatching]:
         """Return its data-parallel size and how it divides samples. Waits until it is built."""
-        facts = self.role.call("facts")
+        facts = self.role.call(ServedCritic.facts)
         return facts["dp_size"], MicroBatching(**facts["batching"])
 
-    def parcel(self, keeper: SampleKeeper, table: SampleTable, orders: np.ndarray) -> Parcel:
+    def divide(self, keeper: SampleKeeper, table: SampleTable, orders: np.ndarray) -> RowExchange:
         """Make it divide a step's samples by the epochs' `orders` `[e, n]`. Returns their tokens,
         to be sent to its ranks."""
         numbers = table_to_tensors(table)
-        shares = self.role.call("divide", orders=torch.from_numpy(orders), **numbers)
+        shares = self.role.call(ServedCritic.divide, orders=torch.from_numpy(orders), **numbers)
         self._first = shares["first"]
-        return keeper.parcel(table, shares["every"])
+        return keeper.row_exchange(table, shares["every"])
 
     def begin_values(self, batch: StepBatch) -> Callable[[], torch.Tensor]:
         """Request values; the returned function waits for the `[t]` values of `batch.actor`."""
         asked_by = batch.division.first
-        finish = self.role.begin("values", tokens=batch.for_critic, asked_by=asked_by)
-        return lambda: finish()["values"]
+        assert batch.for_critic is not None, "the step was divided without a critic"
+        finish = self.role.begin(ServedCritic.values, tokens=batch.for_critic, asked_by=asked_by)
+        return lambda: torch.from_numpy(finish()["values"].rows)
 
     def begin_update(self, batch: StepBatch) -> Callable[[], list[ValueUpdateStats]]:
         """Request updates on `batch.actor`'s returns; the returned function waits for the
@@ -372,9 +412,8 @@ class StepCritic:
         assert batch.actor.returns is not None and self._first is not None
         division = batch.division
         returns = batch.actor.returns.float().numpy()
-        finish = self.role.begin(
-            "update", returns=Parcel(division.lengths, division.first, self._first, returns)
-        )
+        exchange = RowExchange(division.lengths, division.first, self._first, returns)
+        finish = self.role.begin(ServedCritic.update, returns=exchange)
 
         def end_update() -> list[ValueUpdateStats]:
             answer = finish()
@@ -392,4 +431,4 @@ class StepCritic:
 
     def save(self, num_steps: int, checkpoints: Path) -> None:
         """Write a Megatron checkpoint of it next to the actor's."""
-        self.role.call("save", num_steps=num_steps, folder=str(checkpoints))
+        self.role.call(ServedCritic.save, num_steps=num_steps, folder=str(checkpoints))

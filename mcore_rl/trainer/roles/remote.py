@@ -1,16 +1,21 @@
 """Calls of roles, by one interface, whether on the actor's ranks or on ranks of their own.
 
-A role is any object. Its methods, called by name, take keyword arguments that are the same on all
-of the actor's ranks, and return a dict that is the same on all of the role's, or None. Arguments
-and answers are tensors on the CPU, `Shares` of samples, and JSON values: numbers per sample, but
-nothing per token. Data per token travel as a `Parcel`, from the ranks of one side that have them to
-the ranks of the other that want them; there the argument is a tensor of what that rank got. Its
-shares name each side's ranks by that side's numbering. `Here` calls the methods of an object in
-this process; with `Apart`, `serve` calls them on the role's ranks. The caller sees no difference.
+A role is an object of any class; a caller names the method of the class, so that types are checked:
 
-The two sides of an `Apart` are worlds of their own, so what connects them belongs to neither: the
-`Bridge`, over which the actor's first rank sends messages, and the `Mesh` of all ranks, for
-parcels, are separate gloo groups over host memory, made from the job's store.
+    finish = role.begin(ServedCritic.values, tokens=tokens, asked_by=shares)
+    values = finish()["values"].rows
+
+Arguments are keyword-only and the same on all of the actor's ranks; the answer is a typed dict that
+is the same on all of the role's ranks, or None. Both hold tensors on the CPU, `Shares` of samples,
+and JSON values: numbers per sample, but nothing per token. Data per token travel as a
+`RowExchange`, from the ranks of one side that have them to the ranks of the other that want them,
+which get an exchange with their rows. Its shares name each side's ranks by that side's numbering.
+`LocalRole` calls the methods of an object in this process; with `RemoteRole`, `serve` calls them on
+the role's ranks. The caller sees no difference.
+
+The two sides of a `RemoteRole` are separate worlds, so what connects them belongs to neither. The
+`Bridge`, over which the actor's first rank sends messages, and the `JointGroup` of all ranks, for
+exchanges, are separate gloo groups over host memory, made from the job's store.
 """
 
 from __future__ import annotations
@@ -22,38 +27,44 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl.batching.moves import Parcel, Shares
+from mcore_rl.batching.sample_exchange import RowExchange, Shares
 from mcore_rl.common import objects
 from mcore_rl.common.agreement import leave_reason
 
 logger = logging.getLogger(__name__)
 
-Values = Mapping[str, Any]  # tensors on the CPU, shares, parcels, and JSON values
+Values = Mapping[str, Any]  # tensors on the CPU, shares, exchanges, and JSON values
+P = ParamSpec("P")
+Answer = TypeVar("Answer")  # Values or None
+Method = Callable[Concatenate[Any, P], Answer]  # of the class of a role
 
 # A role waits for the next step as long as a rollout lasts. The end of a side is noticed at once:
 # its connections close, and the launcher ends the others.
 _PATIENCE = timedelta(days=7)
 _NEAR, _FAR = 0, 1  # the actor's first rank, and the role's
-_CLOSE, _ANSWER, _FAILURE = "close", "answer", "failure"
+# Names of messages besides those of methods.
+_BUILD, _CLOSE, _ANSWER, _NO_ANSWER, _FAILURE = "build", "close", "answer", "no answer", "failure"
 
 
 class Role(Protocol):
     """A role as the actor's ranks call it. All methods but `abandon` are collective over these."""
 
-    def begin(self, method: str, **arguments: Any) -> Callable[[], Values]:
+    def begin(
+        self, method: Method[P, Answer], *args: P.args, **arguments: P.kwargs
+    ) -> Callable[[], Answer]:
         """Start a call; the returned function waits for its answer.
 
         Calls start in order, each after the answers to all before it. Raises RuntimeError on all
         ranks if the role failed in this call or in an earlier one.
         """
 
-    def call(self, method: str, **arguments: Any) -> Values:
+    def call(self, method: Method[P, Answer], *args: P.args, **arguments: P.kwargs) -> Answer:
         """Start a call and return its answer."""
 
     def close(self) -> None:
@@ -63,19 +74,23 @@ class Role(Protocol):
         """Make `close` wait for no other rank, because this one has failed."""
 
 
-class Here:
+class LocalRole:
     """A role on the actor's ranks, which executes each call at once."""
 
     def __init__(self, served: Any) -> None:
         self.served = served
 
-    def begin(self, method: str, **arguments: Any) -> Callable[[], Values]:
-        answer = self.call(method, **arguments)
+    def begin(
+        self, method: Method[P, Answer], *args: P.args, **arguments: P.kwargs
+    ) -> Callable[[], Answer]:
+        answer = self.call(method, *args, **arguments)
         return lambda: answer
 
-    def call(self, method: str, **arguments: Any) -> Values:
-        answer = getattr(self.served, method)(**_delivered(arguments, _within_world))
-        return _delivered(answer or {}, _within_world)
+    def call(self, method: Method[P, Answer], *args: P.args, **arguments: P.kwargs) -> Answer:
+        call: Callable[..., Any] = method
+        answer = call(self.served, **_delivered(arguments, _within_world))
+        found: Any = None if answer is None else _delivered(answer, _within_world)
+        return cast("Answer", found)
 
     def close(self) -> None:
         """Do nothing: no other process waits for a call."""
@@ -84,35 +99,42 @@ class Here:
         """Do nothing: `close` does not wait."""
 
 
-class Apart:
+class RemoteRole:
     """The actor's side of a role with ranks of its own; `serve` is the other side."""
 
-    def __init__(self, name: str, bridge: Bridge | None, mesh: Mesh, **how: Any) -> None:
+    def __init__(self, name: str, bridge: Bridge | None, group: JointGroup, **how: Any) -> None:
         """`bridge` is given on the actor's first rank only. The role's ranks begin to build the
         role from `how`; the first call waits for that."""
-        self._name, self._bridge, self._mesh = name, bridge, mesh
-        self._answers: dict[int, Values] = {}
+        self._name, self._bridge, self._group = name, bridge, group
+        self._answers: dict[int, Values | None] = {}
         self._num_begun = self._num_answered = 0
         self._lost: str | None = None
         self._is_closed = False
-        self.begin("build", **how)
+        self._begin(Message(_BUILD, how))
 
-    def begin(self, method: str, **arguments: Any) -> Callable[[], Values]:
+    def begin(
+        self, method: Method[P, Answer], *args: P.args, **arguments: P.kwargs
+    ) -> Callable[[], Answer]:
+        number = self._begin(Message(method.__name__, arguments))
+
+        def finish() -> Answer:
+            self._hear_until(number + 1)
+            return cast("Answer", self._answers.pop(number))
+
+        return finish
+
+    def _begin(self, message: Message) -> int:
+        """Send a call; return its number."""
         # The other side sends only while this one listens: fetch its answers first.
         self._hear_until(self._num_begun)
         number = self._num_begun
         self._num_begun += 1
-        self._tell(Message(method, arguments))
-        self._carry(arguments, to_role=True)
+        self._tell(message)
+        self._exchange(message.values, to_role=True)
+        return number
 
-        def finish() -> Values:
-            self._hear_until(number + 1)
-            return self._answers.pop(number)
-
-        return finish
-
-    def call(self, method: str, **arguments: Any) -> Values:
-        return self.begin(method, **arguments)()
+    def call(self, method: Method[P, Answer], *args: P.args, **arguments: P.kwargs) -> Answer:
+        return self.begin(method, *args, **arguments)()
 
     def close(self) -> None:
         if not self._is_closed:
@@ -137,13 +159,14 @@ class Apart:
             heard = objects.broadcast(None if self._bridge is None else self._heard(self._bridge))
             if heard.name == _FAILURE:
                 raise RuntimeError(f"the {self._name} failed: {heard.values['reason']}")
-            self._answers[self._num_answered] = self._carry(heard.values, to_role=False)
+            values = self._exchange(heard.values, to_role=False)
+            self._answers[self._num_answered] = None if heard.name == _NO_ANSWER else values
             self._num_answered += 1
 
-    def _carry(self, values: Values, *, to_role: bool) -> Values:
-        """Move parcels. Collective over the ranks of both sides if there is one."""
+    def _exchange(self, values: Values, *, to_role: bool) -> Values:
+        """Carry out the exchanges. Collective over the ranks of both sides if there is one."""
         try:
-            return _delivered(values, functools.partial(self._mesh.carried, to_role=to_role))
+            return _delivered(values, functools.partial(self._group.delivered, to_role=to_role))
         except RuntimeError as error:
             raise RuntimeError(f"the {self._name} failed: its ranks are gone ({error})") from error
 
@@ -156,17 +179,17 @@ class Apart:
         return Message(_FAILURE, {"reason": f"its ranks are gone ({self._lost})"})
 
 
-def serve(name: str, bridge: Bridge, mesh: Mesh, build: Callable[..., Any]) -> None:
+def serve(name: str, bridge: Bridge, group: JointGroup, build: Callable[..., Any]) -> None:
     """Be a rank of a role until the actor closes it. Collective over the role's ranks.
 
-    `build` makes the object whose methods are called, from the arguments of `Apart`. An exception
-    in it or in a method ends this rank, after a message to the actor.
+    `build` makes the object whose methods are called, from the arguments of `RemoteRole`. An
+    exception in it or in a method ends this rank, after a message to the actor.
     """
     served: Any = None
     while (message := bridge.hear()).name != _CLOSE:
-        values = _delivered(message.values, functools.partial(mesh.carried, to_role=True))
+        values = _delivered(message.values, functools.partial(group.delivered, to_role=True))
         try:
-            if served is None:
+            if message.name == _BUILD:
                 served, answer = build(**values), None
             else:
                 answer = getattr(served, message.name)(**values)
@@ -177,23 +200,23 @@ def serve(name: str, bridge: Bridge, mesh: Mesh, build: Callable[..., Any]) -> N
             logger.exception("rank %s of the %s failed", os.environ.get("RANK", "0"), name)
             bridge.answer(Message(_FAILURE, {"reason": reason}))
             raise
-        bridge.answer(Message(_ANSWER, answer or {}))
-        _delivered(answer or {}, functools.partial(mesh.carried, to_role=False))
+        bridge.answer(Message(_NO_ANSWER) if answer is None else Message(_ANSWER, answer))
+        _delivered(answer or {}, functools.partial(group.delivered, to_role=False))
 
 
-def _delivered(values: Values, carry: Callable[[Parcel], torch.Tensor]) -> dict[str, Any]:
-    """Return `values` with each parcel replaced by what this rank gets of it."""
+def _delivered(values: Values, deliver: Callable[[RowExchange], np.ndarray]) -> dict[str, Any]:
+    """Return `values` with the rows that this rank gets in each exchange."""
     return {
-        name: carry(value) if isinstance(value, Parcel) else value for name, value in values.items()
+        name: replace(value, rows=deliver(value)) if isinstance(value, RowExchange) else value
+        for name, value in values.items()
     }
 
 
-def _within_world(parcel: Parcel) -> torch.Tensor:
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    return torch.from_numpy(parcel.moved(rank, num_ranks, objects.exchange))
+def _within_world(exchange: RowExchange) -> np.ndarray:
+    return exchange.moved(dist.get_rank(), dist.get_world_size(), objects.exchange)
 
 
-class Mesh:
+class JointGroup:
     """A group of all of the actor's ranks and all of a role's. Creating one and all methods are
     collective over them. Raises RuntimeError if one of these processes is gone."""
 
@@ -212,13 +235,13 @@ class Mesh:
         # Any: torch's stub leaves out its operations.
         self._group: Any = dist.ProcessGroupGloo(store, self._rank, self._num_ranks, _PATIENCE)
 
-    def carried(self, parcel: Parcel, *, to_role: bool) -> torch.Tensor:
-        """Return what this rank gets of the other side's parcel; nothing on the sending side."""
+    def delivered(self, exchange: RowExchange, *, to_role: bool) -> np.ndarray:
+        """Return the rows that this rank gets from the other side; none on the sending side."""
         if to_role:
-            bound = replace(parcel, target=parcel.target.counted_from(self._num_near))
+            bound = replace(exchange, target=exchange.target.counted_from(self._num_near))
         else:
-            bound = replace(parcel, source=parcel.source.counted_from(self._num_near))
-        return torch.from_numpy(bound.moved(self._rank, self._num_ranks, self.exchange))
+            bound = replace(exchange, source=exchange.source.counted_from(self._num_near))
+        return bound.moved(self._rank, self._num_ranks, self.exchange)
 
     def exchange(
         self, outgoing: Sequence[np.ndarray], incoming_bytes: Sequence[int]
@@ -233,7 +256,10 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A call or its answer."""
+    """A call or its answer.
+
+    Example: `Message("save", {"num_steps": 3, "folder": "/run/checkpoints"})`.
+    """
 
     name: str
     values: Values = field(default_factory=dict)
@@ -296,10 +322,10 @@ def _encoded(message: Message) -> list[torch.Tensor]:
             samples = np.concatenate([np.empty(0, np.int64), *value.samples])
             counts = [len(each) for each in value.samples]
             return ["shares", value.ranks, counts, described(torch.from_numpy(samples))]
-        if isinstance(value, Parcel):
+        if isinstance(value, RowExchange):
             lengths = described(torch.from_numpy(value.lengths))
             sides = described(value.source), described(value.target)
-            return ["parcel", lengths, *sides, value.rows.dtype.str, value.rows.shape[1:]]
+            return ["exchange", lengths, *sides, value.rows.dtype.str, value.rows.shape[1:]]
         return ["plain", value]
 
     header = {"name": message.name, "values": {n: described(v) for n, v in message.values.items()}}
@@ -309,7 +335,7 @@ def _encoded(message: Message) -> list[torch.Tensor]:
 
 
 def _decoded(receive: Callable[[torch.Tensor], None]) -> Message:
-    """Return a message whose tensors `receive` fills one after the other; parcels have no rows."""
+    """Return a message whose tensors `receive` fills in turn; exchanges have no rows."""
     length = torch.zeros(1, dtype=torch.int64)
     receive(length)
     text = torch.empty(int(length), dtype=torch.uint8)
@@ -325,10 +351,10 @@ def _decoded(receive: Callable[[torch.Tensor], None]) -> Message:
             ends = np.cumsum(counts, dtype=np.int64)
             parts = np.split(received(*samples).numpy(), ends)[:-1]
             return Shares(tuple(parts), tuple(tuple(place) for place in ranks))
-        if kind == "parcel":
+        if kind == "exchange":
             lengths, source, target, dtype, shape = how
             found = received(*lengths).numpy(), received(*source), received(*target)
-            return Parcel(*found, np.empty((0, *shape), dtype=dtype))
+            return RowExchange(*found, np.empty((0, *shape), dtype=dtype))
         tensor = torch.empty(how[1], dtype=getattr(torch, how[0]))
         if tensor.numel():
             receive(tensor)

@@ -11,15 +11,15 @@ from __future__ import annotations
 import argparse
 import logging
 import math
-from typing import TextIO
+from typing import TextIO, TypedDict
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl.batching.dealing import Cuts, samples_of
-from mcore_rl.batching.moves import Shares
+from mcore_rl.batching.assignment import Cuts, samples_of
 from mcore_rl.batching.rows import MicroBatching
+from mcore_rl.batching.sample_exchange import RowExchange, Shares
 from mcore_rl.batching.table import SampleTable, rows_to_tokens
 from mcore_rl.batching.train_batches import build_train_batch
 from mcore_rl.common.agreement import agreed_in_world
@@ -34,10 +34,22 @@ from mcore_rl.rewards.parts import FailureLog
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.spec import ValueModelSpec
-from mcore_rl.trainer.roles.remote import Role, Values
+from mcore_rl.trainer.roles.remote import Role
 from mcore_rl.trainer.roles.samples import plan_epochs, table_to_tensors, tensors_to_table
 
 logger = logging.getLogger(__name__)
+
+
+class Divided(TypedDict):
+    """Which rank gets which samples."""
+
+    wanted: Shares
+
+
+class Scores(TypedDict):
+    """The value of each sample's last token."""
+
+    scores: torch.Tensor  # [n] float64
 
 
 class RewardModel:
@@ -56,7 +68,7 @@ class RewardModel:
         with world:
             self.runner = ModelRunner(world.args, state, world.layout, batching)
 
-    def divide(self, **numbers: torch.Tensor) -> Values:
+    def divide(self, /, **numbers: torch.Tensor) -> Divided:
         """Return which rank gets which samples, at least one. `numbers` come from
         `table_to_tensors`. Like `scores` a call of the role, collective over the layout's ranks."""
         table = tensors_to_table(numbers)
@@ -76,12 +88,12 @@ class RewardModel:
         self._wanted = Shares(wanted, self.world.layout.dp_ranks())
         return {"wanted": self._wanted}
 
-    def scores(self, *, tokens: torch.Tensor) -> Values:
-        """Return `[n]` float64, the value of each sample's last token. `tokens` `[t, 5]` has the
-        rows of `tokens_to_rows` for the samples that this rank gets."""
+    def scores(self, *, tokens: RowExchange) -> Scores:
+        """Score all samples. `tokens` brings `[t, 5]`, the rows of `tokens_to_rows` for the samples
+        that this rank gets."""
         rank = dist.get_rank()
         mine = self._wanted.of(rank)
-        found = rows_to_tokens(tokens.numpy(), self._table.lengths[mine])
+        found = rows_to_tokens(tokens.rows, self._table.lengths[mine])
         of_sample = dict(zip(mine.tolist(), found, strict=True))
         cuts = self._plan[self.world.layout.dp_rank(rank)]
         tokens_of = {row: of_sample[self._rows[row]] for row in samples_of(cuts).tolist()}
@@ -124,9 +136,9 @@ class ModelReward:
         """Return `[n]` float64, on every rank, for samples in `keeper`."""
         if not len(table):
             return np.empty(0)
-        wanted = self._role.call("divide", **table_to_tensors(table))["wanted"]
-        answer = self._role.call("scores", tokens=keeper.parcel(table, wanted))
-        scores: np.ndarray = answer["scores"].numpy()
+        wanted = self._role.call(RewardModel.divide, **table_to_tensors(table))["wanted"]
+        tokens = keeper.row_exchange(table, wanted)
+        scores: np.ndarray = self._role.call(RewardModel.scores, tokens=tokens)["scores"].numpy()
         return scores
 
     def outcomes(self, keeper: SampleKeeper, table: SampleTable) -> list[Outcome]:

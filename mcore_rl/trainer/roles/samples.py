@@ -1,7 +1,7 @@
 """A step's samples in the layouts of several models, each of which divides them in its own way.
 
 Roles get numbers of all samples. Tokens, and results per token, go from rank to rank to those that
-train on the sample (`mcore_rl.batching.moves`): from one layout to another, and within a layout
+train on the sample (`batching.sample_exchange`): from one layout to another, and within a layout
 from the first epoch to later ones. Shape legend: n samples of the step, t tokens of a rank's
 samples.
 """
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl.batching.dealing import Cuts, Prompts, plan_step
-from mcore_rl.batching.moves import Division, Parcel, SampleRows, Shares
+from mcore_rl.batching.assignment import Cuts, Prompts, plan_step
 from mcore_rl.batching.rows import MicroBatching
+from mcore_rl.batching.sample_exchange import Division, RowExchange, SampleRows, Shares
 from mcore_rl.batching.table import SampleTable, SampleTokens
 from mcore_rl.batching.train_batches import build_train_batch, split_mini_batches
 from mcore_rl.batching.types import TrainBatch
@@ -145,9 +145,11 @@ def _found_later(
     peers = tuple((rank,) for rank in dist.get_process_group_ranks(group))
     first, every = division.first.samples, division.every.samples
     lacking = [more[len(had) :] for had, more in zip(first, every, strict=True)]
-    parcel = Parcel(division.lengths, Shares(first, peers), Shares(tuple(lacking), peers), rows)
+    exchange = RowExchange(
+        division.lengths, Shares(first, peers), Shares(tuple(lacking), peers), rows
+    )
     rank = dist.get_rank()
-    came = parcel.moved(rank, dist.get_world_size(), objects.exchange)
+    came = exchange.moved(rank, dist.get_world_size(), objects.exchange)
     at = peers.index((rank,))
     known = SampleRows(every[at], division.lengths, np.concatenate([rows, came]))
     moved = []

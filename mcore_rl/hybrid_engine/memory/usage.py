@@ -8,10 +8,7 @@ and does not know the memory of communicators, graphs and libraries.
 from __future__ import annotations
 
 import ctypes
-import gc
-import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -94,53 +91,3 @@ class PeakMemory:
         else:
             peak = host_bytes("VmHWM")
         self.extra_bytes = max(0, peak - self._before)
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """This process's use of each resource that a leak would exhaust."""
-
-    resident_bytes: int  # without mapped files: code that is first used late is not a leak
-    heap_bytes: int  # malloc's memory in use, without free blocks; glibc only, else 0
-    device_bytes: int  # in use according to the driver, without what PyTorch keeps for later
-    open_files: int
-    threads: int
-    shared_memory: int  # segments in /dev/shm that this process has mapped
-
-    @classmethod
-    def now(cls) -> Footprint:
-        """Measure after freeing unreachable objects and free pages.
-
-        Otherwise the resident set would include what the collector or malloc has yet to free.
-        """
-        gc.collect()
-        give_back_cached()
-        mapped = Path("/proc/self/maps").read_text()
-        return cls(
-            resident_bytes=host_bytes("RssAnon"),
-            heap_bytes=_heap_bytes(),
-            device_bytes=device_bytes(),
-            open_files=len(os.listdir("/proc/self/fd")),
-            threads=len(os.listdir("/proc/self/task")),
-            shared_memory=len(set(re.findall(r"/dev/shm/.*$", mapped, re.MULTILINE))),
-        )
-
-
-class _MallInfo(ctypes.Structure):
-    """glibc's `struct mallinfo2` (malloc.h)."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-        ).split()
-    ]
-
-
-def _heap_bytes() -> int:
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallinfo2"):
-        return 0
-    libc.mallinfo2.restype = _MallInfo
-    info = libc.mallinfo2()
-    return int(info.uordblks + info.hblkhd)  # in heaps, and in separate mappings

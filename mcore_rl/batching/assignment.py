@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.random import PCG64, SeedSequence
 
-from mcore_rl.batching.moves import Division, Shares
 from mcore_rl.batching.rows import MicroBatching, chunks_of_sample, round_up
+from mcore_rl.batching.sample_exchange import Division, Shares
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.tensors import active_parameters
@@ -243,10 +243,10 @@ def plan_step(
     mini_batches = np.split(order, num_mini_batches)
     if batching.packed:
         by_mini_batch = [
-            _deal_packed(samples, lengths, prompts, dp_size, batching) for samples in mini_batches
+            _assign_packed(samples, lengths, prompts, dp_size, batching) for samples in mini_batches
         ]
     else:
-        by_mini_batch = [_deal_padded(samples, dp_size, batching) for samples in mini_batches]
+        by_mini_batch = [_assign_padded(samples, dp_size, batching) for samples in mini_batches]
     return [tuple(ranks[dp_rank] for ranks in by_mini_batch) for dp_rank in range(dp_size)]
 
 
@@ -272,7 +272,7 @@ def samples_of(cuts: Cuts) -> np.ndarray:
     return np.array(found, dtype=np.int64)
 
 
-def _deal_padded(
+def _assign_padded(
     samples: np.ndarray, dp_size: int, batching: MicroBatching
 ) -> list[tuple[tuple[int, ...], ...]]:
     size = batching.micro_batch_size
@@ -285,7 +285,7 @@ def _deal_padded(
     ]
 
 
-def _deal_packed(
+def _assign_packed(
     samples: np.ndarray,
     lengths: np.ndarray,
     prompts: Prompts,
@@ -319,9 +319,9 @@ def _deal_packed(
     most = max(int(tokens[mine].sum()) for mine in of_rank)
     count = round_up(max(1, -(-most // batching.max_tokens)), batching.count_multiple_of)
     ranks = list(range(dp_size))
-    dealt: dict[int, list[np.ndarray]] = {}
-    while len(dealt) < dp_size:
-        dealt.clear()
+    assigned: dict[int, list[np.ndarray]] = {}
+    while len(assigned) < dp_size:
+        assigned.clear()
         for rank in ranks:
             mine = of_rank[rank]
             bins = bins_of(costs[mine], count)
@@ -331,9 +331,9 @@ def _deal_packed(
                 ranks.insert(0, rank)
                 count += batching.count_multiple_of
                 break
-            dealt[rank] = [mine[indices] for indices in _by_bin(bins, count)]
+            assigned[rank] = [mine[indices] for indices in _by_bin(bins, count)]
     return [
-        tuple(tuple(int(i) for piece in bin_ for i in pieces[piece]) for bin_ in dealt[rank])
+        tuple(tuple(int(i) for piece in bin_ for i in pieces[piece]) for bin_ in assigned[rank])
         for rank in range(dp_size)
     ]
 

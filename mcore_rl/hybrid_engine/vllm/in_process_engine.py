@@ -13,28 +13,23 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from mcore_rl.batching.types import Prompt, Rollout
-from mcore_rl.common.errors import UsageError
-from mcore_rl.hybrid_engine.memory.device import give_back_cached
+from mcore_rl.hybrid_engine.memory.usage import give_back_cached
 from mcore_rl.hybrid_engine.vllm.drafter import DraftCounts, DraftedReloader, DraftRecord
 from mcore_rl.hybrid_engine.vllm.generation import (
     Completion,
     Generation,
-    Request,
-    Sampling,
-    seed_of,
 )
 from mcore_rl.hybrid_engine.vllm.needs import Metadata, Needs
 from mcore_rl.hybrid_engine.vllm.reload import Reloader
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import WriteObserver
-from mcore_rl.hybrid_engine.vllm.start import EngineConfig, on_cuda, start_llm
+from mcore_rl.hybrid_engine.vllm.startup import EngineConfig, on_cuda, start_llm
 from mcore_rl.moe.routing_capture import SlotCapture
 
 __all__ = ["EngineConfig", "VLLMEngine"]
@@ -75,39 +70,9 @@ class VLLMEngine:
     # Position of this process
 
     @property
-    def slot(self) -> int:
-        """This rank's position in vLLM: engine, then DP rank, then TP rank, innermost."""
-        return self.config.slot(dist.get_rank())
-
-    @property
     def tp_rank(self) -> int:
         """The tensor-parallel rank, within the engine's data-parallel rank."""
         return int(self._groups.get_tensor_model_parallel_rank())
-
-    @property
-    def dp_rank(self) -> int:
-        """The data-parallel rank within the engine."""
-        return int(self._groups.get_dp_group().rank_in_group)
-
-    @property
-    def ep_size(self) -> int:
-        """The number of the engine's ranks that unsharded experts are spread over; 1 without EP."""
-        return self._groups.get_ep_group().world_size if self._has_expert_parallel else 1
-
-    @property
-    def ep_rank(self) -> int:
-        """This rank among the `ep_size` ranks; 0 without EP."""
-        return self._groups.get_ep_group().rank_in_group if self._has_expert_parallel else 0
-
-    @property
-    def engine_index(self) -> int:
-        """The number of this rank's engine in the world, in the order of slots."""
-        return self.slot // self.config.slots_per_engine
-
-    @property
-    def num_engines(self) -> int:
-        """The number of engines in the world."""
-        return int(self._groups.get_world_group().world_size) // self.config.slots_per_engine
 
     @property
     def model(self) -> torch.nn.Module:
@@ -139,51 +104,6 @@ class VLLMEngine:
         from vllm.utils.torch_utils import set_random_seed
 
         set_random_seed(seed)
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        num_samples: int,
-        temperature: float,
-        max_tokens: int,
-        weight_version: int,
-        top_p: float = 1.0,
-        top_k: int = -1,
-        ignore_eos: bool = False,
-        seed: int | None = None,
-        with_routes: bool = False,
-    ) -> list[Rollout]:
-        """Sample `num_samples` responses to each prompt, in the order of the prompts.
-
-        All prompts are submitted at once; `generation` takes requests one by one. With `seed` each
-        response has its own random stream, derived from the seed and its number here; without, all
-        use the process's stream.
-
-        `with_routes` returns the chosen experts, in an engine with `routed_layers`; if vLLM reports
-        them in another shape than the model's, the response has a `failure` instead.
-        """
-        self.require_ready()
-        self._require_room(prompts, max_tokens)
-        sampling = Sampling(temperature, top_p, top_k, ignore_eos)
-        found: dict[int, Completion] = {}
-        with self.generation() as generation:
-            for number in range(len(prompts) * num_samples):
-                request = Request(
-                    number=number,
-                    token_ids=prompts[number // num_samples].token_ids,
-                    max_tokens=max_tokens,
-                    sampling=sampling,
-                    seed=None if seed is None else seed_of(seed, number),
-                    with_routes=with_routes,
-                )
-                generation.submit(request)
-            while self.any_rank(generation.num_running > 0):
-                found |= {each.number: each for each in generation.step()}
-        return [
-            self.rollout(prompts[number // num_samples], number % num_samples, each, weight_version)
-            for number, each in sorted(found.items())
-        ]
 
     @contextmanager
     def generation(self) -> Iterator[Generation]:
@@ -259,12 +179,8 @@ class VLLMEngine:
 
     # Weights
 
-    def loading_context(self) -> AbstractContextManager[None]:
-        """Return the context in which the model's `load_weights` may be called."""
-        return self._reloader.loading_context()
-
     def learn_needs(self, tensor_metadata: Metadata) -> Needs:
-        """Call and cache `needs.learn_needs`; `reload` then knows when a layer is complete."""
+        """Call `Reloader.learn_needs`; `reload` then knows when a layer is complete."""
         return self._reloader.learn_needs(tensor_metadata)
 
     def reload(
@@ -340,7 +256,7 @@ class VLLMEngine:
         self._wake("weights")
 
     def wake_kv_cache(self) -> None:
-        """Allocate the KV cache again; before `generate`."""
+        """Allocate the KV cache again; before requests run."""
         self._wake("kv_cache")
 
     def _wake(self, what: str) -> None:
@@ -386,11 +302,6 @@ class VLLMEngine:
         return parallel_state
 
     @property
-    def _has_expert_parallel(self) -> bool:
-        config = self._vllm_config
-        return bool(config.parallel_config.enable_expert_parallel and config.model_config.is_moe)
-
-    @property
     def _engine_group(self) -> Any:
         """The ranks that share a model: the engine's if experts span DP ranks, else a TP group."""
         groups = self._groups
@@ -425,16 +336,6 @@ class VLLMEngine:
             raise RuntimeError(f"the engine sleeps ({', '.join(sorted(self._asleep))}); wake it")
         if not self._weights_complete:
             raise RuntimeError("the engine has no complete set of weights; call reload first")
-
-    def _require_room(self, prompts: Sequence[Prompt], max_tokens: int) -> None:
-        limit = self._vllm_config.model_config.max_model_len
-        for prompt in prompts:
-            if len(prompt.token_ids) + max_tokens > limit:
-                raise UsageError(
-                    f"prompt {prompt.index} has {len(prompt.token_ids)} tokens, which with "
-                    f"{max_tokens} new ones exceeds the engine's {limit}",
-                    remedy="shorten one of the two or raise the engine's length",
-                )
 
 
 def _packed_weight(module: Any) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""The wire: sends the messages of a bucket along their trees, and measures when they travelled.
+"""Transport of messages along their trees, over process groups, with the times that it takes.
 
 If a leg's ranks are one of the caller's groups, it is a broadcast in that group. All other legs are
 point to point, one batch per hop, in one group of all ranks, which is created only if there are
-such legs. A wire therefore adds one group or none.
+such legs. A transport therefore adds one group or none.
 
 On the host (gloo) a thread starts the messages hop by hop and waits for them. A rank thus passes on
 what it has received while the caller is busy, and the end of the messages is known. On CUDA they
@@ -44,7 +44,7 @@ class Flight:
         self._start = self._end = 0.0
 
     def run(self) -> None:
-        """Start the hops one after the other, in the wire's thread, and measure the time."""
+        """Start the hops one after the other, in the transport's thread, and measure the time."""
         self._start = time.perf_counter()
         try:
             for start in self._hops:
@@ -79,7 +79,7 @@ class CudaFlight:
         self._end.synchronize()
 
     def interval(self) -> tuple[float, float]:
-        """Return (start, end) in seconds since the wire was created; valid after `wait`."""
+        """Return (start, end) in seconds since the transport was created; valid after `wait`."""
         return (
             self._origin.elapsed_time(self._start) / 1e3,
             self._origin.elapsed_time(self._end) / 1e3,
@@ -103,7 +103,7 @@ class Share:
     partners: frozenset[int]  # ranks that it sends to or receives from
 
 
-class Wire:
+class Transport:
     """The groups that some trees need over the ranks of `world`, and messages along these trees.
 
     Constructing is collective over the world: `trees` and the keys of `groups`, which exist
@@ -183,14 +183,14 @@ class Wire:
         return objects.all_gather(text, self._world.control)
 
     def close(self) -> None:
-        """Free the groups that this wire created. Collective."""
-        self.rest()
+        """Free the groups that this transport created. Collective."""
+        self.stop_thread()
         for group in self._own:
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(group)
         self._own.clear()
 
-    def rest(self) -> None:
+    def stop_thread(self) -> None:
         """End the thread; `start` begins a new one."""
         if self._waiter is not None:
             self._waiter.put(None)
@@ -208,7 +208,7 @@ class Wire:
         flight = Flight(hops)
         if self._waiter is None:
             self._waiter = queue.SimpleQueue()
-            threading.Thread(target=_stand_by, args=(self._waiter,), daemon=True).start()
+            threading.Thread(target=_run_flights, args=(self._waiter,), daemon=True).start()
         self._waiter.put(flight)
         return flight
 
@@ -251,8 +251,8 @@ class Wire:
             yield from dist.batch_isend_irecv(batch)
 
 
-def _stand_by(flights: queue.SimpleQueue[Flight | None]) -> None:
-    """Run the flights of the queue until it yields None: the body of the wire's thread."""
+def _run_flights(flights: queue.SimpleQueue[Flight | None]) -> None:
+    """Run the flights of the queue until it yields None: the body of the transport's thread."""
     while (flight := flights.get()) is not None:
         flight.run()
         del flight  # its calls hold process groups

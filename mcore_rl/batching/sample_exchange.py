@@ -25,7 +25,11 @@ _NOTHING = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Samples that each place has or needs, and the ranks of each place."""
+    """Samples that each place has or needs, and the ranks of each place.
+
+    Example: `Shares((array([0, 2]), array([1])), ((0, 1), (2, 3)))`: ranks 0 and 1 have samples 0
+    and 2.
+    """
 
     samples: tuple[np.ndarray, ...]  # int64, per place, in its order, each sample once
     ranks: tuple[tuple[int, ...], ...]  # per place; a rank belongs to at most one place
@@ -47,7 +51,11 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Division of a step's samples among the ranks of a side, in all epochs."""
+    """Division of a step's samples among the ranks of a side, in all epochs.
+
+    Example: with lengths [7, 5], `first` may be ([0], [1]) and `every` ([0, 1], [1, 0]) on two
+    places.
+    """
 
     lengths: np.ndarray  # [n] int64, tokens
     first: Shares  # in the first epoch, in the order of a rank's batch
@@ -58,7 +66,11 @@ class Division:
 class Moves:
     """A rank's part in a move: samples by destination and by source.
 
-    They are in the order of the receiving place. Ranks without samples are omitted."""
+    They are in the order of the receiving place. Ranks without samples are omitted.
+
+    Example: rank 0 has samples 0 and 1, rank 1 needs 1: on rank 0 `Moves({1: array([1])}, {0:
+    array([0])})`.
+    """
 
     outgoing: dict[int, np.ndarray]
     incoming: dict[int, np.ndarray]
@@ -101,11 +113,15 @@ def _sender(source: Shares, of: int, target: Shares, place: int, receiver: int) 
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class RowExchange:
     """Rows, one per token, to be moved from the ranks of `source` to the ranks of `target`.
 
     All ranks of both sides have the same values, except `rows`: this rank's part of `source`,
-    sample after sample in its order, and empty on ranks outside the source.
+    sample after sample in its order, and empty on ranks outside the source. Once delivered, they
+    are this rank's part of `target`.
+
+    Example: the critic's values: `RowExchange(lengths, of_critic, of_actor, rows)`, `rows` `[t]`
+    float32.
     """
 
     lengths: np.ndarray  # [n] int64, tokens of each sample

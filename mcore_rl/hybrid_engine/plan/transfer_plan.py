@@ -11,7 +11,6 @@ chosen.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,29 +19,19 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_rl.hybrid_engine.plan.trees import Forest, KnownGroups, Neighbourhoods, Tree
-from mcore_rl.model.boxes import Box, intersect, show, subtract, uncovered, volume
+from mcore_rl.model.boxes import Box, Boxes, intersect, show, subtract, uncovered, volume
+from mcore_rl.model.tensors import TensorInfo
 
-Boxes = Mapping[str, Sequence[Box]]  # tensor -> disjoint boxes
 _MANY_BOXES = 16
 _WAYS = 4  # forests per set of holders and receivers: more balance better but take more messages
 
 
 @dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """A checkpoint tensor: its full shape, and the bytes and name of its element type."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    itemsize: int
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.itemsize
-
-
-@dataclass(frozen=True, slots=True)
 class Move:
-    """One box of one tensor that travels from a rank that holds it along a tree of receivers."""
+    """One box of one tensor that travels from a rank that holds it along a tree of receivers.
+
+    Example: `Move("model.norm.weight", ((0, 7168),), tree, num_bytes=14336)`.
+    """
 
     tensor: str
     box: Box
@@ -91,7 +80,7 @@ def make_plan(
     tensor, rank and box that no rank holds.
     """
     near, known_groups = near or Neighbourhoods.alike(len(have)), groups or KnownGroups()
-    groups_of_ranks = _by_object(have, need)
+    groups_of_ranks = by_object(have, need)
     load = [0] * len(have) if load is None else load
     # Most tensors of a stage share holders and receivers, and take the same forests in turn.
     known: dict[tuple[tuple[int, ...], tuple[int, ...]], deque[Forest]] = {}
@@ -123,14 +112,12 @@ def make_plan(
     return Plan(tuple(moves))
 
 
-def _by_object(
-    have: Sequence[Boxes], need: Sequence[Boxes]
-) -> list[tuple[tuple[Boxes, Boxes], list[int]]]:
-    """Group the ranks whose holdings and needs are the same objects."""
-    ranks: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for rank, (held, needed) in enumerate(zip(have, need, strict=True)):
-        ranks[id(held), id(needed)].append(rank)
-    return [((have[some[0]], need[some[0]]), some) for some in ranks.values()]
+def by_object(*by_rank: Sequence[Boxes]) -> list[tuple[tuple[Boxes, ...], list[int]]]:
+    """Group the ranks whose mappings are the same objects (see `weight_stream.exchange`)."""
+    ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank, mappings in enumerate(zip(*by_rank, strict=True)):
+        ranks[tuple(map(id, mappings))].append(rank)
+    return [(tuple(each[some[0]] for each in by_rank), some) for some in ranks.values()]
 
 
 def _cut_by_holder(

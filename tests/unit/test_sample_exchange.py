@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from mcore_rl.batching.moves import Moves, Parcel, SampleRows, Shares
+from mcore_rl.batching.sample_exchange import Moves, RowExchange, SampleRows, Shares
 
 NUM_RANKS = 12
 LENGTHS = np.random.default_rng(5).integers(0, 6, size=40)
@@ -39,7 +39,7 @@ SIDES = {
 }
 
 
-def in_turn(parcels: list[Parcel]) -> tuple[list[np.ndarray], np.ndarray]:
+def in_turn(exchanges: list[RowExchange]) -> tuple[list[np.ndarray], np.ndarray]:
     """What every rank finds, and `[from, to]` the bytes that went between them."""
     sent: list[list[np.ndarray]] = []
 
@@ -47,8 +47,8 @@ def in_turn(parcels: list[Parcel]) -> tuple[list[np.ndarray], np.ndarray]:
         sent.append(outgoing)
         return [np.zeros(count, dtype=np.uint8) for count in incoming]
 
-    for rank, parcel in enumerate(parcels):
-        parcel.moved(rank, NUM_RANKS, noting)
+    for rank, exchange in enumerate(exchanges):
+        exchange.moved(rank, NUM_RANKS, noting)
 
     def giving(rank: int) -> Callable:
         def give(_: list[np.ndarray], incoming: list[int]) -> list[np.ndarray]:
@@ -58,7 +58,9 @@ def in_turn(parcels: list[Parcel]) -> tuple[list[np.ndarray], np.ndarray]:
 
         return give
 
-    found = [parcel.moved(rank, NUM_RANKS, giving(rank)) for rank, parcel in enumerate(parcels)]
+    found = [
+        exchange.moved(rank, NUM_RANKS, giving(rank)) for rank, exchange in enumerate(exchanges)
+    ]
     return found, np.array([[len(each) for each in row] for row in sent])
 
 
@@ -74,10 +76,11 @@ def test_every_rank_gets_its_rows_and_each_travels_once(sides: str, dtype: type)
         LENGTHS,
         rng.integers(0, 120, size=(LENGTHS.sum(), 3)).astype(dtype),
     )
-    parcels = [
-        Parcel(LENGTHS, source, target, everything.of(source.of(rank))) for rank in range(NUM_RANKS)
+    exchanges = [
+        RowExchange(LENGTHS, source, target, everything.of(source.of(rank)))
+        for rank in range(NUM_RANKS)
     ]
-    found, sent = in_turn(parcels)
+    found, sent = in_turn(exchanges)
     width = 3 * np.dtype(dtype).itemsize
     for rank in range(NUM_RANKS):
         wanted, had = target.of(rank), source.of(rank)

@@ -1,4 +1,4 @@
-"""vLLM's model of this rank, built and loaded, but never run.
+"""vLLM's model of this rank, built and loaded, but never run: for tests and benchmarks.
 
 It tests the loading of layouts that vLLM cannot run on a platform: on CPU, experts over its own
 data-parallel ranks. It also serves callers that need a layout's needs and stored weights but no
@@ -8,39 +8,31 @@ text: it starts in a second, without a KV cache, a scheduler and a profiling run
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-import numpy as np
-
-from mcore_rl.batching.types import Prompt, Rollout
-from mcore_rl.hybrid_engine.vllm.engine import VLLMEngine
-from mcore_rl.hybrid_engine.vllm.start import on_cuda, start_executor
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.startup import engine_arguments, on_cuda, starting
 
 
 class VLLMModelOnly(VLLMEngine):
     """A `VLLMEngine` that does not generate: it learns needs, reloads, sleeps and shows weights.
 
     It is vLLM's own worker, built by vLLM's own executor in its own groups. It supports every
-    layout; methods that generate raise RuntimeError. Constructing and closing are collective over
+    layout. Constructing and closing are collective over
     the world; close one before creating the next.
     """
 
     def _start(self) -> None:
         gc.freeze()  # vLLM collects garbage twice, which is slow with all imported modules
-        self._executor = start_executor(self.config)
+        with starting(self.config):
+            from vllm.engine.arg_utils import EngineArgs
+            from vllm.usage.usage_lib import UsageContext
+            from vllm.v1.executor.abstract import Executor
 
-    @property
-    def tokenizer(self) -> NoReturn:
-        self._refuse()
-
-    def generate(self, prompts: Sequence[Prompt], **options: Any) -> list[Rollout]:
-        """Always raises RuntimeError."""
-        self._refuse()
-
-    def prompt_log_probs(self, token_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Always raises RuntimeError."""
-        self._refuse()
+            model, options = str(self.config.model_dir), engine_arguments(self.config)
+            arguments = EngineArgs(model=model, **options)
+            vllm_config = arguments.create_engine_config(UsageContext.LLM_CLASS)
+            self._executor = Executor.get_class(vllm_config)(vllm_config)
 
     def _free(self, keep_weights: bool) -> None:
         pass  # the model keeps its memory until `close`
@@ -70,9 +62,3 @@ class VLLMModelOnly(VLLMEngine):
 
     def _drop_kv_cache(self) -> bool:
         return True
-
-    def _refuse(self) -> NoReturn:
-        raise RuntimeError(
-            "this engine holds vLLM's model only and cannot generate: it was started without a KV "
-            "cache and a scheduler, for a layout that vLLM does not run here; start a VLLMEngine"
-        )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, Roles
-from mcore_rl.trainer.roles.remote import Bridge, Mesh
+from mcore_rl.trainer.roles.remote import Bridge, JointGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class RoleWorld:
     store: dist.Store | None  # of the role's world; None: a process without a launcher
     # The actor's first rank has an end to each role on ranks of its own, which have the other ends.
     bridges: dict[str, Bridge]
-    meshes: dict[str, Mesh]  # on all ranks of the actor and of such a role
+    joint_groups: dict[str, JointGroup]  # on all ranks of the actor and of such a role
 
 
 def enter_role(roles: Roles, store: dist.Store | None) -> RoleWorld:
@@ -35,11 +35,11 @@ def enter_role(roles: Roles, store: dist.Store | None) -> RoleWorld:
     ranks = roles.ranks(role)
     rank = ranks.index(int(os.environ["RANK"]))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(ranks)))
-    bridges, meshes = {}, {}
+    bridges, joint_groups = {}, {}
     for other in apart:
         if role in (other, ACTOR):
-            meshes[other] = Mesh(
-                dist.PrefixStore(f"mcore_rl/mesh/{other}", store),
+            joint_groups[other] = JointGroup(
+                dist.PrefixStore(f"mcore_rl/joint_group/{other}", store),
                 is_near=role == ACTOR,
                 rank=rank,
                 num_near_ranks=len(roles.actor),
@@ -51,4 +51,4 @@ def enter_role(roles: Roles, store: dist.Store | None) -> RoleWorld:
                 place=0 if role == ACTOR else 1 + rank,
                 num_far_ranks=len(roles.ranks(other)),
             )
-    return RoleWorld(role, dist.PrefixStore(f"mcore_rl/role/{role}", store), bridges, meshes)
+    return RoleWorld(role, dist.PrefixStore(f"mcore_rl/role/{role}", store), bridges, joint_groups)

@@ -103,13 +103,13 @@ def start_llm(config: EngineConfig) -> Any:
     The random states of torch, numpy and Python do not change, though vLLM seeds all of them.
     """
     is_new = "vllm" not in sys.modules
-    with nothing_collected(), _starting(config):
+    with nothing_collected(), starting(config):
         from vllm import LLM
 
         if is_new:
             gc.freeze()  # vLLM collects garbage, and must not walk over all imported objects
         _require_runnable(config)
-        llm = LLM(str(config.model_dir), **_arguments(config))
+        llm = LLM(str(config.model_dir), **engine_arguments(config))
     # The client's finalizer, which garbage collection would also run, destroys the default process
     # group, which belongs to training. VLLMEngine.close frees the engine's own groups. Older
     # versions have no finalizer.
@@ -117,22 +117,6 @@ def start_llm(config: EngineConfig) -> Any:
     if finalizer is not None:
         finalizer.detach()
     return llm
-
-
-def start_executor(config: EngineConfig) -> Any:
-    """Start only vLLM's executor: its worker with the model, which cannot generate.
-
-    It has no KV cache and no scheduler and does no profiling run, so it also starts in layouts that
-    vLLM cannot run on this platform. Collective over the world; random states do not change.
-    """
-    with _starting(config):
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.executor.abstract import Executor
-
-        arguments = EngineArgs(model=str(config.model_dir), **_arguments(config))
-        vllm_config = arguments.create_engine_config(UsageContext.LLM_CLASS)
-        return Executor.get_class(vllm_config)(vllm_config)
 
 
 def on_cuda() -> bool:
@@ -143,7 +127,7 @@ def on_cuda() -> bool:
 
 
 @contextmanager
-def _starting(config: EngineConfig) -> Iterator[None]:
+def starting(config: EngineConfig) -> Iterator[None]:
     """Set up our environment and patches while vLLM starts, and preserve the process's state."""
     require_placement(config)
     _prepare_environment(config)
@@ -201,8 +185,7 @@ def _require_runnable(config: EngineConfig) -> None:
     if config.dp_size > 1 and not on_cuda():
         raise UsageError(
             f"vLLM on CPU cannot run experts over {config.dp_size} data-parallel ranks",
-            remedy="choose EP equal to the rollout tensor parallel size, or VLLMModelOnly, which "
-            "does not generate",
+            remedy="choose EP equal to the rollout tensor parallel size",
         )
 
 
@@ -256,7 +239,7 @@ def _prepare_environment(config: EngineConfig) -> None:
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would win over the flag
 
 
-def _arguments(config: EngineConfig) -> dict[str, Any]:
+def engine_arguments(config: EngineConfig) -> dict[str, Any]:
     """Return the arguments of vLLM's engine, except the model."""
     config_json = read_config_json(config.model_dir)
     overrides = left_to_defaults(config_json)
@@ -267,25 +250,7 @@ def _arguments(config: EngineConfig) -> dict[str, Any]:
             raise RuntimeError(f"{config.model_dir} is quantised: start with dummy weights, reload")
         overrides[QUANTIZATION] = None
     options: dict[str, Any] = {"hf_overrides": overrides}
-    kv_cache_bytes = config.kv_cache_bytes
-    if on_cuda():
-        options["enable_sleep_mode"] = True
-        # With scheduling one step ahead, a data-parallel rank ends in a step without tokens. Model
-        # runner V2, the default, leaves this step without the collective in which the other ranks
-        # wait. Their collective then meets a different one: gloo aborts at the end of the first
-        # generation.
-        options["async_scheduling"] = config.dp_size == 1
-        if config.dtype == "float16":
-            # Otherwise vLLM chooses TRTLLM's experts on Blackwell, which support only bfloat16.
-            options["moe_backend"] = "triton"
-        if config.routed_layers is not None:
-            options["enable_return_routed_experts"] = True
-    else:
-        if kv_cache_bytes is None and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-            kv_cache_bytes = _DEFAULT_CPU_KV_CACHE_BYTES
-        if "kv_lora_rank" in config_json:
-            # The AMX backend packs kv_b_proj and drops the weight, which prevents a reload.
-            options["attention_backend"] = "CPU_MLA"
+    options |= _platform_options(config, config_json)
     if config.speculation is not None:
         options |= _speculative(config.speculation, options)
     if config.dp_size > 1:
@@ -307,7 +272,6 @@ def _arguments(config: EngineConfig) -> dict[str, Any]:
         max_model_len=_max_model_len(config, config_json),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        kv_cache_memory_bytes=kv_cache_bytes,
         gpu_memory_utilization=config.gpu_memory_utilization,
         enable_prefix_caching=config.enable_prefix_caching,
         enforce_eager=config.enforce_eager,
@@ -319,6 +283,33 @@ def _arguments(config: EngineConfig) -> dict[str, Any]:
         use_tqdm_on_load=config.verbose,
         **options,
     )
+
+
+def _platform_options(config: EngineConfig, config_json: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that differ between CUDA and the CPU."""
+    if not on_cuda():
+        options: dict[str, Any] = {"kv_cache_memory_bytes": config.kv_cache_bytes}
+        if config.kv_cache_bytes is None and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+            options["kv_cache_memory_bytes"] = _DEFAULT_CPU_KV_CACHE_BYTES
+        if "kv_lora_rank" in config_json:
+            # The AMX backend packs kv_b_proj and drops the weight, which prevents a reload.
+            options["attention_backend"] = "CPU_MLA"
+        return options
+    options = {
+        "kv_cache_memory_bytes": config.kv_cache_bytes,
+        "enable_sleep_mode": True,
+        # With scheduling one step ahead, a data-parallel rank ends in a step without tokens. Model
+        # runner V2, the default, leaves this step without the collective in which the other ranks
+        # wait. Their collective then meets a different one: gloo aborts at the end of the first
+        # generation.
+        "async_scheduling": config.dp_size == 1,
+    }
+    if config.dtype == "float16":
+        # Otherwise vLLM chooses TRTLLM's experts on Blackwell, which support only bfloat16.
+        options["moe_backend"] = "triton"
+    if config.routed_layers is not None:
+        options["enable_return_routed_experts"] = True
+    return options
 
 
 def _max_model_len(config: EngineConfig, config_json: Mapping[str, Any]) -> int | None:

@@ -99,7 +99,7 @@ def tells_padding(args: argparse.Namespace, chunks: Sequence[torch.nn.Module]) -
     deaf = [type(chunk) for chunk in chunks if not _takes_padding(type(chunk))]
     if deaf and balances(values):
         raise UsageError(
-            f"counts padding in the load of experts, of which {deaf[0].__qualname__} is not told",
+            f"needs the padding of a row, which {deaf[0].__qualname__} does not take",
             flag=asked(values),
             remedy="let its forward take padding_mask and hand it to its layers, or drop the flag",
         )

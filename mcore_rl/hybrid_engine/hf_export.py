@@ -6,6 +6,7 @@ of the file's tensors. No rank holds the full model.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -20,23 +21,20 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from mcore_rl.common import objects
-from mcore_rl.hybrid_engine.plan.moves import TensorInfo, make_plan
+from mcore_rl.hybrid_engine.plan.transfer_plan import Plan, make_plan
 from mcore_rl.hybrid_engine.transfer.transfer import Transfer
 from mcore_rl.megatron import float8
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, read_tensor
-from mcore_rl.megatron.hf_files import INDEX, other_files
+from mcore_rl.megatron.hf_files import EXPORT_MARKER, INDEX, other_files
 from mcore_rl.megatron.shards import ModelShards
-from mcore_rl.model.boxes import Box, extent, full_box
+from mcore_rl.model.boxes import Box, Boxes, extent, full_box, slices
 from mcore_rl.model.config_json import read_config_json
 from mcore_rl.model.families import left_to_defaults
 from mcore_rl.model.quantization import POWERS_OF_TWO, QUANTIZATION
-from mcore_rl.model.tensors import is_mtp_tensor
+from mcore_rl.model.tensors import TensorInfo, is_mtp_tensor
 from mcore_rl.model.weight_map import layer_order
 
 logger = logging.getLogger(__name__)
-
-# `export` writes this file; only a folder that has it may be replaced.
-EXPORT_MARKER = "mcore_rl_export.json"
 
 
 def export(
@@ -79,21 +77,11 @@ def export(
 
     parts = _split_by_size(checkpoint, max_file_bytes)
     names = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
-    have, copies = _gather_boxes(shards), checkpoint.copies
+    have = _gather_boxes(shards)
     written = _writing(checkpoint, as_float8=as_float8)
     for first in range(0, len(parts), world_size):
         turn = parts[first : first + world_size]
-        need: list[dict[str, list[Box]]] = [{} for _ in range(world_size)]
-        for writer, tensors in enumerate(turn):
-            # Copies in trained MTP layers get the model's current values.
-            trained = [copies.get(t, t) for t in tensors if t not in checkpoint.mtp]
-            need[writer] = {t: [full_box(checkpoint.tensors[t].shape)] for t in trained}
-        plan = make_plan(
-            checkpoint.tensors,
-            order=[t for needed in need for t in needed],
-            have=have,
-            need=need,
-        )
+        plan, need = _plan_turn(checkpoint, turn, have)
         # On the host, where files are written: a writer has every rank as its peer, whose buffers
         # on a device take more memory than a turn's weights.
         transfer = Transfer(plan, checkpoint.tensors, bucket_bytes=bucket_bytes, device="cpu")
@@ -116,6 +104,19 @@ def export(
     objects.barrier()
 
 
+def _plan_turn(
+    checkpoint: HFCheckpoint, turn: Sequence[Sequence[str]], have: Sequence[Boxes]
+) -> tuple[Plan, list[Boxes]]:
+    """Plan the moves for the files of a turn, one per rank; return also each rank's needs."""
+    need: list[Boxes] = [{} for _ in have]
+    for writer, tensors in enumerate(turn):
+        # Copies in trained MTP layers get the model's current values.
+        trained = [checkpoint.copies.get(t, t) for t in tensors if t not in checkpoint.mtp]
+        need[writer] = {t: [full_box(checkpoint.tensors[t].shape)] for t in trained}
+    order = [tensor for needed in need for tensor in needed]
+    return make_plan(checkpoint.tensors, order=order, have=have, need=need), need
+
+
 def _received(
     transfer: Transfer,
     shards: ModelShards,
@@ -130,16 +131,15 @@ def _received(
         names_of.setdefault(checkpoint.copies.get(tensor, tensor), []).append(tensor)
     filled: dict[str, torch.Tensor] = {}
 
-    def write(tensor: str, pieces: Sequence[tuple[Box, torch.Tensor]]) -> None:
+    def write(tensor: str, pieces: Iterable[tuple[Box, torch.Tensor]]) -> None:
         full = _assemble(tensor, checkpoint.tensors[tensor], pieces, shards)
         for name in names_of[tensor]:
             written(name, full if name == tensor else full.clone(), filled)
 
     left = dict.fromkeys(need)
-    for tensor, pieces in transfer.stream(shards.read):
-        if tensor in left:
-            del left[tensor]
-            write(tensor, pieces)
+    for tensor, parts in itertools.groupby(transfer.stream(shards.read), key=lambda part: part[0]):
+        del left[tensor]
+        write(tensor, (piece for _, pieces in parts for piece in pieces))
     for tensor in left:  # this rank already has all of it
         write(tensor, [])
     return filled
@@ -198,13 +198,14 @@ def _gather_boxes(shards: ModelShards) -> list[dict[str, tuple[Box, ...]]]:
 def _assemble(
     tensor: str,
     info: TensorInfo,
-    received: Sequence[tuple[Box, torch.Tensor]],
+    received: Iterable[tuple[Box, torch.Tensor]],
     shards: ModelShards,
 ) -> torch.Tensor:
+    """Copy all pieces of a tensor into one, each before the next is requested."""
     full = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
     own = [(box, shards.read(tensor, box)) for box in shards.boxes(tensor)]
-    for box, data in [*own, *received]:
-        full[tuple(slice(start, stop) for start, stop in box)] = data.view(extent(box))
+    for box, data in itertools.chain(own, received):
+        full[slices(box)] = data.view(extent(box))
     return full
 
 

@@ -58,6 +58,8 @@ def another_value(parameter: Parameter) -> tuple[list[str], Any]:
     if parameter.several:
         return [flag, "one", flag, "two"], ("one", "two")
     value: Any = {int: 17, float: 0.125, str: "other"}[parameter.kind]
+    if parameter.bounds.least is not None:
+        value = max(value, parameter.kind(parameter.bounds.least))
     if choices:
         value = choices[-1] if choices[-1] != parameter.default else choices[0]
     return [flag, str(value)], value

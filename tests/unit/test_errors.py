@@ -30,7 +30,7 @@ WITHOUT_FLAG = {
     "mcore_rl/job/environment.py::open_store": "several variables of the environment",
     # Of a call: nobody has typed a flag.
     "mcore_rl/flags/derived.py::check_fits_machine": "a fork's parsed arguments",
-    "mcore_rl/job/reading.py::derived_in_fork": "a fork's parsed arguments",
+    "mcore_rl/job/reading.py::check_fork_fits": "a fork's parsed arguments",
     "mcore_rl/hybrid_engine/vllm/startup.py": "fields of EngineConfig",
     "mcore_rl/hybrid_engine/vllm/reload.py": "a choice of vLLM's",
     # Of several flags at once, of which none is wrong by itself.

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.config import RLConfig
+from mcore_rl.config import CriticOptions
 from mcore_rl.model.layout import RolloutLayout, TrainLayout, pipeline_layers
 from mcore_rl.model.roles import DEGREE_FLAGS
 from mcore_rl.planner.activations import (
@@ -98,7 +98,7 @@ def test_critic_flags_are_flags_of_a_run() -> None:
     for degree, flag in CRITIC_FLAGS.items():
         name = f"critic_{degree}"
         assert flag == f"--rl-{name.replace('_', '-')}"
-        assert name in RLConfig.__dataclass_fields__ and degree in DEGREE_FLAGS
+        assert name in CriticOptions.__dataclass_fields__ and degree in DEGREE_FLAGS
 
 
 def test_critic_ranks_are_taken_from_the_actor() -> None:

@@ -16,9 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.batching.accounting import BatchAccounting, batch_accounting
-from mcore_rl.batching.assignment import SampleFlops
-from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.batching.shared_prompts import shares_prompts
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameter, Parameters, degree, param, parameters_of
@@ -31,8 +28,10 @@ from mcore_rl.observe.options import AlarmOptions, RunOptions
 from mcore_rl.rewards.options import RewardOptions
 from mcore_rl.rollout.options import EvaluationOptions, RolloutOptions
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torch, which flags do not need
     from mcore_rl.algorithms.recipes import Algorithm
+    from mcore_rl.batching.accounting import BatchAccounting
+    from mcore_rl.batching.rows import MicroBatching
 
 
 FLOAT8 = "fp8"  # of --rl-export-dtype
@@ -223,6 +222,9 @@ class RLConfig:
         """
         if interleaved is None:
             interleaved = values["virtual_pipeline_model_parallel_size"] is not None
+        from mcore_rl.batching.assignment import SampleFlops
+        from mcore_rl.batching.rows import MicroBatching
+
         options = self.trainer
         group = values.get("microbatch_group_size_per_vp_stage") or layout.pp_size
         return MicroBatching(
@@ -243,6 +245,8 @@ class RLConfig:
     ) -> BatchAccounting:
         """Return the sequences, micro-batches and updates of a run, given the data-parallel sizes
         and micro-batches of the trained models."""
+        from mcore_rl.batching.accounting import batch_accounting
+
         options, recipe = self.trainer, self.recipe
         return batch_accounting(
             num_prompts=options.num_prompts_per_step,

@@ -74,7 +74,7 @@ class Fields:
         value = self[name] if default is None else self.get(name, default)
         found = finite_number(value)
         if found is None or not bounds.hold(found):
-            raise self.senseless(name, value, f"a number in {bounds.interval()}")
+            raise self.senseless(name, value, f"in {bounds.interval()}")
         return found
 
     def switch(self, name: str) -> bool:

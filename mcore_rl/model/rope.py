@@ -104,7 +104,7 @@ def _partial_rotary_factor(
         factor = fields.count("rotary_dim") / fields.count("head_dim")
     share, bounds = finite_number(factor), Bounds(above=0, most=1)
     if share is None or not bounds.hold(share):
-        raise fields.senseless("partial_rotary_factor", factor, f"a number in {bounds.interval()}")
+        raise fields.senseless("partial_rotary_factor", factor, f"in {bounds.interval()}")
     if share == 1.0:
         return {}
     if family.partial_rotary_factor == 1.0:

@@ -62,18 +62,23 @@ def read_options(tokens: Sequence[str] | None) -> argparse.Namespace:
     """Parse and check the arguments; `options.stages` are the requested ones, in their order."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="gpu_trial.sh", description=__doc__, formatter_class=raw)
-    add = parser.add_argument
-    add("--list", action="store_true", help="print the stages and run nothing")
-    add("--from", dest="first", choices=NAMES, metavar="STAGE", help="begin with this stage")
-    add("--only", nargs="+", choices=NAMES, metavar="STAGE", help="these stages alone")
-    add("--out", type=Path, metavar="DIR", help="results: JSON, logs, the page")
-    add("--work", type=Path, metavar="DIR", help="checkpoints and runs (default: OUT/work)")
-    add("--model", type=Path, metavar="DIR", help="a small model of Hugging Face")
-    add("--prompts", type=Path, metavar="FILE", help="JSONL for --model")
+    parser.add_argument("--list", action="store_true", help="print the stages and run nothing")
+    parser.add_argument(
+        "--from", dest="first", choices=NAMES, metavar="STAGE", help="begin with this stage"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=NAMES, metavar="STAGE", help="these stages alone"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="results: JSON, logs, the page")
+    parser.add_argument(
+        "--work", type=Path, metavar="DIR", help="checkpoints and runs (default: OUT/work)"
+    )
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a small model of Hugging Face")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSONL for --model")
     devices = "GPUs to use, or processes where there is none (default: all GPUs, or the cores)"
-    add("--devices", type=int, metavar="N", help=devices)
+    parser.add_argument("--devices", type=int, metavar="N", help=devices)
     limit = f"of every stage, instead of its own (at most {MOST_SECONDS})"
-    add("--limit", type=float, metavar="SECONDS", help=limit)
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help=limit)
     options = parser.parse_args(tokens)
     if options.only and options.first:
         parser.error("--from and --only exclude each other; give one of them")

@@ -273,7 +273,8 @@ def _told_of_a_failure(manager: MegatronVLLMShardingManager, engine: VLLMEngine)
 
 
 def engine_index(job: Job) -> int:
-    return job.spec.rollout_layout.engine_index(dist.get_rank())
+    rollout = job.spec.rollout_layout
+    return rollout.slot(dist.get_rank()) // rollout.slots_per_engine
 
 
 def _draw() -> list[Any]:

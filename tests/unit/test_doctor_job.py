@@ -347,7 +347,7 @@ def test_plan_that_fits_is_green_with_its_figures(outcome: Outcome) -> None:
     (found,) = check_plan(outcome, DeviceMemory(80 * GB, 5 * GB, "found here"))
     assert found.level == "green" and "fits into 80.0 GB (found here)" in found.found
     (found,) = check_plan(outcome, DeviceMemory(None, 0, ""))
-    assert found.level == "green" and found.found.startswith("no device to compare with")
+    assert found.level == "green" and found.found.startswith("no device memory to fit into")
 
 
 def test_plan_that_may_not_fit_is_yellow_with_the_planners_remedies(passed: Job) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import save as save_checkpoint
 
 from mcore_rl import train
 from mcore_rl.common.errors import UsageError
+from mcore_rl.config import RLConfig
 from mcore_rl.job import start as start_module
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.observe.stage_timers import StageTimers
@@ -57,7 +58,7 @@ def saver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSaver:
     nothing: dict[str, Any] = dict.fromkeys(("manager", "collector", "prompts", "eval_prompts"))
     args = Namespace(save=str(tmp_path), save_interval=10, save_retain_interval=100)
     return RunSaver(
-        SimpleNamespace(args=args, config=SimpleNamespace(directory=tmp_path)),  # type: ignore[arg-type]
+        SimpleNamespace(args=args, config=RLConfig.of(run_dir=str(tmp_path))),  # type: ignore[arg-type]
         state=SimpleNamespace(iteration=0),  # type: ignore[arg-type]
         learner=SimpleNamespace(critic=CriticOnDisk()),  # type: ignore[arg-type]
         timers=StageTimers(),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from mcore_rl.patches.torch.loopback_stores import is_loopback
+from mcore_rl.common.addresses import is_loopback
 from mcore_rl.tools.doctor.finding import PORTS, Finding, green, plural, red, yellow
 
 _DEFAULT_PORT = 29500  # torchrun's

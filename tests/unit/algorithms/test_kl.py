@@ -137,10 +137,10 @@ def test_controllers_go_on_from_a_checkpoint() -> None:
 @pytest.mark.parametrize(
     "build, message",
     [
-        (lambda: KLParameters(kl_reward_coef=-0.1), "--rl-kl-reward-coef -0.1 is not"),
-        (lambda: KLParameters(kl_reward_coef=math.nan), "--rl-kl-reward-coef nan is not"),
-        (lambda: KLParameters(kl_target=0.0), "--rl-kl-target 0.0 is not"),
-        (lambda: KLParameters(kl_horizon=-1.0), "--rl-kl-horizon -1.0 is not"),
+        (lambda: KLParameters(kl_reward_coef=-0.1), "--rl-kl-reward-coef -0.1 must be"),
+        (lambda: KLParameters(kl_reward_coef=math.nan), "--rl-kl-reward-coef nan must be"),
+        (lambda: KLParameters(kl_target=0.0), "--rl-kl-target 0.0 must be"),
+        (lambda: KLParameters(kl_horizon=-1.0), "--rl-kl-horizon -1.0 must be"),
         (lambda: AdaptiveKL(0.0, target=1.0), "--rl-kl-reward-coef 0.0 cannot be adapted"),
     ],
 )

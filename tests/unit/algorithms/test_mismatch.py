@@ -185,8 +185,8 @@ def test_metrics_of_no_tokens_are_zero() -> None:
 @pytest.mark.parametrize(
     "build, message",
     [
-        (lambda: Cap(0.0), "--rl-mismatch-cap 0.0 is not"),
-        (lambda: Cap(math.inf), "--rl-mismatch-cap inf is not"),
+        (lambda: Cap(0.0), "--rl-mismatch-cap 0.0 must be"),
+        (lambda: Cap(math.inf), "--rl-mismatch-cap inf must be"),
         (lambda: Band(2.0, 2.0), "--rl-mismatch-low 2.0 and"),
         (lambda: Band(-1.0), "--rl-mismatch-low -1.0 and"),
         (lambda: Band(mismatch_high=math.nan), "--rl-mismatch-low 0.5 and .*-high nan"),

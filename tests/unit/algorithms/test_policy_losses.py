@@ -495,6 +495,6 @@ def test_kl_coef_without_reference_is_refused() -> None:
 def test_a_value_out_of_range_is_a_usage_error_that_names_the_flag(
     declaration: type, field: str, value: object, flag: str
 ) -> None:
-    with pytest.raises(UsageError, match=f"^{flag} is "):
+    with pytest.raises(UsageError, match=f"^{flag} must be "):
         declaration(**{field: value})
     assert Recipe(value_clip_eps=math.inf).value_clip_eps == math.inf

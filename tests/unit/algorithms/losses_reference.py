@@ -1,8 +1,8 @@
 """Policy losses token by token, as their papers write them, in torch scalars for autograd.
 
-Each takes one response's log-probs, old log-probs and advantages, and gives the *objective* J (to
-be maximised) of every token. Losses with one ratio per response give J of the response at each of
-its tokens, in the paper's form and not in a stop-gradient one.
+Each takes one response's log-probs, old log-probs and advantages, and returns the *objective* J (to
+be maximised) of every token. Losses with one ratio per response return J of the response at each of
+its tokens, without stop-gradient.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mcore_rl.algorithms.aggregation import Aggregation, Denominators, Segments
 from mcore_rl.algorithms.policy_losses import PolicyLossConfig
 from mcore_rl.algorithms.registry import find_policy_loss
 from mcore_rl.common.parameters import with_values
@@ -23,7 +24,7 @@ Scalars = list[torch.Tensor]
 
 
 def loss_config(name: str = "ppo_clip", /, *terms: Any, **values: Any) -> PolicyLossConfig:
-    """That of a loss with those of `values` that it reads; clip ranges are 0.2 unless given."""
+    """The config of a loss, of those `values` that it reads; clip ranges default to 0.2."""
     of_all = {field.name for field in fields(PolicyLossConfig)}
     own = {"clip_eps_lower": 0.2, "clip_eps_upper": 0.2, **values}
     parameters = with_values(find_policy_loss(name).parameters, own)
@@ -116,3 +117,15 @@ def aggregate(per_sample: list[Scalars], mode: str, constant: float | None) -> t
 
 def per_sample(batch: Ragged, values: torch.Tensor) -> list[Scalars]:
     return [[values[j] for j in tokens] for tokens in batch.loss_tokens]
+
+
+def reference_kl(p: torch.Tensor, q: torch.Tensor, estimator: str) -> torch.Tensor:
+    return {"k1": p - q, "k2": (p - q) ** 2 / 2, "k3": (q - p).exp() - 1 - (q - p)}[estimator]
+
+
+def aggregation_of(mode: str) -> Aggregation:
+    return Aggregation(mode, 13.0 if mode == "constant" else None)
+
+
+def denominators_of(batch: Ragged) -> Denominators:
+    return Denominators.of(Segments.of(batch.lengths, batch.loss_mask))

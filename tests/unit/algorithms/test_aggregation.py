@@ -15,17 +15,13 @@ from mcore_rl.algorithms.aggregation import (
     token_weights,
 )
 from mcore_rl.common.errors import UsageError
-from tests.unit.algorithms.losses_reference import aggregate, per_sample
+from tests.unit.algorithms.losses_reference import aggregate, aggregation_of, per_sample
 from tests.unit.algorithms.ragged import normal, ragged, random_ragged
-
-
-def aggregation_of(mode: str) -> Aggregation:
-    return Aggregation(mode, 13.0 if mode == "constant" else None)
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
-def test_weighted_sum_is_the_mean_of_that_name(mode: str, seed: int) -> None:
+def test_weighted_sum_equals_named_mean(mode: str, seed: int) -> None:
     batch = random_ragged(seed, gaps=seed % 2 == 1)
     losses = normal(batch, seed)
     segments = Segments.of(batch.lengths, batch.loss_mask)
@@ -41,7 +37,7 @@ def test_weighted_sum_is_the_mean_of_that_name(mode: str, seed: int) -> None:
     torch.testing.assert_close(again, weights, rtol=1e-7, atol=0)
 
 
-def test_modes_on_a_batch_that_can_be_checked_by_hand() -> None:
+def test_weights_of_modes_equal_values_by_hand() -> None:
     batch = ragged([1, 3, 0], [1, 1, 2])
     segments = Segments.of(batch.lengths, batch.loss_mask)
     denominators = Denominators.of(segments)
@@ -59,7 +55,7 @@ def test_modes_on_a_batch_that_can_be_checked_by_hand() -> None:
 
 @pytest.mark.parametrize("count", [0, -1.0, math.nan, math.inf])
 @pytest.mark.parametrize("name", ["num_tokens", "num_samples"])
-def test_denominator_that_is_not_positive_is_refused(name: str, count: float) -> None:
+def test_denominator_not_positive_is_refused(name: str, count: float) -> None:
     counts = {"num_tokens": 5, "num_samples": 2, name: count}
     with pytest.raises(RuntimeError, match=f"{name} is .*, expected a positive count"):
         Denominators(**counts)

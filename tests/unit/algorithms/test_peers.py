@@ -1,7 +1,7 @@
-"""Against what peers' published functions gave on the same inputs.
+"""Our functions against the published functions of peers on the same inputs.
 
-The files in tests/fixtures/peers hold numbers alone: a peer's function, its inputs and its outputs,
-with the peer's version and commit. Peers pad responses from the left to `[b, r]`; here they become
+The files in tests/fixtures/peers hold numbers: a peer's function, its inputs and its outputs, with
+the peer's version and commit. Peers pad responses from the left to `[b, r]`; here they become
 ragged samples with a prompt of one token.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.algorithms.aggregation import Aggregation, Denominators, Segments, token_weights
+from mcore_rl.algorithms.aggregation import Aggregation, Segments, token_weights
 from mcore_rl.algorithms.interfaces import AdvantageInputs
 from mcore_rl.algorithms.kl import AdaptiveKL, kl_estimate
 from mcore_rl.algorithms.mismatch import Band, Cap, MismatchConfig, mismatch_weights
@@ -25,7 +25,7 @@ from mcore_rl.algorithms.registry import find_advantage_estimator
 from mcore_rl.algorithms.total_loss import policy_loss_total
 from mcore_rl.algorithms.value_loss import ValueLossConfig, value_loss
 from mcore_rl.common.parameters import with_values
-from tests.unit.algorithms.losses_reference import loss_config
+from tests.unit.algorithms.losses_reference import denominators_of, loss_config
 from tests.unit.algorithms.ragged import Ragged, from_padded, to_ragged
 
 PEERS = Path(__file__).resolve().parents[2] / "fixtures" / "peers"
@@ -35,9 +35,7 @@ def cases(file: str, *functions: str) -> list[Any]:
     stored = json.loads((PEERS / file).read_text())
     found = [
         pytest.param(
-            case["function"],
-            case["inputs"],
-            case["outputs"],
+            *(case[part] for part in ("function", "inputs", "outputs")),
             id=f"{stored['peer']}-{case['function']}-{number}",
         )
         for number, case in enumerate(stored["cases"])
@@ -47,6 +45,10 @@ def cases(file: str, *functions: str) -> list[Any]:
     return found
 
 
+def cases_of(file: str, *functions: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("function, inputs, outputs", cases(file, *functions))
+
+
 def tensor(values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
@@ -54,10 +56,6 @@ def tensor(values: Any) -> torch.Tensor:
 def batch_of(mask: Any) -> Ragged:
     mask = tensor(mask)
     return from_padded(mask, mask)[0]
-
-
-def denominators_of(batch: Ragged) -> Denominators:
-    return Denominators.of(Segments.of(batch.lengths, batch.loss_mask))
 
 
 MODES = {
@@ -76,11 +74,8 @@ ESTIMATORS = {
 }
 
 
-@pytest.mark.parametrize(
-    "function, inputs, outputs",
-    cases("verl_advantages.json", "compute_grpo_outcome_advantage", *ESTIMATORS),
-)
-def test_advantages(function: str, inputs: dict, outputs: dict) -> None:
+@cases_of("verl_advantages.json", "compute_grpo_outcome_advantage", *ESTIMATORS)
+def test_advantages_equal_peers(function: str, inputs: dict, outputs: dict) -> None:
     rewards, mask = tensor(inputs["token_level_rewards"]), tensor(inputs["response_mask"])
     batch, token_rewards = from_padded(rewards, mask)
     name = ESTIMATORS.get(function)
@@ -149,8 +144,8 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("function, inputs, outputs", cases("verl_policy_losses.json", *LOSSES))
-def test_policy_losses(function: str, inputs: dict, outputs: dict) -> None:
+@cases_of("verl_policy_losses.json", *LOSSES)
+def test_policy_losses_equal_peers(function: str, inputs: dict, outputs: dict) -> None:
     theirs = inputs["config"]
     name = LOSSES[function]
     # verl's geo_mean averages over all samples and takes no mode; no response in its case is
@@ -169,10 +164,8 @@ def test_policy_losses(function: str, inputs: dict, outputs: dict) -> None:
     assert_policy_loss(batch_of(inputs["response_mask"]), inputs, names, config, outputs)
 
 
-@pytest.mark.parametrize(
-    "function, inputs, outputs", cases("openrlhf_losses.json", "PolicyLoss.forward")
-)
-def test_openrlhf_policy_loss_and_its_corrections(
+@cases_of("openrlhf_losses.json", "PolicyLoss.forward")
+def test_policy_loss_and_corrections_equal_openrlhf(
     function: str, inputs: dict, outputs: dict
 ) -> None:
     batch = batch_of(inputs["action_mask"])
@@ -202,10 +195,8 @@ def test_openrlhf_policy_loss_and_its_corrections(
     assert_policy_loss(batch, inputs, names, config, outputs, weights)
 
 
-@pytest.mark.parametrize(
-    "function, inputs, outputs", cases("verl_kl_value_aggregation.json", "kl_penalty")
-)
-def test_kl_estimates(function: str, inputs: dict, outputs: dict) -> None:
+@cases_of("verl_kl_value_aggregation.json", "kl_penalty")
+def test_kl_estimates_equal_peers(function: str, inputs: dict, outputs: dict) -> None:
     log_probs = tensor(inputs["logprob"]).requires_grad_()
     found = kl_estimate(log_probs, tensor(inputs["ref_logprob"]), inputs["kl_penalty"])
     (gradient,) = torch.autograd.grad(found.sum(), [log_probs])
@@ -217,14 +208,12 @@ def test_kl_estimates(function: str, inputs: dict, outputs: dict) -> None:
     assert within.sum() > 15
 
 
-@pytest.mark.parametrize(
-    "function, inputs, outputs", cases("verl_kl_value_aggregation.json", "agg_loss")
-)
-def test_aggregation(function: str, inputs: dict, outputs: dict) -> None:
+@cases_of("verl_kl_value_aggregation.json", "agg_loss")
+def test_aggregation_equals_peers(function: str, inputs: dict, outputs: dict) -> None:
     batch, losses = from_padded(tensor(inputs["loss_mat"]), tensor(inputs["loss_mask"]))
     aggregation = Aggregation(MODES[inputs["loss_agg_mode"]], inputs["loss_scale_factor"])
     segments = Segments.of(batch.lengths, batch.loss_mask)
-    weights = token_weights(segments, Denominators.of(segments), aggregation, torch.float64)
+    weights = token_weights(segments, denominators_of(batch), aggregation, torch.float64)
     assert (weights * losses).sum().item() == pytest.approx(outputs["loss"], rel=1e-7)
 
 
@@ -235,7 +224,7 @@ def test_aggregation(function: str, inputs: dict, outputs: dict) -> None:
         *cases("openrlhf_losses.json", "ValueLoss.forward"),
     ],
 )
-def test_value_loss(function: str, inputs: dict, outputs: dict) -> None:
+def test_value_loss_equals_peers(function: str, inputs: dict, outputs: dict) -> None:
     verl = function == "compute_value_loss"
     batch = batch_of(inputs["response_mask" if verl else "action_mask"])
     if verl:
@@ -264,11 +253,8 @@ def test_value_loss(function: str, inputs: dict, outputs: dict) -> None:
         assert share.item() == pytest.approx(outputs["clipfrac"], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "function, inputs, outputs",
-    cases("verl_kl_value_aggregation.json", "AdaptiveKLController.update"),
-)
-def test_adaptive_kl(function: str, inputs: dict, outputs: dict) -> None:
+@cases_of("verl_kl_value_aggregation.json", "AdaptiveKLController.update")
+def test_adaptive_kl_equals_peers(function: str, inputs: dict, outputs: dict) -> None:
     controller = AdaptiveKL(inputs["init_kl_coef"], inputs["target_kl"], inputs["horizon"])
     controller.update(inputs["current_kl"], inputs["n_steps"])
     assert controller.coef == pytest.approx(outputs["value"], rel=1e-10)
@@ -281,11 +267,8 @@ def corrected(inputs: dict, config: MismatchConfig) -> tuple[Ragged, torch.Tenso
     return batch, found.weights[batch.loss_mask]
 
 
-@pytest.mark.parametrize(
-    "function, inputs, outputs",
-    cases("verl_corrections.json", "compute_rollout_correction_weights"),
-)
-def test_correction_weights(function: str, inputs: dict, outputs: dict) -> None:
+@cases_of("verl_corrections.json", "compute_rollout_correction_weights")
+def test_correction_weights_equal_peers(function: str, inputs: dict, outputs: dict) -> None:
     threshold = inputs["rollout_is_threshold"]
     if isinstance(threshold, str):
         low, high = map(float, threshold.split("_"))
@@ -297,11 +280,8 @@ def test_correction_weights(function: str, inputs: dict, outputs: dict) -> None:
     torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "function, inputs, outputs",
-    cases("verl_corrections.json", "compute_rollout_rejection_mask"),
-)
-def test_rejections(function: str, inputs: dict, outputs: dict) -> None:
+@cases_of("verl_corrections.json", "compute_rollout_rejection_mask")
+def test_rejections_equal_peers(function: str, inputs: dict, outputs: dict) -> None:
     names = {"seq_mean_k1": "geometric_rejection", "seq_sum_k1": "product_rejection"}
     low, high = map(float, inputs["rollout_rs_threshold"].split("_"))
     # On purpose: verl's bounds are on engine / trainer, ours on trainer / engine.

@@ -1,4 +1,4 @@
-"""The overlong penalty by its equation, and which groups have something to teach."""
+"""The overlong penalty by its equation, and the groups whose scores differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mcore_rl.common.errors import UsageError
 
 
 @pytest.mark.parametrize("buffer", [1, 3, 10])
-def test_overlong_penalty_equals_the_equation(buffer: int) -> None:
+def test_overlong_penalty_equals_equation(buffer: int) -> None:
     lengths, limit = np.arange(13), 10
     expected = []
     for length in lengths.tolist():
@@ -29,13 +29,13 @@ def test_overlong_penalty_equals_the_equation(buffer: int) -> None:
     assert not np.signbit(found[expected == np.float64(0)]).any()
 
 
-def test_no_buffer_is_no_penalty() -> None:
+def test_overlong_penalty_is_zero_without_buffer() -> None:
     found = overlong_penalty(np.array([0, 10, 11]), buffer_tokens=0, max_response_tokens=10)
     assert found.tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("buffer", [-1, 11])
-def test_buffer_that_does_not_fit_is_a_usage_error(buffer: int) -> None:
+def test_overlong_buffer_out_of_range_is_refused(buffer: int) -> None:
     with pytest.raises(UsageError, match=f"^--rl-overlong-buffer-tokens {buffer} is not between"):
         overlong_penalty(np.array([1]), buffer_tokens=buffer, max_response_tokens=10)
 
@@ -46,9 +46,7 @@ def test_buffer_that_does_not_fit_is_a_usage_error(buffer: int) -> None:
     ),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_informative_groups_are_those_with_more_than_one_score(
-    groups: dict[int, list[float]], seed: int
-) -> None:
+def test_informative_groups_have_several_scores(groups: dict[int, list[float]], seed: int) -> None:
     ids = np.array([group for group, scores in groups.items() for _ in scores])
     scores = np.array([score for scores in groups.values() for score in scores])
     order = np.random.default_rng(seed).permutation(len(ids))
@@ -56,6 +54,6 @@ def test_informative_groups_are_those_with_more_than_one_score(
     assert select_informative_groups(scores[order], ids[order]).tolist() == expected
 
 
-def test_a_score_that_is_not_finite_is_refused() -> None:
+def test_score_not_finite_is_refused() -> None:
     with pytest.raises(RuntimeError, match="of sample 1 .* is not finite"):
         select_informative_groups(np.array([0.0, math.nan]), np.array([0, 0]))

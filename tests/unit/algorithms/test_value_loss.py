@@ -12,19 +12,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.algorithms.aggregation import AGGREGATION_MODES, Aggregation, Denominators, Segments
+from mcore_rl.algorithms.aggregation import AGGREGATION_MODES
 from mcore_rl.algorithms.value_loss import (
     ValueLossConfig,
     ValueLossSums,
     explained_variance,
     value_loss,
 )
-from tests.unit.algorithms.losses_reference import aggregate, per_sample
+from tests.unit.algorithms.losses_reference import (
+    aggregate,
+    aggregation_of,
+    denominators_of,
+    per_sample,
+)
 from tests.unit.algorithms.ragged import Ragged, normal, ragged, random_ragged, spoilt
 
 
 def config_of(mode: str, clip_eps: float | None) -> ValueLossConfig:
-    return ValueLossConfig(clip_eps, Aggregation(mode, 13.0 if mode == "constant" else None))
+    return ValueLossConfig(clip_eps, aggregation_of(mode))
 
 
 def arguments_of(batch: Ragged, seed: int) -> dict:
@@ -34,7 +39,7 @@ def arguments_of(batch: Ragged, seed: int) -> dict:
         "returns": normal(batch, seed) + 0.5 * normal(batch, seed + 2),
         "loss_mask": batch.loss_mask,
         "lengths": batch.lengths,
-        "denominators": Denominators.of(Segments.of(batch.lengths, batch.loss_mask)),
+        "denominators": denominators_of(batch),
     }
 
 
@@ -111,7 +116,7 @@ def test_loss_gradient_and_sums_add_up_over_every_split(seed: int, mode: str, pa
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-def test_garbage_in_masked_positions_changes_no_bit(garbage: float) -> None:
+def test_masked_positions_do_not_matter(garbage: float) -> None:
     batch = random_ragged(6, gaps=True)
 
     def outcome(dirty: bool):
@@ -137,7 +142,7 @@ def test_explained_variance_without_variance_is_nan() -> None:
     assert math.isnan(explained_variance(nothing))
 
 
-def test_explained_variance_is_one_for_a_critic_that_knows_and_zero_for_a_constant() -> None:
+def test_explained_variance_is_one_if_exact_and_zero_if_constant() -> None:
     batch = random_ragged(0)
     arguments = arguments_of(batch, 0)
     for values, expected in (

@@ -1,4 +1,4 @@
-"""The driver of scripts/gpu_trial.sh: which stages run, how they end, and what it writes.
+"""The driver of scripts/gpu_trial.sh: selection, limits and reports of stages.
 
 The stages here are small commands; the real ones run in tests/e2e/test_gpu_trial.py.
 """
@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def names(*tokens: str) -> list[str]:
     return [stage.name for stage in driver.read_options(tokens).stages]
 
 
-def test_stages_run_in_the_order_of_the_table() -> None:
+def test_stages_run_in_order_of_table() -> None:
     assert names() == list(NAMES)
     assert names("--from", "switch") == list(NAMES[NAMES.index("switch") :])
     assert names("--only", "train", "doctor") == ["doctor", "train"]
@@ -48,7 +49,7 @@ def test_stages_run_in_the_order_of_the_table() -> None:
         (["--unknown"], ["--unknown"]),
     ],
 )
-def test_mistakes_in_arguments_exit_with_64(
+def test_invalid_arguments_exit_with_64(
     tokens: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as left:
@@ -59,7 +60,7 @@ def test_mistakes_in_arguments_exit_with_64(
     assert all(word in said for word in words)
 
 
-def test_stages_without_an_environment_are_refused(
+def test_stages_without_environment_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MCORE_RL_ENV", "/nowhere")
@@ -79,7 +80,7 @@ def test_stages_without_an_environment_are_refused(
         ("gpu-tests", {"missing": {"vllm": "it is not installed"}}, None),
     ],
 )
-def test_stages_that_cannot_run_name_what_they_need(
+def test_stage_that_cannot_run_names_requirement(
     stage: str, facts: dict[str, Any], reason: str | None
 ) -> None:
     found = missing(STAGE[stage], {**FACTS, **facts})
@@ -101,18 +102,20 @@ def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_stage_at_its_limit_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+def run_in(folder: Path, command: list[str], **options: Any) -> dict[str, Any]:
+    limits = {"environment": os.environ, "limit_seconds": 480, "grace_seconds": 0} | options
+    return run_limited(command, cwd=folder, log=folder / "log", **limits)
+
+
+def past_limit_once(path: Path) -> Callable[[], float]:
+    """A clock that passes every limit once `path` exists."""
+    return lambda: 1e6 if path.exists() else 0.0
+
+
+def test_stage_at_limit_is_killed_with_its_processes(tmp_path: Path) -> None:
     started = tmp_path / "started"
-    found = run_limited(
-        [sys.executable, "-c", STUBBORN, str(started)],
-        cwd=tmp_path,
-        log=tmp_path / "log",
-        environment=os.environ,
-        limit_seconds=480,
-        grace_seconds=0,
-        # A clock that passes the limit once everything is there, and not before.
-        now=lambda: 1e6 if started.exists() else 0.0,
-    )
+    command = [sys.executable, "-c", STUBBORN, str(started)]
+    found = run_in(tmp_path, command, now=past_limit_once(started))
     assert found["timed_out"]
     pids = [int(pid) for pid in started.read_text().split()]
     assert len(pids) == 2 and all(map(is_gone, pids))
@@ -120,15 +123,9 @@ def test_a_stage_at_its_limit_is_killed_with_all_that_it_started(tmp_path: Path)
     assert why == "ended at its limit of 480 s during python -m mcore_rl.train"
 
 
-def test_processes_that_outlive_a_stage_are_reported_and_ended(tmp_path: Path) -> None:
-    found = run_limited(
-        ["bash", "-c", "setsid sleep 100000 >/dev/null 2>&1 & echo $!"],
-        cwd=tmp_path,
-        log=tmp_path / "log",
-        environment=os.environ,
-        limit_seconds=480,
-        grace_seconds=0,
-    )
+def test_processes_that_outlive_stage_are_reported_and_ended(tmp_path: Path) -> None:
+    script = "setsid sleep 100000 >/dev/null 2>&1 & echo $!"
+    found = run_in(tmp_path, ["bash", "-c", script])
     (pid,) = found["left_processes"]
     assert (found["exit_code"], is_gone(pid)) == (0, True)
     memory = found["memory_bytes"]
@@ -152,7 +149,7 @@ def trial(folder: Path, monkeypatch: pytest.MonkeyPatch, *stages: Stage) -> int:
     return driver.Trial(options).run()
 
 
-def test_a_failure_does_not_stop_the_next_stage(
+def test_failed_stage_does_not_stop_next_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MCORE_RL_ENV", sys.prefix)
@@ -183,7 +180,7 @@ def test_a_failure_does_not_stop_the_next_stage(
     assert "3 passed, 2 failed, 1 skipped" in (tmp_path / "trial.md").read_text()
 
 
-def test_the_line_that_explains_a_failure_is_found() -> None:
+def test_line_that_explains_failure_is_found() -> None:
     ended = {"timed_out": False, "exit_code": 1}
     line = "[rank0]: torch.OutOfMemoryError: CUDA out of memory"
     for text, expected in (
@@ -194,7 +191,7 @@ def test_the_line_that_explains_a_failure_is_found() -> None:
         assert driver.fault(STAGE["train"], ended, text) == expected
 
 
-def test_a_page_without_results_can_be_read() -> None:
+def test_page_without_results_is_readable() -> None:
     text = page([{"stage": "environment", "status": "failed", "shows": "a | b"}], {})
     assert "no GPU" in text and "a \\| b" in text
 
@@ -208,7 +205,7 @@ def test_commands_are_valid_shell() -> None:
                 assert (ROOT / word).is_file(), word
 
 
-def test_ratios_of_a_switch_are_medians_of_the_slowest_rank(tmp_path: Path) -> None:
+def test_ratios_of_switch_are_medians_of_slowest_rank(tmp_path: Path) -> None:
     line = {
         **dict(resident_bytes=100, received_bytes=5, seconds=2.0, reload_seconds=1.0),
         **dict(copy_bytes_per_second=100.0),
@@ -223,7 +220,7 @@ def test_ratios_of_a_switch_are_medians_of_the_slowest_rank(tmp_path: Path) -> N
     assert ", copy_over_switch 0.25, copy_over_reload 1\n" in said
 
 
-def test_verified_fails_for_other_weights_or_distant_log_probs(
+def test_verification_fails_for_other_weights_or_distant_log_probs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = dict(stored_equal=True, mean_abs_difference=0.01, max_abs_difference=0.5)
@@ -239,7 +236,7 @@ def test_verified_fails_for_other_weights_or_distant_log_probs(
     assert capsys.readouterr().out.count("verified tiny: ") == 3
 
 
-def test_metrics_of_two_runs_differ_by_clocks_alone(
+def test_metrics_of_two_runs_may_differ_in_seconds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [tmp_path / "a", tmp_path / "b"]
@@ -260,7 +257,7 @@ ENVIRONMENT = f'. "{driver.COMMANDS}"\n'
 VARIABLES = {"HAS_CUDA": "0", "MODEL": "", "PROMPTS": ""}
 
 
-def test_the_environment_that_is_named_is_used(tmp_path: Path) -> None:
+def test_named_environment_is_used(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     taken = tmp_path / "bin" / "python"
     taken.write_text("#!/bin/sh\nexit 0\n")  # finds every module
@@ -278,27 +275,19 @@ def test_the_environment_that_is_named_is_used(tmp_path: Path) -> None:
         assert (python == str(taken)) is bool(expected)
 
 
-def test_an_installation_outlives_the_stage_that_waits_for_it(tmp_path: Path) -> None:
-    """Ended at its limit, the stage leaves it: it has neither the mark nor the session."""
+def test_installation_outlives_stage_at_limit(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     setup = tmp_path / "scripts" / "setup_env.sh"
     variables = {**VARIABLES, "OUT": str(tmp_path), "PATH": "/usr/bin:/bin", "VIRTUAL_ENV": ""}
     find_nothing = "find_base() { BASE=; }\nBASE=\n"
 
-    def stage(limit_seconds: float, now: Any) -> dict[str, Any]:
-        return run_limited(
-            ["bash", "-c", f"{ENVIRONMENT}{find_nothing}environment"],
-            cwd=tmp_path,
-            log=tmp_path / "log",
-            environment={**os.environ, **variables},
-            limit_seconds=limit_seconds,
-            grace_seconds=0,
-            now=now,
-        )
+    def stage(now: Callable[[], float]) -> dict[str, Any]:
+        command = ["bash", "-c", f"{ENVIRONMENT}{find_nothing}environment"]
+        return run_in(tmp_path, command, environment={**os.environ, **variables}, now=now)
 
     pid_file = tmp_path / "pid"
     setup.write_text(f"echo $$ > {pid_file}.new; mv {pid_file}.new {pid_file}; sleep 100000\n")
-    found = stage(480, lambda: 1e6 if pid_file.exists() else 0.0)
+    found = stage(past_limit_once(pid_file))
     assert found["timed_out"]
     process = psutil.Process(int(pid_file.read_text()))
     try:
@@ -308,11 +297,11 @@ def test_an_installation_outlives_the_stage_that_waits_for_it(tmp_path: Path) ->
         for each in [*process.children(), process]:
             each.kill()
     setup.write_text("echo no disk; exit 1\n")
-    assert stage(480, lambda: 0.0)["exit_code"] == 1
+    assert stage(lambda: 0.0)["exit_code"] == 1
     assert "no disk" in (tmp_path / "log").read_text()
 
 
-def test_the_command_lists_its_stages() -> None:
+def test_list_prints_stages() -> None:
     done = subprocess.run(
         ["bash", str(ROOT / "scripts" / "gpu_trial.sh"), "--list"], capture_output=True, text=True
     )

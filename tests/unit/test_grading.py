@@ -1,4 +1,4 @@
-"""How what a process prints and returns is compared with what is expected."""
+"""Printed and returned values are compared with expected ones."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ PATIENT_SECONDS = 60.0
         ("e", "E", False),
     ],
 )
-def test_outputs_are_compared_by_the_words_of_their_lines(
-    printed: str, expected: str, is_same: bool
-) -> None:
+def test_outputs_are_compared_by_words_of_lines(printed: str, expected: str, is_same: bool) -> None:
     assert same_output(printed, expected) is is_same
 
 
@@ -55,20 +53,20 @@ def test_outputs_are_compared_by_the_words_of_their_lines(
         ({1: 2}, [1], False),
     ],
 )
-def test_results_are_compared_as_json_can_say_them(
+def test_results_are_compared_as_json_values(
     value: object, expected: object, is_same: bool
 ) -> None:
     assert same_result(value, expected) is is_same
 
 
-def test_large_inputs_and_outputs_arrive_whole() -> None:
+def test_large_inputs_and_outputs_are_complete() -> None:
     lines = "".join(f"{number}\n" for number in range(100_000))
     suite = suite_of({"inputs": [lines], "outputs": [lines]})
     code = "import sys\nsys.stdout.write(sys.stdin.read())"
     assert run_python(code, suite, timeout_seconds=PATIENT_SECONDS).all_passed
 
 
-def test_outputs_are_read_no_further_than_to_the_first_line_that_differs(
+def test_comparison_of_outputs_stops_at_first_difference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compared: list[list[str]] = []
@@ -116,9 +114,7 @@ BIG = "1" + "0" * 5000
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_large_numbers_and_lone_surrogates_are_values_like_others(
-    answer: object, code: str
-) -> None:
+def test_large_numbers_and_lone_surrogates_are_graded(answer: object, code: str) -> None:
     found = run_python(code, suite_of(answer), timeout_seconds=PATIENT_SECONDS)
     assert found.all_passed, found
     wrong = run_python(

@@ -38,19 +38,19 @@ def transformers_weights(logits: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(logits).scatter(1, chosen, weights)
 
 
-def test_weights_and_experts_are_those_of_transformers(logits: torch.Tensor) -> None:
+def test_weights_and_experts_equal_transformers(logits: torch.Tensor) -> None:
     weights, chosen = routed(router.topk_routing_with_score_function, logits)
     expected = transformers_weights(logits)
     assert torch.equal(chosen, expected > 0)
     torch.testing.assert_close(weights, expected, rtol=1e-6, atol=0)  # float32 rounding
 
 
-def test_without_the_patch_other_experts_are_chosen(logits: torch.Tensor) -> None:
+def test_upstream_without_patch_chooses_other_experts(logits: torch.Tensor) -> None:
     _, chosen = routed(moe_utils.topk_routing_with_score_function, logits)
     assert (chosen != (transformers_weights(logits) > 0)).any(dim=1).float().mean() > 0.1
 
 
-def test_gradient_reaches_the_logits_of_the_chosen(logits: torch.Tensor) -> None:
+def test_gradient_of_logits_equals_transformers(logits: torch.Tensor) -> None:
     ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
     factors = torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(4))
     (routed(router.topk_routing_with_score_function, ours)[0] * factors).sum().backward()
@@ -66,13 +66,13 @@ def test_gradient_reaches_the_logits_of_the_chosen(logits: torch.Tensor) -> None
         {"num_groups": None, "group_topk": None},  # V2-Lite
     ],
 )
-def test_other_routing_is_upstreams(options: dict, logits: torch.Tensor) -> None:
+def test_other_routing_equals_upstream(options: dict, logits: torch.Tensor) -> None:
     patched = routed(router.topk_routing_with_score_function, logits, **options)
     upstream = routed(moe_utils.topk_routing_with_score_function, logits, **options)
     assert all(torch.equal(a, b) for a, b in zip(patched, upstream, strict=True))
 
 
-def test_recorded_choice_is_replayed(logits: torch.Tensor) -> None:
+def test_recorded_experts_are_replayed(logits: torch.Tensor) -> None:
     replay = router.RouterReplay()
     try:
         replay.set_router_replay_action(router_replay_action("RECORD"))

@@ -1,4 +1,4 @@
-"""Every estimator against its paper's formula, sample by sample and token by token."""
+"""Advantage estimators against their papers' formulas, sample by sample and token by token."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mcore_rl.algorithms.estimators import (
-    GAE,
-    advantages_of_valid,
-)
+from mcore_rl.algorithms.estimators import GAE, advantages_of_valid
 from mcore_rl.algorithms.interfaces import AdvantageInputs
 from mcore_rl.algorithms.registry import find_advantage_estimator
 from mcore_rl.common.parameters import with_values
@@ -99,7 +96,7 @@ def reference(
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("gaps", [False, True])
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "gae"])
-def test_advantages_equal_the_formula(name: str, gaps: bool, seed: int) -> None:
+def test_advantages_equal_formula(name: str, gaps: bool, seed: int) -> None:
     batch = random_ragged(seed, gaps=gaps)
     inputs = inputs_of(batch, seed)
     gamma = 0.9 if name == "reinforce_pp" else 1.0
@@ -122,9 +119,7 @@ def without(batch: Ragged, failed: tuple[int, ...]) -> torch.Tensor:
 # One of a group of three, all but one of it, whole groups, the first and the last sample.
 @pytest.mark.parametrize("failed", [(1,), (0, 3), (2, 4), (5, 6), (0, 7), tuple(range(1, 8))])
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "gae"])
-def test_a_sample_whose_reward_failed_is_in_no_comparison(
-    name: str, failed: tuple[int, ...]
-) -> None:
+def test_failed_sample_is_not_compared(name: str, failed: tuple[int, ...]) -> None:
     batch = random_ragged(1)
     valid = ~np.isin(np.arange(8), failed)
     # What stands there is never looked at.
@@ -137,7 +132,7 @@ def test_a_sample_whose_reward_failed_is_in_no_comparison(
     torch.testing.assert_close(found.advantages.double(), expected, rtol=2e-7, atol=1e-7)
 
 
-def test_gae_whitens_and_returns_what_it_would_without_failed_samples() -> None:
+def test_gae_ignores_failed_samples() -> None:
     batch, config = random_ragged(2), GAE(gamma=0.9, whiten_advantages=True)
     keep = [0, 2, 3, 6, 7]
     valid = np.isin(np.arange(8), keep)
@@ -164,7 +159,7 @@ def test_gae_whitens_and_returns_what_it_would_without_failed_samples() -> None:
         assert not others.any(), name
 
 
-def test_ranks_without_any_valid_sample_are_no_exception() -> None:
+def test_advantages_are_zero_on_rank_without_valid_samples() -> None:
     batch = ragged([3, 4], [2, 3])
     inputs = inputs_of(batch, loss_mask=without(batch, (0, 1)))
     for name in ESTIMATORS:
@@ -202,7 +197,7 @@ def test_advantages_are_exactly_zero_for_equal_scores(name: str, scores: list[fl
     assert estimate(name, inputs).advantages.tolist() == [0.0] * batch.num_tokens
 
 
-def test_whitening_of_equal_returns_is_exactly_zero() -> None:
+def test_whitened_advantages_are_exactly_zero_for_equal_returns() -> None:
     batch = ragged([1] * 7, [2] * 7)
     rewards = torch.full((batch.num_tokens,), 0.1)
     outputs = estimate("reinforce_pp", inputs_of(batch, token_rewards=rewards))
@@ -221,7 +216,7 @@ SCORE = st.one_of(st.floats(-10, 10), st.floats(-1e17, 1e17))
 )
 @example(scores=[1e17, 1.0, -1e17, 3.0], num_groups=1, name="dr_grpo", seed=0)
 @example(scores=[1e17, 1.0, -1e17, 3.0], num_groups=1, name="opo", seed=0)
-def test_group_estimators_depend_on_neither_order_nor_ranks_in_any_bit(
+def test_group_advantages_are_bit_equal_in_any_order_and_split(
     scores: list[float], num_groups: int, name: str, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -257,7 +252,7 @@ def test_group_estimators_depend_on_neither_order_nor_ranks_in_any_bit(
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("seed", range(3))
-def test_advantages_do_not_depend_on_the_split_over_ranks(name: str, seed: int) -> None:
+def test_advantages_are_invariant_to_split_over_ranks(name: str, seed: int) -> None:
     batch = random_ragged(seed)
     whole_inputs = inputs_of(batch, seed)
     whiten = name == "gae"
@@ -326,7 +321,7 @@ class Incomplete(Exception):
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-def test_garbage_in_masked_positions_changes_no_bit(name: str, garbage: float) -> None:
+def test_masked_positions_do_not_matter(name: str, garbage: float) -> None:
     batch = random_ragged(3, gaps=True)
     clean = inputs_of(batch)
     dirty = dataclasses.replace(
@@ -345,7 +340,7 @@ def test_garbage_in_masked_positions_changes_no_bit(name: str, garbage: float) -
 
 
 @pytest.mark.parametrize("name", ["reinforce_pp", "remax", "gae"])
-def test_nan_in_a_loss_token_is_not_hidden(name: str) -> None:
+def test_nan_in_loss_token_is_visible(name: str) -> None:
     batch = random_ragged(1)
     inputs = inputs_of(batch)
     rewards = inputs.token_rewards.clone()
@@ -355,20 +350,20 @@ def test_nan_in_a_loss_token_is_not_hidden(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_a_step_of_empty_responses_gives_no_advantages(name: str) -> None:
+def test_advantages_are_zero_for_empty_responses(name: str) -> None:
     batch = ragged([0, 0, 0], [1, 2, 3])
     outputs = estimate(name, inputs_of(batch), whiten_advantages=True)
     assert outputs.advantages.tolist() == [0.0] * batch.num_tokens
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_the_sample_whose_score_is_not_finite_is_named(bad: float) -> None:
+def test_sample_with_score_not_finite_is_named(bad: float) -> None:
     scores = np.array([0.0, 1.0, bad, *SCORES[3:]])
     with pytest.raises(RuntimeError, match=r"of sample 2 \(group 9\) is not finite"):
         estimate("grpo", inputs_of(random_ragged(0), scores=scores))
 
 
-def test_what_an_estimator_needs_and_does_not_get_is_named() -> None:
+def test_missing_input_of_estimator_is_named() -> None:
     batch = random_ragged(0)
     with pytest.raises(RuntimeError, match="remax needs .* no baselines"):
         estimate("remax", inputs_of(batch, baselines=None))
@@ -384,7 +379,7 @@ def test_what_an_estimator_needs_and_does_not_get_is_named() -> None:
 )
 @pytest.mark.parametrize("gaps", [False, True])
 @pytest.mark.parametrize("whiten", [False, True])
-def test_gae_equals_the_double_sum(gamma: float, lam: float, gaps: bool, whiten: bool) -> None:
+def test_gae_equals_double_sum(gamma: float, lam: float, gaps: bool, whiten: bool) -> None:
     batch = random_ragged(5, num_samples=8, gaps=gaps)
     inputs = inputs_of(batch)
     outputs = estimate("gae", inputs, gamma=gamma, gae_lambda=lam, whiten_advantages=whiten)
@@ -405,7 +400,7 @@ def test_gae_equals_the_double_sum(gamma: float, lam: float, gaps: bool, whiten:
     torch.testing.assert_close(outputs.returns.double(), returns, rtol=2e-7, atol=2e-7)
 
 
-def test_gae_with_lambda_one_and_no_discount_is_the_return_minus_the_value() -> None:
+def test_gae_with_lambda_one_equals_return_minus_value() -> None:
     batch = ragged([3], [2])
     outputs = estimate(
         "gae",

@@ -1,4 +1,4 @@
-"""Names, duplicates, and a user's own file."""
+"""Names, duplicates, and files of users."""
 
 from __future__ import annotations
 
@@ -75,18 +75,18 @@ def test_built_in_names_are_found() -> None:
         ),
     ],
 )
-def test_unknown_name_is_a_usage_error_with_the_nearest(find, message: str) -> None:
+def test_unknown_name_is_refused_with_nearest(find, message: str) -> None:
     with pytest.raises(UsageError, match=f"^{message}"):
         find()
 
 
 @pytest.mark.parametrize("decorator, name", [(advantage_estimator, "gae"), (policy_loss, "gspo")])
-def test_a_name_that_is_taken_raises(decorator, name: str) -> None:
+def test_duplicate_name_raises(decorator, name: str) -> None:
     with pytest.raises(ValueError, match=f"called '{name}'; rename one"):
         decorator(name)(lambda inputs, config: None)
 
 
-def test_a_users_file_brings_an_estimator_a_loss_and_a_reward(tmp_path: Path) -> None:
+def test_user_file_registers_estimator_loss_and_reward(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(MINE.format(name="first"))
     import_user_file(str(file))
@@ -112,7 +112,7 @@ def test_a_users_file_brings_an_estimator_a_loss_and_a_reward(tmp_path: Path) ->
     assert resolve_reward("first_length")(prompt="", response="four", answer="") == 4.0
 
 
-def test_a_file_runs_once_however_its_path_is_spelt(
+def test_user_file_runs_once_for_any_spelling_of_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "mine.py"
@@ -126,7 +126,7 @@ def test_a_file_runs_once_however_its_path_is_spelt(
     assert len(set(found)) == 1
 
 
-def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
+def test_user_files_of_same_name_are_separate_modules(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine.py").write_text(MINE.format(name=name))
@@ -150,7 +150,7 @@ def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_file_that_cannot_be_used_is_a_usage_error(
+def test_unusable_user_file_is_refused(
     name: str, text: str | None, message: str, tmp_path: Path
 ) -> None:
     if text is not None:
@@ -159,7 +159,7 @@ def test_a_file_that_cannot_be_used_is_a_usage_error(
         import_user_file(str(tmp_path / name))
 
 
-def test_a_name_that_a_built_in_has_is_refused_before_any_was_looked_up(tmp_path: Path) -> None:
+def test_name_of_built_in_is_refused_before_any_lookup(tmp_path: Path) -> None:
     file = tmp_path / "taken.py"
     file.write_text(
         "from mcore_rl.algorithms.registry import advantage_estimator\n"
@@ -172,7 +172,7 @@ def test_a_name_that_a_built_in_has_is_refused_before_any_was_looked_up(tmp_path
     assert "two advantage estimators are called 'gae'" in process.stderr.splitlines()[-1]
 
 
-def test_a_file_of_rewards_alone_does_not_import_torch(tmp_path: Path) -> None:
+def test_user_file_of_rewards_does_not_import_torch(tmp_path: Path) -> None:
     file = tmp_path / "rewards.py"
     file.write_text(
         "from mcore_rl.rewards.functions import reward\n"

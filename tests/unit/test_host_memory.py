@@ -1,4 +1,4 @@
-"""What surely exceeds a machine's host memory is refused at the start; what may is warned of."""
+"""A start that exceeds host memory is refused; one that may exceed it causes a warning."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def qwen(dp_size: int = 1, **changes: Any) -> Case:
     return dataclasses.replace(case, training=training)
 
 
-def phases_of(case: Case) -> dict[str, HostPhase]:
-    found = host_phases(case, kv_cache_bytes=KV_CACHE, widens=False)
+def phases_of(case: Case, *, widens: bool = False) -> dict[str, HostPhase]:
+    found = host_phases(case, kv_cache_bytes=KV_CACHE, widens=widens)
     return {phase.name: phase for phase in found}
 
 
@@ -45,7 +45,7 @@ def checked(case: Case, *, limit: int, available: int, on_gpus: bool = False) ->
     return check_host(case, machine, memory=memory, kv_cache_bytes=KV_CACHE, widens=False)
 
 
-def test_a_node_holds_models_and_engines_of_all_its_ranks() -> None:
+def test_node_holds_models_and_engines_of_all_ranks() -> None:
     found = phases_of(qwen(4))
     state = stage_state(qwen(4).actor)[0]
     for name in (TRAIN, SAVE):
@@ -60,11 +60,9 @@ def test_a_node_holds_models_and_engines_of_all_its_ranks() -> None:
     assert RESUME in phases_of(qwen(loads_checkpoint=True))
 
 
-def test_a_cpu_without_16_bit_products_keeps_a_float32_copy_of_linear_weights() -> None:
+def test_cpu_without_16_bit_products_holds_widened_weights() -> None:
     case = qwen(2)
-    found = {
-        phase.name: phase.parts for phase in host_phases(case, kv_cache_bytes=KV_CACHE, widens=True)
-    }
+    found = {name: phase.parts for name, phase in phases_of(case, widens=True).items()}
     layer = 1024 * (16 + 8 + 8 + 16) * 128 + 3 * 1024 * 3072  # attention, feed-forward
     assert found[TRAIN]["widened weights"] == 2 * 4 * (28 * layer + 151936 * 1024)
     assert "widened weights" not in found[START]  # nothing was multiplied yet
@@ -72,7 +70,7 @@ def test_a_cpu_without_16_bit_products_keeps_a_float32_copy_of_linear_weights() 
     assert "widened weights" not in phases_of(case)[TRAIN].parts
 
 
-def test_a_first_switch_holds_what_is_received_or_the_widened_weights_of_the_canary() -> None:
+def test_first_switch_holds_bucket_or_widened_weights_of_canary() -> None:
     large = {"bucket_bytes": 1 << 40}
     replicas = phases_of(qwen(2, **large))  # each has all that it needs
     assert "bucket" not in replicas[FIRST_SWITCH].parts
@@ -81,19 +79,14 @@ def test_a_first_switch_holds_what_is_received_or_the_widened_weights_of_the_can
     received = int(received_of(stages).sum())
     assert 0 < received < sum(resident_of(stages))
     assert phases_of(stages)[FIRST_SWITCH].parts["bucket"] == received
-
-    def first_switch(case: Case) -> HostPhase:
-        found = host_phases(case, kv_cache_bytes=KV_CACHE, widens=True)
-        return next(phase for phase in found if phase.name == FIRST_SWITCH)
-
-    assert "widened weights" in first_switch(stages).parts
-    assert "bucket" not in first_switch(stages).parts
+    widened = phases_of(stages, widens=True)[FIRST_SWITCH].parts
+    assert "widened weights" in widened and "bucket" not in widened
     resumed = case_of("qwen3-0.6b", train, rollout, MACHINE, loads_checkpoint=True, **large)
-    assert first_switch(resumed).parts["bucket"] == received
+    assert phases_of(resumed, widens=True)[FIRST_SWITCH].parts["bucket"] == received
 
 
 @pytest.mark.parametrize("ranks", [(2, 3), (0, 1), (0, 3)])
-def test_a_critic_on_ranks_of_its_own_is_counted_beside_the_actor(ranks: tuple[int, ...]) -> None:
+def test_critic_on_own_ranks_is_counted_beside_actor(ranks: tuple[int, ...]) -> None:
     case = qwen(2)
     critic = dataclasses.replace(case.actor, name=CRITIC, ranks=ranks)
     phase = phases_of(dataclasses.replace(case, critic=critic))[TRAIN]
@@ -103,27 +96,27 @@ def test_a_critic_on_ranks_of_its_own_is_counted_beside_the_actor(ranks: tuple[i
     assert phase.parts["processes"] == 4 * PROCESS_BYTES
 
 
-def test_saving_takes_no_more_with_more_data_parallel_ranks() -> None:
+def test_copies_of_save_do_not_grow_with_data_parallel_ranks() -> None:
     copies = [phases_of(qwen(size))[SAVE].parts["copies"] // size for size in (1, 2, 8)]
     assert len(set(copies)) == 1 and copies[0] < GB < min(optimizer_bytes(qwen().actor))
 
 
-def test_what_surely_does_not_fit_is_refused_with_figures_and_a_remedy() -> None:
+def test_host_memory_too_small_is_refused_with_figures_and_remedy() -> None:
     case = qwen(2)
     fullest = max(phases_of(case).values(), key=lambda phase: phase.total_bytes)
-    assert not checked(case, limit=2 * fullest.total_bytes, available=2 * fullest.total_bytes)
-    (line,) = checked(case, limit=fullest.exact_bytes, available=fullest.exact_bytes)
+    total, exact = fullest.total_bytes, fullest.exact_bytes
+    assert not checked(case, limit=2 * total, available=2 * total)
+    (line,) = checked(case, limit=exact, available=exact)
     assert f"phase {fullest.name}" in line and "estimate" in line
-    (line,) = checked(case, limit=2 * fullest.total_bytes, available=GB)
+    (line,) = checked(case, limit=2 * total, available=GB)
     assert "free now" in line
-    with pytest.raises(UsageError) as refused:
-        checked(case, limit=fullest.exact_bytes - 1, available=0)
-    said = str(refused.value)
-    assert f"phase {fullest.name} does not fit" in said and "optimizer " in said
+    with pytest.raises(UsageError, match=f"phase {fullest.name} does not fit") as refused:
+        checked(case, limit=exact - 1, available=0)
+    assert "optimizer " in str(refused.value)
     assert "--rl-rollout-kv-cache-gib" in refused.value.remedy
 
 
-def test_on_gpus_what_leaves_them_is_held_against_the_host() -> None:
+def test_offloaded_state_is_checked_against_host_memory() -> None:
     case = qwen(2, offloaded=frozenset({"optimizer", "parameters"}), saves_checkpoints=True)
     state = stage_state(case.actor)[0]
     offloaded = 2 * (state["optimizer"] + state["weights"])
@@ -135,7 +128,7 @@ def test_on_gpus_what_leaves_them_is_held_against_the_host() -> None:
     assert checked(case, limit=offloaded, available=offloaded, on_gpus=True)
 
 
-def test_a_command_line_is_held_against_the_memory_of_the_machine(
+def test_command_line_is_checked_against_memory_of_machine(
     checkpoint_factory: Callable[..., Path], tmp_path: Path
 ) -> None:
     tokens = [

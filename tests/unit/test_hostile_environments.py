@@ -1,6 +1,6 @@
-"""Environments that say anything at all: each sample is settled once, and every token counted.
+"""Environments that send arbitrary messages: each sample is settled once, every token is counted.
 
-No process is started: the zygote is this process, at the other end of the sockets of the real pool.
+No process is started: the test plays the zygote at the other end of the real pool's sockets.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from mcore_rl.environments.wire import event_of as event_of_answer
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Sampling
 from mcore_rl.isolation import wire, zygote_process
 from mcore_rl.isolation.wire import Failed, answer_of
+from mcore_rl.rewards.parts import weighed
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.dealing import Deal, LocalCounters, Wanted
 from mcore_rl.rollout.groups import GroupPlan, Groups
@@ -43,8 +44,12 @@ ENDS = b""  # in the place of an answer: the process ends
 PROMPT = Prompt(0, "add", "", np.array([5], np.int32))
 
 
+def pool_of() -> EnvironmentPool:
+    return EnvironmentPool(EnvironmentSpec("a:B", timeout_seconds=60))
+
+
 def event_of(message: bytes, turn: int) -> Event:
-    """What a message is taken for; one that refuses is none that an environment sends."""
+    """The event of a message; environments send no refusals."""
     answer = answer_of(message, turn)
     failed = Failed("refused", str(answer)) if isinstance(answer, UsageError) else answer
     return event_of_answer(failed, is_first=turn == 0)
@@ -57,10 +62,10 @@ def good(turn: int) -> bytes:
 
 
 class FakeProcess:
-    """In the place of a zygote's process, and of all of its episodes.
+    """Replaces a zygote's process and all of its episodes.
 
-    `answers` are what episodes say, one after the other; when there are none left, what fits.
-    `control` is said to the trainer between them.
+    Episodes send `answers` one after the other, and then valid ones. Between them, the zygote sends
+    `control` to the trainer.
     """
 
     def __init__(self, theirs: socket.socket, answers: Iterator[bytes], control: Iterator[bytes]):
@@ -72,7 +77,7 @@ class FakeProcess:
         self._tell({"ready": True})
 
     def act(self) -> None:
-        """Whatever is to be done now."""
+        """Handle all pending messages."""
         if self.exitcode is not None:
             return
         with contextlib.suppress(BlockingIOError, OSError):
@@ -143,7 +148,7 @@ class FakeProcess:
 
 @contextmanager
 def zygotes(answers: Sequence[bytes], control: Sequence[bytes]) -> Iterator[list[FakeProcess]]:
-    """Those that are started meanwhile; all say what is left to be said."""
+    """The zygotes that start meanwhile; they share the messages."""
     made: list[FakeProcess] = []
     says, tells = iter(answers), iter(control)
 
@@ -157,7 +162,7 @@ def zygotes(answers: Sequence[bytes], control: Sequence[bytes]) -> Iterator[list
 
 
 def answers() -> st.SearchStrategy[list[bytes]]:
-    """What episodes say: what fits, what nearly does, anything, nothing more."""
+    """Messages of episodes: valid, nearly valid, arbitrary, and the end of the process."""
     fitting = st.sampled_from([good(turn) for turn in range(4)])
     one = fitting | hostile.messages(STARTED) | hostile.messages(STEPPED) | st.just(ENDS)
     return st.lists(one, max_size=25)
@@ -165,7 +170,7 @@ def answers() -> st.SearchStrategy[list[bytes]]:
 
 @hostile.BOUNDED
 @given(hostile.messages(STARTED), hostile.messages(STEPPED))
-def test_any_answer_is_an_event_that_training_can_use(first, second):
+def test_any_answer_becomes_valid_event(first, second):
     for turn, message in ((0, first), (1, second)):
         event = event_of(message, turn)
         if isinstance(event, Failed):
@@ -179,7 +184,7 @@ def test_any_answer_is_an_event_that_training_can_use(first, second):
 
 @hostile.BOUNDED
 @given(hostile.messages(STARTED), hostile.messages(STEPPED), st.booleans())
-def test_any_observation_is_token_ids_of_the_vocabulary_or_a_failure(first, second, is_chat):
+def test_any_observation_becomes_token_ids_or_failure(first, second, is_chat):
     tokenizer = chatml()
     ends = [tokenizer.eos_token_id]
     tokens = ConversationTokens(tokenizer, use_chat_template=is_chat, ends=ends, vocabulary=200)
@@ -199,12 +204,9 @@ def test_any_observation_is_token_ids_of_the_vocabulary_or_a_failure(first, seco
 
 @hostile.BOUNDED
 @given(answers(), st.lists(hostile.messages(ENDED) | st.just(b""), max_size=10))
-def test_every_question_to_an_environment_has_one_answer(said, control):
+def test_every_request_to_environment_has_one_event(said, control):
     response = Response(text="a", token_ids=(1,), turn=1, finish_reason="stop")
-    with (
-        zygotes(said, control) as made,
-        EnvironmentPool(EnvironmentSpec("a:B", timeout_seconds=60)) as pool,
-    ):
+    with zygotes(said, control) as made, pool_of() as pool:
         open_ones = {pool.start(PROMPT, seed) for seed in range(4)}
         asked = set(open_ones)
         try:
@@ -229,11 +231,8 @@ def test_every_question_to_an_environment_has_one_answer(said, control):
 @pytest.mark.parametrize(
     "said", [b'{"ended": 1e999}', b"[" * 5000, b'{"ended": 0, "code": 1e999}', b'{"ready": true}']
 )
-def test_a_zygote_that_makes_no_sense_is_replaced(said):
-    with (
-        zygotes([], [said]) as made,
-        EnvironmentPool(EnvironmentSpec("a:B", timeout_seconds=60)) as pool,
-    ):
+def test_zygote_with_invalid_message_is_replaced(said):
+    with zygotes([], [said]) as made, pool_of() as pool:
         lost = {pool.start(PROMPT, 0), pool.start(PROMPT, 1)}
         assert {ticket for ticket, _ in events(pool, made)} == lost
         again = pool.start(PROMPT, 2)
@@ -241,7 +240,7 @@ def test_a_zygote_that_makes_no_sense_is_replaced(said):
 
 
 def events(pool: EnvironmentPool, made: list[FakeProcess]) -> list[tuple[int, Event]]:
-    """All that come."""
+    """All events of 20 rounds."""
     found = []
     for _ in range(20):
         found += pool.finished()
@@ -250,23 +249,20 @@ def events(pool: EnvironmentPool, made: list[FakeProcess]) -> list[tuple[int, Ev
     return found
 
 
-def test_a_refusal_counts_only_as_the_first_message(monkeypatch):
+def test_refusal_is_accepted_only_as_first_message(monkeypatch):
     refused = json.dumps({"refused": ["cannot be found", "--rl-environment", "do so"]}).encode()
-    with (
-        zygotes([], [refused]) as made,
-        EnvironmentPool(EnvironmentSpec("a:B", timeout_seconds=60)) as pool,
-    ):
+    with zygotes([], [refused]) as made, pool_of() as pool:
         pool.start(PROMPT, 0)
         assert events(pool, made)  # raises nothing
     monkeypatch.setattr(FakeProcess, "_tell", lambda self, fields: self._send(refused))
-    with zygotes([], []), EnvironmentPool(EnvironmentSpec("a:B", timeout_seconds=60)) as pool:
+    with zygotes([], []), pool_of() as pool:
         pool.start(PROMPT, 0)
         with pytest.raises(UsageError):
             pool.finished()
 
 
 class CountingEngine(TurnEngine):
-    """Has environments act between its steps, and counts tokens."""
+    """Lets environments act between its steps, and counts tokens."""
 
     def __init__(self, made: list[FakeProcess]) -> None:
         super().__init__()
@@ -293,7 +289,7 @@ class CountingEngine(TurnEngine):
 
 
 class Words:
-    """A tokenizer of which any text has some ids."""
+    """A tokenizer that takes any text."""
 
     chat_template = None
 
@@ -308,9 +304,7 @@ class Words:
     compares=st.booleans(),
     with_greedy=st.booleans(),
 )
-def test_conversations_are_settled_once_and_their_tokens_counted(
-    said, oversample, compares, with_greedy
-):
+def test_conversations_are_settled_once_and_tokens_counted(said, oversample, compares, with_greedy):
     spec = EnvironmentSpec("a:B", timeout_seconds=60.0, memory_gib=1.0, max_turns=4)
     tokens = ConversationTokens(Words(), use_chat_template=False, ends=(), vocabulary=10_000)
     limits = {"max_prompt_tokens": MAX_PROMPT_TOKENS, "max_tokens": MAX_TOKENS}
@@ -354,8 +348,6 @@ def test_conversations_are_settled_once_and_their_tokens_counted(
 
 class _Rewards(NoRewards):
     def weigh(self, rollouts: Any, outcomes: Any) -> Any:
-        from mcore_rl.rewards.parts import weighed
-
         return weighed(rollouts, outcomes, {"environment": 1.0})
 
 

@@ -1,4 +1,4 @@
-"""Files of others: whatever stands in them is read, or refused by the error that is declared."""
+"""Files with arbitrary content are read or refused with UsageError."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @FEW
 @given(st.lists(hostile.messages(ROW) | hostile.messages(CHAT), min_size=1, max_size=3))
-def test_prompts_are_counted_or_refused(folder, lines):
+def test_any_prompts_are_counted_or_refused(folder, lines):
     path = folder / "prompts.jsonl"
     path.write_bytes(b"\n".join(lines))
     try:
@@ -45,7 +45,7 @@ def test_prompts_are_counted_or_refused(folder, lines):
 
 @FEW
 @given(st.lists(hostile.messages(LINE), max_size=4))
-def test_metrics_are_read_past_lines_that_make_no_sense(folder, lines):
+def test_invalid_lines_of_metrics_are_skipped(folder, lines):
     path = folder / "metrics.jsonl"
     path.write_bytes(b"\n".join([json.dumps(LINE).encode(), *lines]))
     found = read_metrics(path)
@@ -55,7 +55,7 @@ def test_metrics_are_read_past_lines_that_make_no_sense(folder, lines):
 
 @FEW
 @given(hostile.messages(INDEX_FIELDS))
-def test_an_index_names_files_of_its_folder_or_is_refused(folder, data):
+def test_index_names_files_of_folder_or_is_refused(folder, data):
     save_file({"a": np.zeros(2, np.float32)}, folder / "model.safetensors")
     (folder / "model.safetensors.index.json").write_bytes(data)
     try:

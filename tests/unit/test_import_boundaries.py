@@ -1,8 +1,8 @@
 """The pure modules stay pure, and `import mcore_rl` stays light.
 
-Which modules are pure is read from docs/developing/map.md: all of a package, but for those that the
-map excepts. What an import loads is seen in a fresh process. torch imports torch.distributed by
-itself, so that one is looked for in the source, along the imports of mcore_rl.
+docs/developing/map.md lists the pure modules: whole packages, except for modules that it names. A
+fresh process shows what an import loads. torch itself imports torch.distributed, so that imports of
+torch.distributed are searched in the source, along the imports of mcore_rl.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FORBIDDEN = "torch.distributed"
 
-# Imports the modules named in argv in turn and tells for each which of the heavy packages are
-# loaded by then.
+# Imports the modules named in argv in turn and prints for each which heavy packages are loaded.
 PROBE = """
 import importlib, json, sys
 loaded = {}
@@ -77,10 +76,13 @@ def pure_modules() -> list[str]:
     return found
 
 
+def run_code(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
 def loaded_by(*modules: str) -> dict[str, list[str]]:
-    process = subprocess.run(
-        [sys.executable, "-c", PROBE, *modules], cwd=ROOT, capture_output=True, text=True
-    )
+    process = run_code(PROBE, *modules)
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout.splitlines()[-1])
 
@@ -155,7 +157,7 @@ def arrows_between_rooms() -> set[tuple[str, str]]:
     return {(room, other) for room, other in found if room != other}
 
 
-def test_rooms_import_only_those_below() -> None:
+def test_rooms_import_only_lower_floors() -> None:
     height = {room: -number for number, rooms in enumerate(floors()) for room in rooms}
     arrows = arrows_between_rooms()
     assert {room for arrow in arrows for room in arrow} <= set(height)
@@ -197,7 +199,7 @@ def loaded_by_pure_modules() -> dict[str, list[str]]:
     return loaded_by(*pure_modules())
 
 
-def test_pure_modules_are_those_of_the_map() -> None:
+def test_pure_modules_are_read_from_map() -> None:
     found = pure_modules()
     assert len(found) == len(set(found)) > 150
     assert {"mcore_rl.batching.types", "mcore_rl.common", "mcore_rl.common.errors"} <= set(found)
@@ -212,7 +214,7 @@ def test_pure_module_loads_neither_megatron_nor_vllm(
 
 
 @pytest.mark.parametrize("module", pure_modules())
-def test_pure_module_leads_nowhere_to_torch_distributed(module: str) -> None:
+def test_pure_module_does_not_reach_torch_distributed(module: str) -> None:
     assert paths_to_forbidden(module) == []
 
 
@@ -239,7 +241,7 @@ def test_package_import_loads_nothing_heavy() -> None:
         "import mcore_rl.eager.part",
     ],
 )
-def test_way_to_torch_distributed_is_found(source: str, tmp_path: Path) -> None:
+def test_import_path_to_torch_distributed_is_found(source: str, tmp_path: Path) -> None:
     (tmp_path / "mcore_rl" / "eager").mkdir(parents=True)
     (tmp_path / "mcore_rl" / "__init__.py").touch()
     (tmp_path / "mcore_rl" / "other.py").write_text("import torch.distributed\n\nrank = 0\n")
@@ -249,7 +251,7 @@ def test_way_to_torch_distributed_is_found(source: str, tmp_path: Path) -> None:
     assert len(paths_to_forbidden("mcore_rl.pure", tmp_path)) >= 1
 
 
-def test_way_to_torch_distributed_is_not_found_where_there_is_none(tmp_path: Path) -> None:
+def test_no_import_path_is_found_without_import(tmp_path: Path) -> None:
     (tmp_path / "mcore_rl").mkdir()
     (tmp_path / "mcore_rl" / "__init__.py").write_text(
         "def lazy():\n    import torch.distributed\n    return torch.distributed\n"
@@ -275,17 +277,12 @@ runpy.run_module("mcore_rl.train", run_name="__main__", alter_sys=True)
 """
 
 
-def test_a_rank_looks_for_no_garbage_while_it_imports() -> None:
-    process = subprocess.run(
-        [sys.executable, "-c", COLLECTIONS, "--rl-no-such-flag"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+def test_rank_collects_no_garbage_during_imports() -> None:
+    process = run_code(COLLECTIONS, "--rl-no-such-flag")
     assert process.stdout.split() == ["0", "True", "True"], process.stderr
 
 
-def test_the_launcher_imports_no_compiler_and_knows_where_its_kernels_are() -> None:
+def test_launcher_imports_no_compiler() -> None:
     code = """
 import sys
 from mcore_rl.launch import folder, launcher
@@ -293,5 +290,5 @@ assert not {"torch._dynamo", "torch._inductor", "megatron", "vllm"} & sys.module
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 assert folder.kernel_cache() == default_cache_dir()
 """
-    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    process = run_code(code)
     assert process.returncode == 0, process.stderr

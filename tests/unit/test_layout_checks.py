@@ -38,7 +38,7 @@ def rollout(world_size: int, **given: Any) -> Any:
 
 
 def laid_out(world_size: int, *, ep_size: int, has_cuda: bool, **given: Any) -> tuple:
-    """The engines' layout, and what is told of it."""
+    """The engines' layout and the notes about it."""
     layout = TrainLayout(world_size, tp_size=4, ep_size=ep_size)
     shape = replace(small_shape(), num_heads=48, num_kv_heads=48, latent=None)
     experts = replace(shape.experts, num_experts=48, shared_hidden_size=192)
@@ -55,35 +55,23 @@ def laid_out(world_size: int, *, ep_size: int, has_cuda: bool, **given: Any) -> 
         (12, {"ranks_per_node": 8}, r"--rl-ranks-per-node 8 does not divide the world of 12"),
         (12, {"ranks_per_node": 6}, r"--rl-rollout-tp-size 4 neither divides .* 6 ranks of a node"),
         (16, {"rollout_ep_size": 6}, r"--rl-rollout-ep-size 6 is not a multiple .* TP size 4"),
-        (
-            16,
-            {"rollout_ep_size": 12},
-            r"--rl-rollout-ep-size 12 .* does not divide the world of 16",
-        ),
-        (
-            16,
-            {"rollout_all2all_backend": "moonep"},
-            r"--rl-rollout-all2all-backend moonep: .* choose another backend or leave the flag",
-        ),
-        (
-            16,
-            {"rollout_all2all_backend": "deepep"},
-            r"deepep is not a vLLM all-to-all backend; choose one of allgather_",
-        ),
+        (16, {"rollout_ep_size": 12}, r"--rl-rollout-ep-size 12 .* not divide the world of 16"),
+        (16, {"rollout_all2all_backend": "moonep"}, "--rl-rollout-all2all-backend moonep: .*leave"),
+        (16, {"rollout_all2all_backend": "deepep"}, "deepep is not a vLLM .*; choose one of allga"),
     ],
 )
-def test_impossible_rollout_is_told(world_size: int, given: dict, sentence: str) -> None:
+def test_impossible_rollout_layout_is_refused(world_size: int, given: dict, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         rollout(world_size, **given)
 
 
-def test_backends_are_those_of_vllm() -> None:
+def test_all_to_all_backends_equal_those_of_vllm() -> None:
     ours = {*ALL2ALL_BACKENDS, NOT_RELOADABLE}
     # The first two were removed; the last is vLLM's to choose.
     assert ours == {*get_args(All2AllBackend)} - {"naive", "pplx", "passthrough"}
 
 
-def test_experts_span_data_parallel_ranks_of_an_engine() -> None:
+def test_rollout_ep_size_spans_data_parallel_ranks_of_engine() -> None:
     found = rollout(16, rollout_ep_size=8, ranks_per_node=8)
     assert (found.tp_size, found.dp_size, found.ep_size, found.num_engines) == (4, 2, 8, 2)
 
@@ -99,21 +87,16 @@ def test_experts_span_data_parallel_ranks_of_an_engine() -> None:
         ({"rollout_no_expert_parallel": True}, (4, 1, 1)),
     ],
 )
-def test_engines_keep_megatrons_ep(given: dict, expected: tuple) -> None:
+def test_engines_keep_expert_parallelism_of_megatron(given: dict, expected: tuple) -> None:
     found, notes = laid_out(16, ep_size=8, has_cuda=True, **given)
     assert (found.tp_size, found.dp_size, found.ep_size) == expected
     assert notes == []
 
 
-def test_engines_that_cannot_keep_ep_are_told_with_what_it_costs() -> None:
+def test_change_of_expert_parallelism_is_noted_with_cost() -> None:
     on_cpu, (note,) = laid_out(16, ep_size=8, has_cuda=False)
     assert on_cpu.ep_size == on_cpu.tp_size == 4
-    found = re.fullmatch(
-        r"engines have EP4, their TP, and not Megatron's EP8, so that experts move: a rank "
-        r"receives up to (\S+) GB in a hand-over, with Megatron's EP (\S+) GB; vLLM spreads "
-        r"experts over data-parallel ranks of an engine on GPUs only",
-        note,
-    )
+    found = re.search(r"EP4, .* EP8, .*receives up to (\S+) GB .* EP (\S+) GB; .* GPUs only", note)
     assert found is not None and float(found[1]) > float(found[2]) >= 0
     other, (note,) = laid_out(48, ep_size=8, has_cuda=True, rollout_tp_size=3)
     assert other.ep_size == other.tp_size == 3
@@ -124,7 +107,7 @@ def test_tp_group_may_fill_whole_nodes() -> None:
     assert rollout(16, rollout_tp_size=8, ranks_per_node=4).tp_size == 8
 
 
-def test_ranks_of_a_node_come_from_the_flag_then_the_launcher(
+def test_ranks_per_node_come_from_flag_then_launcher(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
@@ -135,39 +118,39 @@ def test_ranks_of_a_node_come_from_the_flag_then_the_launcher(
     assert ranks_per_node(EngineOptions(ranks_per_node=4), 64) == 4
 
 
+HYBRID_EP = {"moe_flex_dispatcher_backend": "hybridep"}
+
+
 @pytest.mark.parametrize(
-    ("backend", "sentence"),
+    ("changed", "says"),
     [
-        ("ncclep", "-backend ncclep makes its buffers for .* first micro-batch .*; give deepep or"),
-        ("hybridep", "hybridep needs as many .* add --moe-hybridep-pad-uneven-dispatch-inputs"),
+        ({"moe_flex_dispatcher_backend": "ncclep"}, "-backend ncclep .* micro-batch .*; give deep"),
+        (HYBRID_EP, "hybridep needs as many .* add --moe-hybridep-pad-uneven-dispatch-inputs"),
+        ({"moe_flex_dispatcher_backend": "deepep"}, None),
+        ({**HYBRID_EP, "moe_hybridep_pad_uneven_dispatch_inputs": True}, None),
+        ({"moe_token_dispatcher_type": "alltoall"}, None),
+        ({"moe_token_dispatcher_type": "allgather"}, None),
     ],
 )
-def test_dispatcher_that_needs_as_many_tokens_on_every_rank_is_told(
-    backend: str, sentence: str
+def test_dispatcher_that_needs_equal_tokens_on_ranks_is_refused(
+    changed: dict[str, Any], says: str | None
 ) -> None:
-    """Also to a fork, for which nothing is derived."""
-    shape = small_shape()
+    """A fork, which derives no flags, is checked as well."""
     values = {
         "expert_model_parallel_size": 2,
         "moe_token_dispatcher_type": "flex",
-        "moe_flex_dispatcher_backend": backend,
+        "moe_flex_dispatcher_backend": "ncclep",
         "moe_hybridep_pad_uneven_dispatch_inputs": False,
+        **changed,
     }
-    with pytest.raises(UsageError, match=sentence):
-        check_layout(shape, values, 2)
-    for other in (
-        {"moe_flex_dispatcher_backend": "deepep"},
-        {
-            "moe_flex_dispatcher_backend": "hybridep",
-            "moe_hybridep_pad_uneven_dispatch_inputs": True,
-        },
-        {"moe_token_dispatcher_type": "alltoall"},
-        {"moe_token_dispatcher_type": "allgather"},
-    ):
-        assert check_layout(shape, values | other, 2).ep_size == 2
+    if says is None:
+        assert check_layout(small_shape(), values, 2).ep_size == 2
+        return
+    with pytest.raises(UsageError, match=says):
+        check_layout(small_shape(), values, 2)
 
 
-def test_data_parallel_ranks_divide_into_instances_of_the_optimizer() -> None:
+def test_optimizer_instances_must_divide_data_parallel_ranks() -> None:
     shape = small_shape()
     values = {"context_parallel_size": 2, "expert_model_parallel_size": 4}
     check_layout(shape, {**values, "num_distributed_optimizer_instances": 2}, 8)
@@ -178,7 +161,7 @@ def test_data_parallel_ranks_divide_into_instances_of_the_optimizer() -> None:
         check_layout(shape, {"num_distributed_optimizer_instances": 3}, 8)
 
 
-def test_stages_of_flags() -> None:
+def test_stages_follow_flags() -> None:
     shape = small_shape(num_layers=8)
     even = check_stages(shape, 2, {"num_layers_per_virtual_pipeline_stage": 2})
     assert even == (((0, 1), (4, 5)), ((2, 3), (6, 7)))
@@ -199,7 +182,7 @@ GROUP = "microbatch_group_size_per_vp_stage"
 def batches(
     num_samples: int, given: dict[str, Any], *, mini_batches: int = 1, packed: int = 0
 ) -> None:
-    """Of 4 ranks of PP2, so that each has half of the samples as micro-batches of one."""
+    """Check a step on 4 ranks of PP2; each has half of the samples as micro-batches of one."""
     config = RLConfig.of(
         num_prompts_per_step=num_samples // 2,
         num_samples_per_prompt=2,
@@ -219,7 +202,7 @@ def batches(
     ],
     ids=["per_rank", "per_chunk", "custom"],
 )
-def test_interleaved_micro_batches_must_fill_the_pipeline(given: dict[str, Any]) -> None:
+def test_interleaved_micro_batches_must_be_multiple_of_stages(given: dict[str, Any]) -> None:
     flag = "--" + next(iter(given)).replace("_", "-")
     batches(8, given)
     with pytest.raises(UsageError) as raised:
@@ -236,7 +219,7 @@ def test_interleaved_micro_batches_must_fill_the_pipeline(given: dict[str, Any])
     batches(6, given, packed=64)  # then their number is made to fit
 
 
-def test_without_virtual_stages_any_number_of_micro_batches_goes() -> None:
+def test_any_number_of_micro_batches_is_valid_without_virtual_stages() -> None:
     with pytest.raises(UsageError, match="interleaves"):
         batches(6, {"num_virtual_stages_per_pipeline_rank": 2})
     batches(6, {})
@@ -250,17 +233,12 @@ def test_without_virtual_stages_any_number_of_micro_batches_goes() -> None:
     [
         (1, 8, 1, "-stage 1 is less than --pipeline-model-parallel-size 2, .*; raise or drop it"),
         (4, 4, 1, "must be --microbatch-.* 4 or more, .* make 2 of a mini-batch"),
-        (
-            3,
-            8,
-            1,
-            "with none or at least --pipeline-model-parallel-size 2 left .* make 4 of a mini",
-        ),
+        (3, 8, 1, "none or at least --pipeline-model-parallel-size 2 left .* make 4 of a mini"),
         (3, 10, 1, None),  # 5 is a group and the 2 that it takes at least
         (3, 20, 2, "make 10 of a step"),  # whose log-probs are one pass: three groups and one left
     ],
 )
-def test_groups_of_another_size_follow_megatrons_rule(
+def test_micro_batch_groups_follow_rule_of_megatron(
     group: int, samples: int, mini_batches: int, sentence: str | None
 ) -> None:
     given = {**PER_RANK, GROUP: group}
@@ -271,8 +249,8 @@ def test_groups_of_another_size_follow_megatrons_rule(
         batches(samples, given, mini_batches=mini_batches)
 
 
-def test_interleaving_is_refused_where_megatron_refuses_it() -> None:
-    """Megatron's own conditions, read from its schedule, against the sentence."""
+def test_interleaving_is_refused_exactly_as_by_megatron() -> None:
+    """The oracle is the condition of Megatron's schedule."""
     for group in range(1, 6):
         for micro_batches in range(1, 13):
             rest = micro_batches % group

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -15,11 +16,9 @@ from mcore_rl.megatron.log_probs import vocab_parallel_log_probs
 NUM_TOKENS, HIDDEN, ROWS, VOCAB = 13, 6, 24, 21
 
 
-def inputs(
-    dtype: torch.dtype = torch.float32, scale: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(NUM_TOKENS, HIDDEN, generator=generator, dtype=torch.float64) * scale
+    hidden = torch.randn(NUM_TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
     weight = torch.randn(ROWS, HIDDEN, generator=generator, dtype=torch.float64)
     target_ids = torch.randint(0, VOCAB, (NUM_TOKENS,), generator=generator)
     return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), target_ids
@@ -31,19 +30,24 @@ def fused(hidden, weight, target_ids, **options):
 
 
 def naive(hidden, weight, target_ids, temperature=1.0):
-    """The same, by the textbook: all logits of the real vocabulary at once."""
+    """The reference: all logits of the real vocabulary at once."""
     logits = (hidden @ weight[:VOCAB].t()).to(torch.promote_types(hidden.dtype, torch.float32))
     distribution = Categorical(logits=logits / temperature)
     return distribution.log_prob(target_ids), distribution.entropy()
 
 
-def gradients(function, dtype=torch.float32, scale=1.0, **options):
+def gradients(function, dtype=torch.float32, **options):
     """Outputs and input gradients for random gradients of both outputs."""
-    hidden, weight, target_ids = inputs(dtype, scale)
+    hidden, weight, target_ids = inputs(dtype)
     outputs = function(hidden, weight, target_ids, **options)
     generator = torch.Generator().manual_seed(1)
     upstream = [torch.randn(NUM_TOKENS, generator=generator).to(out.dtype) for out in outputs]
     return *outputs, *torch.autograd.grad(outputs, [hidden, weight], upstream)
+
+
+def assert_close(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
@@ -51,9 +55,8 @@ def gradients(function, dtype=torch.float32, scale=1.0, **options):
 def test_values_and_gradients_equal_reference(temperature: float, chunk_tokens: int) -> None:
     actual = gradients(fused, temperature=temperature, chunk_tokens=chunk_tokens)
     expected = gradients(naive, temperature=temperature)
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert ours.dtype == torch.float32
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # float32, sums of 24
+    assert {tensor.dtype for tensor in actual} == {torch.float32}
+    assert_close(actual, expected)  # float32, sums of 24
 
 
 def test_gradients_pass_gradcheck_in_float64() -> None:
@@ -77,15 +80,14 @@ def test_gradient_of_one_output_to_one_input_equals_reference(output: int, wante
     torch.testing.assert_close(actual, expected)
 
 
-def test_bfloat16_rounds_where_the_engine_rounds() -> None:
+def test_bfloat16_rounds_like_engine() -> None:
     """Logits in bf16, softmax in float32: the outputs then agree far below bf16's 2^-8."""
     actual, expected = gradients(fused, torch.bfloat16), gradients(naive, torch.bfloat16)
-    for ours, theirs in zip(actual[:2], expected[:2], strict=True):
-        assert ours.dtype == torch.float32
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert {output.dtype for output in actual[:2]} == {torch.float32}
+    assert_close(actual[:2], expected[:2])
 
 
-def test_bfloat16_weight_gradient_over_many_chunks_is_as_good_as_over_one() -> None:
+def test_bfloat16_weight_gradient_is_accurate_over_many_chunks() -> None:
     """Sums rounded to the weight's dtype after each of 64 chunks would be 4 times as far off."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(256, 16, generator=generator).bfloat16()
@@ -149,28 +151,26 @@ def test_padding_rows_have_probability_zero() -> None:
 
 
 @pytest.mark.parametrize("target", [-1, -100])
-def test_target_outside_the_vocabulary_has_log_prob_minus_infinity(target: int) -> None:
+def test_target_outside_vocabulary_has_log_prob_minus_infinity(target: int) -> None:
     hidden, weight, target_ids = inputs()
     target_ids[2] = target
     log_probs, _ = fused(hidden, weight, target_ids)
     assert log_probs[2] == -math.inf and log_probs.isfinite().sum() == NUM_TOKENS - 1
 
 
-def test_without_entropy_gives_none_and_the_same_log_probs_and_gradients() -> None:
+def test_log_probs_and_gradients_are_equal_without_entropy() -> None:
     hidden, weight, target_ids = inputs()
     log_probs, entropy = fused(hidden, weight, target_ids, with_entropy=False, chunk_tokens=4)
     assert entropy is None
     expected, _ = naive(hidden, weight, target_ids)
     torch.testing.assert_close(log_probs, expected, rtol=1e-5, atol=1e-5)
-    for ours, theirs in zip(
+    assert_close(
         torch.autograd.grad(log_probs.sum(), [hidden, weight]),
         torch.autograd.grad(expected.sum(), [hidden, weight]),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    )
 
 
-def test_float32_hidden_meets_bfloat16_weight_in_bfloat16() -> None:
+def test_float32_hidden_is_rounded_to_bfloat16_weight() -> None:
     hidden, weight, target_ids = inputs()
     log_probs, _ = fused(hidden, weight.to(torch.bfloat16), target_ids)
     expected, _ = naive(hidden.to(torch.bfloat16), weight.to(torch.bfloat16), target_ids)
@@ -188,13 +188,13 @@ def test_no_tokens_give_empty_outputs_and_zero_gradients() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf])
-def test_temperature_out_of_range_is_a_usage_error(temperature: float) -> None:
+def test_temperature_out_of_range_is_refused(temperature: float) -> None:
     with pytest.raises(UsageError, match=f"--rl-temperature {temperature} is not a positive"):
         fused(*inputs(), temperature=temperature)
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the most elements that any operation returned, and the number of matmuls."""
+    """Records the largest result of any operation and the number of matmuls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class Recorder(TorchDispatchMode):
         return result
 
 
-def test_no_tensor_is_larger_than_the_logits_of_a_chunk() -> None:
+def test_no_tensor_exceeds_logits_of_chunk() -> None:
     num_tokens, chunk_tokens, hidden_size, vocab_size = 64, 8, 4, 96
     assert vocab_size * hidden_size < chunk_tokens * vocab_size  # neither weight nor hidden states
     assert num_tokens * hidden_size < chunk_tokens * vocab_size  # can hide a tensor of logits
@@ -231,9 +231,7 @@ def test_no_tensor_is_larger_than_the_logits_of_a_chunk() -> None:
 
 
 @pytest.mark.parametrize("wanted, num_matmuls", [((0, 1), 3), ((0,), 2), ((1,), 2)])
-def test_gradient_nobody_asked_for_is_not_computed(
-    wanted: tuple[int, ...], num_matmuls: int
-) -> None:
+def test_unneeded_gradient_is_not_computed(wanted: tuple[int, ...], num_matmuls: int) -> None:
     tensors = inputs()
     for index in {0, 1} - set(wanted):
         tensors[index].requires_grad_(False)
@@ -244,7 +242,7 @@ def test_gradient_nobody_asked_for_is_not_computed(
     assert [tensors[index].grad is not None for index in (0, 1)] == [0 in wanted, 1 in wanted]
 
 
-def test_forward_saves_inputs_and_a_few_numbers_per_token() -> None:
+def test_forward_saves_inputs_and_few_numbers_per_token() -> None:
     hidden, weight, target_ids = inputs()
     saved: list[torch.Size] = []
 
@@ -257,7 +255,7 @@ def test_forward_saves_inputs_and_a_few_numbers_per_token() -> None:
     assert saved == [hidden.shape, weight.shape] + [(NUM_TOKENS,)] * 4
 
 
-def test_nothing_is_kept_for_backward_without_gradients() -> None:
+def test_nothing_is_saved_without_gradients() -> None:
     with torch.no_grad():
         outputs = fused(*inputs())
     hidden, weight, target_ids = inputs()

@@ -1,6 +1,6 @@
-"""Stores that ranks reach on loopback are open to nobody else, and work as before.
+"""Stores on loopback accept only local connections, and otherwise work like upstream's.
 
-In processes of their own, because a repair stays applied.
+They run in a separate process, because a repair stays applied.
 """
 
 from __future__ import annotations
@@ -67,23 +67,24 @@ print("done")
 """
 
 
-def test_stores_on_loopback_are_bound_to_it_and_others_are_not() -> None:
+def test_only_stores_on_loopback_are_bound_to_loopback() -> None:
     done = subprocess.run([sys.executable, "-c", STORES], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split()[-1] == "done"
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "::1", "localhost"])
-def test_hosts_that_are_this_machine(host: str) -> None:
-    assert is_loopback(host)
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        (["127.0.0.1", "127.0.1.1", "::1", "localhost"], True),
+        (["", "0.0.0.0", "::", "10.0.0.1", "node7", "127.0.0.1.example"], False),
+    ],
+)
+def test_loopback_hosts_are_recognised(hosts: list[str], expected: bool) -> None:
+    assert [is_loopback(host) for host in hosts] == [expected] * len(hosts)
 
 
-@pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "10.0.0.1", "node7", "127.0.0.1.example"])
-def test_hosts_that_may_be_another(host: str) -> None:
-    assert not is_loopback(host)
-
-
-def test_only_what_is_not_set_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_environment_variables_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loopback_stores, "apply_patch", lambda patch: True)
     monkeypatch.setattr(os, "environ", {"VLLM_HOST_IP": "10.0.0.1"})
     assert not loopback_stores.stay_on_loopback("node7")
@@ -105,7 +106,7 @@ def test_only_what_is_not_set_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"nnodes": "1:2"}, False),
     ],
 )
-def test_the_launcher_stays_where_its_flags_say(flags: dict[str, str], is_local: bool) -> None:
+def test_meeting_place_follows_flags(flags: dict[str, str], is_local: bool) -> None:
     defaults = {"nnodes": "1", "rdzv_endpoint": "", "master_addr": "127.0.0.1"}
     args = argparse.Namespace(**{"local_addr": "127.0.0.1", **defaults, **flags})
     assert is_loopback(meeting_place(args)) == is_local
@@ -129,7 +130,7 @@ def test_the_launcher_stays_where_its_flags_say(flags: dict[str, str], is_local:
         ("--rdzv-endpoint [::1", r"--rdzv-endpoint \[::1 cannot be used"),
     ],
 )
-def test_flags_that_torchrun_would_raise_on_or_wait_with_are_refused(flags: str, says: str) -> None:
+def test_invalid_flags_of_torchrun_are_refused(flags: str, says: str) -> None:
     with pytest.raises(UsageError, match=says) as refusal:
         check_flags(torchrun.parse_args([*flags.split(), "script.py"]))
     assert refusal.value.remedy and "\n" not in str(refusal.value)
@@ -145,5 +146,5 @@ def test_flags_that_torchrun_would_raise_on_or_wait_with_are_refused(flags: str,
         "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint node0 --node-rank 7",  # unread
     ],
 )
-def test_flags_of_torchrun_are_taken(flags: str) -> None:
+def test_valid_flags_of_torchrun_are_accepted(flags: str) -> None:
     check_flags(torchrun.parse_args([*flags.split(), "script.py"]))

@@ -1,4 +1,4 @@
-"""The limit that counts is the tightest of the machine and of every cgroup of the process."""
+"""Memory, cores and workers within the limits of the machine and of the process's cgroups."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ V1 = {
         ("0::/\n", {"memory.max": f"{128 * GIB}"}, 64, 48, "machine"),
     ],
 )
-def test_the_tightest_limit_counts(
+def test_tightest_limit_is_found(
     cgroup: str, files: dict[str, str], limit: int, available: int, named: str, tmp_path: Path
 ) -> None:
     found = machine_memory(machine(tmp_path, cgroup, files))
@@ -64,7 +64,7 @@ def test_the_tightest_limit_counts(
     assert named in found.source
 
 
-def test_this_machine_has_memory() -> None:
+def test_memory_of_this_machine_is_positive() -> None:
     found = machine_memory()
     assert 0 < found.available_bytes <= found.limit_bytes
 
@@ -87,9 +87,7 @@ def test_this_machine_has_memory() -> None:
         ),
     ],
 )
-def test_cores_are_those_of_the_mask_and_of_every_cgroup(
-    tmp_path, monkeypatch, cgroup, files, expected
-):
+def test_cores_are_limited_by_mask_and_cgroups(tmp_path, monkeypatch, cgroup, files, expected):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     assert available_cores(machine(tmp_path, cgroup, files)) == expected
 
@@ -106,7 +104,7 @@ def test_cores_are_those_of_the_mask_and_of_every_cgroup(
         (64, 4, 0, 1),
     ],
 )
-def test_reward_workers_take_what_ranks_leave(
+def test_reward_workers_use_cores_left_by_ranks(
     monkeypatch, num_cores, num_ranks, available_gib, expected
 ):
     memory = MachineMemory(available_gib * GIB, available_gib * GIB, "")

@@ -1,6 +1,6 @@
-"""What a step's samples become before the update, and in which order updates come.
+"""Preparation of a step's samples and the order of updates.
 
-Actor and critic are stand-ins of one process; `tests.dist.test_ppo` has real ones on several.
+Actor and critic are stand-ins in one process; `tests.dist.test_ppo` has real ones on several.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def process_group() -> Iterator[None]:
 
 
 class Runner:
-    """Of one process: everybody's sum is its own."""
+    """A runner of one process: global sums are local."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -131,7 +131,7 @@ STATS_OF_CRITIC = ValueUpdateStats(
 
 
 class NotedUpdates(list[TrainBatch]):
-    """What a critic was given to learn from."""
+    """The batches of a critic's updates."""
 
     def update(self, batch: TrainBatch) -> ValueUpdateStats:
         self.append(batch)
@@ -139,7 +139,7 @@ class NotedUpdates(list[TrainBatch]):
 
 
 def scored(samples: Sequence[tuple[int, int, float]] = SAMPLES) -> list[ScoredRollout]:
-    """Token ids count on from sample to sample; log-probs of the engine are all -1."""
+    """Token ids continue from sample to sample; all log-probs of the engine are -1."""
     found, token = [], 0
     for number, (prompt, response, reward) in enumerate(samples):
         ids = np.arange(token, token + prompt + response, dtype=np.int32)
@@ -193,14 +193,18 @@ def learner_of(
 
 
 def held(learner: Learner, samples: Sequence[ScoredRollout]) -> SampleTable:
-    """The table of samples, whose tokens the learner gets from now on."""
+    """The table of samples, whose tokens the learner reads from now on."""
     keeper: Any = learner.keeper
     table: SampleTable = keeper.hold(samples)
     return table
 
 
+def with_log_probs(learner: Learner, samples: Sequence[ScoredRollout]) -> StepBatch:
+    return learner.with_log_probs(learner.make_batch(0, held(learner, samples)))
+
+
 def served_critic(learner: Learner) -> Any:
-    """The critic as a role, which is on this rank."""
+    """The critic's role, which is on this rank."""
     assert learner.critic is not None
     return learner.critic.role.served
 
@@ -217,16 +221,15 @@ def inputs_of(learner: Learner, samples: Sequence[ScoredRollout]) -> Any:
 
 
 def of_samples(values: torch.Tensor) -> list[list[float]]:
-    """`[t]` -> each sample's own."""
-    return [
-        s.tolist() for s in values.split([prompt + response for prompt, response, _ in SAMPLES])
-    ]
+    """Split `[t]` into the values of each sample."""
+    lengths = [prompt + response for prompt, response, _ in SAMPLES]
+    return [part.tolist() for part in values.split(lengths)]
 
 
 # Inputs of the estimators -------------------------------------------------------------------------
 
 
-def test_outcome_comes_with_the_last_token_that_was_generated():
+def test_reward_is_at_last_generated_token():
     learner, _ = learner_of()
     inputs = inputs_of(learner, scored())
     # A response of r tokens after a prompt of p is scored by positions p-1 .. p+r-2.
@@ -244,7 +247,7 @@ def test_outcome_comes_with_the_last_token_that_was_generated():
 
 
 def of_two_turns() -> list[ScoredRollout]:
-    """The first sample's second token is an observation; its turns were paid 0.75 and 0.25."""
+    """The first sample's second token is an observation; its turns earned 0.75 and 0.25."""
     samples = scored()
     rollout = dataclasses.replace(
         samples[0].rollout,
@@ -254,7 +257,7 @@ def of_two_turns() -> list[ScoredRollout]:
     return [dataclasses.replace(samples[0], rollout=rollout, reward=1.5), *samples[1:]]
 
 
-def test_what_a_turn_was_paid_comes_with_its_end_and_the_rest_with_the_last():
+def test_reward_of_turn_is_at_its_last_token():
     learner, _ = learner_of()
     learner._turn_weight = 2.0  # 2 x (0.75 + 0.25), and -0.5 of another reward
     inputs = inputs_of(learner, of_two_turns())
@@ -266,8 +269,23 @@ def test_what_a_turn_was_paid_comes_with_its_end_and_the_rest_with_the_last():
     assert rewards[1:] == of_samples(inputs_of(learner, scored()).token_rewards)[1:]
 
 
+def loss_of(
+    learner: Learner, batch: TrainBatch, log_probs: torch.Tensor, advantages: torch.Tensor
+) -> torch.Tensor:
+    return policy_loss_total(
+        log_probs,
+        torch.zeros_like(log_probs),
+        old_log_probs=batch.old_log_probs,
+        advantages=advantages,
+        loss_mask=batch.loss_mask,
+        lengths=batch.lengths,
+        denominators=Denominators(9.0, 3.0),
+        config=learner.recipe.policy_loss_config(MAX_RESPONSE_TOKENS),
+    ).loss
+
+
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo", "reinforce_pp"])
-def test_advantages_on_observations_change_no_gradient(algorithm: str):
+def test_advantages_of_observations_do_not_change_gradient(algorithm: str):
     learner, _ = learner_of(algorithm=algorithm)
     batch = evaluated(learner, of_two_turns()).actor
     assert batch.advantages is not None and batch.old_log_probs is not None
@@ -277,30 +295,20 @@ def test_advantages_on_observations_change_no_gradient(algorithm: str):
     gradients = []
     for advantages in (batch.advantages, noise):
         log_probs = batch.old_log_probs.clone().requires_grad_()
-        out = policy_loss_total(
-            log_probs,
-            torch.zeros_like(log_probs),
-            old_log_probs=batch.old_log_probs,
-            advantages=advantages,
-            loss_mask=batch.loss_mask,
-            lengths=batch.lengths,
-            denominators=Denominators(9.0, 3.0),
-            config=learner.recipe.policy_loss_config(MAX_RESPONSE_TOKENS),
-        )
-        out.loss.backward()
+        loss_of(learner, batch, log_probs, advantages).backward()
         gradients.append(log_probs.grad)
     assert torch.equal(*gradients) and gradients[0].count_nonzero() > 0
     assert not gradients[0][observed].any()
 
 
-def test_baselines_are_missing_unless_all_samples_have_one():
+def test_baselines_need_all_samples():
     learner, _ = learner_of()
     samples = scored()
     samples[1] = dataclasses.replace(samples[1], baseline=None)
     assert inputs_of(learner, samples).baselines is None
 
 
-def test_kl_in_the_reward_is_taken_from_every_token_and_from_the_score():
+def test_kl_in_reward_is_subtracted_from_tokens_and_score():
     learner, _ = learner_of(algorithm="rloo", kl_reward_coef=0.5, kl_estimator="k1")
     # k1 is old - ref: the actor is 0.25 above the reference.
     penalty = -0.5 * ACTOR_SHIFT
@@ -316,36 +324,31 @@ def test_kl_in_the_reward_is_taken_from_every_token_and_from_the_score():
     )
 
 
-def test_kl_in_the_loss_leaves_rewards_alone():
+def test_kl_in_loss_does_not_change_rewards():
     learner, _ = learner_of(kl_coef=0.5)
     samples = held(learner, scored())
     batch = learner.with_log_probs(learner.make_batch(0, samples)).actor
     assert batch.ref_log_probs is not None
-    assert torch.equal(
-        (batch.old_log_probs - batch.ref_log_probs)[batch.loss_mask],
-        torch.full((9,), ACTOR_SHIFT),
-    )
+    distances = (batch.old_log_probs - batch.ref_log_probs)[batch.loss_mask]
+    assert torch.equal(distances, torch.full((9,), ACTOR_SHIFT))
     inputs = learner._advantage_inputs(samples, batch)
     assert inputs.scores.tolist() == [1.0, 0.0, 0.5, 2.0]
     assert float(inputs.token_rewards.sum()) == 3.0
 
 
-def test_without_a_kl_there_is_no_reference():
+def test_no_reference_is_used_without_kl():
     learner, _ = learner_of()
     assert learner.reference is None
-    assert (
-        learner.with_log_probs(learner.make_batch(0, held(learner, scored()))).actor.ref_log_probs
-        is None
-    )
+    assert with_log_probs(learner, scored()).actor.ref_log_probs is None
 
 
-def test_the_reference_leaves_the_actors_weights_as_they_were():
+def test_reference_restores_weights_of_actor():
     learner, _ = learner_of(kl_coef=0.5)
-    learner.with_log_probs(learner.make_batch(0, held(learner, scored())))
+    with_log_probs(learner, scored())
     assert learner.actor.state.parameter.item() == 2 * ACTOR_SHIFT
 
 
-def test_kl_coefficient_is_adapted_once_a_step_and_after_it_was_used():
+def test_kl_coefficient_is_adapted_once_per_step_after_use():
     learner, _ = learner_of(algorithm="rloo", kl_reward_coef=0.5, kl_target=0.125, kl_horizon=4.0)
     inputs = inputs_of(learner, scored())
     assert inputs.scores[1] == pytest.approx(2 * -0.5 * ACTOR_SHIFT)
@@ -356,7 +359,7 @@ def test_kl_coefficient_is_adapted_once_a_step_and_after_it_was_used():
     assert learner.rates()["kl/coef"] == pytest.approx(0.5 * 1.2)
 
 
-def test_overlong_penalty_is_part_of_score_and_token_rewards():
+def test_overlong_penalty_is_in_score_and_token_rewards():
     learner, _ = learner_of(overlong_buffer_tokens=2)
     inputs = inputs_of(learner, scored())
     # Budget 4, buffer 2: a response of 3 tokens loses a half, one of 4 a whole.
@@ -364,7 +367,7 @@ def test_overlong_penalty_is_part_of_score_and_token_rewards():
     assert [max(s) for s in of_samples(inputs.token_rewards)] == [0.0, 0.0, 0.0, 1.5]
 
 
-def test_overlong_penalty_of_the_greedy_response_is_by_its_own_length():
+def test_overlong_penalty_of_greedy_response_follows_its_length():
     learner, _ = learner_of(algorithm="remax", kl_reward_coef=0.0, overlong_buffer_tokens=2)
     samples = [
         dataclasses.replace(sample, baseline=Baseline(0.5, num_tokens=length))
@@ -387,7 +390,7 @@ def without_rewards(*numbers: int, samples: list[ScoredRollout] | None = None):
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo", "opo", "reinforce_pp", "remax", "ppo"])
-def test_a_failed_reward_takes_its_sample_out_of_the_update(algorithm: str):
+def test_sample_with_failed_reward_is_not_trained_on(algorithm: str):
     # Where others are negative, a reward of 0 would be the best of its group.
     learner, _ = learner_of(algorithm=algorithm)
     batch = evaluated(learner, without_rewards(1)).actor
@@ -403,13 +406,11 @@ def test_a_failed_reward_takes_its_sample_out_of_the_update(algorithm: str):
     assert torch.isfinite(batch.old_log_probs[batch.loss_mask]).all()
 
 
-def test_a_prompt_whose_greedy_response_failed_is_not_learnt_from():
+def test_prompt_with_failed_greedy_response_is_not_trained_on():
     learner, _ = learner_of(algorithm="remax")
     samples = scored()
-    for number in (0, 1):
-        samples[number] = dataclasses.replace(
-            samples[number], baseline=Baseline(0.0, 1, failure="timed out")
-        )
+    failed = Baseline(0.0, 1, failure="timed out")
+    samples[:2] = (dataclasses.replace(sample, baseline=failed) for sample in samples[:2])
     batch = evaluated(learner, samples).actor
     expected = evaluated(learner_of(algorithm="remax")[0], scored()).actor
     parts = list(zip(of_samples(batch.advantages), of_samples(expected.advantages), strict=True))
@@ -418,7 +419,7 @@ def test_a_prompt_whose_greedy_response_failed_is_not_learnt_from():
     assert batch.loss_mask.sum() == 3
 
 
-def test_groups_without_two_rewards_count_as_idle():
+def test_groups_without_two_rewards_are_spread_over_mini_batches():
     learner, _ = learner_of(num_mini_batches=2)
     samples = scored([(1, 1, float(number)) for number in range(8)])
     # Of four groups the last two have nothing to compare: each mini-batch gets one of them.
@@ -428,7 +429,7 @@ def test_groups_without_two_rewards_count_as_idle():
         assert (first >= 4).sum() == 2
 
 
-def test_the_critics_ranks_hear_which_samples_are_valid():
+def test_valid_samples_are_sent_to_ranks_of_critic():
     samples = without_rewards(0, 3)
     there = tensors_to_table(table_to_tensors(table_of(samples)))
     assert there.valid.tolist() == [False, True, True, False]
@@ -437,7 +438,7 @@ def test_the_critics_ranks_hear_which_samples_are_valid():
 # Advantages, corrections, metrics -----------------------------------------------------------------
 
 
-def test_advantages_are_those_of_the_estimator():
+def test_advantages_equal_estimator():
     learner, _ = learner_of(algorithm="dr_grpo")
     batch = evaluated(learner, scored()).actor
     assert of_samples(batch.advantages) == [
@@ -450,7 +451,7 @@ def test_advantages_are_those_of_the_estimator():
 
 
 @pytest.mark.parametrize("correction", ["none", "token_tis", "geometric_rejection"])
-def test_weights_exist_only_with_a_correction_and_metrics_always(correction: str):
+def test_weights_exist_only_with_correction(correction: str):
     learner, _ = learner_of(mismatch_correction=correction)
     batch = evaluated(learner, scored())
     # Actor and engine differ by 0.5 nats: a ratio of 1.65, within the cap of 2, and far from 1.
@@ -469,7 +470,7 @@ def test_weights_exist_only_with_a_correction_and_metrics_always(correction: str
     assert batch.metrics["mismatch/masked_share"] == float(correction == "geometric_rejection")
 
 
-def test_only_empty_responses_give_finite_metrics_and_no_advantage():
+def test_empty_responses_give_finite_metrics_and_zero_advantages():
     learner, _ = learner_of(algorithm="ppo")
     batch = evaluated(learner, scored([(2, 0, 1.0)] * 4))
     assert torch.equal(batch.actor.advantages, torch.zeros(8))
@@ -480,7 +481,7 @@ def test_only_empty_responses_give_finite_metrics_and_no_advantage():
     assert np.isnan(batch.metrics["critic/explained_variance"])
 
 
-def test_ppo_hands_values_and_returns_to_actor_and_critic():
+def test_ppo_gives_values_and_returns_to_actor_and_critic():
     learner, _ = learner_of(
         algorithm="ppo", kl_reward_coef=0.0, gae_lambda=1.0, whiten_advantages=False
     )
@@ -504,8 +505,8 @@ def test_ppo_hands_values_and_returns_to_actor_and_critic():
     assert batch.metrics["critic/explained_variance"] == pytest.approx(float(explained), rel=1e-5)
 
 
-def test_values_travel_between_two_orders_of_the_samples(monkeypatch: pytest.MonkeyPatch):
-    """Actor and critic deal samples out in their own ways; a value stays with its token."""
+def test_values_follow_tokens_between_orders_of_samples(monkeypatch: pytest.MonkeyPatch):
+    """Actor and critic order samples differently; a value stays with its token."""
     learner, _ = learner_of(algorithm="ppo")
     served = served_critic(learner)
     monkeypatch.setattr(critic_module, "plan_epochs", lambda *_, **__: [[(((3, 1, 0, 2),),)]])
@@ -535,7 +536,7 @@ def test_values_travel_between_two_orders_of_the_samples(monkeypatch: pytest.Mon
         ({"algorithm": "ppo", "kl_reward_coef": 0.0, "critic_warmup_steps": 1}, False),
     ],
 )
-def test_samples_are_scored_in_the_update_where_it_is_the_only_one(flags, expected):
+def test_log_probs_are_computed_in_update_if_it_is_the_only_one(flags, expected):
     learner, _ = learner_of(scored_before=False, **flags)
     assert learner.scores_in_update is expected
     batch = evaluated(learner, scored())
@@ -543,7 +544,7 @@ def test_samples_are_scored_in_the_update_where_it_is_the_only_one(flags, expect
     assert ("kl/rollout_actor" in batch.metrics) is not expected  # else the update tells
 
 
-def test_dropout_makes_scoring_another_pass(monkeypatch):
+def test_log_probs_need_own_pass_with_dropout(monkeypatch):
     monkeypatch.setattr(ScriptedActor, "has_dropout", True)
     learner, _ = learner_of(scored_before=False)
     assert not learner.scores_in_update
@@ -552,7 +553,7 @@ def test_dropout_makes_scoring_another_pass(monkeypatch):
 # Updates ------------------------------------------------------------------------------------------
 
 
-def test_updates_go_through_the_mini_batches_once_an_epoch_and_the_critics_come_first():
+def test_updates_visit_mini_batches_once_per_epoch_critic_first():
     learner, log = learner_of(algorithm="ppo", num_mini_batches=2, num_epochs=6)
     learnt = learner.update(0, evaluated(learner, scored()))
     parts = [samples for name, samples in log if name == "actor"]
@@ -565,8 +566,8 @@ def test_updates_go_through_the_mini_batches_once_an_epoch_and_the_critics_come_
     assert halves in epochs and halves[::-1] in epochs
 
 
-def test_rewards_of_turns_do_not_move_where_a_later_epoch_brings_no_sample_that_has_some():
-    """Else a rank would send rows of another width than those with samples await."""
+def test_turn_rewards_are_not_sent_if_later_epoch_lacks_them():
+    """Otherwise a rank would send rows of another width than the other ranks expect."""
     learner, _ = learner_of(num_mini_batches=2, num_epochs=2)
     batch = evaluated(learner, scored())
     assert batch.actor.turn_rewards is not None
@@ -576,7 +577,7 @@ def test_rewards_of_turns_do_not_move_where_a_later_epoch_brings_no_sample_that_
     assert last.turn_rewards is None and last.advantages is not None
 
 
-def test_what_was_found_of_a_sample_is_with_it_in_every_epoch():
+def test_fields_follow_samples_in_every_epoch():
     learner, _ = learner_of(
         algorithm="ppo", num_mini_batches=2, num_epochs=4, mismatch_correction="token_tis"
     )
@@ -603,22 +604,21 @@ def test_what_was_found_of_a_sample_is_with_it_in_every_epoch():
     assert all(len(seen) == 1 for seen in of_sample.values())
 
 
-def test_groups_that_teach_nothing_are_shared_out_among_mini_batches():
-    """As dynamic sampling leaves them, at the end of the step."""
+def test_uninformative_groups_are_spread_over_mini_batches():
+    """Dynamic sampling leaves them at the end of the step."""
     learner, _ = learner_of(num_mini_batches=2)
     rewards = [1.0, 0.0] * 4 + [1.0, 1.0] * 4
     orders = set()
+    samples = scored([(1, 1, reward) for reward in rewards])
     for step in range(20):
-        batch = learner.make_batch(
-            step, held(learner, scored([(1, 1, reward) for reward in rewards]))
-        )
+        batch = learner.make_batch(step, held(learner, samples))
         first, second = batch.actor.sample_ids.split(8)
         assert (first < 8).sum() == (second < 8).sum() == 4
         orders.add(tuple(first.sort().values.tolist()))
     assert len(orders) > 5
 
 
-def test_the_actor_waits_while_the_critic_warms_up():
+def test_actor_is_not_updated_during_critic_warmup():
     learner, log = learner_of(algorithm="ppo", critic_warmup_steps=2)
     batch = evaluated(learner, scored())
     for step in range(3):
@@ -627,12 +627,11 @@ def test_the_actor_waits_while_the_critic_warms_up():
     assert [name for name, _ in log] == ["critic", "critic", "critic", "actor"]
 
 
-def test_the_reference_follows_the_actor_at_its_interval():
+def test_reference_follows_actor_at_interval():
     learner, _ = learner_of(kl_coef=0.5, reference_refresh_interval=2)
     distances = []
     for step in range(5):
-        samples = scored()
-        batch = evaluated(learner, samples)
+        batch = evaluated(learner, scored())
         old, ref = batch.actor.old_log_probs, batch.actor.ref_log_probs
         distances.append(float((old - ref)[batch.actor.loss_mask].mean()))
         learner.update(step, batch)  # moves the actor by 1
@@ -640,7 +639,7 @@ def test_the_reference_follows_the_actor_at_its_interval():
     assert distances == pytest.approx([ACTOR_SHIFT, 1 + ACTOR_SHIFT, 0, 1, 0])
 
 
-def test_the_first_reference_stays_without_an_interval():
+def test_reference_stays_fixed_without_interval():
     learner, _ = learner_of(kl_coef=0.5)
     batch = evaluated(learner, scored())
     for step in range(3):
@@ -650,15 +649,12 @@ def test_the_first_reference_stays_without_an_interval():
     assert float(moved.mean()) == pytest.approx(3 + ACTOR_SHIFT)
 
 
-def test_rates_are_those_of_the_models_that_there_are():
+def test_rates_cover_existing_models():
     assert learner_of()[0].rates() == {"learning_rate": 0.125}
     learner, _ = learner_of(algorithm="ppo")
     learner.update(0, evaluated(learner, scored()))
-    assert learner.rates() == {
-        "learning_rate": 0.125,
-        "critic/learning_rate": 0.125,
-        "kl/coef": 0.02,
-    }
+    rates = {"learning_rate": 0.125, "critic/learning_rate": 0.125, "kl/coef": 0.02}
+    assert learner.rates() == rates
 
 
 # docs/using/algorithms.md -------------------------------------------------------------------------
@@ -667,39 +663,27 @@ DOCS = Path(__file__).parents[2] / "docs" / "using" / "algorithms.md"
 
 
 @pytest.mark.usefixtures("restored_tables")
-def test_the_example_of_the_docs_runs_as_written(tmp_path: Path):
+def test_example_of_docs_runs(tmp_path: Path):
     (example,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
     file = tmp_path / "mine.py"
     file.write_text(example)
     import_user_file(str(file))
     learner, _ = learner_of(advantage="median", policy_loss="spo", spo_width=0.25)
     batch = evaluated(learner, scored()).actor
-    # Of two samples the median is the mean.
-    assert torch.equal(batch.advantages, dr_grpo_advantages())
+    # The median of two samples is their mean.
+    expected = evaluated(learner_of(algorithm="dr_grpo")[0], scored()).actor.advantages
+    assert torch.equal(batch.advantages, expected)
     assert batch.old_log_probs is not None and batch.advantages is not None
     log_probs = (batch.old_log_probs + 0.1).requires_grad_()
-    out = policy_loss_total(
-        log_probs,
-        torch.zeros_like(log_probs),
-        old_log_probs=batch.old_log_probs,
-        advantages=batch.advantages,
-        loss_mask=batch.loss_mask,
-        lengths=batch.lengths,
-        denominators=Denominators(9.0, 3.0),
-        config=learner.recipe.policy_loss_config(MAX_RESPONSE_TOKENS),
-    )
+    loss = loss_of(learner, batch, log_probs, batch.advantages)
     a, ratio = batch.advantages[batch.loss_mask], float(np.exp(0.1))
     expected = (a.abs() * (ratio - 1) ** 2 / 0.5 - ratio * a).sum() / 9
-    assert float(out.loss.detach()) == pytest.approx(float(expected), rel=1e-5)
-    out.loss.backward()
+    assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-5)
+    loss.backward()
     assert torch.isfinite(log_probs.grad[batch.loss_mask]).all()
 
 
-def dr_grpo_advantages() -> torch.Tensor:
-    return evaluated(learner_of(algorithm="dr_grpo")[0], scored()).actor.advantages
-
-
-def test_the_table_of_the_docs_is_that_of_the_recipes():
+def test_table_of_docs_equals_recipes():
     rows = [line.strip("| ").split(" | ") for line in DOCS.read_text().splitlines()]
     table = {row[0].strip("`"): row for row in rows if len(row) >= 6 and row[0].startswith("`")}
     assert table.keys() == RECIPES.keys()

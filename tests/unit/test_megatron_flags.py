@@ -1,4 +1,4 @@
-"""What becomes of Megatron's flags, by its real parser and its validation."""
+"""Treatment of Megatron's flags, with its own parser and validation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def notes(text: str, parser: argparse.ArgumentParser) -> tuple[str, ...]:
     return flag_classes.notes(given_values(text.split(), parser), parser)
 
 
-def test_every_flag_is_in_one_table_and_no_other_is(parser: argparse.ArgumentParser) -> None:
+def test_every_flag_is_in_exactly_one_table(parser: argparse.ArgumentParser) -> None:
     known = {
         action.dest
         for group in parser._action_groups
@@ -59,9 +59,9 @@ def test_every_flag_is_in_one_table_and_no_other_is(parser: argparse.ArgumentPar
     assert known >= megatron_flags.SET_BY_VALIDATION
 
 
-def test_switch_that_is_false_in_a_file_is_off_whatever_its_other_spelling(tmp_path: Path) -> None:
-    """Also a switch that Megatron has kept as a word without effect, beside the form that it reads
-    (--ckpt-fully-parallel-save): what differs from the defaults is what the inverse form gives."""
+def test_false_switch_in_file_equals_inverse_switch(tmp_path: Path) -> None:
+    """The same options change as with the inverse form of the switch, even if Megatron keeps the
+    switch without effect beside the form that it reads (--ckpt-fully-parallel-save)."""
     parser = make_parser()
     file = tmp_path / "flags.yaml"
 
@@ -85,13 +85,13 @@ def test_switch_that_is_false_in_a_file_is_off_whatever_its_other_spelling(tmp_p
     assert changed("ckpt_fully_parallel_save", False) == {"ckpt_fully_parallel_save": False}
 
 
-def test_no_name_is_twice_in_a_table() -> None:
+def test_names_in_tables_are_unique() -> None:
     for table in (megatron_flags.HONOURED, megatron_flags.WITHOUT_EFFECT):
         names = " ".join(table.values()).split()
         assert len(names) == len(set(names))
 
 
-def test_refused_flags_are_called_as_the_sentences_call_them(
+def test_refused_flags_have_names_of_messages(
     parser: argparse.ArgumentParser,
 ) -> None:
     named = [
@@ -104,22 +104,19 @@ def test_refused_flags_are_called_as_the_sentences_call_them(
         action = parser._option_string_actions[f"--{dest.replace('_', '-')}"]
         assert action.dest == dest
         # Else a run that does not give it would be refused.
-        assert not action.default or dest in megatron_flags.OWN_RL | {
-            "cuda_graph_impl",
-            "transformer_impl",
-            "moe_router_load_balancing_type",
-            "attention_backend",
-        }
+        own = {"cuda_graph_impl", "transformer_impl", "moe_router_load_balancing_type"}
+        own |= megatron_flags.OWN_RL | {"attention_backend"}
+        assert not action.default or dest in own
 
 
-def test_megatrons_own_rl_loop_is_refused_flag_by_flag(parser: argparse.ArgumentParser) -> None:
+def test_flags_of_megatron_rl_loop_are_all_refused(parser: argparse.ArgumentParser) -> None:
     (group,) = [group for group in parser._action_groups if group.title == "rl"]
     assert {action.dest for action in group._group_actions} == (
         megatron_flags.OWN_RL | megatron_flags.SHARED_RL
     )
 
 
-def test_the_document_is_up_to_date() -> None:
+def test_document_of_flags_is_current() -> None:
     version = check_megatron().version
     found = (ROOT / "docs" / "using" / "megatron_flags.md").read_text(encoding="utf-8")
     assert found == flag_classes.document(megatron_adapter.make_parser(), version), (
@@ -127,17 +124,20 @@ def test_the_document_is_up_to_date() -> None:
     )
 
 
-def test_given_flags_without_effect_are_one_line(parser: argparse.ArgumentParser) -> None:
+def test_flags_without_effect_are_noted_in_one_line(parser: argparse.ArgumentParser) -> None:
     (line,) = notes(
         "--data-path a b --split 99,1,0 --eval-iters 3 --eval-interval 5 --log-interval 1 "
         "--mock-data --no-mmap-bin-files --tensor-model-parallel-size 2 --rl-num-steps 3",
         parser,
     )
-    assert line == (
-        "without effect in RL: --data-path, --split, --mock-data, --no-mmap-bin-files (prompts are "
-        "--rl-prompts); --eval-iters, --eval-interval (evaluation is --rl-eval-prompts and "
-        "--rl-eval-interval); --log-interval (every step has its line in metrics.jsonl)"
-    )
+    groups = line.removeprefix("without effect in RL: ").split("; ")
+    assert [group.partition(" (")[0] for group in groups] == [
+        "--data-path, --split, --mock-data, --no-mmap-bin-files",
+        "--eval-iters, --eval-interval",
+        "--log-interval",
+    ]
+    for group, instead in zip(groups, ("--rl-prompts", "--rl-eval-", "metrics.jsonl"), strict=True):
+        assert instead in group
 
 
 HOSTILE = {
@@ -154,8 +154,10 @@ HOSTILE = {
 }
 
 
-def test_flags_without_effect_reach_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with a value that Megatron would trip over, all of them together."""
+def test_flags_without_effect_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them together, each with a value that Megatron would refuse."""
     monkeypatch.setenv("WORLD_SIZE", "1")
     parser = make_parser()
     (tmp_path / "config.json").write_text((CONFIGS / "qwen3-0.6b.json").read_text())
@@ -188,7 +190,7 @@ def test_flags_without_effect_reach_nobody(tmp_path: Path, monkeypatch: pytest.M
     check_megatron_accepts(found.megatron_tokens, found.resolved().shape, world_size=1)
 
 
-def test_a_flag_of_another_megatron_is_named(parser: argparse.ArgumentParser) -> None:
+def test_unknown_flag_of_megatron_is_noted(parser: argparse.ArgumentParser) -> None:
     other = megatron_adapter.make_parser()
     other.add_argument_group("new").add_argument("--of-tomorrow", type=int)
     add_rl_args(other)
@@ -216,7 +218,7 @@ def test_a_flag_of_another_megatron_is_named(parser: argparse.ArgumentParser) ->
         ("--exit-signal-handler-for-training", "without saving it; give --exit-signal-handler"),
     ],
 )
-def test_what_rl_cannot_honour_is_refused(
+def test_incompatible_flag_is_refused(
     text: str, says: str, parser: argparse.ArgumentParser
 ) -> None:
     with pytest.raises(UsageError, match=says):
@@ -234,7 +236,7 @@ def test_what_rl_cannot_honour_is_refused(
         (b"- a", "must be a YAML file with 'key: value' lines; correct"),
     ],
 )
-def test_file_that_megatron_would_stumble_over_is_refused(
+def test_invalid_yaml_file_is_refused(
     flag: str, content: bytes | None, says: str, parser: argparse.ArgumentParser, tmp_path: Path
 ) -> None:
     file = tmp_path / "a.yaml"
@@ -246,10 +248,10 @@ def test_file_that_megatron_would_stumble_over_is_refused(
     preflight.check_inputs(given_values([flag, str(file)], parser))
 
 
-def test_spec_that_is_a_function_is_refused_before_megatron_0_19(
+def test_function_as_spec_is_refused_before_megatron_0_19(
     parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to there nothing makes the configuration that it is called with."""
+    """Earlier releases do not make the configuration that the function takes."""
     from megatron.training import argument_utils
 
     given = given_values(["--spec", "os.path", "join"], parser)
@@ -289,10 +291,10 @@ def check_all(values: dict[str, Any]) -> None:
         ("--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-iters; add it"),
     ],
 )
-def test_numbers_that_make_no_sense_are_refused(
+def test_number_out_of_range_is_refused(
     text: str, says: str, parser: argparse.ArgumentParser
 ) -> None:
-    """With `$` the fault ends, and what to do follows."""
+    """`$` marks the end of the fault; the remedy follows."""
     with pytest.raises(UsageError) as refused:
         check_all(given_values(text.split(), parser))
     error = refused.value
@@ -300,7 +302,7 @@ def test_numbers_that_make_no_sense_are_refused(
     assert error.fault.startswith(f"{error.flag} ") and error.remedy
 
 
-def test_numbers_at_their_bounds_are_taken(parser: argparse.ArgumentParser) -> None:
+def test_numbers_at_bounds_are_accepted(parser: argparse.ArgumentParser) -> None:
     text = (
         "--lr 0 --min-lr 0 --clip-grad 0 --weight-decay 0 --adam-beta1 0 --hidden-dropout 0 "
         "--optimizer-offload-fraction 1 --lr-warmup-iters 2 --train-iters 3 --lr-decay-style WSD "
@@ -309,12 +311,12 @@ def test_numbers_at_their_bounds_are_taken(parser: argparse.ArgumentParser) -> N
     check_all(given_values(text.split(), parser))
 
 
-def test_ranges_are_of_flags(parser: argparse.ArgumentParser) -> None:
+def test_ranges_name_existing_flags(parser: argparse.ArgumentParser) -> None:
     for dest in " ".join(megatron_flags.RANGES.values()).split():
         assert parser._option_string_actions[f"--{dest.replace('_', '-')}"].dest == dest
 
 
-def test_the_critics_rate_is_not_below_its_schedule() -> None:
+def test_critic_lr_below_min_lr_is_refused() -> None:
     values = {"lr": 1e-5, "min_lr": 1e-6, "lr_warmup_init": 0.0}
     flag_classes.check_critic_rate(1e-6, values)
     flag_classes.check_critic_rate(None, values)
@@ -324,7 +326,7 @@ def test_the_critics_rate_is_not_below_its_schedule() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
-def test_the_critics_rate_is_a_number(value: float) -> None:
+def test_critic_lr_out_of_range_is_refused(value: float) -> None:
     with pytest.raises(UsageError, match=f"--rl-critic-lr {value} must be at least 0"):
         preflight.check_ranges(RLConfig.of(algorithm="ppo", critic_lr=value))
 
@@ -340,7 +342,7 @@ def parsed(text: str, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_in_a_fork_other_values_than_the_defaults_count_as_given(
+def test_fork_counts_values_other_than_defaults_as_given(
     parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = parsed("", monkeypatch)

@@ -1,7 +1,7 @@
-"""Megatron's repairs: what they change for Megatron, and what they leave alone for everyone else.
+"""Patches of Megatron change Megatron and nothing else.
 
-Each case runs in a process of its own, because a repair stays applied. That DeepSeek-V2-Lite can be
-built and that a checkpoint can be loaded again is shown by tests/dist and tests/e2e.
+Each case runs in a separate process, because a patch stays applied. tests/dist and tests/e2e show
+that DeepSeek-V2-Lite can be built and that a checkpoint can be loaded again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="these repairs do not exist where there is a GPU"
+    torch.cuda.is_available(), reason="these patches apply only without a GPU"
 )
 
 # `from m import x` at module level, called from a module that is not Megatron's.
@@ -176,7 +176,7 @@ CASES = {name.lower(): code for name, code in globals().items() if name.isupper(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [name for name in CASES if name != "cases"])
-def test_megatron_on_cpu(case: str) -> None:
+def test_patches_on_cpu(case: str) -> None:
     run = subprocess.run(
         [sys.executable, "-c", CASES[case]], capture_output=True, text=True, timeout=500
     )

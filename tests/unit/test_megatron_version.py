@@ -1,6 +1,6 @@
-"""Which Megatron is imported, whatever pip's record says; and what is said of one that lacks much.
+"""The Megatron that is imported, whatever pip's record says, and refusals of unsupported ones.
 
-What looks for modules runs in a process of its own: this one has found its Megatron.
+The search for modules runs in a separate process: this one has imported its Megatron.
 """
 
 from __future__ import annotations
@@ -14,11 +14,7 @@ import pytest
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.megatron_version import MegatronSource, _stated_version
-from tests.megatron_sources import (
-    installed_megatron,
-    megatron_on_the_path,
-    write_version,
-)
+from tests.megatron_sources import installed_megatron, megatron_on_the_path, write_version
 
 SAY_WHAT_IS_FOUND = """
 import sys
@@ -47,13 +43,13 @@ def git(folder: Path, *command: str) -> str:
     return run.stdout.strip()
 
 
-def test_a_checkout_on_the_path_is_what_counts_and_not_the_installed_one(tmp_path: Path) -> None:
+def test_checkout_on_path_precedes_installed_megatron(tmp_path: Path) -> None:
     megatron_on_the_path(tmp_path, "0.18.7")
     run = python("-c", SAY_WHAT_IS_FOUND, path=tmp_path)
     assert run.stdout == f"0.18.7 {tmp_path}\n", run.stderr
 
 
-def test_a_record_of_another_version_changes_nothing(tmp_path: Path) -> None:
+def test_pip_record_of_other_version_is_ignored(tmp_path: Path) -> None:
     record = tmp_path / "megatron_core-0.16.1.dist-info"
     record.mkdir()
     (record / "METADATA").write_text(
@@ -63,7 +59,7 @@ def test_a_record_of_another_version_changes_nothing(tmp_path: Path) -> None:
     assert run.stdout.split()[1:] == [str(installed_megatron())], run.stderr
 
 
-def test_one_that_trains_nothing_ends_an_entry_point_with_one_sentence(tmp_path: Path) -> None:
+def test_megatron_without_training_is_refused_in_one_sentence(tmp_path: Path) -> None:
     """As of 0.16.1, beside which the `megatron.training` of the installed one is found."""
     write_version(tmp_path, "0.16.1")
     run = python("-m", "mcore_rl.train", path=tmp_path)
@@ -76,7 +72,7 @@ def test_one_that_trains_nothing_ends_an_entry_point_with_one_sentence(tmp_path:
     )
 
 
-def test_what_an_older_checkout_lacks_is_named(tmp_path: Path) -> None:
+def test_missing_module_of_older_checkout_is_named(tmp_path: Path) -> None:
     """0.16 has a `megatron.training`, and builds tokenizers elsewhere."""
     megatron_on_the_path(tmp_path, "0.16.0")
     (tmp_path / "megatron/core/tokenizers/utils/build_tokenizer.py").unlink()
@@ -86,7 +82,7 @@ def test_what_an_older_checkout_lacks_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in run.stderr
 
 
-def test_code_that_no_patch_fits_is_refused_with_the_patch_and_the_reason(tmp_path: Path) -> None:
+def test_code_that_patch_does_not_fit_is_refused_with_reason(tmp_path: Path) -> None:
     megatron_on_the_path(tmp_path, "0.21.0", changed=True)
     run = python("-m", "mcore_rl.train", path=tmp_path)
     assert run.returncode == 2
@@ -97,7 +93,7 @@ def test_code_that_no_patch_fits_is_refused_with_the_patch_and_the_reason(tmp_pa
     assert "Traceback" not in run.stderr
 
 
-def test_the_commit_is_that_of_the_checkout(tmp_path: Path) -> None:
+def test_commit_is_that_of_checkout(tmp_path: Path) -> None:
     write_version(tmp_path, "0.20.0")
     source = MegatronSource(tmp_path, "0.20.0")
     assert source.commit() is None
@@ -110,7 +106,7 @@ def test_the_commit_is_that_of_the_checkout(tmp_path: Path) -> None:
     assert source.commit() == f"{commit}-dirty"
 
 
-def test_an_environment_inside_of_another_checkout_has_no_commit(tmp_path: Path) -> None:
+def test_environment_inside_other_checkout_has_no_commit(tmp_path: Path) -> None:
     git(tmp_path, "init", "--quiet")
     git(tmp_path, "commit", "--quiet", "--allow-empty", "--message", "not Megatron's")
     write_version(tmp_path / "packages", "0.20.0")
@@ -124,14 +120,14 @@ def test_an_environment_inside_of_another_checkout_has_no_commit(tmp_path: Path)
         ("__version__ = '0.19.2+ours'", "0.19.2+ours"),
     ],
 )
-def test_a_version_is_read_and_nothing_is_run(text: str, version: str, tmp_path: Path) -> None:
+def test_version_is_read_without_execution(text: str, version: str, tmp_path: Path) -> None:
     file = tmp_path / "package_info.py"
     file.write_text(f"{text}\n")
     assert _stated_version(file) == version
 
 
 @pytest.mark.parametrize("text", ["", "__version__ = f()", "MAJOR = ("])
-def test_a_file_without_a_version_is_refused_by_name(text: str, tmp_path: Path) -> None:
+def test_file_without_version_is_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "package_info.py"
     file.write_text(text)
     with pytest.raises(UsageError, match=f"{file} does not say which Megatron it is"):

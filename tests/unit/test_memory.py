@@ -1,4 +1,4 @@
-"""What the measurements of this process's memory see."""
+"""Measurements of this process's memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 def fault_in_a_fresh_process(function: Callable[[], None]) -> str:
-    """In the process of all tests, what others left behind may be freed while it is measured."""
+    """Run `function` in a new process, where no leftovers of other tests are freed meanwhile."""
     code = f"from {__name__} import {function.__name__} as f; f()"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -42,7 +42,7 @@ def _peaks() -> None:
     assert small.extra_bytes < 8 * MIB, small.extra_bytes
 
 
-def test_peak_sees_what_was_freed_before_the_end() -> None:
+def test_peak_counts_freed_memory() -> None:
     assert fault_in_a_fresh_process(_peaks) == ""
 
 
@@ -56,11 +56,11 @@ def _highest() -> None:
     assert highest_bytes()[0] >= high - MIB  # the kernel counts per core, and sums now and then
 
 
-def test_highest_remembers_what_a_measurement_resets() -> None:
+def test_highest_survives_reset_by_measurement() -> None:
     assert fault_in_a_fresh_process(_highest) == ""
 
 
-def test_device_memory_is_what_the_driver_has_given_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_memory_is_that_of_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's allocator counts a sleeping engine, 70 of 80 here, and is not asked."""
     used = {"engine": 70, "cached": 3, "in use": 5, "communicators": 1}
 
@@ -83,7 +83,7 @@ def test_device_memory_is_what_the_driver_has_given_out(monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc's heap")
-def test_freed_tensors_between_kept_ones_are_returned_to_the_kernel() -> None:
+def test_freed_tensors_between_kept_ones_are_returned_to_kernel() -> None:
     """The heap cannot shrink past a tensor that is kept, and keeps what was freed before it."""
     tensors = [torch.ones(64 << 10, dtype=torch.uint8) for _ in range(2048)]
     kept = tensors[::2]
@@ -94,7 +94,7 @@ def test_freed_tensors_between_kept_ones_are_returned_to_the_kernel() -> None:
     assert len(kept) == 1024
 
 
-def test_footprint_sees_memory_files_threads_and_segments(tmp_path: Path) -> None:
+def test_footprint_counts_memory_files_threads_and_segments(tmp_path: Path) -> None:
     resource_tracker.ensure_running()  # it takes two files of its own
     before = Footprint.now()
     assert 0 < before.heap_bytes < before.resident_bytes < host_bytes()
@@ -121,8 +121,5 @@ def test_footprint_sees_memory_files_threads_and_segments(tmp_path: Path) -> Non
     after = Footprint.now()
     assert abs(after.resident_bytes - before.resident_bytes) < 8 * MIB
     assert abs(after.heap_bytes - before.heap_bytes) < MIB
-    assert (after.open_files, after.threads, after.shared_memory) == (
-        before.open_files,
-        before.threads,
-        before.shared_memory,
-    )
+    for name in ("open_files", "threads", "shared_memory"):
+        assert getattr(after, name) == getattr(before, name), name

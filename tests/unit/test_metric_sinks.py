@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases get what metrics.jsonl gets, and stop nothing when they fail."""
+"""TensorBoard and Weights & Biases get the metrics of metrics.jsonl; their failures do no harm."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def points_of_tensorboard(folder: Path) -> dict[int, dict[str, float]]:
     return found
 
 
-def test_tensorboard_has_the_names_steps_and_values_of_metrics_jsonl(tmp_path: Path) -> None:
+def test_tensorboard_equals_metrics_jsonl(tmp_path: Path) -> None:
     write(tmp_path)
     expected = read_metrics(tmp_path / "metrics.jsonl")
     assert expected == STEPS
@@ -68,14 +68,14 @@ def test_tensorboard_has_the_names_steps_and_values_of_metrics_jsonl(tmp_path: P
         assert found[step] == pytest.approx(metrics, rel=1e-6)  # it stores float32
 
 
-def test_tensorboard_may_be_elsewhere(tmp_path: Path) -> None:
+def test_tensorboard_is_written_to_given_folder(tmp_path: Path) -> None:
     """Megatron's --tensorboard-dir."""
     write(tmp_path / "run", tensorboard=str(tmp_path / "points"))
     assert points_of_tensorboard(tmp_path / "points").keys() == STEPS.keys()
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
-def test_a_run_that_goes_on_replaces_its_later_points(tmp_path: Path) -> None:
+def test_resumed_run_replaces_later_points(tmp_path: Path) -> None:
     write(tmp_path)
     write(tmp_path, {1: {"reward/mean": 0.625}}, first_step=1)
     rewards = {
@@ -104,10 +104,10 @@ def records(path: Path) -> Iterator[bytes]:
 
 
 def points_of_wandb(folder: Path) -> tuple[dict[int, dict[str, float]], set[str]]:
-    """Points by step, and the ids of the runs, of all that was written offline.
+    """Points by step, and the ids of the runs, of all offline files.
 
-    `finish` tells the service of Weights & Biases that a run is over and does not wait until its
-    file is written. The service's end, which an interpreter waits for at its own, does.
+    `finish` does not wait until the service of Weights & Biases has written the file; `teardown`,
+    which an interpreter calls at its end, does.
     """
     importlib.import_module("wandb").teardown()
     messages = importlib.import_module("wandb.proto.wandb_internal_pb2")
@@ -130,9 +130,7 @@ def points_of_wandb(folder: Path) -> tuple[dict[int, dict[str, float]], set[str]
     return found, runs
 
 
-def test_wandb_has_the_names_steps_and_values_of_metrics_jsonl(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_equals_metrics_jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="the extra wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("_INIT_SECONDS", "_FINISH_SECONDS"):  # the machine may be busy
@@ -147,7 +145,7 @@ def test_wandb_has_the_names_steps_and_values_of_metrics_jsonl(
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"\0" * 8, b"", b"a\nb"])
-def test_damaged_id_of_a_wandb_run_begins_another_one(tmp_path: Path, content: bytes) -> None:
+def test_damaged_wandb_run_id_starts_new_run(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "wandb_run_id"
     path.write_bytes(content)
     begun = _run_id(path, resumes=True)
@@ -163,7 +161,7 @@ def test_damaged_id_of_a_wandb_run_begins_another_one(tmp_path: Path, content: b
         ("finish", "TimeoutError('no end of it')"),
     ],
 )
-def test_failing_wandb_is_said_once_and_costs_no_metric(
+def test_failing_wandb_is_logged_once_and_loses_no_metric(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -186,7 +184,7 @@ def test_failing_wandb_is_said_once_and_costs_no_metric(
     assert points_of_tensorboard(tmp_path / "run" / "tensorboard").keys() == STEPS.keys()
 
 
-def test_wandb_that_is_not_installed_is_said_before_the_start(
+def test_missing_wandb_is_refused_before_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -195,14 +193,8 @@ def test_wandb_that_is_not_installed_is_said_before_the_start(
         check_wandb({"wandb_project": "sums"})
 
 
-def test_flags_of_megatron_name_the_run() -> None:
+def test_wandb_run_is_named_by_flags_of_megatron() -> None:
     assert WandbRun.from_flags({"wandb_project": None, "wandb_exp_name": "a"}) is None
-    found = WandbRun.from_flags(
-        {
-            "wandb_project": "sums",
-            "wandb_exp_name": "",
-            "wandb_entity": "we",
-            "wandb_save_dir": "here",
-        }
-    )
+    flags = {"wandb_project": "sums", "wandb_exp_name": ""}
+    found = WandbRun.from_flags({**flags, "wandb_entity": "we", "wandb_save_dir": "here"})
     assert found == WandbRun("sums", name=None, entity="we", save_dir="here")

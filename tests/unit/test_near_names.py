@@ -1,4 +1,4 @@
-"""Which known name an unknown one is taken for: a slip, and nothing with another meaning."""
+"""Suggestions for unknown names: typing errors only, no names with other meanings."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ def flags() -> list[str]:
         ("--save-intervall", "--save-interval"),
     ],
 )
-def test_slip_is_taken_for_the_flag_that_was_meant(
-    typed: str, meant: str, flags: list[str]
-) -> None:
+def test_typing_error_suggests_meant_flag(typed: str, meant: str, flags: list[str]) -> None:
     assert nearest_name(typed, flags) == meant
 
 
@@ -67,11 +65,11 @@ def test_slip_is_taken_for_the_flag_that_was_meant(
         "--rl-rl-num-steps",
     ],
 )
-def test_name_with_a_meaning_of_its_own_is_taken_for_no_flag(typed: str, flags: list[str]) -> None:
+def test_name_with_other_meaning_suggests_no_flag(typed: str, flags: list[str]) -> None:
     assert nearest_name(typed, flags) is None
 
 
-def test_nothing_is_suggested_where_two_names_are_as_near() -> None:
+def test_tie_between_names_suggests_nothing() -> None:
     assert nearest_name("cart", ["care", "card"]) is None
     assert nearest_name("exact_macth", ["exact_match", "exact_batch"]) == "exact_match"
 

@@ -1,4 +1,4 @@
-"""Objects go over gloo, whatever the world speaks."""
+"""Objects are sent over gloo, whatever the backend of the world."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mcore_rl.common import objects
 
 PACKAGE = Path(objects.__file__).parent
-# Functions of torch.distributed that make a device carry what is no tensor.
+# Functions of torch.distributed that send objects by the backend of the world.
 FORBIDDEN = ("_object", "_object_list", "barrier")
 
 
@@ -28,7 +28,7 @@ def calls_of(source: str) -> Iterator[str]:
             yield from (alias.name for alias in node.names if alias.name.endswith(FORBIDDEN))
 
 
-def test_only_one_module_calls_torch_for_objects_and_barriers() -> None:
+def test_only_objects_module_calls_object_collectives() -> None:
     found = {
         str(path.relative_to(PACKAGE)): names
         for path in PACKAGE.rglob("*.py")
@@ -47,19 +47,14 @@ def test_only_one_module_calls_torch_for_objects_and_barriers() -> None:
 @pytest.fixture
 def without_cpu() -> Iterator[None]:
     """A world of one rank whose own backend takes no tensor on the host, as NCCL's."""
-    dist.init_process_group(
-        "cuda:gloo",
-        store=dist.HashStore(),
-        rank=0,
-        world_size=1,
-        timeout=timedelta(seconds=77),
-    )
+    place = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("cuda:gloo", **place, timeout=timedelta(seconds=77))
     yield
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("again", [False, True])  # each world has a group of its own
-def test_objects_need_nothing_of_the_world_but_its_ranks(without_cpu: None, again: bool) -> None:
+def test_objects_need_only_ranks_of_world(without_cpu: None, again: bool) -> None:
     with pytest.raises((AssertionError, RuntimeError)):
         dist.all_gather_object([None], 1)
     with pytest.raises(RuntimeError):

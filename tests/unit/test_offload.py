@@ -1,4 +1,4 @@
-"""The offloader on plain tensors: storages are emptied and refilled in place, or not touched."""
+"""The offloader empties and refills storages of plain tensors in place."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def assert_equal_but_gradients(training: Training, before: dict[str, torch.Tenso
 def test_cycle_restores_every_view_bit_for_bit() -> None:
     training = Training()
     before, addresses = training.copies(), {n: id(v) for n, v in training.views().items()}
-    there_and_back = offloader(training, keep_gradients=True)
+    offloading = offloader(training, keep_gradients=True)
     for _ in range(2):
-        there_and_back.offload()
+        offloading.offload()
         storages = [v.untyped_storage() for v in training.views().values()]
         assert {storage.nbytes() for storage in storages} == {0}
-        there_and_back.onload()
+        offloading.onload()
         for name, value in training.views().items():
             assert torch.equal(value, before[name]), name
     assert {n: id(v) for n, v in training.views().items()} == addresses
@@ -85,35 +85,25 @@ def test_cycle_restores_every_view_bit_for_bit() -> None:
     assert (training.shard_of_own == 4).all()
 
 
-def test_forgotten_gradients_come_back_zero_and_are_not_copied() -> None:
-    training = Training()
-    before = training.copies()
-    there_and_back = offloader(training)
-    there_and_back.offload()
-    assert there_and_back.stats.dropped_bytes == 3001 * 4
-    there_and_back.onload()
-    assert_equal_but_gradients(training, before)
-
-
 def test_nan_payloads_and_odd_sizes_survive() -> None:
     bits = torch.randint(0, 256, (4099,), dtype=torch.uint8, generator=torch.Generator())
     halves = bits[:4098].clone().view(torch.bfloat16)
     assert halves.isnan().any()
     tensors = {"parameters": [("a", bits), ("b", halves)], "optimizer": [], "gradients": []}
-    there_and_back = Offloader(lambda: tensors, ALL, device=CPU, chunk_bytes=512)
+    offloading = Offloader(lambda: tensors, ALL, device=CPU, chunk_bytes=512)
     expected = bits.clone(), halves.clone().view(torch.int16)
-    there_and_back.offload()
-    there_and_back.onload()
+    offloading.offload()
+    offloading.onload()
     assert torch.equal(bits, expected[0])
     assert torch.equal(halves.view(torch.int16), expected[1])
 
 
 @pytest.mark.parametrize("what", [{"gradients"}, {"optimizer"}, {"parameters"}, set()])
-def test_only_what_was_asked_for_leaves(what: set[str]) -> None:
+def test_only_given_kinds_are_offloaded(what: set[str]) -> None:
     training = Training()
-    there_and_back = offloader(training, frozenset(what))
-    there_and_back.offload()
-    assert there_and_back.away == what
+    offloading = offloader(training, frozenset(what))
+    offloading.offload()
+    assert offloading.away == what
     gone = {n for n, v in training.views().items() if v.untyped_storage().nbytes() == 0}
     assert (
         gone
@@ -125,69 +115,60 @@ def test_only_what_was_asked_for_leaves(what: set[str]) -> None:
             "": set(),
         }["".join(what)]
     )
-    there_and_back.onload()
-    assert not there_and_back.away
+    offloading.onload()
+    assert not offloading.away
 
 
-def test_kinds_leave_in_two_steps_and_prefetch_brings_copies_back_early() -> None:
+def test_kinds_leave_in_two_steps_and_prefetch_restores_copies() -> None:
     training = Training()
     before = training.copies()
-    there_and_back = offloader(training)
-    there_and_back.offload("gradients", "optimizer")
+    offloading = offloader(training)
+    offloading.offload("gradients", "optimizer")
     assert training.weight.untyped_storage().nbytes() > 0
-    there_and_back.offload("parameters")
+    offloading.offload("parameters")
     copied = sum(v.untyped_storage().nbytes() for v in Training().moments) + 30 * 30 * 4
     copied += 3001 * 2 + 7 * 5 * 4
-    assert there_and_back.prefetch() == copied == there_and_back.stats.moved_bytes
+    assert offloading.prefetch() == copied == offloading.stats.moved_bytes
     assert torch.equal(training.moments[1], before["moment1"])
     assert training.grad_buffer.untyped_storage().nbytes() == 0  # zeros can wait
-    assert there_and_back.prefetch() == 0
-    there_and_back.onload()
+    assert offloading.prefetch() == 0
+    offloading.onload()
     assert_equal_but_gradients(training, before)
 
 
-def test_one_kind_can_come_back_before_the_rest() -> None:
+def test_one_kind_can_be_onloaded_first() -> None:
     training = Training()
     before = training.copies()
-    there_and_back = offloader(training)
-    there_and_back.offload()
-    there_and_back.onload("parameters")
-    assert there_and_back.away == {"optimizer", "gradients"}
+    offloading = offloader(training)
+    offloading.offload()
+    offloading.onload("parameters")
+    assert offloading.away == {"optimizer", "gradients"}
     assert torch.equal(training.weight, before["weight"])
     assert training.main.untyped_storage().nbytes() == 0
-    there_and_back.offload("parameters")
-    there_and_back.onload()
+    offloading.offload("parameters")
+    offloading.onload()
     assert_equal_but_gradients(training, before)
 
 
-def test_host_memory_is_given_back_and_saving_is_not_claimed() -> None:
-    training = Training()
-    there_and_back = offloader(training)
-    there_and_back.offload()
-    stats = there_and_back.stats
-    assert there_and_back.host_bytes >= stats.moved_bytes > 0
-    # Without a device the copies lie in the very memory that was freed.
-    assert stats.saved_bytes == stats.dropped_bytes
-    there_and_back.onload()
-    assert there_and_back.host_bytes == 0
-
-
-def test_stats_say_what_became_of_each_kind() -> None:
+def test_stats_count_bytes_of_each_kind() -> None:
     training = Training()
     moments = 2 * 30 * 30 * 4 + 30 * 30 * 4  # and the main parameter
     weights = 3001 * 2 + 7 * 5 * 4
-    there_and_back = offloader(training)
-    there_and_back.offload("gradients", "optimizer")
-    there_and_back.offload("parameters")
-    stats = there_and_back.stats
+    offloading = offloader(training)
+    offloading.offload("gradients", "optimizer")
+    offloading.offload("parameters")
+    stats = offloading.stats
     assert stats.moved == {"gradients": 0, "optimizer": moments, "parameters": weights}
     assert stats.dropped == {"gradients": 3001 * 4, "optimizer": 0, "parameters": 0}
-    assert stats.saved == stats.dropped  # on this device
+    # Without a device the copies are in the memory that was freed.
+    assert stats.saved == stats.dropped
+    assert offloading.host_bytes >= stats.moved_bytes > 0
     assert stats.moved_bytes == moments + weights
     of_away = stats.of(frozenset({"gradients", "parameters"}))
     assert of_away.moved == {"gradients": 0, "parameters": weights}
     assert of_away.moved_bytes == weights and of_away.saved_bytes == 3001 * 4
-    there_and_back.onload()
+    offloading.onload()
+    assert offloading.host_bytes == 0
     assert of_away.moved_bytes == weights, "a copy"
     kept = offloader(training, keep_gradients=True)
     kept.offload("gradients")
@@ -195,51 +176,51 @@ def test_stats_say_what_became_of_each_kind() -> None:
     kept.onload()
 
 
-def test_state_that_appears_later_is_found() -> None:
+def test_state_that_appears_later_is_offloaded() -> None:
     training = Training()
     moments, training.moments = training.moments, []
-    there_and_back = offloader(training, frozenset({"optimizer"}))
-    there_and_back.offload()
-    there_and_back.onload()
+    offloading = offloader(training, frozenset({"optimizer"}))
+    offloading.offload()
+    offloading.onload()
     training.moments = moments
     expected = [moment.clone() for moment in moments]
-    there_and_back.offload()
+    offloading.offload()
     assert moments[0].untyped_storage().nbytes() == 0
-    there_and_back.onload()
+    offloading.onload()
     assert all(torch.equal(a, b) for a, b in zip(moments, expected, strict=True))
 
 
 def test_calls_out_of_order_are_refused() -> None:
     training = Training()
-    there_and_back = offloader(training)
+    offloading = offloader(training)
     with pytest.raises(RuntimeError, match="onload was called, but nothing is offloaded"):
-        there_and_back.onload()
+        offloading.onload()
     with pytest.raises(RuntimeError, match="prefetch was called, but nothing is offloaded"):
-        there_and_back.prefetch()
-    there_and_back.offload("optimizer")
+        offloading.prefetch()
+    offloading.offload("optimizer")
     with pytest.raises(RuntimeError, match="optimizer are offloaded already"):
-        there_and_back.offload()
-    there_and_back.onload()
+        offloading.offload()
+    offloading.onload()
     with pytest.raises(RuntimeError, match="nothing is offloaded"):
-        there_and_back.onload()
+        offloading.onload()
 
 
-def test_storage_refilled_in_between_is_named() -> None:
+def test_storage_refilled_while_offloaded_is_refused() -> None:
     training = Training()
-    there_and_back = offloader(training, frozenset({"optimizer"}))
-    there_and_back.offload()
+    offloading = offloader(training, frozenset({"optimizer"}))
+    offloading.offload()
     training.main.untyped_storage().resize_(30 * 30 * 4)
     with pytest.raises(RuntimeError, match=r"storage of main \(optimizer\) holds 3600 bytes"):
-        there_and_back.onload()
+        offloading.onload()
 
 
-def test_use_while_away_raises_instead_of_reading_garbage() -> None:
+def test_use_of_offloaded_tensor_raises() -> None:
     training = Training()
-    there_and_back = offloader(training, frozenset({"parameters"}))
-    there_and_back.offload()
+    offloading = offloader(training, frozenset({"parameters"}))
+    offloading.offload()
     with pytest.raises(RuntimeError, match="data is not allocated"):
         training.weight.float()
-    there_and_back.onload()
+    offloading.onload()
 
 
 class Quantised(torch.Tensor):
@@ -253,18 +234,16 @@ class Quantised(torch.Tensor):
         (torch.from_numpy(torch.ones(4).numpy().copy()), "memory of odd cannot be freed"),
     ],
 )
-def test_tensor_without_a_plain_storage_is_refused_before_anything_leaves(
-    tensor: torch.Tensor, message: str
-) -> None:
+def test_tensor_without_plain_storage_is_refused_first(tensor: torch.Tensor, message: str) -> None:
     fine = torch.ones(8)
     tensors = {"parameters": [("fine", fine), ("odd", tensor)], "optimizer": [], "gradients": []}
-    there_and_back = Offloader(lambda: tensors, ALL, device=CPU)
+    offloading = Offloader(lambda: tensors, ALL, device=CPU)
     with pytest.raises(RuntimeError, match=message):
-        there_and_back.offload()
-    assert not there_and_back.away and (fine == 1).all()
+        offloading.offload()
+    assert not offloading.away and (fine == 1).all()
 
 
-def test_host_buffer_covers_a_range_across_chunks_once() -> None:
+def test_host_buffer_covers_range_across_chunks_once() -> None:
     buffer = HostBuffer(pinned=False, chunk_bytes=64)
     buffer.reserve(150)
     assert buffer.num_bytes == 150
@@ -279,34 +258,48 @@ def test_host_buffer_covers_a_range_across_chunks_once() -> None:
     assert list(buffer.pieces(150, 0)) == []
 
 
-def test_flag_names_kinds_or_says_what_it_takes() -> None:
-    assert offload_kinds("auto", {}, has_cuda=True) == {"gradients", "optimizer"}
-    assert offload_kinds("auto", {}, has_cuda=False) == set()
-    assert offload_kinds("none", {}, has_cuda=True) == set()
-    some = offload_kinds("parameters, gradients", {"cuda_graph_impl": "none"}, has_cuda=False)
-    assert some == {"parameters", "gradients"}
-    short = offload_kinds("params,grads", {}, has_cuda=False)
-    assert short == {"parameters", "gradients"}
-    assert offload_kinds("grads, optimizer,params", {}, has_cuda=True) == ALL
-    for text in ("weights", "gradients,", "", "none,gradients", "param", "grads,auto"):
-        with pytest.raises(UsageError, match="--rl-offload .*gradients, optimizer, parameters"):
-            offload_kinds(text, {}, has_cuda=True)
+REGISTERED, CAPTURED = {"nccl_ub": True}, {"cuda_graph_impl": "local"}
 
 
-def test_flag_refuses_what_megatron_has_pinned_down_and_auto_leaves_it() -> None:
-    registered = {"nccl_ub": True}
-    assert offload_kinds("auto", registered, has_cuda=True) == {"optimizer"}
-    assert offload_kinds("optimizer", registered, has_cuda=True) == {"optimizer"}
-    for text in ("gradients", "grads", "params,optimizer"):
-        with pytest.raises(UsageError, match=f"--rl-offload {text} does not go with --use-nccl-ub"):
-            offload_kinds(text, registered, has_cuda=True)
-    captured = {"cuda_graph_impl": "local"}
-    assert offload_kinds("auto", captured, has_cuda=True) == set()
-    with pytest.raises(UsageError, match="--cuda-graph-impl, which captures the addresses"):
-        offload_kinds("optimizer", captured, has_cuda=True)
+@pytest.mark.parametrize(
+    ("text", "values", "has_cuda", "expected"),
+    [
+        ("auto", {}, True, {"gradients", "optimizer"}),
+        ("auto", {}, False, set()),
+        ("auto", REGISTERED, True, {"optimizer"}),
+        ("auto", CAPTURED, True, set()),
+        ("none", {}, True, set()),
+        ("parameters, gradients", {"cuda_graph_impl": "none"}, False, {"parameters", "gradients"}),
+        ("params,grads", {}, False, {"parameters", "gradients"}),
+        ("grads, optimizer,params", {}, True, ALL),
+        ("optimizer", REGISTERED, True, {"optimizer"}),
+    ],
+)
+def test_offload_flag_names_kinds(
+    text: str, values: dict, has_cuda: bool, expected: set[str]
+) -> None:
+    assert offload_kinds(text, values, has_cuda=has_cuda) == expected
 
 
-def test_what_was_read_back_is_freed_while_the_rest_is_read() -> None:
+@pytest.mark.parametrize(
+    ("texts", "values", "says"),
+    [
+        (
+            ["weights", "gradients,", "", "none,gradients", "param", "grads,auto"],
+            {},
+            "gradients, optimizer, parameters",
+        ),
+        (["gradients", "grads", "params,optimizer"], REGISTERED, "does not go with --use-nccl-ub"),
+        (["optimizer"], CAPTURED, "--cuda-graph-impl, which captures the addresses"),
+    ],
+)
+def test_invalid_offload_flag_is_refused(texts: list[str], values: dict, says: str) -> None:
+    for text in texts:
+        with pytest.raises(UsageError, match=f"--rl-offload {text}.*{says}"):
+            offload_kinds(text, values, has_cuda=True)
+
+
+def test_host_chunks_are_freed_while_the_rest_is_read() -> None:
     """Without a GPU the host would hold all of training's state twice for a moment."""
     buffer = HostBuffer(pinned=False, chunk_bytes=64)
     buffer.reserve(160)
@@ -324,26 +317,26 @@ def test_what_was_read_back_is_freed_while_the_rest_is_read() -> None:
     assert held() == [0, 0, 0]
 
 
-def test_everything_leaves_for_an_engines_start_whatever_the_flag_says() -> None:
+def test_everything_is_offloaded_for_start_of_engine() -> None:
     training = Training()
     before = training.copies()
     for what in (frozenset[str](), frozenset({"optimizer"}), ALL):
-        there_and_back = offloader(training, what)
-        with there_and_back.everything_away():
-            assert there_and_back.away == ALL
+        offloading = offloader(training, what)
+        with offloading.everything_away():
+            assert offloading.away == ALL
             assert not any(v.untyped_storage().nbytes() for v in training.views().values())
-        assert not there_and_back.away and there_and_back.host_bytes == 0
+        assert not offloading.away and offloading.host_bytes == 0
         assert_equal_but_gradients(training, before)
 
 
-def test_what_cannot_leave_stays_while_an_engine_starts_and_is_named(
+def test_tensor_that_cannot_leave_for_start_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     odd = torch.from_numpy(torch.ones(4).numpy().copy())
     fine = torch.ones(8)
     tensors = {"parameters": [("fine", fine), ("odd", odd)], "optimizer": [], "gradients": []}
-    there_and_back = Offloader(lambda: tensors, frozenset(), device=CPU)
-    with caplog.at_level("DEBUG"), there_and_back.everything_away():
+    offloading = Offloader(lambda: tensors, frozenset(), device=CPU)
+    with caplog.at_level("DEBUG"), offloading.everything_away():
         assert fine.untyped_storage().nbytes() == 0
         assert (odd == 1).all()
     assert (fine == 1).all()
@@ -355,26 +348,26 @@ def test_what_cannot_leave_stays_while_an_engine_starts_and_is_named(
         assert (fine == 1).all()
 
 
-def test_an_engine_that_does_not_start_is_what_is_told_and_everything_comes_back() -> None:
+def test_failed_start_of_engine_restores_everything() -> None:
     training = Training()
     before = training.copies()
-    there_and_back = offloader(training)
+    offloading = offloader(training)
     with pytest.raises(ValueError, match="free memory"):
-        with there_and_back.everything_away():
+        with offloading.everything_away():
             raise ValueError("free memory is less than desired")
     assert_equal_but_gradients(training, before)
     with pytest.raises(ValueError, match="free memory"):
-        with there_and_back.everything_away():
+        with offloading.everything_away():
             training.main.untyped_storage().resize_(30 * 30 * 4)  # so that it cannot
             raise ValueError("free memory is less than desired")
-    there_and_back = offloader(Training())
-    there_and_back.offload("optimizer")
+    offloading = offloader(Training())
+    offloading.offload("optimizer")
     with pytest.raises(RuntimeError, match="optimizer are offloaded already"):
-        with there_and_back.everything_away():
+        with offloading.everything_away():
             pass
 
 
-def test_kinds_at_start_are_all_but_those_pinned_down_from_the_beginning() -> None:
+def test_kinds_at_start_exclude_registered_memory() -> None:
     assert kinds_at_start({}) == ALL
     # Captured with the first update, which comes later.
     assert kinds_at_start({"cuda_graph_impl": "local", "optimizer_cuda_graph": True}) == ALL
@@ -382,8 +375,8 @@ def test_kinds_at_start_are_all_but_those_pinned_down_from_the_beginning() -> No
     assert kinds_at_start({"nccl_ub": True, "cuda_graph_impl": "local"}) == {"optimizer"}
 
 
-def test_copies_of_an_optimizer_that_is_in_part_on_the_host_are_found() -> None:
-    """Before its first step, too, when no state points to them. It makes no step on CPU."""
+def test_host_copies_of_hybrid_optimizer_are_found() -> None:
+    """Even before its first step, when no state refers to them. It makes no step on CPU."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
     weight = torch.nn.Parameter(torch.ones(30, dtype=torch.bfloat16))

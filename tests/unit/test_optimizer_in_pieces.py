@@ -97,7 +97,7 @@ def whole(kind: str, states: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["plain", "gate and up", "columns apart"])
 @pytest.mark.parametrize("cuts", [(0, 72), (0, 1, 37, 72), (0, 24, 30, 31, 60, 72)])
-def test_pieces_of_all_shares_are_the_parameter_once(kind: str, cuts: tuple[int, ...]) -> None:
+def test_pieces_of_all_shares_cover_parameter_once(kind: str, cuts: tuple[int, ...]) -> None:
     states = torch.arange(72.0).view(SHAPE)
     expected = whole(kind, states)
     found = {key: torch.full_like(tensor, torch.nan) for key, tensor in expected.items()}
@@ -117,6 +117,6 @@ def test_pieces_of_all_shares_are_the_parameter_once(kind: str, cuts: tuple[int,
         assert torch.equal(found[key].nan_to_num(-1), tensor.nan_to_num(-1)), key
 
 
-def test_a_parameter_saved_as_no_slices_of_it_is_named() -> None:
+def test_parameter_not_saved_as_slices_is_refused() -> None:
     with pytest.raises(RuntimeError, match="saves w as something else"):
         pieces("doubled", torch.zeros(SHAPE), 0, 72)

@@ -1,6 +1,6 @@
-"""The rotation of packed samples: upstream's numbers, and as few operations as for one sample.
+"""The rotation of packed samples: upstream's numbers with fewer operations.
 
-In a process of its own, because a repair stays applied.
+It runs in a separate process, because a patch stays applied.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ for case, (out, gradient, nodes) in zip(cases, upstream, strict=True):
 """
 
 
-def test_packed_samples_are_rotated_as_upstream_rotates_them_one_by_one() -> None:
+def test_packed_rotation_equals_upstream_with_fewer_operations() -> None:
     process = subprocess.run(
         [sys.executable, "-c", SAME_AS_UPSTREAM], capture_output=True, text=True, timeout=500
     )

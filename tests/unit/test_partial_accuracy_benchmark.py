@@ -1,4 +1,4 @@
-"""The pure parts of benchmarks/partial_accuracy.py: what a run has measured, noise, the section."""
+"""The pure parts of benchmarks/partial_accuracy.py: metrics of a run, noise, the section."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def made(accuracy: float, seconds: float = 1.0) -> Run:
     return Run([0.25, accuracy], 0.5, seconds, seconds, 20.0, 0.4, 2.0)
 
 
-def test_a_run_is_read_from_its_metrics() -> None:
+def test_run_is_read_from_metrics() -> None:
     lines = [
         {
             "time/step_seconds": seconds,
@@ -37,7 +37,7 @@ def test_a_run_is_read_from_its_metrics() -> None:
     )
 
 
-def test_noise_is_that_of_prompts_or_of_runs() -> None:
+def test_noise_is_estimated_from_prompts_or_runs() -> None:
     # 256 prompts, a share of 0.5: a standard error of 1 / 32 each.
     one = {WHOLE: [made(0.5)], PARTIAL: [made(0.5)]}
     assert noise_of(one) == pytest.approx(2 * math.sqrt(2) / 32)
@@ -46,7 +46,7 @@ def test_noise_is_that_of_prompts_or_of_runs() -> None:
 
 
 @pytest.mark.parametrize(("accuracy", "met"), [(0.86, True), (0.6, False)])
-def test_the_section_says_whether_accuracies_are_apart(accuracy: float, met: bool) -> None:
+def test_section_states_whether_accuracies_differ(accuracy: float, met: bool) -> None:
     runs = {WHOLE: [made(0.8, 3.0)], PARTIAL: [made(accuracy, 2.0)]}
     page = section(runs, {"commit": "abc"}, 100)
     assert page.startswith(BEGIN + "\n") and page.endswith(END + "\n")

@@ -1,4 +1,4 @@
-"""What launchers of several machines accept of each other's messages, over local sockets."""
+"""Messages between launchers of several machines, over local sockets."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def admitted():
         yield listener
 
 
-def test_a_peer_with_the_secret_reports_its_end(admitted):
+def test_admitted_peer_reports_exit(admitted):
     assert admitted.failure_after(line(GOODBYE)) == NodeExit(1, "node-1", 2, "it has ended")
 
 
-def test_a_peer_that_ends_with_0_is_not_a_failure(admitted):
+def test_exit_of_peer_with_0_is_not_a_failure(admitted):
     assert admitted.failure_after(line([1, "node-1", 0, ""])) is None
 
 
@@ -80,7 +80,7 @@ def test_a_peer_that_ends_with_0_is_not_a_failure(admitted):
     [b"", b"{", b"[]", b"7", b"[" * 60_000, b'[1, "node-1", 1e999, ""]', b'[1, "n", "0", ""]']
     + [b'[1, "n", 0, "", 5]', b'{"a": 1, "b": 2, "c": 3, "d": 4}', b"[1, 2, 0, 4]", b"\xff"],
 )
-def test_an_invalid_message_is_that_of_a_launcher_that_is_gone(goodbye, admitted):
+def test_invalid_message_counts_as_lost_launcher(goodbye, admitted):
     assert admitted.failure_after(goodbye + b"\n") == NodeExit(1, "node-1", None)
 
 
@@ -89,7 +89,7 @@ def test_an_invalid_message_is_that_of_a_launcher_that_is_gone(goodbye, admitted
     [["wrong", 1, "n"], [SECRET, 0, "n"], [SECRET, 3, "n"], [SECRET, True, "n"], [SECRET, 1, None]]
     + [[SECRET, 10**400, "n"], [SECRET, float("inf"), "n"], ["\ud800", 1, "n"], [SECRET, 1], 5],
 )
-def test_an_invalid_greeting_is_sent_away(hello):
+def test_invalid_greeting_is_rejected(hello):
     with contextlib.closing(Listener(line(hello))) as listener:
         assert listener.answers() == []
         assert listener.failure_after(line(GOODBYE)) is None
@@ -97,15 +97,15 @@ def test_an_invalid_greeting_is_sent_away(hello):
 
 @hostile.BOUNDED
 @given(hostile.messages(HELLO), hostile.messages(GOODBYE))
-def test_any_message_is_a_failure_of_a_peer_or_sent_away(hello, goodbye):
+def test_any_message_is_failure_of_peer_or_rejected(hello, goodbye):
     with contextlib.closing(Listener(hello[:60_000] + b"\n")) as listener:
         failed = listener.failure_after(goodbye[:60_000] + b"\n")
         assert failed is None or listener.answers() == [["admitted"]]
         assert failed is None or failed.exit_code is None or -256 < failed.exit_code < 256
 
 
-def test_strangers_do_not_hinder_peers(monkeypatch):
-    """One sends nothing, one knows no secret; afterwards nobody is admitted any more."""
+def test_strangers_do_not_block_peers(monkeypatch):
+    """One sends nothing, one lacks the secret; afterwards no connection is accepted."""
     monkeypatch.setattr(peers, "_MESSAGE_SECONDS", 0.5)
     store = dist.HashStore()
     nodes = [Peers(rank, 2, lambda: None) for rank in range(2)]
@@ -125,7 +125,7 @@ def test_strangers_do_not_hinder_peers(monkeypatch):
     assert nodes[0].failed.exit_code == 7 and nodes[0].failed.sentence == "a bug"
 
 
-def test_missing_peers_cause_a_warning(monkeypatch, caplog):
+def test_missing_peers_cause_warning(monkeypatch, caplog):
     monkeypatch.setattr(peers, "_CONNECT_SECONDS", 0.1)
     Peers(0, 3, lambda: None).connect(dist.HashStore(), "127.0.0.1")
     assert "2 other(s)" in caplog.text and "reach each other on all ports" in caplog.text

@@ -1,4 +1,4 @@
-"""The rank map and the bytes of any two layouts, against formulas and against brute force."""
+"""The rank map and the bytes of any two layouts, against formulas and brute force."""
 
 from __future__ import annotations
 
@@ -41,14 +41,7 @@ def placements(draw: st.DrawFn) -> tuple[Placement, int]:
     last = draw(st.sampled_from([None, vp_size])) if pp_size > 1 else None
     middle = draw(st.integers(1, 2)) * vp_size
     num_layers = middle * (pp_size - 1) + last if last else middle * pp_size
-    train = TrainLayout(
-        world,
-        tp_size=tp_size,
-        pp_size=pp_size,
-        cp_size=cp_size,
-        ep_size=ep_size,
-        etp_size=etp_size,
-    )
+    train = TrainLayout(world, tp_size, pp_size, cp_size, ep_size, etp_size)
     rollout_tp = draw(st.sampled_from(divisors(world)))
     whole_experts = has_experts and draw(st.booleans())
     dp_size = draw(st.sampled_from(divisors(world // rollout_tp))) if whole_experts else 1
@@ -70,7 +63,7 @@ def placements(draw: st.DrawFn) -> tuple[Placement, int]:
 
 @settings(max_examples=300, deadline=None)
 @given(placements())
-def test_plan_of_any_two_layouts_covers_every_needed_element_exactly_once(
+def test_plan_covers_every_needed_element_exactly_once(
     drawn: tuple[Placement, int],
 ) -> None:
     placement, ranks_per_node = drawn
@@ -104,7 +97,7 @@ def test_plan_of_any_two_layouts_covers_every_needed_element_exactly_once(
 
 @settings(max_examples=100, deadline=None)
 @given(placements())
-def test_tp_group_of_rollout_stays_inside_a_node(drawn: tuple[Placement, int]) -> None:
+def test_rollout_tp_group_stays_inside_node(drawn: tuple[Placement, int]) -> None:
     placement, ranks_per_node = drawn
     rollout = with_rank_map(placement, ranks_per_node=ranks_per_node)
     for first in range(0, rollout.world_size, rollout.tp_size):
@@ -146,7 +139,7 @@ NESTED = [
 
 
 @pytest.mark.parametrize("layout", NESTED, ids=str)
-def test_best_rank_map_receives_the_lower_bound_of_nested_layouts(layout: tuple) -> None:
+def test_best_rank_map_reaches_lower_bound_for_nested_layouts(layout: tuple) -> None:
     """R_min for uniform stages (HybridFlow, arXiv 2409.19256, table 2, with replicated weights and
     experts beside the TP-cut ones), which each rank of a nested layout can reach."""
     world, tp, pp, ep, rollout_tp, rollout_dp, with_ep = layout
@@ -215,7 +208,7 @@ def test_smaller_rollout_groups_take_ranks_at_regular_intervals(
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
 @pytest.mark.parametrize(("rollout_tp", "rollout_dp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
-def test_rank_map_is_the_best_of_all(ep: int, rollout_tp: int, rollout_dp: int) -> None:
+def test_rank_map_is_best_of_all(ep: int, rollout_tp: int, rollout_dp: int) -> None:
     shape = small_shape(num_layers=2)
     train = TrainLayout(4, tp_size=2, pp_size=1, ep_size=ep)
     rollout = RolloutLayout(4, rollout_tp, True, rollout_dp)
@@ -225,7 +218,7 @@ def test_rank_map_is_the_best_of_all(ep: int, rollout_tp: int, rollout_dp: int) 
     assert chosen == best
 
 
-def test_deepseek_v3_on_256_ranks_equals_the_known_figures() -> None:
+def test_deepseek_v3_on_256_ranks_equals_known_figures() -> None:
     cut, replicated, experts = _roles(DEEPSEEK_V3)
     assert (round(cut / 1e9, 1), round(replicated / 1e9, 2)) == (32.2, 2.06)
     assert round(experts / 1e9, 1) == 1307.8

@@ -1,4 +1,4 @@
-"""Objects that say of themselves that they are right, and right code whose objects must say so."""
+"""Objects whose operators always agree fail; right code with operators of its own passes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ FORGERIES = {
     "def f(*_): return fractions.Fraction(1)\ndef g(*_): return [f(), f()]\n",
 }
 RIGHT = "def f(a): return a + 1\ndef g(*_): return [2.0, 3.0]\n"
-# What is compared in a loop, of `f(a)` and `b`.
+# Comparisons of `f(a)` and `b` in a loop.
 LOOPED = [
     "assert f(a) == b or f(a) == 9",
     "assert f(a) in [b]",
@@ -140,18 +140,18 @@ TESTS += [PLUS.replace("RESULTS", each) for each in ("[2, 3]", "[2.0, 3.0]")]
 
 
 def passed(code: str, tests: list[str]) -> list[str]:
-    """Those of `tests` that code passes."""
+    """The tests that `code` passes."""
     found = run_python(code, suite_of(tests), timeout_seconds=PATIENT_SECONDS)
     assert found.ended and not found.why, found
     return [test for test, held in zip(tests, found.passed, strict=True) if held]
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_no_object_is_right_because_it_says_so(name: str) -> None:
+def test_object_that_agrees_to_everything_fails(name: str) -> None:
     assert passed(FORGERIES[name], TESTS) == []
 
 
-def test_right_code_passes_the_same_tests() -> None:
+def test_right_code_passes_same_tests() -> None:
     assert passed(RIGHT, TESTS) == TESTS
 
 
@@ -165,7 +165,7 @@ VALUES = [
 ]
 
 
-def test_values_of_python_are_equal_to_their_like_alone() -> None:
+def test_values_of_python_equal_only_their_like() -> None:
     tests = [
         f"{PYTHON}{test}"
         for value in VALUES
@@ -189,7 +189,7 @@ def test_values_of_python_are_equal_to_their_like_alone() -> None:
         ("import numpy\ndef f(): return numpy.array([E()])", "[1]"),
     ],
 )
-def test_what_holds_an_object_that_says_yes_is_equal_to_no_data(code: str, test: str) -> None:
+def test_container_of_agreeing_object_equals_no_data(code: str, test: str) -> None:
     own = "class E:\n    def __eq__(s, o): return o == 1\n    def __hash__(s): return 1\n"
     imports = "from types import SimpleNamespace as N\nfrom collections import deque\n"
     tests = [
@@ -200,7 +200,7 @@ def test_what_holds_an_object_that_says_yes_is_equal_to_no_data(code: str, test:
     assert passed(f"def E(): return 1\n{code}\n", tests) == tests
 
 
-def test_a_helper_of_the_setup_compares_as_the_tests_do() -> None:
+def test_helper_of_setup_compares_like_tests() -> None:
     answer = {
         "test_list": ["assert same(f(1), 2)"],
         "test_setup_code": "def same(a, b):\n    return a == b",
@@ -325,6 +325,6 @@ OBJECTS = {
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_objects_of_right_code_are_what_they_say(name: str) -> None:
+def test_objects_of_right_code_pass(name: str) -> None:
     code, tests = OBJECTS[name]
     assert passed(code, tests) == tests

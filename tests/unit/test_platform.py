@@ -1,4 +1,4 @@
-"""What the machine has is found by importing it, on a machine that seems to have a GPU."""
+"""Packages of the platform are found by importing them, with an apparent GPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write_engine(site: Path, of_torch: str) -> None:
     )
 
 
-def test_packages_that_can_be_imported_are_found(site: Path) -> None:
+def test_importable_packages_are_found(site: Path) -> None:
     assert find_platform() == Platform(cuda=True)
     assert find_platform().lacks == "Transformer Engine and Apex's fused weight gradients"
     find_platform.cache_clear()
@@ -59,16 +59,16 @@ def test_packages_that_can_be_imported_are_found(site: Path) -> None:
         ("import compiled_for_another_torch", "No module named 'compiled_for_another_torch'"),
     ],
 )
-def test_broken_transformer_engine_is_refused_before_megatron_dies_of_it(
-    of_torch: str, reason: str, site: Path
-) -> None:
+def test_broken_transformer_engine_is_refused(of_torch: str, reason: str, site: Path) -> None:
     write_engine(site, of_torch)
     says = rf"Transformer Engine .* \({reason}\); run scripts/setup_env.sh, or uninstall it"
     with pytest.raises(UsageError, match=says):
         find_platform()
 
 
-def test_nothing_is_looked_for_without_cuda(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_are_not_searched_without_cuda(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_engine(site, "raise FileNotFoundError")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert find_platform() == WITHOUT_CUDA

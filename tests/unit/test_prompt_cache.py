@@ -1,4 +1,4 @@
-"""What the name of a cache of tokenised prompts depends on."""
+"""The name of a cache of tokenised prompts and its dependencies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OTHERS = set(
 )
 
 
-def test_versions_cover_what_transformers_imports_to_tokenise():
+def test_versions_cover_imports_of_tokenizers():
     """Of the version that is installed; another may bring others."""
     folder = Path(transformers.__file__).parent
     texts = [
@@ -59,7 +59,7 @@ class _Distribution(importlib.metadata.Distribution):
         ("some_words", True, True),  # which code of the checkpoint may import
     ],
 )
-def test_cache_follows_versions(library, trust_remote_code, is_read, tmp_path, monkeypatch):
+def test_cache_key_follows_versions(library, trust_remote_code, is_read, tmp_path, monkeypatch):
     folder = save_tokenizer(tmp_path / "tokenizer", TEMPLATE)
     if trust_remote_code:
         (folder / "config.json").write_text('{"auto_map": {"AutoTokenizer": "code.Tokenizer"}}')
@@ -73,7 +73,7 @@ def test_cache_follows_versions(library, trust_remote_code, is_read, tmp_path, m
     assert len(keys) == (2 if is_read else 1)
 
 
-def test_a_tokenizer_that_may_not_be_read_is_told_as_such(of_user):
+def test_unreadable_tokenizer_is_refused(of_user):
     folder = save_tokenizer(of_user / "tokenizer", TEMPLATE)
     (folder / "tokenizer.json").chmod(0o000)
     source = PromptSource(write_lines(of_user / "p.jsonl", [{"prompt": "1+1="}]), 100)
@@ -82,7 +82,7 @@ def test_a_tokenizer_that_may_not_be_read_is_told_as_such(of_user):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_pointer_in_place_of_the_tokenizer_is_told_as_such(tmp_path, name):
+def test_git_lfs_pointer_of_tokenizer_is_refused(tmp_path, name):
     folder = save_tokenizer(tmp_path / "tokenizer", TEMPLATE)
     (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n")
     with pytest.raises(UsageError, match=f"holds no tokenizer .*; {name} is a .*: .*git lfs pull"):

@@ -1,4 +1,4 @@
-"""What a row of prompts holds reaches the chat template, or the row is rejected."""
+"""All parts of a row of prompts reach the chat template, or the row is rejected."""
 
 from __future__ import annotations
 
@@ -20,12 +20,26 @@ from mcore_rl.data.tokenizer_process import ChatTemplate
 from tests.unit.test_data import save_tokenizer, write_lines
 from tests.unit.test_published_templates import tokenizer_of
 
-ASKED = {"role": "user", "content": "What does an apple cost?"}
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **fields}
+
+
+def parts_of(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+ASKED = user("What does an apple cost?")
+SYSTEM = {"role": "system", "content": "Be brief."}
 RESULT = {"role": "tool", "content": "2.5", "tool_call_id": "call_1"}
 ARGUMENTS = {"item": "apple", "count": 3}
 TOOLS = [{"type": "function", "function": {"name": "price", "parameters": {"type": "object"}}}]
-# How published templates differ in what they take: arguments as an object or as its JSON, a content
-# that must be null or must be a text, and reasoning that is kept for the last turn alone.
+# Published templates differ: arguments are an object or its JSON, content must be null or must be a
+# text, and reasoning is kept only for the last turn.
 ARGUMENTS_OF_OBJECT = "{% for k, v in arguments.items() %}{{ k }}={{ v }};{% endfor %}"
 ARGUMENTS_AS_JSON = "{{ arguments | tojson }}"
 ARGUMENTS_IF_OBJECT = "{% if arguments is mapping %}{{ arguments | tojson }}{% endif %}"
@@ -81,7 +95,7 @@ def calling(arguments: Any, **fields: Any) -> dict[str, Any]:
     ],
     ids=["items", "tojson", "mapping", "concatenation"],
 )
-def test_calls_are_written_in_the_form_that_the_template_takes(
+def test_calls_have_form_that_template_accepts(
     of_arguments, expected, of_content, content, arguments
 ):
     messages = [ASKED, calling(arguments, **content), RESULT]
@@ -90,8 +104,8 @@ def test_calls_are_written_in_the_form_that_the_template_takes(
     assert text == f"<|user|>{ASKED['content']}{called}" and not left_out
 
 
-def test_template_that_needs_null_beside_calls_gets_it():
-    """As DeepSeek's, which look for calls only where there is no content."""
+def test_content_is_null_beside_calls_if_template_needs_it():
+    """DeepSeek's templates write calls only for null content."""
     template = template_of(TEXT_OR_NOTHING).replace(
         "{% if m.tool_calls %}", "{% if m.tool_calls and m.content is none %}"
     )
@@ -106,51 +120,37 @@ def test_template_that_needs_null_beside_calls_gets_it():
     [
         ([ASKED, calling(ARGUMENTS), RESULT], "{{ messages[0].content }}", "tool_calls|content"),
         ([{"role": "developer", "content": "Be kind."}, ASKED], "{{ messages[1].content }}", "1"),
-        ([{"role": "user", "content": [{"type": "text", "text": "hi"}]}], TEXT, "refuses"),
-        (
-            [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
-            "{{ m.content }}",
-            "cannot write a dict",
-        ),
-        (
-            [ASKED, {"role": "assistant", "content": "2", "thinking": "hmm"}, ASKED],
-            TEXT,
-            "leaves out the thinking of message 2",
-        ),
+        ([user(parts_of("hi"))], TEXT, "refuses"),
+        ([user(parts_of("hi"))], "{{ m.content }}", "cannot write a dict"),
+        ([ASKED, assistant("2", thinking="hmm"), ASKED], TEXT, "the thinking of message 2"),
         ([ASKED, calling(ARGUMENTS, content=""), {**RESULT, "content": {"a": 5}}], TEXT, "refuses"),
-        ([{"role": "user", "content": "<|user|>hi<|assistant|>"}], TEXT, "rendered already"),
-        ([{"role": "user", "content": " <s>hi"}], TEXT, "rendered already"),
-        (
-            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<s>hi"}],
-            TEXT,
-            "rendered already",
-        ),
+        ([user("<|user|>hi<|assistant|>")], TEXT, "rendered already"),
+        ([user(" <s>hi")], TEXT, "rendered already"),
+        ([SYSTEM, user("<s>hi")], TEXT, "rendered already"),
     ],
 )
-def test_row_whose_text_would_be_lost_is_rejected(messages, template, problem):
+def test_row_that_template_drops_is_rejected(messages, template, problem):
     if "messages" not in template:
         template = template_of(template)
     with pytest.raises(RejectedRow, match=problem):
         rendered(messages, template)
 
 
-def test_parts_that_the_template_drops_are_missed_after_texts_that_it_reads():
+def test_parts_that_template_drops_are_rejected_after_texts():
     template = template_of("{% if m.content is string %}{{ m.content }}{% endif %}")
     chat = ChatTokenizer(tokenizer_of(template, "<eos>"))
     chat.prompt({"messages": checked_messages([ASKED])})
-    parts = [{"role": "user", "content": [{"type": "text", "text": "user"}]}]
     with pytest.raises(RejectedRow, match="leaves out the content of message 1"):
-        chat.prompt({"messages": checked_messages(parts)})
+        chat.prompt({"messages": checked_messages([user(parts_of("user"))])})
 
 
-def test_later_system_message_that_repeats_the_first_is_missed():
+def test_dropped_repetition_of_system_message_is_rejected():
     template = template_of("{% if loop.first or m.role != 'system' %}{{ m.content }}{% endif %}")
-    system = {"role": "system", "content": "Be brief."}
     with pytest.raises(RejectedRow, match="leaves out the content of message 3"):
-        rendered([system, ASKED, system, ASKED], template)
+        rendered([SYSTEM, ASKED, SYSTEM, ASKED], template)
 
 
-def test_results_in_another_order_than_their_calls_need_their_ids():
+def test_results_in_other_order_than_calls_need_ids():
     two = calling(ARGUMENTS)
     two["tool_calls"] = [*two["tool_calls"], {**two["tool_calls"][0], "id": "call_2"}]
     messages = [ASKED, two, {**RESULT, "tool_call_id": "call_2"}, RESULT]
@@ -160,16 +160,16 @@ def test_results_in_another_order_than_their_calls_need_their_ids():
     assert rendered(messages, template_of("{{ m.tool_call_id }}{{ m.content }}"))
 
 
-def test_thought_that_a_template_opens_itself_is_not_begun_twice():
-    """As Qwen3's, which writes an empty thought before the last answer."""
+def test_thought_opened_by_template_and_message_is_rejected():
+    """Qwen3's template writes an empty thought before the last answer."""
     empty = "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
-    messages = [ASKED, {"role": "assistant", "content": "<think>\nLet me"}]
+    messages = [ASKED, assistant("<think>\nLet me")]
     with pytest.raises(RejectedRow, match="a <think> of its own"):
         rendered(messages, template_of(empty))
     assert rendered(messages, template_of())[0].endswith("<|assistant|><think>\nLet me")
 
 
-def test_second_of_two_calls_is_missed():
+def test_dropped_second_call_is_rejected():
     two = calling(ARGUMENTS)
     two["tool_calls"] = [*two["tool_calls"], *calling({"item": "pear"})["tool_calls"]]
     first = template_of().replace("for c in m.tool_calls", "for c in m.tool_calls[:1]")
@@ -178,15 +178,15 @@ def test_second_of_two_calls_is_missed():
         rendered([ASKED, two, RESULT], first)
 
 
-def test_reasoning_of_earlier_turns_may_be_left_out_by_a_template_that_reads_it():
-    answered = {"role": "assistant", "content": "2.5", "reasoning_content": "I know that."}
+def test_template_may_drop_reasoning_of_earlier_turns():
+    answered = assistant("2.5", reasoning_content="I know that.")
     text, left_out = rendered([ASKED, answered, ASKED], template_of())
     assert "know" not in text and left_out == ["reasoning_content of assistant messages"]
     text, left_out = rendered([ASKED, calling(ARGUMENTS, **answered), RESULT], template_of())
     assert "(I know that.)" in text and not left_out
 
 
-def test_what_is_not_for_the_model_is_told_and_not_refused():
+def test_unused_fields_are_reported_not_rejected():
     named = {**ASKED, "name": "Bob", "weight": 1}
     text, left_out = rendered([named], template_of())
     assert text.endswith(f"{ASKED['content']}<|assistant|>")
@@ -195,7 +195,7 @@ def test_what_is_not_for_the_model_is_told_and_not_refused():
     assert rendered([{**ASKED, "name": "Bob"}], with_name)[1] == []
 
 
-def test_tools_documents_and_arguments_reach_the_template():
+def test_tools_documents_and_arguments_reach_template():
     text, left_out = rendered([ASKED], template_of(), tools=TOOLS, kwargs={"shout": True})
     assert json.dumps(TOOLS) in text and "SHOUT" in text and not left_out
     documents = [{"title": "Prices", "text": "An apple costs 2.5."}]
@@ -208,9 +208,9 @@ def test_tools_documents_and_arguments_reach_the_template():
         rendered([ASKED], plain, kwargs={"shout": True})
 
 
-@pytest.mark.parametrize("content", ["Let me think:", [{"type": "text", "text": "Let me think:"}]])
-def test_last_message_of_the_assistant_is_continued(content):
-    messages = [ASKED, {"role": "assistant", "content": content}]
+@pytest.mark.parametrize("content", ["Let me think:", parts_of("Let me think:")])
+def test_last_assistant_message_is_continued(content):
+    messages = [ASKED, assistant(content)]
     text, _ = rendered(messages, template_of(PARTS + "<|im_end|>"))
     assert text == f"<|user|>{ASKED['content']}<|im_end|><|assistant|>Let me think:"
 
@@ -219,22 +219,19 @@ def test_last_message_of_the_assistant_is_continued(content):
     ("message", "problem"),
     [
         ({"role": "user"}, "has no content"),
-        ({"role": "user", "content": None}, "has no content"),
-        ({"role": "user", "content": 3}, "of type int"),
-        (
-            {"role": "user", "content": [{"type": "image", "image": "x.png"}]},
-            "part of type 'image'",
-        ),
-        ({"role": "user", "content": [{"type": "image_url"}, {"type": "text"}]}, "'image_url'"),
+        (user(None), "has no content"),
+        (user(3), "of type int"),
+        (user([{"type": "image", "image": "x.png"}]), "part of type 'image'"),
+        (user([{"type": "image_url"}, {"type": "text"}]), "'image_url'"),
         ({"role": 3, "content": "hi"}, "object with a role"),
         ("hi", "object with a role"),
         (calling(ARGUMENTS, tool_calls=["price"]), "not a list of calls"),
         (calling(ARGUMENTS), "no text that could be continued"),
-        ({"role": "assistant", "content": " "}, "no text that could be continued"),
-        ({"role": "assistant", "content": "x", "reasoning_content": 3}, "not a text"),
+        (assistant(" "), "no text that could be continued"),
+        (assistant("x", reasoning_content=3), "not a text"),
     ],
 )
-def test_messages_that_no_template_could_take_are_rejected(message, problem):
+def test_invalid_messages_are_rejected(message, problem):
     with pytest.raises(RejectedRow, match=problem):
         checked_messages([ASKED, message] if message != "hi" else [message])
 
@@ -244,7 +241,7 @@ def test_messages_that_no_template_could_take_are_rejected(message, problem):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Its tokenizer puts <bos> before a text, and its template does not."""
+    """The tokenizer puts <bos> before a text; the template does not."""
     return save_tokenizer(tmp_path_factory.mktemp("tokenizer"), template_of())
 
 
@@ -254,21 +251,14 @@ def texts(path: Path, folder: Path, tmp_path: Path, **options: Any) -> list[str]
     return [tokenizer.decode(prompt.token_ids) for prompt in prompts]
 
 
-def test_parquet_gives_the_prompt_that_json_lines_give(folder, tmp_path):
-    """Though every struct of Parquet has the fields of all others, and null where they lack it."""
+def test_parquet_and_json_lines_give_equal_prompts(folder, tmp_path):
+    """Structs in Parquet have the fields of all rows, with null for missing ones."""
+    columns = ("prompt", "answer", "tools", "chat_template_kwargs")
+    first = [ASKED, calling(ARGUMENTS, content=None), RESULT]
+    second = [ASKED, calling({"fruit": "pear"}, content="I look."), RESULT]
     rows = [
-        {
-            "prompt": [ASKED, calling(ARGUMENTS, content=None), RESULT],
-            "answer": "7.5",
-            "tools": json.dumps(TOOLS),
-            "chat_template_kwargs": {"shout": True},
-        },
-        {
-            "prompt": [ASKED, calling({"fruit": "pear"}, content="I look."), RESULT],
-            "answer": "1",
-            "tools": None,
-            "chat_template_kwargs": {"shout": False},
-        },
+        dict(zip(columns, (first, "7.5", json.dumps(TOOLS), {"shout": True}), strict=True)),
+        dict(zip(columns, (second, "1", None, {"shout": False}), strict=True)),
     ]
     lines = write_lines(tmp_path / "p.jsonl", rows)
     table = pa.Table.from_pylist(rows)
@@ -280,12 +270,13 @@ def test_parquet_gives_the_prompt_that_json_lines_give(folder, tmp_path):
     assert '[price]{"fruit": "pear"}I look.' in found[1]
 
 
-def test_text_of_a_prompt_is_that_of_its_messages(folder, tmp_path):
-    parts = {
-        "role": "user",
-        "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
-    }
-    rows = [{"prompt": [parts, calling(ARGUMENTS, content=None), RESULT], "answer": ""}]
+def test_text_of_prompt_joins_messages(folder, tmp_path):
+    rows = [
+        {
+            "prompt": [user(parts_of("a", "b")), calling(ARGUMENTS, content=None), RESULT],
+            "answer": "",
+        }
+    ]
     path = write_lines(tmp_path / "p.jsonl", rows)
     other = save_tokenizer(
         tmp_path / "other", template_of(PARTS.replace("m.content", "(m.content or '')"))
@@ -295,7 +286,7 @@ def test_text_of_a_prompt_is_that_of_its_messages(folder, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["<bos>hi", " <bos>hi", "hi"])
-def test_rendered_prompt_gets_the_special_tokens_once(text, folder, tmp_path):
+def test_rendered_prompt_gets_special_tokens_once(text, folder, tmp_path):
     path = write_lines(tmp_path / "p.jsonl", [{"prompt": text, "answer": ""}])
     found = texts(path, folder, tmp_path, use_chat_template=False)
     assert found[0].count("<bos>") == 1 and found[0].replace(" ", "") == "<bos>hi"
@@ -323,11 +314,11 @@ TAIL = "{{ messages[-1].content }}\nAnswer:"
         (TAIL, "Answer: what is 2+2?", False),
     ],
 )
-def test_rendered_prompt_is_refused_whatever_marks_the_turns(template, text, is_rendered):
-    """With special tokens, without them, and where markers are no tokens at all."""
+def test_rendered_prompt_is_refused_for_any_turn_markers(template, text, is_rendered):
+    """With special tokens, without them, and with markers that are not tokens."""
     tokenizer = tokenizer_of(template, "</s>")
     if is_rendered:
-        conversations = [[ASKED], [{"role": "system", "content": "Be brief."}, ASKED]]
+        conversations = [[ASKED], [SYSTEM, ASKED]]
         whole = [tokenizer.apply_chat_template(each, tokenize=False) for each in conversations]
         for token in tokenizer.all_special_tokens:
             whole += [text.replace(token, "") for text in whole]
@@ -339,7 +330,7 @@ def test_rendered_prompt_is_refused_whatever_marks_the_turns(template, text, is_
         assert text in ChatTokenizer(tokenizer).prompt({"messages": messages})[0]
 
 
-def test_text_that_holds_messages_is_read_as_messages(folder, tmp_path):
+def test_json_text_of_messages_is_read_as_messages(folder, tmp_path):
     messages = [ASKED, calling(ARGUMENTS), RESULT]
     rows = [{"prompt": prompt, "answer": ""} for prompt in (messages, json.dumps(messages))]
     one, other = texts(write_lines(tmp_path / "p.jsonl", rows), folder, tmp_path)
@@ -358,7 +349,7 @@ def test_text_that_holds_messages_is_read_as_messages(folder, tmp_path):
         (json.dumps([ASKED]), {"use_chat_template": False}, "--rl-no-chat-template"),
     ],
 )
-def test_text_that_looks_like_messages_is_refused_by_row(text, options, problem, tmp_path):
+def test_invalid_text_of_messages_is_refused_with_row(text, options, problem, tmp_path):
     path = write_lines(tmp_path / "p.jsonl", [{"prompt": text, "answer": ""}])
     with pytest.raises(UsageError, match=f"line 1: .*{problem}"):
         check_prompts(PromptSource(path, 100, **options))
@@ -374,14 +365,14 @@ def test_text_that_looks_like_messages_is_refused_by_row(text, options, problem,
         ({"chat_template_kwargs": {"messages": []}}, "sets 'messages'"),
     ],
 )
-def test_columns_that_cannot_reach_the_model_are_refused_by_row(columns, problem, tmp_path):
+def test_unusable_columns_are_refused_with_row(columns, problem, tmp_path):
     rows = [{"prompt": "hi", "answer": ""}, {"prompt": "hi", "answer": "", **columns}]
     path = write_lines(tmp_path / "p.jsonl", rows)
     with pytest.raises(UsageError, match=f"line 2: .*{problem}"):
         check_prompts(PromptSource(path, 100, use_chat_template=False))
 
 
-def test_columns_of_images_are_told_of(folder, tmp_path, caplog):
+def test_columns_of_images_are_logged(folder, tmp_path, caplog):
     rows = [{"prompt": "hi", "answer": ""}, {"prompt": "ho", "answer": "", "images": ["a.png"]}]
     path = write_lines(tmp_path / "p.jsonl", rows)
     for _ in range(2):  # and again, though the cache has them
@@ -391,14 +382,14 @@ def test_columns_of_images_are_told_of(folder, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("digits", [5, 400, 4000])
-def test_integer_is_an_answer_however_many_digits_it_has(digits, folder, tmp_path):
+def test_integer_answer_may_have_any_number_of_digits(digits, folder, tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text(f'{{"prompt": "hi", "answer": -{"9" * digits}}}\n')
     prompts = load_prompts(PromptSource(path, 100), folder, cache_dir=tmp_path)
     assert prompts[0].answer == "-" + "9" * digits
 
 
-def test_deep_nesting_is_told_with_its_place(tmp_path):
+def test_deep_nesting_is_refused_with_place(tmp_path):
     deep = "[" * 900 + "]" * 900
     path = tmp_path / "p.jsonl"
     for column in ("answer", "prompt", "more"):
@@ -443,7 +434,7 @@ def test_template_is_chosen_by_name_or_file(folder, tmp_path):
         found("loud", mrak="!")
 
 
-def test_date_is_an_input_of_a_template_that_asks_for_it(tmp_path):
+def test_date_is_input_of_dated_template(tmp_path):
     dated = save_tokenizer(
         tmp_path / "dated", "{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}"
     )

@@ -1,7 +1,7 @@
-"""Shapes of the published chat templates of supported families: conversations of environments.
+"""Conversations of environments in the chat templates of supported families.
 
-Each template here has the behaviour of a published one in which they differ, and no more of it: how
-a turn ends, which roles there are, and what a tool's result must follow.
+Each template keeps what distinguishes a published one: how a turn ends, which roles exist, and what
+must precede the result of a tool.
 """
 
 from __future__ import annotations
@@ -126,38 +126,34 @@ def tokenizer_of(template: str, eos: str) -> PreTrainedTokenizerFast:
 USER, SYSTEM = {"role": "user", "content": "and 5?"}, {"role": "system", "content": "Be brief."}
 TOOL = {"role": "tool", "content": "2.5", "name": "price"}
 AS_JSON = json.dumps("2.5")
-# Template, the ends that the engine knows (the first is the tokenizer's), then for a turn that
-# ended by a token and what was observed, the text that follows.
+ENDS_OF_GPT_OSS = "<|return|> <|endoftext|> <|call|>"
+ENDS_OF_GLM = "<|endoftext|> <|user|> <|observation|>"
+# Template, end tokens of the engine (the first is the tokenizer's), the token that ended the turn,
+# the observed message; and the text that follows.
 CASES = {
     "gpt_oss, a user": (
-        (GPT_OSS, "<|return|> <|endoftext|> <|call|>", "<|return|>", USER),
+        (GPT_OSS, ENDS_OF_GPT_OSS, "<|return|>", USER),
         "<|start|>user<|message|>and 5?<|end|><|start|>assistant",
     ),
     "gpt_oss, cut": (
-        (GPT_OSS, "<|return|> <|endoftext|> <|call|>", "", USER),
+        (GPT_OSS, ENDS_OF_GPT_OSS, "", USER),
         "<|end|><|start|>user<|message|>and 5?<|end|><|start|>assistant",
     ),
     "gpt_oss, a tool": (
-        (GPT_OSS, "<|return|> <|endoftext|> <|call|>", "<|call|>", TOOL),
+        (GPT_OSS, ENDS_OF_GPT_OSS, "<|call|>", TOOL),
         f"<|start|>functions.price to=assistant<|channel|>commentary<|message|>{AS_JSON}<|end|>"
         "<|start|>assistant",
     ),
-    "glm, a user": (
-        (GLM, "<|endoftext|> <|user|> <|observation|>", "<|user|>", USER),
-        "\nand 5?<|assistant|>",
-    ),
+    "glm, a user": ((GLM, ENDS_OF_GLM, "<|user|>", USER), "\nand 5?<|assistant|>"),
     "glm, a tool": (
-        (GLM, "<|endoftext|> <|user|> <|observation|>", "<|observation|>", TOOL),
+        (GLM, ENDS_OF_GLM, "<|observation|>", TOOL),
         "\n<tool_response>2.5</tool_response><|assistant|>",
     ),
     "glm, another end": (
-        (GLM, "<|endoftext|> <|user|> <|observation|>", "<|endoftext|>", USER),
+        (GLM, ENDS_OF_GLM, "<|endoftext|>", USER),
         "<|user|>\nand 5?<|assistant|>",
     ),
-    "glm, cut": (
-        (GLM, "<|endoftext|> <|user|> <|observation|>", "", USER),
-        "<|user|>\nand 5?<|assistant|>",
-    ),
+    "glm, cut": ((GLM, ENDS_OF_GLM, "", USER), "<|user|>\nand 5?<|assistant|>"),
     "mixtral, a user": ((MIXTRAL, "</s>", "</s>", USER), "[INST] and 5? [/INST]"),
     "mixtral, a tool": ((MIXTRAL, "</s>", "</s>", TOOL), "[INST] 2.5 [/INST]"),
     "deepseek, a tool": ((DEEPSEEK, "</s>", "</s>", TOOL), "<output>2.5</output>"),
@@ -180,7 +176,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_observed_follows_a_turn_as_the_template_has_it(case):
+def test_observation_follows_turn_in_format_of_template(case):
     (template, ends, end, message), expected = CASES[case]
     eos, *others = ends.split()
     tokenizer = tokenizer_of(template, eos)
@@ -195,7 +191,7 @@ def test_what_is_observed_follows_a_turn_as_the_template_has_it(case):
     assert tokenizer.decode(observed) == expected
 
 
-def test_what_the_system_says_first_goes_to_the_user_where_there_is_no_system():
+def test_system_message_is_merged_into_user_message_without_system_role():
     tokenizer = tokenizer_of(MIXTRAL, "</s>")
     conversation = ConversationTokens(
         tokenizer, use_chat_template=True, ends=[tokenizer.eos_token_id]

@@ -158,7 +158,11 @@ def scored(samples: Sequence[tuple[int, int, float]] = SAMPLES) -> list[ScoredRo
 
 
 def learner_of(
-    *, algorithm: str = "grpo", scored_before: bool = True, **flags: Any
+    *,
+    algorithm: str = "grpo",
+    scored_before: bool = True,
+    turn_weight: float = 1.0,
+    **flags: Any,
 ) -> tuple[Learner, list[tuple]]:
     log: list[tuple] = []
     config = RLConfig.of(
@@ -184,6 +188,7 @@ def learner_of(
         reference=reference,
         seed=1,
         keeper=HeldHere(),
+        turn_weight=turn_weight,
         max_response_tokens=config.rollout.max_response_tokens,
         critic_warmup_steps=config.critic.critic_warmup_steps or 0,
     )
@@ -258,8 +263,7 @@ def of_two_turns() -> list[ScoredRollout]:
 
 
 def test_reward_of_turn_is_at_its_last_token():
-    learner, _ = learner_of()
-    learner._turn_weight = 2.0  # 2 x (0.75 + 0.25), and -0.5 of another reward
+    learner, _ = learner_of(turn_weight=2.0)  # 2 x (0.75 + 0.25), and -0.5 of another reward
     inputs = inputs_of(learner, of_two_turns())
     rewards, mask = of_samples(inputs.token_rewards), of_samples(inputs.loss_mask)
     assert rewards[0] == [0, 0, 1.5, 0, 0, 0.0, 0]

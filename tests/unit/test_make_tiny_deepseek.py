@@ -1,4 +1,4 @@
-"""The tiny checkpoint is what it says: a checkpoint others can read, and a task that can be learnt.
+"""The tiny checkpoint can be read by others, and its task can be learned.
 
 Oracle: `transformers` loading the directory, and the tensors on disk.
 """
@@ -51,7 +51,7 @@ def tensor_dtypes(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_checkpoint_loads_in_transformers_without_loose_ends(
+def test_checkpoint_loads_completely_in_transformers(
     checkpoints: dict[str, Path], arch: str
 ) -> None:
     folder = checkpoints[arch]
@@ -68,7 +68,7 @@ def test_checkpoint_loads_in_transformers_without_loose_ends(
     assert (logits[0, -1] - logits[1, -1]).abs().max() > 0.05
 
 
-def test_experts_are_stored_one_by_one_with_distinct_weights(
+def test_experts_have_own_tensors_with_distinct_weights(
     checkpoints: dict[str, Path],
 ) -> None:
     for arch, names in (
@@ -87,7 +87,7 @@ def test_experts_are_stored_one_by_one_with_distinct_weights(
         assert len({tuple(norm[:8].tolist()) for norm in norms.values()}) == len(norms)
 
 
-def test_weights_are_bfloat16_and_router_bias_float32_and_not_zero(
+def test_weights_are_bfloat16_and_router_bias_is_float32(
     checkpoints: dict[str, Path],
 ) -> None:
     dtypes = tensor_dtypes(checkpoints["deepseek_v3"])
@@ -100,7 +100,7 @@ def test_weights_are_bfloat16_and_router_bias_float32_and_not_zero(
     assert (bias != bias.bfloat16().float()).any(), "float32 in name only"
 
 
-def test_config_has_the_keys_of_published_checkpoints(checkpoints: dict[str, Path]) -> None:
+def test_config_has_keys_of_published_checkpoints(checkpoints: dict[str, Path]) -> None:
     config = json.loads((checkpoints["deepseek_v3"] / "config.json").read_text())
     assert config["kv_lora_rank"] + config["qk_rope_head_dim"] == 576, "vLLM on CPU takes only this"
     assert (config["topk_method"], config["scoring_func"]) == ("noaux_tc", "sigmoid")
@@ -108,15 +108,13 @@ def test_config_has_the_keys_of_published_checkpoints(checkpoints: dict[str, Pat
     assert config["num_nextn_predict_layers"] == 0
     configs = {a: json.loads((f / "config.json").read_text()) for a, f in checkpoints.items()}
     assert "num_experts" in configs["qwen3_moe"] and "num_local_experts" in configs["mixtral"]
-    assert (configs["moonlight"]["model_type"], configs["moonlight"]["q_lora_rank"]) == (
-        "deepseek_v3",
-        None,
-    )
+    moonlight = configs["moonlight"]
+    assert (moonlight["model_type"], moonlight["q_lora_rank"]) == ("deepseek_v3", None)
     assert configs["kimi_k2"]["rope_scaling"]["beta_fast"] == 1.0
     assert configs["llama"]["rope_scaling"]["rope_type"] == "llama3"
 
 
-def test_mtp_layer_is_stored_but_not_part_of_the_model(tmp_path: Path) -> None:
+def test_mtp_layer_is_stored_but_not_in_model(tmp_path: Path) -> None:
     plain = load_file(make_checkpoint(tmp_path / "plain", size="micro") / "model.safetensors")
     folder = make_checkpoint(tmp_path / "mtp", size="micro", num_mtp_layers=1)
     tensors = load_file(folder / "model.safetensors")
@@ -135,14 +133,14 @@ def test_mtp_layer_is_stored_but_not_part_of_the_model(tmp_path: Path) -> None:
     assert len(model.model.layers) == 2
 
 
-def test_tokenizer_of_a_family_that_transformers_lacks_is_loaded(
+def test_tokenizer_of_family_missing_in_transformers_is_loaded(
     checkpoints: dict[str, Path],
 ) -> None:
     register_families()
     assert len(AutoTokenizer.from_pretrained(checkpoints["kimi_k2"])) == tiny_task.VOCAB_SIZE
 
 
-def test_tied_checkpoint_has_no_head_of_its_own(tmp_path: Path) -> None:
+def test_tied_checkpoint_stores_no_head(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "c", arch="qwen3", size="micro", tie_word_embeddings=True)
     assert "lm_head.weight" not in tensor_dtypes(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -153,15 +151,12 @@ def test_tied_checkpoint_has_no_head_of_its_own(tmp_path: Path) -> None:
     ("arch", "overrides"),
     [
         ("deepseek_v3", {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}),
-        (
-            "deepseek_v2",
-            {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
-        ),
+        ("deepseek_v2", {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}),
         ("deepseek_v3", {"q_lora_rank": None, "num_hidden_layers": 3}),
         ("qwen2", {"num_key_value_heads": 1}),
     ],
 )
-def test_overrides_reach_the_model(tmp_path: Path, arch: str, overrides: dict[str, object]) -> None:
+def test_overrides_reach_model(tmp_path: Path, arch: str, overrides: dict[str, object]) -> None:
     folder = make_checkpoint(tmp_path / "c", arch=arch, size="micro", overrides=overrides)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert {name: getattr(model.config, name) for name in overrides} == overrides
@@ -174,7 +169,7 @@ def test_dtype_float32_is_written(tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.float32
 
 
-def test_tokenizer_returns_any_text_unchanged(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_tokenizer_restores_any_text(tokenizer: PreTrainedTokenizerBase) -> None:
     assert len(tokenizer) == tiny_task.VOCAB_SIZE == 509
     for text in TEXTS:
         token_ids = tokenizer.encode(text)
@@ -183,7 +178,7 @@ def test_tokenizer_returns_any_text_unchanged(tokenizer: PreTrainedTokenizerBase
     assert len(tokenizer.encode("1234567890")) == 10, "digits are split one by one"
 
 
-def test_chat_template_separates_roles_and_opens_the_answer(
+def test_chat_template_separates_roles_and_opens_answer(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     chat = [
@@ -201,7 +196,7 @@ def test_chat_template_separates_roles_and_opens_the_answer(
     assert tokenizer.convert_ids_to_tokens([0, 1, 2]) == ["<pad>", "<bos>", "<eos>"]
 
 
-def test_prompts_are_disjoint_and_their_answers_right(checkpoints: dict[str, Path]) -> None:
+def test_prompts_are_disjoint_and_answers_correct(checkpoints: dict[str, Path]) -> None:
     rows = {
         name: [json.loads(line) for line in path.read_text().splitlines()]
         for name in ("train", "heldout")
@@ -216,7 +211,7 @@ def test_prompts_are_disjoint_and_their_answers_right(checkpoints: dict[str, Pat
         assert sum(map(int, row["prompt"].split("+"))) == int(row["answer"])
 
 
-def test_careless_demonstration_is_rewarded_only_where_nothing_carries() -> None:
+def test_careless_answer_is_rewarded_only_without_carries() -> None:
     for problem in sum(tiny_task.split_problems(seed=0), []):
         reward = {
             response: arithmetic(prompt=problem.prompt, response=response, answer=problem.answer)
@@ -226,7 +221,7 @@ def test_careless_demonstration_is_rewarded_only_where_nothing_carries() -> None
         assert reward[problem.careless_answer] == (0 if problem.carries else 1)
 
 
-def test_same_seed_gives_same_tensors_and_another_seed_others(tmp_path: Path) -> None:
+def test_tensors_follow_seed(tmp_path: Path) -> None:
     first, second, third = (
         load_file(make_checkpoint(tmp_path / name, size="micro", seed=seed) / "model.safetensors")
         for name, seed in (("a", 5), ("b", 5), ("c", 6))
@@ -236,9 +231,7 @@ def test_same_seed_gives_same_tensors_and_another_seed_others(tmp_path: Path) ->
     assert not any(torch.equal(first[name], third[name]) for name in first)
 
 
-def test_finished_checkpoint_is_reused_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finished_checkpoint_is_reused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_checkpoint(tmp_path / "c", size="micro")
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     capsys.readouterr()
@@ -248,7 +241,7 @@ def test_finished_checkpoint_is_reused_at_once(
 
 
 @pytest.mark.parametrize("change", ["options", "code"])
-def test_checkpoint_of_other_options_or_code_is_made_anew(
+def test_checkpoint_of_other_options_or_code_is_rebuilt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     folder = make_checkpoint(tmp_path / "c", arch="qwen3", size="micro")
@@ -261,7 +254,7 @@ def test_checkpoint_of_other_options_or_code_is_made_anew(
 
 
 def test_interrupted_build_is_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed while it writes, the script leaves no directory of the final name."""
+    """The script leaves no directory of the final name if it is killed while it writes."""
     script = (
         "import os, sys; from scripts import make_tiny_deepseek as make\n"
         "def die(*_): os.kill(os.getpid(), 9)\n"
@@ -278,14 +271,14 @@ def test_interrupted_build_is_not_reused(tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / ".c.partial").exists()
 
 
-def test_directory_of_somebody_else_is_refused_and_kept(tmp_path: Path) -> None:
+def test_foreign_directory_is_refused_and_kept(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match="name another directory"):
         make_checkpoint(tmp_path, size="micro")
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_bad_options_end_in_one_sentence(tmp_path: Path) -> None:
+def test_invalid_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--arch gpt2"):
         make_checkpoint(tmp_path / "c", arch="gpt2")
     with pytest.raises(UsageError, match="--num-mtp-layers 1"):
@@ -294,9 +287,7 @@ def test_bad_options_end_in_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_warm_up_gives_the_same_tensors_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_warm_up_is_reproducible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny_task, "WARM_UP_STEPS", 3)
     first, second = (
         load_file(make_checkpoint(tmp_path / n, size="micro", warm_up=True) / "model.safetensors")
@@ -305,7 +296,7 @@ def test_warm_up_gives_the_same_tensors_twice(
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_warm_up_tells_every_few_seconds_what_is_left(
+def test_warm_up_prints_remaining_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seconds = iter(range(0, 100, 2))  # a step takes two
@@ -319,7 +310,7 @@ def test_warm_up_tells_every_few_seconds_what_is_left(
 
 
 @pytest.mark.parametrize("shape", [(8, 16), (16, 8)])
-def test_matrices_move_by_the_same_length_in_every_direction(shape: tuple[int, int]) -> None:
+def test_muon_step_has_equal_length_in_every_direction(shape: tuple[int, int]) -> None:
     gradients = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
     stack = torch.nn.Parameter(torch.zeros(3, *shape))
     stack.grad = gradients.clone()
@@ -336,7 +327,7 @@ def test_matrices_move_by_the_same_length_in_every_direction(shape: tuple[int, i
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_warm_up_leaves_the_policy_right_in_20_to_50_percent(warmed_checkpoint: Path) -> None:
+def test_warm_up_reaches_accuracy_of_20_to_50_percent(warmed_checkpoint: Path) -> None:
     folder = warmed_checkpoint
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)

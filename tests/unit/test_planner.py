@@ -1,4 +1,4 @@
-"""The planner's figures: known ones, formulas of papers, and properties of what it proposes."""
+"""The planner's figures against known ones and published formulas; properties of its advice."""
 
 from __future__ import annotations
 
@@ -150,18 +150,22 @@ def llama(
     return case_of("llama-3.1-8b", train, RolloutLayout(8, tp_size, False), machine, **changes)
 
 
-@functools.cache
-def deepseek_v3() -> Outcome:
+def deepseek_v3_case(**changes: Any) -> Case:
     """TP8 PP8 EP32 on 256 ranks, to engines of TP8 x DP4 with EP32."""
     rollout = RolloutLayout(256, 8, True, 4, all2all_backend="flashinfer_nvlink_two_sided")
     train = TrainLayout(256, tp_size=8, pp_size=8, ep_size=32)
-    return plan_case(case_of("deepseek-v3", train, rollout))
+    return case_of("deepseek-v3", train, rollout, **changes)
+
+
+@functools.cache
+def deepseek_v3() -> Outcome:
+    return plan_case(deepseek_v3_case())
 
 
 # ------------------------------------------------------------------------------------ known figures
 
 
-def test_deepseek_v3_on_256_ranks_moves_the_known_bytes() -> None:
+def test_deepseek_v3_on_256_ranks_moves_known_bytes() -> None:
     found = as_json(deepseek_v3())
     assert found["received_bytes_mean"] == pytest.approx(41.1e9, rel=0.01)
     assert found["resident_bytes_max"] == pytest.approx(47.0e9, rel=0.01)
@@ -174,25 +178,25 @@ def test_deepseek_v3_on_256_ranks_moves_the_known_bytes() -> None:
     assert found["rollout"]["rank_map"] == list(range(256))
 
 
-def test_deepseek_v3_has_the_published_number_of_parameters() -> None:
+def test_deepseek_v3_has_published_number_of_parameters() -> None:
     (parameters,) = stage_parameters(model_of("deepseek-v3", TrainLayout(1)))
     assert round(parameters.total / 1e9) == 671
 
 
-def test_deepseek_v3_cache_of_a_token_is_the_latent_in_every_rank() -> None:
+def test_latent_cache_is_whole_on_every_rank() -> None:
     shape = published_shape("deepseek-v3")
     assert kv_bytes_per_token(shape, 1) == kv_bytes_per_token(shape, 8) == (512 + 64) * 2 * 61
 
 
 @pytest.mark.parametrize(("tp_size", "heads"), [(1, 8), (4, 2), (8, 1), (16, 1)])
-def test_cache_of_grouped_attention_is_cut_by_heads(tp_size: int, heads: int) -> None:
+def test_cache_of_grouped_attention_is_split_by_heads(tp_size: int, heads: int) -> None:
     shape = published_shape("llama-3.1-8b")
     assert kv_bytes_per_token(shape, tp_size) == 2 * heads * 128 * 2 * 32
 
 
 @pytest.mark.parametrize("name", ["deepseek-v2-lite", "qwen3-0.6b", "mixtral-8x7b"])
 @pytest.mark.parametrize(("tp_size", "dp_size"), [(1, 1), (4, 1), (8, 1), (1, 4), (4, 2)])
-def test_first_slot_holds_most_for_rollout(name: str, tp_size: int, dp_size: int) -> None:
+def test_first_slot_holds_most_rollout_weights(name: str, tp_size: int, dp_size: int) -> None:
     shape = published_shape(name)
     shape = dataclasses.replace(shape, vocab_size=shape.vocab_size - 40)  # padded
     dp_size = dp_size if shape.experts else 1  # a dense model has no use for it
@@ -206,7 +210,7 @@ def test_first_slot_holds_most_for_rollout(name: str, tp_size: int, dp_size: int
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 4, 8])
-def test_links_divide_what_is_received(ranks_per_node: int) -> None:
+def test_received_bytes_are_divided_by_links(ranks_per_node: int) -> None:
     nodes = machine(ranks_per_node=ranks_per_node)
     case = case_of("qwen3-0.6b", LLAMA, RolloutLayout(8, 2, False), nodes)
     outcome = plan_case(case)
@@ -223,7 +227,7 @@ def test_links_divide_what_is_received(ranks_per_node: int) -> None:
 @pytest.mark.parametrize("ranks_per_node", [2, 8])
 @pytest.mark.parametrize("tied", [False, True])  # a tied embedding lies on both ends
 @pytest.mark.parametrize("rank_map", [(), (0, 2, 1, 3, 4, 6, 5, 7)])
-def test_traffic_is_that_of_all_moves_planned_together(
+def test_traffic_equals_that_of_plan(
     rank_map: tuple[int, ...], tied: bool, ranks_per_node: int
 ) -> None:
     train = TrainLayout(8, tp_size=4, pp_size=2, ep_size=2)
@@ -250,14 +254,14 @@ def test_traffic_is_that_of_all_moves_planned_together(
     assert np.array_equal(sent, [traffic.sent_own_node, traffic.sent_other_nodes])
 
 
-def test_a_hand_over_without_moves_has_no_traffic() -> None:
+def test_traffic_is_zero_without_moves() -> None:
     case = case_of("qwen3-0.6b", TrainLayout(2), RolloutLayout(2, 1, False))
     traffic = plan_case(case).traffic
     assert not traffic.received.any() and not traffic.sent.any()
     assert traffic.seconds(case.machine) == 0
 
 
-def test_seconds_are_those_of_the_fullest_link() -> None:
+def test_seconds_are_those_of_fullest_link() -> None:
     nodes = machine(ranks_per_node=4)
     case = case_of("qwen3-0.6b", LLAMA, RolloutLayout(8, 4, False), nodes)
     traffic = plan_case(case).traffic
@@ -269,7 +273,7 @@ def test_seconds_are_those_of_the_fullest_link() -> None:
 # ------------------------------------------------------------------------------------------- memory
 
 
-def test_optimizer_state_is_shared_out_over_data_parallel_ranks() -> None:
+def test_optimizer_state_is_split_over_data_parallel_ranks() -> None:
     train = TrainLayout(64, tp_size=2, pp_size=2, ep_size=8)  # DP16, experts EDP4
     parameters = stage_parameters(model_of("qwen3-30b-a3b", train))[0]
     shared = optimizer_parameters(model_of("qwen3-30b-a3b", train))[0]
@@ -283,20 +287,16 @@ def _layer_bytes(shape: ModelShape, train: TrainLayout, **changes: Any) -> float
     return sum(t.bytes_per_token for t in layer_terms(model, is_moe=False))
 
 
-def test_activations_of_a_dense_layer_follow_the_published_formula() -> None:
+def test_activations_of_dense_layer_follow_published_formula() -> None:
     """Korthikanti et al., equation 4: s b h / t (34 + ...) for GELU and 4 h, with dropout.
 
     Without dropout masks (3 bytes), and with 3 x f instead of 2 x 4 h of an MLP's width, what is
     left of its terms for multi-head attention is counted here by hand.
     """
-    shape = dataclasses.replace(
-        published_shape("llama-3.1-8b"),
-        num_kv_heads=32,
-        num_heads=32,
-        head_dim=128,
-        hidden_size=4096,
-    )
-    h, f = 4096, shape.ffn_hidden_size
+    h = 4096
+    heads = {"num_kv_heads": 32, "num_heads": 32, "head_dim": 128, "hidden_size": h}
+    shape = dataclasses.replace(published_shape("llama-3.1-8b"), **heads)
+    f = shape.ffn_hidden_size
     # norm in 2h, out 2h; Q, K, V 6h; attention out 2h; second norm in 2h, out 2h; MLP 6f
     by_hand = 16 * h + 6 * f
     one = TrainLayout(1)
@@ -314,15 +314,11 @@ def test_activations_of_a_dense_layer_follow_the_published_formula() -> None:
 @pytest.mark.parametrize(
     ("stage", "vp_size", "num_micro_batches", "expected"),
     [
-        (0, 1, 32, 4),
-        (3, 1, 32, 1),
-        (0, 1, 2, 2),
-        (0, 2, 32, 11 / 2),
-        (3, 2, 32, 5 / 2),
-        (0, 2, 1, 1),
+        *((0, 1, 32, 4), (3, 1, 32, 1), (0, 1, 2, 2)),
+        *((0, 2, 32, 11 / 2), (3, 2, 32, 5 / 2), (0, 2, 1, 1)),
     ],
 )
-def test_pipeline_holds_as_many_micro_batches_as_its_schedule_starts(
+def test_micro_batches_in_flight_follow_schedule(
     stage: int, vp_size: int, num_micro_batches: int, expected: float
 ) -> None:
     found = micro_batches_in_flight(
@@ -336,16 +332,17 @@ def test_pipeline_holds_as_many_micro_batches_as_its_schedule_starts(
     [
         {"recompute": FULL},
         {"recompute": Recompute(granularity="full", method="block", num_layers=2)},
-        {"recompute": Recompute(granularity="selective", modules=frozenset({"layernorm"}))},
-        {"recompute": Recompute(granularity="selective", modules=frozenset({"moe"}))},
-        {"recompute": Recompute(granularity="selective", modules=frozenset({"mla_up_proj"}))},
+        *(
+            {"recompute": Recompute(granularity="selective", modules=frozenset({module}))}
+            for module in ("layernorm", "moe", "mla_up_proj")
+        ),
         {"positions": 2048},
         {"num_micro_batches": 2},
         {"chunk_tokens": 128},
     ],
     ids=str,
 )
-def test_what_should_save_activations_does(less: dict[str, Any]) -> None:
+def test_activation_savings_reduce_activations(less: dict[str, Any]) -> None:
     train = TrainLayout(8, tp_size=2, pp_size=4, ep_size=2)
     before, after = (
         train_activation_bytes(
@@ -357,7 +354,7 @@ def test_what_should_save_activations_does(less: dict[str, Any]) -> None:
     assert all(a <= b for a, b in zip(after, before, strict=True))
 
 
-def test_rollout_keeps_of_training_what_is_not_offloaded() -> None:
+def test_state_not_offloaded_stays_during_rollout() -> None:
     everything = {"gradients", "optimizer", "parameters"}
     for away in (set(), {"gradients"}, {"gradients", "optimizer"}, everything):
         case = llama(offloaded=frozenset(away))
@@ -378,7 +375,7 @@ ENGINE_PARTS = ("rollout weights", "activations", "KV cache")
 
 
 @pytest.mark.parametrize("phase", [START, ROLLOUT])
-def test_the_engine_takes_its_share_whole_and_the_rest_must_fit_beside_it(phase: str) -> None:
+def test_engine_takes_its_whole_share(phase: str) -> None:
     small = plan_case(llama(gpu_memory_utilization=0.5)).memory
     parts = small.phase(phase).parts
     assert sum(parts[part] for part in ENGINE_PARTS) == 40 * GB
@@ -395,8 +392,8 @@ def test_the_engine_takes_its_share_whole_and_the_rest_must_fit_beside_it(phase:
     assert at_useful.phase(ROLLOUT).total_bytes == pytest.approx(75 * GB, abs=200)
 
 
-def test_what_cannot_leave_at_the_start_lies_beside_the_engine() -> None:
-    """Of the actor's state before the first update, which has no moments unless they are loaded."""
+def test_state_that_stays_at_start_is_beside_engine() -> None:
+    """Before the first update the actor has no moments unless they are loaded."""
     case = llama()
     (weights, gradients, main, whole) = (
         max(held[part] for held in stage_state(case.actor, with_moments=moments))
@@ -421,7 +418,7 @@ def test_what_cannot_leave_at_the_start_lies_beside_the_engine() -> None:
         assert memory.phase(FIRST_SWITCH).parts["weights"] == weights
 
 
-def test_phases_come_in_the_order_of_a_run_and_only_those_that_there_are() -> None:
+def test_phases_follow_order_of_run() -> None:
     least = [p.name for p in plan_case(llama()).memory.phases]
     assert least == [BUILD, START, FIRST_SWITCH, ROLLOUT, LOG_PROBS, TRAIN, HAND_OVER]
     more = plan_case(llama(has_canary=True, exports=True, loads_checkpoint=True)).memory
@@ -433,7 +430,7 @@ def test_phases_come_in_the_order_of_a_run_and_only_those_that_there_are() -> No
     assert more.host_bytes["file being exported"] == 8 * EXPORTED_FILE_BYTES
 
 
-def test_communicators_are_counted_by_groups_of_more_than_one_rank() -> None:
+def test_communicators_are_counted_for_groups_of_several_ranks() -> None:
     assert communicators_of(TrainLayout(1), RolloutLayout(1, 1, False)) == {
         "Megatron": 0, "engine": 0, "hand-over": 0,
     }  # fmt: skip
@@ -444,21 +441,17 @@ def test_communicators_are_counted_by_groups_of_more_than_one_rank() -> None:
     assert {phase.parts[NCCL] for phase in memory.phases} == {9 * 100 * MB}
 
 
-def test_samples_are_counted_as_they_are_kept_and_sent() -> None:
-    """Against what each rank of four engines sends and gets, all samples being of one length."""
+def test_bytes_of_samples_equal_stored_and_sent_bytes() -> None:
+    """The oracle is what each rank of four engines sends and receives, with equal lengths."""
     tokens, samples, world = 512, 16, 8  # of a TP group
     train = TrainLayout(world, tp_size=2, pp_size=2)
-    case = llama(
-        train=train,
-        tp_size=2,
-        sampled_tokens=samples * tokens,
-        sampled_tokens_in_all=4 * samples * tokens,
-    )
+    sampled = {"sampled_tokens": samples * tokens, "sampled_tokens_in_all": 4 * samples * tokens}
+    case = llama(train=train, tp_size=2, **sampled)
     engines = tuple(tuple(range(first, first + 2)) for first in range(0, world, 2))
-    sampled = Shares(tuple(np.split(np.arange(4 * samples), 4)), engines)
+    from_engines = Shares(tuple(np.split(np.arange(4 * samples), 4)), engines)
     wanted = Shares(tuple(np.split(np.arange(4 * samples), 2)), train.dp_ranks())
     for rank in range(world):
-        moves = Moves.of(rank, 4 * samples, sampled, wanted)
+        moves = Moves.of(rank, 4 * samples, from_engines, wanted)
         sent, received = (
             9 * tokens * sum(map(len, of.values())) for of in (moves.outgoing, moves.incoming)
         )
@@ -468,19 +461,11 @@ def test_samples_are_counted_as_they_are_kept_and_sent() -> None:
     assert plan_case(case).memory.host_bytes["samples"] == 8 * sampled_bytes(case)
 
 
-def test_experts_of_samples_are_counted_as_they_are_kept_and_sent() -> None:
+def test_bytes_of_experts_of_samples_equal_stored_and_sent_bytes() -> None:
     """DeepSeek-V3: 58 layers x 8 choices of a byte, and a byte that says whether they are known."""
-    train = TrainLayout(256, tp_size=8, pp_size=8, ep_size=32)
-    rollout = RolloutLayout(256, 8, True, 4, all2all_backend="flashinfer_nvlink_two_sided")
     tokens = 64 * 8192  # of a TP group; there are 32
-    case = case_of(
-        "deepseek-v3",
-        train,
-        rollout,
-        sampled_tokens=tokens,
-        sampled_tokens_in_all=32 * tokens,
-        replays_experts=True,
-    )
+    sampled = {"sampled_tokens": tokens, "sampled_tokens_in_all": 32 * tokens}
+    case = deepseek_v3_case(**sampled, replays_experts=True)
     planned = routed_bytes(case, kv_cache_tokens=1000)
     routes = Routes(np.zeros((1, 58, 8), dtype=np.uint8), np.ones(1, dtype=np.bool_))
     kept = tokens * (routes.ids.nbytes + routes.known.nbytes)
@@ -489,29 +474,25 @@ def test_experts_of_samples_are_counted_as_they_are_kept_and_sent() -> None:
     assert planned["experts in vLLM"] == 1000 * 61 * 8
     in_plan = plan_case(case).memory.host_bytes
     assert in_plan["experts of samples"] == 8 * planned["experts of samples"]
-    assert routed_bytes(case_of("deepseek-v3", train, rollout), 1000) == {}
+    assert routed_bytes(deepseek_v3_case(), 1000) == {}
 
 
 # ------------------------------------------------------------------------------------------- advice
 
 
 # A case of Llama on TP2 PP4 in which one phase does not fit: the machine, and what changes.
+LONG = {"recompute": Recompute(), "positions": 16384, "micro_batch_size": 2}
+STAYING = {"offloaded": frozenset(), "positions": 64, "gradient_bytes": 2}
 TIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    TRAIN: (
-        {"gpu_bytes": 30 * GB},
-        {"recompute": Recompute(), "positions": 16384, "micro_batch_size": 2},
-    ),
+    TRAIN: ({"gpu_bytes": 30 * GB}, LONG),
     ROLLOUT: ({}, {"gpu_memory_utilization": 0.1}),
-    HAND_OVER: (
-        {"gpu_bytes": 31 * GB},
-        {"offloaded": frozenset(), "positions": 64, "gradient_bytes": 2},
-    ),
+    HAND_OVER: ({"gpu_bytes": 31 * GB}, STAYING),
     HOST: ({"host_bytes": GB}, {"delta": True}),
 }
 
 
 @pytest.mark.parametrize("phase", list(TIGHT))
-def test_every_remedy_lessens_what_is_lacking(phase: str) -> None:
+def test_every_remedy_reduces_lacking_bytes(phase: str) -> None:
     of_machine, changes = TIGHT[phase]
     outcome = plan_case(llama(machine(**of_machine), DEEP, 2, **changes))
     problem = next(p for p in outcome.problems if p.where == phase)
@@ -520,7 +501,7 @@ def test_every_remedy_lessens_what_is_lacking(phase: str) -> None:
     assert left == sorted(left) and left[-1] < problem.lacking_bytes
 
 
-def test_share_that_is_too_large_at_the_start_is_reported_with_one_that_fits() -> None:
+def test_share_too_large_at_start_is_reported_with_fitting_share() -> None:
     stays = {"away_at_start": frozenset(), "offloaded": frozenset()}
     outcome = plan_case(llama(train=DEEP, tp_size=2, **stays, gpu_memory_utilization=0.9))
     problem = next(p for p in outcome.problems if p.where == START)
@@ -532,7 +513,7 @@ def test_share_that_is_too_large_at_the_start_is_reported_with_one_that_fits() -
     assert START not in {p.where for p in mended.problems}
 
 
-def test_a_case_that_fits_has_no_problem() -> None:
+def test_fitting_case_has_no_problem() -> None:
     assert plan_case(llama()).fits
 
 
@@ -540,7 +521,7 @@ def test_a_case_that_fits_has_no_problem() -> None:
 
 
 @pytest.mark.parametrize(("name", "gpu_gb"), [("qwen3-30b-a3b", 80), ("llama-3.1-8b", 24)])
-def test_search_finds_layouts_that_fit_in_order(name: str, gpu_gb: int) -> None:
+def test_search_returns_fitting_layouts_in_order(name: str, gpu_gb: int) -> None:
     train, rollout = TrainLayout(16, tp_size=8, pp_size=2), RolloutLayout(16, 8, False)
     start = case_of(name, train, rollout, machine(gpu_bytes=gpu_gb * GB))
     found = search(start, STEP, top=5)
@@ -553,14 +534,14 @@ def test_search_finds_layouts_that_fit_in_order(name: str, gpu_gb: int) -> None:
         assert outcome.traffic.received.max() == candidate.received_bytes_max
 
 
-def test_search_without_a_fitting_layout_returns_no_candidates() -> None:
+def test_search_without_fitting_layout_returns_no_candidates() -> None:
     start = case_of("deepseek-v3", TrainLayout(8, tp_size=8, ep_size=8), RolloutLayout(8, 8, True))
     found = search(start, STEP, top=5)
     assert found.num_tried > 0 and found.num_fitting == 0 and found.candidates == ()
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 27, 61])
-def test_stages_take_all_layers_and_none_is_empty(num_layers: int) -> None:
+def test_stages_hold_all_layers_and_none_is_empty(num_layers: int) -> None:
     possible = set()
     for pp_size in range(1, 65):
         stages = stages_for(num_layers, pp_size)

@@ -1,4 +1,4 @@
-"""A critic in a plan: what it adds to every phase, in a layout of its own, and what is advised."""
+"""A critic in a plan: its memory in every phase, its own layout, and the advice about it."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def llama(**changes: Any) -> Case:
 # ----------------------------------------------------------------------------------- from the flags
 
 
-def test_only_an_algorithm_with_a_critic_has_one() -> None:
+def test_only_algorithm_with_critic_plans_critic() -> None:
     assert request_of(algorithm="grpo").case.critic is None
     assert request_of("--rl-advantage gae", algorithm="grpo").case.critic is not None
 
 
-def test_critic_follows_the_actor_but_for_flags_of_its_own() -> None:
+def test_critic_follows_actor_except_for_own_flags() -> None:
     case = request_of().case
     critic = case.critic
     assert critic is not None and critic.name == CRITIC
@@ -93,24 +93,23 @@ def test_critic_follows_the_actor_but_for_flags_of_its_own() -> None:
     assert critic.training.num_micro_batches * 4 == case.training.num_micro_batches
 
 
-def test_critic_flags_are_flags_of_a_run() -> None:
-    """What they make of a critic is compared in tests/dist with one that was built."""
+def test_critic_flags_are_flags_of_run() -> None:
+    """tests/dist compares the planned critic with one that was built."""
     for degree, flag in CRITIC_FLAGS.items():
         name = f"critic_{degree}"
         assert flag == f"--rl-{name.replace('_', '-')}"
         assert name in CriticOptions.__dataclass_fields__ and degree in DEGREE_FLAGS
 
 
-def test_critic_ranks_are_taken_from_the_actor() -> None:
+def test_critic_ranks_are_taken_from_actor() -> None:
     flags = ("--rl-critic-ranks 8-15", "--rl-critic-tp-size 2 --rl-critic-pp-size 1")
     case = request_of(*flags).case
     assert case.critic is not None and case.critic.ranks == tuple(range(8, 16))
     assert case.train.world_size == case.rollout.world_size == case.critic.train.world_size == 8
-    (phase,) = [p for p in plan_case(case).memory.phases if p.name == TRAIN_CRITIC]
-    assert phase.rank in case.critic.ranks
+    assert plan_case(case).memory.phase(TRAIN_CRITIC).rank in case.critic.ranks
 
 
-def test_critic_of_another_checkpoint_has_its_shape() -> None:
+def test_critic_of_other_checkpoint_has_its_shape() -> None:
     init = f"--rl-critic-init {CONFIGS / 'qwen3-0.6b.json'}"
     case = request_of(init, "--rl-critic-ep-size 1").case
     assert case.critic is not None and case.critic.shape.experts is None
@@ -130,25 +129,21 @@ def test_critic_of_another_checkpoint_has_its_shape() -> None:
         ),
     ],
 )
-def test_critic_that_is_not_possible_is_refused(flags: str, sentence: str) -> None:
+def test_impossible_critic_is_refused(flags: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         request_of(flags)
 
 
-def test_batch_is_what_both_models_can_share() -> None:
-    request = request_of(
-        "--rl-critic-tp-size 1 --rl-critic-pp-size 1 --rl-num-epochs 1 --rl-algorithm gspo"
-        " --rl-advantage gae"
-    )
-    assert request.step.samples % 16 == 0
-    request = request_of("--rl-critic-tp-size 1 --rl-critic-pp-size 1")
-    assert request.step.samples % 16 == 0
+def test_batch_divides_into_ranks_of_both_models() -> None:
+    layout = "--rl-critic-tp-size 1 --rl-critic-pp-size 1"
+    for flags in ("--rl-num-epochs 1 --rl-algorithm gspo --rl-advantage gae", ""):
+        assert request_of(layout, flags).step.samples % 16 == 0
 
 
 # ---------------------------------------------------------------------------------------- in phases
 
 
-def test_every_phase_holds_both_models_and_the_activations_of_one() -> None:
+def test_every_phase_holds_both_models_and_activations_of_one() -> None:
     case = request_of(OWN, "--rl-offload none").case
     assert case.critic is not None
     memory = plan_case(case).memory
@@ -179,21 +174,19 @@ def test_every_phase_holds_both_models_and_the_activations_of_one() -> None:
     assert phases[VALUES].parts["activations"] == used[phases[VALUES].stage]
 
 
-def test_fullest_rank_is_that_of_both_models_together() -> None:
+def test_fullest_rank_counts_both_models() -> None:
     """The actor's last stage is fuller, the critic's first: it has no vocabulary at its end."""
     case = with_critic(llama())
     assert case.critic is not None
-    totals = []
-    for rank in range(8):
-        stage = case.train.pp_rank(rank)
-        of_rank = [stage_state(model)[stage] for model in case.models]
-        used = train_activation_bytes(case.actor)[stage]
-        totals.append(sum(sum(state.values()) for state in of_rank) + used)
+    held = [[sum(state.values()) for state in stage_state(model)] for model in case.models]
+    used = train_activation_bytes(case.actor)
+    stages = map(case.train.pp_rank, range(8))
+    totals = [sum(of_model[stage] for of_model in held) + used[stage] for stage in stages]
     train = plan_case(case).memory.phase(TRAIN)
     assert train.total_bytes == max(totals) and totals[train.rank] == max(totals)
 
 
-def test_offload_takes_the_critic_along() -> None:
+def test_critic_is_offloaded_like_actor() -> None:
     kinds = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer"}
     for away in (set(), {"gradients"}, {"gradients", "optimizer"}, set(kinds)):
         case = with_critic(llama(offloaded=frozenset(away)))
@@ -210,7 +203,7 @@ def test_offload_takes_the_critic_along() -> None:
     assert "critic's reference policy" not in memory.host_bytes
 
 
-def test_critic_without_vocabulary_keeps_less_at_its_end() -> None:
+def test_critic_without_vocabulary_needs_less_for_head() -> None:
     case = with_critic(llama(chunk_tokens=4096))
     assert case.critic is not None
     head = head_bytes(case.critic, with_gradients=True)
@@ -220,8 +213,7 @@ def test_critic_without_vocabulary_keeps_less_at_its_end() -> None:
     assert head == 4096 * 4096 / 2 * (3 * 2 + 2 * 4)
 
 
-def test_critic_on_ranks_of_its_own_shares_nothing() -> None:
-    """Room for a critic whose ranks are not the actor's."""
+def test_critic_on_own_ranks_shares_no_memory() -> None:
     alone = llama()
     ranks = tuple(range(8, 12))
     critic = with_critic(alone).critic
@@ -235,19 +227,17 @@ def test_critic_on_ranks_of_its_own_shares_nothing() -> None:
     assert {p.name for p in both.phases} >= set(of_critic)
     of_actor = [p for p in both.phases if p.name not in of_critic]
     assert of_actor == list(without.phases)
-    (train_critic,) = [p for p in both.phases if p.name == TRAIN_CRITIC]
-    assert train_critic.rank in ranks
-    assert not {"weights", "gradients", "optimizer"} & train_critic.parts.keys()
+    train = both.phase(TRAIN_CRITIC)
+    assert train.rank in ranks
+    assert not {"weights", "gradients", "optimizer"} & train.parts.keys()
     stages = [sum(state.values()) for state in stage_state(moved)]
-    assert (
-        train_critic.total_bytes - train_critic.parts["activations"] == stages[train_critic.stage]
-    )
+    assert train.total_bytes - train.parts["activations"] == stages[train.stage]
 
 
 # ------------------------------------------------------------------------------- advice and search
 
 
-def test_following_keeps_what_the_critic_has_of_its_own() -> None:
+def test_following_keeps_own_degrees_of_critic() -> None:
     critic = with_critic(llama(num_micro_batches=32)).critic
     assert critic is not None
     train = TrainLayout(8, tp_size=1, pp_size=2)
@@ -267,7 +257,7 @@ def test_following_keeps_what_the_critic_has_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("name", [TRAIN, TRAIN_CRITIC])
-def test_every_remedy_lessens_what_both_models_lack(name: str) -> None:
+def test_every_remedy_reduces_lacking_bytes_of_both_models(name: str) -> None:
     small = {"recompute": Recompute(), "positions": 16384, "micro_batch_size": 2}
     case = with_critic(llama(**small))
     case = dataclasses.replace(case, machine=dataclasses.replace(case.machine, gpu_bytes=60 * GB))
@@ -277,7 +267,7 @@ def test_every_remedy_lessens_what_both_models_lack(name: str) -> None:
     assert left and left == sorted(left) and left[-1] < problem.lacking_bytes
 
 
-def test_critic_s_own_layout_is_advised_and_helps() -> None:
+def test_own_layout_of_critic_is_advised_and_helps() -> None:
     case = request_of("--rl-critic-ep-size 1 --gpu-memory-gb 60").case
     outcome = plan_case(case)
     advised = [r.flags for p in outcome.problems for r in p.remedies]
@@ -290,7 +280,7 @@ def test_critic_s_own_layout_is_advised_and_helps() -> None:
                 assert remedy.lacking_bytes == lacking.get(problem.where, 0)
 
 
-def test_search_counts_the_critic() -> None:
+def test_search_counts_critic() -> None:
     train, rollout = TrainLayout(16, tp_size=8, pp_size=2), RolloutLayout(16, 8, False)
     alone = case_of("llama-3.1-8b", train, rollout)
     both = search(with_critic(alone), STEP, top=3)
@@ -311,7 +301,7 @@ def printed(outcome: Outcome) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-def test_plan_of_ppo_has_a_line_for_each_model() -> None:
+def test_plan_of_ppo_has_line_for_each_model() -> None:
     outcome = plan_case(request_of(OWN).case)
     lines = printed(outcome)
     assert sum(line.startswith("train    TP4 x CP1 x DP2 x PP2") for line in lines) == 1
@@ -327,7 +317,7 @@ def test_plan_of_ppo_has_a_line_for_each_model() -> None:
     assert found["settings"]["critic"]["num_micro_batches"] > 0
 
 
-def test_plan_without_a_critic_does_not_mention_one() -> None:
+def test_plan_without_critic_does_not_mention_critic() -> None:
     outcome = plan_case(request_of(algorithm="grpo").case)
     assert not any("critic" in line for line in printed(outcome))
     assert "critic" not in as_json(outcome)

@@ -319,10 +319,12 @@ def test_rendered_prompt_is_refused_for_any_turn_markers(template, text, is_rend
     tokenizer = tokenizer_of(template, "</s>")
     if is_rendered:
         conversations = [[ASKED], [SYSTEM, ASKED]]
-        whole = [tokenizer.apply_chat_template(each, tokenize=False) for each in conversations]
+        rendered_texts = {
+            tokenizer.apply_chat_template(each, tokenize=False) for each in conversations
+        }
         for token in tokenizer.all_special_tokens:
-            whole += [text.replace(token, "") for text in whole]
-        for text in whole:
+            rendered_texts |= {each.replace(token, "") for each in rendered_texts}
+        for text in rendered_texts:
             with pytest.raises(RejectedRow, match="rendered already.*--rl-no-chat-template"):
                 ChatTokenizer(tokenizer).prompt({"messages": [{**ASKED, "content": text}]})
     else:

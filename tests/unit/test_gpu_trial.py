@@ -55,9 +55,9 @@ def test_invalid_arguments_exit_with_64(
     with pytest.raises(SystemExit) as left:
         driver.main(tokens)
     assert left.value.code == driver.EXIT_USAGE
-    said = capsys.readouterr().err
-    assert said.startswith("gpu_trial: error: ") and said.count("\n") == 1
-    assert all(word in said for word in words)
+    message = capsys.readouterr().err
+    assert message.startswith("gpu_trial: error: ") and message.count("\n") == 1
+    assert all(word in message for word in words)
 
 
 def test_stages_without_environment_are_refused(
@@ -215,9 +215,9 @@ def test_ratios_of_switch_are_medians_of_slowest_rank(tmp_path: Path) -> None:
     for rank, lines in enumerate(([first, line, line, line], [first, slow, slow, line])):
         (tmp_path / f"{rank}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     command = [sys.executable, "benchmarks/switch_parts.py", str(tmp_path)]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert ", seconds 4, reload_seconds 1, " in said
-    assert ", copy_over_switch 0.25, copy_over_reload 1\n" in said
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert ", seconds 4, reload_seconds 1, " in printed
+    assert ", copy_over_switch 0.25, copy_over_reload 1\n" in printed
 
 
 def test_verification_fails_for_other_weights_or_distant_log_probs(
@@ -231,8 +231,8 @@ def test_verification_fails_for_other_weights_or_distant_log_probs(
         ({"stored_equal": False, "differing": ["rank 0: w"]}, "rank 0: w"),
     ):
         (tmp_path / "found").write_text(json.dumps({**good, **change}))
-        said = tools.verified("tiny", str(tmp_path / "found"))
-        assert said is None if wrong is None else wrong in str(said)
+        fault = tools.verified("tiny", str(tmp_path / "found"))
+        assert fault is None if wrong is None else wrong in str(fault)
     assert capsys.readouterr().out.count("verified tiny: ") == 3
 
 

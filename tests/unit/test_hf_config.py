@@ -105,7 +105,7 @@ def as_flags(text: str) -> dict[str, str | None]:
     return {f"--{name}": value or None for name, _, value in pairs}
 
 
-# Of published models; "!" precedes a flag that they do not get.
+# Flags of published models; "!" precedes a flag that they do not have.
 FLAGS = {
     # Queries are projected directly; experts are weighted by the softmax over all of them.
     "deepseek-v2-lite": "moe-shared-expert-intermediate-size 2816, moe-router-pre-softmax, "
@@ -128,7 +128,7 @@ FLAGS = {
     "glm-4.5": "rotary-percent 0.5, qk-layernorm, add-qkv-bias, moe-router-score-function sigmoid, "
     "moe-router-enable-expert-bias, disable-bias-linear, kv-channels 128, num-query-groups 8",
     "glm-4.5-air": "!qk-layernorm",
-    # kv-channels: 2048 // 20, there is no whole number
+    # kv-channels: 2048 // 20, rounded down
     "glm-4.7-flash": "q-lora-rank 768, v-head-dim 256, kv-channels 102, rope-type rope, "
     "rotary-base 1000000, moe-router-enable-expert-bias, !rotary-percent",
     "olmoe-1b-7b-0924": "qk-layernorm, moe-router-pre-softmax, moe-ffn-hidden-size 1024, "
@@ -333,7 +333,7 @@ def test_missing_field_without_default_is_refused(published: str, tmp_path: Path
         may_be_left_out -= {"rope_scaling", "rope_theta", "sliding_window"}
     for name in json.loads(text):
         if (published, name) == ("deepseek-v2", "topk_method"):
-            continue  # whatever it is, groups contradict the default; see REFUSED
+            continue  # groups contradict any default; see REFUSED
         if name in may_be_left_out:
             read(tmp_path, text, **{name: ...})
         else:

@@ -87,9 +87,9 @@ class FakeProcess:
                 self._obey(json.loads(message[0]), message[1])
         for ticket in list(self._episodes):
             self._serve(ticket)
-        said = next(self._says, None)
-        if said:
-            self._send(said[: 1 << 15])
+        messages = next(self._says, None)
+        if messages:
+            self._send(messages[: 1 << 15])
 
     def _obey(self, order: dict[str, Any], descriptors: list[int]) -> None:
         if "fork" in order:
@@ -204,9 +204,9 @@ def test_any_observation_becomes_token_ids_or_failure(first, second, is_chat):
 
 @hostile.BOUNDED
 @given(answers(), st.lists(hostile.messages(ENDED) | st.just(b""), max_size=10))
-def test_every_request_to_environment_has_one_event(said, control):
+def test_every_request_to_environment_has_one_event(messages, control):
     response = Response(text="a", token_ids=(1,), turn=1, finish_reason="stop")
-    with zygotes(said, control) as made, pool_of() as pool:
+    with zygotes(messages, control) as made, pool_of() as pool:
         open_ones = {pool.start(PROMPT, seed) for seed in range(4)}
         asked = set(open_ones)
         try:
@@ -229,10 +229,11 @@ def test_every_request_to_environment_has_one_event(said, control):
 
 
 @pytest.mark.parametrize(
-    "said", [b'{"ended": 1e999}', b"[" * 5000, b'{"ended": 0, "code": 1e999}', b'{"ready": true}']
+    "messages",
+    [b'{"ended": 1e999}', b"[" * 5000, b'{"ended": 0, "code": 1e999}', b'{"ready": true}'],
 )
-def test_zygote_with_invalid_message_is_replaced(said):
-    with zygotes([], [said]) as made, pool_of() as pool:
+def test_zygote_with_invalid_message_is_replaced(messages):
+    with zygotes([], [messages]) as made, pool_of() as pool:
         lost = {pool.start(PROMPT, 0), pool.start(PROMPT, 1)}
         assert {ticket for ticket, _ in events(pool, made)} == lost
         again = pool.start(PROMPT, 2)
@@ -299,18 +300,20 @@ class Words:
 
 @settings(hostile.BOUNDED, max_examples=80)
 @given(
-    said=answers(),
+    messages=answers(),
     oversample=st.sampled_from([1.0, 2.0]),
     compares=st.booleans(),
     with_greedy=st.booleans(),
 )
-def test_conversations_are_settled_once_and_tokens_counted(said, oversample, compares, with_greedy):
+def test_conversations_are_settled_once_and_tokens_counted(
+    messages, oversample, compares, with_greedy
+):
     spec = EnvironmentSpec("a:B", timeout_seconds=60.0, memory_gib=1.0, max_turns=4)
     tokens = ConversationTokens(Words(), use_chat_template=False, ends=(), vocabulary=10_000)
     limits = {"max_prompt_tokens": MAX_PROMPT_TOKENS, "max_tokens": MAX_TOKENS}
     wanted = Wanted.of(2, max_refills=1 if compares else None, oversample=oversample)
     plan = GroupPlan(SIZE, Sampling(), MAX_TOKENS, 5, 0, 1, with_greedy=with_greedy, converses=True)
-    with zygotes(said, []) as made:
+    with zygotes(messages, []) as made:
         conversations = Conversations(spec, tokens, **limits)
         engine, rewards = CountingEngine(made), _Rewards()
         groups = Groups(

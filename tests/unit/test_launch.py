@@ -219,10 +219,10 @@ def test_launch_ends_processes_that_ranks_leave(launcher: Launcher) -> None:
         all_here("child", str(child.pid))
         os._exit(2)
     """
-    said = r"mcore_rl: error: rank [01] ended with exit code 2; see what it printed\n"
+    expected = r"mcore_rl: error: rank [01] ended with exit code 2; see what it printed\n"
     code, stderr = launcher.run(program, 2)
     assert code == 2
-    assert re.fullmatch(said, stderr)
+    assert re.fullmatch(expected, stderr)
     assert all_gone(launcher.wait_for("child", 2))
 
 

@@ -426,7 +426,7 @@ def test_prompt_with_failed_greedy_response_is_not_trained_on():
 def test_groups_without_two_rewards_are_spread_over_mini_batches():
     learner, _ = learner_of(num_mini_batches=2)
     samples = scored([(1, 1, float(number)) for number in range(8)])
-    # Of four groups the last two have nothing to compare: each mini-batch gets one of them.
+    # The last two groups have nothing to compare: each mini-batch gets one of them.
     samples = without_rewards(5, 6, 7, samples=samples)
     for step in range(8):
         first, _ = learner.make_batch(step, held(learner, samples)).actor.sample_ids.split(4)

@@ -52,8 +52,8 @@ def test_every_flag_is_in_exactly_one_table(parser: argparse.ArgumentParser) -> 
         if group.title != "mcore_rl" and action.dest != "help"
     }
     times = Counter(dest for _, _, dests in flag_classes.tables() for dest in dests)
-    assert known - times.keys() == set(), "in none of the tables of megatron_flags"
-    assert times.keys() - known == set(), "no flags of Megatron's any more"
+    assert known - times.keys() == set(), "in no table of megatron_flags"
+    assert times.keys() - known == set(), "unknown to Megatron"
     assert {dest for dest, count in times.items() if count > 1} == set(), "in two tables"
     assert megatron_flags.REFUSED_VALUES.keys() <= known
     assert known >= megatron_flags.SET_BY_VALIDATION

@@ -6,7 +6,6 @@ import ctypes
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 
@@ -20,18 +19,6 @@ from tests.footprint import Footprint
 MIB = 1 << 20
 
 
-def fault_in_a_fresh_process(function: Callable[[], None]) -> str:
-    """Run `function` in a new process, where no leftovers of other tests are freed meanwhile."""
-    code = f"from {__name__} import {function.__name__} as f; f()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    return done.stderr if done.returncode else ""
-
-
 def _peaks() -> None:
     with PeakMemory() as peak:
         torch.ones(64 * MIB, dtype=torch.uint8)
@@ -40,10 +27,6 @@ def _peaks() -> None:
     # Pages of other threads and of the interpreter come and go meanwhile, by far less than 8 MiB.
     assert abs(peak.extra_bytes - 64 * MIB) < 8 * MIB, peak.extra_bytes
     assert small.extra_bytes < 8 * MIB, small.extra_bytes
-
-
-def test_peak_counts_freed_memory() -> None:
-    assert fault_in_a_fresh_process(_peaks) == ""
 
 
 def _highest() -> None:
@@ -56,8 +39,12 @@ def _highest() -> None:
     assert highest_bytes()[0] >= high - MIB  # the kernel counts per core, and sums now and then
 
 
-def test_highest_survives_reset_by_measurement() -> None:
-    assert fault_in_a_fresh_process(_highest) == ""
+def test_peak_counts_freed_memory_and_highest_survives_measurement() -> None:
+    """In a fresh process, where no leftovers of other tests are freed meanwhile."""
+    code = f"from {__name__} import _highest, _peaks; _peaks(); _highest()"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_device_memory_is_that_of_driver(monkeypatch: pytest.MonkeyPatch) -> None:

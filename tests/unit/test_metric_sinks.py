@@ -177,9 +177,11 @@ def test_failing_wandb_is_logged_once_and_loses_no_metric(
         write(tmp_path / "run", wandb=WandbRun("sums"))
     finally:
         sys.modules.pop("wandb", None)
-    said = f"Weights & Biases gets no further points in project sums ({error}); metrics.jsonl has"
-    assert [r.getMessage() for r in caplog.records] == [f"{said} them all"]
-    assert said in (tmp_path / "run" / "run.log").read_text()
+    warning = (
+        f"Weights & Biases gets no further points in project sums ({error}); metrics.jsonl has"
+    )
+    assert [r.getMessage() for r in caplog.records] == [f"{warning} them all"]
+    assert warning in (tmp_path / "run" / "run.log").read_text()
     assert read_metrics(tmp_path / "run" / "metrics.jsonl") == STEPS
     assert points_of_tensorboard(tmp_path / "run" / "tensorboard").keys() == STEPS.keys()
 

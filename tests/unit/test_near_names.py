@@ -51,12 +51,12 @@ def test_typing_error_suggests_meant_flag(typed: str, meant: str, flags: list[st
         "--rl-rl-prompts",
         "--adam-beta3",
         "--no-save-optimizer",
-        # Of slime, where it scales the KL in the reward; --rl-kl-coef scales that of the loss.
+        # In slime it scales the KL in the reward; --rl-kl-coef scales that of the loss.
         "--kl-coef",
         "--eps-clip-high",
         "--rollout-batch-size",
         "--lr-warmup-steps",
-        # Of verl and TRL.
+        # Flags of verl and TRL.
         "--ppo-epochs",
         "--val-temperature",
         "--max-completion-length",

@@ -39,10 +39,10 @@ from mcore_rl.planner.phases import (
 from mcore_rl.planner.plan import Outcome, as_json, plan_case
 from mcore_rl.planner.report import print_plan
 from mcore_rl.planner.search import search
-from mcore_rl.planner.settings import GB, Recompute
+from mcore_rl.planner.settings import GB
 from mcore_rl.tools.plan.command_line import PlanRequest, read_command_line
 from tests.model_shapes import CONFIGS
-from tests.unit.test_planner import DEEP, STEP, case_of
+from tests.unit.test_planner import DEEP, LONG, STEP, assert_remedies_help, case_of
 from tests.unit.test_planner import llama as llama_of
 
 QWEN = ["--hf-config", str(CONFIGS / "qwen3-30b-a3b.json"), "--world-size", "16"]
@@ -58,7 +58,7 @@ def request_of(*flags: str, algorithm: str = "ppo") -> PlanRequest:
 
 
 def with_critic(case: Case, **changes: Any) -> Case:
-    """`case` with a critic that follows its actor, but for `changes`."""
+    """`case` with a critic that follows its actor except for `changes`."""
     shape = dataclasses.replace(case.shape, value_head=True, tied_embeddings=False)
     critic = dataclasses.replace(case.actor, name=CRITIC, shape=shape)
     return dataclasses.replace(case, critic=dataclasses.replace(critic, **changes))
@@ -258,13 +258,9 @@ def test_following_keeps_own_degrees_of_critic() -> None:
 
 @pytest.mark.parametrize("name", [TRAIN, TRAIN_CRITIC])
 def test_every_remedy_reduces_lacking_bytes_of_both_models(name: str) -> None:
-    small = {"recompute": Recompute(), "positions": 16384, "micro_batch_size": 2}
-    case = with_critic(llama(**small))
+    case = with_critic(llama(**LONG))
     case = dataclasses.replace(case, machine=dataclasses.replace(case.machine, gpu_bytes=60 * GB))
-    outcome = plan_case(case)
-    problem = next(p for p in outcome.problems if p.where == name)
-    left = [remedy.lacking_bytes for remedy in problem.remedies]
-    assert left and left == sorted(left) and left[-1] < problem.lacking_bytes
+    assert_remedies_help(plan_case(case), name)
 
 
 def test_own_layout_of_critic_is_advised_and_helps() -> None:

@@ -26,7 +26,7 @@ OTHERS = set(
 
 
 def test_versions_cover_imports_of_tokenizers():
-    """Of the version that is installed; another may bring others."""
+    """The imports are those of the installed version."""
     folder = Path(transformers.__file__).parent
     texts = [
         path.read_text()

@@ -41,7 +41,7 @@ def test_weights_of_modes_equal_values_by_hand() -> None:
     batch = ragged([1, 3, 0], [1, 1, 2])
     segments = Segments.of(batch.lengths, batch.loss_mask)
     denominators = Denominators.of(segments)
-    assert denominators == Denominators(4, 2)  # the empty response is no sample
+    assert denominators == Denominators(4, 2)  # an empty response does not count as a sample
 
     def weights(mode: str) -> list[float]:
         every = token_weights(segments, denominators, aggregation_of(mode), torch.float64)

@@ -224,7 +224,7 @@ def test_group_advantages_are_bit_equal_in_any_order_and_split(
     lengths = rng.integers(1, 5, len(scores))
 
     def outcome(samples: np.ndarray, rows: np.ndarray) -> dict[int, bytes]:
-        """Of the samples in the order given, what the rank that holds `rows` of them gets."""
+        """The advantages on a rank with `rows` of `samples`, by sample."""
         local = samples[rows]
         batch = ragged(lengths[local].tolist(), [2] * len(local))
         inputs = AdvantageInputs(

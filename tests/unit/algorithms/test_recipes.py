@@ -129,8 +129,8 @@ def test_clip_range_follows_loss_not_recipe() -> None:
 
 def test_dr_grpo_divides_by_response_budget_or_given_constant() -> None:
     assert resolve_algorithm("dr_grpo", {}).aggregation(512) == Aggregation("constant", 512.0)
-    told = resolve_algorithm("dr_grpo", {"loss_constant": 100.0})
-    assert told.aggregation(512) == Aggregation("constant", 100.0)
+    with_constant = resolve_algorithm("dr_grpo", {"loss_constant": 100.0})
+    assert with_constant.aggregation(512) == Aggregation("constant", 100.0)
 
 
 @pytest.mark.parametrize(

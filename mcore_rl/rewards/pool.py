@@ -10,6 +10,7 @@ process, it costs the sample that it was scoring, never the run.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections import Counter, deque
@@ -21,15 +22,17 @@ from mcore_rl.common.cores import available_cores
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.machine_memory import machine_memory
 from mcore_rl.common.readers import InvalidData
-from mcore_rl.common.user_code import shortened
+from mcore_rl.common.user_code import import_user_file, shortened
 from mcore_rl.isolation.pool import START_SECONDS, ProcessPool, Starts, check_program
 from mcore_rl.isolation.session import Event
+from mcore_rl.isolation.spawn import check_environment_names
 from mcore_rl.isolation.wire import NO_ANSWER, Answer, Failed
 from mcore_rl.isolation.zygote import Program
 from mcore_rl.rewards.batches import Batch, BatchQueue
+from mcore_rl.rewards.functions import resolve_reward
 from mcore_rl.rewards.parts import weighed
 from mcore_rl.rewards.scorer import Scorer, Wake
-from mcore_rl.rewards.specs import RewardSpec
+from mcore_rl.rewards.specs import RewardSpec, header_of
 from mcore_rl.rewards.worker import Outcome, as_outcomes
 from mcore_rl.sandbox import PYTHON_SANDBOX
 
@@ -244,3 +247,38 @@ def default_workers() -> int:
     spare_cores = available_cores() - num_ranks
     workers_of_memory = machine_memory().available_bytes // (2 * _WORKER_BYTES)
     return max(1, min(_MOST_WORKERS, min(spare_cores, workers_of_memory) // num_ranks))
+
+
+def check_rewards(spec: RewardSpec) -> None:
+    """Raise UsageError if a file, a function or an environment variable is unusable.
+
+    Runs the files of `--rl-import`, which may also define losses. A `package.module:function` is
+    only imported in worker processes, one of which is started here.
+    """
+    for path in spec.imports:
+        import_user_file(path)
+    for name in spec.functions:
+        if ":" not in name:
+            resolve_reward(name)
+    check_functions(spec, [name for name in spec.functions if ":" in name])
+
+
+def check_functions(spec: RewardSpec, names: Sequence[str] | None = None) -> None:
+    """Raise UsageError if an environment variable, the sandbox or a function cannot be used.
+
+    The functions `names`, by default all, are looked up by a worker process; this process imports
+    nothing.
+    """
+    check_environment_names(spec.environment_names, "--rl-reward-env")
+    for server in spec.servers:
+        header_of(server)
+    if PYTHON_SANDBOX in spec.functions:
+        from mcore_rl.sandbox.runner import check_sandbox
+
+        check_sandbox(f"--rl-reward {','.join(spec.names)}", spec.sandbox_accept)
+    names = spec.functions if names is None else names
+    if names:
+        weights = (1.0,) * len(names)
+        some = dataclasses.replace(spec, names=tuple(names), weights=weights, num_workers=1)
+        with RewardPool(some) as pool:
+            pool.check()

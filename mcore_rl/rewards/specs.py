@@ -6,7 +6,6 @@ environment variables.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Sequence
@@ -15,11 +14,10 @@ from urllib.parse import SplitResult
 
 from mcore_rl.common.addresses import checked_url, header_from
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.user_code import import_user_file, without_variants
+from mcore_rl.common.user_code import without_variants
 from mcore_rl.isolation.levels import parse_accepted
-from mcore_rl.isolation.spawn import check_environment_names, parse_environment_names
-from mcore_rl.rewards.functions import NO_FUNCTIONS, resolve_reward
-from mcore_rl.sandbox import PYTHON_SANDBOX
+from mcore_rl.isolation.spawn import parse_environment_names
+from mcore_rl.rewards.functions import NO_FUNCTIONS
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HTTP_HEADER_FLAG = "--rl-reward-http-header-env"
@@ -125,43 +123,6 @@ def parse_rewards(
             remedy="leave it out, or name a function too",
         )
     return spec
-
-
-def check_rewards(spec: RewardSpec) -> None:
-    """Raise UsageError if a file, a function or an environment variable is unusable.
-
-    Runs the files of `--rl-import`, which may also define losses. A `package.module:function` is
-    only imported in worker processes, one of which is started here.
-    """
-    for path in spec.imports:
-        import_user_file(path)
-    for name in spec.functions:
-        if ":" not in name:
-            resolve_reward(name)
-    check_functions(spec, [name for name in spec.functions if ":" in name])
-
-
-def check_functions(spec: RewardSpec, names: Sequence[str] | None = None) -> None:
-    """Raise UsageError if an environment variable, the sandbox or a function cannot be used.
-
-    The functions `names`, by default all, are looked up by a worker process; this process imports
-    nothing.
-    """
-    check_environment_names(spec.environment_names, "--rl-reward-env")
-    for server in spec.servers:
-        header_of(server)
-    if PYTHON_SANDBOX in spec.functions:
-        from mcore_rl.sandbox.runner import check_sandbox
-
-        check_sandbox(f"--rl-reward {','.join(spec.names)}", spec.sandbox_accept)
-    names = spec.functions if names is None else names
-    if names:
-        from mcore_rl.rewards.pool import RewardPool  # starts processes, which a spec does not need
-
-        weights = (1.0,) * len(names)
-        some = dataclasses.replace(spec, names=tuple(names), weights=weights, num_workers=1)
-        with RewardPool(some) as pool:
-            pool.check()
 
 
 def header_of(server: ServerSpec) -> dict[str, str]:

@@ -25,11 +25,8 @@ from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.environments.pool import check_environment
 from mcore_rl.isolation.levels import parse_accepted
 from mcore_rl.isolation.spawn import parse_environment_names
-from mcore_rl.rewards.specs import (
-    RewardSpec,
-    check_rewards,
-    parse_rewards,
-)
+from mcore_rl.rewards.pool import check_rewards
+from mcore_rl.rewards.specs import RewardSpec, parse_rewards
 from mcore_rl.sandbox import PYTHON_SANDBOX
 from mcore_rl.sandbox.code_rows import check_code_rows
 from mcore_rl.spec import JobSpec

@@ -11,8 +11,8 @@ import pytest
 from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.common.errors import UsageError
 from mcore_rl.rewards.functions import exact_match, resolve_reward, reward
-from mcore_rl.rewards.pool import RewardPool
-from mcore_rl.rewards.specs import check_rewards, parse_rewards
+from mcore_rl.rewards.pool import RewardPool, check_rewards
+from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.rewards.stack import RewardStack
 
 # Names are of this test alone: they stay registered as long as the process lives.

@@ -16,8 +16,8 @@ import pytest
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 from mcore_rl.common.errors import UsageError
 from mcore_rl.isolation.spawn import process_environment
-from mcore_rl.rewards.pool import RewardPool
-from mcore_rl.rewards.specs import check_rewards, parse_rewards
+from mcore_rl.rewards.pool import RewardPool, check_rewards
+from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.rewards.stack import RewardStack
 
 SECRETS = {

@@ -12,7 +12,8 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
 from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.rewards.functions import reward
-from mcore_rl.rewards.specs import check_rewards, header_of, parse_rewards
+from mcore_rl.rewards.pool import check_rewards
+from mcore_rl.rewards.specs import header_of, parse_rewards
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.trainer.inputs import environment_spec, reward_spec

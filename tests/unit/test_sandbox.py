@@ -26,7 +26,8 @@ from mcore_rl.isolation.client import Supervisor, Unprotected
 from mcore_rl.isolation.levels import BUBBLEWRAP, LANDLOCK, LEVELS, SECCOMP
 from mcore_rl.launch import cleanup
 from mcore_rl.rewards.functions import resolve_reward
-from mcore_rl.rewards.specs import check_rewards, parse_rewards
+from mcore_rl.rewards.pool import check_rewards
+from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.rewards.worker import score_sample
 from mcore_rl.sandbox.code_blocks import code_in
 from mcore_rl.sandbox.runner import Ran, report_of, run_python
@@ -399,7 +400,8 @@ def test_a_machine_without_a_filter_is_refused_by_name():
     program = (
         "import ctypes\n"
         "from mcore_rl.common.errors import UsageError\n"
-        "from mcore_rl.rewards.specs import check_rewards, parse_rewards\n"
+        "from mcore_rl.rewards.pool import check_rewards\n"
+        "from mcore_rl.rewards.specs import parse_rewards\n"
         "ctypes.CDLL(None).personality(8)  # PER_LINUX32: uname names a 32-bit machine\n"
         "try:\n    check_rewards(parse_rewards('gsm8k,python_sandbox'))\n"
         "except UsageError as error: print(error)\n"
@@ -433,7 +435,8 @@ def test_a_level_lacks_what_it_says(host):
 OLD_MACHINE = """
 import ctypes, os, struct, sys
 from mcore_rl.common.errors import UsageError
-from mcore_rl.rewards.specs import check_rewards, parse_rewards
+from mcore_rl.rewards.pool import check_rewards
+from mcore_rl.rewards.specs import parse_rewards
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.prctl(38, 1, 0, 0, 0)

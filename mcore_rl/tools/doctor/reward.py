@@ -25,7 +25,8 @@ from mcore_rl.environments.pool import EnvironmentPool
 from mcore_rl.isolation.wire import Failed
 from mcore_rl.job.value_models import Folder
 from mcore_rl.rewards.functions import SERVED_REWARDS
-from mcore_rl.rewards.specs import RewardSpec, check_functions
+from mcore_rl.rewards.pool import check_functions
+from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.sandbox import PYTHON_SANDBOX

@@ -8,7 +8,6 @@ all of them) and `said`, a file for the time of the kill.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import threading
@@ -78,5 +77,5 @@ def watch(killer: Killer) -> None:
     Run.__init__ = initialised  # type: ignore[method-assign]
 
 
-if multiprocessing.parent_process() is None:  # reward workers import this file as well
+if "RANK" in os.environ:  # not in reward workers, which import this file as well
     watch(Killer(json.loads(os.environ["MCORE_RL_KILL"])))

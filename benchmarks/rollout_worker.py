@@ -42,7 +42,7 @@ from mcore_rl.model.config_json import read_model_shape  # noqa: E402
 from mcore_rl.model.layout import RolloutLayout, TrainLayout  # noqa: E402
 from mcore_rl.rewards.specs import parse_rewards  # noqa: E402
 from mcore_rl.rollout.conversations import Conversations  # noqa: E402
-from mcore_rl.rollout.dealing import Wanted  # noqa: E402
+from mcore_rl.rollout.dispatch import Wanted  # noqa: E402
 from mcore_rl.rollout.engines import RolloutWorkers  # noqa: E402
 from mcore_rl.rollout.groups import GroupPlan  # noqa: E402
 from mcore_rl.rollout.keeper import SampleKeeper  # noqa: E402

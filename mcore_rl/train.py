@@ -41,7 +41,7 @@ from mcore_rl.job.start import job_from_args, start
 from mcore_rl.model.roles import ACTOR
 from mcore_rl.observe.progress import run_facts
 from mcore_rl.rollout.collector import Collected
-from mcore_rl.rollout.dealing import Wanted
+from mcore_rl.rollout.dispatch import Wanted
 from mcore_rl.rollout.groups import GroupPlan, Groups
 from mcore_rl.trainer.build import Parts, build
 from mcore_rl.trainer.inputs import check_data

@@ -27,7 +27,7 @@ from mcore_rl.common.errors import not_held
 from mcore_rl.data.prompts import PromptDataset, prompt_indices
 from mcore_rl.hybrid_engine.vllm.generation import Sampling
 from mcore_rl.observe.stage_timers import StageTimers
-from mcore_rl.rollout.dealing import Wanted
+from mcore_rl.rollout.dispatch import Wanted
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.groups import GroupPlan, Tally
 from mcore_rl.rollout.keeper import SampleKeeper

@@ -30,7 +30,7 @@ from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.conversations import Conversations
-from mcore_rl.rollout.dealing import Counters, Deal, LocalCounters, Wanted
+from mcore_rl.rollout.dispatch import Counters, Dispatcher, LocalCounters, Wanted
 from mcore_rl.rollout.groups import Differs, GroupPlan, Groups, Tally
 from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.rollout.options import RolloutOptions
@@ -74,7 +74,7 @@ class RolloutWorkers:
             # The store outlives a job that torchrun restarts.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.distributed_c10d._get_default_store()
-            self._counters = dist.PrefixStore(f"mcore_rl/deal/{attempt}", store)
+            self._counters = dist.PrefixStore(f"mcore_rl/dispatch/{attempt}", store)
 
     @property
     def compares(self) -> bool:
@@ -131,9 +131,9 @@ class RolloutWorkers:
             stale = self._drop_stale(plan)
             pending = self.pending
             wanted, reserved, most_pending = self._beside_pending(plan, wanted, alone=shares)
-        in_turn = self._in_turn(wanted, plan.size, num_groups, most_pending)
+        num_round_robin = self._num_round_robin(wanted, plan.size, num_groups, most_pending)
         share = math.ceil((wanted.pending + wanted.started) / num_groups)
-        # A group without a share also asks `Deal` once, which ends its stream.
+        # A TP group without a share also calls its dispatcher once, which ends its stream.
         num_groups_at_once = max(1, share, len(pending))
         at_once = min(self._engine.config.max_num_seqs, num_groups_at_once * plan.size)
         if order_of is not None and not shares:  # else each TP group has its own numbering
@@ -142,12 +142,12 @@ class RolloutWorkers:
             self._engine,
             plan,
             prompt_of,
-            deal=Deal(
+            dispatcher=Dispatcher(
                 wanted,
                 counters,
                 key,
-                turn=(group % num_groups, num_groups),
-                num_in_turn=None if self._options.deterministic else in_turn,
+                round_robin=(group % num_groups, num_groups),
+                num_round_robin=None if self._options.deterministic else num_round_robin,
                 numbering=numbering,
             )
             if self._scores
@@ -164,12 +164,14 @@ class RolloutWorkers:
         run_stream(self._engine, groups, when_few_are_left=when_few_are_left)
         return groups
 
-    def _in_turn(self, wanted: Wanted, size: int, num_groups: int, most_pending: int) -> int:
+    def _num_round_robin(
+        self, wanted: Wanted, size: int, num_groups: int, most_pending: int
+    ) -> int:
         """Count the new groups that every TP group begins with, next to its pending groups, which
         all begin now: at most its share."""
         room, share = self._engine.config.max_num_seqs, wanted.pending + wanted.started
-        in_turn = min(room // size, share // num_groups) - most_pending
-        return min(max(0, in_turn), wanted.started // num_groups)
+        num_round_robin = min(room // size, share // num_groups) - most_pending
+        return min(max(0, num_round_robin), wanted.started // num_groups)
 
     def _drop_stale(self, plan: GroupPlan) -> list[OpenGroup]:
         """Drop pending groups that are too old to resume, and return them. With `finish`, groups

@@ -1,9 +1,9 @@
 """Groups of responses, one per drawn prompt, from the draw to the rewards.
 
 `Groups` is a conductor of `stream`. It draws prompts when its engine has room, passes each response
-to the rewards as soon as it ends, and reports completed groups to the `Deal`. A step that takes the
-groups that finish first stops the others. A stopped group is dropped, or resumes in a later step
-from its tokens.
+to the rewards as soon as it ends, and reports completed groups to the `Dispatcher`. A step that
+takes the groups that finish first stops the others. A stopped group is dropped, or resumes in a
+later step from its tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mcore_rl.rewards.functions import ENVIRONMENT
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.conversations import Conversations, Next, turns_of
-from mcore_rl.rollout.dealing import Deal
+from mcore_rl.rollout.dispatch import Dispatcher
 from mcore_rl.rollout.segments import OpenGroup, begun, extended, is_finished
 from mcore_rl.rollout.stream import Orders
 
@@ -154,7 +154,7 @@ class Groups:
         plan: GroupPlan,
         prompt_of: Callable[[int], Prompt],
         *,
-        deal: Deal | None,
+        dispatcher: Dispatcher | None,
         rewards: RewardStack | None,
         differs: Differs | None,
         at_once: int,
@@ -165,15 +165,15 @@ class Groups:
         conversations: Conversations | None = None,
     ) -> None:
         """`prompt_of` returns the prompt of one of the run's draws, on every rank. Only the first
-        rank of a TP group has `deal`, `rewards` and `conversations`. `differs` tests a group for
-        `deal`; None skips the test. At most `at_once` responses are sampled concurrently. Of
+        rank of a TP group has `dispatcher`, `rewards` and `conversations`. `differs` compares the
+        rewards of a group; None skips this. At most `at_once` responses are sampled at a time. Of
         `pending`, the draws in `reserved` are sampled to their end and taken; where groups are
         compared, only if they differ. `stale` groups have been dropped already. With `waits` the
-        engine takes no step until all finished responses are rewarded, so the speed of rewards
-        decides nothing."""
+        engine takes no step until all finished responses are rewarded, so that the step does not
+        depend on the speed of rewards."""
         self.plan = plan
         self._engine, self._prompt_of = engine, cache(prompt_of)
-        self._deal, self._rewards, self._differs = deal, rewards, differs
+        self._dispatcher, self._rewards, self._differs = dispatcher, rewards, differs
         self._at_once, self._reserved, self._waits = at_once, reserved, waits
         self._conversations = conversations
         self.open = {group.draw: group for group in pending}
@@ -189,7 +189,7 @@ class Groups:
         self._starting: set[int] = set()  # their environments are being created
         self._queue: deque[Request] = deque()
         self._is_ending = False
-        if deal is not None:
+        if dispatcher is not None:
             self._go_on(pending)
 
     # The stream's conductor
@@ -197,7 +197,7 @@ class Groups:
     def orders(self, num_running: int) -> Orders:
         """Submit queued requests, then new groups, up to the engine's room. Once the step has
         enough groups, stop the rest."""
-        assert self._deal is not None, "not the first rank of its TP group"
+        assert self._dispatcher is not None, "not the first rank of its TP group"
         if self.error is not None:
             self._leave(self._numbers())
             return Orders(drop=tuple(self._running))
@@ -208,15 +208,15 @@ class Groups:
         while (
             len(submit) + len(self._starting) < room
             and self._may_begin()
-            and (count := self._deal.next()) is not None
+            and (count := self._dispatcher.next()) is not None
         ):
             submit += self._begin(self.plan.draw(count))
         unneeded = self._ended()
         submit = [each for each in submit if each.number not in unneeded]
         self._running |= {each.number for each in submit}
         stopped = tuple(sorted(unneeded & self._running))
-        more = bool(self._queue) or self._num_conversations > 0 or not self._deal.is_over
-        more = more or self._deal.is_undecided
+        more = bool(self._queue) or self._num_conversations > 0 or not self._dispatcher.is_over
+        more = more or self._dispatcher.is_undecided
         if self.plan.keeps:
             return Orders(tuple(submit), end=stopped, more=more)
         self._running -= set(stopped)
@@ -247,7 +247,7 @@ class Groups:
     def dropped(self, request: Request, num_tokens: int) -> None:
         """Count the tokens of a dropped request; they are not trained on."""
         self._tally.generated_tokens += num_tokens
-        if self._deal is None or self.plan.is_greedy(request.number):
+        if self._dispatcher is None or self.plan.is_greedy(request.number):
             return
         draw, index = divmod(request.number, self.plan.size)
         so_far = self._so_far(self.open[draw], index)
@@ -309,14 +309,14 @@ class Groups:
 
     def tally(self) -> Tally:
         """Return the counts of this TP group; on its first rank, after `wait`."""
-        assert self._deal is not None
+        assert self._dispatcher is not None
         taken = self._taken()
         left = [group for draw, group in self.open.items() if draw not in taken]
         left_tokens = sum(group.num_tokens(self.plan.num_samples) for group in left)
         return replace(
             self._tally,
-            started=self._deal.num_given,
-            refills=self._deal.num_refills,
+            started=self._dispatcher.num_dispatched,
+            refills=self._dispatcher.num_refills,
             dropped=self._tally.stale + (0 if self.plan.keeps else len(left)),
             pending=len(left) if self.plan.keeps else 0,
             left_samples=self._tally.left_samples + len(left) * self.plan.num_samples,
@@ -328,8 +328,8 @@ class Groups:
     def _fail(self, error: Exception) -> None:
         """Record an error, which all ranks raise together after sampling."""
         self.error = error
-        if self._deal is not None:
-            self._deal.fail()
+        if self._dispatcher is not None:
+            self._dispatcher.fail()
 
     def _go_on(self, pending: Sequence[OpenGroup]) -> None:
         """Resume pending groups; those that must end in this step come first."""
@@ -388,11 +388,11 @@ class Groups:
     def _keep(self, group: OpenGroup, rollout: Rollout) -> None:
         """Store a response; if it is finished, decode it and request its rewards."""
         index = rollout.sample_index
-        if is_finished(rollout) and self._deal is not None:
+        if is_finished(rollout) and self._dispatcher is not None:
             texts = [self._engine.text_of(turn) for turn in turns_of(rollout)]
             rollout = replace(rollout, text="\n".join(texts))
         group.rollouts[index] = rollout
-        if is_finished(rollout) and self._deal is not None:
+        if is_finished(rollout) and self._dispatcher is not None:
             self._reward(group, index)
 
     def _so_far(self, group: OpenGroup, index: int) -> Rollout:
@@ -403,8 +403,8 @@ class Groups:
 
     def _ended(self) -> set[int]:
         """Return the requests that the step no longer needs, running or not; only once."""
-        assert self._deal is not None
-        if self._is_ending or not self._deal.takes_first or not self._deal.has_enough():
+        assert self._dispatcher is not None
+        if self._is_ending or not self._dispatcher.takes_first or not self._dispatcher.has_enough():
             return set()
         self._is_ending = True
         needed = self._numbers(self._reserved)
@@ -453,13 +453,13 @@ class Groups:
         )
 
     def _take(self, group: OpenGroup, *, differs: bool = True, is_valid: bool = True) -> None:
-        assert self._deal is not None
-        self._ranks[group.draw] = self._deal.finished(
+        assert self._dispatcher is not None
+        self._ranks[group.draw] = self._dispatcher.finished(
             differs=differs, is_valid=is_valid, is_reserved=group.draw in self._reserved
         )
 
     def _taken(self) -> set[int]:
         """Return the draws that the step takes; after `wait`, when every place is settled."""
-        assert self._deal is not None
-        places = self._deal.places
+        assert self._dispatcher is not None
+        places = self._dispatcher.places
         return {draw for draw, rank in self._ranks.items() if rank <= places}

@@ -17,7 +17,7 @@ from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.hybrid_engine.vllm.in_process_engine import EngineConfig, VLLMEngine
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.rewards.specs import parse_rewards
-from mcore_rl.rollout.dealing import Wanted
+from mcore_rl.rollout.dispatch import Wanted
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.groups import GroupPlan
 from mcore_rl.rollout.keeper import SampleKeeper

@@ -16,7 +16,7 @@ from mcore_rl.data.prompts import prompt_indices
 from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.collector import Collected, Collector
-from mcore_rl.rollout.dealing import Deal, LocalCounters, Wanted
+from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, Wanted
 from mcore_rl.rollout.groups import GroupPlan, Tally
 from mcore_rl.rollout.segments import begun
 from mcore_rl.trainer.step_metrics import rollout_metrics
@@ -55,11 +55,11 @@ class ScriptedWorkers:
         differs: Callable[[Sequence[ScoredRollout]], bool] | None = None,
         order_of: Callable[[int], tuple[int, ...]],
         when_few_are_left: Any = None,
-    ) -> tuple[list[list[ScoredRollout]], Deal]:
+    ) -> tuple[list[list[ScoredRollout]], Dispatcher]:
         assert key not in [call["key"] for call in self.calls]
-        deal, groups = Deal(wanted, LocalCounters(), key), []
+        dispatcher, groups = Dispatcher(wanted, LocalCounters(), key), []
         self.orders.append(order_of(wanted.started))
-        while (draw := deal.next()) is not None:
+        while (draw := dispatcher.next()) is not None:
             prompt = prompt_of(plan.first_draw + draw)
             both = [
                 self._scored(self._rollout(prompt, number, plan.is_greedy(number)), prompt.index)
@@ -68,8 +68,8 @@ class ScriptedWorkers:
             groups.append(with_baselines(both, plan.num_samples)[: plan.num_samples])
             if differs is not None:
                 is_valid = any(sample.is_valid for sample in groups[-1])
-                deal.finished(differs=differs(groups[-1]), is_valid=is_valid)
-        assert deal.is_over
+                dispatcher.finished(differs=differs(groups[-1]), is_valid=is_valid)
+        assert dispatcher.is_over
         self.calls.append(
             {
                 "rows": [group[0].rollout.prompt.index for group in groups],
@@ -78,15 +78,15 @@ class ScriptedWorkers:
                 "when_few_are_left": when_few_are_left,
             }
         )
-        return groups, deal
+        return groups, dispatcher
 
     def settle(
         self,
-        groups: tuple[list[list[ScoredRollout]], Deal],
+        groups: tuple[list[list[ScoredRollout]], Dispatcher],
         waited: Callable[[float], object],
     ) -> tuple[SampleTable, Tally]:
         waited(self.seconds_waited)
-        found, deal = groups
+        found, dispatcher = groups
         first = len(self.scored)
         self.scored += [sample for group in found for sample in group]
         draws = [
@@ -98,9 +98,9 @@ class ScriptedWorkers:
         table = SampleTable.of(self.scored[first:], numbers=numbers, draws=draws)
         plan = self.calls[-1]["plan"]
         tally = Tally(
-            num_draws=deal.last + 1,
+            num_draws=dispatcher.last + 1,
             started=len(found),
-            refills=deal.num_refills,
+            refills=dispatcher.num_refills,
             generated_tokens=len(found) * plan.size,
         )
         return table, tally

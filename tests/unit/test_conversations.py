@@ -18,7 +18,7 @@ from mcore_rl.environments.wire import Started
 from mcore_rl.hybrid_engine.vllm.generation import Sampling
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.conversations import Conversations, turns_of
-from mcore_rl.rollout.dealing import Deal, LocalCounters, Wanted
+from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, Wanted
 from mcore_rl.rollout.groups import GroupPlan, Groups
 from mcore_rl.rollout.segments import OpenGroup, begun
 from mcore_rl.rollout.stream import run_stream
@@ -108,7 +108,7 @@ def run_groups(
         engine,  # type: ignore[arg-type]
         plan,
         prompt_of,
-        deal=Deal(wanted, LocalCounters(), "step"),
+        dispatcher=Dispatcher(wanted, LocalCounters(), "step"),
         rewards=rewards,  # type: ignore[arg-type]
         differs=None,
         at_once=ROOM,

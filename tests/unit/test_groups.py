@@ -18,7 +18,7 @@ from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling
 from mcore_rl.rewards.parts import weighed
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.rollout.dealing import Counters, Deal, LocalCounters, Wanted
+from mcore_rl.rollout.dispatch import Counters, Dispatcher, LocalCounters, Wanted
 from mcore_rl.rollout.groups import GroupPlan, Groups
 from mcore_rl.rollout.segments import OpenGroup
 from mcore_rl.rollout.stream import run_stream
@@ -170,7 +170,7 @@ def sampled(
         engine,  # type: ignore[arg-type]
         plan(**changes),
         prompt_of,
-        deal=Deal(wanted, counters or LocalCounters(), "step"),
+        dispatcher=Dispatcher(wanted, counters or LocalCounters(), "step"),
         rewards=rewards,  # type: ignore[arg-type]
         differs=differs if wanted.compares else None,
         at_once=at_once,

@@ -29,7 +29,7 @@ from mcore_rl.isolation import wire, zygote_process
 from mcore_rl.isolation.wire import Failed, answer_of
 from mcore_rl.rewards.parts import weighed
 from mcore_rl.rollout.conversations import Conversations
-from mcore_rl.rollout.dealing import Deal, LocalCounters, Wanted
+from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, Wanted
 from mcore_rl.rollout.groups import GroupPlan, Groups
 from mcore_rl.rollout.stream import run_stream
 from tests import hostile
@@ -320,7 +320,7 @@ def test_conversations_are_settled_once_and_tokens_counted(
             engine,  # type: ignore[arg-type]
             plan,
             lambda draw: Prompt(draw, "add", "", np.array([draw], np.int32)),
-            deal=Deal(wanted, LocalCounters(), "step"),
+            dispatcher=Dispatcher(wanted, LocalCounters(), "step"),
             rewards=rewards,  # type: ignore[arg-type]
             differs=_differs if compares else None,
             at_once=6,

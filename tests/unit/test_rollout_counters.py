@@ -1,7 +1,7 @@
-"""A step's counters and limits in all combinations of options, beside a slow, obvious reference.
+"""Counters and limits of a step, in all combinations of options, against a slow reference.
 
-Engines are threads here, with the real collector, workers, deal and groups; tokens and rewards come
-from a script. What each engine did is written down, and the reference counts it again from that.
+Engines are threads, with the real collector, workers, dispatcher and groups; tokens and rewards are
+scripted. The reference counts again from a record of what each engine did.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout import engines as engines_module
 from mcore_rl.rollout import keeper as keeper_module
 from mcore_rl.rollout.collector import Collected, Collector
-from mcore_rl.rollout.dealing import LocalCounters
+from mcore_rl.rollout.dispatch import LocalCounters
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.keeper import SampleKeeper
 from tests import hostile

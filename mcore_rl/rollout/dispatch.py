@@ -88,7 +88,7 @@ class Wanted:
         )
 
 
-class Deal:
+class Dispatcher:
     """One TP group's assignment of a step's draws; on its first rank."""
 
     def __init__(
@@ -97,22 +97,22 @@ class Deal:
         counters: Counters,
         key: str,
         *,
-        turn: tuple[int, int] = (0, 1),
-        num_in_turn: int | None = 0,
+        round_robin: tuple[int, int] = (0, 1),
+        num_round_robin: int | None = 0,
         numbering: tuple[int, int] = (0, 1),
     ) -> None:
-        """`key` is unique to the step. With `turn` (i, g) the first `num_in_turn` draws of this TP
-        group are i, i + g, i + 2g and so on; None: all of them. Once each of the g has had that
-        many, whoever has room gets the next. With `numbering` (i, g) the numbers 0, 1, 2 of this
-        deal are draws i, i + g, i + 2g of the step; other draws are not counted here."""
+        """`key` is unique to the step. With `round_robin` (i, g) the first `num_round_robin` draws
+        of this TP group are i, i + g, i + 2g and so on; None: all of them. Later draws go to any TP
+        group that has room. With `numbering` (i, g) the numbers 0, 1, 2 of this dispatcher are
+        draws i, i + g, i + 2g of the step; other draws are not counted here."""
         self._wanted, self._counters, self._key = wanted, counters, key
-        self._turn, self._num_in_turn = turn, num_in_turn
+        self._round_robin, self._num_round_robin = round_robin, num_round_robin
         self._next: int | None = None
         self._first, self._stride = numbering
-        self.last = -1  # the highest draw given here
-        self.num_given = 0
+        self.last = -1  # the highest draw dispatched here
+        self.num_dispatched = 0
         self.num_refills = 0  # of these, replacements
-        self.is_over = False  # no more will be given here
+        self.is_over = False  # no more will be dispatched here
 
     @property
     def takes_first(self) -> bool:
@@ -129,7 +129,7 @@ class Deal:
             self._next = self._following()
         if self._next < self._allowed():
             draw, self._next = self._next, None
-            self.num_given += 1
+            self.num_dispatched += 1
             self.num_refills += draw >= self._wanted.started
             self.last = self._first + draw * self._stride
             return self.last
@@ -190,10 +190,10 @@ class Deal:
         return wanted.reserved - self._add("settled", 0)
 
     def _following(self) -> int:
-        mine, num_turns = self._turn
-        if self._num_in_turn is None or self.num_given < self._num_in_turn:
-            return mine + self.num_given * num_turns
-        return self._num_in_turn * num_turns + self._add("drawn", 1) - 1
+        mine, stride = self._round_robin
+        if self._num_round_robin is None or self.num_dispatched < self._num_round_robin:
+            return mine + self.num_dispatched * stride
+        return self._num_round_robin * stride + self._add("drawn", 1) - 1
 
     def _allowed(self) -> int:
         wanted = self._wanted

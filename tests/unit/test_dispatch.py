@@ -1,0 +1,155 @@
+"""Assignment of draws to engines: any interleaving of engines ends with the same draws."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, Wanted
+
+Differs = Callable[[int], bool]
+
+
+def dispatched(
+    wanted: Wanted,
+    num_engines: int,
+    differs: Differs,
+    *,
+    seed: int,
+    num_round_robin: int | None = 0,
+) -> list[list[int]]:
+    """Return each engine's draws. Engines act in random order, each with up to two groups,
+    which it finishes in any order."""
+    counters, rng = LocalCounters(), random.Random(seed)
+    dispatchers = [
+        Dispatcher(
+            wanted,
+            counters,
+            "step",
+            round_robin=(number, num_engines),
+            num_round_robin=num_round_robin,
+        )
+        for number in range(num_engines)
+    ]
+    got: list[list[int]] = [[] for _ in dispatchers]
+    running: list[list[int]] = [[] for _ in dispatchers]
+    for _ in range(10_000):
+        active = [
+            n for n, dispatcher in enumerate(dispatchers) if running[n] or not dispatcher.is_over
+        ]
+        if not active:
+            return got
+        engine = rng.choice(active)
+        if len(running[engine]) < 2 and rng.random() < 0.6:
+            if (draw := dispatchers[engine].next()) is not None:
+                got[engine].append(draw)
+                running[engine].append(draw)
+        elif running[engine]:
+            draw = running[engine].pop(rng.randrange(len(running[engine])))
+            dispatchers[engine].finished(differs=differs(draw), is_valid=True)
+    raise AssertionError("the engines wait for each other")
+
+
+def fewest(groups: int, most: int, differs: Differs) -> list[int]:
+    """Return the draws until enough groups differ."""
+    draws: list[int] = []
+    while sum(map(differs, draws)) < groups and len(draws) < most:
+        draws.append(len(draws))
+    return draws
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    groups=st.integers(1, 12),
+    max_refills=st.integers(0, 4),
+    num_engines=st.integers(1, 5),
+    teaches=st.lists(st.booleans(), min_size=60, max_size=60),
+    seed=st.integers(0, 1000),
+    num_round_robin=st.sampled_from([0, 1, 2, 5, None]),
+)
+def test_draws_are_the_fewest_with_enough_groups_that_differ(
+    groups: int,
+    max_refills: int,
+    num_engines: int,
+    teaches: Sequence[bool],
+    seed: int,
+    num_round_robin: int | None,
+) -> None:
+    wanted = Wanted.of(groups, max_refills=max_refills)
+
+    def differs(draw: int) -> bool:
+        return teaches[draw % 60]
+
+    got = dispatched(wanted, num_engines, differs, seed=seed, num_round_robin=num_round_robin)
+    draws = sorted(draw for of_engine in got for draw in of_engine)
+    assert draws == fewest(groups, groups * (1 + max_refills), differs)
+
+
+def test_first_caller_does_not_get_the_first_draws_of_others() -> None:
+    counters = LocalCounters()
+    first, second = (
+        Dispatcher(Wanted.of(7), counters, "step", round_robin=(number, 2), num_round_robin=2)
+        for number in (0, 1)
+    )
+    assert [first.next() for _ in range(4)] == [0, 2, 4, 5]
+    assert [second.next() for _ in range(4)] == [1, 3, 6, None] and second.is_over
+    assert first.next() is None and first.is_over
+
+
+@pytest.mark.parametrize("num_engines", [1, 3])
+def test_every_draw_is_dispatched_once_without_comparison(num_engines: int) -> None:
+    got = dispatched(Wanted.of(10), num_engines, lambda draw: False, seed=1)
+    assert sorted(draw for of_engine in got for draw in of_engine) == list(range(10))
+
+
+def test_round_robin_assignment_does_not_depend_on_speed() -> None:
+    differs = [True, False, False, True, True, False, True, True, True, True].__getitem__
+    wanted = Wanted.of(4, max_refills=2)
+    found = {
+        str(dispatched(wanted, 2, differs, seed=seed, num_round_robin=None)) for seed in range(30)
+    }
+    assert found == {"[[0, 2, 4, 6], [1, 3, 5]]"}
+    otherwise = {str(dispatched(wanted, 2, differs, seed=seed)) for seed in range(30)}
+    assert len(otherwise) > 1
+
+
+def test_oversampling_starts_more_groups_than_it_takes() -> None:
+    wanted = Wanted.of(4, oversample=1.5)
+    assert (wanted.started, wanted.most) == (6, 6)
+    counters = LocalCounters()
+    dispatcher = Dispatcher(wanted, counters, "step")
+    assert [dispatcher.next() for _ in range(7)] == [0, 1, 2, 3, 4, 5, None] and dispatcher.is_over
+    for _ in range(3):
+        dispatcher.finished(differs=True, is_valid=True)
+    assert not dispatcher.has_enough()
+    dispatcher.finished(differs=True, is_valid=True)
+    assert dispatcher.has_enough() and dispatcher.last == 5
+
+
+def test_no_group_is_replaced_when_every_reward_fails() -> None:
+    dispatcher = Dispatcher(Wanted.of(4, max_refills=8), LocalCounters(), "step")
+    assert [dispatcher.next() for _ in range(5)] == [0, 1, 2, 3, None]
+    for _ in range(3):
+        dispatcher.finished(differs=False, is_valid=False)
+    assert dispatcher.next() is None and not dispatcher.is_over  # the last may have a reward
+    dispatcher.finished(differs=False, is_valid=False)
+    assert dispatcher.next() is None and dispatcher.is_over
+
+
+def test_one_valid_reward_allows_replacements() -> None:
+    dispatcher = Dispatcher(Wanted.of(2, max_refills=8), LocalCounters(), "step")
+    assert [dispatcher.next(), dispatcher.next()] == [0, 1]
+    dispatcher.finished(differs=False, is_valid=False)
+    assert dispatcher.next() is None
+    dispatcher.finished(differs=False, is_valid=True)
+    assert [dispatcher.next(), dispatcher.next(), dispatcher.next()] == [2, 3, None]
+
+
+def test_steps_have_separate_counters() -> None:
+    counters = LocalCounters()
+    first, second = (Dispatcher(Wanted.of(2), counters, key) for key in ("a", "b"))
+    assert [first.next(), second.next(), first.next(), second.next()] == [0, 0, 1, 1]

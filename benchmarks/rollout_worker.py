@@ -42,7 +42,7 @@ from mcore_rl.model.config_json import read_model_shape  # noqa: E402
 from mcore_rl.model.layout import RolloutLayout, TrainLayout  # noqa: E402
 from mcore_rl.rewards.specs import parse_rewards  # noqa: E402
 from mcore_rl.rollout.conversations import Conversations  # noqa: E402
-from mcore_rl.rollout.dispatch import Wanted  # noqa: E402
+from mcore_rl.rollout.dispatch import SamplingTarget  # noqa: E402
 from mcore_rl.rollout.engines import RolloutWorkers  # noqa: E402
 from mcore_rl.rollout.groups import GroupPlan  # noqa: E402
 from mcore_rl.rollout.keeper import SampleKeeper  # noqa: E402
@@ -245,7 +245,7 @@ class Bench:
         order = tuple(np.argsort(-longest, kind="stable").tolist())
         groups = self.workers.sample(
             self.plan(seed),
-            Wanted.of(self.load.num_prompts),
+            SamplingTarget.of(self.load.num_prompts),
             prompts.__getitem__,
             key=f"{self._num_calls}",
             order_of=(lambda count: order[:count]) if longest_first else None,
@@ -267,7 +267,9 @@ class Bench:
                 dataclasses.replace(
                     self.plan(seed), first_draw=position, weight_version=1 + step, keeps=True
                 ),
-                Wanted.of(self.load.num_prompts, oversample=self.config.rollout.groups_at_a_time),
+                SamplingTarget.of(
+                    self.load.num_prompts, oversample=self.config.rollout.groups_at_a_time
+                ),
                 prompts.__getitem__,
                 key=f"{self._num_calls}",
             )

@@ -41,7 +41,7 @@ from mcore_rl.job.start import job_from_args, start
 from mcore_rl.model.roles import ACTOR
 from mcore_rl.observe.progress import run_facts
 from mcore_rl.rollout.collector import Collected
-from mcore_rl.rollout.dispatch import Wanted
+from mcore_rl.rollout.dispatch import SamplingTarget
 from mcore_rl.rollout.groups import GroupPlan, Groups
 from mcore_rl.trainer.build import Parts, build
 from mcore_rl.trainer.inputs import check_data
@@ -118,7 +118,7 @@ class Run:
         count = min(config.evaluation.num_eval_prompts, len(prompts))
         with self._timers("eval"):
             groups = self._workers.sample(
-                plan, Wanted.of(count), prompts.__getitem__, key=f"evaluation {step}"
+                plan, SamplingTarget.of(count), prompts.__getitem__, key=f"evaluation {step}"
             )
             groups.wait()  # a step's reward tickets begin after those of an evaluation
             objects.barrier()  # the wait for stragglers counts as evaluation, not as rollout

@@ -27,7 +27,7 @@ from mcore_rl.common.errors import not_held
 from mcore_rl.data.prompts import PromptDataset, prompt_indices
 from mcore_rl.hybrid_engine.vllm.generation import Sampling
 from mcore_rl.observe.stage_timers import StageTimers
-from mcore_rl.rollout.dispatch import Wanted
+from mcore_rl.rollout.dispatch import SamplingTarget
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.groups import GroupPlan, Tally
 from mcore_rl.rollout.keeper import SampleKeeper
@@ -78,7 +78,7 @@ class Collector:
 
     def collect(self, weight_version: int, when_few_are_left: Callable[[], object]) -> Collected:
         """Sample one step; in rollout mode. `when_few_are_left` is passed to the engine."""
-        wanted = self._num_prompts_per_step
+        num_groups = self._num_prompts_per_step
         recipe = self._recipe
         self._tally = Tally()
         self._step_began_at, self._lengths_before = self.position, self.lengths.copy()
@@ -86,34 +86,36 @@ class Collector:
         self._workers.draft_metrics()  # discard the counts of evaluations
         at_a_time = self._options.groups_at_a_time
         if not recipe.dynamic_sampling:
-            once = Wanted.of(wanted, oversample=at_a_time)
-            table = self._drawn(once, weight_version, when_few_are_left)
+            target = SamplingTarget.of(num_groups, oversample=at_a_time)
+            table = self._drawn(target, weight_version, when_few_are_left)
             return self._collected(table, weight_version)
         kept: list[SampleTable] = []
         useless: list[SampleTable] = []
-        most = wanted * (1 + recipe.max_refills)
+        most = num_groups * (1 + recipe.max_refills)
         refills = 0
-        while len(kept) < wanted and (left := most - (self.position - self._step_began_at)) > 0:
-            missing = wanted - len(kept)
-            again = Wanted(missing, min(missing, left), left)
-            refills += again.started if kept or useless else 0
+        while len(kept) < num_groups and (left := most - (self.position - self._step_began_at)) > 0:
+            missing = num_groups - len(kept)
+            target = SamplingTarget(missing, min(missing, left), left)
+            refills += target.num_started if kept or useless else 0
             if self._workers.compares:  # while others are sampled, so once is enough
-                again = Wanted.of(wanted, max_refills=recipe.max_refills, oversample=at_a_time)
+                target = SamplingTarget.of(
+                    num_groups, max_refills=recipe.max_refills, oversample=at_a_time
+                )
             # Otherwise do not call training back early: more draws may follow.
-            call_back = when_few_are_left if again.compares else None
-            for group in self._groups(self._drawn(again, weight_version, call_back)):
+            call_back = when_few_are_left if target.compares else None
+            for group in self._groups(self._drawn(target, weight_version, call_back)):
                 (kept if _differ(group) else useless).append(group)
-            if again.compares or not any(group.valid.any() for group in (*kept, *useless)):
+            if target.compares or not any(group.valid.any() for group in (*kept, *useless)):
                 break  # or every reward fails; more draws would not help
-        missing = max(0, wanted - len(kept))
+        missing = max(0, num_groups - len(kept))
         groups = kept + useless[:missing]
         for group in useless[missing:]:
             self._tally.dropped += 1
             self._tally.left_samples += len(group)
             self._tally.left_tokens += int(group.response_lengths.sum())
         metrics = {
-            "rollout/refills": (refills + self._tally.refills) / wanted,
-            "rollout/uninformative_share": missing / wanted,
+            "rollout/refills": (refills + self._tally.refills) / num_groups,
+            "rollout/uninformative_share": missing / num_groups,
             "rollout/dropped_samples": float(self._tally.dropped * recipe.num_samples_per_prompt),
         }
         return self._collected(SampleTable.joined(groups), weight_version, metrics)
@@ -162,7 +164,10 @@ class Collector:
         return [table.take(range(at, at + size)) for at in range(0, len(table), size)]
 
     def _drawn(
-        self, wanted: Wanted, weight_version: int, when_few_are_left: Callable[[], object] | None
+        self,
+        target: SamplingTarget,
+        weight_version: int,
+        when_few_are_left: Callable[[], object] | None,
     ) -> SampleTable:
         """Sample the responses to the next prompts, with their rewards."""
         options, recipe = self._options, self._recipe
@@ -186,10 +191,10 @@ class Collector:
             self._num_calls += 1
             groups = self._workers.sample(
                 plan,
-                wanted,
+                target,
                 self._prompt_of,
                 key=f"{self._num_calls}",
-                differs=_rewards_differ if wanted.compares else None,
+                differs=_rewards_differ if target.compares else None,
                 order_of=self._longest_first,
                 when_few_are_left=when_few_are_left,
             )

@@ -46,45 +46,55 @@ class LocalCounters:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """The groups that a step takes, and the prompts that it may draw for them."""
+class SamplingTarget:
+    """The number of groups that a step takes, and of the prompts that it may draw for them.
 
-    groups: int  # number of open places
-    started: int  # groups drawn in any case
-    most: int  # maximum number of draws
-    compares: bool = False  # a group without a difference is replaced
-    takes_first: bool = False  # once enough groups have finished, the others are not waited for
-    pending: int = 0  # groups of earlier steps that are sampled as well
-    reserved: int = 0  # of `pending`, those that must end in the step, with places of their own
+    Example: 4 groups, 6 started at a time, at most 14 draws, unfinished groups are stopped:
+    `SamplingTarget(num_groups=4, num_started=6, max_draws=14, compares=True, takes_first=True)`.
+    """
+
+    num_groups: int  # places for groups that are not reserved
+    num_started: int  # groups started in any case
+    max_draws: int
+    compares: bool = False  # replaces groups whose rewards do not differ
+    takes_first: bool = False  # takes the groups that finish first and stops the others
+    num_pending: int = 0  # groups of earlier steps that are sampled as well
+    num_reserved: int = 0  # of these, groups that must end in this step, with places of their own
 
     @classmethod
-    def of(cls, groups: int, *, max_refills: int | None = None, oversample: float = 1.0) -> Wanted:
-        """`max_refills` counts in steps' worth of draws; None keeps every group."""
-        started = math.ceil(groups * oversample)
-        most = started + groups * (max_refills or 0)
-        return cls(groups, started, most, max_refills is not None, started > groups)
+    def of(
+        cls, num_groups: int, *, max_refills: int | None = None, oversample: float = 1.0
+    ) -> SamplingTarget:
+        """Return the target of a step without pending groups. `max_refills` counts in draws per
+        group of the step; None compares no groups."""
+        started = math.ceil(num_groups * oversample)
+        most = started + num_groups * (max_refills or 0)
+        return cls(num_groups, started, most, max_refills is not None, started > num_groups)
 
-    def share(self, part: int, num_parts: int) -> Wanted:
-        """Return the groups and draws of part `part` of `num_parts`."""
+    def share(self, part: int, num_parts: int) -> SamplingTarget:
+        """Return part `part` of `num_parts` nearly equal parts."""
 
         def of(number: int) -> int:
             return number // num_parts + (part < number % num_parts)
 
         return dataclasses.replace(
-            self, groups=of(self.groups), started=of(self.started), most=of(self.most)
+            self,
+            num_groups=of(self.num_groups),
+            num_started=of(self.num_started),
+            max_draws=of(self.max_draws),
         )
 
-    def beside(self, *, pending: int, reserved: int) -> Wanted:
-        """Return the draws that remain next to `pending` groups, and the places that remain when
-        `reserved` of these must end in the step."""
+    def with_pending(self, *, num_pending: int, num_reserved: int) -> SamplingTarget:
+        """Return the target of the new groups of a step that also resumes `num_pending` groups, of
+        which `num_reserved` must end in this step."""
         return dataclasses.replace(
             self,
-            groups=max(0, self.groups - reserved),
-            started=max(0, self.started - pending),
-            most=max(0, self.most - pending),
+            num_groups=max(0, self.num_groups - num_reserved),
+            num_started=max(0, self.num_started - num_pending),
+            max_draws=max(0, self.max_draws - num_pending),
             takes_first=True,
-            pending=pending,
-            reserved=reserved,
+            num_pending=num_pending,
+            num_reserved=num_reserved,
         )
 
 
@@ -93,7 +103,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        wanted: Wanted,
+        target: SamplingTarget,
         counters: Counters,
         key: str,
         *,
@@ -105,7 +115,7 @@ class Dispatcher:
         of this TP group are i, i + g, i + 2g and so on; None: all of them. Later draws go to any TP
         group that has room. With `numbering` (i, g) the numbers 0, 1, 2 of this dispatcher are
         draws i, i + g, i + 2g of the step; other draws are not counted here."""
-        self._wanted, self._counters, self._key = wanted, counters, key
+        self._target, self._counters, self._key = target, counters, key
         self._round_robin, self._num_round_robin = round_robin, num_round_robin
         self._next: int | None = None
         self._first, self._stride = numbering
@@ -117,11 +127,11 @@ class Dispatcher:
     @property
     def takes_first(self) -> bool:
         """Whether groups are not waited for once enough have finished."""
-        return self._wanted.takes_first
+        return self._target.takes_first
 
     def next(self) -> int | None:
         """Return a draw to sample here; None: not now, or, with `is_over`, never again."""
-        if not self.is_over and self._wanted.takes_first:
+        if not self.is_over and self._target.takes_first:
             self.is_over = self.has_enough()
         if self.is_over:
             return None
@@ -130,7 +140,7 @@ class Dispatcher:
         if self._next < self._allowed():
             draw, self._next = self._next, None
             self.num_dispatched += 1
-            self.num_refills += draw >= self._wanted.started
+            self.num_refills += draw >= self._target.num_started
             self.last = self._first + draw * self._stride
             return self.last
         self.is_over = self._is_decided(self._next)
@@ -143,30 +153,30 @@ class Dispatcher:
         `differs`: its rewards differ; `is_valid`: it has a valid reward. Return its rank: the step
         takes the group if the rank is at most `places` once nothing `is_undecided`. Rank 0 marks a
         group to fill up with (no difference) and a reserved group."""
-        wanted = self._wanted
-        if is_reserved and not wanted.compares:
+        target = self._target
+        if is_reserved and not target.compares:
             return 0
-        if not wanted.compares and not wanted.takes_first:
+        if not target.compares and not target.takes_first:
             return 0  # nothing depends on how many have
         if is_valid:
             self._add("valid", 1)
-        if wanted.compares and not differs:
+        if target.compares and not differs:
             self._add("useless", 1)
             if is_reserved:
                 self._add("released", 1)  # before "settled": `has_enough` is never too early
         if is_reserved:
             self._add("settled", 1)
-        if is_reserved or (wanted.compares and not differs):
+        if is_reserved or (target.compares and not differs):
             return 0
         return self._add("kept", 1)
 
     @property
     def places(self) -> int:
         """Places for groups that are not reserved, as far as is known."""
-        wanted = self._wanted
-        if not wanted.compares or not wanted.reserved:
-            return wanted.groups
-        return wanted.groups + self._add("released", 0)
+        target = self._target
+        if not target.compares or not target.num_reserved:
+            return target.num_groups
+        return target.num_groups + self._add("released", 0)
 
     @property
     def is_undecided(self) -> bool:
@@ -174,7 +184,7 @@ class Dispatcher:
         return self._num_unsettled() > 0 and not self._add("failed", 0)
 
     def has_enough(self) -> bool:
-        """Return whether all wanted groups have finished, whatever happens to reserved ones;
+        """Return whether the step's groups have finished, whatever happens to reserved ones;
         anything still running is too late."""
         unsettled = self._num_unsettled()
         return self._add("kept", 0) >= self.places + unsettled
@@ -184,10 +194,10 @@ class Dispatcher:
         self._add("failed", 1)
 
     def _num_unsettled(self) -> int:
-        wanted = self._wanted
-        if not wanted.compares or not wanted.reserved:
+        target = self._target
+        if not target.compares or not target.num_reserved:
             return 0
-        return wanted.reserved - self._add("settled", 0)
+        return target.num_reserved - self._add("settled", 0)
 
     def _following(self) -> int:
         mine, stride = self._round_robin
@@ -196,19 +206,19 @@ class Dispatcher:
         return self._num_round_robin * stride + self._add("drawn", 1) - 1
 
     def _allowed(self) -> int:
-        wanted = self._wanted
+        target = self._target
         # If every reward fails, more draws would not help.
-        replaced = self._add("useless", 0) if wanted.compares and self._add("valid", 0) else 0
-        return min(wanted.started + replaced, wanted.most)
+        replaced = self._add("useless", 0) if target.compares and self._add("valid", 0) else 0
+        return min(target.num_started + replaced, target.max_draws)
 
     def _is_decided(self, draw: int) -> bool:
         """Return whether a draw that is not allowed now never will be."""
-        wanted = self._wanted
-        if not wanted.compares or draw >= wanted.most or self.has_enough():
+        target = self._target
+        if not target.compares or draw >= target.max_draws or self.has_enough():
             return True
         if self._add("failed", 0):
             return True
-        in_hand = wanted.started + wanted.pending
+        in_hand = target.num_started + target.num_pending
         return self._add("useless", 0) >= in_hand and not self._add("valid", 0)
 
     def _add(self, name: str, amount: int) -> int:

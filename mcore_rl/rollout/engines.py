@@ -30,7 +30,7 @@ from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.conversations import Conversations
-from mcore_rl.rollout.dispatch import Counters, Dispatcher, LocalCounters, Wanted
+from mcore_rl.rollout.dispatch import Counters, Dispatcher, LocalCounters, SamplingTarget
 from mcore_rl.rollout.groups import Differs, GroupPlan, Groups, Tally
 from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.rollout.options import RolloutOptions
@@ -95,7 +95,7 @@ class RolloutWorkers:
     def sample(
         self,
         plan: GroupPlan,
-        wanted: Wanted,
+        target: SamplingTarget,
         prompt_of: Callable[[int], Prompt],
         *,
         key: str,
@@ -106,7 +106,7 @@ class RolloutWorkers:
         """Sample this TP group's part of a step's groups and start their rewards; in rollout mode.
 
         `prompt_of` returns the prompt of one of the run's draws. `key` is unique to this call and
-        the same on all ranks. `differs` tests groups where `wanted` compares them. `order_of`
+        the same on all ranks. `differs` tests groups where `target` compares them. `order_of`
         returns `GroupPlan.order` for the given number of first draws.
         """
         plan = dataclasses.replace(
@@ -118,10 +118,10 @@ class RolloutWorkers:
         group, num_groups = self._layout.tp_group_index(self._rank), self._layout.num_tp_groups
         counters, numbering = self._counters, (0, 1)
         # Rewards, or the order of finishing, decide which draws are batched together, and when.
-        decides = plan.keeps or wanted.takes_first or differs is not None
+        decides = plan.keeps or target.takes_first or differs is not None
         shares = self._options.deterministic and decides
         if shares:
-            wanted = wanted.share(group, num_groups)
+            target = target.share(group, num_groups)
             counters, numbering, num_groups = LocalCounters(), (group, num_groups), 1
         reserved, most_pending = frozenset[int](), 0
         stale: Sequence[OpenGroup] = ()
@@ -130,20 +130,20 @@ class RolloutWorkers:
             self._pending_before = self.pending
             stale = self._drop_stale(plan)
             pending = self.pending
-            wanted, reserved, most_pending = self._beside_pending(plan, wanted, alone=shares)
-        num_round_robin = self._num_round_robin(wanted, plan.size, num_groups, most_pending)
-        share = math.ceil((wanted.pending + wanted.started) / num_groups)
+            target, reserved, most_pending = self._beside_pending(plan, target, alone=shares)
+        num_round_robin = self._num_round_robin(target, plan.size, num_groups, most_pending)
+        share = math.ceil((target.num_pending + target.num_started) / num_groups)
         # A TP group without a share also calls its dispatcher once, which ends its stream.
         num_groups_at_once = max(1, share, len(pending))
         at_once = min(self._engine.config.max_num_seqs, num_groups_at_once * plan.size)
         if order_of is not None and not shares:  # else each TP group has its own numbering
-            plan = dataclasses.replace(plan, order=order_of(wanted.started))
+            plan = dataclasses.replace(plan, order=order_of(target.num_started))
         groups = Groups(
             self._engine,
             plan,
             prompt_of,
             dispatcher=Dispatcher(
-                wanted,
+                target,
                 counters,
                 key,
                 round_robin=(group % num_groups, num_groups),
@@ -165,13 +165,13 @@ class RolloutWorkers:
         return groups
 
     def _num_round_robin(
-        self, wanted: Wanted, size: int, num_groups: int, most_pending: int
+        self, target: SamplingTarget, size: int, num_groups: int, most_pending: int
     ) -> int:
         """Count the new groups that every TP group begins with, next to its pending groups, which
         all begin now: at most its share."""
-        room, share = self._engine.config.max_num_seqs, wanted.pending + wanted.started
+        room, share = self._engine.config.max_num_seqs, target.num_pending + target.num_started
         num_round_robin = min(room // size, share // num_groups) - most_pending
-        return min(max(0, num_round_robin), wanted.started // num_groups)
+        return min(max(0, num_round_robin), target.num_started // num_groups)
 
     def _drop_stale(self, plan: GroupPlan) -> list[OpenGroup]:
         """Drop pending groups that are too old to resume, and return them. With `finish`, groups
@@ -182,19 +182,19 @@ class RolloutWorkers:
         return stale
 
     def _beside_pending(
-        self, plan: GroupPlan, wanted: Wanted, *, alone: bool
-    ) -> tuple[Wanted, frozenset[int], int]:
-        """Return the draws wanted next to the pending groups, the pending draws that must end in
-        this step, and the largest number of pending groups in a TP group."""
+        self, plan: GroupPlan, target: SamplingTarget, *, alone: bool
+    ) -> tuple[SamplingTarget, frozenset[int], int]:
+        """Return the target of new groups next to the pending groups, the pending draws that
+        must end in this step, and the largest number of pending groups in a TP group."""
         mine = [(-self._age(plan, group), group.draw) for group in self.pending]
         told = [mine] if alone else objects.all_gather(mine if self._scores else [])
         everyone = sorted(each for part in told for each in part)
         must_end: list[int] = []
         if self._options.stale_rollouts == "finish":
             must_end = [draw for age, draw in everyone if -age >= self._options.staleness_limit]
-        reserved = frozenset(must_end[: wanted.groups])
-        wanted = wanted.beside(pending=len(everyone), reserved=len(reserved))
-        return wanted, reserved, max(len(part) for part in told)
+        reserved = frozenset(must_end[: target.num_groups])
+        target = target.with_pending(num_pending=len(everyone), num_reserved=len(reserved))
+        return target, reserved, max(len(part) for part in told)
 
     def _age(self, plan: GroupPlan, group: OpenGroup) -> int:
         """Count the versions between a group's oldest token and the current weights."""

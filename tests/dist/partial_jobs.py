@@ -17,7 +17,7 @@ from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.hybrid_engine.vllm.in_process_engine import EngineConfig, VLLMEngine
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.rewards.specs import parse_rewards
-from mcore_rl.rollout.dispatch import Wanted
+from mcore_rl.rollout.dispatch import SamplingTarget
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.groups import GroupPlan
 from mcore_rl.rollout.keeper import SampleKeeper
@@ -88,7 +88,7 @@ def partial_rollouts(
         kv_after_update=kv,
     )
     workers = RolloutWorkers(engine, layout, config.rollout, parse_rewards("exact_match"), keeper)
-    wanted = Wanted.of(NUM_GROUPS, oversample=oversample)
+    target = SamplingTarget.of(NUM_GROUPS, oversample=oversample)
     first_draw, steps, taken = 0, [], []
     for step in range(NUM_STEPS):
         version = step + 1
@@ -110,7 +110,7 @@ def partial_rollouts(
             keeps=keeps,
             scale=scale,
         )
-        groups = workers.sample(plan, wanted, partial(prompt_of, scale=scale), key=str(step))
+        groups = workers.sample(plan, target, partial(prompt_of, scale=scale), key=str(step))
         table, tally = workers.settle(groups, lambda seconds: None)
         first_draw += tally.num_draws
         mine = [

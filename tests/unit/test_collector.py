@@ -16,7 +16,7 @@ from mcore_rl.data.prompts import prompt_indices
 from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.collector import Collected, Collector
-from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, Wanted
+from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, SamplingTarget
 from mcore_rl.rollout.groups import GroupPlan, Tally
 from mcore_rl.rollout.segments import begun
 from mcore_rl.trainer.step_metrics import rollout_metrics
@@ -48,7 +48,7 @@ class ScriptedWorkers:
     def sample(
         self,
         plan: GroupPlan,
-        wanted: Wanted,
+        target: SamplingTarget,
         prompt_of: Callable[[int], Prompt],
         *,
         key: str,
@@ -57,8 +57,8 @@ class ScriptedWorkers:
         when_few_are_left: Any = None,
     ) -> tuple[list[list[ScoredRollout]], Dispatcher]:
         assert key not in [call["key"] for call in self.calls]
-        dispatcher, groups = Dispatcher(wanted, LocalCounters(), key), []
-        self.orders.append(order_of(wanted.started))
+        dispatcher, groups = Dispatcher(target, LocalCounters(), key), []
+        self.orders.append(order_of(target.num_started))
         while (draw := dispatcher.next()) is not None:
             prompt = prompt_of(plan.first_draw + draw)
             both = [

@@ -13,12 +13,11 @@ from mcore_rl.batching.table import SampleTokens
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 from mcore_rl.environments.conversation import ConversationTokens
 from mcore_rl.environments.interface import EnvironmentSpec
-from mcore_rl.environments.pool import EnvironmentPool
 from mcore_rl.environments.wire import Started
 from mcore_rl.hybrid_engine.vllm.generation import Sampling
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.conversations import Conversations, turns_of
-from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, Wanted
+from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, SamplingTarget
 from mcore_rl.rollout.groups import GroupPlan, Groups
 from mcore_rl.rollout.segments import OpenGroup, begun
 from mcore_rl.rollout.stream import run_stream
@@ -99,7 +98,7 @@ def conversations() -> Iterator[Conversations]:
 
 def run_groups(
     conversations: Conversations,
-    wanted: Wanted,
+    target: SamplingTarget,
     prompt_of: Callable[[int], Prompt] = prompt_of,
 ) -> tuple[Groups, NoRewards, TurnEngine]:
     engine, rewards = TurnEngine(), NoRewards()
@@ -108,7 +107,7 @@ def run_groups(
         engine,  # type: ignore[arg-type]
         plan,
         prompt_of,
-        dispatcher=Dispatcher(wanted, LocalCounters(), "step"),
+        dispatcher=Dispatcher(target, LocalCounters(), "step"),
         rewards=rewards,  # type: ignore[arg-type]
         differs=None,
         at_once=ROOM,
@@ -122,7 +121,7 @@ def run_groups(
 
 @pytest.fixture(scope="module")
 def conversed(conversations: Conversations) -> tuple[list[OpenGroup], NoRewards, TurnEngine]:
-    groups, rewards, engine = run_groups(conversations, Wanted.of(len(BEHAVIOURS)))
+    groups, rewards, engine = run_groups(conversations, SamplingTarget.of(len(BEHAVIOURS)))
     taken, _ = groups.parted(groups.verdict())
     return taken, rewards, engine
 
@@ -214,7 +213,7 @@ def test_what_is_not_waited_for_is_dropped_in_the_middle_of_a_call(
 ) -> None:
     """The first two groups are enough; the third's environments would hang for ten seconds."""
     failures = conversations._pool.failure_counts.total()
-    groups, _, _ = run_groups(conversations, Wanted.of(2, oversample=1.5))
+    groups, _, _ = run_groups(conversations, SamplingTarget.of(2, oversample=1.5))
     taken, pending = groups.parted(groups.verdict())
     tally = groups.tally()
     assert [group.draw for group in taken] == [0, 1] and not pending
@@ -228,7 +227,7 @@ def test_batches_are_the_same_however_quick_environments_are_where_all_are_waite
     conversations, batches = make_conversations(waits=True), []
     for how in ("good", "hesitates", "hesitates"):
         _, _, engine = run_groups(
-            conversations, Wanted.of(6), lambda draw, how=how: prompt_that(draw, how)
+            conversations, SamplingTarget.of(6), lambda draw, how=how: prompt_that(draw, how)
         )
         batches.append(engine.batches)
     conversations.close()
@@ -272,7 +271,7 @@ def test_answers_are_waited_for_as_long_as_they_come_faster_than_tokens(
     arriving: list[int], num_running: int, num_found: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool, slept = QuickEnvironments(arriving), list[float]()
-    monkeypatch.setattr(EnvironmentPool, "of", lambda spec: pool)
+    monkeypatch.setattr("mcore_rl.rollout.conversations.EnvironmentPool", lambda spec: pool)
     monkeypatch.setattr("mcore_rl.rollout.conversations.time.sleep", slept.append)
     tokens = ConversationTokens(Words(), use_chat_template=False, ends=(), vocabulary=10_000)
     spec = EnvironmentSpec("any", timeout_seconds=1.0)

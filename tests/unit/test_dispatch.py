@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, Wanted
+from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, SamplingTarget
 
 Differs = Callable[[int], bool]
 
 
 def dispatched(
-    wanted: Wanted,
+    target: SamplingTarget,
     num_engines: int,
     differs: Differs,
     *,
@@ -27,7 +27,7 @@ def dispatched(
     counters, rng = LocalCounters(), random.Random(seed)
     dispatchers = [
         Dispatcher(
-            wanted,
+            target,
             counters,
             "step",
             round_robin=(number, num_engines),
@@ -79,12 +79,12 @@ def test_draws_are_the_fewest_with_enough_groups_that_differ(
     seed: int,
     num_round_robin: int | None,
 ) -> None:
-    wanted = Wanted.of(groups, max_refills=max_refills)
+    target = SamplingTarget.of(groups, max_refills=max_refills)
 
     def differs(draw: int) -> bool:
         return teaches[draw % 60]
 
-    got = dispatched(wanted, num_engines, differs, seed=seed, num_round_robin=num_round_robin)
+    got = dispatched(target, num_engines, differs, seed=seed, num_round_robin=num_round_robin)
     draws = sorted(draw for of_engine in got for draw in of_engine)
     assert draws == fewest(groups, groups * (1 + max_refills), differs)
 
@@ -92,7 +92,9 @@ def test_draws_are_the_fewest_with_enough_groups_that_differ(
 def test_first_caller_does_not_get_the_first_draws_of_others() -> None:
     counters = LocalCounters()
     first, second = (
-        Dispatcher(Wanted.of(7), counters, "step", round_robin=(number, 2), num_round_robin=2)
+        Dispatcher(
+            SamplingTarget.of(7), counters, "step", round_robin=(number, 2), num_round_robin=2
+        )
         for number in (0, 1)
     )
     assert [first.next() for _ in range(4)] == [0, 2, 4, 5]
@@ -102,26 +104,26 @@ def test_first_caller_does_not_get_the_first_draws_of_others() -> None:
 
 @pytest.mark.parametrize("num_engines", [1, 3])
 def test_every_draw_is_dispatched_once_without_comparison(num_engines: int) -> None:
-    got = dispatched(Wanted.of(10), num_engines, lambda draw: False, seed=1)
+    got = dispatched(SamplingTarget.of(10), num_engines, lambda draw: False, seed=1)
     assert sorted(draw for of_engine in got for draw in of_engine) == list(range(10))
 
 
 def test_round_robin_assignment_does_not_depend_on_speed() -> None:
     differs = [True, False, False, True, True, False, True, True, True, True].__getitem__
-    wanted = Wanted.of(4, max_refills=2)
+    target = SamplingTarget.of(4, max_refills=2)
     found = {
-        str(dispatched(wanted, 2, differs, seed=seed, num_round_robin=None)) for seed in range(30)
+        str(dispatched(target, 2, differs, seed=seed, num_round_robin=None)) for seed in range(30)
     }
     assert found == {"[[0, 2, 4, 6], [1, 3, 5]]"}
-    otherwise = {str(dispatched(wanted, 2, differs, seed=seed)) for seed in range(30)}
+    otherwise = {str(dispatched(target, 2, differs, seed=seed)) for seed in range(30)}
     assert len(otherwise) > 1
 
 
 def test_oversampling_starts_more_groups_than_it_takes() -> None:
-    wanted = Wanted.of(4, oversample=1.5)
-    assert (wanted.started, wanted.most) == (6, 6)
+    target = SamplingTarget.of(4, oversample=1.5)
+    assert (target.num_started, target.max_draws) == (6, 6)
     counters = LocalCounters()
-    dispatcher = Dispatcher(wanted, counters, "step")
+    dispatcher = Dispatcher(target, counters, "step")
     assert [dispatcher.next() for _ in range(7)] == [0, 1, 2, 3, 4, 5, None] and dispatcher.is_over
     for _ in range(3):
         dispatcher.finished(differs=True, is_valid=True)
@@ -131,7 +133,7 @@ def test_oversampling_starts_more_groups_than_it_takes() -> None:
 
 
 def test_no_group_is_replaced_when_every_reward_fails() -> None:
-    dispatcher = Dispatcher(Wanted.of(4, max_refills=8), LocalCounters(), "step")
+    dispatcher = Dispatcher(SamplingTarget.of(4, max_refills=8), LocalCounters(), "step")
     assert [dispatcher.next() for _ in range(5)] == [0, 1, 2, 3, None]
     for _ in range(3):
         dispatcher.finished(differs=False, is_valid=False)
@@ -141,7 +143,7 @@ def test_no_group_is_replaced_when_every_reward_fails() -> None:
 
 
 def test_one_valid_reward_allows_replacements() -> None:
-    dispatcher = Dispatcher(Wanted.of(2, max_refills=8), LocalCounters(), "step")
+    dispatcher = Dispatcher(SamplingTarget.of(2, max_refills=8), LocalCounters(), "step")
     assert [dispatcher.next(), dispatcher.next()] == [0, 1]
     dispatcher.finished(differs=False, is_valid=False)
     assert dispatcher.next() is None
@@ -151,5 +153,5 @@ def test_one_valid_reward_allows_replacements() -> None:
 
 def test_steps_have_separate_counters() -> None:
     counters = LocalCounters()
-    first, second = (Dispatcher(Wanted.of(2), counters, key) for key in ("a", "b"))
+    first, second = (Dispatcher(SamplingTarget.of(2), counters, key) for key in ("a", "b"))
     assert [first.next(), second.next(), first.next(), second.next()] == [0, 0, 1, 1]

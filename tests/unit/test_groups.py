@@ -18,7 +18,7 @@ from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling
 from mcore_rl.rewards.parts import weighed
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.rollout.dispatch import Counters, Dispatcher, LocalCounters, Wanted
+from mcore_rl.rollout.dispatch import Counters, Dispatcher, LocalCounters, SamplingTarget
 from mcore_rl.rollout.groups import GroupPlan, Groups
 from mcore_rl.rollout.segments import OpenGroup
 from mcore_rl.rollout.stream import run_stream
@@ -154,7 +154,7 @@ def lengths(seed: int) -> Callable[[int], int]:
 
 
 def sampled(
-    wanted: Wanted,
+    target: SamplingTarget,
     rewards: ScriptedRewards,
     *,
     seed: int = 0,
@@ -170,9 +170,9 @@ def sampled(
         engine,  # type: ignore[arg-type]
         plan(**changes),
         prompt_of,
-        dispatcher=Dispatcher(wanted, counters or LocalCounters(), "step"),
+        dispatcher=Dispatcher(target, counters or LocalCounters(), "step"),
         rewards=rewards,  # type: ignore[arg-type]
-        differs=differs if wanted.compares else None,
+        differs=differs if target.compares else None,
         at_once=at_once,
         pending=pending,
         reserved=reserved,
@@ -189,7 +189,7 @@ def draws(groups: Sequence[OpenGroup]) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_response_is_rewarded_and_the_engine_is_kept_busy(seed: int) -> None:
-    groups, engine = sampled(Wanted.of(7), ScriptedRewards(float), seed=seed)
+    groups, engine = sampled(SamplingTarget.of(7), ScriptedRewards(float), seed=seed)
     taken, pending = groups.parted(groups.verdict())
     assert draws(taken) == list(range(40, 47)) and not pending
     for group in taken:
@@ -205,7 +205,7 @@ def test_every_response_is_rewarded_and_the_engine_is_kept_busy(seed: int) -> No
 
 
 def test_an_engine_holds_no_more_than_its_share_though_it_has_room() -> None:
-    groups, engine = sampled(Wanted.of(7), ScriptedRewards(float), at_once=SIZE)
+    groups, engine = sampled(SamplingTarget.of(7), ScriptedRewards(float), at_once=SIZE)
     assert len(groups.verdict().taken) == 7 and SIZE <= engine.most_running < 2 * SIZE
 
 
@@ -215,7 +215,7 @@ def test_groups_that_teach_nothing_are_replaced_while_others_run(seed: int) -> N
     def reward(number: int) -> float:
         return 0.0 if number // SIZE - 40 in (0, 1, 4, 6) else float(number)
 
-    groups, _ = sampled(Wanted.of(4, max_refills=5), ScriptedRewards(reward), seed=seed)
+    groups, _ = sampled(SamplingTarget.of(4, max_refills=5), ScriptedRewards(reward), seed=seed)
     assert groups.tally().num_draws == 8  # 2, 3, 5 and 7 are the four
     assert groups.verdict().taken == tuple(range(40, 48))
 
@@ -225,9 +225,9 @@ def test_an_engine_that_waits_for_rewards_makes_the_same_batches_however_quick_t
         return 0.0 if number // SIZE % 2 else float(number)
 
     def batches(*, waits: bool) -> set[str]:
-        wanted = Wanted.of(4, max_refills=3)
+        target = SamplingTarget.of(4, max_refills=3)
         runs = (
-            sampled(wanted, ScriptedRewards(reward, seed=seed), waits=waits)[1] for seed in range(8)
+            sampled(target, ScriptedRewards(reward, seed=seed), waits=waits)[1] for seed in range(8)
         )
         return {str(engine.batches) for engine in runs}
 
@@ -239,30 +239,30 @@ def test_one_greedy_response_goes_with_each_group_and_is_not_compared() -> None:
     def reward(number: int) -> float:
         return 1.0 if number % 4 == 3 else 0.0  # the greedy one is worth more
 
-    wanted = Wanted.of(2, max_refills=1)
-    groups, _ = sampled(wanted, ScriptedRewards(reward), with_greedy=True)
+    target = SamplingTarget.of(2, max_refills=1)
+    groups, _ = sampled(target, ScriptedRewards(reward), with_greedy=True)
     assert groups.tally().num_draws == 4  # no group has a difference of its own
     assert [len(group.outcomes) for group in groups.open.values()] == [4] * 4
     assert [groups.plan.is_greedy(number) for number in range(5)] == [False] * 3 + [True, False]
 
 
 def test_rewards_that_die_end_the_step_at_once_and_are_told() -> None:
-    groups, _ = sampled(Wanted.of(50), ScriptedRewards(float, fails_at=10))
+    groups, _ = sampled(SamplingTarget.of(50), ScriptedRewards(float, fails_at=10))
     assert str(groups.error) == "the workers died"
     assert len(groups.open) < 20 and not groups.verdict().taken
 
 
 def test_draws_are_dealt_in_the_order_that_is_asked_for() -> None:
     order = (3, 0, 2, 1)
-    groups, engine = sampled(Wanted.of(6), ScriptedRewards(float), order=order)
+    groups, engine = sampled(SamplingTarget.of(6), ScriptedRewards(float), order=order)
     begun = list(dict.fromkeys(request.number // SIZE - 40 for request in engine.submitted))
     assert begun == [3, 0, 2, 1, 4, 5] and groups.verdict().taken == tuple(range(40, 46))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_of_more_groups_those_are_taken_that_finish_first(seed: int) -> None:
-    wanted = Wanted.of(4, oversample=2.0)
-    groups, engine = sampled(wanted, ScriptedRewards(float), seed=seed)
+    target = SamplingTarget.of(4, oversample=2.0)
+    groups, engine = sampled(target, ScriptedRewards(float), seed=seed)
     taken, pending = groups.parted(groups.verdict())
     assert len(taken) == 4 and not pending and not engine.running
     tally = groups.tally()
@@ -285,7 +285,7 @@ def test_of_more_groups_those_are_taken_that_finish_first(seed: int) -> None:
 class Run:
     """Steps one after the other, of one or two engines that act in turns."""
 
-    wanted: Wanted
+    target: SamplingTarget
     limit: int  # versions that a group may be old
     seed: int
     reward: Callable[[int], float] = float
@@ -300,11 +300,11 @@ class Run:
     def step(self) -> list[OpenGroup]:
         self.version += 1
         must_end = [each.draw for each in self.pending if self._age(each) >= self.limit]
-        reserved = frozenset(must_end[: self.wanted.groups])
-        wanted = self.wanted.beside(pending=len(self.pending), reserved=len(reserved))
+        reserved = frozenset(must_end[: self.target.num_groups])
+        target = self.target.with_pending(num_pending=len(self.pending), num_reserved=len(reserved))
         self.rewards = self.rewards or ScriptedRewards(self.reward)
         groups, engine = sampled(
-            wanted,
+            target,
             self.rewards,
             seed=self.seed,
             pending=self.pending,
@@ -337,7 +337,7 @@ class Run:
 def test_what_is_unfinished_goes_on_and_nothing_is_lost_or_older_than_it_may_be(
     num_groups: int, oversample: float, limit: int, seed: int
 ) -> None:
-    run = Run(Wanted.of(num_groups, oversample=oversample), limit, seed)
+    run = Run(SamplingTarget.of(num_groups, oversample=oversample), limit, seed)
     for _ in range(8):
         taken = run.step()
         assert len(taken) == num_groups
@@ -367,7 +367,7 @@ def test_groups_that_teach_nothing_are_replaced_in_partial_rollouts_too() -> Non
     def reward(number: int) -> float:
         return 0.0 if number // SIZE % 3 == 0 else float(number)
 
-    run = Run(Wanted.of(4, max_refills=9, oversample=1.5), 2, 3, reward)
+    run = Run(SamplingTarget.of(4, max_refills=9, oversample=1.5), 2, 3, reward)
     for _ in range(6):
         useful = [each for each in run.step() if each.draw % 3]
         assert len(useful) == 4
@@ -375,7 +375,7 @@ def test_groups_that_teach_nothing_are_replaced_in_partial_rollouts_too() -> Non
 
 
 def test_a_response_goes_on_from_its_tokens_with_a_random_stream_of_its_own() -> None:
-    run = Run(Wanted.of(2, oversample=2.0), 9, seed=1)
+    run = Run(SamplingTarget.of(2, oversample=2.0), 9, seed=1)
     run.step()
     going_on = {
         group.draw * SIZE + index: rollout
@@ -385,7 +385,7 @@ def test_a_response_goes_on_from_its_tokens_with_a_random_stream_of_its_own() ->
     }
     assert going_on
     groups, engine = sampled(
-        run.wanted.beside(pending=len(run.pending), reserved=0),
+        run.target.with_pending(num_pending=len(run.pending), num_reserved=0),
         ScriptedRewards(float),
         seed=1,
         pending=run.pending,

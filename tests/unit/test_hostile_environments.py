@@ -29,7 +29,7 @@ from mcore_rl.isolation import wire, zygote_process
 from mcore_rl.isolation.wire import Failed, answer_of
 from mcore_rl.rewards.parts import weighed
 from mcore_rl.rollout.conversations import Conversations
-from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, Wanted
+from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, SamplingTarget
 from mcore_rl.rollout.groups import GroupPlan, Groups
 from mcore_rl.rollout.stream import run_stream
 from tests import hostile
@@ -311,7 +311,7 @@ def test_conversations_are_settled_once_and_tokens_counted(
     spec = EnvironmentSpec("a:B", timeout_seconds=60.0, memory_gib=1.0, max_turns=4)
     tokens = ConversationTokens(Words(), use_chat_template=False, ends=(), vocabulary=10_000)
     limits = {"max_prompt_tokens": MAX_PROMPT_TOKENS, "max_tokens": MAX_TOKENS}
-    wanted = Wanted.of(2, max_refills=1 if compares else None, oversample=oversample)
+    target = SamplingTarget.of(2, max_refills=1 if compares else None, oversample=oversample)
     plan = GroupPlan(SIZE, Sampling(), MAX_TOKENS, 5, 0, 1, with_greedy=with_greedy, converses=True)
     with zygotes(messages, []) as made:
         conversations = Conversations(spec, tokens, **limits)
@@ -320,7 +320,7 @@ def test_conversations_are_settled_once_and_tokens_counted(
             engine,  # type: ignore[arg-type]
             plan,
             lambda draw: Prompt(draw, "add", "", np.array([draw], np.int32)),
-            dispatcher=Dispatcher(wanted, LocalCounters(), "step"),
+            dispatcher=Dispatcher(target, LocalCounters(), "step"),
             rewards=rewards,  # type: ignore[arg-type]
             differs=_differs if compares else None,
             at_once=6,

@@ -274,8 +274,8 @@ class Bench:
                 key=f"{self._num_calls}",
             )
             sampled = time.perf_counter()
-            table, tally = self.workers.settle(groups, lambda seconds: None)
-            position += tally.num_draws
+            table, counts = self.workers.settle(groups, lambda seconds: None)
+            position += counts.num_draws
             num_tokens = int(table.response_lengths[table.homes == self.keeper.home].sum())
             told.append(self._told(started, sampled, num_tokens, len(table)))
         self.workers.pending = []

@@ -29,7 +29,7 @@ from mcore_rl.hybrid_engine.vllm.generation import Sampling
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.dispatch import SamplingTarget
 from mcore_rl.rollout.engines import RolloutWorkers
-from mcore_rl.rollout.groups import GroupPlan, Tally
+from mcore_rl.rollout.groups import GroupPlan, StepCounts
 from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.rollout.options import RolloutOptions
 
@@ -73,14 +73,14 @@ class Collector:
         self.position = self._step_began_at = position
         self.lengths = np.full(int(prompts.rows.max()) + 1, -1, dtype=np.int32)
         self._lengths_before = self.lengths
-        self._tally = Tally()  # of this step
+        self._counts = StepCounts()  # of this step
         self._num_calls = 0
 
     def collect(self, weight_version: int, when_few_are_left: Callable[[], object]) -> Collected:
         """Sample one step; in rollout mode. `when_few_are_left` is passed to the engine."""
         num_groups = self._num_prompts_per_step
         recipe = self._recipe
-        self._tally = Tally()
+        self._counts = StepCounts()
         self._step_began_at, self._lengths_before = self.position, self.lengths.copy()
         self._keeper.forget()
         self._workers.draft_metrics()  # discard the counts of evaluations
@@ -110,13 +110,13 @@ class Collector:
         missing = max(0, num_groups - len(kept))
         groups = kept + useless[:missing]
         for group in useless[missing:]:
-            self._tally.dropped += 1
-            self._tally.left_samples += len(group)
-            self._tally.left_tokens += int(group.response_lengths.sum())
+            self._counts.dropped += 1
+            self._counts.left_samples += len(group)
+            self._counts.left_tokens += int(group.response_lengths.sum())
         metrics = {
-            "rollout/refills": (refills + self._tally.refills) / num_groups,
+            "rollout/refills": (refills + self._counts.refills) / num_groups,
             "rollout/uninformative_share": missing / num_groups,
-            "rollout/dropped_samples": float(self._tally.dropped * recipe.num_samples_per_prompt),
+            "rollout/dropped_samples": float(self._counts.dropped * recipe.num_samples_per_prompt),
         }
         return self._collected(SampleTable.joined(groups), weight_version, metrics)
 
@@ -151,13 +151,13 @@ class Collector:
             firsts = table.take(range(0, len(table), self._recipe.num_samples_per_prompt))
             metrics["reward/baseline_failures"] = float((~firsts.has_baseline).sum())
         if self._options.groups_at_a_time > 1.0:
-            metrics |= _of_first_finished(table, self._tally)
+            metrics |= _of_first_finished(table, self._counts)
         if self._options.keeps_unfinished:
             staleness = weight_version - table.oldest_versions
-            metrics["rollout/pending_groups"] = float(self._tally.pending)
+            metrics["rollout/pending_groups"] = float(self._counts.pending)
             metrics["rollout/staleness_mean"] = float(staleness.mean())
             metrics["rollout/staleness_max"] = float(staleness.max())
-        return Collected(table, self._tally.generated_tokens, metrics)
+        return Collected(table, self._counts.generated_tokens, metrics)
 
     def _groups(self, table: SampleTable) -> list[SampleTable]:
         size = self._recipe.num_samples_per_prompt
@@ -199,9 +199,9 @@ class Collector:
                 when_few_are_left=when_few_are_left,
             )
         with self._timers("reward"):
-            table, tally = self._workers.settle(groups, self._waited_for_rollouts)
-        self.position += tally.num_draws
-        self._tally += tally
+            table, counts = self._workers.settle(groups, self._waited_for_rollouts)
+        self.position += counts.num_draws
+        self._counts += counts
         self.lengths[table.prompts] = 0
         np.maximum.at(self.lengths, table.prompts, table.response_lengths)
         return table
@@ -241,17 +241,17 @@ def lengths_in(path: Path, num_rows: int) -> np.ndarray:
     return found
 
 
-def _of_first_finished(table: SampleTable, tally: Tally) -> dict[str, float]:
+def _of_first_finished(table: SampleTable, counts: StepCounts) -> dict[str, float]:
     """Return the groups that a step has started and dropped, and the length bias of those it took:
     their mean length minus that of all responses, in tokens.
 
     Responses left behind count with their length so far, so the true bias is at least as large.
     """
     taken = float(table.response_lengths.mean())
-    every = (table.response_lengths.sum() + tally.left_tokens) / (len(table) + tally.left_samples)
+    every = (table.response_lengths.sum() + counts.left_tokens) / (len(table) + counts.left_samples)
     return {
-        "rollout/started_groups": float(tally.started),
-        "rollout/dropped_groups": float(tally.dropped),
+        "rollout/started_groups": float(counts.started),
+        "rollout/dropped_groups": float(counts.dropped),
         "rollout/length_bias_tokens": taken - float(every),
     }
 

@@ -31,7 +31,7 @@ from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.dispatch import Counters, Dispatcher, LocalCounters, SamplingTarget
-from mcore_rl.rollout.groups import Differs, GroupPlan, Groups, Tally
+from mcore_rl.rollout.groups import Differs, GroupPlan, Groups, StepCounts
 from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.rollout.options import RolloutOptions
 from mcore_rl.rollout.pending import read_groups, write_groups
@@ -233,7 +233,7 @@ class RolloutWorkers:
 
     def settle(
         self, groups: Groups, waited: Callable[[float], object]
-    ) -> tuple[SampleTable, Tally]:
+    ) -> tuple[SampleTable, StepCounts]:
         """Wait for the remaining rewards. Return the table of the samples that the step takes from
         all TP groups, in the order of the draws, and total counts. The keeper keeps the samples.
 
@@ -241,10 +241,10 @@ class RolloutWorkers:
         the time that the slowest spent on rewards.
         """
         started = time.perf_counter()
-        plan, tally, verdict = groups.plan, Tally(), None
+        plan, counts, verdict = groups.plan, StepCounts(), None
         if self._scores:
             groups.wait()
-            verdict, tally = groups.verdict(), groups.tally()
+            verdict, counts = groups.verdict(), groups.counts()
         taken, pending = groups.parted(self._engine.of_first_rank(verdict))
         if plan.keeps:
             self.pending = pending
@@ -263,7 +263,7 @@ class RolloutWorkers:
             outcomes,
             groups.error,
             seconds=time.perf_counter() - started,
-            tally=tally,
+            counts=counts,
             waited=waited,
         )
 
@@ -276,15 +276,15 @@ class RolloutWorkers:
         error: Exception | None,
         *,
         seconds: float = 0.0,
-        tally: Tally | None = None,
+        counts: StepCounts | None = None,
         waited: Callable[[float], object] = lambda seconds: None,
-    ) -> tuple[SampleTable, Tally]:
+    ) -> tuple[SampleTable, StepCounts]:
         """Return the table of all groups' samples; greedy responses follow the samples."""
-        tally = tally or Tally()
+        counts = counts or StepCounts()
         first = self._keeper.keep([ScoredRollout(each, reward=0.0) for each in rollouts])
         if self._reward_model is not None:
             table, _ = self._exchanged(
-                self._keeper.table(first, draws), error, seconds, tally, waited
+                self._keeper.table(first, draws), error, seconds, counts, waited
             )
             scores = self._reward_model(self._keeper, table)
             here = np.flatnonzero(table.homes == self._keeper.home)
@@ -295,20 +295,20 @@ class RolloutWorkers:
             weighed = self._rewards.weigh(rollouts, outcomes)
             self._keeper.rewarded(first, with_baselines(weighed, num_samples))
         mine = self._keeper.table(first, draws[:num_samples])
-        return self._exchanged(mine, error, seconds, tally, waited)
+        return self._exchanged(mine, error, seconds, counts, waited)
 
     def _exchanged(
         self,
         mine: SampleTable,
         error: Exception | None,
         seconds: float,
-        tally: Tally,
+        counts: StepCounts,
         waited: Callable[[float], object],
-    ) -> tuple[SampleTable, Tally]:
+    ) -> tuple[SampleTable, StepCounts]:
         """Join the tables of all TP groups, each contributed by one rank, and sum their counts."""
         started = time.perf_counter()
         told = mine if self._scores else None
-        answers = objects.all_gather((told, error, seconds, tally, self._keeper.digest()))
+        answers = objects.all_gather((told, error, seconds, counts, self._keeper.digest()))
         for rank, (_, other, *_) in enumerate(answers):
             if other is not None:
                 raise RuntimeError(f"scoring failed on rank {rank}: {other}") from other
@@ -316,7 +316,7 @@ class RolloutWorkers:
         slowest = max(each for _, _, each, *_ in answers)
         waited(max(0.0, time.perf_counter() - started + seconds - slowest))
         table = SampleTable.joined([each for each, *_ in answers if each is not None])
-        total = sum((each for *_, each, _ in answers), Tally())
+        total = sum((each for *_, each, _ in answers), StepCounts())
         return table.take(np.argsort(table.draws, kind="stable")), total
 
     def close(self) -> None:

@@ -124,7 +124,7 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class Tally:
+class StepCounts:
     """The counts of a step, of one TP group or summed over all."""
 
     num_draws: int = 0  # counted from the step's first draw
@@ -137,9 +137,9 @@ class Tally:
     left_samples: int = 0  # of dropped or pending groups
     left_tokens: int = 0  # their tokens so far
 
-    def __add__(self, other: Tally) -> Tally:
+    def __add__(self, other: StepCounts) -> StepCounts:
         counts = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        return replace(Tally(**counts), num_draws=max(self.num_draws, other.num_draws))
+        return replace(StepCounts(**counts), num_draws=max(self.num_draws, other.num_draws))
 
 
 class Groups:
@@ -178,7 +178,7 @@ class Groups:
         self._conversations = conversations
         self.open = {group.draw: group for group in pending}
         self.error: Exception | None = None
-        self._tally = Tally(
+        self._counts = StepCounts(
             stale=len(stale),
             left_samples=len(stale) * plan.num_samples,
             left_tokens=sum(group.num_tokens(plan.num_samples) for group in stale),
@@ -234,7 +234,7 @@ class Groups:
             so_far = begun(prompt, index, self.plan.weight_version)
         rollout = extended(so_far, completion, self.plan.weight_version)
         self._running.discard(completion.number)
-        self._tally.generated_tokens += len(completion.token_ids)
+        self._counts.generated_tokens += len(completion.token_ids)
         if not self.plan.converses or not is_finished(rollout):
             self._keep(group, rollout)
             return
@@ -246,14 +246,14 @@ class Groups:
 
     def dropped(self, request: Request, num_tokens: int) -> None:
         """Count the tokens of a dropped request; they are not trained on."""
-        self._tally.generated_tokens += num_tokens
+        self._counts.generated_tokens += num_tokens
         if self._dispatcher is None or self.plan.is_greedy(request.number):
             return
         draw, index = divmod(request.number, self.plan.size)
         so_far = self._so_far(self.open[draw], index)
         # Observed tokens count as part of the response, as in finished responses.
         prompt_and_response = len(so_far.prompt.token_ids) + len(so_far.response_token_ids)
-        self._tally.left_tokens += len(request.token_ids) - prompt_and_response + num_tokens
+        self._counts.left_tokens += len(request.token_ids) - prompt_and_response + num_tokens
 
     def between_steps(self, num_running: int = 0, step_seconds: float = 0.0) -> None:
         """Collect finished rewards and continue conversations; on the first rank."""
@@ -307,20 +307,20 @@ class Groups:
             [self.open[draw] for draw in verdict.pending],
         )
 
-    def tally(self) -> Tally:
+    def counts(self) -> StepCounts:
         """Return the counts of this TP group; on its first rank, after `wait`."""
         assert self._dispatcher is not None
         taken = self._taken()
         left = [group for draw, group in self.open.items() if draw not in taken]
         left_tokens = sum(group.num_tokens(self.plan.num_samples) for group in left)
         return replace(
-            self._tally,
+            self._counts,
             started=self._dispatcher.num_dispatched,
             refills=self._dispatcher.num_refills,
-            dropped=self._tally.stale + (0 if self.plan.keeps else len(left)),
+            dropped=self._counts.stale + (0 if self.plan.keeps else len(left)),
             pending=len(left) if self.plan.keeps else 0,
-            left_samples=self._tally.left_samples + len(left) * self.plan.num_samples,
-            left_tokens=self._tally.left_tokens + left_tokens,
+            left_samples=self._counts.left_samples + len(left) * self.plan.num_samples,
+            left_tokens=self._counts.left_tokens + left_tokens,
         )
 
     # Internal; on the first rank
@@ -354,7 +354,7 @@ class Groups:
         group = self.open[draw] = OpenGroup.new(draw, self.plan.size)
         # Not the count of draws: the draw assigned last need not have the highest number.
         num_draws = draw - self.plan.first_draw + 1
-        self._tally.num_draws = max(self._tally.num_draws, num_draws)
+        self._counts.num_draws = max(self._counts.num_draws, num_draws)
         begun = [self._so_far(group, index) for index in range(self.plan.size)]
         if self._conversations is None:
             return [self.plan.request(draw, so_far) for so_far in begun]

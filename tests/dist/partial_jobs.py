@@ -111,8 +111,8 @@ def partial_rollouts(
             scale=scale,
         )
         groups = workers.sample(plan, target, partial(prompt_of, scale=scale), key=str(step))
-        table, tally = workers.settle(groups, lambda seconds: None)
-        first_draw += tally.num_draws
+        table, counts = workers.settle(groups, lambda seconds: None)
+        first_draw += counts.num_draws
         mine = [
             int(n)
             for n, home in zip(table.numbers, table.homes, strict=True)
@@ -121,7 +121,7 @@ def partial_rollouts(
         taken += [keeper._kept[number] for number in mine]
         steps.append(
             {
-                "tally": asdict(tally),
+                "counts": asdict(counts),
                 "draws": table.draws.tolist(),
                 "staleness": (version - table.oldest_versions).tolist(),
                 "lengths": table.response_lengths.tolist(),

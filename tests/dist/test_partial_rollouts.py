@@ -52,10 +52,10 @@ def test_no_group_is_lost_and_none_older_than_it_may_be(kept: list[dict[str, Any
         assert step | {"cached": None} == other | {"cached": None}
     pending, draws = 0, []
     for step in steps:
-        tally = step["tally"]
-        assert tally["dropped"] == tally["stale"] == 0
-        assert pending + tally["started"] == NUM_GROUPS + tally["pending"]
-        pending = tally["pending"]
+        counts = step["counts"]
+        assert counts["dropped"] == counts["stale"] == 0
+        assert pending + counts["started"] == NUM_GROUPS + counts["pending"]
+        pending = counts["pending"]
         assert len(step["draws"]) == NUM_GROUPS * NUM_SAMPLES and step["rewards"]
         assert max(step["staleness"]) <= LIMIT
         draws += sorted(set(step["draws"]))
@@ -71,11 +71,11 @@ def test_without_going_on_what_comes_too_late_is_dropped_and_counted(
     steps: Steps = found[0]["steps"]
     left = 0
     for step in steps:
-        tally = step["tally"]
-        assert tally["started"] == NUM_GROUPS + tally["dropped"] and tally["pending"] == 0
-        assert tally["left_samples"] == tally["dropped"] * NUM_SAMPLES
+        counts = step["counts"]
+        assert counts["started"] == NUM_GROUPS + counts["dropped"] and counts["pending"] == 0
+        assert counts["left_samples"] == counts["dropped"] * NUM_SAMPLES
         assert not any(step["staleness"])
-        left += tally["left_samples"]
+        left += counts["left_samples"]
     assert left > 0
     assert all(of_rank["own"] < 1e-3 for of_rank in found)
 

@@ -17,7 +17,7 @@ from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.collector import Collected, Collector
 from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, SamplingTarget
-from mcore_rl.rollout.groups import GroupPlan, Tally
+from mcore_rl.rollout.groups import GroupPlan, StepCounts
 from mcore_rl.rollout.segments import begun
 from mcore_rl.trainer.step_metrics import rollout_metrics
 from tests.held import HeldHere
@@ -84,7 +84,7 @@ class ScriptedWorkers:
         self,
         groups: tuple[list[list[ScoredRollout]], Dispatcher],
         waited: Callable[[float], object],
-    ) -> tuple[SampleTable, Tally]:
+    ) -> tuple[SampleTable, StepCounts]:
         waited(self.seconds_waited)
         found, dispatcher = groups
         first = len(self.scored)
@@ -97,13 +97,13 @@ class ScriptedWorkers:
         numbers = range(first, len(self.scored))
         table = SampleTable.of(self.scored[first:], numbers=numbers, draws=draws)
         plan = self.calls[-1]["plan"]
-        tally = Tally(
+        counts = StepCounts(
             num_draws=dispatcher.last + 1,
             started=len(found),
             refills=dispatcher.num_refills,
             generated_tokens=len(found) * plan.size,
         )
-        return table, tally
+        return table, counts
 
     def undo(self) -> None:
         self.num_undone += 1

@@ -215,9 +215,9 @@ def test_what_is_not_waited_for_is_dropped_in_the_middle_of_a_call(
     failures = conversations._pool.failure_counts.total()
     groups, _, _ = run_groups(conversations, SamplingTarget.of(2, oversample=1.5))
     taken, pending = groups.parted(groups.verdict())
-    tally = groups.tally()
+    counts = groups.counts()
     assert [group.draw for group in taken] == [0, 1] and not pending
-    assert (tally.started, tally.dropped, tally.left_samples) == (3, 1, SIZE)
+    assert (counts.started, counts.dropped, counts.left_samples) == (3, 1, SIZE)
     assert conversations.num_open == 0
     # None was waited for until its time was over.
     assert conversations._pool.failure_counts.total() == failures

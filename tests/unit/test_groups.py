@@ -216,7 +216,7 @@ def test_groups_that_teach_nothing_are_replaced_while_others_run(seed: int) -> N
         return 0.0 if number // SIZE - 40 in (0, 1, 4, 6) else float(number)
 
     groups, _ = sampled(SamplingTarget.of(4, max_refills=5), ScriptedRewards(reward), seed=seed)
-    assert groups.tally().num_draws == 8  # 2, 3, 5 and 7 are the four
+    assert groups.counts().num_draws == 8  # 2, 3, 5 and 7 are the four
     assert groups.verdict().taken == tuple(range(40, 48))
 
 
@@ -241,7 +241,7 @@ def test_one_greedy_response_goes_with_each_group_and_is_not_compared() -> None:
 
     target = SamplingTarget.of(2, max_refills=1)
     groups, _ = sampled(target, ScriptedRewards(reward), with_greedy=True)
-    assert groups.tally().num_draws == 4  # no group has a difference of its own
+    assert groups.counts().num_draws == 4  # no group has a difference of its own
     assert [len(group.outcomes) for group in groups.open.values()] == [4] * 4
     assert [groups.plan.is_greedy(number) for number in range(5)] == [False] * 3 + [True, False]
 
@@ -265,8 +265,8 @@ def test_of_more_groups_those_are_taken_that_finish_first(seed: int) -> None:
     groups, engine = sampled(target, ScriptedRewards(float), seed=seed)
     taken, pending = groups.parted(groups.verdict())
     assert len(taken) == 4 and not pending and not engine.running
-    tally = groups.tally()
-    assert tally.started == tally.dropped + 4
+    counts = groups.counts()
+    assert counts.started == counts.dropped + 4
     finished_at = {
         draw: max(lengths(seed)(draw * SIZE + index) for index in range(SIZE))
         for draw in groups.open
@@ -278,7 +278,7 @@ def test_of_more_groups_those_are_taken_that_finish_first(seed: int) -> None:
         if finished_at[draw] < min(finished_at[other] for other in groups.open if other != draw)
     )
     left = [group for draw, group in groups.open.items() if draw not in draws(taken)]
-    assert tally.left_samples == SIZE * len(left)
+    assert counts.left_samples == SIZE * len(left)
 
 
 @dataclass
@@ -314,11 +314,11 @@ class Run:
             weight_version=self.version,
         )
         assert not engine.running
-        tally = groups.tally()
+        counts = groups.counts()
         taken, self.pending = groups.parted(groups.verdict())
-        self.position += tally.num_draws
-        self.started += tally.started
-        self.dropped += tally.dropped
+        self.position += counts.num_draws
+        self.started += counts.started
+        self.dropped += counts.dropped
         self.trained += taken
         return taken
 

@@ -331,16 +331,16 @@ def test_conversations_are_settled_once_and_tokens_counted(
         assert groups.error is None and conversations.num_open == 0
         conversations.close()
     taken, _ = groups.parted(groups.verdict())
-    tally = groups.tally()
-    assert tally.generated_tokens == engine.num_tokens
+    counts = groups.counts()
+    assert counts.generated_tokens == engine.num_tokens
     settled = [(each.prompt.index, each.sample_index) for each in rewards.begun]
     assert len(settled) == len(set(settled))
     names = {group.draw for group in taken}
     assert {(draw, index) for draw in names for index in range(plan.size)} <= set(settled)
     left = [draw for draw in groups.open if draw not in names]
-    assert tally.left_samples == SIZE * len(left)
+    assert counts.left_samples == SIZE * len(left)
     numbers = [draw * plan.size + index for draw in left for index in range(SIZE)]
-    assert tally.left_tokens == sum(engine.length.get(number, 0) for number in numbers)
+    assert counts.left_tokens == sum(engine.length.get(number, 0) for number in numbers)
     for group in taken:
         for index, rollout in enumerate(group.rollouts):
             assert len(rollout.response_token_ids) <= MAX_TOKENS

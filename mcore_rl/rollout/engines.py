@@ -241,11 +241,11 @@ class RolloutWorkers:
         the time that the slowest spent on rewards.
         """
         started = time.perf_counter()
-        plan, counts, verdict = groups.plan, StepCounts(), None
+        plan, counts, decision = groups.plan, StepCounts(), None
         if self._scores:
             groups.wait()
-            verdict, counts = groups.verdict(), groups.counts()
-        taken, pending = groups.parted(self._engine.of_first_rank(verdict))
+            decision, counts = groups.decide(), groups.counts()
+        taken, pending = groups.partition(self._engine.of_first_rank(decision))
         if plan.keeps:
             self.pending = pending
         # Greedy responses last: only the samples are trained on.

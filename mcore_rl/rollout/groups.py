@@ -114,7 +114,7 @@ def _num_generated_last(rollout: Rollout) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GroupDecision:
     """The outcome of a TP group's groups, broadcast by its first rank."""
 
     taken: tuple[int, ...] = ()  # draws that the step takes, or may fill up with
@@ -279,10 +279,10 @@ class Groups:
             self._fail(error)
         self.between_steps()
 
-    def verdict(self) -> Verdict:
+    def decide(self) -> GroupDecision:
         """Return which groups are taken and which stay pending; after `wait`, on the first rank."""
         if self.error is not None:
-            return Verdict()
+            return GroupDecision()
         others = sorted(self.open.keys() - self._taken())
         turns = {
             (draw, index): rollout.turn_rewards
@@ -291,20 +291,20 @@ class Groups:
             if rollout is not None and rollout.turn_rewards
         }
         pending = tuple(others) if self.plan.keeps else ()
-        return Verdict(tuple(sorted(self._taken())), pending, turns)
+        return GroupDecision(tuple(sorted(self._taken())), pending, turns)
 
-    def parted(self, verdict: Verdict) -> tuple[list[OpenGroup], list[OpenGroup]]:
+    def partition(self, decision: GroupDecision) -> tuple[list[OpenGroup], list[OpenGroup]]:
         """Return the taken groups and the pending groups; on all ranks."""
-        for draw in (*verdict.taken, *verdict.pending):
+        for draw in (*decision.taken, *decision.pending):
             self.open.setdefault(draw, OpenGroup.new(draw, self.plan.size))  # no token yet
-        for draw in verdict.taken:
+        for draw in decision.taken:
             group = self.open[draw]
             for index in range(self.plan.size):
-                rollout, turns = self._so_far(group, index), verdict.turns.get((draw, index), ())
+                rollout, turns = self._so_far(group, index), decision.turns.get((draw, index), ())
                 group.rollouts[index] = replace(rollout, turn_rewards=turns)
         return (
-            [self.open[draw] for draw in verdict.taken],
-            [self.open[draw] for draw in verdict.pending],
+            [self.open[draw] for draw in decision.taken],
+            [self.open[draw] for draw in decision.pending],
         )
 
     def counts(self) -> StepCounts:

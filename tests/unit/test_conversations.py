@@ -122,7 +122,7 @@ def run_groups(
 @pytest.fixture(scope="module")
 def conversed(conversations: Conversations) -> tuple[list[OpenGroup], NoRewards, TurnEngine]:
     groups, rewards, engine = run_groups(conversations, SamplingTarget.of(len(BEHAVIOURS)))
-    taken, _ = groups.parted(groups.verdict())
+    taken, _ = groups.partition(groups.decide())
     return taken, rewards, engine
 
 
@@ -214,7 +214,7 @@ def test_what_is_not_waited_for_is_dropped_in_the_middle_of_a_call(
     """The first two groups are enough; the third's environments would hang for ten seconds."""
     failures = conversations._pool.failure_counts.total()
     groups, _, _ = run_groups(conversations, SamplingTarget.of(2, oversample=1.5))
-    taken, pending = groups.parted(groups.verdict())
+    taken, pending = groups.partition(groups.decide())
     counts = groups.counts()
     assert [group.draw for group in taken] == [0, 1] and not pending
     assert (counts.started, counts.dropped, counts.left_samples) == (3, 1, SIZE)

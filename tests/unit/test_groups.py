@@ -190,7 +190,7 @@ def draws(groups: Sequence[OpenGroup]) -> list[int]:
 @pytest.mark.parametrize("seed", range(5))
 def test_every_response_is_rewarded_and_the_engine_is_kept_busy(seed: int) -> None:
     groups, engine = sampled(SamplingTarget.of(7), ScriptedRewards(float), seed=seed)
-    taken, pending = groups.parted(groups.verdict())
+    taken, pending = groups.partition(groups.decide())
     assert draws(taken) == list(range(40, 47)) and not pending
     for group in taken:
         for index, rollout in enumerate(group.rollouts):
@@ -206,7 +206,7 @@ def test_every_response_is_rewarded_and_the_engine_is_kept_busy(seed: int) -> No
 
 def test_an_engine_holds_no_more_than_its_share_though_it_has_room() -> None:
     groups, engine = sampled(SamplingTarget.of(7), ScriptedRewards(float), at_once=SIZE)
-    assert len(groups.verdict().taken) == 7 and SIZE <= engine.most_running < 2 * SIZE
+    assert len(groups.decide().taken) == 7 and SIZE <= engine.most_running < 2 * SIZE
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -217,7 +217,7 @@ def test_groups_that_teach_nothing_are_replaced_while_others_run(seed: int) -> N
 
     groups, _ = sampled(SamplingTarget.of(4, max_refills=5), ScriptedRewards(reward), seed=seed)
     assert groups.counts().num_draws == 8  # 2, 3, 5 and 7 are the four
-    assert groups.verdict().taken == tuple(range(40, 48))
+    assert groups.decide().taken == tuple(range(40, 48))
 
 
 def test_an_engine_that_waits_for_rewards_makes_the_same_batches_however_quick_they_are() -> None:
@@ -249,21 +249,21 @@ def test_one_greedy_response_goes_with_each_group_and_is_not_compared() -> None:
 def test_rewards_that_die_end_the_step_at_once_and_are_told() -> None:
     groups, _ = sampled(SamplingTarget.of(50), ScriptedRewards(float, fails_at=10))
     assert str(groups.error) == "the workers died"
-    assert len(groups.open) < 20 and not groups.verdict().taken
+    assert len(groups.open) < 20 and not groups.decide().taken
 
 
 def test_draws_are_dealt_in_the_order_that_is_asked_for() -> None:
     order = (3, 0, 2, 1)
     groups, engine = sampled(SamplingTarget.of(6), ScriptedRewards(float), order=order)
     begun = list(dict.fromkeys(request.number // SIZE - 40 for request in engine.submitted))
-    assert begun == [3, 0, 2, 1, 4, 5] and groups.verdict().taken == tuple(range(40, 46))
+    assert begun == [3, 0, 2, 1, 4, 5] and groups.decide().taken == tuple(range(40, 46))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_of_more_groups_those_are_taken_that_finish_first(seed: int) -> None:
     target = SamplingTarget.of(4, oversample=2.0)
     groups, engine = sampled(target, ScriptedRewards(float), seed=seed)
-    taken, pending = groups.parted(groups.verdict())
+    taken, pending = groups.partition(groups.decide())
     assert len(taken) == 4 and not pending and not engine.running
     counts = groups.counts()
     assert counts.started == counts.dropped + 4
@@ -273,7 +273,7 @@ def test_of_more_groups_those_are_taken_that_finish_first(seed: int) -> None:
     }
     first = [draw for draw in groups.open if draw < 42]  # for which there was room at first
     assert all(
-        draw in groups.verdict().taken
+        draw in groups.decide().taken
         for draw in first
         if finished_at[draw] < min(finished_at[other] for other in groups.open if other != draw)
     )
@@ -315,7 +315,7 @@ class Run:
         )
         assert not engine.running
         counts = groups.counts()
-        taken, self.pending = groups.parted(groups.verdict())
+        taken, self.pending = groups.partition(groups.decide())
         self.position += counts.num_draws
         self.started += counts.started
         self.dropped += counts.dropped

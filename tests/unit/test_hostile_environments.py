@@ -330,7 +330,7 @@ def test_conversations_are_settled_once_and_tokens_counted(
         groups.wait()
         assert groups.error is None and conversations.num_open == 0
         conversations.close()
-    taken, _ = groups.parted(groups.verdict())
+    taken, _ = groups.partition(groups.decide())
     counts = groups.counts()
     assert counts.generated_tokens == engine.num_tokens
     settled = [(each.prompt.index, each.sample_index) for each in rewards.begun]

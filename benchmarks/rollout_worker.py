@@ -46,7 +46,7 @@ from mcore_rl.rollout.dispatch import SamplingTarget  # noqa: E402
 from mcore_rl.rollout.engines import RolloutWorkers  # noqa: E402
 from mcore_rl.rollout.groups import GroupPlan  # noqa: E402
 from mcore_rl.rollout.keeper import SampleKeeper  # noqa: E402
-from mcore_rl.rollout.stream import Orders, run_stream  # noqa: E402
+from mcore_rl.rollout.stream import StreamActions, run_stream  # noqa: E402
 
 TOOL_CLASS = "benchmarks.slow_tool:SlowTool"
 PROMPT_TOKENS = 16
@@ -116,9 +116,9 @@ class Block:
         self._requests = tuple(requests)
         self.completions: dict[int, Completion] = {}
 
-    def orders(self, num_running: int) -> Orders:
+    def schedule(self, num_running: int) -> StreamActions:
         submit, self._requests = self._requests, ()
-        return Orders(submit)
+        return StreamActions(submit)
 
     def finished(self, completion: Completion) -> None:
         self.completions[completion.number] = completion

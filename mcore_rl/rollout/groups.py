@@ -1,6 +1,6 @@
 """Groups of responses, one per drawn prompt, from the draw to the rewards.
 
-`Groups` is a conductor of `stream`. It draws prompts when its engine has room, passes each response
+`Groups` is a scheduler of `stream`. It draws prompts when its engine has room, passes each response
 to the rewards as soon as it ends, and reports completed groups to the `Dispatcher`. A step that
 takes the groups that finish first stops the others. A stopped group is dropped, or resumes in a
 later step from its tokens.
@@ -32,7 +32,7 @@ from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.conversations import Conversations, Next, turns_of
 from mcore_rl.rollout.dispatch import Dispatcher
 from mcore_rl.rollout.segments import OpenGroup, begun, extended, is_finished
-from mcore_rl.rollout.stream import Orders
+from mcore_rl.rollout.stream import StreamActions
 
 _NOTHING = np.empty(0, dtype=np.int32)
 Differs = Callable[[Sequence[ScoredRollout]], bool]
@@ -143,7 +143,7 @@ class StepCounts:
 
 
 class Groups:
-    """The conductor of an engine's part of a step's draws and of pending groups.
+    """The scheduler of an engine's part of a step's draws and of pending groups.
 
     `open` maps draws to groups. `error` holds an exception of the rewards until all ranks raise it.
     """
@@ -192,15 +192,15 @@ class Groups:
         if dispatcher is not None:
             self._go_on(pending)
 
-    # The stream's conductor
+    # The stream's scheduler
 
-    def orders(self, num_running: int) -> Orders:
+    def schedule(self, num_running: int) -> StreamActions:
         """Submit queued requests, then new groups, up to the engine's room. Once the step has
         enough groups, stop the rest."""
         assert self._dispatcher is not None, "not the first rank of its TP group"
         if self.error is not None:
             self._leave(self._numbers())
-            return Orders(drop=tuple(self._running))
+            return StreamActions(drop=tuple(self._running))
         submit: list[Request] = []
         room = self._at_once - num_running
         while len(submit) < room and self._queue:
@@ -218,9 +218,9 @@ class Groups:
         more = bool(self._queue) or self._num_conversations > 0 or not self._dispatcher.is_over
         more = more or self._dispatcher.is_undecided
         if self.plan.keeps:
-            return Orders(tuple(submit), end=stopped, more=more)
+            return StreamActions(tuple(submit), end=stopped, more=more)
         self._running -= set(stopped)
-        return Orders(tuple(submit), drop=stopped, more=more)
+        return StreamActions(tuple(submit), drop=stopped, more=more)
 
     def finished(self, completion: Completion) -> None:
         """Store the new part of a response; send a finished response to its rewards."""

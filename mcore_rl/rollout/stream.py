@@ -1,6 +1,6 @@
 """The loop over an engine's steps that drives rollout.
 
-Between two steps a conductor decides which requests to submit and which to end; after a step it
+Between two steps a scheduler decides which requests to submit and which to end; after a step it
 receives the completions. It decides on the first rank of each TP group, and all ranks of the group
 follow. They agree at the start, after a step in which a request ended, and every few steps while
 more requests may come.
@@ -20,11 +20,11 @@ from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 
 _IDLE_SECONDS = 0.001
 _FIRST_STEP_SECONDS = 0.03  # assumed duration of a step before one is measured
-_ASK_STEPS = 4
+_STEPS_BETWEEN_SCHEDULES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
+class StreamActions:
     """A decision of a TP group's first rank, for all its ranks."""
 
     submit: tuple[Request, ...] = ()
@@ -33,10 +33,10 @@ class Orders:
     more: bool = False  # more may come, even if nothing runs
 
 
-class Conductor(Protocol):
+class RequestScheduler(Protocol):
     """The decisions about an engine's next requests."""
 
-    def orders(self, num_running: int) -> Orders:
+    def schedule(self, num_running: int) -> StreamActions:
         """Return the next decision; on the first rank of the TP group. Must not block."""
 
     def finished(self, completion: Completion) -> None:
@@ -52,7 +52,7 @@ class Conductor(Protocol):
 
 def run_stream(
     engine: VLLMEngine,
-    conductor: Conductor,
+    scheduler: RequestScheduler,
     *,
     when_few_are_left: Callable[[], object] | None = None,
 ) -> None:
@@ -63,26 +63,26 @@ def run_stream(
     before as "first responses" and the time after as "last responses".
     """
     few = max(1, engine.config.max_num_seqs // 4)
-    orders, ask, num_steps = Orders(more=True), True, 0
+    actions, must_schedule, num_steps = StreamActions(more=True), True, 0
     step_seconds = _FIRST_STEP_SECONDS
     with ExitStack() as traced, engine.generation() as generation:
         traced.enter_context(span("first responses"))
         while True:
-            if ask:
-                mine = conductor.orders(generation.num_running) if engine.tp_rank == 0 else None
-                orders = engine.of_first_rank(mine)
-                for request in orders.submit:
+            if must_schedule:
+                mine = scheduler.schedule(generation.num_running) if engine.tp_rank == 0 else None
+                actions = engine.of_first_rank(mine)
+                for request in actions.submit:
                     generation.submit(request)
-                generation.end_soon(orders.end)
-                for request, num_tokens in generation.drop(orders.drop):
-                    conductor.dropped(request, num_tokens)
-            if when_few_are_left is not None and not orders.more and generation.num_running <= few:
+                generation.end_soon(actions.end)
+                for request, num_tokens in generation.drop(actions.drop):
+                    scheduler.dropped(request, num_tokens)
+            if when_few_are_left is not None and not actions.more and generation.num_running <= few:
                 traced.close()
                 with span("prefetch"):
                     when_few_are_left()
                 when_few_are_left = None
                 traced.enter_context(span("last responses"))
-            if not engine.any_rank(generation.num_running > 0 or orders.more):
+            if not engine.any_rank(generation.num_running > 0 or actions.more):
                 return
             ended = []
             if generation.num_running or engine.config.dp_size > 1:
@@ -91,10 +91,10 @@ def run_stream(
                 step_seconds = time.perf_counter() - began
                 num_steps += 1
                 for completion in ended:
-                    conductor.finished(completion)
+                    scheduler.finished(completion)
             else:
                 time.sleep(_IDLE_SECONDS)  # wait for a tool or a reward
             if engine.tp_rank == 0:
-                conductor.between_steps(generation.num_running, step_seconds)
-            is_time = not generation.num_running or num_steps % _ASK_STEPS == 0
-            ask = bool(ended) or (orders.more and is_time)
+                scheduler.between_steps(generation.num_running, step_seconds)
+            is_time = not generation.num_running or num_steps % _STEPS_BETWEEN_SCHEDULES == 0
+            must_schedule = bool(ended) or (actions.more and is_time)

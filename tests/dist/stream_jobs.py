@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling, seed_of
 from mcore_rl.hybrid_engine.vllm.in_process_engine import EngineConfig, VLLMEngine
-from mcore_rl.rollout.stream import Orders, run_stream
+from mcore_rl.rollout.stream import StreamActions, run_stream
 
 NUM_REQUESTS, MAX_TOKENS = 24, 40
 END, DROP = (3, 11, 20), (5, 17)  # numbers of requests that do not come to their own end
@@ -52,13 +52,13 @@ class Trickle:
         self.completions: list[Completion] = []
         self.dropped_lengths: dict[int, int] = {}
 
-    def orders(self, num_running: int) -> Orders:
+    def schedule(self, num_running: int) -> StreamActions:
         submit = tuple(itertools.islice(self._waiting, max(self._at_once - num_running, 0)))
         self._left -= len(submit)
         end, drop = (), ()
         if len(self.completions) >= 4 and (self._end or self._drop):
             end, drop, self._end, self._drop = self._end, self._drop, (), ()
-        return Orders(submit, end, drop, more=self._left > 0)
+        return StreamActions(submit, end, drop, more=self._left > 0)
 
     def finished(self, completion: Completion) -> None:
         self.completions.append(completion)
@@ -175,12 +175,12 @@ class Faulty(Trickle):
 
 
 def faulty(engine: VLLMEngine, some: Sequence[Request]) -> list[str]:
-    """What a fault of the conductor's is, and that of two requests of one number; the requests that
+    """Errors of a scheduler that fails, and of two requests with one number; the requests that
     run then are dropped."""
     errors = []
-    for conductor in (Faulty(some, 100), Trickle([some[0], some[0]], 100)):
+    for scheduler in (Faulty(some, 100), Trickle([some[0], some[0]], 100)):
         try:
-            run_stream(engine, conductor)
+            run_stream(engine, scheduler)
         except (KeyError, ValueError) as error:
             errors.append(str(error))
     return errors

@@ -39,7 +39,7 @@ from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout  # noqa: E402
 from mcore_rl.common import objects  # noqa: E402
 from mcore_rl.model.layout import RolloutLayout, TrainLayout, pipeline_layers  # noqa: E402
 from mcore_rl.moe.routing import RoutedLayers  # noqa: E402
-from mcore_rl.rollout.keeper import SampleKeeper  # noqa: E402
+from mcore_rl.rollout.sample_store import SampleStore  # noqa: E402
 from mcore_rl.trainer.roles.samples import batch_by_plan, plan_epochs  # noqa: E402
 
 SAMPLES_PER_PROMPT, SAMPLES_PER_RANK = 16, 64
@@ -128,7 +128,8 @@ def play(world_size: int, samples_per_rank: int) -> dict[str, float]:
     num_groups = sizes.rollout.num_tp_groups
     blocks = np.array_split(np.arange(count), num_groups)
     mine = blocks[sizes.rollout.tp_group_index(rank.rank)]
-    keeper = SampleKeeper(sizes.train, sizes.rollout, pipeline_layers(64, 8))  # without experts
+    # Without experts.
+    sample_store = SampleStore(sizes.train, sizes.rollout, pipeline_layers(64, 8))
     scored = sizes.scored(range(mine[0], mine[-1] + 1))
     draws = (mine // SAMPLES_PER_PROMPT).tolist()
 
@@ -138,7 +139,7 @@ def play(world_size: int, samples_per_rank: int) -> dict[str, float]:
         return now
 
     now = time.perf_counter()
-    own = keeper.table(keeper.keep(scored), draws)
+    own = sample_store.table(sample_store.add(scored), draws)
     told = pickle.dumps(own)
     now = took("own table", now)
     parts = [told] + [
@@ -174,7 +175,7 @@ def play(world_size: int, samples_per_rank: int) -> dict[str, float]:
         now = took(f"plan of the {name}", now)
     # Tokens and log-probs to the actor.
     began = time.perf_counter()
-    tokens = keeper.deliver(table, divisions["actor"].every)
+    tokens = sample_store.deliver(table, divisions["actor"].every)
     ended = time.perf_counter()
     found |= {"pack": rank.began - began, "unpack": ended - rank.ended}
     found |= {"out bytes": rank.out_bytes, "in bytes": rank.in_bytes}
@@ -188,7 +189,7 @@ def play(world_size: int, samples_per_rank: int) -> dict[str, float]:
     here = first["critic"].of(rank.rank)
     returns = np.zeros(int(table.lengths[here].sum()), dtype=np.float32)
     for exchange in (
-        keeper.row_exchange(table, divisions["critic"].every),
+        sample_store.row_exchange(table, divisions["critic"].every),
         RowExchange(table.lengths, first["critic"], first["actor"], returns),
         RowExchange(table.lengths, first["actor"], first["critic"], values),
     ):

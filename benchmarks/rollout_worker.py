@@ -45,7 +45,7 @@ from mcore_rl.rollout.conversations import Conversations  # noqa: E402
 from mcore_rl.rollout.dispatch import SamplingTarget  # noqa: E402
 from mcore_rl.rollout.engines import RolloutWorkers  # noqa: E402
 from mcore_rl.rollout.groups import GroupPlan  # noqa: E402
-from mcore_rl.rollout.keeper import SampleKeeper  # noqa: E402
+from mcore_rl.rollout.sample_store import SampleStore  # noqa: E402
 from mcore_rl.rollout.stream import StreamActions, run_stream  # noqa: E402
 
 TOOL_CLASS = "benchmarks.slow_tool:SlowTool"
@@ -148,7 +148,7 @@ class Bench:
         )
         self.layout = RolloutLayout(world, load.tp_size, False)
         layers = tuple(range(read_model_shape(checkpoint).num_layers))
-        self.keeper = SampleKeeper(TrainLayout(world), self.layout, ((layers,),))
+        self.sample_store = SampleStore(TrainLayout(world), self.layout, ((layers,),))
         self.config = config = RLConfig.of(
             num_prompts_per_step=load.num_prompts,
             max_response_tokens=load.most_tokens,
@@ -165,7 +165,7 @@ class Bench:
             self.layout,
             config.rollout,
             rewards,
-            self.keeper,
+            self.sample_store,
             conversations=self._conversations if load.turn_tokens else None,
             max_turn_tokens=config.environments.max_turn_tokens,
         )
@@ -276,7 +276,7 @@ class Bench:
             sampled = time.perf_counter()
             table, counts = self.workers.settle(groups, lambda seconds: None)
             position += counts.num_draws
-            num_tokens = int(table.response_lengths[table.homes == self.keeper.home].sum())
+            num_tokens = int(table.response_lengths[table.homes == self.sample_store.home].sum())
             told.append(self._told(started, sampled, num_tokens, len(table)))
         self.workers.pending = []
         return _together(told[NUM_LEFT_OUT:])
@@ -356,7 +356,7 @@ class Bench:
 
     def _begin(self) -> float:
         self._num_calls += 1
-        self.keeper.forget()
+        self.sample_store.clear()
         objects.barrier()
         return time.perf_counter()
 

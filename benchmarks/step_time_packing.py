@@ -100,9 +100,9 @@ def measured(checkpoint: Path, kind: str) -> dict[str, Any]:
 
 
 def _step(learner: Any, scored: list[Any], number: int) -> None:
-    learner.keeper.forget()
+    learner.sample_store.clear()
     draws = [sample.rollout.prompt.index for sample in scored]
-    table = learner.keeper.table(learner.keeper.keep(scored), draws)
+    table = learner.sample_store.table(learner.sample_store.add(scored), draws)
     batch = learner.with_log_probs(learner.make_batch(number, table))
     learner.update(number, learner.with_advantages(table, batch))
 

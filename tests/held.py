@@ -15,11 +15,11 @@ from mcore_rl.batching.train_batches import build_train_batch
 from mcore_rl.batching.types import ScoredRollout, TrainBatch
 from mcore_rl.common import objects
 from mcore_rl.model.layout import RolloutLayout
-from mcore_rl.rollout.keeper import SampleKeeper
+from mcore_rl.rollout.sample_store import SampleStore
 
 
 class HeldHere:
-    """In the place of a `SampleKeeper`, whose samples are elsewhere; without experts."""
+    """In the place of a `SampleStore`, whose samples are elsewhere; without experts."""
 
     routed = None
 
@@ -31,7 +31,7 @@ class HeldHere:
         self._tokens = tokens_of(scored)
         return table_of(scored)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         pass
 
     def deliver(self, table: SampleTable, wanted: Shares) -> dict[int, SampleTokens]:
@@ -55,7 +55,7 @@ def tokens_of(scored: Sequence[ScoredRollout]) -> dict[int, SampleTokens]:
 
 
 def kept_by_engines(
-    keeper: SampleKeeper, layout: RolloutLayout, scored: Sequence[ScoredRollout]
+    sample_store: SampleStore, layout: RolloutLayout, scored: Sequence[ScoredRollout]
 ) -> SampleTable:
     """The table of samples, the same on all ranks, after each engine has sampled its block of them.
 
@@ -64,20 +64,20 @@ def kept_by_engines(
     blocks = np.array_split(np.arange(len(scored)), layout.num_tp_groups)
     mine = blocks[layout.tp_group_index(dist.get_rank())].tolist()
     draws = table_of(scored).draws[mine].tolist()
-    return told_by_engines(keeper, [scored[row] for row in mine], draws)
+    return told_by_engines(sample_store, [scored[row] for row in mine], draws)
 
 
 def told_by_engines(
-    keeper: SampleKeeper, scored: Sequence[ScoredRollout], draws: Sequence[int]
+    sample_store: SampleStore, scored: Sequence[ScoredRollout], draws: Sequence[int]
 ) -> SampleTable:
     """The table of what all engines have sampled, of which this rank's engine has `scored`.
 
     Collective over the world.
     """
-    table = keeper.table(keeper.keep(scored), draws)
-    is_home = keeper.home == dist.get_rank()
-    everyone = objects.all_gather((table if is_home else None, keeper.digest()))
-    keeper.require_agreement([digest for _, digest in everyone])
+    table = sample_store.table(sample_store.add(scored), draws)
+    is_home = sample_store.home == dist.get_rank()
+    everyone = objects.all_gather((table if is_home else None, sample_store.digest()))
+    sample_store.require_agreement([digest for _, digest in everyone])
     found = SampleTable.joined([each for each, _ in everyone if each is not None])
     return found.take(np.argsort(found.draws, kind="stable"))
 

@@ -2,7 +2,7 @@
 
 From it all ranks compare rewards and divide the samples in the same way. Tokens and their data stay
 on the ranks that sampled them until it is known which ranks train on them
-(`mcore_rl.rollout.keeper`).
+(`mcore_rl.rollout.sample_store`).
 
 Shape legend: n samples of the step; r rewards; t tokens of one sample, prompt and response.
 This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.

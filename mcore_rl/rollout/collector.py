@@ -30,8 +30,8 @@ from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.dispatch import SamplingTarget
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.groups import GroupPlan, StepCounts
-from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.rollout.options import RolloutOptions
+from mcore_rl.rollout.sample_store import SampleStore
 
 _LENGTHS = "lengths.safetensors"
 
@@ -64,12 +64,12 @@ class Collector:
         seed: int,
         timers: StageTimers,
         position: int,
-        keeper: SampleKeeper,
+        sample_store: SampleStore,
     ) -> None:
-        """`keeper` must be the keeper of `workers`."""
+        """`sample_store` must be the store of `workers`."""
         self._workers, self._prompts, self._options = workers, prompts, options
         self._recipe, self._num_prompts_per_step = recipe, num_prompts_per_step
-        self._seed, self._timers, self._keeper = seed, timers, keeper
+        self._seed, self._timers, self._sample_store = seed, timers, sample_store
         self.position = self._step_began_at = position
         self.lengths = np.full(int(prompts.rows.max()) + 1, -1, dtype=np.int32)
         self._lengths_before = self.lengths
@@ -82,7 +82,7 @@ class Collector:
         recipe = self._recipe
         self._counts = StepCounts()
         self._step_began_at, self._lengths_before = self.position, self.lengths.copy()
-        self._keeper.forget()
+        self._sample_store.clear()
         self._workers.draft_metrics()  # discard the counts of evaluations
         at_a_time = self._options.groups_at_a_time
         if not recipe.dynamic_sampling:
@@ -183,7 +183,7 @@ class Collector:
             seed=self._seed,
             first_draw=self.position,
             weight_version=weight_version,
-            with_routes=self._keeper.routed is not None,
+            with_routes=self._sample_store.routed is not None,
             with_greedy=recipe.needs_greedy_baseline,
             keeps=options.keeps_unfinished,
         )

@@ -32,9 +32,9 @@ from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.dispatch import Counters, Dispatcher, LocalCounters, SamplingTarget
 from mcore_rl.rollout.groups import Differs, GroupPlan, Groups, StepCounts
-from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.rollout.options import RolloutOptions
 from mcore_rl.rollout.pending import read_groups, write_groups
+from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.rollout.segments import OpenGroup
 from mcore_rl.rollout.stream import run_stream
 
@@ -50,13 +50,13 @@ class RolloutWorkers:
         layout: RolloutLayout,
         options: RolloutOptions,
         rewards: RewardSpec,
-        keeper: SampleKeeper,
-        reward_model: Callable[[SampleKeeper, SampleTable], list[Outcome]] | None = None,
+        sample_store: SampleStore,
+        reward_model: Callable[[SampleStore, SampleTable], list[Outcome]] | None = None,
         conversations: Callable[[], Conversations] | None = None,
         max_turn_tokens: int | None = None,
     ) -> None:
-        """`keeper` stores the samples; `reward_model` scores them, collectively; `conversations`
-        creates a TP group's conversations, where samples have environments."""
+        """`reward_model` scores the samples in `sample_store`, collectively. `conversations`
+        creates a TP group's conversations, if samples have environments."""
         self._engine, self._layout, self._options = engine, layout, options
         self._max_turn_tokens = max_turn_tokens
         self._rank = dist.get_rank()
@@ -65,7 +65,7 @@ class RolloutWorkers:
         self._reward_names = [name for name in rewards.names if name != REWARD_MODEL]
         self._converses = conversations is not None
         self._conversations = conversations() if conversations and self._scores else None
-        self._reward_model, self._keeper = reward_model, keeper
+        self._reward_model, self._sample_store = reward_model, sample_store
         # Groups that this TP group's engine resumes in the next step; the same on all its ranks.
         self.pending: list[OpenGroup] = []
         self._pending_before = self.pending
@@ -235,7 +235,7 @@ class RolloutWorkers:
         self, groups: Groups, waited: Callable[[float], object]
     ) -> tuple[SampleTable, StepCounts]:
         """Wait for the remaining rewards. Return the table of the samples that the step takes from
-        all TP groups, in the order of the draws, and total counts. The keeper keeps the samples.
+        all TP groups, in the order of the draws, and total counts. The sample store has them.
 
         `waited` receives the seconds that this rank idled while others were still sampling, beyond
         the time that the slowest spent on rewards.
@@ -281,20 +281,20 @@ class RolloutWorkers:
     ) -> tuple[SampleTable, StepCounts]:
         """Return the table of all groups' samples; greedy responses follow the samples."""
         counts = counts or StepCounts()
-        first = self._keeper.keep([ScoredRollout(each, reward=0.0) for each in rollouts])
+        first = self._sample_store.add([ScoredRollout(each, reward=0.0) for each in rollouts])
         if self._reward_model is not None:
             table, _ = self._exchanged(
-                self._keeper.table(first, draws), error, seconds, counts, waited
+                self._sample_store.table(first, draws), error, seconds, counts, waited
             )
-            scores = self._reward_model(self._keeper, table)
-            here = np.flatnonzero(table.homes == self._keeper.home)
+            scores = self._reward_model(self._sample_store, table)
+            here = np.flatnonzero(table.homes == self._sample_store.home)
             in_order = here[np.argsort(table.numbers[here])]
             outcomes[REWARD_MODEL] = [scores[row] for row in in_order]
             seconds, waited = 0.0, lambda seconds: None
         if self._scores and error is None:
             weighed = self._rewards.weigh(rollouts, outcomes)
-            self._keeper.rewarded(first, with_baselines(weighed, num_samples))
-        mine = self._keeper.table(first, draws[:num_samples])
+            self._sample_store.set_rewards(first, with_baselines(weighed, num_samples))
+        mine = self._sample_store.table(first, draws[:num_samples])
         return self._exchanged(mine, error, seconds, counts, waited)
 
     def _exchanged(
@@ -308,11 +308,11 @@ class RolloutWorkers:
         """Join the tables of all TP groups, each contributed by one rank, and sum their counts."""
         started = time.perf_counter()
         told = mine if self._scores else None
-        answers = objects.all_gather((told, error, seconds, counts, self._keeper.digest()))
+        answers = objects.all_gather((told, error, seconds, counts, self._sample_store.digest()))
         for rank, (_, other, *_) in enumerate(answers):
             if other is not None:
                 raise RuntimeError(f"scoring failed on rank {rank}: {other}") from other
-        self._keeper.require_agreement([digest for *_, digest in answers])
+        self._sample_store.require_agreement([digest for *_, digest in answers])
         slowest = max(each for _, _, each, *_ in answers)
         waited(max(0.0, time.perf_counter() - started + seconds - slowest))
         table = SampleTable.joined([each for each, *_ in answers if each is not None])

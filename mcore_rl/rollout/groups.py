@@ -1,6 +1,6 @@
 """Groups of responses, one per drawn prompt, from the draw to the rewards.
 
-`Groups` is a scheduler of `stream`. It draws prompts when its engine has room, passes each response
+`Groups` draws prompts when its engine has room, passes each response
 to the rewards as soon as it ends, and reports completed groups to the `Dispatcher`. A step that
 takes the groups that finish first stops the others. A stopped group is dropped, or resumes in a
 later step from its tokens.

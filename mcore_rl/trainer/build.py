@@ -50,7 +50,7 @@ from mcore_rl.planner.savings import memory_lines
 from mcore_rl.rollout.collector import Collector
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.engines import RolloutWorkers
-from mcore_rl.rollout.keeper import SampleKeeper
+from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.case import model_of_args
 from mcore_rl.trainer.inputs import (
     conversation_tokens,
@@ -66,8 +66,8 @@ from mcore_rl.trainer.models import (
     build_learner,
     critic_role,
     micro_batching,
+    new_sample_store,
     reward_role,
-    sample_keeper,
 )
 from mcore_rl.trainer.recorder import RunRecorder
 from mcore_rl.trainer.resume.point import ROLLOUT, ResumePoint, find_resume_point
@@ -98,7 +98,7 @@ class Models:
     shards: ModelShards
     critic: Role | None
     learner: Learner
-    keeper: SampleKeeper
+    sample_store: SampleStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,18 +208,20 @@ def build_models(
     state, shards = build_actor(job, model_provider, log=log)
     # On ranks of its own it is built while the engines start.
     critic = critic_role(job, model_provider, iteration=state.iteration, log=log)
-    keeper = sample_keeper(job)
-    learner = build_learner(job, state, shards, critic, inputs.point, log=log, keeper=keeper)
+    sample_store = new_sample_store(job)
+    learner = build_learner(
+        job, state, shards, critic, inputs.point, log=log, sample_store=sample_store
+    )
     if inputs.point is not None:
         learner.kl_controller.load_state_dict(dict(inputs.point.state.kl_controller))
-    return Models(state, shards, critic, learner, keeper)
+    return Models(state, shards, critic, learner, sample_store)
 
 
 def build_rollouts(
     job: Job, inputs: Inputs, models: Models, timers: StageTimers, *, log: TextIO | None = None
 ) -> Rollouts:
     """Start the engine, which sleeps from here on, and build what samples with it. Collective."""
-    config, point, keeper = job.config, inputs.point, models.keeper
+    config, point, sample_store = job.config, inputs.point, models.sample_store
     offloader = build_offloader(job, models.state, models.critic)
     canary = build_canary(job, models.state, inputs.prompts)
     logger.info("the model is built; vLLM is imported and its engines are started")
@@ -234,7 +236,7 @@ def build_rollouts(
         job.spec.rollout_layout,
         config.rollout,
         reward_spec(config),
-        keeper,
+        sample_store,
         None if reward_model is None else ModelReward(reward_model).outcomes,
         None if environment is None else partial(_conversations, job, environment, inputs.day),
         config.environments.max_turn_tokens,
@@ -252,7 +254,7 @@ def build_rollouts(
         seed=job.args.seed,
         timers=timers,
         position=position,
-        keeper=keeper,
+        sample_store=sample_store,
     )
     if point is not None and point.same_prompts:
         agreed_in_world(partial(collector.restore, point.folder / ROLLOUT))
@@ -318,14 +320,14 @@ def _monitors(
     job: Job, models: Models, rollouts: Rollouts, timers: StageTimers, watchdog: StageWatchdog
 ) -> Monitors:
     """Build recorder and tracer, and let all monitors observe the hand-over."""
-    first_step, keeper, learner = models.state.iteration, models.keeper, models.learner
+    first_step, sample_store, learner = models.state.iteration, models.sample_store, models.learner
     expert_load = None
     if job.spec.routed_layers is not None:
         expert_load = ExpertLoad(
             models.state.chunks,
             job.spec.routed_layers,
             replay=learner.actor.replay,
-            of_rollout=None if keeper.routed is None else keeper.load,
+            of_rollout=None if sample_store.routed is None else sample_store.load,
         )
     recorder = RunRecorder(
         job,
@@ -335,7 +337,7 @@ def _monitors(
         reward_names=reward_spec(job.config).names,
         rates=learner.rates,
         expert_load=expert_load,
-        keeper=keeper,
+        sample_store=sample_store,
     )
     tracer = _tracer(job, first_step)
     manager = rollouts.manager

@@ -34,7 +34,7 @@ from mcore_rl.batching.types import StepBatch, TrainBatch
 from mcore_rl.common import objects
 from mcore_rl.config import TrainerOptions
 from mcore_rl.model.layout import TrainLayout
-from mcore_rl.rollout.keeper import SampleKeeper
+from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.actor import Actor, UpdateStats
 from mcore_rl.trainer.roles.critic import StepCritic, ValueUpdateStats
 from mcore_rl.trainer.roles.reference import ReferencePolicy
@@ -69,20 +69,20 @@ class Learner:
         *,
         reference: ReferencePolicy | None,
         seed: int,
-        keeper: SampleKeeper,
+        sample_store: SampleStore,
         max_response_tokens: int,
         critic_warmup_steps: int,
         turn_weight: float = 1.0,
     ) -> None:
-        """`keeper` has a step's samples, with their experts if training uses them; `turn_weight` is
-        the weight in the reward of what environments pay."""
+        """`sample_store` has a step's samples, with their experts if training uses them;
+        `turn_weight` is the weight of environments' rewards in the reward."""
         self._turn_weight = turn_weight
         self._options, self._layout, self._batching, self._seed = options, layout, batching, seed
         self._max_response_tokens = max_response_tokens
         self._critic_warmup_steps = critic_warmup_steps
         self.recipe = recipe
         self.actor, self.critic = actor, critic
-        self.reference, self.keeper = reference, keeper
+        self.reference, self.sample_store = reference, sample_store
         self.kl_controller = self.recipe.kl_controller()
         self._kl_coef = self.kl_controller.coef  # of this step; the controller has the next step's
         self._rank = dist.get_rank()
@@ -114,16 +114,16 @@ class Learner:
             orders=orders,
         )
         division = division_of(epochs, table.lengths, self._layout.dp_ranks())
-        tokens = self.keeper.deliver(table, division.every)
+        tokens = self.sample_store.deliver(table, division.every)
         batch = batch_by_plan(table, tokens, epochs, self._layout.dp_rank(self._rank))
         metrics = {}
-        if self.keeper.routed is not None:
-            batch = with_given_routes(batch, tokens, self.keeper.of_stage())
+        if self.sample_store.routed is not None:
+            batch = with_given_routes(batch, tokens, self.sample_store.of_stage())
             # A sample's last token never went through the engine.
             metrics = self._replayed(batch, batch.num_tokens - batch.num_samples)
         for_critic = None
         if self.critic is not None:
-            for_critic = self.critic.divide(self.keeper, table, orders)
+            for_critic = self.critic.divide(self.sample_store, table, orders)
         return StepBatch(batch, division, for_critic, metrics)
 
     def _replayed(self, batch: TrainBatch, num_tokens: int) -> dict[str, float]:

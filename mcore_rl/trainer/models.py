@@ -27,8 +27,8 @@ from mcore_rl.model.roles import CRITIC, REWARD
 from mcore_rl.moe.routing import OFF, R3
 from mcore_rl.moe.routing_replay import RoutingReplay
 from mcore_rl.rewards.functions import ENVIRONMENT
-from mcore_rl.rollout.keeper import SampleKeeper
 from mcore_rl.rollout.options import RolloutOptions
+from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.inputs import reward_spec
 from mcore_rl.trainer.job import Job
@@ -90,12 +90,12 @@ def build_learner(
     point: ResumePoint | None = None,
     *,
     log: TextIO | None = None,
-    keeper: SampleKeeper | None = None,
+    sample_store: SampleStore | None = None,
 ) -> Learner:
     """Build actor, reference and critic of a job on the actor's ranks. Collective.
 
-    `critic` comes from `critic_role`; `point` is given if the run resumes; `keeper` comes from
-    `sample_keeper`, which is called by default.
+    `critic` comes from `critic_role`; `point` is given if the run resumes; `sample_store` is a
+    `new_sample_store` by default.
     """
     batching = micro_batching(job)
     replay, routed = None, job.spec.routed_layers
@@ -116,7 +116,7 @@ def build_learner(
         None if critic is None else StepCritic(critic),
         reference=reference,
         seed=job.args.seed,
-        keeper=sample_keeper(job) if keeper is None else keeper,
+        sample_store=new_sample_store(job) if sample_store is None else sample_store,
         max_response_tokens=job.config.rollout.max_response_tokens,
         critic_warmup_steps=job.config.critic.critic_warmup_steps or 0,
         turn_weight=reward_spec(job.config).weight(ENVIRONMENT),
@@ -137,10 +137,10 @@ def actor_of(
     )
 
 
-def sample_keeper(job: Job) -> SampleKeeper:
-    """Return the keeper of a step's samples, and of their experts if training uses them."""
+def new_sample_store(job: Job) -> SampleStore:
+    """Return an empty store of a step's samples, and of their experts if training uses them."""
     routed = job.spec.routed_layers if job.config.trainer.routing_replay == R3 else None
-    return SampleKeeper(
+    return SampleStore(
         job.spec.train_layout,
         job.spec.rollout_layout,
         job.spec.layers,

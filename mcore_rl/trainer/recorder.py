@@ -33,7 +33,7 @@ from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.user_metrics import has_metrics, user_metrics
 from mcore_rl.rewards.parts import WaitLog, part_metrics
 from mcore_rl.rollout.collector import Collected
-from mcore_rl.rollout.keeper import SampleKeeper
+from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Learnt
 from mcore_rl.trainer.step_metrics import measured, rollout_metrics, update_metrics, value_metrics
@@ -93,13 +93,13 @@ class RunRecorder:
         reward_names: Sequence[str],
         rates: Callable[[], dict[str, float]],
         expert_load: ExpertLoad | None,
-        keeper: SampleKeeper,
+        sample_store: SampleStore,
     ) -> None:
         """`rates` returns the schedules' values, `device` is the groups' communication device,
-        `keeper` has the step's samples."""
+        `sample_store` has the step's samples."""
         self._job, self._first_step, self._device = job, first_step, device
         self._timers, self._rates, self._expert_load = timers, rates, expert_load
-        self._reward_names, self._keeper = reward_names, keeper
+        self._reward_names, self._sample_store = reward_names, sample_store
         self._reshards: dict[str, ReshardReport] = {}
         self._offload_log = OffloadLog()
         self._reward_wait_log = WaitLog(reward_names)
@@ -158,7 +158,9 @@ class RunRecorder:
         stop = self._health.observe(step, metrics)
         logged = range(min(self._job.config.run.num_logged_rollouts, len(table)))
         # A user's metric may read every sample.
-        samples = self._keeper.on_first_rank(table, range(len(table)) if has_metrics() else logged)
+        samples = self._sample_store.on_first_rank(
+            table, range(len(table)) if has_metrics() else logged
+        )
         if self._directory is not None:
             self._write(self._directory, step, samples, metrics)
         return stop

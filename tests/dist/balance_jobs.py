@@ -82,7 +82,9 @@ def move_biases(flags: list[str], target: str, rate: float) -> dict[str, Any]:
     biases = dict(zip(routers_of(models), expert_biases(models.state.chunks), strict=True))
     layers = chosen.routed.layers
     first = {layer: bias.clone() for layer, bias in biases.items()}
-    batch = models.learner.make_batch(0, step_samples(models.job, models.learner.keeper)).actor
+    batch = models.learner.make_batch(
+        0, step_samples(models.job, models.learner.sample_store)
+    ).actor
     batch = dataclasses.replace(batch, advantages=torch.ones(batch.num_tokens))
     wrong, total = [], torch.zeros(len(layers), chosen.routed.num_experts)
     for mini_batch in split_mini_batches(batch):
@@ -132,7 +134,9 @@ def learn_from_balance(flags: list[str], target: str, compares: bool) -> dict[st
     largest gradient and its largest difference to that of the formula, in one process."""
     models = build_models(flags)
     actor = models.learner.actor
-    batch = models.learner.make_batch(0, step_samples(models.job, models.learner.keeper)).actor
+    batch = models.learner.make_batch(
+        0, step_samples(models.job, models.learner.sample_store)
+    ).actor
     mini_batch = split_mini_batches(batch)[0]
 
     def nothing(outputs: torch.Tensor, _: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:

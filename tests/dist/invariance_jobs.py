@@ -30,12 +30,12 @@ def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
     models = build_models(flags)
     job, learner = models.job, models.learner
     offloader = build_offloader(job, models.state, models.role)
-    samples, batching = step_samples(job, models.learner.keeper), micro_batching(job)
+    samples, batching = step_samples(job, models.learner.sample_store), micro_batching(job)
     num_epochs = job.config.trainer.num_epochs
     forwards = [Forwards(models.state.chunks, num_epochs)]
     if models.critic is not None:
         forwards.append(Forwards(models.critic.state.chunks, num_epochs))
-    chosen = Chosen(models) if models.learner.keeper.routed is not None else None
+    chosen = Chosen(models) if models.learner.sample_store.routed is not None else None
     cp_rank = learner.actor.runner.groups["cp"].rank()
     steps, sharing, uneven, replayed = [], 0, 0, torch.zeros(2)
     for step in range(num_steps):

@@ -74,7 +74,7 @@ def _learn(job: Job, num_steps: int, gradients: dict[str, torch.Tensor]) -> dict
     learner = build_learner(job, state, shards, role)
     offloader = build_offloader(job, state, role)
     found: dict[str, Any] = {"first": _first_update(job, learner.actor, gradients)}
-    samples = step_samples(job, learner.keeper)
+    samples = step_samples(job, learner.sample_store)
     counters = [
         Forwards(each.chunks, job.config.trainer.num_epochs) for each in (state, critic.state)
     ]

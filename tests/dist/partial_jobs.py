@@ -20,7 +20,7 @@ from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.rollout.dispatch import SamplingTarget
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.groups import GroupPlan
-from mcore_rl.rollout.keeper import SampleKeeper
+from mcore_rl.rollout.sample_store import SampleStore
 from tests.dist.rank_map_jobs import weights_of
 
 NUM_GROUPS, NUM_SAMPLES, NUM_STEPS, MAX_TOKENS, LIMIT = 4, 3, 5, 90, 2
@@ -80,20 +80,22 @@ def partial_rollouts(
     )
     hits: list[tuple[list[int], int]] = []
     notes_hits(engine, hits)
-    keeper = SampleKeeper(TrainLayout(world_size, 1, 1, 1, 1, 1), layout, (((),),))
+    sample_store = SampleStore(TrainLayout(world_size, 1, 1, 1, 1, 1), layout, (((),),))
     config = RLConfig.of(
         partial_rollouts=keeps,
         max_staleness=LIMIT if keeps else None,
         oversample=oversample,
         kv_after_update=kv,
     )
-    workers = RolloutWorkers(engine, layout, config.rollout, parse_rewards("exact_match"), keeper)
+    workers = RolloutWorkers(
+        engine, layout, config.rollout, parse_rewards("exact_match"), sample_store
+    )
     target = SamplingTarget.of(NUM_GROUPS, oversample=oversample)
     first_draw, steps, taken = 0, [], []
     for step in range(NUM_STEPS):
         version = step + 1
         engine.reload(weights(folder, version).items())
-        keeper.forget()
+        sample_store.clear()
         num_before = len(hits)
         num_waiting = sum(
             each is not None and each.finish_reason == UNFINISHED
@@ -116,9 +118,9 @@ def partial_rollouts(
         mine = [
             int(n)
             for n, home in zip(table.numbers, table.homes, strict=True)
-            if home == keeper.home
+            if home == sample_store.home
         ]
-        taken += [keeper._kept[number] for number in mine]
+        taken += [sample_store._kept[number] for number in mine]
         steps.append(
             {
                 "counts": asdict(counts),

@@ -39,7 +39,7 @@ def measured_bytes_of_critic(flags: list[str]) -> dict[str, Any]:
     """The same of a job's critic, after a step of actor and critic; and its layout."""
     models = build_models(flags)
     assert models.critic is not None
-    samples = step_samples(models.job, models.learner.keeper)
+    samples = step_samples(models.job, models.learner.sample_store)
     take_step(models.learner, 0, models.learner.make_batch(0, samples), samples)
     layout = models.critic.world.layout
     result = {**_held(models.critic.state, layout.world_size), "layout": layout.describe()}

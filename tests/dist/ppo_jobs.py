@@ -21,7 +21,7 @@ from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.moe.routing import RoutedLayers, Routes
-from mcore_rl.rollout.keeper import SampleKeeper
+from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.models import build_actor, build_learner
@@ -36,20 +36,20 @@ from tests.dist.jobs import random_tokens
 from tests.held import kept_by_engines
 
 
-def step_samples(job: Job, keeper: SampleKeeper) -> SampleTable:
+def step_samples(job: Job, sample_store: SampleStore) -> SampleTable:
     """A step's samples, of different lengths and rewards; the same in every layout.
 
-    They are kept as after a rollout, and where `keeper` keeps experts, too, each was sampled by
-    some that were drawn at random. Collective.
+    They are stored as after a rollout. If `sample_store` stores experts, too, they are random.
+    Collective.
     """
     scored = scored_samples(job.spec.shape.vocab_size, job.config.samples_per_step)
-    if keeper.routed is not None:
-        routed = with_routes([sample.rollout for sample in scored], keeper.routed)
+    if sample_store.routed is not None:
+        routed = with_routes([sample.rollout for sample in scored], sample_store.routed)
         scored = [
             dataclasses.replace(sample, rollout=rollout)
             for sample, rollout in zip(scored, routed, strict=True)
         ]
-    return kept_by_engines(keeper, job.spec.rollout_layout, scored)
+    return kept_by_engines(sample_store, job.spec.rollout_layout, scored)
 
 
 def with_routes(rollouts: list[Rollout], routed: RoutedLayers) -> list[Rollout]:
@@ -168,7 +168,7 @@ def learn(
     if scores_in_update is not None:
         assert learner.scores_in_update, "it would be no choice"
         learner.scores_in_update = scores_in_update
-    samples = step_samples(models.job, models.learner.keeper)
+    samples = step_samples(models.job, models.learner.sample_store)
     found: dict[str, Any] = {
         "steps": [
             take_step(learner, step, learner.make_batch(step, samples), samples)
@@ -186,7 +186,7 @@ def learn(
 def learning_rates(flags: list[str]) -> dict[str, list[float]]:
     """Of actor and critic in every update of a whole run, and last what is left then."""
     models = build_models(flags)
-    learner, samples = models.learner, step_samples(models.job, models.learner.keeper)
+    learner, samples = models.learner, step_samples(models.job, models.learner.sample_store)
     assert models.role is not None
     critic = models.role.served.model
     optimizers = {"actor": learner.actor.optimizer, "critic": critic.optimizer}
@@ -232,7 +232,7 @@ def take_step(
 def learn_save_and_learn(flags: list[str], target: str) -> dict[str, float]:
     """A step, a checkpoint in `saved`, and another step; what that one measured."""
     models = build_models(flags)
-    samples = step_samples(models.job, models.learner.keeper)
+    samples = step_samples(models.job, models.learner.sample_store)
     take_step(models.learner, 0, models.learner.make_batch(0, samples), samples)
     folder = Path(target) / "saved"
     if models.critic is not None:
@@ -256,7 +256,7 @@ def load_and_learn(flags: list[str], target: str) -> dict[str, float]:
 
 
 def _step_and_export(models: Models, step: int, target: str) -> dict[str, float]:
-    samples = step_samples(models.job, models.learner.keeper)
+    samples = step_samples(models.job, models.learner.sample_store)
     found = take_step(models.learner, step, models.learner.make_batch(step, samples), samples)
     export_models(models, Path(target))
     dist.destroy_process_group()
@@ -266,7 +266,7 @@ def _step_and_export(models: Models, step: int, target: str) -> dict[str, float]
 def refuses_a_reward(flags: list[str], sample: int) -> str:
     """What is raised where a reward is no number."""
     models = build_models(flags)
-    samples = step_samples(models.job, models.learner.keeper)
+    samples = step_samples(models.job, models.learner.sample_store)
     samples.rewards[sample] = float("nan")
     try:
         take_step(models.learner, 0, models.learner.make_batch(0, samples), samples)

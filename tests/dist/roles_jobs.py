@@ -24,8 +24,8 @@ from mcore_rl.trainer.models import (
     build_actor,
     build_learner,
     critic_role,
+    new_sample_store,
     reward_role,
-    sample_keeper,
     serve_role,
 )
 from mcore_rl.trainer.roles.critic import Critic, ServedCritic, build_critic
@@ -109,13 +109,13 @@ def scores(flags: list[str]) -> list[float]:
         job = start(flags, log=log)
         role = reward_role(job, log=log)
     model = ModelReward(role)
-    keeper = sample_keeper(job)
-    table = step_samples(job, keeper)
-    found = model.scores(keeper, table).tolist()
+    sample_store = new_sample_store(job)
+    table = step_samples(job, sample_store)
+    found = model.scores(sample_store, table).tolist()
     # Any number of samples; divided otherwise, they round otherwise.
-    few = model.scores(keeper, table.take(range(3)))
+    few = model.scores(sample_store, table.take(range(3)))
     np.testing.assert_allclose(few, found[:3], atol=1e-5)
-    assert model.scores(keeper, table.take([])).tolist() == []
+    assert model.scores(sample_store, table.take([])).tolist() == []
     role.close()
     dist.destroy_process_group()
     return found
@@ -175,8 +175,8 @@ def _act(job: Job, target: Path, num_steps: int, log: Any) -> dict[str, Any]:
     learner = build_learner(job, state, shards, critic)
     learner.actor.update = _meeting(learner.actor.update, target, "actor", CRITIC)
     assert learner.critic is not None and critic is not None and reward_model is not None
-    samples = step_samples(job, learner.keeper)
-    scores = ModelReward(reward_model).scores(learner.keeper, samples)
+    samples = step_samples(job, learner.sample_store)
+    scores = ModelReward(reward_model).scores(learner.sample_store, samples)
     found: dict[str, Any] = {"scores": scores.tolist()}
     found["num_tokens"] = int(samples.lengths.sum())
     received, expected = Received(job), 0
@@ -184,7 +184,7 @@ def _act(job: Job, target: Path, num_steps: int, log: Any) -> dict[str, Any]:
     for step in range(num_steps):
         batch = learner.make_batch(step, samples)
         # Values of its samples, and with their log-probs the tokens of those sampled elsewhere.
-        from_others = samples.homes[batch.actor.sample_ids] != learner.keeper.home
+        from_others = samples.homes[batch.actor.sample_ids] != learner.sample_store.home
         expected += int((4 + 9 * from_others) @ batch.actor.lengths.numpy())
         steps.append(take_step(learner, step, batch, samples))
     found["steps"] = steps

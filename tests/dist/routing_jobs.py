@@ -15,7 +15,7 @@ from mcore_rl.common import objects
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.megatron.hf_checkpoint import read_tensor
 from mcore_rl.model.weight_map import layer_order
-from mcore_rl.rollout.keeper import SampleKeeper
+from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.build import engine_config
 from mcore_rl.trainer.learner import Learner
 from tests.dist.ppo_jobs import Models, build_models
@@ -30,9 +30,9 @@ def engine_and_trainer(flags: list[str]) -> dict[str, Any]:
     models = build_models(flags)
     config = engine_config(models.job, load_format="auto")
     engine = VLLMEngine(dataclasses.replace(config, max_num_batched_tokens=256, max_num_seqs=16))
-    keeper = models.learner.keeper
+    sample_store = models.learner.sample_store
     found: dict[str, Any] = {"capture": captured(engine, models)}
-    samples = sampled(engine, models, keeper)
+    samples = sampled(engine, models, sample_store)
     found["mismatch"] = mismatches(models.learner, samples)
     found["after_reload"] = after_reload(engine, models)
     found["told_by_vllm"] = told_by_vllm(engine)
@@ -120,16 +120,16 @@ def agreement(some: list[Rollout], others: list[Rollout], lengths: list[int]) ->
     return float(np.mean(np.concatenate([each.all(axis=-1).ravel() for each in same])))
 
 
-def sampled(engine: VLLMEngine, models: Models, keeper: SampleKeeper) -> SampleTable:
+def sampled(engine: VLLMEngine, models: Models, sample_store: SampleStore) -> SampleTable:
     """As after a rollout: each engine has sampled its block, and its ranks keep the samples."""
     layout, rank = models.job.spec.rollout_layout, dist.get_rank()
     blocks = np.array_split(np.arange(NUM_PROMPTS), layout.num_tp_groups)
     mine = blocks[layout.tp_group_index(rank)].tolist()
     everything = prompts(models)
-    keeper.forget()
+    sample_store.clear()
     found = generate(engine, [everything[i] for i in mine])
     draws = [i for i in mine for _ in range(NUM_SAMPLES)]
-    return told_by_engines(keeper, [ScoredRollout(each, reward=0.0) for each in found], draws)
+    return told_by_engines(sample_store, [ScoredRollout(each, reward=0.0) for each in found], draws)
 
 
 def mismatches(learner: Learner, samples: SampleTable) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def made(
         seed=SEED,
         timers=StageTimers(),
         position=position,
-        keeper=HeldHere(),  # type: ignore[arg-type]
+        sample_store=HeldHere(),  # type: ignore[arg-type]
     )
     return collector, workers
 

@@ -187,7 +187,7 @@ def learner_of(
         critic,
         reference=reference,
         seed=1,
-        keeper=HeldHere(),
+        sample_store=HeldHere(),
         turn_weight=turn_weight,
         max_response_tokens=config.rollout.max_response_tokens,
         critic_warmup_steps=config.critic.critic_warmup_steps or 0,
@@ -198,9 +198,9 @@ def learner_of(
 
 
 def held(learner: Learner, samples: Sequence[ScoredRollout]) -> SampleTable:
-    """The table of samples, whose tokens the learner reads from now on."""
-    keeper: Any = learner.keeper
-    table: SampleTable = keeper.hold(samples)
+    """The table of samples, whose tokens the learner gets from now on."""
+    sample_store: Any = learner.sample_store
+    table: SampleTable = sample_store.hold(samples)
     return table
 
 

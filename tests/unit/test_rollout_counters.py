@@ -31,11 +31,11 @@ from mcore_rl.rewards.parts import weighed
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout import engines as engines_module
-from mcore_rl.rollout import keeper as keeper_module
+from mcore_rl.rollout import sample_store as store_module
 from mcore_rl.rollout.collector import Collected, Collector
 from mcore_rl.rollout.dispatch import LocalCounters
 from mcore_rl.rollout.engines import RolloutWorkers
-from mcore_rl.rollout.keeper import SampleKeeper
+from mcore_rl.rollout.sample_store import SampleStore
 from tests import hostile
 from tests.unit.test_collector import prompts
 from tests.unit.test_groups import ScriptedEngine, number_of
@@ -267,7 +267,7 @@ class Run:
                 distributed_c10d=SimpleNamespace(_get_default_store=lambda: store),
             )
             patch.setattr(engines_module, "dist", fake)
-            patch.setattr(keeper_module, "dist", fake)
+            patch.setattr(store_module, "dist", fake)
             made = [self._made(rank) for rank in range(size)]
         self.engines, self.stacks, self.workers, self.collectors = zip(*made, strict=True)
         self._patch = pytest.MonkeyPatch()
@@ -283,12 +283,12 @@ class Run:
         self.world.rank = rank
         size, options = self.options.num_engines, self.options
         layout = RolloutLayout(size, 1, expert_parallel=False)
-        keeper = SampleKeeper(TrainLayout(size), layout, [[[]]])
+        sample_store = SampleStore(TrainLayout(size), layout, [[[]]])
         engine, stack = TracedEngine(options), ScriptedStack(options)
         name = REWARD_MODEL if options.reward_model else "scripted"
         spec = RewardSpec((name,), (1.0,), num_workers=1, timeout_seconds=1.0)
         model = self._reward_model if options.reward_model else None
-        workers = RolloutWorkers(engine, layout, options.config.rollout, spec, keeper, model)  # type: ignore[arg-type]
+        workers = RolloutWorkers(engine, layout, options.config.rollout, spec, sample_store, model)  # type: ignore[arg-type]
         workers._rewards = stack  # type: ignore[assignment]
         collector = _Collector(
             workers,
@@ -299,12 +299,12 @@ class Run:
             seed=options.seed,
             timers=StageTimers(),
             position=0,
-            keeper=keeper,
+            sample_store=sample_store,
         )
         collector.asked = self.asked
         return engine, stack, workers, collector
 
-    def _reward_model(self, keeper: SampleKeeper, table: SampleTable) -> list[Outcome]:
+    def _reward_model(self, sample_store: SampleStore, table: SampleTable) -> list[Outcome]:
         # A table does not say which response a row is: neighbours of a draw stand in their order.
         seen: dict[int, int] = {}
         found = []

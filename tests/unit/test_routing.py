@@ -17,7 +17,7 @@ from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.moe.routing import RoutedLayers, Routes, joined, load_of
 from mcore_rl.moe.routing_capture import routes_of
 from mcore_rl.moe.routing_replay import Choices, RoutingReplay, obstacle
-from mcore_rl.rollout.keeper import SampleKeeper
+from mcore_rl.rollout.sample_store import SampleStore
 
 LAYERS = RoutedLayers((1, 3), topk=2, num_experts=6)
 
@@ -115,11 +115,11 @@ def test_joined_leaves_the_last_token_of_each_sample_to_the_router() -> None:
 
 
 @pytest.fixture
-def keeper() -> Iterator[SampleKeeper]:
+def sample_store() -> Iterator[SampleStore]:
     """Of rank 0 of 4: engines of TP2, two pipeline stages with one layer with experts each."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     layers = (((0, 1),), ((2, 3),))
-    yield SampleKeeper(
+    yield SampleStore(
         TrainLayout(4, tp_size=2, pp_size=2), RolloutLayout(4, 2, True), layers, LAYERS
     )
     dist.destroy_process_group()
@@ -133,27 +133,30 @@ def sample_of(routes: Routes | None, *, first: int = 0) -> ScoredRollout:
     return ScoredRollout(Rollout(prompt, 0, "", tokens, log_probs, "stop", 1, routes=routes), 1.0)
 
 
-def test_samples_stay_with_those_who_sampled(keeper: SampleKeeper) -> None:
-    assert keeper.of_stage().layers == (1,) and keeper.of_stage(1).layers == LAYERS.layers[1:]
+def test_samples_stay_with_those_who_sampled(sample_store: SampleStore) -> None:
+    assert (
+        sample_store.of_stage().layers == (1,)
+        and sample_store.of_stage(1).layers == LAYERS.layers[1:]
+    )
     routes = [Routes(drawn(4, seed=n), np.ones(4, dtype=np.bool_)) for n in range(2)]
-    assert keeper.keep([sample_of(routes[0]), sample_of(None)]) == 0
-    assert keeper.keep([sample_of(routes[1])]) == 2
-    table = keeper.table(1, [5, 6])
+    assert sample_store.add([sample_of(routes[0]), sample_of(None)]) == 0
+    assert sample_store.add([sample_of(routes[1])]) == 2
+    table = sample_store.table(1, [5, 6])
     assert (table.homes.tolist(), table.numbers.tolist()) == ([0, 0], [1, 2])
     assert (table.draws.tolist(), table.lengths.tolist()) == ([5, 6], [5, 5])
-    assert np.array_equal(keeper.load(), sum(load_of(each, 6) for each in routes))
-    before = keeper.digest()
-    keeper.forget()
-    assert keeper.digest() != before and not keeper.load().any()
+    assert np.array_equal(sample_store.load(), sum(load_of(each, 6) for each in routes))
+    before = sample_store.digest()
+    sample_store.clear()
+    assert sample_store.digest() != before and not sample_store.load().any()
 
 
 @pytest.mark.parametrize("stage", [0, 1, None])
-def test_tokens_are_the_same_after_their_way(keeper: SampleKeeper, stage: int | None) -> None:
+def test_tokens_are_the_same_after_their_way(sample_store: SampleStore, stage: int | None) -> None:
     routes = Routes(drawn(4), np.array([True, False, True, True]))
-    data = keeper._packed(sample_of(routes, first=300), stage)
-    assert len(data) == 5 * keeper._width(stage)
+    data = sample_store._packed(sample_of(routes, first=300), stage)
+    assert len(data) == 5 * sample_store._width(stage)
     # Where it lies in a message is all the same.
-    found = keeper._unpacked(np.concatenate([data[:1], data])[1:], 5, stage)
+    found = sample_store._unpacked(np.concatenate([data[:1], data])[1:], 5, stage)
     assert found.token_ids.tolist() == [300, 301, 302, 70_000, 70_001]
     assert found.is_generated.tolist() == [False] * 3 + [True] * 2
     assert found.log_probs.tolist() == [0.0, 0.0, 0.0, -0.5, -0.25]
@@ -166,10 +169,10 @@ def test_tokens_are_the_same_after_their_way(keeper: SampleKeeper, stage: int | 
     assert np.array_equal(found.routes.known, routes.known)
 
 
-def test_ranks_of_an_engine_that_sampled_otherwise_are_an_error(keeper: SampleKeeper) -> None:
-    keeper.require_agreement([b"a", b"a", b"b", b"b"])
+def test_ranks_of_an_engine_that_sampled_otherwise_are_an_error(sample_store: SampleStore) -> None:
+    sample_store.require_agreement([b"a", b"a", b"b", b"b"])
     with pytest.raises(RuntimeError, match="ranks 2 and 3 of one engine sampled different tokens"):
-        keeper.require_agreement([b"a", b"a", b"b", b"c"])
+        sample_store.require_agreement([b"a", b"a", b"b", b"c"])
 
 
 # ------------------------------------------------------------------------- where a token goes

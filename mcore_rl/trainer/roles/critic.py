@@ -45,7 +45,7 @@ from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.megatron.value_head import build_value_model
 from mcore_rl.megatron.world import MegatronWorld, changed_args, parsed_args
 from mcore_rl.model.tensors import VALUE_HEAD
-from mcore_rl.rollout.keeper import SampleKeeper
+from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.spec import ValueModelSpec
 from mcore_rl.trainer.resume.checkpoint_writer import write_checkpoint
 from mcore_rl.trainer.resume.folders import critic_folder, iteration_name
@@ -391,13 +391,15 @@ class StepCritic:
         facts = self.role.call(ServedCritic.facts)
         return facts["dp_size"], MicroBatching(**facts["batching"])
 
-    def divide(self, keeper: SampleKeeper, table: SampleTable, orders: np.ndarray) -> RowExchange:
+    def divide(
+        self, sample_store: SampleStore, table: SampleTable, orders: np.ndarray
+    ) -> RowExchange:
         """Make it divide a step's samples by the epochs' `orders` `[e, n]`. Returns their tokens,
         to be sent to its ranks."""
         numbers = table_to_tensors(table)
         shares = self.role.call(ServedCritic.divide, orders=torch.from_numpy(orders), **numbers)
         self._first = shares["first"]
-        return keeper.row_exchange(table, shares["every"])
+        return sample_store.row_exchange(table, shares["every"])
 
     def begin_values(self, batch: StepBatch) -> Callable[[], torch.Tensor]:
         """Request values; the returned function waits for the `[t]` values of `batch.actor`."""

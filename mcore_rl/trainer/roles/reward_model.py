@@ -32,7 +32,7 @@ from mcore_rl.megatron.world import MegatronWorld, parsed_args
 from mcore_rl.rewards.functions import REWARD_MODEL
 from mcore_rl.rewards.parts import FailureLog
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.rollout.keeper import SampleKeeper
+from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.spec import ValueModelSpec
 from mcore_rl.trainer.roles.remote import Role
 from mcore_rl.trainer.roles.samples import plan_epochs, table_to_tensors, tensors_to_table
@@ -132,22 +132,22 @@ class ModelReward:
         self._role = role
         self._log = FailureLog(REWARD_MODEL)
 
-    def scores(self, keeper: SampleKeeper, table: SampleTable) -> np.ndarray:
-        """Return `[n]` float64, on every rank, for samples in `keeper`."""
+    def scores(self, sample_store: SampleStore, table: SampleTable) -> np.ndarray:
+        """Return `[n]` float64, on every rank, for samples in `sample_store`."""
         if not len(table):
             return np.empty(0)
         wanted = self._role.call(RewardModel.divide, **table_to_tensors(table))["wanted"]
-        tokens = keeper.row_exchange(table, wanted)
+        tokens = sample_store.row_exchange(table, wanted)
         scores: np.ndarray = self._role.call(RewardModel.scores, tokens=tokens)["scores"].numpy()
         return scores
 
-    def outcomes(self, keeper: SampleKeeper, table: SampleTable) -> list[Outcome]:
+    def outcomes(self, sample_store: SampleStore, table: SampleTable) -> list[Outcome]:
         """Return the outcomes in order; a sample whose score is not finite has no reward."""
         found = [
             Outcome(score)
             if math.isfinite(score)
             else Outcome(0.0, "no number", f"the reward model's score is {score}")
-            for score in self.scores(keeper, table).tolist()
+            for score in self.scores(sample_store, table).tolist()
         ]
         if dist.get_rank() == 0:  # all ranks have found the same
             self._log.note(found)

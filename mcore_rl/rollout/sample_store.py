@@ -30,7 +30,7 @@ _TURN_BYTES = 4  # with environments: the reward of the turn that ends with the 
 _GENERATED, _KNOWN = 1, 2
 
 
-class SampleKeeper:
+class SampleStore:
     """The samples of the current step from this rank's engine."""
 
     def __init__(
@@ -68,12 +68,12 @@ class SampleKeeper:
 
     # This rank's samples
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Clear the samples and the expert load; a new step begins."""
         self._kept.clear()
         self._load[:] = 0
 
-    def keep(self, scored: Sequence[ScoredRollout]) -> int:
+    def add(self, scored: Sequence[ScoredRollout]) -> int:
         """Store samples and return the number of the first. Local; called in the same order on all
         ranks of a TP group, where only the first rank may know rewards."""
         first = len(self._kept)
@@ -84,7 +84,7 @@ class SampleKeeper:
                     self._load += load_of(sample.rollout.routes, self.routed.num_experts)
         return first
 
-    def rewarded(self, first: int, scored: Sequence[ScoredRollout]) -> None:
+    def set_rewards(self, first: int, scored: Sequence[ScoredRollout]) -> None:
         """Replace the samples from number `first` on by their rewarded versions."""
         self._kept[first : first + len(scored)] = scored
 

@@ -42,7 +42,7 @@ from mcore_rl.model.roles import ACTOR
 from mcore_rl.observe.progress import run_facts
 from mcore_rl.rollout.collector import Collected
 from mcore_rl.rollout.dispatch import SamplingTarget
-from mcore_rl.rollout.groups import GroupPlan, Groups
+from mcore_rl.rollout.groups import GroupPlan, GroupScheduler
 from mcore_rl.trainer.build import Parts, build
 from mcore_rl.trainer.inputs import check_data
 from mcore_rl.trainer.job import Job
@@ -100,7 +100,7 @@ class Run:
         self._monitors, self._timers = parts.monitors, parts.monitors.timers
         self._accuracy: float | None = None
 
-    def sample_eval(self, step: int, weight_version: int) -> Groups | None:
+    def sample_eval(self, step: int, weight_version: int) -> GroupScheduler | None:
         """Sample this engine's held-out prompts if an evaluation is due; in rollout mode."""
         config, prompts = self.config, self.parts.inputs.eval_prompts
         interval = config.evaluation.eval_interval
@@ -152,7 +152,7 @@ class Run:
             )
         raise RunStopped(EXIT_FAILED)
 
-    def evaluate(self, step: int, groups: Groups | None) -> float | None:
+    def evaluate(self, step: int, groups: GroupScheduler | None) -> float | None:
         """Return the held-out accuracy: the share of samples whose reward is at least 1."""
         self._accuracy = None
         if groups is not None:

@@ -31,7 +31,7 @@ from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.dispatch import Counters, Dispatcher, LocalCounters, SamplingTarget
-from mcore_rl.rollout.groups import Differs, GroupPlan, Groups, StepCounts
+from mcore_rl.rollout.groups import Differs, GroupPlan, GroupScheduler, StepCounts
 from mcore_rl.rollout.options import RolloutOptions
 from mcore_rl.rollout.pending import read_groups, write_groups
 from mcore_rl.rollout.sample_store import SampleStore
@@ -102,7 +102,7 @@ class RolloutWorkers:
         differs: Differs | None = None,
         order_of: Callable[[int], tuple[int, ...]] | None = None,
         when_few_are_left: Callable[[], object] | None = None,
-    ) -> Groups:
+    ) -> GroupScheduler:
         """Sample this TP group's part of a step's groups and start their rewards; in rollout mode.
 
         `prompt_of` returns the prompt of one of the run's draws. `key` is unique to this call and
@@ -138,7 +138,7 @@ class RolloutWorkers:
         at_once = min(self._engine.config.max_num_seqs, num_groups_at_once * plan.size)
         if order_of is not None and not shares:  # else each TP group has its own numbering
             plan = dataclasses.replace(plan, order=order_of(target.num_started))
-        groups = Groups(
+        groups = GroupScheduler(
             self._engine,
             plan,
             prompt_of,
@@ -232,7 +232,7 @@ class RolloutWorkers:
         self.pending = self._pending_before
 
     def settle(
-        self, groups: Groups, waited: Callable[[float], object]
+        self, groups: GroupScheduler, waited: Callable[[float], object]
     ) -> tuple[SampleTable, StepCounts]:
         """Wait for the remaining rewards. Return the table of the samples that the step takes from
         all TP groups, in the order of the draws, and total counts. The sample store has them.

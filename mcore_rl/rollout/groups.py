@@ -1,6 +1,6 @@
 """Groups of responses, one per drawn prompt, from the draw to the rewards.
 
-`Groups` draws prompts when its engine has room, passes each response
+`GroupScheduler` draws prompts when its engine has room, passes each response
 to the rewards as soon as it ends, and reports completed groups to the `Dispatcher`. A step that
 takes the groups that finish first stops the others. A stopped group is dropped, or resumes in a
 later step from its tokens.
@@ -142,7 +142,7 @@ class StepCounts:
         return replace(StepCounts(**counts), num_draws=max(self.num_draws, other.num_draws))
 
 
-class Groups:
+class GroupScheduler:
     """The scheduler of an engine's part of a step's draws and of pending groups.
 
     `open` maps draws to groups. `error` holds an exception of the rewards until all ranks raise it.

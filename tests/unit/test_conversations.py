@@ -18,7 +18,7 @@ from mcore_rl.hybrid_engine.vllm.generation import Sampling
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.conversations import Conversations, turns_of
 from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, SamplingTarget
-from mcore_rl.rollout.groups import GroupPlan, Groups
+from mcore_rl.rollout.groups import GroupPlan, GroupScheduler
 from mcore_rl.rollout.segments import OpenGroup, begun
 from mcore_rl.rollout.stream import run_stream
 from tests.unit.test_groups import ScriptedEngine
@@ -100,10 +100,10 @@ def run_groups(
     conversations: Conversations,
     target: SamplingTarget,
     prompt_of: Callable[[int], Prompt] = prompt_of,
-) -> tuple[Groups, NoRewards, TurnEngine]:
+) -> tuple[GroupScheduler, NoRewards, TurnEngine]:
     engine, rewards = TurnEngine(), NoRewards()
     plan = GroupPlan(SIZE, Sampling(), MAX_TOKENS, 5, 0, 1, converses=True, max_turn_tokens=None)
-    groups = Groups(
+    groups = GroupScheduler(
         engine,  # type: ignore[arg-type]
         plan,
         prompt_of,

@@ -19,7 +19,7 @@ from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling
 from mcore_rl.rewards.parts import weighed
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.dispatch import Counters, Dispatcher, LocalCounters, SamplingTarget
-from mcore_rl.rollout.groups import GroupPlan, Groups
+from mcore_rl.rollout.groups import GroupPlan, GroupScheduler
 from mcore_rl.rollout.segments import OpenGroup
 from mcore_rl.rollout.stream import run_stream
 
@@ -164,9 +164,9 @@ def sampled(
     at_once: int = ROOM,
     waits: bool = False,
     **changes: Any,
-) -> tuple[Groups, ScriptedEngine]:
+) -> tuple[GroupScheduler, ScriptedEngine]:
     engine = ScriptedEngine(lengths(seed))
-    groups = Groups(
+    groups = GroupScheduler(
         engine,  # type: ignore[arg-type]
         plan(**changes),
         prompt_of,

@@ -30,7 +30,7 @@ from mcore_rl.isolation.wire import Failed, answer_of
 from mcore_rl.rewards.parts import weighed
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, SamplingTarget
-from mcore_rl.rollout.groups import GroupPlan, Groups
+from mcore_rl.rollout.groups import GroupPlan, GroupScheduler
 from mcore_rl.rollout.stream import run_stream
 from tests import hostile
 from tests.unit.test_conversation import chatml
@@ -316,7 +316,7 @@ def test_conversations_are_settled_once_and_tokens_counted(
     with zygotes(messages, []) as made:
         conversations = Conversations(spec, tokens, **limits)
         engine, rewards = CountingEngine(made), _Rewards()
-        groups = Groups(
+        groups = GroupScheduler(
             engine,  # type: ignore[arg-type]
             plan,
             lambda draw: Prompt(draw, "add", "", np.array([draw], np.int32)),

@@ -117,36 +117,34 @@ class Dispatcher:
         draws i, i + g, i + 2g of the step; other draws are not counted here."""
         self._target, self._counters, self._key = target, counters, key
         self._round_robin, self._num_round_robin = round_robin, num_round_robin
-        self._next: int | None = None
+        self._next_number: int | None = None
         self._first, self._stride = numbering
-        self.last = -1  # the highest draw dispatched here
         self.num_dispatched = 0
         self.num_refills = 0  # of these, replacements
-        self.is_over = False  # no more will be dispatched here
+        self.is_exhausted = False  # no more will be dispatched here
 
     @property
     def takes_first(self) -> bool:
         """Whether groups are not waited for once enough have finished."""
         return self._target.takes_first
 
-    def next(self) -> int | None:
-        """Return a draw to sample here; None: not now, or, with `is_over`, never again."""
-        if not self.is_over and self._target.takes_first:
-            self.is_over = self.has_enough()
-        if self.is_over:
+    def next_draw(self) -> int | None:
+        """Return a draw to sample here; None: not now, or, with `is_exhausted`, never again."""
+        if not self.is_exhausted and self._target.takes_first:
+            self.is_exhausted = self.has_enough()
+        if self.is_exhausted:
             return None
-        if self._next is None:
-            self._next = self._following()
-        if self._next < self._allowed():
-            draw, self._next = self._next, None
+        if self._next_number is None:
+            self._next_number = self._take_number()
+        if self._next_number < self._allowed():
+            draw, self._next_number = self._next_number, None
             self.num_dispatched += 1
             self.num_refills += draw >= self._target.num_started
-            self.last = self._first + draw * self._stride
-            return self.last
-        self.is_over = self._is_decided(self._next)
+            return self._first + draw * self._stride
+        self.is_exhausted = self._is_final(self._next_number)
         return None
 
-    def finished(
+    def record_group(
         self, *, differs: bool = True, is_valid: bool = True, is_reserved: bool = False
     ) -> int:
         """Record a group with all its responses and, where groups are compared, all its rewards.
@@ -161,7 +159,7 @@ class Dispatcher:
         if is_valid:
             self._add("valid", 1)
         if target.compares and not differs:
-            self._add("useless", 1)
+            self._add("uninformative", 1)
             if is_reserved:
                 self._add("released", 1)  # before "settled": `has_enough` is never too early
         if is_reserved:
@@ -199,7 +197,7 @@ class Dispatcher:
             return 0
         return target.num_reserved - self._add("settled", 0)
 
-    def _following(self) -> int:
+    def _take_number(self) -> int:
         mine, stride = self._round_robin
         if self._num_round_robin is None or self.num_dispatched < self._num_round_robin:
             return mine + self.num_dispatched * stride
@@ -208,10 +206,10 @@ class Dispatcher:
     def _allowed(self) -> int:
         target = self._target
         # If every reward fails, more draws would not help.
-        replaced = self._add("useless", 0) if target.compares and self._add("valid", 0) else 0
+        replaced = self._add("uninformative", 0) if target.compares and self._add("valid", 0) else 0
         return min(target.num_started + replaced, target.max_draws)
 
-    def _is_decided(self, draw: int) -> bool:
+    def _is_final(self, draw: int) -> bool:
         """Return whether a draw that is not allowed now never will be."""
         target = self._target
         if not target.compares or draw >= target.max_draws or self.has_enough():
@@ -219,7 +217,7 @@ class Dispatcher:
         if self._add("failed", 0):
             return True
         in_hand = target.num_started + target.num_pending
-        return self._add("useless", 0) >= in_hand and not self._add("valid", 0)
+        return self._add("uninformative", 0) >= in_hand and not self._add("valid", 0)
 
     def _add(self, name: str, amount: int) -> int:
         return self._counters.add(f"{self._key}/{name}", amount)

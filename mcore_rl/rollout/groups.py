@@ -208,14 +208,14 @@ class GroupScheduler:
         while (
             len(submit) + len(self._starting) < room
             and self._may_begin()
-            and (count := self._dispatcher.next()) is not None
+            and (count := self._dispatcher.next_draw()) is not None
         ):
             submit += self._begin(self.plan.draw(count))
         unneeded = self._ended()
         submit = [each for each in submit if each.number not in unneeded]
         self._running |= {each.number for each in submit}
         stopped = tuple(sorted(unneeded & self._running))
-        more = bool(self._queue) or self._num_conversations > 0 or not self._dispatcher.is_over
+        more = bool(self._queue) or self._num_conversations > 0 or not self._dispatcher.is_exhausted
         more = more or self._dispatcher.is_undecided
         if self.plan.keeps:
             return StreamActions(tuple(submit), end=stopped, more=more)
@@ -454,7 +454,7 @@ class GroupScheduler:
 
     def _take(self, group: OpenGroup, *, differs: bool = True, is_valid: bool = True) -> None:
         assert self._dispatcher is not None
-        self._ranks[group.draw] = self._dispatcher.finished(
+        self._ranks[group.draw] = self._dispatcher.record_group(
             differs=differs, is_valid=is_valid, is_reserved=group.draw in self._reserved
         )
 

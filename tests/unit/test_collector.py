@@ -59,7 +59,7 @@ class ScriptedWorkers:
         assert key not in [call["key"] for call in self.calls]
         dispatcher, groups = Dispatcher(target, LocalCounters(), key), []
         self.orders.append(order_of(target.num_started))
-        while (draw := dispatcher.next()) is not None:
+        while (draw := dispatcher.next_draw()) is not None:
             prompt = prompt_of(plan.first_draw + draw)
             both = [
                 self._scored(self._rollout(prompt, number, plan.is_greedy(number)), prompt.index)
@@ -68,8 +68,8 @@ class ScriptedWorkers:
             groups.append(with_baselines(both, plan.num_samples)[: plan.num_samples])
             if differs is not None:
                 is_valid = any(sample.is_valid for sample in groups[-1])
-                dispatcher.finished(differs=differs(groups[-1]), is_valid=is_valid)
-        assert dispatcher.is_over
+                dispatcher.record_group(differs=differs(groups[-1]), is_valid=is_valid)
+        assert dispatcher.is_exhausted
         self.calls.append(
             {
                 "rows": [group[0].rollout.prompt.index for group in groups],
@@ -98,7 +98,7 @@ class ScriptedWorkers:
         table = SampleTable.of(self.scored[first:], numbers=numbers, draws=draws)
         plan = self.calls[-1]["plan"]
         counts = StepCounts(
-            num_draws=dispatcher.last + 1,
+            num_draws=len(found),
             started=len(found),
             refills=dispatcher.num_refills,
             generated_tokens=len(found) * plan.size,

@@ -38,20 +38,22 @@ def dispatched(
     got: list[list[int]] = [[] for _ in dispatchers]
     running: list[list[int]] = [[] for _ in dispatchers]
     for _ in range(10_000):
-        active = [
-            n for n, dispatcher in enumerate(dispatchers) if running[n] or not dispatcher.is_over
-        ]
+        active = [n for n in range(num_engines) if running[n] or not dispatchers[n].is_exhausted]
         if not active:
             return got
         engine = rng.choice(active)
         if len(running[engine]) < 2 and rng.random() < 0.6:
-            if (draw := dispatchers[engine].next()) is not None:
+            if (draw := dispatchers[engine].next_draw()) is not None:
                 got[engine].append(draw)
                 running[engine].append(draw)
         elif running[engine]:
             draw = running[engine].pop(rng.randrange(len(running[engine])))
-            dispatchers[engine].finished(differs=differs(draw), is_valid=True)
+            dispatchers[engine].record_group(differs=differs(draw), is_valid=True)
     raise AssertionError("the engines wait for each other")
+
+
+def next_draws(dispatcher: Dispatcher, count: int) -> list[int | None]:
+    return [dispatcher.next_draw() for _ in range(count)]
 
 
 def fewest(groups: int, most: int, differs: Differs) -> list[int]:
@@ -97,9 +99,10 @@ def test_first_caller_does_not_get_the_first_draws_of_others() -> None:
         )
         for number in (0, 1)
     )
-    assert [first.next() for _ in range(4)] == [0, 2, 4, 5]
-    assert [second.next() for _ in range(4)] == [1, 3, 6, None] and second.is_over
-    assert first.next() is None and first.is_over
+    assert next_draws(first, 4) == [0, 2, 4, 5]
+    assert next_draws(second, 4) == [1, 3, 6, None]
+    assert next_draws(first, 1) == [None]
+    assert first.is_exhausted and second.is_exhausted
 
 
 @pytest.mark.parametrize("num_engines", [1, 3])
@@ -122,36 +125,38 @@ def test_round_robin_assignment_does_not_depend_on_speed() -> None:
 def test_oversampling_starts_more_groups_than_it_takes() -> None:
     target = SamplingTarget.of(4, oversample=1.5)
     assert (target.num_started, target.max_draws) == (6, 6)
-    counters = LocalCounters()
-    dispatcher = Dispatcher(target, counters, "step")
-    assert [dispatcher.next() for _ in range(7)] == [0, 1, 2, 3, 4, 5, None] and dispatcher.is_over
+    dispatcher = Dispatcher(target, LocalCounters(), "step")
+    assert next_draws(dispatcher, 7) == [0, 1, 2, 3, 4, 5, None]
+    assert dispatcher.is_exhausted
     for _ in range(3):
-        dispatcher.finished(differs=True, is_valid=True)
+        dispatcher.record_group(differs=True, is_valid=True)
     assert not dispatcher.has_enough()
-    dispatcher.finished(differs=True, is_valid=True)
-    assert dispatcher.has_enough() and dispatcher.last == 5
+    dispatcher.record_group(differs=True, is_valid=True)
+    assert dispatcher.has_enough()
 
 
 def test_no_group_is_replaced_when_every_reward_fails() -> None:
     dispatcher = Dispatcher(SamplingTarget.of(4, max_refills=8), LocalCounters(), "step")
-    assert [dispatcher.next() for _ in range(5)] == [0, 1, 2, 3, None]
+    assert next_draws(dispatcher, 5) == [0, 1, 2, 3, None]
     for _ in range(3):
-        dispatcher.finished(differs=False, is_valid=False)
-    assert dispatcher.next() is None and not dispatcher.is_over  # the last may have a reward
-    dispatcher.finished(differs=False, is_valid=False)
-    assert dispatcher.next() is None and dispatcher.is_over
+        dispatcher.record_group(differs=False, is_valid=False)
+    assert next_draws(dispatcher, 1) == [None]
+    assert not dispatcher.is_exhausted  # the last group may have a reward
+    dispatcher.record_group(differs=False, is_valid=False)
+    assert next_draws(dispatcher, 1) == [None]
+    assert dispatcher.is_exhausted
 
 
 def test_one_valid_reward_allows_replacements() -> None:
     dispatcher = Dispatcher(SamplingTarget.of(2, max_refills=8), LocalCounters(), "step")
-    assert [dispatcher.next(), dispatcher.next()] == [0, 1]
-    dispatcher.finished(differs=False, is_valid=False)
-    assert dispatcher.next() is None
-    dispatcher.finished(differs=False, is_valid=True)
-    assert [dispatcher.next(), dispatcher.next(), dispatcher.next()] == [2, 3, None]
+    assert next_draws(dispatcher, 2) == [0, 1]
+    dispatcher.record_group(differs=False, is_valid=False)
+    assert next_draws(dispatcher, 1) == [None]
+    dispatcher.record_group(differs=False, is_valid=True)
+    assert next_draws(dispatcher, 3) == [2, 3, None]
 
 
 def test_steps_have_separate_counters() -> None:
     counters = LocalCounters()
     first, second = (Dispatcher(SamplingTarget.of(2), counters, key) for key in ("a", "b"))
-    assert [first.next(), second.next(), first.next(), second.next()] == [0, 0, 1, 1]
+    assert [next_draws(each, 1) for each in (first, second, first, second)] == [[0], [0], [1], [1]]

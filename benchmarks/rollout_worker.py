@@ -265,7 +265,10 @@ class Bench:
             started = self._begin()
             groups = self.workers.sample(
                 dataclasses.replace(
-                    self.plan(seed), first_draw=position, weight_version=1 + step, keeps=True
+                    self.plan(seed),
+                    first_draw=position,
+                    weight_version=1 + step,
+                    keeps_unfinished=True,
                 ),
                 SamplingTarget.of(
                     self.load.num_prompts, oversample=self.config.rollout.groups_at_a_time

@@ -185,7 +185,7 @@ class Collector:
             weight_version=weight_version,
             with_routes=self._sample_store.routed is not None,
             with_greedy=recipe.needs_greedy_baseline,
-            keeps=options.keeps_unfinished,
+            keeps_unfinished=options.keeps_unfinished,
         )
         with self._timers("rollout"):
             self._num_calls += 1

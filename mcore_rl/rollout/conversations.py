@@ -24,7 +24,7 @@ from mcore_rl.isolation.wire import Failed
 from mcore_rl.rewards.worker import Outcome
 
 _TOO_LONG = "began with too much"
-_MOMENTS_PER_STEP = 32  # a futile wait costs the engine 3 % of its time
+_POLLS_PER_STEP = 32  # a futile wait costs the engine 3 % of its time
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class _Episode:
 
 
 @dataclass(frozen=True, slots=True)
-class Next:
+class NextTurn:
     """The continuation of a sample: its response so far and its new observation."""
 
     number: int
@@ -46,7 +46,7 @@ class Next:
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class EpisodeEnd:
     """The end of a sample; `outcome` is its environment's reward for all turns."""
 
     number: int
@@ -108,7 +108,9 @@ class Conversations:
         )
         self._pool.step(episode.ticket, response)
 
-    def events(self, num_running: int = 0, step_seconds: float = 0.0) -> list[Next | Over]:
+    def events(
+        self, num_running: int = 0, step_seconds: float = 0.0
+    ) -> list[NextTurn | EpisodeEnd]:
         """Return the events since the last call, and those that arrive shortly.
 
         Quick environments answer a moment apart, and a step of the engine takes about as long with
@@ -117,37 +119,37 @@ class Conversations:
         `num_running` and of the answers so far.
         """
         if self._waits:
-            return self._all()
-        found = self._come()
-        moment = step_seconds / _MOMENTS_PER_STEP
-        while found and moment and self._pool.num_busy:
-            time.sleep(moment)
-            more = self._come()
-            found += more
-            if len(more) * _MOMENTS_PER_STEP < num_running + len(found):
+            return self._wait_for_all()
+        events = self._poll()
+        poll_seconds = step_seconds / _POLLS_PER_STEP
+        while events and poll_seconds and self._pool.num_busy:
+            time.sleep(poll_seconds)
+            new = self._poll()
+            events += new
+            if len(new) * _POLLS_PER_STEP < num_running + len(events):
                 break
-        return found
+        return events
 
-    def _all(self) -> list[Next | Over]:
-        found: list[Next | Over] = []
+    def _wait_for_all(self) -> list[NextTurn | EpisodeEnd]:
+        events: list[NextTurn | EpisodeEnd] = []
         while self._pool.is_working:
             self._pool.wait()
-            found += self._come()
-        return sorted(found + self._come(), key=attrgetter("number"))
+            events += self._poll()
+        return sorted(events + self._poll(), key=attrgetter("number"))
 
-    def _come(self) -> list[Next | Over]:
-        found: list[Next | Over] = []
+    def _poll(self) -> list[NextTurn | EpisodeEnd]:
+        events: list[NextTurn | EpisodeEnd] = []
         for ticket, event in self._pool.finished():
             number = self._numbers[ticket]
             episode = self._episodes[number]
             if isinstance(event, Started):
-                made: Next | Over = self._started(number, episode, event)
+                result: NextTurn | EpisodeEnd = self._started(number, episode, event)
             elif isinstance(event, Stepped):
-                made = self._stepped(number, episode, event)
+                result = self._stepped(number, episode, event)
             else:
-                made = self._over(number, episode, event)
-            found.append(made)
-        return found
+                result = self._end_of(number, episode, event)
+            events.append(result)
+        return events
 
     def end(self, numbers: Iterable[int]) -> None:
         """End these samples; numbers that are not open are ignored."""
@@ -161,7 +163,7 @@ class Conversations:
         self._episodes.clear()
         self._pool.close()
 
-    def _started(self, number: int, episode: _Episode, event: Started) -> Next | Over:
+    def _started(self, number: int, episode: _Episode, event: Started) -> NextTurn | EpisodeEnd:
         prompt = episode.rollout.prompt
         ids = self._tokens.first(prompt.token_ids, event.prompt)
         if isinstance(ids, np.ndarray) and len(ids) > self._max_prompt_tokens:
@@ -169,40 +171,40 @@ class Conversations:
                 _TOO_LONG, f"{len(ids)} tokens; --rl-max-prompt-tokens is {self._max_prompt_tokens}"
             )
         if isinstance(ids, Failed):
-            return self._over(number, episode, ids)
+            return self._end_of(number, episode, ids)
         episode.rollout = dataclasses.replace(
             episode.rollout, prompt=dataclasses.replace(prompt, token_ids=ids)
         )
-        return Next(number, episode.rollout, np.empty(0, dtype=np.int32))
+        return NextTurn(number, episode.rollout, np.empty(0, dtype=np.int32))
 
-    def _stepped(self, number: int, episode: _Episode, event: Stepped) -> Next | Over:
+    def _stepped(self, number: int, episode: _Episode, event: Stepped) -> NextTurn | EpisodeEnd:
         rollout = episode.rollout
-        paid = TurnReward(len(rollout.response_token_ids), event.reward)
-        rollout = dataclasses.replace(rollout, turn_rewards=(*rollout.turn_rewards, paid))
+        turn_reward = TurnReward(len(rollout.response_token_ids), event.reward)
+        rollout = dataclasses.replace(rollout, turn_rewards=(*rollout.turn_rewards, turn_reward))
         episode.rollout = rollout
         if event.done:
-            return self._over(number, episode)
+            return self._end_of(number, episode)
         generated = np.array(episode.turn_tokens, dtype=np.int32)
         observed = self._tokens.observed(generated, event.observation)
         if isinstance(observed, Failed):
-            return self._over(number, episode, observed)
+            return self._end_of(number, episode, observed)
         left = self._max_tokens - len(rollout.response_token_ids) - len(observed)
         if left < 1 or episode.num_turns >= self._spec.max_turns:
             episode.finish_reason = "length"  # it would have continued
-            return self._over(number, episode)
-        return Next(number, rollout, observed)
+            return self._end_of(number, episode)
+        return NextTurn(number, rollout, observed)
 
-    def _over(self, number: int, episode: _Episode, failed: Failed | None = None) -> Over:
+    def _end_of(self, number: int, episode: _Episode, failed: Failed | None = None) -> EpisodeEnd:
         del self._episodes[number], self._numbers[episode.ticket]
-        paid = sum(turn.reward for turn in episode.rollout.turn_rewards)
-        outcome = Outcome(paid) if failed is None else Outcome(0.0, failed.kind, failed.detail)
+        reward = sum(turn.reward for turn in episode.rollout.turn_rewards)
+        outcome = Outcome(reward) if failed is None else Outcome(0.0, failed.kind, failed.detail)
         rollout = dataclasses.replace(
             episode.rollout,
             finish_reason=episode.finish_reason,
             failure=episode.rollout.failure or (None if failed is None else failed.failure),
         )
         self._pool.end([episode.ticket])
-        return Over(number, rollout, outcome)
+        return EpisodeEnd(number, rollout, outcome)
 
 
 def turns_of(rollout: Rollout) -> Sequence[np.ndarray]:

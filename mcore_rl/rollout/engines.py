@@ -63,7 +63,7 @@ class RolloutWorkers:
         self._scores = layout.tp_rank(self._rank) == 0
         self._rewards = RewardStack(rewards)
         self._reward_names = [name for name in rewards.names if name != REWARD_MODEL]
-        self._converses = conversations is not None
+        self._has_environments = conversations is not None
         self._conversations = conversations() if conversations and self._scores else None
         self._reward_model, self._sample_store = reward_model, sample_store
         # Groups that this TP group's engine resumes in the next step; the same on all its ranks.
@@ -111,14 +111,14 @@ class RolloutWorkers:
         """
         plan = dataclasses.replace(
             plan,
-            converses=self._converses,
+            has_environments=self._has_environments,
             max_turn_tokens=self._max_turn_tokens,
             keeps_kv=self._options.keeps_kv,
         )
         group, num_groups = self._layout.tp_group_index(self._rank), self._layout.num_tp_groups
         counters, numbering = self._counters, (0, 1)
         # Rewards, or the order of finishing, decide which draws are batched together, and when.
-        decides = plan.keeps or target.takes_first or differs is not None
+        decides = plan.keeps_unfinished or target.takes_first or differs is not None
         shares = self._options.deterministic and decides
         if shares:
             target = target.share(group, num_groups)
@@ -126,7 +126,7 @@ class RolloutWorkers:
         reserved, most_pending = frozenset[int](), 0
         stale: Sequence[OpenGroup] = ()
         pending: Sequence[OpenGroup] = ()
-        if plan.keeps:
+        if plan.keeps_unfinished:
             self._pending_before = self.pending
             stale = self._drop_stale(plan)
             pending = self.pending
@@ -246,7 +246,7 @@ class RolloutWorkers:
             groups.wait()
             decision, counts = groups.decide(), groups.counts()
         taken, pending = groups.partition(self._engine.of_first_rank(decision))
-        if plan.keeps:
+        if plan.keeps_unfinished:
             self.pending = pending
         # Greedy responses last: only the samples are trained on.
         places = [(group, index) for index in range(plan.size) for group in taken]

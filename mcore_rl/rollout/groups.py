@@ -29,12 +29,12 @@ from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.rewards.functions import ENVIRONMENT
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.rollout.conversations import Conversations, Next, turns_of
+from mcore_rl.rollout.conversations import Conversations, NextTurn, turns_of
 from mcore_rl.rollout.dispatch import Dispatcher
-from mcore_rl.rollout.segments import OpenGroup, begun, extended, is_finished
+from mcore_rl.rollout.segments import OpenGroup, extend_rollout, is_finished, new_rollout
 from mcore_rl.rollout.stream import StreamActions
 
-_NOTHING = np.empty(0, dtype=np.int32)
+_NO_TOKENS = np.empty(0, dtype=np.int32)
 Differs = Callable[[Sequence[ScoredRollout]], bool]
 
 
@@ -50,9 +50,9 @@ class GroupPlan:
     weight_version: int
     with_routes: bool = False
     with_greedy: bool = False  # adds a response at temperature 0
-    keeps: bool = False  # stopped responses resume in a later step
+    keeps_unfinished: bool = False  # stopped responses resume in a later step
     order: tuple[int, ...] = ()  # of the step's first draws; later draws keep their order
-    converses: bool = False  # samples have environments and several turns
+    has_environments: bool = False  # samples have environments and several turns
     max_turn_tokens: int | None = None  # None: the rest of `max_tokens`
     keeps_kv: bool = False  # KV cache of resumed responses outlives an update
 
@@ -73,7 +73,7 @@ class GroupPlan:
         """Derive a seed from the run's seed, draw and index, independent of step and engine."""
         return seed_of(seed_of(self.seed, "draw", draw), index)
 
-    def request(self, draw: int, so_far: Rollout, observed: np.ndarray = _NOTHING) -> Request:
+    def request(self, draw: int, so_far: Rollout, observed: np.ndarray = _NO_TOKENS) -> Request:
         """Build the request that begins a response, or continues it after `observed`.
 
         Each sample has its own random stream per number of tokens so far.
@@ -184,13 +184,13 @@ class GroupScheduler:
             left_tokens=sum(group.num_tokens(plan.num_samples) for group in stale),
         )
         self._tickets: dict[int, int] = {}  # ticket of a reward -> request
-        self._ranks: dict[int, int] = {}  # order in which groups finished, by draw
+        self._finish_ranks: dict[int, int] = {}  # order in which groups finished, by draw
         self._running: set[int] = set()
         self._starting: set[int] = set()  # their environments are being created
         self._queue: deque[Request] = deque()
         self._is_ending = False
         if dispatcher is not None:
-            self._go_on(pending)
+            self._resume(pending)
 
     # The stream's scheduler
 
@@ -199,7 +199,7 @@ class GroupScheduler:
         enough groups, stop the rest."""
         assert self._dispatcher is not None, "not the first rank of its TP group"
         if self.error is not None:
-            self._leave(self._numbers())
+            self._end_conversations(self._numbers())
             return StreamActions(drop=tuple(self._running))
         submit: list[Request] = []
         room = self._at_once - num_running
@@ -207,17 +207,17 @@ class GroupScheduler:
             submit.append(self._queue.popleft())
         while (
             len(submit) + len(self._starting) < room
-            and self._may_begin()
+            and self._has_room()
             and (count := self._dispatcher.next_draw()) is not None
         ):
-            submit += self._begin(self.plan.draw(count))
-        unneeded = self._ended()
+            submit += self._begin_group(self.plan.draw(count))
+        unneeded = self._unneeded_requests()
         submit = [each for each in submit if each.number not in unneeded]
         self._running |= {each.number for each in submit}
         stopped = tuple(sorted(unneeded & self._running))
         more = bool(self._queue) or self._num_conversations > 0 or not self._dispatcher.is_exhausted
         more = more or self._dispatcher.is_undecided
-        if self.plan.keeps:
+        if self.plan.keeps_unfinished:
             return StreamActions(tuple(submit), end=stopped, more=more)
         self._running -= set(stopped)
         return StreamActions(tuple(submit), drop=stopped, more=more)
@@ -229,14 +229,14 @@ class GroupScheduler:
         so_far = group.rollouts[index]
         if so_far is None:
             prompt = self._prompt_of(draw)
-            if self.plan.converses:  # its environment may have changed the prompt
+            if self.plan.has_environments:  # its environment may have changed the prompt
                 prompt = replace(prompt, token_ids=completion.request.token_ids)
-            so_far = begun(prompt, index, self.plan.weight_version)
-        rollout = extended(so_far, completion, self.plan.weight_version)
+            so_far = new_rollout(prompt, index, self.plan.weight_version)
+        rollout = extend_rollout(so_far, completion, self.plan.weight_version)
         self._running.discard(completion.number)
         self._counts.generated_tokens += len(completion.token_ids)
-        if not self.plan.converses or not is_finished(rollout):
-            self._keep(group, rollout)
+        if not self.plan.has_environments or not is_finished(rollout):
+            self._store_response(group, rollout)
             return
         # A turn: its environment decides whether more follow.
         rollout = group.rollouts[index] = replace(rollout, finish_reason=UNFINISHED)
@@ -250,7 +250,7 @@ class GroupScheduler:
         if self._dispatcher is None or self.plan.is_greedy(request.number):
             return
         draw, index = divmod(request.number, self.plan.size)
-        so_far = self._so_far(self.open[draw], index)
+        so_far = self._response(self.open[draw], index)
         # Observed tokens count as part of the response, as in finished responses.
         prompt_and_response = len(so_far.prompt.token_ids) + len(so_far.response_token_ids)
         self._counts.left_tokens += len(request.token_ids) - prompt_and_response + num_tokens
@@ -262,9 +262,9 @@ class GroupScheduler:
         try:
             if self._waits:
                 self._rewards.wait()
-            self._converse(num_running, step_seconds)
+            self._continue_conversations(num_running, step_seconds)
             for ticket, outcomes in sorted(self._rewards.finished(), key=itemgetter(0)):
-                self._rewarded(self._tickets.pop(ticket), outcomes)
+                self._store_outcomes(self._tickets.pop(ticket), outcomes)
         except Exception as error:
             self._fail(error)
 
@@ -283,15 +283,15 @@ class GroupScheduler:
         """Return which groups are taken and which stay pending; after `wait`, on the first rank."""
         if self.error is not None:
             return GroupDecision()
-        others = sorted(self.open.keys() - self._taken())
+        others = sorted(self.open.keys() - self._taken_draws())
         turns = {
             (draw, index): rollout.turn_rewards
-            for draw in self._taken()
+            for draw in self._taken_draws()
             for index, rollout in enumerate(self.open[draw].rollouts)
             if rollout is not None and rollout.turn_rewards
         }
-        pending = tuple(others) if self.plan.keeps else ()
-        return GroupDecision(tuple(sorted(self._taken())), pending, turns)
+        pending = tuple(others) if self.plan.keeps_unfinished else ()
+        return GroupDecision(tuple(sorted(self._taken_draws())), pending, turns)
 
     def partition(self, decision: GroupDecision) -> tuple[list[OpenGroup], list[OpenGroup]]:
         """Return the taken groups and the pending groups; on all ranks."""
@@ -300,7 +300,7 @@ class GroupScheduler:
         for draw in decision.taken:
             group = self.open[draw]
             for index in range(self.plan.size):
-                rollout, turns = self._so_far(group, index), decision.turns.get((draw, index), ())
+                rollout, turns = self._response(group, index), decision.turns.get((draw, index), ())
                 group.rollouts[index] = replace(rollout, turn_rewards=turns)
         return (
             [self.open[draw] for draw in decision.taken],
@@ -310,15 +310,15 @@ class GroupScheduler:
     def counts(self) -> StepCounts:
         """Return the counts of this TP group; on its first rank, after `wait`."""
         assert self._dispatcher is not None
-        taken = self._taken()
+        taken = self._taken_draws()
         left = [group for draw, group in self.open.items() if draw not in taken]
         left_tokens = sum(group.num_tokens(self.plan.num_samples) for group in left)
         return replace(
             self._counts,
             started=self._dispatcher.num_dispatched,
             refills=self._dispatcher.num_refills,
-            dropped=self._counts.stale + (0 if self.plan.keeps else len(left)),
-            pending=len(left) if self.plan.keeps else 0,
+            dropped=self._counts.stale + (0 if self.plan.keeps_unfinished else len(left)),
+            pending=len(left) if self.plan.keeps_unfinished else 0,
             left_samples=self._counts.left_samples + len(left) * self.plan.num_samples,
             left_tokens=self._counts.left_tokens + left_tokens,
         )
@@ -331,14 +331,14 @@ class GroupScheduler:
         if self._dispatcher is not None:
             self._dispatcher.fail()
 
-    def _go_on(self, pending: Sequence[OpenGroup]) -> None:
+    def _resume(self, pending: Sequence[OpenGroup]) -> None:
         """Resume pending groups; those that must end in this step come first."""
         for group in sorted(pending, key=lambda each: each.draw not in self._reserved):
             for index, rollout in enumerate(group.rollouts):
                 if rollout is None or not is_finished(rollout):
-                    self._queue.append(self.plan.request(group.draw, self._so_far(group, index)))
+                    self._queue.append(self.plan.request(group.draw, self._response(group, index)))
             if group.is_sampled and self._differs is None:
-                self._take(group)
+                self._finish_group(group)
             elif self._is_rewarded(group):
                 self._compare(group)
 
@@ -346,25 +346,25 @@ class GroupScheduler:
     def _num_conversations(self) -> int:
         return 0 if self._conversations is None else self._conversations.num_open
 
-    def _may_begin(self) -> bool:
+    def _has_room(self) -> bool:
         return self._conversations is None or self._conversations.has_room(self.plan.size)
 
-    def _begin(self, draw: int) -> list[Request]:
+    def _begin_group(self, draw: int) -> list[Request]:
         """Return a new group's requests; none with environments, whose requests come later."""
         group = self.open[draw] = OpenGroup.new(draw, self.plan.size)
         # Not the count of draws: the draw assigned last need not have the highest number.
         num_draws = draw - self.plan.first_draw + 1
         self._counts.num_draws = max(self._counts.num_draws, num_draws)
-        begun = [self._so_far(group, index) for index in range(self.plan.size)]
+        rollouts = [self._response(group, index) for index in range(self.plan.size)]
         if self._conversations is None:
-            return [self.plan.request(draw, so_far) for so_far in begun]
-        for index, so_far in enumerate(begun):
+            return [self.plan.request(draw, so_far) for so_far in rollouts]
+        for index, so_far in enumerate(rollouts):
             number, seed = draw * self.plan.size + index, self.plan.seed_of_sample(draw, index)
             self._conversations.start(number, so_far, seed_of(seed, "environment"))
             self._starting.add(number)
         return []
 
-    def _converse(self, num_running: int, step_seconds: float) -> None:
+    def _continue_conversations(self, num_running: int, step_seconds: float) -> None:
         """Continue or finish the samples whose environments have answered."""
         if self._conversations is None:
             return
@@ -372,20 +372,20 @@ class GroupScheduler:
             draw, index = divmod(event.number, self.plan.size)
             self._starting.discard(event.number)
             group = self.open[draw]
-            if isinstance(event, Next):
+            if isinstance(event, NextTurn):
                 group.rollouts[index] = event.so_far
                 self._queue.append(self.plan.request(draw, event.so_far, event.observed))
             else:
-                group.paid[index] = event.outcome
-                self._keep(group, event.rollout)
+                group.environment_outcomes[index] = event.outcome
+                self._store_response(group, event.rollout)
 
-    def _leave(self, numbers: Iterable[int]) -> None:
+    def _end_conversations(self, numbers: Iterable[int]) -> None:
         """End the environments of these requests."""
         if self._conversations is not None:
             self._conversations.end(numbers)
         self._starting -= set(numbers)
 
-    def _keep(self, group: OpenGroup, rollout: Rollout) -> None:
+    def _store_response(self, group: OpenGroup, rollout: Rollout) -> None:
         """Store a response; if it is finished, decode it and request its rewards."""
         index = rollout.sample_index
         if is_finished(rollout) and self._dispatcher is not None:
@@ -393,15 +393,15 @@ class GroupScheduler:
             rollout = replace(rollout, text="\n".join(texts))
         group.rollouts[index] = rollout
         if is_finished(rollout) and self._dispatcher is not None:
-            self._reward(group, index)
+            self._request_reward(group, index)
 
-    def _so_far(self, group: OpenGroup, index: int) -> Rollout:
+    def _response(self, group: OpenGroup, index: int) -> Rollout:
         found = group.rollouts[index]
         if found is None:
-            found = begun(self._prompt_of(group.draw), index, self.plan.weight_version)
+            found = new_rollout(self._prompt_of(group.draw), index, self.plan.weight_version)
         return found
 
-    def _ended(self) -> set[int]:
+    def _unneeded_requests(self) -> set[int]:
         """Return the requests that the step no longer needs, running or not; only once."""
         assert self._dispatcher is not None
         if self._is_ending or not self._dispatcher.takes_first or not self._dispatcher.has_enough():
@@ -410,7 +410,7 @@ class GroupScheduler:
         needed = self._numbers(self._reserved)
         self._queue = deque(each for each in self._queue if each.number in needed)
         unneeded = self._numbers() - needed
-        self._leave(unneeded)
+        self._end_conversations(unneeded)
         return unneeded
 
     def _numbers(self, draws: Iterable[int] | None = None) -> set[int]:
@@ -419,19 +419,20 @@ class GroupScheduler:
         chosen = self.open if draws is None else draws
         return {draw * size + index for draw in chosen for index in range(size)}
 
-    def _reward(self, group: OpenGroup, index: int) -> None:
+    def _request_reward(self, group: OpenGroup, index: int) -> None:
         rollout = group.rollouts[index]
         assert rollout is not None
         if self._rewards is not None and self.error is None:
             self._tickets[self._rewards.begin(rollout)] = group.draw * self.plan.size + index
         if group.is_sampled and self._differs is None:
-            self._take(group)
+            self._finish_group(group)
 
-    def _rewarded(self, number: int, outcomes: Mapping[str, Outcome]) -> None:
+    def _store_outcomes(self, number: int, outcomes: Mapping[str, Outcome]) -> None:
         draw, index = divmod(number, self.plan.size)
         group = self.open[draw]
-        paid = {ENVIRONMENT: group.paid[index]} if index in group.paid else {}
-        group.outcomes[index] = {**outcomes, **paid}
+        group.outcomes[index] = dict(outcomes)
+        if index in group.environment_outcomes:
+            group.outcomes[index] = {**outcomes, ENVIRONMENT: group.environment_outcomes[index]}
         if self._is_rewarded(group):
             self._compare(group)
 
@@ -446,20 +447,22 @@ class GroupScheduler:
             {name: [group.outcomes[n][name] for n in responses] for name in group.outcomes[0]},
         )
         scored = with_baselines(weighed, num_samples)[:num_samples]
-        self._take(
+        self._finish_group(
             group,
             differs=self._differs(scored),
             is_valid=any(each.is_valid for each in scored),
         )
 
-    def _take(self, group: OpenGroup, *, differs: bool = True, is_valid: bool = True) -> None:
+    def _finish_group(
+        self, group: OpenGroup, *, differs: bool = True, is_valid: bool = True
+    ) -> None:
         assert self._dispatcher is not None
-        self._ranks[group.draw] = self._dispatcher.record_group(
+        self._finish_ranks[group.draw] = self._dispatcher.record_group(
             differs=differs, is_valid=is_valid, is_reserved=group.draw in self._reserved
         )
 
-    def _taken(self) -> set[int]:
+    def _taken_draws(self) -> set[int]:
         """Return the draws that the step takes; after `wait`, when every place is settled."""
         assert self._dispatcher is not None
         places = self._dispatcher.places
-        return {draw for draw, rank in self._ranks.items() if rank <= places}
+        return {draw for draw, rank in self._finish_ranks.items() if rank <= places}

@@ -20,7 +20,7 @@ from mcore_rl.moe.routing import Routes
 from mcore_rl.rewards.worker import Outcome
 
 
-def begun(prompt: Prompt, sample_index: int, weight_version: int) -> Rollout:
+def new_rollout(prompt: Prompt, sample_index: int, weight_version: int) -> Rollout:
     """Return a response without tokens."""
     return Rollout(
         prompt=prompt,
@@ -33,15 +33,15 @@ def begun(prompt: Prompt, sample_index: int, weight_version: int) -> Rollout:
     )
 
 
-def extended(so_far: Rollout, completion: Completion, weight_version: int) -> Rollout:
+def extend_rollout(so_far: Rollout, completion: Completion, weight_version: int) -> Rollout:
     """Append the tokens sampled next, preceded by the tokens that the request added.
 
     The text stays empty: a finished response is decoded once, as a unit.
     """
     before = len(so_far.prompt.token_ids) + len(so_far.response_token_ids)
-    given = completion.request.token_ids[before:]
+    added = completion.request.token_ids[before:]
     finish_reason = UNFINISHED if completion.is_cut_short else completion.finish_reason
-    if not len(so_far.response_token_ids) and not len(given):  # most responses have one part
+    if not len(so_far.response_token_ids) and not len(added):  # most responses have one part
         return dataclasses.replace(
             so_far,
             response_token_ids=completion.token_ids,
@@ -52,36 +52,36 @@ def extended(so_far: Rollout, completion: Completion, weight_version: int) -> Ro
             failure=so_far.failure or completion.failure,
         )
     num_new = len(completion.token_ids)
-    nothing = np.zeros(len(given), dtype=np.float32)
+    no_log_probs = np.zeros(len(added), dtype=np.float32)
     generated = so_far.is_generated
-    if generated is None and len(given):
+    if generated is None and len(added):
         generated = np.ones(len(so_far.response_token_ids), dtype=np.bool_)
     if generated is not None:
-        parts = [generated, np.zeros(len(given), np.bool_), np.ones(num_new, np.bool_)]
+        parts = [generated, np.zeros(len(added), np.bool_), np.ones(num_new, np.bool_)]
         generated = np.concatenate(parts)
     return dataclasses.replace(
         so_far,
         response_token_ids=np.concatenate(
-            [so_far.response_token_ids, given, completion.token_ids], dtype=np.int32
+            [so_far.response_token_ids, added, completion.token_ids], dtype=np.int32
         ),
         rollout_log_probs=np.concatenate(
-            [so_far.rollout_log_probs, nothing, completion.log_probs], dtype=np.float32
+            [so_far.rollout_log_probs, no_log_probs, completion.log_probs], dtype=np.float32
         ),
         finish_reason=finish_reason,
         weight_version=weight_version,
         weight_versions=np.concatenate(
             [
                 so_far.token_versions,
-                np.full(len(given) + num_new, weight_version, dtype=np.int32),
+                np.full(len(added) + num_new, weight_version, dtype=np.int32),
             ]
         ),
         is_generated=generated,
-        routes=_with_earlier(so_far.routes, completion.routes),
+        routes=_merge_routes(so_far.routes, completion.routes),
         failure=so_far.failure or completion.failure,
     )
 
 
-def _with_earlier(earlier: Routes | None, now: Routes | None) -> Routes | None:
+def _merge_routes(earlier: Routes | None, now: Routes | None) -> Routes | None:
     """Return the experts of `now`, except for tokens whose successor was sampled earlier."""
     if earlier is None or now is None:
         return now
@@ -99,7 +99,7 @@ class OpenGroup:
     draw: int  # of the run
     rollouts: list[Rollout | None]  # by index; None: not begun
     outcomes: dict[int, Mapping[str, Outcome]] = field(default_factory=dict)  # by index
-    paid: dict[int, Outcome] = field(default_factory=dict)  # environments' rewards, by index
+    environment_outcomes: dict[int, Outcome] = field(default_factory=dict)  # by index
 
     @classmethod
     def new(cls, draw: int, size: int) -> OpenGroup:
@@ -120,8 +120,8 @@ class OpenGroup:
 
     def num_tokens(self, num_samples: int) -> int:
         """Count the tokens of the first `num_samples` responses so far."""
-        begun = (each for each in self.rollouts[:num_samples] if each is not None)
-        return sum(len(each.response_token_ids) for each in begun)
+        started = (each for each in self.rollouts[:num_samples] if each is not None)
+        return sum(len(each.response_token_ids) for each in started)
 
 
 def is_finished(rollout: Rollout) -> bool:

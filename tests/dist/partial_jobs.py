@@ -109,7 +109,7 @@ def partial_rollouts(
             seed=3,
             first_draw=first_draw,
             weight_version=version,
-            keeps=keeps,
+            keeps_unfinished=keeps,
             scale=scale,
         )
         groups = workers.sample(plan, target, partial(prompt_of, scale=scale), key=str(step))

@@ -18,7 +18,7 @@ from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.collector import Collected, Collector
 from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, SamplingTarget
 from mcore_rl.rollout.groups import GroupPlan, StepCounts
-from mcore_rl.rollout.segments import begun
+from mcore_rl.rollout.segments import new_rollout
 from mcore_rl.trainer.step_metrics import rollout_metrics
 from tests.held import HeldHere
 
@@ -210,7 +210,7 @@ def seeds_of(plan: GroupPlan) -> list[int | None]:
 
 
 def requests(plan: GroupPlan, draw: int) -> list[Request]:
-    return [plan.request(draw, begun(prompts()[0], index, 0)) for index in range(plan.size)]
+    return [plan.request(draw, new_rollout(prompts()[0], index, 0)) for index in range(plan.size)]
 
 
 def nothing() -> None:

@@ -19,7 +19,7 @@ from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.conversations import Conversations, turns_of
 from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, SamplingTarget
 from mcore_rl.rollout.groups import GroupPlan, GroupScheduler
-from mcore_rl.rollout.segments import OpenGroup, begun
+from mcore_rl.rollout.segments import OpenGroup, new_rollout
 from mcore_rl.rollout.stream import run_stream
 from tests.unit.test_groups import ScriptedEngine
 
@@ -102,7 +102,9 @@ def run_groups(
     prompt_of: Callable[[int], Prompt] = prompt_of,
 ) -> tuple[GroupScheduler, NoRewards, TurnEngine]:
     engine, rewards = TurnEngine(), NoRewards()
-    plan = GroupPlan(SIZE, Sampling(), MAX_TOKENS, 5, 0, 1, converses=True, max_turn_tokens=None)
+    plan = GroupPlan(
+        SIZE, Sampling(), MAX_TOKENS, 5, 0, 1, has_environments=True, max_turn_tokens=None
+    )
     groups = GroupScheduler(
         engine,  # type: ignore[arg-type]
         plan,
@@ -277,6 +279,6 @@ def test_answers_are_waited_for_as_long_as_they_come_faster_than_tokens(
     spec = EnvironmentSpec("any", timeout_seconds=1.0)
     conversations = Conversations(spec, tokens, max_prompt_tokens=8, max_tokens=9)
     for number in range(sum(arriving)):
-        conversations.start(number, begun(prompt_of(0), 0, 1), number)
+        conversations.start(number, new_rollout(prompt_of(0), 0, 1), number)
     assert len(conversations.events(num_running, step_seconds=0.032)) == num_found
     assert slept == [0.001] * (pool.num_looks - 1)

@@ -309,7 +309,7 @@ class Run:
             seed=self.seed,
             pending=self.pending,
             reserved=reserved,
-            keeps=True,
+            keeps_unfinished=True,
             first_draw=self.position,
             weight_version=self.version,
         )
@@ -389,7 +389,7 @@ def test_a_response_goes_on_from_its_tokens_with_a_random_stream_of_its_own() ->
         ScriptedRewards(float),
         seed=1,
         pending=run.pending,
-        keeps=True,
+        keeps_unfinished=True,
         weight_version=2,
     )
     again = {request.number: request for request in engine.submitted}
@@ -404,6 +404,6 @@ def test_a_response_goes_on_from_its_tokens_with_a_random_stream_of_its_own() ->
 
 
 def begun_again(rollout: Rollout) -> Rollout:
-    from mcore_rl.rollout.segments import begun
+    from mcore_rl.rollout.segments import new_rollout
 
-    return begun(rollout.prompt, rollout.sample_index, 1)
+    return new_rollout(rollout.prompt, rollout.sample_index, 1)

@@ -312,7 +312,9 @@ def test_conversations_are_settled_once_and_tokens_counted(
     tokens = ConversationTokens(Words(), use_chat_template=False, ends=(), vocabulary=10_000)
     limits = {"max_prompt_tokens": MAX_PROMPT_TOKENS, "max_tokens": MAX_TOKENS}
     target = SamplingTarget.of(2, max_refills=1 if compares else None, oversample=oversample)
-    plan = GroupPlan(SIZE, Sampling(), MAX_TOKENS, 5, 0, 1, with_greedy=with_greedy, converses=True)
+    plan = GroupPlan(
+        SIZE, Sampling(), MAX_TOKENS, 5, 0, 1, with_greedy=with_greedy, has_environments=True
+    )
     with zygotes(messages, []) as made:
         conversations = Conversations(spec, tokens, **limits)
         engine, rewards = CountingEngine(made), _Rewards()

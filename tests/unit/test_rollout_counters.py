@@ -316,7 +316,7 @@ class Run:
     def pending(self) -> set[int]:
         return {group.draw for workers in self.workers for group in workers.pending}
 
-    def begun(self) -> set[int]:
+    def new_rollout(self) -> set[int]:
         """Draws that were given to any engine, sampled or not."""
         return set(self.asked)
 

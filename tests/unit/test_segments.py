@@ -18,7 +18,7 @@ from mcore_rl.moe.routing import Routes
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.collector import lengths_in
 from mcore_rl.rollout.pending import read_groups, write_groups
-from mcore_rl.rollout.segments import OpenGroup, begun, extended, is_finished
+from mcore_rl.rollout.segments import OpenGroup, extend_rollout, is_finished, new_rollout
 
 PROMPT = Prompt(8, "how many", "", np.array([5, 6, 7], np.int32))
 
@@ -38,12 +38,14 @@ def part(
     request = Request(0, np.array(ids, np.int32), limit, Sampling())
     sampled = np.array(tokens, np.int32)
     log_probs = -sampled.astype(np.float32)
-    return extended(so_far, Completion(request, sampled, log_probs, "length", routes), version)
+    return extend_rollout(
+        so_far, Completion(request, sampled, log_probs, "length", routes), version
+    )
 
 
 def in_three_parts() -> Rollout:
     """Two tokens under version 1, an observation of two and a token under 3, two under 4."""
-    first = part(begun(PROMPT, 0, 1), [11, 12], 1)
+    first = part(new_rollout(PROMPT, 0, 1), [11, 12], 1)
     second = part(first, [13], 3, observed=(90, 91))
     return part(second, [14, 15], 4, limit=2)
 
@@ -68,19 +70,19 @@ def test_experts_are_those_of_the_pass_that_the_next_token_was_sampled_from() ->
 
 
 def test_a_part_that_was_ended_before_its_time_goes_on_and_another_does_not() -> None:
-    assert not is_finished(part(begun(PROMPT, 0, 1), [11], 1))
-    assert is_finished(part(begun(PROMPT, 0, 1), [11], 1, limit=1))
+    assert not is_finished(part(new_rollout(PROMPT, 0, 1), [11], 1))
+    assert is_finished(part(new_rollout(PROMPT, 0, 1), [11], 1, limit=1))
 
 
 def test_what_failed_in_one_part_has_failed() -> None:
-    broken = dataclasses.replace(part(begun(PROMPT, 0, 1), [11], 1), failure="no experts")
+    broken = dataclasses.replace(part(new_rollout(PROMPT, 0, 1), [11], 1), failure="no experts")
     assert part(broken, [12], 2).failure == "no experts"
 
 
 def groups() -> list[OpenGroup]:
     finished = dataclasses.replace(in_three_parts(), text="1 and 2")
     return [
-        OpenGroup(draw, [finished, None, part(begun(PROMPT, 2, 1), [draw], 1)], {0: outcomes})
+        OpenGroup(draw, [finished, None, part(new_rollout(PROMPT, 2, 1), [draw], 1)], {0: outcomes})
         for draw, outcomes in (
             (7, {"length": Outcome(0.1)}),
             (4, {"length": Outcome(0.0, "raised KeyError", "'x'")}),

@@ -316,7 +316,7 @@ class Bench:
             places.append(draw)
         objects.barrier()  # scoring begins when all engines are done
         outcomes = self.workers._rewards.outcomes(rollouts)
-        table, _ = self.workers._rewarded(rollouts, places, len(rollouts), outcomes, None)
+        table, _ = self.workers._score(rollouts, places, len(rollouts), outcomes, None)
         num_tokens = sum(len(each.response_token_ids) for each in rollouts)
         return self._told(started, done, num_tokens, len(table))
 

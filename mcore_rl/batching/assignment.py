@@ -50,28 +50,28 @@ def bins_of(costs: Sequence[float] | np.ndarray, num_bins: int) -> np.ndarray:
     """Return `[n]` int64: the bin of each of n numbers in `partition`."""
     costs = np.asarray(costs, dtype=np.float64)
     assert num_bins >= 1, f"{num_bins} bins"
-    count, found = len(costs), np.full(len(costs), num_bins - 1)
+    num_costs, bins = len(costs), np.full(len(costs), num_bins - 1)
     if num_bins == 1:
-        return found
+        return bins
     joins = _joins(costs.tolist(), num_bins)
     # Partition -> the result's bin for each of its bins, from the last join back to the first.
-    places = {count + len(joins) - 1: np.arange(num_bins)}
+    places = {num_costs + len(joins) - 1: np.arange(num_bins)}
     for number in range(len(joins) - 1, -1, -1):
         one, other, order = joins[number]
-        joined = places.pop(count + number)
+        joined = places.pop(num_costs + number)
         if isinstance(order, int):
-            found[other] = emptiest = joined[order]
+            bins[other] = emptiest = joined[order]
             joined[1 : order + 1] = joined[:order]
             joined[0] = emptiest
         else:
             unsorted = np.empty_like(order)
             unsorted[order] = joined
             joined, places[other] = unsorted, unsorted[::-1].copy()
-        if one < count:
-            found[one] = joined[-1]
+        if one < num_costs:
+            bins[one] = joined[-1]
         else:
             places[one] = joined
-    return found
+    return bins
 
 
 def _joins(costs: Sequence[float], num_bins: int) -> list[tuple[int, int, int | np.ndarray]]:
@@ -90,9 +90,9 @@ def _joins(costs: Sequence[float], num_bins: int) -> list[tuple[int, int, int | 
     def sums(partition: int) -> np.ndarray:
         if partition >= count:
             return sums_of.pop(partition)
-        found = np.zeros(num_bins)
-        found[-1] = costs[partition]
-        return found
+        bin_sums = np.zeros(num_bins)
+        bin_sums[-1] = costs[partition]
+        return bin_sums
 
     order: int | np.ndarray
     while len(heap) > 1:
@@ -257,19 +257,19 @@ def division_of(
 
     `ranks` are the ranks of each data-parallel rank, which have the same samples."""
     of_epochs = [[samples_of(cuts) for cuts in plan] for plan in epochs]
-    every = []
+    samples_by_rank = []
     for of_rank in zip(*of_epochs, strict=True):
         samples = np.concatenate(of_rank)
         _, firsts = np.unique(samples, return_index=True)
-        every.append(samples[np.sort(firsts)])
+        samples_by_rank.append(samples[np.sort(firsts)])
     first = Shares(tuple(of_epochs[0]), tuple(ranks))
-    return Division(lengths, first, Shares(tuple(every), tuple(ranks)))
+    return Division(lengths, first, Shares(tuple(samples_by_rank), tuple(ranks)))
 
 
 def samples_of(cuts: Cuts) -> np.ndarray:
     """Return the samples of `cuts`, one after the other."""
-    found = [sample for mini_batch in cuts for part in mini_batch for sample in part]
-    return np.array(found, dtype=np.int64)
+    samples = [sample for mini_batch in cuts for part in mini_batch for sample in part]
+    return np.array(samples, dtype=np.int64)
 
 
 def _assign_padded(

@@ -145,17 +145,17 @@ class RowExchange:
         for other, samples in moves.incoming.items():
             if other != rank:
                 incoming[other] = int(self.lengths[samples].sum()) * item_bytes
-        came = exchange(outgoing, incoming)
+        received = exchange(outgoing, incoming)
         wanted = self.target.of(rank)
         shape = (int(self.lengths[wanted].sum()), *self.rows.shape[1:])
-        found = SampleRows(wanted, self.lengths, np.empty(shape, dtype=self.rows.dtype))
+        result = SampleRows(wanted, self.lengths, np.empty(shape, dtype=self.rows.dtype))
         for other, samples in moves.incoming.items():
             if other == rank:
-                found.put(samples, here.of(samples))
+                result.put(samples, here.of(samples))
             else:
-                rows = came[other].view(self.rows.dtype)
-                found.put(samples, rows.reshape(int(self.lengths[samples].sum()), *shape[1:]))
-        return found.rows
+                rows = received[other].view(self.rows.dtype)
+                result.put(samples, rows.reshape(int(self.lengths[samples].sum()), *shape[1:]))
+        return result.rows
 
 
 class SampleRows:

@@ -145,29 +145,29 @@ class SampleTable:
     def take(self, rows: Sequence[int] | np.ndarray) -> SampleTable:
         """Return these rows, in this order."""
         rows = np.asarray(rows, dtype=np.int64)
-        found: dict[str, object] = {}
+        columns: dict[str, object] = {}
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
             if isinstance(value, np.ndarray):
-                found[each.name] = value[rows]
-        found["why_not_valid"] = tuple(self.why_not_valid[row] for row in rows)
-        found["parts"] = {name: values[rows] for name, values in self.parts.items()}
-        return SampleTable(**found)  # type: ignore[arg-type]
+                columns[each.name] = value[rows]
+        columns["why_not_valid"] = tuple(self.why_not_valid[row] for row in rows)
+        columns["parts"] = {name: values[rows] for name, values in self.parts.items()}
+        return SampleTable(**columns)  # type: ignore[arg-type]
 
     @classmethod
     def joined(cls, tables: Sequence[SampleTable]) -> SampleTable:
         """Concatenate at least one table."""
-        found: dict[str, object] = {}
+        columns: dict[str, object] = {}
         for each in dataclasses.fields(cls):
             if each.name not in ("why_not_valid", "parts"):
-                found[each.name] = np.concatenate([getattr(t, each.name) for t in tables])
-        found["why_not_valid"] = tuple(why for table in tables for why in table.why_not_valid)
+                columns[each.name] = np.concatenate([getattr(t, each.name) for t in tables])
+        columns["why_not_valid"] = tuple(why for table in tables for why in table.why_not_valid)
         names = dict.fromkeys(name for table in tables for name in table.parts)
-        found["parts"] = {
+        columns["parts"] = {
             name: np.concatenate([t.parts.get(name, np.full(len(t), np.nan)) for t in tables])
             for name in names
         }
-        return cls(**found)  # type: ignore[arg-type]
+        return cls(**columns)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,29 +87,29 @@ class Collector:
         at_a_time = self._options.groups_at_a_time
         if not recipe.dynamic_sampling:
             target = SamplingTarget.of(num_groups, oversample=at_a_time)
-            table = self._drawn(target, weight_version, when_few_are_left)
-            return self._collected(table, weight_version)
+            table = self._sample_groups(target, weight_version, when_few_are_left)
+            return self._build_result(table, weight_version)
         kept: list[SampleTable] = []
-        useless: list[SampleTable] = []
+        uninformative: list[SampleTable] = []
         most = num_groups * (1 + recipe.max_refills)
         refills = 0
         while len(kept) < num_groups and (left := most - (self.position - self._step_began_at)) > 0:
             missing = num_groups - len(kept)
             target = SamplingTarget(missing, min(missing, left), left)
-            refills += target.num_started if kept or useless else 0
+            refills += target.num_started if kept or uninformative else 0
             if self._workers.compares:  # while others are sampled, so once is enough
                 target = SamplingTarget.of(
                     num_groups, max_refills=recipe.max_refills, oversample=at_a_time
                 )
             # Otherwise do not call training back early: more draws may follow.
             call_back = when_few_are_left if target.compares else None
-            for group in self._groups(self._drawn(target, weight_version, call_back)):
-                (kept if _differ(group) else useless).append(group)
-            if target.compares or not any(group.valid.any() for group in (*kept, *useless)):
+            for group in self._split_groups(self._sample_groups(target, weight_version, call_back)):
+                (kept if _differ(group) else uninformative).append(group)
+            if target.compares or not any(group.valid.any() for group in (*kept, *uninformative)):
                 break  # or every reward fails; more draws would not help
         missing = max(0, num_groups - len(kept))
-        groups = kept + useless[:missing]
-        for group in useless[missing:]:
+        groups = kept + uninformative[:missing]
+        for group in uninformative[missing:]:
             self._counts.dropped += 1
             self._counts.left_samples += len(group)
             self._counts.left_tokens += int(group.response_lengths.sum())
@@ -118,7 +118,7 @@ class Collector:
             "rollout/uninformative_share": missing / num_groups,
             "rollout/dropped_samples": float(self._counts.dropped * recipe.num_samples_per_prompt),
         }
-        return self._collected(SampleTable.joined(groups), weight_version, metrics)
+        return self._build_result(SampleTable.joined(groups), weight_version, metrics)
 
     def save(self, folder: Path) -> None:
         """Write the state, besides the position, that decides later steps. Callers make it
@@ -143,7 +143,7 @@ class Collector:
         self.position, self.lengths = self._step_began_at, self._lengths_before
         self._workers.undo()
 
-    def _collected(
+    def _build_result(
         self, table: SampleTable, weight_version: int, metrics: dict[str, float] | None = None
     ) -> Collected:
         metrics = {**(metrics or {}), **self._workers.draft_metrics()}
@@ -151,7 +151,7 @@ class Collector:
             firsts = table.take(range(0, len(table), self._recipe.num_samples_per_prompt))
             metrics["reward/baseline_failures"] = float((~firsts.has_baseline).sum())
         if self._options.groups_at_a_time > 1.0:
-            metrics |= _of_first_finished(table, self._counts)
+            metrics |= _first_finished_metrics(table, self._counts)
         if self._options.keeps_unfinished:
             staleness = weight_version - table.oldest_versions
             metrics["rollout/pending_groups"] = float(self._counts.pending)
@@ -159,11 +159,11 @@ class Collector:
             metrics["rollout/staleness_max"] = float(staleness.max())
         return Collected(table, self._counts.generated_tokens, metrics)
 
-    def _groups(self, table: SampleTable) -> list[SampleTable]:
+    def _split_groups(self, table: SampleTable) -> list[SampleTable]:
         size = self._recipe.num_samples_per_prompt
         return [table.take(range(at, at + size)) for at in range(0, len(table), size)]
 
-    def _drawn(
+    def _sample_groups(
         self,
         target: SamplingTarget,
         weight_version: int,
@@ -199,21 +199,21 @@ class Collector:
                 when_few_are_left=when_few_are_left,
             )
         with self._timers("reward"):
-            table, counts = self._workers.settle(groups, self._waited_for_rollouts)
+            table, counts = self._workers.settle(groups, self._record_idle_time)
         self.position += counts.num_draws
         self._counts += counts
         self.lengths[table.prompts] = 0
         np.maximum.at(self.lengths, table.prompts, table.response_lengths)
         return table
 
-    def _waited_for_rollouts(self, seconds: float) -> None:
+    def _record_idle_time(self, seconds: float) -> None:
         self._timers.move(seconds, "reward", "rollout")
 
     def _longest_first(self, count: int) -> tuple[int, ...]:
         """Order the next `count` draws by the length of the previous responses to their prompts,
         longest first, so that the responses that begin last are short. Draws without a known length
         count as the mean and keep their order."""
-        rows = self._prompts.rows[self._places(self.position, count)]
+        rows = self._prompts.rows[self._prompt_rows(self.position, count)]
         lengths = self.lengths[rows].astype(np.float64)
         is_known = lengths >= 0
         if not is_known.any():
@@ -223,9 +223,9 @@ class Collector:
 
     def _prompt_of(self, draw: int) -> Prompt:
         """Return the prompt of one of the run's draws."""
-        return self._prompts[int(self._places(draw, 1)[0])]
+        return self._prompts[int(self._prompt_rows(draw, 1)[0])]
 
-    def _places(self, draw: int, count: int) -> np.ndarray:
+    def _prompt_rows(self, draw: int, count: int) -> np.ndarray:
         return prompt_indices(len(self._prompts), start=draw, count=count, seed=self._seed)
 
 
@@ -233,26 +233,28 @@ def lengths_in(path: Path, num_rows: int) -> np.ndarray:
     """Read `[num_rows]` int32 as `Collector.save` writes it; -1 is unknown. Raises UsageError."""
     what = f"lengths of responses to {num_rows} prompts"
     try:
-        found = load_file(path)["lengths"]
+        lengths = load_file(path)["lengths"]
     except (SafetensorError, LookupError, OSError) as error:
         raise not_held(path, what, f"{type(error).__name__}: {error}") from error
-    if found.dtype != np.int32 or found.shape != (num_rows,) or (found < -1).any():
-        raise not_held(path, what, f"it has {found.shape} of {found.dtype}, or negative ones")
-    return found
+    if lengths.dtype != np.int32 or lengths.shape != (num_rows,) or (lengths < -1).any():
+        raise not_held(path, what, f"it has {lengths.shape} of {lengths.dtype}, or negative ones")
+    return lengths
 
 
-def _of_first_finished(table: SampleTable, counts: StepCounts) -> dict[str, float]:
+def _first_finished_metrics(table: SampleTable, counts: StepCounts) -> dict[str, float]:
     """Return the groups that a step has started and dropped, and the length bias of those it took:
     their mean length minus that of all responses, in tokens.
 
     Responses left behind count with their length so far, so the true bias is at least as large.
     """
-    taken = float(table.response_lengths.mean())
-    every = (table.response_lengths.sum() + counts.left_tokens) / (len(table) + counts.left_samples)
+    mean_of_taken = float(table.response_lengths.mean())
+    mean_of_all = (table.response_lengths.sum() + counts.left_tokens) / (
+        len(table) + counts.left_samples
+    )
     return {
         "rollout/started_groups": float(counts.started),
         "rollout/dropped_groups": float(counts.dropped),
-        "rollout/length_bias_tokens": taken - float(every),
+        "rollout/length_bias_tokens": mean_of_taken - float(mean_of_all),
     }
 
 

@@ -198,9 +198,9 @@ class Dispatcher:
         return target.num_reserved - self._add("settled", 0)
 
     def _take_number(self) -> int:
-        mine, stride = self._round_robin
+        first, stride = self._round_robin
         if self._num_round_robin is None or self.num_dispatched < self._num_round_robin:
-            return mine + self.num_dispatched * stride
+            return first + self.num_dispatched * stride
         return self._num_round_robin * stride + self._add("drawn", 1) - 1
 
     def _allowed(self) -> int:

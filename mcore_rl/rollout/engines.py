@@ -60,11 +60,11 @@ class RolloutWorkers:
         self._engine, self._layout, self._options = engine, layout, options
         self._max_turn_tokens = max_turn_tokens
         self._rank = dist.get_rank()
-        self._scores = layout.tp_rank(self._rank) == 0
+        self._is_scorer = layout.tp_rank(self._rank) == 0
         self._rewards = RewardStack(rewards)
         self._reward_names = [name for name in rewards.names if name != REWARD_MODEL]
         self._has_environments = conversations is not None
-        self._conversations = conversations() if conversations and self._scores else None
+        self._conversations = conversations() if conversations and self._is_scorer else None
         self._reward_model, self._sample_store = reward_model, sample_store
         # Groups that this TP group's engine resumes in the next step; the same on all its ranks.
         self.pending: list[OpenGroup] = []
@@ -88,8 +88,8 @@ class RolloutWorkers:
         """
         if self._engine.config.speculation is None:
             return {}
-        mine = self._engine.take_draft_counts()
-        counts = objects.all_gather(mine if self._scores else DraftCounts())
+        counts_here = self._engine.take_draft_counts()
+        counts = objects.all_gather(counts_here if self._is_scorer else DraftCounts())
         return sum(counts, DraftCounts()).metrics()
 
     def sample(
@@ -118,9 +118,9 @@ class RolloutWorkers:
         group, num_groups = self._layout.tp_group_index(self._rank), self._layout.num_tp_groups
         counters, numbering = self._counters, (0, 1)
         # Rewards, or the order of finishing, decide which draws are batched together, and when.
-        decides = plan.keeps_unfinished or target.takes_first or differs is not None
-        shares = self._options.deterministic and decides
-        if shares:
+        depends_on_speed = plan.keeps_unfinished or target.takes_first or differs is not None
+        splits_target = self._options.deterministic and depends_on_speed
+        if splits_target:
             target = target.share(group, num_groups)
             counters, numbering, num_groups = LocalCounters(), (group, num_groups), 1
         reserved, most_pending = frozenset[int](), 0
@@ -130,13 +130,15 @@ class RolloutWorkers:
             self._pending_before = self.pending
             stale = self._drop_stale(plan)
             pending = self.pending
-            target, reserved, most_pending = self._beside_pending(plan, target, alone=shares)
+            target, reserved, most_pending = self._target_with_pending(
+                plan, target, alone=splits_target
+            )
         num_round_robin = self._num_round_robin(target, plan.size, num_groups, most_pending)
         share = math.ceil((target.num_pending + target.num_started) / num_groups)
         # A TP group without a share also calls its dispatcher once, which ends its stream.
         num_groups_at_once = max(1, share, len(pending))
         at_once = min(self._engine.config.max_num_seqs, num_groups_at_once * plan.size)
-        if order_of is not None and not shares:  # else each TP group has its own numbering
+        if order_of is not None and not splits_target:  # else each TP group has its own numbering
             plan = dataclasses.replace(plan, order=order_of(target.num_started))
         groups = GroupScheduler(
             self._engine,
@@ -150,15 +152,15 @@ class RolloutWorkers:
                 num_round_robin=None if self._options.deterministic else num_round_robin,
                 numbering=numbering,
             )
-            if self._scores
+            if self._is_scorer
             else None,
             at_once=at_once,
-            rewards=self._rewards if self._scores else None,
+            rewards=self._rewards if self._is_scorer else None,
             differs=differs,
             pending=pending,
             reserved=reserved,
             stale=stale,
-            waits=shares and differs is not None,
+            waits=splits_target and differs is not None,
             conversations=self._conversations,
         )
         run_stream(self._engine, groups, when_few_are_left=when_few_are_left)
@@ -181,20 +183,22 @@ class RolloutWorkers:
         self.pending = [group for group in self.pending if self._age(plan, group) <= limit]
         return stale
 
-    def _beside_pending(
+    def _target_with_pending(
         self, plan: GroupPlan, target: SamplingTarget, *, alone: bool
     ) -> tuple[SamplingTarget, frozenset[int], int]:
         """Return the target of new groups next to the pending groups, the pending draws that
         must end in this step, and the largest number of pending groups in a TP group."""
-        mine = [(-self._age(plan, group), group.draw) for group in self.pending]
-        told = [mine] if alone else objects.all_gather(mine if self._scores else [])
-        everyone = sorted(each for part in told for each in part)
+        ages_here = [(-self._age(plan, group), group.draw) for group in self.pending]
+        ages_by_group = (
+            [ages_here] if alone else objects.all_gather(ages_here if self._is_scorer else [])
+        )
+        ages = sorted(each for group in ages_by_group for each in group)
         must_end: list[int] = []
         if self._options.stale_rollouts == "finish":
-            must_end = [draw for age, draw in everyone if -age >= self._options.staleness_limit]
+            must_end = [draw for age, draw in ages if -age >= self._options.staleness_limit]
         reserved = frozenset(must_end[: target.num_groups])
-        target = target.with_pending(num_pending=len(everyone), num_reserved=len(reserved))
-        return target, reserved, max(len(part) for part in told)
+        target = target.with_pending(num_pending=len(ages), num_reserved=len(reserved))
+        return target, reserved, max(len(group) for group in ages_by_group)
 
     def _age(self, plan: GroupPlan, group: OpenGroup) -> int:
         """Count the versions between a group's oldest token and the current weights."""
@@ -203,27 +207,27 @@ class RolloutWorkers:
 
     def save_pending(self, folder: Path) -> None:
         """Write the groups that resume in the next step. Local."""
-        if self._scores and self._options.keeps_unfinished:
+        if self._is_scorer and self._options.keeps_unfinished:
             write_groups(self.pending, folder, self._layout.tp_group_index(self._rank))
 
     def load_pending(
         self, folder: Path, prompt_of: Callable[[int], Prompt], num_responses: int
     ) -> None:
         """Load the unfinished groups of a run that fit this run's settings. Local."""
-        found = read_groups(
+        groups = read_groups(
             folder,
             prompt_of,
             tp_group=self._layout.tp_group_index(self._rank),
             num_tp_groups=self._layout.num_tp_groups,
         )
-        fitting = [group for group in found if len(group.rollouts) == num_responses]
+        fitting = [group for group in groups if len(group.rollouts) == num_responses]
         if not self._options.keeps_unfinished:
             fitting = []
-        if self._scores and len(fitting) < len(found):
+        if self._is_scorer and len(fitting) < len(groups):
             logger.warning(
                 "[Resume] %d unfinished groups are dropped: this run has other samples per prompt "
                 "than the checkpoint's, or no --rl-partial-rollouts",
-                len(found) - len(fitting),
+                len(groups) - len(fitting),
             )
         self.pending = fitting
 
@@ -242,7 +246,7 @@ class RolloutWorkers:
         """
         started = time.perf_counter()
         plan, counts, decision = groups.plan, StepCounts(), None
-        if self._scores:
+        if self._is_scorer:
             groups.wait()
             decision, counts = groups.decide(), groups.counts()
         taken, pending = groups.partition(self._engine.of_first_rank(decision))
@@ -253,10 +257,12 @@ class RolloutWorkers:
         places.sort(key=lambda place: (plan.is_greedy(place[1]), place[0].draw))
         rollouts = [group.rollouts[index] for group, index in places]
         outcomes: dict[str, list[Outcome]] = {}
-        if self._scores and groups.error is None:
-            found = [group.outcomes[index] for group, index in places]
-            outcomes = {name: [each[name] for each in found] for name in self._reward_names}
-        return self._rewarded(
+        if self._is_scorer and groups.error is None:
+            outcomes_by_sample = [group.outcomes[index] for group, index in places]
+            outcomes = {
+                name: [each[name] for each in outcomes_by_sample] for name in self._reward_names
+            }
+        return self._score(
             [each for each in rollouts if each is not None],
             [group.draw for group, _ in places],
             len(taken) * plan.num_samples,
@@ -267,7 +273,7 @@ class RolloutWorkers:
             waited=waited,
         )
 
-    def _rewarded(
+    def _score(
         self,
         rollouts: Sequence[Rollout],
         draws: Sequence[int],
@@ -283,7 +289,7 @@ class RolloutWorkers:
         counts = counts or StepCounts()
         first = self._sample_store.add([ScoredRollout(each, reward=0.0) for each in rollouts])
         if self._reward_model is not None:
-            table, _ = self._exchanged(
+            table, _ = self._join_tables(
                 self._sample_store.table(first, draws), error, seconds, counts, waited
             )
             scores = self._reward_model(self._sample_store, table)
@@ -291,15 +297,15 @@ class RolloutWorkers:
             in_order = here[np.argsort(table.numbers[here])]
             outcomes[REWARD_MODEL] = [scores[row] for row in in_order]
             seconds, waited = 0.0, lambda seconds: None
-        if self._scores and error is None:
+        if self._is_scorer and error is None:
             weighed = self._rewards.weigh(rollouts, outcomes)
             self._sample_store.set_rewards(first, with_baselines(weighed, num_samples))
-        mine = self._sample_store.table(first, draws[:num_samples])
-        return self._exchanged(mine, error, seconds, counts, waited)
+        samples = self._sample_store.table(first, draws[:num_samples])
+        return self._join_tables(samples, error, seconds, counts, waited)
 
-    def _exchanged(
+    def _join_tables(
         self,
-        mine: SampleTable,
+        table_here: SampleTable,
         error: Exception | None,
         seconds: float,
         counts: StepCounts,
@@ -307,16 +313,18 @@ class RolloutWorkers:
     ) -> tuple[SampleTable, StepCounts]:
         """Join the tables of all TP groups, each contributed by one rank, and sum their counts."""
         started = time.perf_counter()
-        told = mine if self._scores else None
-        answers = objects.all_gather((told, error, seconds, counts, self._sample_store.digest()))
-        for rank, (_, other, *_) in enumerate(answers):
+        contributed = table_here if self._is_scorer else None
+        contributions = objects.all_gather(
+            (contributed, error, seconds, counts, self._sample_store.digest())
+        )
+        for rank, (_, other, *_) in enumerate(contributions):
             if other is not None:
                 raise RuntimeError(f"scoring failed on rank {rank}: {other}") from other
-        self._sample_store.require_agreement([digest for *_, digest in answers])
-        slowest = max(each for _, _, each, *_ in answers)
+        self._sample_store.require_agreement([digest for *_, digest in contributions])
+        slowest = max(each for _, _, each, *_ in contributions)
         waited(max(0.0, time.perf_counter() - started + seconds - slowest))
-        table = SampleTable.joined([each for each, *_ in answers if each is not None])
-        total = sum((each for *_, each, _ in answers), StepCounts())
+        table = SampleTable.joined([each for each, *_ in contributions if each is not None])
+        total = sum((each for *_, each, _ in contributions), StepCounts())
         return table.take(np.argsort(table.draws, kind="stable")), total
 
     def close(self) -> None:

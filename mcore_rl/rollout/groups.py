@@ -396,10 +396,10 @@ class GroupScheduler:
             self._request_reward(group, index)
 
     def _response(self, group: OpenGroup, index: int) -> Rollout:
-        found = group.rollouts[index]
-        if found is None:
-            found = new_rollout(self._prompt_of(group.draw), index, self.plan.weight_version)
-        return found
+        rollout = group.rollouts[index]
+        if rollout is None:
+            rollout = new_rollout(self._prompt_of(group.draw), index, self.plan.weight_version)
+        return rollout
 
     def _unneeded_requests(self) -> set[int]:
         """Return the requests that the step no longer needs, running or not; only once."""

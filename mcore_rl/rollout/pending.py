@@ -25,12 +25,12 @@ from mcore_rl.rollout.segments import OpenGroup
 _NAME = "group_{:05d}.safetensors"
 _ARRAYS = ("response_token_ids", "rollout_log_probs", "is_generated", "weight_versions")
 _ALL_ARRAYS = (*_ARRAYS, "routes", "routes_known", "prompt_token_ids")
-_FACTS = ("text", "finish_reason", "weight_version", "failure")
+_FIELDS = ("text", "finish_reason", "weight_version", "failure")
 _DTYPES = dict.fromkeys(("response_token_ids", "prompt_token_ids", "weight_versions"), np.int32) | {
     "rollout_log_probs": np.float32,
     "is_generated": np.bool_,
 }
-_MOST_COUNTED = 1 << 53
+_MAX_COUNT = 1 << 53
 
 
 def write_groups(groups: Sequence[OpenGroup], folder: Path, tp_group: int) -> None:
@@ -43,7 +43,7 @@ def write_groups(groups: Sequence[OpenGroup], folder: Path, tp_group: int) -> No
             if rollout is None:
                 samples.append(None)
                 continue
-            samples.append({name: getattr(rollout, name) for name in _FACTS})
+            samples.append({name: getattr(rollout, name) for name in _FIELDS})
             for name, array in _arrays_of(rollout).items():
                 arrays[f"{group.draw}/{index}/{name}"] = np.ascontiguousarray(array)
         outcomes = {
@@ -67,16 +67,16 @@ def read_groups(
     files = sorted(folder.glob("group_*.safetensors"))
     if len(files) == num_tp_groups:
         return _read(files[tp_group], prompt_of)
-    every = [group for file in files for group in _read(file, prompt_of)]
-    return sorted(every, key=lambda group: group.draw)[tp_group::num_tp_groups]
+    groups = [group for file in files for group in _read(file, prompt_of)]
+    return sorted(groups, key=lambda group: group.draw)[tp_group::num_tp_groups]
 
 
 def _arrays_of(rollout: Rollout) -> dict[str, np.ndarray]:
-    found = {name: getattr(rollout, name) for name in _ARRAYS}
+    arrays = {name: getattr(rollout, name) for name in _ARRAYS}
     if rollout.routes is not None:
-        found |= {"routes": rollout.routes.ids, "routes_known": rollout.routes.known}
-    found["prompt_token_ids"] = rollout.prompt.token_ids
-    return {name: array for name, array in found.items() if array is not None}
+        arrays |= {"routes": rollout.routes.ids, "routes_known": rollout.routes.known}
+    arrays["prompt_token_ids"] = rollout.prompt.token_ids
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def _read(file: Path, prompt_of: Callable[[int], Prompt]) -> list[OpenGroup]:
@@ -101,7 +101,7 @@ def _group(
     names: set[str],
     array_of: Callable[[str], np.ndarray],
 ) -> OpenGroup:
-    prompt = prompt_of(_counted(facts["draw"]))
+    prompt = prompt_of(_count(facts["draw"]))
     rollouts: list[Rollout | None] = []
     for index, sample in enumerate(facts["samples"]):
         if sample is None:
@@ -119,8 +119,8 @@ def _group(
     return OpenGroup(facts["draw"], rollouts, outcomes)
 
 
-def _counted(value: Any) -> int:
-    if integer_within(value, 0, _MOST_COUNTED) is None:
+def _count(value: Any) -> int:
+    if integer_within(value, 0, _MAX_COUNT) is None:
         raise ValueError(f"{repr(value)[:60]} is not a number of a draw or a version")
     return int(value)
 
@@ -133,9 +133,9 @@ def _outcome(reward: Any, kind: Any, detail: Any) -> Outcome:
 
 
 def _rollout(prompt: Prompt, index: int, facts: dict[str, Any], arrays: dict[str, Any]) -> Rollout:
-    _counted(facts["weight_version"])
+    _count(facts["weight_version"])
     if not all(isinstance(facts[name], str) for name in ("text", "finish_reason")) or not (
-        isinstance(facts["failure"], str | None) and facts.keys() == {*_FACTS}
+        isinstance(facts["failure"], str | None) and facts.keys() == {*_FIELDS}
     ):
         raise ValueError(f"sample {index} is not described as one")
     num_tokens = {name: len(arrays["response_token_ids"]) for name in _ARRAYS}

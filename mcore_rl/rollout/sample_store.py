@@ -103,13 +103,13 @@ class SampleStore:
 
     def digest(self) -> bytes:
         """Return a digest of all stored samples; equal on the ranks of an engine's TP group."""
-        found = hashlib.blake2b(digest_size=16)
+        hasher = hashlib.blake2b(digest_size=16)
         for number, sample in enumerate(self._kept):
-            found.update(number.to_bytes(8, "little"))
-            found.update(np.ascontiguousarray(sample.rollout.response_token_ids).tobytes())
+            hasher.update(number.to_bytes(8, "little"))
+            hasher.update(np.ascontiguousarray(sample.rollout.response_token_ids).tobytes())
             if sample.rollout.routes is not None:
-                found.update(sample.rollout.routes.digest())
-        return found.digest()
+                hasher.update(sample.rollout.routes.digest())
+        return hasher.digest()
 
     def require_agreement(self, digests: Sequence[bytes]) -> None:
         """Raise RuntimeError, on all ranks, if the ranks of a TP group hold different samples.
@@ -145,14 +145,14 @@ class SampleStore:
         width, incoming = self._width(stage), [0] * len(outgoing)
         for rank, samples in moves.incoming.items():
             incoming[rank] = int(table.lengths[samples].sum()) * width
-        came = objects.exchange(outgoing, incoming)
-        found: dict[int, SampleTokens] = {}
+        received = objects.exchange(outgoing, incoming)
+        tokens: dict[int, SampleTokens] = {}
         for rank, samples in moves.incoming.items():
             lengths = table.lengths[samples]
-            parts = np.split(came[rank], (lengths * width).cumsum()[:-1])
+            parts = np.split(received[rank], (lengths * width).cumsum()[:-1])
             for sample, length, data in zip(samples.tolist(), lengths, parts, strict=True):
-                found[sample] = self._unpacked(data, int(length), stage)
-        return found
+                tokens[sample] = self._unpacked(data, int(length), stage)
+        return tokens
 
     def row_exchange(self, table: SampleTable, wanted: Shares) -> RowExchange:
         """Return the tokens of samples, as the rows of `tokens_to_rows`, for ranks outside the
@@ -173,17 +173,17 @@ class SampleStore:
     def on_first_rank(self, table: SampleTable, rows: Sequence[int]) -> list[ScoredRollout]:
         """Return these samples with texts and rewards, on rank 0; an empty list on the others.
         Collective over the world."""
-        mine = {}
+        samples_here = {}
         if self.home == self._rank:
-            mine = {
+            samples_here = {
                 row: self._kept[int(table.numbers[row])]
                 for row in rows
                 if table.homes[row] == self._rank
             }
-        found: dict[int, ScoredRollout] = {}
-        for part in objects.gather(mine) or []:
-            found |= part
-        return [found[row] for row in rows] if self._rank == 0 else []
+        samples: dict[int, ScoredRollout] = {}
+        for part in objects.gather(samples_here) or []:
+            samples |= part
+        return [samples[row] for row in rows] if self._rank == 0 else []
 
     def _width(self, stage: int | None) -> int:
         """Return the bytes per token."""

@@ -69,8 +69,10 @@ def run_stream(
         traced.enter_context(span("first responses"))
         while True:
             if must_schedule:
-                mine = scheduler.schedule(generation.num_running) if engine.tp_rank == 0 else None
-                actions = engine.of_first_rank(mine)
+                decided = (
+                    scheduler.schedule(generation.num_running) if engine.tp_rank == 0 else None
+                )
+                actions = engine.of_first_rank(decided)
                 for request in actions.submit:
                     generation.submit(request)
                 generation.end_soon(actions.end)

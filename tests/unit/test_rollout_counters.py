@@ -139,7 +139,7 @@ def options(draw: st.DrawFn) -> Options:
 
 
 class TracedEngine(ScriptedEngine):
-    """Writes down how long each response is, and how many tokens were made."""
+    """Records the length of each response, and the number of generated tokens."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options.length_of)
@@ -156,12 +156,12 @@ class TracedEngine(ScriptedEngine):
 
     def any_rank(self, here: bool) -> bool:
         self.num_looks += 1
-        assert self.num_looks < _MOST_LOOKS, "it waits for what does not come"
+        assert self.num_looks < _MOST_LOOKS, "the engine waits forever"
         return here
 
 
 class ScriptedStack:
-    """In the place of a `RewardStack`: outcomes come in any order."""
+    """Replaces a `RewardStack`: outcomes arrive in any order."""
 
     def __init__(self, options: Options) -> None:
         self._options, self._random = options, random.Random(options.seed)
@@ -193,21 +193,21 @@ class ScriptedStack:
 
 
 class World:
-    """Ranks as threads, each an engine of one rank."""
+    """Ranks as threads; each is an engine of one rank."""
 
     def __init__(self, size: int) -> None:
-        self._here, self._told = threading.local(), [None] * size
+        self._here, self._gathered = threading.local(), [None] * size
         self._barrier = threading.Barrier(size, timeout=_PATIENT_SECONDS)
         self.rank = 0  # while ranks are made, one after the other
         self._pool = ThreadPoolExecutor(size)
         self._size = size
 
     def all_gather(self, mine: Any) -> list[Any]:
-        self._told[self._here.rank] = mine
+        self._gathered[self._here.rank] = mine
         self._barrier.wait()
-        found = list(self._told)
+        gathered = list(self._gathered)
         self._barrier.wait()
-        return found
+        return gathered
 
     def on_all(self, work: Callable[[int], Any]) -> list[Any]:
         def on_one(rank: int) -> Any:
@@ -218,8 +218,8 @@ class World:
                 self._barrier.abort()
                 raise
 
-        asked = [self._pool.submit(on_one, rank) for rank in range(self._size)]
-        return [each.result() for each in asked]
+        futures = [self._pool.submit(on_one, rank) for rank in range(self._size)]
+        return [each.result() for each in futures]
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -236,25 +236,25 @@ class SharedCounters(LocalCounters):
 
 
 class _Collector(Collector):
-    """Notes which draws are begun: their prompts are looked up then."""
+    """Records the draws whose prompts are looked up, that is, that were started."""
 
-    asked: list[int]
+    looked_up: list[int]
 
     def _prompt_of(self, draw: int) -> Prompt:
-        self.asked.append(draw)
+        self.looked_up.append(draw)
         return super()._prompt_of(draw)
 
 
 @dataclass
 class Run:
-    """Steps of a run, and what is known of all that was sampled."""
+    """Steps of a run, with records of everything that was sampled."""
 
     options: Options
     version: int = 0
     position: int = 0  # of the step's first draw
     taken: list[int] = field(default_factory=list)  # draws, over all steps
     dropped: set[int] = field(default_factory=set)
-    asked: list[int] = field(default_factory=list)  # draws, as their prompts were looked up
+    looked_up: list[int] = field(default_factory=list)  # draws, as their prompts were looked up
 
     def __enter__(self) -> Run:
         size = self.options.num_engines
@@ -301,7 +301,7 @@ class Run:
             position=0,
             sample_store=sample_store,
         )
-        collector.asked = self.asked
+        collector.looked_up = self.looked_up
         return engine, stack, workers, collector
 
     def _reward_model(self, sample_store: SampleStore, table: SampleTable) -> list[Outcome]:
@@ -316,30 +316,30 @@ class Run:
     def pending(self) -> set[int]:
         return {group.draw for workers in self.workers for group in workers.pending}
 
-    def new_rollout(self) -> set[int]:
-        """Draws that were given to any engine, sampled or not."""
-        return set(self.asked)
+    def started(self) -> set[int]:
+        """Return the draws dispatched to any engine, sampled or not."""
+        return set(self.looked_up)
 
     def length(self, draw: int, index: int) -> int:
         number = draw * self.options.size + index
         return max(engine.length.get(number, 0) for engine in self.engines)
 
     def step(self) -> Collected:
-        """One step, checked against the reference."""
+        """Run one step and check it against the reference."""
         self.version += 1
-        before, known = self.pending(), self.begun()
+        before, known = self.pending(), self.started()
         tokens = sum(engine.num_tokens for engine in self.engines)
         ages, self.position = self._ages(before), self.collectors[0].position
-        told = self.world.on_all(
+        by_rank = self.world.on_all(
             lambda rank: self.collectors[rank].collect(self.version, lambda: None)
         )
-        collected = told[0]
-        for other in told[1:]:
+        collected = by_rank[0]
+        for other in by_rank[1:]:
             assert other.metrics == collected.metrics
             assert (other.table.draws == collected.table.draws).all()
         made = sum(engine.num_tokens for engine in self.engines) - tokens
         assert collected.num_generated_tokens == made
-        started = self.begun() - known - before
+        started = self.started() - known - before
         self._check(collected, before, started, ages)
         return collected
 

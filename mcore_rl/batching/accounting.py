@@ -20,8 +20,11 @@ class ModelAccounting:
     """Counts of one step for one model, actor or critic, in its own layout.
 
     Micro-batches are counted per pass over one mini-batch on one data-parallel rank. Without
-    packing their number is fixed. With packing it depends on the lengths: at least `least`, and
-    `full` if every sequence has the maximum length.
+    packing their number is fixed. With packing it depends on the lengths: at least
+    `least_micro_batches`, and `full_micro_batches` if every sequence has the maximum length.
+
+    Example: `dp_size` 2, `sequences_per_mini_batch` 32, `least_micro_batches` 1,
+    `full_micro_batches` 4.
     """
 
     dp_size: int
@@ -46,7 +49,11 @@ class ModelAccounting:
 
 @dataclass(frozen=True, slots=True)
 class BatchAccounting:
-    """Counts of a step and of the run."""
+    """Counts of a step and of the run.
+
+    Example: `prompts_per_step` 16, `samples_per_prompt` 8, `sequences_per_step` 128, `num_steps`
+    100.
+    """
 
     prompts_per_step: int
     samples_per_prompt: int

@@ -115,7 +115,10 @@ def _joins(costs: Sequence[float], num_bins: int) -> list[tuple[int, int, int | 
 
 @dataclass(frozen=True, slots=True)
 class SampleFlops:
-    """Floating-point operations of a forward pass over one sample, by its length."""
+    """Floating-point operations of a forward pass over one sample, by its length.
+
+    Example: `SampleFlops(per_token=1e9, per_token_pair=5e4)(np.array([100]))` is `[1.005e11]`.
+    """
 
     per_token: float  # matrix products with weights
     per_token_pair: float  # attention; a causal mask needs half of all pairs
@@ -145,7 +148,11 @@ PIECES = 2
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts of a step's samples and their lengths."""
+    """Prompts of a step's samples and their lengths.
+
+    Example: two samples of one prompt and one of another: `Prompts(array([0, 0, 1]), array([40, 40,
+    25]))`.
+    """
 
     ids: np.ndarray  # [n] int64, equal for consecutive samples of one prompt, else different
     lengths: np.ndarray  # [n] int64, tokens of the sample's prompt

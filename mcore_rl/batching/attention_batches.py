@@ -25,7 +25,13 @@ MOST_OF_A_MASK = 2**22
 
 @dataclass(frozen=True, slots=True)
 class SegmentBatch:
-    """Places of some segments' queries and keys in a row; padding may point anywhere in it."""
+    """Places of some segments' queries and keys in a row; padding may point anywhere in it.
+
+    Example: segments of 3 and 2 tokens without a prefix:
+
+        queries, keys  [[0, 1, 2], [3, 4, 0]]
+        is_query       [[T, T, T], [T, T, F]]
+    """
 
     queries: torch.Tensor  # [b, q] int64
     is_query: torch.Tensor  # [b, q] bool, False for padding and queries of another batch

@@ -125,7 +125,15 @@ def prefix_lengths(bounds: torch.Tensor, prefix_of: torch.Tensor) -> torch.Tenso
 
 @dataclass(frozen=True, slots=True)
 class ModelRows:
-    """Model inputs of a micro-batch on one context-parallel rank, and the places of its tokens."""
+    """Model inputs of a micro-batch on one context-parallel rank, and the places of its tokens.
+
+    Example: samples [5, 6, 7] and [8, 9], packed into a row of 6 positions:
+
+        token_ids     [[5, 6, 7, 8, 9, 0]]
+        position_ids  [[0, 1, 2, 0, 1, 0]]
+        cu_seqlens    [0, 3, 5, 6]
+        places        [0, 1, 2, 3, 4]
+    """
 
     token_ids: torch.Tensor  # [rows, s / cp_size] int64, padded with 0 after real tokens
     position_ids: torch.Tensor  # [rows, s / cp_size] int64, from 0 in every sample

@@ -53,7 +53,10 @@ class Prompt:
 
 
 class TurnReward(NamedTuple):
-    """Reward of an environment for a turn."""
+    """Reward of an environment for a turn.
+
+    Example: `TurnReward(end=12, reward=0.5)`.
+    """
 
     end: int  # response tokens up to the end of the turn, which was generated
     reward: float
@@ -109,7 +112,10 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Greedy response to a prompt, with which its samples are compared."""
+    """Greedy response to a prompt, with which its samples are compared.
+
+    Example: `Baseline(reward=0.5, num_tokens=80)`.
+    """
 
     reward: float
     num_tokens: int  # in the response
@@ -215,7 +221,10 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A step's samples for this rank's part of the actor, and the critic's share of them."""
+    """A step's samples for this rank's part of the actor, and the critic's share of them.
+
+    Example: `StepBatch(actor=batch, division=division, for_critic=None)`.
+    """
 
     actor: TrainBatch
     division: Division  # of the step's samples among the actor's ranks
@@ -225,7 +234,10 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Metrics of a step: name -> value, with the names in the run directory's contract."""
+    """Metrics of a step: name -> value, with the names in the run directory's contract.
+
+    Example: `StepStats(step=3, metrics={"reward/mean": 0.5})`.
+    """
 
     step: int
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -38,7 +38,10 @@ _LENGTHS = "lengths.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """A step's samples as all ranks know them; the responses to one prompt are adjacent."""
+    """A step's samples, the same on all ranks; responses to one prompt are adjacent.
+
+    Example: `Collected(table, num_generated_tokens=8192, metrics={"rollout/refills": 0.25})`.
+    """
 
     table: SampleTable
     num_generated_tokens: int  # includes dropped samples and baselines

@@ -38,7 +38,10 @@ class _Episode:
 
 @dataclass(frozen=True, slots=True)
 class NextTurn:
-    """The continuation of a sample: its response so far and its new observation."""
+    """A sample that continues: its response so far and its new observation.
+
+    Example: `NextTurn(17, rollout, observed=array([220, 19]))`.
+    """
 
     number: int
     so_far: Rollout
@@ -47,7 +50,10 @@ class NextTurn:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeEnd:
-    """The end of a sample; `outcome` is its environment's reward for all turns."""
+    """A sample that has ended; `outcome` is its environment's reward for all turns.
+
+    Example: `EpisodeEnd(17, rollout, Outcome(1.0))`.
+    """
 
     number: int
     rollout: Rollout

@@ -40,7 +40,13 @@ Differs = Callable[[Sequence[ScoredRollout]], bool]
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """The settings for every response of a step."""
+    """The settings of all responses of a step.
+
+    Example: 8 samples for each prompt, from draw 96 of the run on:
+
+        GroupPlan(num_samples=8, sampling=Sampling(1.0), max_tokens=512, seed=1, first_draw=96,
+                  weight_version=6)
+    """
 
     num_samples: int
     sampling: Sampling
@@ -115,7 +121,10 @@ def _num_generated_last(rollout: Rollout) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GroupDecision:
-    """The outcome of a TP group's groups, broadcast by its first rank."""
+    """A TP group's decision about its groups, broadcast by its first rank.
+
+    Example: `GroupDecision(taken=(96, 98), pending=(97,))`.
+    """
 
     taken: tuple[int, ...] = ()  # draws that the step takes, or may fill up with
     pending: tuple[int, ...] = ()  # draws that resume in a later step
@@ -125,7 +134,13 @@ class GroupDecision:
 
 @dataclass(slots=True)
 class StepCounts:
-    """The counts of a step, of one TP group or summed over all."""
+    """The counts of a step, of one TP group or summed over all.
+
+    Example: of 6 groups of 8 samples 2 are pending:
+
+        StepCounts(num_draws=6, started=6, pending=2, generated_tokens=9000, left_samples=16,
+                   left_tokens=3000)
+    """
 
     num_draws: int = 0  # counted from the step's first draw
     started: int = 0

@@ -94,7 +94,10 @@ def _merge_routes(earlier: Routes | None, now: Routes | None) -> Routes | None:
 
 @dataclass(slots=True)
 class OpenGroup:
-    """The responses to a draw, in progress; on all ranks of a TP group, rewards on the first."""
+    """The responses to one draw, in progress. On all ranks of a TP group; rewards on the first.
+
+    Example: one response has tokens, the other has not started: `OpenGroup(96, [rollout, None])`.
+    """
 
     draw: int  # of the run
     rollouts: list[Rollout | None]  # by index; None: not begun

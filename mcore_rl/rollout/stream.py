@@ -25,7 +25,10 @@ _STEPS_BETWEEN_SCHEDULES = 4
 
 @dataclass(frozen=True, slots=True)
 class StreamActions:
-    """A decision of a TP group's first rank, for all its ranks."""
+    """The decision of a TP group's first rank, for all its ranks.
+
+    Example: submit a request and drop two: `StreamActions((request,), drop=(12, 13), more=True)`.
+    """
 
     submit: tuple[Request, ...] = ()
     end: tuple[int, ...] = ()  # numbers of requests that end with their next token

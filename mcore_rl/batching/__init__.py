@@ -1,7 +1,7 @@
-"""Conversion of scored rollouts into the rows of a model.
+"""Conversion of scored rollouts into the inputs of a model.
 
-`assignment` divides samples among data-parallel ranks and micro-batches. `train_batches` builds a
-rank's tensors, `rows` a micro-batch's, which are cut over context parallelism and may share prompts
-(`shared_prompts`). `attention_batches` groups a row's samples for attention, and `accounting`
-prints the counts of a step.
+`assignment` divides samples among data-parallel ranks and micro-batches. `train_batches` builds the
+tensors of a rank, and `rows` those of a micro-batch, which are cut over context parallelism and may
+share prompts (`shared_prompts`). `attention_batches` groups the samples of a row for attention.
+`sample_exchange` moves samples between ranks, and `accounting` prints the counts of a step.
 """

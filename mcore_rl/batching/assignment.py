@@ -3,11 +3,11 @@
 A step's samples are cut into mini-batches. The samples of a mini-batch are assigned to
 data-parallel ranks, and a rank's samples to micro-batches. `orders_of_epochs` shuffles the samples
 for the first cut independently of the layout, so that an update trains on the same samples in every
-layout. `plan_step` decides the rest from lengths alone and gives all ranks equally many
-micro-batches: ranks with different numbers would deadlock.
+layout. `plan_step` decides the rest from lengths alone. It gives all ranks the same number of
+micro-batches, as different numbers would deadlock.
 
-Shape legend: n samples of the step, in g groups; e epochs.
-This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
+Shape legend: n samples of the step, in g groups; e epochs. This module is pure: it imports neither
+Megatron nor vLLM nor torch.distributed.
 """
 
 from __future__ import annotations
@@ -125,9 +125,8 @@ class SampleFlops:
 
     @classmethod
     def of(cls, shape: ModelShape) -> SampleFlops:
-        """Count two operations per active parameter and token, and attention's two products.
-
-        These are a query with each earlier key, and its weight with the key's value."""
+        """Count two operations per active parameter and token, and attention's two products: of a
+        query with each earlier key, and of the resulting weight with the key's value."""
         if shape.latent is not None:
             width = shape.latent.qk_nope_head_dim + shape.latent.qk_rope_head_dim
             width += shape.latent.v_head_dim
@@ -141,8 +140,8 @@ class SampleFlops:
         return lengths * self.per_token + lengths**2 * self.per_token_pair
 
 
-# Samples of one prompt are assigned in pieces, so small that a data-parallel rank, and a
-# micro-batch, has room for this many: fewer and larger pieces are hard to balance.
+# Samples of one prompt are assigned in pieces. A data-parallel rank, and a micro-batch, has room
+# for at least this many pieces, as larger pieces are hard to balance.
 PIECES = 2
 
 
@@ -202,9 +201,8 @@ def orders_of_epochs(
 
 
 def _spread(groups: np.ndarray, teaching: np.ndarray, first: int) -> np.ndarray:
-    """Spread the groups without a gradient evenly over `groups`, from `first` / their number.
-
-    Each kind keeps its order."""
+    """Spread the groups without a gradient evenly over `groups`, starting at `first` / their
+    number. Groups with and without a gradient keep their order."""
     idle = groups[~teaching[groups]]
     if not len(idle):
         return groups
@@ -333,7 +331,7 @@ def _assign_packed(
             mine = of_rank[rank]
             bins = bins_of(costs[mine], count)
             if np.bincount(bins, tokens[mine]).max(initial=0) > batching.max_tokens:
-                # If `count` is too small for this rank, the next one likely is, too: try it first.
+                # The next `count` is likely too small for this rank, too: try it first.
                 ranks.remove(rank)
                 ranks.insert(0, rank)
                 count += batching.count_multiple_of
@@ -355,9 +353,8 @@ class _Amounts:
 
 
 def _piece_starts(prompt_ids: np.ndarray, *amounts: _Amounts) -> np.ndarray:
-    """Return the starts of runs of samples that are assigned together.
-
-    A run has the samples of a prompt, or a part of them within the limits of `amounts`."""
+    """Return the starts of runs of samples that are assigned together: the samples of a prompt, or
+    a part of them within the limits of `amounts`."""
     starts = [0]
     sums = [of.together[0] + of.own[0] for of in amounts]
     for i in range(1, len(prompt_ids)):

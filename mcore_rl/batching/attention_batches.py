@@ -19,7 +19,8 @@ from mcore_rl.batching.rows import prefix_lengths
 # A segment of a batch has at least LEAST_SHARE of the queries and keys of the longest segment, or
 # is at most MOST_PADDING shorter.
 LEAST_SHARE, MOST_PADDING = 0.8, 8
-# Most elements of a bool mask, which kernels make float; for more, prompt queries are recomputed.
+# Maximum elements of a bool mask, which kernels convert to float. Above it, the queries of the
+# prompt are recomputed.
 MOST_OF_A_MASK = 2**22
 
 

@@ -1,6 +1,6 @@
 """Layout of a micro-batch as rows of a model: one packed row, or one padded row per sample.
 
-The lengths of the samples in a packed row keep attention within each sample.
+Attention gets the lengths of the samples in a packed row, and stays within each sample.
 
 With `share_prompts` consecutive samples of one prompt in a packed micro-batch share its tokens. A
 group of n samples after a prompt of p tokens then takes p - 1 + sum(1 + response) positions instead

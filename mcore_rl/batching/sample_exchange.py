@@ -2,11 +2,11 @@
 
 Engines, the actor and a critic each divide the same samples in their own way. Such a side consists
 of places; a place is a set of TP, CP and PP ranks with the same samples. Both divisions determine
-which rank sends which samples to which rank, so sender and receiver need no negotiation, and no
-rank ever holds more than its own samples.
+which rank sends which samples to which rank, so sender and receiver do not negotiate, and a rank
+never receives samples other than its own.
 
-Shape legend: n samples of the step; t tokens of a place's samples, one sample after the other.
-This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
+Shape legend: n samples of the step; t tokens of a place's samples, one sample after the other. This
+module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Shares:
     ranks: tuple[tuple[int, ...], ...]  # per place; a rank belongs to at most one place
 
     def place(self, rank: int) -> int | None:
-        """Return the place of a rank; None if it belongs to another side."""
+        """Return the place of a rank; None if the rank does not belong to this side."""
         return next((at for at, ranks in enumerate(self.ranks) if rank in ranks), None)
 
     def of(self, rank: int) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Conditions under which the samples of a prompt may share its tokens in training.
 
-Sharing (see `rows`) changes results only by the order of sums, if every token's computation
-depends only on the tokens before it, and attention accepts which tokens those are.
+Sharing (see `rows`) changes results only by the order of sums, provided that each token's
+computation depends only on the tokens before it, and that attention accepts a list of these tokens.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Table of a step's samples on every rank: a few numbers per sample, without tokens.
 
-From it all ranks compare rewards and divide the samples in the same way. Tokens and their data stay
-on the ranks that sampled them until it is known which ranks train on them
-(`mcore_rl.rollout.sample_store`).
+With it all ranks compare rewards and divide the samples in the same way. Tokens stay on the ranks
+that sampled them until the ranks that train on them are known (`mcore_rl.rollout.sample_store`).
 
-Shape legend: n samples of the step; r rewards; t tokens of one sample, prompt and response.
-This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
+Shape legend: n samples of the step; r rewards; t tokens of one sample, prompt and response. This
+module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ class SampleTable:
     Example: row i may be homes 4, numbers 0, draws 12, prompts 3, prompt_lengths 40, rewards 1.0.
     """
 
-    homes: np.ndarray  # int64, first of the ranks that sampled it and keep it
-    numbers: np.ndarray  # int64, its index among the samples that they keep
-    draws: np.ndarray  # int64, number of its prompt's draw; differs between adjacent groups
+    homes: np.ndarray  # int64, first of the ranks that sampled and store it
+    numbers: np.ndarray  # int64, its number in their `SampleStore`
+    draws: np.ndarray  # int64, draw of its prompt; differs between adjacent groups
     prompts: np.ndarray  # int64, `Prompt.index`
     prompt_lengths: np.ndarray  # int64, tokens
     response_lengths: np.ndarray  # int64, tokens
@@ -70,7 +69,7 @@ class SampleTable:
         numbers: Sequence[int] | None = None,
         draws: Sequence[int] | None = None,
     ) -> SampleTable:
-        """Build the table of samples that `home` keeps as `numbers` (default: 0, 1, ...)."""
+        """Build the table of samples that `home` stores under `numbers` (default: 0, 1, ...)."""
         rollouts = [sample.rollout for sample in scored]
         count = range(len(scored))
         baselines = [sample.baseline for sample in scored]
@@ -218,8 +217,8 @@ class SampleTokens:
 
 
 def tokens_to_rows(samples: Sequence[SampleTokens]) -> np.ndarray:
-    """Return `[t, 5]` uint8 of samples, one after the other: token, and whether it was generated.
-    For readers that do not need log-probs."""
+    """Return `[t, 5]` uint8 of samples, one after the other: the token, and whether it was
+    generated. For receivers that do not need log-probs."""
     ids = np.concatenate([np.empty(0, np.int32), *(each.token_ids for each in samples)])
     rows = np.empty((len(ids), 5), dtype=np.uint8)
     rows[:, :4] = ids.view(np.uint8).reshape(-1, 4)
@@ -228,7 +227,7 @@ def tokens_to_rows(samples: Sequence[SampleTokens]) -> np.ndarray:
 
 
 def rows_to_tokens(rows: np.ndarray, lengths: np.ndarray) -> list[SampleTokens]:
-    """Convert such rows back to samples of these lengths, without log-probs."""
+    """Convert the rows of `tokens_to_rows` to samples of these lengths, without log-probs."""
     ends = lengths.cumsum()[:-1]
     ids = np.split(np.ascontiguousarray(rows[:, :4]).view(np.int32)[:, 0], ends)
     generated = np.split(rows[:, 4] != 0, ends)

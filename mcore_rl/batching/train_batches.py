@@ -23,8 +23,8 @@ def build_train_batch(
     """Build one rank's batch on the CPU, in the order of `cuts`, without log-probs of models.
 
     `table` contains all samples of the step, `tokens` those in `cuts`. A response of r tokens after
-    a prompt of p is scored by positions p-1 .. p+r-2. An empty response has no loss token. Neither
-    has an invalid sample (its reward failed): it is scored, but not trained on.
+    a prompt of p is scored by positions p-1 .. p+r-2. Empty responses and invalid samples (whose
+    reward failed) have no loss token: they are scored, but not trained on.
     """
     rows = [row for mini_batch in cuts for micro_batch in mini_batch for row in micro_batch]
     lengths = table.lengths[rows] if rows else np.empty(0, dtype=np.int64)

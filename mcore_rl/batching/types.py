@@ -82,8 +82,8 @@ class Rollout:
     rollout_log_probs: np.ndarray  # [r] float32, under the distribution that was sampled from
     finish_reason: str  # "stop", "length", or UNFINISHED
     weight_version: int  # newest version that sampled it
-    routes: Routes | None = None  # experts used in sampling; on all ranks of its engine
-    failure: str | None = None  # why it cannot be trained on, independent of its reward
+    routes: Routes | None = None  # experts chosen in sampling; on all ranks of its engine
+    failure: str | None = None  # why it cannot be trained on, apart from its reward
     is_generated: np.ndarray | None = None  # [r] bool; None: all tokens
     weight_versions: np.ndarray | None = None  # [r] int32, of each token; None: all the same
     turn_rewards: tuple[TurnReward, ...] = ()
@@ -153,8 +153,8 @@ class ScoredRollout:
 def with_baselines(scored: Sequence[ScoredRollout], num_samples: int) -> list[ScoredRollout]:
     """Set the greedy responses after the first `num_samples` as baselines of these samples.
 
-    Samples and greedy responses are in the same order of groups, in the result, too. Without greedy
-    responses the samples are returned unchanged.
+    Samples and greedy responses are in the same order of groups, and so is the result. Without
+    greedy responses the samples are returned unchanged.
     """
     samples, greedy = list(scored[:num_samples]), list(scored[num_samples:])
     if not greedy:
@@ -179,8 +179,8 @@ class TrainBatch:
     samples in each of its micro-batches, in order. The number of micro-batches in a mini-batch is
     the same on every data-parallel rank; a micro-batch may be empty.
 
-    If every epoch divides mini-batches anew, `later` has this rank's samples of the later epochs,
-    which may be others, without the results of the stages before the update.
+    If each epoch shuffles the samples anew, `later` has this rank's batches of the later epochs,
+    possibly with other samples, without the results of the stages before the update.
 
     Example: two samples, of 2 + 2 and 1 + 1 tokens, in two micro-batches of one mini-batch:
 

@@ -1,11 +1,11 @@
-"""The samples that a step trains on: prompts, rollouts, rewards and replaced prompts.
+"""Collection of a step's samples: prompts, responses, rewards and replaced prompts.
 
 Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) keeps a prompt only if its responses differ
-in reward, since otherwise no response is better than another. A step keeps drawing the missing
-prompts, within `--rl-max-refills`. It fills remaining places with prompts that teach nothing, so
-every step has the same number of samples.
+in reward: otherwise no response has an advantage over another. A step draws prompts until it has
+enough, within `--rl-max-refills`. It fills the remaining places with prompts whose rewards do not
+differ, so that every step has the same number of samples.
 
-A sample whose reward failed has no reward: it enters no comparison and is not trained on.
+A sample whose reward failed has no reward. It is not compared and not trained on.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Collected:
 
 
 class Collector:
-    """The source of a step's samples, drawn, sampled and scored. Collective, unless marked local.
+    """Draws, samples and scores a step's samples. Collective, except for methods marked local.
 
-    `position` counts the prompts drawn so far; a resumed run starts at the saved position.
-    `lengths`, `[rows]` int32, holds the tokens of the longest response to each row of the file when
-    it was last drawn; -1 if never.
+    `position` is the number of prompts drawn so far; a resumed run starts at the saved position.
+    `lengths`, `[rows]` int32, are the tokens of the longest response when a row of the prompts file
+    was last drawn; -1 if it never was.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Collector:
         self._num_calls = 0
 
     def collect(self, weight_version: int, when_few_are_left: Callable[[], object]) -> Collected:
-        """Sample one step; in rollout mode. `when_few_are_left` is passed to the engine."""
+        """Sample a step, in rollout mode. `when_few_are_left` is passed to `run_stream`."""
         num_groups = self._num_prompts_per_step
         recipe = self._recipe
         self._counts = StepCounts()
@@ -100,16 +100,16 @@ class Collector:
             missing = num_groups - len(kept)
             target = SamplingTarget(missing, min(missing, left), left)
             refills += target.num_started if kept or uninformative else 0
-            if self._workers.compares:  # while others are sampled, so once is enough
+            if self._workers.compares:  # replaced during sampling: one round
                 target = SamplingTarget.of(
                     num_groups, max_refills=recipe.max_refills, oversample=at_a_time
                 )
-            # Otherwise do not call training back early: more draws may follow.
+            # In rounds, another round may follow: do not prefetch training.
             call_back = when_few_are_left if target.compares else None
             for group in self._split_groups(self._sample_groups(target, weight_version, call_back)):
                 (kept if _differ(group) else uninformative).append(group)
             if target.compares or not any(group.valid.any() for group in (*kept, *uninformative)):
-                break  # or every reward fails; more draws would not help
+                break  # in one round, or every reward failed: more draws would not help
         missing = max(0, num_groups - len(kept))
         groups = kept + uninformative[:missing]
         for group in uninformative[missing:]:
@@ -124,16 +124,15 @@ class Collector:
         return self._build_result(SampleTable.joined(groups), weight_version, metrics)
 
     def save(self, folder: Path) -> None:
-        """Write the state, besides the position, that decides later steps. Callers make it
-        collective."""
+        """Write what later steps depend on, besides the position. Local; all ranks must call it."""
         folder.mkdir(parents=True, exist_ok=True)
         self._workers.save_pending(folder)
         if dist.get_rank() == 0:
             save_file({"lengths": self.lengths}, folder / _LENGTHS)
 
     def restore(self, folder: Path) -> None:
-        """Resume from the state that a run over the same prompts saved. Local. UsageError: a file
-        holds something else."""
+        """Load the state that a run over the same prompts saved. Local. Raises UsageError if a file
+        has other content."""
         if not folder.is_dir():
             return  # an earlier version wrote the checkpoint
         self.lengths[:] = lengths_in(folder / _LENGTHS, len(self.lengths))
@@ -142,7 +141,7 @@ class Collector:
         self._workers.load_pending(folder, self._prompt_of, num_responses)
 
     def undo(self) -> None:
-        """Rewind the last step, which will be repeated: its prompts count as not drawn. Local."""
+        """Discard the last step, which will be repeated: its prompts count as not drawn. Local."""
         self.position, self.lengths = self._step_began_at, self._lengths_before
         self._workers.undo()
 
@@ -213,9 +212,9 @@ class Collector:
         self._timers.move(seconds, "reward", "rollout")
 
     def _longest_first(self, count: int) -> tuple[int, ...]:
-        """Order the next `count` draws by the length of the previous responses to their prompts,
-        longest first, so that the responses that begin last are short. Draws without a known length
-        count as the mean and keep their order."""
+        """Return the order of the next `count` draws, by the length of the previous responses to
+        their prompts, longest first, so that the last responses to start are short. Draws without a
+        known length count as the mean and keep their order."""
         rows = self._prompts.rows[self._prompt_rows(self.position, count)]
         lengths = self.lengths[rows].astype(np.float64)
         is_known = lengths >= 0
@@ -233,7 +232,7 @@ class Collector:
 
 
 def lengths_in(path: Path, num_rows: int) -> np.ndarray:
-    """Read `[num_rows]` int32 as `Collector.save` writes it; -1 is unknown. Raises UsageError."""
+    """Read `[num_rows]` int32 as written by `Collector.save`; -1: unknown. Raises UsageError."""
     what = f"lengths of responses to {num_rows} prompts"
     try:
         lengths = load_file(path)["lengths"]
@@ -245,10 +244,11 @@ def lengths_in(path: Path, num_rows: int) -> np.ndarray:
 
 
 def _first_finished_metrics(table: SampleTable, counts: StepCounts) -> dict[str, float]:
-    """Return the groups that a step has started and dropped, and the length bias of those it took:
-    their mean length minus that of all responses, in tokens.
+    """Return the numbers of started and dropped groups, and the length bias of the taken groups:
+    the mean length of their responses minus that of all responses, in tokens.
 
-    Responses left behind count with their length so far, so the true bias is at least as large.
+    Responses of dropped and pending groups count with their length so far, so the true bias is at
+    least as large.
     """
     mean_of_taken = float(table.response_lengths.mean())
     mean_of_all = (table.response_lengths.sum() + counts.left_tokens) / (

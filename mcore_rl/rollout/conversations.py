@@ -1,7 +1,8 @@
-"""The environments of a TP group's samples, between two turns.
+"""Conversations of a TP group's samples with their environments.
 
-While an environment works, its sample has no request in the engine, which continues with others. An
-observation is tokenized here and reaches the other ranks of the TP group with the next request.
+While an environment works, its sample has no request in the engine, which continues with other
+samples. Observations are tokenized here. They reach the other ranks of the TP group with the next
+request.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from mcore_rl.isolation.wire import Failed
 from mcore_rl.rewards.worker import Outcome
 
 _TOO_LONG = "began with too much"
-_POLLS_PER_STEP = 32  # a futile wait costs the engine 3 % of its time
+_POLLS_PER_STEP = 32  # a wait without an answer costs 3 % of a step
 
 
 @dataclass(slots=True)
@@ -61,9 +62,9 @@ class EpisodeEnd:
 
 
 class Conversations:
-    """Episodes by the number of their sample. Not thread-safe.
+    """Open episodes by the number of their sample. Not thread-safe.
 
-    Each `start` and each `turn` is followed by one event.
+    Each `start` and each `turn` leads to one event.
     """
 
     def __init__(
@@ -75,9 +76,9 @@ class Conversations:
         max_tokens: int,
         waits: bool = False,
     ) -> None:
-        """`max_tokens` bounds a response: its turns and observations together. `waits`: events are
-        returned only once all of them have arrived, ordered by number, so that no environment's
-        speed decides which requests the engine batches together."""
+        """`max_tokens` bounds a response: its turns and observations together. With `waits`, events
+        are returned when all have arrived, ordered by number, so that the engine's batches do not
+        depend on the speed of environments."""
         self._pool, self._tokens, self._spec = EnvironmentPool(spec), tokens, spec
         self._max_prompt_tokens, self._max_tokens = max_prompt_tokens, max_tokens
         self._waits = waits
@@ -86,15 +87,15 @@ class Conversations:
 
     @property
     def num_open(self) -> int:
-        """The number of samples that have not ended."""
+        """Number of samples that have not ended."""
         return len(self._episodes)
 
     def has_room(self, count: int) -> bool:
-        """Return whether `count` more may be open; one group always may."""
+        """Return whether `count` more samples may be open. One group is always allowed."""
         return not self._episodes or len(self._episodes) + count <= self._spec.max_open
 
     def start(self, number: int, so_far: Rollout, seed: int) -> None:
-        """Create an environment for a sample that has no token yet."""
+        """Create the environment of a sample without tokens."""
         ticket = self._pool.start(so_far.prompt, seed)
         self._episodes[number] = _Episode(so_far, ticket)
         self._numbers[ticket] = number
@@ -117,12 +118,12 @@ class Conversations:
     def events(
         self, num_running: int = 0, step_seconds: float = 0.0
     ) -> list[NextTurn | EpisodeEnd]:
-        """Return the events since the last call, and those that arrive shortly.
+        """Return the events since the last call, and those that arrive shortly after.
 
-        Quick environments answer a moment apart, and a step of the engine takes about as long with
-        few sequences as with many. It is therefore worth waiting as long as more answers arrive
-        than the engine would sample tokens: in `step_seconds` it samples one for each of
-        `num_running` and of the answers so far.
+        Fast environments answer at nearly the same time, and a step of the engine takes about as
+        long for few sequences as for many. Waiting pays while more answers arrive than the engine
+        would sample tokens: in `step_seconds` it samples one for each of `num_running` and of the
+        answers so far.
         """
         if self._waits:
             return self._wait_for_all()
@@ -158,14 +159,14 @@ class Conversations:
         return events
 
     def end(self, numbers: Iterable[int]) -> None:
-        """End these samples; numbers that are not open are ignored."""
+        """End these samples. Numbers that are not open are ignored."""
         tickets = [self._episodes.pop(n).ticket for n in numbers if n in self._episodes]
         for ticket in tickets:
             del self._numbers[ticket]
         self._pool.end(tickets)
 
     def close(self) -> None:
-        """End every process. A second call does nothing."""
+        """End all processes. A second call has no effect."""
         self._episodes.clear()
         self._pool.close()
 

@@ -1,19 +1,20 @@
-"""Dynamic assignment of draws to engines, and the choice of the groups that a step takes.
+"""Assignment of a step's draws to engines, and the choice of the groups that the step takes.
 
-The draws of a step are numbered from 0. Without dynamic sampling there is one per started group.
-With it (DAPO, arXiv 2503.14476, section 3.2) a group whose responses all have the same reward
-allows one more draw, up to a limit. A step uses the fewest draws that contain enough groups with a
-difference, whoever sampled them and whenever they finished.
+The draws of a step are numbered from 0. Without dynamic sampling there is one draw per started
+group. With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2), a group whose responses all have
+the same reward allows one more draw, up to a limit. A step uses the fewest draws that contain
+enough groups with different rewards, regardless of who sampled them and when they finished.
 
-Each TP group begins with a share of the draws, assigned round-robin, so that the first to ask does
-not take everything it has room for. Later draws come from a counter, as each TP group has room, so
-their assignment depends on speed. The tokens of the samples do not, except where kernels give other
-bits for batches of another size; where that must not happen, all draws are assigned round-robin.
+Each TP group begins with a share of the draws, assigned round-robin, so that the first caller does
+not take all draws that it has room for. Later draws come from a shared counter whenever a TP group
+has room, so their assignment depends on speed. Tokens do not depend on it, except where kernels
+return other bits for batches of another size. `--rl-deterministic` assigns all draws round-robin.
 
-If more groups are started than a step takes, it takes those that finish first, and counts them as
-they do. Groups that must end in the step come before these, unless they are compared and do not
-differ: then their places reopen. Which groups finish first also depends on the speed of engines, as
-replacement depends on the speed of rewards; where it must not, each TP group takes its own share.
+If a step starts more groups than it takes, it takes those that finish first. Groups that must end
+in the step are reserved: they have places of their own. If groups are compared, a reserved group
+whose rewards do not differ releases its place. Which groups finish first, and which are replaced in
+time, depends on the speed of engines and rewards; `--rl-deterministic` gives each TP group its own
+share of the target instead.
 
 This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 """
@@ -35,7 +36,7 @@ class Counters(Protocol):
 
 
 class LocalCounters:
-    """The counters of a single engine."""
+    """Counters of one TP group."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -99,7 +100,7 @@ class SamplingTarget:
 
 
 class Dispatcher:
-    """One TP group's assignment of a step's draws; on its first rank."""
+    """Assigns a step's draws to one TP group; on its first rank."""
 
     def __init__(
         self,
@@ -125,11 +126,12 @@ class Dispatcher:
 
     @property
     def takes_first(self) -> bool:
-        """Whether groups are not waited for once enough have finished."""
+        """Whether the step stops other groups once enough have finished."""
         return self._target.takes_first
 
     def next_draw(self) -> int | None:
-        """Return a draw to sample here; None: not now, or, with `is_exhausted`, never again."""
+        """Return a draw to sample here. None: none is available now, or, if `is_exhausted`, none
+        will be."""
         if not self.is_exhausted and self._target.takes_first:
             self.is_exhausted = self.has_enough()
         if self.is_exhausted:
@@ -147,21 +149,23 @@ class Dispatcher:
     def record_group(
         self, *, differs: bool = True, is_valid: bool = True, is_reserved: bool = False
     ) -> int:
-        """Record a group with all its responses and, where groups are compared, all its rewards.
-        `differs`: its rewards differ; `is_valid`: it has a valid reward. Return its rank: the step
-        takes the group if the rank is at most `places` once nothing `is_undecided`. Rank 0 marks a
-        group to fill up with (no difference) and a reserved group."""
+        """Record a group with all its responses and, if groups are compared, all its rewards.
+
+        `differs`: its rewards differ; `is_valid`: it has a valid reward. Return its rank: once no
+        group `is_undecided`, the step takes the groups with a rank of at most `places`. Rank 0: a
+        reserved group, or one that only fills a place that remains.
+        """
         target = self._target
         if is_reserved and not target.compares:
             return 0
         if not target.compares and not target.takes_first:
-            return 0  # nothing depends on how many have
+            return 0  # nothing depends on the number of finished groups
         if is_valid:
             self._add("valid", 1)
         if target.compares and not differs:
             self._add("uninformative", 1)
             if is_reserved:
-                self._add("released", 1)  # before "settled": `has_enough` is never too early
+                self._add("released", 1)  # before "settled", so that `has_enough` is not early
         if is_reserved:
             self._add("settled", 1)
         if is_reserved or (target.compares and not differs):
@@ -170,7 +174,7 @@ class Dispatcher:
 
     @property
     def places(self) -> int:
-        """Places for groups that are not reserved, as far as is known."""
+        """Number of places for groups that are not reserved, as far as known."""
         target = self._target
         if not target.compares or not target.num_reserved:
             return target.num_groups
@@ -178,17 +182,17 @@ class Dispatcher:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether a reserved group, here or elsewhere, may still give up its place."""
+        """Whether a reserved group of any TP group may still release its place."""
         return self._num_unsettled() > 0 and not self._add("failed", 0)
 
     def has_enough(self) -> bool:
-        """Return whether the step's groups have finished, whatever happens to reserved ones;
-        anything still running is too late."""
+        """Return whether enough groups have finished, whatever happens to reserved groups. Groups
+        that are still running are too late."""
         unsettled = self._num_unsettled()
         return self._add("kept", 0) >= self.places + unsettled
 
     def fail(self) -> None:
-        """Mark the step as failed here: nobody waits for this TP group's draws."""
+        """Record that the step failed here: no TP group waits for its draws."""
         self._add("failed", 1)
 
     def _num_unsettled(self) -> int:
@@ -205,12 +209,12 @@ class Dispatcher:
 
     def _allowed(self) -> int:
         target = self._target
-        # If every reward fails, more draws would not help.
+        # If every reward failed, more draws would not help.
         replaced = self._add("uninformative", 0) if target.compares and self._add("valid", 0) else 0
         return min(target.num_started + replaced, target.max_draws)
 
     def _is_final(self, draw: int) -> bool:
-        """Return whether a draw that is not allowed now never will be."""
+        """Return whether a draw that is not allowed now will never be allowed."""
         target = self._target
         if not target.compares or draw >= target.max_draws or self.has_enough():
             return True

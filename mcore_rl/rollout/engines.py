@@ -1,8 +1,8 @@
-"""Rollouts over all engines: who samples which prompt, and which facts all ranks share.
+"""Rollouts over all engines of a job.
 
-The TP groups of the engines draw groups as they have room. An engine with its own data-parallel
-ranks has several TP groups. All ranks of a TP group generate the same tokens; its first rank has
-the samples scored as they end. Then all ranks gather a table of all samples, in the order of the
+TP groups of engines draw groups when they have room. An engine with data-parallel ranks has several
+TP groups. All ranks of a TP group generate the same tokens; its first rank sends finished responses
+to the rewards. At the end of a step all ranks gather one table of all samples, in the order of the
 draws and without their tokens.
 """
 
@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutWorkers:
-    """This rank's part in sampling and scoring. Collective except `close` and local methods."""
+    """This rank's part in sampling and scoring. Collective, except for `close` and local
+    methods."""
 
     def __init__(
         self,
@@ -78,13 +79,15 @@ class RolloutWorkers:
 
     @property
     def compares(self) -> bool:
-        """Whether groups can be compared while others are sampled: every reward exists by then."""
+        """Whether groups can be compared during sampling, as all their rewards are known by
+        then."""
         return self._reward_model is None
 
     def draft_metrics(self) -> dict[str, float]:
-        """Return the draft counts of all engines since the last call; empty without --rl-speculate.
+        """Return the metrics of all engines' drafts since the last call; empty without
+        --rl-speculate.
 
-        Ranks of one TP group count the same, so only its first rank contributes.
+        The ranks of a TP group have the same counts, so only its first rank contributes.
         """
         if self._engine.config.speculation is None:
             return {}
@@ -106,8 +109,8 @@ class RolloutWorkers:
         """Sample this TP group's part of a step's groups and start their rewards; in rollout mode.
 
         `prompt_of` returns the prompt of one of the run's draws. `key` is unique to this call and
-        the same on all ranks. `differs` tests groups where `target` compares them. `order_of`
-        returns `GroupPlan.order` for the given number of first draws.
+        the same on all ranks. `differs` compares the rewards of a group, if `target` compares
+        groups. `order_of` returns `GroupPlan.order` for a number of first draws.
         """
         plan = dataclasses.replace(
             plan,
@@ -117,7 +120,7 @@ class RolloutWorkers:
         )
         group, num_groups = self._layout.tp_group_index(self._rank), self._layout.num_tp_groups
         counters, numbering = self._counters, (0, 1)
-        # Rewards, or the order of finishing, decide which draws are batched together, and when.
+        # The speed of rewards or engines decides which draws are batched together, and when.
         depends_on_speed = plan.keeps_unfinished or target.takes_first or differs is not None
         splits_target = self._options.deterministic and depends_on_speed
         if splits_target:
@@ -138,7 +141,7 @@ class RolloutWorkers:
         # A TP group without a share also calls its dispatcher once, which ends its stream.
         num_groups_at_once = max(1, share, len(pending))
         at_once = min(self._engine.config.max_num_seqs, num_groups_at_once * plan.size)
-        if order_of is not None and not splits_target:  # else each TP group has its own numbering
+        if order_of is not None and not splits_target:  # else each TP group numbers its own draws
             plan = dataclasses.replace(plan, order=order_of(target.num_started))
         groups = GroupScheduler(
             self._engine,
@@ -169,15 +172,16 @@ class RolloutWorkers:
     def _num_round_robin(
         self, target: SamplingTarget, size: int, num_groups: int, most_pending: int
     ) -> int:
-        """Count the new groups that every TP group begins with, next to its pending groups, which
-        all begin now: at most its share."""
+        """Return the number of new groups that every TP group begins with, next to its pending
+        groups, which all begin now: at most its share."""
         room, share = self._engine.config.max_num_seqs, target.num_pending + target.num_started
         num_round_robin = min(room // size, share // num_groups) - most_pending
         return min(max(0, num_round_robin), target.num_started // num_groups)
 
     def _drop_stale(self, plan: GroupPlan) -> list[OpenGroup]:
-        """Drop pending groups that are too old to resume, and return them. With `finish`, groups
-        end in the step in which they reach the limit, so these had no place in it."""
+        """Drop pending groups that are too old to resume, and return them. With
+        `--rl-stale-rollouts finish` these groups had no place in the step in which they reached the
+        limit."""
         limit = self._options.staleness_limit
         stale = [group for group in self.pending if self._age(plan, group) > limit]
         self.pending = [group for group in self.pending if self._age(plan, group) <= limit]
@@ -213,7 +217,7 @@ class RolloutWorkers:
     def load_pending(
         self, folder: Path, prompt_of: Callable[[int], Prompt], num_responses: int
     ) -> None:
-        """Load the unfinished groups of a run that fit this run's settings. Local."""
+        """Load the checkpoint's unfinished groups that fit this run's settings. Local."""
         groups = read_groups(
             folder,
             prompt_of,
@@ -232,17 +236,19 @@ class RolloutWorkers:
         self.pending = fitting
 
     def undo(self) -> None:
-        """Restore the groups pending before the last step, which will be repeated. Local."""
+        """Restore the groups that were pending before the last step, which will be repeated.
+        Local."""
         self.pending = self._pending_before
 
     def settle(
         self, groups: GroupScheduler, waited: Callable[[float], object]
     ) -> tuple[SampleTable, StepCounts]:
         """Wait for the remaining rewards. Return the table of the samples that the step takes from
-        all TP groups, in the order of the draws, and total counts. The sample store has them.
+        all TP groups, in the order of the draws, and the total counts. The samples are in the
+        sample store.
 
-        `waited` receives the seconds that this rank idled while others were still sampling, beyond
-        the time that the slowest spent on rewards.
+        `waited` receives the seconds for which this rank was idle while others were still sampling,
+        beyond the time that the slowest rank spent on rewards.
         """
         started = time.perf_counter()
         plan, counts, decision = groups.plan, StepCounts(), None
@@ -285,7 +291,8 @@ class RolloutWorkers:
         counts: StepCounts | None = None,
         waited: Callable[[float], object] = lambda seconds: None,
     ) -> tuple[SampleTable, StepCounts]:
-        """Return the table of all groups' samples; greedy responses follow the samples."""
+        """Return the table of all TP groups' samples. In `rollouts`, greedy responses follow the
+        samples."""
         counts = counts or StepCounts()
         first = self._sample_store.add([ScoredRollout(each, reward=0.0) for each in rollouts])
         if self._reward_model is not None:
@@ -311,7 +318,7 @@ class RolloutWorkers:
         counts: StepCounts,
         waited: Callable[[float], object],
     ) -> tuple[SampleTable, StepCounts]:
-        """Join the tables of all TP groups, each contributed by one rank, and sum their counts."""
+        """Join the tables of all TP groups, one rank of each, and sum their counts."""
         started = time.perf_counter()
         contributed = table_here if self._is_scorer else None
         contributions = objects.all_gather(

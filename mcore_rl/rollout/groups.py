@@ -1,9 +1,9 @@
 """Groups of responses, one per drawn prompt, from the draw to the rewards.
 
-`GroupScheduler` draws prompts when its engine has room, passes each response
-to the rewards as soon as it ends, and reports completed groups to the `Dispatcher`. A step that
-takes the groups that finish first stops the others. A stopped group is dropped, or resumes in a
-later step from its tokens.
+`GroupScheduler` starts groups when its engine has room, sends each response to the rewards as soon
+as it ends, and reports complete groups to the `Dispatcher`. A step that takes the groups that
+finish first stops the others. A stopped group is dropped, or resumes in a later step from its
+tokens.
 """
 
 from __future__ import annotations
@@ -72,17 +72,18 @@ class GroupPlan:
         return number % self.size >= self.num_samples
 
     def draw(self, count: int) -> int:
-        """Convert the step's draw number `count` into the run's."""
+        """Convert number `count` of the step's draws into a draw of the run."""
         return self.first_draw + (self.order[count] if count < len(self.order) else count)
 
     def seed_of_sample(self, draw: int, index: int) -> int:
-        """Derive a seed from the run's seed, draw and index, independent of step and engine."""
+        """Derive a seed from the run's seed, the draw and the index, independent of step and
+        engine."""
         return seed_of(seed_of(self.seed, "draw", draw), index)
 
     def request(self, draw: int, so_far: Rollout, observed: np.ndarray = _NO_TOKENS) -> Request:
-        """Build the request that begins a response, or continues it after `observed`.
+        """Build the request that starts a response, or continues it after `observed`.
 
-        Each sample has its own random stream per number of tokens so far.
+        Each sample has its own random stream for each number of tokens so far.
         """
         index = so_far.sample_index
         num_tokens = len(so_far.response_token_ids) + len(observed)
@@ -106,7 +107,7 @@ class GroupPlan:
 
     def _cache_name(self, so_far: Rollout) -> str:
         """Name the KV cache by the version that a response began with. A resumed response finds its
-        own keys and values; a new response finds none of earlier weights."""
+        own keys and values. A new response finds none of earlier weights."""
         oldest = so_far.oldest_version if len(so_far.response_token_ids) else self.weight_version
         return f"version {oldest}"
 
@@ -128,7 +129,7 @@ class GroupDecision:
 
     taken: tuple[int, ...] = ()  # draws that the step takes, or may fill up with
     pending: tuple[int, ...] = ()  # draws that resume in a later step
-    # Rewards of environments, by draw and index.
+    # rewards of environments, by draw and index
     turns: Mapping[tuple[int, int], tuple[TurnReward, ...]] = field(default_factory=dict)
 
 
@@ -158,9 +159,10 @@ class StepCounts:
 
 
 class GroupScheduler:
-    """The scheduler of an engine's part of a step's draws and of pending groups.
+    """Schedules an engine's part of a step: its draws and its pending groups.
 
-    `open` maps draws to groups. `error` holds an exception of the rewards until all ranks raise it.
+    `open` maps draws to groups. `error` is an exception of the rewards, which all ranks raise in
+    `settle`.
     """
 
     def __init__(
@@ -201,17 +203,17 @@ class GroupScheduler:
         self._tickets: dict[int, int] = {}  # ticket of a reward -> request
         self._finish_ranks: dict[int, int] = {}  # order in which groups finished, by draw
         self._running: set[int] = set()
-        self._starting: set[int] = set()  # their environments are being created
+        self._starting: set[int] = set()  # samples whose environments are being created
         self._queue: deque[Request] = deque()
         self._is_ending = False
         if dispatcher is not None:
             self._resume(pending)
 
-    # The stream's scheduler
+    # Called by `run_stream`
 
     def schedule(self, num_running: int) -> StreamActions:
         """Submit queued requests, then new groups, up to the engine's room. Once the step has
-        enough groups, stop the rest."""
+        enough groups, stop the others."""
         assert self._dispatcher is not None, "not the first rank of its TP group"
         if self.error is not None:
             self._end_conversations(self._numbers())
@@ -238,7 +240,7 @@ class GroupScheduler:
         return StreamActions(tuple(submit), drop=stopped, more=more)
 
     def finished(self, completion: Completion) -> None:
-        """Store the new part of a response; send a finished response to its rewards."""
+        """Store the new part of a response. If the response has ended, request its rewards."""
         draw, index = divmod(completion.number, self.plan.size)
         group = self.open.setdefault(draw, OpenGroup.new(draw, self.plan.size))
         so_far = group.rollouts[index]
@@ -260,7 +262,7 @@ class GroupScheduler:
             self._conversations.turn(completion, rollout, text)
 
     def dropped(self, request: Request, num_tokens: int) -> None:
-        """Count the tokens of a dropped request; they are not trained on."""
+        """Count the tokens of a dropped request, which are not trained on."""
         self._counts.generated_tokens += num_tokens
         if self._dispatcher is None or self.plan.is_greedy(request.number):
             return
@@ -271,7 +273,7 @@ class GroupScheduler:
         self._counts.left_tokens += len(request.token_ids) - prompt_and_response + num_tokens
 
     def between_steps(self, num_running: int = 0, step_seconds: float = 0.0) -> None:
-        """Collect finished rewards and continue conversations; on the first rank."""
+        """Collect outcomes of rewards and continue conversations; on the first rank."""
         if self._rewards is None or self.error is not None:
             return
         try:
@@ -295,7 +297,8 @@ class GroupScheduler:
         self.between_steps()
 
     def decide(self) -> GroupDecision:
-        """Return which groups are taken and which stay pending; after `wait`, on the first rank."""
+        """Return which groups the step takes and which stay pending; after `wait`, on the first
+        rank."""
         if self.error is not None:
             return GroupDecision()
         others = sorted(self.open.keys() - self._taken_draws())
@@ -341,13 +344,14 @@ class GroupScheduler:
     # Internal; on the first rank
 
     def _fail(self, error: Exception) -> None:
-        """Record an error, which all ranks raise together after sampling."""
+        """Record an error, which all ranks raise after sampling."""
         self.error = error
         if self._dispatcher is not None:
             self._dispatcher.fail()
 
     def _resume(self, pending: Sequence[OpenGroup]) -> None:
-        """Resume pending groups; those that must end in this step come first."""
+        """Queue the requests of pending groups, first those of groups that must end in this
+        step."""
         for group in sorted(pending, key=lambda each: each.draw not in self._reserved):
             for index, rollout in enumerate(group.rollouts):
                 if rollout is None or not is_finished(rollout):
@@ -365,9 +369,9 @@ class GroupScheduler:
         return self._conversations is None or self._conversations.has_room(self.plan.size)
 
     def _begin_group(self, draw: int) -> list[Request]:
-        """Return a new group's requests; none with environments, whose requests come later."""
+        """Return a new group's requests; none if environments have to be created first."""
         group = self.open[draw] = OpenGroup.new(draw, self.plan.size)
-        # Not the count of draws: the draw assigned last need not have the highest number.
+        # The draw dispatched last need not have the highest number.
         num_draws = draw - self.plan.first_draw + 1
         self._counts.num_draws = max(self._counts.num_draws, num_draws)
         rollouts = [self._response(group, index) for index in range(self.plan.size)]
@@ -417,7 +421,7 @@ class GroupScheduler:
         return rollout
 
     def _unneeded_requests(self) -> set[int]:
-        """Return the requests that the step no longer needs, running or not; only once."""
+        """Return the requests that the step no longer needs, running or not; once per step."""
         assert self._dispatcher is not None
         if self._is_ending or not self._dispatcher.takes_first or not self._dispatcher.has_enough():
             return set()

@@ -26,7 +26,7 @@ def check_temperature(flag: str, value: float, greedy: str = "") -> None:
 
 @dataclass(frozen=True, slots=True)
 class RolloutOptions(Parameters):
-    """The flags of sampling, and of what a step takes of it."""
+    """Options of sampling, and of the groups that a step takes."""
 
     temperature: float = param(
         1.0, "sampling temperature; log-probs are those of the tempered policy", above=0
@@ -87,12 +87,12 @@ class RolloutOptions(Parameters):
 
     @property
     def keeps_unfinished(self) -> bool:
-        """Whether responses may continue in a later step than the one that began them."""
+        """Whether responses may continue in a later step."""
         return self.partial_rollouts and self.max_staleness != 0
 
     @property
     def keeps_kv(self) -> bool:
-        """Whether keys and values outlive an update."""
+        """Whether keys and values are kept after an update."""
         return self.keeps_unfinished and self.kv_after_update == "keep"
 
     @property
@@ -110,7 +110,7 @@ class RolloutOptions(Parameters):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationOptions(Parameters):
-    """The flags of evaluations on held-out prompts."""
+    """Options of evaluations on held-out prompts."""
 
     eval_interval: int = param(20, "steps between evaluations; 0 disables evaluation", least=0)
     num_eval_prompts: int = param(128, "held-out prompts per evaluation", above=0)

@@ -1,6 +1,7 @@
-"""Unfinished groups in a checkpoint: one file per TP group of engines.
+"""Unfinished groups in a checkpoint: one file per TP group.
 
-Arrays are stored in a safetensors file, the rest as JSON in its header; reading never unpickles.
+Arrays are stored in a safetensors file, other fields as JSON in its header. Reading never
+unpickles.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _MAX_COUNT = 1 << 53
 
 
 def write_groups(groups: Sequence[OpenGroup], folder: Path, tp_group: int) -> None:
-    """Write the groups of a TP group; called on its first rank, which knows their rewards."""
+    """Write the groups of a TP group; on its first rank, which has their rewards."""
     arrays: dict[str, np.ndarray] = {"empty": np.empty(0, np.uint8)}  # a file needs at least one
     facts = []
     for group in groups:
@@ -59,10 +60,10 @@ def read_groups(
     folder: Path, prompt_of: Callable[[int], Prompt], *, tp_group: int, num_tp_groups: int
 ) -> list[OpenGroup]:
     """Return the groups that a TP group resumes: its own, or, if the number of TP groups has
-    changed, its share of all, assigned round-robin in the order of their draws.
+    changed, its share of all groups, assigned round-robin in the order of their draws.
 
-    `prompt_of` returns the prompt of a draw. Every rank of a TP group reads the same. UsageError: a
-    file holds something else.
+    `prompt_of` returns the prompt of a draw. All ranks of a TP group read the same groups. Raises
+    UsageError if a file has other content.
     """
     files = sorted(folder.glob("group_*.safetensors"))
     if len(files) == num_tp_groups:

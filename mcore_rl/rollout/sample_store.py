@@ -1,12 +1,12 @@
-"""Delivery of samples from the ranks that sampled them to the ranks that train on them.
+"""Storage of samples on the ranks that sampled them, and delivery to the ranks that train on them.
 
-All ranks know a table of numbers about a step's samples. Tokens, log-probs and chosen experts stay
-with the ranks of the sampling engine until the assignment of samples to training ranks is known.
-Then each rank receives its own samples once, as bytes, with only its pipeline stage's experts. All
-ranks of an engine's TP group hold the same samples, so each sends to its share of the receivers.
+All ranks have a table with a few numbers per sample. Tokens, log-probs and chosen experts stay on
+the ranks of the sampling engine until the assignment of samples to training ranks is known. Then
+each rank receives its samples once, as bytes, with the experts of its pipeline stage only. All
+ranks of a TP group store the same samples, so each sends to a part of the receivers.
 
-Shape legend: n samples of the step; t tokens of a sample; m layers with experts (of a stage);
-k choices a token.
+Shape legend: n samples of the step; t tokens of a sample; m layers with experts (of a stage); k
+choices a token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GENERATED, _KNOWN = 1, 2
 
 
 class SampleStore:
-    """The samples of the current step from this rank's engine."""
+    """The current step's samples of this rank's engine."""
 
     def __init__(
         self,
@@ -42,8 +42,9 @@ class SampleStore:
         *,
         has_turns: bool = False,
     ) -> None:
-        """`layers` lists the layers of each stage and chunk. `routed` describes the complete model
-        where samples carry their experts. `has_turns`: samples carry the rewards of their turns."""
+        """`layers` are the layers of each stage and chunk. `routed` describes the experts of the
+        complete model, if samples carry their experts. `has_turns`: samples carry the rewards of
+        their turns."""
         self._has_turns = has_turns
         self.routed, self._train, self._rollout = routed, train, rollout
         self._rank = dist.get_rank()
@@ -60,7 +61,7 @@ class SampleStore:
         ]
 
     def of_stage(self, stage: int | None = None) -> RoutedLayers:
-        """Return the layers with experts of a pipeline stage, by default this rank's."""
+        """Return the layers with experts of a pipeline stage, by default of this rank's."""
         assert self.routed is not None, "samples come without their experts"
         columns = self._columns[self._train.pp_rank(self._rank) if stage is None else stage]
         layers = tuple(self.routed.layers[column] for column in columns)
@@ -69,13 +70,13 @@ class SampleStore:
     # This rank's samples
 
     def clear(self) -> None:
-        """Clear the samples and the expert load; a new step begins."""
+        """Remove the samples and the expert load of the last step."""
         self._kept.clear()
         self._load[:] = 0
 
     def add(self, scored: Sequence[ScoredRollout]) -> int:
         """Store samples and return the number of the first. Local; called in the same order on all
-        ranks of a TP group, where only the first rank may know rewards."""
+        ranks of a TP group, of which only the first may know rewards."""
         first = len(self._kept)
         self._kept += scored
         if self.routed is not None and self.home == self._rank:
@@ -85,19 +86,19 @@ class SampleStore:
         return first
 
     def set_rewards(self, first: int, scored: Sequence[ScoredRollout]) -> None:
-        """Replace the samples from number `first` on by their rewarded versions."""
+        """Replace the samples from number `first` on by scored ones."""
         self._kept[first : first + len(scored)] = scored
 
     def table(self, first: int, draws: Sequence[int]) -> SampleTable:
-        """Return the table of the samples from number `first` on, one per draw."""
+        """Return the table of the samples from number `first` on; `draws` has the draw of each."""
         numbers = range(first, first + len(draws))
         scored = self._kept[first : first + len(draws)]
         return SampleTable.of(scored, home=self.home, numbers=numbers, draws=draws)
 
     def load(self) -> np.ndarray:
-        """Return `[m, e]` int64: how often each expert was chosen, dropped samples included.
+        """Return `[m, e]` int64: how often each expert was chosen, including dropped samples.
 
-        m covers the complete model. One rank per TP group counts; the others hold zeros.
+        m covers the complete model. One rank per TP group counts; the others return zeros.
         """
         return self._load
 
@@ -112,9 +113,9 @@ class SampleStore:
         return hasher.digest()
 
     def require_agreement(self, digests: Sequence[bytes]) -> None:
-        """Raise RuntimeError, on all ranks, if the ranks of a TP group hold different samples.
+        """Raise RuntimeError, on all ranks, if the ranks of a TP group store different samples.
 
-        `digests` holds one digest per rank of the world.
+        `digests` has one digest per rank of the world.
         """
         for group in range(self._rollout.num_tp_groups):
             slots = range(group * self._rollout.tp_size, (group + 1) * self._rollout.tp_size)
@@ -129,7 +130,7 @@ class SampleStore:
     # Delivery
 
     def deliver(self, table: SampleTable, wanted: Shares) -> dict[int, SampleTokens]:
-        """Return this rank's samples of `wanted`, by their place in the table, with the experts of
+        """Return this rank's samples of `wanted`, by their row in the table, with the experts of
         its stage. Collective over the world."""
         moves = Moves.of(self._rank, len(table), self._sampled(table), wanted)
         outgoing = [_NOTHING] * dist.get_world_size()
@@ -155,7 +156,7 @@ class SampleStore:
         return tokens
 
     def row_exchange(self, table: SampleTable, wanted: Shares) -> RowExchange:
-        """Return the tokens of samples, as the rows of `tokens_to_rows`, for ranks outside the
+        """Return the tokens of samples as the rows of `tokens_to_rows`, for ranks outside the
         actor, in any world. Local."""
         sampled = self._sampled(table)
         numbers = table.numbers[sampled.of(self._rank)].tolist()
@@ -163,7 +164,7 @@ class SampleStore:
         return RowExchange(table.lengths, sampled, wanted, rows)
 
     def _sampled(self, table: SampleTable) -> Shares:
-        """Return which samples the ranks of each engine's TP groups hold."""
+        """Return which samples the ranks of each TP group store."""
         slots = np.arange(dist.get_world_size()).reshape(-1, self._rollout.tp_size)
         ranks = [tuple(self._rollout.rank(slot) for slot in group) for group in slots.tolist()]
         return Shares(
@@ -171,7 +172,7 @@ class SampleStore:
         )
 
     def on_first_rank(self, table: SampleTable, rows: Sequence[int]) -> list[ScoredRollout]:
-        """Return these samples with texts and rewards, on rank 0; an empty list on the others.
+        """Return these samples with texts and rewards on rank 0, an empty list on the others.
         Collective over the world."""
         samples_here = {}
         if self.home == self._rank:

@@ -1,6 +1,6 @@
-"""Responses that are sampled in parts, by weights of several versions or between observations.
+"""Responses that are sampled in parts: by weights of several versions, or between observations.
 
-Every token keeps the log-prob and the weight version that it was sampled with, and the experts of
+Each token keeps the log-prob and the weight version that it was sampled with, and the experts of
 the forward pass that the next token was sampled from.
 
 Shape legend: p tokens of the prompt, r of the response so far.
@@ -34,9 +34,9 @@ def new_rollout(prompt: Prompt, sample_index: int, weight_version: int) -> Rollo
 
 
 def extend_rollout(so_far: Rollout, completion: Completion, weight_version: int) -> Rollout:
-    """Append the tokens sampled next, preceded by the tokens that the request added.
+    """Append the tokens that the request added, then the sampled tokens.
 
-    The text stays empty: a finished response is decoded once, as a unit.
+    The text stays empty: a finished response is decoded as a whole.
     """
     before = len(so_far.prompt.token_ids) + len(so_far.response_token_ids)
     added = completion.request.token_ids[before:]
@@ -82,7 +82,8 @@ def extend_rollout(so_far: Rollout, completion: Completion, weight_version: int)
 
 
 def _merge_routes(earlier: Routes | None, now: Routes | None) -> Routes | None:
-    """Return the experts of `now`, except for tokens whose successor was sampled earlier."""
+    """Return the experts of `now`, but those of `earlier` for tokens whose successor was sampled
+    earlier."""
     if earlier is None or now is None:
         return now
     kept = len(earlier.ids)
@@ -100,7 +101,7 @@ class OpenGroup:
     """
 
     draw: int  # of the run
-    rollouts: list[Rollout | None]  # by index; None: not begun
+    rollouts: list[Rollout | None]  # by index; None: not started
     outcomes: dict[int, Mapping[str, Outcome]] = field(default_factory=dict)  # by index
     environment_outcomes: dict[int, Outcome] = field(default_factory=dict)  # by index
 

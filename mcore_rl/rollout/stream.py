@@ -1,9 +1,9 @@
-"""The loop over an engine's steps that drives rollout.
+"""The loop over an engine's steps.
 
-Between two steps a scheduler decides which requests to submit and which to end; after a step it
-receives the completions. It decides on the first rank of each TP group, and all ranks of the group
-follow. They agree at the start, after a step in which a request ended, and every few steps while
-more requests may come.
+Between two steps a scheduler decides which requests to submit, end or drop. After a step it
+receives the completions. The first rank of a TP group decides, and all ranks of the group follow.
+They synchronize at the start, after a step in which a request ended, and every few steps while more
+requests may come.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class StreamActions:
 
 
 class RequestScheduler(Protocol):
-    """The decisions about an engine's next requests."""
+    """Decides which requests an engine runs."""
 
     def schedule(self, num_running: int) -> StreamActions:
-        """Return the next decision; on the first rank of the TP group. Must not block."""
+        """Return the next actions; on the first rank of the TP group. Must not block."""
 
     def finished(self, completion: Completion) -> None:
         """Handle a request that has ended; on all ranks of the TP group, in the same order."""
@@ -49,8 +49,8 @@ class RequestScheduler(Protocol):
         """Handle a request dropped after `num_tokens`; on all ranks of the TP group."""
 
     def between_steps(self, num_running: int, step_seconds: float) -> None:
-        """Do the work that accompanies generation; on the first rank. Must not wait for anything
-        slower than the engine, which samples one token per running request and step."""
+        """Process rewards and environments; on the first rank. Must not wait for anything slower
+        than the engine, which samples one token per running request and step."""
 
 
 def run_stream(
@@ -59,11 +59,11 @@ def run_stream(
     *,
     when_few_are_left: Callable[[], object] | None = None,
 ) -> None:
-    """Step the engine until nothing runs and nothing more will come. Collective over the engine.
+    """Step the engine until no request runs and none will come. Collective over the engine.
 
-    `when_few_are_left` is called once, between two steps, as soon as nothing more will come and at
-    most a quarter of the sequences that fit are still being generated. A trace shows the time
-    before as "first responses" and the time after as "last responses".
+    `when_few_are_left` is called once, between two steps, as soon as no request will come and at
+    most a quarter of the sequences that fit are running. A trace shows the time before as "first
+    responses" and the time after as "last responses".
     """
     few = max(1, engine.config.max_num_seqs // 4)
     actions, must_schedule, num_steps = StreamActions(more=True), True, 0
@@ -98,7 +98,7 @@ def run_stream(
                 for completion in ended:
                     scheduler.finished(completion)
             else:
-                time.sleep(_IDLE_SECONDS)  # wait for a tool or a reward
+                time.sleep(_IDLE_SECONDS)  # wait for an environment or a reward
             if engine.tp_rank == 0:
                 scheduler.between_steps(generation.num_running, step_seconds)
             is_time = not generation.num_running or num_steps % _STEPS_BETWEEN_SCHEDULES == 0

@@ -1,38 +1,35 @@
 """Rollout: sample a step's responses and their rewards as a stream.
 
-    Collector ─ sample() ─► RolloutWorkers ─► run_stream ◄─ completions ─ engine
-                                                │    ▲                       ▲
-                     on_each_step: schedule(),  │    │ StreamActions: ───────┘
-                     finished(), between_steps()│    │ submit, end, drop
-                                                ▼    │
-    reward pools, servers ◄─ responses ─── GroupScheduler ─── turns ─► Conversations
-                          ── outcomes ──►     │      ▲    ◄─ events ── (environment processes)
-                               record_group() │      │ next_draw()
-                                              ▼      │
-                                            Dispatcher ◄─ counters ─► TCP store ◄─► other TP groups
+    Collector ── sample() ──► RolloutWorkers ──► run_stream ── submit, end, drop, step ──► engine
+                                                  │     ▲
+                           schedule(), finished() │     │ StreamActions
+                                  between_steps() ▼     │
+    reward pools ◄─── begin() ──────────────── GroupScheduler ── start(), turn() ──► Conversations
+    and servers  ──── finished() ────────────►    │     ▲     ◄────── events() ───── of processes
+                                   record_group() │     │ next_draw()
+                                                  ▼     │
+                                                Dispatcher ◄── counters ──► TCP store ◄──► others
 
-    Collector ─ settle() ─► remaining rewards, one table of all TP groups ─► the step's samples
-    Learner ── deliver() ─► SampleStore of each rank ─► tokens on the ranks that train on them
+    Collector ── settle() ──► remaining rewards; one table of the samples of all TP groups
+    Learner ─── deliver() ──► SampleStore: tokens move to the ranks that train on them
 
-Who waits, and who ends the wait:
+Who waits for what, and what ends the wait:
 
-    waits                      for                                  until
-    run_stream, first rank     a step of the engine                 the engine returns
-      no request is running    a reward, environment or draw        polls them every millisecond
-    run_stream, other ranks    StreamActions                        the first rank broadcasts them
-    run_stream, DP ranks       the engine's other TP groups         `any_rank` after every step
-    a finished group           its rewards; does not block the      `between_steps` finds all of
-                               engine                               its outcomes
-    a sample between turns     its environment; does not block      `between_steps` finds the event
-                               the engine
-    Dispatcher.next_draw       never blocks; None while a group     another TP group records a group
-                               may still be replaced                that differs, or not, or fails
-    settle                     the rewards of its own TP group,     the pools have answered, and
-                               then all ranks                       every rank has gathered
-    deliver                    all ranks                            the exchange of bytes ends
+    run_stream, first rank     the engine's step. While no request runs and more may come, it polls
+                               rewards, environments and draws every millisecond.
+    run_stream, other ranks    StreamActions, which the first rank of the TP group broadcasts.
+    run_stream, other TP       `any_rank`: TP groups of one engine (data parallel) step together,
+    groups of the engine       with empty steps, until none has or expects requests.
+    a sample between turns     its environment. Its event arrives in `between_steps`; the engine
+                               continues with other samples.
+    a group without rewards    its rewards. They arrive in `between_steps`; the engine continues.
+    Dispatcher.next_draw       does not block. Returns None while a draw may still become available:
+                               until a TP group records a group, or fails.
+    settle                     first the rewards of its own TP group, then all ranks (all_gather).
+    deliver                    all ranks (exchange of bytes).
 
-With --rl-deterministic and groups that are compared, `between_steps` blocks until all outcomes and
-environments have answered, so that their speed decides nothing. If rewards fail on a TP group, its
-stream ends, its `Dispatcher` marks the step as failed, so that no other TP group waits for it, and
-`settle` raises the error on every rank.
+With --rl-deterministic, `between_steps` waits for all environments and, if groups are compared, for
+all rewards, so that their speed has no influence. If rewards fail, the stream of their TP group
+ends, `Dispatcher.fail` ends the waits of other TP groups, and `settle` raises the error on all
+ranks.
 """

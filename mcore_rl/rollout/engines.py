@@ -14,6 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,17 @@ from mcore_rl.rollout.segments import OpenGroup
 from mcore_rl.rollout.stream import run_stream
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Resumed:
+    """The pending groups of a TP group in a step, and the target of the step's new groups."""
+
+    target: SamplingTarget
+    groups: Sequence[OpenGroup] = ()
+    stale: Sequence[OpenGroup] = ()  # dropped because of their age
+    reserved: frozenset[int] = frozenset()  # draws of pending groups that must end in the step
+    most_groups: int = 0  # largest number of pending groups in a TP group
 
 
 class RolloutWorkers:
@@ -126,57 +138,49 @@ class RolloutWorkers:
         if splits_target:
             target = target.share(group, num_groups)
             counters, numbering, num_groups = LocalCounters(), (group, num_groups), 1
-        reserved, most_pending = frozenset[int](), 0
-        stale: Sequence[OpenGroup] = ()
-        pending: Sequence[OpenGroup] = ()
-        if plan.keeps_unfinished:
-            self._pending_before = self.pending
-            stale = self._drop_stale(plan)
-            pending = self.pending
-            target, reserved, most_pending = self._target_with_pending(
-                plan, target, alone=splits_target
-            )
-        num_round_robin = self._num_round_robin(target, plan.size, num_groups, most_pending)
+        resumed = self._resume(plan, target, alone=splits_target)
+        target = resumed.target
         share = math.ceil((target.num_pending + target.num_started) / num_groups)
         # A TP group without a share also calls its dispatcher once, which ends its stream.
-        num_groups_at_once = max(1, share, len(pending))
+        num_groups_at_once = max(1, share, len(resumed.groups))
         at_once = min(self._engine.config.max_num_seqs, num_groups_at_once * plan.size)
         if order_of is not None and not splits_target:  # else each TP group numbers its own draws
             plan = dataclasses.replace(plan, order=order_of(target.num_started))
+        num_round_robin = None
+        if not self._options.deterministic:
+            num_round_robin = self._num_round_robin(resumed, plan.size, num_groups)
+        dispatcher = Dispatcher(
+            target,
+            counters,
+            key,
+            round_robin=(group % num_groups, num_groups),
+            num_round_robin=num_round_robin,
+            numbering=numbering,
+        )
         groups = GroupScheduler(
             self._engine,
             plan,
             prompt_of,
-            dispatcher=Dispatcher(
-                target,
-                counters,
-                key,
-                round_robin=(group % num_groups, num_groups),
-                num_round_robin=None if self._options.deterministic else num_round_robin,
-                numbering=numbering,
-            )
-            if self._is_scorer
-            else None,
-            at_once=at_once,
+            dispatcher=dispatcher if self._is_scorer else None,
             rewards=self._rewards if self._is_scorer else None,
             differs=differs,
-            pending=pending,
-            reserved=reserved,
-            stale=stale,
+            at_once=at_once,
+            pending=resumed.groups,
+            reserved=resumed.reserved,
+            stale=resumed.stale,
             waits=splits_target and differs is not None,
             conversations=self._conversations,
         )
         run_stream(self._engine, groups, when_few_are_left=when_few_are_left)
         return groups
 
-    def _num_round_robin(
-        self, target: SamplingTarget, size: int, num_groups: int, most_pending: int
-    ) -> int:
+    def _num_round_robin(self, resumed: _Resumed, size: int, num_groups: int) -> int:
         """Return the number of new groups that every TP group begins with, next to its pending
         groups, which all begin now: at most its share."""
-        room, share = self._engine.config.max_num_seqs, target.num_pending + target.num_started
-        num_round_robin = min(room // size, share // num_groups) - most_pending
-        return min(max(0, num_round_robin), target.num_started // num_groups)
+        room, target = self._engine.config.max_num_seqs, resumed.target
+        share = (target.num_pending + target.num_started) // num_groups
+        num_new = min(room // size, share) - resumed.most_groups
+        return min(max(0, num_new), target.num_started // num_groups)
 
     def _drop_stale(self, plan: GroupPlan) -> list[OpenGroup]:
         """Drop pending groups that are too old to resume, and return them. With
@@ -187,22 +191,24 @@ class RolloutWorkers:
         self.pending = [group for group in self.pending if self._age(plan, group) <= limit]
         return stale
 
-    def _target_with_pending(
-        self, plan: GroupPlan, target: SamplingTarget, *, alone: bool
-    ) -> tuple[SamplingTarget, frozenset[int], int]:
-        """Return the target of new groups next to the pending groups, the pending draws that
-        must end in this step, and the largest number of pending groups in a TP group."""
+    def _resume(self, plan: GroupPlan, target: SamplingTarget, *, alone: bool) -> _Resumed:
+        """Return the pending groups of the step, and the target of the new groups next to them.
+        `alone`: no other TP group samples for `target`."""
+        if not plan.keeps_unfinished:
+            return _Resumed(target)
+        self._pending_before = self.pending
+        stale = self._drop_stale(plan)
         ages_here = [(-self._age(plan, group), group.draw) for group in self.pending]
-        ages_by_group = (
-            [ages_here] if alone else objects.all_gather(ages_here if self._is_scorer else [])
-        )
+        ages_by_group = [ages_here]
+        if not alone:
+            ages_by_group = objects.all_gather(ages_here if self._is_scorer else [])
         ages = sorted(each for group in ages_by_group for each in group)
         must_end: list[int] = []
         if self._options.stale_rollouts == "finish":
             must_end = [draw for age, draw in ages if -age >= self._options.staleness_limit]
         reserved = frozenset(must_end[: target.num_groups])
         target = target.with_pending(num_pending=len(ages), num_reserved=len(reserved))
-        return target, reserved, max(len(group) for group in ages_by_group)
+        return _Resumed(target, self.pending, stale, reserved, max(map(len, ages_by_group)))
 
     def _age(self, plan: GroupPlan, group: OpenGroup) -> int:
         """Count the versions between a group's oldest token and the current weights."""

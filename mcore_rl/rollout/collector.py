@@ -81,37 +81,48 @@ class Collector:
 
     def collect(self, weight_version: int, when_few_are_left: Callable[[], object]) -> Collected:
         """Sample a step, in rollout mode. `when_few_are_left` is passed to `run_stream`."""
-        num_groups = self._num_prompts_per_step
-        recipe = self._recipe
         self._counts = StepCounts()
         self._step_began_at, self._lengths_before = self.position, self.lengths.copy()
         self._sample_store.clear()
         self._workers.draft_metrics()  # discard the counts of evaluations
-        at_a_time = self._options.groups_at_a_time
-        if not recipe.dynamic_sampling:
-            target = SamplingTarget.of(num_groups, oversample=at_a_time)
-            table = self._sample_groups(target, weight_version, when_few_are_left)
-            return self._build_result(table, weight_version)
+        if self._recipe.dynamic_sampling:
+            return self._collect_informative(weight_version, when_few_are_left)
+        target = SamplingTarget.of(
+            self._num_prompts_per_step, oversample=self._options.groups_at_a_time
+        )
+        table = self._sample_groups(target, weight_version, when_few_are_left)
+        return self._build_result(table, weight_version)
+
+    def _collect_informative(
+        self, weight_version: int, when_few_are_left: Callable[[], object]
+    ) -> Collected:
+        """Sample a step with dynamic sampling: in one round if groups are replaced during sampling,
+        else in rounds."""
+        num_groups, recipe = self._num_prompts_per_step, self._recipe
         kept: list[SampleTable] = []
         uninformative: list[SampleTable] = []
-        most = num_groups * (1 + recipe.max_refills)
+        max_draws = num_groups * (1 + recipe.max_refills)
         refills = 0
-        while len(kept) < num_groups and (left := most - (self.position - self._step_began_at)) > 0:
+        while len(kept) < num_groups:
+            left = max_draws - (self.position - self._step_began_at)
+            if left <= 0:
+                break
             missing = num_groups - len(kept)
             target = SamplingTarget(missing, min(missing, left), left)
             refills += target.num_started if kept or uninformative else 0
-            if self._workers.compares:  # replaced during sampling: one round
+            if self._workers.compares:
                 target = SamplingTarget.of(
-                    num_groups, max_refills=recipe.max_refills, oversample=at_a_time
+                    num_groups,
+                    max_refills=recipe.max_refills,
+                    oversample=self._options.groups_at_a_time,
                 )
-            # In rounds, another round may follow: do not prefetch training.
+            # Another round may follow: do not prefetch training.
             call_back = when_few_are_left if target.compares else None
             for group in self._split_groups(self._sample_groups(target, weight_version, call_back)):
                 (kept if _differ(group) else uninformative).append(group)
             if target.compares or not any(group.valid.any() for group in (*kept, *uninformative)):
-                break  # in one round, or every reward failed: more draws would not help
+                break  # if every reward failed, more draws would not help
         missing = max(0, num_groups - len(kept))
-        groups = kept + uninformative[:missing]
         for group in uninformative[missing:]:
             self._counts.dropped += 1
             self._counts.left_samples += len(group)
@@ -121,7 +132,8 @@ class Collector:
             "rollout/uninformative_share": missing / num_groups,
             "rollout/dropped_samples": float(self._counts.dropped * recipe.num_samples_per_prompt),
         }
-        return self._build_result(SampleTable.joined(groups), weight_version, metrics)
+        table = SampleTable.joined(kept + uninformative[:missing])
+        return self._build_result(table, weight_version, metrics)
 
     def save(self, folder: Path) -> None:
         """Write what later steps depend on, besides the position. Local; all ranks must call it."""

@@ -1,4 +1,4 @@
-"""Which prompts a step draws, which samples it keeps, and what it says of the others."""
+"""The prompts that a step draws, the samples that it keeps, and its metrics."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Rewards = Callable[[int], Sequence[float | None]]
 
 @dataclass
 class ScriptedWorkers:
-    """In the place of `RolloutWorkers`: two rewards for each row, which its responses get in turn.
+    """Replaces `RolloutWorkers`: two rewards for each row, which its responses get in turn.
 
-    Each response holds a number of its own, so that a sample that is counted twice shows.
+    Each response contains its own number, so that a sample that is counted twice is noticed.
     """
 
-    rewards: Rewards  # None for one that fails
+    rewards: Rewards  # by row; None: the reward fails
     calls: list[dict[str, Any]] = field(default_factory=list)
     greedy_fails: Callable[[int], bool] = lambda row: False
     num_responses: int = 0
@@ -109,7 +109,7 @@ class ScriptedWorkers:
         self.num_undone += 1
 
     def samples_of(self, collected: Collected) -> list[ScoredRollout]:
-        """Those that the table speaks of."""
+        """Return the samples of the table."""
         return [self.scored[number] for number in collected.table.numbers]
 
     def draft_metrics(self) -> dict[str, float]:
@@ -138,7 +138,7 @@ class ScriptedWorkers:
 
 
 class Prompts(list[Prompt]):
-    """In the place of a `PromptDataset`."""
+    """Replaces a `PromptDataset`."""
 
     rows = np.arange(NUM_PROMPTS)
 
@@ -148,7 +148,7 @@ def prompts() -> Prompts:
     return Prompts(Prompt(i, f"prompt {i}", "", ids) for i in range(NUM_PROMPTS))
 
 
-def made(
+def make_collector(
     rewards: Rewards, *, position: int = 0, num_prompts: int = 4, **flags: Any
 ) -> tuple[Collector, ScriptedWorkers]:
     workers = ScriptedWorkers(rewards)
@@ -169,11 +169,11 @@ def made(
 
 
 def dynamic(rewards: Rewards, **flags: Any) -> tuple[Collector, ScriptedWorkers]:
-    return made(rewards, dynamic_sampling=True, **flags)
+    return make_collector(rewards, dynamic_sampling=True, **flags)
 
 
-def drawn(start: int, count: int) -> list[int]:
-    """Rows in the order in which the sampler gives them."""
+def drawn_rows(start: int, count: int) -> list[int]:
+    """Return the rows in the order in which the sampler draws them."""
     return prompt_indices(NUM_PROMPTS, start=start, count=count, seed=SEED).tolist()
 
 
@@ -186,25 +186,25 @@ def equal(row: int) -> tuple[float, float]:
 
 
 def informative_at(*places: int) -> Rewards:
-    """Only the draws at these places, counted from 0, have responses that differ."""
-    rows = {drawn(0, NUM_PROMPTS)[place] for place in places}
+    """Return rewards that differ only in the draws at these places, counted from 0."""
+    rows = {drawn_rows(0, NUM_PROMPTS)[place] for place in places}
     return lambda row: differ(row) if row in rows else equal(row)
 
 
 def rows_of(collected: Collected) -> list[int]:
-    """The prompt of each group, after a look at how the samples stand."""
+    """Check the samples and return the prompt of each group."""
     groups = collected.table.prompts.reshape(-1, 2).tolist()
     assert all(first == second for first, second in groups)
     return [first for first, _ in groups]
 
 
-def assert_nothing_counts_twice(collected: Collected) -> None:
+def assert_samples_are_distinct(collected: Collected) -> None:
     numbers = collected.table.numbers.tolist()
     assert len(set(numbers)) == len(numbers)
 
 
 def seeds_of(plan: GroupPlan) -> list[int | None]:
-    """Of all responses to a step's draws."""
+    """Return the seeds of all responses to a step's draws."""
     draws = (plan.draw(count) for count in range(NUM_PROMPTS))
     return [request.seed for draw in draws for request in requests(plan, draw)]
 
@@ -213,53 +213,53 @@ def requests(plan: GroupPlan, draw: int) -> list[Request]:
     return [plan.request(draw, new_rollout(prompts()[0], index, 0)) for index in range(plan.size)]
 
 
-def nothing() -> None:
+def no_prefetch() -> None:
     return None
 
 
 # Without dynamic sampling ------------------------------------------------------------------------
 
 
-def test_waiting_for_samples_of_others_is_time_of_the_rollout() -> None:
-    collector, workers = made(differ)
+def test_idle_time_counts_as_rollout() -> None:
+    collector, workers = make_collector(differ)
     workers.seconds_waited = 50.0
-    collector.collect(0, nothing)
+    collector.collect(0, no_prefetch)
     seconds = collector._timers.finish_step()
     assert 50 <= seconds["time/rollout_seconds"] < 50 + seconds["time/step_seconds"]
     assert -50 <= seconds["time/reward_seconds"] < -50 + seconds["time/step_seconds"]
 
 
-def test_collect_draws_in_the_samplers_order_and_goes_on_from_there():
-    collector, workers = made(equal, position=3)
-    first, second = (collector.collect(1, nothing) for _ in range(2))
-    assert rows_of(first) == drawn(3, 4) and rows_of(second) == drawn(7, 4)
+def test_collect_draws_in_order_and_continues_there():
+    collector, workers = make_collector(equal, position=3)
+    first, second = (collector.collect(1, no_prefetch) for _ in range(2))
+    assert rows_of(first) == drawn_rows(3, 4) and rows_of(second) == drawn_rows(7, 4)
     assert collector.position == 11
-    assert [call["rows"] for call in workers.calls] == [drawn(3, 4), drawn(7, 4)]
-    assert first.metrics == {}  # equal rewards are nobody's business here
+    assert [call["rows"] for call in workers.calls] == [drawn_rows(3, 4), drawn_rows(7, 4)]
+    assert first.metrics == {}  # rewards are not compared
 
 
-def test_every_draw_has_a_seed_of_its_own_and_again_the_same():
-    """Those of one prompt in two epochs, too, so that its responses differ."""
-    collector, workers = made(equal, num_prompts=NUM_PROMPTS)
+def test_seeds_of_draws_are_distinct_and_reproducible():
+    """Seeds of one prompt differ between epochs, so that its responses differ."""
+    collector, workers = make_collector(equal, num_prompts=NUM_PROMPTS)
     for _ in range(2):
-        collector.collect(1, nothing)
+        collector.collect(1, no_prefetch)
     collector.undo()
-    collector.collect(1, nothing)
-    resumed, others = made(equal, num_prompts=NUM_PROMPTS, position=NUM_PROMPTS)
-    resumed.collect(1, nothing)
+    collector.collect(1, no_prefetch)
+    resumed, others = make_collector(equal, num_prompts=NUM_PROMPTS, position=NUM_PROMPTS)
+    resumed.collect(1, no_prefetch)
     first, second, again = (seeds_of(call["plan"]) for call in workers.calls)
     assert len({*first, *second}) == 2 * NUM_PROMPTS * 2
     assert again == second == seeds_of(others.calls[0]["plan"])
 
 
-def test_collect_goes_over_the_end_of_an_epoch():
-    collector, _ = made(equal, position=NUM_PROMPTS - 1)
-    collected = collector.collect(1, nothing)
-    assert rows_of(collected) == [*drawn(NUM_PROMPTS - 1, 1), *drawn(NUM_PROMPTS, 3)]
+def test_collect_continues_into_the_next_epoch():
+    collector, _ = make_collector(equal, position=NUM_PROMPTS - 1)
+    collected = collector.collect(1, no_prefetch)
+    assert rows_of(collected) == [*drawn_rows(NUM_PROMPTS - 1, 1), *drawn_rows(NUM_PROMPTS, 3)]
 
 
-def test_collect_samples_as_the_flags_say():
-    collector, workers = made(
+def test_collect_passes_the_sampling_options():
+    collector, workers = make_collector(
         equal,
         num_samples_per_prompt=3,
         temperature=0.7,
@@ -267,53 +267,53 @@ def test_collect_samples_as_the_flags_say():
         top_k=5,
         mismatch_correction="token_tis",
     )
-    collected = collector.collect(12, nothing)
+    collected = collector.collect(12, no_prefetch)
     (call,) = workers.calls
     assert len(collected.table) == 12
     assert call["plan"].sampling == Sampling(0.7, 0.9, 5)
     assert (call["plan"].size, call["plan"].weight_version) == (3, 12)
-    assert call["when_few_are_left"] is nothing
+    assert call["when_few_are_left"] is no_prefetch
 
 
 @pytest.mark.parametrize("top_k", [None, 0])
-def test_collect_samples_from_all_tokens_unless_told(top_k: int | None):
-    collector, workers = made(equal, top_k=top_k)
-    collector.collect(1, nothing)
+def test_collect_samples_from_all_tokens_by_default(top_k: int | None):
+    collector, workers = make_collector(equal, top_k=top_k)
+    collector.collect(1, no_prefetch)
     assert workers.calls[0]["plan"].sampling == Sampling(1.0, 1.0, -1)
 
 
 # Greedy baselines --------------------------------------------------------------------------------
 
 
-def test_collect_asks_for_one_greedy_response_to_each_prompt():
-    collector, workers = made(differ, algorithm="remax")
-    collected = collector.collect(5, nothing)
+def test_collect_requests_one_greedy_response_per_prompt():
+    collector, workers = make_collector(differ, algorithm="remax")
+    collected = collector.collect(5, no_prefetch)
     (call,) = workers.calls
     assert (call["plan"].num_samples, call["plan"].size) == (2, 3)
     asked = requests(call["plan"], 1)
     assert [r.sampling.temperature for r in asked] == [1.0, 1.0, 0.0]
     assert [call["plan"].is_greedy(r.number) for r in asked] == [False, False, True]
-    # The responses that are learnt from are the sampled ones, each with its own prompt's baseline.
+    # Only sampled responses are trained on, each with the baseline of its prompt.
     assert [s.rollout.text for s in workers.samples_of(collected)] == ["sampled"] * 8
-    expected = [Baseline(GREEDY_REWARD + row, 1) for row in drawn(0, 4) for _ in range(2)]
+    expected = [Baseline(GREEDY_REWARD + row, 1) for row in drawn_rows(0, 4) for _ in range(2)]
     assert [s.baseline for s in workers.samples_of(collected)] == expected
     assert collected.metrics == {"reward/baseline_failures": 0.0}
 
 
-def test_a_prompt_whose_greedy_response_has_no_reward_has_nothing_to_compare_with():
-    collector, workers = made(differ, algorithm="remax")
-    failing = drawn(0, 4)[1]
+def test_samples_are_invalid_when_the_greedy_response_has_no_reward():
+    collector, workers = make_collector(differ, algorithm="remax")
+    failing = drawn_rows(0, 4)[1]
     workers.greedy_fails = lambda row: row == failing
-    collected = collector.collect(5, nothing)
+    collected = collector.collect(5, no_prefetch)
     assert collected.table.valid.tolist() == [True] * 2 + [False] * 2 + [True] * 4
     assert collected.metrics == {"reward/baseline_failures": 1.0}
-    found = rollout_metrics(collected.table)  # the samples' own rewards are there
+    found = rollout_metrics(collected.table)  # the rewards of the samples are valid
     assert (found["reward/mean"], found["reward/failures"]) == (0.5, 0.0)
 
 
-def test_collect_without_an_estimator_that_reads_them_has_no_baselines():
-    collector, workers = made(differ)
-    collected = collector.collect(5, nothing)
+def test_collect_has_no_baselines_when_the_estimator_needs_none():
+    collector, workers = make_collector(differ)
+    collected = collector.collect(5, no_prefetch)
     assert len(workers.calls) == 1
     assert np.isnan(collected.table.baselines).all()
 
@@ -329,152 +329,154 @@ def metrics(refills: float, share: float, dropped: int) -> dict[str, float]:
     }
 
 
-def test_dynamic_sampling_draws_once_where_all_groups_differ():
+def test_dynamic_sampling_draws_once_when_all_groups_differ():
     collector, workers = dynamic(differ)
-    collected = collector.collect(1, nothing)
-    assert rows_of(collected) == drawn(0, 4)
+    collected = collector.collect(1, no_prefetch)
+    assert rows_of(collected) == drawn_rows(0, 4)
     assert len(workers.calls) == 1 and collector.position == 4
     assert collected.metrics == metrics(0, 0.0, 0)
 
 
 @pytest.mark.parametrize("max_refills", [0, 1, 3])
-def test_dynamic_sampling_ends_with_what_teaches_nothing_where_no_group_differs(max_refills: int):
+def test_dynamic_sampling_stops_at_max_refills(max_refills: int):
     collector, workers = dynamic(equal, max_refills=max_refills)
-    collected = collector.collect(1, nothing)
+    collected = collector.collect(1, no_prefetch)
     (call,) = workers.calls
-    assert call["rows"] == drawn(0, 4 * (max_refills + 1))
-    assert rows_of(collected) == drawn(0, 4)
+    assert call["rows"] == drawn_rows(0, 4 * (max_refills + 1))
+    assert rows_of(collected) == drawn_rows(0, 4)
     assert collector.position == 4 * (max_refills + 1)
     assert collected.metrics == metrics(max_refills, 1.0, 8 * max_refills)
-    assert_nothing_counts_twice(collected)
+    assert_samples_are_distinct(collected)
 
 
-def test_dynamic_sampling_draws_as_many_as_are_missing():
-    # Of draws 0-3 two differ, of 4-5 none, of 6-7 both.
+def test_dynamic_sampling_draws_the_missing_groups():
+    # Two of draws 0-3 differ, none of 4-5, both of 6-7.
     collector, workers = dynamic(informative_at(1, 3, 6, 7))
-    collected = collector.collect(1, nothing)
-    order = drawn(0, 8)
+    collected = collector.collect(1, no_prefetch)
+    order = drawn_rows(0, 8)
     assert [call["rows"] for call in workers.calls] == [order]
     assert rows_of(collected) == [order[1], order[3], order[6], order[7]]
     assert collector.position == 8
     assert collected.metrics == metrics(1.0, 0.0, 8)
-    assert_nothing_counts_twice(collected)
+    assert_samples_are_distinct(collected)
 
 
-def test_groups_are_compared_between_calls_where_their_rewards_come_later():
+def test_groups_are_compared_in_rounds_with_a_reward_model():
     collector, workers = dynamic(informative_at(1, 3, 6, 7))
     workers.compares = False
-    collected = collector.collect(1, nothing)
-    order = drawn(0, 8)
+    collected = collector.collect(1, no_prefetch)
+    order = drawn_rows(0, 8)
     assert [call["rows"] for call in workers.calls] == [order[:4], order[4:6], order[6:]]
     assert [call["when_few_are_left"] for call in workers.calls] == [None] * 3
     assert rows_of(collected) == [order[1], order[3], order[6], order[7]]
     assert collected.metrics == metrics(1.0, 0.0, 8)
 
 
-def test_dynamic_sampling_fills_up_where_some_groups_differ():
+def test_dynamic_sampling_fills_the_remaining_places():
     collector, workers = dynamic(informative_at(2, 5, 8, 9), max_refills=1)
-    collected = collector.collect(1, nothing)
-    order = drawn(0, 8)
+    collected = collector.collect(1, no_prefetch)
+    order = drawn_rows(0, 8)
     assert len(workers.calls) == 1 and collector.position == 8
     assert rows_of(collected) == [order[2], order[5], order[0], order[1]]
-    # Of eight groups four are kept.
+    # Four of eight groups are kept.
     assert collected.metrics == metrics(1.0, 0.5, 8)
-    assert_nothing_counts_twice(collected)
+    assert_samples_are_distinct(collected)
 
 
-def test_dynamic_sampling_stops_where_the_step_is_complete():
+def test_dynamic_sampling_stops_when_the_step_is_complete():
     collector, workers = dynamic(informative_at(0, 1, 2, 4), max_refills=1)
-    collected = collector.collect(1, nothing)
-    order = drawn(0, 5)
+    collected = collector.collect(1, no_prefetch)
+    order = drawn_rows(0, 5)
     assert rows_of(collected) == [order[0], order[1], order[2], order[4]]
     assert collected.metrics == metrics(0.25, 0.0, 2)
 
 
-def test_dynamic_sampling_goes_on_behind_what_it_drew():
+def test_dynamic_sampling_continues_after_its_draws():
     collector, _ = dynamic(informative_at(1, 3, 4, 5, 6, 7, 8, 9))
-    first, second = (collector.collect(1, nothing) for _ in range(2))
-    order = drawn(0, 10)
+    first, second = (collector.collect(1, no_prefetch) for _ in range(2))
+    order = drawn_rows(0, 10)
     assert rows_of(first) == [order[place] for place in (1, 3, 4, 5)]
     assert rows_of(second) == order[6:]
     assert collector.position == 10
 
 
-def test_dynamic_sampling_may_draw_a_prompt_again_in_another_epoch():
-    """Two groups of one prompt are two groups, of different responses."""
+def test_dynamic_sampling_may_repeat_a_prompt_in_the_next_epoch():
+    """Two groups of one prompt stay separate and have different responses."""
     collector, _ = dynamic(informative_at(0), num_prompts=2, max_refills=2 * NUM_PROMPTS)
-    collected = collector.collect(1, nothing)
-    row = drawn(0, 1)[0]
+    collected = collector.collect(1, no_prefetch)
+    row = drawn_rows(0, 1)[0]
     assert rows_of(collected) == [row, row]
-    assert_nothing_counts_twice(collected)
+    assert_samples_are_distinct(collected)
 
 
-def test_dynamic_sampling_scores_the_greedy_responses_of_refills_too():
+def test_dynamic_sampling_scores_greedy_responses_of_refills():
     collector, workers = dynamic(informative_at(1, 3, 4, 5), algorithm="remax")
-    collected = collector.collect(1, nothing)
-    assert [call["rows"] for call in workers.calls] == [drawn(0, 6)]
+    collected = collector.collect(1, no_prefetch)
+    assert [call["rows"] for call in workers.calls] == [drawn_rows(0, 6)]
     for sample in workers.samples_of(collected):
         assert sample.baseline is not None
         assert sample.baseline.reward == GREEDY_REWARD + sample.rollout.prompt.index
 
 
-def test_a_sample_without_a_reward_makes_no_difference_within_its_group():
-    # As 0 it would differ from the other's 1.
-    rows = drawn(0, 4)
+def test_sample_without_reward_is_not_compared():
+    # A reward of 0 would differ from the other response's 1.
+    rows = drawn_rows(0, 4)
     collector, _ = dynamic(lambda row: (None, 1.0) if row in rows[:2] else differ(row))
-    collected = collector.collect(1, nothing)
-    assert rows_of(collected) == [*rows[2:], *drawn(4, 2)]
+    collected = collector.collect(1, no_prefetch)
+    assert rows_of(collected) == [*rows[2:], *drawn_rows(4, 2)]
     assert collected.metrics == metrics(refills=0.5, share=0.0, dropped=4)
 
 
-def test_nothing_is_drawn_again_where_every_reward_fails():
+def test_no_refills_when_every_reward_fails():
     collector, workers = dynamic(lambda row: (None, None))
-    collected = collector.collect(1, nothing)
+    collected = collector.collect(1, no_prefetch)
     assert len(workers.calls) == 1 and len(collected.table) == 8
     assert not collected.table.valid.any()
 
 
-def test_a_step_that_is_undone_draws_the_same_again():
+def test_undone_step_repeats_its_draws():
     collector, workers = dynamic(informative_at(1, 3, 6, 7), position=0)
-    collector.collect(1, nothing)
+    collector.collect(1, no_prefetch)
     before = collector.position
-    first = rows_of(collector.collect(2, nothing))
+    first = rows_of(collector.collect(2, no_prefetch))
     collector.undo()
     assert collector.position == before and workers.num_undone == 1
-    assert rows_of(collector.collect(2, nothing)) == first
+    assert rows_of(collector.collect(2, no_prefetch)) == first
 
 
-def test_prompts_whose_responses_were_long_are_dealt_first():
-    collector, workers = made(equal)
-    collector.collect(1, nothing)
-    assert workers.orders == [()] and (collector.lengths > 0).sum() == 4  # the first are known now
+def test_prompts_with_long_responses_come_first():
+    collector, workers = make_collector(equal)
+    collector.collect(1, no_prefetch)
+    assert (
+        workers.orders == [()] and (collector.lengths > 0).sum() == 4
+    )  # the lengths of four rows are known
     first, second, third, fourth = prompt_indices(NUM_PROMPTS, start=4, count=4, seed=SEED)
-    collector.lengths[[first, third, fourth]] = 5, 40, 3  # and the second in the mean
-    collector.collect(2, nothing)
+    collector.lengths[[first, third, fourth]] = 5, 40, 3  # the second draw counts as the mean
+    collector.collect(2, no_prefetch)
     assert workers.orders[1] == (2, 1, 0, 3)
     collector.undo()
     assert collector.lengths[[first, second, third, fourth]].tolist() == [5, -1, 40, 3]
 
 
-def test_metrics_of_rewards_are_of_those_that_there_are():
-    collector, _ = made(lambda row: (None, 3.0))
-    found = rollout_metrics(collector.collect(1, nothing).table)
+def test_reward_metrics_ignore_failed_rewards():
+    collector, _ = make_collector(lambda row: (None, 3.0))
+    found = rollout_metrics(collector.collect(1, no_prefetch).table)
     assert (found["reward/mean"], found["reward/std"], found["reward/failures"]) == (3.0, 0.0, 4.0)
 
 
-def test_all_that_was_generated_counts_as_the_steps_tokens():
-    """Else a step whose prompts were drawn again would look slow; each response has one token."""
+def test_generated_tokens_include_dropped_samples():
+    """Each response has one token. Without dropped samples, refills would look slow."""
     drawn_again = informative_at(0, 3), {"algorithm": "remax", "dynamic_sampling": True}
     for rewards, options in ((equal, {}), drawn_again):
-        collector, workers = made(rewards, **options)
+        collector, workers = make_collector(rewards, **options)
         for _ in range(2):
             before = workers.num_responses
-            collected = collector.collect(1, nothing)
+            collected = collector.collect(1, no_prefetch)
             assert collected.num_generated_tokens == workers.num_responses - before
             assert collected.num_generated_tokens >= len(collected.table) == 8
 
 
-def test_dynamic_sampling_compares_rewards_before_any_penalty_for_length():
+def test_dynamic_sampling_compares_rewards_without_length_penalty():
     """An overlong penalty would make equal outcomes differ; it comes later (`learner`)."""
     collector, _ = dynamic(equal, overlong_buffer_tokens=4, max_response_tokens=4, max_refills=0)
-    assert collector.collect(1, nothing).metrics["rollout/uninformative_share"] == 1.0
+    assert collector.collect(1, no_prefetch).metrics["rollout/uninformative_share"] == 1.0

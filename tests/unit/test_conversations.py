@@ -28,7 +28,7 @@ BEHAVIOURS = ("good", "good", "hangs", "good", "dies", "floods", "nonsense", "ra
 
 
 class TurnEngine(ScriptedEngine):
-    """Every turn has three tokens, the third of which ends it; a token says how many are before."""
+    """Ends every turn after three tokens; a token encodes the number of tokens before it."""
 
     def __init__(self) -> None:
         super().__init__(lambda number: -1)
@@ -43,7 +43,7 @@ class TurnEngine(ScriptedEngine):
 
 
 class Words:
-    """A tokenizer for which no text is what its ids were decoded from."""
+    """A tokenizer that does not restore the ids that a text was decoded from."""
 
     chat_template = None
 
@@ -52,7 +52,7 @@ class Words:
 
 
 class NoRewards:
-    """Has no reward of its own: each response comes back at once."""
+    """Returns each response at once, without a reward of its own."""
 
     names = ("environment",)
 
@@ -74,10 +74,10 @@ class NoRewards:
 
 
 def prompt_of(draw: int) -> Prompt:
-    return prompt_that(draw, BEHAVIOURS[draw])
+    return prompt_with_behaviour(draw, BEHAVIOURS[draw])
 
 
-def prompt_that(draw: int, how: str) -> Prompt:
+def prompt_with_behaviour(draw: int, how: str) -> Prompt:
     return Prompt(draw, "add", "", np.array([draw], np.int32), f'{{"how": "{how}"}}')
 
 
@@ -122,7 +122,9 @@ def run_groups(
 
 
 @pytest.fixture(scope="module")
-def conversed(conversations: Conversations) -> tuple[list[OpenGroup], NoRewards, TurnEngine]:
+def conversation_groups(
+    conversations: Conversations,
+) -> tuple[list[OpenGroup], NoRewards, TurnEngine]:
     groups, rewards, engine = run_groups(conversations, SamplingTarget.of(len(BEHAVIOURS)))
     taken, _ = groups.partition(groups.decide())
     return taken, rewards, engine
@@ -140,10 +142,10 @@ def of_kind(groups: list[OpenGroup], kind: str) -> list[tuple[Rollout, Outcome]]
     ]
 
 
-def test_each_turn_is_followed_by_what_the_environment_says(conversed: Conversed) -> None:
-    groups, _, _ = conversed
+def test_observation_follows_each_turn(conversation_groups: Conversed) -> None:
+    groups, _, _ = conversation_groups
     for rollout, outcome in of_kind(groups, "good"):
-        # Three turns of three tokens, and behind the first two an observation of two.
+        # Three turns of three tokens; two tokens are observed after each of the first two.
         assert rollout.is_generated is not None
         assert "".join("x" if each else "o" for each in rollout.is_generated) == "xxxooxxxooxxx"
         observed = rollout.response_token_ids[~rollout.is_generated].tolist()
@@ -160,9 +162,9 @@ def test_each_turn_is_followed_by_what_the_environment_says(conversed: Conversed
         )
 
 
-def test_what_was_generated_goes_back_to_the_engine_as_it_was(conversed: Conversed) -> None:
-    """Though the tokenizer would make other ids of its text."""
-    groups, _, engine = conversed
+def test_generated_tokens_return_to_the_engine_unchanged(conversation_groups: Conversed) -> None:
+    """The tokenizer would encode the text to other ids."""
+    groups, _, engine = conversation_groups
     (rollout, _), *_ = of_kind(groups, "good")
     draw = rollout.prompt.index
     number = draw * SIZE + rollout.sample_index
@@ -175,8 +177,8 @@ def test_what_was_generated_goes_back_to_the_engine_as_it_was(conversed: Convers
     assert len({each.seed for each in asked}) == 3
 
 
-def test_rewards_of_turns_stand_at_their_last_tokens(conversed: Conversed) -> None:
-    (rollout, _), *_ = of_kind(conversed[0], "good")
+def test_turn_rewards_are_at_the_last_token_of_the_turn(conversation_groups: Conversed) -> None:
+    (rollout, _), *_ = of_kind(conversation_groups[0], "good")
     tokens = SampleTokens.of(ScoredRollout(rollout, 1.75))
     assert tokens.turn_rewards is not None
     places = np.flatnonzero(tokens.turn_rewards).tolist()
@@ -194,23 +196,23 @@ def test_rewards_of_turns_stand_at_their_last_tokens(conversed: Conversed) -> No
         ("raises", "raised KeyError"),
     ],
 )
-def test_an_environment_that_misbehaves_costs_its_sample(
-    conversed: Conversed, kind: str, reason: str
+def test_failing_environment_fails_its_sample(
+    conversation_groups: Conversed, kind: str, reason: str
 ) -> None:
-    for rollout, outcome in of_kind(conversed[0], kind):
+    for rollout, outcome in of_kind(conversation_groups[0], kind):
         assert outcome.failure is not None and reason in outcome.failure
         assert rollout.failure == outcome.failure
-        assert len(rollout.response_token_ids) == TURN  # what was said before it
+        assert len(rollout.response_token_ids) == TURN  # the turn before the failure
 
 
-def test_every_sample_is_rewarded_once(conversed: Conversed) -> None:
-    groups, rewards, _ = conversed
+def test_every_sample_is_rewarded_once(conversation_groups: Conversed) -> None:
+    groups, rewards, _ = conversation_groups
     counts = Counter((each.prompt.index, each.sample_index) for each in rewards.begun)
     assert len(counts) == len(BEHAVIOURS) * SIZE and set(counts.values()) == {1}
     assert all(len(group.outcomes) == SIZE for group in groups)
 
 
-def test_what_is_not_waited_for_is_dropped_in_the_middle_of_a_call(
+def test_stopped_group_is_dropped_during_a_call(
     conversations: Conversations,
 ) -> None:
     """The first two groups are enough; the third's environments would hang for ten seconds."""
@@ -221,15 +223,17 @@ def test_what_is_not_waited_for_is_dropped_in_the_middle_of_a_call(
     assert [group.draw for group in taken] == [0, 1] and not pending
     assert (counts.started, counts.dropped, counts.left_samples) == (3, 1, SIZE)
     assert conversations.num_open == 0
-    # None was waited for until its time was over.
+    # No environment was waited for until its timeout.
     assert conversations._pool.failure_counts.total() == failures
 
 
-def test_batches_are_the_same_however_quick_environments_are_where_all_are_waited_for() -> None:
+def test_batches_do_not_depend_on_the_speed_of_environments_with_waits() -> None:
     conversations, batches = make_conversations(waits=True), []
     for how in ("good", "hesitates", "hesitates"):
         _, _, engine = run_groups(
-            conversations, SamplingTarget.of(6), lambda draw, how=how: prompt_that(draw, how)
+            conversations,
+            SamplingTarget.of(6),
+            lambda draw, how=how: prompt_with_behaviour(draw, how),
         )
         batches.append(engine.batches)
     conversations.close()
@@ -237,20 +241,20 @@ def test_batches_are_the_same_however_quick_environments_are_where_all_are_waite
     assert max(map(len, batches[0])) == ROOM
 
 
-class QuickEnvironments:
-    """Stands for a pool: so many events come in each moment."""
+class ScriptedPool:
+    """Replaces a pool: a given number of events arrives with each poll."""
 
     def __init__(self, arriving: list[int]) -> None:
-        self._arriving, self.num_looks = arriving, 0
+        self._arriving, self.num_polls = arriving, 0
 
     @property
     def num_busy(self) -> int:
-        return sum(self._arriving[self.num_looks :])
+        return sum(self._arriving[self.num_polls :])
 
     def finished(self) -> list[tuple[int, Any]]:
-        self.num_looks += 1
-        first = sum(self._arriving[: self.num_looks - 1])
-        return [(first + n, Started(None)) for n in range(self._arriving[self.num_looks - 1])]
+        self.num_polls += 1
+        first = sum(self._arriving[: self.num_polls - 1])
+        return [(first + n, Started(None)) for n in range(self._arriving[self.num_polls - 1])]
 
     def start(self, prompt: Prompt, seed: int) -> int:
         return seed
@@ -262,17 +266,17 @@ class QuickEnvironments:
 @pytest.mark.parametrize(
     ("arriving", "num_running", "num_found"),
     [
-        ([8, 8, 8, 8, 8], 0, 40),  # more than 40 / 32 a moment: all are waited for
-        ([0, 8, 8], 0, 0),  # nobody has answered yet
-        ([8, 0, 8, 8], 0, 8),  # they have become slow
-        ([8, 1, 8], 100, 9),  # 109 tokens a step are more than 1 in a moment
+        ([8, 8, 8, 8, 8], 0, 40),  # more than 40 / 32 per poll: waits for all
+        ([0, 8, 8], 0, 0),  # no answer yet
+        ([8, 0, 8, 8], 0, 8),  # no answer in the second poll
+        ([8, 1, 8], 100, 9),  # one answer per poll is slower than 109 tokens per step
         ([8, 8, 8], 100, 24),
     ],
 )
-def test_answers_are_waited_for_as_long_as_they_come_faster_than_tokens(
+def test_events_waits_while_answers_arrive_faster_than_tokens(
     arriving: list[int], num_running: int, num_found: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool, slept = QuickEnvironments(arriving), list[float]()
+    pool, slept = ScriptedPool(arriving), list[float]()
     monkeypatch.setattr("mcore_rl.rollout.conversations.EnvironmentPool", lambda spec: pool)
     monkeypatch.setattr("mcore_rl.rollout.conversations.time.sleep", slept.append)
     tokens = ConversationTokens(Words(), use_chat_template=False, ends=(), vocabulary=10_000)
@@ -281,4 +285,4 @@ def test_answers_are_waited_for_as_long_as_they_come_faster_than_tokens(
     for number in range(sum(arriving)):
         conversations.start(number, new_rollout(prompt_of(0), 0, 1), number)
     assert len(conversations.events(num_running, step_seconds=0.032)) == num_found
-    assert slept == [0.001] * (pool.num_looks - 1)
+    assert slept == [0.001] * (pool.num_polls - 1)

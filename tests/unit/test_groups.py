@@ -1,4 +1,4 @@
-"""Groups from their draw to their rewards, on an engine that answers as the test says."""
+"""Groups from their draw to their rewards, on a scripted engine."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ MAX_TOKENS = 40
 
 
 class ScriptedEngine:
-    """Each step adds a token to each request, of which a response has as many as `length_of` says
-    of its number. A token tells the request's number and how long its sequence was before."""
+    """Adds a token to each request per step, until the response has `length_of` its number tokens.
+    A token encodes the number of its request and the length of the sequence before it."""
 
     tp_rank = 0
 
@@ -100,7 +100,7 @@ def number_of(rollout: Rollout) -> int:
 
 
 class ScriptedRewards:
-    """The reward of a response comes some looks after it was handed over, others' before it."""
+    """Rewards that arrive after a random number of polls, in any order."""
 
     names = ("length",)
 
@@ -188,7 +188,7 @@ def draws(groups: Sequence[OpenGroup]) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_response_is_rewarded_and_the_engine_is_kept_busy(seed: int) -> None:
+def test_every_response_is_rewarded_and_the_engine_stays_full(seed: int) -> None:
     groups, engine = sampled(SamplingTarget.of(7), ScriptedRewards(float), seed=seed)
     taken, pending = groups.partition(groups.decide())
     assert draws(taken) == list(range(40, 47)) and not pending
@@ -200,27 +200,27 @@ def test_every_response_is_rewarded_and_the_engine_is_kept_busy(seed: int) -> No
             assert len(rollout.response_token_ids) == lengths(seed)(number)
             assert rollout.text == str(rollout.response_token_ids.tolist())
             assert group.outcomes[index]["length"].reward == number
-    # A group begins as long as there is room, and goes in whole.
+    # A group starts while there is room, with all its responses.
     assert ROOM <= engine.most_running < ROOM + SIZE
 
 
-def test_an_engine_holds_no_more_than_its_share_though_it_has_room() -> None:
+def test_engine_runs_at_most_its_share() -> None:
     groups, engine = sampled(SamplingTarget.of(7), ScriptedRewards(float), at_once=SIZE)
     assert len(groups.decide().taken) == 7 and SIZE <= engine.most_running < 2 * SIZE
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_groups_that_teach_nothing_are_replaced_while_others_run(seed: int) -> None:
-    # Of draws 0, 1, 4 and 6 all responses are worth the same.
+def test_uninformative_groups_are_replaced_during_sampling(seed: int) -> None:
+    # All responses to draws 0, 1, 4 and 6 have the same reward.
     def reward(number: int) -> float:
         return 0.0 if number // SIZE - 40 in (0, 1, 4, 6) else float(number)
 
     groups, _ = sampled(SamplingTarget.of(4, max_refills=5), ScriptedRewards(reward), seed=seed)
-    assert groups.counts().num_draws == 8  # 2, 3, 5 and 7 are the four
+    assert groups.counts().num_draws == 8  # the rewards of 2, 3, 5 and 7 differ
     assert groups.decide().taken == tuple(range(40, 48))
 
 
-def test_an_engine_that_waits_for_rewards_makes_the_same_batches_however_quick_they_are() -> None:
+def test_batches_do_not_depend_on_the_speed_of_rewards_with_waits() -> None:
     def reward(number: int) -> float:
         return 0.0 if number // SIZE % 2 else float(number)
 
@@ -235,24 +235,24 @@ def test_an_engine_that_waits_for_rewards_makes_the_same_batches_however_quick_t
     assert len(batches(waits=False)) > 1
 
 
-def test_one_greedy_response_goes_with_each_group_and_is_not_compared() -> None:
+def test_greedy_response_of_each_group_is_not_compared() -> None:
     def reward(number: int) -> float:
-        return 1.0 if number % 4 == 3 else 0.0  # the greedy one is worth more
+        return 1.0 if number % 4 == 3 else 0.0  # the greedy response has another reward
 
     target = SamplingTarget.of(2, max_refills=1)
     groups, _ = sampled(target, ScriptedRewards(reward), with_greedy=True)
-    assert groups.counts().num_draws == 4  # no group has a difference of its own
+    assert groups.counts().num_draws == 4  # the rewards of the samples do not differ
     assert [len(group.outcomes) for group in groups.open.values()] == [4] * 4
     assert [groups.plan.is_greedy(number) for number in range(5)] == [False] * 3 + [True, False]
 
 
-def test_rewards_that_die_end_the_step_at_once_and_are_told() -> None:
+def test_failing_rewards_end_the_step() -> None:
     groups, _ = sampled(SamplingTarget.of(50), ScriptedRewards(float, fails_at=10))
     assert str(groups.error) == "the workers died"
     assert len(groups.open) < 20 and not groups.decide().taken
 
 
-def test_draws_are_dealt_in_the_order_that_is_asked_for() -> None:
+def test_draws_follow_the_given_order() -> None:
     order = (3, 0, 2, 1)
     groups, engine = sampled(SamplingTarget.of(6), ScriptedRewards(float), order=order)
     begun = list(dict.fromkeys(request.number // SIZE - 40 for request in engine.submitted))
@@ -260,7 +260,7 @@ def test_draws_are_dealt_in_the_order_that_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_of_more_groups_those_are_taken_that_finish_first(seed: int) -> None:
+def test_oversampling_takes_the_groups_that_finish_first(seed: int) -> None:
     target = SamplingTarget.of(4, oversample=2.0)
     groups, engine = sampled(target, ScriptedRewards(float), seed=seed)
     taken, pending = groups.partition(groups.decide())
@@ -271,7 +271,7 @@ def test_of_more_groups_those_are_taken_that_finish_first(seed: int) -> None:
         draw: max(lengths(seed)(draw * SIZE + index) for index in range(SIZE))
         for draw in groups.open
     }
-    first = [draw for draw in groups.open if draw < 42]  # for which there was room at first
+    first = [draw for draw in groups.open if draw < 42]  # started at once
     assert all(
         draw in groups.decide().taken
         for draw in first
@@ -283,10 +283,10 @@ def test_of_more_groups_those_are_taken_that_finish_first(seed: int) -> None:
 
 @dataclass
 class Run:
-    """Steps one after the other, of one or two engines that act in turns."""
+    """Consecutive steps of one engine."""
 
     target: SamplingTarget
-    limit: int  # versions that a group may be old
+    limit: int  # staleness limit, in versions
     seed: int
     reward: Callable[[int], float] = float
     pending: list[OpenGroup] = field(default_factory=list)
@@ -334,7 +334,7 @@ class Run:
     limit=st.integers(1, 4),
     seed=st.integers(0, 1000),
 )
-def test_what_is_unfinished_goes_on_and_nothing_is_lost_or_older_than_it_may_be(
+def test_pending_groups_resume_within_the_staleness_limit(
     num_groups: int, oversample: float, limit: int, seed: int
 ) -> None:
     run = Run(SamplingTarget.of(num_groups, oversample=oversample), limit, seed)
@@ -352,7 +352,7 @@ def test_what_is_unfinished_goes_on_and_nothing_is_lost_or_older_than_it_may_be(
         for index, rollout in enumerate(group.rollouts):
             assert rollout is not None
             number = group.draw * SIZE + index
-            # As if it had been sampled at once: each token knows what was before it.
+            # As if sampled at once: each token encodes the length before it.
             length = lengths(seed)(number)
             expected = [token(number, at + 1) for at in range(length)]
             assert rollout.response_token_ids.tolist() == expected
@@ -363,7 +363,7 @@ def test_what_is_unfinished_goes_on_and_nothing_is_lost_or_older_than_it_may_be(
             assert rollout.oldest_version == versions[0]
 
 
-def test_groups_that_teach_nothing_are_replaced_in_partial_rollouts_too() -> None:
+def test_uninformative_groups_are_replaced_in_partial_rollouts() -> None:
     def reward(number: int) -> float:
         return 0.0 if number // SIZE % 3 == 0 else float(number)
 
@@ -374,7 +374,7 @@ def test_groups_that_teach_nothing_are_replaced_in_partial_rollouts_too() -> Non
     assert run.started == len(run.trained) + len(run.pending)
 
 
-def test_a_response_goes_on_from_its_tokens_with_a_random_stream_of_its_own() -> None:
+def test_resumed_response_has_its_own_random_stream() -> None:
     run = Run(SamplingTarget.of(2, oversample=2.0), 9, seed=1)
     run.step()
     going_on = {
@@ -399,11 +399,11 @@ def test_a_response_goes_on_from_its_tokens_with_a_random_stream_of_its_own() ->
         expected = [*rollout.prompt.token_ids, *rollout.response_token_ids]
         assert request.token_ids.tolist() == expected
         assert request.max_tokens == MAX_TOKENS - len(rollout.response_token_ids)
-        seeds |= {request.seed, groups.plan.request(number // SIZE, begun_again(rollout)).seed}
+        seeds |= {request.seed, groups.plan.request(number // SIZE, restarted(rollout)).seed}
     assert len(seeds) == 2 * len(going_on)
 
 
-def begun_again(rollout: Rollout) -> Rollout:
+def restarted(rollout: Rollout) -> Rollout:
     from mcore_rl.rollout.segments import new_rollout
 
     return new_rollout(rollout.prompt, rollout.sample_index, 1)

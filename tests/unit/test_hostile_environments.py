@@ -283,7 +283,7 @@ class CountingEngine(TurnEngine):
 
     def any_rank(self, here: bool) -> bool:
         self.num_looks += 1
-        assert self.num_looks < 3000, "it waits for what does not come"
+        assert self.num_looks < 3000, "the engine waits forever"
         for each in self._made:
             each.act()
         return here

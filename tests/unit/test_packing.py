@@ -38,7 +38,7 @@ def scored_rollout(prompt_ids: list[int], response_ids: list[int]) -> ScoredRoll
         sample_index=2,
         text="",
         response_token_ids=np.array(response_ids, dtype=np.int32),
-        # A log-prob that tells which token it belongs to.
+        # Each log-prob encodes its token.
         rollout_log_probs=np.array([-float(token) for token in response_ids], dtype=np.float32),
         finish_reason="stop",
         weight_version=0,
@@ -59,7 +59,7 @@ def batch_of(samples: list[tuple[list[int], list[int]]]) -> TrainBatch:
 
 
 @given(samples=SAMPLES)
-def test_build_train_batch_puts_every_token_where_it_is_scored(
+def test_build_train_batch_aligns_tokens_to_scoring_positions(
     samples: list[tuple[list[int], list[int]]],
 ) -> None:
     batch = batch_of(samples)
@@ -79,12 +79,12 @@ def test_build_train_batch_puts_every_token_where_it_is_scored(
     assert end == batch.num_tokens
 
 
-def test_tokens_of_a_sample_name_the_sample_without_prompt() -> None:
+def test_sample_tokens_refuse_an_empty_prompt() -> None:
     with pytest.raises(RuntimeError, match="prompt 5, sample 2: the prompt has no token"):
         SampleTokens.of(scored_rollout([], [1]))
 
 
-def test_tokens_of_a_sample_name_the_sample_whose_log_probs_do_not_fit() -> None:
+def test_sample_tokens_refuse_log_probs_of_another_length() -> None:
     sample = scored_rollout([1, 2], [3, 4, 5])
     sample.rollout.rollout_log_probs.resize(1, refcheck=False)
     with pytest.raises(RuntimeError, match="sample 2: expected 3 rollout_log_probs.* got 1"):
@@ -106,7 +106,7 @@ BATCHINGS = st.builds(
     dp_size=st.integers(1, 5),
     batching=BATCHINGS,
 )
-def test_packed_plan_deals_out_every_sample_once_within_the_budget(
+def test_packed_plan_assigns_every_sample_once_within_the_budget(
     lengths: list[int], num_mini_batches: int, dp_size: int, batching: MicroBatching
 ) -> None:
     lengths = lengths * num_mini_batches
@@ -115,8 +115,8 @@ def test_packed_plan_deals_out_every_sample_once_within_the_budget(
     size = len(lengths) // num_mini_batches
     for k in range(num_mini_batches):
         micro_batches = [micro_batch for cuts in plan for micro_batch in cuts[k]]
-        dealt = sorted(sample for micro_batch in micro_batches for sample in micro_batch)
-        assert dealt == list(range(k * size, (k + 1) * size))
+        assigned = sorted(sample for micro_batch in micro_batches for sample in micro_batch)
+        assert assigned == list(range(k * size, (k + 1) * size))
         counts = {len(cuts[k]) for cuts in plan}
         assert len(counts) == 1 and counts.pop() % batching.count_multiple_of == 0
         for micro_batch in micro_batches:
@@ -127,7 +127,7 @@ def test_packed_plan_deals_out_every_sample_once_within_the_budget(
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 6])
 @pytest.mark.parametrize("num_mini_batches", [1, 2])
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
-def test_padded_plan_deals_out_every_sample_once_and_mini_batches_do_not_depend_on_dp(
+def test_padded_plan_assigns_every_sample_once_independently_of_dp(
     dp_size: int, num_mini_batches: int, micro_batch_size: int
 ) -> None:
     batching = MicroBatching(micro_batch_size=micro_batch_size)
@@ -138,8 +138,8 @@ def test_padded_plan_deals_out_every_sample_once_and_mini_batches_do_not_depend_
     for k in range(num_mini_batches):
         micro_batches = [micro_batch for cuts in plan for micro_batch in cuts[k]]
         assert {len(micro_batch) for micro_batch in micro_batches} == {micro_batch_size}
-        dealt = sorted(sample for micro_batch in micro_batches for sample in micro_batch)
-        assert dealt == list(range(k * size, (k + 1) * size))
+        assigned = sorted(sample for micro_batch in micro_batches for sample in micro_batch)
+        assert assigned == list(range(k * size, (k + 1) * size))
 
 
 @given(
@@ -151,7 +151,7 @@ def test_padded_plan_deals_out_every_sample_once_and_mini_batches_do_not_depend_
     seed=st.integers(0, 9),
     step=st.integers(0, 9),
 )
-def test_every_epoch_learns_from_each_sample_once_and_from_the_same_ones_on_all_ranks(
+def test_epochs_order_every_sample_once_and_agree_on_all_ranks(
     teaches: list[bool],
     groups_per_mini_batch: int,
     num_mini_batches: int,
@@ -200,7 +200,7 @@ def test_every_epoch_learns_from_each_sample_once_and_from_the_same_ones_on_all_
         assert (orders == np.arange(num_samples)).all()
 
 
-def test_epochs_and_steps_divide_samples_differently_and_a_resumed_step_as_before() -> None:
+def test_orders_differ_between_epochs_and_steps_but_not_after_resume() -> None:
     def orders(**changes: int) -> np.ndarray:
         given = {"num_mini_batches": 4, "num_epochs": 3, "seed": 1, "step": 0, **changes}
         return orders_of_epochs([True] * 16, samples_per_group=2, **given)
@@ -212,7 +212,7 @@ def test_epochs_and_steps_divide_samples_differently_and_a_resumed_step_as_befor
     mini_batches = {frozenset(order[:8]) for order in found}
     assert len(mini_batches) == 9, "other mini-batches, and not these in another order"
     assert (orders(num_epochs=4, step=1)[:3] == orders(step=1)).all()
-    # The numbers themselves: what a run draws must stay what it was.
+    # Literal values: the order of a run must not change between versions.
     assert (orders()[0][::2] // 2).tolist() == [
         8,
         15,
@@ -231,14 +231,14 @@ def test_epochs_and_steps_divide_samples_differently_and_a_resumed_step_as_befor
         2,
         0,
     ]
-    # Groups that do not divide into mini-batches are cut, and none is left out.
+    # Groups that do not divide into mini-batches are cut. No group is lost.
     odd = orders_of_epochs(
         [True, False, True], samples_per_group=2, num_mini_batches=2, num_epochs=1, seed=0, step=0
     )
     assert sorted(odd[0]) == list(range(6))
 
 
-def test_plans_refuse_numbers_that_do_not_divide_and_samples_over_the_budget() -> None:
+def test_plan_refuses_indivisible_numbers_and_samples_over_budget() -> None:
     def plan(num_mini_batches: int, dp_size: int, batching: MicroBatching) -> list[Cuts]:
         return plan_step(
             [9] * 6, num_mini_batches=num_mini_batches, dp_size=dp_size, batching=batching
@@ -256,7 +256,7 @@ def test_plans_refuse_numbers_that_do_not_divide_and_samples_over_the_budget() -
 
 
 def gsm8k_like_lengths(num_samples: int) -> np.ndarray:
-    """Prompts of about 100 tokens and answers of about 200, log-normal."""
+    """Return lengths of about 100 prompt tokens and 200 answer tokens, log-normal."""
     rng = np.random.default_rng(0)
     prompts = rng.lognormal(4.6, 0.35, num_samples).clip(20, 300)
     answers = rng.lognormal(5.2, 0.5, num_samples).clip(5, 1024)
@@ -292,7 +292,7 @@ def test_packing_pads_less_than_5_percent_and_balances_ranks(
 
 
 @given(samples=SAMPLES, data=st.data(), multiple_of=st.integers(1, 8), packed=st.booleans())
-def test_lay_out_puts_every_token_in_a_row_with_its_position(
+def test_lay_out_places_every_token_with_its_position(
     samples: list[tuple[list[int], list[int]]], data: st.DataObject, multiple_of: int, packed: bool
 ) -> None:
     batch = batch_of(samples)
@@ -323,7 +323,7 @@ def test_lay_out_puts_every_token_in_a_row_with_its_position(
 
 
 def on_cp_rank(whole: list[int], bounds: list[int], cp_size: int, cp_rank: int) -> list[int]:
-    """The two chunks of each sample that a context-parallel rank takes, one by one."""
+    """Return the two chunks of each sample that a context-parallel rank takes, one by one."""
     taken = []
     for start, end in itertools.pairwise(bounds):
         sample = whole[start:end]
@@ -354,7 +354,7 @@ def test_positions_on_cp_ranks_are_two_chunks_of_every_sample(
         assert torch.cat(found).sort().values.tolist() == whole
 
 
-def test_positions_without_context_parallelism_are_all() -> None:
+def test_positions_without_context_parallelism_are_the_whole_row() -> None:
     positions = positions_on_cp_rank(torch.tensor([0, 3, 4, 11]), 11, cp_size=1, cp_rank=0)
     assert positions.tolist() == list(range(11))
 
@@ -383,11 +383,11 @@ def test_rows_of_cp_ranks_are_the_whole_rows(
     least = -(-(sum(in_row) if packed else max(in_row)) // multiple) * multiple
     more = data.draw(st.sampled_from([0, multiple, 5 * multiple]))
     length = least + more
-    # Every sequence-parallel rank has its share, too.
+    # Sequence-parallel ranks divide the row evenly.
     assert length % (tp_size * cp_size) == 0
     of_ranks = [lay_out(batch, batching, length if more else None, r) for r in range(cp_size)]
 
-    # The whole rows, by hand: what samples are padded by is theirs, what a row is padded by is not.
+    # The whole rows, by hand: padding of samples belongs to them, padding of the row does not.
     rows, positions, bounds = [], [], [0, length]
     if packed:
         bounds = sorted({0, *itertools.accumulate(in_row), length})
@@ -414,7 +414,7 @@ def test_rows_of_cp_ranks_are_the_whole_rows(
         if found.cu_seqlens is not None:
             assert found.cu_seqlens.tolist() == bounds
         assert found.longest == max(np.diff(bounds))
-    # Outputs, gathered rank after rank: those of tokens, and what each is to be scored on.
+    # Outputs gathered over ranks: of tokens, and of the targets that they score.
     gathered = torch.cat([found.token_ids for found in of_ranks]).flatten()
     assert torch.equal(gathered[found.places], batch.token_ids)
     scored = torch.cat([found.target_ids for found in of_ranks]).flatten()[found.places]
@@ -435,7 +435,7 @@ def test_context_parallelism_pads_packed_rows_by_less_than_5_percent(cp_size: in
             row = lay_out(micro_batch, batching, None)
             own = row.token_ids.shape[1] * cp_size
             assert own <= 4096
-            # Of each sample less than its chunks, and of the row less than what it is rounded to.
+            # Less padding per sample than its chunks, and per row than its multiple.
             limit = micro_batch.num_samples * (2 * cp_size - 1) + batching.row_multiple - 1
             assert own - micro_batch.num_tokens <= limit
             positions += own
@@ -454,7 +454,7 @@ def test_an_empty_micro_batch_is_a_row_of_padding() -> None:
 
 
 @given(samples=SAMPLES.filter(lambda s: len(s) > 1), data=st.data())
-def test_take_and_splits_give_the_samples_that_building_from_them_gives(
+def test_take_and_splits_equal_building_from_the_same_samples(
     samples: list[tuple[list[int], list[int]]], data: st.DataObject
 ) -> None:
     order = data.draw(st.permutations(range(len(samples))))
@@ -475,7 +475,7 @@ def test_take_and_splits_give_the_samples_that_building_from_them_gives(
     assert all(m.token_ids.untyped_storage().data_ptr() == base for m in micro_batches)
 
 
-def test_rows_have_one_length_where_a_pipeline_needs_it() -> None:
+def test_rows_have_one_length_with_a_pipeline() -> None:
     micro_batches = split_micro_batches(batch_of_tokens([[1, 2, 3], [4] * 9, [5]]))
     assert row_length(micro_batches, MicroBatching(multiple_of=4)) is None
     assert row_length(micro_batches, MicroBatching(multiple_of=4, same_length=True)) == 12
@@ -485,7 +485,7 @@ def test_rows_have_one_length_where_a_pipeline_needs_it() -> None:
     assert row_length(micro_batches, in_chunks) == 16
 
 
-def test_batch_of_tokens_repeats_the_last_until_the_count_fits() -> None:
+def test_batch_of_tokens_repeats_the_last_sequence() -> None:
     batch = batch_of_tokens([[1, 2], [3, 4, 5]], count_multiple_of=4)
     assert batch.token_ids.tolist() == [1, 2, *[3, 4, 5] * 3]
     assert batch.lengths.tolist() == [2, 3, 3, 3] and batch.cuts == ((1, 1, 1, 1),)

@@ -41,12 +41,12 @@ from tests.unit.test_collector import prompts
 from tests.unit.test_groups import ScriptedEngine, number_of
 
 _PATIENT_SECONDS = 120.0
-_MOST_LOOKS = 60_000
+_MAX_POLLS = 60_000
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run; `options` makes none that no flags allow."""
+    """Options of a run; `options` generates only valid combinations."""
 
     num_engines: int = 1
     groups: int = 4
@@ -63,7 +63,7 @@ class Options:
     teaches: float = 0.6  # share of groups with a difference
     fails: float = 0.0  # share of samples without a reward
     seed: int = 0
-    lengths: tuple[int, ...] = ()  # of the first samples; else drawn
+    lengths: tuple[int, ...] = ()  # of the first samples; random for the others
 
     @property
     def config(self) -> RLConfig:
@@ -107,7 +107,7 @@ class Options:
         return len(self.rewards(draw)) > 1
 
     def rewards(self, draw: int) -> set[float]:
-        """The different rewards that can be learned from: none without that of a baseline."""
+        """Return the distinct valid rewards of a group; empty if its baseline has no reward."""
         found = [self.outcome(draw * self.size + index) for index in range(self.size)]
         if any(each.kind is not None for each in found[self.num_samples :]):
             return set()
@@ -144,7 +144,7 @@ class TracedEngine(ScriptedEngine):
     def __init__(self, options: Options) -> None:
         super().__init__(options.length_of)
         self.length: dict[int, int] = {}
-        self.num_tokens = self.num_looks = 0
+        self.num_tokens = self.num_polls = 0
 
     def step(self) -> list[Completion]:
         running = dict(self.running)
@@ -155,8 +155,8 @@ class TracedEngine(ScriptedEngine):
         return found
 
     def any_rank(self, here: bool) -> bool:
-        self.num_looks += 1
-        assert self.num_looks < _MOST_LOOKS, "the engine waits forever"
+        self.num_polls += 1
+        assert self.num_polls < _MAX_POLLS, "the engine waits forever"
         return here
 
 
@@ -167,7 +167,7 @@ class ScriptedStack:
         self._options, self._random = options, random.Random(options.seed)
         self._name = REWARD_MODEL if options.reward_model else "scripted"
         self._open: list[tuple[int, Rollout]] = []
-        self.settled: list[int] = []  # numbers, in the order in which they came
+        self.settled: list[int] = []  # request numbers, in the order of their outcomes
         self._is_waiting = False
 
     def begin(self, rollout: Rollout) -> int:
@@ -198,7 +198,7 @@ class World:
     def __init__(self, size: int) -> None:
         self._here, self._gathered = threading.local(), [None] * size
         self._barrier = threading.Barrier(size, timeout=_PATIENT_SECONDS)
-        self.rank = 0  # while ranks are made, one after the other
+        self.rank = 0  # while ranks are created one by one
         self._pool = ThreadPoolExecutor(size)
         self._size = size
 
@@ -254,7 +254,7 @@ class Run:
     position: int = 0  # of the step's first draw
     taken: list[int] = field(default_factory=list)  # draws, over all steps
     dropped: set[int] = field(default_factory=set)
-    looked_up: list[int] = field(default_factory=list)  # draws, as their prompts were looked up
+    looked_up: list[int] = field(default_factory=list)  # draws, in the order of their look-ups
 
     def __enter__(self) -> Run:
         size = self.options.num_engines
@@ -305,7 +305,7 @@ class Run:
         return engine, stack, workers, collector
 
     def _reward_model(self, sample_store: SampleStore, table: SampleTable) -> list[Outcome]:
-        # A table does not say which response a row is: neighbours of a draw stand in their order.
+        # The table has no response index: rows of a draw are in the order of its responses.
         seen: dict[int, int] = {}
         found = []
         for draw in table.draws.tolist():
@@ -413,17 +413,17 @@ class Run:
         if not options.deterministic or options.num_engines == 1:
             in_hand = len(before) + len(started)
             planned = self.position + max(0, first - len(before))
-            if not options.reward_model:  # whose rounds are numbered on
+            if not options.reward_model:  # whose rounds continue the numbers
                 assert refills == pytest.approx(sum(draw >= planned for draw in started))
             else:
                 assert refills == pytest.approx(len(started) - wanted)
             assert in_hand <= max(most, len(before))
-            # Places are filled up only where nothing more may be drawn, or every reward fails.
+            # Uninformative groups are taken only at the limit, or if every reward fails.
             valid = any(options.rewards(draw) for draw in before | started)
             assert not useless or in_hand >= most or not valid
 
 
-def test_with_oversampling_alone_dropped_responses_count_as_long_as_they_were() -> None:
+def test_dropped_responses_count_with_their_length_so_far() -> None:
     """The first two of four are taken, at 4 and 6 tokens; the others have 6 by then."""
     alone = Options(
         groups=2, num_samples=1, oversample=2.0, algorithm="reinforce_pp", lengths=(4, 6, 20, 30)
@@ -434,7 +434,7 @@ def test_with_oversampling_alone_dropped_responses_count_as_long_as_they_were() 
     assert collected.num_generated_tokens == 4 + 6 + 6 + 6
 
 
-def test_a_group_at_its_age_limit_that_does_not_differ_is_replaced_while_refills_remain() -> None:
+def test_reserved_group_that_does_not_differ_is_replaced() -> None:
     limit = Options(partial=True, dynamic=True, max_staleness=1, max_refills=10, teaches=0.4)
     for seed in range(6):
         with Run(Options(**{**vars(limit), "seed": seed, "num_engines": 1 + seed % 2})) as run:
@@ -443,7 +443,7 @@ def test_a_group_at_its_age_limit_that_does_not_differ_is_replaced_while_refills
 
 
 @pytest.mark.parametrize("max_refills", [0, 1, 2])
-def test_rounds_of_a_reward_model_keep_to_what_is_left_of_the_refills(max_refills: int) -> None:
+def test_rounds_of_a_reward_model_respect_max_refills(max_refills: int) -> None:
     for seed in range(8):
         with Run(
             Options(
@@ -463,7 +463,7 @@ def test_rounds_of_a_reward_model_keep_to_what_is_left_of_the_refills(max_refill
 @example(Options(num_engines=2, oversample=2.5, dynamic=True, teaches=0.0, fails=1.0))
 @example(Options(num_engines=3, partial=True, dynamic=True, deterministic=True, groups=5))
 @example(Options(num_engines=4, groups=1, oversample=1.9, deterministic=True, seed=16))
-def test_counters_and_limits_are_those_of_what_the_engines_did(options: Options) -> None:
+def test_counters_and_limits_equal_the_reference(options: Options) -> None:
     with Run(options) as run:
         for _ in range(4):
             run.step()

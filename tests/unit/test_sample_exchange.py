@@ -1,4 +1,4 @@
-"""Rows of tokens between ranks: everything wanted arrives, once, and nothing else travels."""
+"""Exchange of token rows between ranks: each rank gets its rows, each row is sent once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTHS = np.random.default_rng(5).integers(0, 6, size=40)
 def shares(
     rng: np.random.Generator, places: int, ranks: list[int], *, overlap: bool = False
 ) -> Shares:
-    """All samples dealt out at random; with `overlap` some places want what others want, too."""
+    """Assign all samples at random; with `overlap` some places need the same samples."""
     owner = rng.integers(0, places, size=len(LENGTHS))
     samples = []
     for place in range(places):
@@ -39,8 +39,8 @@ SIDES = {
 }
 
 
-def in_turn(exchanges: list[RowExchange]) -> tuple[list[np.ndarray], np.ndarray]:
-    """What every rank finds, and `[from, to]` the bytes that went between them."""
+def exchange_all(exchanges: list[RowExchange]) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return the rows that every rank gets, and `[from, to]` the bytes sent between ranks."""
     sent: list[list[np.ndarray]] = []
 
     def noting(outgoing: list[np.ndarray], incoming: list[int]) -> list[np.ndarray]:
@@ -80,7 +80,7 @@ def test_every_rank_gets_its_rows_and_each_travels_once(sides: str, dtype: type)
         RowExchange(LENGTHS, source, target, everything.of(source.of(rank)))
         for rank in range(NUM_RANKS)
     ]
-    found, sent = in_turn(exchanges)
+    found, sent = exchange_all(exchanges)
     width = 3 * np.dtype(dtype).itemsize
     for rank in range(NUM_RANKS):
         wanted, had = target.of(rank), source.of(rank)
@@ -92,7 +92,7 @@ def test_every_rank_gets_its_rows_and_each_travels_once(sides: str, dtype: type)
         assert busy.max() <= 2 * busy.mean() + LENGTHS.max() * width
 
 
-def test_what_nobody_has_is_an_error_and_not_silence() -> None:
+def test_missing_sample_is_an_error() -> None:
     has = Shares((np.array([0, 1]),), ((0,),))
     wants = Shares((np.array([1, 2]),), ((1,),))
     assert Moves.of(0, 3, has, wants).outgoing[1].tolist() == [1]

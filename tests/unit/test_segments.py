@@ -1,4 +1,4 @@
-"""A response in parts: what each token keeps, and what of it a checkpoint has."""
+"""Responses in parts: the data of each token, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def part(
     observed: tuple[int, ...] = (),
     limit: int = 4,
 ) -> Rollout:
-    """The next part of a response; its experts are told by the version that computed them."""
+    """Return the response with its next part; its experts encode the version that computed them."""
     ids = [*so_far.prompt.token_ids, *so_far.response_token_ids, *observed]
     computed = len(ids) + len(tokens) - 1
     routes = Routes(np.full((computed, 2, 1), version, np.uint8), np.ones(computed, np.bool_))
@@ -44,13 +44,13 @@ def part(
 
 
 def in_three_parts() -> Rollout:
-    """Two tokens under version 1, an observation of two and a token under 3, two under 4."""
+    """Return a response with two tokens of version 1, two observed and one token of 3, two of 4."""
     first = part(new_rollout(PROMPT, 0, 1), [11, 12], 1)
     second = part(first, [13], 3, observed=(90, 91))
     return part(second, [14, 15], 4, limit=2)
 
 
-def test_each_token_keeps_what_it_was_sampled_with() -> None:
+def test_tokens_keep_their_log_prob_and_version() -> None:
     found = in_three_parts()
     assert found.response_token_ids.tolist() == [11, 12, 90, 91, 13, 14, 15]
     assert found.rollout_log_probs.tolist() == [-11, -12, 0, 0, -13, -14, -15]
@@ -62,19 +62,19 @@ def test_each_token_keeps_what_it_was_sampled_with() -> None:
     assert tokens.is_generated.tolist() == [False] * 3 + found.is_generated.tolist()
 
 
-def test_experts_are_those_of_the_pass_that_the_next_token_was_sampled_from() -> None:
+def test_experts_come_from_the_pass_that_sampled_the_next_token() -> None:
     routes = in_three_parts().routes
     assert routes is not None and routes.known.all()
-    # 3 + 2 tokens went in before the second sampled one came out, the last of which not yet.
+    # The last sampled token has not been an input yet.
     assert routes.ids[:, 0, 0].tolist() == [1, 1, 1, 1, 3, 3, 3, 4, 4]
 
 
-def test_a_part_that_was_ended_before_its_time_goes_on_and_another_does_not() -> None:
+def test_only_responses_that_were_stopped_are_unfinished() -> None:
     assert not is_finished(part(new_rollout(PROMPT, 0, 1), [11], 1))
     assert is_finished(part(new_rollout(PROMPT, 0, 1), [11], 1, limit=1))
 
 
-def test_what_failed_in_one_part_has_failed() -> None:
+def test_failure_of_one_part_fails_the_response() -> None:
     broken = dataclasses.replace(part(new_rollout(PROMPT, 0, 1), [11], 1), failure="no experts")
     assert part(broken, [12], 2).failure == "no experts"
 
@@ -92,14 +92,14 @@ def groups() -> list[OpenGroup]:
 
 
 def plain(group: OpenGroup) -> str:
-    """All of it, to the last bit."""
+    """Return the group as text, exact to the last bit."""
     return repr(
         [group.draw, group.outcomes, [each and dataclasses.asdict(each) for each in group.rollouts]]
     )
 
 
 @pytest.mark.parametrize("num_tp_groups", [1, 2, 3])
-def test_a_checkpoint_has_all_that_goes_on(tmp_path: Path, num_tp_groups: int) -> None:
+def test_checkpoint_restores_pending_groups(tmp_path: Path, num_tp_groups: int) -> None:
     first, second, third = groups()
     write_groups([first, second], tmp_path, 0)
     write_groups([third], tmp_path, 1)
@@ -143,7 +143,7 @@ def read_again(file: Path) -> list[OpenGroup]:
         *[("[{", "[" * 100 + "{"), ("[{", "{"), ("}]", "")],
     ],
 )
-def test_groups_of_other_values_are_a_sentence(tmp_path: Path, old: str, new: str) -> None:
+def test_groups_with_wrong_values_are_refused(tmp_path: Path, old: str, new: str) -> None:
     file, arrays, facts = written(tmp_path)
     assert old in facts
     save_file(arrays, file, {"groups": facts.replace(old, new)})
@@ -155,18 +155,18 @@ def test_groups_of_other_values_are_a_sentence(tmp_path: Path, old: str, new: st
 @pytest.mark.parametrize(
     "name", ["response_token_ids", "rollout_log_probs", "is_generated", "prompt_token_ids"]
 )
-def test_groups_of_other_arrays_are_a_sentence(tmp_path: Path, name: str, change: str) -> None:
+def test_groups_with_wrong_arrays_are_refused(tmp_path: Path, name: str, change: str) -> None:
     file, arrays, facts = written(tmp_path)
     array = arrays.pop(f"7/0/{name}")
     if change == "missing" and name == "is_generated":
-        return  # all of it is
+        return  # no byte is missing
     changed = {
         "longer": np.append(array, array[:1]).astype(array.dtype),
         "wider": array[None],
         "other": array.astype(np.float64),
     }
     if change == "longer" and name == "prompt_token_ids":
-        return  # any number of tokens is a prompt
+        return  # a prompt may have any number of tokens
     if change != "missing":
         arrays[f"7/0/{name}"] = changed[change]
     save_file(arrays, file, {"groups": facts})
@@ -175,7 +175,7 @@ def test_groups_of_other_arrays_are_a_sentence(tmp_path: Path, name: str, change
 
 
 @pytest.mark.parametrize("size", [0, 7, 100, -1])
-def test_groups_that_are_cut_short_are_a_sentence(tmp_path: Path, size: int) -> None:
+def test_truncated_groups_are_refused(tmp_path: Path, size: int) -> None:
     file, _, _ = written(tmp_path)
     file.write_bytes(file.read_bytes()[:size])
     with pytest.raises(UsageError, match=f"{file} does not hold unfinished groups of samples"):
@@ -194,7 +194,7 @@ def test_groups_that_are_cut_short_are_a_sentence(tmp_path: Path, size: int) -> 
         None,
     ],
 )
-def test_lengths_of_another_form_are_a_sentence(tmp_path: Path, arrays: object) -> None:
+def test_malformed_lengths_are_refused(tmp_path: Path, arrays: object) -> None:
     file = tmp_path / "lengths.safetensors"
     if isinstance(arrays, dict):
         save_file(arrays, file)

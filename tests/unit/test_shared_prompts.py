@@ -1,4 +1,4 @@
-"""Prompts that samples share: the layout of rows, what attention sees, and when it is allowed."""
+"""Prompts shared by samples: the layout of rows, what attention sees, and the conditions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ groups_of_samples = st.lists(
 
 
 def scored_samples(groups: Groups) -> list[ScoredRollout]:
-    """Samples of random tokens."""
+    """Return samples of random tokens."""
     rng = np.random.default_rng(1)
     scored = []
     for index, (num_prompt, responses) in enumerate(groups):
@@ -66,9 +66,7 @@ def tokens_of_samples(batch: TrainBatch) -> list[torch.Tensor]:
 
 
 @given(groups_of_samples, st.sampled_from([1, 4]))
-def test_a_row_has_a_prompt_once_and_every_token_of_every_sample(
-    groups: Groups, multiple_of: int
-) -> None:
+def test_row_contains_a_prompt_once_and_all_tokens(groups: Groups, multiple_of: int) -> None:
     batch = in_one_row(groups)
     batching = MicroBatching(max_tokens=500, share_prompts=True, multiple_of=multiple_of)
     rows = lay_out(batch, batching, None)
@@ -83,13 +81,13 @@ def test_a_row_has_a_prompt_once_and_every_token_of_every_sample(
     for tokens in tokens_of_samples(batch):
         places = rows.places[tokens]
         assert rows.position_ids.flatten()[places].tolist() == list(range(len(tokens)))
-        # What a token is scored by is the sample's next one.
+        # The target of a token is the next token of its sample.
         assert torch.equal(rows.target_ids.flatten()[places[:-1]], batch.token_ids[tokens[1:]])
     assert rows.longest >= int(batch.lengths.max())
 
 
 def merged(groups: Groups, batch: TrainBatch) -> Groups:
-    """Neighbours with the same tokens in their prompts are one group, too."""
+    """Merge neighbouring groups whose prompts have the same tokens."""
     found: Groups = []
     last = None
     samples = iter(tokens_of_samples(batch))
@@ -106,9 +104,7 @@ def merged(groups: Groups, batch: TrainBatch) -> Groups:
 
 @pytest.mark.parametrize("most_of_a_mask", [2**22, 0], ids=["masks", "causal"])
 @given(groups=groups_of_samples)
-def test_attention_sees_the_tokens_of_its_sample_and_no_others(
-    groups: Groups, most_of_a_mask: int
-) -> None:
+def test_attention_sees_only_tokens_of_its_sample(groups: Groups, most_of_a_mask: int) -> None:
     batch = in_one_row(groups)
     rows = lay_out(batch, MicroBatching(max_tokens=500, share_prompts=True, multiple_of=4), None)
     assert rows.cu_seqlens is not None
@@ -122,7 +118,8 @@ def test_attention_sees_the_tokens_of_its_sample_and_no_others(
 
 
 def keys_of_queries(rows: ModelRows) -> dict[int, list[int]]:
-    """Of every position of the row: what it attends to, in the order of the keys."""
+    """Return, for each position of the row, the positions that it attends to, in the order of the
+    keys."""
     assert rows.cu_seqlens is not None
     seen: dict[int, list[int]] = {}
     for batch in similar_segments(rows.cu_seqlens, rows.prefix_of):
@@ -140,7 +137,7 @@ def keys_of_queries(rows: ModelRows) -> dict[int, list[int]]:
     return seen
 
 
-def test_segments_of_other_lengths_are_not_padded_to_each_other() -> None:
+def test_segments_of_different_lengths_are_batched_apart() -> None:
     bounds = torch.tensor([0, 100, 190, 290, 300, 303]).int()
     sizes = {tuple(batch.keys.shape) for batch in similar_segments(bounds, None)}
     assert sizes == {(3, 100), (2, 10)}
@@ -148,7 +145,7 @@ def test_segments_of_other_lengths_are_not_padded_to_each_other() -> None:
 
 
 def core_attention(*, window: int | None = None, sinks: list[float] | None = None) -> Any:
-    """Of the first layer: with a window of so many positions, with the sinks of its heads."""
+    """Build the attention of the first layer, with a window, and with sinks for its heads."""
     config = SimpleNamespace(
         context_parallel_size=1,
         attention_dropout=0.0,
@@ -168,8 +165,8 @@ def core_attention(*, window: int | None = None, sinks: list[float] | None = Non
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("num_samples", [1, 3])
-def test_windows_and_sinks_are_those_of_transformers(window: int | None, num_samples: int) -> None:
-    """Packed samples and unpacked ones, and the gradients of all that goes in."""
+def test_windows_and_sinks_equal_transformers(window: int | None, num_samples: int) -> None:
+    """For packed and unpacked samples, with the gradients of all inputs."""
     from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
     attention = core_attention(window=window, sinks=[0.5, -1.0, 2.0, 1.0])
@@ -202,12 +199,12 @@ def test_windows_and_sinks_are_those_of_transformers(window: int | None, num_sam
         torch.testing.assert_close(found, expected)
         for got, wanted in zip(gradients(found), right, strict=True):
             torch.testing.assert_close(got, wanted)
-    assert float(right[-1].abs().min()) > 0.01  # of sinks
+    assert float(right[-1].abs().min()) > 0.01  # gradients of the sinks
 
 
 @pytest.mark.parametrize("own", [{}, {"window": 4, "sinks": [0.5, -1.0]}], ids=["plain", "gpt_oss"])
 @pytest.mark.parametrize("num_groups", [1, 2], ids=["mha", "gqa"])
-def test_outputs_and_gradients_are_those_of_every_sample_alone(
+def test_outputs_and_gradients_equal_those_of_separate_samples(
     num_groups: int, own: dict[str, Any]
 ) -> None:
     batch = in_one_row([(7, [3, 0, 11]), (1, [4]), (40, [2, 2, 30]), (5, [6, 6])])
@@ -248,7 +245,7 @@ def test_outputs_and_gradients_are_those_of_every_sample_alone(
         torch.testing.assert_close(found, expected)
 
 
-def test_where_the_cpu_has_no_16_bit_products_shared_gradients_are_summed_in_float32() -> None:
+def test_shared_gradients_are_summed_in_float32_without_16_bit_products() -> None:
     batch = in_one_row([(30, [2] * 16)])
     rows = lay_out(batch, SHARED, None)
     assert rows.cu_seqlens is not None and rows.prefix_of is not None
@@ -266,7 +263,7 @@ def test_where_the_cpu_has_no_16_bit_products_shared_gradients_are_summed_in_flo
     found.sum().backward()
     for got, expected in zip(narrow, wide, strict=True):
         assert got.grad is not None and expected.grad is not None
-        # One rounding, of the sum over 16 samples.
+        # The sum over 16 samples is rounded once.
         torch.testing.assert_close(got.grad.double(), expected.grad, rtol=2.0**-8, atol=1e-5)
 
 
@@ -277,7 +274,7 @@ def test_where_the_cpu_has_no_16_bit_products_shared_gradients_are_summed_in_flo
     st.sampled_from([22, 40, 200]),
     st.sampled_from([1, 2]),
 )
-def test_every_sample_is_dealt_out_once_within_the_budget(
+def test_plan_assigns_every_sample_once_within_the_budget(
     groups: Groups, dp_size: int, max_tokens: int, count_multiple_of: int
 ) -> None:
     scored = scored_samples(groups)
@@ -323,11 +320,11 @@ def test_samples_of_a_prompt_stay_together_and_ranks_are_balanced() -> None:
         assert len(bin_) == 64 and {i // 8 for i in bin_} == {bin_[8 * k] // 8 for k in range(8)}
         in_rows.append(lay_out(train_batch(scored, cuts), batching, None).token_ids.shape[1])
     assert max(in_rows) / min(in_rows) < 1.05
-    # 24 + 8 x 5.5 tokens a prompt where there would be 8 x 29.5.
+    # 24 + 8 x 5.5 tokens per prompt instead of 8 x 29.5.
     assert sum(in_rows) < 0.35 * lengths.sum()
 
 
-def test_a_large_group_is_cut_so_that_every_rank_has_work() -> None:
+def test_large_group_is_cut_over_all_ranks() -> None:
     scored = scored_samples([(10, [20] * 16)])
     lengths = table_of(scored).lengths
     plan = plan_step(
@@ -340,7 +337,7 @@ def test_a_large_group_is_cut_so_that_every_rank_has_work() -> None:
     assert min(sum(map(len, cuts[0])) for cuts in plan) >= 7
 
 
-def test_without_sharing_prompts_change_no_division() -> None:
+def test_plan_ignores_prompts_without_sharing() -> None:
     scored = scored_samples([(9, [3, 5]), (4, [8, 1, 7])])
     lengths = table_of(scored).lengths
     plain = MicroBatching(max_tokens=30)
@@ -353,7 +350,7 @@ def test_without_sharing_prompts_change_no_division() -> None:
     assert rows.prefix_of is None and rows.token_ids.shape[1] == lengths.sum()
 
 
-def test_prompts_are_recognised_by_their_draws() -> None:
+def test_prompts_are_identified_by_draws() -> None:
     twos = np.full(4, 2)
     table = SampleTable.of_lengths(twos, twos, draws=np.array([4, 4, 3, 4]))
     found = Prompts.of(table)
@@ -361,12 +358,12 @@ def test_prompts_are_recognised_by_their_draws() -> None:
     assert Prompts.of(table.take([])).ids.tolist() == []
 
 
-def test_sequences_without_prompts_share_nothing() -> None:
+def test_sequences_without_prompts_are_not_shared() -> None:
     rows = lay_out(batch_of_tokens([[1, 2, 3]] * 2), SHARED, None)
     assert rows.prefix_of is None and rows.token_ids.shape[1] == 6
 
 
-def test_prefixes_travel_with_the_bounds_they_were_noted_on() -> None:
+def test_prefixes_are_attached_to_their_bounds() -> None:
     bounds = torch.tensor([0, 3, 5])
     assert prefixes_of(bounds) is None
     set_prefixes(bounds, torch.tensor([0, 0]))
@@ -392,7 +389,7 @@ POSSIBLE = {"transformer_impl": "local", "hidden_dropout": 0.0, "attention_dropo
         ({"mtp_num_layers": 1}, "--mtp-num-layers 1"),
     ],
 )
-def test_what_is_against_sharing_is_named(values: dict[str, object], named: str) -> None:
+def test_obstacle_names_the_flag(values: dict[str, object], named: str) -> None:
     assert obstacle(POSSIBLE, 512) == ""
     assert obstacle(POSSIBLE | values, 512).startswith(named)
     assert not shares_prompts("auto", POSSIBLE | values, 512)
@@ -400,7 +397,7 @@ def test_what_is_against_sharing_is_named(values: dict[str, object], named: str)
         shares_prompts("on", POSSIBLE | values, 512)
 
 
-def test_sharing_is_for_packed_samples_of_experts_that_keep_their_bias() -> None:
+def test_sharing_needs_packed_samples_and_constant_expert_bias() -> None:
     kept = {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0}
     assert shares_prompts("auto", POSSIBLE | kept, 512)
     assert not shares_prompts("off", POSSIBLE, 512)

@@ -1,10 +1,10 @@
-"""The simulation of benchmarks/dealing.py: by hand where it is small, and its bound."""
+"""The simulation of benchmarks/dispatch.py: by hand where it is small, and its bound."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.dealing import BEGIN, END, KNOWS, makespan, seconds_of, section
+from benchmarks.dispatch import BEGIN, END, KNOWS, makespan, seconds_of, section
 from benchmarks.rollout_worker import LONG_TAIL, Load
 
 

@@ -1,9 +1,9 @@
-"""What dealing can gain where lengths have tails: the load of `rollout.py`, simulated.
+"""Possible gain of dispatching prompts to engines: the long-tail load of `rollout.py`, simulated.
 
-    python benchmarks/dealing.py [--repetitions 200] [--markdown FILE]
+    python benchmarks/dispatch.py [--repetitions 200] [--markdown FILE]
 
-Nothing runs: two engines take steps that cost a fixed part and a part for each sequence, and every
-way deals the same responses. The bound is the time in which both engines would be full to the end.
+No engine runs. Two simulated engines take steps with a fixed cost and a cost per sequence. All
+policies dispatch the same responses. The bound is the time if both engines were full to the end.
 --markdown replaces its own section of FILE.
 """
 
@@ -25,7 +25,7 @@ from benchmarks.step_time_report import with_section  # noqa: E402
 
 NUM_ENGINES = 2
 FIXED_PARTS = (3, 6, 12)  # what a step costs whatever is in it, in sequences
-BEGIN, END = "<!-- dealing: begin -->", "<!-- dealing: end -->"
+BEGIN, END = "<!-- dispatch: begin -->", "<!-- dispatch: end -->"
 KNOWS = {
     "blocks": "nothing",
     "groups, as engines have room": "nothing",
@@ -68,8 +68,8 @@ def seconds_of(load: Load, seed: int, fixed: float) -> dict[str, float]:
     room, half = load.max_num_seqs, load.num_prompts // NUM_ENGINES
     blocks = [lengths[:half].ravel().tolist(), lengths[half:].ravel().tolist()]
 
-    def dealt(units: Sequence[Sequence[int]]) -> float:
-        """In turn as long as there is room, then to whoever has some."""
+    def dispatched(units: Sequence[Sequence[int]]) -> float:
+        """Round-robin while there is room, then to the engine that has room."""
         in_turn = NUM_ENGINES * max(1, room // len(units[0]))
         shares = [
             [length for unit in units[engine:in_turn:NUM_ENGINES] for length in unit]
@@ -82,10 +82,10 @@ def seconds_of(load: Load, seed: int, fixed: float) -> dict[str, float]:
     tokens = lengths.sum() / NUM_ENGINES
     return {
         "blocks": makespan(blocks, iter(()), room, fixed),
-        "groups, as engines have room": dealt(groups),
-        "samples, as engines have room": dealt(samples),
-        "groups, longest first": dealt(sorted(groups, key=lambda each: -max(each))),
-        "samples, longest first": dealt(sorted(samples, reverse=True)),
+        "groups, as engines have room": dispatched(groups),
+        "samples, as engines have room": dispatched(samples),
+        "groups, longest first": dispatched(sorted(groups, key=lambda each: -max(each))),
+        "samples, longest first": dispatched(sorted(samples, reverse=True)),
         "bound": max(tokens / room, float(lengths.max())) * fixed + tokens,
     }
 
@@ -94,9 +94,9 @@ def section(load: Load, repetitions: int) -> str:
     """The section of the page, between its markers and with them."""
     lines = [
         BEGIN,
-        "# What dealing can gain, simulated",
+        "# Possible gain of dispatch, simulated",
         "",
-        "Printed by `benchmarks/dealing.py`, of the lengths of the case `long_tail` above: "
+        "Printed by `benchmarks/dispatch.py`, of the lengths of the case `long_tail` above: "
         f"{load.num_prompts} x {load.num_samples} responses, {NUM_ENGINES} engines of "
         f"{load.max_num_seqs} sequences. A step costs a fixed part, in sequences, and one for each "
         f"sequence. Ratios to blocks, medians of {repetitions} repetitions and the middle half. "

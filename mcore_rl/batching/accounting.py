@@ -172,7 +172,7 @@ def _describe_model(name: str, model: ModelAccounting) -> str:
         least = model.least_micro_batches
         what = f"packed micro-batches of at most {_n(model.max_tokens)} tokens"
         if model.shares_prompts:
-            what += " that have a prompt once for its samples"
+            what += " that share prompts between samples"
         count = (
             f"{_n(least)} at least and {_n(full)} with all sequences at full length, that is "
             f"{_n(least * dp * updates)} to {_n(full * dp * updates)} a step on all ranks"

@@ -97,7 +97,7 @@ class Moves:
         here = target.place(rank)
         if here is not None:
             samples = target.samples[here]
-            assert (owner[samples] >= 0).all(), "samples are wanted that nobody has"
+            assert (owner[samples] >= 0).all(), "no rank has some of the samples that are needed"
             for other in np.unique(owner[samples]).tolist():
                 sender = _sender(source, other, target, here, rank)
                 incoming[sender] = samples[owner[samples] == other]

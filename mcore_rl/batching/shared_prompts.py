@@ -16,9 +16,9 @@ FLAG = "--rl-share-prompts"
 # Destination -> why the setting would treat a shared token wrongly.
 _COUNTS_TOKENS = {
     "moe_z_loss_coeff": "is a mean over tokens",
-    "moe_expert_capacity_factor": "drops tokens by their number",
-    "moe_input_jitter_eps": "draws a number per token",
-    "mtp_num_layers": "predicts tokens of other samples from a shared one",
+    "moe_expert_capacity_factor": "drops tokens depending on their number",
+    "moe_input_jitter_eps": "draws random numbers per token",
+    "mtp_num_layers": "predicts tokens of several samples from a shared one",
 }
 
 
@@ -31,12 +31,12 @@ def obstacle(values: Mapping[str, Any], max_tokens: int) -> str:
     if not max_tokens:
         return "--rl-max-tokens-per-microbatch 0 packs no samples"
     if values.get("transformer_impl") != "local":
-        return "--transformer-impl transformer_engine has attention that knows whole samples only"
+        return "--transformer-impl transformer_engine supports attention to whole samples only"
     if (cp_size := values.get("context_parallel_size", 1)) > 1:
         return f"--context-parallel-size {cp_size} cuts every sample into chunks"
     for dest in ("hidden_dropout", "attention_dropout"):
         if values.get(dest, 0.1):  # Megatron's default
-            return f"{_flag(dest)} {values.get(dest, 0.1)} drops something else in every sample"
+            return f"{_flag(dest)} {values.get(dest, 0.1)} drops other elements in each sample"
     for dest, reason in _COUNTS_TOKENS.items():
         if values.get(dest):
             return f"{_flag(dest)} {values[dest]} {reason}"

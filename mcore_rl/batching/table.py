@@ -138,7 +138,7 @@ class SampleTable:
             baseline_lengths=nothing,
             has_baseline=yes,
             oldest_versions=nothing,
-            why_not_valid=tuple(None if each else "not to be learned from" for each in valid),
+            why_not_valid=tuple(None if each else "not trained on" for each in valid),
         )
 
     def take(self, rows: Sequence[int] | np.ndarray) -> SampleTable:

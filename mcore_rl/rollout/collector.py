@@ -251,7 +251,9 @@ def lengths_in(path: Path, num_rows: int) -> np.ndarray:
     except (SafetensorError, LookupError, OSError) as error:
         raise not_held(path, what, f"{type(error).__name__}: {error}") from error
     if lengths.dtype != np.int32 or lengths.shape != (num_rows,) or (lengths < -1).any():
-        raise not_held(path, what, f"it has {lengths.shape} of {lengths.dtype}, or negative ones")
+        raise not_held(
+            path, what, f"it has {lengths.shape} of {lengths.dtype}, or lengths below -1"
+        )
     return lengths
 
 

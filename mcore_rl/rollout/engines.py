@@ -235,8 +235,8 @@ class RolloutWorkers:
             fitting = []
         if self._is_scorer and len(fitting) < len(groups):
             logger.warning(
-                "[Resume] %d unfinished groups are dropped: this run has other samples per prompt "
-                "than the checkpoint's, or no --rl-partial-rollouts",
+                "[Resume] dropped %d unfinished groups: the number of samples per prompt has "
+                "changed, or this run has no --rl-partial-rollouts",
                 len(groups) - len(fitting),
             )
         self.pending = fitting

@@ -17,8 +17,8 @@ def check_temperature(flag: str, value: float, greedy: str = "") -> None:
     """Refuse a temperature at which vLLM does not sample."""
     if not LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE:
         raise UsageError(
-            f"is not in [{LEAST_TEMPERATURE}, {MOST_TEMPERATURE:g}]: vLLM would sample at "
-            f"{LEAST_TEMPERATURE} where less is asked for, and refuses more",
+            f"is not in [{LEAST_TEMPERATURE}, {MOST_TEMPERATURE:g}]: vLLM raises lower values to "
+            f"{LEAST_TEMPERATURE} and refuses higher ones",
             flag=f"{flag} {value}",
             remedy=f"choose for example 1{greedy}",
         )

@@ -116,20 +116,20 @@ def _group(
         for index, by in facts["outcomes"].items()
     }
     if not outcomes.keys() <= set(range(len(rollouts))):
-        raise ValueError("outcomes are of samples that the group does not have")
+        raise ValueError("there are outcomes of samples outside the group")
     return OpenGroup(facts["draw"], rollouts, outcomes)
 
 
 def _count(value: Any) -> int:
     if integer_within(value, 0, _MAX_COUNT) is None:
-        raise ValueError(f"{repr(value)[:60]} is not a number of a draw or a version")
+        raise ValueError(f"{repr(value)[:60]} is not the number of a draw or version")
     return int(value)
 
 
 def _outcome(reward: Any, kind: Any, detail: Any) -> Outcome:
     is_text = isinstance(kind, str | None) and isinstance(detail, str)
     if number(reward) is None or not is_text:
-        raise ValueError(f"{repr([reward, kind, detail])[:60]} is not an outcome of a reward")
+        raise ValueError(f"{repr([reward, kind, detail])[:60]} is not the outcome of a reward")
     return Outcome(reward, kind, detail)
 
 
@@ -138,7 +138,7 @@ def _rollout(prompt: Prompt, index: int, facts: dict[str, Any], arrays: dict[str
     if not all(isinstance(facts[name], str) for name in ("text", "finish_reason")) or not (
         isinstance(facts["failure"], str | None) and facts.keys() == {*_FIELDS}
     ):
-        raise ValueError(f"sample {index} is not described as one")
+        raise ValueError(f"sample {index} has wrong fields")
     num_tokens = {name: len(arrays["response_token_ids"]) for name in _ARRAYS}
     num_tokens["prompt_token_ids"] = len(arrays["prompt_token_ids"])
     for name, array in arrays.items():

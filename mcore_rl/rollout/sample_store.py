@@ -124,7 +124,7 @@ class SampleStore:
                 if digests[rank] != digests[ranks[0]]:
                     raise RuntimeError(
                         f"ranks {ranks[0]} and {rank} of one engine sampled different tokens, or "
-                        "chose different experts for the same ones"
+                        "chose different experts"
                     )
 
     # Delivery

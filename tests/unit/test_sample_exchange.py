@@ -96,7 +96,7 @@ def test_missing_sample_is_an_error() -> None:
     has = Shares((np.array([0, 1]),), ((0,),))
     wants = Shares((np.array([1, 2]),), ((1,),))
     assert Moves.of(0, 3, has, wants).outgoing[1].tolist() == [1]
-    with pytest.raises(AssertionError, match="nobody has"):
+    with pytest.raises(AssertionError, match="no rank has"):
         Moves.of(1, 3, has, wants)
     with pytest.raises(AssertionError, match="3 rows of 2 tokens"):
         SampleRows(np.array([0]), np.array([2]), np.zeros((3, 1)))

@@ -173,7 +173,7 @@ Cuts = tuple[tuple[tuple[int, ...], ...], ...]  # mini-batch -> micro-batch -> s
 
 
 def orders_of_epochs(
-    teaches: Sequence[bool] | np.ndarray,
+    informative: Sequence[bool] | np.ndarray,
     *,
     samples_per_group: int,
     num_mini_batches: int,
@@ -183,33 +183,34 @@ def orders_of_epochs(
 ) -> np.ndarray:
     """Return `[e, n]` int64: the order of samples that each epoch cuts into mini-batches.
 
-    It depends only on (seed, step, epoch): a resume needs no state, and ranks agree. `teaches`
+    It depends only on (seed, step, epoch): a resume needs no state, and ranks agree. `informative`
     `[g]` marks the groups with a gradient. Groups are shuffled as units, as samples of one prompt
     can share its tokens. Groups without a gradient are spread evenly: their numbers in equal parts
     of complete groups differ by at most one. A single mini-batch keeps the order of samples.
     """
-    teaching = np.asarray(teaches, dtype=np.bool_)
-    orders = np.tile(np.arange(len(teaching) * samples_per_group), (num_epochs, 1))
-    if num_mini_batches == 1 or not len(teaching):
+    is_informative = np.asarray(informative, dtype=np.bool_)
+    num_groups = len(is_informative)
+    orders = np.tile(np.arange(num_groups * samples_per_group), (num_epochs, 1))
+    if num_mini_batches == 1 or not num_groups:
         return orders
     for epoch in range(num_epochs):
         # numpy guarantees the raw bits across versions, but not the results of `permutation`.
-        raw = PCG64(SeedSequence([seed, step, epoch])).random_raw(len(teaching) + 1)
-        groups = _spread(np.argsort(raw[1:]), teaching, int(raw[0] % len(teaching)))
-        orders[epoch] = orders[epoch].reshape(len(teaching), samples_per_group)[groups].ravel()
+        raw = PCG64(SeedSequence([seed, step, epoch])).random_raw(num_groups + 1)
+        groups = _spread(np.argsort(raw[1:]), is_informative, int(raw[0] % num_groups))
+        orders[epoch] = orders[epoch].reshape(num_groups, samples_per_group)[groups].ravel()
     return orders
 
 
-def _spread(groups: np.ndarray, teaching: np.ndarray, first: int) -> np.ndarray:
+def _spread(groups: np.ndarray, is_informative: np.ndarray, first: int) -> np.ndarray:
     """Spread the groups without a gradient evenly over `groups`, starting at `first` / their
     number. Groups with and without a gradient keep their order."""
-    idle = groups[~teaching[groups]]
+    idle = groups[~is_informative[groups]]
     if not len(idle):
         return groups
     is_idle = np.zeros(len(groups), dtype=np.bool_)
     is_idle[(np.arange(len(idle)) * len(groups) + first) // len(idle)] = True
     spread = np.empty_like(groups)
-    spread[is_idle], spread[~is_idle] = idle, groups[teaching[groups]]
+    spread[is_idle], spread[~is_idle] = idle, groups[is_informative[groups]]
     return spread
 
 

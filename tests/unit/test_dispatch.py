@@ -69,7 +69,7 @@ def fewest(groups: int, most: int, differs: Differs) -> list[int]:
     groups=st.integers(1, 12),
     max_refills=st.integers(0, 4),
     num_engines=st.integers(1, 5),
-    teaches=st.lists(st.booleans(), min_size=60, max_size=60),
+    informative=st.lists(st.booleans(), min_size=60, max_size=60),
     seed=st.integers(0, 1000),
     num_round_robin=st.sampled_from([0, 1, 2, 5, None]),
 )
@@ -77,14 +77,14 @@ def test_draws_are_the_fewest_with_enough_groups_that_differ(
     groups: int,
     max_refills: int,
     num_engines: int,
-    teaches: Sequence[bool],
+    informative: Sequence[bool],
     seed: int,
     num_round_robin: int | None,
 ) -> None:
     target = SamplingTarget.of(groups, max_refills=max_refills)
 
     def differs(draw: int) -> bool:
-        return teaches[draw % 60]
+        return informative[draw % 60]
 
     got = dispatched(target, num_engines, differs, seed=seed, num_round_robin=num_round_robin)
     draws = sorted(draw for of_engine in got for draw in of_engine)

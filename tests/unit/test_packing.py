@@ -143,7 +143,7 @@ def test_padded_plan_assigns_every_sample_once_independently_of_dp(
 
 
 @given(
-    teaches=st.lists(st.booleans(), min_size=1, max_size=12),
+    informative=st.lists(st.booleans(), min_size=1, max_size=12),
     groups_per_mini_batch=st.integers(1, 3),
     num_mini_batches=st.integers(1, 4),
     samples_per_group=st.integers(1, 4),
@@ -152,7 +152,7 @@ def test_padded_plan_assigns_every_sample_once_independently_of_dp(
     step=st.integers(0, 9),
 )
 def test_epochs_order_every_sample_once_and_agree_on_all_ranks(
-    teaches: list[bool],
+    informative: list[bool],
     groups_per_mini_batch: int,
     num_mini_batches: int,
     samples_per_group: int,
@@ -161,10 +161,10 @@ def test_epochs_order_every_sample_once_and_agree_on_all_ranks(
     step: int,
 ) -> None:
     num_groups = groups_per_mini_batch * num_mini_batches
-    teaches = (teaches * num_groups)[:num_groups]
+    informative = (informative * num_groups)[:num_groups]
     num_samples = num_groups * samples_per_group
     orders = orders_of_epochs(
-        teaches,
+        informative,
         samples_per_group=samples_per_group,
         num_mini_batches=num_mini_batches,
         num_epochs=3,
@@ -194,7 +194,7 @@ def test_epochs_order_every_sample_once_and_agree_on_all_ranks(
         for samples in of_layouts[0]:
             groups = sorted({sample // samples_per_group for sample in samples})
             assert len(groups) == groups_per_mini_batch, "a group is in two mini-batches"
-            idle.append(sum(not teaches[group] for group in groups))
+            idle.append(sum(not informative[group] for group in groups))
         assert max(idle) - min(idle) <= 1, idle
     if num_mini_batches == 1:
         assert (orders == np.arange(num_samples)).all()

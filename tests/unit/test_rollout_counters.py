@@ -60,7 +60,7 @@ class Options:
     deterministic: bool = False
     algorithm: str = "grpo"
     reward_model: bool = False
-    teaches: float = 0.6  # share of groups with a difference
+    informative_share: float = 0.6  # share of groups with a difference
     fails: float = 0.0  # share of samples without a reward
     seed: int = 0
     lengths: tuple[int, ...] = ()  # of the first samples; random for the others
@@ -101,7 +101,7 @@ class Options:
         return Outcome(float(index) if self.teaches_at(draw) else 1.0)
 
     def teaches_at(self, draw: int) -> bool:
-        return random.Random(f"{self.seed} teaches {draw}").random() < self.teaches
+        return random.Random(f"{self.seed} teaches {draw}").random() < self.informative_share
 
     def differs(self, draw: int) -> bool:
         return len(self.rewards(draw)) > 1
@@ -132,7 +132,7 @@ def options(draw: st.DrawFn) -> Options:
         deterministic=draw(st.booleans()),
         algorithm=draw(st.sampled_from(["grpo", "remax", "reinforce_pp"])),
         reward_model=dynamic and alone and draw(st.booleans()),
-        teaches=draw(st.sampled_from([0.0, 0.3, 0.6, 1.0])),
+        informative_share=draw(st.sampled_from([0.0, 0.3, 0.6, 1.0])),
         fails=draw(st.sampled_from([0.0, 0.0, 0.3, 1.0])),
         seed=draw(st.integers(0, 10_000)),
     )
@@ -435,7 +435,9 @@ def test_dropped_responses_count_with_their_length_so_far() -> None:
 
 
 def test_reserved_group_that_does_not_differ_is_replaced() -> None:
-    limit = Options(partial=True, dynamic=True, max_staleness=1, max_refills=10, teaches=0.4)
+    limit = Options(
+        partial=True, dynamic=True, max_staleness=1, max_refills=10, informative_share=0.4
+    )
     for seed in range(6):
         with Run(Options(**{**vars(limit), "seed": seed, "num_engines": 1 + seed % 2})) as run:
             for _ in range(6):
@@ -451,7 +453,7 @@ def test_rounds_of_a_reward_model_respect_max_refills(max_refills: int) -> None:
                 dynamic=True,
                 reward_model=True,
                 max_refills=max_refills,
-                teaches=0.3,
+                informative_share=0.3,
                 seed=seed,
             )
         ) as run:
@@ -460,7 +462,7 @@ def test_rounds_of_a_reward_model_respect_max_refills(max_refills: int) -> None:
 
 @settings(hostile.BOUNDED, max_examples=120)
 @given(options())
-@example(Options(num_engines=2, oversample=2.5, dynamic=True, teaches=0.0, fails=1.0))
+@example(Options(num_engines=2, oversample=2.5, dynamic=True, informative_share=0.0, fails=1.0))
 @example(Options(num_engines=3, partial=True, dynamic=True, deterministic=True, groups=5))
 @example(Options(num_engines=4, groups=1, oversample=1.9, deterministic=True, seed=16))
 def test_counters_and_limits_equal_the_reference(options: Options) -> None:

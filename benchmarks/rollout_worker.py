@@ -110,7 +110,7 @@ def reward(*, prompt: str, response: str, answer: str) -> float:
 
 
 class Block:
-    """Conducts an engine through requests that all begin at once."""
+    """Schedules requests that all start at once."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._requests = tuple(requests)
@@ -254,13 +254,13 @@ class Bench:
         sampled_here = [r for each in groups.open.values() for r in each.rollouts if r is not None]
         num_tokens = sum(len(each.response_token_ids) for each in sampled_here)
         table, _ = self.workers.settle(groups, lambda seconds: None)
-        return self._told(started, sampled, num_tokens, len(table))
+        return self._measured(started, sampled, num_tokens, len(table))
 
     def partial_steps(self, seed: int) -> dict[str, float]:
         """Steps one after the other that go on with what the ones before have left, the first of
         which do not count: they have less to go on with."""
         prompts, position = self.prompts(seed, num_steps=2 * NUM_STEPS), 0
-        told = []
+        measured = []
         for step in range(NUM_STEPS):
             started = self._begin()
             groups = self.workers.sample(
@@ -280,9 +280,9 @@ class Bench:
             table, counts = self.workers.settle(groups, lambda seconds: None)
             position += counts.num_draws
             num_tokens = int(table.response_lengths[table.homes == self.sample_store.home].sum())
-            told.append(self._told(started, sampled, num_tokens, len(table)))
+            measured.append(self._measured(started, sampled, num_tokens, len(table)))
         self.workers.pending = []
-        return _together(told[NUM_LEFT_OUT:])
+        return _together(measured[NUM_LEFT_OUT:])
 
     def block_steps(self, seed: int) -> dict[str, float]:
         """As many steps as count of `partial_steps`."""
@@ -318,7 +318,7 @@ class Bench:
         outcomes = self.workers._rewards.outcomes(rollouts)
         table, _ = self.workers._score(rollouts, places, len(rollouts), outcomes, None)
         num_tokens = sum(len(each.response_token_ids) for each in rollouts)
-        return self._told(started, done, num_tokens, len(table))
+        return self._measured(started, done, num_tokens, len(table))
 
     def bare(self, seed: int) -> dict[str, float]:
         """vLLM's own loop over this group's block, as short as it can be."""
@@ -363,7 +363,7 @@ class Bench:
         objects.barrier()
         return time.perf_counter()
 
-    def _told(
+    def _measured(
         self, started: float, sampled: float, num_tokens: int, num_samples: int
     ) -> dict[str, float]:
         """Clocks of ranks on one machine are one."""

@@ -50,7 +50,7 @@ class SampleStore:
         self._rank = dist.get_rank()
         group = rollout.tp_group_index(self._rank)
         self.home = rollout.rank(group * rollout.tp_size)
-        self._kept: list[ScoredRollout] = []
+        self._samples: list[ScoredRollout] = []
         shape = (0, 0) if routed is None else (len(routed.layers), routed.num_experts)
         self._load = np.zeros(shape, dtype=np.int64)
         of_stages = [sorted(layer for chunk in chunks for layer in chunk) for chunks in layers]
@@ -71,14 +71,14 @@ class SampleStore:
 
     def clear(self) -> None:
         """Remove the samples and the expert load of the last step."""
-        self._kept.clear()
+        self._samples.clear()
         self._load[:] = 0
 
     def add(self, scored: Sequence[ScoredRollout]) -> int:
         """Store samples and return the number of the first. Local; called in the same order on all
         ranks of a TP group, of which only the first may know rewards."""
-        first = len(self._kept)
-        self._kept += scored
+        first = len(self._samples)
+        self._samples += scored
         if self.routed is not None and self.home == self._rank:
             for sample in scored:
                 if sample.rollout.routes is not None:
@@ -87,12 +87,12 @@ class SampleStore:
 
     def set_rewards(self, first: int, scored: Sequence[ScoredRollout]) -> None:
         """Replace the samples from number `first` on by scored ones."""
-        self._kept[first : first + len(scored)] = scored
+        self._samples[first : first + len(scored)] = scored
 
     def table(self, first: int, draws: Sequence[int]) -> SampleTable:
         """Return the table of the samples from number `first` on; `draws` has the draw of each."""
         numbers = range(first, first + len(draws))
-        scored = self._kept[first : first + len(draws)]
+        scored = self._samples[first : first + len(draws)]
         return SampleTable.of(scored, home=self.home, numbers=numbers, draws=draws)
 
     def load(self) -> np.ndarray:
@@ -105,7 +105,7 @@ class SampleStore:
     def digest(self) -> bytes:
         """Return a digest of all stored samples; equal on the ranks of an engine's TP group."""
         hasher = hashlib.blake2b(digest_size=16)
-        for number, sample in enumerate(self._kept):
+        for number, sample in enumerate(self._samples):
             hasher.update(number.to_bytes(8, "little"))
             hasher.update(np.ascontiguousarray(sample.rollout.response_token_ids).tobytes())
             if sample.rollout.routes is not None:
@@ -139,7 +139,7 @@ class SampleStore:
             stage = None if self.routed is None else self._train.pp_rank(rank)
             key = id(samples), stage  # the same for all ranks of a place
             if key not in packed:
-                kept = (self._kept[number] for number in table.numbers[samples].tolist())
+                kept = (self._samples[number] for number in table.numbers[samples].tolist())
                 packed[key] = np.concatenate([self._packed(each, stage) for each in kept])
             outgoing[rank] = packed[key]
         stage = None if self.routed is None else self._train.pp_rank(self._rank)
@@ -160,7 +160,7 @@ class SampleStore:
         actor, in any world. Local."""
         sampled = self._sampled(table)
         numbers = table.numbers[sampled.of(self._rank)].tolist()
-        rows = tokens_to_rows([SampleTokens.of(self._kept[number]) for number in numbers])
+        rows = tokens_to_rows([SampleTokens.of(self._samples[number]) for number in numbers])
         return RowExchange(table.lengths, sampled, wanted, rows)
 
     def _sampled(self, table: SampleTable) -> Shares:
@@ -177,7 +177,7 @@ class SampleStore:
         samples_here = {}
         if self.home == self._rank:
             samples_here = {
-                row: self._kept[int(table.numbers[row])]
+                row: self._samples[int(table.numbers[row])]
                 for row in rows
                 if table.homes[row] == self._rank
             }

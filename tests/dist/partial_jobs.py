@@ -120,7 +120,7 @@ def partial_rollouts(
             for n, home in zip(table.numbers, table.homes, strict=True)
             if home == sample_store.home
         ]
-        taken += [sample_store._kept[number] for number in mine]
+        taken += [sample_store._samples[number] for number in mine]
         steps.append(
             {
                 "counts": asdict(counts),

@@ -509,8 +509,8 @@ def test_ppo_gives_values_and_returns_to_actor_and_critic():
     assert batch.metrics["critic/explained_variance"] == pytest.approx(float(explained), rel=1e-5)
 
 
-def test_values_follow_tokens_between_orders_of_samples(monkeypatch: pytest.MonkeyPatch):
-    """Actor and critic order samples differently; a value stays with its token."""
+def test_values_travel_between_two_orders_of_the_samples(monkeypatch: pytest.MonkeyPatch):
+    """Actor and critic divide samples differently; each value stays with its token."""
     learner, _ = learner_of(algorithm="ppo")
     served = served_critic(learner)
     monkeypatch.setattr(critic_module, "plan_epochs", lambda *_, **__: [[(((3, 1, 0, 2),),)]])

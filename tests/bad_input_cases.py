@@ -7,10 +7,11 @@ where a mistake is found, that a start on several ranks ends with that sentence.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -55,6 +56,34 @@ class Case:
     installed: dict[str, str] = field(default_factory=dict)
 
 
+def parse_cases(text: str, changes: Mapping[str, Change] | None = None) -> list[Case]:
+    """The cases of a text: a line `name: flags`, then what the sentence must contain.
+
+    Lines indented by 2 continue the flags, lines indented by 4 say the parts of the sentence,
+    separated by ` ... `; `without --flag` leaves a flag of GOOD out. `changes` are by name.
+    """
+    cases = []
+    for block in re.split(r"\n(?=\S)", text.strip()):
+        name, rest = block.split(":", 1)
+        lines = rest.split("\n")
+        given = " ".join(line for line in lines if not line.startswith("    ")).split()
+        sentence = " ".join(line.strip() for line in lines if line.startswith("    "))
+        flags: dict[str, str | None] = {}
+        more = []
+        while given:
+            token = given.pop(0)
+            if token == "without":
+                flags[given.pop(0)] = None
+            elif token in GOOD:
+                flags[token] = given.pop(0)
+            else:
+                more.append(token)
+        change = (changes or {}).get(name)
+        cases.append(Case(name, sentence.split(" ... "), flags, " ".join(more), change))
+    assert not set(changes or ()) - {case.name for case in cases}
+    return cases
+
+
 def table(**groups: Sequence[Case]) -> list[Any]:
     """The cases of all groups as parameters, each by the names of its group and its own."""
     return [
@@ -89,11 +118,31 @@ def check(tokens: Sequence[str], entry: str = "mcore_rl.train") -> JobSpec:
     return checked
 
 
+@functools.cache
+def read_help_once() -> None:
+    """Keep the help texts that Megatron reads from the source of its classes for every parser.
+
+    They take more than half of the time of a case.
+    """
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    read = ArgumentGroupFactory._get_field_docstrings
+    texts: dict[type, dict[str, str]] = {}
+
+    def read_once(factory: ArgumentGroupFactory, kind: type) -> dict[str, str]:
+        if kind not in texts:
+            texts[kind] = read(factory, kind)
+        return dict(texts[kind])
+
+    ArgumentGroupFactory._get_field_docstrings = read_once
+
+
 def assert_refused(
     case: Case, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The first of two ranks, in its folder `here`, says what is wrong with `case` in one sentence
     and ends with code 2, before a process group or a parameter is made."""
+    read_help_once()
     if case.change is not None:
         case.change(here)
     monkeypatch.chdir(here)

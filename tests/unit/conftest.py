@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
 from mcore_rl import config as options
 from mcore_rl.algorithms import recipes, registry
@@ -18,6 +19,14 @@ from mcore_rl.rewards import functions as reward_functions
 from tests.rank_pool import remember_sources
 
 remember_sources()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A world of one rank, whose own backend takes no tensor on the host, as NCCL's."""
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -40,29 +40,25 @@ def test_padded_numbers_by_hand() -> None:
     assert found.critic is None
 
 
-def test_packed_numbers_by_hand() -> None:
-    # 64 sequences over 3 ranks are at most 22; 3 of 1000 tokens go into 3072, so 8 micro-batches.
-    batching = MicroBatching(max_tokens=3072)
+@pytest.mark.parametrize(
+    ("batching", "least", "full"),
+    [
+        # 64 sequences over 3 ranks are at most 22; 3 of 1000 tokens go into 3072.
+        (MicroBatching(max_tokens=3072), 1, 8),
+        (MicroBatching(max_tokens=3072, count_multiple_of=5), 5, 10),
+        # 3023 tokens have room for 3 samples of 1000, and not for 3 of 1008, a multiple of 2 x 8.
+        (MicroBatching(max_tokens=3023, cp_size=1), 1, 8),
+        (MicroBatching(max_tokens=3023, cp_size=4), 1, 8),
+        (MicroBatching(max_tokens=3023, cp_size=8), 1, 11),
+    ],
+)
+def test_packed_numbers_by_hand(batching: MicroBatching, least: int, full: int) -> None:
     actor = of_run(max_sequence_tokens=1000, actor=(3, batching)).actor
-    assert (actor.least_micro_batches, actor.full_micro_batches) == (1, 8)
+    assert (actor.least_micro_batches, actor.full_micro_batches) == (least, full)
     assert actor.sequences_per_rank == pytest.approx(21.333, abs=1e-3)
 
 
-def test_samples_count_as_context_parallelism_pads_them() -> None:
-    # 3023 tokens have room for 3 samples of 1000, and not for 3 of 1008, a multiple of 2 x 8.
-    for cp_size, of_rank in ((1, 8), (4, 8), (8, 11)):
-        batching = MicroBatching(max_tokens=3023, cp_size=cp_size)
-        actor = of_run(max_sequence_tokens=1000, actor=(3, batching)).actor
-        assert actor.full_micro_batches == of_rank, cp_size
-
-
-def test_interleaved_schedule_rounds_micro_batches_up() -> None:
-    batching = MicroBatching(max_tokens=3072, count_multiple_of=5)
-    actor = of_run(max_sequence_tokens=1000, actor=(3, batching)).actor
-    assert (actor.least_micro_batches, actor.full_micro_batches) == (5, 10)
-
-
-def test_critic_has_a_layout_of_its_own_and_the_actor_waits_for_it() -> None:
+def test_critic_batches_follow_its_own_layout_and_warmup() -> None:
     found = of_run(critic=(2, MicroBatching(micro_batch_size=4)), critic_warmup_steps=10)
     assert found.critic is not None
     assert found.critic.sequences_per_rank == 32
@@ -72,13 +68,16 @@ def test_critic_has_a_layout_of_its_own_and_the_actor_waits_for_it() -> None:
     assert found.critic_warmup_steps == 10
 
 
-def test_warmup_without_a_critic_is_none() -> None:
-    assert of_run(critic_warmup_steps=10).actor.optimizer_steps == 600
-
-
-def test_warmup_longer_than_the_run_leaves_the_actor_alone() -> None:
-    critic = (4, MicroBatching())
-    assert of_run(critic=critic, critic_warmup_steps=101).actor.optimizer_steps == 0
+@pytest.mark.parametrize(
+    ("critic", "warmup_steps", "optimizer_steps"),
+    [(None, 10, 600), ((4, MicroBatching()), 101, 0)],
+    ids=["without a critic", "longer than the run"],
+)
+def test_actor_skips_the_steps_of_a_critics_warmup(
+    critic: tuple[int, MicroBatching] | None, warmup_steps: int, optimizer_steps: int
+) -> None:
+    found = of_run(critic=critic, critic_warmup_steps=warmup_steps)
+    assert found.actor.optimizer_steps == optimizer_steps
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
@@ -94,7 +93,7 @@ def test_warmup_longer_than_the_run_leaves_the_actor_alone() -> None:
         MicroBatching(micro_batch_size=2, multiple_of=6, cp_size=3),
     ],
 )
-def test_numbers_are_those_of_the_plan(batching: MicroBatching, dp_size: int) -> None:
+def test_accounting_matches_the_plan_of_a_step(batching: MicroBatching, dp_size: int) -> None:
     found = of_run(max_sequence_tokens=100, actor=(dp_size, batching))
     full = plan_step([100] * 128, num_mini_batches=2, dp_size=dp_size, batching=batching)
     assert {len(mini_batch) for cuts in full for mini_batch in cuts} == {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from mcore_rl.job.preflight import check_kv_after_update
 from mcore_rl.megatron.adapter import make_parser
 
 FLAGS = tuple(flags().values())
-# Of Megatron's RL loop, in any of its versions; ours must leave them alone.
+# Flags of Megatron's RL loop in any of its versions, which ours must not redefine.
 TAKEN = """
     --perform-rl-step --refit-method --langrl-env-config --grpo-prompts-per-step --grpo-group-size
     --grpo-iterations --grpo-clamp-eps-lower --grpo-clamp-eps-upper --grpo-kl-beta
@@ -33,20 +34,20 @@ TAKEN = """
 """.split()
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def megatron() -> argparse.ArgumentParser:
-    """Megatron's parser alone; tests only look at it."""
+    """Megatron's parser alone."""
     return make_parser()
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def parser() -> argparse.ArgumentParser:
-    """Megatron's parser with our flags, as `given_values` leaves it."""
+    """Megatron's parser with our flags."""
     return make_parser(add_rl_args)
 
 
-def group_of(parser: argparse.ArgumentParser, title: str) -> list[argparse.Action]:
-    (group,) = [group for group in parser._action_groups if group.title == title]
+def group_of(of_whom: argparse.ArgumentParser, title: str) -> list[argparse.Action]:
+    (group,) = [group for group in of_whom._action_groups if group.title == title]
     return group._group_actions
 
 
@@ -65,14 +66,14 @@ def another_value(parameter: Parameter) -> tuple[list[str], Any]:
     return [flag, str(value)], value
 
 
-def test_every_field_has_a_flag_in_the_parser_of_megatron(parser: argparse.ArgumentParser) -> None:
-    flags = [action.option_strings[0] for action in group_of(parser, "mcore_rl")]
+def test_every_field_has_a_flag_in_the_parser_of_megatron() -> None:
+    flags = [action.option_strings[0] for action in group_of(parser(), "mcore_rl")]
     theirs = {
         f"--{dest.replace('_', '-')}" for dest in SHARED_RL
     }  # Megatron's, which mean the same
     ours = [parameter.flag for parameter in FLAGS if parameter.flag not in theirs]
     assert flags == [*ours, "--rl-config"] and len(ours) == len(FLAGS) - len(theirs)
-    assert all(action.help for action in group_of(parser, "mcore_rl"))
+    assert all(action.help for action in group_of(parser(), "mcore_rl"))
 
 
 def test_flags_left_out_give_the_defaults() -> None:
@@ -90,39 +91,36 @@ def test_flag_sets_its_value_alone(parameter: Parameter) -> None:
     assert RLConfig.from_args(args).as_dict() == expected
 
 
-def test_without_age_partial_rollouts_are_none() -> None:
+def test_partial_rollouts_have_no_effect_without_staleness() -> None:
     """Every response then ends in the step that began it, and a step takes all that it begins."""
     config = RLConfig.of(partial_rollouts=True, max_staleness=0)
     assert not config.rollout.keeps_unfinished and config.rollout.groups_at_a_time == 1.0
     assert RLConfig.of(partial_rollouts=True).rollout.groups_at_a_time == 1.5
 
 
-def test_keys_and_values_cannot_be_kept_on_gpus() -> None:
+def test_kv_after_update_keep_is_refused_on_gpus() -> None:
     config = RLConfig.of(partial_rollouts=True, kv_after_update="keep")
     check_kv_after_update(config, has_cuda=False)
     with pytest.raises(UsageError, match="--rl-kv-after-update keep is not possible on GPUs"):
         check_kv_after_update(config, has_cuda=True)
 
 
-def test_namespace_without_a_flag_is_a_bug() -> None:
+def test_config_from_args_raises_without_a_flag() -> None:
     with pytest.raises(AttributeError, match="rl_hf_checkpoint"):
         RLConfig.from_args(argparse.Namespace())
 
 
-def test_no_flag_is_one_of_megatron(megatron: argparse.ArgumentParser) -> None:
-    ours = {parameter.flag for parameter in FLAGS} | {"--rl-config"}
-    assert len(group_of(megatron, "rl")) >= 39, "Megatron's own RL flags have moved"
+def test_flags_and_dests_differ_from_those_of_megatron() -> None:
+    flags = {parameter.flag for parameter in FLAGS} | {"--rl-config"}
+    assert len(group_of(megatron(), "rl")) >= 39, "Megatron's own RL flags have moved"
     shared = {f"--{dest.replace('_', '-')}" for dest in SHARED_RL}
-    assert ours & megatron._option_string_actions.keys() == shared
-    assert not ours & set(TAKEN)
+    assert flags & megatron()._option_string_actions.keys() == shared
+    assert not flags & set(TAKEN)
+    dests = {f"rl_{parameter.name}" for parameter in FLAGS} | {"rl_config"}
+    assert dests & {action.dest for action in megatron()._actions} == SHARED_RL
 
 
-def test_no_dest_is_one_of_megatron(megatron: argparse.ArgumentParser) -> None:
-    ours = {f"rl_{parameter.name}" for parameter in FLAGS} | {"rl_config"}
-    assert ours & {action.dest for action in megatron._actions} == SHARED_RL
-
-
-def test_parser_with_one_of_our_flags_is_refused() -> None:
+def test_parser_that_already_has_our_flag_is_refused() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rl-num-steps", dest="rounds")
     with pytest.raises(UsageError, match=r"--rl-num-steps is already defined .*'rounds'.*; rename"):
@@ -144,12 +142,12 @@ def test_batch_and_directory_follow_from_the_flags() -> None:
 # What a command line sets ------------------------------------------------------------------------
 
 
-def test_given_values_are_those_on_the_command_line(parser: argparse.ArgumentParser) -> None:
+def test_given_values_are_those_on_the_command_line() -> None:
     tokens = "--num-layers 2 --swiglu --rl-temperature=0.5 --disable-bias-linear".split()
     expected = {"num_layers": 2, "swiglu": True, "rl_temperature": 0.5, "add_bias_linear": False}
-    assert given_values(tokens, parser) == expected
+    assert given_values(tokens, parser()) == expected
     # Again with the same parser, and nothing is left of the last time.
-    assert given_values(["--lr", "1e-3", "--lr", "1e-4"], parser) == {"lr": 1e-4}
+    assert given_values(["--lr", "1e-3", "--lr", "1e-4"], parser()) == {"lr": 1e-4}
 
 
 @pytest.mark.parametrize(
@@ -167,22 +165,20 @@ def test_given_values_are_those_on_the_command_line(parser: argparse.ArgumentPar
         ("--moe-layer-freq [0,a]", "--moe-layer-freq: invalid value: '[0,a]'; see --help"),
     ],
 )
-def test_command_line_is_refused_in_one_sentence(
-    tokens: str, says: str, parser: argparse.ArgumentParser
-) -> None:
+def test_command_line_is_refused_in_one_sentence(tokens: str, says: str) -> None:
     with pytest.raises(UsageError) as caught:
-        given_values(tokens.split(), parser)
+        given_values(tokens.split(), parser())
     assert str(caught.value).startswith(says)
 
 
 # Files of flags, with Megatron's whole parser; their rules: test_arguments_config -----------------
 
 
-def test_every_flag_of_megatron_is_a_key(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
+def test_every_flag_of_megatron_is_a_key(tmp_path: Path) -> None:
     """With dashes and with underscores."""
     for spell in (str, lambda flag: flag[2:].replace("-", "_")):
         keys = {}
-        for action in parser._actions:
+        for action in parser()._actions:
             if action.dest in ("help", "rl_config"):
                 continue
             for option in action.option_strings:
@@ -191,27 +187,27 @@ def test_every_flag_of_megatron_is_a_key(parser: argparse.ArgumentParser, tmp_pa
         for chunk in (dict([item]) for item in keys.items()):
             (tmp_path / "keys.yaml").write_text(yaml.safe_dump(chunk))
             ((key, value),) = chunk.items()
-            tokens = expand_config(["--rl-config", str(tmp_path / "keys.yaml")], parser)
+            tokens = expand_config(["--rl-config", str(tmp_path / "keys.yaml")], parser())
             flag = tokens[0]
             assert flag.lstrip("-").replace("_", "-") == key.lstrip("-").replace("_", "-")
-            assert flag in parser._option_string_actions
+            assert flag in parser()._option_string_actions
             assert tokens[1:] == ([] if value is True else ["value"])
 
 
-def test_command_line_wins_over_the_file(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
+def test_command_line_wins_over_the_file(tmp_path: Path) -> None:
     (tmp_path / "rl.yaml").write_text("rl_num_steps: 3\nnum_layers: 4\nswiglu: true\n")
     tokens = ["--num-layers", "5", "--rl-config", str(tmp_path / "rl.yaml")]
     expected = {"rl_num_steps": 3, "num_layers": 5, "swiglu": True}
-    assert given_values(expand_config(tokens, parser), parser) == expected
+    assert given_values(expand_config(tokens, parser()), parser()) == expected
 
 
-def test_list_of_a_flag_with_several_values(
-    parser: argparse.ArgumentParser, tmp_path: Path
-) -> None:
+def test_list_of_a_flag_with_several_values(tmp_path: Path) -> None:
     (tmp_path / "rl.yaml").write_text(
         "moe_layer_freq: [0, 1, 1]\nrecompute_modules: [core_attn, moe]\n"
     )
-    values = given_values(expand_config(["--rl-config", str(tmp_path / "rl.yaml")], parser), parser)
+    values = given_values(
+        expand_config(["--rl-config", str(tmp_path / "rl.yaml")], parser()), parser()
+    )
     assert values == {"moe_layer_freq": [0, 1, 1], "recompute_modules": ["core_attn", "moe"]}
 
 
@@ -223,18 +219,16 @@ def test_list_of_a_flag_with_several_values(
         ("swiglu: 3", "'swiglu' is a switch; its value is true or false"),
     ],
 )
-def test_key_is_refused_in_one_sentence(
-    text: str, says: str, parser: argparse.ArgumentParser, tmp_path: Path
-) -> None:
+def test_key_is_refused_in_one_sentence(text: str, says: str, tmp_path: Path) -> None:
     file = tmp_path / "rl.yaml"
     file.write_text(text)
     with pytest.raises(UsageError) as caught:
-        expand_config(["--rl-config", str(file)], parser)
+        expand_config(["--rl-config", str(file)], parser())
     assert str(caught.value).startswith(f"--rl-config {file}: {says}")
 
 
 @pytest.mark.parametrize("flag", ["temperature", "eval_temperature"])
-def test_a_temperature_is_what_vllm_samples_at_or_refused(flag: str) -> None:
+def test_temperature_is_accepted_iff_vllm_samples_at_it(flag: str) -> None:
     from vllm import SamplingParams
 
     def taken(value: float) -> bool:
@@ -279,7 +273,7 @@ def test_a_number_out_of_its_bounds_is_refused(name: str, value: float, says: st
         RLConfig.of(**{name: value})
 
 
-def test_every_default_is_within_its_bounds_and_every_number_has_some() -> None:
+def test_defaults_are_within_bounds_and_numbers_have_bounds() -> None:
     for parameter in FLAGS:
         parameter.check(parameter.default)
         of_two = parameter.name.startswith(("mismatch_", "overlong_"))  # bounded by each other

@@ -35,6 +35,12 @@ def write(folder: Path, name: str, text: str) -> str:
     return str(folder / name)
 
 
+def configs(folder: Path, texts: list[str]) -> list[str]:
+    """`--rl-config` for each of these texts."""
+    files = [write(folder, f"{number}.yaml", text) for number, text in enumerate(texts)]
+    return [token for file in files for token in ("--rl-config", file)]
+
+
 def values(*tokens: str) -> dict[str, object]:
     return given_values(expand_config(tokens, make_parser()), make_parser())
 
@@ -77,8 +83,8 @@ def test_command_line_wins_over_config_wherever_it_stands(tmp_path: Path) -> Non
     assert values("--lr", "2", f"--rl-config={file}") == {"lr": 2.0, "rl_num_steps": 7}
 
 
-def test_files_to_import_add_up_wherever_they_are_given(tmp_path: Path) -> None:
-    """Of any other flag the last one counts; here each file registers something of its own."""
+def test_rl_import_accumulates_over_file_and_command_line(tmp_path: Path) -> None:
+    """Other flags take their last value; each of these files registers something of its own."""
     several = write(tmp_path, "a.yaml", "rl-import: [a.py, b.py]\n")
     one = write(tmp_path, "b.yaml", "rl-import: c.py\n")
     none = write(tmp_path, "c.yaml", "rl-import: []\n")
@@ -98,40 +104,44 @@ def test_files_to_import_add_up_wherever_they_are_given(tmp_path: Path) -> None:
     assert RLConfig.from_args(parser.parse_args([])).trainer.import_ == (), "of the parse before"
 
 
-def test_later_config_wins_key_by_key(tmp_path: Path) -> None:
-    first = write(tmp_path, "a.yaml", "lr: 1.0\nmicro-batch-size: 4\nrl-num-steps: 7\n")
-    second = write(tmp_path, "b.yaml", "mbs: 2\nrl_num_steps: 9\n")
-    expected = {"lr": 1.0, "micro_batch_size": 2, "rl_num_steps": 9}
-    assert values("--rl-config", first, "--rl-config", second) == expected
-    expected |= {"micro_batch_size": 4, "rl_num_steps": 7}
-    assert values("--rl-config", second, "--rl-config", first) == expected
-
-
-def test_later_config_takes_back_what_an_earlier_one_set(tmp_path: Path) -> None:
-    first = write(tmp_path, "a.yaml", "sequence-parallel: true\nrl-num-steps: 7\nlr: 1.0\n")
-    second = write(tmp_path, "b.yaml", "sequence-parallel: false\nrl-num-steps:\n")
-    assert values("--rl-config", first, "--rl-config", second) == {"lr": 1.0}
-
-
-def test_later_config_wins_between_flags_that_undo_each_other(tmp_path: Path) -> None:
-    first = write(tmp_path, "a.yaml", "fusion: true\nno-fusion: true\n")
-    second = write(tmp_path, "b.yaml", "fusion: true\n")
-    assert values("--rl-config", first) == {"fusion": False}
-    assert values("--rl-config", first, "--rl-config", second) == {"fusion": True}
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (
+            ["lr: 1.0\nmicro-batch-size: 4\nrl-num-steps: 7", "mbs: 2\nrl_num_steps: 9"],
+            {"lr": 1.0, "micro_batch_size": 2, "rl_num_steps": 9},
+        ),
+        (
+            ["mbs: 2\nrl_num_steps: 9", "lr: 1.0\nmicro-batch-size: 4\nrl-num-steps: 7"],
+            {"lr": 1.0, "micro_batch_size": 4, "rl_num_steps": 7},
+        ),
+        (
+            [
+                "sequence-parallel: true\nrl-num-steps: 7\nlr: 1.0",
+                "sequence-parallel: false\nrl-num-steps:",
+            ],
+            {"lr": 1.0},
+        ),
+        (["fusion: true\nno-fusion: true"], {"fusion": False}),
+        (["fusion: true\nno-fusion: true", "fusion: true"], {"fusion": True}),
+    ],
+)
+def test_later_config_wins_key_by_key(
+    tmp_path: Path, files: list[str], expected: dict[str, object]
+) -> None:
+    assert values(*configs(tmp_path, files)) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["20251125_1200", "1.10", "0123", "12:30", "2026-01-01T10:00:00Z", "1_0", "0x1f", "+3"]
 )
-def test_text_that_yaml_takes_for_a_number_stays_as_it_is_written(
-    tmp_path: Path, text: str
-) -> None:
+def test_text_that_looks_like_a_number_keeps_its_spelling(tmp_path: Path, text: str) -> None:
     file = write(tmp_path, "a.yaml", f"rl-run-name: {text}\nrl-stop: [{text}, 0.50]\n")
     expected = {"rl_run_name": text, "rl_stop": [text, "0.50"]}
     assert values("--rl-config", file) == expected
 
 
-def test_numbers_of_yaml_are_those_of_a_command_line(tmp_path: Path) -> None:
+def test_yaml_numbers_are_read_as_on_the_command_line(tmp_path: Path) -> None:
     file = write(tmp_path, "a.yaml", "mbs: 010\nrl-num-steps: 1_000\nlr: -.INF\nbetas: [.nan, 1]\n")
     found = values("--rl-config", file)
     assert (found["micro_batch_size"], found["rl_num_steps"]) == (10, 1000)
@@ -144,11 +154,6 @@ def test_numbers_of_yaml_are_those_of_a_command_line(tmp_path: Path) -> None:
 def test_a_flag_that_a_file_sets_twice_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(UsageError, match="twice|another key"):
         values("--rl-config", write(tmp_path, "a.yaml", text))
-
-
-def full_parser() -> argparse.ArgumentParser:
-    """The same with the forms that undo switches, as a run has it."""
-    return with_rl_args(lambda parser: None)(make_parser())
 
 
 @pytest.mark.parametrize(
@@ -176,16 +181,11 @@ def full_parser() -> argparse.ArgumentParser:
         (["rl-run-dir: 'off'"], "", {"rl_run_dir": "off"}),
     ],
 )
-def test_switch_that_is_off_in_a_file_is_off(
+def test_switch_set_in_files_is_read_and_recorded(
     tmp_path: Path, files: list[str], tokens: str, expected: dict[str, object]
 ) -> None:
-    given = [
-        token
-        for number, text in enumerate(files)
-        for token in ("--rl-config", write(tmp_path, f"{number}.yaml", text))
-    ]
-    parser = full_parser()
-    expanded = expand_config([*given, *tokens.split()], parser)
+    parser = with_rl_args(lambda parser: None)(make_parser())  # with the forms that undo switches
+    expanded = expand_config([*configs(tmp_path, files), *tokens.split()], parser)
     assert given_values(expanded, parser) == expected
     # What is recorded of it is read as the same.
     recorded = write(tmp_path, "recorded.yaml", yaml.safe_dump(as_config(expanded, parser)))
@@ -232,15 +232,13 @@ def test_config_is_refused_in_one_sentence(
 
 
 @pytest.mark.parametrize("number", ["0x" + "f" * 9000, "9" * 9000, "1:30"])
-def test_number_that_no_flag_takes_is_refused_in_a_short_sentence(
-    tmp_path: Path, number: str
-) -> None:
+def test_malformed_number_is_refused_in_a_short_sentence(tmp_path: Path, number: str) -> None:
     with pytest.raises(UsageError, match="--rl-num-steps: invalid int value") as refusal:
         values("--rl-config", write(tmp_path, "a.yaml", f"rl-num-steps: {number}"))
     assert len(str(refusal.value)) < 200
 
 
-def test_pipe_is_refused_as_it_would_be_empty_when_it_is_read_again(tmp_path: Path) -> None:
+def test_config_from_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.yaml")
     with pytest.raises(UsageError, match="a.yaml is not a regular file.*; write"):
         values("--rl-config", str(tmp_path / "a.yaml"))
@@ -263,7 +261,7 @@ def test_config_is_refused_when_it_is_missing(tmp_path: Path) -> None:
         "--rl-reward null --rl-run-name 1_0 --rl-prompts true --rl-reward-env 12:30:00",
     ],
 )
-def test_what_was_given_is_a_config_that_gives_it_again(tokens: str, tmp_path: Path) -> None:
+def test_given_flags_round_trip_through_a_config(tokens: str, tmp_path: Path) -> None:
     found = as_config(tokens.split(), make_parser())
     file = write(tmp_path, "given.yaml", yaml.safe_dump(found, sort_keys=False))
     assert values("--rl-config", file) == values(*tokens.split())
@@ -276,7 +274,7 @@ def test_value_that_argparse_drops_is_refused(flag: str) -> None:
         values(f"{flag}=--")
 
 
-def test_values_are_written_as_one_would_write_them() -> None:
+def test_as_config_writes_plain_yaml_values() -> None:
     tokens = "--mbs 4 --lr 1e-5 --betas 0.9 .95 --no-profile --no-fusion --rl-reward gsm8k".split()
     assert as_config(tokens, make_parser()) == {
         **{"mbs": 4, "lr": "1e-5", "betas": [0.9, ".95"], "profile": False, "no-fusion": True},

@@ -68,7 +68,7 @@ def cut_tensors(draw: st.DrawFn) -> tuple[torch.Tensor, list[Box]]:
 
 @settings(max_examples=300, deadline=None)
 @given(cut_tensors(), st.booleans(), st.integers(0, 40))
-def test_hashes_of_the_parts_add_up_to_that_of_the_whole(
+def test_hashes_of_parts_add_up_to_the_hash_of_the_whole(
     cutting: tuple[torch.Tensor, list[Box]], sampled: bool, version: int
 ) -> None:
     data, boxes = cutting
@@ -109,7 +109,7 @@ def reference(data: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
-def test_hash_is_the_sum_of_the_docstring(dtype: torch.dtype) -> None:
+def test_hash_matches_the_reference_formula(dtype: torch.dtype) -> None:
     shape, box = (9, 21), ((2, 6), (3, 16))
     data = cut(values(shape, dtype), box)
     expected = reference(data, box, shape)
@@ -120,7 +120,7 @@ def test_hash_is_the_sum_of_the_docstring(dtype: torch.dtype) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(cut_tensors(), st.booleans())
-def test_other_devices_compute_the_same_by_other_operations(
+def test_device_hash_matches_the_host_hash(
     cutting: tuple[torch.Tensor, list[Box]], sampled: bool
 ) -> None:
     """Their operations, on this device: none other is here."""
@@ -152,7 +152,7 @@ def test_a_flipped_bit_changes_the_hash(dtype: torch.dtype, data: st.DataObject)
     assert slice_hash(flipped, whole(shape), shape, KEY) != before
 
 
-def test_every_bit_of_a_lane_counts_alone_and_in_pairs() -> None:
+def test_flips_at_the_same_place_of_several_lanes_change_the_hash() -> None:
     """Two flips at the same place of two lanes: what one 64-bit product a lane would not see."""
     shape = (3, 16)
     zeros = torch.zeros(shape, dtype=torch.uint8)
@@ -206,7 +206,7 @@ def test_key_depends_on_tensor_version_and_seed() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 100])
-def test_samples_of_a_period_of_versions_cover_every_row_once(num_rows: int) -> None:
+def test_samples_cover_every_row_once_in_a_period(num_rows: int) -> None:
     seen = [row for v in range(5, 21) for row in Sample("w", v, 16).rows(0, num_rows)]
     assert sorted(seen) == list(range(num_rows))
     # A part of the range has its share of the same rows.
@@ -253,7 +253,7 @@ NEED = [
 ]
 
 
-def test_cells_cover_what_is_needed_once_and_lie_in_every_box_whole_or_not_at_all() -> None:
+def test_cells_cover_needed_boxes_once_and_are_never_split() -> None:
     cells = make_cells(INFO, HAVE, NEED)
     assert cells.keys() == {"w", "norm"}
     assert covers_once(((0, 12), (0, 8)), [c.box for c in cells["w"]])
@@ -267,7 +267,7 @@ def test_cells_cover_what_is_needed_once_and_lie_in_every_box_whole_or_not_at_al
     assert sorted(c.number for group in cells.values() for c in group) == list(range(9))
 
 
-def test_work_is_spread_over_holders() -> None:
+def test_cells_are_spread_evenly_over_holders() -> None:
     shape = (8, 8)
     tensors = {f"w{i}": TensorInfo(shape, "bfloat16", 2) for i in range(40)}
     boxes = [{name: [whole(shape)] for name in tensors} for _ in range(4)]
@@ -275,7 +275,7 @@ def test_work_is_spread_over_holders() -> None:
     assert [owners.count(rank) for rank in range(4)] == [10] * 4
 
 
-def test_needed_slice_that_nobody_holds_is_named() -> None:
+def test_needed_slice_without_a_holder_is_refused() -> None:
     have = [{"w": [((0, 6), (0, 8))]}, {}, {}]
     with pytest.raises(RuntimeError, match=r"rank 0 needs w\[6:12, 0:4\] and no rank holds it"):
         make_cells(INFO, have, [NEED[0] | {"norm": []}, {}, {}])
@@ -302,9 +302,7 @@ def world_of_one() -> Iterator[None]:
 @pytest.mark.usefixtures("world_of_one")
 @settings(max_examples=100, deadline=None)
 @given(reads())
-def test_what_is_loaded_in_whatever_parts_adds_up_to_the_hashes_of_the_cells(
-    boxes: list[Box],
-) -> None:
+def test_loaded_parts_add_up_to_the_hashes_of_the_cells(boxes: list[Box]) -> None:
     data, box_of_all = values((12, 8)), whole((12, 8))
     need: list = [{"w": [box_of_all]}, {}, {}]
     attestor = Attestor(INFO, HAVE, need, rank=0, mode="full")

@@ -1,4 +1,4 @@
-"""The pure parts of benchmarks/reshard.py: what is counted, compared and concluded.
+"""The pure parts of benchmarks/reshard.py: counters, comparisons and verdicts.
 
 The paths themselves run in `python benchmarks/reshard.py --quick`, which compares their bits.
 """
@@ -41,12 +41,12 @@ class Rank:
     differing: list[str] = field(default_factory=list)
 
 
-def rows(**samples: list[Rank]) -> dict[str, dict]:
+def rows(*, layout: str = "TP2 PP2 EP4 -> TP4 on 8", **samples: list[Rank]) -> dict[str, dict]:
     samples = {"ours": [Rank(100)], "memcpy": [Rank()]} | samples
     found = rows_of(
-        {name.replace("_", "."): ranks for name, ranks in samples.items()},
+        samples,
         model="m",
-        layout="TP2 PP2 EP4 -> TP4 on 8",
+        layout=layout,
         model_bytes=1000,
         lower_bound_bytes=100,
         resident_bytes=300,
@@ -55,26 +55,20 @@ def rows(**samples: list[Rank]) -> dict[str, dict]:
     return {row["path"]: row for row in found}
 
 
-def test_help_works() -> None:
-    done = subprocess.run(
-        [sys.executable, "benchmarks/reshard.py", "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "benchmarks/reshard.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_help_names_the_flags() -> None:
+    done = run_benchmark("--help")
     assert done.returncode == 0
-    for flag in ("--json", "--markdown", "--quick"):
-        assert flag in done.stdout
+    assert all(flag in done.stdout for flag in ("--json", "--markdown", "--quick"))
 
 
 @pytest.mark.parametrize("arguments", [("--repetitions", "0"), ("--only", "TP99")])
-def test_bad_input_is_one_sentence(arguments: tuple[str, str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "benchmarks/reshard.py", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+def test_bad_input_is_refused_in_one_sentence(arguments: tuple[str, str]) -> None:
+    done = run_benchmark(*arguments)
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
     assert " ".join(arguments) in done.stderr
@@ -114,43 +108,36 @@ def test_path_that_differs_on_one_rank_is_not_identical() -> None:
     assert "**NO**" in markdown(list(found.values()), {})
 
 
-def test_path_that_is_not_here_says_why() -> None:
+def test_missing_path_reports_its_reason() -> None:
     found = rows()
     assert "median_seconds" not in found["mbridge"]
     assert "- mbridge: not installed" in markdown(list(found.values()), {"commit": "abc"})
 
 
-@pytest.mark.parametrize(("gathered", "met"), [(399, False), (400, True)])
-def test_verdict_follows_the_figures(gathered: int, met: bool) -> None:
-    found = verdicts(list(rows(gather=[Rank(gathered)]).values()))
-    assert [ok for target, _, ok in found if "gather" in target] == [met]
-
-
-@pytest.mark.parametrize(("received", "met"), [(149, False), (150, True)])
-def test_verdict_on_a_third_fewer(received: int, met: bool) -> None:
-    found = verdicts(list(rows(core_resharding=[Rank(received)]).values()))
-    assert [ok for target, _, ok in found if "core.resharding" in target] == [met]
+@pytest.mark.parametrize(
+    ("path", "received_bytes", "met"),
+    [
+        ("gather", 399, False),
+        ("gather", 400, True),
+        ("core.resharding", 149, False),
+        ("core.resharding", 150, True),
+    ],
+)
+def test_verdict_follows_the_received_bytes(path: str, received_bytes: int, met: bool) -> None:
+    found = verdicts(list(rows(**{path: [Rank(received_bytes)]}).values()))
+    assert [ok for target, _, ok in found if path in target] == [met]
 
 
 @pytest.mark.parametrize(
     ("seconds", "cpu_seconds", "met"), [(1.04, 0.52, True), (1.06, 0.5, False), (1.0, 0.53, False)]
 )
-def test_verdict_on_the_proof_takes_the_dearer_of_both_clocks(
+def test_verdict_on_the_proof_uses_the_slower_clock(
     seconds: float, cpu_seconds: float, met: bool
 ) -> None:
-    samples = {"ours": [Rank(100)], "memcpy": [Rank()], "vllm_load": [Rank()]}
-    samples["switch"] = [Rank(seconds=[seconds] * 3, cpu_seconds=[cpu_seconds] * 3)]
-    samples["switch, unproved"] = [Rank()]
-    found = rows_of(
-        samples,
-        model="m",
-        layout="TP2 PP2 -> TP2 on 4",
-        model_bytes=1000,
-        lower_bound_bytes=100,
-        resident_bytes=300,
-        notes={},
-    )
-    assert [ok for target, _, ok in verdicts(found) if "proof: " in target] == [met]
+    switch = Rank(seconds=[seconds] * 3, cpu_seconds=[cpu_seconds] * 3)
+    samples = {"vllm_load": [Rank()], "switch": [switch], "switch, unproved": [Rank()]}
+    found = rows(layout="TP2 PP2 -> TP2 on 4", **samples).values()
+    assert [ok for target, _, ok in verdicts(list(found)) if "proof: " in target] == [met]
 
 
 def test_destination_takes_what_is_needed_and_sees_a_flipped_bit() -> None:
@@ -189,7 +176,7 @@ def test_traffic_counts_what_comes_in(tmp_path: Path) -> None:
     assert traffic.control_calls == 3  # an object is two gathers: its size and itself
 
 
-def test_bytes_of_a_call_are_those_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_received_bytes_exclude_a_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import counters
 
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 1)

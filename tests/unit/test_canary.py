@@ -1,4 +1,4 @@
-"""What canaries compare, and when."""
+"""The comparison of canaries and its schedule."""
 
 from __future__ import annotations
 
@@ -20,19 +20,27 @@ def result(*means: float, tolerance: float = 0.1) -> CanaryResult:
     return CanaryResult(3, means, tuple(2 * m for m in means), tolerance)
 
 
-def test_result_is_judged_by_the_mean_of_every_prompt() -> None:
-    assert result(0.02, 0.1).ok
-    assert not result(0.02, 0.11).ok
-    assert not result(float("nan"), 0.02).ok
+@pytest.mark.parametrize(
+    ("means", "tolerance", "ok"),
+    [
+        ((0.02, 0.1), 0.1, True),
+        ((0.02, 0.11), 0.1, False),
+        ((float("nan"), 0.02), 0.1, False),
+        ((0.02, 7.5), 0.0, True),  # 0 disables the comparison, but for NaN
+        ((0.02, float("nan")), 0.0, False),
+    ],
+)
+def test_result_is_ok_within_the_tolerance_of_every_prompt(
+    means: tuple[float, ...], tolerance: float, ok: bool
+) -> None:
+    assert result(*means, tolerance=tolerance).ok == ok
+
+
+def test_result_names_the_worst_prompt() -> None:
     assert "canary prompt 1 is scored apart by 0.1100 on average and 0.2200 at most" in str(
         result(0.02, 0.11)
     )
     assert "prompt 1 is scored apart by nan" in str(result(0.5, float("nan")))
-
-
-def test_a_tolerance_of_0_lets_everything_pass_but_a_nan() -> None:
-    assert result(0.02, 7.5, tolerance=0.0).ok
-    assert not result(0.02, float("nan"), tolerance=0.0).ok
 
 
 def test_differences_are_by_prompt() -> None:
@@ -43,7 +51,7 @@ def test_differences_are_by_prompt() -> None:
         differences(ours, theirs[:1])
 
 
-def test_the_worst_engine_counts() -> None:
+def test_result_is_that_of_the_worst_engine() -> None:
     assert _worst([[0.1, 0.2], [0.3, 0.1]]) == (0.3, 0.2)
     assert np.isnan(_worst([[0.1], [float("nan")]])[0])
 
@@ -64,9 +72,10 @@ def test_prompts_are_scored_each_in_a_micro_batch_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("interval", "expected"), [(1, [1, 2, 3, 4, 5]), (2, [1, 3, 5]), (50, [1])]
 )
-def test_canaries_follow_the_first_hand_over_and_every_so_many(
+def test_canary_is_due_at_the_first_version_and_every_interval(
     interval: int, expected: list[int]
 ) -> None:
-    canary = object.__new__(Canary)
-    canary._interval = interval
+    canary = Canary(
+        lambda batch: batch.token_ids.float(), [[1, 2]], interval=interval, tolerance=0.1
+    )
     assert [version for version in range(1, 6) if canary.due(version)] == expected

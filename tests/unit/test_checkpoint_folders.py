@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whatever moment a save ends at, and whatever happens to a file later."""
+"""Checkpoint folders: saves that are killed at any moment, and files that are damaged later."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_saved_checkpoint_is_complete_and_nothing_else_is_left(tmp_path: Path)
     assert (place / "trainer/.metadata").read_bytes() == FILES["trainer/.metadata"]
 
 
-def test_the_manifest_is_the_one_that_megatron_checks(tmp_path: Path) -> None:
+def test_manifest_passes_megatrons_integrity_check(tmp_path: Path) -> None:
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.dist_checkpointing.validation import verify_integrity_manifest
 
@@ -72,7 +72,7 @@ def test_the_manifest_is_the_one_that_megatron_checks(tmp_path: Path) -> None:
         verify_integrity_manifest(str(place))
 
 
-def test_the_newest_comes_first_and_what_is_not_complete_does_not_count(tmp_path: Path) -> None:
+def test_complete_steps_are_sorted_newest_first(tmp_path: Path) -> None:
     for step in (10, 30, 20):
         save(tmp_path, step)
     write_files(tmp_path, 40)
@@ -85,7 +85,7 @@ def test_the_newest_comes_first_and_what_is_not_complete_does_not_count(tmp_path
 
 
 @pytest.mark.parametrize("content", [None, "", "release", "ten", "10"])
-def test_a_tracker_that_names_no_newest_step_is_mended(tmp_path: Path, content: str | None) -> None:
+def test_tracker_without_the_newest_step_is_repaired(tmp_path: Path, content: str | None) -> None:
     assert folders.recover(tmp_path) == [] and not any(tmp_path.iterdir())
     for step in (10, 20):
         save(tmp_path, step)
@@ -96,7 +96,7 @@ def test_a_tracker_that_names_no_newest_step_is_mended(tmp_path: Path, content: 
     assert folders.tracked_step(tmp_path) == 20
 
 
-def test_a_file_without_a_digest_makes_no_checkpoint(tmp_path: Path) -> None:
+def test_file_without_a_digest_is_refused(tmp_path: Path) -> None:
     place = write_files(tmp_path, 10)
     digests = folders.sealed(place, folders.files_of(place)[1:])
     with pytest.raises(RuntimeError, match=r"\.metadata of .* has no digest"):
@@ -125,7 +125,7 @@ def test_damage_names_the_file(tmp_path: Path, name: str, how: str, world_size: 
     assert damage_of(tmp_path, 10, world_size) == [file.name]
 
 
-def test_damage_names_a_record_that_cannot_be_read(tmp_path: Path) -> None:
+def test_damage_names_an_unreadable_record(tmp_path: Path) -> None:
     place = save(tmp_path, 10)
     (place / folders.INTEGRITY).write_text("{")
     assert damage_of(tmp_path, 10) == [folders.INTEGRITY]
@@ -144,7 +144,7 @@ def check_load(load: Path | None, **changes: object) -> None:
     folders.check_load(load, **said)
 
 
-def test_what_is_named_to_load_must_have_something(tmp_path: Path) -> None:
+def test_load_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     """A mistyped path would begin a run from scratch."""
     load, own = tmp_path / "load", tmp_path / "megatrons"
     check_load(None)
@@ -189,7 +189,7 @@ def test_what_is_named_to_load_must_have_something(tmp_path: Path) -> None:
     "content",
     [b"", b"ten", b"\0\0\0", b"\xff\xfe", b"-1", b"7.0", b"8", b"1e1", b"9" * 5000, b"release"],
 )
-def test_tracker_that_names_no_checkpoint_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_tracker_without_its_checkpoint_is_refused(tmp_path: Path, content: bytes) -> None:
     """Megatron would end with exit code 0, or raise on each rank."""
     (tmp_path / folders.iteration_name(7)).mkdir()
     (tmp_path / folders.TRACKER).write_bytes(content)
@@ -200,7 +200,7 @@ def test_tracker_that_names_no_checkpoint_is_refused(tmp_path: Path, content: by
         check_load(None, pretrained=str(tmp_path))
 
 
-def test_pipes_in_the_place_of_records_are_not_waited_for(tmp_path: Path) -> None:
+def test_pipes_in_place_of_records_do_not_block(tmp_path: Path) -> None:
     place = save(tmp_path, 10)
     for file in (place / folders.INTEGRITY, tmp_path / folders.TRACKER):
         file.unlink()
@@ -214,7 +214,7 @@ def test_pipes_in_the_place_of_records_are_not_waited_for(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["7", " 0000007\n", "release"])
-def test_tracker_of_megatrons_own_checkpoint_is_taken(tmp_path: Path, name: str) -> None:
+def test_tracker_of_a_megatron_checkpoint_is_accepted(tmp_path: Path, name: str) -> None:
     for place in (folders.iteration_name(7), "release"):
         (tmp_path / place).mkdir()
     (tmp_path / folders.TRACKER).write_text(name)
@@ -222,9 +222,7 @@ def test_tracker_of_megatrons_own_checkpoint_is_taken(tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 200, b"{}", b'{"format": 1, "step": 20}'])
-def test_own_checkpoint_with_a_damaged_record_is_not_taken_for_megatrons(
-    tmp_path: Path, content: bytes
-) -> None:
+def test_checkpoint_with_a_damaged_record_is_refused(tmp_path: Path, content: bytes) -> None:
     place = save(tmp_path, 10)
     check_load(None, pretrained=str(tmp_path))  # its weights can begin another run
     (place / folders.COMPLETE).write_bytes(content)
@@ -248,7 +246,7 @@ def test_mtp_layers_to_train_must_be_in_the_checkpoint(tmp_path: Path) -> None:
     assert refusal.value.flag == "--mtp-num-layers 1" and "drop it" in refusal.value.remedy
 
 
-def test_a_run_does_not_save_below_another_ones_steps(tmp_path: Path) -> None:
+def test_saving_below_the_newest_step_is_refused(tmp_path: Path) -> None:
     folders.refuse_to_fall_behind(tmp_path / "missing", 0)
     write_files(tmp_path, 50)  # not complete
     for step in (10, 20):
@@ -259,7 +257,7 @@ def test_a_run_does_not_save_below_another_ones_steps(tmp_path: Path) -> None:
         folders.refuse_to_fall_behind(tmp_path, 10)
 
 
-def test_the_next_save_removes_what_killed_ones_have_left(tmp_path: Path) -> None:
+def test_save_removes_the_remains_of_killed_saves(tmp_path: Path) -> None:
     """Saves off the interval, by a signal, are never written again under their name."""
     saving = folders.saving_folder(tmp_path)
     for step in (17, 25):

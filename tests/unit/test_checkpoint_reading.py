@@ -156,7 +156,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
-def test_operations_that_metadata_does_not_need_are_refused(attack: bytes) -> None:
+def test_unneeded_pickle_operations_are_refused(attack: bytes) -> None:
     attributes = {kind: dict(vars(kind)) for kind in metadata_unpickler._FIELDS}
     with pytest.raises(UsageError, match=r"\.metadata (holds .*trust|is not the metadata)"):
         read(b"\x80\x04" + attack + b".")
@@ -173,7 +173,7 @@ def test_a_large_memo_index_takes_no_memory() -> None:
         read(large)
 
 
-def test_references_that_repeat_each_other_are_read_in_linear_time() -> None:
+def test_nested_references_are_read_in_linear_time() -> None:
     """A tuple of two that is in the next twice, and so on, has 2 ** 60 leaves."""
     nested = b"N\x94" + b"".join(
         b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86\x94" for n in range(60)
@@ -210,7 +210,7 @@ WRONG_VALUES = {
 
 
 @pytest.mark.parametrize(("field", "value"), WRONG_VALUES.values(), ids=WRONG_VALUES)
-def test_places_outside_of_the_folder_and_its_files_are_refused(field: str, value: object) -> None:
+def test_storage_outside_the_folder_is_refused(field: str, value: object) -> None:
     stored = sound()
     object.__setattr__(next(iter(stored.storage_data.values())), field, value)
     with pytest.raises(UsageError, match=r"\.metadata (holds|is not)"):
@@ -334,7 +334,7 @@ def test_an_object_that_expands_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"<html>not found</html>", b"PK\x03\x04"])
-def test_an_object_of_other_bytes_is_a_sentence(tmp_path: Path, content: bytes) -> None:
+def test_object_of_other_bytes_is_refused_in_one_sentence(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "common.pt"
     path.write_bytes(content)
     with pytest.raises(UsageError, match=f"{path} (holds|cannot be read)"):

@@ -1,4 +1,4 @@
-"""Code that would pass its tests without solving anything, by one line or by many."""
+"""Code that tries to pass its tests without solving anything."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ OF_ONE_TEST = {
 
 
 @pytest.mark.parametrize("name", OF_ONE_TEST)
-def test_nothing_that_a_test_is_made_of_can_be_replaced(name: str) -> None:
+def test_code_cannot_replace_parts_of_its_test(name: str) -> None:
     test, code = OF_ONE_TEST[name]
     assert not run_python(code, [test], timeout_seconds=PATIENT_SECONDS).all_passed
     right = "def f(x): return str(x)" if name == "isinstance" else "def f(x): return x + 1"
@@ -182,14 +182,14 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_tests_without_the_code_hinder_no_right_code(name: str) -> None:
+def test_correct_code_passes_isolated_tests(name: str) -> None:
     code, test = RIGHT[name]
     found = run_python(code, [test], timeout_seconds=PATIENT_SECONDS)
     assert found.all_passed, found
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_no_forged_code_passes_assertions(name: str) -> None:
+def test_forged_code_fails_assertions(name: str) -> None:
     seconds = ENDLESS_SECONDS if name in ENDLESS else PATIENT_SECONDS
     found = run_python(FORGERIES[name], TESTS, timeout_seconds=seconds)
     assert not any(found.passed) and not found.all_passed, found
@@ -206,14 +206,14 @@ def test_no_forged_code_passes_assertions(name: str) -> None:
         "the encoder",
     ],
 )
-def test_no_forged_code_passes_pairs(answer: dict[str, Any], name: str) -> None:
+def test_forged_code_fails_pairs(answer: dict[str, Any], name: str) -> None:
     found = run_python(FORGERIES[name], suite_of(answer), timeout_seconds=PATIENT_SECONDS)
     # One that always answers 2 is right where 2 is.
     assert not found.all_passed and not all(found.passed), found
 
 
-def test_right_code_passes_them_all() -> None:
-    """Else the tests above could not fail."""
+def test_correct_code_passes_every_test_form() -> None:
+    """Without this, the tests above could not fail."""
     right = "def f(x): return x + 1\n"
     assert run_python(right, TESTS, timeout_seconds=PATIENT_SECONDS).all_passed
     assert run_python(right, suite_of(CALLS), timeout_seconds=PATIENT_SECONDS).all_passed
@@ -233,7 +233,7 @@ def test_right_code_passes_them_all() -> None:
         ({"opaque": True}, True),
     ],
 )
-def test_no_value_of_its_own_kind_is_what_a_call_should_return(value: Any, expected: Any) -> None:
+def test_malformed_values_of_calls_fail(value: Any, expected: Any) -> None:
     for of_call in (expected, [expected]):  # APPS wraps them
         grading = Grading("", suite_of({"fn_name": "f", "inputs": [[1]], "outputs": [of_call]}))
         list(asked(grading, lambda request: {"ended": True, "value": value}))
@@ -271,13 +271,13 @@ def asked(grading: Grading, answers: Any) -> Iterator[dict[str, Any]]:
     ids=str,
 )
 @pytest.mark.parametrize("test", TESTS)
-def test_no_answer_that_is_always_the_same_passes(blanket: dict[str, Any], test: str) -> None:
+def test_constant_answers_fail(blanket: dict[str, Any], test: str) -> None:
     grading = Grading("", texts([test]))
     list(asked(grading, lambda request: blanket))
     assert grading.passed == [False]
 
 
-def test_probes_stand_in_an_order_that_is_drawn() -> None:
+def test_probes_are_in_random_order() -> None:
     orders = set()
     for _ in range(200):
         grading = Grading("", texts(TESTS[1:2] * 3))
@@ -291,7 +291,7 @@ def test_probes_stand_in_an_order_that_is_drawn() -> None:
     assert len(orders) > 3
 
 
-def test_what_is_expected_of_calls_and_programs_is_not_asked_with() -> None:
+def test_requests_do_not_contain_the_expected_result() -> None:
     for answer in (
         {"fn_name": "f", "inputs": [[1]], "outputs": ["a secret"]},
         {"inputs": ["1"], "outputs": ["a secret"]},

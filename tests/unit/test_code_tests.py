@@ -70,11 +70,7 @@ FORMS: list[tuple[str, Any, dict[str, Any], str]] = [
     ),
     (
         "LeetCode, imports before the code",
-        {
-            "import_prefix": "from typing import *",
-            "test": CHECK,
-            "entry_point": "Solution().add",
-        },
+        {"import_prefix": "from typing import *", "test": CHECK, "entry_point": "Solution().add"},
         {},
         METHOD,
     ),
@@ -209,16 +205,13 @@ FORMS: list[tuple[str, Any, dict[str, Any], str]] = [
     ),
     ("exit codes", "if add(1, 2) != 3:\n    raise SystemExit(1)", {}, ADD),
 ]
-WRONG = {
-    ADD: "def add(a, b):\n    return a - b\n",
-    SUM: "print(1)\n",
-}
+WRONG = {ADD: "def add(a, b):\n    return a - b\n", SUM: "print(1)\n"}
 
 
 @pytest.mark.parametrize(
     ("answer", "row", "right"), [form[1:] for form in FORMS], ids=[form[0] for form in FORMS]
 )
-def test_public_forms_pay_right_code_and_no_other(
+def test_public_forms_reward_correct_code_only(
     answer: Any, row: dict[str, Any], right: str
 ) -> None:
     def paid(code: str) -> float:
@@ -229,7 +222,7 @@ def test_public_forms_pay_right_code_and_no_other(
     assert paid(WRONG.get(right, "pass\n")) == 0.0
 
 
-def test_a_function_to_check_is_the_last_that_the_prompt_defines() -> None:
+def test_checked_function_is_the_last_one_of_the_prompt() -> None:
     prompt = "def helper():\n    pass\n\ndef add(a, b):\n    '''Their sum.'''\n"
     assert leaves_of(suite_of(CHECK, prompt=prompt))[0] == ("_settled(candidate(1, 2), candidate)",)
     assert suite_of(CHECK, prompt=prompt).names == {"add"}
@@ -348,18 +341,18 @@ def test_packed_tests_are_refused_with_what_to_do() -> None:
         suite_of({"public_test_cases": json.dumps([PAIRS]), "private_test_cases": PACKED})
 
 
-def test_arguments_that_are_no_plain_data_are_refused() -> None:
+def test_arguments_of_other_types_than_plain_data_are_refused() -> None:
     row = {"entry_point": "Solution().f", "starter_code": "def f(self, a: Optional[ListNode]):"}
     with pytest.raises(ValueError, match="ListNode objects"):
         suite_of([{"input": "a = [1]", "output": "[1]"}], row=row)
 
 
-def test_blank_answers_are_told_from_wrong_ones() -> None:
+def test_blank_answers_differ_from_wrong_ones() -> None:
     assert all(map(is_blank, ("", " \n", [], {}, None)))
     assert not any(map(is_blank, ("5", ["x"], {"a": 1})))
 
 
-def test_the_process_is_asked_for_what_was_expected_in_no_assertion_that_can_be_split() -> None:
+def test_splittable_assertions_do_not_reveal_the_expected_value() -> None:
     suite = suite_of(
         "assert f(1) == 2, 'no'\n"
         "assert f(2) in (7, 8) and not f(3)\n"
@@ -409,12 +402,12 @@ def test_pairs_are_programs_and_calls_as_they_are_written() -> None:
         "if __name__ == '__main__':\n    main()",
     ],
 )
-def test_programs_may_read_write_and_end_as_programs_do(code: str) -> None:
+def test_programs_may_use_any_form_of_input_output_and_exit(code: str) -> None:
     found = run_python(code, suite_of(PAIRS), timeout_seconds=PATIENT_SECONDS)
     assert found.all_passed, found
 
 
-def test_a_program_that_prints_the_right_thing_and_fails_has_not_passed() -> None:
+def test_program_that_fails_after_correct_output_does_not_pass() -> None:
     for end in ("raise SystemExit(1)", "import os; os._exit(1)", "1 / 0"):
         code = f"print(sum(map(int, input().split())), flush=True)\n{end}"
         found = run_python(code, suite_of(PAIRS), timeout_seconds=PATIENT_SECONDS)
@@ -466,7 +459,7 @@ def refusal(*answers: Any, **options: Any) -> UsageError:
     return caught.value
 
 
-def test_rows_that_check_nothing_are_refused_by_their_number() -> None:
+def test_rows_without_assertions_are_refused_with_their_number() -> None:
     good = "assert f(1) == 2"
     found = refusal(good, "5", good, "assert True")
     assert found.flag == "--rl-prompts some.jsonl" and "--rl-answer-column" in found.remedy
@@ -485,5 +478,5 @@ def test_rows_that_check_nothing_are_refused_by_their_number() -> None:
         ({"fn_name": "f", "inputs": [["a"]], "outputs": [[None]]}, "no result"),
     ],
 )
-def test_rows_whose_tests_pass_for_code_that_does_nothing_are_refused(test: Any, who: str) -> None:
+def test_rows_whose_tests_pass_empty_code_are_refused(test: Any, who: str) -> None:
     assert who in refusal(test).found

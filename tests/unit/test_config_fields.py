@@ -12,7 +12,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.model.config_json import model_shape
 from tests.unit.test_hf_config import DEEPSEEK_V3, GLM4_AIR, TRAINABLE, YARN, read
 
-# Of a YaRN, a Llama 3, a partial and gpt-oss's rope: what each field may hold beside these.
+# Numeric fields of the ropes of published models, beside the common ones.
 ROPES = {
     "deepseek-v3": ("factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"),
     "gpt-oss-20b": ("factor", "beta_fast", "beta_slow", "truncate"),

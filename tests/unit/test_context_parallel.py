@@ -94,31 +94,18 @@ for cp_size in (1, 2, 3, 4):
 """
 
 
-def run(code: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "code", [PADDED_ROWS, POSITIONS, YARN_CACHE], ids=["rows", "positions", "yarn"]
+)
+def test_rows_are_cut_and_rotated_as_megatron_does(code: str) -> None:
+    process = subprocess.run(
         [sys.executable, "-c", SETUP + code], capture_output=True, text=True, timeout=500
     )
-
-
-@pytest.mark.slow
-def test_padded_rows_are_cut_as_megatron_cuts_its_own_batches() -> None:
-    process = run(PADDED_ROWS)
     assert process.returncode == 0, process.stderr[-3000:]
 
 
-@pytest.mark.slow
-def test_positions_are_those_that_megatron_rotates_by() -> None:
-    process = run(POSITIONS)
-    assert process.returncode == 0, process.stderr[-3000:]
-
-
-@pytest.mark.slow
-def test_cached_yarn_rotation_is_that_of_the_rows_own_positions() -> None:
-    process = run(YARN_CACHE)
-    assert process.returncode == 0, process.stderr[-3000:]
-
-
-def test_backend_that_knows_no_context_parallelism_is_refused() -> None:
+def test_attention_backend_without_context_parallelism_is_refused() -> None:
     from mcore_rl.job import preflight
     from mcore_rl.job.reading import make_parser
 

@@ -1,4 +1,4 @@
-"""Token ids of a conversation: those that were generated stay, and only observations are made."""
+"""Token ids of a conversation: generated tokens are kept, only observations are tokenised."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_what_was_generated_is_kept_by_a_tokenizer_that_does_not_round_trip():
     assert conversation.observed(array([one]), "12").tolist() == [both]
 
 
-def test_texts_and_ids_are_observed_as_they_stand(tokenizer):
+def test_texts_and_ids_are_observed_unchanged(tokenizer):
     conversation = tokens_of(tokenizer)
     turn = array([5, tokenizer.eos_token_id])
     plain = tokenizer.encode("so?", add_special_tokens=False)
@@ -141,7 +141,7 @@ def test_what_start_returns_stands_in_the_place_of_the_prompt(tokenizer):
     assert plain.first(prompt, "7").tolist() == tokenizer("7")["input_ids"]
 
 
-def test_messages_that_cannot_be_put_into_form_are_failures(tiny):
+def test_messages_without_a_usable_template_are_failures(tiny):
     tokenizer = load_tokenizer(tiny, trust_remote_code=False, needs_template=True)
     plain = tokens_of(tokenizer, use_chat_template=False)
     for found in (plain.observed(array([2]), [USER]), plain.first(array([2]), [USER])):

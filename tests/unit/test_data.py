@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -84,6 +84,17 @@ ROWS = [
 ]
 
 
+@pytest.fixture
+def load(tokenizer_dir, tmp_path):
+    """`load(rows, limit, **options)`: the prompts of a JSONL file with these rows."""
+
+    def load(rows: list = ROWS, limit: int = 100, folder: Path = tokenizer_dir, **options: Any):
+        source = PromptSource(write_lines(tmp_path / "p.jsonl", rows), limit, **options)
+        return load_prompts(source, folder, cache_dir=tmp_path)
+
+    return load
+
+
 # Reading and tokenising ---------------------------------------------------------------------------
 
 
@@ -116,18 +127,14 @@ def test_load_prompts_takes_messages_and_other_columns(suffix, tokenizer_dir, to
 
 
 @pytest.mark.parametrize(("value", "text"), [("7 ", "7 "), (7, "7"), (7.5, "7.5"), ("", "")])
-def test_load_prompts_makes_answers_strings(value, text, tokenizer_dir, tmp_path):
-    source = PromptSource(
-        write_lines(tmp_path / "p.jsonl", [{"prompt": "x", "answer": value}]), 100
-    )
-    assert load_prompts(source, tokenizer_dir, cache_dir=tmp_path)[0].answer == text
+def test_load_prompts_makes_answers_strings(value, text, load):
+    assert load([{"prompt": "x", "answer": value}])[0].answer == text
 
 
 def test_load_prompts_gives_the_bare_text_and_start_token_without_template(
-    plain_tokenizer_dir, tokenizer, tmp_path
+    plain_tokenizer_dir, tokenizer, load
 ):
-    source = PromptSource(write_lines(tmp_path / "p.jsonl", ROWS), 100, use_chat_template=False)
-    prompts = load_prompts(source, plain_tokenizer_dir, cache_dir=tmp_path)
+    prompts = load(folder=plain_tokenizer_dir, use_chat_template=False)
     texts = [f"<bos>{row['prompt']}" for row in ROWS]
     assert [tokenizer.decode(p.token_ids) for p in prompts] == texts
 
@@ -140,17 +147,16 @@ def test_load_prompts_skips_blank_lines_and_a_byte_order_mark(tokenizer_dir, tmp
     assert [(p.index, p.text) for p in prompts] == [(i, r["prompt"]) for i, r in enumerate(ROWS)]
 
 
-def test_load_prompts_drops_and_counts_longer_prompts(tokenizer_dir, tmp_path, caplog):
+def test_load_prompts_drops_and_counts_longer_prompts(load, caplog):
     """The limit is inclusive: the first prompt has 4 characters and 2 tokens of the template."""
-    path = write_lines(tmp_path / "p.jsonl", ROWS + ROWS[:1])
     with caplog.at_level(logging.WARNING):
-        prompts = load_prompts(PromptSource(path, 6), tokenizer_dir, cache_dir=tmp_path)
+        prompts = load(ROWS + ROWS[:1], 6)
     assert [p.index for p in prompts] == [0, 3]
     assert prompts.num_too_long == 2
     assert [m for m in caplog.messages if "2 of 4 prompts are longer than 6 tokens" in m] != []
     assert len(caplog.messages) == 1
     with pytest.raises(UsageError, match="--rl-max-prompt-tokens 5 .* shortest .* has 6 tokens"):
-        load_prompts(PromptSource(path, 5), tokenizer_dir, cache_dir=tmp_path)
+        load(ROWS + ROWS[:1], 5)
 
 
 def test_load_prompts_reads_files_of_several_batches(tokenizer_dir, tmp_path):
@@ -163,23 +169,21 @@ def test_load_prompts_reads_files_of_several_batches(tokenizer_dir, tmp_path):
     assert [len(prompts[i].token_ids) for i in (9, 5000, 9999)] == [3, 6, 6]
 
 
-def test_load_prompts_asks_for_the_switch_when_there_is_no_template(plain_tokenizer_dir, tmp_path):
-    source = PromptSource(write_lines(tmp_path / "p.jsonl", ROWS), 100)
+def test_load_prompts_asks_for_the_switch_when_there_is_no_template(plain_tokenizer_dir, load):
     with pytest.raises(UsageError, match="without a chat template; pass --rl-no-chat-template"):
-        load_prompts(source, plain_tokenizer_dir, cache_dir=tmp_path)
+        load(folder=plain_tokenizer_dir)
 
 
-def test_load_prompts_names_the_row_that_the_template_refuses(tokenizer_dir, tmp_path):
+def test_load_prompts_names_the_row_refused_by_the_template(load, tmp_path):
     rows = [*ROWS, {"prompt": [{"role": "robot", "content": "beep"}], "answer": ""}]
-    path = write_lines(tmp_path / "p.jsonl", rows)
     with pytest.raises(UsageError, match=r"p.jsonl, line 4: the chat template .*\(bad role\)"):
-        load_prompts(PromptSource(path, 100), tokenizer_dir, cache_dir=tmp_path)
+        load(rows)
     assert list((tmp_path / "prompts").glob("*.arrow")) == []
     assert list((tmp_path / "prompts").glob("*.tmp")) == []
 
 
 @pytest.mark.parametrize("what", ["missing", "empty", "corrupt"])
-def test_load_prompts_names_a_folder_without_a_tokenizer(what, tokenizer_dir, tmp_path):
+def test_load_prompts_names_a_folder_without_a_tokenizer(what, load, tokenizer_dir, tmp_path):
     folder = tmp_path / "checkpoint"
     if what != "missing":
         folder.mkdir()
@@ -187,9 +191,8 @@ def test_load_prompts_names_a_folder_without_a_tokenizer(what, tokenizer_dir, tm
         for file in tokenizer_dir.iterdir():
             (folder / file.name).write_bytes(file.read_bytes())
         (folder / "tokenizer.json").write_text('{"version": ')
-    source = PromptSource(write_lines(tmp_path / "p.jsonl", ROWS), 100)
     with pytest.raises(UsageError, match=f"--rl-hf-checkpoint {folder} "):
-        load_prompts(source, folder, cache_dir=tmp_path)
+        load(folder=folder)
 
 
 # Checking -----------------------------------------------------------------------------------------
@@ -236,11 +239,24 @@ GOOD = json.dumps(ROWS[0])
             "'answer' names .* which has 'prompt', 'answer.a'",
         ),
         ("p.parquet", "not Parquet", "p.parquet cannot be read as Parquet"),
+        (
+            "p.parquet",
+            [{"question": "x", "answer": "y"}],
+            "lacks in its schema, which has 'question', 'answer'",
+        ),
+        (
+            "p.parquet",
+            [{"prompt": "x", "answer": "y"}, {"prompt": None, "answer": "y"}],
+            "row 2: .* is null",
+        ),
+        ("p.parquet", [{"prompt": b"x", "answer": "y"}], "row 1: .* of type bytes"),
     ],
 )
 def test_check_prompts_names_place_and_remedy(name, content, message, tmp_path):
     path = tmp_path / name
-    if content is not None:
+    if isinstance(content, list):
+        write_parquet(path, content)
+    elif content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UsageError, match=message) as caught:
         check_prompts(PromptSource(path, 100), "--flag")
@@ -248,21 +264,7 @@ def test_check_prompts_names_place_and_remedy(name, content, message, tmp_path):
     assert "--flag" in text and str(path) in text and ";" in text and "\n" not in text
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([{"question": "x", "answer": "y"}], "lacks in its schema, which has 'question', 'answer'"),
-        ([{"prompt": "x", "answer": "y"}, {"prompt": None, "answer": "y"}], "row 2: .* is null"),
-        ([{"prompt": b"x", "answer": "y"}], "row 1: .* of type bytes"),
-    ],
-)
-def test_check_prompts_names_the_row_of_a_parquet_file(rows, message, tmp_path):
-    path = write_parquet(tmp_path / "p.parquet", rows)
-    with pytest.raises(UsageError, match=message):
-        check_prompts(PromptSource(path, 100))
-
-
-def test_check_prompts_refuses_a_cut_off_parquet_file(tmp_path):
+def test_check_prompts_refuses_a_truncated_parquet_file(tmp_path):
     path = write_parquet(tmp_path / "p.parquet", ROWS)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(UsageError, match="p.parquet cannot be read as Parquet"):
@@ -276,22 +278,18 @@ def test_check_prompts_refuses_messages_without_template(tmp_path):
         check_prompts(PromptSource(path, 100, use_chat_template=False))
 
 
-def test_token_that_the_model_does_not_have_is_told_in_one_sentence(tokenizer_dir, tmp_path):
+def test_a_token_outside_the_models_vocabulary_is_refused(load, tokenizer_dir, tmp_path):
     folder = Path(shutil.copytree(tokenizer_dir, tmp_path / "other"))
-    path = write_lines(tmp_path / "p.jsonl", ROWS)
     size = 259  # <|assistant|> is the last of 260 tokens
     (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
     with pytest.raises(UsageError, match=f"token {size} in prompt 1 of --rl-prompts .*; copy the"):
-        load_prompts(PromptSource(path, 100), folder, cache_dir=tmp_path)
-    plain = PromptSource(path, 100, use_chat_template=False)
-    assert len(load_prompts(plain, folder, cache_dir=tmp_path)) == 3
+        load(folder=folder)
+    assert len(load(folder=folder, use_chat_template=False)) == 3
     # A prompt that is left out anyway costs nothing.
     size = 257  # <|system|>
     (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
     long = {"prompt": "<|system|>" + "9" * 20, "answer": "1"}
-    path = write_lines(tmp_path / "q.jsonl", [ROWS[0], long])
-    plain = PromptSource(path, 10, use_chat_template=False)
-    assert len(load_prompts(plain, folder, cache_dir=tmp_path)) == 1
+    assert len(load([ROWS[0], long], 10, folder, use_chat_template=False)) == 1
 
 
 # The cache ----------------------------------------------------------------------------------------
@@ -358,7 +356,7 @@ def test_cache_follows_what_the_code_of_a_tokenizer_reads(tmp_path):
     assert len(keys) == 7
 
 
-def test_fingerprint_and_cache_follow_all_that_decides_the_tokens(tokenizer_dir, tmp_path):
+def test_fingerprint_follows_everything_that_decides_the_tokens(tokenizer_dir, tmp_path):
     def load(path: Path, limit: int = 100, folder: Path = tokenizer_dir, **options):
         return load_prompts(PromptSource(path, limit, **options), folder, cache_dir=tmp_path)
 
@@ -382,14 +380,13 @@ def test_fingerprint_and_cache_follow_all_that_decides_the_tokens(tokenizer_dir,
     assert first[2].text == ROWS[2]["prompt"]
 
 
-def test_load_prompts_replaces_a_cut_off_cache_file(tokenizer_dir, tmp_path):
-    source = PromptSource(write_lines(tmp_path / "p.jsonl", ROWS), 100)
-    load_prompts(source, tokenizer_dir, cache_dir=tmp_path)
+def test_load_prompts_replaces_a_cut_off_cache_file(load, tmp_path):
+    load()
     (cached,) = (tmp_path / "prompts").glob("*.arrow")
     whole = cached.read_bytes()
     cached.unlink()
     cached.write_bytes(whole[: len(whole) // 2])
-    assert load_prompts(source, tokenizer_dir, cache_dir=tmp_path)[1].answer == "1234568"
+    assert load()[1].answer == "1234568"
     assert cached.read_bytes() == whole
 
 
@@ -417,7 +414,6 @@ SIZES = {
 }
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(**SIZES, num_epochs=st.integers(1, 3))
 def test_prompt_indices_visit_every_row_once_per_epoch(num_rows, num_prompts, seed, num_epochs):
     num_steps = -(-num_rows * num_epochs // num_prompts)
@@ -433,7 +429,6 @@ def test_prompt_indices_visit_every_row_once_per_epoch(num_rows, num_prompts, se
         assert sorted(in_epoch) == list(range(num_rows))
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(**SIZES, step=st.integers(0, 10**6))
 def test_prompt_indices_do_not_depend_on_how_steps_are_cut(num_rows, num_prompts, seed, step):
     whole = prompt_indices_for_step(num_rows, step=step, num_prompts=num_prompts, seed=seed)
@@ -451,14 +446,14 @@ def test_prompt_indices_differ_between_epochs_and_seeds():
     assert len({tuple(draw(step, seed)) for step in range(3) for seed in range(3)}) == 9
 
 
-def test_prompt_indices_stay_what_they_were():
+def test_prompt_indices_are_stable_across_versions():
     """A run that is resumed after an upgrade goes on where it was."""
     drawn = prompt_indices_for_step(10, step=1, num_prompts=8, seed=1234)
     assert drawn.tolist() == [8, 0, 9, 2, 0, 7, 6, 1]
 
 
 @pytest.mark.parametrize("wrong", [{"num_rows": 0}, {"step": -1}, {"num_prompts": 0}, {"seed": -1}])
-def test_prompt_indices_refuse_what_cannot_be_drawn(wrong):
+def test_prompt_indices_refuse_invalid_arguments(wrong):
     arguments = {"num_rows": 5, "step": 0, "num_prompts": 2, "seed": 0} | wrong
     with pytest.raises(ValueError, match="cannot draw"):
         prompt_indices_for_step(arguments.pop("num_rows"), **arguments)
@@ -474,7 +469,7 @@ VERL_ROW = {
 
 @pytest.mark.parametrize("name", ["p.jsonl", "p.parquet"])
 @pytest.mark.parametrize("answer", ["2", ["2", "two"], {"value": "2", "unit": None}])
-def test_columns_may_be_nested_and_all_of_them_reach_rewards(
+def test_nested_columns_reach_rewards(
     name: str, answer: Any, tokenizer_dir: Path, tmp_path: Path
 ) -> None:
     """The layout of verl's files."""
@@ -493,7 +488,6 @@ def test_columns_may_be_nested_and_all_of_them_reach_rewards(
         check_prompts(PromptSource(tmp_path / name, 100, answer_column="reward_model.truth"))
 
 
-def test_a_column_whose_name_has_a_dot_is_that_column(tokenizer_dir: Path, tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "p.jsonl", [{"prompt": "1", "a.b": "flat", "a": {"b": "deep"}}])
-    source = PromptSource(path, 100, answer_column="a.b")
-    assert load_prompts(source, tokenizer_dir, cache_dir=tmp_path)[0].answer == "flat"
+def test_a_column_whose_name_has_a_dot_is_that_column(load) -> None:
+    row = {"prompt": "1", "a.b": "flat", "a": {"b": "deep"}}
+    assert load([row], answer_column="a.b")[0].answer == "flat"

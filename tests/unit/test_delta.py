@@ -88,7 +88,7 @@ def test_changed_rows_cost_little_more_than_themselves() -> None:
     assert _check(old, new) == CHUNK_BYTES + 4096 + len(old) // 64
 
 
-def test_negative_zero_and_nan_are_changes_like_any() -> None:
+def test_negative_zero_and_nan_are_changes() -> None:
     old = np.zeros(64, dtype=np.float32)
     new = old.copy()
     new[3], new[40] = -0.0, np.nan

@@ -1,10 +1,12 @@
-"""What is derived, what a user may say beside it, and that Megatron takes it: its real parser."""
+"""Derived flags: what they are, what users may give beside them, and that Megatron accepts them."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import dataclasses
+import functools
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,19 +17,14 @@ import torch
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import WITHOUT_CUDA, Platform
 from mcore_rl.config import RLConfig
-from mcore_rl.flags.derived import (
-    _NEEDS_CUDA,
-    DerivedFlags,
-    derive_flags,
-    with_effect,
-)
+from mcore_rl.flags.derived import _NEEDS_CUDA, DerivedFlags, derive_flags, with_effect
 from mcore_rl.flags.given import expand_config, given_values
 from mcore_rl.flags.megatron_flags import ARCHITECTURE, WITHOUT_EFFECT_DESTS
 from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.job.reading import make_parser
 from mcore_rl.job.validation import check_megatron_accepts
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.model.config_json import ModelShape, settings_without_flag
+from mcore_rl.model.config_json import ModelShape, model_shape, settings_without_flag
 from tests.unit.test_hf_config import (
     DEEPSEEK_V2,
     DEEPSEEK_V2_LITE,
@@ -43,7 +40,6 @@ from tests.unit.test_hf_config import (
     QWEN3_30B_A3B,
     QWEN3_600M,
     TRAINABLE,
-    read,
 )
 
 MOONLIGHT, GLM_FLASH = TRAINABLE["moonlight-16b-a3b"], TRAINABLE["glm-4.7-flash"]
@@ -52,36 +48,32 @@ WITHOUT_APEX = dataclasses.replace(WHOLE, fused_weight_gradients=False)
 WITHOUT_ENGINE = dataclasses.replace(WHOLE, transformer_engine=None)
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def parser() -> argparse.ArgumentParser:
-    return megatron_adapter.make_parser(add_rl_args)
+    return make_parser()
 
 
-@pytest.fixture(scope="module")
-def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelShape]:
-    folder = tmp_path_factory.mktemp("configs")
-    return {text: read(folder, text) for text in TRAINABLE.values()}
+@functools.cache
+def shape_of(text: str) -> ModelShape:
+    return model_shape(json.loads(text), Path("config.json"))
 
 
 def derive(
-    shape: ModelShape,
-    tokens: str,
-    parser: argparse.ArgumentParser,
-    *,
-    platform: Platform = WITHOUT_CUDA,
-    **config: Any,
+    model: str | ModelShape, tokens: str = "", *, platform: Platform = WITHOUT_CUDA, **config: Any
 ) -> DerivedFlags:
-    given = given_values(tokens.split(), parser)
-    return derive_flags(shape, RLConfig.of(**config), given, parser=parser, platform=platform)
+    """The flags that a model, or the one with this config.json, needs beside `tokens`."""
+    shape = shape_of(model) if isinstance(model, str) else model
+    given = given_values(tokens.split(), parser())
+    return derive_flags(shape, RLConfig.of(**config), given, parser=parser(), platform=platform)
 
 
-def values_of(derived: DerivedFlags, tokens: str, parser: argparse.ArgumentParser) -> dict:
-    return given_values([*derived.tokens, *tokens.split()], parser)
+def defaults_of(derived: DerivedFlags) -> dict[str, Any]:
+    return given_values(derived.defaults, parser())
 
 
-def test_architecture_flags_are_flags_of_megatron(parser: argparse.ArgumentParser) -> None:
-    """A name that no flag has would never contradict anything."""
-    known = {action.dest for action in parser._actions}
+def test_architecture_flags_are_flags_of_megatron() -> None:
+    """A misspelt name would never contradict anything."""
+    known = {action.dest for action in parser()._actions}
     assert known >= ARCHITECTURE | _NEEDS_CUDA.keys()
 
 
@@ -116,24 +108,16 @@ def test_architecture_flags_are_flags_of_megatron(parser: argparse.ArgumentParse
         (DEEPSEEK_V3, "--moe-mlp-glu-interleave-size 32", "interleave-size 32 .* no such part"),
     ],
 )
-def test_contradiction_of_config_names_both_values(
-    text: str,
-    tokens: str,
-    says: str,
-    shapes: dict[str, ModelShape],
-    parser: argparse.ArgumentParser,
-) -> None:
+def test_contradiction_of_config_names_both_values(text: str, tokens: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        derive(shapes[text], tokens, parser)
+        derive(text, tokens)
 
 
 @pytest.mark.parametrize("text", TRAINABLE.values(), ids=TRAINABLE)
-def test_equal_architecture_is_accepted(
-    text: str, shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
-) -> None:
-    """As a launch script of that model has it."""
-    alone = derive(shapes[text], "", parser)
-    assert derive(shapes[text], " ".join(alone.architecture), parser) == alone
+def test_equal_architecture_is_accepted(text: str) -> None:
+    """Launch scripts of published models give these flags."""
+    alone = derive(text)
+    assert derive(text, " ".join(alone.architecture)) == alone
 
 
 @pytest.mark.parametrize(
@@ -146,10 +130,8 @@ def test_equal_architecture_is_accepted(
         (DEEPSEEK_V3, "--rotary-percent 1.0 --num-query-groups 1 --softmax-type vanilla"),
     ],
 )
-def test_same_architecture_in_other_words_is_accepted(
-    text: str, tokens: str, shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
-) -> None:
-    assert derive(shapes[text], tokens, parser) == derive(shapes[text], "", parser)
+def test_same_architecture_in_other_words_is_accepted(text: str, tokens: str) -> None:
+    assert derive(text, tokens) == derive(text)
 
 
 @pytest.mark.parametrize(
@@ -167,45 +149,43 @@ def test_same_architecture_in_other_words_is_accepted(
         ("--recompute-modules core_attn layernorm", "--recompute-modules layernorm needs Trans"),
     ],
 )
-def test_contradiction_of_the_machine_is_an_error_only_there(
-    tokens: str, says: str, shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
-) -> None:
+def test_contradiction_of_the_machine_is_an_error_only_there(tokens: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        derive(shapes[DEEPSEEK_V3], tokens, parser)
-    derive(shapes[DEEPSEEK_V3], tokens, parser, platform=WHOLE)
+        derive(DEEPSEEK_V3, tokens)
+    derive(DEEPSEEK_V3, tokens, platform=WHOLE)
 
 
-def test_yarn_that_an_older_megatron_has_no_flags_for_is_refused(
-    shapes: dict[str, ModelShape],
-) -> None:
+def test_yarn_that_an_older_megatron_has_no_flags_for_is_refused() -> None:
     says = (
         "config.json asks for gpt_oss's yarn of grouped attention, .*; install megatron-core 0.19"
     )
     with pytest.raises(UsageError, match=says):
-        derive(shapes[GPT_OSS], "", argparse.ArgumentParser())
+        derive_flags(
+            shape_of(GPT_OSS),
+            RLConfig(),
+            {},
+            parser=argparse.ArgumentParser(),
+            platform=WITHOUT_CUDA,
+        )
 
 
-def test_context_parallelism_that_sinks_lack_is_refused(
-    shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
-) -> None:
+def test_context_parallelism_that_sinks_lack_is_refused() -> None:
     """On CPU attention is mcore_rl's own, whatever the flag says."""
-    tokens, shape = "--context-parallel-size 2", shapes[GPT_OSS]
-    derive(shape, tokens, parser)
-    derive(shape, f"{tokens} --cp-comm-type a2a", parser, platform=WHOLE)
-    derive(shapes[QWEN3_600M], tokens, parser, platform=WHOLE)
+    tokens, shape = "--context-parallel-size 2", shape_of(GPT_OSS)
+    derive(shape, tokens)
+    derive(shape, f"{tokens} --cp-comm-type a2a", platform=WHOLE)
+    derive(QWEN3_600M, tokens, platform=WHOLE)
     for more in ("", " --cp-comm-type p2p"):
         says = "--context-parallel-size 2 needs --cp-comm-type a2a with attention sinks"
         with pytest.raises(UsageError, match=says):
-            derive(shape, tokens + more, parser, platform=WHOLE)
+            derive(shape, tokens + more, platform=WHOLE)
 
 
-def test_machine_flags_are_accepted_and_left_out_with_cuda(
-    shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
-) -> None:
-    alone = derive(shapes[QWEN3_600M], "", parser)
-    assert derive(shapes[QWEN3_600M], " ".join(alone.machine), parser) == alone
+def test_machine_flags_are_accepted_and_left_out_with_cuda() -> None:
+    alone = derive(QWEN3_600M)
+    assert derive(QWEN3_600M, " ".join(alone.machine)) == alone
     assert "--transformer-impl" in alone.machine
-    assert derive(shapes[QWEN3_600M], "", parser, platform=WHOLE).machine == ()
+    assert derive(QWEN3_600M, platform=WHOLE).machine == ()
 
 
 @pytest.mark.parametrize(
@@ -215,11 +195,7 @@ def test_machine_flags_are_accepted_and_left_out_with_cuda(
         ("moonlight-16b-a3b", WHOLE, "--no-rope-fusion"),  # latent attention without YaRN
         ("gpt-oss-20b", WHOLE, "--no-bias-dropout-fusion"),  # experts with biases
         ("llama-3.2-1b", WITHOUT_APEX, "--no-gradient-accumulation-fusion"),
-        (
-            "moonlight-16b-a3b",
-            WITHOUT_APEX,
-            "--no-rope-fusion --no-gradient-accumulation-fusion",
-        ),
+        ("moonlight-16b-a3b", WITHOUT_APEX, "--no-rope-fusion --no-gradient-accumulation-fusion"),
         (
             "qwen3-0.6b",
             WITHOUT_ENGINE,
@@ -234,17 +210,13 @@ def test_machine_flags_are_accepted_and_left_out_with_cuda(
         ),
     ],
 )
-def test_what_cannot_be_imported_is_switched_off_with_cuda(
-    name: str,
-    platform: Platform,
-    wanted: str,
-    shapes: dict[str, ModelShape],
-    parser: argparse.ArgumentParser,
+def test_fusions_without_their_package_are_switched_off_with_cuda(
+    name: str, platform: Platform, wanted: str
 ) -> None:
-    shape = shapes[TRAINABLE[name]]
-    derived = derive(shape, "", parser, platform=platform)
+    shape = shape_of(TRAINABLE[name])
+    derived = derive(shape, platform=platform)
     assert " ".join(derived.machine) == wanted
-    assert derive(shape, wanted, parser, platform=platform) == derived  # by the user as well
+    assert derive(shape, wanted, platform=platform) == derived  # by the user as well
     experts_at_once = "--moe-grouped-gemm" in derived.defaults
     assert experts_at_once == bool(shape.experts and platform.transformer_engine)
 
@@ -268,25 +240,19 @@ def test_what_cannot_be_imported_is_switched_off_with_cuda(
         ),
     ],
 )
-def test_flag_for_what_is_not_here_is_refused_with_cuda(
-    tokens: str,
-    platform: Platform,
-    says: str,
-    shapes: dict[str, ModelShape],
-    parser: argparse.ArgumentParser,
+def test_flag_for_a_missing_package_is_refused_with_cuda(
+    tokens: str, platform: Platform, says: str
 ) -> None:
     with pytest.raises(UsageError, match=says):
-        derive(shapes[DEEPSEEK_V3], tokens, parser, platform=platform)
+        derive(DEEPSEEK_V3, tokens, platform=platform)
 
 
-def test_user_may_have_experts_by_themselves(
-    shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
-) -> None:
-    shape = shapes[DEEPSEEK_V3]
-    derived = derive(shape, "", parser, platform=WHOLE, no_moe_grouped_gemm=True)
+def test_grouped_gemm_is_off_with_no_moe_grouped_gemm() -> None:
+    shape = shape_of(DEEPSEEK_V3)
+    derived = derive(shape, platform=WHOLE, no_moe_grouped_gemm=True)
     assert "--moe-grouped-gemm" not in derived.tokens
     with pytest.raises(UsageError, match="contradicts --rl-no-moe-grouped-gemm; drop one"):
-        derive(shape, "--moe-grouped-gemm", parser, platform=WHOLE, no_moe_grouped_gemm=True)
+        derive(shape, "--moe-grouped-gemm", platform=WHOLE, no_moe_grouped_gemm=True)
 
 
 @pytest.mark.parametrize(
@@ -298,30 +264,22 @@ def test_user_may_have_experts_by_themselves(
     ],
 )
 def test_other_precision_than_the_engines_is_refused(
-    tokens: str,
-    precision: str,
-    says: str,
-    shapes: dict[str, ModelShape],
-    parser: argparse.ArgumentParser,
+    tokens: str, precision: str, says: str
 ) -> None:
     with pytest.raises(UsageError, match=says):
-        derive(shapes[QWEN3_600M], tokens, parser, precision=precision)
+        derive(QWEN3_600M, tokens, precision=precision)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_precision_becomes_a_flag_of_megatron(
-    precision: str, shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
-) -> None:
-    derived = derive(shapes[QWEN3_600M], "", parser, precision=precision)
+def test_precision_becomes_a_flag_of_megatron(precision: str) -> None:
+    derived = derive(QWEN3_600M, precision=precision)
     flags = {"--bf16", "--fp16"} & set(derived.defaults)
     assert flags == ({f"--{precision}"} if precision != "fp32" else set())
     if precision != "fp32":
-        assert derive(shapes[QWEN3_600M], f"--{precision}", parser, precision=precision)
+        assert derive(QWEN3_600M, f"--{precision}", precision=precision)
 
 
-def test_defaults_follow_the_rl_flags(
-    shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
-) -> None:
+def test_defaults_follow_the_rl_flags() -> None:
     config = {
         "num_prompts_per_step": 6,
         "num_samples_per_prompt": 4,
@@ -330,47 +288,44 @@ def test_defaults_follow_the_rl_flags(
         "max_prompt_tokens": 100,
         "max_response_tokens": 28,
     }
-    derived = derive(shapes[QWEN3_600M], "", parser, **config)
-    values = given_values(derived.defaults, parser)
+    derived = derive(QWEN3_600M, **config)
+    values = defaults_of(derived)
     assert values["global_batch_size"] == 8
     assert values["train_iters"] == 30
     # As many as there are updates: of the actor fewer while a critic warms up.
     config |= {"algorithm": "ppo", "num_epochs": 4, "critic_warmup_steps": 2}
-    of_critic = dataclasses.replace(shapes[QWEN3_600M], value_head=True)
-    for shape, expected in ((shapes[QWEN3_600M], 8 * 3 * 4), (of_critic, 10 * 3 * 4)):
-        derived = derive(shape, "", parser, **config)
-        assert given_values(derived.defaults, parser)["train_iters"] == expected
-    all_warm_up = derive(shapes[QWEN3_600M], "", parser, **config | {"critic_warmup_steps": 10})
-    assert given_values(all_warm_up.defaults, parser)["train_iters"] == 1
+    of_critic = dataclasses.replace(shape_of(QWEN3_600M), value_head=True)
+    for shape, expected in ((shape_of(QWEN3_600M), 8 * 3 * 4), (of_critic, 10 * 3 * 4)):
+        derived = derive(shape, **config)
+        assert defaults_of(derived)["train_iters"] == expected
+    all_warm_up = derive(QWEN3_600M, **config | {"critic_warmup_steps": 10})
+    assert defaults_of(all_warm_up)["train_iters"] == 1
     assert values["seq_length"] == 128
     assert "sequence_parallel" not in values
     assert not [dest for dest in values if dest.startswith("moe_")]
 
 
-def test_defaults_yield_to_the_user(
-    shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
-) -> None:
+def test_defaults_yield_to_the_user() -> None:
     tokens = (
         "--lr 3e-4 --micro-batch-size 2 --clip-grad 0.5 --moe-router-load-balancing-type aux_loss "
         "--expert-tensor-parallel-size 2"
     )
-    before = given_values(derive(shapes[DEEPSEEK_V3], "", parser).defaults, parser)
-    derived = derive(shapes[DEEPSEEK_V3], tokens, parser)
-    given = given_values(tokens.split(), parser)
-    left = given_values(derived.defaults, parser)
+    before = defaults_of(derive(DEEPSEEK_V3))
+    derived = derive(DEEPSEEK_V3, tokens)
+    given = given_values(tokens.split(), parser())
+    left = defaults_of(derived)
     assert left == {dest: value for dest, value in before.items() if dest not in given}
-    assert values_of(derived, tokens, parser).items() >= given.items()
+    assert given_values([*derived.tokens, *tokens.split()], parser()).items() >= given.items()
 
 
 @pytest.mark.parametrize("platform", [WITHOUT_CUDA, WHOLE])
 @pytest.mark.parametrize("text", [DEEPSEEK_V3, QWEN3_30B_A3B, QWEN3_600M])
-def test_every_derived_switch_is_off_or_refused_where_a_file_says_so(
-    text: str, platform: Platform, shapes: dict[str, ModelShape], tmp_path: Path
+def test_derived_switch_set_to_false_is_off_or_refused(
+    text: str, platform: Platform, tmp_path: Path
 ) -> None:
-    parser = make_parser()
     tokens = "--tensor-model-parallel-size 2 --save folder"
-    derived = derive(shapes[text], tokens, parser, platform=platform)
-    options = parser._option_string_actions
+    derived = derive(text, tokens, platform=platform)
+    options = parser()._option_string_actions
     switches = [token for token in derived.tokens if token in options]
     switches = [
         flag
@@ -380,14 +335,12 @@ def test_every_derived_switch_is_off_or_refused_where_a_file_says_so(
     refused = set()
     for flag in switches:
         (tmp_path / "off.yaml").write_text(f"{flag[2:]}: false")
-        expanded = expand_config(["--rl-config", str(tmp_path / "off.yaml")], parser)
-        assert given_values(expanded, parser) == {
+        expanded = expand_config(["--rl-config", str(tmp_path / "off.yaml")], parser())
+        assert given_values(expanded, parser()) == {
             options[flag].dest: not options[flag].const  # type: ignore[operator]
         }
         try:
-            found = derive(
-                shapes[text], f"{tokens} {' '.join(expanded)}", parser, platform=platform
-            )
+            found = derive(text, f"{tokens} {' '.join(expanded)}", platform=platform)
         except UsageError as error:
             assert error.flag == expanded[0] and error.remedy
             refused.add(flag)
@@ -425,13 +378,11 @@ def test_every_derived_switch_is_off_or_refused_where_a_file_says_so(
         (QWEN3_600M, "--kv-lora-rank 512 --yarn-beta-fast 32 --window-attn-skip-freq 2"),
     ],
 )
-def test_flags_that_the_model_does_not_read_change_nothing(
-    text: str, tokens: str, shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
-) -> None:
-    alone, found = derive(shapes[text], "", parser), derive(shapes[text], tokens, parser)
+def test_flags_that_the_model_does_not_read_change_nothing(text: str, tokens: str) -> None:
+    alone, found = derive(text), derive(text, tokens)
     assert found.tokens == alone.tokens
-    for_it = (*found.tokens, *with_effect(found, tokens.split(), parser))
-    assert given_values(for_it, parser) == given_values(alone.tokens, parser)
+    for_it = (*found.tokens, *with_effect(found, tokens.split(), parser()))
+    assert given_values(for_it, parser()) == given_values(alone.tokens, parser())
 
 
 @pytest.mark.parametrize(
@@ -454,58 +405,47 @@ def test_flags_that_the_model_does_not_read_change_nothing(
         (LLAMA_1B, "--add-qkv-bias"),
     ],
 )
-def test_flags_that_the_model_reads_contradict_it(
-    text: str, tokens: str, shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
-) -> None:
+def test_flags_that_the_model_reads_contradict_it(text: str, tokens: str) -> None:
     with pytest.raises(UsageError, match="contradicts config.json") as refusal:
-        derive(shapes[text], tokens, parser)
+        derive(text, tokens)
     assert refusal.value.flag.split()[0] in tokens and refusal.value.remedy.startswith("drop")
 
 
-def test_folder_of_checkpoints_brings_an_interval(
-    shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
-) -> None:
+def test_folder_of_checkpoints_brings_an_interval() -> None:
     """Megatron insists on one."""
-    shape = shapes[QWEN3_600M]
-    derived = derive(shape, "--save folder", parser, num_steps=9)
-    assert given_values(derived.defaults, parser)["save_interval"] == 9
-    assert "--save-interval" not in derive(shape, "--save folder --save-interval 2", parser).tokens
+    shape = shape_of(QWEN3_600M)
+    derived = derive(shape, "--save folder", num_steps=9)
+    assert defaults_of(derived)["save_interval"] == 9
+    assert "--save-interval" not in derive(shape, "--save folder --save-interval 2").tokens
     check_megatron_accepts([*derived.tokens, "--save", "folder"], shape)
 
 
-def test_tensor_parallelism_brings_sequence_parallelism(
-    shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
-) -> None:
-    derived = derive(shapes[DEEPSEEK_V3], "--tensor-model-parallel-size 2", parser)
+def test_tensor_parallelism_brings_sequence_parallelism() -> None:
+    derived = derive(DEEPSEEK_V3, "--tensor-model-parallel-size 2")
     assert "--sequence-parallel" in derived.defaults
 
 
-def test_dispatcher_of_tokens_copes_with_ranks_that_have_different_numbers(
-    shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
-) -> None:
-    """HybridEP if it is told to."""
-    shape, pads = shapes[DEEPSEEK_V3], "--moe-hybridep-pad-uneven-dispatch-inputs"
-    derived = derive(shape, "", parser)
-    assert given_values(derived.defaults, parser)["moe_token_dispatcher_type"] == "alltoall"
+def test_token_dispatcher_supports_uneven_token_counts() -> None:
+    """HybridEP does so only with its padding flag."""
+    shape, pads = shape_of(DEEPSEEK_V3), "--moe-hybridep-pad-uneven-dispatch-inputs"
+    derived = derive(shape)
+    assert defaults_of(derived)["moe_token_dispatcher_type"] == "alltoall"
     flex = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend"
-    assert pads in derive(shape, f"{flex} hybridep", parser, platform=WHOLE).defaults
+    assert pads in derive(shape, f"{flex} hybridep", platform=WHOLE).defaults
     for tokens in ("", f"{flex} deepep", f"{flex} hybridep {pads}"):
-        assert pads not in derive(shape, tokens, parser, platform=WHOLE).defaults
+        assert pads not in derive(shape, tokens, platform=WHOLE).defaults
 
 
 @pytest.mark.parametrize("text", TRAINABLE.values(), ids=TRAINABLE)
 def test_megatron_builds_the_published_architecture(
-    text: str,
-    shapes: dict[str, ModelShape],
-    parser: argparse.ArgumentParser,
-    monkeypatch: pytest.MonkeyPatch,
+    text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own validation and its TransformerConfig, from the derived flags."""
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.training.arguments import parse_args, validate_args
 
-    shape = shapes[text]
-    tokens = derive(shape, "", parser).tokens
+    shape = shape_of(text)
+    tokens = derive(shape).tokens
     check_megatron_accepts(tokens, shape)
     monkeypatch.setattr("sys.argv", ["test", *tokens])
     with open(os.devnull, "w") as log, contextlib.redirect_stdout(log):
@@ -514,73 +454,73 @@ def test_megatron_builds_the_published_architecture(
         for name, value in settings_without_flag(shape).items():
             setattr(args, name, value)  # as `startup` does
         config = megatron_adapter.transformer_config(args)
-    assert config.num_layers == shape.num_layers
-    assert (config.hidden_size, config.ffn_hidden_size) == (
-        shape.hidden_size,
-        shape.ffn_hidden_size,
-    )
-    assert config.num_attention_heads == shape.num_heads
-    assert config.num_query_groups == shape.num_kv_heads
-    assert config.layernorm_epsilon == shape.norm_epsilon
-    assert config.params_dtype == torch.bfloat16
-    assert config.add_bias_linear == shape.linear_biases
-    assert config.add_qkv_bias == shape.qkv_bias
+    rope = shape.rope
+    expected: dict[str, Any] = {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "num_attention_heads": shape.num_heads,
+        "num_query_groups": shape.num_kv_heads,
+        "layernorm_epsilon": shape.norm_epsilon,
+        "params_dtype": torch.bfloat16,
+        "add_bias_linear": shape.linear_biases,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm,
+        "window_size": None,
+        "softmax_type": "vanilla",
+        "num_moe_experts": None,
+    }
     if shape.sliding_window:  # of gpt-oss
-        assert (config.window_size, config.window_attn_skip_freq) == ((127, 0), 2)
-        assert config.softmax_type == "learnable" and config.gated_linear_unit
-        assert (config.glu_linear_offset, config.activation_func_clamp_value) == (1.0, 7.0)
-        assert config.activation_func is quick_gelu
-        assert config.yarn_rotary_scaling_factor == 32.0
-        assert config.yarn_original_max_position_embeddings == 4096
-        assert (config.yarn_beta_fast, config.yarn_beta_slow) == (32.0, 1.0)
-        assert (config.yarn_mscale, config.yarn_mscale_all_dim) == (1.0, 0.0)
-        assert config.yarn_correction_range_round_to_int is False
-    else:
-        assert config.window_size is None and config.softmax_type == "vanilla"
-    assert config.qk_layernorm == shape.qk_norm
-    assert args.use_rope_scaling == (shape.rope["rope_type"] == "llama3")
-    assert args.untie_embeddings_and_output_weights is not shape.tied_embeddings
-    assert args.rotary_base == shape.rope["rope_theta"]
+        expected |= {
+            **{"window_size": (127, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"},
+            **{"gated_linear_unit": True, "activation_func": quick_gelu, "glu_linear_offset": 1.0},
+            **{"activation_func_clamp_value": 7.0, "yarn_rotary_scaling_factor": 32.0},
+            **{"yarn_original_max_position_embeddings": 4096, "yarn_beta_fast": 32.0},
+            **{"yarn_beta_slow": 1.0, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0},
+            "yarn_correction_range_round_to_int": False,
+        }
     if shape.latent:
-        assert config.multi_latent_attention
-        assert config.q_lora_rank == shape.latent.q_lora_rank
-        assert config.kv_lora_rank == shape.latent.kv_lora_rank
-        assert config.qk_head_dim == shape.latent.qk_nope_head_dim
-        assert config.qk_pos_emb_head_dim == shape.latent.qk_rope_head_dim
-        assert config.v_head_dim == shape.latent.v_head_dim
-        assert config.rope_type == ("yarn" if shape.rope["rope_type"] == "yarn" else "rope")
-    if shape.latent and shape.rope["rope_type"] == "yarn":
-        assert config.rotary_scaling_factor == shape.rope["factor"]
-        for name in ("beta_fast", "beta_slow", "original_max_position_embeddings"):
-            assert getattr(config, name) == shape.rope[name]
-        assert config.mscale == shape.rope["mscale"]
-        assert config.mscale_all_dim == shape.rope["mscale_all_dim"]
-    if not shape.latent:
-        assert config.kv_channels == shape.head_dim
-    if shape.experts:
-        assert config.num_moe_experts == shape.experts.num_experts
-        assert config.moe_router_topk == shape.experts.topk
-        assert config.moe_ffn_hidden_size == shape.experts.hidden_size
-        assert config.moe_layer_freq == [int(is_moe) for is_moe in shape.is_moe_layer]
-        assert config.moe_shared_expert_intermediate_size == shape.experts.shared_hidden_size
-        assert config.moe_router_score_function == shape.experts.score_function
-        assert config.moe_router_num_groups == shape.experts.num_groups
-        assert config.moe_router_group_topk == shape.experts.topk_groups
-        assert config.moe_router_bias_update_rate == (0 if shape.experts.has_bias else 1e-3)
+        expected |= {
+            "multi_latent_attention": True,
+            "q_lora_rank": shape.latent.q_lora_rank,
+            "kv_lora_rank": shape.latent.kv_lora_rank,
+            "qk_head_dim": shape.latent.qk_nope_head_dim,
+            "qk_pos_emb_head_dim": shape.latent.qk_rope_head_dim,
+            "v_head_dim": shape.latent.v_head_dim,
+            "rope_type": "yarn" if rope["rope_type"] == "yarn" else "rope",
+        }
     else:
-        assert config.num_moe_experts is None
+        expected["kv_channels"] = shape.head_dim
+    if shape.latent and rope["rope_type"] == "yarn":
+        names = "beta_fast beta_slow original_max_position_embeddings mscale mscale_all_dim"
+        expected |= {name: rope[name] for name in names.split()}
+        expected["rotary_scaling_factor"] = rope["factor"]
+    if shape.experts:
+        expected |= {
+            "num_moe_experts": shape.experts.num_experts,
+            "moe_router_topk": shape.experts.topk,
+            "moe_ffn_hidden_size": shape.experts.hidden_size,
+            "moe_layer_freq": [int(is_moe) for is_moe in shape.is_moe_layer],
+            "moe_shared_expert_intermediate_size": shape.experts.shared_hidden_size,
+            "moe_router_score_function": shape.experts.score_function,
+            "moe_router_num_groups": shape.experts.num_groups,
+            "moe_router_group_topk": shape.experts.topk_groups,
+            "moe_router_bias_update_rate": 0 if shape.experts.has_bias else 1e-3,
+        }
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert args.use_rope_scaling == (rope["rope_type"] == "llama3")
+    assert args.untie_embeddings_and_output_weights is not shape.tied_embeddings
+    assert args.rotary_base == rope["rope_theta"]
 
 
-def test_tokenizer_with_too_few_tokens_is_refused(
-    shapes: dict[str, ModelShape], parser: argparse.ArgumentParser, tmp_path: Path
-) -> None:
+def test_tokenizer_with_too_few_tokens_is_refused(tmp_path: Path) -> None:
     """Megatron pads its tokenizer's vocabulary to what it builds; config.json may say more."""
     from tests.bad_input_folder import save_tokenizer
 
     save_tokenizer(tmp_path)
     tokens = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}"
-    shape = shapes[QWEN3_600M]
-    derived = derive(shape, tokens, parser)
+    shape = shape_of(QWEN3_600M)
+    derived = derive(shape, tokens)
     says = "--tokenizer-type HuggingFaceTokenizer gives Megatron 256 tokens, but .* is 151936; drop"
     with pytest.raises(UsageError, match=says):
         check_megatron_accepts([*derived.tokens, *tokens.split()], shape)
@@ -596,10 +536,8 @@ def test_tokenizer_with_too_few_tokens_is_refused(
         ("--pipeline-model-parallel-layout=", r"Megatron refuses these flags \(list index out of"),
     ],
 )
-def test_what_megatron_cannot_work_with_is_refused(
-    tokens: str, says: str, shapes: dict[str, ModelShape], parser: argparse.ArgumentParser
-) -> None:
-    shape = shapes[QWEN3_600M]
-    derived = derive(shape, tokens, parser)
+def test_values_that_megatron_cannot_use_are_refused(tokens: str, says: str) -> None:
+    shape = shape_of(QWEN3_600M)
+    derived = derive(shape, tokens)
     with pytest.raises(UsageError, match=says):
         check_megatron_accepts([*derived.tokens, *tokens.split()], shape)

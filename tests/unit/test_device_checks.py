@@ -31,12 +31,12 @@ def llama(gpu_bytes: int = 80 * GB, **changes: Any) -> Case:
 
 
 def state(case: Case, *, with_moments: bool = False) -> int:
-    """Of the fullest rank."""
+    """Bytes of weights and states on the fullest rank."""
     return max(sum(h.values()) for h in stage_state(case.actor, with_moments=with_moments))
 
 
-def test_a_start_is_refused_to_the_byte_where_nothing_can_leave() -> None:
-    """vLLM wants its whole share free; contexts, NCCL and activations refuse nobody."""
+def test_start_is_refused_to_the_byte_without_offloading() -> None:
+    """vLLM needs its whole share free; contexts, NCCL and activations are not counted."""
     make: Callable[..., Case] = functools.partial(
         llama, away_at_start=frozenset(), offloaded=ALL, gpu_memory_utilization=0.5
     )
@@ -56,7 +56,7 @@ def test_a_start_is_refused_to_the_byte_where_nothing_can_leave() -> None:
     ), said
 
 
-def test_what_leaves_at_the_start_does_not_count() -> None:
+def test_offloaded_memory_does_not_count_at_the_start() -> None:
     make: Callable[..., Case] = functools.partial(llama, offloaded=ALL, gpu_memory_utilization=0.9)
     assert check_device(make(40 * GB))  # of 40 GB training takes 17, the engine 36
     assert not check_device(make(80 * GB))
@@ -72,21 +72,21 @@ def test_what_leaves_at_the_start_does_not_count() -> None:
         (80 * GB, {"gpu_memory_utilization": 0.99}, "rollout"),  # beside the parameters
     ],
 )
-def test_the_first_phase_that_cannot_be_is_named(
+def test_first_phase_that_does_not_fit_is_named(
     gpu_bytes: int, changes: dict[str, Any], phase: str
 ) -> None:
     with pytest.raises(UsageError, match=rf"^phase {phase} does not fit a device of .*; \w+"):
         check_device(llama(gpu_bytes, **changes))
 
 
-def test_who_only_scores_needs_no_room_for_an_update() -> None:
+def test_scoring_needs_no_memory_for_an_update() -> None:
     case = llama(16 * GB, offloaded=ALL)
     with pytest.raises(UsageError, match="phase log-probs "):
         check_device(case)
     check_device(case, scores_only=True)
 
 
-def test_what_is_not_counted_byte_by_byte_refuses_nobody() -> None:
+def test_inexact_figures_refuse_nothing() -> None:
     """Megatron-FSDP shards what the plan counts whole; other optimizers keep less."""
     case = llama(9 * GB, offloaded=ALL)
     check_device(
@@ -99,7 +99,7 @@ def test_the_preset_of_256_ranks_fits() -> None:
     assert check_device(case) == ()
 
 
-def test_a_command_line_is_held_against_the_size_of_the_device(
+def test_command_line_is_checked_against_the_device_size(
     checkpoint_factory: Callable[..., Path], tmp_path: Path
 ) -> None:
     """The device's size is asked last, and only where there is CUDA."""

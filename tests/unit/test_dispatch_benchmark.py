@@ -18,7 +18,7 @@ from benchmarks.rollout_worker import LONG_TAIL, Load
         ([[2], [2]], [[2, 2]], 12 + 12 + 11 + 11),  # what is drawn together stays together
     ],
 )
-def test_time_is_that_of_the_slowest_engine(
+def test_makespan_is_that_of_the_slowest_engine(
     shares: list[list[int]], rest: list[list[int]], expected: float
 ) -> None:
     assert makespan(shares, iter(rest), room=2, fixed=10) == expected

@@ -30,7 +30,7 @@ AREAS = (
     "space network"
 ).split()
 
-# Runs a command and tells of its process.
+# Runs a command and reports what its process has loaded and started.
 WATCHED = """
 import json, sys
 from mcore_rl.cli import main
@@ -109,7 +109,7 @@ def spoilt(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], di
     return json.loads(process.stdout), facts, process.returncode
 
 
-def test_independent_mistakes_are_all_told_and_the_exit_code_is_1(spoilt: tuple) -> None:
+def test_independent_mistakes_are_all_reported_with_exit_code_1(spoilt: tuple) -> None:
     found, _, code = spoilt
     reds = {each["area"]: each["found"] for each in found["findings"] if each["level"] == "red"}
     assert reds.keys() == {"flags", "prompts", "reward", "ports"}
@@ -127,9 +127,7 @@ def test_no_device_engine_or_process_is_taken(spoilt: tuple) -> None:
 
 
 @pytest.mark.slow
-def test_another_megatron_is_told_and_the_machine_is_examined_none_the_less(
-    tmp_path: Path,
-) -> None:
+def test_unsupported_megatron_is_reported_and_the_machine_still_examined(tmp_path: Path) -> None:
     """Its import would end the process, as it ends a start."""
     metadata = tmp_path / "transformers-4.0.0.dist-info" / "METADATA"
     metadata.parent.mkdir()
@@ -156,7 +154,7 @@ def test_another_megatron_is_told_and_the_machine_is_examined_none_the_less(
     assert {"ports", "shared memory", "limits", "space", "network"} < {e["area"] for e in findings}
 
 
-def test_a_check_that_fails_itself_is_red_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_check_is_red_and_others_still_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: object, **options: object) -> Iterator[Finding]:
         yield green("ports", "found before")
         raise OSError(5, "no such\nregister")

@@ -1,4 +1,4 @@
-"""What the doctor finds of a command line and of what that names, by faults made here."""
+"""The doctor's checks of a command line and of the files that it names."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import os
 import re
 import shutil
 import socket
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,8 +53,9 @@ from mcore_rl.trainer.resume.trainer_state import (
     read_trainer_state,
     save_trainer_state,
 )
-from tests.bad_input_cases import Case, tokens_of
-from tests.bad_input_folder import FIRST, INDEX, SECOND, make_good_folder
+from tests.bad_input_cases import Case, read_help_once, tokens_of
+from tests.bad_input_folder import FIRST, INDEX, SECOND
+from tests.reward_server import Server, running_server
 from tests.untrusted import need_code_of_tokenizer
 
 GB = 10**9
@@ -64,20 +63,6 @@ GB = 10**9
 
 def found_of(findings: Iterable[Finding], level: str) -> list[str]:
     return [finding.found for finding in findings if finding.level == level]
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that is in order."""
-    folder = tmp_path_factory.mktemp("doctor") / "good"
-    make_good_folder(folder)
-    return folder
-
-
-@pytest.fixture
-def here(good: Path, tmp_path: Path) -> Path:
-    """A copy of it to spoil."""
-    return Path(shutil.copytree(good, tmp_path / "case"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,13 +78,10 @@ class Job:
 
 
 def read(
-    folder: Path,
-    more: str = "",
-    *,
-    environment: dict[str, str] | None = None,
-    **flags: str | None,
+    folder: Path, more: str = "", *, environment: dict[str, str] | None = None, **flags: str | None
 ) -> Job:
     """The job of a folder, its flags changed."""
+    read_help_once()
     changes = {"--" + name.replace("_", "-"): value for name, value in flags.items()}
     tokens = tokens_of(Case("case", [], flags=changes, more=more), folder)
     report = Report()
@@ -117,16 +99,14 @@ def passed(good: Path) -> Job:
 # -------------------------------------------------------------------------------------- the flags
 
 
-def test_a_command_line_in_order_passes_as_a_whole(passed: Job) -> None:
+def test_correct_command_line_is_green(passed: Job) -> None:
     assert [finding.level for finding in passed.findings] == ["green"]
     facts = passed.facts
     assert facts.spec is not None and facts.batches_are_right
     assert facts.layout is not None and facts.layout.tp_size == 2
 
 
-def test_faults_in_several_flags_hide_neither_each_other_nor_what_else_is_wrong(
-    here: Path,
-) -> None:
+def test_all_faults_are_reported_at_once(here: Path) -> None:
     (here / "flags.yaml").write_text("rl_num_stepz: 4\nlr: 1e-5\nrl-alarm-window: 1\n")
     (here / "run").write_text("a file where a folder is to be made")
     job = read(
@@ -174,7 +154,7 @@ def test_a_batch_that_does_not_divide_is_red_and_the_layout_stands(good: Path) -
     assert job.facts.layout is not None and not job.facts.batches_are_right
 
 
-def test_what_megatron_refuses_is_red(good: Path) -> None:
+def test_flags_that_megatron_refuses_are_red(good: Path) -> None:
     (red,) = read(good, "--overlap-param-gather").reds
     assert red.startswith("Megatron refuses these flags")
 
@@ -192,7 +172,7 @@ def test_queues_are_refused_where_megatron_asserts(
     assert any("CUDA_DEVICE_MAX_CONNECTIONS" in red for red in reds) == is_refused, reds
 
 
-def test_flags_without_effect_given_twice_and_of_a_launcher_are_yellow(good: Path) -> None:
+def test_flags_without_effect_or_given_twice_are_yellow(good: Path) -> None:
     job = read(
         good,
         "--rl-rollout-gpu-memory-utilization 0.4 --lr 1e-5 --lr 1e-6 --eval-iters 3",
@@ -238,7 +218,7 @@ def test_several_files_may_be_imported(good: Path, tmp_path: Path) -> None:
     assert (found.level, found.area) == ("green", "reward")
 
 
-def test_flags_that_megatron_has_too_are_all_named() -> None:
+def test_flags_that_megatron_defines_too_are_red() -> None:
     parser = argparse.ArgumentParser()
     assert not found_of(check_taken_flags(parser), "red")
     parser.add_argument("--rl-reward")
@@ -250,7 +230,7 @@ def test_flags_that_megatron_has_too_are_all_named() -> None:
 # --------------------------------------------------------------------------------- the checkpoint
 
 
-def test_a_missing_shard_is_red_and_flags_are_checked_none_the_less(here: Path) -> None:
+def test_a_missing_shard_is_red_and_flags_are_still_checked(here: Path) -> None:
     (here / "checkpoint" / SECOND).unlink()
     job = read(here, "--rl-num-stepz 4")
     assert [(f.area, f.level) for f in job.findings] == [("flags", "red"), ("checkpoint", "red")]
@@ -298,7 +278,7 @@ def test_load_takes_the_newest_undamaged_step(tmp_path: Path) -> None:
 
 
 def test_finetune_takes_only_the_weights(tmp_path: Path) -> None:
-    """So that there are no prompts that it goes on with, and others may be given."""
+    """The prompts of the run may then differ from those of the checkpoint."""
     place = save(tmp_path, 10)
     (found,), resumed = loaded(load=str(tmp_path), finetune=True)
     assert found[0] == "green" and "only the weights of step 10" in found[1] and resumed is None
@@ -307,7 +287,7 @@ def test_finetune_takes_only_the_weights(tmp_path: Path) -> None:
     assert [level for level, _ in found] == ["yellow", "red"]
 
 
-def test_a_run_that_would_save_below_another_ones_steps_is_red(tmp_path: Path) -> None:
+def test_saving_below_the_steps_of_another_run_is_red(tmp_path: Path) -> None:
     saved, other = tmp_path / "saved", tmp_path / "other"
     for step in (10, 20):
         save(saved, step)
@@ -347,7 +327,7 @@ def test_plan_that_fits_is_green_with_its_figures(outcome: Outcome) -> None:
     (found,) = check_plan(outcome, DeviceMemory(80 * GB, 5 * GB, "found here"))
     assert found.level == "green" and "fits into 80.0 GB (found here)" in found.found
     (found,) = check_plan(outcome, DeviceMemory(None, 0, ""))
-    assert found.level == "green" and found.found.startswith("no device memory to fit into")
+    assert found.level == "green" and "no device memory" in found.found
 
 
 def test_plan_that_may_not_fit_is_yellow_with_the_planners_remedies(passed: Job) -> None:
@@ -442,9 +422,6 @@ REPEATED = (("1+1=", "2"), ("1+1=", "3"), ("2+2=", ""), ("one hundred and one pl
         ),
         (None, {"prompts": None}, ["red: --rl-prompts is missing"], []),
         (rows(("1+1=", "2")) + '{"prompt"', {}, ["red: .*line 2, is not valid JSON"], []),
-        ('{"question": "1+1="}', {}, ["red: --rl-prompt-column 'prompt' names a column that"], []),
-        (rows((" ", "2")), {}, ["red: .*line 1: column 'prompt' is blank"], []),
-        ("", {}, ["red: .*is empty"], []),
     ],
 )
 def test_prompts_are_examined_and_nothing_is_written(
@@ -468,7 +445,7 @@ def test_prompts_are_examined_and_nothing_is_written(
         assert found[0].found == "--rl-prompts: 16 prompts of 4 to 4 tokens, median 4"
 
 
-def test_responses_that_cannot_end_are_yellow_and_warned_of_at_the_start(
+def test_a_missing_end_token_is_yellow_and_logged_at_the_start(
     here: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config_json = json.loads((here / "checkpoint" / "config.json").read_text())
@@ -519,6 +496,14 @@ def test_a_tokenizer_with_code_is_red_unless_it_is_trusted(
     assert found.level == "green" and marker.exists()
 
 
+def save_state(state: TrainerState, folder: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        save_trainer_state(state, RngState.capture(), folder / "trainer")
+    finally:
+        dist.destroy_process_group()
+
+
 def test_prompts_must_be_those_that_the_checkpoint_has_drawn_from(here: Path) -> None:
     from mcore_rl.data.prompts import load_prompts
     from mcore_rl.trainer.inputs import prompt_source
@@ -531,11 +516,7 @@ def test_prompts_must_be_those_that_the_checkpoint_has_drawn_from(here: Path) ->
     fingerprints = {"same": fingerprint, "other": f"tokens:{'0' * 64}", "earlier": "0" * 64}
     for name, of_prompts in fingerprints.items():
         state = TrainerState(3, "TP1", prompts=of_prompts)
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            save_trainer_state(state, RngState.capture(), here / name / "trainer")
-        finally:
-            dist.destroy_process_group()
+        save_state(state, here / name)
         assert read_trainer_state(here / name / "trainer") == state
 
     def last(name: str, **changes: object) -> Finding:
@@ -548,15 +529,10 @@ def test_prompts_must_be_those_that_the_checkpoint_has_drawn_from(here: Path) ->
     assert last("earlier").level == "yellow" and "unknown" in last("earlier").found
 
 
-def test_day_of_a_runs_start_is_what_its_checkpoints_tell(tmp_path: Path) -> None:
+def test_start_date_is_read_from_the_checkpoints(tmp_path: Path) -> None:
     def save(folder: Path, step: int, day: str) -> None:
         place = folders.saving_folder(folder) / folders.iteration_name(step)
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            state = TrainerState(step, "TP1", date=day)
-            save_trainer_state(state, RngState.capture(), place / "trainer")
-        finally:
-            dist.destroy_process_group()
+        save_state(TrainerState(step, "TP1", date=day), place)
         folders.complete(folder, step, folders.sealed(place, folders.files_of(place)))
 
     assert date_of_checkpoints(tmp_path / "nothing") is None
@@ -600,6 +576,13 @@ def prompts(*pairs: tuple[str, str]) -> list[Prompt]:
 
 
 FEW = prompts(("2+3=", "5"), ("4+5=", "9"))
+BLANK = prompts(("2+3=", ""), ("4+5=", " "))
+
+
+def importing(folder: Path, source: str, **changes: object) -> RLConfig:
+    """A configuration that imports a file with this source."""
+    (folder / "mine.py").write_text(source)
+    return config_of(folder, import_=(str(folder / "mine.py"),), **changes)
 
 
 def test_a_reward_that_tells_right_from_wrong_is_green(tmp_path: Path) -> None:
@@ -609,14 +592,9 @@ def test_a_reward_that_tells_right_from_wrong_is_green(tmp_path: Path) -> None:
     assert found[0].found == "arithmetic gives 1 to the prompts' own answers and 0 to others"
 
 
-def test_rewards_that_fail_are_told_by_what_they_raise_and_print(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(REWARDS)
-    config = config_of(
-        tmp_path,
-        reward="raises,blind,awaits,hangs",
-        import_=(str(tmp_path / "mine.py"),),
-        reward_timeout_seconds=1.0,
-    )
+def test_failing_rewards_are_reported_with_what_they_raise_and_print(tmp_path: Path) -> None:
+    names = "raises,blind,awaits,hangs"
+    config = importing(tmp_path, REWARDS, reward=names, reward_timeout_seconds=1.0)
     printed, raises, blind, awaits, hangs = check_reward(config, FEW[:1], None)
     assert awaits.level == "green" and "awaits gives 1 to" in awaits.found
     assert printed.found == "what is asked for prints: about to divide about to divide"
@@ -626,29 +604,36 @@ def test_rewards_that_fail_are_told_by_what_they_raise_and_print(tmp_path: Path)
     assert hangs.level == "red" and "no value within 1 s" in hangs.found
 
 
+PAIR = json.dumps({"inputs": ["1"], "outputs": ["2"]})
+SANDBOX = {"reward": "python_sandbox"}
+
+
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "answer", "level", "words"),
     [
-        ({"reward": "nowhere:fn"}, "--rl-reward nowhere:fn cannot be imported"),
-        ({"reward": "exact_mach"}, "did you mean exact_match?"),
-        ({"reward": "arithmetic", "reward_weights": "1,2"}, "has 2 weight(s)"),
-        ({"reward": "ends", "import_": "{tmp}/ends.py"}, "exit code 3"),
+        ({"reward": "nowhere:fn"}, "5", "red", "--rl-reward nowhere:fn cannot be imported"),
+        ({"reward": "exact_mach"}, "5", "red", "did you mean exact_match?"),
+        ({"reward": "arithmetic", "reward_weights": "1,2"}, "5", "red", "has 2 weight(s)"),
+        ({"reward": "ends"}, "5", "red", "exit code 3"),
+        ({}, "five", "red", "'five' is not a number"),
+        (SANDBOX, PAIR, "green", "python_sandbox runs; code is confined by "),
+        (SANDBOX, "assert f(1) == 3", "green", "python_sandbox runs; code is confined by "),
+        (SANDBOX, "5", "red", "asserts nothing"),
+        (SANDBOX, "def check(candidate):\n    assert candidate(1)", "red", "no entry_point"),
+        (SANDBOX, "assert f(1) is None", "red", "pays code whose functions return None"),
+        (SANDBOX, "assert len([1]) == 1 or f", "red", "pays empty code"),
     ],
 )
-def test_a_reward_that_cannot_be_had_is_red(
-    tmp_path: Path, changes: dict[str, Any], words: str
+def test_a_reward_is_tried_with_the_answers(
+    tmp_path: Path, changes: dict[str, Any], answer: str, level: str, words: str
 ) -> None:
-    (tmp_path / "ends.py").write_text("import os\nos._exit(3)\n")
-    changes = dict(changes)
-    if "import_" in changes:
-        changes["import_"] = (changes["import_"].replace("{tmp}", str(tmp_path)),)
-    (found,) = check_reward(config_of(tmp_path, **changes), FEW, None)
-    assert found.level == "red" and words in f"{found.found} {found.remedy}"
-
-
-def test_a_reward_that_cannot_read_the_answers_is_red(tmp_path: Path) -> None:
-    (found,) = check_reward(config_of(tmp_path), prompts(("2+3=", "five")), None)
-    assert found.level == "red" and "'five' is not a number" in found.found
+    config = config_of(tmp_path, **changes)
+    if changes == {"reward": "ends"}:
+        config = importing(tmp_path, "import os\nos._exit(3)\n", **changes)
+    (found,) = check_reward(config, prompts(("2+3=", answer)), None)
+    assert found.level == level and words in f"{found.found} {found.remedy}"
+    if changes == SANDBOX and level == "red":
+        assert "--rl-answer-column" in found.remedy
 
 
 def test_the_folder_of_a_reward_model_is_read(here: Path) -> None:
@@ -679,123 +664,108 @@ def test_without_prompts_a_reward_is_imported_only(tmp_path: Path) -> None:
     assert warning.level == "yellow" and "servers are not asked" in warning.found
 
 
-def test_a_reward_that_may_take_longer_than_the_doctor_waits_is_yellow(
-    slow_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_reward_slower_than_the_doctor_waits_is_yellow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reward_checks, "_MOST_SECONDS", 1.0)
-    (tmp_path / "mine.py").write_text(REWARDS)
-    config = config_of(
-        tmp_path,
-        reward="hangs,raises,http",
-        reward_url=slow_server,
-        import_=(str(tmp_path / "mine.py"),),
-        reward_timeout_seconds=30.0,
-    )
-    _, hangs, raises, http = check_reward(config, FEW[:1], None)
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # takes connections, never answers
+        config = importing(
+            tmp_path,
+            REWARDS,
+            reward="hangs,raises,http",
+            reward_url=f"http://127.0.0.1:{listening.getsockname()[1]}/",
+            reward_timeout_seconds=30.0,
+        )
+        _, hangs, raises, http = check_reward(config, FEW[:1], None)
     for name, found in (("hangs", hangs), ("http", http)):
         assert found.level == "yellow"
-        assert found.found == (
-            f"{name} gives no value within 1 s and is not waited for longer here; the run waits "
-            "30 s"
-        )
+        assert found.found.startswith(f"{name} gives no value within 1 s")
+        assert found.found.endswith("the run waits 30 s")
     assert raises.level == "red"
     config = config.replaced(reward="hangs", reward_url=None)
     short = config.replaced(reward_timeout_seconds=1.0)
     assert [check_reward(c, FEW[:1], None)[0].level for c in (config, short)] == ["yellow", "red"]
 
 
-def test_without_answers_a_reward_must_only_give_a_value(
-    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """A server that gives 1 to responses that equal the answer."""
+
+    def equals_answer(body: dict[str, Any]) -> tuple[int, bytes]:
+        rewards = [float(each["response"] == each["answer"]) for each in body["samples"]]
+        return 200, json.dumps({"rewards": rewards}).encode()
+
+    with running_server() as running:
+        running.behaviour = equals_answer
+        yield running
+
+
+def test_a_server_that_tells_right_from_wrong_is_green(server: Server, tmp_path: Path) -> None:
+    config = config_of(tmp_path, reward="http", reward_url=server.url)
+    assert asks_loopback(config) and not asks_loopback(config_of(tmp_path))
+    (found,) = check_reward(config, FEW, None)
+    assert found.level == "green", found
+
+
+@pytest.mark.parametrize("few", [FEW, BLANK], ids=["with answers", "without"])
+def test_a_server_that_fails_is_asked_once(
+    server: Server, tmp_path: Path, few: list[Prompt]
 ) -> None:
-    (tmp_path / "mine.py").write_text(REWARDS)
-    config = config_of(
-        tmp_path,
-        reward="blind,arithmetic,http",
-        reward_url=server,
-        import_=(str(tmp_path / "mine.py"),),
-    )
-    few = prompts(("2+3=", ""), ("4+5=", " "))
-    blind, arithmetic, http = check_reward(config, few, None)
+    server.behaviour = lambda body: (503, b"")
+    config = config_of(tmp_path, reward="http", reward_url=server.url)
+    (found,) = check_reward(config, few, None)
+    assert found.level == "red" and "HTTP status 503" in found.found
+    assert len(server.requests) == 1
+
+
+def test_without_answers_a_reward_must_only_give_a_value(server: Server, tmp_path: Path) -> None:
+    config = importing(tmp_path, REWARDS, reward="blind,arithmetic,http", reward_url=server.url)
+    blind, arithmetic, http = check_reward(config, BLANK, None)
     assert (blind.level, http.level) == ("green", "green")
     assert blind.found == "blind gives 0.5 where prompts have no answer"
     assert arithmetic.level == "red" and "fill in the answers" in arithmetic.remedy
-    monkeypatch.setattr(_Server, "answers", False)
-    monkeypatch.setattr(_Server, "requests", 0)
-    (http,) = check_reward(config_of(tmp_path, reward="http", reward_url=server), few, None)
-    assert http.level == "red" and "HTTP status 503" in http.found
-    assert _Server.requests == 1
+
+
+PICKY = """
+from mcore_rl.api.environment import Environment
+class Picky(Environment, name="picky"):
+    def start(self, prompt):
+        assert prompt.answer == "5", "another answer"
+    def step(self, response):
+        return "", 0, True
+"""
 
 
 def test_an_environment_is_started_with_a_few_prompts(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "from mcore_rl.api.environment import Environment\n"
-        "class Picky(Environment, name='picky'):\n"
-        "    def start(self, prompt):\n"
-        "        assert prompt.answer == '5', 'another answer'\n"
-        "    def step(self, response):\n"
-        "        return '', 0, True\n"
-    )
-    few = prompts(("2+3=", "5"), ("4+5=", "9"))
-    imported = (str(tmp_path / "mine.py"),)
-    config = config_of(tmp_path, reward=None, environment="picky", import_=imported)
-    (good,) = check_reward(config, few[:1], None)
+    config = importing(tmp_path, PICKY, reward=None, environment="picky")
+    (good,) = check_reward(config, FEW[:1], None)
     assert (good.level, good.found) == ("green", "environment picky starts with 1 prompt(s)")
-    (bad,) = check_reward(config, few, None)
-    assert bad.level == "red" and bad.found == (
-        "environment picky cannot start with 1 of 2 prompts: raised AssertionError: another answer"
-    )
-    config = config_of(tmp_path, reward=None, environment="pickey", import_=imported)
-    (unknown,) = check_reward(config, few, None)
+    (bad,) = check_reward(config, FEW, None)
+    assert bad.level == "red" and "picky cannot start with 1 of 2 prompts" in bad.found
+    assert bad.found.endswith("raised AssertionError: another answer")
+    (unknown,) = check_reward(config.replaced(environment="pickey"), FEW, None)
     assert unknown.level == "red" and "is not an environment (did you mean picky?)" in unknown.found
 
 
-def test_a_sandbox_whose_tests_check_something_is_green(tmp_path: Path) -> None:
-    config = config_of(tmp_path, reward="python_sandbox")
-    good = json.dumps({"inputs": ["1"], "outputs": ["2"]})
-    (found,) = check_reward(config, prompts(("2?", good), ("3?", "assert f(1) == 3")), None)
-    assert found.level == "green"
-    assert found.found.startswith("python_sandbox runs; code is confined by ")
-
-
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        ("5", "asserts nothing"),
-        ("def check(candidate):\n    assert candidate(1)", "no entry_point"),
-        ("assert f(1) is None", "pays code whose functions return None"),
-        ("assert len([1]) == 1 or f", "pays empty code"),
-    ],
-)
-def test_a_sandbox_whose_tests_check_nothing_is_red(
-    tmp_path: Path, answer: str, words: str
-) -> None:
-    config = config_of(tmp_path, reward="python_sandbox")
-    (found,) = check_reward(config, prompts(("a prompt", answer)), None)
-    assert found.level == "red" and words in found.found
-    assert "--rl-answer-column" in found.remedy
+PAYS_FOR_NOTHING = """
+from mcore_rl.api import reward
+@reward("within")
+def within(*, prompt, response, answer):
+    return float(response.strip() in answer)
+@reward("any_answer")
+def any_answer(*, prompt, response, answer):
+    return float(response in ("5", "9"))
+@reward("shy")
+def shy(*, prompt, response, answer):
+    return {answer: 1.0, "": 0.25}.get(response, 0.0)
+@reward("below_zero")
+def below_zero(*, prompt, response, answer):
+    return 1.0 if response == answer else -0.5
+"""
 
 
 def test_a_reward_that_pays_for_nothing_is_yellow(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "from mcore_rl.api import reward\n"
-        "@reward('within')\n"
-        "def within(*, prompt, response, answer):\n"
-        "    return float(response.strip() in answer)\n"
-        "@reward('any_answer')\n"
-        "def any_answer(*, prompt, response, answer):\n"
-        "    return float(response in ('5', '9'))\n"
-        "@reward('shy')\n"
-        "def shy(*, prompt, response, answer):\n"
-        "    return {answer: 1.0, '': 0.25}.get(response, 0.0)\n"
-        "@reward('below_zero')\n"
-        "def below_zero(*, prompt, response, answer):\n"
-        "    return 1.0 if response == answer else -0.5\n"
-    )
-    config = config_of(
-        tmp_path,
-        reward="within,any_answer,shy,below_zero",
-        import_=(str(tmp_path / "mine.py"),),
-    )
+    config = importing(tmp_path, PAYS_FOR_NOTHING, reward="within,any_answer,shy,below_zero")
     within, any_answer, shy, below_zero = check_reward(config, FEW, None)
     assert [each.level for each in (within, any_answer, shy)] == ["yellow"] * 3
     assert "it pays 1 for an empty response and 1 for a blank one" in within.found
@@ -813,55 +783,6 @@ def test_a_trial_leaves_no_process(tmp_path: Path) -> None:
     (outcome,) = trial.outcomes["blind"]
     assert outcome.failure is None and int(outcome.reward) != os.getpid()
     assert not Path(f"/proc/{int(outcome.reward)}").exists()
-
-
-class _Server(BaseHTTPRequestHandler):
-    answers = True
-    requests = 0
-
-    def do_POST(self) -> None:
-        type(self).requests += 1
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        rewards = [float(s["response"] == s["answer"]) for s in body["samples"]]
-        content = json.dumps({"rewards": rewards}).encode()
-        self.send_response(200 if self.answers else 503)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@pytest.fixture
-def server() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Server) as running:
-        thread = threading.Thread(target=running.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{running.server_port}/"
-        running.shutdown()
-        thread.join()
-
-
-@pytest.fixture
-def slow_server() -> Iterator[str]:
-    """It takes connections and never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
-
-
-def test_a_server_is_asked_once(
-    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config_of(tmp_path, reward="http", reward_url=server)
-    assert asks_loopback(config) and not asks_loopback(config_of(tmp_path))
-    (found,) = check_reward(config, FEW, None)
-    assert found.level == "green", found
-    monkeypatch.setattr(_Server, "answers", False)
-    monkeypatch.setattr(_Server, "requests", 0)
-    (found,) = check_reward(config, FEW, None)
-    assert found.level == "red" and "HTTP status 503" in found.found
-    assert _Server.requests == 1
 
 
 # ---------------------------------------------------------------------- folders that lack something
@@ -898,11 +819,7 @@ def of_pickles(model: Path) -> None:
 
 
 def in_place_of_a_file(name: str) -> Callable[[Path], None]:
-    def change(model: Path) -> None:
-        (model / name).unlink()
-        (model / name).mkdir()
-
-    return change
+    return lambda model: ((model / name).unlink(), (model / name).mkdir()) and None
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
@@ -933,7 +850,7 @@ INCOMPLETE = {
     [*((spoil, True) for spoil in INCOMPLETE.values()), (INCOMPLETE["only config.json"], False)],
     ids=[*INCOMPLETE, "only config.json, no prompts"],
 )
-def test_a_folder_that_lacks_something_is_a_finding_and_no_check_fails(
+def test_incomplete_folder_is_a_finding_and_no_check_fails(
     here: Path, spoil: Callable[[Path], None], with_prompts: bool
 ) -> None:
     spoil(here / "checkpoint")

@@ -1,4 +1,4 @@
-"""What the doctor finds of a machine and an installation, by real conditions made here."""
+"""The doctor's checks of a machine and an installation, under real conditions."""
 
 from __future__ import annotations
 
@@ -137,25 +137,24 @@ def test_packages_that_do_not_fit_are_named(
     assert_one(check_versions(installed), level, words)
 
 
+WITHOUT_ENGINE = {name: each for name, each in CUDA.items() if name != "transformer-engine"}
+
+
 @pytest.mark.parametrize(
-    ("found", "torch_cuda", "level", "words"),
+    ("installed", "found", "torch_cuda", "level", "words"),
     [
-        (hopper(0, 0), "13.0", None, ""),
-        (hopper(0, driver_cuda=(12, 8)), "13.0", "red", "supports CUDA 12.8"),
-        (hopper(0), "13.2", "yellow", "older than torch's 13.2"),
-        (hopper(0, 9 * GB), "13.0", "yellow", "9.00 GB of GPU 1 are in use"),
+        (CUDA, hopper(0, 0), "13.0", None, ""),
+        (CUDA, hopper(0, driver_cuda=(12, 8)), "13.0", "red", "supports CUDA 12.8"),
+        (CUDA, hopper(0), "13.2", "yellow", "older than torch's 13.2"),
+        (CUDA, hopper(0, 9 * GB), "13.0", "yellow", "9.00 GB of GPU 1 are in use"),
+        (WITHOUT_ENGINE, hopper(0), "13.0", "yellow", "no FP8"),
+        (CPU, hopper(0), None, "yellow", "MCORE_RL_STACK=cuda"),
     ],
 )
-def test_the_driver_serves_torchs_cuda_and_gpus_are_idle(
-    found: Gpus, torch_cuda: str, level: str | None, words: str
+def test_packages_are_compared_with_gpus_and_their_driver(
+    installed: dict[str, str], found: Gpus, torch_cuda: str | None, level: str | None, words: str
 ) -> None:
-    assert_one(check_versions(CUDA, found, torch_cuda), level, words)
-
-
-def test_missing_parts_for_a_gpu_are_yellow() -> None:
-    without = {name: version for name, version in CUDA.items() if name != "transformer-engine"}
-    assert_one(check_versions(without, hopper(0), "13.0"), "yellow", "no FP8")
-    assert_one(check_versions(CPU, hopper(0)), "yellow", "MCORE_RL_STACK=cuda")
+    assert_one(check_versions(installed, found, torch_cuda), level, words)
 
 
 class _Nvml:
@@ -189,7 +188,7 @@ def test_gpus_are_read_through_functions_that_nvml_has(monkeypatch: pytest.Monke
     assert found.smallest_bytes == 80 * GB
 
 
-def test_megatrons_questions_about_the_gpu_do_not_start_cuda() -> None:
+def test_gpu_properties_from_nvml_do_not_initialise_cuda() -> None:
     import torch
 
     before = torch.cuda.get_device_properties
@@ -210,7 +209,7 @@ def _patch(name: str, **changes: Any) -> Patch:
     return Patch(name=name, **{**fields, **changes})
 
 
-def test_patches_that_refuse_are_named_and_hide_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_patches_are_all_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_applied", {})
     tried = [
         _patch("of.good"),
@@ -406,10 +405,11 @@ def check(
     num_nodes: int = 1,
     has_gpu: bool = True,
 ) -> list[Finding]:
-    found = network.check_network(
-        environment, devices, local_ranks=8, num_nodes=num_nodes, has_gpu=has_gpu
+    return list(
+        network.check_network(
+            environment, devices, local_ranks=8, num_nodes=num_nodes, has_gpu=has_gpu
+        )
     )
-    return list(found)
 
 
 @pytest.mark.parametrize(
@@ -469,7 +469,7 @@ def test_infiniband_without_a_link_is_yellow(
     assert_one(check(BETWEEN, devices, num_nodes=num_nodes), "yellow", words)
 
 
-def test_without_a_gpu_nccls_variables_do_not_matter() -> None:
+def test_nccl_variables_are_ignored_without_a_gpu() -> None:
     wrong = {"NCCL_IB_HCA": "none", "NCCL_DEBUG": "TRACE", "NCCL_SOCKET_IFNAME": "none"}
     assert_one(check(wrong, has_gpu=False), None)
 
@@ -546,5 +546,5 @@ QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
         (network.check_queues(QUEUES, []), None),
     ],
 )
-def test_variables_that_matter_to_some_jobs(found: Iterator[Finding], words: str | None) -> None:
+def test_job_dependent_variables_are_checked(found: Iterator[Finding], words: str | None) -> None:
     assert_one(found, None if words is None else "yellow", words or "")

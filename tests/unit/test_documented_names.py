@@ -69,7 +69,7 @@ def strings_of(file: Path) -> Iterator[tuple[int, str, bool]]:
 
 @functools.cache
 def names_in(module: str) -> set[str] | None:
-    """The names that a module of ours binds at its top; None where there is no such module."""
+    """The names that one of our modules binds at its top; None if the module does not exist."""
     path = ROOT / (module.replace("mcore_rl.patches", "patches").replace(".", "/"))
     file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
     if not file.is_file():
@@ -114,14 +114,14 @@ def test_modules_and_attributes_named_anywhere_exist() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_module_that_is_gone_is_found() -> None:
+def test_is_there_detects_missing_modules() -> None:
     assert is_there("mcore_rl.train.main") and is_there("mcore_rl.patches.registry.apply_patch")
     assert not is_there("mcore_rl.training") and not is_there("mcore_rl.train.walk")
 
 
 # -------------------------------------------------------------------------------------- flags
 
-# Of pip, git, docker, srun, apt, bwrap, tensorboard and mkdocs.
+# Flags of pip, git, docker, srun, apt, bwrap, tensorboard and mkdocs.
 OTHERS_FLAGS = frozenset(
     (
         "--no-deps --ignore-requires-python --index-url --extra-index-url --error-unmatch --always"
@@ -132,7 +132,7 @@ OTHERS_FLAGS = frozenset(
         " --help --version"
     ).split()
 )
-# Of run_tests.sh, of examples in texts, and of OpenRLHF.
+# Flags of run_tests.sh, of examples in texts and of OpenRLHF.
 MADE_UP = {"--all", "--rl-my-width", "--rl-train-temperature", "--kl_ctl"}
 
 
@@ -197,11 +197,6 @@ def vllm_flags() -> set[str]:
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*(?![\w*{<-])")
 
 
-def flags_in(text: str) -> set[str]:
-    # In table rows beside other systems, their names are theirs.
-    return set(FLAG.findall(text))
-
-
 def test_flags_named_anywhere_exist(known_flags: set[str]) -> None:
     texts = []
     for page in PAGES:
@@ -215,7 +210,7 @@ def test_flags_named_anywhere_exist(known_flags: set[str]) -> None:
     wrong = [
         f"{where}: {flag}"
         for where, text in texts
-        for flag in sorted(flags_in(text))
+        for flag in sorted(set(FLAG.findall(text)))
         if flag not in known_flags and not any(k.startswith(flag + "-") for k in known_flags)
     ]
     assert not wrong, "\n".join(wrong)
@@ -343,7 +338,7 @@ def test_code_blocks_resolve(page: Path, known_flags: set[str]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_command_that_does_not_resolve_is_found(known_flags: set[str]) -> None:
+def test_unresolved_parts_of_a_command_are_found(known_flags: set[str]) -> None:
     block = "python -m mcore_rl.launch scripts/none.py \\\n  --rl-nothing 3   # a comment\n"
     [words] = commands_in(block)
     assert unresolved_of_command(words, known_flags) == ["scripts/none.py", "--rl-nothing"]

@@ -96,7 +96,7 @@ def test_calls_say_what_vllm_expects(server):
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_a_redirect_is_an_error_and_nobody_else_is_asked(server, servers, status):
+def test_redirects_are_refused_and_not_followed(server, servers, status):
     server.behaviour = answers(status, b"", Location=f"{servers[1].url}/secret")
     client = HTTPEngineClient(server.url)
     for call in (client.num_workers, client.resume):
@@ -113,7 +113,7 @@ def test_proxies_of_the_environment_are_not_used(server, servers, monkeypatch):
     assert len(server.asked) == 1 and servers[1].asked == []
 
 
-def test_an_answer_that_does_not_end_is_given_up_at_the_deadline(server):
+def test_endless_answer_ends_at_the_deadline(server):
     def drips(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
         handler.end_headers()
@@ -136,7 +136,7 @@ def test_an_answer_is_read_to_a_limit(server, status, monkeypatch):
         HTTPEngineClient(server.url).resume()
 
 
-def test_a_refusal_tells_what_the_server_said_on_one_line(server):
+def test_refusal_quotes_the_server_on_one_line(server):
     server.behaviour = answers(500, b"no\n[Health] step 7, kl: forged\n" + b"x" * 5000)
     with pytest.raises(RuntimeError) as refused:
         HTTPEngineClient(server.url).resume()
@@ -166,7 +166,7 @@ def test_a_header_comes_from_a_variable_and_stands_in_no_message(server, monkeyp
         ("http://engine", "PATH", "header_env PATH"),
     ],
 )
-def test_what_cannot_be_asked_is_a_usage_error(url, variable, flag):
+def test_unusable_address_or_header_is_a_usage_error(url, variable, flag):
     with pytest.raises(UsageError) as refused:
         HTTPEngineClient(url, header_env=variable)
     assert flag in refused.value.flag and refused.value.remedy

@@ -1,8 +1,9 @@
-"""Environments in processes: many at a time, and what goes wrong in one costs its own sample."""
+"""Environments in processes: many run at a time, and a fault in one fails its own sample only."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import math
 import os
@@ -33,11 +34,11 @@ from mcore_rl.isolation import pool as pool_module
 from mcore_rl.isolation.wire import Failed, answer_of
 from tests.rank_pool import ROOT
 
-PATIENT_SECONDS = 120  # that something takes longer is a fault
+PATIENT_SECONDS = 120  # longer is a fault
 
 # What an episode is to do is its turn's text.
 WORLD = """
-import asyncio, ctypes, os, random, re, signal, subprocess, sys, time
+import asyncio, contextlib, ctypes, os, random, re, signal, subprocess, sys, time
 from pathlib import Path
 from mcore_rl.api.environment import Environment, StepResult
 
@@ -48,6 +49,8 @@ class World(Environment):
     def start(self, prompt):
         self.prompt = prompt
         self.draw = random.random()
+        if prompt.text in RETURNED:
+            return RETURNED[prompt.text]
         if prompt.text in DEEDS:
             return getattr(self, prompt.text.replace(" ", "_"))()
         if prompt.text == "messages":
@@ -56,6 +59,8 @@ class World(Environment):
 
     async def step(self, response):
         deed = response.text
+        if deed in RETURNED:
+            return RETURNED[deed]
         if deed in DEEDS:
             value = getattr(self, deed.replace(" ", "_"))()
             return await value if asyncio.iscoroutine(value) else value
@@ -140,23 +145,16 @@ class World(Environment):
         os.closerange(0, 1000)
         signal.pthread_sigmask(signal.SIG_BLOCK, list(signal.Signals))
         time.sleep(600)
-    def flood(self):
-        return "x" * (3 << 20), 0, False
     def flood_the_socket(self):
-        for name in os.listdir("/proc/self/fd"):
+        for socket in sockets():
             try:
-                if os.readlink(f"/proc/self/fd/{name}").startswith("socket"):
-                    while True:
-                        os.write(int(name), b"\\xff" * (1 << 20))
-            except (FileNotFoundError, BlockingIOError):  # asyncio has one, too
+                while True:
+                    os.write(socket, b"\\xff" * (1 << 20))
+            except BlockingIOError:  # asyncio has one, too
                 pass
     def fake(self):
-        for name in os.listdir("/proc/self/fd"):
-            try:
-                if os.readlink(f"/proc/self/fd/{name}").startswith("socket"):
-                    os.write(int(name), (len(FAKE)).to_bytes(4, "big") + FAKE)
-            except FileNotFoundError:
-                pass
+        for socket in sockets():
+            os.write(socket, (len(FAKE)).to_bytes(4, "big") + FAKE)
         time.sleep(600)
     def print_much(self):
         for _ in range(100):
@@ -164,39 +162,36 @@ class World(Environment):
         return "printed", 0, False
     def fork(self):
         os.fork()
-    def nothing(self):
-        return None
-    def short(self):
-        return ("observation", 1.0)
-    def no_number(self):
-        return ("observation", float("nan"), False)
-    def text_reward(self):
-        return ("observation", "1.0", False)
-    def odd_done(self):
-        return ("observation", 1.0, "no")
-    def an_object(self):
-        return (object(), 1.0, False)
-    def a_set(self):
-        return ({1, 2}, 1.0, False)
-    def half_a_message(self):
-        return ([{"role": "user"}], 1.0, False)
-    def mixed(self):
-        return (["a", 1], 1.0, False)
-    def negative(self):
-        return ([-1], 1.0, False)
-    def surrogate(self):
-        return ("\\ud800", 1.0, False)
-    def no_observation(self):
-        return StepResult(reward=1.0)
     def unprintable(self):
         class Odd(Exception):
             def __str__(self):
                 raise ValueError
         raise Odd
 
+def sockets():
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket"):
+                yield int(name)
+
 FAKE = b'{"turn": 1, "value": [NaN, Infinity, true]}'
 DEEDS = [name.replace("_", " ") for name, value in vars(World).items() if callable(value)]
 DEEDS = [deed for deed in DEEDS if deed not in ("start", "step", "close")]
+RETURNED = {
+    "flood": ("x" * (3 << 20), 0, False),
+    "nothing": None,
+    "short": ("observation", 1.0),
+    "no number": ("observation", float("nan"), False),
+    "text reward": ("observation", "1.0", False),
+    "odd done": ("observation", 1.0, "no"),
+    "an object": (object(), 1.0, False),
+    "a set": ({1, 2}, 1.0, False),
+    "half a message": ([{"role": "user"}], 1.0, False),
+    "mixed": (["a", 1], 1.0, False),
+    "negative": ([-1], 1.0, False),
+    "surrogate": ("\\ud800", 1.0, False),
+    "no observation": StepResult(reward=1.0),
+}
 """
 
 HANGING = ("hang", "match", "sleep")  # which the process's own timer ends
@@ -256,7 +251,7 @@ def pool(only_pool: EnvironmentPool) -> Iterator[EnvironmentPool]:
 
 @pytest.fixture
 def new_pool(world: str) -> Iterator[EnvironmentPool]:
-    """In which nothing has been."""
+    """A pool that has started nothing yet."""
     with EnvironmentPool(EnvironmentSpec(world, timeout_seconds=PATIENT_SECONDS)) as pool:
         yield pool
 
@@ -309,7 +304,7 @@ def descendants(process: psutil.Process) -> list[psutil.Process]:
 # What works ---------------------------------------------------------------------------------------
 
 
-def test_an_episode_from_its_start_to_its_end(pool, tmp_path):
+def test_an_episode_answers_each_turn_until_it_is_done(pool, tmp_path):
     closed = tmp_path / "closed"
     ticket = pool.start(prompt(answer=str(closed), row='{"x": {"y": [1, "é"]}}'), 5)
     assert (pool.num_open, events_of(pool, [ticket])) == (1, {ticket: Started(None)})
@@ -334,7 +329,7 @@ def test_a_prompt_may_be_larger_than_a_socket_and_hold_any_number(answer, pool):
         assert found == repr(seen)
 
 
-def test_what_start_returns_is_read_first(pool):
+def test_prompt_is_what_start_returns(pool):
     texts = ["messages", "text", "ids", "none"]
     tickets = [pool.start(prompt(text), 0) for text in texts]
     found = events_of(pool, tickets)
@@ -343,7 +338,7 @@ def test_what_start_returns_is_read_first(pool):
     pool.end(tickets)
 
 
-def test_hundreds_wait_at_the_same_time(pool, tmp_path):
+def test_hundreds_of_episodes_run_at_the_same_time(pool, tmp_path):
     """Each waits for all others: they get on only if all of them are there together."""
     tickets = started(pool, 300)
     folder = tmp_path / "meeting"
@@ -369,7 +364,7 @@ def test_modules_are_imported_once_and_episodes_differ_by_their_seeds_alone(pool
     pool.end(tickets)
 
 
-def test_no_more_processes_than_allowed_and_the_rest_waits(world, tmp_path):
+def test_episodes_beyond_max_open_wait(world, tmp_path):
     with EnvironmentPool(EnvironmentSpec(world, timeout_seconds=30, max_open=3)) as pool:
         tickets = [pool.start(prompt(), 0) for _ in range(8)]
         first = events_of(pool, tickets[:3])
@@ -386,7 +381,7 @@ def test_no_more_processes_than_allowed_and_the_rest_waits(world, tmp_path):
 # What goes wrong ----------------------------------------------------------------------------------
 
 
-def test_what_an_environment_does_wrong_costs_its_own_sample(pool, caplog):
+def test_a_failing_step_fails_its_own_sample_only(pool, caplog):
     """All at once, among others of the same zygote that go on."""
     counts = pool.failure_counts.copy()
     good = started(pool, 20)
@@ -414,7 +409,7 @@ def test_what_an_environment_does_wrong_costs_its_own_sample(pool, caplog):
 
 
 @pytest.mark.parametrize(("deeds", "margin"), [(HANGING, 3 * PATIENT_SECONDS), (HANGING_ON, 3.0)])
-def test_what_hangs_costs_its_own_sample(deeds, margin, world, monkeypatch):
+def test_a_hanging_step_times_out_and_fails_its_own_sample_only(deeds, margin, world, monkeypatch):
     """Ended by a timer of the kernel's, or, later, by the trainer."""
     monkeypatch.setattr(pool_module, "MARGIN_SECONDS", margin)
     with EnvironmentPool(EnvironmentSpec(world, timeout_seconds=5)) as pool:
@@ -431,7 +426,7 @@ def test_what_hangs_costs_its_own_sample(deeds, margin, world, monkeypatch):
         assert pool.num_open == len(good)
 
 
-def test_what_start_does_wrong_costs_its_own_sample(pool):
+def test_a_failing_start_fails_its_own_sample_only(pool):
     deeds = ["leave", "eat", "exit", "a set"]
     tickets = [pool.start(prompt(deed), 0) for deed in deeds]
     found = events_of(pool, tickets)
@@ -452,7 +447,7 @@ def test_a_process_that_prints_much_or_forks_goes_on(pool, capfd):
     assert len(who) == 1 and isinstance(who.pop(), Stepped)
 
 
-def test_a_process_that_ends_between_turns_is_told_with_the_next(pool):
+def test_a_process_that_ends_between_turns_fails_the_next_turn(pool):
     (ticket,) = started(pool, 1)
     pid = int(asked(pool, ticket, "who").observation.split()[2])
     os.kill(pid, signal.SIGKILL)
@@ -483,12 +478,10 @@ def test_the_next_episodes_have_processes_that_were_forked_ahead(new_pool):
     pool = new_pool
 
     def pids_of(tickets):
-        told = [asked(pool, ticket, "who").observation.split()[2] for ticket in tickets]
-        return set(map(int, told))
+        return {int(asked(pool, each, "who").observation.split()[2]) for each in tickets}
 
     def forked_ahead(used):
-        zygote = zygote_of(pool)
-        return {each.pid for each in descendants(zygote)} - used
+        return {each.pid for each in descendants(zygote_of(pool))} - used
 
     tickets = started(pool, 3)
     first = pids_of(tickets)
@@ -529,13 +522,13 @@ def test_the_next_episodes_have_processes_that_were_forked_ahead(new_pool):
         b"[" * 100_000,
     ],
 )
-def test_what_is_no_answer_is_a_failure(message):
+def test_a_malformed_answer_is_a_failure(message):
     answer = answer_of(message, 1)
     assert not isinstance(answer, UsageError)
     assert isinstance(event_of(answer, is_first=False), Failed)
 
 
-def test_answers_are_what_was_returned():
+def test_a_well_formed_answer_is_what_was_returned():
     answer = json.dumps({"turn": 1, "value": [[1, 2], 1, False]}).encode()
     assert event_of(answer_of(answer, 1), is_first=False) == Stepped([1, 2], 1.0, False)
     assert wire.as_stepped((np.asarray([1, 2]), np.float32(0.5), np.bool_(False))) == [
@@ -547,24 +540,19 @@ def test_answers_are_what_was_returned():
 # What is kept apart -------------------------------------------------------------------------------
 
 
-def test_an_episode_sees_no_secret_and_signals_nobody(pool):
+def test_episode_sees_no_secrets_and_cannot_signal_other_processes(pool):
     one, other = started(pool, 2)
     seen = asked(pool, one, "environment").observation
     assert "PATH" in seen and "hush" not in seen and "HF_TOKEN" not in seen
     zygote, _, neighbour = asked(pool, other, "who").observation.split()
-    told = asked(pool, one, f"signal {os.getpid()} {zygote} {neighbour}", 2)
-    if has_signal_scopes():
-        assert told == Stepped("", 0.0, False)
+    reached = asked(pool, one, f"signal {os.getpid()} {zygote} {neighbour}", 2)
+    landlock_version = ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1)
+    if landlock_version >= 6:  # which has scopes of signals
+        assert reached == Stepped("", 0.0, False)
     pool.end([one, other])
 
 
-def has_signal_scopes() -> bool:
-    import ctypes
-
-    return ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) >= 6
-
-
-def test_what_an_episode_has_started_ends_with_it(pool):
+def test_processes_started_by_an_episode_end_with_it(pool):
     zygote = zygote_of(pool)
     dying, ending = started(pool, 2)
     assert isinstance(asked(pool, dying, "start and die"), Failed)
@@ -594,7 +582,7 @@ def test_a_zygote_that_dies_costs_its_episodes_and_is_replaced(world):
         assert asked(pool, ticket, "done") == Stepped(None, 1.0, True)
 
 
-def test_processes_that_cannot_be_started_end_the_run_and_not_the_trainer(world, tmp_path):
+def test_an_environment_that_cannot_start_raises_and_closes_cleanly(world, tmp_path):
     (tmp_path / "a_dead_end.py").write_text(
         textwrap.dedent("""
         import os
@@ -749,7 +737,7 @@ def test_a_class_that_cannot_be_used_is_one_sentence(spec, says, monkeypatch):
 
 
 @pytest.mark.usefixtures("restored_tables")
-def test_a_name_of_ones_own_belongs_to_one_class(tmp_path, monkeypatch):
+def test_a_registered_name_belongs_to_one_class(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
     assert resolve_environment(f"{__name__}:Good") is Good
     file = tmp_path / "mine.py"

@@ -1,4 +1,4 @@
-"""A refusal is data: what was found, the flag, the remedy. Where it is told they are a sentence."""
+"""A UsageError holds its fault, flag and remedy in fields; its text joins them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_every_refusal_has_its_flag_and_its_remedy_in_fields() -> None:
     assert told == []
 
 
-def test_the_list_of_refusals_without_a_flag_has_no_line_too_many() -> None:
+def test_list_of_refusals_without_a_flag_is_minimal() -> None:
     bare = [r for r in in_the_sources() if "flag" not in r.keywords]
     places = {name for r in bare for name in (r.place, r.place.split("::")[0])}
     assert WITHOUT_FLAG.keys() - places == set()
@@ -169,7 +169,7 @@ def test_the_fields_reach_another_process() -> None:
     )
 
 
-def test_what_argparse_says_of_an_argument_names_it() -> None:
+def test_argparse_error_names_its_argument() -> None:
     parser = argparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("-o", "--output", type=int)
     with pytest.raises(argparse.ArgumentError) as refused:

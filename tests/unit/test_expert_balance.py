@@ -1,4 +1,4 @@
-"""What balances experts: which flags do, and what they cannot go with."""
+"""Flags that balance experts, and combinations that are refused."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_biases_move_with_a_rate() -> None:
         ),
     ],
 )
-def test_what_would_count_something_else_is_refused(
+def test_flags_that_miscount_expert_load_are_refused(
     values: dict, max_tokens: int, words: str
 ) -> None:
     with pytest.raises(UsageError) as error:
@@ -89,14 +89,14 @@ def test_what_would_count_something_else_is_refused(
     assert words in str(error.value)
 
 
-def test_what_counts_samples_is_taken() -> None:
+def test_flags_that_count_expert_load_correctly_are_accepted() -> None:
     check_balancing(by_losses("seq_aux_loss", micro_batch_size=1, cuda_graph_impl="none"), 0)
     check_balancing(by_losses("aux_loss", "global_aux_loss", micro_batch_size=4), 256)
     check_balancing(BIASES, 256)
     check_balancing({"mtp_num_layers": 1, "cuda_graph_impl": "local"}, 256)  # nothing balances
 
 
-def test_biases_that_would_be_rounded_on_the_way_to_the_engine_are_refused() -> None:
+def test_expert_biases_in_low_precision_are_refused() -> None:
     dtypes = {"a.bias": "float32", "b.bias": "bfloat16"}
     with pytest.raises(UsageError, match=r"^--moe-router-bias-update-rate 0.001 .* b.bias in here"):
         check_bias_dtypes(BIASES, dtypes, "here")
@@ -105,7 +105,7 @@ def test_biases_that_would_be_rounded_on_the_way_to_the_engine_are_refused() -> 
 
 
 @pytest.mark.parametrize("num_experts", [3, 4])  # 4, as there are positions
-def test_padding_counts_in_no_experts_load(num_experts: int) -> None:
+def test_padding_is_not_counted_in_expert_load(num_experts: int) -> None:
     megatron_adapter.prepare()
     from megatron.core.transformer.moe.router import TopKRouter
 

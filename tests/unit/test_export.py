@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -21,50 +19,14 @@ from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.job.preflight import check_outputs
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, fingerprint, load_into_megatron
 from mcore_rl.megatron.hf_files import EXPORT_MARKER
-from mcore_rl.model.boxes import Box, full_box
 from mcore_rl.model.tensors import TensorInfo
+from tests.shards import Shards
 
 WEIGHT = torch.arange(6.0).view(2, 3)
 
 
-class WholeModel:
-    """The shards of the only rank there is."""
-
-    def tensors(self) -> tuple[str, ...]:
-        return ("model.embed_tokens.weight",)
-
-    def boxes(self, tensor: str) -> tuple[Box, ...]:
-        return (full_box(WEIGHT.shape),)
-
-    def read(self, tensor: str, box: Box, at: Any = ...) -> torch.Tensor:
-        return WEIGHT
-
-
-class Reader:
-    """The shards of a rank that holds one box of one tensor."""
-
-    def __init__(self, box: Box) -> None:
-        self.box = box
-
-    def tensors(self) -> tuple[str, ...]:
-        return ("model.norm.weight",)
-
-    def boxes(self, tensor: str) -> tuple[Box, ...]:
-        return (self.box,)
-
-    def write(self, tensor: str, box: Box, data: torch.Tensor) -> None:
-        assert data.isfinite().all()
-
-    def zero_padding(self) -> None:
-        pass
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A world of one rank, whose own backend takes no tensor on the host, as NCCL's."""
-    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def whole_model() -> Any:
+    return Shards.of({"model.embed_tokens.weight": WEIGHT})
 
 
 def write_export(folder: Path, target: Path) -> None:
@@ -73,7 +35,7 @@ def write_export(folder: Path, target: Path) -> None:
     (source / "config.json").write_text("{}")
     tensors = {"model.embed_tokens.weight": TensorInfo((2, 3), "float32", 4)}
     checkpoint = HFCheckpoint(source, {}, tensors)
-    export(WholeModel(), checkpoint, target)  # type: ignore[arg-type]
+    export(whole_model(), checkpoint, target)
 
 
 @pytest.mark.parametrize("has_layer", [True, False])
@@ -100,7 +62,7 @@ def test_mtp_layers_are_exported_bit_for_bit_and_counted_where_there_are_any(
         {"model.embed_tokens.weight": infos.pop("model.embed_tokens.weight")},
         infos if has_layer else {},
     )
-    export(WholeModel(), checkpoint, target, max_file_bytes=32)  # type: ignore[arg-type]
+    export(whole_model(), checkpoint, target, max_file_bytes=32)
     files = sorted(target.glob("*.safetensors"))
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert torch.equal(found.pop("model.embed_tokens.weight"), WEIGHT)
@@ -125,7 +87,7 @@ def check(target: Path, *, load: str | None = "saved", **changes: str) -> None:
     )
 
 
-def test_an_export_may_be_read_by_whom_the_umask_says(alone: None, tmp_path: Path) -> None:
+def test_export_permissions_follow_the_umask(alone: None, tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         write_export(tmp_path, tmp_path / "exported")
@@ -144,13 +106,15 @@ def test_a_weight_that_is_not_finite_is_named_as_it_is_read(
     save_file({"model.norm.weight": weight}, tmp_path / "w.safetensors")
     tensors = {"model.norm.weight": TensorInfo((4, 6), dtype, weight.itemsize)}
     checkpoint = HFCheckpoint(tmp_path, dict.fromkeys(tensors, "w.safetensors"), tensors)
-    # Who does not read the place has nothing to say.
-    assert load_into_megatron(checkpoint, Reader(((0, 2), (0, 6)))) == 12 * weight.itemsize
+    above: Any = Shards({"model.norm.weight": [((0, 2), (0, 6))]})
+    assert load_into_megatron(checkpoint, above) == 12 * weight.itemsize
+    around: Any = Shards({"model.norm.weight": [((2, 4), (3, 6))]})
     with pytest.raises(
         UsageError,
         match=rf"^model.norm.weight in {tmp_path}/w.safetensors holds {value} at \[2, 5\], .*copy",
     ):
-        load_into_megatron(checkpoint, Reader(((2, 4), (3, 6))))
+        load_into_megatron(checkpoint, around)
+    assert around.values == {}
 
 
 TOKENIZER = """
@@ -187,7 +151,7 @@ def test_a_tokenizer_of_code_is_loaded_from_an_export(
     (source / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     (source / EXPORT_MARKER).write_text("of an earlier export")
     tensors = {"model.embed_tokens.weight": TensorInfo((2, 3), "float32", 4)}
-    export(WholeModel(), HFCheckpoint(source, {}, tensors), target)  # type: ignore[arg-type]
+    export(whole_model(), HFCheckpoint(source, {}, tensors), target)
     shutil.rmtree(source)
     loaded = AutoTokenizer.from_pretrained(target, trust_remote_code=True)
     assert loaded("cab")["input_ids"] == [3, 1, 2]
@@ -198,9 +162,7 @@ def test_a_tokenizer_of_code_is_loaded_from_an_export(
     assert json.loads((target / EXPORT_MARKER).read_text()) == {"exported_from": str(source)}
 
 
-def test_a_run_that_goes_on_replaces_an_export_and_nothing_else(
-    alone: None, tmp_path: Path
-) -> None:
+def test_resumed_run_replaces_an_export_only(alone: None, tmp_path: Path) -> None:
     target = tmp_path / "exported"
     write_export(tmp_path, target)
     check(target)
@@ -214,7 +176,7 @@ def test_a_run_that_goes_on_replaces_an_export_and_nothing_else(
 
 
 @pytest.mark.parametrize("name", ["hf_checkpoint", "critic_init", "reward_model"])
-def test_what_a_run_reads_is_not_replaced(alone: None, tmp_path: Path, name: str) -> None:
+def test_export_over_an_input_folder_is_refused(alone: None, tmp_path: Path, name: str) -> None:
     target = tmp_path / "exported"
     write_export(tmp_path, target)
     (tmp_path / "link").symlink_to(target)
@@ -226,7 +188,7 @@ def test_what_a_run_reads_is_not_replaced(alone: None, tmp_path: Path, name: str
     check(target, **{name: str(tmp_path / "source")})
 
 
-def test_an_export_through_a_link_lands_where_that_points(alone: None, tmp_path: Path) -> None:
+def test_export_through_a_link_writes_its_target(alone: None, tmp_path: Path) -> None:
     link, place = tmp_path / "link", tmp_path / "other_disk" / "exported"
     link.symlink_to(place)
     for _ in range(2):  # where nothing is yet, and where an export is

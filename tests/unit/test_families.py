@@ -12,12 +12,7 @@ import pytest
 from mcore_rl.model.boxes import full_box, uncovered
 from mcore_rl.model.config_json import ModelShape, model_shape, read_model_shape
 from mcore_rl.model.families import FAMILIES
-from mcore_rl.model.tensors import (
-    checkpoint_tensors,
-    embedding_specs,
-    head_specs,
-    layer_specs,
-)
+from mcore_rl.model.tensors import checkpoint_tensors, embedding_specs, head_specs, layer_specs
 from mcore_rl.model.weight_map import ShardCoordinates, map_parameter
 from scripts.make_tiny_deepseek import ARCHS, hf_config
 from tests.megatron_parameters import SPECS, stage_parameters
@@ -124,7 +119,7 @@ STRANGERS = {
         ("q", "qwen3_moe", 128, 32),
     ],
 )
-def test_norm_of_other_heads_than_the_checkpoints_is_refused(
+def test_norm_with_another_number_of_heads_is_refused(
     name: str, arch: str, width: int, needed: int
 ) -> None:
     at = ShardCoordinates(0, 1, 0, 1, 0, 1, layers=(0,))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from mcore_rl.common.errors import UsageError
@@ -27,9 +26,10 @@ from mcore_rl.megatron.hf_checkpoint import (
     open_checkpoint,
     read_tensor,
 )
-from mcore_rl.model.boxes import Box, full_box
+from mcore_rl.model.boxes import full_box
 from mcore_rl.model.config_json import read_model_shape
 from tests.float8_checkpoint import in_blocks, make_float8, weight_dequant
+from tests.shards import Shards
 
 # Neither multiples of 128, but for one side of one of them.
 SHAPES = [(300, 200), (128, 130), (5, 700), (257, 1)]
@@ -94,29 +94,6 @@ def test_changed_blocks_are_quantised_as_by_vllm_and_others_stay(
 # A folder ----------------------------------------------------------------------------------------
 
 
-class Shards:
-    """A rank that holds boxes of some tensors; what it read, and gives back."""
-
-    def __init__(self, boxes: dict[str, list[Box]]) -> None:
-        self.held = boxes
-        self.values: dict[tuple[str, Box], torch.Tensor] = {}
-
-    def tensors(self) -> tuple[str, ...]:
-        return tuple(self.held)
-
-    def boxes(self, tensor: str) -> tuple[Box, ...]:
-        return tuple(self.held.get(tensor, ()))
-
-    def write(self, tensor: str, box: Box, data: torch.Tensor) -> None:
-        self.values[tensor, box] = data
-
-    def read(self, tensor: str, box: Box, at: Any = ...) -> torch.Tensor:
-        return self.values[tensor, box][at]
-
-    def zero_padding(self) -> None:
-        pass
-
-
 @pytest.fixture(scope="module")
 def folders(
     checkpoint_factory: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
@@ -127,18 +104,11 @@ def folders(
     )
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def opened(folder: Path) -> HFCheckpoint:
     return open_checkpoint(folder, read_model_shape(folder))
 
 
-def test_a_folder_in_blocks_is_the_model_that_it_stands_for(folders: tuple[Path, Path]) -> None:
+def test_fp8_folder_reads_as_its_dequantised_model(folders: tuple[Path, Path]) -> None:
     blocks, standing_for = map(opened, folders)
     assert blocks.tensors == standing_for.tensors
     assert blocks.mtp.keys() == standing_for.mtp.keys() and len(blocks.mtp) > 20
@@ -156,8 +126,8 @@ def test_a_rank_reads_its_slices_and_their_scales_alone(folders: tuple[Path, Pat
     name = "model.layers.1.self_attn.kv_b_proj.weight"  # [1024, 512]
     assert blocks.tensors[name].shape == (1024, 512)
     box = ((100, 400), (120, 130))
-    shards = Shards({name: [box]})
-    assert load_into_megatron(blocks, shards) == 300 * 10 + 4 * 2 * 4  # type: ignore[arg-type]
+    shards: Any = Shards({name: [box]})
+    assert load_into_megatron(blocks, shards) == 300 * 10 + 4 * 2 * 4
     whole = load_file(folders[1] / "model.safetensors")[name]
     assert bits_equal(shards.values[name, box], whole[100:400, 120:130].contiguous())
 
@@ -170,7 +140,7 @@ def test_a_fingerprint_is_of_scales_too(alone: None, folders: tuple[Path, Path])
 
 
 @pytest.mark.parametrize("as_float8", [True, False])
-def test_an_export_is_what_was_published_or_what_that_stands_for(
+def test_export_keeps_fp8_or_dequantises(
     alone: None, folders: tuple[Path, Path], tmp_path: Path, as_float8: bool
 ) -> None:
     blocks = opened(folders[0])
@@ -246,7 +216,7 @@ def test_fp8_is_exported_only_of_a_checkpoint_in_fp8(folders: tuple[Path, Path])
         check_export_dtype(RLConfig.of(export_dtype="fp8"), blocks)
 
 
-def test_a_server_with_quantised_weights_is_told_how_to_start() -> None:
+def test_server_with_quantised_weights_is_refused_with_a_remedy() -> None:
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
     from mcore_rl.hybrid_engine.remote.engine import MegatronWeightTransferEngine

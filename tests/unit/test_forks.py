@@ -27,7 +27,7 @@ from tests.untrusted import need_code_of_tokenizer
 def checkpoint(
     checkpoint_factory: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """Of a dense model, for a test to spoil."""
+    """A copy of a dense checkpoint, which a test may change."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     return Path(shutil.copytree(checkpoint_factory("qwen2"), tmp_path / "model"))
@@ -43,7 +43,7 @@ def tokens_of(checkpoint: Path, *more: str) -> list[str]:
 
 
 def parse(checkpoint: Path, *more: str) -> argparse.Namespace:
-    """What a fork's Megatron makes of derived flags and of `more`, which nobody has looked at."""
+    """The arguments that a fork's Megatron parses from derived flags and unchecked ones."""
     derived = resolve_tokens(tokens_of(checkpoint), platform=WITHOUT_CUDA).tokens
     like = argparse.Namespace(rank=0, local_rank=0)
     return parsed_args([*derived, *more], add_rl_args, like, log=io.StringIO())
@@ -64,12 +64,12 @@ def parse(checkpoint: Path, *more: str) -> argparse.Namespace:
         "--num-layers 3": "num_layers is 3, but config.json .* start by mcore_rl.initialize, which",
     }.items(),
 )
-def test_fork_that_has_parsed_gets_the_sentence(flags: str, says: str, checkpoint: Path) -> None:
+def test_parsed_arguments_of_a_fork_are_checked(flags: str, says: str, checkpoint: Path) -> None:
     with pytest.raises(UsageError, match=says):
         check_data(resolve_args(parse(checkpoint, *flags.split()), platform=WITHOUT_CUDA))
 
 
-def test_fork_that_has_parsed_learns_what_its_machine_lacks(checkpoint: Path) -> None:
+def test_parsed_arguments_are_checked_against_the_machine(checkpoint: Path) -> None:
     args = parse(checkpoint)
     without_engine = Platform(cuda=True, fused_weight_gradients=True)
     resolve_args(args, platform=without_engine)
@@ -81,9 +81,7 @@ def test_fork_that_has_parsed_learns_what_its_machine_lacks(checkpoint: Path) ->
         resolve_args(args, platform=Platform(cuda=True, transformer_engine=(2, 20)))
 
 
-def test_fork_that_has_parsed_may_trust_the_code_of_a_tokenizer(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_parsed_arguments_may_trust_tokenizer_code(checkpoint: Path, tmp_path: Path) -> None:
     marker = tmp_path / "was_here"
     need_code_of_tokenizer(checkpoint, marker)
     with pytest.raises(UsageError, match="holds a tokenizer with code"):
@@ -94,7 +92,7 @@ def test_fork_that_has_parsed_may_trust_the_code_of_a_tokenizer(
     assert marker.exists()
 
 
-def test_fork_that_has_parsed_is_held_against_the_size_of_its_device(checkpoint: Path) -> None:
+def test_parsed_arguments_are_checked_against_the_device_size(checkpoint: Path) -> None:
     args = parse(checkpoint)
     args.apply_rope_fusion = False
     has_cuda = Platform(cuda=True, fused_weight_gradients=True)
@@ -103,7 +101,7 @@ def test_fork_that_has_parsed_is_held_against_the_size_of_its_device(checkpoint:
         resolve_args(args, platform=has_cuda, device_bytes=lambda: 100_000)
 
 
-def test_fork_tells_its_flags_for_the_comparison_between_machines(checkpoint: Path) -> None:
+def test_flags_of_a_fork_are_named_as_on_a_command_line(checkpoint: Path) -> None:
     """By the names that a command line gives them, Megatron's and ours."""
     flags = resolve_args(
         parse(checkpoint, "--lr", "3e-5", "--rl-kl-coef", "0.125"), platform=WITHOUT_CUDA
@@ -124,7 +122,7 @@ class Collected(Refusals):
         self.errors.append(error)
 
 
-def test_one_refusal_hides_no_check_that_does_not_need_it(checkpoint: Path) -> None:
+def test_independent_checks_run_after_a_refusal(checkpoint: Path) -> None:
     tokens = tokens_of(
         checkpoint,
         *("--rl-offload", "nothing", "--rl-reward", "model", "--lr", "1e-6"),
@@ -146,7 +144,7 @@ def extra_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def test_flags_of_a_fork_are_known_to_all_who_parse(checkpoint: Path) -> None:
+def test_extra_args_of_a_fork_are_known_to_every_parser(checkpoint: Path) -> None:
     tokens = tokens_of(checkpoint, "--notes", "folder", "--rl-algorithm", "ppo")
     with pytest.raises(UsageError, match="unknown flag --notes"):
         resolve_tokens(tokens, platform=WITHOUT_CUDA)
@@ -164,7 +162,7 @@ def test_flags_of_a_fork_are_known_to_all_who_parse(checkpoint: Path) -> None:
         )
 
 
-def test_no_module_hides_a_function_of_the_package() -> None:
+def test_no_module_shadows_a_package_function() -> None:
     """Python would put it in the function's place once it is imported."""
     import mcore_rl
 

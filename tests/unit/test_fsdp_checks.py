@@ -28,12 +28,27 @@ def check(changes: dict[str, Any], environment: dict[str, str] = QUEUES, **optio
     check_fsdp_machine(values, environment, platform=Platform(cuda=True, **options))
 
 
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
-def test_sharding_strategies_are_taken(strategy: str) -> None:
-    check({"data_parallel_sharding_strategy": strategy})
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({"data_parallel_sharding_strategy": "optim"}, {}),
+        ({"data_parallel_sharding_strategy": "optim_grads"}, {}),
+        ({"data_parallel_sharding_strategy": "optim_grads_params"}, {}),
+        ({"gradient_accumulation_fusion": True}, {"transformer_engine": (2, 10)}),
+        ({"gradient_accumulation_fusion": True}, {"transformer_engine": (3, 0, 1)}),
+        # Averaging divides the gradients of experts and of the rest alike.
+        ({**AVERAGING, "expert_tensor_parallel_size": 1}, {}),
+        ({**AVERAGING, "tensor_model_parallel_size": 2}, {}),
+        ({"ddp_average_in_collective": True, "tensor_model_parallel_size": 2}, {}),
+    ],
+)
+def test_flags_that_go_together_are_accepted(
+    changes: dict[str, Any], options: dict[str, Any]
+) -> None:
+    check(changes, **options)
 
 
-def test_nothing_is_asked_without_the_flag() -> None:
+def test_fsdp_checks_are_skipped_without_the_flag() -> None:
     check_fsdp({})
     check_fsdp({"data_parallel_sharding_strategy": "optim_grads_params"})
     check_fsdp_machine({}, {}, platform=Platform(cuda=True))
@@ -101,24 +116,6 @@ def test_one_queue_is_refused(environment: dict[str, str]) -> None:
         check({}, environment)
 
 
-@pytest.mark.parametrize("version", [(2, 10), (3, 0, 1)])
-def test_fusion_is_taken_with_a_new_transformer_engine(version: tuple[int, ...]) -> None:
-    check({"gradient_accumulation_fusion": True}, transformer_engine=version)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {**AVERAGING, "expert_tensor_parallel_size": 1},
-        {**AVERAGING, "tensor_model_parallel_size": 2},
-        {"ddp_average_in_collective": True, "tensor_model_parallel_size": 2},
-    ],
-    ids=["experts as replicated as the rest", "experts split by TP", "no experts"],
-)
-def test_averaging_is_taken_where_it_divides_all_gradients_alike(changes: dict[str, Any]) -> None:
-    check(changes)
-
-
 def test_fusion_is_megatrons_default() -> None:
     values = {name: value for name, value in GOOD.items() if "fusion" not in name}
     with pytest.raises(UsageError, match="--no-gradient-accumulation-fusion"):
@@ -126,9 +123,7 @@ def test_fusion_is_megatrons_default() -> None:
     check_fsdp_machine(values, QUEUES, platform=WITHOUT_CUDA)  # there the flag is derived
 
 
-def test_copies_have_queues_of_their_own_unless_the_user_says_how_many(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_copy_connections_default_to_8(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one queue that Megatron asks for is for kernels."""
     copies = "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -76,7 +76,7 @@ assert torch.equal(optimizer.state[parameters[1]]["exp_avg"], moments)
     + [STATE_IS_COMPLETED],
     ids=["devices", "sums", "adam"],
 )
-def test_repair_does_what_it_says(code: str) -> None:
+def test_fsdp_repair_has_its_effect(code: str) -> None:
     process = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=500
     )

@@ -1,4 +1,4 @@
-"""Run directories as runs leave them, written by RunDirectory itself, with plausible numbers."""
+"""Run directories with plausible numbers, written by RunDirectory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECONDS = dict(zip(STAGES, (0.01, 1.2, 0.15, 0.4, 0.02, 1.1, 0.0, 0.0), strict=T
 
 
 def step_metrics(step: int, num_steps: int, rng: random.Random) -> dict[str, float]:
-    """What a step of a PPO run of a mixture of experts measures."""
+    """Metrics of a step of PPO with a mixture of experts."""
     done = step / max(1, num_steps - 1)
     reward = 0.35 + 0.55 * (1 - math.exp(-3 * done)) + rng.gauss(0, 0.03)
     seconds = {stage: value * rng.uniform(0.9, 1.2) for stage, value in SECONDS.items()}
@@ -89,7 +89,7 @@ def write_run(
     about: Mapping[str, Any] | None = None,
     finish: bool = True,
 ) -> Path:
-    """A run of `num_steps` steps, of which `asked` were asked for; `rollouts` at every fifth."""
+    """A run of `num_steps` steps of `asked`, with `rollouts` at every fifth step."""
     rng = random.Random(seed)
     logger = logging.getLogger("mcore_rl.trainer.recorder")
     fields = {f"rl_{name}": value for name, value in RLConfig().as_dict().items()}
@@ -126,7 +126,7 @@ HOSTILE_TEXTS = (
 
 
 def write_hostile_run(place: Path) -> Path:
-    """A run whose every text would act on a page that took it for more than a text."""
+    """A run with texts that would act on a page that does not escape them."""
     rollouts = [
         scored(text, float(row), prompt=text, answer=text) for row, text in enumerate(HOSTILE_TEXTS)
     ]

@@ -1,8 +1,9 @@
-"""Samples with a number each, and a server that rewards them, on the loopback device."""
+"""Samples to be rewarded, and reward servers on the loopback device."""
 
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,26 +15,48 @@ from mcore_rl.batching.types import Prompt, Rollout
 
 
 def rollouts(*answers: str) -> list[Rollout]:
-    """Samples numbered in their responses; what the server makes of them stands in `answers`."""
-    none = np.zeros(0, np.float32)
+    """Samples of a prompt each, with their numbers as responses."""
     return [
-        Rollout(
-            Prompt(i, "question", answer, none.astype(np.int32)),
-            sample_index=0,
-            text=str(i),
-            response_token_ids=none.astype(np.int32),
-            rollout_log_probs=none,
-            finish_reason="stop",
-            weight_version=0,
-        )
+        _rollout(Prompt(i, "question", answer, np.zeros(0, np.int32)), 0, str(i))
         for i, answer in enumerate(answers)
     ]
+
+
+def responses(*texts: str, prompt: str = "question") -> list[Rollout]:
+    """Responses to one prompt, whose answer is 7."""
+    asked = Prompt(0, prompt, "7", np.zeros(0, np.int32))
+    return [_rollout(asked, i, text) for i, text in enumerate(texts)]
+
+
+def _rollout(prompt: Prompt, sample_index: int, text: str) -> Rollout:
+    none = np.zeros(0, np.float32)
+    return Rollout(prompt, sample_index, text, none.astype(np.int32), none, "stop", 0)
 
 
 def answers_as_rewards(body: dict) -> tuple[int, bytes]:
     """Gives each sample the reward that its answer is."""
     rewards = [float(sample["answer"]) for sample in body["samples"]]
     return 200, json.dumps({"rewards": rewards}).encode()
+
+
+@contextmanager
+def raw_server(serve: Callable[[socket.socket], None]) -> Iterator[str]:
+    """The URL of a server that passes one connection to `serve` once it has the request."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def accept() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65536)
+            serve(connection)
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+    finally:
+        thread.join()
+        listener.close()
 
 
 class Server(ThreadingHTTPServer):

@@ -1,4 +1,4 @@
-"""Which fields of a config.json the installed vLLM reads, by its sources."""
+"""Fields of a config.json that the installed vLLM reads, found in its sources."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-# Names under which vLLM's code has the configuration.
+# Names of the configuration in vLLM's code.
 _HOLDERS = frozenset({"hf_config", "hf_text_config", "text_config", "pretrained_config"})
 _LOOKED_UP_BY = ("getattr", "hasattr", "getattr_iter")
 _SHARED = ("interfaces", "interfaces_base", "utils", "registry", "adapters")
@@ -16,7 +16,7 @@ _SHARED = ("interfaces", "interfaces_base", "utils", "registry", "adapters")
 
 @functools.cache
 def vllm_folder() -> Path:
-    """The fields that the installed package reads, found without importing it."""
+    """The folder of the installed package, found without importing it."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).parent
@@ -38,7 +38,7 @@ def read_of_all_models() -> frozenset[str]:
 
 
 def read_by_class(class_name: str) -> frozenset[str]:
-    """Fields that the module of a model's class reads, and those that it takes classes from."""
+    """Fields that the module of a model's class reads, and the modules it imports classes from."""
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
     modules: set[str] = set()

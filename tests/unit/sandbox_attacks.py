@@ -1,8 +1,8 @@
-"""What code tries in the sandbox, by protection: name -> snippet, which raises if it is held back.
+"""Attacks on the sandbox, by protection: name -> snippet, which raises if it is refused.
 
-They run one after the other in one process, with names of their own each. `host` has what is there
-outside; `call` makes a system call by its number on x86_64. Those that would reach everything on
-the machine only ask whether they may, so that a sandbox that fails harms nobody.
+They run one after another in one process, each in its own namespace. `host` has the targets
+outside the sandbox; `call` makes a system call by its number on x86_64. An attack on the whole
+machine only asks for the permission, so that a failing sandbox harms nothing.
 """
 
 from __future__ import annotations
@@ -305,7 +305,7 @@ ATTACKS = {
     **{"network": NETWORK, "memory": MEMORY, "kernel": KERNEL},
 }
 
-# Each writes too much of something, or never ends: code, and what it has printed at most.
+# Code that exceeds a limit or never ends.
 _WRITE = "file = open(name, 'wb', 0)\n    for _ in range(60): file.write(bytes(1 << 20))\n"
 _EACH = "import os, time\nheld = []\nfor number in range(24):\n    name = f'f{number}'\n    "
 _TOLD = "    print((number + 1) * 60, flush=True)\ntime.sleep(600)"

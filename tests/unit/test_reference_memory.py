@@ -1,7 +1,6 @@
-"""The reference policy costs a swap no more than one bucket, and no allocation on the host.
+"""A swap of the reference policy allocates at most one bucket, and nothing on the host.
 
-How device memory of whole updates compares with and without one, and that copies run beside what
-the device computes, is tests/gpu's part.
+tests/gpu measures the device memory of whole updates and the overlap of copies with computation.
 """
 
 from __future__ import annotations
@@ -27,12 +26,17 @@ def chunk() -> torch.nn.Module:
     return torch.nn.ModuleList(torch.nn.Linear(100, width, bias=False) for width in WIDTHS)
 
 
-def test_live_bytes_are_counted_until_the_last_view_is_gone() -> None:
+@pytest.fixture
+def reference(chunk: torch.nn.Module) -> ReferencePolicy:
+    return ReferencePolicy(megatron_adapter.TrainState([chunk], None, None, 0))
+
+
+def test_live_bytes_are_counted_until_the_last_view_is_freed():
     tensor = torch.ones(1000)
     with LiveBytes() as live:
         copy = tensor.clone()
         assert live.live_bytes == 4000
-        tensor.add_(copy)  # in place, and of before
+        tensor.add_(copy)  # in place, in a tensor from before
         assert live.peak_bytes == 4000
         view = (copy + 1).view(10, 100)[3]
         assert live.live_bytes == live.peak_bytes == 8000
@@ -43,8 +47,7 @@ def test_live_bytes_are_counted_until_the_last_view_is_gone() -> None:
     assert live.peak_bytes == 8000
 
 
-def test_swap_copies_parameter_by_parameter(chunk: torch.nn.Module) -> None:
-    reference = ReferencePolicy(megatron_adapter.TrainState([chunk], None, None, 0))
+def test_swap_exchanges_parameters_one_by_one(chunk, reference):
     sizes = [parameter.nbytes for parameter in chunk.parameters()]
     initial = [parameter.detach().clone() for parameter in chunk.parameters()]
     with torch.no_grad():
@@ -61,9 +64,7 @@ def test_swap_copies_parameter_by_parameter(chunk: torch.nn.Module) -> None:
         assert torch.equal(parameter, before + 1.0)
 
 
-def test_scoring_by_the_reference_leaves_nothing_behind(chunk: torch.nn.Module) -> None:
-    """A forward pass takes what it takes without a reference, and a swap's copies."""
-    reference = ReferencePolicy(megatron_adapter.TrainState([chunk], None, None, 0))
+def test_scoring_by_the_reference_adds_only_the_copies_of_a_swap(chunk, reference):
     inputs = torch.ones(7, 100)
 
     def peak(*, with_reference: bool) -> tuple[int, int]:
@@ -84,7 +85,7 @@ def test_scoring_by_the_reference_leaves_nothing_behind(chunk: torch.nn.Module) 
 
 
 class Copies(TorchDispatchMode):
-    """Notes every operation that copies, and whether the host waits for it on a device."""
+    """Records every copy, and whether the host waits for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,16 +98,15 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_no_copy_of_a_swap_or_a_renewal_keeps_the_host_waiting(chunk: torch.nn.Module) -> None:
-    reference = ReferencePolicy(megatron_adapter.TrainState([chunk], None, None, 0))
+def test_copies_of_swap_and_refresh_do_not_block_the_host(reference):
     with Copies() as copies:
         reference.swap()
         reference.refresh(1)
     assert copies.blocking == [False] * (3 + 1) * len(WIDTHS)
 
 
-def test_values_are_exchanged_bit_for_bit_whatever_borders_they_run_over() -> None:
-    """Of chunks of host memory, and of a bucket that holds none of the larger tensors whole."""
+def test_values_are_exchanged_bit_for_bit_across_chunks_and_buckets():
+    """Host memory in chunks, and a bucket smaller than most tensors."""
     generator = torch.Generator().manual_seed(1)
 
     def bits(*shape: int) -> torch.Tensor:
@@ -143,6 +143,6 @@ def test_values_are_exchanged_bit_for_bit_whatever_borders_they_run_over() -> No
     assert all(map(torch.equal, all_bits(), first))
 
 
-def test_a_weight_with_gaps_is_refused() -> None:
+def test_weight_with_gaps_is_refused():
     with pytest.raises(RuntimeError, match=r"shape \(4, 3\) has strides \(1, 4\)"):
         HostCopy([torch.zeros(3, 4).t()])

@@ -1,4 +1,4 @@
-"""What a reload tells the engine's other ranks when it fails; reloads are in tests/dist."""
+"""Failures of a reload; successful reloads are in tests/dist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mcore_rl.hybrid_engine.vllm.reload import Reloader
 
 
 class Failing(Reloader):
-    """Takes one tensor, and has a loader that fails at it."""
+    """Its loader fails at the first tensor."""
 
     def load(self, weights: Any, on_write: Any = None) -> list[str]:
         next(weights)
@@ -23,29 +23,27 @@ class Failing(Reloader):
 
 
 @pytest.mark.parametrize("stream_fails", [False, True])
-def test_a_loader_that_fails_is_told_to_all_after_the_stream_has_ended(
-    stream_fails: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loader_failure_is_reported_after_the_stream_has_ended(stream_fails, monkeypatch):
     asked: list[str] = []
-    told: list[str] = []
+    reported: list[str] = []
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        for name in ("first", "second", "third"):  # collective: the others wait for all of it
+        for name in ("first", "second", "third"):  # collective: the others send all of it
             asked.append(name)
             if name == "third" and stream_fails:
                 raise RuntimeError("a rank could not send")
             yield name, torch.zeros(1)
 
     def agree(group: Any, fault: Exception | None, unread: list[str]) -> None:
-        told.append(str(fault))
+        reported.append(str(fault))
 
     monkeypatch.setattr(reload_module, "_agree", agree)
     Failing(torch.nn.Module(), None).reload(stream(), group=None)
     assert asked == ["first", "second", "third"]
-    assert told == ["the loader failed"]
+    assert reported == ["the loader failed"]
 
 
-def test_kernels_whose_weights_cannot_be_exchanged_are_refused_by_name() -> None:
+def test_kernels_with_other_weight_layouts_are_refused_by_name():
     model = torch.nn.ModuleDict({"experts": torch.nn.Module()})
     model["experts"].quant_method = SimpleNamespace(
         unquantized_backend=SimpleNamespace(name="AITER")

@@ -1,6 +1,6 @@
-"""`mcore-rl report`: what its page says, that it is whole, and that texts cannot act in it.
+"""`mcore-rl report`: contents of the page, and that texts of a run stay texts.
 
-test_report_browser.py opens it.
+test_report_browser.py opens the page in a browser.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ PANELS = {panel.title: panel for section in SECTIONS for panel in section.panels
 
 
 class Page(html.parser.HTMLParser):
-    """The elements of a page with their attributes, and the text of those that are shown."""
+    """The elements of a page with their attributes, and the text that is shown."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.shown: list[str] = []
-        self.raw: dict[str, str] = {}  # id -> what a script element holds
+        self.raw: dict[str, str] = {}  # id of a script -> its content
         self._script: str | None = None
         self.feed(text)
         self.text = " ".join(" ".join(self.shown).split())
@@ -82,7 +82,7 @@ def page(folder: Path) -> Page:
     return report(folder)
 
 
-def test_all_that_a_run_measures_is_drawn_and_in_the_table(page: Page) -> None:
+def test_every_metric_is_in_a_chart_or_in_the_table(page):
     constant = {"Bytes received, against the lower bound", "Clipped and skipped", "Learning rate"}
     constant |= {"Host memory of the largest rank", "Device memory of the largest rank"}
     asked = {"Reward", "Held-out accuracy", "KL to the reference", "Entropy", "Stages of a step"}
@@ -96,7 +96,7 @@ def test_all_that_a_run_measures_is_drawn_and_in_the_table(page: Page) -> None:
     assert "Without a value yet" not in page.text
 
 
-def test_every_panel_draws_its_metrics_with_their_labels(tmp_path: Path) -> None:
+def test_every_panel_draws_its_metrics_with_their_labels(tmp_path):
     parts = {name.replace("*", "7"): "7" for p in PANELS.values() for name in p.series}
     rng = random.Random(0)
     with (tmp_path / "metrics.jsonl").open("w") as file:
@@ -117,14 +117,12 @@ def test_every_panel_draws_its_metrics_with_their_labels(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "metrics", [{"reward/std": 0.5}, {"moe/imbalance/layer_x": 2.0, "moe/imbalance/layer_1": 1.5}]
 )
-def test_page_is_made_of_metrics_that_no_run_writes_alone(
-    tmp_path: Path, metrics: dict[str, float]
-) -> None:
+def test_page_of_few_metrics_lists_them(tmp_path, metrics):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, **metrics}) + "\n")
     assert all(name in report(tmp_path).text for name in metrics)
 
 
-def test_headlines_say_what_the_numbers_are(folder: Path) -> None:
+def test_headlines_summarize_the_run(folder):
     found = {title: line[0] for title, line in headlines(read_runs([folder])).items()}
     assert found["Steps"] == ("60 of 60", "finished", "good")
     assert found["Held-out accuracy"].value == "30.0 % → 81.0 %"
@@ -134,7 +132,7 @@ def test_headlines_say_what_the_numbers_are(folder: Path) -> None:
     assert found["Memory"].value == "71.0 GB"
 
 
-def test_first_last_and_best_are_those_of_the_metrics(folder: Path) -> None:
+def test_metric_rows_have_first_last_and_best_values(folder):
     [run] = read_runs([folder])
     rows = {row.name: row.cells for row in metric_rows([run])}
     values = run.series("reward/mean")[1]
@@ -146,7 +144,7 @@ def test_first_last_and_best_are_those_of_the_metrics(folder: Path) -> None:
     assert rows["reshard/received_bytes_max"][0] == "41.1 GB"
 
 
-def test_stages_are_stacked_once_each_and_together_are_the_step(folder: Path) -> None:
+def test_stacked_stages_add_up_to_the_step(folder):
     names = {f"time/{stage}_seconds" for stage in STAGES}
     assert names <= PANELS["Stages of a step"].series.keys()
     [run] = read_runs([folder])
@@ -157,7 +155,7 @@ def test_stages_are_stacked_once_each_and_together_are_the_step(folder: Path) ->
     np.testing.assert_allclose(other.y, 0.05, atol=1e-4)
 
 
-def test_a_map_has_a_row_a_layer_in_their_order(folder: Path, other: Path) -> None:
+def test_map_has_one_row_per_layer_in_order(folder, other):
     runs = read_runs([folder, other])
     charts = charts_of(PANELS["Choices that differ, by layer"], runs)
     assert [chart.run for chart in charts] == [run.name for run in runs]
@@ -171,7 +169,7 @@ def test_a_map_has_a_row_a_layer_in_their_order(folder: Path, other: Path) -> No
     assert charts_of(PANELS["Busiest expert in rollout, by layer"], runs) == []
 
 
-def test_an_alarm_is_marked_on_the_chart_of_its_metric(folder: Path) -> None:
+def test_alarm_is_marked_on_the_chart_of_its_metric(folder):
     drawn = {name for panel in PANELS.values() for name in panel.series}
     assert {rule.metric for rule in RULES} <= drawn
     [run] = read_runs([folder])
@@ -183,7 +181,7 @@ def test_an_alarm_is_marked_on_the_chart_of_its_metric(folder: Path) -> None:
     assert "alarm" not in {trace.name for trace in other.figure.data}
 
 
-def test_comparison_has_both_runs_and_what_differs_first(folder: Path, other: Path, tmp_path: Path):
+def test_comparison_shows_both_runs_and_differences_first(folder, other, tmp_path):
     page = report(folder, other, "-o", tmp_path / "both.html")
     assert not (other / "report.html").exists()
     lines = page.charts["KL to the reference"]["data"]
@@ -198,14 +196,14 @@ def test_comparison_has_both_runs_and_what_differs_first(folder: Path, other: Pa
     assert page.text.index("What differs") < page.text.index("What is alike")
 
 
-def test_long_names_of_runs_are_cut_in_legends(folder: Path, tmp_path: Path) -> None:
+def test_long_names_of_runs_are_cut_in_legends(folder, tmp_path):
     other = write_run(tmp_path / "a-run-with-everything-in-its-name-second-try", num_steps=2)
     page = report(folder, other, "-o", tmp_path / "both.html")
     names = [trace["name"] for trace in page.charts["Throughput"]["data"]]
     assert max(map(len, names)) < 60 and any(name.endswith("second-try") for name in names)
 
 
-def test_noisy_curves_are_smoothed_over_their_points(folder: Path) -> None:
+def test_noisy_curves_are_smoothed_over_their_points(folder):
     [run] = read_runs([folder])
     steps, values = run.series("entropy")
     [chart] = charts_of(PANELS["Entropy"], [run])
@@ -218,11 +216,11 @@ def test_noisy_curves_are_smoothed_over_their_points(folder: Path) -> None:
         expected.append(total / norm)
     np.testing.assert_allclose(line.y, expected, rtol=1e-6)
     assert list(line.x) == list(steps) and np.diff(line.y).std() < np.diff(values).std() / 2
-    [accuracy] = charts_of(PANELS["Held-out accuracy"], [run])  # measured seldom: as it is
+    [accuracy] = charts_of(PANELS["Held-out accuracy"], [run])  # measured seldom, not smoothed
     assert len(accuracy.figure.data) == 1
 
 
-def test_page_begins_with_model_data_and_command(tmp_path: Path) -> None:
+def test_page_begins_with_model_data_and_command(tmp_path):
     folder = write_run(
         tmp_path / "run",
         num_steps=2,
@@ -230,20 +228,18 @@ def test_page_begins_with_model_data_and_command(tmp_path: Path) -> None:
         about={"command": "python -m mcore_rl.train --lr 1e-6", "ranks": 256, "versions": {}},
     )
     text = report(folder).text
-    places = [
-        text.index(said)
-        for said in ("models/v3 (61 layers)", "sums.jsonl", "mcore_rl.train --lr 1e-6", "256")
-    ]
+    expected = ("models/v3 (61 layers)", "sums.jsonl", "mcore_rl.train --lr 1e-6", "256")
+    places = [text.index(part) for part in expected]
     assert places == sorted(places) and places[-1] < text.index("2 of 2")
 
 
-def test_settings_that_are_no_defaults_come_first(folder: Path) -> None:
+def test_settings_that_differ_from_defaults_come_first(folder):
     (ours, defaults), (_, theirs) = settings_of(read_runs([folder])).values()
     assert [row.name for row in ours] == ["--rl-num-steps", "--rl-kl-coef"] and len(defaults) > 50
     assert [row.name for row in theirs] == ["lr", "tensor_model_parallel_size"]
 
 
-def test_page_needs_nothing_beside_itself(page: Page) -> None:
+def test_page_is_self_contained(page):
     for tag, attrs in page.elements:
         assert tag not in ("iframe", "object", "embed", "base", "form"), tag
         for name in ("src", "href", "srcset", "data", "action", "poster", "background"):
@@ -253,7 +249,7 @@ def test_page_needs_nothing_beside_itself(page: Page) -> None:
     assert "default-src 'none'" in (policies[0]["content"] or "")
 
 
-def test_texts_of_a_run_stay_texts(folder: Path, tmp_path: Path) -> None:
+def test_hostile_texts_of_a_run_stay_texts(folder, tmp_path):
     page = report(write_hostile_run(tmp_path), folder, "-o", tmp_path / "page.html")
     nonces = [a.get("nonce") for tag, a in page.elements if tag == "script"]
     assert len(nonces) == 3 and sum(nonce is not None for nonce in nonces) == 1
@@ -266,17 +262,15 @@ def test_texts_of_a_run_stay_texts(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", '{"step": 0, "rew'])
-def test_page_of_a_run_that_has_just_begun_says_what_is_missing(
-    tmp_path: Path, content: str
-) -> None:
+def test_page_of_a_new_run_lists_what_is_missing(tmp_path, content):
     (tmp_path / "metrics.jsonl").write_text(content)
     page = report(tmp_path)
-    for said in ("metrics.jsonl has no step yet", "config.yaml is missing", "Incomplete."):
-        assert said in page.text
+    for part in ("metrics.jsonl has no step yet", "config.yaml is missing", "Incomplete."):
+        assert part in page.text
     assert page.charts == {}
 
 
-def test_page_of_5000_steps_takes_seconds_and_stays_small(tmp_path: Path) -> None:
+def test_page_of_5000_steps_is_fast_and_small(tmp_path):
     rng = random.Random(0)
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for step in range(5000):
@@ -295,7 +289,7 @@ def test_page_of_5000_steps_takes_seconds_and_stays_small(tmp_path: Path) -> Non
             assert max(len(trace.x) for trace in chart.figure.data) == expected, panel.title
 
 
-def test_command_imports_neither_megatron_nor_torch(folder: Path, tmp_path: Path) -> None:
+def test_command_imports_neither_megatron_nor_torch(folder, tmp_path):
     code = "import json, sys; from mcore_rl.cli import main; code = main(sys.argv[1:]); "
     code += "print(json.dumps([code, sorted({'megatron', 'torch', 'vllm'} & sys.modules.keys())]))"
     process = subprocess.run(
@@ -309,21 +303,15 @@ def test_command_imports_neither_megatron_nor_torch(folder: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("tokens", "sentence"),
     [
-        (["{here}/nowhere"], "{here}/nowhere is not a folder; name the folder (--rl-run-dir)"),
+        (["{here}/nowhere"], "{here}/nowhere is not a folder; name the folder"),
         (["{here}"], "{here} has no metrics.jsonl and no config.yaml"),
         (["{run}", "{run}"], "are both {run}; name another run"),
         (["{run}", "-o", "{here}/a/b.html"], "--output {here}/a/b.html cannot be written"),
-        ([], "the following arguments are required: RUN_DIR; see mcore-rl report --help"),
+        ([], "RUN_DIR; see mcore-rl report --help"),
         (["{run}", "--outptu", "x"], "unrecognized arguments: --outptu x"),
     ],
 )
-def test_mistake_gets_one_sentence_and_exit_code_2(
-    tokens: list[str],
-    sentence: str,
-    folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_mistake_is_one_sentence_and_exit_code_2(tokens, sentence, folder, tmp_path, capsys):
     places: dict[str, Any] = {"here": tmp_path, "run": folder}
     assert main(["report", *(token.format(**places) for token in tokens)]) == 2
     error = capsys.readouterr().err

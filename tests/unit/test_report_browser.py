@@ -1,7 +1,7 @@
 """The page of `mcore-rl report` in a real browser, from a file and without a network.
 
-Chromium shows it in a frame of a phone's and of a desk's width. A script that the test adds to its
-copy of the page tells what came of it.
+Chromium shows it in a frame as wide as a phone or a desktop. A probe script in the test's copy of
+the page reports what was drawn.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 # The window of a browser without a screen is never narrower than 500 pixels; a frame is.
 FRAME = """<!DOCTYPE html><title>frame</title>
-<iframe src="page.html" width="{width}" height="900"></iframe><pre id="told"></pre>
+<iframe src="page.html" width="{width}" height="900"></iframe><pre id="report"></pre>
 <script>
-onmessage = (event) => document.getElementById("told").replaceChildren(event.data);
+onmessage = (event) => document.getElementById("report").replaceChildren(event.data);
 </script>"""
 LONG_NAME = "second-with-a-learning-rate-of-1e-6-and-a-kl-of-0.05-and-seed-1234"
 PROBE = """
@@ -89,10 +89,10 @@ def browser() -> str:
     return found
 
 
-def opened(
+def open_page(
     browser: str, page: str, place: Path, *, width: int = 1280, more: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """What the probe tells of the page in a frame of that width; no error is in the console."""
+    """What the probe reports of the page in a frame of `width`; the console must be empty."""
     nonce = re.search(r'<script nonce="([^"]+)"', page)
     assert nonce is not None
     probe = f'<script nonce="{nonce[1]}">{PROBE}</script>'
@@ -114,21 +114,21 @@ def opened(
         errors="replace",
         timeout=240,
     )
-    said = [line for line in process.stderr.splitlines() if "CONSOLE" in line]
-    assert not said, "\n".join(said)
-    told = re.search(r'<pre id="told">(.+?)</pre>', process.stdout, re.DOTALL)
-    assert told is not None, process.stdout[-2000:] + process.stderr[-2000:]
-    return json.loads(html.unescape(told[1]))
+    console = [line for line in process.stderr.splitlines() if "CONSOLE" in line]
+    assert not console, "\n".join(console)
+    report = re.search(r'<pre id="report">(.+?)</pre>', process.stdout, re.DOTALL)
+    assert report is not None, process.stdout[-2000:] + process.stderr[-2000:]
+    return json.loads(html.unescape(report[1]))
 
 
-def assert_is_well(told: dict[str, Any], width: int) -> None:
-    assert told["errors"] == [] and told["failure"] and told["hacked"] is None
-    assert told["charts"] and all(told["charts"].values()), told["charts"]
+def assert_no_fault(report: dict[str, Any], width: int) -> None:
+    assert report["errors"] == [] and report["failure"] and report["hacked"] is None
+    assert report["charts"] and all(report["charts"].values()), report["charts"]
     # A scroll bar takes some of the width.
-    assert width - 20 <= told["width"] <= width
+    assert width - 20 <= report["width"] <= width
     for state in ("folded", "unfolded"):
-        assert told[state]["past"] == []
-        assert told[state]["width"] <= told["width"]
+        assert report[state]["past"] == []
+        assert report[state]["width"] <= report["width"]
 
 
 @pytest.fixture(scope="module")
@@ -139,61 +139,57 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.parametrize("width", [1280, 400])
-def test_page_draws_every_chart_and_is_no_wider_than_its_window(
-    browser: str, folders: list[Path], tmp_path: Path, width: int
-) -> None:
+def test_page_draws_every_chart_within_its_window(browser, folders, tmp_path, width):
     page = render(read_runs(folders[:1]))
-    told = opened(browser, page, tmp_path, width=width)
-    assert_is_well(told, width)
-    assert len(told["charts"]) == page.count('class="chart"') >= 14
-    assert told["charts"]["Stages of a step"] > 8
-    assert told["found"] == ["--rl-kl-coef"]
+    report = open_page(browser, page, tmp_path, width=width)
+    assert_no_fault(report, width)
+    assert len(report["charts"]) == page.count('class="chart"') >= 14
+    assert report["charts"]["Stages of a step"] > 8
+    assert report["found"] == ["--rl-kl-coef"]
 
 
-def test_comparison_draws_both_runs(browser: str, folders: list[Path], tmp_path: Path) -> None:
-    told = opened(browser, render(read_runs(folders)), tmp_path)
-    assert_is_well(told, 1280)
-    assert told["charts"]["KL to the reference"] == 4  # of each run a line, and what was measured
-    # The legend, of long names, has room of its own.
-    plots = [height for key, height in told["plots"].items() if not key.startswith("Stages")]
+def test_comparison_draws_both_runs(browser, folders, tmp_path):
+    report = open_page(browser, render(read_runs(folders)), tmp_path)
+    assert_no_fault(report, 1280)
+    assert report["charts"]["KL to the reference"] == 4  # a curve and its points for each run
+    # The legend with long names takes no room from the plot.
+    plots = [height for key, height in report["plots"].items() if not key.startswith("Stages")]
     assert len(plots) >= 12 and min(plots) > 0.9 * max(plots) > 150
-    assert all(told["charts"][f"Stages of a step, {name}"] for name in ("first", LONG_NAME))
+    assert all(report["charts"][f"Stages of a step, {name}"] for name in ("first", LONG_NAME))
 
 
-def test_charts_follow_the_colour_scheme(browser: str, folders: list[Path], tmp_path: Path) -> None:
+def test_charts_follow_the_colour_scheme(browser, folders, tmp_path):
     inks = []
     for scheme in ("0", "1"):  # dark, light
         more = (f"--blink-settings=preferredColorScheme={scheme}",)
         (tmp_path / scheme).mkdir()
-        told = opened(browser, render(read_runs(folders[:1])), tmp_path / scheme, more=more)
-        assert told["ink"] == told["chart_ink"]
-        inks.append(told["ink"])
+        report = open_page(browser, render(read_runs(folders[:1])), tmp_path / scheme, more=more)
+        assert report["ink"] == report["chart_ink"]
+        inks.append(report["ink"])
     assert inks == ["rgb(228, 232, 237)", "rgb(27, 31, 36)"]
 
 
 @pytest.mark.parametrize("width", [1280, 400])
-def test_hostile_texts_neither_run_nor_widen_the_page(
-    browser: str, tmp_path: Path, width: int
-) -> None:
+def test_hostile_texts_neither_run_nor_widen_the_page(browser, tmp_path, width):
     run = write_hostile_run(tmp_path / "runs")
-    assert_is_well(opened(browser, render(read_runs([run])), tmp_path, width=width), width)
+    assert_no_fault(open_page(browser, render(read_runs([run])), tmp_path, width=width), width)
 
 
-def test_page_of_a_run_that_has_just_begun_has_no_error(browser: str, tmp_path: Path) -> None:
+def test_page_of_a_new_run_has_no_error(browser, tmp_path):
     (tmp_path / "metrics.jsonl").touch()
-    told = opened(browser, render(read_runs([tmp_path])), tmp_path)
-    assert told["charts"] == {} and told["errors"] == [] and told["failure"]
+    report = open_page(browser, render(read_runs([tmp_path])), tmp_path)
+    assert report["charts"] == {} and report["errors"] == [] and report["failure"]
 
 
-def test_probe_hears_of_what_it_is_there_for(browser: str, tmp_path: Path) -> None:
+def test_probe_detects_faults(browser, tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     page = render(read_runs([tmp_path]))
-    fetched = page.replace("<main>", '<main><img src="http://example.com/a.png">', 1)
-    with pytest.raises(AssertionError, match="violates the following"):
-        opened(browser, fetched, tmp_path)
-    acting = page.replace("<main>", "<main><p onclick='' id=p><script>hacked = 1</script>", 1)
-    with pytest.raises(AssertionError, match="violates the following"):
-        opened(browser, acting, tmp_path)
+    for attack in (
+        '<img src="http://example.com/a.png">',
+        "<p onclick='' id=p><script>hacked = 1</script>",
+    ):
+        with pytest.raises(AssertionError, match="violates the following"):
+            open_page(browser, page.replace("<main>", f"<main>{attack}", 1), tmp_path)
     wide = page.replace("<main>", '<main><div style="width: 3000px">wide</div>', 1)
-    told = opened(browser, wide, tmp_path)
-    assert told["folded"]["width"] >= 3000 and "wide" in told["folded"]["past"][0]
+    report = open_page(browser, wide, tmp_path)
+    assert report["folded"]["width"] >= 3000 and "wide" in report["folded"]["past"][0]

@@ -1,4 +1,4 @@
-"""What `mcore-rl report` reads: whole run directories, half written ones, and what is none."""
+"""Files that `mcore-rl report` reads: complete, partial and damaged run directories."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mcore_rl.common.errors import UsageError
 from mcore_rl.observe.run_directory import RunConfig, RunDirectory
 from mcore_rl.rewards.parts import FailureLog
 from mcore_rl.rewards.worker import Outcome
@@ -44,7 +43,7 @@ def steps_headline(run: Run) -> Headline:
     return headlines([run])["Steps"][0]
 
 
-def test_everything_of_a_finished_run_is_read(folder: Path) -> None:
+def test_finished_run_is_read_completely(folder):
     run = read(folder)
     assert run.notes == () and steps_headline(run) == ("40 of 40", "finished", "good")
     steps, accuracy = run.series("eval/accuracy")
@@ -55,20 +54,19 @@ def test_everything_of_a_finished_run_is_read(folder: Path) -> None:
     assert (alarm.step, alarm.alarm) == (30, "entropy") and alarm.text.startswith("the entropy is")
 
 
-def test_a_run_that_is_going_on_lacks_what_is_not_written_yet(tmp_path: Path) -> None:
-    run = read(write_run(tmp_path / "run", num_steps=7, asked=50, finish=False))
+@pytest.mark.parametrize("finish", [False, True])
+def test_shorter_run_than_asked_is_still_running(tmp_path, finish):
+    """Even with a summary, which an earlier part of the run may have written."""
+    run = read(write_run(tmp_path / "run", num_steps=7, asked=50, finish=finish))
     assert steps_headline(run)[0] == "7 of 50" and "still running" in steps_headline(run).beneath
-    assert len(run.notes) == 1 and run.notes[0].startswith("summary.json")
-
-
-def test_an_old_summary_does_not_make_a_longer_run_a_finished_one(tmp_path: Path) -> None:
-    run = read(write_run(tmp_path / "run", num_steps=20, asked=50))
-    assert run.summary and "still running" in steps_headline(run).beneath
+    assert bool(run.summary) == finish
+    assert len(run.notes) == (0 if finish else 1)
+    assert all(note.startswith("summary.json") for note in run.notes)
 
 
 @pytest.mark.parametrize("size", [0, 20, -30])
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("metrics.jsonl", "metrics.jsonl"),
         ("rollouts.jsonl", "rollouts.jsonl"),
@@ -77,14 +75,12 @@ def test_an_old_summary_does_not_make_a_longer_run_a_finished_one(tmp_path: Path
         ("run.log", None),
     ],
 )
-def test_a_file_that_is_cut_is_read_as_far_as_it_goes(
-    folder: Path, tmp_path: Path, name: str, size: int, says: str | None
-) -> None:
+def test_truncated_file_is_read_up_to_the_cut(folder, tmp_path, name, size, message):
     here = copy(folder, tmp_path / "run")
     (here / name).write_bytes((folder / name).read_bytes()[:size])
     run = read(here)
-    if says and not (name == "rollouts.jsonl" and size == 0):
-        assert any(says in note for note in run.notes), run.notes
+    if message and not (name == "rollouts.jsonl" and size == 0):
+        assert any(message in note for note in run.notes), run.notes
     assert run.series("reward/mean")[0].size == (40 if name != "metrics.jsonl" or size < 0 else 0)
     whole = read(folder)
     for part in ("config", "summary", "samples", "events"):
@@ -97,12 +93,12 @@ def test_a_file_that_is_cut_is_read_as_far_as_it_goes(
 @pytest.mark.parametrize(
     "name", ["metrics.jsonl", "rollouts.jsonl", "summary.json", "config.yaml", "run.log"]
 )
-def test_a_file_that_is_missing_is_said(folder: Path, tmp_path: Path, name: str) -> None:
+def test_missing_file_is_noted(folder, tmp_path, name):
     run = read(copy(folder, tmp_path / "run", name))
     assert run.notes[0].startswith(name) and "is missing" in run.notes[0]
 
 
-def test_lines_that_are_no_metrics_are_passed_over(tmp_path: Path) -> None:
+def test_lines_without_metrics_are_skipped(tmp_path):
     lines = ['{"step": 0, "reward/mean": 0.5, "a": "x", "b": null, "c": NaN}', "[1]", "", "{"]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 2, "a": 1}', ""]))
     run = read(tmp_path)
@@ -111,15 +107,7 @@ def test_lines_that_are_no_metrics_are_passed_over(tmp_path: Path) -> None:
     assert math.isnan(run.values["reward/mean"][1])
 
 
-def test_a_folder_that_is_no_run_directory_is_a_mistake(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").touch()
-    with pytest.raises(UsageError, match="has no metrics.jsonl and no config.yaml"):
-        read(tmp_path)
-    with pytest.raises(UsageError, match="nowhere is not a folder"):
-        read(tmp_path / "nowhere")
-
-
-def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_runs_of_the_same_name_are_distinguished(tmp_path):
     folders = [write_run(tmp_path / where / "run", num_steps=1) for where in ("x", "y")]
     assert [run.name for run in read_runs(folders)] == ["x/run", "y/run"]
     assert [run.name for run in read_runs(folders[:1])] == ["run"]
@@ -128,7 +116,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------- events
 
 
-def test_resumes_ends_and_tracebacks_are_events(folder: Path, tmp_path: Path) -> None:
+def test_resumes_ends_and_tracebacks_are_events(folder, tmp_path):
     here = copy(folder, tmp_path / "run")
     with (here / "run.log").open("a") as log:
         log.write("2026-01-02 03:04:05,678 [Resume] going on from step 20 of x\n")
@@ -142,8 +130,8 @@ def test_resumes_ends_and_tracebacks_are_events(folder: Path, tmp_path: Path) ->
     assert events[1].details == "Traceback:\n  ValueError: no"
 
 
-def test_a_text_of_several_lines_makes_no_event(tmp_path: Path) -> None:
-    """As a reward may raise one: only its first line is the run's own."""
+def test_lines_within_a_message_are_not_events(tmp_path):
+    """A reward may raise one; only the first line comes from the run."""
     forged = "2026-01-02 03:04:05,678 [Health] step 7, kl: forged"
     directory = RunDirectory(tmp_path, RunConfig())
     for end in ("\n", "\r", "\r\n"):
@@ -156,7 +144,7 @@ def test_a_text_of_several_lines_makes_no_event(tmp_path: Path) -> None:
     assert {event.details for event in events} == {f"Traceback:\n{forged}"}
 
 
-def test_what_a_reward_quotes_makes_no_event(tmp_path: Path) -> None:
+def test_text_quoted_by_a_reward_is_not_an_event(tmp_path):
     directory = RunDirectory(tmp_path, RunConfig())
     log = FailureLog("a:b")
     log.note([Outcome(0.0, "raised ValueError", "no answer in '[Health] step 7, kl: forged'")])
@@ -166,7 +154,7 @@ def test_what_a_reward_quotes_makes_no_event(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "says"),
+    ("lines", "message"),
     [
         (["the run ended early"], "ended early, see the events"),
         (["[Health] stopped after step 9 by --rl-on-alarm stop"], "stopped by an alarm"),
@@ -174,19 +162,19 @@ def test_what_a_reward_quotes_makes_no_event(tmp_path: Path) -> None:
         ([], "still running"),
     ],
 )
-def test_a_run_that_is_not_finished_says_why(tmp_path: Path, lines: list[str], says: str) -> None:
+def test_unfinished_run_says_why(tmp_path, lines, message):
     (tmp_path / "config.yaml").write_text("num_steps: 50\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 20, "reward/mean": 0.5}\n')
     with (tmp_path / "run.log").open("w") as log:
         log.writelines(f"2026-01-02 03:04:05,678 {line}\n" for line in lines)
     found = steps_headline(read(tmp_path))
-    assert found.value == "1 of 50" and found.beneath.startswith(says)
+    assert found.value == "1 of 50" and found.beneath.startswith(message)
 
 
 # ---------------------------------------------------------------------------------------- samples
 
 
-def test_samples_are_the_best_and_worst_of_steps_spread_over_the_run(tmp_path: Path) -> None:
+def test_samples_are_best_and_worst_of_evenly_spread_steps(tmp_path):
     rewards = [0.25, 1.0, -0.5]
     texts = [scored(f"for {reward}", reward) for reward in rewards]
     write_run(tmp_path, num_steps=200, rollouts=texts)
@@ -197,7 +185,7 @@ def test_samples_are_the_best_and_worst_of_steps_spread_over_the_run(tmp_path: P
         assert (step.best.response, step.worst.response) == ("for 1.0", "for -0.5")
 
 
-def test_of_a_step_that_was_done_twice_the_later_samples_count(tmp_path: Path) -> None:
+def test_later_samples_of_a_repeated_step_count(tmp_path):
     lines = [{"step": step, "response": text, "reward": 1} for step, text in ((3, "old"), (4, "x"))]
     lines += [{"step": 3, "response": text, "reward": 1} for text in ("new", "new")]
     path = tmp_path / "rollouts.jsonl"
@@ -217,19 +205,19 @@ def test_of_a_step_that_was_done_twice_the_later_samples_count(tmp_path: Path) -
         (["a", 1.5], '["a", 1.5]'),
     ],
 )
-def test_any_value_becomes_a_text_that_can_be_shown(text: object, shown: str) -> None:
+def test_clean_turns_any_value_into_text(text, shown):
     assert clean(text) == shown
     clean(text).encode("utf-8")
 
 
-def test_a_very_long_text_is_cut_and_says_so() -> None:
+def test_clean_cuts_long_texts():
     assert clean("x" * 25_000).endswith("x\n[5,000 more characters in the file]")
 
 
 # --------------------------------------------------------------------------------------- thinning
 
 
-def test_thinned_means_keep_the_sum() -> None:
+def test_thinned_means_keep_the_sum():
     steps = np.arange(1_000) + 5
     columns = np.random.default_rng(0).random((3, 1_000))
     few_steps, few = thin_means(steps, columns, 100)
@@ -260,9 +248,7 @@ def test_thinned_means_keep_the_sum() -> None:
     ],
     ids=range(13),
 )
-def test_a_page_is_made_of_a_run_beside_a_damaged_line(
-    folder: Path, tmp_path: Path, file: str, damage: str
-) -> None:
+def test_page_is_rendered_despite_a_damaged_line(folder, tmp_path, file, damage):
     run = copy(folder, tmp_path / "run", *([file] if file == "summary.json" else []))
     with (run / file).open("a", encoding="utf-8") as end:
         end.write(damage + "\n")

@@ -1,5 +1,4 @@
-"""What a reward pool takes of what its workers write: each message fits what was asked, or ends its
-worker."""
+"""Messages of reward workers and servers: each fits its request or is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.common.http import HTTPFailure
 from mcore_rl.common.readers import InvalidData
 from mcore_rl.common.user_code import shortened
@@ -21,6 +19,7 @@ from mcore_rl.rewards.pool import RewardPool
 from mcore_rl.rewards.specs import ServerSpec, parse_rewards
 from mcore_rl.rewards.worker import Outcome, as_outcomes
 from tests import hostile
+from tests.reward_server import responses
 
 VALUE = [[[1.0, None, ""], [0.0, "raised KeyError", "'a'"]], 0.25]
 # A pickle that would set Outcome.reward to 1 for good: the class itself is given a state.
@@ -28,7 +27,7 @@ CHANGES_A_CLASS = b"cmcore_rl.rewards.worker\nOutcome\n(N}Vreward\nG?\xf0\0\0\0\
 
 
 def outcomes_in(message: bytes) -> list[Outcome] | None:
-    """The outcomes of two samples that a message is taken for as the answer to request 3."""
+    """The outcomes of two samples in the answer to request 3; None if it is refused."""
     answer = answer_of(message, 3)
     if not isinstance(answer, Answer):
         str(answer).encode()
@@ -42,7 +41,7 @@ def outcomes_in(message: bytes) -> list[Outcome] | None:
     return outcomes
 
 
-def test_an_answer_that_fits_is_taken():
+def test_valid_answer_is_accepted():
     message = json.dumps({"turn": 3, "value": VALUE}).encode()
     assert outcomes_in(message) == [Outcome(1.0), Outcome(0.0, "raised KeyError", "'a'")]
 
@@ -74,14 +73,14 @@ def test_an_answer_that_fits_is_taken():
         b"[" * 100_000,
     ],
 )
-def test_what_is_no_answer_is_refused(message):
+def test_malformed_answer_is_refused(message):
     assert outcomes_in(message) is None
     assert not isinstance(Outcome.reward, float)
 
 
 @hostile.BOUNDED
 @given(hostile.messages({"turn": 3, "value": VALUE}))
-def test_any_message_is_two_finite_outcomes_or_refused(message):
+def test_any_message_gives_two_finite_outcomes_or_is_refused(message):
     outcomes = outcomes_in(message)
     if outcomes is not None:
         assert len(outcomes) == 2 and all(np.isfinite(each.reward) for each in outcomes)
@@ -116,20 +115,12 @@ FORGED = [
 ]
 
 
-def rollouts(*texts: str) -> list[Rollout]:
-    none = np.zeros(0, np.float32)
-    prompt = Prompt(0, "question", "7", none.astype(np.int32))
-    return [
-        Rollout(prompt, i, t, none.astype(np.int32), none, "stop", 0) for i, t in enumerate(texts)
-    ]
-
-
-def test_a_reward_that_forges_messages_costs_its_samples_and_no_others(tmp_path, monkeypatch):
+def test_forged_messages_fail_only_their_own_samples(tmp_path, monkeypatch):
     (tmp_path / "a_forger.py").write_text(FORGER)
     monkeypatch.syspath_prepend(tmp_path)
     with RewardPool(parse_rewards("a_forger:f", num_workers=2, timeout_seconds=20)) as pool:
-        assert pool.score(rollouts("good"))[0].failure is None
-        scored = pool.score(rollouts(*(text for bad in FORGED for text in (bad, "good"))))
+        assert pool.score(responses("good"))[0].failure is None
+        scored = pool.score(responses(*(text for bad in FORGED for text in (bad, "good"))))
     assert [each.failure is None for each in scored] == [False, True] * len(FORGED)
     assert all(each.reward == 1.0 for each in scored[1::2])
 
@@ -140,34 +131,34 @@ SERVED = {
 }
 
 
-def understood(dialect: Dialect, answer: bytes) -> list[Outcome]:
-    """What a server's answer about two samples is taken for."""
+def outcomes_of(dialect: Dialect, answer: bytes) -> list[Outcome]:
+    """The outcomes of two samples in a server's answer."""
     server = ServerSpec("http", "http://127.0.0.1:1", None, "", 2, 1, 0)
     return ServerReward(server, dialect, timeout_seconds=1.0)._understood(answer, 2)
 
 
 @hostile.BOUNDED
 @given(st.data())
-def test_any_answer_of_a_server_is_an_outcome_for_each_sample_or_a_failure(data):
+def test_any_server_answer_gives_an_outcome_per_sample_or_fails(data):
     dialect = data.draw(st.sampled_from(list(SERVED)))
     try:
-        outcomes = understood(dialect, data.draw(hostile.messages(SERVED[dialect])))
+        outcomes = outcomes_of(dialect, data.draw(hostile.messages(SERVED[dialect])))
     except HTTPFailure as failure:
         assert failure.kind.startswith("answer") and not failure.may_pass
         return
     assert len(outcomes) == 2 and all(np.isfinite(each.reward) for each in outcomes)
 
 
-def test_scores_in_another_order_than_the_samples_are_refused():
+def test_scores_out_of_order_are_refused():
     entries = SERVED[POOLING_DIALECT]["data"]
     in_order = json.dumps({"data": entries}).encode()
-    assert understood(POOLING_DIALECT, in_order) == [Outcome(1.0), Outcome(2.0)]
+    assert outcomes_of(POOLING_DIALECT, in_order) == [Outcome(1.0), Outcome(2.0)]
     with pytest.raises(HTTPFailure, match="another form"):
-        understood(POOLING_DIALECT, json.dumps({"data": entries[::-1]}).encode())
+        outcomes_of(POOLING_DIALECT, json.dumps({"data": entries[::-1]}).encode())
 
 
-def test_the_pickle_would_change_the_class():
-    """Else the first message that is refused above would show nothing."""
+def test_pickle_changes_a_class_when_loaded():
+    """Control for the first message that is refused above."""
     name = __name__.encode()
     renamed = CHANGES_A_CLASS.replace(b"Outcome", b"Victim")
     pickle.loads(renamed.replace(b"mcore_rl.rewards.worker", name))

@@ -1,24 +1,28 @@
-"""What a reward can reach of the trainer: each test is a reward that tries, and fails."""
+"""Isolation of reward workers: each test is a reward that tries to reach the trainer, and fails."""
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
 import resource
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 
-from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
+from mcore_rl.batching.types import Rollout
 from mcore_rl.common.errors import UsageError
 from mcore_rl.isolation.spawn import process_environment
+from mcore_rl.rewards.options import RewardOptions
 from mcore_rl.rewards.pool import RewardPool, check_rewards
 from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.rewards.stack import RewardStack
+from tests.reward_server import responses
 
 SECRETS = {
     "AWS_SECRET_ACCESS_KEY": "hush-aws",
@@ -29,7 +33,7 @@ SECRETS = {
     "PYTHON_API_TOKEN": "hush-python",
 }
 
-# Each sample's response says what is tried; what is found is told in the text of an exception.
+# A sample's response selects the attempt; the message of an exception returns what it found.
 SPY = """
 import ctypes, glob, mmap, multiprocessing, os, pickle, re, resource, subprocess, sys, time
 
@@ -90,8 +94,6 @@ def spy(*, prompt, response, answer):
         libc = ctypes.CDLL(None)
         libc.malloc.restype = ctypes.c_void_p
         ctypes.memset(libc.malloc(ctypes.c_size_t(2 << 30)), 1, 2 << 30)
-    if response == "hang":
-        time.sleep(600)
     if response == "same group":
         return float(os.getpgid(0) == os.getpgid(int(prompt)))
     if response == "hang with a child":
@@ -100,7 +102,7 @@ def spy(*, prompt, response, answer):
             file.write(str(child.pid))
         time.sleep(600)
     if response == "pickle":
-        # As long as a message, in every socket of this process, of which one ends in the trainer.
+        # With the length of a message, into every socket; one of them ends in the trainer.
         text = pickle.dumps(Command())
         for name in os.listdir("/proc/self/fd"):
             try:
@@ -131,25 +133,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory, marker: Path) -> Path:
         yield folder
 
 
+def new_pool(name: str = "a_spy:spy", *, timeout_seconds: float = 20, **options) -> RewardPool:
+    spec = parse_rewards(name, num_workers=1, timeout_seconds=timeout_seconds, **options)
+    return RewardPool(spec)
+
+
 @pytest.fixture(scope="module")
-def pool(folder: Path) -> RewardPool:
-    # More than the trainer's interpreter has, less than one that eats.
-    with RewardPool(
-        parse_rewards("a_spy:spy", num_workers=1, timeout_seconds=20, memory_gib=0.5)
-    ) as pool:
+def pool(folder: Path) -> Iterator[RewardPool]:
+    # More memory than an interpreter needs, less than the attempts below allocate.
+    with new_pool(memory_gib=0.5) as pool:
         yield pool
 
 
-def rollouts(*texts: str) -> list[Rollout]:
-    none = np.zeros(0, np.float32)
-    prompt = Prompt(0, str(os.getpid()), "7", none.astype(np.int32))
-    return [
-        Rollout(prompt, i, t, none.astype(np.int32), none, "stop", 0) for i, t in enumerate(texts)
-    ]
+def attempt(*texts: str) -> list[Rollout]:
+    return responses(*texts, prompt=str(os.getpid()))
 
 
 def found(pool: RewardPool, what: str) -> str:
-    failure = pool.score(rollouts(what))[0].failure
+    failure = pool.score(attempt(what))[0].failure
     assert failure is not None and failure.startswith("raised ValueError: "), failure
     return failure
 
@@ -157,48 +158,46 @@ def found(pool: RewardPool, what: str) -> str:
 # Secrets ------------------------------------------------------------------------------------------
 
 
-def test_a_worker_has_no_secret_in_its_environment(pool):
+def test_worker_environment_has_no_secret(pool):
     seen = found(pool, "environment")
     assert "PATH" in seen and "HOME" in seen
     assert "hush" not in seen and not [name for name in SECRETS if name in seen]
 
 
-def test_a_worker_was_never_given_a_secret(pool):
-    """What the kernel keeps of its start, which a fork would have had from the trainer."""
+def test_worker_was_started_without_secrets(pool):
+    """The kernel keeps the environment of a process's start; a fork would have the trainer's."""
     seen = found(pool, "proc environment")
     assert "PATH=" in seen and "hush" not in seen
 
 
-def test_a_worker_has_nothing_of_the_trainers_memory(pool):
-    scored = pool.score(rollouts("own memory"))[0]
+def test_worker_memory_has_no_secret(pool):
+    scored = pool.score(attempt("own memory"))[0]
     assert (scored.failure, scored.reward) == (None, 1.0)
 
 
 def has_landlock() -> bool:
-    """Whether this kernel lets a process give up the sight of others."""
-    import ctypes
-
+    """Whether the kernel can restrict which processes another one sees."""
     return ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) >= 1
 
 
 @pytest.mark.skipif(not has_landlock(), reason="the kernel has no Landlock")
 @pytest.mark.parametrize("what", ["environment", "memory"])
-def test_a_worker_cannot_look_into_the_trainer(pool, what):
-    (scored,) = pool.score(rollouts(f"trainer's {what}"))
+def test_worker_cannot_read_the_trainer(pool, what):
+    (scored,) = pool.score(attempt(f"trainer's {what}"))
     assert scored.failure is not None
     assert scored.failure.startswith("raised PermissionError"), scored.failure
 
 
-def test_a_worker_gets_the_variables_that_are_named(folder):
+def test_worker_gets_only_the_variables_of_reward_env(folder):
     spec = parse_rewards("a_spy:spy", environment_names="HF_TOKEN")
     check_rewards(spec)
     with RewardStack(spec) as stack:
-        seen = stack.score(rollouts("environment"))[0].failure
+        seen = stack.score(attempt("environment"))[0].failure
     assert seen is not None and "hush-hf" in seen
     assert not [value for value in SECRETS.values() if value != "hush-hf" and value in seen]
 
 
-def test_process_environment_keeps_what_programs_need_and_nothing_that_looks_like_it():
+def test_process_environment_keeps_only_harmless_and_named_variables():
     harmless = {"PATH": "/bin", "LC_ALL": "C", "TZ": "UTC", "PYTHONPATH": "/x", "TMPDIR": "/t"}
     others = {
         "PATHS": "1",
@@ -211,43 +210,41 @@ def test_process_environment_keeps_what_programs_need_and_nothing_that_looks_lik
     assert process_environment({**harmless, **others}, ["PATHS"]) == {**harmless, "PATHS": "1"}
 
 
-def test_a_worker_has_no_descriptor_of_the_trainer(folder, tmp_path):
-    """Files and sockets that a child could inherit, as those of libraries in C can be."""
+def test_worker_inherits_no_descriptor(folder, tmp_path):
+    """Not even those that are inheritable, as libraries in C may open them."""
     path = tmp_path / "of_the_trainer"
     with path.open("w") as file, socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         for descriptor in (file.fileno(), listening.fileno()):
             os.set_inheritable(descriptor, True)
-        with RewardPool(parse_rewards("a_spy:spy", num_workers=1, timeout_seconds=20)) as pool:
+        with new_pool() as pool:
             seen = found(pool, "descriptors")
             assert found(pool, "tracker").endswith(" None")
     links = [link.partition(":")[2] for link in seen.removeprefix("raised ValueError: ").split()]
     assert len(links) == 1 and links[0].startswith("socket:")
 
 
-def test_a_worker_does_not_know_the_key_of_the_trainers_processes(pool):
-    import multiprocessing
-
+def test_worker_does_not_know_the_trainers_authkey(pool):
     assert multiprocessing.current_process().authkey.hex() not in found(pool, "authkey")
 
 
-def test_what_a_reward_writes_into_its_socket_is_not_run_and_costs_its_sample(folder, marker):
-    with RewardPool(parse_rewards("a_spy:spy", num_workers=1, timeout_seconds=3)) as pool:
-        found, others = pool.score(rollouts("pickle", "nothing"))
+def test_pickle_written_into_the_socket_fails_its_sample_and_is_not_run(folder, marker):
+    with new_pool(timeout_seconds=3) as pool:
+        found, others = pool.score(attempt("pickle", "nothing"))
     assert not marker.exists()
     assert found.failure is not None and found.failure.startswith("wrote an invalid answer")
     assert others.failure is None
 
 
-def test_a_signal_for_the_trainers_group_does_not_reach_a_worker(pool):
-    """As torchrun sends, which a run may answer by ending its step first."""
-    assert pool.score(rollouts("same group"))[0].reward == 0.0
+def test_worker_is_not_in_the_trainers_process_group(pool):
+    """torchrun sends such a signal, and a run may finish its step before it ends."""
+    assert pool.score(attempt("same group"))[0].reward == 0.0
 
 
-def test_what_a_worker_has_started_ends_with_it(folder, tmp_path):
-    with RewardPool(parse_rewards("a_spy:spy", num_workers=1, timeout_seconds=2)) as pool:
-        slow, quick = pool.score(rollouts("hang with a child", ""))
+def test_children_of_a_worker_end_with_it(folder, tmp_path):
+    with new_pool(timeout_seconds=2) as pool:
+        slow, quick = pool.score(attempt("hang with a child", ""))
         assert slow.failure is not None and slow.failure.startswith("timed out")
         assert quick.failure is None
         child = int((folder / "child").read_text())
@@ -257,22 +254,22 @@ def test_what_a_worker_has_started_ends_with_it(folder, tmp_path):
         assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
 
 
-def test_a_module_whose_import_hangs_is_a_sentence(folder, monkeypatch):
+def test_hanging_import_is_a_usage_error(folder, monkeypatch):
     monkeypatch.setattr("mcore_rl.isolation.pool.START_SECONDS", 4.0)
     monkeypatch.setattr("mcore_rl.isolation.pool.MARGIN_SECONDS", 0.0)
     (folder / "a_sleepy_one.py").write_text("import time\ntime.sleep(600)\n")
-    with pytest.raises(UsageError, match="a_sleepy_one:f cannot be used.*no answer within 4 s"):
+    with pytest.raises(UsageError, match="a_sleepy_one:f .*no answer within 4 s"):
         check_rewards(parse_rewards("a_sleepy_one:f"))
 
 
-def test_a_module_of_rewards_is_not_imported_by_the_trainer(folder):
+def test_reward_module_is_not_imported_by_the_trainer(folder):
     check_rewards(parse_rewards("a_spy:spy"))
     assert "a_spy" not in sys.modules
     with pytest.raises(UsageError, match=r"no attribute 'spi' \(did you mean spy\?\)"):
         check_rewards(parse_rewards("a_spy:spi"))
 
 
-def test_a_module_that_ends_its_process_is_a_sentence(folder):
+def test_import_that_ends_its_process_is_a_usage_error(folder):
     (folder / "a_deadly_one.py").write_text("import os\nos._exit(7)\n")
     with pytest.raises(UsageError, match="a_deadly_one:f cannot be used.*make its import work"):
         check_rewards(parse_rewards("a_deadly_one:f"))
@@ -282,69 +279,53 @@ def test_a_module_that_ends_its_process_is_a_sentence(folder):
 
 
 @pytest.mark.parametrize("how", ["eat", "eat slowly", "eat shared"])
-def test_a_reward_that_eats_memory_costs_its_sample(pool, how):
-    scored = pool.score(rollouts("", how, ""))
+def test_memory_limit_fails_only_its_sample(pool, how):
+    scored = pool.score(attempt("", how, ""))
     assert scored[1].failure == (
         "ran out of memory: its process may have 0.5 GiB (--rl-reward-memory-gib)"
     )
-    # What it had kept is gone with its process.
     assert [s.reward for s in scored] == [0.0, 0.0, 0.0]
     assert [s.failure is None for s in scored] == [True, False, True]
 
 
-def test_a_reward_that_eats_memory_in_c_ends_its_process(pool):
-    scored = pool.score(rollouts("eat in C", ""))
+def test_memory_limit_in_c_ends_the_process(pool):
+    scored = pool.score(attempt("eat in C", ""))
     assert scored[0].failure is not None and "ended its process" in scored[0].failure
     assert scored[1].failure is None
 
 
-def test_many_that_keep_a_little_are_scored_all(folder, tmp_path, monkeypatch):
-    """Of a process that fills slowly the sample that hits the limit is scored again by itself."""
+def test_slow_memory_leak_fails_few_samples(folder, tmp_path, monkeypatch):
+    """A sample that hits the limit of a process that fills slowly is scored again alone."""
     (tmp_path / "a_leak.py").write_text(
         "kept = []\ndef leak(**_):\n    kept.append(bytearray(32 << 20))\n    return 1.0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("mcore_rl.rewards.batches._BATCH_SECONDS", 5.0)
-    with RewardPool(
-        parse_rewards("a_leak:leak", num_workers=1, timeout_seconds=20, memory_gib=0.5)
-    ) as pool:
-        pool.score(rollouts(*["x"] * 4))
-        scored: list[ScoredRollout] = pool.score(rollouts(*["x"] * 40))
+    with new_pool("a_leak:leak", memory_gib=0.5) as pool:
+        pool.score(attempt(*["x"] * 4))
+        scored = pool.score(attempt(*["x"] * 40))
     assert len([s for s in scored if s.failure is None]) >= 36
 
 
-def test_limits_cannot_be_taken_back(pool):
+def test_limits_cannot_be_raised(pool):
     limits = found(pool, "limits")
     assert limits.endswith(f"[({1 << 29}, {1 << 29}), (0, 0)]")
 
 
-def test_without_a_limit_memory_is_as_the_trainers(folder):
-    with RewardPool(
-        parse_rewards("a_spy:spy", num_workers=1, timeout_seconds=20, memory_gib=0)
-    ) as pool:
+def test_memory_limit_of_0_keeps_the_trainers_limit(folder):
+    with new_pool(memory_gib=0) as pool:
         assert f"[{resource.getrlimit(resource.RLIMIT_DATA)}, (0, 0)]" in found(pool, "limits")
 
 
 def test_numpy_starts_under_the_default_limit(folder, tmp_path, monkeypatch):
-    from mcore_rl.rewards.options import RewardOptions
-
     (tmp_path / "a_big_import.py").write_text(
         "import numpy\ndef f(**_):\n    return float((numpy.ones((300, 300)) @ "
         "numpy.ones((300, 300)))[0, 0])\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     gib = RewardOptions().reward_memory_gib
-    with RewardPool(
-        parse_rewards("a_big_import:f", num_workers=1, timeout_seconds=20, memory_gib=gib)
-    ) as pool:
-        assert pool.score(rollouts("x"))[0].reward == 300
-
-
-def test_a_reward_that_hangs_costs_its_sample(folder):
-    with RewardPool(parse_rewards("a_spy:spy", num_workers=1, timeout_seconds=3)) as pool:
-        scored = pool.score(rollouts("hang", ""))
-    assert scored[0].failure == "timed out: no value within 3 s"
-    assert scored[1].failure is None
+    with new_pool("a_big_import:f", memory_gib=gib) as pool:
+        assert pool.score(attempt("x"))[0].reward == 300
 
 
 # Flags --------------------------------------------------------------------------------------------
@@ -358,13 +339,13 @@ def test_a_reward_that_hangs_costs_its_sample(folder):
         ("model", {"environment_names": "HOME"}, "--rl-reward-env has no effect"),
     ],
 )
-def test_flags_that_cannot_work_are_a_sentence(rewards, options, message):
+def test_invalid_environment_flags_are_refused_without_showing_values(rewards, options, message):
     with pytest.raises(UsageError, match=message) as caught:
         parse_rewards(rewards, **options)
     assert "hush" not in str(caught.value)
 
 
-def test_a_variable_that_is_not_set_is_a_sentence(monkeypatch):
+def test_unset_variable_is_refused(monkeypatch):
     monkeypatch.delenv("A_KEY", raising=False)
     with pytest.raises(
         UsageError, match="--rl-reward-env A_KEY names an environment variable that"

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from mcore_rl.batching.table import SampleTable
-from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.rewards.parts import WaitLog, part_metrics, weighed
 from mcore_rl.rewards.worker import Outcome
+from tests.reward_server import rollouts
 
 FAILED = Outcome(0.0, "timed out", "no value within 1 s")
-
-
-def rollouts(num: int) -> list[Rollout]:
-    prompt = Prompt(0, "question", "answer", np.zeros(1, np.int32))
-    none = np.zeros(0, np.float32)
-    return [Rollout(prompt, i, str(i), none.astype(np.int32), none, "stop", 0) for i in range(num)]
 
 
 def outcomes(*values: float | Outcome) -> list[Outcome]:
@@ -24,7 +17,7 @@ def outcomes(*values: float | Outcome) -> list[Outcome]:
 
 
 def test_weighed_sums_parts_by_weight():
-    samples = rollouts(3)
+    samples = rollouts("", "", "")
     parts = {"a": outcomes(1.0, 0.0, 2.0), "b": outcomes(4.0, -2.0, 0.0)}
     scored = weighed(samples, parts, {"a": 1.0, "b": -0.25})
     assert [s.rollout for s in scored] == samples
@@ -39,30 +32,28 @@ def test_weighed_sums_parts_by_weight():
 
 def test_weighed_gives_0_and_names_the_part_that_failed():
     parts = {"a": outcomes(1.0, 1.0), "b": outcomes(FAILED, 1.0), "c": outcomes(FAILED, 1.0)}
-    failed, whole = weighed(rollouts(2), parts, {"a": 1.0, "b": 1.0, "c": 1.0})
+    failed, whole = weighed(rollouts("", ""), parts, {"a": 1.0, "b": 1.0, "c": 1.0})
     assert (failed.reward, failed.parts) == (0.0, {"a": 1.0})
     assert failed.failure == "b: timed out: no value within 1 s"
     assert (whole.reward, whole.failure) == (3.0, None)
 
 
-def test_weighed_names_no_part_where_there_is_one():
-    (sample,) = weighed(rollouts(1), {"a": [FAILED]}, {"a": 1.0})
-    assert sample.failure == "timed out: no value within 1 s"
+@pytest.mark.parametrize(
+    ("outcome", "weight", "reward", "failure"),
+    [
+        (Outcome(0.1), 1.0, 0.1, None),
+        (FAILED, 1.0, 0.0, "timed out: no value within 1 s"),  # without the name of the only part
+        (Outcome(1e308), 100.0, 0.0, "the weighted sum of its rewards is inf"),
+    ],
+)
+def test_weighed_single_reward(outcome, weight, reward, failure):
+    (sample,) = weighed(rollouts(""), {"a": [outcome]}, {"a": weight})
+    assert (sample.reward, sample.failure) == (reward, failure)
 
 
-def test_weighed_gives_0_where_the_sum_is_not_finite():
-    (sample,) = weighed(rollouts(1), {"a": outcomes(1e308)}, {"a": 100.0})
-    assert (sample.reward, sample.failure) == (0.0, "the weighted sum of its rewards is inf")
-
-
-def test_weighed_keeps_the_value_of_a_single_reward():
-    (sample,) = weighed(rollouts(1), {"a": outcomes(0.1)}, {"a": 1.0})
-    assert sample.reward == 0.1
-
-
-def test_part_metrics_leave_out_what_failed():
+def test_part_metrics_exclude_failed_samples():
     parts = {"a": outcomes(1.0, 2.0, FAILED), "b:f": outcomes(FAILED, FAILED, FAILED)}
-    scored = weighed(rollouts(3), parts, {"a": 5.0, "b:f": 1.0})
+    scored = weighed(rollouts("", "", ""), parts, {"a": 5.0, "b:f": 1.0})
     assert part_metrics(SampleTable.of(scored), ["a", "b:f"]) == {
         "reward/a/mean": 1.5,
         "reward/a/failures": 1.0,
@@ -77,11 +68,11 @@ def test_part_metrics_leave_out_what_failed():
 
 @pytest.mark.parametrize("value", [1e308, -1e308])
 def test_part_metrics_are_finite_for_huge_values(value):
-    scored = weighed(rollouts(4), {"a": outcomes(*[value] * 4)}, {"a": 1.0})
+    scored = weighed(rollouts(*[""] * 4), {"a": outcomes(*[value] * 4)}, {"a": 1.0})
     assert part_metrics(SampleTable.of(scored), ["a"])["reward/a/mean"] == value
 
 
-def test_steps_that_rewards_hold_up_are_logged_as_it_gets_worse():
+def test_reward_waits_are_logged_when_they_grow():
     log = WaitLog(["gsm8k", "http"])
     waits = [(0.4, 1.0), (3.0, 100.0), (1.0, 5.0), (1.9, 5.0), (2.0, 5.0), (3.0, 5.0), (9.0, 12.0)]
     lines = [log.line(*wait) for wait in waits]

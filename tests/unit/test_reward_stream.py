@@ -1,6 +1,6 @@
-"""Rewards of samples that come one by one, and go, while others are being scored.
+"""Scoring of samples that are added and abandoned while others are being scored.
 
-No test waits for a time to pass: what has to be slow waits for a pipe or an event of the test's.
+No test relies on elapsed time: a slow reward waits for a pipe or an event.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
 from tests.reward_server import Server, rollouts, running_server
 
-# What a sample asks for stands in its answer: a failure, a pipe to read, or its own reward.
+# The answer of a sample is a failure to cause, a pipe to read, or its reward.
 FILE = """
 import os, time
 from mcore_rl.rewards.functions import reward
@@ -69,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stack(folder: Path) -> Iterator[RewardStack]:
-    """Two functions and a server, which gives each sample its answer, or 0.5 for a word."""
+    """Two functions and a server, which returns a sample's answer, or 0.5 if it is a word."""
 
     def behave(body: dict) -> tuple[int, bytes]:
         words = [s["answer"] if s["answer"].isdigit() else "0.5" for s in body["samples"]]
@@ -91,7 +91,7 @@ def stack(folder: Path) -> Iterator[RewardStack]:
 
 
 def patient_pool(folder: Path) -> RewardPool:
-    """Of two workers. It knows of no function how quick it is, so all go by themselves at first."""
+    """Two workers; the time of the function is not known yet, so samples are sent one by one."""
     file = str(folder / "streamed.py")
     return RewardPool(
         parse_rewards("streamed", num_workers=2, timeout_seconds=PATIENT_SECONDS, imports=[file])
@@ -99,7 +99,7 @@ def patient_pool(folder: Path) -> RewardPool:
 
 
 class Pipe:
-    """One end is a reward's, which waits for it; `close` lets it go on."""
+    """A named pipe that a reward reads until `close`."""
 
     def __init__(self, folder: Path) -> None:
         self.path = str(folder / f"pipe{random.getrandbits(64)}")
@@ -107,8 +107,7 @@ class Pipe:
         self._end: int | None = None
 
     def wait_for_reader(self, scorer: Scorer) -> None:
-        """Until a worker stands at the pipe. The scorer is looked at meanwhile: nothing of it is
-        finished, as all its workers get to wait at pipes, or there was nothing else."""
+        """Wait until a worker reads the pipe, while the scorer must not finish anything."""
 
         def is_there() -> bool:
             assert scorer.finished() == []
@@ -133,7 +132,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def taken(scorer: Scorer, number: int) -> dict[int, dict[str, Outcome]]:
-    """So many finished ones, looked for as an engine's loop does."""
+    """Poll for `number` finished samples."""
     found: list[Finished] = []
 
     def are_there() -> bool:
@@ -149,8 +148,8 @@ def taken(scorer: Scorer, number: int) -> dict[int, dict[str, Outcome]]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_each_sample_comes_once_with_all_parts_whatever_is_done_first(stack, seed):
-    """Samples come in bursts of any size, take 0 to 30 ms each, and some are abandoned."""
+def test_each_sample_finishes_once_with_all_parts_in_any_order(stack, seed):
+    """Bursts of any size, 0 to 30 ms a sample, some abandoned."""
     chance = random.Random(seed)
     samples = rollouts(*[str(chance.randrange(30)) for _ in range(120)])
     tickets: list[int] = []
@@ -182,7 +181,7 @@ def test_each_sample_comes_once_with_all_parts_whatever_is_done_first(stack, see
         ]
 
 
-def test_outcomes_leaves_other_tickets_out(stack):
+def test_outcomes_leaves_other_tickets_unfinished(stack):
     first, second = rollouts("1", "2")
     ticket = stack.begin(first)
     assert stack.outcomes([second, first]) == {
@@ -193,18 +192,17 @@ def test_outcomes_leaves_other_tickets_out(stack):
     assert taken(stack, 1)[ticket]["streamed"] == Outcome(1.0)
 
 
-def test_a_stack_without_functions_and_servers_finishes_at_once():
-    """A reward model scores elsewhere."""
+def test_stack_of_a_reward_model_finishes_at_once():
     with RewardStack(parse_rewards("model")) as stack:
         ticket = stack.begin(rollouts("1")[0])
         assert stack.finished() == [(ticket, {})]
 
 
-# What goes wrong costs its sample -----------------------------------------------------------------
+# Failures -----------------------------------------------------------------------------------------
 
 
-def test_what_fails_in_the_stream_costs_its_sample_and_part(stack, caplog):
-    """Among quick ones: some of these travel with one that fails."""
+def test_failure_affects_only_its_sample_and_part(stack, caplog):
+    """Some quick samples are in one batch with a failing one."""
     stack.outcomes(rollouts(*["0"] * 20))
     failures = {
         17: ("hang", "timed out: no value within 3 s"),
@@ -215,14 +213,15 @@ def test_what_fails_in_the_stream_costs_its_sample_and_part(stack, caplog):
     }
     samples = rollouts(*[failures.get(index, ("0", ""))[0] for index in range(60)])
     found: list[Finished] = []
-    first = stack._num_begun
+    tickets: list[int] = []
     for start in range(0, 60, 20):
-        assert [stack.begin(each) for each in samples[start : start + 20]][0] == first + start
+        tickets += [stack.begin(each) for each in samples[start : start + 20]]
         found += stack.finished()
+    first = tickets[0]
     while not stack.wait(0.05):
         found += stack.finished()
     found += stack.finished()
-    assert sorted(ticket for ticket, _ in found) == list(range(first, first + 60))
+    assert sorted(ticket for ticket, _ in found) == tickets == list(range(first, first + 60))
     for ticket, outcomes in found:
         index = ticket - first
         expected = failures[index][1] if index in failures else None
@@ -234,7 +233,7 @@ def test_what_fails_in_the_stream_costs_its_sample_and_part(stack, caplog):
     assert stack._logs["streamed"].counts["ended its process"] == 2
 
 
-def test_what_workers_cannot_find_is_raised_and_ends_all_that_was_being_scored(server_that_hangs):
+def test_unknown_function_raises_and_cancels_everything(server_that_hangs):
     spec = parse_rewards(
         "no_such_function,http", url=server_that_hangs.url, timeout_seconds=PATIENT_SECONDS
     )
@@ -247,27 +246,26 @@ def test_what_workers_cannot_find_is_raised_and_ends_all_that_was_being_scored(s
         assert not http_threads()
 
 
-# Looking does not block ---------------------------------------------------------------------------
+# Polling does not block ---------------------------------------------------------------------------
 
 
 def test_finished_returns_while_a_reward_waits(folder, tmp_path):
-    """Would it wait for the reward, that would wait for the pipe until its time is over."""
     pipe = Pipe(tmp_path)
     with patient_pool(folder) as pool:
         waiting = pool.begin(rollouts(pipe.path)[0])
         pipe.wait_for_reader(pool)
         assert pool.wait(0.0) is False
         others = [pool.begin(each) for each in rollouts("1", "2", "3")]
-        assert sorted(taken(pool, 3)) == others  # nor do they wait for it, or for more company
+        assert sorted(taken(pool, 3)) == others  # they do not wait for it or for a fuller batch
         assert pool.finished() == []
         pipe.close()
         assert taken(pool, 1) == {waiting: {"streamed": Outcome(1.0)}}
 
 
-# Samples that are not wanted any more -------------------------------------------------------------
+# Abandoned samples --------------------------------------------------------------------------------
 
 
-def test_what_is_abandoned_is_not_begun_and_what_has_begun_is_not_returned(folder, tmp_path):
+def test_abandoned_samples_are_not_started_or_not_returned(folder, tmp_path):
     begun = folder / "begun"
     begun.unlink(missing_ok=True)
     pipes = [Pipe(tmp_path), Pipe(tmp_path)]
@@ -277,7 +275,7 @@ def test_what_is_abandoned_is_not_begun_and_what_has_begun_is_not_returned(folde
         for pipe in pipes:
             pipe.wait_for_reader(pool)
         pool.abandon(range(1, 35))
-        pool.abandon([1, 20, 10**6])  # what is not out is passed over
+        pool.abandon([1, 20, 10**6])  # unknown and running tickets are ignored
         for pipe in pipes:
             pipe.close()
         assert sorted(taken(pool, 8)) == [0, *range(35, 42)]
@@ -303,7 +301,7 @@ def http_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name == "rewards over HTTP"]
 
 
-def test_closed_in_the_middle_nothing_is_left(folder, server_that_hangs, tmp_path):
+def test_close_during_scoring_leaves_nothing(folder, server_that_hangs, tmp_path):
     def held() -> tuple[set[int], set[str], int, list[str]]:
         myself = psutil.Process()
         threads = {thread.name for thread in threading.enumerate()}
@@ -341,10 +339,10 @@ def test_closed_in_the_middle_nothing_is_left(folder, server_that_hangs, tmp_pat
             refused()
 
 
-# Servers are asked about what waits ---------------------------------------------------------------
+# Requests to servers ------------------------------------------------------------------------------
 
 
-def test_a_request_takes_what_waits_and_is_wanted_when_another_has_ended():
+def test_next_request_takes_all_waiting_samples():
     may_answer = threading.Semaphore(0)
 
     def behave(body: dict) -> tuple[int, bytes]:
@@ -359,7 +357,7 @@ def test_a_request_takes_what_waits_and_is_wanted_when_another_has_ended():
         with Servers([reward]) as servers:
             samples = rollouts(*[str(index) for index in range(10)])
             servers.begin(samples[0])
-            assert not http_threads()  # nothing is sent before somebody looks
+            assert not http_threads()  # nothing is sent before the first poll
             assert servers.finished() == []
             wait_until(lambda: len(server.requests) == 1)
             for sample in samples[1:5]:
@@ -373,7 +371,9 @@ def test_a_request_takes_what_waits_and_is_wanted_when_another_has_ended():
             may_answer.release(3)
             found = taken(servers, 8)
             assert found == {i: {"http": Outcome(float(i))} for i in (0, 1, 3, 4, 5, 7, 8, 9)}
-            assert not http_threads() and server.requests != []  # all is known: nobody is left
+            assert (
+                not http_threads() and server.requests != []
+            )  # the thread ends with the last answer
 
             servers.begin(samples[0])  # and begins anew
             assert servers.finished() == []
@@ -385,7 +385,7 @@ def test_a_request_takes_what_waits_and_is_wanted_when_another_has_ended():
     assert numbers == [[0], [1, 3, 4, 5], [7, 8, 9], [0]]
 
 
-# What goes to workers together --------------------------------------------------------------------
+# Batches of workers -------------------------------------------------------------------------------
 
 
 def numbered(number: int) -> tuple[str, str, str, str]:
@@ -393,7 +393,7 @@ def numbered(number: int) -> tuple[str, str, str, str]:
 
 
 def quick_queue(seconds: float, *specs: str) -> BatchQueue:
-    """For two workers; of each function one sample was scored in so many seconds."""
+    """A queue for two workers, after one sample of each function took `seconds`."""
     waiting = BatchQueue(specs, num_workers=2)
     waiting.add(-1, numbered(-1))
     for _ in specs:
@@ -406,7 +406,7 @@ def quick_queue(seconds: float, *specs: str) -> BatchQueue:
 
 
 def sent(waiting: BatchQueue) -> list[Batch]:
-    """All batches until the two workers have enough, as a pool asks for them."""
+    """All batches until the two workers have enough."""
     batches: list[Batch] = []
     while (batch := waiting.next_batch(only_quick=waiting.num_out >= 2)) is not None:
         waiting.sent(batch)
@@ -417,7 +417,7 @@ def sent(waiting: BatchQueue) -> list[Batch]:
 @pytest.mark.parametrize(
     ("seconds", "num_before", "num_waiting", "sizes"),
     [
-        (0.001, 0, 3, [1] * 3),  # none waits for company while a worker has nothing to do
+        (0.001, 0, 3, [1] * 3),  # no batch is filled while a worker is idle
         (0.001, 0, 80, [10] * 8),
         (0.001, 6, 80, [20] * 4),  # no more than are quick together
         (0.001, 6, 10, [5] * 2),
@@ -429,8 +429,10 @@ def sent(waiting: BatchQueue) -> list[Batch]:
         (float("inf"), 0, 80, [1] * 2),  # nothing waits behind what may take long
     ],
 )
-def test_what_waits_is_shared_out_as_far_as_it_is_quick(seconds, num_before, num_waiting, sizes):
-    """The `num_before` came one by one and lie with the workers."""
+def test_waiting_samples_are_split_among_workers_by_their_time(
+    seconds, num_before, num_waiting, sizes
+):
+    """The workers already have `num_before` samples, sent one by one."""
     waiting = quick_queue(seconds, "f")
     for ticket in range(-num_before, 0):
         waiting.add(ticket, numbered(ticket))
@@ -442,7 +444,7 @@ def test_what_waits_is_shared_out_as_far_as_it_is_quick(seconds, num_before, num
     assert [t for batch in batches for t in batch.samples] == list(range(sum(sizes)))
 
 
-def test_as_much_is_sent_as_has_come_back():
+def test_each_returned_batch_is_replaced():
     waiting = quick_queue(0.3, "f")
     for ticket in range(20):
         waiting.add(ticket, numbered(ticket))
@@ -455,7 +457,7 @@ def test_as_much_is_sent_as_has_come_back():
         ]
 
 
-def test_a_function_is_as_quick_as_the_slowest_of_its_latest_batches():
+def test_time_of_a_function_is_that_of_its_slowest_recent_batch():
     waiting = quick_queue(0.001, "f")
     for ticket in range(batches_module._REMEMBERED_BATCHES + 40):
         waiting.add(ticket, numbered(ticket))
@@ -468,7 +470,7 @@ def test_a_function_is_as_quick_as_the_slowest_of_its_latest_batches():
     assert len(waiting.next_batch()) == 5
 
 
-def test_the_oldest_ticket_goes_first_also_when_it_comes_back():
+def test_oldest_ticket_is_sent_first_even_after_a_return():
     waiting = quick_queue(0.005, "f", "g")
     for ticket in range(32):
         waiting.add(ticket, numbered(ticket))

@@ -1,14 +1,9 @@
-"""The pure parts of benchmarks/rollout.py and rollout_trl.py: lengths, ratios, verdicts, sections;
-and that TRL plays and is paid what ours is.
+"""Pure parts of benchmarks/rollout.py and rollout_trl.py, and that TRL gets the same rewards.
 
-The cases themselves are `python benchmarks/rollout.py --quick`, and rollout_trl.py likewise.
+`python benchmarks/rollout.py --quick` and rollout_trl.py run the cases.
 """
 
 from __future__ import annotations
-
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +13,6 @@ from benchmarks.rollout import REPETITIONS
 from benchmarks.rollout_report import BEGIN, END, OF_CASE, paired, section
 from benchmarks.rollout_trl_agent import Pocket, calls, reward, turns_in
 from benchmarks.rollout_worker import CASES, LONG_TAIL, SHORT
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def ways(**seconds: list[float]) -> dict[str, list[dict[str, float]]]:
@@ -32,7 +25,7 @@ def ways(**seconds: list[float]) -> dict[str, list[dict[str, float]]]:
     }
 
 
-def test_one_response_in_a_hundred_reaches_ten_times_the_median() -> None:
+def test_one_response_in_a_hundred_reaches_ten_times_the_median():
     lengths = np.concatenate([LONG_TAIL.lengths(seed) for seed in range(200)])
     assert lengths.max() == LONG_TAIL.most_tokens == 10 * LONG_TAIL.median_tokens
     assert np.median(lengths) == pytest.approx(LONG_TAIL.median_tokens, rel=0.05)
@@ -41,12 +34,12 @@ def test_one_response_in_a_hundred_reaches_ten_times_the_median() -> None:
     assert LONG_TAIL.lengths(1) == LONG_TAIL.lengths(1) != LONG_TAIL.lengths(2)
 
 
-def test_every_case_has_its_repetitions_and_its_verdicts() -> None:
+def test_every_case_has_repetitions_and_verdicts():
     assert CASES.keys() == REPETITIONS.keys() == OF_CASE.keys()
 
 
-def test_a_ratio_is_of_one_repetition() -> None:
-    # The machine was slow in the second repetition, for both.
+def test_ratio_is_taken_within_one_repetition():
+    # The machine was slow in the second repetition for both.
     assert paired(ways(stream=[1, 10], blocks=[2, 20]), "blocks", "stream") == 2.0
 
 
@@ -63,7 +56,7 @@ def test_a_ratio_is_of_one_repetition() -> None:
         ("short", ways(stream=[1.0], blocks=[0.9]), False),
     ],
 )
-def test_a_verdict_follows_the_figures(case: str, found: dict, met: bool) -> None:
+def test_verdict_follows_the_figures(case, found, met):
     assert [ok for *_, ok in OF_CASE[case](found)] == [met]
     text = section({case: found}, {"commit": "abc"})
     assert text.startswith(BEGIN + "\n") and text.endswith(END + "\n")
@@ -71,7 +64,7 @@ def test_a_verdict_follows_the_figures(case: str, found: dict, met: bool) -> Non
 
 
 @pytest.mark.parametrize(("seconds", "met"), [(0.98, True), (0.96, False)])
-def test_the_overhead_is_what_is_outside_the_engines_steps(seconds: float, met: bool) -> None:
+def test_overhead_is_the_time_outside_engine_steps(seconds, met):
     found = {
         "loop TP2": [{"own_seconds": 1.0, "in_steps": seconds}],
         "bare TP2": [{"own_seconds": 1.0, "in_steps": 0.999}],
@@ -79,19 +72,7 @@ def test_the_overhead_is_what_is_outside_the_engines_steps(seconds: float, met: 
     assert [ok for *_, ok in OF_CASE["overhead"](found)] == [met]
 
 
-def test_a_page_with_broken_markers_is_told_before_anything_runs(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(BEGIN)
-    done = subprocess.run(
-        [sys.executable, "benchmarks/rollout.py", "--markdown", str(page)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and f"--markdown {page}" in done.stderr
-
-
-def test_turns_are_read_from_a_rendered_conversation() -> None:
+def test_turns_are_read_from_a_rendered_conversation():
     first = "<bos><|user|>47 ?<|assistant|>15"
     assert turns_in(first) == turns_in(first + "<eos>") == ["15"]
     assert turns_in(first + "<eos><|user|>5<|assistant|>0 5<eos>") == ["15", "0 5"]
@@ -103,15 +84,13 @@ def test_turns_are_read_from_a_rendered_conversation() -> None:
     [
         (["47", "5"], 1, 1.25),
         (["47", "4"], 1, 0.25),
-        (["15 5"], 0, 0.0),  # nobody has shown it yet
+        (["15 5"], 0, 0.0),  # not shown yet
         (["1+1", "47", "5"], 2, 1.25),
         (["M", "5"], 1, 1.25),
         (["1+1", "1+1"], 2, 0.25),  # no turn is left
     ],
 )
-def test_the_other_loop_calls_and_pays_as_the_calculator_does(
-    turns: list[str], num_called: int, paid: float
-) -> None:
+def test_trl_loop_calls_and_rewards_as_the_calculator_does(turns, num_called, paid):
     assert [calls(turns[: n + 1]) for n in range(len(turns))] == [
         n < num_called for n in range(len(turns))
     ]
@@ -126,12 +105,12 @@ def test_the_other_loop_calls_and_pays_as_the_calculator_does(
     assert reward([messages], [pocket]) == [paid]
 
 
-def test_parts_of_a_step_are_those_of_the_metrics() -> None:
+def test_parts_of_a_step_are_averaged_time_metrics():
     steps = [{"time/step_seconds": 1.0, "kl/ref": 5.0}, {"time/step_seconds": 3.0, "kl/ref": 5.0}]
     assert rollout_trl.parts_of(steps) == {"time/step_seconds": 2.0}
 
 
-def test_the_section_beside_trl_has_ratios_of_one_repetition() -> None:
+def test_section_of_trl_has_ratios_within_one_repetition():
     def run(step_seconds: float) -> dict:
         seconds = [9.0, 9.0, step_seconds]  # the first two do not count
         return dict(

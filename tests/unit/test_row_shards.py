@@ -1,4 +1,4 @@
-"""Rows of parameters: cut anyhow, the parts are the whole, each element once and in its place."""
+"""Rows of parameters: any cut covers the whole, each element once and in its place."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cut_in_three(num_rows: int, draw: random.Random) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("spec", ["local", "transformer_engine"])
 @pytest.mark.parametrize("latent", [True, False])
-def test_parts_of_ranks_are_the_whole_parameter(latent: bool, spec: str) -> None:
+def test_parts_of_ranks_cover_the_parameter(latent, spec):
     shape, draw = small_shape(num_layers=2, num_experts=4, latent=latent), random.Random(spec)
     at = ShardCoordinates(1, 2, 1, 2, 0, 1, layers=(0, 1))
     shapes = stage_parameters(shape, SPECS[spec], tp_size=2, ep_size=2, layers=(0, 1))
@@ -56,8 +56,8 @@ def test_parts_of_ranks_are_the_whole_parameter(latent: bool, spec: str) -> None
     assert num_empty > 0
 
 
-def test_a_part_holds_what_its_box_says() -> None:
-    """A stack of two tensors, side by side with columns left out, read through rows 2 to 7."""
+def test_part_holds_the_values_of_its_box():
+    """Two stacked tensors without their outer columns, read through rows 2 to 7."""
     tensors = {"a": np.arange(40).reshape(5, 8), "b": np.arange(100, 132).reshape(4, 8)}
     whole = [
         Piece("a", ((1, 5), (2, 6)), ((0, 4), (0, 4))),
@@ -78,7 +78,7 @@ def test_a_part_holds_what_its_box_says() -> None:
         assert (cut(rows, piece.local_box) == expected).all()
 
 
-def test_whole_parameters_are_left_as_they_are() -> None:
+def test_whole_parameters_are_unchanged():
     whole = [Piece("a", ((1, 5), (2, 6)), ((0, 4), (0, 4)))]
     assert list(pieces_within(whole, full_box((4, 4)))) == whole
     scalar = [Piece("s", (), ())]
@@ -92,16 +92,14 @@ def test_whole_parameters_are_left_as_they_are() -> None:
         ((6, 4), (0, 24), (0, 6)),
         ((7,), (3, 5), (3, 5)),
         ((2, 3, 4), (12, 24), (1, 2)),
-        ((6, 4), (5, 5), (0, 0)),  # nothing, wherever that is
+        ((6, 4), (5, 5), (0, 0)),  # empty anywhere
     ],
 )
-def test_flat_ranges_are_rows(
-    shape: tuple[int, ...], flat: tuple[int, int], rows: tuple[int, int]
-) -> None:
+def test_flat_ranges_are_rows(shape, flat, rows):
     assert rows_of_flat_range("p", shape, *flat) == rows
 
 
 @pytest.mark.parametrize("flat", [(2, 8), (4, 10)])
-def test_a_range_that_cuts_a_row_is_named(flat: tuple[int, int]) -> None:
+def test_flat_range_within_a_row_is_refused(flat):
     with pytest.raises(RuntimeError, match=r"layers\.0\.p: .* \[6, 4\], expected whole rows of 4"):
         rows_of_flat_range("layers.0.p", (6, 4), *flat)

@@ -1,11 +1,10 @@
-"""Standard output and standard error that take nothing: a full disk, a reader that is gone."""
+"""Standard output and standard error on a full disk, or without a reader."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -69,29 +68,25 @@ def run(program: str, log: Path, *, closed: str = "", **streams: int) -> int:
 @pytest.mark.parametrize(
     ("name", "called"), [("stdout", "standard output"), ("stderr", "standard error")]
 )
-def test_a_run_goes_on_and_says_once_what_cannot_be_shown(
-    name: str, called: str, broken: Callable[[], int], tmp_path: Path
-) -> None:
+def test_run_continues_and_reports_a_broken_stream_once(name, called, broken, tmp_path):
     log = tmp_path / "log"
     program = SHOWS if name == "stdout" else "print('x', file=sys.stderr, flush=True)\n" + SHOWS
     assert run(program, log, **{name: broken()}) == 0
-    said = log.read_text().splitlines()
-    assert said[-1] == "the run ends"
-    assert [line for line in said if "cannot be written" in line] == said[:1]
-    assert said[0].startswith(called)
+    lines = log.read_text().splitlines()
+    assert lines[-1] == "the run ends"
+    assert [line for line in lines if "cannot be written" in line] == lines[:1]
+    assert lines[0].startswith(called)
 
 
-def test_a_run_goes_on_with_streams_that_are_closed(tmp_path: Path) -> None:
+def test_run_continues_with_closed_streams(tmp_path):
     program = SHOWS + "open(sys.argv[1] + '.file', 'w').write('text')\n"
     assert run(program, tmp_path / "log", closed=">&- 2>&-") == 0
-    # Nothing that is printed lands in a file that was opened later.
+    # Printed text is not written into a file that was opened later.
     assert (tmp_path / "log.file").read_text() == "text"
     assert (tmp_path / "log").read_text() == "the run ends\n"
 
 
-def test_characters_that_the_encoding_lacks_are_escaped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_characters_outside_the_encoding_are_escaped(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii:strict")
     output = (tmp_path / "output").open("wb")
     assert run(SHOWS, tmp_path / "log", stdout=os.dup(output.fileno())) == 0
@@ -100,16 +95,12 @@ def test_characters_that_the_encoding_lacks_are_escaped(
 
 
 @pytest.mark.parametrize("broken", [full_disk, reader_gone])
-def test_a_mistake_has_its_exit_code_where_it_cannot_be_said(
-    broken: Callable[[], int], tmp_path: Path
-) -> None:
+def test_mistake_keeps_its_exit_code_without_output(broken, tmp_path):
     assert run(MISTAKE, tmp_path / "log", stderr=broken(), stdout=broken()) == 2
 
 
 @pytest.mark.parametrize("broken", [full_disk, reader_gone])
-def test_the_launcher_ends_as_its_ranks_where_nothing_can_be_said(
-    broken: Callable[[], int], tmp_path: Path
-) -> None:
+def test_launcher_keeps_the_exit_code_of_its_ranks_without_output(broken, tmp_path):
     (tmp_path / "rank.py").write_text(PRELUDE + "print('x' * 100000, flush=True)\nsys.exit(3)")
     command = [sys.executable, "-m", "mcore_rl.launch", "--nproc-per-node", "1"]
     command += [str(tmp_path / "rank.py"), str(tmp_path / "log")]

@@ -1,9 +1,7 @@
-"""The order in which actor and critic save, and older checkpoints go; what a resume relies on; and
-that a run's stages are those that others change."""
+"""The saver of a run, the state that a resume reads, and the module of `-m mcore_rl.train`."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import random
@@ -13,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -41,15 +38,13 @@ from tests.unit.test_checkpoint_folders import save
 
 
 class CriticOnDisk:
-    """A critic's side of a save."""
-
     def save(self, num_steps: int, checkpoints: Path) -> None:
         save(folders.critic_folder(checkpoints), num_steps)
 
 
 @pytest.fixture
 def saver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSaver:
-    """Of a run with `--save-retain-interval 100`, whose actor writes as the critic does."""
+    """A run with `--save-retain-interval 100`, whose actor and critic write empty checkpoints."""
     monkeypatch.setattr(
         saver_module, "write_checkpoint", lambda folder, step, _: save(folder, step)
     )
@@ -75,16 +70,14 @@ def steps(folder: Path) -> tuple[list[int], list[int]]:
     return folders.complete_steps(folder), folders.complete_steps(critic)
 
 
-def test_older_checkpoints_of_both_go_together(tmp_path: Path, saver: RunSaver) -> None:
+def test_older_checkpoints_of_both_are_removed(tmp_path, saver):
     for step in (9, 19, 99, 109, 119):
         saver.save_if_due(step)
     assert steps(tmp_path) == ([120, 100], [120, 100])
 
 
-def test_an_actor_that_cannot_save_leaves_a_step_that_both_have(
-    tmp_path: Path, saver: RunSaver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The critic has saved by then."""
+def test_failed_save_of_the_actor_keeps_a_step_of_both(tmp_path, saver, monkeypatch):
+    """The critic saves first."""
     saver.save(10)
 
     def full(*_: object) -> None:
@@ -100,25 +93,27 @@ def test_an_actor_that_cannot_save_leaves_a_step_that_both_have(
     ("began_with", "reason"),
     [
         ("ab12", ""),
-        ("cd34", "--rl-hf-checkpoint hf/model has other weights than those that the run began"),
-        (LOADED, "with the weights of a Megatron checkpoint and without a KL, so that the ref"),
-        ("", "an earlier version of mcore_rl wrote it, which did not note what the reference"),
+        ("cd34", "--rl-hf-checkpoint hf/model has other weights"),
+        (LOADED, "with the weights of a Megatron checkpoint and without a KL"),
+        ("", "an earlier version of mcore_rl wrote it"),
     ],
 )
-def test_a_reference_that_is_not_what_the_run_began_with_is_an_error(
-    began_with: str, reason: str
-) -> None:
+def test_reference_with_other_weights_than_at_the_start_is_refused(began_with, reason):
     found = lost_reference(TrainerState(3, "TP1", began_with=began_with), "ab12", Path("hf/model"))
     assert reason in found and bool(reason) == bool(found)
 
 
+def stored(content: bytes) -> torch.Tensor:
+    """A row as it is stored: its length and its bytes."""
+    data = bytearray(len(content).to_bytes(8, "little") + content)
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
 def row_of(facts: dict[str, Any]) -> torch.Tensor:
-    content = json.dumps(facts).encode()
-    stored = len(content).to_bytes(8, "little") + content
-    return torch.from_numpy(np.frombuffer(stored, dtype=np.uint8).copy())
+    return stored(json.dumps(facts).encode())
 
 
-def test_a_checkpoint_of_before_the_note_is_read_and_one_of_another_kind_is_not() -> None:
+def test_state_of_an_older_version_is_read_unless_a_field_is_missing():
     facts = dataclasses.asdict(TrainerState(3, "TP1", weight_version=7, began_with="ab12"))
     assert _state(row_of(facts), Path("there")).began_with == "ab12"
     del facts["began_with"]
@@ -138,22 +133,20 @@ def test_a_checkpoint_of_before_the_note_is_read_and_one_of_another_kind_is_not(
         ("optimizer_by_parameter", 1),
     ],
 )
-def test_a_state_of_other_types_is_a_sentence(fact: str, value: object) -> None:
+def test_state_with_invalid_values_is_refused(fact, value):
     facts = dataclasses.asdict(TrainerState(3, "TP1")) | {fact: value}
     with pytest.raises(UsageError, match=f"there does not hold .*{fact}.*load another"):
         _state(row_of(facts), Path("there"))
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"5", b"[" * 100_000, b"\xff"])
-def test_a_state_that_is_not_one_is_a_sentence(content: bytes) -> None:
-    stored = len(content).to_bytes(8, "little") + content
-    row = torch.from_numpy(np.frombuffer(stored, dtype=np.uint8).copy())
+def test_malformed_state_is_refused(content):
     with pytest.raises(UsageError, match="there does not hold the state of a trainer"):
-        _state(row, Path("there"))
+        _state(stored(content), Path("there"))
 
 
 @pytest.mark.parametrize(
-    "stored",
+    "tensors",
     [
         {"facts": b"{}"},
         {"facts": torch.zeros((), dtype=torch.uint8)},
@@ -163,10 +156,8 @@ def test_a_state_that_is_not_one_is_a_sentence(content: bytes) -> None:
     ],
     ids=["an object", "a number", "one row", "no rows", "nothing"],
 )
-def test_a_checkpoint_whose_facts_are_not_rows_is_a_sentence(
-    stored: dict[str, Any], tmp_path: Path
-) -> None:
-    save_checkpoint(stored, checkpoint_id=tmp_path, no_dist=True)
+def test_checkpoint_without_rows_of_facts_is_refused(tensors, tmp_path):
+    save_checkpoint(tensors, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(UsageError, match=r"does not hold the state of a trainer .*facts"):
         read_trainer_state(tmp_path)
 
@@ -180,17 +171,17 @@ def test_a_checkpoint_whose_facts_are_not_rows_is_a_sentence(
         {"facts": torch.zeros(1, 8)},
     ],
 )
-def test_rows_of_another_form_are_a_sentence(rows: dict[str, torch.Tensor]) -> None:
+def test_malformed_rows_are_refused(rows):
     with pytest.raises(UsageError, match="there does not hold the state of a trainer .*facts"):
         _rows_of(rows, "facts", Path("there"))
 
 
 def mutated_states() -> dict[str, dict[str, torch.Tensor]]:
-    """The generators of this process, each time with one thing changed."""
+    """The states of this process's generators, each time with one change."""
     sound = RngState.capture().to_tensors()
     position = sound["numpy/position"]
     changes: dict[str, dict[str, torch.Tensor | None]] = {
-        # Python's has a second number of a pair at times only.
+        # Python's generator keeps the second number of a pair only at times.
         **{f"no {name}": {name: None} for name in sound if name != "python/gauss"},
         **{f"short {name}": {name: value[:-1]} for name, value in sound.items()},
         **{f"wide {name}": {name: value[None]} for name, value in sound.items()},
@@ -210,41 +201,33 @@ def mutated_states() -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def test_random_states_that_could_not_be_restored_are_a_sentence() -> None:
-    def row(blob: bytes) -> torch.Tensor:
-        stored = bytearray(len(blob).to_bytes(8, "little") + blob)
-        return torch.frombuffer(stored, dtype=torch.uint8)
-
+def test_invalid_random_states_are_refused():
     random.gauss(0, 1)
     sound = RngState.capture().to_tensors()
     before = {name: value.clone() for name, value in sound.items()}
-    found = _random_states(row(safetensors.torch.save(sound)), Path("there"))
+    found = _random_states(stored(safetensors.torch.save(sound)), Path("there"))
     found.restore()
-    says = "there does not hold random states .*load another checkpoint, or give --no-load-rng"
+    message = "there does not hold random states .*load another checkpoint, or give --no-load-rng"
     for what, tensors in mutated_states().items():
-        with pytest.raises(UsageError, match=says):
-            _random_states(row(safetensors.torch.save(tensors)), Path("there"))
+        with pytest.raises(UsageError, match=message):
+            _random_states(stored(safetensors.torch.save(tensors)), Path("there"))
             pytest.fail(what)
     for blob in (b"", b"{}", bytes(100), safetensors.torch.save(sound)[:-3]):
         with pytest.raises(UsageError, match="does not hold random states"):
-            _random_states(row(blob), Path("there"))
-    # To look is not to draw, nor to restore.
+            _random_states(stored(blob), Path("there"))
+    # Checks neither draw numbers nor restore a state.
     after = RngState.capture().to_tensors()
     assert all(before[name].equal(after[name]) for name in before)
 
 
-def resumed_with(**changes: object) -> argparse.Namespace:
-    values = {
-        "no_load_optim": None,
-        "use_distributed_optimizer": True,
-        "dist_ckpt_optim_fully_reshardable": True,
-        "untie_embeddings_and_output_weights": True,
-        "mtp_num_layers": None,
-        "overlap_grad_reduce": False,
-    }
-    return argparse.Namespace(**values | changes)
-
-
+RESUMED = {
+    "no_load_optim": None,
+    "use_distributed_optimizer": True,
+    "dist_ckpt_optim_fully_reshardable": True,
+    "untie_embeddings_and_output_weights": True,
+    "mtp_num_layers": None,
+    "overlap_grad_reduce": False,
+}
 PP2 = TrainerState(3, "TP1 x CP1 x DP1 x PP2, experts ETP1 x EP1 x EDP1")
 PP1 = dataclasses.replace(PP2, layout=PP2.layout.replace("PP2", "PP1"))
 
@@ -263,18 +246,14 @@ PP1 = dataclasses.replace(PP2, layout=PP2.layout.replace("PP2", "PP1"))
         (dataclasses.replace(PP2, optimizer_by_parameter=True), {"mtp_num_layers": 1}, False),
     ],
 )
-def test_states_of_the_optimizer_from_before_the_repair_are_warned_of_where_they_may_be_wrong(
-    state: TrainerState, changes: dict[str, object], is_affected: bool
-) -> None:
-    found = misplaced_optimizer(state, resumed_with(**changes))
+def test_misplaced_optimizer_states_are_reported(state, changes, is_affected):
+    found = misplaced_optimizer(state, Namespace(**RESUMED | changes))
     assert bool(found) == is_affected and ("--no-load-optim" in found) == is_affected
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-def test_the_main_program_is_the_module_that_files_of_rl_import_change(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What `-m mcore_rl.train` runs is not a second module of the same text."""
+def test_main_program_is_the_imported_module(monkeypatch):
+    """`-m mcore_rl.train` does not run a second copy of the module."""
 
     def second_module(*_: object, **__: object) -> None:
         raise AssertionError("the text was run as a module of its own")

@@ -1,7 +1,7 @@
 """scripts/run_deepseek_moe.sh and its presets.
 
-The script runs in a copy of what it reads, with a `python3` in PATH that writes down how it was
-called; only the last test starts processes that train.
+The script runs in a copy of its files, with a `python3` in PATH that prints its arguments; only the
+last test starts training processes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,7 @@ def tiny_presets(script: Script) -> list[str]:
 # ----------------------------------------------------------------------------------- one machine
 
 
-def test_script_makes_the_tiny_task_when_nothing_is_given(script: Script) -> None:
+def test_script_makes_the_tiny_task_by_default(script):
     make, train = script.calls()
     tiny = script.home / ".cache" / "mcore_rl" / "tiny_deepseek_v3"
     assert make.words[1:] == [
@@ -159,7 +159,7 @@ def test_script_makes_the_tiny_task_when_nothing_is_given(script: Script) -> Non
     }
 
 
-def test_dry_run_starts_and_leaves_nothing(script: Script) -> None:
+def test_dry_run_starts_and_leaves_nothing(script):
     script.program("python3", "touch started")
     del script.environment["MCORE_RL_SKIP_SETUP"]
     output = script.output("--dry-run")
@@ -169,41 +169,41 @@ def test_dry_run_starts_and_leaves_nothing(script: Script) -> None:
     assert not (script.folder / "runs").exists()
 
 
-def test_doctor_is_given_what_would_run(script: Script) -> None:
+def test_doctor_gets_the_flags_of_the_run(script):
     make, examine = script.output("--doctor", "--rl-run-dir", "here", "--lr", "1e-5").splitlines()
     assert "make_tiny_deepseek.py" in make
     _, _, words = examine.partition(" -m mcore_rl.cli ")
     _, train = script.calls("--rl-run-dir", "here", "--lr", "1e-5")
-    assert words.split() == [
-        *("doctor", "--world-size", "4", "--", "--rl-ranks-per-node", "4"),
-        *train.flags,
-    ]
+    ours = "doctor --world-size 4 -- --rl-ranks-per-node 4"
+    assert words.split() == [*ours.split(), *train.flags]
 
 
-def test_script_runs_what_the_dry_run_prints(script: Script) -> None:
+def test_script_runs_what_the_dry_run_prints(script):
     # Without --dry-run the commands reach `python3`, which prints them.
     arguments = ("--rl-run-dir", "here", "--rl-run-name", "a b")
     lines = script.output(*arguments).splitlines()
     assert lines.pop(-2).startswith("# starting 4 processes")
     printed = [call.words for call in script.calls(*arguments)]
-    assert [Call.of(line.split(" ")).words for line in lines] == [
-        " ".join(words).split(" ") for words in printed
-    ]
+    called = [" ".join(Call.of(line.split(" ")).words) for line in lines]
+    assert called == [" ".join(words) for words in printed]
     assert all(line.startswith("env OMP_NUM_THREADS=1 ") for line in lines)
 
 
-def test_script_ends_with_the_exit_code_of_the_launcher(script: Script) -> None:
-    script.program("python3", 'case "$2" in mcore_rl.launch) exit 7 ;; esac')
-    assert script.start().wait(timeout=60) == 7
-
-
-def test_script_ends_with_the_exit_code_of_a_step_before(script: Script) -> None:
-    script.program("python3", 'case "$2" in mcore_rl.launch) touch started ;; *) exit 5 ;; esac')
-    assert script.start().wait(timeout=60) == 5
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [
+        ('case "$2" in mcore_rl.launch) exit 7 ;; esac', 7),
+        ('case "$2" in mcore_rl.launch) touch started ;; *) exit 5 ;; esac', 5),
+    ],
+    ids=["launcher", "preparation"],
+)
+def test_script_ends_with_the_exit_code_of_a_failed_command(script, code, exit_code):
+    script.program("python3", code)
+    assert script.start().wait(timeout=60) == exit_code
     assert not (script.folder / "started").exists()
 
 
-def test_own_arguments_come_after_those_of_the_script(script: Script) -> None:
+def test_own_arguments_follow_those_of_the_script(script):
     flags = ["--rl-config", "mine.yaml", "--lr", "1e-4", "--rl-num-steps=3"]
     (script.folder / "mine.yaml").write_text("lr: 1.0\n")
     train = script.calls(*flags)[-1]
@@ -212,7 +212,7 @@ def test_own_arguments_come_after_those_of_the_script(script: Script) -> None:
 
 
 @pytest.mark.parametrize("flags", [["--rl-hf-checkpoint", "own"], ["--rl-hf-checkpoint=own"]])
-def test_own_checkpoint_replaces_the_tiny_task(script: Script, flags: list[str]) -> None:
+def test_own_checkpoint_replaces_the_tiny_task(script, flags):
     (train,) = script.calls(*flags)
     assert train.flags.count("--rl-hf-checkpoint") == flags.count("--rl-hf-checkpoint")
     assert not train.values("--rl-prompts") and not train.values("--rl-eval-prompts")
@@ -231,9 +231,7 @@ def test_own_checkpoint_replaces_the_tiny_task(script: Script, flags: list[str])
         ["--rl-hf-checkpoint", "own", "--rl-prompts=own.jsonl"],
     ],
 )
-def test_settings_of_the_tiny_task_are_not_those_of_others(
-    script: Script, flags: list[str]
-) -> None:
+def test_settings_of_the_tiny_task_are_not_used_for_others(script, flags):
     (script.folder / "own.yaml").write_text("rl-prompts: own.jsonl\n")
     output = script.output("--dry-run", *flags)
     assert "\n# own checkpoint or prompts: reward, lengths" in f"\n{output}"
@@ -245,14 +243,14 @@ def test_settings_of_the_tiny_task_are_not_those_of_others(
     assert of_task.keys() >= {"rl-max-prompt-tokens", "rl-max-response-tokens", "rl-reward", "lr"}
 
 
-def test_own_prompts_are_not_evaluated_on_the_tiny_task(script: Script) -> None:
+def test_own_prompts_are_not_evaluated_on_the_tiny_task(script):
     _, train = script.calls("--rl-prompts", "mine.jsonl")
     assert train.values("--rl-prompts") == ["mine.jsonl"]
     assert not train.values("--rl-eval-prompts")
 
 
 @pytest.mark.parametrize("key", ["rl-hf-checkpoint", "rl_hf_checkpoint", '"--rl-hf-checkpoint"'])
-def test_own_config_counts_as_given(script: Script, key: str) -> None:
+def test_flags_of_an_own_config_count_as_given(script, key):
     (script.folder / "mine.yaml").write_text(f"# mine\n{key}: own\n")
     assert len(script.calls("--rl-config", "mine.yaml")) == 1
     (script.folder / "mine.yaml").write_text(f"# {key}: own\n")
@@ -260,32 +258,31 @@ def test_own_config_counts_as_given(script: Script, key: str) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--rl-run-dir", "--rl-run-name"])
-def test_run_directory_is_the_users(script: Script, flag: str) -> None:
+def test_run_directory_and_name_are_the_users(script, flag):
     train = script.calls(flag, "mine")[-1]
     assert train.values("--rl-run-dir") == (["mine"] if flag == "--rl-run-dir" else [])
 
 
-def test_environment_of_the_caller_is_kept(script: Script) -> None:
+def test_environment_of_the_caller_is_kept(script):
     make, train = script.calls(OMP_NUM_THREADS="3", MCORE_RL_CACHE="/elsewhere")
     assert "OMP_NUM_THREADS" not in train.environment
     assert make.words[2:4] == ["--out", "/elsewhere/tiny_deepseek_v3"]
 
 
-def test_number_of_processes_is_that_of_the_gpus(gpu_script: Script) -> None:
+def test_number_of_processes_follows_the_gpus(gpu_script):
     assert gpu_script.calls()[-1].launcher_flags == ["--nproc-per-node", "8"]
     assert "OMP_NUM_THREADS" not in gpu_script.calls()[-1].environment
-    two = gpu_script.calls(CUDA_VISIBLE_DEVICES="3,5")[-1]
-    assert two.launcher_flags == ["--nproc-per-node", "2"]
-    one = gpu_script.calls("--nproc=1")[-1]
-    assert one.launcher_flags == ["--nproc-per-node", "1"]
-    none = gpu_script.calls(CUDA_VISIBLE_DEVICES="")[-1]
-    assert none.launcher_flags == ["--nproc-per-node", "4"]
+    for arguments, environment, number in (
+        ([], {"CUDA_VISIBLE_DEVICES": "3,5"}, "2"),
+        (["--nproc=1"], {}, "1"),
+        ([], {"CUDA_VISIBLE_DEVICES": ""}, "4"),
+    ):
+        call = gpu_script.calls(*arguments, **environment)[-1]
+        assert call.launcher_flags == ["--nproc-per-node", number]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signal_before_training_ends_the_step(
-    script: Script, number: signal.Signals, code: int
-) -> None:
+def test_signal_during_preparation_ends_it(script, number, code):
     script.program("python3", "echo $$ >pid.new && mv pid.new pid && exec sleep 60")
     process = script.start()
     pid = script.folder / "pid"
@@ -301,30 +298,27 @@ def test_signal_before_training_ends_the_step(
 # ------------------------------------------------------------------------------ several machines
 
 
-def test_dry_run_prints_a_command_for_every_machine(script: Script) -> None:
-    script.program("python3", ":")  # which would make the plan
+def test_dry_run_prints_a_command_for_every_node(script):
+    script.program("python3", ":")  # in place of the planner
     calls = script.calls("--preset=v3", "--rl-hf-checkpoint", "v3", "--rl-prompts", "p.jsonl")
     assert len(calls) == 32
     for rank, call in enumerate(calls):
-        assert call.launcher_flags == (
-            "--nproc-per-node 8 --nnodes 32 --node-rank".split()
-            + [str(rank)]
-            + "--master-addr MASTER_ADDR --master-port 29500".split()
+        assert " ".join(call.launcher_flags) == (
+            f"--nproc-per-node 8 --nnodes 32 --node-rank {rank} "
+            "--master-addr MASTER_ADDR --master-port 29500"
         )
         assert "OMP_NUM_THREADS" not in call.environment
 
 
-def test_machines_come_from_the_environment(script: Script) -> None:
+def test_nodes_come_from_the_environment(script):
     output = script.output(NNODES="2", NODE_RANK="1", MASTER_ADDR="head", MASTER_PORT="1234")
-    assert (
-        "-m mcore_rl.launch --nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr head "
-        "--master-port 1234 -m mcore_rl.train"
-    ) in output
+    nodes = "--nnodes 2 --node-rank 1 --master-addr head --master-port 1234"
+    assert f"-m mcore_rl.launch --nproc-per-node 4 {nodes} -m mcore_rl.train" in output
 
 
 @pytest.mark.parametrize(("preset", "world"), [("v2-lite", 8), ("v3", 256)])
-def test_dry_run_of_a_large_preset_makes_the_plan(script: Script, preset: str, world: int) -> None:
-    """Without a checkpoint, prompts or GPUs, and with the flags that the run would get."""
+def test_dry_run_of_a_large_preset_makes_the_plan(script, preset, world):
+    """With the flags of the run, and without a checkpoint, prompts or GPUs."""
     script.program("python3", 'printf "planned:"; printf " %s" "$@"; echo')
     lines = script.output("--dry-run", "--preset", preset, "--lr", "1e-5").splitlines()
     (planned,) = [line for line in lines if line.startswith("planned:")]
@@ -342,7 +336,7 @@ def test_dry_run_of_a_large_preset_makes_the_plan(script: Script, preset: str, w
     assert commands[0].values("--rl-prompts") == ["PROMPTS"]
 
 
-def test_plan_is_of_the_checkpoint_that_is_there(script: Script) -> None:
+def test_plan_uses_the_config_of_a_local_checkpoint(script):
     script.program("python3", 'echo planned "$@"')
     (script.folder / "own").mkdir()
     (script.folder / "own" / "config.json").touch()
@@ -352,7 +346,7 @@ def test_plan_is_of_the_checkpoint_that_is_there(script: Script) -> None:
     assert "planned -m mcore_rl.cli plan --hf-config own/config.json --world-size 512" in output
 
 
-def test_plan_that_cannot_be_made_ends_the_dry_run(script: Script) -> None:
+def test_failing_plan_ends_the_dry_run(script):
     script.program("python3", "echo 'mcore_rl: error: no.' >&2; exit 2")
     assert script.error("--dry-run", "--preset", "v3") == "no."
 
@@ -360,12 +354,13 @@ def test_plan_that_cannot_be_made_ends_the_dry_run(script: Script) -> None:
 SLURM = {"SLURM_NNODES": "3", "SLURM_NODEID": "2", "SLURM_JOB_NODELIST": "n[1-3]"}
 
 
-def test_machines_come_from_slurm(script: Script) -> None:
+def test_nodes_come_from_slurm(script):
     script.program("scontrol", '[ "$*" = "show hostnames n[1-3]" ] && printf "n1\\nn2\\nn3\\n"')
-    output = script.output(**SLURM, SLURM_JOB_ID="123456")
-    assert "--nnodes 3 --node-rank 2 --master-addr n1 --master-port 23456 -m" in output
-    output = script.output(**SLURM, SLURM_JOB_ID="123456", MASTER_ADDR="n9", MASTER_PORT="7")
-    assert "--nnodes 3 --node-rank 2 --master-addr n9 --master-port 7 -m" in output
+    own = {"MASTER_ADDR": "n9", "MASTER_PORT": "7"}
+    for given, address, port in (({}, "n1", 23456), (own, "n9", 7)):
+        output = script.output(**SLURM, SLURM_JOB_ID="123456", **given)
+        expected = f"--nnodes 3 --node-rank 2 --master-addr {address} --master-port {port} -m"
+        assert expected in output
 
 
 # ---------------------------------------------------------------------------------------- mistakes
@@ -389,9 +384,7 @@ def test_machines_come_from_slurm(script: Script) -> None:
         ("", SLURM | {"SLURM_LOCALID": "1"}, "srun --ntasks-per-node=1"),
     ],
 )
-def test_mistake_gets_one_sentence(
-    script: Script, arguments: str, environment: dict[str, str], sentence: str
-) -> None:
+def test_mistake_is_one_sentence(script, arguments, environment, sentence):
     script.program("python3", "touch started")
     assert sentence in script.error(*arguments.split(), **environment)
     assert not (script.folder / "started").exists()
@@ -405,11 +398,11 @@ def test_mistake_gets_one_sentence(
         ("--preset v3 --rl-hf-checkpoint x --rl-prompts y", "laid out for 32 machines of 8 GPUs"),
     ],
 )
-def test_large_preset_says_what_it_needs(gpu_script: Script, arguments: str, sentence: str) -> None:
+def test_large_preset_names_what_it_needs(gpu_script, arguments, sentence):
     assert sentence in gpu_script.error(*arguments.split())
 
 
-def test_help_names_every_option_and_preset(script: Script) -> None:
+def test_help_names_every_option_and_preset(script):
     output = script.output("--help")
     for name in ("--preset", "--nproc", "--dry-run", *PRESETS):
         assert name in output
@@ -429,32 +422,28 @@ def preset_file(name: str) -> Path:
     return ROOT / "scripts" / "presets" / f"{name}.yaml"
 
 
-def test_all_presets_are_tested() -> None:
+def test_all_presets_are_tested_and_large_ones_marked_as_not_run():
     found = {path.stem for path in preset_file("x").parent.iterdir()}
     assert found == {*PRESETS, "tiny-task"}
+    for name in ("v2-lite", "v3"):
+        assert preset_file(name).read_text().startswith("# PLANNED, NOT RUN. ")
 
 
-@pytest.mark.parametrize("option", ["--preset", "--nproc", "--dry-run"])
-def test_options_of_the_script_are_no_flags_of_megatron(parser: Any, option: str) -> None:
-    assert option not in parser._option_string_actions
+def test_options_of_the_script_are_not_flags_of_megatron(parser):
+    assert not {"--preset", "--nproc", "--dry-run"} & parser._option_string_actions.keys()
 
 
 @pytest.mark.parametrize(
     ("name", "published"), [("v2-lite", "deepseek-v2-lite"), ("v3", "deepseek-v3")]
 )
-def test_large_preset_has_the_published_config(name: str, published: str) -> None:
+def test_large_preset_has_the_published_config(name, published):
     file = ROOT / "tests" / "data" / "configs" / f"{published}.json"
     assert json.loads(file.read_text()) == published_config(name)
 
 
-def test_large_presets_are_marked_as_not_run() -> None:
-    for name in ("v2-lite", "v3"):
-        assert preset_file(name).read_text().startswith("# PLANNED, NOT RUN. ")
-
-
 @pytest.mark.parametrize("name", PRESETS)
-def test_preset_fits_its_model_and_machines(name: str, tmp_path: Path) -> None:
-    """Every check of a start that needs no weights, on the model the preset is for."""
+def test_preset_fits_its_model_and_machines(name, tmp_path):
+    """Every check of a start that needs no weights, on the preset's model."""
     from mcore_rl.common.platform import WITHOUT_CUDA, Platform
     from mcore_rl.job.resolver import Refusals, Source, examine
     from mcore_rl.model.config_json import read_model_shape
@@ -481,15 +470,13 @@ def test_preset_fits_its_model_and_machines(name: str, tmp_path: Path) -> None:
     last = values.get("decoder_last_pipeline_num_layers")
     if last is not None:  # the other stages share the rest evenly
         assert (shape.num_layers - last) % (layout.pp_size - 1) == 0
-    # An expert stays on its rank: what rollout mode is built on.
+    # Rollout relies on each expert staying on its rank.
     assert rollout.ep_size == layout.ep_size > 1
     assert layout.etp_size == layout.edp_size == 1
 
 
-def test_own_data_command_of_the_readme_keeps_its_prompts(
-    script: Script, parser: Any, checkpoint_factory: Callable[..., Path]
-) -> None:
-    """On questions as long as those of GSM8K, of which the tiny task's lengths drop every one."""
+def test_own_data_command_of_the_readme_keeps_its_prompts(script, parser, checkpoint_factory):
+    """GSM8K's questions are longer than the limits of the tiny task."""
     from mcore_rl.config import config_from
     from mcore_rl.flags.given import expand_config, given_values
     from mcore_rl.job.layout import check_lengths
@@ -532,7 +519,7 @@ def published_config(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_missing_checkpoint_ends_four_ranks_with_one_sentence(tmp_path: Path) -> None:
+def test_missing_checkpoint_ends_four_ranks_with_one_sentence(tmp_path):
     process = subprocess.run(
         ["bash", str(ROOT / "scripts" / "run_deepseek_moe.sh"), "--nproc", "4"]
         + ["--rl-hf-checkpoint", "/nonexistent", "--rl-prompts", "/nonexistent.jsonl"],
@@ -543,8 +530,8 @@ def test_missing_checkpoint_ends_four_ranks_with_one_sentence(tmp_path: Path) ->
         timeout=240,
     )
     assert process.returncode == 2, process.stderr
-    assert process.stderr == (
-        "mcore_rl: error: --rl-hf-checkpoint /nonexistent is not a directory; give the folder of a "
-        "Hugging Face checkpoint\n"
+    (sentence,) = process.stderr.splitlines()
+    assert sentence.startswith(
+        "mcore_rl: error: --rl-hf-checkpoint /nonexistent is not a directory"
     )
     assert not (tmp_path / "runs").exists()

@@ -12,7 +12,7 @@ import pytest
 
 from tests.rank_pool import ROOT
 
-# Writes what it is called with, and fails where it is told to.
+# Records its arguments, and fails for the command in FAILS.
 PROGRAM = """#!/bin/sh
 echo "$(basename "$0") $*" >> "$CALLS"
 case "$(basename "$0") $*" in *"$FAILS"*) exit 3;; esac
@@ -22,7 +22,7 @@ TWO = "--numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 40 --
 
 
 def run_tests(folder: Path, *arguments: str, fails: str = "nothing") -> tuple[int, str, list[str]]:
-    """Exit code, what was printed, and the commands that were run, in their order."""
+    """The exit code, the output, and the commands in the order of their calls."""
     (folder / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "run_tests.sh", folder / "scripts")
     (folder / "scripts" / "setup_env.sh").write_text('echo setup >> "$CALLS"\n')
@@ -62,33 +62,31 @@ def run_tests(folder: Path, *arguments: str, fails: str = "nothing") -> tuple[in
         ),
     ],
 )
-def test_each_tier_runs_all_that_it_names(
-    arguments: tuple[str, ...], tests: list[str], tmp_path: Path
-) -> None:
-    code, said, calls = run_tests(tmp_path, *arguments)
+def test_each_tier_runs_its_commands(arguments, tests, tmp_path):
+    code, output, calls = run_tests(tmp_path, *arguments)
     assert (code, calls) == (0, [*CHECKS, *tests])
-    assert said.splitlines()[-1] == "== ruff check, ruff format, mypy and pytest passed"
+    assert output.splitlines()[-1] == "== ruff check, ruff format, mypy and pytest passed"
 
 
-def test_what_fails_is_named_and_hides_nothing(tmp_path: Path) -> None:
-    code, said, calls = run_tests(tmp_path, "--all", fails="ruff format")
+def test_failed_check_is_named_and_the_others_run(tmp_path):
+    code, output, calls = run_tests(tmp_path, "--all", fails="ruff format")
     assert code == 1 and len(calls) == len(CHECKS) + 3
-    assert said.splitlines()[-1] == "== failed: ruff format"
+    assert output.splitlines()[-1] == "== failed: ruff format"
 
 
-def test_help_tells_of_the_tiers_and_runs_nothing(tmp_path: Path) -> None:
-    code, said, calls = run_tests(tmp_path, "--help")
+def test_help_lists_the_tiers_and_runs_nothing(tmp_path):
+    code, output, calls = run_tests(tmp_path, "--help")
     assert (code, calls) == (0, [])
-    assert "run_tests.sh --all " in said and "at most 8 minutes" in said
+    assert "run_tests.sh --all " in output and "at most 8 minutes" in output
 
 
-def test_continuous_integration_runs_everything() -> None:
+def test_continuous_integration_runs_everything():
     assert "bash scripts/run_tests.sh --all\n" in (ROOT / ".ci" / "run").read_text()
 
 
 @pytest.mark.slow
-def test_quick_tests_have_a_hand_over_a_real_run_and_no_slow_unit_test() -> None:
-    """As pytest collects them, from a few files: to collect all of them takes longer."""
+def test_quick_tests_include_a_transfer_and_a_run_but_no_slow_unit_test():
+    """Collects a few files only, to be fast."""
     files = [
         *("tests/dist/test_sharding_manager.py", "tests/e2e/test_fork.py"),
         *("tests/unit/test_plan.py", "tests/unit/test_installing.py"),
@@ -103,7 +101,7 @@ def test_quick_tests_have_a_hand_over_a_real_run_and_no_slow_unit_test() -> None
     collected = [line for line in process.stdout.splitlines() if "::" in line]
     assert "tests/e2e/test_fork.py::test_moe_of_a_fork_on_tp2_ep2" in collected
     bit_for_bit = "test_engine_stores_what_its_own_loader_stores"
-    (hand_over,) = [line for line in collected if bit_for_bit in line]
-    assert hand_over == f"tests/dist/test_sharding_manager.py::{bit_for_bit}[tp_and_ep_intact]"
+    (transfer,) = [line for line in collected if bit_for_bit in line]
+    assert transfer == f"tests/dist/test_sharding_manager.py::{bit_for_bit}[tp_and_ep_intact]"
     assert any(line.startswith("tests/unit/test_plan.py") for line in collected)
     assert not any("test_pip_install_adds" in line for line in collected)

@@ -30,7 +30,7 @@ def shares(
     )
 
 
-# Both of a source and a target: how many places, and which ranks.
+# Source and target: the number of places, and their ranks.
 SIDES = {
     "one layout to another on the same ranks": ((3, range(12)), (2, range(12))),
     "in one layout": ((4, range(12)), (4, range(12))),
@@ -58,24 +58,19 @@ def exchange_all(exchanges: list[RowExchange]) -> tuple[list[np.ndarray], np.nda
 
         return give
 
-    found = [
-        exchange.moved(rank, NUM_RANKS, giving(rank)) for rank, exchange in enumerate(exchanges)
-    ]
+    found = [each.moved(rank, NUM_RANKS, giving(rank)) for rank, each in enumerate(exchanges)]
     return found, np.array([[len(each) for each in row] for row in sent])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.uint8, np.int16])
 @pytest.mark.parametrize("sides", SIDES)
-def test_every_rank_gets_its_rows_and_each_travels_once(sides: str, dtype: type) -> None:
+def test_every_rank_gets_its_rows_and_each_is_sent_once(sides, dtype):
     rng = np.random.default_rng(1)
     (of_source, source_ranks), (of_target, target_ranks) = SIDES[sides]
     source = shares(rng, of_source, list(source_ranks))
     target = shares(rng, of_target, list(target_ranks), overlap=True)
-    everything = SampleRows(
-        np.arange(len(LENGTHS)),
-        LENGTHS,
-        rng.integers(0, 120, size=(LENGTHS.sum(), 3)).astype(dtype),
-    )
+    values = rng.integers(0, 120, size=(LENGTHS.sum(), 3)).astype(dtype)
+    everything = SampleRows(np.arange(len(LENGTHS)), LENGTHS, values)
     exchanges = [
         RowExchange(LENGTHS, source, target, everything.of(source.of(rank)))
         for rank in range(NUM_RANKS)
@@ -87,7 +82,7 @@ def test_every_rank_gets_its_rows_and_each_travels_once(sides: str, dtype: type)
         assert np.array_equal(found[rank], everything.of(wanted)) and found[rank].dtype == dtype
         assert sent[:, rank].sum() == LENGTHS[np.setdiff1d(wanted, had)].sum() * width
     assert not sent.diagonal().any()
-    for ranks in source.ranks:  # which take turns
+    for ranks in source.ranks:  # they share the work
         busy = sent[list(ranks)].sum(axis=1)
         assert busy.max() <= 2 * busy.mean() + LENGTHS.max() * width
 

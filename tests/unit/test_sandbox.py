@@ -1,4 +1,4 @@
-"""A policy's Python: what it may do and what not, and what it is worth."""
+"""The sandbox for a policy's Python code: permissions, limits, attacks, and its reward."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 def by(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Supervisor]:
-    """A supervisor for each level that protects all; it makes its folders in `by.folder`."""
+    """A supervisor for each level with full protection; it makes its folders in `by.folder`."""
     folder = tmp_path_factory.mktemp("folders")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
@@ -62,15 +62,15 @@ def ran(code: str, *tests: str, seconds: float = PATIENT_SECONDS, **options: Any
 
 
 def raised(found: Ran) -> str:
-    """The last line of what it raised."""
+    """The last line of the traceback."""
     assert not found.ended and not found.all_passed and not found.why, found
     return found.stderr.strip().splitlines()[-1]
 
 
-# What it may --------------------------------------------------------------------------------------
+# Permissions --------------------------------------------------------------------------------------
 
 
-def test_code_runs_and_its_tests_see_what_it_has_defined():
+def test_code_runs_and_its_tests_see_its_definitions():
     found = ran("def f(x): return x + 1\nprint('hello')", "assert f(1) == 2", "assert f(1) == 3")
     assert (found.ended, found.passed, found.why) == (True, (True, False), "")
     assert found.stdout == "hello\n" and found.stderr.endswith("AssertionError\n")
@@ -78,7 +78,7 @@ def test_code_runs_and_its_tests_see_what_it_has_defined():
     assert report_of(found).endswith("AssertionError\ntests passed: 1 of 2")
 
 
-def test_threads_loops_files_of_its_own_and_much_of_everything_else_work():
+def test_threads_event_loops_and_own_files_work():
     assert ran(
         "import asyncio, threading, dataclasses, decimal, json, collections, os\n"
         "@dataclasses.dataclass\nclass A: x: int\n"
@@ -91,14 +91,11 @@ def test_threads_loops_files_of_its_own_and_much_of_everything_else_work():
     ).all_passed
 
 
-def test_each_run_has_an_empty_folder_that_is_gone_after_it():
+def test_each_run_has_an_empty_folder_that_is_removed():
     found = ran("import os; open('f', 'w'); print(os.getcwd(), os.environ['HOME'])")
     folder, home = found.stdout.split()
     assert folder == home and not os.path.exists(folder)
     assert ran("import os; print(os.listdir())").stdout == "[]\n"
-
-
-# What it may not ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -112,9 +109,9 @@ def listening() -> int:
 CONNECTS = "import socket; socket.create_connection(('127.0.0.1', {port}), 5)"
 
 
-def test_it_connects_to_nothing(listening):
+def test_network_is_refused(listening):
     code = CONNECTS.format(port=listening)
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0  # it would
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0  # outside the sandbox
     assert raised(ran(code)).startswith("PermissionError")
     assert raised(ran("import socket; socket.socket(socket.AF_UNIX)")).startswith("PermissionError")
     assert "error" in raised(
@@ -136,7 +133,7 @@ def test_it_connects_to_nothing(listening):
         ("def f(:", "SyntaxError"),
     ],
 )
-def test_it_is_kept_from(code, error):
+def test_processes_memory_and_large_files_are_refused(code, error):
     assert raised(ran(code)).startswith(error)
 
 
@@ -145,7 +142,7 @@ def test_it_is_kept_from(code, error):
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What is there outside: a process, files, sockets, shared memory."""
+    """Targets outside the sandbox: a process, files, sockets, shared memory."""
     folder = tmp_path_factory.mktemp("host")
     (folder / "secret").write_text("hush")
     victim = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -158,7 +155,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         shared.write("hush")
         shared.flush()
         abstract.bind("")  # the kernel chooses
-        # A path that is short enough, whatever the name of the folder is.
+        # A short path to a folder with any name.
         descriptor = os.open(folder, os.O_PATH)
         named.bind(f"/proc/self/fd/{descriptor}/socket")
         os.close(descriptor)
@@ -177,10 +174,10 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         victim.kill()
 
 
-def those_that_succeed(
+def successful_attacks(
     attacks: dict[str, str], host: dict[str, Any], by: Supervisor | None
 ) -> set[str]:
-    """Attacks that succeed, tried in turn; without a supervisor, in a plain process."""
+    """The attacks that succeed under a supervisor, or in a plain process without one."""
     if platform.machine() != "x86_64":
         attacks = {name: code for name, code in attacks.items() if "call(" not in code}
     code = f"{PRELUDE.replace('HOST', repr(host))}\nrun({attacks!r})"
@@ -193,7 +190,7 @@ def those_that_succeed(
 
 
 @pytest.mark.parametrize("protection", ATTACKS)
-def test_attacks_are_held_back(by, host, protection):
+def test_attacks_fail_in_the_sandbox(by, host, protection):
     victim = psutil.Process(host["pid"])
 
     def state() -> tuple[object, ...]:
@@ -204,65 +201,45 @@ def test_attacks_are_held_back(by, host, protection):
         return *found, sorted(os.listdir(folder)), (folder / "secret").read_text()
 
     before = state()
-    assert those_that_succeed(ATTACKS[protection], host, by) == set()
+    assert successful_attacks(ATTACKS[protection], host, by) == set()
     assert state() == before and before[0]
 
 
-def test_attacks_succeed_where_nothing_is_confined(host, tmp_path):
-    """Else the test above could not fail."""
+def test_attacks_succeed_without_the_sandbox(host, tmp_path):
+    """Control for the test above."""
+    signals = ["kill: the trainer", "pidfd_open", "prlimit: look"]
     harmless = {
-        **{
-            "signals": [
-                "kill: the trainer",
-                "pidfd_open",
-                "prlimit: look",
-                "all signals that its user may have pending",
-            ]
-        },
-        **{
-            "lifetime": ["subreaper"],
-            "files": [
-                "read a file",
-                "list a folder",
-                "/dev/shm",
-                "open without access",
-            ],
-        },
-        **{"network": ["tcp", "unix", "abstract", "netlink"], "kernel": ["personality"]},
-        **{
-            "memory": [
-                "memfd_create",
-                "shared memory",
-                "private memory",
-                "many descriptors",
-                "memory by a page of the stack",
-            ]
-        },
+        "signals": [*signals, "all signals that its user may have pending"],
+        "lifetime": ["subreaper"],
+        "files": ["read a file", "list a folder", "/dev/shm", "open without access"],
+        "network": ["tcp", "unix", "abstract", "netlink"],
+        "kernel": ["personality"],
+        "memory": [
+            *("memfd_create", "shared memory", "private memory", "many descriptors"),
+            "memory by a page of the stack",
+        ],
     }
     for protection, names in harmless.items():
         attacks = {name: ATTACKS[protection][name] for name in names}
         expected = set(names)
         if platform.machine() != "x86_64":
             expected = {name for name in names if "call(" not in attacks[name]}
-        assert those_that_succeed(attacks, host, None) == expected
+        assert successful_attacks(attacks, host, None) == expected
 
 
 @pytest.mark.parametrize("name", HOGS)
-def test_code_that_takes_too_much_is_ended(by, tmp_path, monkeypatch, name):
+def test_code_that_exceeds_a_limit_is_ended(by, tmp_path, monkeypatch, name):
     found = ran(HOGS[name], "pass", by=by, seconds=PATIENT_SECONDS)
     assert not found.all_passed and "took longer" not in found.why
-    assert (
-        "its folder held" in found.why
-        or "threads" in found.why
-        or "exit code" in found.why
-        or (found.stderr.strip().endswith("[Errno 28] No space left on device"))
-    )
+    reasons = ("its folder held", "threads", "exit code")
+    no_space = found.stderr.strip().endswith("[Errno 28] No space left on device")
+    assert no_space or any(reason in found.why for reason in reasons)
     written_mib = [int(line) for line in found.stdout.split()]
     assert max(written_mib, default=0) < 1000
 
 
-def test_mappings_that_take_long_to_list_do_not_hold_its_supervisor_up(by):
-    """Their names repeat that of the folder, which is looked for in them."""
+def test_many_mappings_do_not_block_the_supervisor(by):
+    """Their names repeat that of the folder, for which the supervisor searches."""
     if by.level().name != LANDLOCK:
         pytest.skip("what it has mapped is not looked at")
     code = (
@@ -276,20 +253,20 @@ def test_mappings_that_take_long_to_list_do_not_hold_its_supervisor_up(by):
     assert "its folder held" in ran(code, by=by).why
 
 
-def test_a_folder_is_removed_whatever_is_in_it(by, tmp_path):
+def test_folder_of_a_run_is_removed_with_any_content(by, tmp_path):
     (tmp_path / "file").write_text("mine")
     code = (
         f"import os\nos.symlink({str(tmp_path)!r}, 'link'); os.mkdir('closed', 0)\n"
         "for _ in range(50): os.mkdir('d'); os.chdir('d')"
     )
-    before = {*os.listdir(by.folder)}  # of runs that had too much, which go a little later
+    before = {*os.listdir(by.folder)}  # of runs that exceeded a limit, which are removed later
     assert ran(code, "pass", by=by).all_passed
     assert {*os.listdir(by.folder)} <= before
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_virtual_environment_in_a_project_does_not_open_the_project(by, tmp_path):
-    """Nor does the project's code, which the sandbox is made of."""
+def test_virtual_environment_does_not_expose_its_project(by, tmp_path):
+    """The sandbox is part of the project and reads its own code only."""
     level = by.level().name
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True)
     (tmp_path / ".env").write_text("hush")
@@ -327,7 +304,7 @@ with Supervisor(levels=[sys.argv[1]]) as by:
 
 
 @pytest.mark.parametrize("killed", ["client", "keeper", "by its mark"])
-def test_all_ends_with(by, killed):
+def test_all_processes_end_with(by, killed):
     level, memory_bytes = by.level().name, (1 << 30) + 4096 * (os.getpid() + hash(killed) % 1000)
     mark = f"MCORE_RL_LAUNCHER=sandbox-{os.getpid()}-{level}"
     environment = os.environ | {"TMPDIR": str(by.folder)} | dict([mark.split("=")])
@@ -352,25 +329,24 @@ def test_all_ends_with(by, killed):
 
 
 def with_text(text: str) -> list[psutil.Process]:
-    """Processes whose command has `text`."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if any(text in part for part in process.cmdline()):
-                found.append(process)
-        except psutil.Error:  # it has ended
-            pass
-    return found
+    """Processes whose command contains `text`."""
+    processes = psutil.process_iter(["cmdline"])
+    return [p for p in processes if any(text in part for part in p.info["cmdline"] or ())]
 
 
-def test_it_takes_no_longer_than_it_may():
-    assert ran("while True: pass", seconds=2).why == "it took longer than 2 s"
-    assert ran("while True: print('x' * 10_000)", seconds=2).why == "it took longer than 2 s"
-    masked = "import signal, time; signal.pthread_sigmask(0, range(1, 65)); time.sleep(600)"
-    assert ran(masked, seconds=2).why == "it took longer than 2 s"
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: pass",
+        "while True: print('x' * 10_000)",
+        "import signal, time; signal.pthread_sigmask(0, range(1, 65)); time.sleep(600)",
+    ],
+)
+def test_time_limit_ends_the_code(code):
+    assert ran(code, seconds=2).why == "it took longer than 2 s"
 
 
-def test_of_what_it_prints_no_more_is_kept_than_anybody_reads():
+def test_output_is_cut():
     flood = ran("for _ in range(1000): print('x' * 10_000)")
     assert flood.ended and len(flood.stdout) == 1 << 16
     assert len(report_of(flood)) < 4200 and "characters left out" in report_of(flood)
@@ -384,19 +360,19 @@ def test_of_what_it_prints_no_more_is_kept_than_anybody_reads():
         "raise SystemExit",
         "import os; os.kill(os.getpid(), 9)",
         "import os; os.closerange(0, 100)",
-        # It knows the words, but not what each test is told right by.
+        # Forges the messages, but does not know the keys of the tests.
         'import os\nfor fd in range(3, 20):\n    try: os.write(fd, b\'{"ran": true}\\n'
         '{"test": 0, "passed": true, "key": ""}\\n{"over": true}\\n\')\n'
         "    except OSError: pass\nos._exit(0)",
         "import ctypes; ctypes.string_at(0)",
     ],
 )
-def test_code_that_leaves_early_passes_no_test(code):
+def test_code_that_exits_early_passes_no_test(code):
     found = ran(code, "pass")
     assert not found.all_passed and found.passed == (False,)
 
 
-def test_a_machine_without_a_filter_is_refused_by_name():
+def test_machine_without_a_filter_is_refused():
     program = (
         "import ctypes\n"
         "from mcore_rl.common.errors import UsageError\n"
@@ -406,32 +382,33 @@ def test_a_machine_without_a_filter_is_refused_by_name():
         "try:\n    check_rewards(parse_rewards('gsm8k,python_sandbox'))\n"
         "except UsageError as error: print(error)\n"
     )
-    command = [sys.executable, "-c", program]
-    refused = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    assert refused.stdout.startswith("--rl-reward gsm8k,python_sandbox cannot be used here: ")
-    assert "no filter of system calls is known for" in refused.stdout
-    assert "; run on Linux" in refused.stdout
+    refused = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True)
+    assert refused.startswith("--rl-reward gsm8k,python_sandbox cannot be used here: ")
+    assert "no filter of system calls is known for" in refused and "; run on Linux" in refused
 
 
-def test_what_is_not_protected_has_to_be_accepted():
+def test_missing_protection_must_be_accepted():
     with Supervisor(levels=[SECCOMP]) as by, pytest.raises(Unprotected, match="disk, files, mem"):
         by.level()
-    with Supervisor(levels=[SECCOMP], accepted=["files"]) as by, pytest.raises(Unprotected) as told:
+    with (
+        Supervisor(levels=[SECCOMP], accepted=["files"]) as by,
+        pytest.raises(Unprotected) as refused,
+    ):
         ran("pass", by=by)
-    assert "files" not in str(told.value).split("cannot be protected")[0]
+    assert "files" not in str(refused.value).split("cannot be protected")[0]
     accepted = sorted(LEVELS[SECCOMP].lacks)
     with Supervisor(levels=[SECCOMP], accepted=accepted) as by:
         assert ran("pass", "assert True", by=by).all_passed
         assert raised(ran("import os; os.kill(1, 0)", by=by)).startswith("PermissionError")
 
 
-def test_a_level_lacks_what_it_says(host):
+def test_level_lacks_the_protections_it_lists(host):
     reads = {name: FILES[name] for name in ("read a file", "list a folder", "/dev/shm")}
     with Supervisor(levels=[SECCOMP], accepted=sorted(LEVELS[SECCOMP].lacks)) as by:
-        assert those_that_succeed(reads, host, by) == set(reads)
+        assert successful_attacks(reads, host, by) == set(reads)
 
 
-# A machine without Landlock, and without bubblewrap: its calls are not there, nor is it in PATH.
+# A machine without Landlock's system calls and without bubblewrap in PATH.
 OLD_MACHINE = """
 import ctypes, os, struct, sys
 from mcore_rl.common.errors import UsageError
@@ -456,25 +433,23 @@ except UsageError as error:
 """
 
 
-def test_a_machine_that_protects_no_files_is_refused_by_name():
-    def told(accepted: str) -> str:
+def test_machine_without_file_protection_is_refused():
+    def refusal(accepted: str) -> str:
         command = [sys.executable, "-c", OLD_MACHINE, accepted]
-        return subprocess.run(
-            command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
-        ).stdout
+        return subprocess.check_output(command, cwd=ROOT, text=True)
 
-    refused = told("network")
+    refused = refusal("network")
     assert refused.startswith("--rl-reward python_sandbox cannot be used here: disk, files, memory")
     assert "bubblewrap" in refused and "--rl-sandbox-accept" in refused
-    assert told("files,memory,disk") == ""
+    assert refusal("files,memory,disk") == ""
 
 
-def test_a_protection_that_is_not_there_cannot_be_accepted():
+def test_unknown_protection_cannot_be_accepted():
     with pytest.raises(UsageError, match="^--rl-sandbox-accept file .*files"):
         parse_rewards("python_sandbox", sandbox_accept="memory,file")
 
 
-def test_the_numbers_of_calls_are_those_of_the_kernels_headers():
+def test_numbers_of_calls_match_the_kernel_headers():
     folder = Path("/usr/include")
     found = [*folder.glob("*/asm/unistd_64.h"), *folder.glob("asm/unistd_64.h")]
     if platform.machine() != "x86_64" or not found:
@@ -489,16 +464,16 @@ def test_the_numbers_of_calls_are_those_of_the_kernels_headers():
 # As a reward -------------------------------------------------------------------------------------
 
 
-def test_the_last_block_of_python_is_what_counts():
-    text = "First\n```python\na = 1\n```\nno:\n```py\na = 2\n```\n```json\n{}\n```"
-    assert code_in(text) == "a = 2\n"
-    assert code_in("```\na = 3\n```") == "a = 3\n"
-    assert code_in("a = 1") is None and code_in("```python\na = 1") is None
-
-
 @pytest.mark.parametrize(
     ("text", "code"),
     [
+        (
+            "First\n```python\na = 1\n```\nno:\n```py\na = 2\n```\n```json\n{}\n```",
+            "a = 2\n",  # the last block of Python
+        ),
+        ("```\na = 3\n```", "a = 3\n"),
+        ("a = 1", None),
+        ("```python\na = 1", None),
         ("``` \t python \t\nx\n```", "x\n"),
         ("```Python3\nx\n```", "x\n"),
         ("```PY\nx\n```", "x\n"),
@@ -520,12 +495,12 @@ def test_the_last_block_of_python_is_what_counts():
         ("~~~python\nx\n```", None),
     ],
 )
-def test_blocks_are_fenced_as_people_write_them(text: str, code: str | None):
+def test_code_blocks_are_found_in_any_common_form(text, code):
     assert code_in(text) == code
 
 
-def test_blocks_are_found_in_texts_of_any_size():
-    """Each line is read once: a search that goes back would take hours for these."""
+def test_code_blocks_are_found_in_huge_texts():
+    """Backtracking would take hours for these texts."""
     many = 300_000
     for noise in ("```" + " " * many + "x", "\t\r" * many, "`x`\r" * many, "``` ```\r" * many):
         assert code_in(noise) is None
@@ -535,7 +510,7 @@ def test_blocks_are_found_in_texts_of_any_size():
     assert code_in(f"```python\n{body}```") == body
 
 
-def test_as_a_reward():
+def test_sandbox_as_a_reward():
     reward = resolve_reward("python_sandbox")
     right, wrong = "```python\ndef f(): return 1\n```", "```python\ndef f(): return 2\n```"
     for answer in ("assert f() == 1", ["assert f() == 1", "assert f() < 2"]):
@@ -548,7 +523,7 @@ def test_as_a_reward():
     check_rewards(parse_rewards("python_sandbox"))
 
 
-def test_its_time_ends_before_that_of_the_reward():
+def test_time_limit_of_the_sandbox_is_below_that_of_the_reward():
     hangs = "```python\nwhile True: pass\n```"
     old = signal.getsignal(signal.SIGALRM)
     try:

@@ -1,4 +1,4 @@
-"""The lines about memory at the start of a run, and the figures in them."""
+"""The lines about saved memory at the start of a run, and their figures."""
 
 from __future__ import annotations
 
@@ -29,15 +29,8 @@ LAYERS = pipeline_layers(27, 4, last=6)
 
 
 def config(**given: Any) -> RLConfig:
-    return RLConfig.of(
-        **{
-            "max_prompt_tokens": 1024,
-            "max_response_tokens": 1024,
-            "num_prompts_per_step": 16,
-            "num_samples_per_prompt": 8,
-            **given,
-        }
-    )
+    lengths = {"max_prompt_tokens": 1024, "max_response_tokens": 1024}
+    return RLConfig.of(**lengths, num_prompts_per_step=16, num_samples_per_prompt=8, **given)
 
 
 def lines(values: dict[str, Any], shape: ModelShape = SHAPE, **given: Any) -> list[str]:
@@ -46,7 +39,7 @@ def lines(values: dict[str, Any], shape: ModelShape = SHAPE, **given: Any) -> li
     return memory_lines(model)
 
 
-def test_nothing_is_said_of_what_has_no_effect() -> None:
+def test_switches_without_an_effect_have_no_line():
     assert lines({}, log_prob_chunk_tokens=2048) == []
     assert lines({"micro_batch_size": 4}, log_prob_chunk_tokens=8192) == []
     assert lines({}, max_tokens_per_microbatch=4096, log_prob_chunk_tokens=4096) == []
@@ -55,7 +48,7 @@ def test_nothing_is_said_of_what_has_no_effect() -> None:
     assert lines(of_experts, dense, log_prob_chunk_tokens=2048) == []
 
 
-def test_each_switch_has_a_line_of_its_own() -> None:
+def test_each_switch_has_its_own_line():
     recompute, logits = lines(FULL)
     assert recompute.startswith(
         "model: activation recomputation (full, uniform, --recompute-num-layers 1), computed"
@@ -72,7 +65,7 @@ def test_each_switch_has_a_line_of_its_own() -> None:
     assert len(lines(FULL, critic)) == 1
 
 
-def test_figures_of_full_recomputation_are_layers_less_their_inputs() -> None:
+def test_full_recomputation_saves_layers_without_their_inputs():
     values = {"micro_batch_size": 2, "sequence_parallel": True, **FULL}
     model = model_of_args(config(), values, SHAPE, TRAIN, LAYERS)
     terms = list(layer_terms(model, is_moe=True))
@@ -81,7 +74,7 @@ def test_figures_of_full_recomputation_are_layers_less_their_inputs() -> None:
     assert saving.stage == 1  # all of its seven layers have experts
     assert saving.kept_bytes == 7 * tokens * terms[0].bytes_per_token
     assert saving.saved_bytes == 7 * tokens * sum(t.bytes_per_token for t in terms[1:])
-    # Three micro-batches are in flight there, and one layer is recomputed at a time.
+    # Three micro-batches are in flight on that stage, and one layer is recomputed at a time.
     one_layer = tokens * sum(t.bytes_per_token for t in terms)
     assert saving.peak_bytes == 3 * saving.saved_bytes - one_layer
     training = dataclasses.replace(model.training, recompute=Recompute())
@@ -90,7 +83,7 @@ def test_figures_of_full_recomputation_are_layers_less_their_inputs() -> None:
     assert peaks[1] - peaks[0] == saving.peak_bytes
 
 
-def test_one_group_of_all_layers_saves_nothing_at_the_peak() -> None:
+def test_recomputing_all_layers_at_once_saves_nothing_at_the_peak():
     one = TrainLayout(2, tp_size=2)
     values = {"micro_batch_size": 1, **FULL, "recompute_num_layers": 27}
     model = model_of_args(config(), values, SHAPE, one, pipeline_layers(27, 1))
@@ -108,13 +101,16 @@ def test_one_group_of_all_layers_saves_nothing_at_the_peak() -> None:
     ],
 )
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_micro_batches_are_those_of_the_accounting(
-    given: dict[str, Any], values: dict[str, Any], chunks: int
-) -> None:
+def test_number_of_micro_batches_matches_the_accounting(given, values, chunks):
     train = TrainLayout(16, tp_size=2, pp_size=2)
     layers = pipeline_layers(8, 2, vp_size=chunks)
     settings = activation_settings(config(**given), values, train, layers)
     made = config(**given)
+    batching = MicroBatching(
+        max_tokens=made.trainer.max_tokens_per_microbatch,
+        micro_batch_size=values["micro_batch_size"],
+        count_multiple_of=2 if chunks > 1 else 1,
+    )
     accounting = batch_accounting(
         num_prompts=made.trainer.num_prompts_per_step,
         samples_per_prompt=made.samples_per_prompt,
@@ -122,14 +118,7 @@ def test_micro_batches_are_those_of_the_accounting(
         num_epochs=1,
         num_steps=1,
         max_sequence_tokens=2048,
-        actor=(
-            train.dp_size,
-            MicroBatching(
-                max_tokens=made.trainer.max_tokens_per_microbatch,
-                micro_batch_size=values["micro_batch_size"],
-                count_multiple_of=2 if chunks > 1 else 1,
-            ),
-        ),
+        actor=(train.dp_size, batching),
     )
     assert settings.num_micro_batches == accounting.actor.full_micro_batches
 
@@ -153,9 +142,8 @@ def _model(shape: ModelShape, num_tokens: int, weight_bytes: int) -> TrainedMode
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_as_large_as_computed(dtype: torch.dtype) -> None:
-    """The peak of scoring and of its gradients, in chunks and at once, differs by what the line
-    says is saved."""
+def test_logits_saving_matches_measured_peaks(dtype):
+    """Peaks of scoring with gradients, in chunks and at once, differ by the saving."""
     num_tokens, chunk, hidden_size = 2048, 128, 16
     shape = dataclasses.replace(small_shape(vocab_size=512), hidden_size=hidden_size)
     torch.manual_seed(0)
@@ -182,19 +170,17 @@ def test_logits_are_as_large_as_computed(dtype: torch.dtype) -> None:
     model = _model(shape, num_tokens, weight_bytes=hidden.element_size())
     computed = logits_bytes(model, num_tokens) - logits_bytes(model, chunk)
     measured = peak(num_tokens) - peak(chunk)
-    # A chunk's logits may live until those of the next one are there.
+    # A chunk's logits may live until those of the next one exist.
     assert measured == pytest.approx(computed, rel=0.05)
 
 
-def test_lines_are_of_what_megatrons_arguments_hold_after_validation() -> None:
-    """None where a flag was not given, and switches that Megatron has set itself."""
+def test_lines_read_megatrons_validated_arguments():
+    """Flags that are not given are None, and Megatron sets some switches itself."""
+    names = ("granularity", "method", "num_layers", "modules")
     values = {
+        **{f"recompute_{name}": None for name in names},
         "micro_batch_size": 1,
         "sequence_parallel": True,
-        "recompute_granularity": None,
-        "recompute_method": None,
-        "recompute_num_layers": None,
-        "recompute_modules": None,
         "recompute_activations": False,
         "distribute_saved_activations": False,
         "microbatch_group_size_per_vp_stage": None,

@@ -1,8 +1,8 @@
-"""scripts/setup_env.sh, run for real in a copy of what it reads, with failures put in its way.
+"""scripts/setup_env.sh, run in a copy of its files, with injected failures.
 
-PATH holds nothing but the programs the script needs and what a test adds, so no other Python, disk
-or driver of this machine takes part. The installation itself is not repeated here: the environment
-these tests run in is its result.
+PATH holds only the programs of the script and those of a test, so that no other Python, disk or
+driver of this machine takes part. The tests run in the environment of a real installation, which
+is not repeated here.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,12 +29,15 @@ REQUIREMENTS = ("scripts/requirements-cpu.txt", "scripts/requirements-cuda.txt")
 ENGINE_REQUIREMENTS = "scripts/requirements-te.txt"
 PROGRAMS = """awk basename bash cut date df dirname flock grep mkdir mv rm sed sha256sum sleep tac
 tail timeout uname""".split()
+without_gpu = pytest.mark.skipif(
+    any(Path("/dev").glob("nvidia[0-9]*")), reason="this machine has a GPU"
+)
 PYTHON_NAMES = ("python3.11", "python3.12", "python3", "python")
 
 
 @dataclass(frozen=True)
 class Checkout:
-    """A copy of the checkout, and the directory that is PATH in it."""
+    """A copy of the checkout, and its only directory of PATH."""
 
     path: Path
     programs: Path
@@ -43,14 +47,14 @@ class Checkout:
         return self.path / ".venv"
 
     def program(self, name: str, script: str) -> None:
-        """Puts a shell script in PATH, in place of what has this name."""
+        """Put a shell script in PATH, or replace the program of this name."""
         file = self.programs / name
         file.unlink(missing_ok=True)
         file.write_text(f"#!/bin/sh\n{script}\n")
         file.chmod(0o755)
 
     def python(self, name: str, before: str = "pass", making_venv: str = "") -> None:
-        """Puts this Python in PATH: `before` runs first in `-c`, `making_venv` in place of `-m`."""
+        """Put this Python in PATH: `before` runs first in `-c`, `making_venv` replaces `-m`."""
         instead = f'if [ "$1" = -m ]; then {making_venv}; fi\n' if making_venv else ""
         self.program(
             name,
@@ -62,7 +66,7 @@ class Checkout:
         self.program("df", "echo Filesystem; echo '/dev/full 99 98 1024 99% /'")
 
     def make_complete_venv(self) -> None:
-        """A `.venv` that the script takes for its own work, with a file to know it by."""
+        """A `.venv` with the script's stamp, and a file to recognize it by."""
         (self.venv / "bin").mkdir(parents=True)
         (self.venv / "bin" / "python").symlink_to(sys.executable)
         (self.venv / "kept").touch()
@@ -99,11 +103,10 @@ class Checkout:
         )
 
     def fails(self, exit_code: int, **environment: str) -> str:
-        """Runs it to its end, and returns the one sentence it must leave on stderr."""
-        process = self.start(**environment)
-        return self.sentence(process, exit_code)
+        return self.sentence(self.start(**environment), exit_code)
 
     def sentence(self, process: subprocess.Popen[str], exit_code: int) -> str:
+        """The only sentence on stderr once the script has ended."""
         stdout, stderr = process.communicate(timeout=60)
         assert process.returncode == exit_code, stdout + stderr
         sentences = [line for line in stderr.splitlines() if not line.startswith("  | ")]
@@ -115,6 +118,10 @@ class Checkout:
     def environments(self) -> list[str]:
         return sorted(path.name for path in self.path.glob(".venv*"))
 
+    def assert_unchanged(self) -> None:
+        """The environment of `make_complete_venv` is the only one."""
+        assert self.environments() == [".venv"] and (self.venv / "kept").exists()
+
 
 def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
@@ -125,8 +132,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def has_ended(pid: str) -> bool:
     try:
-        return "State:\tZ" in (Path("/proc") / pid / "status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
+        return psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return True
 
 
@@ -145,77 +152,84 @@ def checkout(tmp_path: Path) -> Checkout:
     return made
 
 
+@pytest.fixture(scope="session")
+def made_venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment to copy, because making one takes seconds."""
+    folder = tmp_path_factory.mktemp("venv") / "made"
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    return folder
+
+
 @pytest.fixture(params=["uv", "requirements-cpu.txt"])
-def installing(request: pytest.FixtureRequest, checkout: Checkout) -> str:
-    """What is installed first: pip fetches uv, or uv is in PATH and installs the pins."""
+def installing(request: pytest.FixtureRequest, checkout: Checkout, made_venv: Path) -> str:
+    """What is installed first: uv by pip, or the pins if uv is in PATH."""
+    copying = f'mkdir -p "${{4%/*}}" && exec {shutil.which("cp")} -a {made_venv} "$4"'
+    checkout.python("python3", making_venv=copying)
     if request.param != "uv":
         (checkout.programs / "uv").symlink_to(Path(sys.executable).with_name("uv"))
     return str(request.param)
 
 
-def test_python_is_refused_when_too_old(checkout: Checkout) -> None:
+def make_old(checkout: Checkout) -> None:
     for name in PYTHON_NAMES:
         checkout.python(name, "import sys; sys.version_info = (3, 9, 18, 'final', 0)")
-    sentence = checkout.fails(2)
-    assert "Python 3.11 or 3.12 is needed" in sentence and "(3.9)" in sentence
-    assert checkout.environments() == []
 
 
-def test_python_is_refused_when_none_is_there_or_runs(checkout: Checkout) -> None:
-    checkout.program("python3", "exit 127")
-    assert "python3 (does not run)" in checkout.fails(2)
-    (checkout.programs / "python3").unlink()
-    assert "PATH has no Python" in checkout.fails(2)
-    assert "MCORE_RL_PYTHON has /no/python (not found)" in checkout.fails(
-        2, MCORE_RL_PYTHON="/no/python"
-    )
-
-
-def test_python_is_refused_when_it_cannot_make_environments(checkout: Checkout) -> None:
-    checkout.python("python3", "import sys; sys.modules['ensurepip'] = None")
-    sentence = checkout.fails(1)
-    assert "lacks the modules venv and ensurepip" in sentence
-    assert f"python3.{sys.version_info.minor}-venv" in sentence
-    assert checkout.environments() == []
-
-
-def test_disk_is_refused_when_too_small(checkout: Checkout) -> None:
-    checkout.program("python3.11", "exit 127")  # a shim, behind which python3 is found
+def make_small(checkout: Checkout) -> None:
+    checkout.program("python3.11", "exit 127")  # a shim, so that python3 is used
     checkout.little_disk()
-    sentence = checkout.fails(1)
-    assert "1 MiB free" in sentence and "the cpu stack needs 6 GiB" in sentence
+
+
+@pytest.mark.parametrize(
+    ("prepare", "environment", "exit_code", "words"),
+    [
+        (make_old, {}, 2, ["Python 3.11 or 3.12 is needed", "(3.9)"]),
+        (lambda c: c.program("python3", "exit 127"), {}, 2, ["python3 (does not run)"]),
+        (lambda c: (c.programs / "python3").unlink(), {}, 2, ["PATH has no Python"]),
+        (
+            lambda c: None,
+            {"MCORE_RL_PYTHON": "/no/python"},
+            2,
+            ["MCORE_RL_PYTHON has /no/python (not found)"],
+        ),
+        (
+            lambda c: c.python("python3", "import sys; sys.modules['ensurepip'] = None"),
+            {},
+            1,
+            ["lacks the modules venv and ensurepip", f"python3.{sys.version_info.minor}-venv"],
+        ),
+        (make_small, {}, 1, ["1 MiB free", "the cpu stack needs 6 GiB"]),
+        (lambda c: None, {"MCORE_RL_STACK": "tpu"}, 2, ['MCORE_RL_STACK is "tpu"']),
+    ],
+)
+def test_unsuitable_machine_or_setting_is_refused(prepare, environment, exit_code, words, checkout):
+    prepare(checkout)
+    sentence = checkout.fails(exit_code, **environment)
+    assert [word for word in words if word not in sentence] == []
     assert checkout.environments() == []
 
 
-def test_stack_is_refused_when_unknown(checkout: Checkout) -> None:
-    assert 'MCORE_RL_STACK is "tpu"' in checkout.fails(2, MCORE_RL_STACK="tpu")
-
-
-@pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="this machine has a GPU")
-def test_cuda_stack_is_built_beside_the_environment_of_a_machine_without_a_gpu(
-    checkout: Checkout,
-) -> None:
+@without_gpu
+def test_cuda_stack_is_built_beside_the_environment_of_a_machine_without_a_gpu(checkout):
     checkout.make_complete_venv()
     process = checkout.start(MCORE_RL_STACK="cuda")  # refused by the index
     stdout = process.communicate(timeout=60)[0]
     assert "building .venv-cuda for the cuda stack" in stdout
-    assert checkout.environments() == [".venv"] and (checkout.venv / "kept").exists()
+    checkout.assert_unchanged()
 
 
-@pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="this machine has a GPU")
+@without_gpu
 @pytest.mark.parametrize(("exit_code", "needs"), [(0, "cuda stack needs 16"), (9, "cpu stack")])
-def test_stack_is_cuda_where_the_driver_answers(
-    exit_code: int, needs: str, checkout: Checkout
-) -> None:
+def test_stack_is_cuda_where_the_driver_answers(exit_code, needs, checkout):
     checkout.little_disk()
     checkout.program("nvidia-smi", f"echo 'GPU 0, or an error'; exit {exit_code}")
     assert needs in checkout.fails(1, MCORE_RL_STACK="")
 
 
 @pytest.mark.parametrize("unreachable", [True, False])
-def test_failed_installation_is_explained_and_leaves_the_previous_environment(
-    unreachable: bool, installing: str, checkout: Checkout
-) -> None:
+def test_failed_installation_is_explained_and_keeps_the_previous_environment(
+    unreachable, installing, checkout
+):
     checkout.make_complete_venv()
     (checkout.path / REQUIREMENTS[0]).write_text("torch==2.9\nuv==0.13.9\nmegatron-core==0.1\n")
     if unreachable:
@@ -224,10 +238,10 @@ def test_failed_installation_is_explained_and_leaves_the_previous_environment(
         pin = "uv==0.13.9" if installing == "uv" else "torch==2.9"
         sentence = checkout.fails(1, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(checkout.programs))
         assert f"no wheel of {pin} for Python 3." in sentence
-    assert checkout.environments() == [".venv"] and (checkout.venv / "kept").exists()
+    checkout.assert_unchanged()
 
 
-def test_settings_of_pip_are_those_of_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_pip_apply_to_uv(tmp_path, monkeypatch):
     for name in [name for name in os.environ if name.startswith(("PIP_", "UV_", "SSL_"))]:
         monkeypatch.delenv(name)
     (tmp_path / "pip.conf").write_text(
@@ -242,43 +256,40 @@ def test_settings_of_pip_are_those_of_uv(tmp_path: Path, monkeypatch: pytest.Mon
     assert {*wanted.split(), "SSL_CERT_FILE=/ca.pem"} <= set(found.splitlines())
 
 
-def test_signal_ends_what_runs_and_leaves_the_previous_environment(
-    checkout: Checkout, tmp_path: Path
-) -> None:
+def test_signal_ends_the_setup_and_keeps_the_previous_environment(checkout, tmp_path):
     checkout.make_complete_venv()
     checkout.outdate()
     running = tmp_path / "running"
-    checkout.python(
-        "python3",
-        making_venv=f"sleep 60 & echo $! > {running}.new; mv {running}.new {running}; wait",
-    )
+    noted = f"echo $! > {running}.new; mv {running}.new {running}"
+    checkout.python("python3", making_venv=f"sleep 60 & {noted}; wait")
     process = checkout.start()
     wait_for(running.exists)
     process.send_signal(signal.SIGTERM)
     assert "interrupted" in checkout.sentence(process, 128 + signal.SIGTERM)
     wait_for(lambda: has_ended(running.read_text().strip()))
-    assert checkout.environments() == [".venv"] and (checkout.venv / "kept").exists()
+    checkout.assert_unchanged()
 
 
-def test_killed_upgrade_is_undone_by_the_next_call(checkout: Checkout) -> None:
+def test_killed_upgrade_is_undone_by_the_next_call(checkout):
     checkout.make_complete_venv()
     checkout.venv.rename(checkout.path / ".venv.previous")
     (checkout.path / ".venv.new").mkdir()
     checkout.outdate()
     checkout.little_disk()
     checkout.fails(1)
-    assert checkout.environments() == [".venv"] and (checkout.venv / "kept").exists()
+    checkout.assert_unchanged()
 
 
-def test_environment_of_another_hand_is_kept_on_failure(checkout: Checkout) -> None:
+def test_foreign_environment_is_kept_on_failure(checkout):
     checkout.venv.mkdir()
     (checkout.venv / "kept").touch()
     checkout.python("python3", making_venv="echo 'no, for a reason' >&2; exit 1")
-    assert "could not make" in (sentence := checkout.fails(1)) and "for a reason" in sentence
-    assert checkout.environments() == [".venv"] and (checkout.venv / "kept").exists()
+    sentence = checkout.fails(1)
+    assert "could not make" in sentence and "for a reason" in sentence
+    checkout.assert_unchanged()
 
 
-def test_second_call_waits_for_the_first(checkout: Checkout) -> None:
+def test_second_call_waits_for_the_first(checkout):
     state = checkout.path / ".cache" / "setup_env"
     state.mkdir(parents=True)
     (checkout.path / ".venv.new").mkdir()
@@ -292,12 +303,11 @@ def test_second_call_waits_for_the_first(checkout: Checkout) -> None:
     assert checkout.environments() == [".venv.new"]
 
 
-def test_complete_environment_is_returned_at_once_until_its_pins_change(checkout: Checkout) -> None:
+def test_complete_environment_is_returned_at_once_until_its_pins_change(checkout):
     checkout.make_complete_venv()
     checkout.little_disk()
     process = checkout.start()
-    stdout, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stdout, stderr) == (0, "", "")
+    assert (*process.communicate(timeout=60), process.returncode) == ("", "", 0)
     assert not (checkout.path / ".cache").exists()
     checkout.outdate()
     assert "the disk" in checkout.fails(1)
@@ -305,7 +315,7 @@ def test_complete_environment_is_returned_at_once_until_its_pins_change(checkout
 
 
 @pytest.mark.parametrize("requirements", REQUIREMENTS)
-def test_requirements_pin_what_setup_py_asks_for(requirements: str) -> None:
+def test_requirements_pin_the_dependencies_of_setup_py(requirements):
     lines = (ROOT / requirements).read_text().splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
     loose = [pin for pin in pins if not re.match(r"[A-Za-z0-9._-]+==[0-9]", pin)]
@@ -315,7 +325,7 @@ def test_requirements_pin_what_setup_py_asks_for(requirements: str) -> None:
         for keyword in ast.walk(ast.parse((ROOT / "setup.py").read_text()))
         if isinstance(keyword, ast.keyword)
     }
-    # What benchmarks compare with is not set up; what tests need of the others is.
+    # The libraries that benchmarks compare with are not pinned.
     extras = ast.literal_eval(arguments["extras_require"])
     assert set(extras) == {"test", "bench", "docs", "wandb"}
     assert {*extras["docs"], *extras["wandb"]} < set(extras["test"])
@@ -329,7 +339,7 @@ def test_requirements_pin_what_setup_py_asks_for(requirements: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("MCORE_RL_STACK") == "cuda", reason="of the CPU stack")
-def test_check_of_a_new_environment_passes_in_this_one() -> None:
+def test_check_of_a_new_environment_passes_in_this_one():
     script = ROOT / "scripts" / "setup_env" / "check.py"
     check = subprocess.run(
         [sys.executable, "-I", script, ROOT / REQUIREMENTS[0], "cpu", "all"],

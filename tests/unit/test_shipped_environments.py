@@ -1,4 +1,4 @@
-"""The environments that ship: the calculator with its task, the sandbox, functions as tools."""
+"""The environments of the package: the calculator and its task, the sandbox, functions as tools."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_expressions_are_evaluated(expression, value):
     assert evaluated(expression, Fraction(4)) == value
 
 
-def test_an_expression_alone_is_a_call_and_anything_else_the_answer():
+def test_expression_alone_is_a_call_and_other_text_the_answer():
     calculator = started("84")
     assert stepped(calculator, " 12*7\n") == StepResult(display("84"), CALL_REWARD)
     assert stepped(calculator, "84+0") == StepResult(display("84"))  # pays once
@@ -76,7 +76,7 @@ def test_an_expression_alone_is_a_call_and_anything_else_the_answer():
     assert stepped(started("84"), "12/0") == StepResult(display("error"))  # earns nothing
 
 
-def test_what_only_the_calculator_knows_is_no_answer_before_it_was_shown():
+def test_answer_that_only_the_calculator_knows_pays_after_it_was_shown():
     calculator = started("4", memory=4)
     assert stepped(calculator, "the answer is 4") == StepResult(reward=0.0, done=True)
     for call, shown in (("47", "4"), ("M", "4"), ("M+1", "5")):
@@ -84,51 +84,50 @@ def test_what_only_the_calculator_knows_is_no_answer_before_it_was_shown():
         assert stepped(calculator, call) == StepResult(display(shown), CALL_REWARD)
         assert stepped(calculator, "4") == StepResult(reward=1.0, done=True)
     calculator = started("4", memory=4)
-    assert stepped(calculator, "1+1") == StepResult(
-        display("2"), CALL_REWARD
-    )  # shows nothing of it
+    shown = stepped(calculator, "1+1")  # not the answer
+    assert shown == StepResult(display("2"), CALL_REWARD)
     assert stepped(calculator, "the 4") == StepResult(reward=0.0, done=True)
 
 
-def test_prompts_of_the_task_do_not_tell_their_answers(tmp_path):
+def test_prompts_of_the_task_do_not_reveal_their_answers(tmp_path):
     task = load_script("calculator_task")
     task.write_prompts(tmp_path / "prompts", seed=1)
     again = tmp_path / "again"
     task.write_prompts(again, seed=1)
     files = [tmp_path / "prompts" / f"{name}.jsonl" for name in ("train", "heldout")]
     assert [f.read_text() for f in files] == [(again / f.name).read_text() for f in files]
-    train, heldout = ([row.columns for row in read_rows(source(file), "--x")] for file in files)
+    train, heldout = (
+        [row.columns for row in read_rows(PromptSource(file, max_prompt_tokens=24), "--x")]
+        for file in files
+    )
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in heldout}
     answers = {row["answer"] for row in train}
     assert answers == {row["answer"] for row in heldout} and len(answers) == task.NUM_DIGITS
     for rows in (train, heldout):
         assert len(rows) >= 80
-        for prompt in {row["prompt"] for row in rows}:  # of which none tells its answer
+        for prompt in {row["prompt"] for row in rows}:  # a prompt does not reveal its answer
             assert {row["answer"] for row in rows if row["prompt"] == prompt} == answers
         assert len({json.dumps(row) for row in rows}) == len(rows)
         assert all(row["answer"] == str(row["memory"]) for row in rows)
-    # They are short for the tiny checkpoint's tokenizer, and so are calls and answers.
+    # Prompts are short for the tiny checkpoint's tokenizer.
     folder = tmp_path / "tokenizer"
     load_script("tiny_task").build_tokenizer().save_pretrained(folder)
     tokenizer = load_tokenizer(folder, trust_remote_code=False, needs_template=True)
     assert max(len(tokenizer.encode(row["prompt"])) for row in train) <= 6
 
 
-def source(file):
-    return PromptSource(path=file, max_prompt_tokens=24)
-
-
-def problem(answer: object) -> EnvironmentPrompt:
-    return EnvironmentPrompt("write f", answer, {}, 0)
+def sandbox(answer: object) -> PythonSandbox:
+    environment = PythonSandbox()
+    environment.start(EnvironmentPrompt("write f", answer, {}, 0))
+    return environment
 
 
 def tried(environment: PythonSandbox, text: str) -> StepResult:
     return environment.step(Response(text, (), 1, "stop"))
 
 
-def test_as_a_tool_of_several_turns():
-    environment = PythonSandbox()
-    environment.start(problem(["assert f(1) == 2", "assert f(2) == 3"]))
+def test_sandbox_takes_several_turns():
+    environment = sandbox(["assert f(1) == 2", "assert f(2) == 3"])
     wrong = tried(environment, "```python\ndef f(x): return 2\nprint('tried')\n```")
     assert (wrong.reward, wrong.done) == (0.0, False)
     (message,) = wrong.observation
@@ -139,19 +138,18 @@ def test_as_a_tool_of_several_turns():
     assert tried(environment, "I give up") == StepResult(done=True)
 
 
-def test_as_a_tool_without_tests():
-    environment = PythonSandbox()
-    environment.start(problem(""))
+def test_sandbox_without_tests_shows_the_output():
+    environment = sandbox("")
     found = tried(environment, "```python\nprint(6 * 7)\n```")
     assert found == StepResult([{"role": "user", "content": "42"}])
     found = tried(environment, "```python\nx = 1\n```")
     assert found.observation == [{"role": "user", "content": "(no output)"}]
 
 
-def test_the_sandbox_runs_within_the_processes_of_environments_and_of_rewards(tmp_path):
-    """Which have given up what it gives up once more."""
+def test_sandbox_runs_in_workers_of_environments_and_rewards(tmp_path):
+    """These processes have dropped the privileges that the sandbox drops."""
     right = "```python\ndef f(x): return x + 1\n```"
-    # As well as it can be here, in processes that cannot make namespaces themselves.
+    # With this machine's protection, in processes that cannot make namespaces.
     with Supervisor() as supervisor:
         is_apart = supervisor.level().name == BUBBLEWRAP
     right += f"\n{right[:-3]}import os; assert (os.getcwd() == '/sandbox') == {is_apart}\n```"
@@ -170,10 +168,8 @@ def test_the_sandbox_runs_within_the_processes_of_environments_and_of_rewards(tm
     none = np.zeros(0, np.float32)
     rollouts = [Rollout(row, 0, text, none, none, "stop", 0) for text in (right, connects)]
     with RewardPool(parse_rewards("python_sandbox", num_workers=1, **limits)) as pool:
-        assert [(each.reward, each.failure) for each in pool.score(rollouts)] == [
-            (1.0, None),
-            (0.0, None),
-        ]
+        scored = pool.score(rollouts)
+    assert [(each.reward, each.failure) for each in scored] == [(1.0, None), (0.0, None)]
 
 
 def events_of(pool: EnvironmentPool, count: int) -> dict[int, Event]:
@@ -208,11 +204,11 @@ class Shop(ToolEnvironment):
         return float(self.prompt.answer in text)
 
 
-def test_functions_are_told_of_by_their_signatures():
+def test_system_prompt_describes_functions_by_their_signatures():
     start = Shop().start(EnvironmentPrompt("how much?", "5", {}, 0))
     assert [message["role"] for message in start] == ["system", "user"]
-    told = start[0]["content"].partition("<tools>\n")[2].partition("\n</tools>")[0]
-    price, other = map(json.loads, told.splitlines())
+    tools = start[0]["content"].partition("<tools>\n")[2].partition("\n</tools>")[0]
+    price, other = map(json.loads, tools.splitlines())
     assert price == {
         "type": "function",
         "function": {
@@ -233,7 +229,10 @@ def test_functions_are_told_of_by_their_signatures():
     assert other["function"]["name"] == "shout"
 
 
-def test_calls_of_tools_are_answered_and_wrong_ones_told():
+NOT_CALLS = ("price(apple)", "[]", '{"arguments": {}}', '"price"', "[" * 100_000)
+
+
+def test_calls_of_tools_are_answered_and_wrong_ones_get_an_error():
     shop = Shop()
     shop.start(EnvironmentPrompt("how much?", "5", {}, 0))
 
@@ -246,13 +245,13 @@ def test_calls_of_tools_are_answered_and_wrong_ones_told():
 
     apple = '{"name": "price", "arguments": {"item": "apple", "count": 2}}'
     assert results(apple, '{"name": "shout", "arguments": {"text": "a"}}') == ["5.0", "A"]
-    assert results('{"name": "price", "arguments": {"item": "pear"}}') == [
-        "error: KeyError: 'pear'"
-    ]
-    assert results('{"name": "prize"}') == ["error: there is no function 'prize', but price, shout"]
+    for wrong, error in (
+        ('{"name": "price", "arguments": {"item": "pear"}}', "KeyError: 'pear'"),
+        ('{"name": "prize"}', "there is no function 'prize', but price, shout"),
+        *((text, 'a call is {"name": ..., "arguments": {...}}') for text in NOT_CALLS),
+    ):
+        assert results(wrong) == [f"error: {error}"]
     assert results('{"name": "price"}')[0].startswith("error: missing a required argument: 'item'")
-    for wrong in ("price(apple)", "[]", '{"arguments": {}}', '"price"', "[" * 100_000):
-        assert results(wrong) == ['error: a call is {"name": ..., "arguments": {...}}']
     assert results('{"name": "price", "arguments": [1]}')[0].startswith("error: ")
     answer = asyncio.run(shop.step(Response("It is 5.", (), 2, "stop")))
     assert answer == StepResult(reward=1.0, done=True)

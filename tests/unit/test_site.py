@@ -1,4 +1,4 @@
-"""The documentation: the site builds strictly, and what pages name exists."""
+"""The documentation: the site builds strictly, and names in pages exist."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ DOCS = ROOT / "docs"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built strictly: a missing page, link, anchor or snippet, or a name that is not in the code,
-    ends the build."""
+    """The site; a missing page, link, anchor, snippet or name of the code ends the build."""
     folder = tmp_path_factory.mktemp("site")
     run = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
@@ -41,7 +40,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_every_page_is_in_the_site_and_reads_as_it_is_written(site: Path) -> None:
+def test_every_page_is_in_the_site_without_broken_markup(site):
     for page in DOCS.glob("**/*.md"):
         name = page.relative_to(DOCS).with_suffix("")
         built = site / ("index.html" if name.name == "index" else name / "index.html")
@@ -53,19 +52,16 @@ def test_every_page_is_in_the_site_and_reads_as_it_is_written(site: Path) -> Non
 
 
 @pytest.mark.slow
-def test_reference_has_what_a_user_imports(site: Path) -> None:
+def test_reference_has_the_public_names(site):
     text = (site / "using" / "api" / "index.html").read_text(encoding="utf-8")
-    for name in (
-        *("mcore_rl.prepare", "mcore_rl.add_rl_args", "mcore_rl.train.run"),
-        *(f"mcore_rl.api.{name}" for name in api.__all__),
-    ):
-        assert f'id="{name}"' in text
-    said = html.unescape(re.sub(r"<[^>]+>", "", text))
-    assert "before any of its modules is imported" in said  # a docstring
+    names = ["prepare", "add_rl_args", "train.run", *(f"api.{name}" for name in api.__all__)]
+    assert [name for name in names if f'id="mcore_rl.{name}"' not in text] == []
+    visible = html.unescape(re.sub(r"<[^>]+>", "", text))
+    assert "before any of its modules is imported" in visible  # a docstring
 
 
 @pytest.mark.slow
-def test_page_loads_nothing_from_elsewhere(site: Path) -> None:
+def test_page_loads_only_files_of_the_site(site):
     text = (site / "index.html").read_text(encoding="utf-8")
     loaded = re.findall(r'<(?:script|img)[^>]* src="([^"]+)"', text)
     loaded += re.findall(r'<link[^>]* rel="(?:stylesheet|icon|preload)"[^>]* href="([^"]+)"', text)
@@ -77,14 +73,14 @@ def test_page_loads_nothing_from_elsewhere(site: Path) -> None:
 # --------------------------------------------------------------------------------- around the site
 
 
-def test_files_at_the_root_link_to_what_is_there() -> None:
+def test_links_of_root_files_exist():
     for file in (ROOT / "README.md", ROOT / "examples" / "README.md", ROOT / "CONTRIBUTING.md"):
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", file.read_text(encoding="utf-8")):
             assert "//" in target or (file.parent / target).exists(), f"{file.name}: {target}"
 
 
-def test_pages_name_files_that_are_there() -> None:
-    """By their path from the root, with or without .py."""
+def test_files_named_in_pages_exist():
+    """By the path from the root, with or without .py."""
     folders = "benchmarks|docs|examples|mcore_rl|patches|scripts|tests"
     path = re.compile(rf"(?<![\w/.<-])((?:{folders})/[\w/.-]*\w)")
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("**/*.md")):
@@ -93,19 +89,19 @@ def test_pages_name_files_that_are_there() -> None:
             assert exists, f"{page.name}: {name}"
 
 
-def test_readme_fits_two_screens_and_leads_to_every_page() -> None:
+def test_readme_is_short_and_links_every_page():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 100
     linked = {(ROOT / name).resolve() for name in re.findall(r"\((docs/[^)#]+)", text)}
-    # The pages that stand in for CONTRIBUTING.md, CHANGELOG.md and examples/, and the reference.
+    # Pages that include CONTRIBUTING.md, CHANGELOG.md and examples/, and the reference.
     left_out = {"contributing.md", "changelog.md", "examples.md", "api.md", "what_was_run.md"}
     pages = {page for page in DOCS.glob("**/*.md") if page.name not in left_out}
     assert pages - linked == set()
     assert (DOCS / "assets" / "report.png").stat().st_size < 300_000
 
 
-def test_pages_name_documents_by_where_they_are() -> None:
-    """In code, messages and presets as well, which users follow."""
+def test_documents_named_anywhere_exist():
+    """Also in code, messages and presets."""
     files = [ROOT / "README.md", *DOCS.glob("**/*.md"), *ROOT.glob("examples/**/*")]
     for folder in ("mcore_rl", "patches", "scripts", "tests"):
         files += (ROOT / folder).glob("**/*")
@@ -124,15 +120,15 @@ def parser() -> argparse.ArgumentParser:
     return megatron_adapter.make_parser(add_rl_args)
 
 
-def rows_beside_others() -> list[list[str]]:
-    """The cells of all three tables."""
+def rows_of_other_projects() -> list[list[str]]:
+    """The cells of the three tables."""
     _, _, text = (DOCS / "using" / "coming_from.md").read_text().partition("## verl")
     rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in row] for row in rows if not row[0].startswith(" ---")]
 
 
-def test_every_flag_beside_that_of_another_exists(parser: argparse.ArgumentParser) -> None:
-    rows = rows_beside_others()
+def test_flags_in_tables_of_other_projects_exist(parser):
+    rows = rows_of_other_projects()
     assert len(rows) > 100 and all(len(row) == 3 for row in rows)
     known = parser._option_string_actions
     for theirs, ours, remark in rows:
@@ -144,7 +140,7 @@ def test_every_flag_beside_that_of_another_exists(parser: argparse.ArgumentParse
             if flag in ("--nnodes", "--nproc-per-node"):
                 continue
             assert flag in known, f"{theirs}: {flag}"
-            # A value that the flag takes, where one stands.
+            # Values are valid, where there are some.
             if choices := known[flag].choices:
                 assert set(values) <= set(choices), f"{theirs}: {flag} {values}"
             elif flag == "--rl-algorithm":
@@ -153,8 +149,8 @@ def test_every_flag_beside_that_of_another_exists(parser: argparse.ArgumentParse
                 assert all(find_advantage_estimator(value) for value in values)
 
 
-def test_every_flag_that_a_page_of_ours_names_exists(parser: argparse.ArgumentParser) -> None:
-    """Of those that begin with --rl- and are no beginning of several (`--rl-critic-...`)."""
+def test_flags_named_in_pages_exist(parser):
+    """Except prefixes of several flags (`--rl-critic-...`)."""
     ours = {name for name in parser._option_string_actions if name.startswith("--rl-")}
     ours |= {"--rl-spo-width"}  # of the example's loss
     for page in (ROOT / "README.md", *DOCS.glob("**/*.md")):

@@ -1,4 +1,4 @@
-"""SlicedTensor against the whole tensor it stands for."""
+"""SlicedTensor compared with the whole tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _sliced(whole: torch.Tensor, *boxes: Box) -> SlicedTensor:
 
 
 def _stored(view: torch.Tensor) -> torch.Tensor:
-    """What a loader's `param.copy_(view)` stores."""
+    """The values that a loader's `param.copy_(view)` stores."""
     return torch.full(view.shape, -1.0).copy_(view)
 
 
@@ -34,16 +34,14 @@ KINDS = ("narrow", "slice", "select", "transpose", "unsqueeze", "chunk")
 
 @st.composite
 def _views(draw):
-    """A shape, a random chain of the view operations loaders use, and a cut into two pieces."""
+    """A shape, a random chain of loaders' view operations, and a cut into two pieces."""
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     steps, dims = [], list(shape)
     for _ in range(draw(st.integers(0, 5))):
         if not dims:
             break
         dim = draw(st.integers(-len(dims), len(dims) - 1))
-        kind = draw(
-            st.sampled_from(["narrow", "slice", "select", "transpose", "unsqueeze", "chunk"])
-        )
+        kind = draw(st.sampled_from(KINDS))
         if kind in ("narrow", "slice"):
             start = draw(st.integers(0, dims[dim] - 1))
             length = draw(st.integers(1, dims[dim] - start))
@@ -80,7 +78,7 @@ def _follow(tensor: torch.Tensor, steps) -> torch.Tensor:
 
 @settings(deadline=None)
 @given(_views())
-def test_a_chain_of_views_reads_what_the_whole_tensor_has(case):
+def test_chain_of_views_reads_the_same_as_the_whole_tensor(case):
     shape, steps, cut = case
     whole = _whole(*shape)
     full = full_box(shape)
@@ -94,7 +92,7 @@ def test_a_chain_of_views_reads_what_the_whole_tensor_has(case):
 
 @settings(deadline=None)
 @given(_views(), st.booleans())
-def test_what_comes_in_parts_is_stored_as_if_whole_and_told_of_once(case, swapped):
+def test_parts_are_stored_as_the_whole_and_reported_once(case, swapped):
     shape, steps, cut = case
     whole = _whole(*shape)
     full = full_box(shape)
@@ -102,16 +100,16 @@ def test_what_comes_in_parts_is_stored_as_if_whole_and_told_of_once(case, swappe
     expected = _follow(whole, steps)
     target = torch.full(expected.shape[::-1] if swapped else expected.shape, -1.0)
     target = target.permute(list(range(target.dim()))[::-1]) if swapped else target
-    told = torch.zeros(shape, dtype=torch.int64)
+    reported = torch.zeros(shape, dtype=torch.int64)
 
     def on_write(name: str, box: Box, data: torch.Tensor) -> None:
         assert torch.equal(data, _cut(whole, box))
-        _cut(told, box).add_(1)
+        _cut(reported, box).add_(1)
 
     sliced = _sliced(whole, *(b for b in boxes if b[0][0] < b[0][1]))
     target.copy_(_follow(SlicedTensor.observed("w", sliced, on_write=on_write), steps))
     assert torch.equal(target, expected)
-    assert (int(told.max()), int(told.sum())) == (1, expected.numel())
+    assert (int(reported.max()), int(reported.sum())) == (1, expected.numel())
     again = torch.full(expected.shape, -1.0)
     for rows in ((cut, shape[0]), (0, cut)):
         boxes = [(rows, *full[1:])] if rows[0] < rows[1] else []
@@ -120,18 +118,18 @@ def test_what_comes_in_parts_is_stored_as_if_whole_and_told_of_once(case, swappe
     assert torch.equal(again, expected)
 
 
-def test_it_looks_like_the_whole_tensor():
+def test_sliced_tensor_has_the_attributes_of_the_whole():
     piece = torch.ones(2, 4, dtype=torch.bfloat16)
     sliced = SlicedTensor("w", (6, 4), torch.bfloat16, [(((2, 4), (0, 4)), piece)])
     assert (sliced.shape, sliced.dtype) == ((6, 4), torch.bfloat16)
     assert (sliced.numel(), sliced.nbytes) == (24, 48)
     assert sliced.device == torch.device("cpu")
     assert isinstance(sliced, torch.Tensor)
-    sliced.shard_id = "q"  # vLLM's name mapper hangs attributes on what it is given
+    sliced.shard_id = "q"  # vLLM's name mapper sets attributes
     assert sliced.shard_id == "q"
 
 
-def test_reading_what_is_not_held_names_tensor_and_boxes():
+def test_read_of_missing_data_names_tensor_and_boxes():
     sliced = _sliced(_whole(8, 4), ((0, 2), (0, 4)), ((4, 6), (0, 4)))
     with pytest.raises(RuntimeError) as error:
         _stored(sliced.narrow(0, 1, 4))
@@ -141,14 +139,14 @@ def test_reading_what_is_not_held_names_tensor_and_boxes():
     assert "held: [0:2, 0:4], [4:6, 0:4]" in message
 
 
-def test_reading_all_of_a_slice_raises_for_any_operation():
+def test_any_operation_on_missing_data_raises():
     sliced = _sliced(_whole(8, 4), ((0, 2), (0, 4)))
     for operation in (torch.sum, torch.clone, lambda t: t.to(torch.float64), lambda t: t + 1):
         with pytest.raises(RuntimeError, match=r"is not held here"):
             operation(sliced)
 
 
-def test_one_piece_is_lent_without_a_copy():
+def test_single_piece_is_read_without_a_copy():
     piece = torch.randn(4, 4)
     sliced = SlicedTensor("w", (8, 4), torch.float32, [(((4, 8), (0, 4)), piece)])
     read = sliced.narrow(0, 5, 2)._read()
@@ -156,48 +154,41 @@ def test_one_piece_is_lent_without_a_copy():
     assert torch.equal(read, piece[1:3])
 
 
-def test_it_can_be_read_twice():
-    whole = _whole(8, 4)
-    view = _sliced(whole, ((0, 4), (0, 4)), ((4, 8), (0, 4))).narrow(1, 1, 2)
-    assert torch.equal(_stored(view), whole[:, 1:3])
-    assert torch.equal(_stored(view), whole[:, 1:3])
-
-
-def test_any_other_operation_computes_on_the_data():
+def test_other_operations_compute_on_the_data():
     whole = _whole(4, 6)
     sliced = _sliced(whole, ((0, 4), (0, 3)), ((0, 4), (3, 6)))
-    assert torch.equal(sliced.repeat_interleave(2, dim=1), whole.repeat_interleave(2, dim=1))
-    assert torch.equal(sliced.reshape(8, 3), whole.reshape(8, 3))
-    assert torch.equal(sliced.t().reshape(24), whole.t().reshape(24))
-    assert torch.equal(sliced[::2], whole[::2])
-    assert torch.equal(torch.cat([sliced, sliced]), torch.cat([whole, whole]))
-    assert torch.equal(sliced.t().contiguous().view(24), whole.t().contiguous().view(24))
-    assert torch.equal(sliced.as_strided((2,), (6,)), whole.as_strided((2,), (6,)))
+    for operation in (
+        lambda t: t.repeat_interleave(2, dim=1),
+        lambda t: t.reshape(8, 3),
+        lambda t: t.t().reshape(24),
+        lambda t: t[::2],
+        lambda t: torch.cat([t, t]),
+        lambda t: t.t().contiguous().view(24),
+        lambda t: t.as_strided((2,), (6,)),
+    ):
+        assert torch.equal(operation(sliced), operation(whole))
+        assert torch.equal(operation(sliced), operation(whole))  # it can be read twice
     assert sliced[3, 5].item() == 23
     target = torch.zeros(3, 4, 6)
     target[1] = sliced
     assert torch.equal(target[1], whole)
 
 
-def test_an_empty_slice_needs_no_data():
+def test_empty_slices_and_scalars_can_be_read():
     sliced = _sliced(_whole(8, 4), ((0, 2), (0, 4)))
     assert _stored(sliced.narrow(0, 8, 0)).shape == (0, 4)
+    scalar = _sliced(torch.tensor(2.5), ())
+    assert scalar.item() == 2.5 and scalar.reshape(1).tolist() == [2.5]
 
 
-def test_a_scalar_can_be_read():
-    sliced = _sliced(torch.tensor(2.5), ())
-    assert sliced.item() == 2.5
-    assert sliced.reshape(1).tolist() == [2.5]
-
-
-def test_writing_into_lent_weights_is_refused():
+def test_writes_into_the_trainers_weights_are_refused():
     sliced = _sliced(_whole(4, 4), ((0, 4), (0, 4)))
     for write in (lambda: sliced.mul_(2), lambda: sliced[0].copy_(torch.zeros(4))):
         with pytest.raises(RuntimeError, match="lends the trainer's weights"):
             write()
 
 
-def test_the_counting_pass_hands_out_nothing_but_fails_early():
+def test_meta_pass_reports_no_write_but_fails_on_missing_data():
     reads = []
     sliced = SlicedTensor.observed(
         "w", _sliced(_whole(8, 4), ((0, 4), (0, 4))), on_write=lambda *of: reads.append(of[1])
@@ -210,7 +201,7 @@ def test_the_counting_pass_hands_out_nothing_but_fails_early():
     assert reads == [((2, 4), (0, 4))]
 
 
-def test_recording_notes_what_is_read_and_holds_nothing():
+def test_recording_lists_the_boxes_that_are_read():
     reads = []
     sliced = SlicedTensor.recording(
         "w", (8, 6), torch.bfloat16, lambda name, box: reads.append((name, box))
@@ -221,7 +212,7 @@ def test_recording_notes_what_is_read_and_holds_nothing():
     assert disjoint(box for _, box in reads) == (((2, 8), (0, 6)),)
 
 
-def test_observed_wraps_whole_and_sliced_tensors_alike():
+def test_observed_wraps_whole_and_sliced_tensors():
     whole, reads = _whole(4, 2), []
     for tensor in (whole, _sliced(whole, ((0, 4), (0, 2)))):
         observed = SlicedTensor.observed("w", tensor, on_write=lambda *of: reads.append(of[1]))
@@ -229,19 +220,19 @@ def test_observed_wraps_whole_and_sliced_tensors_alike():
     assert reads == [((1, 2), (0, 2))] * 2
 
 
-def test_what_is_told_is_what_stands_in_the_target():
-    told = []
-    view = SlicedTensor.observed("w", _whole(4), on_write=lambda *of: told.append(of[2]))
+def test_reported_data_is_that_of_the_target():
+    reported = []
+    view = SlicedTensor.observed("w", _whole(4), on_write=lambda *of: reported.append(of[2]))
     target = torch.zeros(2, 4)
     target[1].copy_(view)
-    assert told[0].data_ptr() == target[1].data_ptr()
-    torch.zeros(4, dtype=torch.bfloat16).copy_(view)  # a cast may lose bits: then what was given
-    assert torch.equal(told[1], _whole(4))
-    assert (view * 2).sum() == 12  # nor is there a target where a loader computes
-    assert torch.equal(told[2], _whole(4))
+    assert reported[0].data_ptr() == target[1].data_ptr()
+    torch.zeros(4, dtype=torch.bfloat16).copy_(view)  # a cast may lose bits: the source is reported
+    assert torch.equal(reported[1], _whole(4))
+    assert (view * 2).sum() == 12  # a computation has no target
+    assert torch.equal(reported[2], _whole(4))
 
 
-def test_a_part_that_lacks_something_cannot_be_computed_with():
+def test_incomplete_part_cannot_be_computed_with():
     part = SlicedTensor.observed("w", _sliced(_whole(4, 2), ((0, 2), (0, 2))), partial=True)
     target = torch.full((4, 2), -1.0).copy_(part)
     assert target.tolist() == [[0, 1], [2, 3], [-1, -1], [-1, -1]]
@@ -251,7 +242,7 @@ def test_a_part_that_lacks_something_cannot_be_computed_with():
         torch.zeros(3, 4, 2).copy_(part)  # broadcast
 
 
-def test_a_released_tensor_cannot_be_read():
+def test_released_tensor_cannot_be_read():
     for partial in (False, True):
         view = SlicedTensor.observed("w", _whole(4), partial=partial)
         half = view[:2]
@@ -260,7 +251,7 @@ def test_a_released_tensor_cannot_be_read():
             _stored(half)
 
 
-def test_recording_tells_of_tensors_that_are_computed_with():
+def test_recording_lists_tensors_used_in_computations():
     computed = []
     meta = torch.empty(4, 2, device="meta")
     copied = SlicedTensor.recording("a", (8, 2), torch.float32, lambda *_: None, computed.append)
@@ -279,6 +270,6 @@ def test_recording_tells_of_tensors_that_are_computed_with():
         (((0, 2), (0, 4)), torch.zeros(2, 4).bfloat16(), "torch.bfloat16"),
     ],
 )
-def test_a_piece_that_does_not_fit_is_refused(box, piece, words):
+def test_mismatched_piece_is_refused(box, piece, words):
     with pytest.raises(RuntimeError, match=words):
         SlicedTensor("w", (8, 4), torch.float32, [(box, piece)])

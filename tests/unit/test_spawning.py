@@ -1,4 +1,4 @@
-"""Scripts without `if __name__ == "__main__"`, and the processes that multiprocessing starts."""
+"""Processes that multiprocessing starts from scripts without `if __name__ == "__main__"`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.common.errors import UsageError
 from mcore_rl.common.spawning import main_script_left_out
+from mcore_rl.rewards.pool import RewardPool
+from mcore_rl.rewards.specs import parse_rewards
 
-# As Megatron's checkpoint writer: a manager in a process of its own.
+# Megatron's checkpoint writer starts a manager in another process, too.
 LEFT_OUT = """
 import multiprocessing, sys
 from mcore_rl.common.spawning import main_script_left_out
@@ -44,25 +47,19 @@ def run_script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True)
 
 
-def test_spawned_process_does_not_run_the_script_again(tmp_path: Path) -> None:
+def test_spawned_process_does_not_run_the_script_again(tmp_path):
     run = run_script(tmp_path, LEFT_OUT)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == ["a process runs the script", "got 1"]
 
 
-def test_a_run_is_not_started_again_by_a_process_that_imports_its_script(tmp_path: Path) -> None:
+def test_process_that_imports_the_script_does_not_start_a_run(tmp_path):
     run = run_script(tmp_path, STARTED_AGAIN)
     assert run.returncode == 1
     assert "put what starts it below if __name__" in run.stderr
 
 
-def test_reward_in_a_script_without_a_guard_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from mcore_rl.common.errors import UsageError
-    from mcore_rl.rewards.pool import RewardPool
-    from mcore_rl.rewards.specs import parse_rewards
-
+def test_reward_in_a_script_without_a_guard_is_refused(tmp_path, monkeypatch):
     (tmp_path / "fork_script.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
     with RewardPool(parse_rewards("fork_script:length", num_workers=1, timeout_seconds=60)) as pool:
@@ -70,7 +67,7 @@ def test_reward_in_a_script_without_a_guard_is_told(
             pool.check()
 
 
-def test_the_last_to_leave_puts_the_spec_back() -> None:
+def test_last_exit_restores_the_spec():
     spec = sys.modules["__main__"].__spec__
     first, second = main_script_left_out(), main_script_left_out()
     first.__enter__()

@@ -1,4 +1,4 @@
-"""Experts of a layer in one tensor, in bfloat16 and in MXFP4, read by expert and box by box."""
+"""Experts stacked in one tensor, in bfloat16 and in MXFP4, read by expert and by box."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def opened(folder: Path, tensors: Tensors, *, mxfp4: bool) -> HFCheckpoint:
 
 
 def in_bfloat16(generator: torch.Generator) -> tuple[Tensors, Tensors]:
-    """What is stored, and weights `[experts, out, in]` as they are meant."""
+    """The stored tensors, and the weights `[experts, out, in]` that they represent."""
     gate_up = torch.randn(EXPERTS, 2 * WIDTH, HIDDEN, generator=generator).bfloat16()
     down = torch.randn(EXPERTS, HIDDEN, WIDTH, generator=generator).bfloat16()
     stored = {"gate_up_proj": gate_up.mT, "down_proj": down.mT}
@@ -48,10 +48,7 @@ def in_bfloat16(generator: torch.Generator) -> tuple[Tensors, Tensors]:
 
 def in_mxfp4(generator: torch.Generator) -> tuple[Tensors, Tensors]:
     stored, meant = {}, {}
-    for name, rows, columns in (
-        ("gate_up_proj", 2 * WIDTH, HIDDEN),
-        ("down_proj", HIDDEN, WIDTH),
-    ):
+    for name, rows, columns in (("gate_up_proj", 2 * WIDTH, HIDDEN), ("down_proj", HIDDEN, WIDTH)):
         blocks, scales, values = random_mxfp4(EXPERTS, rows, columns, generator=generator)
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         meant[name] = values.bfloat16()
@@ -59,7 +56,7 @@ def in_mxfp4(generator: torch.Generator) -> tuple[Tensors, Tensors]:
 
 
 def boxes(rows: int, columns: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Of which most begin and end within a block of 32."""
+    """Most of them begin and end within a block of 32."""
     return list(
         itertools.product(
             [(0, rows), (rows // 2, rows), (5, 6)], [(0, columns), (7, 50), (32, 64), (40, 41)]
@@ -68,7 +65,7 @@ def boxes(rows: int, columns: int) -> list[tuple[tuple[int, int], tuple[int, int
 
 
 @pytest.mark.parametrize("make", [in_bfloat16, in_mxfp4])
-def test_every_box_of_every_expert_is_that_of_whole_tensors(make, tmp_path: Path) -> None:
+def test_every_box_of_every_expert_matches_the_whole_tensor(make, tmp_path):
     generator = torch.Generator().manual_seed(1)
     stored, meant = make(generator)
     biases = {
@@ -87,8 +84,8 @@ def test_every_box_of_every_expert_is_that_of_whole_tensors(make, tmp_path: Path
         expected[f"{PREFIX}{expert}.w2.weight"] = meant["down_proj"][expert]
         expected[f"{PREFIX}{expert}.w2.bias"] = biases["down_proj_bias"][expert]
     assert checkpoint.tensors.keys() == expected.keys()
-    (said,) = check_hf_folder(shape_of(mxfp4=make is in_mxfp4), checkpoint)
-    assert (" of MXFP4, read as bfloat16," in said.found) == (make is in_mxfp4)
+    (check,) = check_hf_folder(shape_of(mxfp4=make is in_mxfp4), checkpoint)
+    assert (" of MXFP4, read as bfloat16," in check.found) == (make is in_mxfp4)
     check_complete(checkpoint, set(expected))
     for name, whole in expected.items():
         info = checkpoint.tensors[name]
@@ -100,8 +97,8 @@ def test_every_box_of_every_expert_is_that_of_whole_tensors(make, tmp_path: Path
             assert torch.equal(found, part), (name, box)
 
 
-def test_numbers_are_those_of_transformers() -> None:
-    """Of all scales that a number of bfloat16 can have, and all 256 bytes."""
+def test_dequantised_numbers_match_transformers():
+    """For all scales of bfloat16 numbers, and all 256 bytes."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     blocks = torch.arange(256).byte().view(1, 1, 16, 16).repeat(1, 240, 1, 1)
@@ -112,7 +109,7 @@ def test_numbers_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"gate_up_proj_scales": None}, "gate_up_proj_blocks without scales of the same experts"),
         ({"down_proj_blocks": None}, "down_proj_scales without blocks of the same experts"),
@@ -128,10 +125,8 @@ def test_numbers_are_those_of_transformers() -> None:
         ({"down_proj": torch.zeros(EXPERTS, WIDTH, HIDDEN)}, "both .*down_proj and .*_blocks"),
     ],
 )
-def test_what_is_no_stack_of_experts_is_refused(
-    changes: dict[str, torch.Tensor | None], says: str, tmp_path: Path
-) -> None:
+def test_invalid_stack_of_experts_is_refused(changes, message, tmp_path):
     stored, _ = in_mxfp4(torch.Generator().manual_seed(2))
     tensors = {PREFIX + name: t for name, t in (stored | changes).items() if t is not None}
-    with pytest.raises(UsageError, match=rf"--rl-hf-checkpoint {tmp_path} has .*{says}.*; copy"):
+    with pytest.raises(UsageError, match=rf"--rl-hf-checkpoint {tmp_path} has .*{message}.*; copy"):
         opened(tmp_path, tensors, mxfp4=True)

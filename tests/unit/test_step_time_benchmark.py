@@ -1,10 +1,11 @@
-"""The pure parts of benchmarks/step_time.py: rows, ratios, verdicts, the section and its markers.
+"""Pure parts of benchmarks/step_time.py: rows, ratios, verdicts, sections.
 
-The runs themselves are `python benchmarks/step_time.py --quick`.
+`python benchmarks/step_time.py --quick` makes the runs.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import step_time
+from benchmarks import rollout_report, step_time
 from benchmarks.step_time_packing import LIMIT_TOKENS, sample_lengths, samples
 from benchmarks.step_time_report import (
     BEGIN,
@@ -39,23 +40,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*step_seconds: float, accuracy: float | None = 0.5) -> dict[str, Any]:
-    return {
-        "step_seconds": list(step_seconds),
-        "response_tokens": [6.0, 8.0],
-        "accuracy": accuracy,
-        "setting": "1 process",
-    }
-
-
-def row(system: str, *runs: dict[str, Any], workload: str = "short") -> dict[str, Any]:
-    return training_row(
-        workload,
-        system,
-        runs,
-        samples_per_step=10,
-        left_out_steps=2,
-        accuracy_at_start=0.25,
+    tokens = [6.0, 8.0]
+    return dict(
+        step_seconds=list(step_seconds), response_tokens=tokens, accuracy=accuracy, setting=""
     )
+
+
+def row(system: str, *runs: dict[str, Any]) -> dict[str, Any]:
+    settings = {"samples_per_step": 10, "left_out_steps": 2, "accuracy_at_start": 0.25}
+    return training_row("short", system, runs, **settings)
 
 
 def packed(seconds: float, peak_bytes: int) -> dict[str, Any]:
@@ -68,43 +61,36 @@ def packed(seconds: float, peak_bytes: int) -> dict[str, Any]:
     }
 
 
-def test_pace_leaves_out_the_first_steps() -> None:
-    found = row("mcore_rl", run(100.0, 50.0, 1.0, 3.0))
-    assert found["samples_per_second"] == 5.0
+def test_row_leaves_out_the_first_steps():
+    found = row("mcore_rl", run(100.0, 50.0, 1.0, 5.0, accuracy=0.5))
+    assert (found["workload"], found["system"]) == ("short", "mcore_rl")
+    assert found["samples_per_second"] == pytest.approx(10 / 3)
     assert found["response_tokens_mean"] == 7.0
-    assert {"workload", "system", "samples_per_second", "accuracy_per_minute"} <= found.keys()
-
-
-def test_gain_in_accuracy_is_over_all_steps_at_the_counted_pace() -> None:
-    # 4 steps of 3 s are a fifth of a minute.
-    found = row("mcore_rl", run(100.0, 50.0, 2.0, 4.0, accuracy=0.5))
+    # The accuracy was gained in 4 steps, which take a fifth of a minute at 3 s each.
     assert found["accuracy_per_minute"] == pytest.approx(0.25 / 0.2)
     assert row("mcore_rl", run(1, 1, 1, accuracy=None))["accuracy_per_minute"] is None
-
-
-def test_run_without_a_counted_step_is_refused() -> None:
     with pytest.raises(ValueError, match="trl made 2 steps of workload short"):
         row("trl", run(1.0, 1.0))
 
 
-def test_ratio_is_of_one_repetition() -> None:
-    # The machine was slow in the second repetition, for both.
+def test_ratio_is_taken_within_one_repetition():
+    # The machine was slow in the second repetition for both.
     assert paired_ratio([20.0, 2.0], [10.0, 1.0]) == 2.0
 
 
 @pytest.mark.parametrize(("seconds", "met"), [(1.19, False), (1.21, True)])
-def test_verdict_follows_the_figures(seconds: float, met: bool) -> None:
+def test_verdict_follows_the_figures(seconds, met):
     rows = [row("mcore_rl", run(0, 0, 1.0)), row("trl", run(0, 0, seconds))]
     assert [ok for _, _, ok in verdicts(rows, {"short": 1.2, "long": 8.0})] == [met]
 
 
-def test_system_that_is_no_comparison_gives_no_verdict() -> None:
+def test_other_systems_give_no_verdict():
     rows = [row("mcore_rl", run(0, 0, 1.0)), row("trl, bf16 weights", run(0, 0, 9.0))]
     assert verdicts(rows, {"short": 1.2}) == []
 
 
 @pytest.mark.parametrize(("seconds", "peak", "met"), [(1.0, 79, True), (1.01, 81, False)])
-def test_packing_is_judged_by_pace_and_by_memory(seconds: float, peak: int, met: bool) -> None:
+def test_packing_is_judged_by_pace_and_by_memory(seconds, peak, met):
     rows = [
         packing_row("dense", "packed", [packed(seconds, peak)]),
         packing_row("dense", "padded", [packed(1.4, 100)]),
@@ -114,21 +100,18 @@ def test_packing_is_judged_by_pace_and_by_memory(seconds: float, peak: int, met:
     assert verdicts(rows[:1], {}) == []
 
 
-def test_section_stands_between_its_markers() -> None:
+def test_section_has_rows_between_its_markers():
     rows = [row("mcore_rl", run(0, 0, 1.0)), packing_row("dense", "packed", [packed(1.0, 5)])]
     text = section(rows, {"commit": "abc"}, {"short": 1.2})
     assert text.startswith(BEGIN + "\n") and text.endswith(END + "\n")
     assert "- commit: abc" in text and "| packed, dense |" in text
-
-
-def test_section_shows_the_accuracy_of_each_run() -> None:
     rows = [row("trl", run(0, 0, 1.0, accuracy=0.5), run(0, 0, 1.0, accuracy=0.75))]
     assert "| 0.250 to 0.625 (0.500, 0.750) |" in section(rows, {}, {})
-    untold = [row("trl", run(0, 0, 1.0, accuracy=None))]
-    assert "| - | - |" in section(untold, {}, {})
+    unknown = [row("trl", run(0, 0, 1.0, accuracy=None))]
+    assert "| - | - |" in section(unknown, {}, {})
 
 
-def test_section_is_replaced_and_the_rest_of_the_page_stays() -> None:
+def test_section_is_replaced_and_the_rest_of_the_page_stays():
     first, second = f"{BEGIN}\none \\1\n{END}\n", f"{BEGIN}\ntwo \\2\n{END}\n"
     page = with_section("# Resharding\n", first)
     assert page == f"# Resharding\n\n{first}"
@@ -141,52 +124,48 @@ def test_section_is_replaced_and_the_rest_of_the_page_stays() -> None:
 
 
 @pytest.mark.parametrize("page", [BEGIN, END, f"{END}{BEGIN}", f"{BEGIN}{BEGIN}{END}"])
-def test_broken_markers_are_refused(page: str) -> None:
+def test_broken_markers_are_refused(page):
     with pytest.raises(ValueError, match="once each"):
         with_section(page, "")
 
 
-def step_time_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "benchmarks/step_time.py", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+def command(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, f"benchmarks/{script}", *arguments]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
 
 
-def test_help_works() -> None:
-    done = step_time_command("--help")
+def test_help_lists_the_flags():
+    done = command("step_time.py", "--help")
     assert done.returncode == 0
-    for flag in ("--json", "--markdown", "--quick"):
-        assert flag in done.stdout
+    assert {"--json", "--markdown", "--quick"} <= set(re.findall(r"--\w+", done.stdout))
 
 
-@pytest.mark.parametrize("arguments", [("--repetitions", "0"), ("--processes", "3")])
-def test_bad_input_is_one_sentence(arguments: tuple[str, str]) -> None:
-    done = step_time_command(*arguments)
-    assert done.returncode == 2
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert " ".join(arguments) in done.stderr
-
-
-def test_page_with_broken_markers_is_told_before_anything_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "arguments", "flag"),
+    [
+        ("step_time.py", ["--repetitions", "0"], "--repetitions 0"),
+        ("step_time.py", ["--processes", "3"], "--processes 3"),
+        # A page with broken markers.
+        ("step_time.py", ["--only", "packing", "--markdown", "{page}"], "--markdown {page}"),
+        ("rollout.py", ["--markdown", "{page}"], "--markdown {page}"),
+    ],
+)
+def test_mistake_is_one_sentence_before_a_run(script, arguments, flag, tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(BEGIN)
-    done = step_time_command("--only", "packing", "--markdown", str(page))
+    page.write_text(BEGIN if script == "step_time.py" else rollout_report.BEGIN)
+    done = command(script, *(argument.format(page=page) for argument in arguments))
     assert done.returncode == 2
-    assert f"--markdown {page}" in done.stderr
+    (sentence,) = done.stderr.strip().splitlines()
+    assert flag.format(page=page) in sentence
 
 
-def test_missing_trl_is_told_with_the_way_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_trl_is_refused_with_the_remedy(monkeypatch, capsys):
     monkeypatch.setattr(step_time.importlib.util, "find_spec", lambda name: None)
     assert step_time.main(["--only", "short"]) == 2
     assert "pip install .[bench]" in capsys.readouterr().err
 
 
-def test_workloads_are_what_the_targets_name() -> None:
+def test_workloads_match_the_targets():
     shorts, longs = (
         [w for w in WORKLOADS if w.name.startswith(kind)] for kind in ("short", "long")
     )
@@ -199,14 +178,14 @@ def test_workloads_are_what_the_targets_name() -> None:
         assert quick(workload).num_steps == LEFT_OUT_STEPS + 1
 
 
-def test_real_size_runs_only_if_it_is_named() -> None:
+def test_real_size_runs_only_if_named():
     assert step_time.REAL_SIZE not in step_time.make_parser().parse_args([]).only
     assert step_time.make_parser().parse_args(["--only", "real_size"]).only == ["real_size"]
 
 
-def test_stop_probability_gives_the_mean() -> None:
+def test_stop_probability_gives_the_mean_length():
     p = stop_probability(100.0, 200)
-    # The oracle: the sum over all lengths, one by one.
+    # Reference: the sum over all lengths.
     chances = [p * (1 - p) ** (n - 1) for n in range(1, 200)]
     mean = sum(n * c for n, c in enumerate(chances, 1)) + 200 * (1 - sum(chances))
     assert mean == pytest.approx(100.0)
@@ -214,12 +193,12 @@ def test_stop_probability_gives_the_mean() -> None:
         stop_probability(200.0, 200)
 
 
-def test_reward_reads_what_stands_before_the_first_full_stop() -> None:
+def test_reward_reads_the_text_before_the_first_full_stop():
     assert reward(prompt="", response="15 85....9 and more", answer="85") == 1.0
     assert reward(prompt="", response="15 75....85", answer="85") == 0.0
 
 
-def test_both_systems_are_paid_alike() -> None:
+def test_both_systems_get_the_same_rewards():
     texts, answers = ["15 85", "15 75....", "no"], ["85", "85", "85"]
     alone = [reward(prompt="", response=t, answer=a) for t, a in zip(texts, answers, strict=True)]
     assert trl_reward(texts, answers) == alone
@@ -227,11 +206,10 @@ def test_both_systems_are_paid_alike() -> None:
     assert trl_reward(chats, answers) == alone
 
 
-def test_lengths_have_a_long_tail() -> None:
+def test_lengths_have_a_long_tail():
     lengths = sample_lengths()
     assert 50 <= np.median(lengths) <= 80
     assert lengths.max() <= LIMIT_TOKENS and lengths.max() >= 4 * np.median(lengths)
     made = samples(lengths, 509)
-    assert [
-        len(s.rollout.prompt.token_ids) + len(s.rollout.response_token_ids) for s in made
-    ] == lengths.tolist()
+    parts = [(s.rollout.prompt.token_ids, s.rollout.response_token_ids) for s in made]
+    assert [len(prompt) + len(response) for prompt, response in parts] == lengths.tolist()

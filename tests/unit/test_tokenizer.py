@@ -1,4 +1,4 @@
-"""What is asked of a tokenizer: how long texts are at least, and whether responses can end."""
+"""Tokenizers: lower bounds of the length of texts, and the end of responses."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def tokenizer_dir(tmp_path_factory):
 
 
 def save_words_tokenizer(folder: Path) -> Path:
-    """One that drops blanks and takes a word of any length that it does not know for one token."""
+    """A tokenizer that drops blanks, and makes one token of an unknown word of any length."""
     words = Tokenizer(models.WordLevel({"<unk>": 0, "add": 1, "3": 2}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
     return folder
 
 
-def test_characters_of_a_token_are_bounded_where_none_can_be_lost(tokenizer_dir, tmp_path):
+def test_characters_per_token_are_bounded_if_none_can_be_dropped(tokenizer_dir, tmp_path):
     backend = AutoTokenizer.from_pretrained(tokenizer_dir)
     longest = len("<|assistant|>")
     assert characters_per_token(backend) == longest
@@ -53,14 +53,12 @@ def test_characters_of_a_token_are_bounded_where_none_can_be_lost(tokenizer_dir,
     assert characters_per_token(words) == 0
 
 
-# As one word, or as many: only of the words' tokenizer the former says nothing.
+# One long word, or many; the words' tokenizer makes one token of the former.
 HUGE = {"bytes": "9" * 300_000, "words": "add 3 " * 50_000}
 
 
 @pytest.mark.parametrize("kind", ["bytes", "words"])
-def test_huge_text_is_known_to_be_too_long_without_being_tokenised(
-    kind, tokenizer_dir, tmp_path, monkeypatch
-):
+def test_huge_text_is_too_long_without_being_tokenised(kind, tokenizer_dir, tmp_path, monkeypatch):
     folder = tokenizer_dir if kind == "bytes" else save_words_tokenizer(tmp_path / "words")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     given: list[int] = []
@@ -78,8 +76,7 @@ def test_huge_text_is_known_to_be_too_long_without_being_tokenised(
 
 
 @pytest.mark.parametrize("kind", ["bytes", "words"])
-def test_huge_text_is_left_out_as_others_that_are_too_long(kind, tokenizer_dir, tmp_path, caplog):
-    """And what fits in the end is tokenised after all."""
+def test_huge_text_is_left_out_like_other_long_texts(kind, tokenizer_dir, tmp_path, caplog):
     folder = tokenizer_dir if kind == "bytes" else save_words_tokenizer(tmp_path / "words")
     huge = HUGE[kind]
     rows = [{"prompt": text, "answer": "1"} for text in ("add 3", huge, "3", "add 3 " * 3)]
@@ -93,13 +90,13 @@ def test_huge_text_is_left_out_as_others_that_are_too_long(kind, tokenizer_dir, 
     assert cached.stat().st_size < 20_000
     all_of_them = PromptSource(path, 300_001, use_chat_template=False)
     assert load_prompts(all_of_them, folder, cache_dir=tmp_path)[1].text == huge
-    # What is whole is right for both, and the same prompts have the same fingerprint.
+    # The complete cache serves both limits, and the same prompts have the same fingerprint.
     size = cached.stat().st_size
     again = load_prompts(few, folder, cache_dir=tmp_path)
     assert again.fingerprint == prompts.fingerprint and cached.stat().st_size == size
 
 
-def test_missing_end_of_sequence_is_told(tokenizer_dir, tmp_path):
+def test_missing_end_of_sequence_is_reported(tokenizer_dir, tmp_path):
     folder = Path(shutil.copytree(tokenizer_dir, tmp_path / "other"))
 
     def write(name: str, **fields: object) -> None:
@@ -109,13 +106,10 @@ def test_missing_end_of_sequence_is_told(tokenizer_dir, tmp_path):
         return missing_end(folder, trust_remote_code=False)
 
     write("config.json", vocab_size=300)
-    assert fault() == (
-        f"no end of sequence is known: {folder}/config.json has no eos_token_id, and the tokenizer "
-        "beside it no eos_token"
-    )
+    assert f"{folder}/config.json has no eos_token_id" in str(fault())
     write("config.json", vocab_size=300, eos_token_id=2)
     assert fault() is None
-    write("generation_config.json", do_sample=True)  # without one, and vLLM reads it alone
+    write("generation_config.json", do_sample=True)  # vLLM reads only this file
     assert f"{folder}/generation_config.json has no eos_token_id" in str(fault())
     write("generation_config.json", eos_token_id=[300, 301])
     assert "is token 300, 301, which a model with a vocab_size of 300 never samples" in str(fault())
@@ -129,7 +123,7 @@ def test_missing_end_of_sequence_is_told(tokenizer_dir, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json"])
-def test_settings_of_a_folder_that_are_no_settings_are_passed_over(name, tmp_path):
+def test_malformed_settings_are_ignored(name, tmp_path):
     for text in ("[" * 100_000, "5", '{"eos_token_id": [true, -1, 1e999, 1' + "0" * 400 + "]}"):
         (tmp_path / name).write_text(text)
         assert not brings_code(tmp_path)

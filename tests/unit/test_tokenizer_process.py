@@ -1,4 +1,4 @@
-"""A template or a tokenizer that takes what it likes costs one sentence, and never the run."""
+"""A chat template or tokenizer that exceeds its limits fails with its row."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mcore_rl.environments.conversation import ConversationTokens
 from mcore_rl.isolation.wire import Failed
 from tests.unit.test_data import save_tokenizer, write_lines
 
-# It takes 10 s of the processor until it is ended.
+# Ended after 10 s of processor time.
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-# Does its worst for a prompt that says so, which need not be the first.
+# Run for prompts that contain "go".
 BOMBS = {
     "range": "{% for i in range(10**9) %}{% endfor %}",
     "recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
@@ -47,17 +47,17 @@ def rows(tmp_path: Path, *texts: str) -> PromptSource:
 @pytest.mark.parametrize(
     "bomb", [*BOMBS.values(), pytest.param(LOOPS, marks=pytest.mark.slow)], ids=[*BOMBS, "loops"]
 )
-def test_template_that_takes_too_much_is_told_with_its_row(bomb, tmp_path):
+def test_template_beyond_its_limits_fails_with_its_row(bomb, tmp_path):
     folder = save_tokenizer(tmp_path / "model", template_of(bomb))
     source = rows(tmp_path, "hi", "ho", "go")
     with pytest.raises(UsageError, match=r"p.jsonl, line 3: .*; "):
         load_prompts(source, folder, cache_dir=tmp_path)
-    # What comes next is served.
+    # The next file is tokenised.
     assert len(load_prompts(rows(tmp_path, "hi", "ho"), folder, cache_dir=tmp_path)) == 2
 
 
-def test_tokenizer_that_aborts_its_process_is_told_with_the_row(tmp_path):
-    """A text of 1 character becomes one of 10^10."""
+def test_tokenizer_that_aborts_its_process_fails_with_its_row(tmp_path):
+    """One character becomes 10^10."""
     folder = save_tokenizer(tmp_path / "model", template_of(""))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     swell = [normalizers.Replace(a, b * 100_000) for a, b in (("z", "y"), ("y", "x"))]
@@ -67,14 +67,14 @@ def test_tokenizer_that_aborts_its_process_is_told_with_the_row(tmp_path):
         load_prompts(rows(tmp_path, "hi", "z", "ho"), folder, cache_dir=tmp_path)
 
 
-def test_tokenizer_that_cannot_be_loaded_is_the_folders_fault(tmp_path):
+def test_unreadable_tokenizer_names_its_folder(tmp_path):
     folder = save_tokenizer(tmp_path / "model", template_of(""))
     (folder / "tokenizer.json").write_text("[" * 100_000)
     with pytest.raises(UsageError, match=f"--rl-hf-checkpoint {folder} "):
         load_prompts(rows(tmp_path, "hi"), folder, cache_dir=tmp_path)
 
 
-def test_what_an_environment_says_costs_its_sample_alone(tmp_path):
+def test_text_of_an_environment_fails_only_its_sample(tmp_path):
     folder = save_tokenizer(tmp_path / "model", template_of(BOMBS["memory"]))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"eos_token": "<eos>"})

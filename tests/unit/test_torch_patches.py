@@ -1,6 +1,6 @@
-"""16-bit products in float32: the numbers, for every operator, and that nothing else changes.
+"""16-bit products in float32: the numbers of every operator, and that nothing else changes.
 
-In a process of its own, because a repair stays applied; whatever this machine's CPU can do.
+In another process, because a patch stays applied; independent of this machine's CPU.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ print("same")
 """
 
 
-def test_narrow_products_are_those_of_float32_rounded_once() -> None:
+def test_narrow_products_are_those_of_float32_rounded_once():
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", SAME_NUMBERS],
         capture_output=True,

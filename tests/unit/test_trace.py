@@ -1,4 +1,4 @@
-"""Tracing: spans, the table by hand, and the files of one process."""
+"""Tracing: spans, the table, and the files of one process."""
 
 from __future__ import annotations
 
@@ -80,13 +80,11 @@ def group() -> Iterator[None]:
     ],
     ids=["nested", "of a thread that outlives the first", "over the bounds"],
 )
-def test_exclusive_times(
-    found: list[tuple[str, int, int]], begin: int, times: dict[str, int]
-) -> None:
+def test_exclusive_times(found, begin, times):
     assert exclusive_times(found, begin, 100) == times
 
 
-def test_exclusive_times_are_those_of_every_moment() -> None:
+def test_exclusive_times_match_a_count_of_moments():
     generator = torch.Generator().manual_seed(0)
     starts = torch.randint(0, 200, (40, 2), generator=generator).tolist()
     found = sorted((start, start + length // 3, i) for i, (start, length) in enumerate(starts))
@@ -113,13 +111,13 @@ def test_exclusive_times_are_those_of_every_moment() -> None:
         ("broadcast", WORLD, "reshard_to_rollout", "reshard_to_rollout"),
     ],
 )
-def test_row(name: str, kind: str, stage: str | None, row: str) -> None:
+def test_row_of_a_span(name, kind, stage, row):
     found = [Span("before", STAGE, 0, 10), Span(name, kind, 12, 14)]
     found += [Span(stage, STAGE, 11, 20)] if stage else []
     assert with_rows(found)[-1][0] == row
 
 
-def test_step_of_nested_spans() -> None:
+def test_step_of_nested_spans():
     found = [
         Span("rollout", STAGE, 0, 20),
         Span("first responses", PART, 5, 18),
@@ -143,7 +141,7 @@ def traced(rows: dict[str, int], *world: tuple[str, int], number: int = 2) -> Tr
     return TracedStep(number, {row: value * second for row, value in rows.items()}, waits)
 
 
-def test_waiting_for_the_slowest_rank_is_idle() -> None:
+def test_waiting_for_the_slowest_rank_is_idle():
     fast = traced({"rollout": 2, "reward": 9, "idle": 0}, ("reward", 8))
     slow = traced({"rollout": 9, "reward": 2, "idle": 0}, ("reward", 1))
     found = with_waiting_apart([fast, slow])
@@ -151,7 +149,7 @@ def test_waiting_for_the_slowest_rank_is_idle() -> None:
     assert found[1] == {"rollout": 9 * 10**9, "reward": 2 * 10**9, "idle": 0}
 
 
-def test_ranks_with_other_waits_are_left_as_they_are() -> None:
+def test_ranks_with_different_waits_are_unchanged():
     ranks = [traced({"reward": 5}, ("reward", 4)), traced({"reward": 5})]
     assert with_waiting_apart(ranks) == [{"reward": 5 * 10**9}] * 2
 
@@ -161,7 +159,7 @@ def cells(table: str) -> dict[str, list[str]]:
     return {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
 
 
-def test_table_has_means_extremes_and_shares() -> None:
+def test_table_has_means_extremes_and_shares():
     rank_0 = [
         traced({"rollout": 6, "forward": 1, "communication": 2, "idle": 1}),
         traced({"rollout": 8, "forward": 1, "idle": 1}, number=3),
@@ -182,7 +180,7 @@ def test_table_has_means_extremes_and_shares() -> None:
     assert table.splitlines()[-1] == "bottleneck: rollout, 60% of the step"
 
 
-def test_bottleneck_that_is_waiting_names_what_the_ranks_wait_for() -> None:
+def test_idle_bottleneck_names_the_slowest_stage():
     fast = traced({"rollout": 1, "reward": 9}, ("reward", 9))
     slow = traced({"rollout": 9, "reward": 1}, ("reward", 1))
     last = table_of([[fast], [fast], [fast], [slow]]).splitlines()[-1]
@@ -190,7 +188,7 @@ def test_bottleneck_that_is_waiting_names_what_the_ranks_wait_for() -> None:
     assert "rollout: 9.000 s on the slowest, 3.000 s on average" in last
 
 
-def test_table_of_many_steps_is_not_wider_than_a_page() -> None:
+def test_table_of_many_steps_fits_a_page():
     table = table_of([[traced({"rollout": 6, "idle": 4}, number=n) for n in range(2, 12)]])
     assert "steps 2 to 11" in table and "step 7" in table and "step 8 " not in table
     assert max(map(len, table.splitlines())) <= 160
@@ -199,7 +197,7 @@ def test_table_of_many_steps_is_not_wider_than_a_page() -> None:
 # spans
 
 
-def test_span_is_recorded_only_while_a_recording_runs(tmp_path: Path) -> None:
+def test_span_is_recorded_only_while_a_recording_runs(tmp_path):
     with span("before"):
         pass
     recording = spans.Recording()
@@ -216,7 +214,7 @@ def test_span_is_recorded_only_while_a_recording_runs(tmp_path: Path) -> None:
     assert 10**7 <= found.end - found.start < 10**9
 
 
-def test_waits_for_all_ranks_are_told_from_those_for_a_group(group: None, tmp_path: Path) -> None:
+def test_waits_for_all_ranks_are_distinguished_from_those_for_a_group(group, tmp_path):
     recording = spans.Recording()
     recording.start()
     assert objects.all_gather("one") == ["one"]
@@ -230,7 +228,7 @@ def test_waits_for_all_ranks_are_told_from_those_for_a_group(group: None, tmp_pa
     ]
 
 
-def test_schedule_of_megatron_is_recorded_by_its_timers(tmp_path: Path) -> None:
+def test_schedule_of_megatron_is_recorded_by_its_timers(tmp_path):
     schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
     from megatron.core.model_parallel_config import ModelParallelConfig
 
@@ -252,7 +250,7 @@ def test_schedule_of_megatron_is_recorded_by_its_timers(tmp_path: Path) -> None:
     ]
 
 
-def test_events_of_torch_have_the_clock_of_spans(tmp_path: Path) -> None:
+def test_events_of_torch_have_the_clock_of_spans(tmp_path):
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         start = time.time_ns() / 1e3
         with record_function("an event"):
@@ -299,7 +297,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
 
-def test_kernels_of_a_rollout_are_left_out(gpu: None, tmp_path: Path) -> None:
+def test_kernels_of_a_rollout_are_left_out(gpu, tmp_path):
     recording = spans.Recording()
     recording.start()
     with span("train", STAGE):
@@ -311,9 +309,7 @@ def test_kernels_of_a_rollout_are_left_out(gpu: None, tmp_path: Path) -> None:
     assert (event["name"], event["ts"]) == ("ncclDevKernel_AllReduce", 1e6)
 
 
-def test_kernels_of_collectives_are_communication(
-    gpu: None, make_tracer: MakeTracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_of_collectives_are_communication(gpu, make_tracer, tmp_path, monkeypatch):
     clock = iter([0, 10**9, 4 * 10**9, 5 * 10**9])
     monkeypatch.setattr(time, "time_ns", lambda: next(clock))
     tracer = make_tracer(1, 1)
@@ -328,10 +324,7 @@ def test_kernels_of_collectives_are_communication(
     assert "ncclDevKernel_AllReduce" in [event["name"] for event in events]
 
 
-def test_profiler_that_fails_costs_the_kernels_alone(
-    gpu: None, make_tracer: MakeTracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+def test_failing_profiler_loses_only_the_kernels(gpu, make_tracer, tmp_path, monkeypatch, caplog):
     def fail(self: FakeProfile, *args: Any) -> None:
         raise RuntimeError("no CUPTI")
 
@@ -364,10 +357,7 @@ def run_step(tracer: Tracer) -> None:
     [(2, 4, [11, 12]), (2, 2, [10, 11]), (5, 2, [10, 11])],
     ids=["first one warms up", "whole run", "more than the run has"],
 )
-def test_traced_steps(
-    make_tracer: MakeTracer, tmp_path: Path, num_steps: int, left: int, steps: list[int],
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+def test_traced_steps_follow_the_warm_up(make_tracer, tmp_path, num_steps, left, steps, caplog):
     caplog.set_level(logging.INFO, "mcore_rl")
     tracer = make_tracer(num_steps, left, first_step=10)
     for _ in range(left):
@@ -381,9 +371,7 @@ def test_traced_steps(
 
 
 @pytest.mark.parametrize(("num_steps", "left"), [(0, 5), (3, 0)])
-def test_nothing_to_trace(
-    make_tracer: MakeTracer, tmp_path: Path, num_steps: int, left: int
-) -> None:
+def test_no_steps_write_no_files(make_tracer, tmp_path, num_steps, left):
     run_step(make_tracer(num_steps, left))
     assert not any(tmp_path.iterdir())
 
@@ -404,9 +392,7 @@ def check_chrome(events: list[dict[str, Any]], ranks: set[int]) -> None:
             assert other[0] >= -one[1] or -other[1] <= -one[1], (one, other)
 
 
-def test_files_of_a_run(
-    make_tracer: MakeTracer, group: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_run_writes_traces_and_table(make_tracer, group, tmp_path, caplog):
     caplog.set_level(logging.INFO, "mcore_rl")
     folder = tmp_path / "run" / "trace"
     tracer = make_tracer(2, 9, folder=folder, label="tp0 pp0 dp0")
@@ -429,7 +415,7 @@ def test_files_of_a_run(
     assert table.removesuffix("\n") in [record.message for record in caplog.records]
 
 
-def test_merged_trace_has_a_process_for_each_rank(make_tracer: MakeTracer, tmp_path: Path) -> None:
+def test_merged_trace_has_a_process_for_each_rank(make_tracer, tmp_path):
     for rank in range(2):
         run_step(make_tracer(1, 1, rank=rank))
     events = json.loads(merge([tmp_path / "rank0.json", tmp_path / "rank1.json"]))["traceEvents"]
@@ -437,8 +423,8 @@ def test_merged_trace_has_a_process_for_each_rank(make_tracer: MakeTracer, tmp_p
 
 
 def test_ranks_of_several_machines_are_in_one_table_without_a_merged_trace(
-    make_tracer: MakeTracer, group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    make_tracer, group, tmp_path, monkeypatch
+):
     def two_machines(mine: Any) -> list[Any]:
         return [mine, ("another machine", mine[1])]
 
@@ -447,7 +433,7 @@ def test_ranks_of_several_machines_are_in_one_table_without_a_merged_trace(
     assert (tmp_path / "table.txt").exists() and not (tmp_path / "trace.json").exists()
 
 
-def test_run_that_ends_early_leaves_what_it_traced(make_tracer: MakeTracer, tmp_path: Path) -> None:
+def test_run_that_ends_early_leaves_what_it_traced(make_tracer, tmp_path):
     tracer = make_tracer(5, 9)
     run_step(tracer)
     run_step(tracer)
@@ -457,9 +443,7 @@ def test_run_that_ends_early_leaves_what_it_traced(make_tracer: MakeTracer, tmp_
     assert "step 1" in [e["name"] for e in events if e.get("cat") == "step"]
 
 
-def test_unwritable_folder_is_a_warning(
-    make_tracer: MakeTracer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unwritable_folder_is_a_warning(make_tracer, tmp_path, caplog):
     (tmp_path / "file").touch()
     run_step(make_tracer(1, 1, folder=tmp_path / "file" / "trace"))
     warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]

@@ -1,4 +1,4 @@
-"""Cutting a plan into rounds: every element once, and no rank above its share in any round."""
+"""Rounds of a transfer: every element once, and no rank above its share in any round."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def boxes(draw: st.DrawFn) -> Box:
 
 @settings(deadline=None)
 @given(boxes(), st.integers(1, 40))
-def test_cut_covers_a_box_once_in_row_major_order(box: Box, limit: int) -> None:
+def test_cut_covers_a_box_once_in_row_major_order(box, limit):
     shape = tuple(stop for _, stop in box)
     order = np.arange(int(np.prod(shape))).reshape(shape)
     pieces = list(cut(box, limit))
@@ -48,7 +48,7 @@ def test_cut_covers_a_box_once_in_row_major_order(box: Box, limit: int) -> None:
     assert np.array_equal(np.concatenate([*elements, expected[:0]]), expected)
 
 
-def test_cut_splits_a_row_and_a_fused_expert_that_do_not_fit() -> None:
+def test_cut_splits_a_row_and_a_fused_expert_that_do_not_fit():
     assert len(list(cut(((0, 1), (0, 100)), 30))) == 4
     pieces = list(cut(((2, 4), (0, 6), (0, 5)), 10))
     assert len(pieces) == 6 and {volume(piece) for piece in pieces} == {10}
@@ -56,9 +56,8 @@ def test_cut_splits_a_row_and_a_fused_expert_that_do_not_fit() -> None:
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[Plan, dict[str, int]]:
-    itemsizes = {
-        f"t{i}": draw(st.sampled_from([1, 2, 4, 8])) for i in range(draw(st.integers(0, 5)))
-    }
+    sizes = draw(st.lists(st.sampled_from([1, 2, 4, 8]), max_size=5))
+    itemsizes = {f"t{i}": size for i, size in enumerate(sizes)}
     moves = []
     for tensor, itemsize in itemsizes.items():
         for _ in range(draw(st.integers(1, 4))):
@@ -72,9 +71,7 @@ def plans(draw: st.DrawFn) -> tuple[Plan, dict[str, int]]:
 
 @settings(max_examples=100, deadline=None)
 @given(plans(), st.booleans(), st.integers(0, 300))
-def test_rounds_bring_every_element_once_within_the_share_of_every_rank(
-    drawn: tuple[Plan, dict[str, int]], with_delta: bool, more: int
-) -> None:
+def test_rounds_send_every_element_once_within_the_share_of_every_rank(drawn, with_delta, more):
     plan, itemsizes = drawn
     frame = frame_of(itemsizes, with_delta=with_delta)
     share = frame.total_bytes(frame.alignment) + more
@@ -110,21 +107,21 @@ def test_rounds_bring_every_element_once_within_the_share_of_every_rank(
             assert bucket[-1].end <= share
 
 
-def test_groups_that_share_no_rank_fill_their_rounds_side_by_side() -> None:
+def test_disjoint_groups_share_rounds():
     moves = [Move(f"t{i}", ((0, 8),), direct(2 * (i % 2), [2 * (i % 2) + 1]), 8) for i in range(16)]
     itemsizes = {move.tensor: 1 for move in moves}
     rounds = make_rounds(Plan(tuple(moves)), itemsizes, slot_bytes=32, frame=Frame(1, False))
     assert [sum(m.num_bytes for m in messages) for messages in rounds.values()] == [64, 64]
 
 
-def test_message_in_delta_mode_has_room_for_size_and_bitmap() -> None:
+def test_delta_message_has_room_for_size_and_bitmap():
     frame = Frame(8, True)
     assert frame.total_bytes(5) == 8 + 8 + 8
     assert frame.front_bytes(65 * 64) == 8 + 72
 
 
 @pytest.mark.parametrize(("with_delta", "smallest"), [(False, 8), (True, 72)])
-def test_bucket_below_one_element_is_a_usage_error(with_delta: bool, smallest: int) -> None:
+def test_bucket_below_one_element_is_a_usage_error(with_delta, smallest):
     frame = frame_of({"a": 4, "b": 2}, with_delta=with_delta)
     num_slots = 3 if with_delta else 2
     assert slot_bytes(smallest, num_slots, frame) == smallest // num_slots
@@ -136,9 +133,7 @@ def test_bucket_below_one_element_is_a_usage_error(with_delta: bool, smallest: i
     st.lists(st.sets(st.integers(0, 12), max_size=8).map(sorted), min_size=2, max_size=4),
     st.sampled_from([0, 1]),
 )
-def test_ranks_take_the_steps_of_shared_rounds_in_one_order(
-    rounds_of: list[list[int]], ahead: int
-) -> None:
+def test_ranks_take_steps_of_shared_rounds_in_one_order(rounds_of, ahead):
     orders = []
     for rounds in rounds_of:
         taken = steps(rounds, ahead=ahead)
@@ -154,12 +149,12 @@ def test_ranks_take_the_steps_of_shared_rounds_in_one_order(
             assert [step for step in a if step in b] == [step for step in b if step in a]
 
 
-def test_covered_seconds_counts_overlaps_once() -> None:
+def test_covered_seconds_counts_overlaps_once():
     assert covered_seconds([]) == 0
     assert covered_seconds([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.75)]) == 4.0
 
 
-def test_hidden_share_is_of_the_time_in_flight() -> None:
+def test_hidden_share_is_relative_to_the_time_in_flight():
     assert TransferStats(in_flight_seconds=4.0, wait_seconds=1.0).hidden_share == 0.75
     assert TransferStats(in_flight_seconds=4.0, wait_seconds=4.5).hidden_share == 0.0
-    assert TransferStats().hidden_share == 1.0  # nothing travelled, nothing was waited for
+    assert TransferStats().hidden_share == 1.0  # nothing was sent

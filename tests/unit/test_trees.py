@@ -1,4 +1,4 @@
-"""Ways from holders to receivers: everybody once, from one that has it, in groups that exist."""
+"""Trees of a transfer: each receiver once, from a rank with the data, in known groups."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def trees_of(holders: list[int], receivers: list[int], groups: KnownGroups, **mo
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_every_receiver_is_reached_once_by_one_that_has_it(data: st.DataObject) -> None:
+def test_every_receiver_is_reached_once_by_a_rank_with_the_data(data):
     ranks = data.draw(st.permutations(range(WORLD)))
     num_holders = data.draw(st.integers(1, WORLD - 1))
     holders = sorted(ranks[:num_holders])
@@ -69,7 +69,7 @@ def test_every_receiver_is_reached_once_by_one_that_has_it(data: st.DataObject) 
         assert sum(tree.sends(rank) for rank in has) == sum(map(len, tree.hops))
 
 
-def test_stages_get_it_in_pipelines_and_pass_it_on_in_tp_groups() -> None:
+def test_pipeline_groups_send_to_stages_and_tp_groups_within_them():
     pipelines, nodes = FAMILIES[0], FAMILIES[1]
     everyone_else = [rank for rank in range(WORLD) if rank != 1]
     (tree,) = trees_of([1], everyone_else, KnownGroups([pipelines, nodes]))
@@ -83,7 +83,7 @@ def test_stages_get_it_in_pipelines_and_pass_it_on_in_tp_groups() -> None:
     assert not any(of_rank.peers for of_rank in found)
 
 
-def test_group_with_a_rank_that_does_not_need_it_is_left_alone() -> None:
+def test_group_with_a_rank_outside_the_receivers_is_not_used():
     (tree,) = trees_of([1], [5, 0, 2], KnownGroups(FAMILIES[:2]))
     assert all(len(leg.receivers) == 1 for leg in tree.legs)
     found = connections([tree, direct(3, [7])], KnownGroups(FAMILIES[:2]).sets, WORLD)
@@ -91,7 +91,7 @@ def test_group_with_a_rank_that_does_not_need_it_is_left_alone() -> None:
     assert found[3].peers == {7} and found[7].peers == {3} and found[11].peers == set()
 
 
-def test_what_one_rank_has_reaches_many_in_few_hops_and_each_node_once() -> None:
+def test_one_holder_reaches_all_in_few_hops_and_each_node_once():
     node = tuple(rank // 4 for rank in range(WORLD))
     (tree,) = trees_of(
         [0], list(range(1, WORLD)), KnownGroups(), near=Neighbourhoods(node, (0,) * WORLD)
@@ -102,7 +102,7 @@ def test_what_one_rank_has_reaches_many_in_few_hops_and_each_node_once() -> None
 
 
 @pytest.mark.parametrize("train", LAYOUTS, ids=TrainLayout.describe)
-def test_groups_of_a_layout_divide_its_ranks(train: TrainLayout) -> None:
+def test_groups_of_a_layout_divide_its_ranks(train):
     sizes = {"pp": train.pp_size, "ep": train.ep_size, "tp": train.tp_size}
     sizes["dp"] = train.dp_size * train.cp_size
     for name, groups in train.groups().items():
@@ -116,7 +116,7 @@ def test_groups_of_a_layout_divide_its_ranks(train: TrainLayout) -> None:
 
 
 class Counting(dict[int, frozenset[int]]):
-    """A family of groups that counts how often it is asked for a rank's."""
+    """A family of groups that counts its look-ups."""
 
     asked = 0
 
@@ -126,29 +126,22 @@ class Counting(dict[int, frozenset[int]]):
 
 
 @pytest.mark.parametrize("world", [64, 512])
-def test_groups_are_asked_of_holders_alone_once_everybody_is_served(
-    world: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_are_looked_up_for_holders_only(world, monkeypatch):
     train = TrainLayout(world, tp_size=8, pp_size=8, ep_size=world // 8)
     groups = KnownGroups(train.groups().values())
-    for family in groups:  # of all ranks of a group one object
+    for family in groups:  # the ranks of a group share one object
         assert len({id(group) for group in family.values()}) == len(set(family.values()))
     groups._of_rank = [Counting(family) for family in groups]
     monkeypatch.setattr(Counting, "asked", 0)
     holders = list(range(world // 8))
-    forest = Forest(
-        holders,
-        range(world // 8, world),
-        Neighbourhoods.alike(world),
-        groups,
-        [0] * world,
-    )
+    receivers = range(world // 8, world)
+    forest = Forest(holders, receivers, Neighbourhoods.alike(world), groups, [0] * world)
     assert len(forest.trees) == len(holders)
     assert Counting.asked == len(holders)  # the PP groups reach all; not 3 x world times more
 
 
-def test_traffic_is_counted_without_hashing_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of thousands of ranks takes long to hash, and lies in a move for each tensor."""
+def test_traffic_is_counted_without_hashing_trees(monkeypatch):
+    """Trees of thousands of ranks are slow to hash, and every tensor has one."""
 
     def refuse(tree: Tree) -> int:
         raise AssertionError("a tree was hashed")
@@ -171,13 +164,13 @@ def traffic(train: TrainLayout, tp_size: int, dp_size: int, name: str = "deepsee
     return traffic_of(placement, rank_map, MACHINE)
 
 
-def test_v3_preset_takes_two_groups_of_megatron_and_no_peer() -> None:
+def test_v3_preset_uses_two_groups_and_no_peer():
     found = traffic(TrainLayout(256, tp_size=8, pp_size=8, ep_size=32), 8, 4)
     assert {len(of_rank.groups) for of_rank in found.connections} == {2}  # of PP and of TP
     assert not any(of_rank.peers for of_rank in found.connections)
     assert (found.received == found.lower_bound).all()
-    # Shared experts, whole on every rank, enter a node once, and go on from there: a rank sends
-    # what its stage has, and within its node its part of all stages'.
+    # Shared experts, whole on every rank, enter each node once: a rank sends its stage's experts to
+    # other nodes, and within its node its part of those of all stages.
     held = found.sent_other_nodes.max()
     assert held == pytest.approx(6.34 * GB, rel=0.001)
     assert found.sent.max() - held == pytest.approx(0.64 * GB, rel=0.01)
@@ -185,7 +178,7 @@ def test_v3_preset_takes_two_groups_of_megatron_and_no_peer() -> None:
 
 
 @pytest.mark.parametrize(("tp_size", "dp_size"), [(4, 8), (16, 2), (8, 8)])
-def test_other_rollout_layouts_take_no_more_groups(tp_size: int, dp_size: int) -> None:
+def test_other_rollout_layouts_use_at_most_two_groups(tp_size, dp_size):
     found = traffic(TrainLayout(256, tp_size=8, pp_size=8, ep_size=32), tp_size, dp_size)
     assert max(len(of_rank.groups) for of_rank in found.connections) <= 2
     assert max(len(of_rank.peers) for of_rank in found.connections) < 32

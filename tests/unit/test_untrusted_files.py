@@ -1,7 +1,8 @@
-"""Files that a user downloads are read as data; and nothing in the source reads them otherwise."""
+"""Downloaded files are read as data, and no call in the source runs what it reads."""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
 import json
@@ -35,7 +36,7 @@ def marker(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, marker: Path) -> Path:
-    """A tokenizer whose class is in a file beside it."""
+    """A tokenizer with its class in a file beside it."""
     folder = tmp_path / "model"
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "add": 1, "3": 2}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -57,7 +58,7 @@ def source_of_prompts(folder: Path, **options: bool) -> PromptSource:
 
 
 def test_code_of_a_tokenizer_is_not_run(folder, marker, tmp_path, monkeypatch):
-    """Even if a y lies on stdin, which transformers would take for an answer."""
+    """Even with "y" on stdin, which transformers would take for consent."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\ny\n"))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     with pytest.raises(UsageError, match="tokenizer with code of its own.*--trust-remote-code"):
@@ -65,12 +66,12 @@ def test_code_of_a_tokenizer_is_not_run(folder, marker, tmp_path, monkeypatch):
     assert not marker.exists()
 
 
-def test_code_of_a_tokenizer_is_run_if_asked_for(folder, marker, tmp_path, monkeypatch):
+def test_code_of_a_tokenizer_is_run_with_trust_remote_code(folder, marker, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     source = source_of_prompts(folder, trust_remote_code=True)
     trusted = load_prompts(source, folder, cache_dir=tmp_path)
     assert len(trusted) == 1 and marker.exists()
-    # What it has tokenised is not for who does not trust it, nor for who trusts other code.
+    # The cache of trusted code is not used without trust, nor for other code.
     with pytest.raises(UsageError, match="tokenizer with code of its own"):
         load_prompts(source_of_prompts(folder), folder, cache_dir=tmp_path)
     marker.unlink()
@@ -79,11 +80,11 @@ def test_code_of_a_tokenizer_is_run_if_asked_for(folder, marker, tmp_path, monke
     with (folder / "evil.py").open("a") as file:
         file.write("# changed\n")
     changed = load_prompts(source, folder, cache_dir=tmp_path)
-    # Run again, though what it makes is the same.
+    # Run again, with the same result.
     assert changed.fingerprint == trusted.fingerprint and marker.exists()
 
 
-def test_trust_in_a_folder_without_code_changes_nothing(folder, tmp_path):
+def test_trust_in_a_folder_without_code_has_no_effect(folder, tmp_path):
     without_code(folder)
     found = {
         load_prompts(source_of_prompts(folder, **options), folder, cache_dir=tmp_path).fingerprint
@@ -92,7 +93,7 @@ def test_trust_in_a_folder_without_code_changes_nothing(folder, tmp_path):
     assert len(found) == 1
 
 
-def test_pickled_weights_alone_are_refused_unopened(tmp_path, marker, checkpoint_factory):
+def test_pickled_weights_are_refused_unopened(tmp_path, marker, checkpoint_factory):
     folder = checkpoint_factory("deepseek_v3")
     copy = tmp_path / "model"
     copy.mkdir()
@@ -100,11 +101,8 @@ def test_pickled_weights_alone_are_refused_unopened(tmp_path, marker, checkpoint
     for name in ("pytorch_model.bin", "model.pt"):
         (copy / name).write_bytes(pickle.dumps(Command(marker)))
     shape = read_model_shape(copy)
-    with pytest.raises(
-        UsageError, match="has neither model.safetensors nor .* convert its weights"
-    ):
+    with pytest.raises(UsageError, match="has neither model.safetensors .* convert its weights"):
         open_checkpoint(copy, shape)
-    # Nor if the index names them.
     index = {"weight_map": {"model.embed_tokens.weight": "pytorch_model.bin"}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UsageError, match="pytorch_model.bin is corrupt or cut short"):
@@ -121,8 +119,6 @@ def test_pickled_weights_alone_are_refused_unopened(tmp_path, marker, checkpoint
     ],
 )
 def test_code_in_yaml_is_refused(tmp_path, marker, text):
-    import argparse
-
     path = tmp_path / "flags.yaml"
     path.write_text(text.format(marker=marker))
     parser = add_rl_args(argparse.ArgumentParser())
@@ -132,7 +128,7 @@ def test_code_in_yaml_is_refused(tmp_path, marker, text):
 
 
 class PickledType(pa.ExtensionType):
-    """As libraries store Python objects in columns."""
+    """Libraries store Python objects in columns this way."""
 
     def __init__(self) -> None:
         super().__init__(pa.binary(), "a.pickled_type")
@@ -148,9 +144,8 @@ class PickledType(pa.ExtensionType):
 def test_pickles_in_a_parquet_column_are_not_run(folder, marker, tmp_path):
     without_code(folder)
     blob = pa.array([pickle.dumps(Command(marker))], pa.binary())
-    pandas = {
-        "pandas": json.dumps({"columns": [{"pandas_type": "object", "numpy_type": "object"}]})
-    }
+    columns = [{"pandas_type": "object", "numpy_type": "object"}]
+    pandas = {"pandas": json.dumps({"columns": columns})}
     for number, column in enumerate((blob, pa.ExtensionArray.from_storage(PickledType(), blob))):
         table = pa.table({"prompt": ["add 3"], "answer": column}).replace_schema_metadata(pandas)
         path = tmp_path / f"{number}.parquet"
@@ -161,8 +156,8 @@ def test_pickles_in_a_parquet_column_are_not_run(folder, marker, tmp_path):
     assert not marker.exists()
 
 
-def test_transformers_would_run_it(folder, marker, tmp_path, monkeypatch):
-    """Else the tests above could not fail."""
+def test_transformers_runs_the_code_when_trusted(folder, marker, tmp_path, monkeypatch):
+    """Control for the tests above."""
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     AutoTokenizer.from_pretrained(str(folder), trust_remote_code=True)
     assert marker.exists()
@@ -170,63 +165,48 @@ def test_transformers_would_run_it(folder, marker, tmp_path, monkeypatch):
 
 # The source ---------------------------------------------------------------------------------------
 
-# File and call that are as they should be, and why.
 ALLOWED = {
-    (
-        "mcore_rl/common/readers.py",
-        "yaml.load",
-    ): "by a subclass of SafeLoader that refuses repeated keys",
-    (
-        "mcore_rl/sandbox/inside.py",
-        "exec",
-    ): "code of the policy's, in a process that can do little: what the sandbox is for",
-    (
-        "mcore_rl/isolation/confine.py",
-        "exec",
-    ): "a program of ours, in the process that it is to run in",
+    ("mcore_rl/common/readers.py", "yaml.load"),  # a SafeLoader that refuses repeated keys
+    ("mcore_rl/sandbox/inside.py", "exec"),  # the policy's code, in the sandbox
+    ("mcore_rl/isolation/confine.py", "exec"),  # our own program in a confined process
 }
 
 
-def calls_of_danger(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and name of each call that runs what it reads, or trusts whom it talks to."""
+PICKLERS = ("pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
+
+
+def dangerous_calls(tree: ast.AST) -> Iterator[str]:
+    """Calls that run what they read, or do not verify the other side."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
-        last = name.rpartition(".")[2]
+        rest, _, last = name.rpartition(".")
+        module = rest.rpartition(".")[2]
         keywords = {k.arg: ast.unparse(k.value) for k in node.keywords if k.arg}
-        module = name.rpartition(".")[0].rpartition(".")[2]
-        if name in ("eval", "exec", "os.system", "os.popen"):
-            yield node.lineno, name
-        if module in ("pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"):
-            if last in ("load", "loads", "Unpickler", "open"):
-                yield node.lineno, name
-        if module == "torch" and last == "load" and keywords.get("weights_only") != "True":
-            yield node.lineno, name
-        if module in ("np", "numpy") and keywords.get("allow_pickle", "False") != "False":
-            yield node.lineno, name
-        if module == "yaml" and last in ("load", "load_all", "full_load", "unsafe_load"):
-            yield node.lineno, name
-        for keyword, value in (
-            ("shell", "True"),
-            ("verify", "False"),
-            ("trust_remote_code", "True"),
+        if (
+            name in ("eval", "exec", "os.system", "os.popen")
+            or (module in PICKLERS and last in ("load", "loads", "Unpickler", "open"))
+            or (module == "torch" and last == "load" and keywords.get("weights_only") != "True")
+            or (module in ("np", "numpy") and keywords.get("allow_pickle", "False") != "False")
+            or (module == "yaml" and last in ("load", "load_all", "full_load", "unsafe_load"))
         ):
+            yield name
+        for unsafe in ("shell=True", "verify=False", "trust_remote_code=True", "ssl=False"):
+            keyword, _, value = unsafe.partition("=")
             if keywords.get(keyword) == value:
-                yield node.lineno, f"{name}({keyword}={value})"
-        if keywords.get("ssl") == "False":
-            yield node.lineno, f"{name}(ssl=False)"
+                yield f"{name}({unsafe})"
 
 
-def test_nothing_in_the_source_runs_what_it_reads():
+def test_source_has_only_the_allowed_dangerous_calls():
     files = [path for part in ("mcore_rl", "patches") for path in (ROOT / part).rglob("*.py")]
     assert len(files) > 100
     found = {
         (str(path.relative_to(ROOT)), call)
         for path in files
-        for _, call in calls_of_danger(ast.parse(path.read_text()))
+        for call in dangerous_calls(ast.parse(path.read_text()))
     }
-    assert found == set(ALLOWED)
+    assert found == ALLOWED
 
 
 @pytest.mark.parametrize(
@@ -249,10 +229,10 @@ def test_nothing_in_the_source_runs_what_it_reads():
         "AutoTokenizer.from_pretrained(path, trust_remote_code=True)",
     ],
 )
-def test_the_search_finds(text):
-    assert len(list(calls_of_danger(ast.parse(f"def f():\n    return {text}\n")))) == 1
+def test_dangerous_call_is_found(text):
+    assert len(list(dangerous_calls(ast.parse(f"def f():\n    return {text}\n")))) == 1
 
 
-def test_the_search_leaves_alone():
+def test_safe_calls_are_not_found():
     text = "torch.load(p, weights_only=True); np.load(p); yaml.safe_load(t); model.eval(); load(p)"
-    assert list(calls_of_danger(ast.parse(text))) == []
+    assert list(dangerous_calls(ast.parse(text))) == []

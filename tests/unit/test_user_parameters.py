@@ -1,5 +1,4 @@
-"""A loss and an estimator of a user's own, with parameters of their own, from the flag to the loss;
-and the pages that are made of all declarations."""
+"""User-defined losses, metrics, prompts and families, and the contract of mcore_rl.api."""
 
 from __future__ import annotations
 
@@ -21,6 +20,7 @@ from mcore_rl.algorithms.aggregation import Denominators
 from mcore_rl.algorithms.registry import find_advantage_estimator
 from mcore_rl.algorithms.total_loss import policy_loss_total
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.config import RLConfig, config_from, flags
 from mcore_rl.data.prompt_file import read_rows
 from mcore_rl.flags.given import as_config, expand_config, given_values, import_given_files
@@ -82,7 +82,7 @@ def mine(tmp_path: Path) -> str:
 
 
 def config_of(*tokens: str):
-    """As a start reads a command line: files first, then the flags."""
+    """Read a command line as a start does: files first, then flags."""
     import_given_files(tokens)
     parser = add_rl_args(argparse.ArgumentParser())
     config = config_from(given_values(expand_config(tokens, parser), parser))
@@ -90,10 +90,14 @@ def config_of(*tokens: str):
     return config
 
 
-def test_parameters_of_ones_own_reach_the_loss_and_the_estimator(mine: str) -> None:
+def width_of(recipe) -> float:
+    return recipe.policy_loss_config(8).parameters.spo_width
+
+
+def test_user_parameters_reach_the_loss_and_the_estimator(mine):
     parts = ("--rl-advantage", "decayed", "--rl-policy-loss", "spo", "--rl-import", mine)
     default = config_of(*parts).recipe
-    assert default.policy_loss_config(8).parameters.spo_width == 0.25
+    assert width_of(default) == 0.25
     assert (default.advantage_config.gamma, default.advantage_config.decay_steps) == (0.5, 3)
     given = ("--rl-spo-width", "0.5", "--rl-spo-shape", "square", "--rl-decay-steps=4")
     config = config_of(*parts, *given, "--rl-gamma", "1")
@@ -114,89 +118,67 @@ def test_parameters_of_ones_own_reach_the_loss_and_the_estimator(mine: str) -> N
         inputs_of(batch), config.recipe.advantage_config
     )
     assert torch.equal(found.advantages, 4.0 * batch.loss_mask.float())
-    # A recipe of one's own says other defaults, and flags go before these.
-    assert (
-        config_of("--rl-import", mine, "--rl-algorithm", "mine")
-        .recipe.policy_loss_config(8)
-        .parameters.spo_width
-        == 0.75
-    )
-    own = config_of("--rl-import", mine, "--rl-algorithm", "mine", "--rl-spo-width", "1").recipe
-    assert own.policy_loss_config(8).parameters.spo_width == 1.0
+    # A recipe sets other defaults, and flags override them.
+    own = ("--rl-import", mine, "--rl-algorithm", "mine")
+    assert width_of(config_of(*own).recipe) == 0.75
+    assert width_of(config_of(*own, "--rl-spo-width", "1").recipe) == 1.0
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("more", "message"),
     [
         ("--rl-spo-width 0", "--rl-spo-width 0.0 must be greater than 0; choose"),
-        (
-            "--rl-spo-width nan",
-            "--rl-spo-width nan must be greater than 0",
-        ),
+        ("--rl-spo-width nan", "--rl-spo-width nan must be greater than 0"),
         ("--rl-decay-steps 0", "--rl-decay-steps 0 must be at least 1; choose for example 3"),
         ("--rl-decay-steps x", "--rl-decay-steps: invalid int value: 'x'; see --help"),
         ("--rl-spo-shape flat", "--rl-spo-shape: invalid choice: 'flat'"),
         ("--rl-spo-widht 1", "unknown flag --rl-spo-widht; did you mean '--rl-spo-width'?"),
-        (
-            "--rl-policy-loss ppo_clip --rl-spo-width 1",
-            "--rl-spo-width 1.0 has no effect, because --rl-policy-loss ppo_clip does not read it; "
-            "drop it, or choose --rl-policy-loss spo",
-        ),
-        (
-            "--rl-clip-eps-lower 0.1",
-            "--rl-clip-eps-lower 0.1 has no effect, because --rl-policy-loss spo does not read it",
-        ),
+        ("--rl-policy-loss ppo_clip --rl-spo-width 1", "--rl-spo-width 1.0 has no effect, because"),
+        ("--rl-clip-eps-lower 0.1", "--rl-clip-eps-lower 0.1 has no effect, because"),
     ],
 )
-def test_a_wrong_value_of_ones_own_parameter_is_one_sentence(
-    more: str, says: str, mine: str
-) -> None:
+def test_invalid_value_of_a_user_parameter_is_refused(more, message, mine):
     with pytest.raises(UsageError) as caught:
         config_of("--rl-import", mine, "--rl-algorithm", "mine", *more.split())
-    assert str(caught.value).startswith(says)
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize("spelling", ["rl-import: {file}", "rl_import: [{file}]"])
-def test_the_file_may_be_named_in_rl_config_where_its_parameters_stand_too(
-    spelling: str, mine: str, tmp_path: Path
-) -> None:
+def test_file_and_its_parameters_can_be_given_in_rl_config(spelling, mine, tmp_path):
     first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
     first.write_text(spelling.format(file=mine) + "\nrl_algorithm: mine\n")
     second.write_text("rl_spo_width: 0.125\nrl-decay-steps: 7\n")
     config = config_of("--rl-config", str(first), f"--rl-config={second}")
-    assert config.recipe.policy_loss_config(8).parameters.spo_width == 0.125
-    # What a run writes down has them as flags, and can be given back.
+    assert width_of(config.recipe) == 0.125
+    # The config.yaml of a run has them as flags, and can be given again.
     parser = add_rl_args(argparse.ArgumentParser())
     tokens = expand_config(["--rl-config", str(first), "--rl-config", str(second)], parser)
     resolved = {f"rl_{name}": value for name, value in config.as_dict().items()}
     RunDirectory(tmp_path / "run", RunConfig(as_config(tokens, parser), resolved)).close()
     written = tmp_path / "run" / "config.yaml"
-    assert read_config(written).given["rl-spo-width"] == 0.125
-    assert read_config(written).resolved["rl_spo_width"] == 0.125
-    assert read_config(written).resolved["rl_decay_steps"] == 7
-    assert read_config(written).resolved["rl_spo_shape"] is None
+    read = read_config(written)
+    assert read.given["rl-spo-width"] == 0.125
+    names = ("rl_spo_width", "rl_decay_steps", "rl_spo_shape")
+    assert [read.resolved[name] for name in names] == [0.125, 7, None]
     assert config_of("--rl-config", str(written)).recipe == config.recipe
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("num_steps", "--rl-num-steps is a flag already"),
         ("config", "--rl-config is a flag already"),
-        (
-            "clip_eps_upper",
-            "--rl-clip-eps-upper is a flag already, so that spo of --rl-policy-loss",
-        ),
+        ("clip_eps_upper", "--rl-clip-eps-upper is a flag already"),
     ],
 )
-def test_a_parameter_that_is_a_flag_already_is_refused(name: str, says: str, mine: str) -> None:
+def test_parameter_named_like_a_flag_is_refused(name, message, mine):
     Path(mine).write_text(MINE.replace("spo_width", name))
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(UsageError, match=message):
         config_of("--rl-import", mine)
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "says"),
+    ("before", "after", "message"),
     [
         ("Width())", "Width)", "parameters of 'spo' are <class .*Width'>, not an object of"),
         ("@dataclass(frozen=True)\nclass Width", "class Width", "Width, .* lacks @dataclass"),
@@ -204,25 +186,20 @@ def test_a_parameter_that_is_a_flag_already_is_refused(name: str, says: str, min
         ("0.25, ", "0, ", "--rl-spo-width 0 must be"),
     ],
 )
-def test_a_declaration_that_is_wrong_is_a_usage_error(
-    before: str, after: str, says: str, mine: str
-) -> None:
+def test_invalid_declaration_is_a_usage_error(before, after, message, mine):
     assert before in MINE
     Path(mine).write_text(MINE.replace(before, after))
-    with pytest.raises(UsageError, match=f"^--rl-import {mine} cannot be used, .*{says}"):
+    with pytest.raises(UsageError, match=f"^--rl-import {mine} cannot be used, .*{message}"):
         import_given_files(["--rl-import", mine])
 
 
-def test_help_rl_tells_ours_alone_with_defaults_and_bounds_and_ones_own(
-    mine: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_rl_lists_our_flags_and_the_users_with_defaults_and_bounds(mine, capsys):
     assert launch(["-m", "mcore_rl.train", "--rl-import", mine, "--help-rl"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "--rl-spo-width NUMBER how far ratios are pulled back [default: 0.25; in (0, 2]]" in told
-    assert "--rl-spo-shape {round,square} of the pull [default: round]" in told
-    assert "--num-layers" not in told
-    for parameter in flags().values():
-        assert parameter.flag in told
+    help_rl = " ".join(capsys.readouterr().out.split())
+    width = "--rl-spo-width NUMBER how far ratios are pulled back [default: 0.25; in (0, 2]]"
+    assert width in help_rl and "--num-layers" not in help_rl
+    assert "--rl-spo-shape {round,square} of the pull [default: round]" in help_rl
+    assert [p.flag for p in flags().values() if p.flag not in help_rl] == []
     with pytest.raises(SystemExit) as left:  # of train and verify
         resolver.resolve_tokens(["--help-rl"], platform=None)  # type: ignore[arg-type]
     assert left.value.code == 0 and "--rl-spo-width" in capsys.readouterr().out
@@ -230,32 +207,25 @@ def test_help_rl_tells_ours_alone_with_defaults_and_bounds_and_ones_own(
     assert "is not a .py file" in capsys.readouterr().err
 
 
-def test_help_tells_the_flags_of_ones_own_file(
-    mine: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from mcore_rl.common.platform import Platform
-
-    platform = Platform(cuda=False, transformer_engine=None, fused_weight_gradients=False)
+def test_help_lists_the_users_flags(mine, capsys):
     with pytest.raises(SystemExit) as left:
-        resolver.resolve_tokens(["--help", "--rl-import", mine], platform=platform)
+        resolver.resolve_tokens(["--help", "--rl-import", mine], platform=WITHOUT_CUDA)
     assert left.value.code == 0
-    told = capsys.readouterr().out
-    assert "--rl-spo-width" in told and "--num-layers" in told
+    output = capsys.readouterr().out
+    assert "--rl-spo-width" in output and "--num-layers" in output
 
 
-def test_a_fork_that_parses_by_itself_has_them_too(
-    mine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parser_of_a_fork_has_the_users_flags(mine, monkeypatch):
     tokens = ["--rl-import", mine, "--rl-policy-loss", "spo", "--rl-spo-width", "0.5"]
     monkeypatch.setattr(sys, "argv", ["pretrain.py", *tokens])
     args = mcore_rl.add_rl_args(argparse.ArgumentParser()).parse_args()
-    assert RLConfig.from_args(args).recipe.policy_loss_config(8).parameters.spo_width == 0.5
+    assert width_of(RLConfig.from_args(args).recipe) == 0.5
 
 
 # Pages --------------------------------------------------------------------------------------------
 
 
-def test_the_pages_are_those_of_the_declarations() -> None:
+def test_pages_match_the_declarations():
     how = "run python scripts/document_flags.py"
     assert (ROOT / "docs" / "using" / "flags.md").read_text() == flags_page(), how
     text = (ROOT / "docs" / "using" / "algorithms.md").read_text()
@@ -265,7 +235,7 @@ def test_the_pages_are_those_of_the_declarations() -> None:
     assert len(help_text()) < 40_000
 
 
-# The door -----------------------------------------------------------------------------------------
+# mcore_rl.api -------------------------------------------------------------------------------------
 
 SIGNATURES = {
     "advantage": "(name, parameters, *, needs_critic, needs_greedy_baseline, compares_group)",
@@ -307,7 +277,7 @@ FIELDS = {
     "TensorNames": "block gate up down shared bias scorer",
     "TokenLosses": "loss clipped_lower clipped_upper",
 }
-METHODS = {  # of Environment, and of the one with tools
+METHODS = {  # of Environment and ToolEnvironment
     "answered": "(self, text)",
     "start": "(self, prompt)",
     "step": "(self, response)",
@@ -317,32 +287,28 @@ METHODS = {  # of Environment, and of the one with tools
 
 
 def signature_of(function) -> str:
-    names, star = [], False
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY and not star:
-            names.append("*")
-            star = True
-        names.append(parameter.name)
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters]
+    first = [p.kind is p.KEYWORD_ONLY for p in parameters] + [True]
+    if (at := first.index(True)) < len(names):
+        names.insert(at, "*")
     return f"({', '.join(names)})"
 
 
-def test_the_names_of_the_door_and_their_signatures_are_a_contract() -> None:
-    """A change here is a change for everybody's files: it needs a version of its own."""
+def test_names_and_signatures_of_the_api_are_a_contract():
+    """A change here changes users' files and needs a new version."""
     classes = {name for name in api.__all__ if isinstance(getattr(api, name), type)}
     assert {n: signature_of(getattr(api, n)) for n in set(api.__all__) - classes} == SIGNATURES
     fields = classes - {"UsageError", "Environment", "ToolEnvironment"}
     assert {n: " ".join(getattr(api, n).__dataclass_fields__) for n in fields} == FIELDS
-    methods = {name: signature_of(getattr(api.ToolEnvironment, name)) for name in METHODS}
-    assert methods == METHODS and (api.ToolEnvironment.tools, api.ToolEnvironment.role) == (
-        *((), "tool"),
-    )
-    assert {name: getattr(environment, name) for name in environment.__all__} == {
-        name: getattr(api, name) for name in environment.__all__
-    }
+    tools = api.ToolEnvironment
+    assert {name: signature_of(getattr(tools, name)) for name in METHODS} == METHODS
+    assert (tools.tools, tools.role) == ((), "tool")
+    assert all(getattr(environment, n) == getattr(api, n) for n in environment.__all__)
     assert all(getattr(api, name).__doc__ for name in api.__all__)
     with pytest.raises(AttributeError, match="no attribute 'policy_losses'"):
         _ = api.policy_losses
-    # What a type checker sees is what there is.
+    # A type checker sees the same names.
     tree = ast.parse(Path(api.__file__).read_text())
     seen = {
         alias.asname or alias.name
@@ -353,7 +319,7 @@ def test_the_names_of_the_door_and_their_signatures_are_a_contract() -> None:
     assert seen == set(api.__all__)
 
 
-def test_a_file_of_rewards_metrics_and_prompts_alone_does_not_import_torch() -> None:
+def test_api_for_rewards_metrics_and_prompts_does_not_import_torch():
     program = (
         "import sys, mcore_rl.api\n"
         "from mcore_rl.api import Family, Parameters, family, metric, param, policy_loss, prompts\n"
@@ -364,9 +330,7 @@ def test_a_file_of_rewards_metrics_and_prompts_alone_does_not_import_torch() -> 
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
-def test_a_metric_of_ones_own_is_recorded_and_one_that_fails_is_said_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_user_metrics_are_recorded_and_failures_logged_once(caplog, monkeypatch):
     monkeypatch.setattr(user_metrics, "_logged", set())
     samples: list = ["a", "bbb"]
     api.metric("longest")(lambda samples: max(map(len, samples)))
@@ -377,20 +341,19 @@ def test_a_metric_of_ones_own_is_recorded_and_one_that_fails_is_said_once(
     with caplog.at_level("WARNING"):
         assert user_metrics.user_metrics(samples) == expected
         assert user_metrics.user_metrics(samples) == expected
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2 and "user/none is nan" in told[0] and "ZeroDivisionError" in told[1]
+    nan, error = caplog.messages
+    assert "user/none is nan" in nan and "ZeroDivisionError" in error
     with pytest.raises(ValueError, match="two metrics are called 'longest'"):
         api.metric("longest")(len)
 
 
-def test_prompts_of_ones_own_are_a_file_by_content(tmp_path: Path) -> None:
+def test_user_prompts_become_a_file_named_by_content(tmp_path):
     rows = [{"prompt": f"{a} + 1 =", "answer": a + 1} for a in range(3)]
     api.prompts("sums")(lambda: iter(rows))
     config = RLConfig.of(prompts="sums", cache_dir=str(tmp_path))
     source = prompt_source(config, "sums")
-    assert [(row.prompt, row.answer) for row in read_rows(source, "--rl-prompts")] == [
-        ("0 + 1 =", "1"), ("1 + 1 =", "2"), ("2 + 1 =", "3")
-    ]  # fmt: skip
+    found = [(row.prompt, row.answer) for row in read_rows(source, "--rl-prompts")]
+    assert found == [("0 + 1 =", "1"), ("1 + 1 =", "2"), ("2 + 1 =", "3")]
     assert prompt_source(config, "sums") == source and len(list(source.path.parent.iterdir())) == 1
     rows.pop()
     assert prompt_source(config, "sums").path != source.path
@@ -407,20 +370,15 @@ def test_prompts_of_ones_own_are_a_file_by_content(tmp_path: Path) -> None:
         api.prompts("a/b.jsonl")(lambda: [])
 
 
-def test_a_family_of_ones_own_is_read_by_its_table(tmp_path: Path) -> None:
+def test_user_family_is_read_by_its_table(tmp_path):
     published = ROOT / "tests" / "data" / "configs" / "qwen3-0.6b.json"
     values = json.loads(published.read_text()) | {"model_type": "qwen3_mine"}
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(UsageError, match="model_type 'qwen3_mine'; supported are"):
         read_model_shape(tmp_path)
-    api.family(
-        api.Family(
-            model_type="qwen3_mine",
-            class_name="MineForCausalLM",
-            spelt_out=("num_key_value_heads", "head_dim"),
-            qk_norm=True,
-        )
-    )
+    heads = ("num_key_value_heads", "head_dim")
+    names = {"model_type": "qwen3_mine", "class_name": "MineForCausalLM"}
+    api.family(api.Family(**names, spelt_out=heads, qk_norm=True))
     assert read_model_shape(tmp_path).architecture == "qwen3_mine"
     with pytest.raises(ValueError, match="there is a family 'llama' already"):
         api.family(api.Family(model_type="llama", class_name="x"))

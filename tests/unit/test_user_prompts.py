@@ -1,10 +1,9 @@
-"""Rows of a user's function, as the file that a run reads."""
+"""The file of prompts of a user's function."""
 
 from __future__ import annotations
 
 import stat
 import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -17,16 +16,14 @@ def source(monkeypatch: pytest.MonkeyPatch) -> str:
     return "sums"
 
 
-def test_a_file_of_other_content_is_replaced(source: str, tmp_path: Path) -> None:
+def test_file_with_other_content_is_replaced(source, tmp_path):
     path = user_prompts.prompts_path(source, str(tmp_path))
     content = path.read_bytes()
     path.write_bytes(b"")
     assert user_prompts.prompts_path(source, str(tmp_path)).read_bytes() == content
 
 
-def test_without_a_cache_the_file_is_where_others_cannot_write(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_without_a_cache_is_in_a_private_folder(source, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "mcore_rl_prompts").touch()
     (tmp_path / "cache").touch()  # a file: nothing can be written below it

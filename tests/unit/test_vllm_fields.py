@@ -17,12 +17,12 @@ from tests.model_shapes import CONFIGS
 from tests.vllm_reads import read_by_class, read_of_all_models
 
 PUBLISHED = {path.stem: json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))}
-# Read where vLLM has no latent attention, and of DeepSeek-V2's class in GLM's.
+# vLLM reads them without latent attention only, and in GLM's class for that of DeepSeek-V2.
 _NOT_BY_LATENT_ATTENTION = {"head_dim", "num_key_value_heads", "use_qk_norm"}
 
 
 def mapped(model_type: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Fields that are read of the published files of a family."""
+    """Fields of a family's published files that are read."""
     found: set[str] = set()
 
     def keep(self: Fields, *arguments: Any) -> None:
@@ -40,10 +40,8 @@ def mapped(model_type: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_every_field_that_vllm_reads_is_mapped_or_in_a_table(
-    model_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A version of vLLM that reads others is named here, field by field."""
+def test_every_field_that_vllm_reads_is_mapped_or_in_a_table(model_type, monkeypatch):
+    """Fails with the new fields of another version of vLLM."""
     family = FAMILIES[model_type]
     known = HARMLESS_NAMES | OF_ALL_MODELS | OF_CLASS.get(family.class_name, frozenset())
     known |= mapped(model_type, monkeypatch)
@@ -52,7 +50,7 @@ def test_every_field_that_vllm_reads_is_mapped_or_in_a_table(
     assert read_by_class(family.class_name) | read_of_all_models() <= known
 
 
-def test_tables_name_what_vllm_reads_alone() -> None:
+def test_tables_list_only_fields_that_vllm_reads():
     classes = {family.class_name for family in FAMILIES.values()}
     read = read_of_all_models()
     assert read >= OF_ALL_MODELS
@@ -87,20 +85,18 @@ def shape_of(name: str, **fields: Any) -> object:
         ("mixtral-8x7b", "attention_chunk_size", 8192),
     ],
 )
-def test_field_that_vllm_alone_computes_is_refused_by_name(
-    name: str, field: str, value: Any
-) -> None:
+def test_field_that_only_vllm_supports_is_refused(name, field, value):
     with pytest.raises(UsageError, match=rf"asks for {field} .*not supported") as refusal:
         shape_of(name, **{field: value})
     assert refusal.value.remedy
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_values_that_change_nothing_are_accepted(name: str) -> None:
+def test_values_without_an_effect_are_accepted(name):
     expected = shape_of(name)
-    layers = PUBLISHED[name]["num_hidden_layers"]
-    plain = {"layer_types": ["full_attention"] * layers}
-    plain = plain if PUBLISHED[name]["model_type"] != "gpt_oss" else {}
+    plain = {"layer_types": ["full_attention"] * PUBLISHED[name]["num_hidden_layers"]}
+    if PUBLISHED[name]["model_type"] == "gpt_oss":
+        plain = {}
     assert expected == shape_of(
         name,
         **plain,

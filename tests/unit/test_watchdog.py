@@ -1,13 +1,13 @@
-"""What is said of ranks that are stuck, and when; the ranks themselves are in tests/dist."""
+"""Reports about stuck ranks, and their time; tests/dist has jobs with stuck ranks."""
 
 from __future__ import annotations
 
 import re
 import threading
 import time
+from functools import partial
 from typing import Any
 
-import pytest
 from torch.distributed import HashStore
 
 from mcore_rl.observe import watchdog
@@ -18,7 +18,7 @@ def waiting_in(name: str) -> Report:
     return Report("reward", 61.0, ("train.py:30 in train", f"rollout.py:97 in {name}"))
 
 
-def test_ranks_alike_stand_together_and_the_odd_one_first() -> None:
+def test_ranks_in_the_same_place_are_grouped_after_the_exception():
     reports = {0: waiting_in("gather"), 1: waiting_in("score"), 3: waiting_in("gather")}
     lines = describe(reports, 5, 60.0).splitlines()
     assert lines[0].startswith("mcore_rl: error: a stage took longer than ")
@@ -30,22 +30,22 @@ def test_ranks_alike_stand_together_and_the_odd_one_first() -> None:
 
 
 class Rank:
-    """A rank that is a thread, with what it ended with."""
+    """A rank in a thread, with the exit codes of its watchdog."""
 
     def __init__(self, rank: int, store: Any, limit: float, world_size: int) -> None:
         self.codes: list[int] = []
-        self.watchdog: StageWatchdog | None = None
-        self._arguments = dict(
+        self._watchdog = partial(
+            StageWatchdog,
+            limit,
             rank=rank,
             world_size=world_size,
             connect=None if store is None else lambda: store,
             leave=self.codes.append,
         )
-        self._limit = limit
 
     def stage(self, seconds: float = 60.0, name: str = "rollout") -> None:
-        """As long as that, or until the watchdog has ended this rank."""
-        dog = self.watchdog = StageWatchdog(self._limit, **self._arguments)
+        """Run a stage of `seconds`, or until the watchdog ends this rank."""
+        dog = self._watchdog()
         dog.enter(name)
         until = time.monotonic() + seconds
         while not self.codes and time.monotonic() < until:
@@ -54,14 +54,14 @@ class Rank:
         dog.close()
 
 
-def test_stages_in_time_end_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_within_the_limit_end_nothing(capsys):
     rank = Rank(0, None, limit=3.0, world_size=1)
     for _ in range(7):
-        rank.stage(0.5)  # together they take longer than one may
+        rank.stage(0.5)  # longer than the limit together
     assert rank.codes == [] and capsys.readouterr().err == ""
 
 
-def test_a_stage_within_another_has_a_time_of_its_own() -> None:
+def test_nested_stage_has_its_own_limit():
     codes: list[int] = []
     dog = StageWatchdog(3.0, rank=0, world_size=1, leave=codes.append)
     dog.enter("outer")
@@ -70,23 +70,21 @@ def test_a_stage_within_another_has_a_time_of_its_own() -> None:
         time.sleep(0.5)
         dog.leave()
     dog.leave()
-    time.sleep(3.5)  # between stages nothing is watched
+    time.sleep(3.5)  # nothing is watched between stages
     assert codes == []
     dog.close()
 
 
-def test_one_rank_is_ended_with_its_stack(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stuck_rank_is_ended_with_its_stack(capsys):
     rank = Rank(0, None, limit=0.5, world_size=1)
     rank.stage()
     assert rank.codes == [watchdog.EXIT_STUCK]
-    said = capsys.readouterr().err
-    assert re.search(r"rank 0, \d+ s in rollout:", said)
-    assert "test_watchdog.py" in said and "in stage" in said.splitlines()[-1]
+    report = capsys.readouterr().err
+    assert re.search(r"rank 0, \d+ s in rollout:", report)
+    assert "test_watchdog.py" in report and "in stage" in report.splitlines()[-1]
 
 
-def test_a_rank_in_time_is_asked_and_one_rank_speaks(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_ranks_are_asked_and_one_rank_reports(capsys, monkeypatch):
     monkeypatch.setattr(watchdog, "_ASK_SECONDS", 0.3)
     monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 5.0)
     store = HashStore()
@@ -100,14 +98,14 @@ def test_a_rank_in_time_is_asked_and_one_rank_speaks(
     for thread in threads:
         thread.join()
     assert [rank.codes for rank in ranks] == [[watchdog.EXIT_STUCK]] * 2
-    said = capsys.readouterr().err
-    assert said.count("mcore_rl: error:") == 1
-    assert "rank 2 gave no answer" in said
-    assert re.search(r"rank 0, \d+ s in rollout:", said) and "s in reward:" in said
+    report = capsys.readouterr().err
+    assert report.count("mcore_rl: error:") == 1
+    assert "rank 2 gave no answer" in report
+    assert re.search(r"rank 0, \d+ s in rollout:", report) and "s in reward:" in report
 
 
-class StoreOfSpeaker:
-    """Another rank speaks, has all it waits for once this rank has said its part, and ends."""
+class StoreOfReporter:
+    """The store of another rank, which prints the report once this rank has answered, and ends."""
 
     def __init__(self) -> None:
         self.is_gone = False
@@ -129,11 +127,9 @@ class StoreOfSpeaker:
             raise RuntimeError("Connection reset by peer")
 
 
-def test_a_rank_says_nothing_of_a_store_that_went_with_the_speaker(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_ignores_a_store_that_ended_with_the_reporting_rank(capsys, monkeypatch):
     monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 0.1)
-    store = StoreOfSpeaker()
+    store = StoreOfReporter()
     rank = Rank(2, store, limit=0.5, world_size=3)
     rank.stage()
     assert rank.codes == [watchdog.EXIT_STUCK] and store.is_gone

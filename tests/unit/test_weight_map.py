@@ -59,25 +59,17 @@ H0, H1 = "model.layers.0.", "model.layers.1."
 O_PROJ, QB, KVB, QA = (
     H0 + f"self_attn.{name}.weight" for name in ("o_proj", "q_b_proj", "kv_b_proj", "q_a_proj")
 )
+GATE_UP = [H0 + f"mlp.{half}_proj.weight" for half in ("gate", "up")]
+SHARED_DOWN = H1 + "mlp.shared_experts.down_proj.weight"
 SPLIT = [
     # (model, parameter, local shape under TP2, {checkpoint tensor: full shape})
     (DEEPSEEK, L0 + "self_attention.linear_proj.weight", (16, 8), {O_PROJ: (16, 16)}),
     (DEEPSEEK, L0 + "self_attention.linear_q_up_proj.weight", (12, 6), {QB: (24, 6)}),
     (DEEPSEEK, L0 + "self_attention.linear_kv_up_proj.weight", (16, 8), {KVB: (32, 8)}),
     (DEEPSEEK, L0 + "self_attention.linear_q_down_proj.weight", (3, 16), {QA: (6, 16)}),
-    (
-        DEEPSEEK,
-        L0 + "mlp.linear_fc1.weight",
-        (24, 16),
-        {H0 + f"mlp.{half}_proj.weight": (24, 16) for half in ("gate", "up")},
-    ),
+    (DEEPSEEK, L0 + "mlp.linear_fc1.weight", (24, 16), dict.fromkeys(GATE_UP, (24, 16))),
     (DEEPSEEK, L0 + "mlp.linear_fc2.weight", (16, 12), {H0 + "mlp.down_proj.weight": (16, 24)}),
-    (
-        DEEPSEEK,
-        L1 + "mlp.shared_experts.linear_fc2.weight",
-        (16, 6),
-        {H1 + "mlp.shared_experts.down_proj.weight": (16, 12)},
-    ),
+    (DEEPSEEK, L1 + "mlp.shared_experts.linear_fc2.weight", (16, 6), {SHARED_DOWN: (16, 12)}),
     *(
         (
             QWEN,
@@ -91,7 +83,7 @@ SPLIT = [
 
 
 @pytest.mark.parametrize(("model", "name", "shape", "expected"), SPLIT, ids=lambda v: str(v)[:60])
-def test_split_parameter_tiles_its_tensors(model, name, shape, expected) -> None:
+def test_split_parameter_tiles_its_tensors(model, name, shape, expected):
     found = tiles(name, shape, model, tp_size=2)
     assert found.keys() == expected.keys()
     for tensor, full in expected.items():
@@ -111,18 +103,18 @@ REPLICATED = {
 
 
 @pytest.mark.parametrize(("name", "tensor"), REPLICATED.items())
-def test_replicated_parameter_is_whole_on_every_rank(name: str, tensor: str) -> None:
+def test_replicated_parameter_is_whole_on_every_rank(name, tensor):
     found = tiles(name, (16,), QWEN if "linear_qkv" in name else DEEPSEEK, tp_size=2)
     assert found == {tensor: [((0, 16),), ((0, 16),)]}
 
 
-def test_down_projection_is_replicated_in_the_transformer_engine_spec() -> None:
+def test_down_projection_is_replicated_with_transformer_engine():
     name = L0 + "self_attention.linear_kv_down_proj.weight"
     found = tiles(name, (10, 16), DEEPSEEK, tp_size=2)
     assert list(found.values()) == [[((0, 10), (0, 16))] * 2]
 
 
-def test_fused_down_projection_is_split_within_both_its_tensors() -> None:
+def test_fused_down_projection_is_split_within_both_its_tensors():
     """--mla-down-proj-fusion: a rank holds its rows of the queries', then of the keys/values'."""
     name = L0 + "self_attention.linear_qkv_down_proj.weight"
     kv_a = H0 + "self_attn.kv_a_proj_with_mqa.weight"
@@ -134,7 +126,7 @@ def test_fused_down_projection_is_split_within_both_its_tensors() -> None:
 
 
 @pytest.mark.parametrize("form", ["local_experts.{}.linear_fc1.weight", "linear_fc1.weight{}"])
-def test_experts_of_either_naming_are_numbered_over_expert_parallelism(form: str) -> None:
+def test_experts_are_numbered_over_expert_parallel_ranks(form):
     for local in range(2):
         found = tiles(L1 + "mlp.experts." + form.format(local), (24, 16), DEEPSEEK, 1, ep_size=2)
         for expert in (local, 2 + local):
@@ -144,7 +136,7 @@ def test_experts_of_either_naming_are_numbered_over_expert_parallelism(form: str
         assert not found
 
 
-def test_vocabulary_padding_has_no_counterpart() -> None:
+def test_vocabulary_padding_has_no_counterpart():
     boxes = []
     for tp_rank in range(4):
         at = coordinates(tp_rank, 4, 0, 1)
@@ -156,12 +148,12 @@ def test_vocabulary_padding_has_no_counterpart() -> None:
     assert piece.tensor == "model.embed_tokens.weight"
 
 
-def test_unknown_parameter_is_named() -> None:
+def test_unknown_parameter_is_named():
     with pytest.raises(RuntimeError, match="decoder.layers.0.mystery.weight"):
         map_parameter(L0 + "mystery.weight", (4,), DEEPSEEK, coordinates(0, 1, 0, 1))
 
 
-def test_tensors_are_ordered_by_layer_and_expert() -> None:
+def test_tensors_are_ordered_by_layer_and_expert():
     names = [
         "lm_head.weight",
         "model.norm.weight",

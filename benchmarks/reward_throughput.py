@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from mcore_rl.batching.types import Prompt, Rollout
+from mcore_rl.rewards.options import RewardOptions
 from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.rewards.stack import RewardStack
 
@@ -56,7 +57,7 @@ def samples_per_second(
     reward: str, file: Path, *, num_workers: int, num_samples: int, num_repeats: int
 ) -> float:
     """Return the best rate of several repeats, after one that warms up."""
-    spec = parse_rewards(reward, num_workers=num_workers, imports=[str(file)])
+    spec = parse_rewards(reward, RewardOptions(reward_workers=num_workers), imports=[str(file)])
     best_seconds = float("inf")
     with RewardStack(spec) as stack:
         for repeat in range(num_repeats + 1):

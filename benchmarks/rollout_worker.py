@@ -40,6 +40,7 @@ from mcore_rl.hybrid_engine.vllm.generation import (  # noqa: E402
 from mcore_rl.hybrid_engine.vllm.in_process_engine import EngineConfig, VLLMEngine  # noqa: E402
 from mcore_rl.model.config_json import read_model_shape  # noqa: E402
 from mcore_rl.model.layout import RolloutLayout, TrainLayout  # noqa: E402
+from mcore_rl.rewards.options import RewardOptions  # noqa: E402
 from mcore_rl.rewards.specs import parse_rewards  # noqa: E402
 from mcore_rl.rollout.conversations import Conversations  # noqa: E402
 from mcore_rl.rollout.dispatch import SamplingTarget  # noqa: E402
@@ -158,7 +159,7 @@ class Bench:
         )
         rewards = parse_rewards(
             "environment" if load.turn_tokens else "benchmarks.rollout_worker:reward",
-            num_workers=load.num_reward_workers,
+            RewardOptions(reward_workers=load.num_reward_workers),
         )
         self.workers = RolloutWorkers(
             self.engine,

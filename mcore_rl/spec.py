@@ -8,11 +8,13 @@ from typing import Any
 
 from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.config import RLConfig
+from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.model.roles import Roles
 from mcore_rl.moe.routing import RoutedLayers, routed_layers
+from mcore_rl.rewards.specs import RewardSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class JobSpec:
     """
 
     config: RLConfig
+    rewards: RewardSpec
+    environment: EnvironmentSpec | None
     shape: ModelShape
     checkpoint: HFCheckpoint
     roles: Roles

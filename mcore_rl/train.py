@@ -37,6 +37,7 @@ from mcore_rl.config import FLOAT8
 from mcore_rl.flags.parser import with_rl_args
 from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.hybrid_engine.vllm.generation import Sampling, seed_of
+from mcore_rl.job.inputs import check_data
 from mcore_rl.job.start import job_from_args, start
 from mcore_rl.model.roles import ACTOR
 from mcore_rl.observe.progress import run_facts
@@ -44,7 +45,6 @@ from mcore_rl.rollout.collector import Collected
 from mcore_rl.rollout.dispatch import SamplingTarget
 from mcore_rl.rollout.groups import GroupPlan, GroupScheduler
 from mcore_rl.trainer.build import Parts, build
-from mcore_rl.trainer.inputs import check_data
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Learnt
 from mcore_rl.trainer.models import serve_role

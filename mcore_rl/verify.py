@@ -32,10 +32,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mcore_rl.common import objects
-from mcore_rl.common.errors import UsageError
 from mcore_rl.common.run_output import log_file, patient_stdout, setup_logging
 from mcore_rl.config import RLConfig
-from mcore_rl.data.prompts import PromptDataset, load_prompts
+from mcore_rl.data.prompts import PromptDataset, load_prompts, prompt_source
 from mcore_rl.hybrid_engine.proof.canary import differences, megatron_log_probs
 from mcore_rl.hybrid_engine.sharding_manager import (
     TO_ROLLOUT,
@@ -52,7 +51,6 @@ from mcore_rl.model.roles import ACTOR
 from mcore_rl.model.tensors import TensorInfo, is_mtp_copy
 from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.build import build_manager, build_offloader, engine_config
-from mcore_rl.trainer.inputs import prompt_source
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.models import actor_of, build_actor, micro_batching
 
@@ -252,10 +250,7 @@ def check_prompts_given(checked: JobSpec) -> None:
 
 
 def _prompts(config: RLConfig, folder: Path, *, trusts: bool) -> PromptDataset:
-    if config.data.prompts is None:
-        remedy = "give a JSONL or Parquet file of prompts to score"
-        raise UsageError("is missing", flag="--rl-prompts", remedy=remedy)
-    source = prompt_source(config, config.data.prompts, trust_remote_code=trusts)
+    source = prompt_source(config.data, config.data.required_prompts(), trust_remote_code=trusts)
     return load_prompts(source, folder, cache_dir=config.data.cache_dir)
 
 

@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from mcore_rl.common.agreement import agreed
 from mcore_rl.common.platform import WITHOUT_CUDA
+from mcore_rl.job.inputs import check_data
 from mcore_rl.job.resolver import resolve_tokens
 from mcore_rl.spec import JobSpec
-from mcore_rl.trainer.inputs import check_data
 from mcore_rl.verify import check_prompts_given
 from tests.bad_input_folder import Change
 

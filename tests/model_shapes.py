@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.data.tokenizer import model_class
+import transformers
+
 from mcore_rl.model.config_json import LatentAttention, ModelShape, read_model_shape
 from mcore_rl.model.experts import Experts
+from mcore_rl.model.families import FAMILIES
 from mcore_rl.planner.settings import GB, Machine
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
@@ -130,3 +132,8 @@ def made_values(config_json: Mapping[str, Any]) -> dict[str, Any]:
     # Which are understood all the same.
     fields |= {"rope_scaling", "rope_theta", "head_dim", "rotary_dim"}
     return {name: value for name, value in values.items() if name in fields}
+
+
+def model_class(model_type: str) -> Any:
+    """Return transformers' class of a family."""
+    return getattr(transformers, FAMILIES[model_type].class_name)

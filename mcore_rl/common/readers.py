@@ -27,33 +27,31 @@ class InvalidData(ValueError):
     """Input that cannot be read as data; the message says why."""
 
 
-def parse_json(text: str | bytes, *, max_depth: int = MAX_DEPTH) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """Return the value of one JSON document.
 
     `text` of type bytes must be UTF-8. Raises InvalidData for anything but JSON, for integers of
-    more than 4300 digits, and for lists and objects nested deeper than `max_depth`. `NaN` and
+    more than 4300 digits, and for lists and objects nested deeper than `MAX_DEPTH`. `NaN` and
     `Infinity` are accepted, as Python writes them; `finite_number` rejects them.
     """
     try:
         value = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)
     except RecursionError:
-        raise InvalidData(f"is nested deeper than {max_depth} levels") from None
+        raise InvalidData(f"is nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as error:  # also UnicodeDecodeError and an integer with too many digits
         raise InvalidData(str(error)) from error
     # Counting brackets is a hundred times cheaper than a walk, and proves most documents shallow.
     opening = ("[", "{") if isinstance(text, str) else (b"[", b"{")
-    if sum(map(text.count, opening)) > max_depth:  # type: ignore[arg-type]
-        _check_shape(value, max_depth, None)
+    if sum(map(text.count, opening)) > MAX_DEPTH:  # type: ignore[arg-type]
+        _check_shape(value, None)
     return value
 
 
-def parse_yaml(
-    text: str, *, max_depth: int = MAX_DEPTH, number_of: Callable[[str], Any] | None = None
-) -> Any:
+def parse_yaml(text: str, *, number_of: Callable[[str], Any] | None = None) -> Any:
     """Return the value of one YAML document of plain data; None for an empty document.
 
     Raises InvalidData for anything but YAML's plain types, for documents nested deeper than
-    `max_depth`, for a duplicate key in a mapping, and for aliases and merges (`<<`) that expand to
+    `MAX_DEPTH`, for a duplicate key in a mapping, and for aliases and merges (`<<`) that expand to
     more than `MAX_YAML_VALUES` values or to themselves. `number_of` converts the texts that YAML
     would read as numbers or dates (`1.10`, `010`, `12:30`, `2026_01`).
     """
@@ -85,15 +83,15 @@ def parse_yaml(
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
-            if depth > max_depth:
-                raise InvalidData(f"is nested deeper than {max_depth} levels")
+            if depth > MAX_DEPTH:
+                raise InvalidData(f"is nested deeper than {MAX_DEPTH} levels")
         value = yaml.load(text, Loader=Loader)
     except yaml.YAMLError as error:
         raise InvalidData(" ".join(str(error).split())) from error
     # From an invalid date, number or key, or an alias inside the value that it refers to.
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise error if isinstance(error, InvalidData) else InvalidData(str(error)) from error
-    _check_shape(value, max_depth, MAX_YAML_VALUES)
+    _check_shape(value, MAX_YAML_VALUES)
     return value
 
 
@@ -158,7 +156,7 @@ def plain_file_name(value: Any) -> str:
     return value
 
 
-def _check_shape(value: Any, max_depth: int, max_values: int | None) -> None:
+def _check_shape(value: Any, max_values: int | None) -> None:
     """Raise InvalidData for a value nested too deep or, with aliases expanded, too large."""
     waiting: list[Iterator[Any]] = [iter((value,))]
     count = 0
@@ -177,6 +175,6 @@ def _check_shape(value: Any, max_depth: int, max_values: int | None) -> None:
             inner = entry
         else:
             continue
-        if len(waiting) > max_depth:
-            raise InvalidData(f"is nested deeper than {max_depth} levels")
+        if len(waiting) > MAX_DEPTH:
+            raise InvalidData(f"is nested deeper than {MAX_DEPTH} levels")
         waiting.append(iter(inner))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters, param
 
 
@@ -30,3 +31,10 @@ class DataOptions(Parameters):
         "first prompt",
         choices=("stop", "restart"),
     )
+
+    def required_prompts(self) -> str:
+        """Return `prompts`. Raises UsageError without them."""
+        if self.prompts is None:
+            remedy = "give a JSONL or Parquet file of prompts"
+            raise UsageError("is missing", flag="--rl-prompts", remedy=remedy)
+        return self.prompts

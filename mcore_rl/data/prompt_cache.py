@@ -202,10 +202,7 @@ def _tokenised(
             # It failed on the batch as a unit: retry row by row to find the one at fault.
             return pa.concat_batches([_tokenised([row], process, source, flag) for row in rows])
         raise _refusal(error, rows, process, source, flag) from error
-    columns = [
-        [*_columns(row, *made, source.max_prompt_tokens)]
-        for row, made in zip(rows, found, strict=True)
-    ]
+    columns = [[*_columns(row, *made)] for row, made in zip(rows, found, strict=True)]
     arrays = [
         pa.array(column, kind.type)
         for column, kind in zip(zip(*columns, strict=True), SCHEMA, strict=True)
@@ -213,9 +210,7 @@ def _tokenised(
     return pa.record_batch(arrays, schema=SCHEMA)
 
 
-def _columns(
-    row: PromptRow, ids: list[int], least: int, left_out: list[str], limit: int
-) -> Iterator[Any]:
+def _columns(row: PromptRow, ids: list[int], least: int, left_out: list[str]) -> Iterator[Any]:
     """Yield the values of `SCHEMA` for a row; `least`: see `TokenizerProcess.tokenise`."""
     cut = least > 0
     texts = ["", "", ""] if cut else [row.text, json.dumps(row.answer), row.as_json()]

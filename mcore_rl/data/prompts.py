@@ -20,9 +20,13 @@ from numpy.random import PCG64, SeedSequence
 
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
+from mcore_rl.data.messages import RejectedRow, checked_kwargs
+from mcore_rl.data.options import DataOptions
 from mcore_rl.data.prompt_cache import tokenised_table
 from mcore_rl.data.prompt_file import PromptSource, check_path
 from mcore_rl.data.tokenizer import vocabulary_size
+from mcore_rl.data.tokenizer_process import ChatTemplate
+from mcore_rl.data.user_prompts import prompts_path
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +87,64 @@ class PromptDataset:
         # A copy, because torch needs writable memory.
         ids = token_ids.values.to_numpy().copy()
         return Prompt(row, text.as_py(), json.loads(answer.as_py()), ids, columns.as_py())
+
+
+def chat_template(options: DataOptions, date: str | None = None) -> ChatTemplate:
+    """Return the chat template of the flags; `date` as in `ChatTemplate`. Raises UsageError."""
+    flag = f"--rl-chat-template-kwargs {options.chat_template_kwargs}"
+    try:
+        kwargs = checked_kwargs(options.chat_template_kwargs, "it")
+    except RejectedRow as error:
+        raise UsageError(f": {error.problem}", flag=flag, remedy=error.remedy) from error
+    if options.no_chat_template and (kwargs or options.chat_template is not None):
+        raise UsageError(
+            "has no effect with --rl-no-chat-template",
+            flag=flag if kwargs else f"--rl-chat-template {options.chat_template}",
+            remedy="drop one of them",
+        )
+    return ChatTemplate(options.chat_template, kwargs, date)
+
+
+def prompt_source(
+    options: DataOptions,
+    path: str,
+    flag: str = "--rl-prompts",
+    *,
+    trust_remote_code: bool = False,
+    date: str | None = None,
+) -> PromptSource:
+    """Return how to read the prompts file, or source of --rl-import, that `flag` names."""
+    return PromptSource(
+        path=prompts_path(path, options.cache_dir, flag),
+        prompt_column=options.prompt_column,
+        answer_column=options.answer_column,
+        use_chat_template=not options.no_chat_template,
+        max_prompt_tokens=options.max_prompt_tokens,
+        trust_remote_code=trust_remote_code,
+        template=chat_template(options, date),
+    )
+
+
+def load_prompt_files(
+    options: DataOptions,
+    tokenizer_dir: Path | str,
+    *,
+    trust_remote_code: bool = False,
+    date: str | None = None,
+) -> tuple[PromptDataset, PromptDataset | None]:
+    """Return training and held-out prompts, from the cache if they were tokenised before.
+
+    `trust_remote_code` is Megatron's --trust-remote-code, `date` the date (ISO) for chat templates;
+    None: today.
+    """
+
+    def load(path: str, flag: str) -> PromptDataset:
+        source = prompt_source(options, path, flag, trust_remote_code=trust_remote_code, date=date)
+        return load_prompts(source, tokenizer_dir, cache_dir=options.cache_dir, flag=flag)
+
+    train = load(options.required_prompts(), "--rl-prompts")
+    held_out = options.eval_prompts
+    return train, None if held_out is None else load(held_out, "--rl-eval-prompts")
 
 
 def load_prompts(
@@ -154,20 +216,12 @@ def load_prompts(
     return prompts
 
 
-def prompt_indices_for_step(num_rows: int, *, step: int, num_prompts: int, seed: int) -> np.ndarray:
-    """Return positions, `[num_prompts]` int64, of the prompts that step `step` (from 0) draws.
+def prompt_indices(num_rows: int, *, start: int, count: int, seed: int) -> np.ndarray:
+    """Return positions, `[count]` int64, of the prompts that draws from `start` get.
 
     The result depends only on the arguments, so a resumed run needs no state and every rank draws
-    the same. Every `num_rows` draws from the start visit each row once, in an order given by
-    (seed, epoch). A step may span the end of an epoch.
+    the same. Every `num_rows` draws from 0 visit each row once, in an order given by (seed, epoch).
     """
-    if num_rows < 1 or num_prompts < 1 or step < 0 or seed < 0:
-        raise ValueError(f"cannot draw: {num_rows=}, {num_prompts=}, {step=}, {seed=}")
-    return prompt_indices(num_rows, start=step * num_prompts, count=num_prompts, seed=seed)
-
-
-def prompt_indices(num_rows: int, *, start: int, count: int, seed: int) -> np.ndarray:
-    """Return positions, `[count]` int64, of draws from `start`; see `prompt_indices_for_step`."""
     stop = start + count
     pieces = []
     while start < stop:

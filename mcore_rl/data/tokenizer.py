@@ -252,11 +252,3 @@ def register_model_type(model_type: str, class_name: str) -> None:
     config_class = getattr(transformers, class_name.replace("ForCausalLM", "Config"))
     known = type(config_class.__name__, (config_class,), {"model_type": model_type})
     transformers.AutoConfig.register(model_type, known)
-
-
-def model_class(model_type: str) -> type:
-    """Return transformers' class of a family."""
-    import transformers
-
-    found: type = getattr(transformers, FAMILIES[model_type].class_name)
-    return found

@@ -49,7 +49,7 @@ def prompts(name: str) -> Callable[[RowsFunction], RowsFunction]:
     return register
 
 
-def prompts_path(named: str, cache_dir: str | None, flag: str = "--rl-prompts") -> Path:
+def prompts_path(named: str, cache_dir: str | None, flag: str) -> Path:
     """Return the prompts file that a flag names: a path, or a source whose rows are written now.
 
     Raises UsageError if the source raises, yields no row, or yields one that JSON cannot hold.

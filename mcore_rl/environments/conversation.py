@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 
@@ -30,6 +31,10 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.user_code import shortened
 from mcore_rl.data.chat import ChatTokenizer, is_shown
 from mcore_rl.data.messages import RejectedRow
+from mcore_rl.data.options import DataOptions
+from mcore_rl.data.prompt_cache import tokenizer_process
+from mcore_rl.data.prompts import chat_template
+from mcore_rl.data.tokenizer import response_ends, vocabulary_size
 from mcore_rl.data.tokenizer_process import ProcessEnded, TokenizerProcess
 from mcore_rl.isolation.wire import Failed
 
@@ -74,6 +79,32 @@ class ConversationTokens:
         self._has_told: set[str] = set()
         if use_chat_template:
             self._check_template(place)
+
+    @classmethod
+    def of_model(
+        cls,
+        folder: Path,
+        options: DataOptions,
+        *,
+        trust_remote_code: bool,
+        date: str | None = None,
+    ) -> Self:
+        """Return the tokenizer of the Hugging Face folder, in a process of its own; `date` as in
+        `ChatTemplate`."""
+        uses_template = not options.no_chat_template
+        process = tokenizer_process(
+            folder,
+            chat_template(options, date),
+            use_template=uses_template,
+            trust_remote_code=trust_remote_code,
+        )
+        return cls(
+            process,
+            use_chat_template=uses_template,
+            ends=response_ends(folder, process),
+            vocabulary=vocabulary_size(folder),
+            place=str(folder),
+        )
 
     def first(self, token_ids: np.ndarray, told: Any) -> np.ndarray | Failed:
         """Return `[p]` int32, the model's first input. `token_ids` are the prompt's; `told` is the

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_rl.common.parameters import Parameters, param
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.parameters import Parameters, param, parameters_of
+from mcore_rl.environments.interface import EnvironmentSpec
+from mcore_rl.isolation.levels import parse_accepted
+from mcore_rl.isolation.spawn import parse_environment_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +47,39 @@ class EnvironmentOptions(Parameters):
         "which turns and observations share",
         least=1,
     )
+
+    def check(self, max_response_tokens: int) -> None:
+        """Check that the flags of turns are given with an environment, and fit the response."""
+        if self.environment is None:
+            for parameter in parameters_of(EnvironmentOptions):
+                value = getattr(self, parameter.name)
+                if value != parameter.default:
+                    raise UsageError(
+                        "has no effect without --rl-environment",
+                        flag=f"{parameter.flag} {value}",
+                        remedy="add that, or drop it",
+                    )
+        elif self.max_turn_tokens is not None and self.max_turn_tokens > max_response_tokens:
+            raise UsageError(
+                f"is more than --rl-max-response-tokens {max_response_tokens}, which all turns of "
+                "a sample share",
+                flag=f"--rl-max-turn-tokens {self.max_turn_tokens}",
+                remedy="lower it, drop it or raise the other",
+            )
+
+    def spec(self, imports: Sequence[str], sandbox_accept: str | None) -> EnvironmentSpec | None:
+        """Return the environment, if any; `imports` are the files of --rl-import, `sandbox_accept`
+        is --rl-sandbox-accept."""
+        if self.environment is None:
+            return None
+        return EnvironmentSpec(
+            name=self.environment,
+            timeout_seconds=self.environment_timeout,
+            memory_gib=self.environment_memory_gib,
+            imports=tuple(imports),
+            environment_names=parse_environment_names(self.environment_env, "--rl-environment-env"),
+            sandbox_accept=parse_accepted(sandbox_accept, "--rl-sandbox-accept"),
+            max_open=self.max_environments,
+            max_turns=self.max_turns,
+            max_turn_tokens=self.max_turn_tokens,
+        )

@@ -420,14 +420,12 @@ def parse_known(
     parser: argparse.ArgumentParser,
     tokens: Sequence[str],
     into: argparse.Namespace | None = None,
-    *,
-    remedy: str = "see --help",
 ) -> tuple[argparse.Namespace, list[str]]:
     """Return what `parser` parses, and the unknown tokens; raise UsageError instead of argparse's
     usage and exit."""
 
     def refuse(message: str) -> None:
-        raise UsageError(message, remedy=remedy)
+        raise UsageError(message, remedy="see --help")
 
     for flag, is_given, value in (token.partition("=") for token in tokens):
         if is_given and value == "--" and flag in parser._option_string_actions:
@@ -438,7 +436,7 @@ def parse_known(
     try:
         return parser.parse_known_args(list(tokens), into)
     except argparse.ArgumentError as error:
-        raise UsageError.of_argument(error, remedy=remedy) from error
+        raise UsageError.of_argument(error, remedy="see --help") from error
 
 
 class _Given(argparse.Namespace):

@@ -13,11 +13,9 @@ from typing import Any
 
 from mcore_rl.common.errors import CORRECT, UsageError
 from mcore_rl.common.megatron_version import check_megatron
-from mcore_rl.common.parameters import parameters_of
 from mcore_rl.common.readers import parse_yaml
 from mcore_rl.common.user_code import import_user_file
-from mcore_rl.config import FLOAT8, RLConfig
-from mcore_rl.environments.options import EnvironmentOptions
+from mcore_rl.config import FLOAT8, RLConfig, TrainerOptions
 from mcore_rl.flags.classes import check_numbers, check_order, check_refused
 from mcore_rl.flags.packages import check_packages
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
@@ -27,7 +25,7 @@ from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.families import family_of
 from mcore_rl.model.layout import PipelineLayers
 from mcore_rl.model.tensors import mtp_tensors
-from mcore_rl.moe import balance
+from mcore_rl.moe.balance import check_bias_dtypes
 from mcore_rl.moe.routing import OFF
 from mcore_rl.moe.routing_replay import obstacle
 from mcore_rl.rewards.functions import ENVIRONMENT
@@ -56,51 +54,12 @@ def check_ranges(config: RLConfig) -> None:
             flag=f"--rl-reference-refresh-interval {config.trainer.reference_refresh_interval}",
             remedy="add --rl-kl-coef or --rl-kl-in-reward, or drop it",
         )
+    config.rollout.check_unfinished()
     _check_first_finished(config)
 
 
-def check_kv_after_update(config: RLConfig, *, has_cuda: bool) -> None:
-    """Check that kept keys and values are used, and that their memory is not needed."""
-    if config.rollout.kv_after_update == "recompute":
-        return
-    flag = f"--rl-kv-after-update {config.rollout.kv_after_update}"
-    if not config.rollout.keeps_unfinished:
-        raise UsageError(
-            "has no effect, because no response goes on after an update",
-            flag=flag,
-            remedy="add --rl-partial-rollouts, or drop it",
-        )
-    if has_cuda:
-        raise UsageError(
-            "is not possible on GPUs, where engines give the memory of keys and values to training",
-            flag=flag,
-            remedy="drop it: they are computed anew",
-        )
-
-
 def _check_first_finished(config: RLConfig) -> None:
-    """Check the flags on groups that finish first in a step, and on the others."""
-    at_a_time, staleness = config.rollout.groups_at_a_time, config.rollout.max_staleness
-    flag = f"--rl-oversample {at_a_time:g}"
-    if not config.rollout.partial_rollouts and staleness is not None:
-        raise UsageError(
-            "has no effect without --rl-partial-rollouts",
-            flag=f"--rl-max-staleness {staleness}",
-            remedy="add that, or drop it",
-        )
-    if config.rollout.keeps_unfinished and at_a_time == 1.0:
-        raise UsageError(
-            "leaves --rl-partial-rollouts nothing to stop: a step takes all groups that it starts",
-            flag=flag,
-            remedy="choose for example 1.5",
-        )
-    if config.rollout.keeps_unfinished and at_a_time > 2.0:
-        raise UsageError(
-            "may leave more groups unfinished than a step takes, which with --rl-partial-rollouts "
-            "could then not end in time for --rl-max-staleness",
-            flag=flag,
-            remedy="choose 2 or less",
-        )
+    """Check what groups that finish first in a step cannot be combined with."""
     environment = config.environments.environment
     if config.rollout.keeps_unfinished and environment is not None:
         raise UsageError(
@@ -109,12 +68,13 @@ def _check_first_finished(config: RLConfig) -> None:
             flag="--rl-partial-rollouts",
             remedy="drop one of the two; --rl-oversample alone may stay",
         )
+    at_a_time = config.rollout.groups_at_a_time
     if at_a_time > 1.0 and config.recipe.dynamic_sampling and config.rewards.reward_model:
         raise UsageError(
             "cannot be combined with --rl-dynamic-sampling and --rl-reward-model: a "
             "reward model scores when all engines are done, too late to replace a group without "
             "reward differences",
-            flag=flag,
+            flag=f"--rl-oversample {at_a_time:g}",
             remedy="drop one of the three",
         )
 
@@ -122,32 +82,13 @@ def _check_first_finished(config: RLConfig) -> None:
 def check_environment_flags(config: RLConfig) -> None:
     """Check that `--rl-environment`, the flags of turns and its reward are given together."""
     rewards = [name.strip() for name in config.reward.split(",")]
-    if config.environments.environment is None:
-        if ENVIRONMENT in rewards:
-            raise UsageError(
-                f"names {ENVIRONMENT}, but --rl-environment is missing",
-                flag=f"--rl-reward {config.reward}",
-                remedy="give the environment whose rewards these are, or drop the name",
-            )
-        for parameter in parameters_of(EnvironmentOptions):
-            value = getattr(config.environments, parameter.name)
-            if value != parameter.default:
-                raise UsageError(
-                    "has no effect without --rl-environment",
-                    flag=f"{parameter.flag} {value}",
-                    remedy="add that, or drop it",
-                )
-        return
-    most = config.rollout.max_response_tokens
-    if (
-        config.environments.max_turn_tokens is not None
-        and config.environments.max_turn_tokens > most
-    ):
+    if config.environments.environment is None and ENVIRONMENT in rewards:
         raise UsageError(
-            f"is more than --rl-max-response-tokens {most}, which all turns of a sample share",
-            flag=f"--rl-max-turn-tokens {config.environments.max_turn_tokens}",
-            remedy="lower it, drop it or raise the other",
+            f"names {ENVIRONMENT}, but --rl-environment is missing",
+            flag=f"--rl-reward {config.reward}",
+            remedy="give the environment whose rewards these are, or drop the name",
         )
+    config.environments.check(config.rollout.max_response_tokens)
 
 
 def check_inputs(given: Mapping[str, Any]) -> None:
@@ -225,12 +166,12 @@ def _check_export(config: RLConfig, folder: str, *, goes_on: bool) -> None:
     _check_writable(target.parent, flag)
 
 
-def check_export_dtype(config: RLConfig, checkpoint: HFCheckpoint) -> None:
+def check_export_dtype(options: TrainerOptions, checkpoint: HFCheckpoint) -> None:
     """Check that the checkpoint has FP8 blocks, if they are to be written."""
-    if config.trainer.export_dtype != FLOAT8:
+    if options.export_dtype != FLOAT8:
         return
-    flag = f"--rl-export-dtype {config.trainer.export_dtype}"
-    if config.trainer.export_hf is None:
+    flag = f"--rl-export-dtype {options.export_dtype}"
+    if options.export_hf is None:
         raise UsageError(
             "has no effect without --rl-export-hf", flag=flag, remedy="add that, or drop this"
         )
@@ -279,11 +220,11 @@ def check_switches(given: Mapping[str, Any]) -> None:
         named_spec(given["spec"])
 
 
-def check_routing(config: RLConfig, shape: ModelShape, values: Mapping[str, Any]) -> None:
+def check_routing(replay: str, shape: ModelShape, values: Mapping[str, Any]) -> None:
     """Check that experts can be replayed: the model has some, and all choices go through routers
-    that accept given ones."""
-    flag = f"--rl-routing-replay {config.trainer.routing_replay}"
-    if config.trainer.routing_replay == OFF:
+    that accept given ones. `replay` is --rl-routing-replay."""
+    flag = f"--rl-routing-replay {replay}"
+    if replay == OFF:
         return
     if shape.experts is None:
         raise UsageError(
@@ -295,18 +236,13 @@ def check_routing(config: RLConfig, shape: ModelShape, values: Mapping[str, Any]
         raise UsageError(f"is not possible as {against}", flag=flag, remedy="drop one of the two")
 
 
-def check_balancing(config: RLConfig, values: Mapping[str, Any]) -> None:
-    """Check that load balancing counts tokens of samples, and each sample by itself."""
-    balance.check_balancing(values, config.trainer.max_tokens_per_microbatch)
-
-
 def check_biases(checkpoint: HFCheckpoint, shape: ModelShape, values: Mapping[str, Any]) -> None:
     """Check that biases that updates change reach the engine unchanged."""
     if shape.experts is None or not shape.experts.has_bias:
         return
     name = family_of(shape.architecture).names.router_bias
     found = {t: info.dtype for t, info in checkpoint.tensors.items() if t.endswith(name)}
-    balance.check_bias_dtypes(values, found, checkpoint.folder)
+    check_bias_dtypes(values, found, checkpoint.folder)
 
 
 def check_mtp(

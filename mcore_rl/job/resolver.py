@@ -23,6 +23,7 @@ from mcore_rl.common.machine_memory import MachineMemory
 from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.common.platform import Platform
 from mcore_rl.config import RLConfig, config_from
+from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.flags.allocator import check_allocator
 from mcore_rl.flags.classes import check_critic_rate, notes
 from mcore_rl.flags.derived import DerivedFlags, derive_flags, values_of, with_effect
@@ -63,8 +64,10 @@ from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.model.roles import REWARD, Roles, describe_ranks, parse_roles
 from mcore_rl.model.speculation import check_drafter, check_drafter_weights, parse_speculation
+from mcore_rl.moe.balance import check_balancing
 from mcore_rl.planner.checks import check_device, check_host
 from mcore_rl.planner.memory import memory_of, resident_of
+from mcore_rl.rewards.specs import RewardSpec, parse_rewards
 from mcore_rl.spec import JobSpec, LaidOut, ValueModelSpec
 from mcore_rl.trainer.case import case_of_run, has_slow_products, trained_critic
 
@@ -160,6 +163,8 @@ class Resolved:
     """The facts of a job of which nothing was refused."""
 
     config: RLConfig
+    rewards: RewardSpec
+    environment: EnvironmentSpec | None
     given: Mapping[str, Any]
     shape: ModelShape
     derived: DerivedFlags
@@ -179,6 +184,8 @@ class Facts:
     tokens: tuple[str, ...] = ()  # with the files of --rl-config expanded
     given: Mapping[str, Any] = field(default_factory=dict)  # the given flags, by destination
     config: RLConfig | None = None
+    rewards: RewardSpec | None = None
+    environment: EnvironmentSpec | None = None
     shape: ModelShape | None = None
     checkpoint: HFCheckpoint | None = None
     derived: DerivedFlags | None = None
@@ -197,10 +204,13 @@ class Facts:
 
     def resolved(self) -> Resolved:
         """Return the facts, given that nothing was refused."""
-        assert self.config and self.shape and self.derived and self.values is not None
-        assert self.roles and self.layout and self.layers and self.rollout
+        assert self.config and self.rewards and self.shape and self.derived
+        assert self.values is not None and self.roles
+        assert self.layout and self.layers and self.rollout
         return Resolved(
             config=self.config,
+            rewards=self.rewards,
+            environment=self.environment,
             given=self.given,
             shape=self.shape,
             derived=self.derived,
@@ -311,6 +321,7 @@ class _Examiner:
             self._read_flags()
         if facts.config is None:
             return
+        self._read_rewards(facts.config)
         self._check_named_files(facts.config)
         if facts.shape is None:
             return
@@ -342,7 +353,7 @@ class _Examiner:
         refusals.passes(check_reward_model_flags, config)
         refusals.passes(preflight.check_environment_flags, config)
         has_cuda = self.source.platform.cuda
-        refusals.passes(preflight.check_kv_after_update, config, has_cuda=has_cuda)
+        refusals.passes(config.rollout.check_kv_after_update, has_cuda=has_cuda)
         refusals.passes(preflight.check_switches, given)
         if args is not None:
             refusals.passes(reading.check_needs_no_command_line, args, config)
@@ -355,6 +366,14 @@ class _Examiner:
         if self.source.scores_only:
             return config.replaced(max_response_tokens=1)
         return config
+
+    def _read_rewards(self, config: RLConfig) -> None:
+        """Read what evaluates responses: the rewards, and the environment of several turns."""
+        facts, refusals, imports = self.facts, self.refusals, config.trainer.import_
+        facts.rewards = refusals.value(parse_rewards, config.reward, config.rewards, imports)
+        facts.environment = refusals.value(
+            config.environments.spec, imports, config.rewards.sandbox_accept
+        )
 
     def _check_named_files(self, config: RLConfig) -> None:
         """Check the files and folders that the flags name; read config.json and the weights."""
@@ -373,7 +392,7 @@ class _Examiner:
         """Check the flags of ours that depend on the model alone."""
         facts, refusals = self.facts, self.refusals
         if facts.checkpoint is not None:
-            refusals.passes(preflight.check_export_dtype, config, facts.checkpoint)
+            refusals.passes(preflight.check_export_dtype, config.trainer, facts.checkpoint)
         refusals.passes(_check_speculation, config, shape, facts.checkpoint)
         if refusals.knows(LENGTHS):
             self._lengths_are_right = refusals.passes(
@@ -413,8 +432,8 @@ class _Examiner:
         """Check combinations of flags, except those that concern layouts."""
         source, refusals, platform = self.source, self.refusals, self.source.platform
         refusals.passes(preflight.check_together, values)
-        refusals.passes(preflight.check_routing, config, shape, values)
-        refusals.passes(preflight.check_balancing, config, values)
+        refusals.passes(preflight.check_routing, config.trainer.routing_replay, shape, values)
+        refusals.passes(check_balancing, values, config.trainer.max_tokens_per_microbatch)
         if self.facts.checkpoint is not None:
             refusals.passes(preflight.check_biases, self.facts.checkpoint, shape, values)
         refusals.passes(check_critic_rate, config.critic.critic_lr, values)
@@ -557,7 +576,7 @@ class _Examiner:
         refusals, values = self.refusals, laid_out.values
         if self.facts.batches_are_right:
             refusals.passes(check_batches, config, laid_out.layout, values)
-        refusals.passes(preflight.check_balancing, config, values)
+        refusals.passes(check_balancing, values, config.trainer.max_tokens_per_microbatch)
         if folder is not None:
             refusals.passes(preflight.check_biases, folder.checkpoint, laid_out.shape, values)
 
@@ -603,6 +622,8 @@ class _Examiner:
         flags = values_of(job.derived, job.given, facts.parser)
         return JobSpec(
             config=job.config,
+            rewards=job.rewards,
+            environment=job.environment,
             shape=job.shape,
             checkpoint=facts.checkpoint.with_mtp_trained(job.shape, num_mtp_layers),
             roles=job.roles,

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,8 +38,6 @@ from mcore_rl.model.tensors import (
     mtp_among,
 )
 from mcore_rl.model.weight_map import layer_order
-
-logger = logging.getLogger(__name__)
 
 EMBEDDING = "model.embed_tokens.weight"
 # Last parts of the names under which a folder with tied embeddings repeats the embedding.

@@ -45,33 +45,6 @@ OF_CLASS: Mapping[str, frozenset[str]] = {
         "Qwen3MoeForCausalLM": "shared_expert_intermediate_size",
     }.items()
 }
-# Read by vLLM without effect on the model's computation: reason -> fields.
-HARMLESS: Mapping[str, str] = {
-    "methods of the configuration, and fields that vLLM makes by itself": """
-        get get_text_config items to_dict update model method max_model_len
-        quantization_config_dict_json quantization_config_file name_or_path
-    """,
-    "dtypes, lengths and files, which engines here are told": """
-        architectures dtype model_max_length quantization_config
-    """,
-    "of pooling models, and engines here generate": """
-        classifier_from_token is_decoder is_matryoshka matryoshka_dimensions num_labels pooling
-        use_pad_token use_sep_token
-    """,
-    "of drafters with a config.json of their own": """
-        block_size candidate_block_size candidate_topk_blocks canvas_length dflash_config
-        draft_vocab_size dspark_block_size dspark_draft_topk dspark_noise_token_id
-        dspark_target_layer_ids eagle_aux_hidden_state_layer_ids eagle_config
-        index_share_for_mtp_iteration mask_token_id mtp_config mtp_layer_types mtp_num_experts
-        mtp_num_experts_per_tok mtp_num_hidden_layers n_predict num_lookahead_tokens num_mtp_modules
-        pard_token ptd_token_id sample_from_anchor target_layer_count target_layer_ids
-    """,
-    "read beside another field, which decides": """
-        kv_lora_rank max_window_layers num_layers qk_nope_head_dim qk_rope_head_dim topk_group
-        v_head_dim
-    """,
-}
-HARMLESS_NAMES = frozenset(" ".join(HARMLESS.values()).split())
 # Values that equal vLLM's default, in addition to null, false, 0 and empty values of any field.
 _AS_WITHOUT: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),

@@ -8,11 +8,14 @@ disagree; growing memory; experts that get all tokens, or none.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+from mcore_rl.observe.options import AlarmOptions
 
 _MIB = 1 << 20
 
@@ -25,7 +28,7 @@ class Rule:
     run's first `window` values.
     """
 
-    field: str  # of RLConfig: alarm_<...>
+    field: str  # of AlarmOptions: alarm_<...>
     metric: str
     holds: Callable[[float, Sequence[float], float], bool]
     says: str  # with {value}, {limit} and {first}
@@ -164,16 +167,15 @@ class Alarm:
 class Health:
     """Checks every step's metrics and returns new alarms.
 
-    `thresholds` maps a rule's field to its threshold; 0 or a missing one disables the rule. A rule
-    is checked once it has `window` values. While it is violated it raises no second alarm. Values
-    that are not finite are skipped; other checks stop the run.
+    A threshold of 0 disables its rule. A rule is checked once it has values of `alarm_window`
+    steps. While it is violated it raises no second alarm. Values that are not finite are skipped;
+    other checks stop the run.
     """
 
-    def __init__(self, thresholds: Mapping[str, float], *, window: int) -> None:
-        if window < 2:
-            raise ValueError(f"window is {window}, it must be 2 or more")
-        self._rules = [rule for rule in RULES if thresholds.get(rule.field)]
-        self._thresholds, self._window = dict(thresholds), window
+    def __init__(self, options: AlarmOptions) -> None:
+        self._thresholds = dataclasses.asdict(options)
+        self._rules = [rule for rule in RULES if self._thresholds[rule.field]]
+        self._window = options.alarm_window
         self._recent: dict[str, deque[float]] = {}
         self._first: dict[str, float] = {}
         self.active: dict[str, Alarm] = {}

@@ -144,7 +144,7 @@ class RunDirectory:
         damaged: list[int] = []
         found = read_metrics(self.folder / "metrics.jsonl", damaged)
         if damaged:
-            logger.warning("%s", damage_note("metrics.jsonl", damaged))
+            logger.warning("%s", damage_note(damaged))
         return {step: found[step] for step in sorted(found) if step < first_step}
 
     def _note_main(self, metrics: Mapping[str, float]) -> None:
@@ -307,10 +307,10 @@ def read_metrics(path: Path, damaged: list[int] | None = None) -> dict[int, dict
     return found
 
 
-def damage_note(name: str, damaged: Sequence[int]) -> str:
-    """Return a sentence about the lines of a file that could not be read."""
+def damage_note(damaged: Sequence[int]) -> str:
+    """Return a sentence about the lines of metrics.jsonl that could not be read."""
     lines = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
-    return f"{name} is damaged in line {lines}; what cannot be read there is left out"
+    return f"metrics.jsonl is damaged in line {lines}; what cannot be read there is left out"
 
 
 def _plain(value: Any) -> Any:

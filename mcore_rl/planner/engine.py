@@ -11,12 +11,10 @@ from mcore_rl.model.tensors import Cut, TensorSpec, embedding_specs, head_specs,
 from mcore_rl.planner.models import sum_over_layers
 from mcore_rl.planner.settings import EngineSettings
 
-_FLOAT32 = 4
+_BFLOAT16, _FLOAT32 = 2, 4  # bytes
 
 
-def kv_bytes_per_token(
-    shape: ModelShape, tp_size: int, itemsize: int = 2, *, drafter_layers: int = 0
-) -> int:
+def kv_bytes_per_token(shape: ModelShape, tp_size: int, *, drafter_layers: int = 0) -> int:
     """Return the bytes that a rank caches per token, in all layers and the drafter's.
 
     Latent attention caches one latent and one rotary key, shared by all heads, so every TP rank has
@@ -26,12 +24,10 @@ def kv_bytes_per_token(
         width = shape.latent.kv_lora_rank + shape.latent.qk_rope_head_dim
     else:
         width = 2 * max(1, shape.num_kv_heads // tp_size) * shape.head_dim
-    return width * itemsize * (shape.num_layers + drafter_layers)
+    return width * _BFLOAT16 * (shape.num_layers + drafter_layers)
 
 
-def absorbed_bytes(
-    shape: ModelShape, tp_size: int, itemsize: int = 2, *, drafter_layers: int = 0
-) -> int:
+def absorbed_bytes(shape: ModelShape, tp_size: int, *, drafter_layers: int = 0) -> int:
     """Return the bytes that latent attention adds to the checkpoint's tensors: a second copy of
     both halves of kv_b_proj, by which decoding multiplies."""
     if shape.latent is None:
@@ -39,7 +35,7 @@ def absorbed_bytes(
     latent = shape.latent
     per_head = latent.kv_lora_rank * (latent.qk_nope_head_dim + latent.v_head_dim)
     layers = shape.num_layers + drafter_layers
-    return shape.num_heads // tp_size * per_head * itemsize * layers
+    return shape.num_heads // tp_size * per_head * _BFLOAT16 * layers
 
 
 def widened_bytes(shape: ModelShape, rollout: RolloutLayout) -> int:

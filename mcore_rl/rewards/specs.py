@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from urllib.parse import SplitResult
 
@@ -18,6 +18,7 @@ from mcore_rl.common.user_code import without_variants
 from mcore_rl.isolation.levels import parse_accepted
 from mcore_rl.isolation.spawn import parse_environment_names
 from mcore_rl.rewards.functions import NO_FUNCTIONS
+from mcore_rl.rewards.options import RewardOptions
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HTTP_HEADER_FLAG = "--rl-reward-http-header-env"
@@ -64,57 +65,21 @@ class RewardSpec:
         return tuple(name for name in self.names if name not in NO_FUNCTIONS)
 
 
-def parse_rewards(
-    rewards: str,
-    weights: str | None = None,
-    *,
-    num_workers: int | None = None,
-    timeout_seconds: float = 10.0,
-    imports: Sequence[str] = (),
-    url: str | None = None,
-    header_env: str | None = None,
-    pooling_url: str | None = None,
-    pooling_header_env: str | None = None,
-    http_batch: int = 16,
-    http_concurrency: int = 8,
-    http_retries: int = 3,
-    memory_gib: float = 0.0,
-    environment_names: str | None = None,
-    sandbox_accept: str | None = None,
-) -> RewardSpec:
-    """Parse the flags' values into a `RewardSpec`; raises UsageError for what cannot work.
-
-    Numbers are within the bounds of their flags (`mcore_rl.config`).
-    """
+def parse_rewards(rewards: str, options: RewardOptions, imports: Sequence[str] = ()) -> RewardSpec:
+    """Return the `RewardSpec` of `rewards`, the names with commas between them; `imports` are the
+    files of --rl-import. Raises UsageError for what cannot work."""
     names = tuple(map(without_variants, rewards.split(",")))
     _check_names(names, rewards)
-    attempts = {"concurrency": http_concurrency, "retries": http_retries}
-    servers = []
-    if _wants_server("http", names, "--rl-reward-url", url, header_env, _HTTP_HEADER_FLAG):
-        assert url is not None
-        address = checked_url(url, "--rl-reward-url").geturl()
-        servers.append(
-            ServerSpec("http", address, header_env, _HTTP_HEADER_FLAG, http_batch, **attempts)
-        )
-    flag = "--rl-reward-pooling-url"
-    if _wants_server("pooling", names, flag, pooling_url, pooling_header_env, _POOLING_HEADER_FLAG):
-        assert pooling_url is not None
-        address = _pooling_route(checked_url(pooling_url, flag)).geturl()
-        # One text per request: vLLM forms batches itself, and refuses a complete request if one of
-        # its texts is longer than the reward model takes.
-        servers.append(
-            ServerSpec("pooling", address, pooling_header_env, _POOLING_HEADER_FLAG, 1, **attempts)
-        )
     spec = RewardSpec(
         names=names,
-        weights=_parse_weights(weights, names, rewards),
-        num_workers=num_workers,
-        timeout_seconds=timeout_seconds,
+        weights=_parse_weights(options.reward_weights, names, rewards),
+        num_workers=options.reward_workers,
+        timeout_seconds=options.reward_timeout_seconds,
         imports=tuple(imports),
-        servers=tuple(servers),
-        memory_gib=memory_gib,
-        environment_names=parse_environment_names(environment_names, "--rl-reward-env"),
-        sandbox_accept=parse_accepted(sandbox_accept, "--rl-sandbox-accept"),
+        servers=tuple(_servers(names, options)),
+        memory_gib=options.reward_memory_gib,
+        environment_names=parse_environment_names(options.reward_env, "--rl-reward-env"),
+        sandbox_accept=parse_accepted(options.sandbox_accept, "--rl-sandbox-accept"),
     )
     if spec.environment_names and not spec.functions:
         raise UsageError(
@@ -123,6 +88,27 @@ def parse_rewards(
             remedy="leave it out, or name a function too",
         )
     return spec
+
+
+def _servers(names: tuple[str, ...], options: RewardOptions) -> Iterator[ServerSpec]:
+    http_header, pooling_header = options.reward_http_header_env, options.reward_pooling_header_env
+    attempts = {
+        "concurrency": options.reward_http_concurrency,
+        "retries": options.reward_http_retries,
+    }
+    flag, url = "--rl-reward-url", options.reward_url
+    if _wants_server("http", names, flag, url, http_header, _HTTP_HEADER_FLAG):
+        assert url is not None
+        address = checked_url(url, flag).geturl()
+        batch = options.reward_http_batch
+        yield ServerSpec("http", address, http_header, _HTTP_HEADER_FLAG, batch, **attempts)
+    flag, url = "--rl-reward-pooling-url", options.reward_pooling_url
+    if _wants_server("pooling", names, flag, url, pooling_header, _POOLING_HEADER_FLAG):
+        assert url is not None
+        address = _pooling_route(checked_url(url, flag)).geturl()
+        # One text per request: vLLM forms batches itself, and refuses a complete request if one of
+        # its texts is longer than the reward model takes.
+        yield ServerSpec("pooling", address, pooling_header, _POOLING_HEADER_FLAG, 1, **attempts)
 
 
 def header_of(server: ServerSpec) -> dict[str, str]:

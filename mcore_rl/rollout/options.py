@@ -107,6 +107,49 @@ class RolloutOptions(Parameters):
             return self.oversample
         return _OVERSAMPLE_PARTIAL if self.keeps_unfinished else 1.0
 
+    def check_unfinished(self) -> None:
+        """Check the flags of responses that may continue in a later step."""
+        if not self.partial_rollouts and self.max_staleness is not None:
+            raise UsageError(
+                "has no effect without --rl-partial-rollouts",
+                flag=f"--rl-max-staleness {self.max_staleness}",
+                remedy="add that, or drop it",
+            )
+        flag = f"--rl-oversample {self.groups_at_a_time:g}"
+        if self.keeps_unfinished and self.groups_at_a_time == 1.0:
+            raise UsageError(
+                "leaves --rl-partial-rollouts nothing to stop: a step takes all groups that it "
+                "starts",
+                flag=flag,
+                remedy="choose for example 1.5",
+            )
+        if self.keeps_unfinished and self.groups_at_a_time > 2.0:
+            raise UsageError(
+                "may leave more groups unfinished than a step takes, which with "
+                "--rl-partial-rollouts could then not end in time for --rl-max-staleness",
+                flag=flag,
+                remedy="choose 2 or less",
+            )
+
+    def check_kv_after_update(self, *, has_cuda: bool) -> None:
+        """Check that kept keys and values are used, and that their memory is not needed."""
+        if self.kv_after_update == "recompute":
+            return
+        flag = f"--rl-kv-after-update {self.kv_after_update}"
+        if not self.keeps_unfinished:
+            raise UsageError(
+                "has no effect, because no response goes on after an update",
+                flag=flag,
+                remedy="add --rl-partial-rollouts, or drop it",
+            )
+        if has_cuda:
+            raise UsageError(
+                "is not possible on GPUs, where engines give the memory of keys and values to "
+                "training",
+                flag=flag,
+                remedy="drop it: they are computed anew",
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class EvaluationOptions(Parameters):

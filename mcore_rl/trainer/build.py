@@ -25,8 +25,9 @@ from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.kills import note_stage
 from mcore_rl.config import RLConfig
-from mcore_rl.data.prompts import PromptDataset
+from mcore_rl.data.prompts import PromptDataset, load_prompt_files
 from mcore_rl.data.tokenizer_process import close_all
+from mcore_rl.environments.conversation import ConversationTokens
 from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.hybrid_engine.memory.offload import Offloader, kinds_at_start, offload_kinds
 from mcore_rl.hybrid_engine.proof.canary import NUM_PROMPTS, Canary
@@ -52,12 +53,6 @@ from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.case import model_of_args
-from mcore_rl.trainer.inputs import (
-    conversation_tokens,
-    environment_spec,
-    load_prompt_files,
-    reward_spec,
-)
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.models import (
@@ -182,18 +177,14 @@ def read_inputs(job: Job) -> Inputs:
     """Read prompts and the checkpoint to resume from. Collective."""
     day = _date(job)
     prompts, eval_prompts = load_prompt_files(
-        job.config, trust_remote_code=job.args.trust_remote_code, date=day
+        job.config.data,
+        job.spec.checkpoint.folder,
+        trust_remote_code=job.spec.trust_remote_code,
+        date=day,
     )
     _require_same_prompts(prompts, job.config)
     close_all()  # of the tokenizer: prompts are tokenised, and environments start another one
-    point = find_resume_point(
-        job.args,
-        job.config,
-        checkpoint=job.spec.checkpoint,
-        layout=job.spec.train_layout.describe(),
-        prompts=prompts,
-        eval_prompts=eval_prompts,
-    )
+    point = find_resume_point(job.spec, job.args, prompts, eval_prompts)
     return Inputs(prompts, eval_prompts, day, point, _began_with(job, point))
 
 
@@ -230,12 +221,12 @@ def build_rollouts(
         engine = VLLMEngine(engine_config(job))
         manager = build_manager(job, models.shards, engine, canary=canary, offloader=offloader)
     reward_model = reward_role(job, log=log)
-    environment = environment_spec(config)
+    environment = job.spec.environment
     workers = RolloutWorkers(
         engine,
         job.spec.rollout_layout,
         config.rollout,
-        reward_spec(config),
+        job.spec.rewards,
         sample_store,
         None if reward_model is None else ModelReward(reward_model).outcomes,
         None if environment is None else partial(_conversations, job, environment, inputs.day),
@@ -266,7 +257,12 @@ def _conversations(job: Job, spec: EnvironmentSpec, day: str) -> Conversations:
     config = job.config
     return Conversations(
         spec,
-        conversation_tokens(config, trust_remote_code=job.args.trust_remote_code, date=day),
+        ConversationTokens.of_model(
+            job.spec.checkpoint.folder,
+            config.data,
+            trust_remote_code=job.spec.trust_remote_code,
+            date=day,
+        ),
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_tokens=config.rollout.max_response_tokens,
         waits=config.rollout.deterministic,
@@ -334,7 +330,7 @@ def _monitors(
         first_step=first_step,
         device=models.shards.device,
         timers=timers,
-        reward_names=reward_spec(job.config).names,
+        reward_names=job.spec.rewards.names,
         rates=learner.rates,
         expert_load=expert_load,
         sample_store=sample_store,

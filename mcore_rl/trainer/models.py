@@ -30,7 +30,6 @@ from mcore_rl.rewards.functions import ENVIRONMENT
 from mcore_rl.rollout.options import RolloutOptions
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.actor import Actor
-from mcore_rl.trainer.inputs import reward_spec
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.resume.point import ResumePoint
@@ -119,7 +118,7 @@ def build_learner(
         sample_store=new_sample_store(job) if sample_store is None else sample_store,
         max_response_tokens=job.config.rollout.max_response_tokens,
         critic_warmup_steps=job.config.critic.critic_warmup_steps or 0,
-        turn_weight=reward_spec(job.config).weight(ENVIRONMENT),
+        turn_weight=job.spec.rewards.weight(ENVIRONMENT),
     )
 
 

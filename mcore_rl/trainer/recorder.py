@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.metadata
 import logging
 import os
@@ -55,12 +54,7 @@ class HealthWatch:
         self._health: Health | None = None
         if earlier is None:
             return
-        thresholds = {
-            name: value
-            for name, value in dataclasses.asdict(options).items()
-            if name not in ("on_alarm", "alarm_window")
-        }
-        self._health = Health(thresholds, window=options.alarm_window)
+        self._health = Health(options)
         for step, metrics in earlier.items():
             # Metrics of the machine and the layout, which may have changed, start afresh.
             lasting = {k: v for k, v in metrics.items() if not k.startswith(_OF_THE_MACHINE)}

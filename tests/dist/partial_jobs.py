@@ -16,12 +16,12 @@ from mcore_rl.config import RLConfig
 from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.hybrid_engine.vllm.in_process_engine import EngineConfig, VLLMEngine
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
-from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.rollout.dispatch import SamplingTarget
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.groups import GroupPlan
 from mcore_rl.rollout.sample_store import SampleStore
 from tests.dist.rank_map_jobs import weights_of
+from tests.reward_specs import rewards_of
 
 NUM_GROUPS, NUM_SAMPLES, NUM_STEPS, MAX_TOKENS, LIMIT = 4, 3, 5, 90, 2
 
@@ -88,7 +88,7 @@ def partial_rollouts(
         kv_after_update=kv,
     )
     workers = RolloutWorkers(
-        engine, layout, config.rollout, parse_rewards("exact_match"), sample_store
+        engine, layout, config.rollout, rewards_of("exact_match"), sample_store
     )
     target = SamplingTarget.of(NUM_GROUPS, oversample=oversample)
     first_draw, steps, taken = 0, [], []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -51,11 +52,9 @@ def find(load: str, run_dir: str, may_begin: bool) -> bool:
         exit_on_missing_checkpoint=False,
         finetune=False,
     )
-    config = RLConfig.of(run_dir=run_dir, load_or_start=may_begin)
     unread: Any = None
-    point = find_resume_point(
-        args, config, checkpoint=unread, layout="", prompts=unread, eval_prompts=None
-    )
+    spec: Any = SimpleNamespace(config=RLConfig.of(run_dir=run_dir, load_or_start=may_begin))
+    point = find_resume_point(spec, args, unread, None)
     dist.destroy_process_group()
     return point is not None
 

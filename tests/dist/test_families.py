@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from mcore_rl.data.tokenizer import model_class, register_families
+from mcore_rl.data.tokenizer import register_families
 from mcore_rl.megatron.hf_checkpoint import open_checkpoint
 from mcore_rl.model.config_json import read_model_shape
 from mcore_rl.model.families import family_of
@@ -36,7 +36,7 @@ from tests.dist.jobs import random_tokens
 from tests.dist.layouts import SPLITS, job_flags
 from tests.dist.test_parity import tensors_of
 from tests.megatron_parameters import SPECS, stage_parameters
-from tests.model_shapes import made_values
+from tests.model_shapes import made_values, model_class
 from tests.rank_pool import RankPool
 
 SPLITS.setdefault("tp2_pp2_ep1", (2, 2, 1, 4))

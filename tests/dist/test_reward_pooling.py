@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
-from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.rewards.stack import RewardStack
 from tests.rank_pool import free_port
+from tests.reward_specs import rewards_of
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -127,7 +127,7 @@ def rollouts(*texts: tuple[str, str]) -> list[Rollout]:
 
 
 def score(url: str, *texts: tuple[str, str]) -> list[ScoredRollout]:
-    spec = parse_rewards("pooling", timeout_seconds=60, pooling_url=url)
+    spec = rewards_of("pooling", reward_timeout_seconds=60, reward_pooling_url=url)
     with RewardStack(spec) as stack:
         return stack.score(rollouts(*texts))
 

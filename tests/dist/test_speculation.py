@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from scipy.stats import chi2, norm
 
-from mcore_rl.data.tokenizer import model_class
 from mcore_rl.model.tensors import is_mtp_copy, is_mtp_tensor
 from tests.dist.jobs import random_batch
 from tests.dist.layouts import SPLITS, job_flags
 from tests.dist.speculation_jobs import SAMPLING, UNCUT
 from tests.dist.test_parity import tensors_of
+from tests.model_shapes import model_class
 from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]

@@ -8,12 +8,12 @@ from typing import Any
 import torch.distributed as dist
 
 from mcore_rl.common.run_output import setup_logging
+from mcore_rl.data.prompts import load_prompt_files
 from mcore_rl.hybrid_engine.proof.canary import CanaryResult
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.job.start import start
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.trainer.build import build_canary, build_manager, build_offloader, engine_config
-from mcore_rl.trainer.inputs import load_prompt_files
 from mcore_rl.trainer.models import build_actor
 from mcore_rl.verify import stored_digests
 from tests.dist.attest_jobs import gates_for_up_projections, loading
@@ -38,7 +38,7 @@ def _switches(flags: list[str], seen: SleepLog) -> dict[str, Any]:
     engine = VLLMEngine(engine_config(job, load_format="auto"))
     from_disk = stored_digests(engine)
     offloader = build_offloader(job, state)
-    prompts, _ = load_prompt_files(job.config)
+    prompts, _ = load_prompt_files(job.config.data, job.spec.checkpoint.folder)
     canary = build_canary(job, state, prompts)
     assert canary is not None
     compared: list[CanaryResult] = []

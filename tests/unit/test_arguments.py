@@ -17,7 +17,6 @@ from mcore_rl.flags.given import expand_config, given_values
 from mcore_rl.flags.megatron_flags import SHARED_RL
 from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.job import reading
-from mcore_rl.job.preflight import check_kv_after_update
 from mcore_rl.megatron.adapter import make_parser
 
 FLAGS = tuple(flags().values())
@@ -100,9 +99,9 @@ def test_partial_rollouts_have_no_effect_without_staleness() -> None:
 
 def test_kv_after_update_keep_is_refused_on_gpus() -> None:
     config = RLConfig.of(partial_rollouts=True, kv_after_update="keep")
-    check_kv_after_update(config, has_cuda=False)
+    config.rollout.check_kv_after_update(has_cuda=False)
     with pytest.raises(UsageError, match="--rl-kv-after-update keep is not possible on GPUs"):
-        check_kv_after_update(config, has_cuda=True)
+        config.rollout.check_kv_after_update(has_cuda=True)
 
 
 def test_config_from_args_raises_without_a_flag() -> None:

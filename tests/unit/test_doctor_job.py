@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +24,11 @@ from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.config import RLConfig
+from mcore_rl.job.inputs import check_data
 from mcore_rl.job.resolver import Facts
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.planner.plan import Outcome
-from mcore_rl.rewards.specs import parse_rewards
+from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.tools.doctor import reward as reward_checks
 from mcore_rl.tools.doctor.checkpoint import check_load
 from mcore_rl.tools.doctor.examination import examine_machine
@@ -45,7 +46,6 @@ from mcore_rl.tools.doctor.plan import (
 )
 from mcore_rl.tools.doctor.prompts import check_prompts
 from mcore_rl.tools.doctor.reward import asks_loopback, check_reward, run_trial
-from mcore_rl.trainer.inputs import check_data
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.trainer_state import (
     TrainerState,
@@ -56,6 +56,7 @@ from mcore_rl.trainer.resume.trainer_state import (
 from tests.bad_input_cases import Case, read_help_once, tokens_of
 from tests.bad_input_folder import FIRST, INDEX, SECOND
 from tests.reward_server import Server, running_server
+from tests.reward_specs import rewards_of
 from tests.untrusted import need_code_of_tokenizer
 
 GB = 10**9
@@ -214,7 +215,7 @@ def test_several_files_may_be_imported(good: Path, tmp_path: Path) -> None:
     job = read(good, flags, rl_reward="doctor_scores")
     assert not job.reds and not found_of(job.findings, "yellow")
     assert job.facts.spec is not None
-    (found,) = check_reward(job.facts.spec.config, FEW, None)
+    (found,) = check_reward(job.facts.spec.rewards, None, FEW, None)
     assert (found.level, found.area) == ("green", "reward")
 
 
@@ -368,13 +369,22 @@ def config_of(folder: Path, **changes: object) -> RLConfig:
     return config.replaced(**changes)  # type: ignore[arg-type]
 
 
+def rewards_in(config: RLConfig) -> RewardSpec:
+    return rewards_of(config.reward, reward_weights=config.rewards)
+
+
+def checked_reward(config: RLConfig, few: Sequence[Prompt]) -> list[Finding]:
+    environment = config.environments.spec(config.trainer.import_, None)
+    return check_reward(rewards_in(config), environment, few, None)
+
+
 def checked_prompts(
     config: RLConfig, resumed: Path | None = None, **options: bool
 ) -> tuple[list[Finding], list[Prompt]]:
     report = Report()
     few: list[Prompt] = []
     with report.catching(PROMPTS):
-        few = check_prompts(report, config, resumed, **options)
+        few = check_prompts(report, config, rewards_in(config), resumed, **options)
     return report.findings, few
 
 
@@ -457,7 +467,12 @@ def test_a_missing_end_token_is_yellow_and_logged_at_the_start(
     assert yellow.startswith(fault) and yellow.endswith("every response will be cut")
     checkpoint = SimpleNamespace(folder=here / "checkpoint")
     checked: Any = SimpleNamespace(
-        config=config, checkpoint=checkpoint, trust_remote_code=False, flags={}
+        config=config,
+        rewards=rewards_in(config),
+        environment=None,
+        checkpoint=checkpoint,
+        trust_remote_code=False,
+        flags={},
     )
     check_data(checked)
     (warning,) = caplog.messages
@@ -478,9 +493,15 @@ def test_rows_whose_tests_check_nothing_are_red_by_their_number(
     assert "(1 more such rows: 3)" in red
     config = config_of(here, **changes, prompts=str(here / "eval.jsonl"))
     held_out = config.replaced(eval_prompts=str(here / "prompts.jsonl"))
-    checked = SimpleNamespace(config=held_out, trust_remote_code=False, flags={})
+    checked: Any = SimpleNamespace(
+        config=held_out,
+        rewards=rewards_in(held_out),
+        checkpoint=SimpleNamespace(folder=here / "checkpoint"),
+        trust_remote_code=False,
+        flags={},
+    )
     with pytest.raises(UsageError, match="row 1: the answer asserts nothing"):
-        check_data(checked)  # type: ignore[arg-type]
+        check_data(checked)
 
 
 def test_a_tokenizer_with_code_is_red_unless_it_is_trusted(
@@ -505,13 +526,14 @@ def save_state(state: TrainerState, folder: Path) -> None:
 
 
 def test_prompts_must_be_those_that_the_checkpoint_has_drawn_from(here: Path) -> None:
-    from mcore_rl.data.prompts import load_prompts
-    from mcore_rl.trainer.inputs import prompt_source
+    from mcore_rl.data.prompts import load_prompts, prompt_source
 
     config = config_of(here)
     assert config.data.prompts is not None and config.trainer.hf_checkpoint is not None
     fingerprint = load_prompts(
-        prompt_source(config, config.data.prompts), config.trainer.hf_checkpoint, write_cache=False
+        prompt_source(config.data, config.data.prompts),
+        config.trainer.hf_checkpoint,
+        write_cache=False,
     ).fingerprint
     fingerprints = {"same": fingerprint, "other": f"tokens:{'0' * 64}", "earlier": "0" * 64}
     for name, of_prompts in fingerprints.items():
@@ -587,7 +609,7 @@ def importing(folder: Path, source: str, **changes: object) -> RLConfig:
 
 def test_a_reward_that_tells_right_from_wrong_is_green(tmp_path: Path) -> None:
     config = config_of(tmp_path, reward="arithmetic,exact_match")
-    found = check_reward(config, FEW, None)
+    found = checked_reward(config, FEW)
     assert [finding.level for finding in found] == ["green", "green"]
     assert found[0].found == "arithmetic gives 1 to the prompts' own answers and 0 to others"
 
@@ -595,7 +617,7 @@ def test_a_reward_that_tells_right_from_wrong_is_green(tmp_path: Path) -> None:
 def test_failing_rewards_are_reported_with_what_they_raise_and_print(tmp_path: Path) -> None:
     names = "raises,blind,awaits,hangs"
     config = importing(tmp_path, REWARDS, reward=names, reward_timeout_seconds=1.0)
-    printed, raises, blind, awaits, hangs = check_reward(config, FEW[:1], None)
+    printed, raises, blind, awaits, hangs = checked_reward(config, FEW[:1])
     assert awaits.level == "green" and "awaits gives 1 to" in awaits.found
     assert printed.found == "what is asked for prints: about to divide about to divide"
     assert raises.level == "red"
@@ -630,7 +652,7 @@ def test_a_reward_is_tried_with_the_answers(
     config = config_of(tmp_path, **changes)
     if changes == {"reward": "ends"}:
         config = importing(tmp_path, "import os\nos._exit(3)\n", **changes)
-    (found,) = check_reward(config, prompts(("2+3=", answer)), None)
+    (found,) = checked_reward(config, prompts(("2+3=", answer)))
     assert found.level == level and words in f"{found.found} {found.remedy}"
     if changes == SANDBOX and level == "red":
         assert "--rl-answer-column" in found.remedy
@@ -640,8 +662,11 @@ def test_the_folder_of_a_reward_model_is_read(here: Path) -> None:
     def of(folder: Path) -> Finding:
         job = read(here, rl_reward="model", rl_reward_model=str(folder))
         facts = job.facts
-        assert facts.config is not None
-        findings = [*job.findings, *check_reward(facts.config, [], facts.reward_model_folder)]
+        assert facts.rewards is not None
+        findings = [
+            *job.findings,
+            *check_reward(facts.rewards, None, [], facts.reward_model_folder),
+        ]
         (found,) = [finding for finding in findings if finding.area == "reward"]
         return found
 
@@ -656,11 +681,11 @@ def test_the_folder_of_a_reward_model_is_read(here: Path) -> None:
 
 
 def test_without_prompts_a_reward_is_imported_only(tmp_path: Path) -> None:
-    warning, found = check_reward(config_of(tmp_path), [], None)
+    warning, found = checked_reward(config_of(tmp_path), [])
     assert warning.level == "yellow"
     assert (found.level, found.found) == ("green", "arithmetic can be imported")
     url = "http://127.0.0.1:9/"
-    (warning,) = check_reward(config_of(tmp_path, reward="http", reward_url=url), [], None)
+    (warning,) = checked_reward(config_of(tmp_path, reward="http", reward_url=url), [])
     assert warning.level == "yellow" and "servers are not asked" in warning.found
 
 
@@ -676,7 +701,7 @@ def test_a_reward_slower_than_the_doctor_waits_is_yellow(
             reward_url=f"http://127.0.0.1:{listening.getsockname()[1]}/",
             reward_timeout_seconds=30.0,
         )
-        _, hangs, raises, http = check_reward(config, FEW[:1], None)
+        _, hangs, raises, http = checked_reward(config, FEW[:1])
     for name, found in (("hangs", hangs), ("http", http)):
         assert found.level == "yellow"
         assert found.found.startswith(f"{name} gives no value within 1 s")
@@ -684,7 +709,7 @@ def test_a_reward_slower_than_the_doctor_waits_is_yellow(
     assert raises.level == "red"
     config = config.replaced(reward="hangs", reward_url=None)
     short = config.replaced(reward_timeout_seconds=1.0)
-    assert [check_reward(c, FEW[:1], None)[0].level for c in (config, short)] == ["yellow", "red"]
+    assert [checked_reward(c, FEW[:1])[0].level for c in (config, short)] == ["yellow", "red"]
 
 
 @pytest.fixture
@@ -703,7 +728,7 @@ def server() -> Iterator[Server]:
 def test_a_server_that_tells_right_from_wrong_is_green(server: Server, tmp_path: Path) -> None:
     config = config_of(tmp_path, reward="http", reward_url=server.url)
     assert asks_loopback(config) and not asks_loopback(config_of(tmp_path))
-    (found,) = check_reward(config, FEW, None)
+    (found,) = checked_reward(config, FEW)
     assert found.level == "green", found
 
 
@@ -713,14 +738,14 @@ def test_a_server_that_fails_is_asked_once(
 ) -> None:
     server.behaviour = lambda body: (503, b"")
     config = config_of(tmp_path, reward="http", reward_url=server.url)
-    (found,) = check_reward(config, few, None)
+    (found,) = checked_reward(config, few)
     assert found.level == "red" and "HTTP status 503" in found.found
     assert len(server.requests) == 1
 
 
 def test_without_answers_a_reward_must_only_give_a_value(server: Server, tmp_path: Path) -> None:
     config = importing(tmp_path, REWARDS, reward="blind,arithmetic,http", reward_url=server.url)
-    blind, arithmetic, http = check_reward(config, BLANK, None)
+    blind, arithmetic, http = checked_reward(config, BLANK)
     assert (blind.level, http.level) == ("green", "green")
     assert blind.found == "blind gives 0.5 where prompts have no answer"
     assert arithmetic.level == "red" and "fill in the answers" in arithmetic.remedy
@@ -738,12 +763,12 @@ class Picky(Environment, name="picky"):
 
 def test_an_environment_is_started_with_a_few_prompts(tmp_path: Path) -> None:
     config = importing(tmp_path, PICKY, reward=None, environment="picky")
-    (good,) = check_reward(config, FEW[:1], None)
+    (good,) = checked_reward(config, FEW[:1])
     assert (good.level, good.found) == ("green", "environment picky starts with 1 prompt(s)")
-    (bad,) = check_reward(config, FEW, None)
+    (bad,) = checked_reward(config, FEW)
     assert bad.level == "red" and "picky cannot start with 1 of 2 prompts" in bad.found
     assert bad.found.endswith("raised AssertionError: another answer")
-    (unknown,) = check_reward(config.replaced(environment="pickey"), FEW, None)
+    (unknown,) = checked_reward(config.replaced(environment="pickey"), FEW)
     assert unknown.level == "red" and "is not an environment (did you mean picky?)" in unknown.found
 
 
@@ -766,7 +791,7 @@ def below_zero(*, prompt, response, answer):
 
 def test_a_reward_that_pays_for_nothing_is_yellow(tmp_path: Path) -> None:
     config = importing(tmp_path, PAYS_FOR_NOTHING, reward="within,any_answer,shy,below_zero")
-    within, any_answer, shy, below_zero = check_reward(config, FEW, None)
+    within, any_answer, shy, below_zero = checked_reward(config, FEW)
     assert [each.level for each in (within, any_answer, shy)] == ["yellow"] * 3
     assert "it pays 1 for an empty response and 1 for a blank one" in within.found
     assert "it pays 1 for another prompt's answer" in any_answer.found
@@ -778,7 +803,7 @@ def test_a_trial_leaves_no_process(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         REWARDS.replace("return 0.5", "import os; return os.getpid()")
     )
-    spec = parse_rewards("blind", imports=[str(tmp_path / "mine.py")])
+    spec = rewards_of("blind", imports=[str(tmp_path / "mine.py")])
     trial = run_trial(spec, [(Prompt(0, "2+3=", "5", np.zeros(0, np.int32)), "5")])
     (outcome,) = trial.outcomes["blind"]
     assert outcome.failure is None and int(outcome.reward) != os.getpid()

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.config import RLConfig
+from mcore_rl.config import RLConfig, TrainerOptions
 from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.job.preflight import check_export_dtype
 from mcore_rl.megatron import float8
@@ -208,12 +208,12 @@ def test_scales_and_blocks_come_together(folders: tuple[Path, Path], tmp_path: P
 def test_fp8_is_exported_only_of_a_checkpoint_in_fp8(folders: tuple[Path, Path]) -> None:
     blocks, standing_for = map(opened, folders)
     config = RLConfig.of(export_hf="there", export_dtype="fp8")
-    check_export_dtype(config, blocks)
+    check_export_dtype(config.trainer, blocks)
     with pytest.raises(UsageError, match=f"^--rl-export-dtype fp8 writes .* {folders[1]} has none"):
-        check_export_dtype(config, standing_for)
-    check_export_dtype(RLConfig.of(export_hf="there"), standing_for)
+        check_export_dtype(config.trainer, standing_for)
+    check_export_dtype(TrainerOptions(export_hf="there"), standing_for)
     with pytest.raises(UsageError, match="^--rl-export-dtype fp8 has no effect without --rl-exp"):
-        check_export_dtype(RLConfig.of(export_dtype="fp8"), blocks)
+        check_export_dtype(TrainerOptions(export_dtype="fp8"), blocks)
 
 
 def test_server_with_quantised_weights_is_refused_with_a_remedy() -> None:

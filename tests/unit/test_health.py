@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -36,9 +37,9 @@ COURSES = {
 }
 
 
-def thresholds(**changes: float) -> dict[str, float]:
-    found = {rule.field: getattr(AlarmOptions(), rule.field) for rule in RULES}
-    return found | {"alarm_expert_imbalance": 4.0} | changes
+def new_health(**changes: Any) -> Health:
+    options = AlarmOptions(alarm_window=WINDOW, alarm_expert_imbalance=4.0)
+    return Health(dataclasses.replace(options, **changes))
 
 
 def alarms_of(health: Health, metric: str, values: list[float], start: int = 0) -> list[Alarm]:
@@ -57,7 +58,7 @@ def test_thresholds_match_flags_and_rules() -> None:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.field)
 def test_rule_raises_one_alarm_after_normal_steps(rule) -> None:
     normal, abnormal = COURSES[rule.field]
-    health = Health(thresholds(), window=WINDOW)
+    health = new_health()
     assert alarms_of(health, rule.metric, [normal(step) for step in range(40)]) == []
     alarms = alarms_of(
         health, rule.metric, [abnormal(step) for step in range(40, 40 + 3 * WINDOW)], 40
@@ -70,7 +71,7 @@ def test_rule_raises_one_alarm_after_normal_steps(rule) -> None:
 
 
 def test_alarm_is_raised_again_only_after_recovery() -> None:
-    health = Health(thresholds(), window=WINDOW)
+    health = new_health()
     abnormal, normal = [0.0] * WINDOW, [1.0] * WINDOW
     assert len(alarms_of(health, "reward/std", abnormal + abnormal)) == 1
     assert alarms_of(health, "reward/std", normal, 10) == [] and not health.active
@@ -78,7 +79,7 @@ def test_alarm_is_raised_again_only_after_recovery() -> None:
 
 
 def test_one_bad_step_raises_alarm_only_for_gradient() -> None:
-    health = Health(thresholds(), window=WINDOW)
+    health = new_health()
     steps = [1.0] * 10 + [0.0] + [1.0] * 10
     assert alarms_of(health, "reward/std", steps) == []
     assert alarms_of(health, "grad_norm", [1.0] * 10 + [11.0] + [1.0] * 10)[0].step == 10
@@ -86,7 +87,7 @@ def test_one_bad_step_raises_alarm_only_for_gradient() -> None:
 
 def test_steps_without_gradient_do_not_change_median() -> None:
     """All samples of such a step have equal rewards; the next step is not an outlier."""
-    health = Health(thresholds(), window=WINDOW)
+    health = new_health()
     assert alarms_of(health, "grad_norm", [0.0, 0.3, 0.0] * 10) == []
     assert len(alarms_of(health, "grad_norm", [0.3, 0.3, 0.0, 0.3, 4.0], 30)) == 1
 
@@ -106,35 +107,30 @@ def test_resumed_run_keeps_window_except_of_machine_metrics() -> None:
 
 
 def test_alarm_needs_full_window() -> None:
-    health = Health(thresholds(), window=WINDOW)
+    health = new_health()
     assert alarms_of(health, "reward/std", [0.0] * (WINDOW - 1)) == []
     assert len(alarms_of(health, "reward/std", [0.0])) == 1
 
 
 def test_threshold_of_0_disables_rule() -> None:
     for rule in RULES:
-        health = Health(thresholds(**{rule.field: 0.0}), window=WINDOW)
+        health = new_health(**{rule.field: 0.0})
         abnormal = COURSES[rule.field][1]
         assert alarms_of(health, rule.metric, [abnormal(step) for step in range(20)]) == []
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None])
 def test_missing_or_non_finite_values_raise_no_alarm(value) -> None:
-    health = Health(thresholds(), window=WINDOW)
+    health = new_health()
     for step in range(20):
         metrics = {} if value is None else {rule.metric: value for rule in RULES}
         assert health.observe(step, metrics) == []
-
-
-def test_window_of_one_step_is_refused() -> None:
-    with pytest.raises(ValueError, match="window is 1"):
-        Health(thresholds(), window=1)
 
 
 @given(seed=st.integers(0, 1000), noise=st.floats(0, 0.2))
 def test_fluctuating_memory_raises_no_alarm(seed: int, noise: float) -> None:
     """Up and down by 20 MiB around a level, as allocators do."""
     rng = random.Random(seed)
-    health = Health(thresholds(), window=10)
+    health = new_health(alarm_window=10)
     values = [2e9 + rng.uniform(-100, 100) * noise * MIB for _ in range(50)]
     assert alarms_of(health, "memory/host_bytes", values) == []

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoConfig, PretrainedConfig
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.data.tokenizer import model_class, register_families
+from mcore_rl.data.tokenizer import register_families
 from mcore_rl.hybrid_engine.vllm.startup import EngineConfig, _with_fields, engine_arguments
 from mcore_rl.model.config_json import (
     ModelShape,
@@ -23,7 +23,7 @@ from mcore_rl.model.config_json import (
 )
 from mcore_rl.model.families import FAMILIES, MISSING, left_to_defaults
 from tests import model_shapes
-from tests.model_shapes import CONFIGS, made_values
+from tests.model_shapes import CONFIGS, made_values, model_class
 
 # As published, except for names of classes and files, token ids, dropout and dtype.
 PUBLISHED = {path.stem: path.read_text() for path in sorted(CONFIGS.glob("*.json"))}

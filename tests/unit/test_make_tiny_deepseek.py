@@ -17,11 +17,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.data.tokenizer import model_class, register_families
+from mcore_rl.data.tokenizer import register_families
 from mcore_rl.model.families import family_of
 from mcore_rl.rewards.functions import arithmetic
 from scripts import make_tiny_deepseek
 from scripts.make_tiny_deepseek import ARCHS, MARKER, make_checkpoint, tiny_task
+from tests.model_shapes import model_class
 
 REPOSITORY = Path(__file__).parents[2]
 TEXTS = (

@@ -16,10 +16,11 @@ from mcore_rl.common.user_code import shortened
 from mcore_rl.isolation.wire import Answer, answer_of
 from mcore_rl.rewards.http import PLAIN_DIALECT, POOLING_DIALECT, Dialect, ServerReward
 from mcore_rl.rewards.pool import RewardPool
-from mcore_rl.rewards.specs import ServerSpec, parse_rewards
+from mcore_rl.rewards.specs import ServerSpec
 from mcore_rl.rewards.worker import Outcome, as_outcomes
 from tests import hostile
 from tests.reward_server import responses
+from tests.reward_specs import rewards_of
 
 VALUE = [[[1.0, None, ""], [0.0, "raised KeyError", "'a'"]], 0.25]
 # A pickle that would set Outcome.reward to 1 for good: the class itself is given a state.
@@ -118,7 +119,7 @@ FORGED = [
 def test_forged_messages_fail_only_their_own_samples(tmp_path, monkeypatch):
     (tmp_path / "a_forger.py").write_text(FORGER)
     monkeypatch.syspath_prepend(tmp_path)
-    with RewardPool(parse_rewards("a_forger:f", num_workers=2, timeout_seconds=20)) as pool:
+    with RewardPool(rewards_of("a_forger:f", reward_workers=2, reward_timeout_seconds=20)) as pool:
         assert pool.score(responses("good"))[0].failure is None
         scored = pool.score(responses(*(text for bad in FORGED for text in (bad, "good"))))
     assert [each.failure is None for each in scored] == [False, True] * len(FORGED)

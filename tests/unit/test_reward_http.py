@@ -23,10 +23,10 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.rewards import http as reward_http
 from mcore_rl.rewards.http import PLAIN_DIALECT, ServerReward
 from mcore_rl.rewards.servers import Servers
-from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
 from tests.reward_server import Server, answers_as_rewards, raw_server, rollouts, running_server
+from tests.reward_specs import rewards_of
 
 SECRET = "Bearer hush-hush"
 
@@ -43,7 +43,7 @@ def short_waits(monkeypatch):
 
 
 def ask(url: str, *answers: str, timeout_seconds: float = 5.0, **options: int) -> list[Outcome]:
-    (server,) = parse_rewards("http", url=url, **options).servers
+    (server,) = rewards_of("http", reward_url=url, **options).servers
     reward = ServerReward(server, PLAIN_DIALECT, timeout_seconds=timeout_seconds)
     with Servers([reward]) as servers:
         return servers.outcomes(rollouts(*answers))["http"]
@@ -83,7 +83,7 @@ def hanging(server: Server):
 
 def test_samples_are_sent_in_batches_and_rewards_return_in_order(server):
     answers = [str(i / 4) for i in range(11)]
-    outcomes = ask(server.url, *answers, http_batch=4, http_concurrency=3)
+    outcomes = ask(server.url, *answers, reward_http_batch=4, reward_http_concurrency=3)
     assert outcomes == [Outcome(i / 4) for i in range(11)]
     assert sorted(len(body["samples"]) for body in server.requests) == [3, 4, 4]
     sent = sorted(
@@ -111,7 +111,9 @@ def test_concurrency_limit_is_reached_and_kept(server, concurrency):
         return answers_as_rewards(body)
 
     server.behaviour = slow
-    outcomes = ask(server.url, *["1"] * 12, http_batch=1, http_concurrency=concurrency)
+    outcomes = ask(
+        server.url, *["1"] * 12, reward_http_batch=1, reward_http_concurrency=concurrency
+    )
     assert outcomes == [Outcome(1.0)] * 12
     assert server.most_running == concurrency
 
@@ -120,7 +122,7 @@ def test_any_text_arrives_unchanged(server):
     samples = rollouts("0", "0")
     odd = 'half a pair \ud800, "quotes", \x00 and \N{GREEK SMALL LETTER ALPHA}'
     object.__setattr__(samples[1], "text", odd)
-    (spec,) = parse_rewards("http", url=server.url).servers
+    (spec,) = rewards_of("http", reward_url=server.url).servers
     with Servers([ServerReward(spec, PLAIN_DIALECT, timeout_seconds=5)]) as servers:
         assert servers.outcomes(samples) == {"http": [Outcome(0.0)] * 2}
     assert server.requests[0]["samples"][1]["response"] == odd
@@ -132,7 +134,7 @@ def test_any_text_arrives_unchanged(server):
 @pytest.mark.parametrize("code", [429, 500, 502, 503, 599])
 def test_transient_status_is_retried(server, code):
     server.behaviour = in_turn(status(code), status(code), answers_as_rewards)
-    assert ask(server.url, "0.5", http_retries=2) == [Outcome(0.5)]
+    assert ask(server.url, "0.5", reward_http_retries=2) == [Outcome(0.5)]
     assert len(server.requests) == 3
 
 
@@ -154,14 +156,14 @@ def test_failed_batch_leaves_the_others(server):
     server.behaviour = lambda body: (
         (400, b"") if body["samples"][0]["response"] == "2" else answers_as_rewards(body)
     )
-    kinds = [o.kind for o in ask(server.url, *["1"] * 6, http_batch=2)]
+    kinds = [o.kind for o in ask(server.url, *["1"] * 6, reward_http_batch=2)]
     assert kinds == [None, None, "HTTP status 400", "HTTP status 400", None, None]
 
 
 def test_hanging_server_times_out_at_each_attempt(server):
     server.behaviour = hanging(server)
     started = time.monotonic()
-    outcomes = ask(server.url, "1", "1", timeout_seconds=0.3, http_retries=1)
+    outcomes = ask(server.url, "1", "1", timeout_seconds=0.3, reward_http_retries=1)
     assert outcomes == [Outcome(0.0, "timed out", "no answer within 0.3 s")] * 2
     assert time.monotonic() - started > 0.6
     assert len(server.requests) == 2
@@ -190,7 +192,7 @@ def test_answer_that_trickles_in_does_not_outlast_the_limit():
 def test_absent_server_fails_its_samples():
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}/"
-    (outcome,) = ask(url, "1", http_retries=1)
+    (outcome,) = ask(url, "1", reward_http_retries=1)
     assert outcome.kind == "connection failed"
     assert outcome.detail.startswith("ClientConnectorError, ")
 
@@ -207,7 +209,7 @@ def test_broken_connection_is_retried(server):
 
 def test_retry_waits_grow_up_to_the_time_limit(monkeypatch):
     monkeypatch.setattr(reward_http, "_FIRST_BACKOFF_SECONDS", 0.5)
-    (spec,) = parse_rewards("http", url="http://127.0.0.1:9/").servers
+    (spec,) = rewards_of("http", reward_url="http://127.0.0.1:9/").servers
     reward = ServerReward(spec, PLAIN_DIALECT, timeout_seconds=3.0)
     for attempt, longest in ((1, 0.5), (2, 1.0), (3, 2.0), (4, 3.0), (5, 3.0), (9999, 3.0)):
         waits = {reward._backoff_seconds(attempt) for _ in range(100)}
@@ -233,7 +235,7 @@ def test_redirect_to_another_server_sends_it_nothing(server, code, monkeypatch):
     with running_server() as other:
         server.behaviour = status(code)
         server.headers_sent = {"Location": other.url}
-        spec = parse_rewards("http", url=server.url, header_env="REWARD_HEADER")
+        spec = rewards_of("http", reward_url=server.url, reward_http_header_env="REWARD_HEADER")
         with RewardStack(spec) as stack:
             (scored,) = stack.score(rollouts("1"))
     assert scored.failure.startswith(f"HTTP status {code}: ")
@@ -265,7 +267,7 @@ def test_untrusted_certificate_ends_the_connection(server, tmp_path):
     context.load_cert_chain(certificate)
     server.socket = context.wrap_socket(server.socket, server_side=True)
     url = server.url.replace("http://127.0.0.1", "https://localhost")
-    (outcome,) = ask(url, "1", http_retries=0)
+    (outcome,) = ask(url, "1", reward_http_retries=0)
     assert outcome.kind == "connection failed" and "Certificate" in outcome.detail
     assert server.requests == []
 
@@ -382,7 +384,9 @@ def test_compressed_answer_is_not_decompressed(server):
 def test_header_is_sent_and_never_shown(server, monkeypatch, caplog, capfd):
     """Not even if the server repeats it in its answer."""
     monkeypatch.setenv("REWARD_HEADER", f"Authorization: {SECRET}")
-    spec = parse_rewards("http", url=server.url, header_env="REWARD_HEADER", http_retries=0)
+    spec = rewards_of(
+        "http", reward_url=server.url, reward_http_header_env="REWARD_HEADER", reward_http_retries=0
+    )
     echoes = [
         (401, SECRET.encode()),
         (200, SECRET.encode()),
@@ -414,7 +418,7 @@ def test_server_that_does_not_speak_http_fails_its_samples_and_its_text_is_not_s
 
 def test_unset_header_variable_is_refused_at_the_start(server, monkeypatch):
     monkeypatch.delenv("REWARD_HEADER", raising=False)
-    spec = parse_rewards("http", url=server.url, header_env="REWARD_HEADER")
+    spec = rewards_of("http", reward_url=server.url, reward_http_header_env="REWARD_HEADER")
     with pytest.raises(UsageError, match="REWARD_HEADER"):
         RewardStack(spec)
 
@@ -428,7 +432,9 @@ def test_stack_sums_functions_and_server_and_returns_parts(server, caplog):
         return 200, f'{{"rewards": [{", ".join(entries)}]}}'.encode()
 
     server.behaviour = fails_on_two
-    spec = parse_rewards("http,exact_match,arithmetic", "-0.5,1,2", url=server.url)
+    spec = rewards_of(
+        "http,exact_match,arithmetic", reward_weights="-0.5,1,2", reward_url=server.url
+    )
     samples = rollouts("0", "one", "2", "8")
     with RewardStack(spec) as stack:
         scored = stack.score(samples)
@@ -467,7 +473,7 @@ def test_stack_asks_the_server_while_functions_run(server, tmp_path):
 
     server.behaviour = wait
     names, imports = "http,waits_for_the_server", [str(tmp_path / "waits.py")]
-    spec = parse_rewards(names, url=server.url, timeout_seconds=120, imports=imports)
+    spec = rewards_of(names, reward_url=server.url, reward_timeout_seconds=120, imports=imports)
     with RewardStack(spec) as stack:
         assert [s.reward for s in stack.score(rollouts("0"))] == [1.0]
 
@@ -481,7 +487,7 @@ def test_requests_are_cancelled_when_a_function_raises(server):
         return status(500)(body)
 
     server.behaviour = hang
-    spec = parse_rewards("http,no_such_function", url=server.url, timeout_seconds=300)
+    spec = rewards_of("http,no_such_function", reward_url=server.url, reward_timeout_seconds=300)
     with RewardStack(spec) as stack, pytest.raises(UsageError, match="no_such_function"):
         stack.score(rollouts("1"))
     assert not answered.is_set()
@@ -490,7 +496,7 @@ def test_requests_are_cancelled_when_a_function_raises(server):
 
 def test_stack_logs_the_first_failure_of_a_kind_once(server, caplog):
     server.behaviour = status(404)
-    with RewardStack(parse_rewards("http", url=server.url, http_batch=1)) as stack:
+    with RewardStack(rewards_of("http", reward_url=server.url, reward_http_batch=1)) as stack:
         for _ in range(2):
             assert [s.failure for s in stack.score(rollouts("1", "1"))] == ["HTTP status 404"] * 2
     assert len([m for m in caplog.messages if "HTTP status 404" in m]) == 1
@@ -511,7 +517,7 @@ def test_stack_logs_the_first_failure_of_a_kind_once(server, caplog):
 def test_pooling_takes_the_score_of_a_sequence_or_of_its_last_token(server, data, expected):
     answer = {"object": "list", "data": [{"index": 0, "object": "pooling", "data": data}]}
     server.behaviour = text(json.dumps(answer))
-    spec = parse_rewards("pooling", pooling_url=server.url.removesuffix("/score/a"))
+    spec = rewards_of("pooling", reward_pooling_url=server.url.removesuffix("/score/a"))
     with RewardStack(spec) as stack:
         assert stack.outcomes(rollouts("1", "1")) == {"pooling": [expected] * 2}
     assert server.paths == ["/pooling"] * 2
@@ -526,7 +532,7 @@ def test_pooling_takes_the_score_of_a_sequence_or_of_its_last_token(server, data
 )
 def test_pooling_refuses_anything_but_one_score(server, data):
     server.behaviour = text(json.dumps({"data": [{"index": 0, "data": data}]}))
-    spec = parse_rewards("pooling", pooling_url=server.url)
+    spec = rewards_of("pooling", reward_pooling_url=server.url)
     with RewardStack(spec) as stack:
         (scored,) = stack.score(rollouts("1"))
     assert scored.reward == 0.0

@@ -10,9 +10,9 @@ import pytest
 from mcore_rl.common.errors import UsageError
 from mcore_rl.rewards.functions import exact_match, resolve_reward, reward
 from mcore_rl.rewards.pool import RewardPool, check_rewards
-from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.rewards.stack import RewardStack
 from tests.reward_server import responses
+from tests.reward_specs import rewards_of
 
 # Registered names outlive a test, so only this file uses these.
 FILE = """
@@ -41,7 +41,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_workers_resolve_names_of_imported_files(file):
-    spec = parse_rewards("imports_length,exact_match,imports_torch", imports=[str(file)])
+    spec = rewards_of("imports_length,exact_match,imports_torch", imports=[str(file)])
     check_rewards(spec)
     with RewardStack(spec) as stack:
         scored = stack.score(responses("7", "seven"))
@@ -52,7 +52,7 @@ def test_workers_resolve_names_of_imported_files(file):
 
 def test_workers_find_a_relative_file_from_another_working_directory(file, tmp_path, monkeypatch):
     monkeypatch.chdir(file.parent)
-    spec = parse_rewards("imports_length", imports=[file.name])
+    spec = rewards_of("imports_length", imports=[file.name])
     with RewardStack(spec) as stack:
         monkeypatch.chdir(tmp_path)
         assert stack.score(responses("abc"))[0].reward == 3.0
@@ -61,7 +61,7 @@ def test_workers_find_a_relative_file_from_another_working_directory(file, tmp_p
 def test_file_given_twice_is_imported_once(file, tmp_path):
     link = tmp_path / "link.py"
     link.symlink_to(file)
-    spec = parse_rewards("imports_length", imports=[str(file), str(file), str(link)])
+    spec = rewards_of("imports_length", imports=[str(file), str(file), str(link)])
     check_rewards(spec)
     check_rewards(spec)
     with RewardStack(spec) as stack:
@@ -72,7 +72,7 @@ def test_imported_file_can_also_be_named_as_a_module(tmp_path, monkeypatch):
     path = tmp_path / "imports_twice.py"
     path.write_text(FILE.replace("imports_", "twice_"))
     monkeypatch.syspath_prepend(tmp_path)
-    spec = parse_rewards("twice_length,imports_twice:length", imports=[str(path)])
+    spec = rewards_of("twice_length,imports_twice:length", imports=[str(path)])
     check_rewards(spec)
     with RewardStack(spec) as stack:
         assert stack.score(responses("abc"))[0].reward == 6.0
@@ -95,7 +95,7 @@ def test_imported_file_can_also_be_named_as_a_module(tmp_path, monkeypatch):
 def test_failing_import_names_the_file(tmp_path, text, message):
     path = tmp_path / "fails.py"
     path.write_text("from mcore_rl.rewards.functions import reward\n" + text)
-    spec = parse_rewards("exact_match", imports=[str(path)])
+    spec = rewards_of("exact_match", imports=[str(path)])
     with pytest.raises(UsageError, match="fails.py.*" + message):
         check_rewards(spec)
     with RewardStack(spec) as stack, pytest.raises(UsageError, match="fails.py.*" + message):
@@ -109,11 +109,11 @@ def test_registered_function_with_wrong_parameters_is_refused(tmp_path):
         "@reward('imports_two')\ndef f(prompt, response): return 1\n"
     )
     with pytest.raises(UsageError, match="--rl-reward imports_two has the parameters"):
-        check_rewards(parse_rewards("imports_two", imports=[str(path)]))
+        check_rewards(rewards_of("imports_two", imports=[str(path)]))
 
 
 def test_unknown_name_lists_imported_and_built_in_names(file):
-    spec = parse_rewards("imports_lenght", imports=[str(file)])
+    spec = rewards_of("imports_lenght", imports=[str(file)])
     with pytest.raises(UsageError, match="did you mean imports_length.*those of --rl-import are"):
         check_rewards(spec)
     with pytest.raises(UsageError) as caught:
@@ -134,7 +134,9 @@ def test_reward_can_be_registered_again_from_the_same_line_only():
 def test_functions_share_the_processes_of_one_pool(file):
     specs = ("imports_pid", "imports_length", "exact_match")
     with RewardPool(
-        parse_rewards(",".join(specs), num_workers=2, timeout_seconds=10, imports=[str(file)])
+        rewards_of(
+            ",".join(specs), reward_workers=2, reward_timeout_seconds=10, imports=[str(file)]
+        )
     ) as pool:
         outcomes = pool.outcomes(responses(*["7"] * 30))
         assert list(outcomes) == list(specs)
@@ -152,7 +154,7 @@ def test_time_limit_applies_to_each_function(tmp_path):
         )
     )
     names = "slow_0,slow_1,slow_2"
-    spec = parse_rewards(names, timeout_seconds=1.0, imports=[str(path)])
+    spec = rewards_of(names, reward_timeout_seconds=1.0, imports=[str(path)])
     with RewardStack(spec) as stack:
         started = time.monotonic()
         (scored,) = stack.score(responses("7"))

@@ -20,9 +20,9 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.isolation.spawn import process_environment
 from mcore_rl.rewards.options import RewardOptions
 from mcore_rl.rewards.pool import RewardPool, check_rewards
-from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.rewards.stack import RewardStack
 from tests.reward_server import responses
+from tests.reward_specs import rewards_of
 
 SECRETS = {
     "AWS_SECRET_ACCESS_KEY": "hush-aws",
@@ -134,7 +134,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, marker: Path) -> Path:
 
 
 def new_pool(name: str = "a_spy:spy", *, timeout_seconds: float = 20, **options) -> RewardPool:
-    spec = parse_rewards(name, num_workers=1, timeout_seconds=timeout_seconds, **options)
+    spec = rewards_of(name, reward_workers=1, reward_timeout_seconds=timeout_seconds, **options)
     return RewardPool(spec)
 
 
@@ -189,7 +189,7 @@ def test_worker_cannot_read_the_trainer(pool, what):
 
 
 def test_worker_gets_only_the_variables_of_reward_env(folder):
-    spec = parse_rewards("a_spy:spy", environment_names="HF_TOKEN")
+    spec = rewards_of("a_spy:spy", reward_env="HF_TOKEN")
     check_rewards(spec)
     with RewardStack(spec) as stack:
         seen = stack.score(attempt("environment"))[0].failure
@@ -259,20 +259,20 @@ def test_hanging_import_is_a_usage_error(folder, monkeypatch):
     monkeypatch.setattr("mcore_rl.isolation.pool.MARGIN_SECONDS", 0.0)
     (folder / "a_sleepy_one.py").write_text("import time\ntime.sleep(600)\n")
     with pytest.raises(UsageError, match="a_sleepy_one:f .*no answer within 4 s"):
-        check_rewards(parse_rewards("a_sleepy_one:f"))
+        check_rewards(rewards_of("a_sleepy_one:f"))
 
 
 def test_reward_module_is_not_imported_by_the_trainer(folder):
-    check_rewards(parse_rewards("a_spy:spy"))
+    check_rewards(rewards_of("a_spy:spy"))
     assert "a_spy" not in sys.modules
     with pytest.raises(UsageError, match=r"no attribute 'spi' \(did you mean spy\?\)"):
-        check_rewards(parse_rewards("a_spy:spi"))
+        check_rewards(rewards_of("a_spy:spi"))
 
 
 def test_import_that_ends_its_process_is_a_usage_error(folder):
     (folder / "a_deadly_one.py").write_text("import os\nos._exit(7)\n")
     with pytest.raises(UsageError, match="a_deadly_one:f cannot be used.*make its import work"):
-        check_rewards(parse_rewards("a_deadly_one:f"))
+        check_rewards(rewards_of("a_deadly_one:f"))
 
 
 # Memory and time ----------------------------------------------------------------------------------
@@ -334,14 +334,14 @@ def test_numpy_starts_under_the_default_limit(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("rewards", "options", "message"),
     [
-        ("gsm8k", {"environment_names": "A,,B"}, "--rl-reward-env must be names"),
-        ("gsm8k", {"environment_names": "hf_hush="}, "--rl-reward-env must be names"),
-        ("model", {"environment_names": "HOME"}, "--rl-reward-env has no effect"),
+        ("gsm8k", {"reward_env": "A,,B"}, "--rl-reward-env must be names"),
+        ("gsm8k", {"reward_env": "hf_hush="}, "--rl-reward-env must be names"),
+        ("model", {"reward_env": "HOME"}, "--rl-reward-env has no effect"),
     ],
 )
 def test_invalid_environment_flags_are_refused_without_showing_values(rewards, options, message):
     with pytest.raises(UsageError, match=message) as caught:
-        parse_rewards(rewards, **options)
+        rewards_of(rewards, **options)
     assert "hush" not in str(caught.value)
 
 
@@ -350,4 +350,4 @@ def test_unset_variable_is_refused(monkeypatch):
     with pytest.raises(
         UsageError, match="--rl-reward-env A_KEY names an environment variable that"
     ):
-        check_rewards(parse_rewards("gsm8k", environment_names="A_KEY"))
+        check_rewards(rewards_of("gsm8k", reward_env="A_KEY"))

@@ -9,19 +9,22 @@ import pytest
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
 from mcore_rl.environments.interface import EnvironmentSpec
+from mcore_rl.environments.options import EnvironmentOptions
 from mcore_rl.rewards.functions import reward
 from mcore_rl.rewards.pool import check_rewards
-from mcore_rl.rewards.specs import header_of, parse_rewards
+from mcore_rl.rewards.specs import header_of
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.trainer.inputs import environment_spec, reward_spec
 from tests.reward_server import responses
+from tests.reward_specs import rewards_of
 
 URL = "http://127.0.0.1:9/score"
 
 
 def test_parse_rewards_aligns_names_and_weights():
-    spec = parse_rewards("gsm8k, my.pkg:fn,http", "1,0.5, -0.1", url=URL, http_batch=7)
+    spec = rewards_of(
+        "gsm8k, my.pkg:fn,http", reward_weights="1,0.5, -0.1", reward_url=URL, reward_http_batch=7
+    )
     assert spec.names == ("gsm8k", "my.pkg:fn", "http")
     assert spec.weights == (1.0, 0.5, -0.1)
     assert spec.functions == ("gsm8k", "my.pkg:fn")
@@ -29,7 +32,7 @@ def test_parse_rewards_aligns_names_and_weights():
 
 
 def test_parse_rewards_normalizes_spelling_and_gives_weight_1():
-    spec = parse_rewards("./a b.py::f, my.pkg : g")
+    spec = rewards_of("./a b.py::f, my.pkg : g")
     assert (spec.names, spec.weights) == (("./a b.py:f", "my.pkg:g"), (1.0, 1.0))
 
 
@@ -44,7 +47,7 @@ def test_parse_rewards_normalizes_spelling_and_gives_weight_1():
     ],
 )
 def test_pooling_asks_one_sample_a_request_at_the_servers_route(url, route):
-    (server,) = parse_rewards("pooling", pooling_url=url, http_batch=32).servers
+    (server,) = rewards_of("pooling", reward_pooling_url=url, reward_http_batch=32).servers
     assert (server.name, server.url, server.batch_samples) == ("pooling", route, 1)
 
 
@@ -67,7 +70,7 @@ def test_pooling_asks_one_sample_a_request_at_the_servers_route(url, route):
 )
 def test_parse_rewards_refuses_names_and_weights(flags, message):
     with pytest.raises(UsageError, match=re.escape(message)):
-        parse_rewards(*flags)
+        rewards_of(*flags[:1], reward_weights=flags[1] if flags[1:] else None)
 
 
 @pytest.mark.parametrize(
@@ -91,36 +94,36 @@ def test_parse_rewards_refuses_names_and_weights(flags, message):
 )
 def test_parse_rewards_refuses_invalid_servers(rewards, options, message):
     with pytest.raises(UsageError, match=re.escape(message)):
-        parse_rewards(rewards, **options)
+        rewards_of(rewards, **options)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"url": "http://me:hush@host/score"},
-        {"url": "http://hush@host:no/score"},
-        {"url": "ftp://me:hush@host/"},
-        {"url": "http://host/score?api_key=hush"},
-        {"url": "host:80/score?hush"},
-        {"url": "http://host/score#hush"},
-        {"url": URL, "header_env": "Authorization: Bearer hush"},
+        {"reward_url": "http://me:hush@host/score"},
+        {"reward_url": "http://hush@host:no/score"},
+        {"reward_url": "ftp://me:hush@host/"},
+        {"reward_url": "http://host/score?api_key=hush"},
+        {"reward_url": "host:80/score?hush"},
+        {"reward_url": "http://host/score#hush"},
+        {"reward_url": URL, "reward_http_header_env": "Authorization: Bearer hush"},
     ],
 )
 def test_parse_rewards_shows_no_secret_of_the_command_line(options):
     with pytest.raises(UsageError, match="environment variable") as caught:
-        parse_rewards("http", **options)
+        rewards_of("http", **options)
     assert "hush" not in str(caught.value)
 
 
 def server_with_header():
-    return parse_rewards("http", url=URL, header_env="REWARD_HEADER").servers[0]
+    return rewards_of("http", reward_url=URL, reward_http_header_env="REWARD_HEADER").servers[0]
 
 
 @pytest.mark.parametrize("text", ["X: Bearer hush:1=", "X:Bearer hush:1=", " X: Bearer hush:1= \n"])
 def test_header_of_reads_the_environment(monkeypatch, text):
     monkeypatch.setenv("REWARD_HEADER", text)
     assert header_of(server_with_header()) == {"X": "Bearer hush:1="}
-    assert header_of(parse_rewards("http", url=URL).servers[0]) == {}
+    assert header_of(rewards_of("http", reward_url=URL).servers[0]) == {}
 
 
 MALFORMED = ["hush", "", "hush:", ": hush", "X: hush\r\nY: 1", "X: hush\nY: 1", "X Y: hush"]
@@ -146,12 +149,12 @@ def test_header_of_refuses_malformed_headers_without_showing_them(monkeypatch, t
 def test_check_rewards_needs_variable_function_and_file(monkeypatch, rewards, options, message):
     monkeypatch.delenv("REWARD_HEADER", raising=False)
     with pytest.raises(UsageError, match=message):
-        check_rewards(parse_rewards(rewards, **options))
-    check_rewards(parse_rewards("exact_match,gsm8k"))
+        check_rewards(rewards_of(rewards, **options))
+    check_rewards(rewards_of("exact_match,gsm8k"))
 
 
 def test_reward_of_an_environment_is_weighed_but_not_scored_by_the_stack():
-    spec = parse_rewards("environment,exact_match", "1,0.5")
+    spec = rewards_of("environment,exact_match", reward_weights="1,0.5")
     assert (spec.names, spec.functions) == (("environment", "exact_match"), ("exact_match",))
     (rollout,) = responses("7")
     with RewardStack(spec) as stack:
@@ -170,11 +173,10 @@ def test_reward_of_an_environment_is_weighed_but_not_scored_by_the_stack():
 def test_environment_is_the_default_reward_where_one_is_named():
     assert RLConfig().reward == "exact_match" == RLConfig().as_dict()["reward"]
     alone = RLConfig.of(environment="calculator")
-    assert reward_spec(alone).names == ("environment",)
     assert alone.as_dict()["reward"] == "environment"
     assert RLConfig.of(environment="calculator", reward="gsm8k").reward == "gsm8k"
-    assert environment_spec(RLConfig()) is None
-    given = RLConfig.of(
+    assert EnvironmentOptions().spec((), None) is None
+    given = EnvironmentOptions(
         environment="a:B",
         environment_timeout=2.0,
         environment_memory_gib=1.0,
@@ -182,9 +184,8 @@ def test_environment_is_the_default_reward_where_one_is_named():
         max_environments=3,
         max_turns=4,
         max_turn_tokens=5,
-        import_=("f.py",),
     )
-    assert environment_spec(given) == EnvironmentSpec(
+    assert given.spec(("f.py",), None) == EnvironmentSpec(
         name="a:B",
         timeout_seconds=2.0,
         memory_gib=1.0,

@@ -23,10 +23,10 @@ from mcore_rl.rewards.http import PLAIN_DIALECT, ServerReward
 from mcore_rl.rewards.pool import RewardPool
 from mcore_rl.rewards.scorer import Finished, Scorer
 from mcore_rl.rewards.servers import Servers
-from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
 from tests.reward_server import Server, rollouts, running_server
+from tests.reward_specs import rewards_of
 
 # The answer of a sample is a failure to cause, a pipe to read, or its reward.
 FILE = """
@@ -77,13 +77,13 @@ def stack(folder: Path) -> Iterator[RewardStack]:
 
     with running_server() as server:
         server.behaviour = behave
-        spec = parse_rewards(
+        spec = rewards_of(
             "streamed,streamed_number,http",
-            url=server.url,
-            http_batch=4,
-            timeout_seconds=3.0,
-            memory_gib=0.5,
-            num_workers=2,
+            reward_url=server.url,
+            reward_http_batch=4,
+            reward_timeout_seconds=3.0,
+            reward_memory_gib=0.5,
+            reward_workers=2,
             imports=[str(folder / "streamed.py")],
         )
         with RewardStack(spec) as stack:
@@ -94,7 +94,9 @@ def patient_pool(folder: Path) -> RewardPool:
     """Two workers; the time of the function is not known yet, so samples are sent one by one."""
     file = str(folder / "streamed.py")
     return RewardPool(
-        parse_rewards("streamed", num_workers=2, timeout_seconds=PATIENT_SECONDS, imports=[file])
+        rewards_of(
+            "streamed", reward_workers=2, reward_timeout_seconds=PATIENT_SECONDS, imports=[file]
+        )
     )
 
 
@@ -193,7 +195,7 @@ def test_outcomes_leaves_other_tickets_unfinished(stack):
 
 
 def test_stack_of_a_reward_model_finishes_at_once():
-    with RewardStack(parse_rewards("model")) as stack:
+    with RewardStack(rewards_of("model")) as stack:
         ticket = stack.begin(rollouts("1")[0])
         assert stack.finished() == [(ticket, {})]
 
@@ -234,8 +236,10 @@ def test_failure_affects_only_its_sample_and_part(stack, caplog):
 
 
 def test_unknown_function_raises_and_cancels_everything(server_that_hangs):
-    spec = parse_rewards(
-        "no_such_function,http", url=server_that_hangs.url, timeout_seconds=PATIENT_SECONDS
+    spec = rewards_of(
+        "no_such_function,http",
+        reward_url=server_that_hangs.url,
+        reward_timeout_seconds=PATIENT_SECONDS,
     )
     with RewardStack(spec) as stack:
         for sample in rollouts(*["1"] * 10):
@@ -315,11 +319,11 @@ def test_close_during_scoring_leaves_nothing(folder, server_that_hangs, tmp_path
 
     port = server_that_hangs.server_address[1]
     before = held()
-    spec = parse_rewards(
+    spec = rewards_of(
         "streamed,http",
-        url=server_that_hangs.url,
-        timeout_seconds=PATIENT_SECONDS,
-        num_workers=2,
+        reward_url=server_that_hangs.url,
+        reward_timeout_seconds=PATIENT_SECONDS,
+        reward_workers=2,
         imports=[str(folder / "streamed.py")],
     )
     pipe = Pipe(tmp_path)
@@ -352,7 +356,9 @@ def test_next_request_takes_all_waiting_samples():
 
     with running_server() as server:
         server.behaviour = behave
-        (spec,) = parse_rewards("http", url=server.url, http_batch=4, http_concurrency=1).servers
+        (spec,) = rewards_of(
+            "http", reward_url=server.url, reward_http_batch=4, reward_http_concurrency=1
+        ).servers
         reward = ServerReward(spec, PLAIN_DIALECT, timeout_seconds=PATIENT_SECONDS)
         with Servers([reward]) as servers:
             samples = rollouts(*[str(index) for index in range(10)])

@@ -21,8 +21,8 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.rewards.batches import Batch
 from mcore_rl.rewards.functions import arithmetic, exact_match, gsm8k, resolve_reward, reward
 from mcore_rl.rewards.pool import RewardPool
-from mcore_rl.rewards.specs import parse_rewards
 from tests.reward_server import rollouts
+from tests.reward_specs import rewards_of
 
 REPOSITORY = Path(__file__).parents[2]
 GSM8K_TRAIN = REPOSITORY.parent / "shared/data/gsm8k/train.jsonl"
@@ -89,7 +89,7 @@ def user_module(tmp_path_factory):
 
 def user_pool(*, timeout_seconds: float) -> RewardPool:
     spec = "rewards_of_a_user:score"
-    return RewardPool(parse_rewards(spec, num_workers=2, timeout_seconds=timeout_seconds))
+    return RewardPool(rewards_of(spec, reward_workers=2, reward_timeout_seconds=timeout_seconds))
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +234,9 @@ def test_resolve_reward_finds_a_function_in_a_file(tmp_path, monkeypatch):
         assert resolve_reward(spec) is found
     assert resolve_reward("score.py:Scorer.f")(prompt="", response="", answer="") == 2
     assert sys.path == before
-    with RewardPool(parse_rewards("./score.py:f", num_workers=1, timeout_seconds=20.0)) as pool:
+    with RewardPool(
+        rewards_of("./score.py:f", reward_workers=1, reward_timeout_seconds=20.0)
+    ) as pool:
         pool.check()
 
 
@@ -395,7 +397,9 @@ def test_samples_of_a_quick_reward_are_sent_in_batches(user_module, monkeypatch)
 
 
 def test_score_raises_usage_error_when_workers_cannot_resolve(user_module):
-    with RewardPool(parse_rewards("broken_rewards:f", num_workers=1, timeout_seconds=5)) as broken:
+    with RewardPool(
+        rewards_of("broken_rewards:f", reward_workers=1, reward_timeout_seconds=5)
+    ) as broken:
         with pytest.raises(UsageError, match="no licence file"):
             broken.score(rollouts("1", "1"))
 
@@ -403,13 +407,17 @@ def test_score_raises_usage_error_when_workers_cannot_resolve(user_module):
 def test_score_raises_when_workers_die_at_start(tmp_path, monkeypatch):
     (tmp_path / "deadly_reward.py").write_text("import os\nos._exit(7)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with RewardPool(parse_rewards("deadly_reward:f", num_workers=1, timeout_seconds=5)) as deadly:
+    with RewardPool(
+        rewards_of("deadly_reward:f", reward_workers=1, reward_timeout_seconds=5)
+    ) as deadly:
         with pytest.raises(RuntimeError, match="deadly_reward:f were started 3 times .*code 7"):
             deadly.score(rollouts("1", "1"))
 
 
 def test_score_raises_after_close(user_module):
-    with RewardPool(parse_rewards("exact_match", num_workers=1, timeout_seconds=5)) as closed:
+    with RewardPool(
+        rewards_of("exact_match", reward_workers=1, reward_timeout_seconds=5)
+    ) as closed:
         assert closed.score(rollouts("0", "0"))[0].reward == 1.0
     closed.close()
     with pytest.raises(RuntimeError, match="closed"):
@@ -428,7 +436,8 @@ from tests.reward_server import rollouts
 if __name__ == "__main__":
     main = sys.modules["__main__"]
     spec = main.__spec__
-    pool = RewardPool(parse_rewards("rewards_of_a_user:score", num_workers=2, timeout_seconds=600))
+    function = "rewards_of_a_user:score"
+    pool = RewardPool(rewards_of(function, reward_workers=2, reward_timeout_seconds=600))
     print(*[int(s.reward) for s in pool.score(rollouts("heavy modules", "pid", "pid"))])
     assert main.__spec__ is spec
     if "hang" in sys.argv:
@@ -518,7 +527,9 @@ def test_rewards_receive_every_column_and_answers_of_any_type(tmp_path, monkeypa
     prompt = Prompt(0, "question", ["a", "b"], np.zeros(1, np.int32), json.dumps(ROW))
     samples = [dataclasses.replace(each, prompt=prompt) for each in rollouts("0", "0", "0")]
     names = [f"of_the_row:{name}" for name in ("of_row", "any_keyword", "three")]
-    with RewardPool(parse_rewards(",".join(names), num_workers=1, timeout_seconds=20)) as pool:
+    with RewardPool(
+        rewards_of(",".join(names), reward_workers=1, reward_timeout_seconds=20)
+    ) as pool:
         for _ in range(2):  # one by one, and in batches
             for outcomes in pool.outcomes(samples).values():
                 assert [(each.reward, each.failure) for each in outcomes] == [(1.0, None)] * 3

@@ -478,10 +478,10 @@ def test_preset_fits_its_model_and_machines(name, tmp_path):
 def test_own_data_command_of_the_readme_keeps_its_prompts(script, parser, checkpoint_factory):
     """GSM8K's questions are longer than the limits of the tiny task."""
     from mcore_rl.config import config_from
+    from mcore_rl.data.prompts import load_prompt_files
     from mcore_rl.flags.given import expand_config, given_values
     from mcore_rl.job.layout import check_lengths
     from mcore_rl.model.config_json import read_model_shape
-    from mcore_rl.trainer.inputs import load_prompt_files
 
     _, _, section = (ROOT / "README.md").read_text().partition("## Your own checkpoint")
     pattern = r"run_deepseek_moe\.sh (--rl-hf-checkpoint DIR(?:.*\\\n)*.*)"
@@ -499,7 +499,7 @@ def test_own_data_command_of_the_readme_keeps_its_prompts(script, parser, checkp
     tokens = [*train.flags, "--rl-cache-dir", str(script.folder / "cache")]
     config = config_from(given_values(expand_config(tokens, parser), parser))
     check_lengths(config, read_model_shape(checkpoint))
-    prompts, _ = load_prompt_files(config)
+    prompts, _ = load_prompt_files(config.data, checkpoint)
     assert (len(prompts), prompts.num_too_long) == (3, 0)
     assert config.reward == "gsm8k"
 

@@ -27,10 +27,10 @@ from mcore_rl.isolation.levels import BUBBLEWRAP, LANDLOCK, LEVELS, SECCOMP
 from mcore_rl.launch import cleanup
 from mcore_rl.rewards.functions import resolve_reward
 from mcore_rl.rewards.pool import check_rewards
-from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.rewards.worker import score_sample
 from mcore_rl.sandbox.code_blocks import code_in
 from mcore_rl.sandbox.runner import Ran, report_of, run_python
+from tests.reward_specs import rewards_of
 from tests.unit.sandbox_attacks import ATTACKS, FILES, HOGS, PRELUDE
 
 PATIENT_SECONDS = 60.0
@@ -376,10 +376,11 @@ def test_machine_without_a_filter_is_refused():
     program = (
         "import ctypes\n"
         "from mcore_rl.common.errors import UsageError\n"
+        "from mcore_rl.rewards.options import RewardOptions\n"
         "from mcore_rl.rewards.pool import check_rewards\n"
         "from mcore_rl.rewards.specs import parse_rewards\n"
         "ctypes.CDLL(None).personality(8)  # PER_LINUX32: uname names a 32-bit machine\n"
-        "try:\n    check_rewards(parse_rewards('gsm8k,python_sandbox'))\n"
+        "try:\n    check_rewards(parse_rewards('gsm8k,python_sandbox', RewardOptions()))\n"
         "except UsageError as error: print(error)\n"
     )
     refused = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True)
@@ -412,6 +413,7 @@ def test_level_lacks_the_protections_it_lists(host):
 OLD_MACHINE = """
 import ctypes, os, struct, sys
 from mcore_rl.common.errors import UsageError
+from mcore_rl.rewards.options import RewardOptions
 from mcore_rl.rewards.pool import check_rewards
 from mcore_rl.rewards.specs import parse_rewards
 
@@ -427,7 +429,7 @@ header = struct.pack("=HxxxxxxQ", len(program) // 8, ctypes.addressof(lines))
 assert libc.prctl(22, 2, ctypes.c_char_p(header), 0, 0) == 0
 os.environ["PATH"] = ""
 try:
-    check_rewards(parse_rewards("python_sandbox", sandbox_accept=sys.argv[1]))
+    check_rewards(parse_rewards("python_sandbox", RewardOptions(sandbox_accept=sys.argv[1])))
 except UsageError as error:
     print(error)
 """
@@ -446,7 +448,7 @@ def test_machine_without_file_protection_is_refused():
 
 def test_unknown_protection_cannot_be_accepted():
     with pytest.raises(UsageError, match="^--rl-sandbox-accept file .*files"):
-        parse_rewards("python_sandbox", sandbox_accept="memory,file")
+        rewards_of("python_sandbox", sandbox_accept="memory,file")
 
 
 def test_numbers_of_calls_match_the_kernel_headers():
@@ -520,7 +522,7 @@ def test_sandbox_as_a_reward():
     for answer in ("", [], {"a": 1}):
         with pytest.raises(ValueError, match="the answer "):
             reward(prompt="", response=right, answer=answer)
-    check_rewards(parse_rewards("python_sandbox"))
+    check_rewards(rewards_of("python_sandbox"))
 
 
 def test_time_limit_of_the_sandbox_is_below_that_of_the_reward():

@@ -22,8 +22,8 @@ from mcore_rl.environments.wire import Event, Started, Stepped
 from mcore_rl.isolation.client import Supervisor
 from mcore_rl.isolation.levels import BUBBLEWRAP
 from mcore_rl.rewards.pool import RewardPool
-from mcore_rl.rewards.specs import parse_rewards
 from tests.conftest import load_script
+from tests.reward_specs import rewards_of
 
 PATIENT_SECONDS = 120
 
@@ -155,8 +155,7 @@ def test_sandbox_runs_in_workers_of_environments_and_rewards(tmp_path):
     right += f"\n{right[:-3]}import os; assert (os.getcwd() == '/sandbox') == {is_apart}\n```"
     connects = "```python\nimport socket; socket.socket()\n```"
     row = Prompt(0, "write f", ["assert f(1) == 2"], np.zeros(0, np.int32))
-    limits = {"timeout_seconds": PATIENT_SECONDS, "memory_gib": 2.0}
-    with EnvironmentPool(EnvironmentSpec("python_sandbox", **limits)) as pool:
+    with EnvironmentPool(EnvironmentSpec("python_sandbox", PATIENT_SECONDS, 2.0)) as pool:
         tickets = [pool.start(row, 0) for _ in range(2)]
         found = events_of(pool, 2)
         assert found == dict.fromkeys(tickets, Started(None))
@@ -167,7 +166,9 @@ def test_sandbox_runs_in_workers_of_environments_and_rewards(tmp_path):
         assert "PermissionError" in found[tickets[1]].observation[0]["content"]
     none = np.zeros(0, np.float32)
     rollouts = [Rollout(row, 0, text, none, none, "stop", 0) for text in (right, connects)]
-    with RewardPool(parse_rewards("python_sandbox", num_workers=1, **limits)) as pool:
+    with RewardPool(
+        rewards_of("python_sandbox", reward_workers=1, reward_timeout_seconds=60)
+    ) as pool:
         scored = pool.score(rollouts)
     assert [(each.reward, each.failure) for each in scored] == [(1.0, None), (0.0, None)]
 

@@ -11,7 +11,7 @@ import pytest
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.spawning import main_script_left_out
 from mcore_rl.rewards.pool import RewardPool
-from mcore_rl.rewards.specs import parse_rewards
+from tests.reward_specs import rewards_of
 
 # Megatron's checkpoint writer starts a manager in another process, too.
 LEFT_OUT = """
@@ -62,7 +62,9 @@ def test_process_that_imports_the_script_does_not_start_a_run(tmp_path):
 def test_reward_in_a_script_without_a_guard_is_refused(tmp_path, monkeypatch):
     (tmp_path / "fork_script.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
-    with RewardPool(parse_rewards("fork_script:length", num_workers=1, timeout_seconds=60)) as pool:
+    with RewardPool(
+        rewards_of("fork_script:length", reward_workers=1, reward_timeout_seconds=60)
+    ) as pool:
         with pytest.raises(UsageError, match="fork_script:length .*put what starts it below if"):
             pool.check()
 

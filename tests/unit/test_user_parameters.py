@@ -22,7 +22,9 @@ from mcore_rl.algorithms.total_loss import policy_loss_total
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.config import RLConfig, config_from, flags
+from mcore_rl.data.options import DataOptions
 from mcore_rl.data.prompt_file import read_rows
+from mcore_rl.data.prompts import prompt_source
 from mcore_rl.flags.given import as_config, expand_config, given_values, import_given_files
 from mcore_rl.flags.pages import BEGIN, END, flags_page, help_text, parameter_table
 from mcore_rl.flags.parser import add_rl_args
@@ -31,7 +33,6 @@ from mcore_rl.launch.launcher import main as launch
 from mcore_rl.model.config_json import read_model_shape
 from mcore_rl.observe import user_metrics
 from mcore_rl.observe.run_directory import RunConfig, RunDirectory, read_config
-from mcore_rl.trainer.inputs import prompt_source
 from tests.unit.algorithms.ragged import ragged, random_ragged
 from tests.unit.algorithms.test_estimators import inputs_of
 
@@ -350,20 +351,20 @@ def test_user_metrics_are_recorded_and_failures_logged_once(caplog, monkeypatch)
 def test_user_prompts_become_a_file_named_by_content(tmp_path):
     rows = [{"prompt": f"{a} + 1 =", "answer": a + 1} for a in range(3)]
     api.prompts("sums")(lambda: iter(rows))
-    config = RLConfig.of(prompts="sums", cache_dir=str(tmp_path))
-    source = prompt_source(config, "sums")
+    options = DataOptions(prompts="sums", cache_dir=str(tmp_path))
+    source = prompt_source(options, "sums")
     found = [(row.prompt, row.answer) for row in read_rows(source, "--rl-prompts")]
     assert found == [("0 + 1 =", "1"), ("1 + 1 =", "2"), ("2 + 1 =", "3")]
-    assert prompt_source(config, "sums") == source and len(list(source.path.parent.iterdir())) == 1
+    assert prompt_source(options, "sums") == source and len(list(source.path.parent.iterdir())) == 1
     rows.pop()
-    assert prompt_source(config, "sums").path != source.path
-    assert prompt_source(config, "other.jsonl").path == Path("other.jsonl")
+    assert prompt_source(options, "sums").path != source.path
+    assert prompt_source(options, "other.jsonl").path == Path("other.jsonl")
     api.prompts("none")(lambda: [])
-    with pytest.raises(UsageError, match="^--rl-prompts none gives no row"):
-        prompt_source(config, "none")
+    with pytest.raises(UsageError, match="^--rl-eval-prompts none gives no row"):
+        prompt_source(options, "none", "--rl-eval-prompts")
     api.prompts("broken")(lambda: [{"prompt": object()}])
     with pytest.raises(UsageError, match="^--rl-prompts broken cannot be used, .* TypeError"):
-        prompt_source(config, "broken")
+        prompt_source(options, "broken")
     with pytest.raises(ValueError, match="two sources of prompts are called 'sums'"):
         api.prompts("sums")(lambda: [])
     with pytest.raises(ValueError, match="cannot be called 'a/b.jsonl'"):

@@ -12,9 +12,37 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.model.config_fields import Fields
 from mcore_rl.model.config_json import model_shape
 from mcore_rl.model.families import FAMILIES
-from mcore_rl.model.vllm_fields import HARMLESS_NAMES, OF_ALL_MODELS, OF_CLASS
+from mcore_rl.model.vllm_fields import OF_ALL_MODELS, OF_CLASS
 from tests.model_shapes import CONFIGS
 from tests.vllm_reads import read_by_class, read_of_all_models
+
+# Read by vLLM without effect on the model's computation: reason -> fields.
+_REASONS = {
+    "methods of the configuration, and fields that vLLM makes by itself": """
+        get get_text_config items to_dict update model method max_model_len
+        quantization_config_dict_json quantization_config_file name_or_path
+    """,
+    "dtypes, lengths and files, which engines here are told": """
+        architectures dtype model_max_length quantization_config
+    """,
+    "of pooling models, and engines here generate": """
+        classifier_from_token is_decoder is_matryoshka matryoshka_dimensions num_labels pooling
+        use_pad_token use_sep_token
+    """,
+    "of drafters with a config.json of their own": """
+        block_size candidate_block_size candidate_topk_blocks canvas_length dflash_config
+        draft_vocab_size dspark_block_size dspark_draft_topk dspark_noise_token_id
+        dspark_target_layer_ids eagle_aux_hidden_state_layer_ids eagle_config
+        index_share_for_mtp_iteration mask_token_id mtp_config mtp_layer_types mtp_num_experts
+        mtp_num_experts_per_tok mtp_num_hidden_layers n_predict num_lookahead_tokens num_mtp_modules
+        pard_token ptd_token_id sample_from_anchor target_layer_count target_layer_ids
+    """,
+    "read beside another field, which decides": """
+        kv_lora_rank max_window_layers num_layers qk_nope_head_dim qk_rope_head_dim topk_group
+        v_head_dim
+    """,
+}
+HARMLESS = frozenset(" ".join(_REASONS.values()).split())
 
 PUBLISHED = {path.stem: json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))}
 # vLLM reads them without latent attention only, and in GLM's class for that of DeepSeek-V2.
@@ -43,7 +71,7 @@ def mapped(model_type: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_every_field_that_vllm_reads_is_mapped_or_in_a_table(model_type, monkeypatch):
     """Fails with the new fields of another version of vLLM."""
     family = FAMILIES[model_type]
-    known = HARMLESS_NAMES | OF_ALL_MODELS | OF_CLASS.get(family.class_name, frozenset())
+    known = HARMLESS | OF_ALL_MODELS | OF_CLASS.get(family.class_name, frozenset())
     known |= mapped(model_type, monkeypatch)
     if family.latent_attention:
         known |= _NOT_BY_LATENT_ATTENTION
@@ -57,7 +85,7 @@ def test_tables_list_only_fields_that_vllm_reads():
     for name, fields in OF_CLASS.items():
         assert name in classes
         assert read_by_class(name) >= fields, name
-    assert HARMLESS_NAMES & OF_ALL_MODELS == set()
+    assert HARMLESS & OF_ALL_MODELS == set()
 
 
 def shape_of(name: str, **fields: Any) -> object:

@@ -78,8 +78,13 @@ def examine_job(
     few: list[Prompt] = []
     trusts = bool(job.values.get("trust_remote_code"))
     with report.catching(PROMPTS):
-        few = check_prompts(report, job.config, resumed, trust_remote_code=trusts)
-    report.add(REWARD, lambda: check_reward(job.config, few, facts.reward_model_folder))
+        few = check_prompts(report, job.config, facts.rewards, resumed, trust_remote_code=trusts)
+    rewards = facts.rewards
+    if rewards is not None:
+        report.add(
+            REWARD,
+            lambda: check_reward(rewards, facts.environment, few, facts.reward_model_folder),
+        )
     return job
 
 

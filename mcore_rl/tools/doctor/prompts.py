@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from mcore_rl.batching.types import Prompt
-from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
 from mcore_rl.data.prompt_file import check_prompts as count_prompts
-from mcore_rl.data.prompts import PromptDataset, load_prompts
+from mcore_rl.data.prompts import PromptDataset, load_prompts, prompt_source
 from mcore_rl.data.tokenizer import HOW_TO_END, missing_end
+from mcore_rl.job.inputs import check_code_tests
+from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.tools.doctor.finding import PROMPTS, Finding, Report, green, plural, red, yellow
-from mcore_rl.trainer.inputs import check_code_tests, prompt_source
 from mcore_rl.trainer.resume.trainer_state import (
     TRAINER,
     date_of_checkpoints,
@@ -30,19 +30,22 @@ _FEW = 2
 def check_prompts(
     report: Report,
     config: RLConfig,
+    rewards: RewardSpec | None,
     resumed: Path | None = None,
     *,
     trust_remote_code: bool = False,
 ) -> list[Prompt]:
     """Report on both files; return a few training prompts whose answers differ, or without answers
-    if there are none. `resumed` is the checkpoint that the run resumes from, `trust_remote_code` is
-    Megatron's flag."""
+    if there are none. `rewards` is None if they were refused, `resumed` is the checkpoint that the
+    run resumes from, `trust_remote_code` is Megatron's flag."""
     day = None if resumed is None else date_of_checkpoints(resumed.parent)
 
     def read(path: str | None, flag: str) -> PromptDataset | None:
         if path is None:
             return None
-        source = prompt_source(config, path, trust_remote_code=trust_remote_code, date=day)
+        source = prompt_source(
+            config.data, path, flag, trust_remote_code=trust_remote_code, date=day
+        )
         if config.trainer.hf_checkpoint is None or not os.path.isdir(config.trainer.hf_checkpoint):
             rows = plural(count_prompts(source, flag), "prompt")
             what = f"{flag}: {rows}, of unknown length, as there is no checkpoint with a tokenizer"
@@ -61,10 +64,7 @@ def check_prompts(
 
     train = held_out = None
     with report.catching(PROMPTS):
-        if config.data.prompts is None:
-            remedy = "give a JSONL or Parquet file of prompts"
-            raise UsageError("is missing", flag="--rl-prompts", remedy=remedy)
-        train = read(config.data.prompts, "--rl-prompts")
+        train = read(config.data.required_prompts(), "--rl-prompts")
     with report.catching(PROMPTS):
         held_out = read(config.data.eval_prompts, "--rl-eval-prompts")
     if train is None:
@@ -77,9 +77,10 @@ def check_prompts(
         what = f"{fault}: every response will be cut"
         report.findings.append(yellow(PROMPTS, what, HOW_TO_END))
     report.findings += _together(rows, held_out, config)
-    # Where code cannot be run, the check of the reward reports it.
-    with report.catching(PROMPTS), contextlib.suppress(RuntimeError):
-        check_code_tests(config, train, held_out)
+    if rewards is not None:
+        # Where code cannot be run, the check of the reward reports it.
+        with report.catching(PROMPTS), contextlib.suppress(RuntimeError):
+            check_code_tests(config, rewards, train, held_out)
     if resumed is not None and (resumed / TRAINER).is_dir():
         report.findings.append(_same_as_before(train, config, resumed))
     return _few(rows)

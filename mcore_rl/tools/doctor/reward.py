@@ -21,6 +21,7 @@ from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.common.addresses import is_loopback
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
+from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.environments.pool import EnvironmentPool
 from mcore_rl.isolation.wire import Failed
 from mcore_rl.job.value_models import Folder
@@ -34,7 +35,6 @@ from mcore_rl.sandbox.code_rows import nothings
 from mcore_rl.sandbox.code_tests import suite_of
 from mcore_rl.sandbox.runner import check_sandbox, describe
 from mcore_rl.tools.doctor.finding import REWARD, Finding, green, red, refusal, yellow
-from mcore_rl.trainer.inputs import environment_spec, reward_spec
 
 # Built-in rewards that compare with the answer, which must get more than anything else.
 _EXACT = ("exact_match", "arithmetic", "gsm8k")
@@ -58,19 +58,19 @@ class Trial:
 
 
 def check_reward(
-    config: RLConfig, prompts: Sequence[Prompt], model: Folder | None
+    spec: RewardSpec,
+    environment: EnvironmentSpec | None,
+    prompts: Sequence[Prompt],
+    model: Folder | None,
 ) -> list[Finding]:
     """Try the reward on `prompts`: a few whose answers differ, or without answers. `model` is the
     model of --rl-reward-model, if it could be read."""
-    try:
-        spec = reward_spec(config)
-    except UsageError as error:
-        return [refusal(REWARD, error)]
     findings = []
     if model is not None:
         what = f"model: {model.checkpoint.folder}, {model.shape.architecture} with a score head"
         findings.append(green(REWARD, what))
-    findings += _environment(config, prompts)
+    if environment is not None:
+        findings.append(_environment(environment, prompts))
     if not spec.functions and not spec.servers:
         return findings
     if not prompts:
@@ -179,14 +179,10 @@ def _tried(spec: RewardSpec, prompts: Sequence[Prompt]) -> list[Finding]:
     return findings
 
 
-def _environment(config: RLConfig, prompts: Sequence[Prompt]) -> list[Finding]:
-    """Check that the environment of the flags starts with a few prompts, in its own processes."""
-    if config.environments.environment is None:
-        return []
+def _environment(spec: EnvironmentSpec, prompts: Sequence[Prompt]) -> Finding:
+    """Check that the environment starts with a few prompts, in its own processes."""
     confined = ""
     try:
-        spec = environment_spec(config)
-        assert spec is not None
         with EnvironmentPool(spec) as pool:
             pool.check()  # also checks --rl-import, whose files do not run in this process
             if spec.name == PYTHON_SANDBOX:
@@ -200,17 +196,17 @@ def _environment(config: RLConfig, prompts: Sequence[Prompt]) -> list[Finding]:
                     tickets.discard(ticket)
                     failed += [event] if isinstance(event, Failed) else []
     except UsageError as error:
-        return [refusal(REWARD, error)]
+        return refusal(REWARD, error)
     except RuntimeError as error:  # its processes die at once
-        return [red(REWARD, str(error), "correct what it imports")]
+        return red(REWARD, str(error), "correct what it imports")
     if failed:
         what = f"environment {spec.name} cannot start with {len(failed)} of {len(prompts)} prompts"
-        return [red(REWARD, f"{what}: {failed[0].failure}", "correct it, or the prompts")]
+        return red(REWARD, f"{what}: {failed[0].failure}", "correct it, or the prompts")
     if tickets:
         what = f"environment {spec.name} has not started within {_MOST_SECONDS:g} s"
-        return [yellow(REWARD, what, "make sure that it needs no longer than its timeout")]
+        return yellow(REWARD, what, "make sure that it needs no longer than its timeout")
     what = f"environment {spec.name} starts with {len(prompts)} prompt(s){confined}"
-    return [green(REWARD, what)]
+    return green(REWARD, what)
 
 
 def _judged(name: str, found: _Outcomes, timeout_seconds: float) -> Finding:

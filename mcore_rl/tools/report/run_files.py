@@ -131,7 +131,7 @@ def read_run(folder: Path, *, name: str) -> Run:
     damaged: list[int] = []
     metrics = _read(folder / "metrics.jsonl", lambda path: read_metrics(path, damaged), notes)
     if damaged:
-        notes.append(damage_note("metrics.jsonl", damaged))
+        notes.append(damage_note(damaged))
     if metrics == {}:
         notes.append("metrics.jsonl has no step yet, so there are no charts")
     metrics = dict(sorted((metrics or {}).items()))

@@ -54,11 +54,6 @@ def iteration_name(step: int) -> str:
     return f"iter_{step:07d}"
 
 
-def step_of(place: Path) -> int:
-    """Return the step of a checkpoint's folder."""
-    return int(place.name.removeprefix("iter_"))
-
-
 def checkpoint_folder(save: str | None, run_directory: Path) -> Path:
     """Return where a run saves: `--save`, or in its own directory."""
     return Path(save) if save else run_directory / "checkpoints"

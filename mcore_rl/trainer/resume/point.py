@@ -16,8 +16,9 @@ from mcore_rl.common.agreement import agreed
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
 from mcore_rl.data.prompts import PromptDataset
-from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, fingerprint
+from mcore_rl.megatron.hf_checkpoint import fingerprint
 from mcore_rl.megatron.rng import RngState
+from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.choice import choose
 from mcore_rl.trainer.resume.trainer_state import (
@@ -52,23 +53,20 @@ class ResumePoint:
 
 
 def find_resume_point(
+    spec: JobSpec,
     args: argparse.Namespace,
-    config: RLConfig,
-    *,
-    checkpoint: HFCheckpoint,
-    layout: str,
     prompts: PromptDataset,
     eval_prompts: PromptDataset | None,
 ) -> ResumePoint | None:
     """Return what `--load` resumes, None for a new run. Collective; before models are built.
 
-    `checkpoint` is `--rl-hf-checkpoint`: if it provides the KL's reference, it must be the one that
-    the run began with.
+    If `--rl-hf-checkpoint` provides the KL's reference, it must be the one that the run began with.
 
     Sets `args.ckpt_step`, so that Megatron loads the same. A checkpoint written by Megatron itself
     is left to Megatron. `--finetune`, which counts from 0 again, takes the weights alone. A user's
     mistake ends every rank with exit code 2.
     """
+    config = spec.config
     save = folders.checkpoint_folder(args.save, config.run.directory)
 
     def find() -> ResumePoint | None:
@@ -93,8 +91,8 @@ def find_resume_point(
             logger.warning("[Resume] %s: %s", folder, warning)
         # First, since it is collective: the next checks may fail on some ranks alone.
         if config.recipe.needs_reference and not (folder / REFERENCE).is_dir():
-            now = fingerprint(checkpoint)
-            if reason := lost_reference(state, now, checkpoint.folder):
+            now = fingerprint(spec.checkpoint)
+            if reason := lost_reference(state, now, spec.checkpoint.folder):
                 raise UsageError(
                     f": {reason}",
                     flag=f"--load {folder}",
@@ -104,7 +102,7 @@ def find_resume_point(
         return ResumePoint(
             folder,
             _with_known_prompts(state, config, prompts, eval_prompts),
-            _of_same_layout(state, rng, layout, args),
+            _of_same_layout(state, rng, spec.train_layout.describe(), args),
             same_prompts=prompts.are_those_of(state.prompts) is not False,
         )
 

@@ -43,9 +43,11 @@ def answers_as_rewards(body: dict) -> tuple[int, bytes]:
 def raw_server(serve: Callable[[socket.socket], None]) -> Iterator[str]:
     """The URL of a server that passes one connection to `serve` once it has the request."""
     listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(60)  # a test that fails before it connects must not wait for ever
 
     def accept() -> None:
         connection, _ = listener.accept()
+        connection.settimeout(None)
         with connection:
             connection.recv(65536)
             serve(connection)

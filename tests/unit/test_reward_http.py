@@ -142,8 +142,8 @@ def test_transient_status_is_retried(server, code):
     ("code", "options", "num_requests"),
     [
         *((code, {}, 1) for code in (400, 401, 403, 404, 422)),
-        (503, {"http_retries": 2}, 3),
-        (503, {"http_retries": 0}, 1),
+        (503, {"reward_http_retries": 2}, 3),
+        (503, {"reward_http_retries": 0}, 1),
     ],
 )
 def test_permanent_status_fails_the_batch(server, code, options, num_requests):
@@ -185,7 +185,7 @@ def test_answer_that_trickles_in_does_not_outlast_the_limit():
                 connection.sendall(b" ")
 
     with raw_server(trickle) as url:
-        (outcome,) = ask(url, "1", timeout_seconds=0.4, http_retries=0)
+        (outcome,) = ask(url, "1", timeout_seconds=0.4, reward_http_retries=0)
     assert outcome.kind == "timed out"
 
 
@@ -254,7 +254,7 @@ def test_proxies_netrc_and_cookies_are_not_used(server, monkeypatch, tmp_path):
         server.headers_sent = {"Set-Cookie": "a=1"}
         # Clients keep cookies for names, not for bare addresses.
         for url in (server.url, server.url.replace("127.0.0.1", "localhost")):
-            outcomes = ask(url, "1", "1", http_batch=1, http_concurrency=1)
+            outcomes = ask(url, "1", "1", reward_http_batch=1, reward_http_concurrency=1)
             assert outcomes == [Outcome(1.0)] * 2
     assert (len(server.requests), proxy.paths) == (4, [])
     for headers in server.seen_headers:
@@ -411,7 +411,7 @@ def test_header_is_sent_and_never_shown(server, monkeypatch, caplog, capfd):
 
 def test_server_that_does_not_speak_http_fails_its_samples_and_its_text_is_not_shown():
     with raw_server(lambda c: c.sendall(f"{SECRET}\r\n\r\n".encode())) as url:
-        (outcome,) = ask(url, "1", http_retries=0)
+        (outcome,) = ask(url, "1", reward_http_retries=0)
     assert outcome.kind in ("request failed", "connection failed")
     assert "hush" not in outcome.detail
 

@@ -141,7 +141,7 @@ def new_pool(name: str = "a_spy:spy", *, timeout_seconds: float = 20, **options)
 @pytest.fixture(scope="module")
 def pool(folder: Path) -> Iterator[RewardPool]:
     # More memory than an interpreter needs, less than the attempts below allocate.
-    with new_pool(memory_gib=0.5) as pool:
+    with new_pool(reward_memory_gib=0.5) as pool:
         yield pool
 
 
@@ -301,7 +301,7 @@ def test_slow_memory_leak_fails_few_samples(folder, tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("mcore_rl.rewards.batches._BATCH_SECONDS", 5.0)
-    with new_pool("a_leak:leak", memory_gib=0.5) as pool:
+    with new_pool("a_leak:leak", reward_memory_gib=0.5) as pool:
         pool.score(attempt(*["x"] * 4))
         scored = pool.score(attempt(*["x"] * 40))
     assert len([s for s in scored if s.failure is None]) >= 36
@@ -313,7 +313,7 @@ def test_limits_cannot_be_raised(pool):
 
 
 def test_memory_limit_of_0_keeps_the_trainers_limit(folder):
-    with new_pool(memory_gib=0) as pool:
+    with new_pool(reward_memory_gib=0) as pool:
         assert f"[{resource.getrlimit(resource.RLIMIT_DATA)}, (0, 0)]" in found(pool, "limits")
 
 
@@ -324,7 +324,7 @@ def test_numpy_starts_under_the_default_limit(folder, tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     gib = RewardOptions().reward_memory_gib
-    with new_pool("a_big_import:f", memory_gib=gib) as pool:
+    with new_pool("a_big_import:f", reward_memory_gib=gib) as pool:
         assert pool.score(attempt("x"))[0].reward == 300
 
 

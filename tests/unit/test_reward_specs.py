@@ -78,12 +78,28 @@ def test_parse_rewards_refuses_names_and_weights(flags, message):
     [
         ("gsm8k,http", {}, "--rl-reward gsm8k,http names http, but --rl-reward-url is missing"),
         ("pooling", {}, "names pooling, but --rl-reward-pooling-url is missing"),
-        ("gsm8k", {"url": URL}, "--rl-reward-url has no effect, because --rl-reward gsm8k does"),
-        ("http", {"url": URL, "pooling_url": URL}, "--rl-reward-pooling-url has no effect"),
-        ("gsm8k", {"header_env": "X"}, "--rl-reward-http-header-env has no effect"),
-        ("gsm8k", {"pooling_header_env": "X"}, "--rl-reward-pooling-header-env has no effect"),
+        (
+            "gsm8k",
+            {"reward_url": URL},
+            "--rl-reward-url has no effect, because --rl-reward gsm8k does",
+        ),
+        (
+            "http",
+            {"reward_url": URL, "reward_pooling_url": URL},
+            "--rl-reward-pooling-url has no effect",
+        ),
+        ("gsm8k", {"reward_http_header_env": "X"}, "--rl-reward-http-header-env has no effect"),
+        (
+            "gsm8k",
+            {"reward_pooling_header_env": "X"},
+            "--rl-reward-pooling-header-env has no effect",
+        ),
         *(
-            ("http", {"url": url}, f"--rl-reward-url {url} is not an http:// or https:// address")
+            (
+                "http",
+                {"reward_url": url},
+                f"--rl-reward-url {url} is not an http:// or https:// address",
+            )
             for url in (
                 *("ftp://host/", "file:///etc/passwd", "host:80/score", "http:///score"),
                 *("http://host:no/", "http://host:99999/", "http://ho st/", "http://a..b/"),
@@ -141,7 +157,11 @@ def test_header_of_refuses_malformed_headers_without_showing_them(monkeypatch, t
 @pytest.mark.parametrize(
     ("rewards", "options", "message"),
     [
-        ("http", {"url": URL, "header_env": "REWARD_HEADER"}, "REWARD_HEADER names an environment"),
+        (
+            "http",
+            {"reward_url": URL, "reward_http_header_env": "REWARD_HEADER"},
+            "REWARD_HEADER names an environment",
+        ),
         ("exact_match,gms8k", {}, "--rl-reward gms8k is not a built-in reward"),
         ("exact_match", {"imports": ["/nowhere/absent.py"]}, "--rl-import .*absent.py"),
     ],

@@ -11,19 +11,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.machine_memory import MachineMemory
 from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.common.platform import Platform
 from mcore_rl.config import RLConfig, config_from
-from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.flags.allocator import check_allocator
 from mcore_rl.flags.classes import check_critic_rate, notes
 from mcore_rl.flags.derived import DerivedFlags, derive_flags, values_of, with_effect
@@ -36,15 +32,14 @@ from mcore_rl.hybrid_engine.memory.offload import offload_kinds
 from mcore_rl.hybrid_engine.options import ranks_per_node
 from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.job import preflight, reading
+from mcore_rl.job.batches import check_batches, check_lengths
+from mcore_rl.job.facts import BATCH, LAYOUT, LENGTHS, Facts, Refusals, Resolved, Source
 from mcore_rl.job.layout import (
-    check_batches,
     check_layout,
-    check_lengths,
     check_rollout,
     check_stages,
     note_on_experts,
 )
-from mcore_rl.job.reading import ReadShape, read_shape_of
 from mcore_rl.job.validation import check_megatron_accepts
 from mcore_rl.job.value_models import (
     Folder,
@@ -61,166 +56,15 @@ from mcore_rl.job.value_models import (
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.model.config_json import ModelShape
-from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
+from mcore_rl.model.layout import TrainLayout
 from mcore_rl.model.roles import REWARD, Roles, describe_ranks, parse_roles
 from mcore_rl.model.speculation import check_drafter, check_drafter_weights, parse_speculation
 from mcore_rl.moe.balance import check_balancing
 from mcore_rl.planner.checks import check_device, check_host
 from mcore_rl.planner.memory import memory_of, resident_of
-from mcore_rl.rewards.specs import RewardSpec, parse_rewards
+from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.spec import JobSpec, LaidOut, ValueModelSpec
 from mcore_rl.trainer.case import case_of_run, has_slow_products, trained_critic
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-# Flags, by destination, that the checks of layout, batch and lengths depend on.
-LAYOUT = re.compile(r"parallel_size|pipeline|virtual|^rl_(rollout_|critic_|reward_)?(ranks|[te]p_)")
-BATCH = re.compile(r"batch|^rl_(num_prompts|num_samples|algorithm|share_prompts|max_tokens)")
-LENGTHS = re.compile(r"^rl_max_(prompt|response)_tokens|^rl_max_tokens|context_parallel")
-
-
-class Refusals:
-    """What happens when a check refuses a job: here, as at a start, the first refusal is raised.
-
-    A subclass may collect refusals instead. `value` then returns None and `passes` False, and
-    `examine` continues with the checks that do not need the result.
-    """
-
-    # Destinations of flags that were left out because they are wrong; their meaning is unknown.
-    left_out: frozenset[str] = frozenset()
-
-    def __init__(self) -> None:
-        self.count = 0
-        # Whether flags are being checked one by one: without the refused one, others may be right.
-        self.examines_single_flags = False
-        self._role = ""
-
-    def refuse(self, error: UsageError) -> None:
-        """Handle a refusal."""
-        raise error
-
-    def value(self, check: Callable[P, T], *args: P.args, **options: P.kwargs) -> T | None:
-        """Return the result of a check, or None if it refuses."""
-        try:
-            return check(*args, **options)
-        except UsageError as error:
-            self.count += 1
-            self.refuse(error.of_role(self._role) if self._role else error)
-            return None
-
-    def passes(self, check: Callable[P, object], *args: P.args, **options: P.kwargs) -> bool:
-        """Return whether a check passes."""
-        before = self.count
-        self.value(check, *args, **options)
-        return self.count == before
-
-    def knows(self, flags: re.Pattern[str]) -> bool:
-        """Return whether none of these flags was left out."""
-        return not any(map(flags.search, self.left_out))
-
-    @contextmanager
-    def single_flags(self) -> Iterator[None]:
-        """Mark the checks inside as checks of one flag by itself."""
-        self.examines_single_flags = True
-        try:
-            yield
-        finally:
-            self.examines_single_flags = False
-
-    @contextmanager
-    def of_role(self, whose: str) -> Iterator[None]:
-        """Name the role, such as "the critic", in the refusals of the checks inside."""
-        self._role = whose
-        try:
-            yield
-        finally:
-            self._role = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """The source of a job: `tokens` of a command line, or the `args` that a fork has parsed."""
-
-    tokens: Sequence[str] = ()
-    args: argparse.Namespace | None = None
-    platform: Platform
-    world_size: int
-    extra_args: ExtraArgs = all_args  # adds all flags that are not Megatron's own
-    parser: argparse.ArgumentParser | None = None  # of `make_parser(extra_args)`, if made already
-    scores_only: bool = False  # see `resolve_tokens`
-    # Return the size of this rank's device and this machine's host memory; called late.
-    device_bytes: Callable[[], int] | None = None
-    host_memory: Callable[[], MachineMemory] | None = None
-    read_shape: ReadShape = read_shape_of
-    has_files: bool = True  # whether weights and other files that the flags name can be read
-    is_here: bool = True  # whether this machine will run the job
-    checks_batches: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """The facts of a job of which nothing was refused."""
-
-    config: RLConfig
-    rewards: RewardSpec
-    environment: EnvironmentSpec | None
-    given: Mapping[str, Any]
-    shape: ModelShape
-    derived: DerivedFlags
-    values: Mapping[str, Any]
-    roles: Roles
-    layout: TrainLayout
-    layers: PipelineLayers
-    rollout: RolloutLayout
-    critic: LaidOut | None
-
-
-@dataclass(slots=True)
-class Facts:
-    """What is known of a job; None for what was refused, and for what needs that."""
-
-    parser: argparse.ArgumentParser
-    tokens: tuple[str, ...] = ()  # with the files of --rl-config expanded
-    given: Mapping[str, Any] = field(default_factory=dict)  # the given flags, by destination
-    config: RLConfig | None = None
-    rewards: RewardSpec | None = None
-    environment: EnvironmentSpec | None = None
-    shape: ModelShape | None = None
-    checkpoint: HFCheckpoint | None = None
-    derived: DerivedFlags | None = None
-    values: Mapping[str, Any] | None = None  # given and derived flags, by destination
-    roles: Roles | None = None
-    layout: TrainLayout | None = None  # of the actor
-    layers: PipelineLayers | None = None
-    rollout: RolloutLayout | None = None
-    batches_are_right: bool = False
-    tokens_with_effect: tuple[str, ...] = ()
-    megatron_tokens: tuple[str, ...] = ()  # the derived flags, then those with an effect
-    is_accepted: bool = False  # whether Megatron's own validation has passed
-    critic: LaidOut | None = None
-    reward_model_folder: Folder | None = None
-    spec: JobSpec | None = None  # if nothing was refused, of a job whose files are here
-
-    def resolved(self) -> Resolved:
-        """Return the facts, given that nothing was refused."""
-        assert self.config and self.rewards and self.shape and self.derived
-        assert self.values is not None and self.roles
-        assert self.layout and self.layers and self.rollout
-        return Resolved(
-            config=self.config,
-            rewards=self.rewards,
-            environment=self.environment,
-            given=self.given,
-            shape=self.shape,
-            derived=self.derived,
-            values=self.values,
-            roles=self.roles,
-            layout=self.layout,
-            layers=self.layers,
-            rollout=self.rollout,
-            critic=self.critic,
-        )
 
 
 def resolve(source: Source, refusals: Refusals | None = None) -> JobSpec:
@@ -471,7 +315,7 @@ class _Examiner:
             check_rollout, config.engine, shape, layout, layers, has_cuda=source.platform.cuda
         )
         if source.checks_batches and refusals.knows(BATCH):
-            facts.batches_are_right = refusals.passes(check_batches, config, layout, values)
+            facts.batches_are_right = refusals.passes(check_batches, config, layout, layers, values)
         if source.args is None and facts.rollout is not None and self._fits_together:
             self.facts.is_accepted = self._ask_megatron(facts.megatron_tokens, shape, layout)
 
@@ -518,7 +362,7 @@ class _Examiner:
         if own_shape is None:
             return None, None
         folder = None
-        if facts.checkpoint is not None:
+        if source.has_files and (options.init is not None or facts.checkpoint is not None):
             folder = refusals.value(
                 read_folder, options, own_shape, facts.checkpoint, source.read_shape
             )
@@ -575,7 +419,7 @@ class _Examiner:
         """Check the batches and experts of a model that is trained in a layout of its own."""
         refusals, values = self.refusals, laid_out.values
         if self.facts.batches_are_right:
-            refusals.passes(check_batches, config, laid_out.layout, values)
+            refusals.passes(check_batches, config, laid_out.layout, laid_out.layers, values)
         refusals.passes(check_balancing, values, config.trainer.max_tokens_per_microbatch)
         if folder is not None:
             refusals.passes(preflight.check_biases, folder.checkpoint, laid_out.shape, values)

@@ -142,11 +142,16 @@ def read_value_shape(options: ValueOptions, shape: ModelShape, read_shape: ReadS
 
 
 def read_folder(
-    options: ValueOptions, own_shape: ModelShape, actor: HFCheckpoint, read_shape: ReadShape
+    options: ValueOptions,
+    own_shape: ModelShape,
+    actor: HFCheckpoint | None,
+    read_shape: ReadShape,
 ) -> Folder:
     """Read the tensors of its folder, or of the actor's. A reward model must have a head."""
-    checkpoint = actor
-    if options.init is not None:
+    if options.init is None:
+        assert actor is not None, "the actor's folder was read"
+        checkpoint = actor
+    else:
         shape = read_shape(options.init, options.init_flag)  # with a language model's head
         checkpoint = open_checkpoint(Path(options.init), shape, flag=options.init_flag)
     head = checkpoint.tensors.get(VALUE_HEAD)

@@ -24,8 +24,8 @@ from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.config import RLConfig
+from mcore_rl.job.facts import Facts
 from mcore_rl.job.inputs import check_data
-from mcore_rl.job.resolver import Facts
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.planner.plan import Outcome
 from mcore_rl.rewards.specs import RewardSpec

@@ -7,7 +7,8 @@ import torch
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import WITHOUT_CUDA
-from mcore_rl.job.resolver import Refusals, Source, examine
+from mcore_rl.job.facts import Refusals, Source
+from mcore_rl.job.resolver import examine
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.model.config_json import read_model_shape
 from mcore_rl.moe.balance import (

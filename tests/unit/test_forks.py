@@ -16,8 +16,9 @@ import pytest
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import WITHOUT_CUDA, Platform
 from mcore_rl.flags.parser import add_rl_args, with_rl_args
+from mcore_rl.job.facts import Refusals, Source
 from mcore_rl.job.inputs import check_data
-from mcore_rl.job.resolver import Refusals, Source, examine, resolve_args, resolve_tokens
+from mcore_rl.job.resolver import examine, resolve_args, resolve_tokens
 from mcore_rl.megatron.world import parsed_args
 from mcore_rl.planner.settings import GB
 from tests.untrusted import need_code_of_tokenizer

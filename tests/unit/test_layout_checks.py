@@ -13,8 +13,8 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
 from mcore_rl.hybrid_engine.options import EngineOptions
 from mcore_rl.hybrid_engine.plan.placement import Placement
+from mcore_rl.job.batches import check_batches
 from mcore_rl.job.layout import (
-    check_batches,
     check_layout,
     check_rollout,
     check_stages,
@@ -190,7 +190,10 @@ def batches(
         max_tokens_per_microbatch=packed,
     )
     values = {"micro_batch_size": 1, "global_batch_size": num_samples // mini_batches, **given}
-    check_batches(config, TrainLayout(4, pp_size=2), values)
+    text = given.get("pipeline_model_parallel_layout", "")
+    num_layers = text.count("t") or 8
+    layers = check_stages(small_shape(num_layers=num_layers), 2, given)
+    check_batches(config, TrainLayout(4, pp_size=2), layers, values)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ from mcore_rl.flags import megatron_flags
 from mcore_rl.flags.given import expand_config, given_values
 from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.job import preflight
+from mcore_rl.job.facts import Facts, Refusals, Source
 from mcore_rl.job.reading import make_parser
-from mcore_rl.job.resolver import Facts, Refusals, Source, examine
+from mcore_rl.job.resolver import examine
 from mcore_rl.job.validation import check_megatron_accepts
 from mcore_rl.megatron import adapter as megatron_adapter
 from tests.model_shapes import CONFIGS

@@ -445,7 +445,8 @@ def test_large_preset_has_the_published_config(name, published):
 def test_preset_fits_its_model_and_machines(name, tmp_path):
     """Every check of a start that needs no weights, on the preset's model."""
     from mcore_rl.common.platform import WITHOUT_CUDA, Platform
-    from mcore_rl.job.resolver import Refusals, Source, examine
+    from mcore_rl.job.facts import Refusals, Source
+    from mcore_rl.job.resolver import examine
     from mcore_rl.model.config_json import read_model_shape
 
     has_cuda = name != "tiny"
@@ -480,7 +481,7 @@ def test_own_data_command_of_the_readme_keeps_its_prompts(script, parser, checkp
     from mcore_rl.config import config_from
     from mcore_rl.data.prompts import load_prompt_files
     from mcore_rl.flags.given import expand_config, given_values
-    from mcore_rl.job.layout import check_lengths
+    from mcore_rl.job.batches import check_lengths
     from mcore_rl.model.config_json import read_model_shape
 
     _, _, section = (ROOT / "README.md").read_text().partition("## Your own checkpoint")

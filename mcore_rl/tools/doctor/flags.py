@@ -16,8 +16,9 @@ from mcore_rl.config import flags
 from mcore_rl.flags.classes import notes
 from mcore_rl.flags.given import FlagNames, expand_config, import_given_files
 from mcore_rl.flags.megatron_flags import SHARED_RL
+from mcore_rl.job.facts import Facts, Refusals, Source
 from mcore_rl.job.reading import make_parser
-from mcore_rl.job.resolver import Facts, Refusals, Source, examine
+from mcore_rl.job.resolver import examine
 from mcore_rl.tools.doctor.finding import (
     CHECKPOINT,
     FLAGS,

@@ -13,7 +13,7 @@ from mcore_rl.batching.types import Prompt
 from mcore_rl.common.machine_memory import machine_memory
 from mcore_rl.common.platform import find_platform
 from mcore_rl.config import RLConfig
-from mcore_rl.job.resolver import Facts
+from mcore_rl.job.facts import Facts
 from mcore_rl.planner.host import HostPhase
 from mcore_rl.planner.plan import Outcome
 from mcore_rl.tools.doctor.checkpoint import (

@@ -9,7 +9,7 @@ from mcore_rl.batching.accounting import describe
 from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.config import RLConfig
-from mcore_rl.job.resolver import Facts
+from mcore_rl.job.facts import Facts
 from mcore_rl.planner.advice import Problem
 from mcore_rl.planner.checks import host_needs
 from mcore_rl.planner.host import HostPhase

@@ -38,7 +38,7 @@ from mcore_rl.planner.settings import (
 )
 
 if TYPE_CHECKING:
-    from mcore_rl.job.resolver import Resolved
+    from mcore_rl.job.facts import Resolved
 
 _BATCH_FLAGS = frozenset(
     "rl_num_prompts_per_step rl_num_samples_per_prompt rl_num_mini_batches micro_batch_size "
@@ -103,8 +103,9 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
     _check_options(options)
     # Imported late, because they import Megatron, which takes seconds.
     from mcore_rl.job import layout as layout_checks
+    from mcore_rl.job.facts import Refusals, Source
     from mcore_rl.job.reading import make_parser
-    from mcore_rl.job.resolver import Refusals, Source, examine
+    from mcore_rl.job.resolver import examine
 
     import_given_files(rest)
     parser = make_parser()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import logging
 import os
@@ -58,24 +59,16 @@ def start(
     Megatron's own, `megatron_options` are for its `initialize_megatron`.
     """
     store = open_store()
-    platform = find_platform()
-
-    def check() -> JobSpec:
-        checked = resolve_tokens(
-            tokens,
-            platform=platform,
-            scores_only=scores_only,
-            extra_args=extra_args,
-            device_bytes=_device_bytes,
-            host_memory=machine_memory,
-        )
-        if also_check is not None:
-            also_check(checked)
-        _check_copies(checked)
-        return checked
-
-    checked = agreed(check, store, stage="input")
-    check_alike(_facts(checked), store)
+    resolve = functools.partial(
+        resolve_tokens,
+        tokens,
+        platform=find_platform(),
+        scores_only=scores_only,
+        extra_args=extra_args,
+        device_bytes=_device_bytes,
+        host_memory=machine_memory,
+    )
+    checked = _agreed_spec(resolve, also_check, store)
     if writes:
         checked = hold_folders(checked, store)
     _say(checked)
@@ -104,25 +97,37 @@ def job_from_args(
     Checks and agreement are as in `start`; the architecture in `args` must match the checkpoint's
     config.json.
     """
+    store = dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
+    resolve = functools.partial(
+        resolve_args,
+        args,
+        platform=find_platform(),
+        device_bytes=_device_bytes,
+        host_memory=machine_memory,
+    )
+    checked = _agreed_spec(resolve, also_check, store)
+    checked = hold_folders(checked, store)
+    _say(checked)
+    return _job(args, checked, enter_role(checked.roles, store))
+
+
+def _agreed_spec(
+    resolve: Callable[[], JobSpec],
+    also_check: Callable[[JobSpec], None] | None,
+    store: dist.Store | None,
+) -> JobSpec:
+    """Return the job once all ranks have resolved and checked the same. Collective."""
 
     def check() -> JobSpec:
-        checked = resolve_args(
-            args,
-            platform=find_platform(),
-            device_bytes=_device_bytes,
-            host_memory=machine_memory,
-        )
+        checked = resolve()
         if also_check is not None:
             also_check(checked)
         _check_copies(checked)
         return checked
 
-    store = dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
     checked = agreed(check, store, stage="input")
     check_alike(_facts(checked), store)
-    checked = hold_folders(checked, store)
-    _say(checked)
-    return _job(args, checked, enter_role(checked.roles, store))
+    return checked
 
 
 def _check_copies(spec: JobSpec) -> None:

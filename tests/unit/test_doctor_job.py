@@ -28,7 +28,7 @@ from mcore_rl.job.facts import Facts
 from mcore_rl.job.inputs import check_data
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.planner.plan import Outcome
-from mcore_rl.rewards.specs import RewardSpec
+from mcore_rl.rewards.specs import RewardSpec, parse_rewards
 from mcore_rl.tools.doctor import reward as reward_checks
 from mcore_rl.tools.doctor.checkpoint import check_load
 from mcore_rl.tools.doctor.examination import examine_machine
@@ -370,7 +370,7 @@ def config_of(folder: Path, **changes: object) -> RLConfig:
 
 
 def rewards_in(config: RLConfig) -> RewardSpec:
-    return rewards_of(config.reward, reward_weights=config.rewards)
+    return parse_rewards(config.reward, config.rewards, config.trainer.import_)
 
 
 def checked_reward(config: RLConfig, few: Sequence[Prompt]) -> list[Finding]:
@@ -635,7 +635,6 @@ SANDBOX = {"reward": "python_sandbox"}
     [
         ({"reward": "nowhere:fn"}, "5", "red", "--rl-reward nowhere:fn cannot be imported"),
         ({"reward": "exact_mach"}, "5", "red", "did you mean exact_match?"),
-        ({"reward": "arithmetic", "reward_weights": "1,2"}, "5", "red", "has 2 weight(s)"),
         ({"reward": "ends"}, "5", "red", "exit code 3"),
         ({}, "five", "red", "'five' is not a number"),
         (SANDBOX, PAIR, "green", "python_sandbox runs; code is confined by "),

@@ -27,12 +27,15 @@ QWEN = ["--hf-config", str(CONFIGS / "qwen3-0.6b.json"), "--world-size", "8"]
 
 # Runs a command and reports its peak memory and what it has loaded and started.
 WATCHED = """
-import gc, json, resource, sys
+import gc, json, sys
 from mcore_rl.cli import main
 code = main(sys.argv[1:])
 import torch.distributed
+# Of this program alone: ru_maxrss counts the process that was forked for it.
+with open("/proc/self/status") as status:
+    peak_kb = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 print(json.dumps({
-    "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    "peak_bytes": peak_kb * 1024,
     "distributed": torch.distributed.is_initialized(),
     "has_vllm": "vllm" in sys.modules,
     "has_scipy": "scipy" in sys.modules,

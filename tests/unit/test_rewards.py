@@ -430,7 +430,7 @@ with open("main_was_run", "a") as file:
     file.write(__name__ + " ")
 import torch
 from mcore_rl.rewards.pool import RewardPool
-from mcore_rl.rewards.specs import parse_rewards
+from tests.reward_specs import rewards_of
 from tests.reward_server import rollouts
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ import atexit
 import contextlib
 import json
 import mmap
+import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,7 +28,7 @@ from typing import Any
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.data.messages import Message, RejectedRow
-from mcore_rl.data.tokenizer_worker import LENGTH, MEMORY_BYTES, PLACE
+from mcore_rl.data.tokenizer_worker import MEMORY_BYTES, PLACE
 from mcore_rl.model.families import FAMILIES
 
 _END_SECONDS = 5.0
@@ -179,10 +179,10 @@ class TokenizerProcess:
 
 
 class _Worker:
-    """Started process; it ends itself when the socket closes."""
+    """Started process; it ends itself when the connection closes."""
 
     def __init__(self, trusts_code: bool) -> None:
-        self._socket, theirs = socket.socketpair()
+        self._connection, theirs = multiprocessing.Pipe()
         paths = (path or os.getcwd() for path in sys.path)
         with theirs, tempfile.TemporaryFile() as place:
             place.truncate(PLACE.size)
@@ -202,17 +202,12 @@ class _Worker:
                 pass_fds=handed,
             )
 
-    @property
-    def is_there(self) -> bool:
-        return self.process.poll() is None
-
     def ask(self, message: bytes) -> dict[str, Any]:
         """Return the answer to a request; raise ProcessEnded if the process ends first."""
         try:
-            self._socket.sendall(LENGTH.pack(len(message)) + message)
-            size = LENGTH.unpack(self._received(LENGTH.size))[0]
-            answer: dict[str, Any] = json.loads(self._received(size))
-        except (EOFError, ConnectionError) as error:
+            self._connection.send_bytes(message)
+            answer: dict[str, Any] = json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError) as error:
             row = int(PLACE.unpack_from(self._place)[0])
             why = _why(self.process.wait())
             self.close()
@@ -222,18 +217,9 @@ class _Worker:
             raise
         return answer
 
-    def _received(self, size: int) -> bytes:
-        found = bytearray()
-        while len(found) < size:
-            data = self._socket.recv(min(size - len(found), 1 << 20))
-            if not data:
-                raise EOFError
-            found += data
-        return bytes(found)
-
     def close(self) -> None:
         """End the process."""
-        self._socket.close()
+        self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_END_SECONDS)
         self.process.kill()
@@ -247,7 +233,7 @@ _workers: dict[tuple[int, bool], _Worker] = {}
 
 def _worker(trusts_code: bool) -> _Worker:
     key = (os.getpid(), trusts_code)
-    if key not in _workers or not _workers[key].is_there:
+    if key not in _workers or _workers[key].process.poll() is not None:
         _workers[key] = _Worker(trusts_code)
     return _workers[key]
 

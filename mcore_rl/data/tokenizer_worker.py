@@ -1,4 +1,4 @@
-"""Main program of a tokenizer's process: it answers JSON requests from a socket.
+"""Main program of a tokenizer's process: it answers JSON requests from a connection.
 
 A tokenizer and its chat template come with a downloaded folder. They may loop, allocate any amount
 of memory, or abort their process. They therefore run in this process, with limits on memory and on
@@ -12,11 +12,11 @@ import json
 import mmap
 import resource
 import signal
-import socket
 import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ ROW_WALL_SECONDS = 40.0  # wall time, for code that does not return to Python; t
 _ENCODE_SECONDS = 60.0
 _CHARACTERS_PER_SECOND = 10_000  # for the slowest tokenizer on a busy machine
 _KEPT = 4  # tokenizers
-LENGTH = struct.Struct(">Q")  # size in bytes, before each message
 PLACE = struct.Struct(">q")  # index of the row being rendered, -1 for none
 _REASON_CHARACTERS = 200
 
@@ -39,33 +38,20 @@ class _Slow(RuntimeError):
 
 
 class _Worker:
-    def __init__(self, connection: socket.socket, place: mmap.mmap) -> None:
+    def __init__(self, connection: Connection, place: mmap.mmap) -> None:
         self._connection, self._place = connection, place
         self._chats: OrderedDict[str, Any] = OrderedDict()
 
     def serve(self) -> None:
-        """Serve requests until the other end closes the socket."""
-        while (request := self._next()) is not None:
+        """Serve requests until the other end closes the connection."""
+        while True:
+            try:
+                request = json.loads(self._connection.recv_bytes())
+            except (EOFError, OSError):
+                return
             answer = self._answer(request)
             signal.setitimer(signal.ITIMER_REAL, 0)
-            message = json.dumps(answer).encode()
-            self._connection.sendall(LENGTH.pack(len(message)) + message)
-
-    def _next(self) -> dict[str, Any] | None:
-        size = self._received(LENGTH.size)
-        if size is None:
-            return None
-        message = self._received(*LENGTH.unpack(size))
-        return None if message is None else json.loads(message)
-
-    def _received(self, size: int) -> bytes | None:
-        found = bytearray()
-        while len(found) < size:
-            data = self._connection.recv(min(size - len(found), 1 << 20))
-            if not data:
-                return None
-            found += data
-        return bytes(found)
+            self._connection.send_bytes(json.dumps(answer).encode())
 
     def _answer(self, request: Request) -> dict[str, Any]:
         from mcore_rl.common.errors import UsageError
@@ -221,7 +207,7 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def main() -> None:
-    """Serve the socket and record rows in the file; the arguments are their descriptors."""
+    """Serve the connection and record rows in the file; the arguments are their descriptors."""
     trusts_code, connection, place = map(int, sys.argv[1:])
     if not trusts_code:
         sys.modules["torch"] = None  # type: ignore[assignment]  # transformers then finds no torch
@@ -233,8 +219,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     signal.signal(signal.SIGVTALRM, _interrupt)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, also in code of C or Rust
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles it and closes the socket
-    with socket.socket(fileno=connection) as link, mmap.mmap(place, PLACE.size) as shared:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles it and closes the connection
+    with Connection(connection) as link, mmap.mmap(place, PLACE.size) as shared:
         _Worker(link, shared).serve()
 
 

@@ -344,13 +344,16 @@ class ChatTokenizer:
         render: Callable[..., str],
     ) -> bool:
         """Return whether the template reads each tool or document."""
-        for index, entry in enumerate(entries):
+        for index in range(len(entries)):
             changed = copy.deepcopy(list(entries))
-            inner = function_of(changed[index])
-            named = inner.get("name")
-            if isinstance(named, str) and (name, len(entries)) in self._read and named in text:
+            inner: Any = function_of(changed[index])
+            entry_name = inner.get("name")
+            if not isinstance(entry_name, str):
+                changed[index] = _marked(changed[index])
+            elif (name, len(entries)) in self._read and entry_name in text:
                 continue
-            _mark_all(inner if isinstance(named, str) else entry, ("name",) if named else None)
+            else:
+                inner["name"] = _marked(entry_name)
             if not _differs(text, render, messages, **{name: changed}):
                 return False
         self._read.add((name, len(entries)))
@@ -435,11 +438,6 @@ def _marked(value: Any) -> Any:
     if isinstance(value, list):
         return list(map(_marked, value))
     return _MARK
-
-
-def _mark_all(entry: Any, names: Sequence[str] | None) -> None:
-    for name in names or list(entry):
-        entry[name] = _marked(entry[name])
 
 
 def is_shown(value: Any, text: str) -> bool:

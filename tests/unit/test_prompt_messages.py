@@ -199,7 +199,9 @@ def test_tools_documents_and_arguments_reach_template():
     text, left_out = rendered([ASKED], template_of(), tools=TOOLS, kwargs={"shout": True})
     assert json.dumps(TOOLS) in text and "SHOUT" in text and not left_out
     documents = [{"title": "Prices", "text": "An apple costs 2.5."}]
-    assert json.dumps(documents) in rendered([ASKED], template_of(), documents=documents)[0]
+    text, left_out = rendered([ASKED], template_of(), documents=documents)
+    assert json.dumps(documents) in text and not left_out
+    assert documents == [{"title": "Prices", "text": "An apple costs 2.5."}]  # not changed
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(RejectedRow, match="leaves out its tools"):
         rendered([ASKED], plain, tools=TOOLS)

@@ -224,10 +224,10 @@ class ChatTokenizer:
     # ------------------------------------------------------------- fields that the template omits
 
     def _verified(self, messages: list[Message], row: Mapping[str, Any]) -> tuple[str, list[str]]:
+        inputs = {name: row.get(name) for name in ("tools", "documents", "kwargs")}
+
         def render(changed: list[Message], **others: Any) -> str:
-            return self.render(
-                changed, continues_turn=continues(messages), **{**row_parts(row), **others}
-            )
+            return self.render(changed, continues_turn=continues(messages), **inputs | others)
 
         text = render(messages)
         if continues(messages):
@@ -265,7 +265,7 @@ class ChatTokenizer:
     ) -> bool:
         """Return whether the template reads this field of this message."""
         message = messages[number]
-        parts = list(_parts(message, field))
+        parts = [container[key] for container, key in _parts(message, field)]
         last = len(messages) - 1
         asked = max((n for n in range(last + 1) if messages[n]["role"] == "user"), default=-1)
         kind = (
@@ -375,11 +375,6 @@ def _says_loss(error: RejectedRow) -> bool:
     return error.problem.startswith(_LEAVES_OUT)
 
 
-def row_parts(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row's inputs to the template in addition to messages."""
-    return {name: row.get(name) for name in ("tools", "documents", "kwargs")}
-
-
 def _differs(text: str, render: Callable[..., str], *changed: Any, **others: Any) -> bool:
     try:
         return render(*changed, **others) != text
@@ -387,19 +382,20 @@ def _differs(text: str, render: Callable[..., str], *changed: Any, **others: Any
         return True
 
 
-def _parts(message: Message, field: str) -> Iterator[Any]:
-    """Yield the values of a field that a template could omit separately."""
+def _parts(message: Message, field: str) -> Iterator[tuple[Any, Any]]:
+    """Yield the values of a field that a template could omit separately: container and key."""
     value = message[field]
     if field == "tool_calls":
         for call in value:
             function = function_of(call)
-            yield function["name"]
+            yield function, "name"
             if function.get("arguments") not in (None, "", {}):
-                yield function["arguments"]
+                yield function, "arguments"
     elif isinstance(value, list):
-        yield from value
+        for index in range(len(value)):
+            yield value, index
     elif value not in (None, ""):
-        yield value
+        yield message, field
 
 
 def _shape(value: Any) -> Any:
@@ -410,24 +406,13 @@ def _shape(value: Any) -> Any:
 
 
 def _mark(message: Message, field: str, index: int) -> None:
-    """Change part `index` of `_parts` in place."""
-    value = message[field]
-    if field == "tool_calls":
-        count = 0
-        for call in value:
-            function: Any = function_of(call)
-            for name in ("name", "arguments"):
-                if name == "arguments" and function.get(name) in (None, "", {}):
-                    continue
-                if count == index:
-                    function[name] = _marked(function[name])
-                count += 1
-    elif isinstance(value, list):
-        part = value[index]
-        is_text = isinstance(part, dict) and isinstance(part.get("text"), str)
-        value[index] = {**part, "text": part["text"] + _MARK} if is_text else _marked(part)
+    """Change part `index` of `_parts` in place; of a text part, only its text."""
+    container, key = list(_parts(message, field))[index]
+    part = container[key]
+    if isinstance(container, list) and isinstance(part, dict) and isinstance(part.get("text"), str):
+        part["text"] += _MARK
     else:
-        message[field] = _marked(value)
+        container[key] = _marked(part)
 
 
 def _marked(value: Any) -> Any:

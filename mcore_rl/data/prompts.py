@@ -26,11 +26,11 @@ from mcore_rl.data.prompt_cache import tokenised_table
 from mcore_rl.data.prompt_file import PromptSource, check_path
 from mcore_rl.data.tokenizer import vocabulary_size
 from mcore_rl.data.tokenizer_process import ChatTemplate
-from mcore_rl.data.user_prompts import prompts_path
+from mcore_rl.data.user_prompts import default_cache_dir, prompts_path
 
 logger = logging.getLogger(__name__)
 
-_OF_A_PROMPT = ("text", "answer", "token_ids", "row")
+_PROMPT_COLUMNS = ("text", "answer", "token_ids", "row")
 _BY_CONTENT = "tokens:"  # prefix of a fingerprint of the tokens
 
 
@@ -46,27 +46,29 @@ class PromptDataset:
     def __init__(self, table: pa.Table, max_prompt_tokens: int) -> None:
         """Select prompts from `table` (`prompt_cache.SCHEMA`), with one row per row of the file."""
         num_tokens = table.column("num_tokens").to_numpy()
-        self._columns = [table.column(name) for name in _OF_A_PROMPT]
-        self._rows = np.flatnonzero(num_tokens <= max_prompt_tokens)
-        self.num_too_long = table.num_rows - len(self._rows)
+        self._columns = [table.column(name) for name in _PROMPT_COLUMNS]
+        self.rows = np.flatnonzero(num_tokens <= max_prompt_tokens)
+        """`[prompts]` int64: row in the file of each prompt."""
+        self.num_too_long = table.num_rows - len(self.rows)
         self.min_tokens = int(num_tokens.min())
         self._max_token_ids = table.column("max_token_id").to_numpy()
         self.left_out = _counted(table.column("left_out"))
         """Omitted fields: name -> number of rows of the file, and the first of them (from 0)."""
-        digests = table.column("digest").take(pa.array(self._rows)).to_pylist()
-        content = hashlib.sha256(b"".join([self._rows.tobytes(), *digests]))
+        digests = table.column("digest").take(pa.array(self.rows)).to_pylist()
+        content = hashlib.sha256(b"".join([self.rows.tobytes(), *digests]))
         self.fingerprint = _BY_CONTENT + content.hexdigest()
         """Digest of the prompts with their tokens; equal for the same prompts."""
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def beyond(self, vocabulary: int) -> tuple[int, int] | None:
         """Return row and token of the first prompt with a token that is not below `vocabulary`."""
-        largest = self._max_token_ids[self._rows]
-        for position in np.flatnonzero(largest >= vocabulary)[:1]:
-            return int(self._rows[position]), int(largest[position])
-        return None
+        largest = self._max_token_ids[self.rows]
+        if not (largest >= vocabulary).any():
+            return None
+        position = int((largest >= vocabulary).argmax())
+        return int(self.rows[position]), int(largest[position])
 
     def are_those_of(self, fingerprint: str) -> bool | None:
         """Return whether a checkpoint with `fingerprint` has drawn from these prompts.
@@ -76,13 +78,8 @@ class PromptDataset:
             return None
         return fingerprint == self.fingerprint
 
-    @property
-    def rows(self) -> np.ndarray:
-        """`[prompts]` int64: row in the file of each prompt."""
-        return self._rows
-
     def __getitem__(self, position: int) -> Prompt:
-        row = int(self._rows[position])
+        row = int(self.rows[position])
         text, answer, token_ids, columns = (column[row] for column in self._columns)
         # A copy, because torch needs writable memory.
         ids = token_ids.values.to_numpy().copy()
@@ -168,7 +165,7 @@ def load_prompts(
     limit that no prompt meets.
     """
     check_path(source, flag)
-    folder = (Path(cache_dir) if cache_dir is not None else _default_cache_dir()) / "prompts"
+    folder = (Path(cache_dir) if cache_dir is not None else default_cache_dir()) / "prompts"
     tokenizer_dir = Path(tokenizer_dir)
     if not os.path.isdir(tokenizer_dir):
         raise UsageError(
@@ -246,8 +243,3 @@ def _counted(left_out: pa.ChunkedArray) -> dict[str, tuple[int, int]]:
             count, first = found.get(name, (0, int(row)))
             found[name] = (count + 1, first)
     return found
-
-
-def _default_cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "mcore_rl"

@@ -69,14 +69,19 @@ def prompts_path(named: str, cache_dir: str | None, flag: str) -> Path:
             "gives no row", flag=f"{flag} {named}", remedy="let its function yield some"
         )
     data = ("\n".join(lines) + "\n").encode()
-    cache = Path(cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mcore_rl")
+    cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
     file = f"{named}-{hashlib.sha256(data).hexdigest()[:16]}.jsonl"
     try:
-        return _written(cache.expanduser() / "made_prompts" / file, data)
+        return _written(cache / "made_prompts" / file, data)
     except OSError:  # a cache that cannot be written to
         folder = tempfile.mkdtemp(prefix="mcore_rl_prompts_")  # private, as its parent is shared
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         return _written(Path(folder) / file, data)
+
+
+def default_cache_dir() -> Path:
+    """Return the cache folder if --rl-cache-dir does not name one."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mcore_rl"
 
 
 def _written(target: Path, data: bytes) -> Path:

@@ -1,11 +1,11 @@
-"""KL to the reference policy: estimators, penalty in the reward, and control of its coefficient."""
+"""KL to the reference policy: estimators, and control of its coefficient in the reward."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -80,79 +80,47 @@ def kl_estimate(
 
 
 @torch.no_grad()
-def kl_penalty_rewards(
+def kl_of_loss_tokens(
     old_log_probs: torch.Tensor,
     ref_log_probs: torch.Tensor,
     loss_mask: torch.Tensor,
-    *,
-    coef: float,
     estimator: KLEstimator = "k1",
 ) -> torch.Tensor:
-    """Return `[t]` float32: -coef * KL(old || ref) at every loss token, 0 where masked.
+    """Return `[t]` float32: KL(old || ref) at every loss token, 0 where masked.
 
-    A reward is not differentiated, so the unbiased k1 is effective here (Ziegler et al.,
-    arXiv 1909.08593, eq. 2). Masked positions may hold anything.
+    The penalty in the reward is minus this, times a coefficient. A reward is not differentiated, so
+    the unbiased k1 is effective here (Ziegler et al., arXiv 1909.08593, eq. 2). Masked positions
+    may hold anything.
     """
     old, ref = masked(loss_mask, old_log_probs), masked(loss_mask, ref_log_probs)
-    return masked(loss_mask, -coef * kl_estimate(old, ref, estimator)).float()
+    return masked(loss_mask, kl_estimate(old, ref, estimator)).float()
 
 
-class KLController(Protocol):
-    """Controller of the coefficient of the KL in the reward."""
-
-    @property
-    def coef(self) -> float:
-        """Coefficient of the KL in the next step."""
-        ...
-
-    def update(self, kl: float, num_samples: int) -> None:
-        """Update after a step with its KL per token (mean over all loss tokens) and its samples."""
-        ...
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the state for a checkpoint."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore a state; a state of the other kind of controller keeps the flag's value."""
-        ...
+_MAX_ERROR = 0.2
 
 
 @dataclass(slots=True)
-class FixedKL:
-    """Constant coefficient, without state: it is the flag's after a resume, too."""
+class KLController:
+    """Controller of the coefficient of the KL in the reward.
 
-    coef: float
-
-    def update(self, kl: float, num_samples: int) -> None:
-        """Do nothing."""
-
-    def state_dict(self) -> dict[str, float]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Do nothing."""
-
-
-@dataclass(slots=True)
-class AdaptiveKL:
-    """Adaptive coefficient that keeps the KL near a target (arXiv 1909.08593, section 2.2).
+    Without a target the coefficient is constant and has no state: after a resume it is the flag's,
+    too. With a target it keeps the KL near it (arXiv 1909.08593, section 2.2):
 
         coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * min(num_samples / horizon, 1)
 
     The paper has a constant 0.1 in place of num_samples / horizon; its code has the latter, which
     makes the speed independent of the number of samples per step. Without the bound of 1, a step of
     more than five horizons could make the coefficient negative. A non-finite KL has no effect.
-    `target` is per token, like the KL; the paper's is per response. `coef` 0 raises UsageError.
+    `target` is per token, like the KL; the paper's is per response. A `coef` of 0 with a target
+    raises UsageError.
     """
 
-    coef: float  # initial value
-    target: float  # nats per token
+    coef: float  # of the next step
+    target: float | None = None  # nats per token
     horizon: float = 10_000.0  # samples after which a constant error has its full effect
-    _max_error: float = field(default=0.2, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.coef == 0.0:
+        if self.target is not None and self.coef == 0.0:
             raise UsageError(
                 "cannot be adapted, because every multiple of it is 0",
                 flag=f"--rl-kl-reward-coef {self.coef}",
@@ -160,13 +128,16 @@ class AdaptiveKL:
             )
 
     def update(self, kl: float, num_samples: int) -> None:
-        if not math.isfinite(kl):
+        """Update after a step with its KL per token (mean over all loss tokens) and its samples."""
+        if self.target is None or not math.isfinite(kl):
             return
-        error = min(max(kl / self.target - 1.0, -self._max_error), self._max_error)
+        error = min(max(kl / self.target - 1.0, -_MAX_ERROR), _MAX_ERROR)
         self.coef *= 1.0 + error * min(num_samples / self.horizon, 1.0)
 
     def state_dict(self) -> dict[str, float]:
-        return {"coef": self.coef}
+        return {} if self.target is None else {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.coef = float(state.get("coef", self.coef))
+        """Restore the coefficient, if it is adapted now and was adapted then."""
+        if self.target is not None:
+            self.coef = float(state.get("coef", self.coef))

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from mcore_rl.algorithms.aggregation import Aggregation, AggregationMode
 from mcore_rl.algorithms.algorithm_checks import check_parts
 from mcore_rl.algorithms.estimators import check_overlong_buffer
-from mcore_rl.algorithms.kl import AdaptiveKL, FixedKL, KLController, KLEstimator, KLParameters
+from mcore_rl.algorithms.kl import KLController, KLEstimator, KLParameters
 from mcore_rl.algorithms.mismatch import CORRECTIONS, MismatchConfig, MismatchCorrection
 from mcore_rl.algorithms.policy_losses import PolicyLossConfig
 from mcore_rl.algorithms.registry import (
@@ -209,9 +209,7 @@ class Algorithm(Recipe):
     def kl_controller(self) -> KLController:
         """Return the controller of the KL in the reward; constant 0 without such a KL."""
         coef = self.kl_coef if self.kl_place == "reward" else 0.0
-        if self.kl_target is None:
-            return FixedKL(coef)
-        return AdaptiveKL(coef, self.kl_target, self.kl_horizon)
+        return KLController(coef, self.kl_target, self.kl_horizon)
 
     def overlong_buffer(self, max_response_tokens: int) -> int:
         """Return tokens, 0 without the penalty; raise UsageError above the response budget."""

@@ -22,7 +22,7 @@ from mcore_rl.algorithms.estimators import (
     select_informative_groups,
 )
 from mcore_rl.algorithms.interfaces import AdvantageInputs
-from mcore_rl.algorithms.kl import kl_penalty_rewards
+from mcore_rl.algorithms.kl import kl_of_loss_tokens
 from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
 from mcore_rl.algorithms.recipes import Algorithm
 from mcore_rl.algorithms.registry import find_advantage_estimator
@@ -275,12 +275,11 @@ class Learner:
     def _kl_penalties(self, samples: TrainBatch) -> torch.Tensor:
         """Return `[t]` penalties by the controller's present coefficient; update the controller."""
         assert samples.old_log_probs is not None and samples.ref_log_probs is not None
-        kl = -kl_penalty_rewards(
+        kl = kl_of_loss_tokens(
             samples.old_log_probs,
             samples.ref_log_probs,
             samples.loss_mask,
-            coef=1.0,
-            estimator=self.recipe.kl_estimator,
+            self.recipe.kl_estimator,
         )
         sums = torch.tensor([kl.double().sum(), samples.loss_mask.sum(), samples.num_samples])
         total, tokens, count = self.actor.runner.global_sum(sums.double()).tolist()

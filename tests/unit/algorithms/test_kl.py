@@ -9,11 +9,10 @@ import torch
 
 from mcore_rl.algorithms.kl import (
     MAX_LOG_RATIO,
-    AdaptiveKL,
-    FixedKL,
+    KLController,
     KLParameters,
     kl_estimate,
-    kl_penalty_rewards,
+    kl_of_loss_tokens,
 )
 from mcore_rl.common.errors import UsageError
 from tests.unit.algorithms.losses_reference import reference_kl
@@ -80,26 +79,25 @@ def test_k3_is_bounded_for_improbable_token() -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("garbage", [0.0, math.nan, math.inf])
-def test_kl_penalty_rewards_equal_weighted_kl(estimator: str, garbage: float) -> None:
+def test_kl_of_loss_tokens_equals_formula(estimator: str, garbage: float) -> None:
     batch = random_ragged(0, gaps=True)
     old, ref = (normal(batch, seed, torch.float32) for seed in (1, 2))
-    rewards = kl_penalty_rewards(
+    kl = kl_of_loss_tokens(
         spoilt(batch, old, garbage).requires_grad_(),
         spoilt(batch, ref, garbage),
         batch.loss_mask,
-        coef=0.25,
-        estimator=estimator,
+        estimator,
     )
-    assert rewards.dtype == torch.float32 and not rewards.requires_grad
-    expected = -0.25 * reference_kl(old.double(), ref.double(), estimator) * batch.loss_mask
-    torch.testing.assert_close(rewards.double(), expected, rtol=1e-5, atol=1e-7)  # float32
+    assert kl.dtype == torch.float32 and not kl.requires_grad
+    expected = reference_kl(old.double(), ref.double(), estimator) * batch.loss_mask
+    torch.testing.assert_close(kl.double(), expected, rtol=1e-5, atol=1e-7)  # float32
 
 
 def test_adaptive_kl_follows_the_formula_and_reaches_its_target() -> None:
-    controller = AdaptiveKL(0.2, target=0.05, horizon=1000)
+    controller = KLController(0.2, target=0.05, horizon=1000)
     controller.update(0.055, num_samples=64)  # 10 percent above
     assert controller.coef == pytest.approx(0.2 * (1 + 0.1 * 64 / 1000))
-    controller = AdaptiveKL(0.2, target=0.05, horizon=1000)
+    controller = KLController(0.2, target=0.05, horizon=1000)
     controller.update(5.0, num_samples=64)  # the error is clipped
     assert controller.coef == pytest.approx(0.2 * (1 + 0.2 * 64 / 1000))
     for _ in range(2000):  # a policy whose KL is inverse to the coefficient
@@ -108,7 +106,7 @@ def test_adaptive_kl_follows_the_formula_and_reaches_its_target() -> None:
 
 
 def test_adaptive_kl_stays_positive_and_ignores_non_finite() -> None:
-    controller = AdaptiveKL(0.2, target=1.0, horizon=10)
+    controller = KLController(0.2, target=1.0, horizon=10)
     controller.update(0.0, num_samples=10**6)
     assert controller.coef == pytest.approx(0.2 * 0.8)
     for kl in (math.nan, math.inf):
@@ -117,12 +115,12 @@ def test_adaptive_kl_stays_positive_and_ignores_non_finite() -> None:
 
 
 def test_controllers_resume_from_checkpoint() -> None:
-    first = AdaptiveKL(0.2, target=0.1)
+    first = KLController(0.2, target=0.1)
     first.update(0.5, num_samples=100)
-    second = AdaptiveKL(0.2, target=0.1)
+    second = KLController(0.2, target=0.1)
     second.load_state_dict(first.state_dict())
     assert second.coef == first.coef != 0.2
-    fixed = FixedKL(0.3)
+    fixed = KLController(0.3)
     fixed.update(5.0, num_samples=100)
     fixed.load_state_dict(first.state_dict())  # the flag decides
     assert fixed.coef == 0.3 and fixed.state_dict() == {}
@@ -137,7 +135,7 @@ def test_controllers_resume_from_checkpoint() -> None:
         (lambda: KLParameters(kl_reward_coef=math.nan), "--rl-kl-reward-coef nan"),
         (lambda: KLParameters(kl_target=0.0), "--rl-kl-target 0.0"),
         (lambda: KLParameters(kl_horizon=-1.0), "--rl-kl-horizon -1.0"),
-        (lambda: AdaptiveKL(0.0, target=1.0), "--rl-kl-reward-coef 0.0"),
+        (lambda: KLController(0.0, target=1.0), "--rl-kl-reward-coef 0.0"),
     ],
 )
 def test_kl_parameters_out_of_range_are_refused(build, flag: str) -> None:

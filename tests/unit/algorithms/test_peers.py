@@ -18,7 +18,7 @@ import torch
 
 from mcore_rl.algorithms.aggregation import Aggregation, Segments, token_weights
 from mcore_rl.algorithms.interfaces import AdvantageInputs
-from mcore_rl.algorithms.kl import AdaptiveKL, kl_estimate
+from mcore_rl.algorithms.kl import KLController, kl_estimate
 from mcore_rl.algorithms.mismatch import Band, Cap, MismatchConfig, mismatch_weights
 from mcore_rl.algorithms.policy_losses import PolicyLossConfig
 from mcore_rl.algorithms.registry import find_advantage_estimator
@@ -255,7 +255,7 @@ def test_value_loss_equals_peers(function: str, inputs: dict, outputs: dict) -> 
 
 @cases_of("verl_kl_value_aggregation.json", "AdaptiveKLController.update")
 def test_adaptive_kl_equals_peers(function: str, inputs: dict, outputs: dict) -> None:
-    controller = AdaptiveKL(inputs["init_kl_coef"], inputs["target_kl"], inputs["horizon"])
+    controller = KLController(inputs["init_kl_coef"], inputs["target_kl"], inputs["horizon"])
     controller.update(inputs["current_kl"], inputs["n_steps"])
     assert controller.coef == pytest.approx(outputs["value"], rel=1e-10)
 

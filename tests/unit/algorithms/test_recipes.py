@@ -9,7 +9,7 @@ import pytest
 
 from mcore_rl.algorithms.aggregation import Aggregation
 from mcore_rl.algorithms.estimators import GAE
-from mcore_rl.algorithms.kl import AdaptiveKL, FixedKL
+from mcore_rl.algorithms.kl import KLController
 from mcore_rl.algorithms.mismatch import Cap, MismatchConfig
 from mcore_rl.algorithms.policy_losses import Clip, PolicyLossConfig
 from mcore_rl.algorithms.recipes import RECIPES, Algorithm, resolve_algorithm
@@ -159,12 +159,12 @@ def test_kl_has_one_place(name: str, given: dict, place: str, coef: float, estim
     found = algorithm.kl_place, algorithm.kl_coef, algorithm.kl_estimator
     assert found == (place, coef, estimator)
     assert algorithm.policy_loss_config(512).kl_coef == (coef if place == "loss" else 0.0)
-    assert algorithm.kl_controller() == FixedKL(coef if place == "reward" else 0.0)
+    assert algorithm.kl_controller() == KLController(coef if place == "reward" else 0.0)
 
 
 def test_kl_coefficient_is_adaptive_with_target() -> None:
     algorithm = resolve_algorithm("ppo", {"kl_target": 0.1, "kl_horizon": 500.0})
-    assert algorithm.kl_controller() == AdaptiveKL(0.02, 0.1, 500.0)
+    assert algorithm.kl_controller() == KLController(0.02, 0.1, 500.0)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 import torch
 
@@ -118,7 +118,6 @@ class TokenSums:
 
 
 AggregationMode = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
-AGGREGATION_MODES: tuple[AggregationMode, ...] = get_args(AggregationMode)
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ def grpo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
     """
 
     def normalised(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        centred = scores - math.fsum(scores) / scores.size
+        centred = _centred(scores, lengths)
         std = math.sqrt(math.fsum(centred**2) / (scores.size - 1))
         return centred / (std + EPS)
 
@@ -119,11 +119,7 @@ def dr_grpo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
     It omits GRPO's division, which favours prompts that are almost always or almost never solved. A
     group of equal outcomes gets exactly 0.
     """
-
-    def centred(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        return scores - math.fsum(scores) / scores.size
-
-    return _per_response(inputs, centred)
+    return _per_response(inputs, _centred)
 
 
 @advantage_estimator("rloo", compares_group=True)
@@ -134,8 +130,7 @@ def rloo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
     """
 
     def against_the_others(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        centred = scores - math.fsum(scores) / scores.size
-        return centred * (scores.size / (scores.size - 1))
+        return _centred(scores, lengths) * (scores.size / (scores.size - 1))
 
     return _per_response(inputs, against_the_others)
 
@@ -188,21 +183,15 @@ def reinforce_pp_baseline(inputs: AdvantageInputs, config: Parameters) -> Advant
     A group of equal outcomes starts at exactly 0. Whitening then shifts all tokens by the same
     mean, which is 0 unless longer responses tend to be better or worse.
     """
-
-    def centred(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        return scores - math.fsum(scores) / scores.size
-
     segments = Segments.of(inputs.lengths, inputs.loss_mask)
-    per_response = _of_rows(_by_group(inputs, centred), inputs)
+    per_response = _of_rows(_by_group(inputs, _centred), inputs)
     return AdvantageOutputs(whiten(segments.to_tokens(per_response), inputs))
 
 
 def returns_to_go(inputs: AdvantageInputs, segments: Segments, gamma: float) -> torch.Tensor:
     """Return `[t]` float64: discounted sum of this and later token rewards; 0 where masked."""
     rewards = inputs.token_rewards[inputs.loss_mask].double()
-    returns = torch.zeros_like(inputs.token_rewards, dtype=torch.float64)
-    returns[inputs.loss_mask] = discounted_sums_to_go(rewards, segments.tokens_left(), gamma)
-    return returns
+    return _scattered(discounted_sums_to_go(rewards, segments.tokens_left(), gamma), inputs)
 
 
 def whiten(values: torch.Tensor, inputs: AdvantageInputs) -> torch.Tensor:
@@ -266,6 +255,11 @@ def _by_group(
     return advantages
 
 
+def _centred(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    centred: np.ndarray = scores - math.fsum(scores) / scores.size
+    return centred
+
+
 def _of_rows(per_sample: np.ndarray, inputs: AdvantageInputs) -> torch.Tensor:
     """Convert `[n]` to `[b]` float64 on the device of the tokens."""
     return torch.from_numpy(per_sample[inputs.rows]).to(inputs.loss_mask.device)
@@ -325,6 +319,7 @@ def gae(inputs: AdvantageInputs, config: GAE) -> AdvantageOutputs:
 
 
 def _scattered(loss_tokens: torch.Tensor, inputs: AdvantageInputs) -> torch.Tensor:
+    """Return `[t]` float64: the values of the loss tokens at their positions, 0 where masked."""
     tokens = torch.zeros_like(inputs.token_rewards, dtype=torch.float64)
     tokens[inputs.loss_mask] = loss_tokens
     return tokens

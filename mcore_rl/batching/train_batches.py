@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -79,21 +80,12 @@ def batch_of_tokens(
 
 def split_mini_batches(batch: TrainBatch) -> list[TrainBatch]:
     """Split a batch into its mini-batches, one per optimizer step; tensors are views."""
-    ends = np.cumsum([sum(sizes) for sizes in batch.cuts])
-    return [
-        _slice(batch, int(end) - sum(sizes), int(end), (sizes,))
-        for end, sizes in zip(ends, batch.cuts, strict=True)
-    ]
+    return _split(batch, batch.cuts)
 
 
 def split_micro_batches(batch: TrainBatch) -> list[TrainBatch]:
     """Split a batch into its micro-batches, one per forward pass; tensors are views."""
-    sizes = [size for mini_batch in batch.cuts for size in mini_batch]
-    ends = np.cumsum(sizes)
-    return [
-        _slice(batch, int(end) - size, int(end), ((size,),))
-        for end, size in zip(ends, sizes, strict=True)
-    ]
+    return _split(batch, [(size,) for mini_batch in batch.cuts for size in mini_batch])
 
 
 def take(batch: TrainBatch, cuts: Cuts) -> TrainBatch:
@@ -109,12 +101,16 @@ def take(batch: TrainBatch, cuts: Cuts) -> TrainBatch:
     return _selected(batch, tokens, torch.tensor(rows, dtype=torch.int64), sizes)
 
 
-def _slice(
-    batch: TrainBatch, first: int, last: int, cuts: tuple[tuple[int, ...], ...]
-) -> TrainBatch:
-    start = int(batch.lengths[:first].sum())
-    tokens = slice(start, start + int(batch.lengths[first:last].sum()))
-    return _selected(batch, tokens, slice(first, last), cuts)
+def _split(batch: TrainBatch, parts: Sequence[tuple[int, ...]]) -> list[TrainBatch]:
+    """Return consecutive parts, each given by the sizes of its micro-batches."""
+    sample_bounds = np.cumsum([0, *(sum(sizes) for sizes in parts)])
+    token_bounds = np.cumsum([0, *batch.lengths.tolist()])[sample_bounds]
+    samples = pairwise(sample_bounds.tolist())
+    tokens = pairwise(token_bounds.tolist())
+    return [
+        _selected(batch, slice(*its_tokens), slice(*its_samples), (sizes,))
+        for its_tokens, its_samples, sizes in zip(tokens, samples, parts, strict=True)
+    ]
 
 
 def _selected(

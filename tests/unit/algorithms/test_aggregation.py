@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 
 from mcore_rl.algorithms.aggregation import (
-    AGGREGATION_MODES,
     Aggregation,
+    AggregationMode,
     Denominators,
     Segments,
     token_weights,
@@ -20,7 +21,7 @@ from tests.unit.algorithms.ragged import normal, ragged, random_ragged
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+@pytest.mark.parametrize("mode", get_args(AggregationMode))
 def test_weighted_sum_equals_named_mean(mode: str, seed: int) -> None:
     batch = random_ragged(seed, gaps=seed % 2 == 1)
     losses = normal(batch, seed)

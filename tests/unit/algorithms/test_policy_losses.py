@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.algorithms.aggregation import AGGREGATION_MODES, Denominators, Segments
+from mcore_rl.algorithms.aggregation import AggregationMode, Denominators, Segments
 from mcore_rl.algorithms.estimators import GAE, Discount
 from mcore_rl.algorithms.kl import MAX_LOG_RATIO, KLParameters
 from mcore_rl.algorithms.policy_losses import Clip, DualClip, Gate, PolicyLossConfig
@@ -123,7 +124,7 @@ def assert_equals_reference(batch: Ragged, seed: int, config: PolicyLossConfig) 
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+@pytest.mark.parametrize("mode", get_args(AggregationMode))
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_loss_and_gradient_equal_formula(config: PolicyLossConfig, mode: str, seed: int) -> None:
     batch = random_ragged(seed, gaps=seed == 2)
@@ -131,7 +132,7 @@ def test_loss_and_gradient_equal_formula(config: PolicyLossConfig, mode: str, se
 
 
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
-@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+@pytest.mark.parametrize("mode", get_args(AggregationMode))
 def test_kl_and_entropy_are_aggregated_like_surrogate(mode: str, terms: dict) -> None:
     config = loss_config(aggregation=aggregation_of(mode), **terms)
     assert_equals_reference(random_ragged(7), 7, config)
@@ -205,7 +206,7 @@ def test_sums_equal_loops(config: PolicyLossConfig) -> None:
 @given(
     seed=st.integers(0, 1000),
     config=st.sampled_from(sorted(CONFIGS)),
-    mode=st.sampled_from(AGGREGATION_MODES),
+    mode=st.sampled_from(get_args(AggregationMode)),
     num_parts=st.integers(1, 8),
 )
 @settings(max_examples=60, deadline=None)

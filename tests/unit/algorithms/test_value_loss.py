@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import fields
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.algorithms.aggregation import AGGREGATION_MODES
+from mcore_rl.algorithms.aggregation import AggregationMode
 from mcore_rl.algorithms.value_loss import (
     ValueLossConfig,
     ValueLossSums,
@@ -44,7 +45,7 @@ def arguments_of(batch: Ragged, seed: int) -> dict:
 
 
 @pytest.mark.parametrize("clip_eps", [None, 0.2, math.inf])
-@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+@pytest.mark.parametrize("mode", get_args(AggregationMode))
 @pytest.mark.parametrize("seed", range(3))
 def test_loss_gradient_and_sums_equal_loops(seed: int, mode: str, clip_eps: float | None) -> None:
     batch = random_ragged(seed, gaps=seed == 1)
@@ -86,7 +87,11 @@ def test_loss_gradient_and_sums_equal_loops(seed: int, mode: str, clip_eps: floa
     assert (clipped > 0) == (clip_eps == 0.2)
 
 
-@given(seed=st.integers(0, 1000), mode=st.sampled_from(AGGREGATION_MODES), parts=st.integers(1, 8))
+@given(
+    seed=st.integers(0, 1000),
+    mode=st.sampled_from(get_args(AggregationMode)),
+    parts=st.integers(1, 8),
+)
 @settings(max_examples=30, deadline=None)
 def test_loss_gradient_and_sums_add_up_over_every_split(seed: int, mode: str, parts: int) -> None:
     batch = random_ragged(seed)

@@ -1,7 +1,4 @@
-"""What is measured: the models and the pairs of layouts.
-
-This module is pure.
-"""
+"""Models and pairs of layouts of the resharding benchmark. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ _DENSE = dict(
     vocab_size=8192, hidden_size=1024, intermediate_size=3072, num_hidden_layers=8,
     num_attention_heads=16, num_key_value_heads=8, head_dim=64,
 )  # fmt: skip
-# Fewer layers of larger tensors: 8 to 28 MB each on a TP rank, as models have them whose hand-over
-# takes long. What is paid per tensor no longer counts.
+# Fewer layers of larger tensors: 8 to 28 MB each on a TP rank, as in large models. The cost per
+# tensor is then negligible.
 _LARGE = dict(
     vocab_size=8192, hidden_size=3072, intermediate_size=9216, num_hidden_layers=2,
     num_attention_heads=24, num_key_value_heads=8, head_dim=128,
@@ -30,7 +27,7 @@ _MOE = dict(
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A checkpoint of random weights in bf16: a family, a size by name, and what differs."""
+    """A checkpoint of random bf16 weights: family, named size, and overrides of config.json."""
 
     name: str
     arch: str
@@ -73,7 +70,7 @@ class Case:
         return f"{train} -> {rollout} on {self.world_size}"
 
     def flags(self, checkpoint: str, bucket_mb: int) -> list[str]:
-        """The command line of a run of mcore_rl in this layout."""
+        """Return the command line of a run in this layout."""
         return [
             *("--rl-hf-checkpoint", checkpoint),
             *("--rl-num-prompts-per-step", "8", "--rl-num-samples-per-prompt", "2"),

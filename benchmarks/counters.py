@@ -1,4 +1,4 @@
-"""Counts what one rank's calls of torch.distributed bring it, whoever makes them."""
+"""Counters of the traffic that torch.distributed's calls bring to one rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 @dataclass(slots=True)
 class Traffic:
-    """Of one rank. Pickled objects and reductions are control: they carry no weights."""
+    """Traffic of one rank. Pickled objects and reductions, which carry no weights, are control."""
 
     received_bytes: int = 0
     num_calls: int = 0  # each message of a batch of point-to-point messages counts
@@ -32,11 +32,10 @@ class Traffic:
 
 @contextlib.contextmanager
 def counted() -> Iterator[Traffic]:
-    """Counts in the `with` block: broadcasts, all-gathers, reductions, batches of messages.
+    """Count broadcasts, all-gathers, reductions and batches of messages in a `with` block.
 
-    They are replaced in both modules through which callers reach them, so that what the object
-    collectives call inside is counted too. Messages sent outside of a batch raise: no path here
-    uses them, and one that did would be counted wrong.
+    They are replaced in both modules that callers use, so that calls inside of object collectives
+    count, too. Other collectives, which no path uses, raise RuntimeError.
     """
     traffic = Traffic()
     pickling = 0

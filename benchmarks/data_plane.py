@@ -1,12 +1,12 @@
-"""What one rank does with a step's samples on many ranks: bytes in and out, seconds of Python.
+"""Cost of a step's samples for one of many ranks: bytes in and out, seconds of Python.
 
     python benchmarks/data_plane.py [--world-sizes 64 256 1024] [--quick]
 
-One process plays one rank: it runs mcore_rl's own code, with the samples that this rank's engine
-would have and the table of all of them; only the exchange itself hands nothing over, and what would
-have come is zeros. Layouts are of DeepSeek-V3: training by TP8 PP8, engines of TP8, a critic on the
-same ranks by TP8 PP4. 64 samples a rank: 1,024 prompts of 16 samples on 256. Then real processes
-exchange as many bytes over gloo as --gloo-megabytes says, which gives the rate of this machine.
+One process simulates one rank. It runs mcore_rl's code on the samples of this rank's engine and the
+table of all samples. Only the exchange is replaced: it receives zeros. The layout is that of
+DeepSeek-V3: training with TP8 PP8, engines with TP8, a critic on the same ranks with TP8 PP4. There
+are 64 samples per rank: 1,024 prompts of 16 samples on 256 ranks. Real processes then exchange
+--gloo-megabytes over gloo, which measures the rate of this machine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FLOPS = SampleFlops(per_token=2 * 37e9, per_token_pair=2.0 * 61 * 128 * (192 + 1
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is played."""
+    """Layouts and lengths of a simulated step."""
 
     train: TrainLayout
     critic: TrainLayout
@@ -73,10 +73,10 @@ class Sizes:
             long.clip(1, MOST_TOKENS),
         )
 
-    def scored(self, of: range) -> list[ScoredRollout]:
-        """Those samples, with tokens that mean nothing."""
+    def scored(self, numbers: range) -> list[ScoredRollout]:
+        """Return these samples, with arbitrary tokens."""
         found = []
-        for number in of:
+        for number in numbers:
             length = int(self.response_lengths[number])
             prompt = Prompt(
                 number // SAMPLES_PER_PROMPT,
@@ -98,7 +98,7 @@ class Sizes:
 
 
 class Rank:
-    """Notes what would have been exchanged, and when it began and ended."""
+    """Stand-in for the exchange that records its bytes, begin and end."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -108,7 +108,7 @@ class Rank:
     def exchange(
         self, outgoing: Sequence[np.ndarray], incoming_bytes: Sequence[int]
     ) -> list[np.ndarray]:
-        """In the place of `objects.exchange`; concatenates, as that does."""
+        """Replace `objects.exchange`; concatenates, like the original."""
         sent = np.concatenate(outgoing)
         self.began = time.perf_counter()
         self.out_bytes = len(sent) - len(outgoing[self.rank])
@@ -118,8 +118,8 @@ class Rank:
         return np.split(received, np.cumsum(incoming_bytes)[:-1])
 
 
-def play(world_size: int, samples_per_rank: int) -> dict[str, float]:
-    """A step of one rank in the middle of the world."""
+def simulate(world_size: int, samples_per_rank: int) -> dict[str, float]:
+    """Simulate a step of one rank in the middle of the world."""
     rank = Rank(world_size // 2 + 3)
     dist.init_process_group("fake", rank=rank.rank, world_size=world_size, store=FakeStore())
     objects.exchange = rank.exchange  # type: ignore[assignment]
@@ -140,9 +140,9 @@ def play(world_size: int, samples_per_rank: int) -> dict[str, float]:
 
     now = time.perf_counter()
     own = sample_store.table(sample_store.add(scored), draws)
-    told = pickle.dumps(own)
+    pickled = pickle.dumps(own)
     now = took("own table", now)
-    parts = [told] + [
+    parts = [pickled] + [
         pickle.dumps(dataclasses.replace(own, homes=own.homes * 0 + 8 * group))
         for group in range(1, num_groups)
     ]
@@ -151,7 +151,7 @@ def play(world_size: int, samples_per_rank: int) -> dict[str, float]:
     table = SampleTable.joined([pickle.loads(part) for part in parts])
     table = table.take(np.argsort(table.draws, kind="stable"))
     now = took("table of all", now)
-    # What this process was told is of its own samples again and again: now of the whole step.
+    # The joined table repeats this rank's samples: replace them by those of the complete step.
     everyone = np.concatenate([np.full(len(block), 8 * g) for g, block in enumerate(blocks)])
     numbers = np.concatenate([np.arange(len(block)) for block in blocks])
     table = dataclasses.replace(
@@ -211,7 +211,7 @@ def play(world_size: int, samples_per_rank: int) -> dict[str, float]:
 
 
 def exchange_for_real(rank: int, world_size: int, folder: str, megabytes: int) -> None:
-    """One of the processes that exchange over gloo; the first one prints."""
+    """Exchange over gloo in one of several processes; the first one prints."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
@@ -270,13 +270,13 @@ def main() -> None:
     samples = SAMPLES_PER_RANK // (8 if options.quick else 1)
     torch.set_num_threads(1)
     print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    played = [play(world_size, samples) for world_size in options.world_sizes]
-    print("| of one rank | " + " | ".join(f"{each['ranks']} ranks" for each in played) + " |")
-    print("| --- |" + " ---: |" * len(played))
+    results = [simulate(world_size, samples) for world_size in options.world_sizes]
+    print("| of one rank | " + " | ".join(f"{each['ranks']} ranks" for each in results) + " |")
+    print("| --- |" + " ---: |" * len(results))
     for title, name, form in ROWS:
         cells = [
             f"{each[name] / 1e6:,.1f}" if form == "MB" else form.format(each[name])
-            for each in played
+            for each in results
         ]
         print(f"| {title} | " + " | ".join(cells) + " |")
     print("\n| processes | MB out and in of each | seconds | MB/s of each | MB/s together |")

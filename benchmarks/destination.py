@@ -1,4 +1,4 @@
-"""Where all paths must bring the weights: one tensor for every box that a vLLM rank needs."""
+"""Destination of all paths: one tensor for every box that a vLLM rank needs."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Destination:
         return sum(data.nbytes for data in self.parts())
 
     def parts(self) -> list[torch.Tensor]:
-        """In the order of `names`, and of `boxes` of each."""
+        """Return all tensors, in the order of `names` and of their `boxes`."""
         return [data for some in self._held.values() for _, data in some]
 
     def boxes(self, name: str) -> list[Box]:
         return [box for box, _ in self._held.get(name, ())]
 
     def fill(self, name: str, pieces: Iterable[tuple[Box, torch.Tensor]]) -> None:
-        """Copy what is needed of `pieces` of the tensor `name`; the rest is left."""
+        """Copy the needed parts of `pieces` of the tensor `name`."""
         for box, data in pieces:
             for needed, target in self._held.get(name, ()):
                 shared = intersect(box, needed)
@@ -52,7 +52,7 @@ class Destination:
                     _cut(target, relative(shared, needed)).copy_(source)
 
     def fill_whole(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy what is needed of a whole tensor."""
+        """Copy the needed parts of a whole tensor."""
         for needed, target in self._held.get(name, ()):
             target.copy_(_cut(tensor, needed))
 
@@ -61,7 +61,7 @@ class Destination:
             part.zero_()
 
     def differing(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
-        """The tensors that are not, bit for bit, what the checkpoint holds."""
+        """Return the tensors whose bits differ from the checkpoint's."""
         return [
             name
             for name, some in self._held.items()

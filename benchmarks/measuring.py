@@ -1,4 +1,4 @@
-"""Runs all paths of a case in turns and measures them. Collective over the world throughout."""
+"""Measurement of all paths of a case, in turns. Collective over the world."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt, from malloc.h
 
 @dataclass(slots=True)
 class Samples:
-    """What one rank measured of one path."""
+    """Measurements of one path on one rank."""
 
     received_bytes: int = 0
     num_calls: int = 0
@@ -42,8 +42,8 @@ def measure(
 ) -> dict[str, Samples]:
     """Warm up and count, then time `repetitions` runs of every path in turns.
 
-    In the first warm-up run the destination is cleared before and checked after. Memory and traffic
-    are those of the last; `return_freed_memory_at_once` should be in force.
+    The first warm-up run starts with a cleared destination and is checked. Memory and traffic are
+    measured in the last one, under `return_freed_memory_at_once`.
     """
     found = {path.name: Samples() for path in paths}
     for number in range(NUM_WARM_UP):
@@ -51,7 +51,7 @@ def measure(
             _warm_up(path, found[path.name], check, clear if number == 0 else None)
     return_freed_memory_at_once(False)
     for number in range(repetitions):
-        # Another path follows another one each time.
+        # Rotate, so that no path always follows the same one.
         turn = number % len(paths)
         for path in (*paths[turn:], *paths[:turn]):
             path.prepare()
@@ -83,16 +83,16 @@ def _warm_up(
     path.finish()
     samples.received_bytes, samples.num_calls = traffic.received_bytes, traffic.num_calls
     samples.control_bytes, samples.control_calls = traffic.control_bytes, traffic.control_calls
-    # The first run also sets up connections and plans; the last is what every later one takes.
+    # The first run also sets up connections and plans; the last one is like all later ones.
     samples.peak_extra_bytes = peak.extra_bytes
 
 
 def return_freed_memory_at_once(enabled: bool) -> None:
-    """Whether malloc gives back what is freed, or keeps it for later, as it does by itself.
+    """Make malloc return freed memory at once, or restore its default.
 
-    What it keeps would be counted as memory of the path that happened to free or to want it. Call
-    this before anything large is allocated: what lies in malloc's heap already stays there.
-    Disabled is the state that malloc comes to once something of 32 MiB was freed.
+    Memory that malloc keeps would count for the path that freed or reused it. Call this before any
+    large allocation, since allocations in malloc's heap stay there. The default is the state of
+    malloc after 32 MiB were freed.
     """
     if (libc := _libc()) is not None:
         libc.mallopt(_MMAP_THRESHOLD, 128 << 10 if enabled else 32 << 20)
@@ -105,14 +105,14 @@ def _give_back_free_pages() -> None:
 
 
 def _libc() -> Any:
-    """The C library if it is glibc; only that has these calls."""
+    """Return the C library if it is glibc, which alone has these calls."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         return libc
     return None
 
 
 def of_all_ranks(mine: Mapping[str, Samples]) -> dict[str, list[Samples]]:
-    """path -> every rank's samples."""
+    """Return the samples of all ranks, by path."""
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, dict(mine))
     return {name: [samples[name] for samples in everybody] for name in mine}

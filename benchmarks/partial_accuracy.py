@@ -1,9 +1,8 @@
-"""What partial and whole rollouts learn in a hundred steps of lengths with tails.
+"""Accuracy of partial and whole rollouts after a hundred steps with long-tailed lengths.
 
     python benchmarks/partial_accuracy.py [--markdown FILE] [--steps 100] [--seeds 2]
 
-Half an hour on 2 cores. --markdown replaces its own section of FILE and leaves what else stands
-there.
+Half an hour on 2 cores. --markdown replaces this benchmark's section of FILE.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from benchmarks.facts import facts_of_run  # noqa: E402
-from benchmarks.reshard import ENVIRONMENT  # noqa: E402
-from benchmarks.step_time import _in_a_process, _run  # noqa: E402
-from benchmarks.step_time_report import with_section  # noqa: E402
+from benchmarks.pages import fact_list, section, verdict_table, write_section  # noqa: E402
+from benchmarks.processes import ENVIRONMENT, alternating, in_a_process, run_python  # noqa: E402
 from benchmarks.step_time_task import Teaching, Workload, checkpoint_of  # noqa: E402
 
 # The mean of an answer with its tail is 20 tokens; one in a hundred reaches the limit or nearly.
@@ -45,12 +43,12 @@ WORKLOAD = Workload(
 )
 WHOLE, PARTIAL = "whole", "partial"
 WAYS = {WHOLE: (), PARTIAL: ("--rl-partial-rollouts",)}
-BEGIN, END = "<!-- partial_accuracy: begin -->", "<!-- partial_accuracy: end -->"
+SECTION = "partial_accuracy"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run has measured."""
+    """Measurements of a run."""
 
     accuracies: list[float]  # greedy, held-out: before, at each quarter, and after
     reward: float  # of samples, in the last quarter
@@ -62,7 +60,7 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of rollout; lengths drift at random, to another mean in each run."""
+        """Tokens per second of rollout, since mean lengths drift at random."""
         return self.response_tokens * WORKLOAD.samples_per_step / self.rollout_seconds
 
 
@@ -81,25 +79,23 @@ def main(tokens: Sequence[str] | None = None) -> int:
     os.environ.update(ENVIRONMENT)
     started = time.monotonic()
     facts = facts_of_run("partial_accuracy.py", tokens, ())
-    checkpoint = _in_a_process(checkpoint_of, WORKLOAD)
+    checkpoint = in_a_process(checkpoint_of, WORKLOAD)
     runs: dict[str, list[Run]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory(prefix="mcore_rl_partial_accuracy_") as folder:
         for number in range(options.seeds):
-            for way in list(WAYS) if number % 2 == 0 else reversed(WAYS):
+            for way in alternating(WAYS, number):
                 found = run(way, checkpoint, Path(folder) / "run", number + 1, options.steps)
                 print(f"{way}: {found}", flush=True)
                 runs[way].append(found)
     facts["time"] = f"{(time.monotonic() - started) / 60:.0f} minutes in all"
-    part = section(runs, facts, options.steps)
+    part = section_of(runs, facts, options.steps)
     print(part)
-    if options.markdown:
-        page = options.markdown.read_text() if options.markdown.is_file() else ""
-        options.markdown.write_text(with_section(page, part, (BEGIN, END)))
+    write_section(options.markdown, SECTION, part)
     return 0
 
 
 def run(way: str, checkpoint: Path, run_dir: Path, seed: int, num_steps: int) -> Run:
-    """A run on two processes, data parallel, with two engines."""
+    """Run on two processes, data parallel, with two engines."""
     prompts = checkpoint / "prompts"
     flags = (
         f"--rl-hf-checkpoint {checkpoint} --rl-prompts {prompts}/train.jsonl "
@@ -115,14 +111,14 @@ def run(way: str, checkpoint: Path, run_dir: Path, seed: int, num_steps: int) ->
         f"--rl-rollout-kv-cache-gib 0.25 --rl-run-dir {run_dir}"
     ).split()
     launch = ["-m", "mcore_rl.launch", "--nproc-per-node", "2", "-m", "mcore_rl.train"]
-    _run([*launch, *flags, *WAYS[way]])
+    run_python([*launch, *flags, *WAYS[way]])
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     shutil.rmtree(run_dir)
     return run_of(lines)
 
 
 def run_of(lines: Sequence[Mapping[str, float]]) -> Run:
-    """From the lines of metrics.jsonl."""
+    """Return the measurements in the lines of metrics.jsonl."""
     steps = [line for line in lines if "time/step_seconds" in line]
 
     def mean(name: str, of: Sequence[Mapping[str, float]] = steps) -> float:
@@ -141,8 +137,8 @@ def run_of(lines: Sequence[Mapping[str, float]]) -> Run:
 
 
 def noise_of(runs: Mapping[str, Sequence[Run]]) -> float:
-    """How far the final accuracies of two ways may be apart by chance: twice the standard error of
-    the difference, from the spread of runs of one way, at least that of so many prompts."""
+    """Return twice the standard error of the difference of final accuracies, from the variance of
+    runs, but at least from that of the number of prompts."""
     finals = {way: [each.accuracies[-1] for each in found] for way, found in runs.items()}
     share = statistics.fmean(each for found in finals.values() for each in found)
     of_prompts = share * (1 - share) / WORKLOAD.num_eval_prompts
@@ -151,8 +147,8 @@ def noise_of(runs: Mapping[str, Sequence[Run]]) -> float:
     return 2 * math.sqrt(2 * max(of_prompts, of_runs) / min(map(len, finals.values())))
 
 
-def section(runs: Mapping[str, Sequence[Run]], facts: Mapping[str, str], num_steps: int) -> str:
-    """The section of the page, between its markers and with them."""
+def section_of(runs: Mapping[str, Sequence[Run]], facts: Mapping[str, str], num_steps: int) -> str:
+    """Return the section of the page."""
     apart = statistics.fmean(r.accuracies[-1] for r in runs[PARTIAL]) - statistics.fmean(
         r.accuracies[-1] for r in runs[WHOLE]
     )
@@ -161,14 +157,14 @@ def section(runs: Mapping[str, Sequence[Run]], facts: Mapping[str, str], num_ste
         way: statistics.fmean(each.tokens_per_second for each in found)
         for way, found in runs.items()
     }
-    lines = [BEGIN, "# What is learned from partial rollouts", "", _INTRODUCTION, ""]
-    lines += [f"- {name}: {value}" for name, value in facts.items()]
+    verdict = (
+        f"after {num_steps} steps the same accuracy within noise",
+        f"{apart:+.3f}, noise {noise:.3f}",
+        abs(apart) <= noise,
+    )
+    lines = ["# What is learned from partial rollouts", "", _INTRODUCTION, ""]
+    lines += [*fact_list(facts), "", *verdict_table([verdict])]
     lines += [
-        "",
-        "| target | measured | met |",
-        "| --- | --- | --- |",
-        f"| after {num_steps} steps the same accuracy within noise | {apart:+.3f}, noise "
-        f"{noise:.3f} | {'yes' if abs(apart) <= noise else '**no**'} |",
         "",
         f"Tokens a second in rollout: {paces[PARTIAL] / paces[WHOLE]:.2f}x those of whole ones.",
         "",
@@ -184,7 +180,7 @@ def section(runs: Mapping[str, Sequence[Run]], facts: Mapping[str, str], num_ste
                 f"{each.rollout_seconds:.2f} | {each.response_tokens:.1f} | "
                 f"{each.tokens_per_second:.0f} | {each.staleness:.2f} ({each.staleness_max:.0f}) |"
             )
-    return "\n".join([*lines, END]) + "\n"
+    return section(SECTION, lines)
 
 
 _INTRODUCTION = f"""\

@@ -1,6 +1,6 @@
-"""Our ways to bring the weights to a rank's destination, and the copy that nobody can beat.
+"""Our paths of weights to a rank's destination, and a copy in memory as the lower bound.
 
-A path's `run` is collective over the world and ends when this rank's destination holds everything.
+A path's `run` is collective over the world and ends when this rank's destination is complete.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Weights = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all paths of one case work on, on this rank."""
+    """Inputs of all paths of a case, on this rank."""
 
     job: Job
     shards: Any  # ModelShards
@@ -49,20 +49,20 @@ class Setting:
 
 
 class Path(Protocol):
-    """One way; `destination` is None where it fills the engine."""
+    """One path; `destination` is None if it fills the engine."""
 
     name: str
     note: str  # for the table
     destination: Destination | None
 
     def prepare(self) -> None:
-        """What precedes a run and is not measured. Collective."""
+        """Prepare a run; not measured. Collective."""
 
     def run(self) -> None:
-        """What is measured. Collective."""
+        """Move the weights; measured. Collective."""
 
     def finish(self) -> None:
-        """What follows a run and is not measured. Collective."""
+        """Clean up after a run; not measured. Collective."""
 
 
 class OnDestination:
@@ -76,13 +76,13 @@ class OnDestination:
         self._target = destination
 
     def prepare(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     finish = prepare
 
 
 class Ours(OnDestination):
-    """The stream that feeds vLLM: what a rank holds is read, what it lacks arrives in buckets."""
+    """The stream that feeds vLLM: parts that a rank lacks arrive in buckets."""
 
     name = "ours"
 
@@ -96,7 +96,7 @@ class Ours(OnDestination):
 
 
 class Gather(OnDestination):
-    """Every tensor, whole, to every rank; each keeps what it needs."""
+    """Every whole tensor to every rank, which keeps the parts that it needs."""
 
     name = "gather"
 
@@ -118,7 +118,7 @@ class Gather(OnDestination):
 
 
 class Memcpy(OnDestination):
-    """W' from one place in this rank's memory to another: no hand-over can be faster."""
+    """A copy of W' within this rank's memory: no hand-over can be faster."""
 
     name = "memcpy"
 
@@ -136,7 +136,7 @@ class Memcpy(OnDestination):
 
 
 class Switch:
-    """The whole switch into vLLM by the sharding manager: transfer, vLLM's loaders, proof."""
+    """The complete switch by the sharding manager: transfer, vLLM's loaders, verification."""
 
     destination = None
 
@@ -146,7 +146,7 @@ class Switch:
         self._stack = contextlib.ExitStack()
 
     def prepare(self) -> None:
-        """Nothing: the engine sleeps."""
+        """Do nothing: the engine sleeps."""
 
     def run(self) -> None:
         self._stack.enter_context(self._manager)
@@ -156,7 +156,7 @@ class Switch:
 
 
 class VllmLoad:
-    """vLLM's own reload of the tensors of which this rank needs anything, whole and in memory."""
+    """vLLM's own reload of all tensors that this rank needs in part, from whole ones in memory."""
 
     name = "vllm_load"
     note = ""

@@ -1,10 +1,9 @@
-"""How long `mcore-rl plan` takes for DeepSeek-V3, and how much memory.
+"""Time and memory of `mcore-rl plan` for DeepSeek-V3.
 
     python benchmarks/plan_time.py [--world-sizes 256 4096] [--repeats 3] [--against CHECKOUT]
 
-Each plan is a process of its own, as a user starts it, imports included. With --against, another
-checkout plans the same in turns with this one, and ratios say what differs on a busy machine, too.
-Processor seconds are of user and system together.
+Each plan runs in a new process, imports included. With --against, this and another checkout run in
+turns, so that ratios are valid on a busy machine. Processor seconds are user plus system time.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ PRESETS = ROOT / "scripts" / "presets"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One process."""
+    """Measurements of one process."""
 
     seconds: float
     cpu_seconds: float
@@ -33,31 +32,24 @@ class Run:
 
 
 def plan(checkout: Path, world_size: int) -> Run:
-    """Plan once with the code of `checkout`. RuntimeError: it failed."""
+    """Plan once with the code of `checkout`. Raises RuntimeError if that fails."""
     flags = ["--hf-config", str(PRESETS / "v3.json"), "--rl-config", str(PRESETS / "v3.yaml")]
-    command = [
-        sys.executable,
-        "-m",
-        "mcore_rl.cli",
-        "plan",
-        *flags,
-        "--world-size",
-        str(world_size),
-    ]
-    with tempfile.TemporaryFile() as said:
+    command = [sys.executable, "-m", "mcore_rl.cli", "plan", *flags]
+    command += ["--world-size", str(world_size)]
+    with tempfile.TemporaryFile() as errors:
         started = time.perf_counter()
         process = subprocess.Popen(
             command,
             cwd=checkout,  # which Python imports from first
             stdout=subprocess.DEVNULL,
-            stderr=said,
+            stderr=errors,
         )
         _, status, usage = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - started
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
-            said.seek(0)
-            raise RuntimeError(f"mcore-rl plan in {checkout}: {said.read().decode()}")
+            errors.seek(0)
+            raise RuntimeError(f"mcore-rl plan in {checkout}: {errors.read().decode()}")
     return Run(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
 
 

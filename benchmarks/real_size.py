@@ -1,11 +1,10 @@
-"""Runs of models of real sizes on this machine: seconds and host memory of each phase.
+"""Runs of models of realistic size on this machine: seconds and host memory of each phase.
 
     python benchmarks/real_size.py --case dense --folder DIR
 
-A random model is made in DIR, trained for a step, saved and exported; a second run resumes after
-the first step, and must end with the same weights. Printed are seconds, the peak in GB and the
-plan's, by phase. `tests/real_size` asserts what this measures. Needs about 20 GB of host memory
-and 40 GB of disk.
+A random model is made in DIR, trained, saved and exported. A second run resumes after the first
+step and must end with the same weights. Prints seconds, measured and planned peak in GB by phase.
+`tests/real_size` asserts these measurements. Needs about 20 GB of host memory and 40 GB of disk.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ SAMPLING_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class RealSize:
-    """A model and how it is run."""
+    """A model and the settings of its run."""
 
     arch: str
     overrides: Mapping[str, Any]  # of config.json
@@ -56,7 +55,7 @@ CASES = {
         1,
         "",
     ),
-    # The same with fewer layers and rows, for a look at the phases within 10 GB.
+    # The same with fewer layers and a smaller vocabulary, within 10 GB.
     "small": RealSize(
         "qwen3",
         dict(
@@ -100,7 +99,7 @@ class Measured:
 
 
 def make_checkpoint(case: RealSize, folder: Path) -> Path:
-    """A random checkpoint with the tiny task's prompts and tokenizer."""
+    """Make a random checkpoint with the tiny task's prompts and tokenizer."""
     file = ROOT / "scripts" / "make_tiny_deepseek.py"
     spec = importlib.util.spec_from_file_location("make_tiny_deepseek", file)
     assert spec is not None and spec.loader is not None
@@ -110,7 +109,7 @@ def make_checkpoint(case: RealSize, folder: Path) -> Path:
 
 
 def flags_of(case: RealSize, checkpoint: Path, run_dir: Path) -> list[str]:
-    """The command line of a run."""
+    """Return the command line of a run."""
     prompts = checkpoint / "prompts"
     return [
         *("--rl-hf-checkpoint", str(checkpoint), "--rl-prompts", str(prompts / "train.jsonl")),
@@ -122,7 +121,7 @@ def flags_of(case: RealSize, checkpoint: Path, run_dir: Path) -> list[str]:
 
 
 def run(case: RealSize, flags: list[str], phases: Path) -> Measured:
-    """Run to the end, and measure. RuntimeError: it failed."""
+    """Run and measure. Raises RuntimeError if the run fails."""
     phases.unlink(missing_ok=True)
     command = [sys.executable, "-m", "mcore_rl.launch", "--nproc-per-node", str(case.num_ranks)]
     command += ["-m", "mcore_rl.train", *flags]
@@ -139,7 +138,7 @@ def run(case: RealSize, flags: list[str], phases: Path) -> Measured:
 
 
 def _sample(pid: int, samples: list[tuple[float, int]]) -> None:
-    """Until the process is gone."""
+    """Sample until the process has ended."""
     while psutil.pid_exists(pid):
         try:
             root = psutil.Process(pid)
@@ -151,7 +150,7 @@ def _sample(pid: int, samples: list[tuple[float, int]]) -> None:
 
 
 def _held_bytes(pid: int) -> int:
-    """Without files, which the kernel can drop."""
+    """Return anonymous and shared bytes, without file pages, which the kernel can drop."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -174,7 +173,7 @@ def _by_phase(phases: Path, samples: list[tuple[float, int]]) -> Measured:
 
 
 def planned_bytes(case: RealSize, flags: list[str]) -> dict[str, int]:
-    """The plan of each phase, for the same flags."""
+    """Return the planned bytes of each phase for the same flags."""
     from mcore_rl.planner.host import host_phases
     from mcore_rl.planner.plan import plan_case
     from mcore_rl.tools.plan.command_line import read_command_line
@@ -190,7 +189,7 @@ def planned_bytes(case: RealSize, flags: list[str]) -> dict[str, int]:
 
 
 def rows(run: str, found: Measured, planned: Mapping[str, int]) -> list[str]:
-    """Lines of a table: run, phase, seconds, peak and planned GB."""
+    """Return lines of a table: run, phase, seconds, peak and planned GB."""
     return [
         f"| {run} | {phase} | {seconds:.1f} | {found.peak_bytes.get(phase, 0) / 1e9:.2f} | "
         f"{planned.get(phase, 0) / 1e9:.2f} |"
@@ -199,7 +198,7 @@ def rows(run: str, found: Measured, planned: Mapping[str, int]) -> list[str]:
 
 
 def exported(run_dir: Path) -> dict[str, str]:
-    """Digests of the exported weights."""
+    """Return digests of the exported weights."""
     files = sorted((run_dir / "exported").glob("*.safetensors"))
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 

@@ -1,4 +1,4 @@
-"""Imported by `--rl-import`: notes when each phase of a run begins and ends.
+"""A file for --rl-import: records begin and end of each phase of a run.
 
 Each rank appends a JSON object a line to MCORE_RL_PHASES: `phase` by its name in a plan, `rank`,
 `begin` and `end` in seconds of the clock.
@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 
-def noted(target, name, phase_of):
-    """Have calls of a function, or method, noted as the phase that `phase_of` names."""
+def recorded(target, name, phase_of):
+    """Record calls of a function or method as the phase that `phase_of` names."""
     function = getattr(target, name)
 
     @functools.wraps(function)
@@ -50,8 +50,8 @@ def note_phases():
         (RunSaver, "save", "save"),
         (train, "export", "export"),
     ):
-        noted(target, name, lambda phase=phase: phase)
-    noted(MegatronVLLMShardingManager, "__enter__", lambda: next(switches, "hand-over"))
+        recorded(target, name, lambda phase=phase: phase)
+    recorded(MegatronVLLMShardingManager, "__enter__", lambda: next(switches, "hand-over"))
 
 
 if "RANK" in os.environ:  # not in rewards' workers

@@ -1,4 +1,4 @@
-"""From what all ranks measured to rows, to the table and to the verdicts. Pure."""
+"""Rows, verdicts and the page of the resharding benchmark. Pure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from benchmarks.pages import Verdict, fact_list, paired_ratio, verdict_table
+
 Row = dict[str, Any]
 SWITCH, UNPROVED = "switch", "switch, unproved"
 
 
 class Measured(Protocol):
-    """One rank's samples of one path (see measuring.Samples)."""
+    """Measurements of one path on one rank (see measuring.Samples)."""
 
     received_bytes: int
     num_calls: int
@@ -33,12 +35,10 @@ def rows_of(
     resident_bytes: int,
     notes: Mapping[str, str],
 ) -> list[Row]:
-    """One row a path. A repetition takes as long as its slowest rank; CPU time is a rank's mean.
+    """Return one row per path. Seconds are those of the slowest rank, CPU seconds means of ranks.
 
-    A path that has a note and no samples could not run, and its row has only that.
-
-    Ratios of seconds are medians over repetitions of the ratio within one: all paths of a
-    repetition ran one after the other, and what else the machine did hit them alike.
+    A path with a note but without samples could not run, and its row only has the note. Ratios of
+    seconds are paired within repetitions, so that the machine's load affects both alike.
     """
     common = {
         "model": model,
@@ -73,8 +73,8 @@ def rows_of(
             "control_bytes_max": max(r.control_bytes for r in ranks),
             "received_over_lower_bound": _ratio(received[path], lower_bound_bytes),
             "received_over_ours": _ratio(received[path], received["ours"]),
-            "seconds_over_ours": paired(seconds[path], seconds["ours"]),
-            "seconds_over_memcpy": paired(seconds[path], seconds["memcpy"]),
+            "seconds_over_ours": paired_ratio(seconds[path], seconds["ours"]),
+            "seconds_over_memcpy": paired_ratio(seconds[path], seconds["memcpy"]),
             "bit_identical": not any(rank.differing for rank in ranks),
             "note": notes.get(path, ""),
         }
@@ -82,24 +82,21 @@ def rows_of(
     ]
     for row in rows:
         if "vllm_load" in seconds:
-            row["seconds_over_vllm_load"] = paired(seconds[row["path"]], seconds["vllm_load"])
+            row["seconds_over_vllm_load"] = paired_ratio(seconds[row["path"]], seconds["vllm_load"])
         if row["path"].startswith(SWITCH) and UNPROVED in seconds:
             path = row["path"]
-            row["seconds_over_unproved"] = paired(seconds[path], seconds[UNPROVED])
-            row["cpu_seconds_over_unproved"] = paired(cpu_seconds[path], cpu_seconds[UNPROVED])
+            row["seconds_over_unproved"] = paired_ratio(seconds[path], seconds[UNPROVED])
+            row["cpu_seconds_over_unproved"] = paired_ratio(
+                cpu_seconds[path], cpu_seconds[UNPROVED]
+            )
     rows += [
         {"path": path, **common, "note": why} for path, why in notes.items() if path not in samples
     ]
     return rows
 
 
-def paired(seconds: Sequence[float], reference: Sequence[float]) -> float:
-    """The median over repetitions of the ratio within a repetition."""
-    return statistics.median(a / b for a, b in zip(seconds, reference, strict=True))
-
-
 def quartile_spread(seconds: Sequence[float]) -> float:
-    """The middle half's width as a share of the median."""
+    """Return the width of the middle half as a share of the median."""
     if len(seconds) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
@@ -110,9 +107,9 @@ def _ratio(a: float, b: float) -> float | None:
     return a / b if b else None
 
 
-def verdicts(rows: Sequence[Row]) -> list[tuple[str, str, bool]]:
-    """(target, what was measured, met) for every target of which the rows say something."""
-    found: list[tuple[str, str, bool]] = []
+def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    """Return the verdict on every target that the rows cover."""
+    found: list[Verdict] = []
     measured = [row for row in rows if "median_seconds" in row]
     by_case: dict[tuple[str, str], dict[str, Row]] = {}
     for row in measured:
@@ -160,14 +157,9 @@ def verdicts(rows: Sequence[Row]) -> list[tuple[str, str, bool]]:
 
 
 def markdown(rows: Sequence[Row], facts: Mapping[str, str]) -> str:
-    """The page: how it was measured, what was aimed at, and a table per case."""
+    """Return the page: method, targets, and a table per case."""
     lines = ["# Resharding, measured beside the peers", "", _INTRODUCTION, ""]
-    lines += [f"- {name}: {value}" for name, value in facts.items()]
-    lines += ["", "## Targets", "", "| target | measured | met |", "| --- | --- | --- |"]
-    lines += [
-        f"| {target} | {value} | {'yes' if met else '**no**'} |"
-        for target, value, met in verdicts(rows)
-    ]
+    lines += [*fact_list(facts), "", "## Targets", "", *verdict_table(verdicts(rows))]
     cases = dict.fromkeys((row["model"], row["layout"]) for row in rows)
     for model, layout in cases:
         some = [row for row in rows if (row["model"], row["layout"]) == (model, layout)]

@@ -2,9 +2,9 @@
 
     python benchmarks/reshard.py [--json FILE] [--markdown FILE] [--quick]
 
-Makes two checkpoints of random weights in a temporary folder, plays each case on 4 or 8 processes
-of this machine and prints a table per case. Installs nothing: without mbridge (the `bench` extra)
-its rows say so. Eight to ten minutes on 2 cores; --quick takes one small layout.
+Makes checkpoints of random weights in a temporary folder, runs each case on 4 or 8 processes of
+this machine, and prints a table per case. Without mbridge (the `bench` extra) its rows say so.
+Eight to ten minutes on 2 cores; --quick runs one small layout.
 """
 
 from __future__ import annotations
@@ -32,21 +32,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from benchmarks.cases import CASES, QUICK, Case, Model  # noqa: E402
 from benchmarks.facts import facts_of_run  # noqa: E402
+from benchmarks.pages import sections_of  # noqa: E402
+from benchmarks.processes import ENVIRONMENT  # noqa: E402
 from benchmarks.report import Row, markdown  # noqa: E402
-from benchmarks.step_time_report import sections_of  # noqa: E402
 
 CASE_SECONDS = 600
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -98,7 +88,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
 
 
 def _measured(case: Case, folder: Path, bucket_mb: int, repetitions: int) -> list[Row]:
-    """One case in processes of its own, forked from this one, which has everything imported."""
+    """Measure a case in processes forked from this one, which has imported everything."""
     os.environ.update(ENVIRONMENT)
     started = time.monotonic()
     model = re.sub(r"\W+", "_", case.model.name)
@@ -108,10 +98,10 @@ def _measured(case: Case, folder: Path, bucket_mb: int, repetitions: int) -> lis
     weights = _load(checkpoint)
     gc.freeze()
 
-    def play() -> list[Row]:
-        from benchmarks.reshard_worker import play
+    def measure() -> list[Row]:
+        from benchmarks.reshard_worker import measure_case
 
-        return play(
+        return measure_case(
             case,
             checkpoint=str(checkpoint),
             weights=weights,
@@ -120,7 +110,7 @@ def _measured(case: Case, folder: Path, bucket_mb: int, repetitions: int) -> lis
         )
 
     name = re.sub(r"\W+", "_", case.layout)
-    rows = in_processes(case.world_size, play, folder / f"{model}_{name}")[0]
+    rows = in_processes(case.world_size, measure, folder / f"{model}_{name}")[0]
     print(f"{case.model.name}, {case.layout}: {time.monotonic() - started:.0f} s", flush=True)
     return rows
 
@@ -131,7 +121,7 @@ def _make_checkpoint(model: Model, checkpoint: Path) -> None:
 
 
 def _import_everything() -> None:
-    """Once, for all ranks of all cases. Imports start no thread and no process group."""
+    """Import once for all ranks of all cases. This starts neither threads nor process groups."""
     importlib.import_module("mcore_rl.trainer.build")
 
     importlib.import_module("megatron.training.training")
@@ -141,7 +131,7 @@ def _import_everything() -> None:
 
 
 def _load(checkpoint: Path) -> dict[str, Any]:
-    """The checkpoint in this process's memory, from where all ranks read it without a copy."""
+    """Load the checkpoint into memory, which all forked ranks share."""
     from safetensors.torch import load_file
 
     files = sorted(checkpoint.glob("*.safetensors"))
@@ -149,9 +139,9 @@ def _load(checkpoint: Path) -> dict[str, Any]:
 
 
 def in_processes(count: int, function: Callable[[], Any], base: Path) -> list[Any]:
-    """Call `function` on `count` forked ranks; returns each rank's result, which must be JSON.
+    """Call `function` on `count` forked ranks; return each rank's result, which must be JSON.
 
-    Raises RuntimeError with what they printed if one fails or all take too long.
+    Raises RuntimeError, with the ends of their outputs, if one fails or the time limit passes.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -160,7 +150,7 @@ def in_processes(count: int, function: Callable[[], Any], base: Path) -> list[An
     running = {}
     for rank in range(count):
         if (pid := os.fork()) == 0:
-            _play_rank(function, rank, count, port, base)
+            _run_rank(function, rank, count, port, base)
         running[pid] = rank
     failed = _wait(running, time.monotonic() + CASE_SECONDS)
     if failed:
@@ -174,8 +164,8 @@ def _of_rank(base: Path, rank: int, what: str) -> Path:
     return base.with_name(f"{base.name}.{rank}.{what}")
 
 
-def _play_rank(function: Callable[[], Any], rank: int, count: int, port: int, base: Path) -> None:
-    """The child: one rank. Never returns."""
+def _run_rank(function: Callable[[], Any], rank: int, count: int, port: int, base: Path) -> None:
+    """Run one rank in a forked process. Does not return."""
     os.setpgid(0, 0)
     output = os.open(_of_rank(base, rank, "output"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(output, 1)
@@ -195,7 +185,7 @@ def _play_rank(function: Callable[[], Any], rank: int, count: int, port: int, ba
 
 
 def _wait(running: dict[int, int], deadline: float) -> str:
-    """Wait for all; end all when one fails. Returns what went wrong, or nothing."""
+    """Wait for all, and end all if one fails. Return the reason, or ""."""
     left, fault = dict(running), ""
     while left and not fault:
         for pid, rank in list(left.items()):
@@ -218,5 +208,5 @@ def _wait(running: dict[int, int], deadline: float) -> str:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    # Triton, imported and never used, would list all it has not freed.
+    # Otherwise Triton would list the objects that it has not freed.
     os._exit(code)

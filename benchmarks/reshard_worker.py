@@ -1,4 +1,4 @@
-"""One rank of one case: the real Megatron, the real vLLM's model, and every path between them."""
+"""One rank of a resharding case: Megatron, vLLM's model, and every path between them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.model_only import VLLMModelOnly
 SWITCHES = {"switch": None, "switch, proved in full": "full", "switch, unproved": "off"}
 
 
-def play(
+def measure_case(
     case: Case,
     *,
     checkpoint: str,
@@ -38,17 +38,17 @@ def play(
     bucket_mb: int,
     repetitions: int,
 ) -> list[dict[str, Any]]:
-    """The rows of the case, the same on all ranks. Collective.
+    """Return the rows of the case, the same on all ranks. Collective.
 
-    `weights` is the checkpoint in memory that all ranks share.
+    `weights` is the checkpoint in shared memory.
     """
     return_freed_memory_at_once(True)
     setting, managers, from_disk = started(
         case, checkpoint=checkpoint, weights=weights, bucket_mb=bucket_mb
     )
-    paths, not_here = make_paths(setting, managers)
+    paths, unavailable = make_paths(setting, managers)
     gc.collect()
-    gc.freeze()  # walking all that was imported takes long, and not for what a path makes
+    gc.freeze()  # otherwise garbage collection walks all imported objects during a path
 
     def clear(path: Path) -> None:
         if path.destination is None:
@@ -73,7 +73,7 @@ def play(
         model_bytes=sum(info.num_bytes for info in setting.tensors.values()),
         lower_bound_bytes=max(bound for bound, _ in sizes),
         resident_bytes=max(needed for _, needed in sizes),
-        notes=not_here | {path.name: path.note for path in paths if path.note},
+        notes=unavailable | {path.name: path.note for path in paths if path.note},
     )
     setting.engine.close()
     dist.barrier()
@@ -84,8 +84,8 @@ def play(
 def started(
     case: Case, *, checkpoint: str, weights: Mapping[str, torch.Tensor], bucket_mb: int
 ) -> tuple[Setting, dict[str, Any], dict[str, str]]:
-    """Megatron and vLLM in the case's layouts, managers by the name of their path, and the digests
-    of what vLLM stores after its own load from disk. Collective."""
+    """Return Megatron and vLLM in the case's layouts, managers by the name of their path, and
+    digests of vLLM's weights after its own load from disk. Collective."""
     setup_logging()
     with open("/dev/null", "w") as log:
         job = start(case.flags(checkpoint, bucket_mb), log=log)
@@ -103,7 +103,7 @@ def started(
         config = job.config.replaced(attest=attest or job.config.weight_sync.attest)
         spec = dataclasses.replace(job.spec, config=config)
         managers[name] = build_manager(dataclasses.replace(job, spec=spec), shards, engine)
-        engine.wake_weights()  # the next manager sends it to sleep again
+        engine.wake_weights()  # the next manager puts it to sleep again
         engine.wake_kv_cache()
     engine.sleep()
     setting = Setting(
@@ -119,7 +119,7 @@ def started(
 
 
 def make_paths(setting: Setting, managers: Mapping[str, Any]) -> tuple[list[Path], dict[str, str]]:
-    """The paths that can run, in the order of the table, and why the others cannot. Collective."""
+    """Return the paths that can run, in the table's order, and why others cannot. Collective."""
     target = Destination(setting.holdings.need[setting.rank], setting.tensors)
     makers: dict[str, Callable[[], Path]] = {
         "ours": lambda: Ours(setting, target),
@@ -136,10 +136,10 @@ def make_paths(setting: Setting, managers: Mapping[str, Any]) -> tuple[list[Path
         "vllm_load": lambda: VllmLoad(setting),
     }
     paths: list[Path] = []
-    not_here: dict[str, str] = {}
+    unavailable: dict[str, str] = {}
     for name, make in makers.items():
         try:
             paths.append(make())
         except NotHere as reason:
-            not_here[name] = str(reason)
-    return paths, not_here
+            unavailable[name] = str(reason)
+    return paths, unavailable

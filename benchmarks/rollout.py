@@ -1,9 +1,8 @@
-"""Samples per second of the stream of rollouts beside fixed blocks, and what hides behind it.
+"""Samples per second of the stream of rollouts and of fixed blocks, and hidden rewards.
 
     python benchmarks/rollout.py [--json FILE] [--markdown FILE] [--only CASE ...] [--quick]
 
-About a quarter of an hour on 2 cores. --markdown replaces its own section of FILE and leaves what
-else stands there.
+About a quarter of an hour on 2 cores. --markdown replaces this benchmark's section of FILE.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import argparse
 import json
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,11 +22,10 @@ sys.path[:0] = [str(ROOT)]
 
 from benchmarks import rollout_report as report  # noqa: E402
 from benchmarks.facts import facts_of_run  # noqa: E402
-from benchmarks.reshard import ENVIRONMENT  # noqa: E402
-from benchmarks.step_time_report import with_section  # noqa: E402
+from benchmarks.pages import section_fault, write_section  # noqa: E402
+from benchmarks.processes import ENVIRONMENT, run_python  # noqa: E402
 
 NUM_RANKS = 2
-CASE_SECONDS = 1800
 # Case -> repetitions that count.
 REPETITIONS = {
     "long_tail": 9,
@@ -46,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     cases = list(REPETITIONS)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the section there")
     parser.add_argument("--only", nargs="+", choices=cases, default=cases, help="some cases")
     parser.add_argument("--quick", action="store_true", help="one repetition of each")
@@ -55,12 +52,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(tokens: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(tokens)
-    if options.markdown and options.markdown.is_file():
-        try:
-            with_section(options.markdown.read_text(), "", (report.BEGIN, report.END))
-        except ValueError as error:
-            print(f"rollout.py: --markdown {options.markdown}: {error}", file=sys.stderr)
-            return 2
+    if fault := section_fault(options.markdown, report.SECTION):
+        print(f"rollout.py: {fault}", file=sys.stderr)
+        return 2
     os.environ.update(ENVIRONMENT)
     started = time.monotonic()
     facts = facts_of_run("rollout.py", tokens, ())
@@ -68,7 +62,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="mcore_rl_rollout_") as folder:
         checkpoint = Path(folder) / "checkpoint"
         make = str(ROOT / "scripts" / "make_tiny_deepseek.py")
-        _output([make, "--out", str(checkpoint), "--no-warm-up"])
+        run_python([make, "--out", str(checkpoint), "--no-warm-up"])
         for case in options.only:
             cases[case] = run(case, checkpoint, 1 if options.quick else REPETITIONS[case])
             for target, measured, met in report.OF_CASE[case](cases[case]):
@@ -76,42 +70,22 @@ def main(tokens: Sequence[str] | None = None) -> int:
     facts["time"] = f"{(time.monotonic() - started) / 60:.0f} minutes in all"
     if options.json:
         options.json.write_text(json.dumps(cases, indent=1) + "\n")
-    part = report.section(cases, facts)
-    if options.markdown:
-        page = options.markdown.read_text() if options.markdown.is_file() else ""
-        options.markdown.write_text(with_section(page, part, (report.BEGIN, report.END)))
+    write_section(options.markdown, report.SECTION, report.section_of(cases, facts))
     return 0
 
 
 def run(case: str, checkpoint: Path, repetitions: int) -> report.Found:
-    """What `rollout_worker.py` measured, on its ranks."""
+    """Return the measurements of `rollout_worker.py` on its ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     launch = ["-m", "torch.distributed.run", f"--nproc-per-node={NUM_RANKS}"]
     script = str(ROOT / "benchmarks" / "rollout_worker.py")
-    output = _output(
+    output = run_python(
         [*launch, f"--master-port={port}", script, case, str(checkpoint), str(repetitions)]
     )
     found: report.Found = json.loads(next(x for x in output.splitlines() if x.startswith("{")))
     return found
-
-
-def _output(arguments: Sequence[str]) -> str:
-    """A Python of its own; what it printed. RuntimeError with the end of that if it fails."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=CASE_SECONDS,
-    )
-    if done.returncode:
-        raise RuntimeError(
-            f"{' '.join(arguments[:4])} ended with {done.returncode}\n"
-            f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-        )
-    return done.stdout
 
 
 if __name__ == "__main__":

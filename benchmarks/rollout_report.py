@@ -1,4 +1,4 @@
-"""From what the cases of `rollout.py` measured to verdicts and a section of a page. Pure."""
+"""Verdicts on the cases of `rollout.py`, and their section of the page. Pure."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-Found = Mapping[str, Sequence[Mapping[str, float]]]  # way -> what each repetition measured
-Verdict = tuple[str, str, bool]  # target, what was measured, met
-BEGIN, END = "<!-- rollout: begin -->", "<!-- rollout: end -->"
+from benchmarks.pages import Verdict, fact_list, paired_ratio, section, verdict_table
+
+Found = Mapping[str, Sequence[Mapping[str, float]]]  # way -> measurements of each repetition
+SECTION = "rollout"
 
 BEFORE = "blocks"
 LONG_TAIL_RATIO = 1.25
 PARTIAL_RATIO = 1.6
 HIDDEN_SHARE = 0.9
-SHORT_RATIO = 0.98  # "no slower", by what two runs of the same differ
+SHORT_RATIO = 0.98  # "no slower", within the difference of two equal runs
 OVERHEAD_SHARE = 0.03
 BUSY_SHARE = 0.85
 
 
 def paired(found: Found, one: str, other: str, what: str = "seconds") -> float:
-    """The median over repetitions of what one way took over what the other did in the same."""
-    pairs = zip(found[one], found[other], strict=True)
-    return statistics.median(a[what] / b[what] for a, b in pairs)
+    """Return the paired ratio of a measured value in two ways."""
+    return paired_ratio([each[what] for each in found[one]], [each[what] for each in found[other]])
 
 
 def of_long_tail(found: Found) -> list[Verdict]:
@@ -44,7 +44,7 @@ def of_partial(found: Found) -> list[Verdict]:
 
 
 def of_reward(found: Found, seconds: str) -> list[Verdict]:
-    """Hidden is what scoring after the last token would take and waiting after it does not."""
+    """Hidden: the share of scoring after the last token that the stream does not wait for."""
     hidden = 1 - paired(found, "stream", BEFORE, "after_last_token")
     target = f"a reward of {seconds}: {HIDDEN_SHARE:.0%} of its time behind generation"
     return [(target, f"{hidden:.1%}", hidden >= HIDDEN_SHARE)]
@@ -61,7 +61,7 @@ def of_short(found: Found) -> list[Verdict]:
 
 
 def of_overhead(found: Found) -> list[Verdict]:
-    """What a loop does beside the engine's steps."""
+    """Judge the time of a loop outside of the engine's steps."""
     verdicts = []
     outside = {
         way: statistics.median(1 - each["in_steps"] / each["own_seconds"] for each in repetitions)
@@ -94,16 +94,11 @@ OF_CASE = {
 }
 
 
-def section(cases: Mapping[str, Found], facts: Mapping[str, str]) -> str:
-    """The section of the page, between its markers and with them."""
-    lines = [BEGIN, "# Rollout: a stream beside fixed blocks", "", _INTRODUCTION, ""]
-    lines += [f"- {name}: {value}" for name, value in facts.items()]
-    lines += ["", "| target | measured | met |", "| --- | --- | --- |"]
-    for case, found in cases.items():
-        lines += [
-            f"| {target} | {measured} | {'yes' if met else '**no**'} |"
-            for target, measured, met in OF_CASE[case](found)
-        ]
+def section_of(cases: Mapping[str, Found], facts: Mapping[str, str]) -> str:
+    """Return the section of the page."""
+    verdicts = [verdict for case, found in cases.items() for verdict in OF_CASE[case](found)]
+    lines = ["# Rollout: a stream beside fixed blocks", "", _INTRODUCTION, ""]
+    lines += [*fact_list(facts), "", *verdict_table(verdicts)]
     lines += [
         "",
         "| case | way | median s (min-max) | of these after the last token | tokens, engine with"
@@ -112,7 +107,7 @@ def section(cases: Mapping[str, Found], facts: Mapping[str, str]) -> str:
     ]
     for case, found in cases.items():
         lines += [_line(case, way, repetitions) for way, repetitions in found.items()]
-    return "\n".join([*lines, END]) + "\n"
+    return section(SECTION, lines)
 
 
 def _line(case: str, way: str, repetitions: Sequence[Mapping[str, float]]) -> str:

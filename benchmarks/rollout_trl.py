@@ -1,9 +1,9 @@
-"""Samples per second of a task of two turns, ours beside TRL's own loop of tools.
+"""Samples per second of a task of two turns, compared with TRL's tool loop.
 
     python benchmarks/rollout_trl.py [--markdown FILE] [--json FILE] [--repetitions 3] [--quick]
 
-Needs the `bench` extra; ten minutes on 2 cores. --markdown replaces its own section of FILE and
-leaves what else stands there.
+Needs the `bench` extra; ten minutes on 2 cores. --markdown replaces this benchmark's section of
+FILE.
 """
 
 from __future__ import annotations
@@ -27,29 +27,35 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from benchmarks import rollout_trl_agent  # noqa: E402
 from benchmarks.facts import facts_of_run  # noqa: E402
-from benchmarks.reshard import ENVIRONMENT  # noqa: E402
+from benchmarks.pages import (  # noqa: E402
+    fact_list,
+    paired_ratio,
+    section,
+    section_fault,
+    write_section,
+)
+from benchmarks.processes import ENVIRONMENT, alternating, in_a_process, run_python  # noqa: E402
 from benchmarks.rollout_trl_agent import MAX_TURNS, WORKLOAD  # noqa: E402
 from benchmarks.slow_tool import SECONDS  # noqa: E402
-from benchmarks.step_time import _in_a_process, _run  # noqa: E402
-from benchmarks.step_time_report import Run, paired_ratio, with_section  # noqa: E402
+from benchmarks.step_time_report import Run  # noqa: E402
 from benchmarks.step_time_task import LEFT_OUT_STEPS, checkpoint_of  # noqa: E402
 
 TEACHING_STEPS = 48
 TEACHING_RATE = 3e-4
-BEGIN, END = "<!-- rollout_trl: begin -->", "<!-- rollout_trl: end -->"
+SECTION = "rollout_trl"
 TRL = "trl"
-SLOW_STEPS = LEFT_OUT_STEPS + 4  # with a tool that takes its time; of one run each
+SLOW_STEPS = LEFT_OUT_STEPS + 4  # with a slow tool; one run each
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the section there")
     parser.add_argument("--repetitions", type=int, default=3, help="runs of each, in turns")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of both")
-    parser.add_argument("--quick", action="store_true", help="one repetition, steps that just do")
+    parser.add_argument("--quick", action="store_true", help="one repetition, few steps")
     options = parser.parse_args(tokens)
     fault = _fault(options)
     if fault:
@@ -69,7 +75,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
         taught, task = _taught(Path(folder), options.precision)
         runs: dict[str, list[Run]] = {name: [] for name in systems}
         for number in range(1 if options.quick else options.repetitions):
-            for name in list(systems) if number % 2 == 0 else reversed(systems):
+            for name in alternating(systems, number):
                 run = systems[name](taught, task, Path(folder) / "run", number + 1, num_steps)
                 print(f"{name}: {pace(run):.1f} samples/s, {json.dumps(run)}", flush=True)
                 runs[name].append(run)
@@ -77,25 +83,20 @@ def main(tokens: Sequence[str] | None = None) -> int:
             runs[name] = [system(taught, task, Path(folder) / "run", 1, SLOW_STEPS)]
             print(f"{name}: {pace(runs[name][0]):.1f} samples/s", flush=True)
     facts["time"] = f"{(time.monotonic() - started) / 60:.0f} minutes in all"
-    part = section(runs, facts)
+    part = section_of(runs, facts)
     print(part)
     if options.json:
         options.json.write_text(json.dumps(runs, indent=1) + "\n")
-    if options.markdown:
-        page = options.markdown.read_text() if options.markdown.is_file() else ""
-        options.markdown.write_text(with_section(page, part, (BEGIN, END)))
+    write_section(options.markdown, SECTION, part)
     return 0
 
 
 def _fault(options: argparse.Namespace) -> str:
-    """What is wrong with the arguments or the environment, in one sentence; or nothing."""
+    """Return what is wrong with the arguments or the environment, or ""."""
     if options.repetitions < 1:
         return f"--repetitions {options.repetitions} must be at least 1; raise it"
-    if options.markdown and options.markdown.is_file():
-        try:
-            with_section(options.markdown.read_text(), "", (BEGIN, END))
-        except ValueError as error:
-            return f"--markdown {options.markdown}: {error}"
+    if fault := section_fault(options.markdown, SECTION):
+        return fault
     if importlib.util.find_spec("trl") is None:
         return "trl is not installed; pip install .[bench]"
     return ""
@@ -105,10 +106,10 @@ def _fault(options: argparse.Namespace) -> str:
 
 
 def _taught(folder: Path, precision: str) -> tuple[Path, Path]:
-    """A checkpoint that knows the task, by a run of ours, and the task's prompts."""
+    """Return a checkpoint that a run of ours has trained on the task, and the task's prompts."""
     task, taught = folder / "task", folder / "taught"
-    _run([str(ROOT / "scripts" / "calculator_task.py"), str(task)])
-    warmed = _in_a_process(checkpoint_of, WORKLOAD)
+    run_python([str(ROOT / "scripts" / "calculator_task.py"), str(task)])
+    warmed = in_a_process(checkpoint_of, WORKLOAD)
     run = ours(
         2, precision, warmed, task, folder / "teaching", 1, TEACHING_STEPS,
         ("--lr", str(TEACHING_RATE), "--rl-export-hf", str(taught)),
@@ -127,7 +128,7 @@ def ours(
     num_steps: int,
     more: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """One run of ours, data parallel, each process with one thread; `more` flags win."""
+    """Run mcore_rl, data parallel, with one thread per process; `more` flags take precedence."""
     flags = (
         f"--rl-hf-checkpoint {checkpoint} --rl-prompts {task}/train.jsonl "
         f"--rl-environment calculator --rl-reward environment --rl-max-turns {MAX_TURNS} "
@@ -141,7 +142,7 @@ def ours(
         f"--rl-rollout-kv-cache-gib 0.25 --rl-run-dir {run_dir}"
     ).split()
     launch = ["-m", "mcore_rl.launch", "--nproc-per-node", str(processes)]
-    _run([*launch, "-m", "mcore_rl.train", *flags, *more])
+    run_python([*launch, "-m", "mcore_rl.train", *flags, *more])
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [step for step in steps if "time/step_seconds" in step]
     texts = (run_dir / "rollouts.jsonl").read_text().splitlines()
@@ -149,7 +150,7 @@ def ours(
     return {
         "step_seconds": [step["time/step_seconds"] for step in steps],
         "response_tokens": [step["response_tokens/mean"] for step in steps],
-        # A line a turn; all samples are in the file.
+        # One line per turn; the file has all samples.
         "turns": [statistics.fmean(1 + json.loads(t)["response"].count("\n") for t in texts)],
         "parts": parts_of(steps[LEFT_OUT_STEPS:]),
         "rewards": [step["reward/mean"] for step in steps],
@@ -166,12 +167,12 @@ def trl(
     num_steps: int,
     tool_seconds: float = 0.0,
 ) -> dict[str, Any]:
-    """One run of TRL's, which gets all cores as threads."""
+    """Run TRL, with a thread on each core."""
     script = str(Path(rollout_trl_agent.__file__))
     flags = ["--precision", precision, "--seed", str(seed), "--steps", str(num_steps)]
     flags += ["--tool-seconds", str(tool_seconds)]
     threads = str(len(os.sched_getaffinity(0)))
-    output = _run(
+    output = run_python(
         [script, str(checkpoint), str(task / "train.jsonl"), str(out), *flags],
         OMP_NUM_THREADS=threads,
     )
@@ -185,20 +186,20 @@ def trl(
 
 
 def parts_of(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The mean seconds of the parts of a step, as metrics.jsonl has them."""
+    """Return mean seconds of the parts of a step, named as in metrics.jsonl."""
     names = [name for name in steps[0] if name.startswith("time/")]
     return {name: statistics.fmean(step[name] for step in steps if name in step) for name in names}
 
 
 def pace(run: Run) -> float:
-    """Samples per second of the mean step, without the first ones."""
+    """Return samples per second of the mean step, without the first ones."""
     return WORKLOAD.samples_per_step / statistics.fmean(run["step_seconds"][LEFT_OUT_STEPS:])
 
 
-def section(runs: Mapping[str, Sequence[Run]], facts: Mapping[str, str]) -> str:
-    """The section of the page, between its markers and with them."""
-    lines = [BEGIN, "# A task of two turns, measured beside TRL", "", _INTRODUCTION, ""]
-    lines += [f"- {name}: {value}" for name, value in facts.items()]
+def section_of(runs: Mapping[str, Sequence[Run]], facts: Mapping[str, str]) -> str:
+    """Return the section of the page."""
+    lines = ["# A task of two turns, measured beside TRL", "", _INTRODUCTION, ""]
+    lines += fact_list(facts)
     lines += [
         "",
         "| system | samples/s (runs) | over TRL's | turns | tokens a sample | reward | setting |",
@@ -222,9 +223,9 @@ def section(runs: Mapping[str, Sequence[Run]], facts: Mapping[str, str]) -> str:
         every = [run["parts"] for run in found if "parts" in run]
         if every:
             medians = {part: statistics.median(each[part] for each in every) for part in every[0]}
-            told = [f"{part.removeprefix('time/')} {value:.3f}" for part, value in medians.items()]
-            lines += ["", f"Seconds of a step of {name}: {', '.join(told)}."]
-    return "\n".join([*lines, END]) + "\n"
+            parts = [f"{part.removeprefix('time/')} {value:.3f}" for part, value in medians.items()]
+            lines += ["", f"Seconds of a step of {name}: {', '.join(parts)}."]
+    return section(SECTION, lines)
 
 
 _INTRODUCTION = f"""\

@@ -1,17 +1,16 @@
-"""TRL's side of `rollout_trl.py`, in a process of its own: prints one JSON object.
+"""TRL's side of `rollout_trl.py`, in a separate process: prints one JSON object.
 
     python benchmarks/rollout_trl_agent.py CHECKPOINT PROMPTS OUT [--precision fp32] [--seed 1]
 
-TRL's own loop of tools runs the episodes (`environment_factory`, as of trl 1.16.0): it generates a
-turn for all samples that go on, parses the calls, makes them one after the other in its process,
-puts their results behind the token ids that it has, and generates again until nobody calls. What a
-call and a result are it takes from the tokenizer. Here they are told it in the task's own terms, so
-that both systems read and write the same tokens and are paid the same:
+TRL's tool loop runs the episodes (`environment_factory`, as of trl 1.16.0). It generates a turn for
+all open samples, parses the calls, executes them one after the other in its process, appends their
+results, and repeats until there are no calls. The tokenizer defines calls and results. Here they
+follow the task, so that both systems read and write the same tokens and get the same rewards:
 
-- a turn is a call if `Calculator` goes on after it, which depends on its text and on the turns
-  before; `parse_response` of the tokenizer, where TRL asks, is a function that says so;
-- a result is a message of role `tool`, to which the chat template gives the form of `user`'s, as
-  our calculator's messages are; the tools' schemas are left out of the prompt.
+- a turn is a call if `Calculator` continues after it, which depends on its text and the turns
+  before; the tokenizer's `parse_response` decides this;
+- a result is a message of role `tool`, which the chat template formats like a `user` message, as
+  our calculator's messages are; the prompt omits the tools' schemas.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from mcore_rl.environments.interface import (  # noqa: E402
 )
 
 MAX_TURNS = 4
-# Of a policy that knows the task, and goes on as it is: how fast it learns is not measured here.
+# The policy is trained already and hardly changes: learning is not measured here.
 WORKLOAD = Workload(
     "two_turns",
     max_response_tokens=24,
@@ -54,7 +53,7 @@ TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<|' + ('user' if message['role'] == 'tool' else message['role']) + '|>' }}"
     "{{ message['content'] }}"
-    # TRL renders calls in examples alone, to see that they are there.
+    # TRL renders calls only in examples, to check that they appear.
     "{% for call in message['tool_calls'] or [] %}"
     "{{ call['function']['name'] }} {{ call['function']['arguments'] | tojson }}{% endfor %}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -63,9 +62,9 @@ TEMPLATE = (
 
 
 class Pocket:
-    """An environment of TRL's around our calculator: what is public, but `reset`, is a tool."""
+    """TRL environment around our calculator: every public method but `reset` is a tool."""
 
-    _seconds = 0.0  # that the tool takes; an async one's as well, as TRL awaits one sample's calls
+    _seconds = 0.0  # duration of a call
 
     def reset(self, *, prompt: Any, answer: str, memory: int, **unused: Any) -> None:
         self._reward, self._num_turns = 0.0, 0
@@ -95,7 +94,7 @@ class Pocket:
 
 
 def step_of(calculator: Calculator, text: str, turn: int) -> StepResult:
-    """What the calculator makes of a turn; it waits for nothing, so that no loop is needed."""
+    """Return the calculator's step for a turn; it never waits, so no event loop is needed."""
     step = calculator.step(Response(text, (), turn, "stop"))
     try:
         step.send(None)
@@ -106,8 +105,7 @@ def step_of(calculator: Calculator, text: str, turn: int) -> StepResult:
 
 
 def calls(turns: Sequence[str]) -> bool:
-    """Whether the last of an episode's `turns` is a call, of which only its own text and the turns
-    before tell."""
+    """Return whether the last of an episode's `turns` is a call."""
     calculator = Calculator()
     calculator.start(EnvironmentPrompt("", "0", {"memory": 0}, seed=0))
     for number, text in enumerate(turns, 1):
@@ -116,14 +114,14 @@ def calls(turns: Sequence[str]) -> bool:
 
 
 def turns_in(conversation: str) -> list[str]:
-    """The texts of the assistant's turns in a rendered conversation, the last one without an end:
+    """Return the texts of the assistant's turns in a conversation, the last one without an end:
     `<bos><|user|>47 ?<|assistant|>15<eos><|user|>5<|assistant|>5`."""
     parts = conversation.split("<|assistant|>")[1:]
     return [part.split("<eos>")[0].split("<|user|>")[0] for part in parts]
 
 
 def make_parser_of(tokenizer: Any) -> Callable[..., dict[str, Any]]:
-    """`parse_response` of `tokenizer`: the message that a turn is, with its call if it is one."""
+    """Return `parse_response` for `tokenizer`: the message of a turn, with its call if any."""
 
     def parse_response(ids: Sequence[int], *, prefix: Sequence[int], **unused: Any) -> Any:
         turns = turns_in(tokenizer.decode([*prefix, *ids]))
@@ -137,12 +135,12 @@ def make_parser_of(tokenizer: Any) -> Callable[..., dict[str, Any]]:
 
 
 def reward(completions: Any, environments: Sequence[Pocket], **unused: Any) -> list[float]:
-    """What the episodes were worth; a turn that is no call ends here."""
+    """Return the episodes' rewards; a last turn that is not a call is stepped here."""
     paid = []
     for messages, environment in zip(completions, environments, strict=True):
-        said = [each["content"] for each in messages if each["role"] == "assistant"]
-        if len(said) > environment._num_turns:
-            environment._step(said[-1])
+        turns = [each["content"] for each in messages if each["role"] == "assistant"]
+        if len(turns) > environment._num_turns:
+            environment._step(turns[-1])
         paid.append(environment._reward)
     return paid
 
@@ -161,7 +159,7 @@ def main() -> int:
 
 
 def trained(options: argparse.Namespace) -> dict[str, Any]:
-    """Train, and return of every step its seconds, and the means of tokens, turns and reward."""
+    """Train, and return the seconds, mean tokens, turns and rewards of every step."""
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     Pocket._seconds = options.tool_seconds
     import torch

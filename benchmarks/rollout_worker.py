@@ -1,9 +1,9 @@
-"""One rank of one case of `rollout.py`: the same requests in several ways, in turns; prints JSON.
+"""One rank of a case of `rollout.py`: the same requests in several ways, in turns; prints JSON.
 
     torchrun --nproc-per-node 2 benchmarks/rollout_worker.py CASE CHECKPOINT REPETITIONS
 
-How long each response becomes is drawn beforehand, and is the same in all ways: no end-of-sequence
-token ends one. A repetition has lengths of its own.
+The length of each response is drawn beforehand and is the same in all ways: end-of-sequence tokens
+are ignored. Each repetition has new lengths.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+from benchmarks.processes import alternating  # noqa: E402
 from mcore_rl.batching.types import Prompt, Rollout  # noqa: E402
 from mcore_rl.common import objects  # noqa: E402
 from mcore_rl.config import RLConfig  # noqa: E402
@@ -45,14 +46,14 @@ from mcore_rl.rewards.specs import parse_rewards  # noqa: E402
 from mcore_rl.rollout.conversations import Conversations  # noqa: E402
 from mcore_rl.rollout.dispatch import SamplingTarget  # noqa: E402
 from mcore_rl.rollout.engines import RolloutWorkers  # noqa: E402
-from mcore_rl.rollout.groups import GroupPlan  # noqa: E402
+from mcore_rl.rollout.groups import GroupPlan, StepCounts  # noqa: E402
 from mcore_rl.rollout.sample_store import SampleStore  # noqa: E402
 from mcore_rl.rollout.stream import StreamActions, run_stream  # noqa: E402
 
 TOOL_CLASS = "benchmarks.slow_tool:SlowTool"
 PROMPT_TOKENS = 16
 SAMPLING = Sampling(ignore_eos=True)
-TAIL = 10  # the longest response is so many times the median, which one in a hundred reaches
+TAIL = 10  # longest response / median; one response in a hundred reaches it
 SIGMA = np.log(TAIL) / 2.326
 STREAM, LONGEST = "stream", "stream, longest first"
 BLOCKS, UNSEEDED, BARE = "blocks", "blocks without seeds", "bare"
@@ -60,7 +61,7 @@ BLOCKS, UNSEEDED, BARE = "blocks", "blocks without seeds", "bare"
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a step samples."""
+    """Samples of a step."""
 
     num_prompts: int
     num_samples: int
@@ -68,17 +69,17 @@ class Load:
     sigma: float = SIGMA  # of the logarithm of lengths; half of its variance is the prompt's
     max_num_seqs: int = 16  # of an engine
     tp_size: int = 1
-    reward_seconds: float = 0.0  # that a reward sleeps
+    reward_seconds: float = 0.0  # duration of a reward
     num_reward_workers: int = 1  # of an engine
     keeps_unfinished: bool = False  # --rl-partial-rollouts
-    turn_tokens: int | None = None  # of each of two turns, between which stands a slow tool
+    turn_tokens: int | None = None  # of each of two turns, with a slow tool between them
 
     @property
     def most_tokens(self) -> int:
         return max(self.median_tokens, int(self.median_tokens * TAIL * (self.sigma > 0)))
 
     def lengths(self, seed: int) -> tuple[int, ...]:
-        """Tokens of each response, those to one prompt together."""
+        """Return the tokens of each response; responses to one prompt are adjacent."""
         rng = np.random.default_rng(seed)
         of_prompts = rng.standard_normal((self.num_prompts, 1))
         of_samples = rng.standard_normal((self.num_prompts, self.num_samples))
@@ -86,13 +87,13 @@ class Load:
         return tuple(np.clip(np.round(drawn), 2, self.most_tokens).astype(int).ravel().tolist())
 
 
-# So many waves that the longest response does not take longer than all others together.
+# Enough waves that the longest response takes less time than all others together.
 LONG_TAIL = Load(num_prompts=16, num_samples=8, median_tokens=32, max_num_seqs=8)
 PARTIAL = Load(
     num_prompts=32, num_samples=4, median_tokens=32, max_num_seqs=128, keeps_unfinished=True
 )
 NUM_STEPS, NUM_LEFT_OUT = 8, 3  # of PARTIAL
-# Scoring after the last token would take 3 s and 16 s; the last sample's reward cannot be hidden.
+# Scoring after the last token would take 3 s and 16 s; the last sample's reward is not hidden.
 QUICK_REWARD = Load(
     num_prompts=32, num_samples=4, median_tokens=64, reward_seconds=0.05, num_reward_workers=1
 )
@@ -105,7 +106,7 @@ STEPS = Load(num_prompts=32, num_samples=4, median_tokens=64, sigma=0.5)
 
 
 def reward(*, prompt: str, response: str, answer: str) -> float:
-    """Sleeps for as many seconds as the prompt's answer says."""
+    """Sleep for the seconds in the prompt's answer."""
     time.sleep(float(answer))
     return 1.0
 
@@ -132,7 +133,7 @@ class Block:
 
 
 class Bench:
-    """Engine and rewards of this rank, and the ways to sample a load with them. Collective."""
+    """Engine and rewards of this rank, and several ways to sample a load. Collective."""
 
     def __init__(self, checkpoint: Path, load: Load) -> None:
         self.load = load
@@ -204,7 +205,7 @@ class Bench:
         )
 
     def prompts(self, seed: int, *, num_steps: int = 1) -> list[Prompt]:
-        """Of a repetition, whose lengths are then those of all responses."""
+        """Return the prompts of a repetition, and set the lengths of all responses."""
         rng = np.random.default_rng(seed)
         load = dataclasses.replace(self.load, num_prompts=self.load.num_prompts * num_steps)
         shape = (load.num_prompts, PROMPT_TOKENS)
@@ -220,7 +221,7 @@ class Bench:
     def requests(
         self, prompts: Sequence[Prompt], seed: int, *, seeded: bool = True
     ) -> list[Request]:
-        """Those of this TP group's block."""
+        """Return the requests of this TP group's block."""
         blocks = np.array_split(np.arange(len(prompts)), self.layout.num_tp_groups)
         mine = blocks[self.layout.tp_group_index(dist.get_rank())].tolist()
         size = self.load.num_samples
@@ -237,10 +238,7 @@ class Bench:
         ]
 
     def stream(self, seed: int, *, longest_first: bool = False) -> dict[str, float]:
-        """As a step does it. Seconds to the last token here, and to the last reward anywhere.
-
-        `longest_first`: as it is done where the lengths are known from an earlier step.
-        """
+        """Sample like a step. `longest_first`: as if the lengths were known from earlier steps."""
         prompts, started = self.prompts(seed), self._begin()
         longest = np.array(self.load.lengths(seed)).reshape(len(prompts), -1).max(axis=1)
         order = tuple(np.argsort(-longest, kind="stable").tolist())
@@ -258,8 +256,8 @@ class Bench:
         return self._measured(started, sampled, num_tokens, len(table))
 
     def partial_steps(self, seed: int) -> dict[str, float]:
-        """Steps one after the other that go on with what the ones before have left, the first of
-        which do not count: they have less to go on with."""
+        """Sample consecutive steps with partial rollouts. The first ones do not count, because they
+        resume fewer responses."""
         prompts, position = self.prompts(seed, num_steps=2 * NUM_STEPS), 0
         measured = []
         for step in range(NUM_STEPS):
@@ -286,7 +284,7 @@ class Bench:
         return _together(measured[NUM_LEFT_OUT:])
 
     def block_steps(self, seed: int) -> dict[str, float]:
-        """As many steps as count of `partial_steps`."""
+        """Sample as many steps as `partial_steps` counts."""
         prompts = self.prompts(seed, num_steps=2 * NUM_STEPS)
         size = self.load.num_prompts
         return _together(
@@ -303,7 +301,7 @@ class Bench:
         seeded: bool = True,
         of: Sequence[Prompt] | None = None,
     ) -> dict[str, float]:
-        """Prompts in fixed blocks, all requests of one at once, and rewards after the last."""
+        """Sample fixed blocks: all requests at once, and rewards after the last token."""
         prompts = self.prompts(seed) if of is None else of
         started = self._begin()
         block = Block(self.requests(prompts, seed, seeded=seeded))
@@ -317,12 +315,21 @@ class Bench:
             places.append(draw)
         objects.barrier()  # scoring begins when all engines are done
         outcomes = self.workers._rewards.outcomes(rollouts)
-        table, _ = self.workers._score(rollouts, places, len(rollouts), outcomes, None)
+        table, _ = self.workers._score(
+            rollouts,
+            places,
+            len(rollouts),
+            outcomes,
+            None,
+            seconds=0.0,
+            counts=StepCounts(),
+            waited=lambda seconds: None,
+        )
         num_tokens = sum(len(each.response_token_ids) for each in rollouts)
         return self._measured(started, done, num_tokens, len(table))
 
     def bare(self, seed: int) -> dict[str, float]:
-        """vLLM's own loop over this group's block, as short as it can be."""
+        """Run the shortest possible loop of vLLM over this group's block."""
         requests, started = self.requests(self.prompts(seed), seed), self._begin()
         engine = self.engine._llm.llm_engine
         with self.engine.generation() as generation:
@@ -335,14 +342,14 @@ class Bench:
         return {"own_seconds": time.perf_counter() - started}
 
     def one_loop(self, seed: int) -> dict[str, float]:
-        """Ours over the same block."""
+        """Run our loop over the same block."""
         requests, started = self.requests(self.prompts(seed), seed), self._begin()
         run_stream(self.engine, Block(requests))
         return {"own_seconds": time.perf_counter() - started}
 
     @contextmanager
     def steps_timed(self) -> Iterator[list[float]]:
-        """The seconds of each of the engine's steps, from the call to the return."""
+        """Yield the seconds of each call of the engine's step."""
         engine, seconds = self.engine._llm.llm_engine, list[float]()
         step = engine.step
 
@@ -367,7 +374,7 @@ class Bench:
     def _measured(
         self, started: float, sampled: float, num_tokens: int, num_samples: int
     ) -> dict[str, float]:
-        """Clocks of ranks on one machine are one."""
+        """Combine the times of all ranks, which share one clock."""
         ended = time.perf_counter()
         everyone = objects.all_gather((started, sampled, ended, num_tokens))
         first, last = min(each for each, *_ in everyone), max(each for _, each, *_ in everyone)
@@ -391,11 +398,10 @@ Found = dict[str, list[dict[str, float]]]
 
 
 def in_turns(ways: dict[str, Callable[[int], dict[str, float]]], repetitions: int) -> Found:
-    """What each way measured in every repetition, after one of each that does not count."""
+    """Measure each way in every repetition, after one that does not count."""
     found: Found = {name: [] for name in ways}
     for number in range(repetitions + 1):
-        names = list(ways)
-        for name in names if number % 2 == 0 else reversed(names):
+        for name in alternating(ways, number):
             measured = ways[name](number)
             if number:
                 found[name].append(measured)
@@ -433,7 +439,7 @@ def reward_hidden(checkpoint: Path, load: Load, repetitions: int) -> Found:
 
 
 def overhead(checkpoint: Path, load: Load, repetitions: int) -> Found:
-    """Of the loop over steps, in engines of each TP size."""
+    """Measure the loop over steps in engines of each TP size."""
     found: Found = {}
     for tp_size in (1, 2):
         bench = Bench(checkpoint, dataclasses.replace(load, tp_size=tp_size))
@@ -453,7 +459,7 @@ def overhead(checkpoint: Path, load: Load, repetitions: int) -> Found:
 
 
 def behind_a_tool(checkpoint: Path, load: Load, repetitions: int) -> Found:
-    """How long the engine's steps are of a rollout in which every sample waits for a tool."""
+    """Measure the share of the engine's steps in a rollout whose samples all wait for a tool."""
     bench = Bench(checkpoint, load)
 
     def timed(seed: int) -> dict[str, float]:
@@ -467,7 +473,7 @@ def behind_a_tool(checkpoint: Path, load: Load, repetitions: int) -> Found:
     return found
 
 
-# Name -> what is measured, of which load.
+# Name -> measurement and its load.
 CASES: dict[str, tuple[Callable[[Path, Load, int], Found], Load]] = {
     "long_tail": (stream_and_blocks, LONG_TAIL),
     "partial": (partial_and_blocks, PARTIAL),

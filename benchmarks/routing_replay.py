@@ -1,14 +1,13 @@
-"""A run with and without routing replay, on a small mixture whose routers are noisy on purpose.
+"""Runs with and without routing replay, on a small mixture of experts with noisy routers.
 
     python benchmarks/routing_replay.py --steps 100 --markdown docs/using/moe.md \
         --svg docs/assets/routing_replay.svg
 
-The model is a Qwen3-MoE of 4 layers with 32 experts, 4 a token, that is warmed up on the task of
-the tiny preset. Then the rows of every router are made a tenth, and one common row is added to all
-of them. The former changes no choice, the latter adds one number to all scores of a token, which
-softmax does not see; but in bfloat16 the scores are now rounded by as much as they differ, and the
-engine's router, which computes in bfloat16, chooses other experts than the trainer's in float32.
-All runs begin with the same weights, prompts and seeds.
+The model is a Qwen3-MoE of 4 layers with 32 experts, 4 per token, warmed up on the task of the tiny
+preset. Then the rows of every router are scaled by 0.1, and one common row is added to all of them.
+In exact arithmetic neither changes the choice of experts. But in bfloat16 the rounding of scores is
+now as large as their differences, so the engine's router, which computes in bfloat16, chooses other
+experts than the trainer's in float32. All runs begin with the same weights, prompts and seeds.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ BEGIN, END = "<!-- benchmarks/routing_replay.py -->", "<!-- end -->"
 
 
 def make_model(folder: Path, common: float) -> None:
-    """The checkpoint, in `folder`; `common` is the deviation of the row that is added."""
+    """Make the checkpoint in `folder`; `common` is the deviation of the added row."""
     sys.path.insert(0, str(ROOT / "scripts"))
     import make_tiny_deepseek
 
@@ -71,7 +70,7 @@ def make_model(folder: Path, common: float) -> None:
 
 
 def run(mode: str, model: Path, target: Path, num_steps: int) -> dict[int, dict[str, float]]:
-    """A run's metrics by step; one that is there already is not done again."""
+    """Return a run's metrics by step; a run that exists already is not repeated."""
     metrics = target / "metrics.jsonl"
     if not (target / "summary.json").is_file():
         shutil.rmtree(target, ignore_errors=True)
@@ -108,7 +107,7 @@ def table(runs: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[str]:
 
 
 def svg(runs: Mapping[str, Mapping[int, Mapping[str, float]]]) -> str:
-    """The panels beside each other, a line a run, each a mean over nine steps where it has many."""
+    """Draw the panels side by side, a line per run; long lines are means over nine steps."""
     width, height, left, top = 330, 210, 52, 34
     parts = []
     for place, (title, metric) in enumerate(PANELS):

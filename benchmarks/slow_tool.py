@@ -1,5 +1,4 @@
-"""Tools that take their time, for the benchmarks of rollout, of which their processes import
-nothing."""
+"""Slow tools for the rollout benchmarks. Their processes import only this module."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ OBSERVED = [7, 8, 9, 10]
 
 
 class SlowTool(Environment):
-    """Answers the first turn after a while, and ends with the second."""
+    """Answer the first turn after a delay, and end with the second."""
 
     async def step(self, response: Response) -> StepResult:
         if response.turn == 2:
@@ -23,7 +22,7 @@ class SlowTool(Environment):
 
 
 class SlowCalculator(Calculator):
-    """Shows what it calculates after a while."""
+    """Show results after a delay."""
 
     async def step(self, response: Response) -> StepResult:
         found = await super().step(response)

@@ -1,21 +1,20 @@
-"""A long run of the tiny task: does memory grow, do files stay open, do steps get slower?
+"""A long run of the tiny task: growth of memory, open files and step times.
 
     python benchmarks/soak.py [--steps 200] [--processes 2] [--json FILE] [--markdown FILE]
 
-The first half of the steps warms up and does not count. Through the others lines are laid, with
-twice the standard error of their slope:
+The first half of the steps warms up and does not count. The trends of the others are linear fits,
+with twice the standard error of their slope:
 
-- heap: what malloc has given out and not got back, and how many blocks Python's own allocator has,
-  both noted by each rank after every step (`soak_notes.py`);
-- resident: anonymous resident memory, watched from outside a few times a second, the least in each
-  of twenty spans of equal length. It is what the kernel counts, and moves in stairs: pages that one
-  small piece keeps stay, so that it tells of a leak later and less surely than the heap does;
-- the seconds of the steps that neither save nor evaluate, and the same in units of a fixed piece of
-  work that the rank does after each: a machine that others share gets faster and slower over
-  minutes, which seconds take for a trend.
+- heap: bytes allocated by malloc and blocks of Python's allocator, recorded by each rank after
+  every step (`soak_notes.py`);
+- resident: anonymous resident memory, sampled from outside a few times per second; the minimum in
+  each of twenty equal spans. It moves in steps, since a small allocation keeps a whole page, so it
+  shows a leak later and less reliably than the heap;
+- seconds of the steps that neither save nor evaluate, and the same in units of a fixed piece of
+  work after each step: a shared machine gets faster and slower over minutes.
 
-Exit code 1 if the heap grows by more than 1 KB a step (0.1 GB in a hundred thousand), Python's
-blocks or the steps in units of that work by more than the error, or if files stay open.
+Exit code 1 if the heap grows by more than 1 KB per step (0.1 GB in a hundred thousand), if Python's
+blocks or the steps in units of that work grow by more than the error, or if files stay open.
 """
 
 from __future__ import annotations
@@ -49,9 +48,8 @@ from mcore_rl.observe.run_directory import read_metrics  # noqa: E402
 PERIOD_SECONDS = 0.3
 NUM_SPANS = 20
 HEAP_LIMIT_BYTES = 1024  # a step
-# What is free in the heap, or held for the next large tensor, would be counted as used: after a
-# save that is up to 40 MB, until another one.
-# So would what each thread keeps for itself of freed pieces.
+# Otherwise free memory in the heap, memory kept for the next large tensor (up to 40 MB after a
+# save) and the caches of threads would count as used.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
@@ -61,7 +59,7 @@ MALLOC = {
 
 @dataclass(frozen=True)
 class Trend:
-    """A line through values by step."""
+    """Linear fit of values by step."""
 
     slope: float
     twice_error: float  # twice the standard error of the slope
@@ -74,7 +72,7 @@ class Trend:
 
 @dataclass(frozen=True)
 class Sample:
-    """What a rank held at some time within a step."""
+    """Memory and files of a rank at a moment of a step."""
 
     step: int
     rank: int
@@ -83,7 +81,7 @@ class Sample:
 
 
 class Watch(threading.Thread):
-    """Samples every rank below a process; `metrics` has a line for each step that has ended."""
+    """Sampler of all ranks of a launcher; `metrics` has a line for each finished step."""
 
     def __init__(self, launcher: int, metrics: Path) -> None:
         super().__init__(daemon=True)
@@ -125,7 +123,7 @@ def command(checkpoint: Path, folder: Path, num_steps: int, num_processes: int) 
 
 
 def soak(num_steps: int, num_processes: int, work: Path) -> dict[str, Any]:
-    """Run, and what was found of each rank and of the steps."""
+    """Run, and return the trends of ranks and steps."""
     checkpoint = make_checkpoint(work / "checkpoint", size="micro")
     folder = work / "run"
     environment = {**os.environ, **MALLOC, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
@@ -144,14 +142,14 @@ def soak(num_steps: int, num_processes: int, work: Path) -> dict[str, Any]:
         raise RuntimeError(f"the run ended with {exit_code}")
     first = num_steps // 2
     metrics = read_metrics(folder / "metrics.jsonl")
-    # Steps that save or evaluate are longer, and the same number is.
+    # Without steps that save or evaluate.
     plain = [
         step
         for step in range(first, num_steps)
         if not metrics[step]["time/checkpoint_seconds"] + metrics[step]["time/eval_seconds"]
     ]
     notes = [_notes(work / f"notes.{rank}") for rank in range(num_processes)]
-    # A step is counted from the end of the one before, and the work is done in between.
+    # A step begins at the end of the one before, so it includes the fixed work.
     reference = [note["reference_seconds"] for note in notes[0]]
     seconds = [metrics[step]["time/step_seconds"] - reference[step - 1] for step in plain]
     units = [spent / reference[step] for step, spent in zip(plain, seconds, strict=True)]
@@ -173,7 +171,7 @@ def soak(num_steps: int, num_processes: int, work: Path) -> dict[str, Any]:
 
 
 def _notes(path: Path) -> list[dict[str, Any]]:
-    """What a rank has noted, by step."""
+    """Return the records of a rank, by step."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -182,7 +180,7 @@ def _median_and_trend(steps: Sequence[int], values: Sequence[float]) -> dict[str
 
 
 def heap_of(notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Trends of what a rank has noted, and the last values."""
+    """Return the trends of a rank's records, and the last values."""
     steps = [note["step"] for note in notes]
     found = {}
     for name in ("heap_bytes", "python_blocks"):
@@ -192,13 +190,13 @@ def heap_of(notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def of_rank(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Of one rank: how resident memory goes, and the open files of both halves."""
+    """Return the trend of a rank's resident memory, and the open files of both halves."""
     first, last = samples[0].step, samples[-1].step
     length = (last + 1 - first) / NUM_SPANS
     spans: dict[int, list[Sample]] = {}
     for sample in samples:
         spans.setdefault(int((sample.step - first) / length), []).append(sample)
-    # The least: what a step needs for a while comes and goes.
+    # The minimum excludes temporary memory of a step.
     least = [min(span, key=lambda s: s.anonymous_bytes) for _, span in sorted(spans.items())]
     trend = Trend.of([s.step for s in least], [s.anonymous_bytes for s in least])
     half = len(samples) // 2
@@ -211,7 +209,7 @@ def of_rank(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def is_flat(found: dict[str, Any]) -> bool:
-    """Whether nothing grows, by the limits that stand above."""
+    """Return whether nothing grows, by the limits in the module's docstring."""
     ranks = found["ranks"]
     trends = [found["step_units"], *(rank["python_blocks"] for rank in ranks)]
     return (
@@ -222,7 +220,7 @@ def is_flat(found: dict[str, Any]) -> bool:
 
 
 def page(found: dict[str, Any], facts: Mapping[str, str]) -> str:
-    """What was found, for people."""
+    """Return the Markdown page of the results."""
     seconds, units = found["step_seconds"], found["step_units"]
     lines = [
         "# A long run of the tiny task",

@@ -1,8 +1,8 @@
-"""Given to --rl-import by soak.py: after every step each rank notes what it holds of the heap.
+"""A file for --rl-import, used by soak.py: each rank records its heap after every step.
 
-A line of `<MCORE_RL_SOAK_NOTES>.<rank>` is a JSON object: `step`, `heap_bytes` (what malloc has
-given out and not got back), `python_blocks` (the same of Python's own allocator) and
-`reference_seconds` (how long the same piece of work took the machine this time).
+A line of `<MCORE_RL_SOAK_NOTES>.<rank>` is a JSON object: `step`, `heap_bytes` (allocated by malloc
+and not freed), `python_blocks` (the same for Python's allocator) and `reference_seconds` (duration
+of a fixed piece of work).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def reference_seconds() -> float:
-    """A step's kind of work, whose amount is always the same: small tensors, driven by Python."""
+    """Time a fixed amount of work like that of a step: small tensors, driven by Python."""
     started = time.perf_counter()
     matrix = torch.full((64, 64), 1 / 64)
     for _ in range(5000):

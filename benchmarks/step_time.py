@@ -3,10 +3,10 @@
     python benchmarks/step_time.py [--json FILE] [--markdown FILE] [--only NAME ...] [--quick]
 
 Needs the `bench` extra. The first call makes the checkpoints, in the cache folder of
-scripts/run_deepseek_moe.sh (MCORE_RL_CACHE); the rest takes over an hour on 2 cores, half of it
-TRL's steps of `long_256` (`--only short long packing`: 20 to 30 minutes). `real_size` needs 20 GB
-of host memory and runs only if --only names it. --markdown replaces its own section of FILE and
-leaves what else stands there.
+scripts/run_deepseek_moe.sh (MCORE_RL_CACHE). The rest takes over an hour on 2 cores, half of it
+for TRL's steps of `long_256` (`--only short long packing`: 20 to 30 minutes). `real_size` needs
+20 GB of host memory and only runs if --only names it. --markdown replaces this benchmark's section
+of FILE.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +30,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from benchmarks import step_time_report as report  # noqa: E402
 from benchmarks.facts import facts_of_run  # noqa: E402
-from benchmarks.reshard import ENVIRONMENT  # noqa: E402
+from benchmarks.pages import section_fault, write_section  # noqa: E402
+from benchmarks.processes import ENVIRONMENT, alternating, in_a_process, run_python  # noqa: E402
 from benchmarks.step_time_task import (  # noqa: E402
     LEFT_OUT_STEPS,
     WORKLOADS,
@@ -42,14 +42,13 @@ from benchmarks.step_time_task import (  # noqa: E402
 )
 
 PACKING, REAL_SIZE = "packing", "real_size"
-RUN_SECONDS = 1800
-# Of models for the packed and the padded update.
+# Models for the packed and the padded update.
 MODELS = {"dense (qwen3)": "qwen3", "MoE (deepseek_v3)": "deepseek_v3"}
-# The fastest on two cores: products this small gain little from a second thread. A step of `short`
-# of a former model (heads of 128): 2 processes 0.74 s, 1 process 1.03 s, with two threads 1.17 s.
+# Fastest on two cores, since such small products gain little from a second thread. A step of
+# `short` (with heads of 128): 2 processes 0.74 s, 1 process 1.03 s, with two threads 1.17 s.
 OURS_PROCESSES = 2
 
-# One run, of a seed, whose trained checkpoint goes to a folder.
+# A run: seed, folder of the trained checkpoint -> measurements.
 _System = Callable[[int, Path], dict[str, Any]]
 
 
@@ -64,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--processes", type=int, default=OURS_PROCESSES, help="of ours: 1, 2 or 4")
     usual = [name for name in names if name != REAL_SIZE]
     parser.add_argument("--only", nargs="+", choices=names, default=usual, help="some workloads")
-    parser.add_argument("--quick", action="store_true", help="one repetition, steps that just do")
+    parser.add_argument("--quick", action="store_true", help="one repetition, few steps")
     return parser
 
 
@@ -93,19 +92,14 @@ def main(tokens: Sequence[str] | None = None) -> int:
 
 
 def _fault(options: argparse.Namespace) -> str:
-    """What is wrong with the arguments or the environment, in one sentence; or nothing."""
+    """Return what is wrong with the arguments or the environment, or ""."""
     if options.repetitions < 1:
         return f"--repetitions {options.repetitions} must be at least 1; raise it"
     if options.processes not in (1, 2, 4):
         return f"--processes {options.processes} must be 1, 2 or 4"
     if options.only != [PACKING] and importlib.util.find_spec("trl") is None:
         return "trl is not installed; pip install .[bench] or take --only packing"
-    if options.markdown and options.markdown.is_file():
-        try:
-            report.with_section(options.markdown.read_text(), "")
-        except ValueError as error:
-            return f"--markdown {options.markdown}: {error}"
-    return ""
+    return section_fault(options.markdown, report.SECTION)
 
 
 def _write(
@@ -114,23 +108,21 @@ def _write(
     facts: dict[str, str],
     aimed: dict[str, float],
 ) -> str:
-    part = report.section(rows, facts, aimed)
+    part = report.section_of(rows, facts, aimed)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    if options.markdown:
-        page = options.markdown.read_text() if options.markdown.is_file() else ""
-        options.markdown.write_text(report.with_section(page, part))
+    write_section(options.markdown, report.SECTION, part)
     return part
 
 
 def _compared(
     workload: Workload, options: argparse.Namespace, repetitions: int, folder: Path
 ) -> list[report.Row]:
-    """All systems of a workload in turns."""
-    checkpoint = _in_a_process(checkpoint_of, workload)
+    """Measure all systems of a workload in turns."""
+    checkpoint = in_a_process(checkpoint_of, workload)
     workload = quick(workload) if options.quick else workload
     heldout = checkpoint / "prompts" / "heldout.jsonl"
-    accuracy = partial(_in_a_process, held_out_accuracy)
+    accuracy = partial(in_a_process, held_out_accuracy)
     way = ["--quick"] if options.quick else []
 
     def our(short: Workload, precision: str) -> _System:
@@ -147,8 +139,7 @@ def _compared(
         systems[report.TRL_BF16_WEIGHTS] = theirs(way, "bf16_weights")
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
     for number in range(repetitions):
-        names = list(systems)
-        for name in names if number % 2 == 0 else reversed(names):
+        for name in alternating(systems, number):
             trained = folder / f"{workload.name}_{name}_{number}".replace(" ", "_")
             run = systems[name](number + 1, trained)
             run["accuracy"] = accuracy(trained, heldout, workload)
@@ -173,8 +164,7 @@ def _compared(
 def ours(
     workload: Workload, checkpoint: Path, processes: int, precision: str, seed: int, out: Path
 ) -> dict[str, Any]:
-    """One run of ours, which gets all cores; TP only beyond the two processes that data parallelism
-    serves best."""
+    """Run mcore_rl on all cores: data parallel with up to two processes, with TP beyond that."""
     run_dir = out.with_name(out.name + ".run")
     tp_size = max(1, processes // 2) if processes > 2 else 1
     dp_size = processes // tp_size
@@ -196,7 +186,7 @@ def ours(
     ).split()
     launch = ["-m", "mcore_rl.launch", "--nproc-per-node", str(processes)]
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
-    _run([*launch, "-m", "mcore_rl.train", *flags], OMP_NUM_THREADS=str(threads))
+    run_python([*launch, "-m", "mcore_rl.train", *flags], OMP_NUM_THREADS=str(threads))
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [step for step in steps if "time/step_seconds" in step]
     shutil.rmtree(run_dir)
@@ -209,9 +199,9 @@ def ours(
 
 
 def _faster(system: str, folder: Path, with_precision: Callable[[str], _System]) -> str:
-    """Of the two precisions with float32 weights in the optimizer, the one with the faster step.
+    """Return the faster of the two precisions with float32 weights in the optimizer.
 
-    Which it is depends on the CPU: many have no instruction for products of bf16.
+    It depends on the CPU: many have no instruction for bf16 products.
     """
     seconds = {}
     for precision in ("bf16", "fp32"):
@@ -226,11 +216,11 @@ def _faster(system: str, folder: Path, with_precision: Callable[[str], _System])
 def trl(
     workload: Workload, checkpoint: Path, precision: str, way: Sequence[str], seed: int, out: Path
 ) -> dict[str, Any]:
-    """One run of TRL's, which gets all cores as threads."""
+    """Run TRL, with a thread on each core."""
     script = str(ROOT / "benchmarks" / "step_time_trl.py")
     flags = ["--precision", precision, "--seed", str(seed), *way]
     threads = str(len(os.sched_getaffinity(0)))
-    output = _run(
+    output = run_python(
         [script, workload.name, str(checkpoint), str(out), *flags], OMP_NUM_THREADS=threads
     )
     run = json.loads(output.splitlines()[-1])
@@ -239,49 +229,22 @@ def trl(
 
 
 def _packing(repetitions: int, folder: Path) -> list[report.Row]:
-    """Packed and padded updates of every model, in turns, each in a fresh process."""
+    """Measure packed and padded updates of every model in turns, each in a new process."""
     script = str(ROOT / "benchmarks" / "step_time_packing.py")
     rows = []
     for model, arch in MODELS.items():
         checkpoint = folder / arch
         make = str(ROOT / "scripts" / "make_tiny_deepseek.py")
-        _run([make, "--out", str(checkpoint), "--arch", arch, "--no-warm-up"])
+        run_python([make, "--out", str(checkpoint), "--arch", arch, "--no-warm-up"])
         runs: dict[str, list[dict[str, Any]]] = {"packed": [], "padded": []}
         for number in range(repetitions):
-            for kind in list(runs) if number % 2 == 0 else list(reversed(runs)):
-                run = json.loads(_run([script, str(checkpoint), kind]).splitlines()[-1])
+            for kind in alternating(runs, number):
+                run = json.loads(run_python([script, str(checkpoint), kind]).splitlines()[-1])
                 run["setting"] = "1 process, 1 thread, bf16"
                 print(f"packing, {model}, {kind}: {run}", flush=True)
                 runs[kind].append(run)
         rows += [report.packing_row(model, kind, found) for kind, found in runs.items()]
     return rows
-
-
-def _run(arguments: Sequence[str], **environment: str) -> str:
-    """A Python of its own; what it printed. RuntimeError with the end of that if it fails."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=RUN_SECONDS,
-    )
-    if done.returncode:
-        raise RuntimeError(
-            f"{' '.join(arguments[:4])} ended with {done.returncode}\n"
-            f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-        )
-    return done.stdout
-
-
-def _in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call it in a process of its own: this one stays without threads and without a model."""
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
-
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Packed against padded: one kind in a process of its own for `step_time.py`; prints JSON.
+"""Packed or padded updates, in a separate process for `step_time.py`; prints JSON.
 
     python benchmarks/step_time_packing.py CHECKPOINT packed|padded
 
-Samples of log-normal lengths go through what a step does after its rewards (tensors, log-probs,
-advantages, update), without an engine, on one process. Both kinds get the same samples. A padded
-micro-batch of 4 has 632 positions in the mean and 1,228 at most, a packed one 640 at most.
+Samples of log-normal lengths pass the stages after rewards (tensors, log-probs, advantages,
+update), without an engine, in one process. Both kinds get the same samples. A padded micro-batch of
+4 has 632 positions on average and 1,228 at most, a packed one 640 at most.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ WARM_UPS, REPETITIONS = 1, 5
 
 
 def sample_lengths(seed: int = 0) -> np.ndarray:
-    """`[n]` tokens of each sample, prompt included."""
+    """Return `[n]`: tokens of each sample, prompt included."""
     rng = np.random.default_rng(seed)
     drawn = MEDIAN_TOKENS * np.exp(SIGMA * rng.standard_normal(NUM_SAMPLES))
     return np.clip(drawn.astype(np.int64), PROMPT_TOKENS + 2, LIMIT_TOKENS)
 
 
 def samples(lengths: np.ndarray, vocab_size: int) -> list[Any]:
-    """Random tokens of these lengths, with rewards that differ within every group."""
+    """Return samples of random tokens, with rewards that differ within every group."""
     from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 
     rng = np.random.default_rng(1)
@@ -60,7 +60,7 @@ def samples(lengths: np.ndarray, vocab_size: int) -> list[Any]:
 
 
 def measured(checkpoint: Path, kind: str) -> dict[str, Any]:
-    """Seconds of every repetition, tokens in each, and the peak of memory above the model's."""
+    """Return seconds of all repetitions, their tokens, and the peak memory above the model's."""
     from benchmarks.measuring import return_freed_memory_at_once
     from mcore_rl.hybrid_engine.memory.usage import PeakMemory
     from mcore_rl.job.start import start
@@ -79,11 +79,11 @@ def measured(checkpoint: Path, kind: str) -> dict[str, Any]:
         state, shards = build_actor(job, log=nowhere)
     learner = build_learner(job, state, shards, None)
     scored = samples(sample_lengths(), job.spec.shape.vocab_size)
-    # Before anything large is allocated: what malloc keeps for later would count for nobody.
+    # Before large allocations: otherwise memory that malloc keeps would not be counted.
     return_freed_memory_at_once(True)
     seconds, cpu_seconds = [], []
     for number in range(WARM_UPS + 1):
-        with PeakMemory() as peak:  # of the last: the first allocates the optimizer's state, too
+        with PeakMemory() as peak:  # the last counts; the first allocates optimizer state
             _step(learner, scored, number)
     return_freed_memory_at_once(False)
     for number in range(REPETITIONS):

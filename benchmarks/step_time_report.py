@@ -1,17 +1,18 @@
-"""From what the runs of `step_time.py` measured to rows, verdicts and a section of a page. Pure."""
+"""Rows, verdicts and the page's section of `step_time.py`. Pure."""
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from benchmarks.pages import Verdict, fact_list, paired_ratio, section, verdict_table
 
 Row = dict[str, Any]
 Run = Mapping[str, Any]
 OURS, TRL, TRL_BF16_WEIGHTS = "mcore_rl", "trl", "trl, bf16 weights"
 PACKED_RATIO, MEMORY_SHARE_SAVED = 1.4, 0.2
-BEGIN, END = "<!-- step_time: begin -->", "<!-- step_time: end -->"
+SECTION = "step_time"
 
 
 def training_row(
@@ -23,12 +24,12 @@ def training_row(
     left_out_steps: int,
     accuracy_at_start: float | None,
 ) -> Row:
-    """One system's row of a workload over all its runs; a run has `step_seconds`,
-    `response_tokens` (the mean of every step) and `accuracy` at the end, or None.
+    """Return a system's row of a workload. A run has `step_seconds`, `response_tokens` (means of
+    steps) and the final `accuracy`, or None.
 
-    Samples per second are by the mean step without the first `left_out_steps`; of several runs the
-    mean. Accuracy per minute is the gain over all steps by the minutes that these would take at
-    that pace, so that it is the same clock. Raises ValueError for a run in which nothing is left.
+    Samples per second use the mean step without the first `left_out_steps`, averaged over runs.
+    Accuracy per minute is the gain over all steps, divided by their time at this pace. Raises
+    ValueError for a run without counted steps.
     """
     paces, gains = [], []
     for run in runs:
@@ -61,8 +62,8 @@ def training_row(
 
 
 def packing_row(model: str, kind: str, runs: Sequence[Run]) -> Row:
-    """The row of packed or padded updates; a run has `seconds`, `cpu_seconds`,
-    `tokens` and `peak_bytes`."""
+    """Return the row of packed or padded updates. A run has `seconds`, `cpu_seconds`, `tokens` and
+    `peak_bytes`."""
     paces = [run["tokens"] / statistics.median(run["seconds"]) for run in runs]
     return {
         "workload": "packing",
@@ -81,13 +82,8 @@ def packing_row(model: str, kind: str, runs: Sequence[Run]) -> Row:
     }
 
 
-def paired_ratio(mine: Sequence[float], other: Sequence[float]) -> float:
-    """The median over repetitions of the ratio within one, which ran one after the other."""
-    return statistics.median(a / b for a, b in zip(mine, other, strict=True))
-
-
-def verdicts(rows: Sequence[Row], aimed: Mapping[str, float]) -> list[tuple[str, str, bool]]:
-    """(target, what was measured, met). `aimed` is the ratio asked of each workload."""
+def verdicts(rows: Sequence[Row], aimed: Mapping[str, float]) -> list[Verdict]:
+    """Return the verdicts; `aimed` is the target ratio of each workload."""
     found = []
     for workload, wanted in aimed.items():
         by_system = {row["system"]: row for row in rows if row["workload"] == workload}
@@ -114,15 +110,10 @@ def verdicts(rows: Sequence[Row], aimed: Mapping[str, float]) -> list[tuple[str,
     return found
 
 
-def section(rows: Sequence[Row], facts: Mapping[str, str], aimed: Mapping[str, float]) -> str:
-    """The section of the page, between its markers and with them."""
-    lines = [BEGIN, "# Step time, measured beside TRL", "", _INTRODUCTION, ""]
-    lines += [f"- {name}: {value}" for name, value in facts.items()]
-    lines += ["", "| target | measured | met |", "| --- | --- | --- |"]
-    lines += [
-        f"| {target} | {value} | {'yes' if met else '**no**'} |"
-        for target, value, met in verdicts(rows, aimed)
-    ]
+def section_of(rows: Sequence[Row], facts: Mapping[str, str], aimed: Mapping[str, float]) -> str:
+    """Return the section of the page."""
+    lines = ["# Step time, measured beside TRL", "", _INTRODUCTION, ""]
+    lines += [*fact_list(facts), "", *verdict_table(verdicts(rows, aimed))]
     training = [row for row in rows if row["workload"] != "packing"]
     if training:
         lines += [
@@ -146,7 +137,7 @@ def section(rows: Sequence[Row], facts: Mapping[str, str], aimed: Mapping[str, f
             f"{row['peak_bytes'] / 1e6:.1f} | {row['setting']} |"
             for row in packing
         ]
-    return "\n".join([*lines, END]) + "\n"
+    return section(SECTION, lines)
 
 
 def _training_line(row: Row) -> str:
@@ -173,30 +164,6 @@ def _accuracy(row: Row) -> str:
 
 def _of_runs(values: Sequence[float], digits: int) -> str:
     return ", ".join(f"{value:.{digits}f}" for value in values)
-
-
-def with_section(page: str, part: str, markers: tuple[str, str] = (BEGIN, END)) -> str:
-    """`page` with `part` in the place of the section between the markers, or at the end.
-
-    The rest of the page stays as it is. Raises ValueError where one marker stands without the
-    other, or either stands twice.
-    """
-    if not page:
-        return part
-    begin, end = markers
-    begins, ends = page.count(begin), page.count(end)
-    if begins == ends == 0:
-        return page.rstrip("\n") + "\n\n" + part
-    if begins != 1 or ends != 1 or page.index(begin) > page.index(end):
-        raise ValueError(f"the markers {begin} and {end} must stand there once each, in this order")
-    pattern = re.escape(begin) + ".*?" + re.escape(end) + "\n?"
-    return re.sub(pattern, lambda _: part, page, flags=re.DOTALL)
-
-
-def sections_of(page: str) -> str:
-    """What stands on `page` between markers, of this and other benchmarks, with them."""
-    found = re.finditer(r"<!-- (\w+): begin -->.*?<!-- \1: end -->\n?", page, flags=re.DOTALL)
-    return "\n".join(each[0] for each in found)
 
 
 _INTRODUCTION = """\

@@ -1,12 +1,10 @@
-"""What both systems of `step_time.py` train on: the checkpoints, the sizes, and one evaluation.
+"""Workloads of `step_time.py` for both systems: checkpoints, sizes and one evaluation.
 
-`short` is the warmed tiny checkpoint as it is: prompts of eight tokens, answers of six.
-`short_instructed` is the same model taught to answer behind an instruction, which makes prompts as
-long as people's are: most RL runs tell the model how to answer before they ask. `long` is the model
-taught to go on after its answer with full stops, and to end after each of them with the same
-probability: lengths are then geometric, cut at the limit, as they are where some answers ramble.
-The reward is `arithmetic` on what stands before the first full stop, so that there is something to
-learn in either, and length is no part of it.
+`short` is the warmed tiny checkpoint: prompts of eight tokens, answers of six. `short_instructed`
+is the same model, trained to answer after an instruction, which gives prompts of realistic length.
+`long` is trained to continue its answer with full stops and to end after each with the same
+probability: lengths are geometric, cut at the limit. The reward is `arithmetic` on the text before
+the first full stop, so length has no effect on it.
 
 `real_size` has the shape of Qwen3-0.6B and random weights: only its steps are timed.
 """
@@ -39,7 +37,7 @@ MARKER = "step_time.json"
 
 @dataclass(frozen=True, slots=True)
 class Teaching:
-    """How much the warmed model learns before a workload."""
+    """Supervised training of the warmed model before a workload."""
 
     num_steps: int
     num_samples: int  # a step
@@ -48,7 +46,7 @@ class Teaching:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Sizes that hold for both systems; tokens, samples and steps as the names say."""
+    """Sizes for both systems."""
 
     name: str
     max_response_tokens: int
@@ -62,8 +60,8 @@ class Workload:
     packed_tokens: int = 0  # of ours in a micro-batch; 0: all samples of a rank, padded
     instruction: str = ""  # before every sum
     teaching: Teaching | None = None  # None: the warmed model as it is
-    taught: str = ""  # the name of what it is then
-    mean_response_tokens: float = 0.0  # as it is taught to have tails; 0: half of the limit
+    taught: str = ""  # name of the trained model
+    mean_response_tokens: float = 0.0  # with tails; 0: half of the limit
     aimed_ratio: float = 1.0  # samples per second, ours over TRL's
     random_model: str = ""  # a case of real_size.py; "": a model that knows the task
     precision: str = ""  # of both systems; "": of each the faster one
@@ -112,13 +110,13 @@ _INSTRUCTED = dataclasses.replace(
     max_prompt_tokens=64,
     packed_tokens=4096,
 )
-# The same with four times the samples in a step: what a step costs whatever is in it counts less.
+# The same with four times the samples per step: fixed costs of a step count less.
 _SHORT_512 = dataclasses.replace(
     _SHORT, name="short_512", num_prompts_per_step=64, num_steps=8, packed_tokens=4096
 )
 _LONG_256 = dataclasses.replace(_LONG, name="long_256", num_prompts_per_step=32, num_steps=3)
-# Its responses are random and have no reward; a step costs the same. One process, as each has the
-# whole model and an engine's copy of it.
+# Its responses are random and have no reward, which does not change a step's cost. One process, as
+# each has the complete model and an engine's copy of it.
 _REAL_SIZE = Workload(
     "real_size",
     max_response_tokens=32,
@@ -137,7 +135,7 @@ LEFT_OUT_STEPS = 2  # at the start: caches, connections and allocators are still
 
 
 def quick(workload: Workload) -> Workload:
-    """As many steps as leave one that counts."""
+    """Return the workload with as few steps as leave one that counts."""
     return dataclasses.replace(
         workload,
         num_steps=LEFT_OUT_STEPS + 1,
@@ -146,7 +144,7 @@ def quick(workload: Workload) -> Workload:
 
 
 def trial(workload: Workload) -> Workload:
-    """As much as tells which of two settings is faster."""
+    """Return the smallest workload that shows which of two settings is faster."""
     return dataclasses.replace(
         workload,
         num_steps=LEFT_OUT_STEPS + 1,
@@ -168,13 +166,13 @@ def stop_probability(mean: float, limit: int) -> float:
 
 
 def cache_folder() -> Path:
-    """Where scripts/run_deepseek_moe.sh keeps the tiny checkpoint, too."""
+    """Return the folder in which scripts/run_deepseek_moe.sh keeps the tiny checkpoint."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("MCORE_RL_CACHE") or Path(base) / "mcore_rl")
 
 
 def checkpoint_of(workload: Workload) -> Path:
-    """The folder of the workload's checkpoint, made once: minutes the first time."""
+    """Return the folder of the workload's checkpoint. The first call takes minutes."""
     from make_tiny_deepseek import make_checkpoint
 
     if workload.random_model:
@@ -281,19 +279,19 @@ def _teach(folder: Path, workload: Workload) -> None:
 
 
 def reward(*, prompt: str, response: str, answer: str) -> float:
-    """`arithmetic` on what stands before the first full stop, as both systems are paid."""
+    """Score the text before the first full stop with `arithmetic`, in both systems."""
     return arithmetic(prompt=prompt, response=response.split(FILLER)[0], answer=answer)
 
 
 def rows_of(file: Path) -> list[dict[str, str]]:
-    """The prompts and answers of a JSONL file."""
+    """Return the prompts and answers of a JSONL file."""
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def held_out_accuracy(checkpoint: Path, heldout: Path, workload: Workload) -> float | None:
-    """Share of held-out prompts that `checkpoint` answers rightly, greedily; None without prompts.
+    """Return the share of correct greedy answers to held-out prompts; None without prompts.
 
-    By transformers in bfloat16 weights and float32 arithmetic, whichever system trained it.
+    Computed by transformers with bfloat16 weights and float32 arithmetic, for both systems.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

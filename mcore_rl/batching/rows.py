@@ -15,7 +15,6 @@ and Transformer Engine's attention supports no other.
 
 Shape legend: b samples of a micro-batch, t their tokens, one sample after the other; s positions of
 a row, on all context-parallel ranks; k segments of a packed row.
-This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ of places; a place is a set of TP, CP and PP ranks with the same samples. Both d
 which rank sends which samples to which rank, so sender and receiver do not negotiate, and a rank
 never receives samples other than its own.
 
-Shape legend: n samples of the step; t tokens of a place's samples, one sample after the other. This
-module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
+Shape legend: n samples of the step; t tokens of a place's samples, one sample after the other.
 """
 
 from __future__ import annotations

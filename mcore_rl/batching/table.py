@@ -3,8 +3,7 @@
 With it all ranks compare rewards and divide the samples in the same way. Tokens stay on the ranks
 that sampled them until the ranks that train on them are known (`mcore_rl.rollout.sample_store`).
 
-Shape legend: n samples of the step; r rewards; t tokens of one sample, prompt and response. This
-module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
+Shape legend: n samples of the step; r rewards; t tokens of one sample, prompt and response.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Training tensors of a rank, one sample after the other, and their parts.
 
 Shape legend: n samples of the step, b samples of a rank or micro-batch, t their tokens.
-This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 """
 
 from __future__ import annotations

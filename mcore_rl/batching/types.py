@@ -6,8 +6,6 @@ one sample after the other), p prompt tokens, r response tokens.
 Alignment: per-token data in `TrainBatch` is aligned to the position that *scores* the token.
 Position j of a sample describes its token j+1; its last position describes none and is masked.
 Megatron's labels are aligned in the same way.
-
-This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 """
 
 from __future__ import annotations

@@ -38,12 +38,8 @@ class StageTimers:
         self.add(stage, time.perf_counter() - started)
 
     def add(self, stage: str, seconds: float) -> None:
+        """Add seconds, which may be negative, to a stage, which may still be running."""
         self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds
-
-    def move(self, seconds: float, stage: str, to: str) -> None:
-        """Move `seconds` from `stage`, which may still be running, to another stage."""
-        self.add(stage, -seconds)
-        self.add(to, seconds)
 
     def __getitem__(self, stage: str) -> float:
         return self._seconds.get(stage, 0.0)

@@ -221,7 +221,8 @@ class Collector:
         return table
 
     def _record_idle_time(self, seconds: float) -> None:
-        self._timers.move(seconds, "reward", "rollout")
+        self._timers.add("reward", -seconds)
+        self._timers.add("rollout", seconds)
 
     def _longest_first(self, count: int) -> tuple[int, ...]:
         """Return the order of the next `count` draws, by the length of the previous responses to

@@ -61,6 +61,9 @@ class EpisodeEnd:
     outcome: Outcome
 
 
+Event = NextTurn | EpisodeEnd
+
+
 class Conversations:
     """Open episodes by the number of their sample. Not thread-safe.
 
@@ -115,9 +118,7 @@ class Conversations:
         )
         self._pool.step(episode.ticket, response)
 
-    def events(
-        self, num_running: int = 0, step_seconds: float = 0.0
-    ) -> list[NextTurn | EpisodeEnd]:
+    def events(self, num_running: int = 0, step_seconds: float = 0.0) -> list[Event]:
         """Return the events since the last call, and those that arrive shortly after.
 
         Fast environments answer at nearly the same time, and a step of the engine takes about as
@@ -137,25 +138,24 @@ class Conversations:
                 break
         return events
 
-    def _wait_for_all(self) -> list[NextTurn | EpisodeEnd]:
-        events: list[NextTurn | EpisodeEnd] = []
+    def _wait_for_all(self) -> list[Event]:
+        events: list[Event] = []
         while self._pool.is_working:
             self._pool.wait()
             events += self._poll()
         return sorted(events + self._poll(), key=attrgetter("number"))
 
-    def _poll(self) -> list[NextTurn | EpisodeEnd]:
-        events: list[NextTurn | EpisodeEnd] = []
+    def _poll(self) -> list[Event]:
+        events: list[Event] = []
         for ticket, event in self._pool.finished():
             number = self._numbers[ticket]
             episode = self._episodes[number]
             if isinstance(event, Started):
-                result: NextTurn | EpisodeEnd = self._started(number, episode, event)
+                events.append(self._started(number, episode, event))
             elif isinstance(event, Stepped):
-                result = self._stepped(number, episode, event)
+                events.append(self._stepped(number, episode, event))
             else:
-                result = self._end_of(number, episode, event)
-            events.append(result)
+                events.append(self._end_of(number, episode, event))
         return events
 
     def end(self, numbers: Iterable[int]) -> None:
@@ -170,7 +170,7 @@ class Conversations:
         self._episodes.clear()
         self._pool.close()
 
-    def _started(self, number: int, episode: _Episode, event: Started) -> NextTurn | EpisodeEnd:
+    def _started(self, number: int, episode: _Episode, event: Started) -> Event:
         prompt = episode.rollout.prompt
         ids = self._tokens.first(prompt.token_ids, event.prompt)
         if isinstance(ids, np.ndarray) and len(ids) > self._max_prompt_tokens:
@@ -184,7 +184,7 @@ class Conversations:
         )
         return NextTurn(number, episode.rollout, np.empty(0, dtype=np.int32))
 
-    def _stepped(self, number: int, episode: _Episode, event: Stepped) -> NextTurn | EpisodeEnd:
+    def _stepped(self, number: int, episode: _Episode, event: Stepped) -> Event:
         rollout = episode.rollout
         turn_reward = TurnReward(len(rollout.response_token_ids), event.reward)
         rollout = dataclasses.replace(rollout, turn_rewards=(*rollout.turn_rewards, turn_reward))

@@ -15,8 +15,6 @@ in the step are reserved: they have places of their own. If groups are compared,
 whose rewards do not differ releases its place. Which groups finish first, and which are replaced in
 time, depends on the speed of engines and rewards; `--rl-deterministic` gives each TP group its own
 share of the target instead.
-
-This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 """
 
 from __future__ import annotations

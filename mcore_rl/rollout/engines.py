@@ -293,13 +293,12 @@ class RolloutWorkers:
         outcomes: dict[str, list[Outcome]],
         error: Exception | None,
         *,
-        seconds: float = 0.0,
-        counts: StepCounts | None = None,
-        waited: Callable[[float], object] = lambda seconds: None,
+        seconds: float,
+        counts: StepCounts,
+        waited: Callable[[float], object],
     ) -> tuple[SampleTable, StepCounts]:
         """Return the table of all TP groups' samples. In `rollouts`, greedy responses follow the
         samples."""
-        counts = counts or StepCounts()
         first = self._sample_store.add([ScoredRollout(each, reward=0.0) for each in rollouts])
         if self._reward_model is not None:
             table, _ = self._join_tables(

@@ -149,11 +149,7 @@ def _rollout(prompt: Prompt, index: int, facts: dict[str, Any], arrays: dict[str
     routes = None
     if "routes" in arrays:
         routes = Routes(arrays.pop("routes"), arrays.pop("routes_known"))
-        shape = (len(routes.ids),)
-        if (routes.ids.ndim, routes.known.dtype, routes.known.shape) != (
-            3,
-            np.dtype(np.bool_),
-            shape,
-        ):
+        kind = (routes.ids.ndim, routes.known.dtype, routes.known.shape)
+        if kind != (3, np.dtype(np.bool_), (len(routes.ids),)):
             raise ValueError(f"the experts of sample {index} are {routes.ids.shape}")
     return Rollout(prompt=prompt, sample_index=index, routes=routes, **facts, **arrays)

@@ -2,7 +2,7 @@
 
 MCORE_RL_KILL is a JSON object: `step` and `stage` (a stage's name in the metrics, "to_rollout" or
 "to_train"), `delay_seconds` from the stage's beginning, `signal`, `ranks` (the first of them kills
-all of them) and `said`, a file for the time of the kill.
+all of them) and `time_file`, a file for the time of the kill.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Killer:
         for process in psutil.Process(os.getppid()).children():
             if "RANK" in (environment := process.environ()):
                 pids[int(environment["RANK"])] = process.pid
-        Path(self._plan["said"]).write_text(str(time.time()), encoding="utf-8")
+        Path(self._plan["time_file"]).write_text(str(time.time()), encoding="utf-8")
         for rank in reversed(self._plan["ranks"]):  # this rank comes last
             os.kill(pids[rank], number)
 
@@ -49,20 +49,17 @@ def watch(killer: Killer) -> None:
     from mcore_rl.observe.stage_timers import StageTimers
     from mcore_rl.train import Run
 
-    def before(owner: type, name: str, tell: Any) -> None:
+    def before(owner: type, name: str, notify: Any) -> None:
         real = getattr(owner, name)
 
-        def telling(self: Any, *args: Any, **keywords: Any) -> Any:
-            tell(self, *args)
+        def notifying(self: Any, *args: Any, **keywords: Any) -> Any:
+            notify(self, *args)
             return real(self, *args, **keywords)
 
-        setattr(owner, name, telling)
+        setattr(owner, name, notifying)
 
     def next_step(*_: Any) -> None:
         killer.step += 1
-
-    def first_step(run: Any, *_: Any) -> None:
-        killer.step = run.first_step
 
     before(Manager, "__enter__", lambda *_: killer.begins("to_rollout"))
     before(Manager, "__exit__", lambda *_: killer.begins("to_train"))
@@ -72,7 +69,7 @@ def watch(killer: Killer) -> None:
 
     def initialised(self: Any, *args: Any, **keywords: Any) -> None:
         init(self, *args, **keywords)
-        first_step(self)
+        killer.step = self.first_step
 
     Run.__init__ = initialised  # type: ignore[method-assign]
 

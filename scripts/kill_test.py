@@ -74,9 +74,9 @@ class Kill:
     ranks: tuple[int, ...]
 
     def __str__(self) -> str:
-        whom = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else "all ranks"
+        target = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else "all ranks"
         moment = f"{1000 * self.delay_seconds:.0f} ms into {self.stage} of step {self.step}"
-        return f"{self.signal} to {whom}, {moment}"
+        return f"{self.signal} to {target}, {moment}"
 
 
 @dataclass
@@ -123,7 +123,7 @@ def run(
     """Start a run, wait for its end or its kill, and check what it leaves behind."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     temporary = Path(tempfile.mkdtemp(prefix="kill_"))  # short, because it contains sockets
-    said = setting.work / f"killed.{mark}"
+    time_file = setting.work / f"killed.{mark}"
     command = [*setting.command(folder), *more]
     environment = {
         **os.environ,
@@ -133,7 +133,7 @@ def run(
         "TORCHINDUCTOR_CACHE_DIR": str(setting.work / "inductor"),
     }
     if kill is not None:
-        environment["MCORE_RL_KILL"] = json.dumps({**vars(kill), "said": str(said)})
+        environment["MCORE_RL_KILL"] = json.dumps({**vars(kill), "time_file": str(time_file)})
         command += ["--rl-import", str(ROOT / "scripts" / "kill_at.py")]
     process = subprocess.Popen(
         command,
@@ -148,9 +148,9 @@ def run(
     output, _ = process.communicate()
     now = time.time()
     ending = Ending(process.returncode, output, None)
-    if said.exists():
-        ending.seconds_after_kill = now - float(said.read_text(encoding="utf-8"))
-        said.unlink()
+    if time_file.exists():
+        ending.seconds_after_kill = now - float(time_file.read_text(encoding="utf-8"))
+        time_file.unlink()
     if stray := processes_with(mark):
         ending.faults.append(f"{len(stray)} processes are left: {stray}")
     if memory := names.left():

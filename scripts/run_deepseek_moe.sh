@@ -13,35 +13,35 @@ Trains a DeepSeek-architecture mixture of experts with GRPO, on Megatron and vLL
   --preset NAME  tiny (default): minutes on 2 cores; makes a checkpoint and a task of its own
                  v2-lite: DeepSeek-V2-Lite on 8 GPUs        (planned, not run)
                  v3: DeepSeek-V3 on 32 machines of 8 GPUs   (planned, not run)
-  --nproc N      processes on this machine (default: its GPUs; 4 where there are none)
-  --dry-run      print what would run, for every machine, and train nothing; of the large presets
-                 also the plan: what fits where, and what a hand-over moves (docs/using/planner.md)
-  --doctor       check this machine and what would run on it, and train nothing
-                 (docs/using/doctor.md)
+  --nproc N      processes on this machine (default: its GPUs; 4 without GPUs)
+  --dry-run      print the commands for every machine, and train nothing; for the large presets
+                 also the plan of memory and hand-over traffic (docs/using/planner.md)
+  --doctor       check this machine and the job, and train nothing (docs/using/doctor.md)
   --help         this text
 
-All other arguments go to mcore_rl.train: any Megatron flag and any --rl-* flag, --rl-config FILE
-included. They win over the preset, which is scripts/presets/NAME.yaml. With a checkpoint, prompts
-and a reward of your own:
+All other arguments go to mcore_rl.train: any Megatron flag and any --rl-* flag, including
+--rl-config FILE. They override the preset, scripts/presets/NAME.yaml. With your own checkpoint,
+prompts and reward:
 
     bash scripts/run_deepseek_moe.sh --rl-hf-checkpoint DIR --rl-prompts FILE --rl-reward gsm8k \
         --lr 1e-6 --rl-max-prompt-tokens 512 --rl-max-response-tokens 512
 
-With either of the first two, what the tiny preset says of its own task (reward, lengths, learning
-rate: scripts/presets/tiny-task.yaml) does not apply.
+With either of the first two, the tiny preset's settings of its own task (reward, lengths, learning
+rate: scripts/presets/tiny-task.yaml) do not apply.
 
 Several machines: call it on each one with NNODES, NODE_RANK, MASTER_ADDR (that of node 0) and, if
-29500 is taken, MASTER_PORT; or once per machine under Slurm, which answers all of that:
+29500 is in use, MASTER_PORT; or once per machine under Slurm, which sets all of these:
 
     srun --ntasks-per-node=1 bash scripts/run_deepseek_moe.sh --preset v3 ...
 
 Environment:
-  MCORE_RL_CACHE         where the tiny checkpoint stays (default: ~/.cache/mcore_rl)
-  MCORE_RL_SKIP_SETUP=1  take .venv as it is, or without one the python in PATH: for environments
+  MCORE_RL_CACHE         folder of the tiny checkpoint (default: ~/.cache/mcore_rl)
+  MCORE_RL_SKIP_SETUP=1  use .venv unchanged, or without one the python in PATH: for environments
                          that scripts/setup_env.sh did not make
 
-Exit codes: 0 trained, 2 a mistake in the arguments or in what they name, told in one sentence on
-stderr; 1 if --doctor has found something to mend; 128 + number if ended by a signal; otherwise that of the process that failed.
+Exit codes: 0 trained; 2 a mistake in the arguments or in a file that they name, with one sentence
+on stderr; 1 if --doctor finds a problem; 128 + number if ended by a signal; otherwise that of the
+process that failed.
 END
 }
 
@@ -166,7 +166,7 @@ fi
 
 python=$root/.venv/bin/python
 if [[ -n ${MCORE_RL_SKIP_SETUP:-} && ! -x $python ]]; then
-  python=$(command -v python3) || fail "MCORE_RL_SKIP_SETUP is set and there is no python to take"
+  python=$(command -v python3) || fail "MCORE_RL_SKIP_SETUP is set and there is no python3 in PATH"
 fi
 
 environment=()

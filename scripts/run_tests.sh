@@ -9,8 +9,8 @@ bash scripts/run_tests.sh               the quick checks: ruff, mypy, the unit t
 bash scripts/run_tests.sh --all         ruff, mypy and all tests; about 45 minutes on 2 cores
 bash scripts/run_tests.sh ARGUMENTS     ruff, mypy and what pytest runs with these arguments
 
-Each check runs whatever became of the one before. Ends with a line that names those that failed, and
-with exit code 1 if there are any.
+A failed check does not stop the next one. If any check fails, the last line names it and the exit
+code is 1.
 EOF
 }
 

@@ -25,8 +25,8 @@ def why_missing(module: str) -> str | None:
         return None
     command = [sys.executable, "-c", _IMPORTED[module]]
     done = subprocess.run(command, capture_output=True, text=True)
-    said = done.stderr.strip().splitlines() or ["no message"]
-    return f"{said[-1][:400]} (exit code {done.returncode})" if done.returncode else None
+    errors = done.stderr.strip().splitlines() or ["no message"]
+    return f"{errors[-1][:400]} (exit code {done.returncode})" if done.returncode else None
 
 
 def facts() -> dict[str, Any]:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date as Date
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from mcore_rl.data.messages import (
@@ -56,8 +57,6 @@ class ChatTokenizer:
         # Midnight, so that a template that asks for the hour renders the same all day.
         self._now = datetime.combine(day, datetime.min.time())
         self._read: set[tuple[Any, ...]] = set()  # kinds of fields that the template reads
-        self._frames: dict[re.Pattern[str], str] | None = None  # patterns of rendered texts
-        self._added: tuple[list[int], list[int]] | None = None
 
     @property
     def template(self) -> str | None:
@@ -144,7 +143,7 @@ class ChatTokenizer:
             found = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         if not special:
             return found
-        before, behind = self._added_tokens()
+        before, behind = self._added_tokens
         begins, ends = map(self._text_of_tokens, (before, behind))
         return [
             [
@@ -163,25 +162,20 @@ class ChatTokenizer:
 
     # ------------------------------------------------------------------------- special tokens
 
+    @cached_property
     def _added_tokens(self) -> tuple[list[int], list[int]]:
-        """Return the tokens that the tokenizer puts before and after a text."""
-        if self._added is None:
-            text = "a"
-            bare = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-            whole = list(self.tokenizer(text, add_special_tokens=True)["input_ids"])
-            at = next(
-                (n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), len(whole)
-            )
-            self._added = (whole[:at], whole[at + len(bare) :])
-        return self._added
+        """The tokens that the tokenizer puts before and after a text."""
+        text = "a"
+        bare = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        whole = list(self.tokenizer(text, add_special_tokens=True)["input_ids"])
+        at = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), len(whole))
+        return whole[:at], whole[at + len(bare) :]
 
     def _text_of_tokens(self, ids: list[int]) -> str:
         return "".join(self.tokenizer.convert_ids_to_tokens(ids))
 
     def _refuse_rendered(self, message: Message) -> None:
         """Raise RejectedRow for a text that is rendered already: it would be rendered twice."""
-        if self._frames is None:
-            self._frames = {re.compile(it, re.DOTALL): what for it, what in self._find_frames()}
         text = text_of(message).strip() + "\n"
         for frame, what in self._frames.items():
             if frame.match(text):
@@ -189,6 +183,10 @@ class ChatTokenizer:
                     f"the text {what}, as one that is rendered already",
                     "pass --rl-no-chat-template, or write the text without the template's tokens",
                 )
+
+    @cached_property
+    def _frames(self) -> dict[re.Pattern[str], str]:
+        return {re.compile(each, re.DOTALL): what for each, what in self._find_frames()}
 
     def _find_frames(self) -> Iterator[tuple[str, str]]:
         """Yield patterns of rendered texts, each with a description of such a text.

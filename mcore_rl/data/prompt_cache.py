@@ -14,7 +14,6 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import re
 import tempfile
 import unicodedata
 import uuid
@@ -25,6 +24,7 @@ from typing import Any
 
 import pyarrow as pa
 from filelock import FileLock
+from packaging.utils import canonicalize_name
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.data.prompt_file import PromptRow, PromptSource, read_rows
@@ -288,14 +288,11 @@ def _date_of(source: PromptSource, folder: Path) -> str | None:
 
 def _versions(*, runs_code: bool) -> list[str]:
     """Return the versions of libraries that affect results; of all, if code may import any."""
-    known = {_normalised(name) for name in _LIBRARIES}
-    found = ((_normalised(each.name), each.version) for each in importlib.metadata.distributions())
+    known = {canonicalize_name(name) for name in _LIBRARIES}
+    installed = importlib.metadata.distributions()
+    found = ((canonicalize_name(each.name), each.version) for each in installed)
     versions = {f"{name} {version}" for name, version in found if runs_code or name in known}
     return [*sorted(versions), unicodedata.unidata_version]
-
-
-def _normalised(distribution: str) -> str:
-    return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def _tokenizer_files(folder: Path, *, runs_code: bool) -> Iterator[Path]:

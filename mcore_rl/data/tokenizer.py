@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -146,14 +147,15 @@ class TooLong:
 
     def __init__(self, tokenizer: Any, limit: int) -> None:
         self._tokenizer, self._limit = tokenizer, limit
-        self._asked, self._per_token = False, 0
+
+    @cached_property
+    def _per_token(self) -> int:
+        return characters_per_token(self._tokenizer)
 
     def least_tokens(self, text: str) -> int:
         """Return a lower bound of `text`'s tokens if above the limit; 0: it must be tokenised."""
         if len(text) <= _LONG_CHARACTERS:
             return 0
-        if not self._asked:
-            self._asked, self._per_token = True, characters_per_token(self._tokenizer)
         least = len(text) // self._per_token if self._per_token else 0
         if least <= self._limit:
             least = self._of_first_piece(text)

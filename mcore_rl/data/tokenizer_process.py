@@ -124,7 +124,11 @@ class TokenizerProcess:
         try:
             self._ask("open")
         except (ProcessEnded, RejectedRow) as error:
-            raise self._unusable(error) from error
+            raise UsageError(
+                f"holds a tokenizer that cannot be used ({error})",
+                flag=f"--rl-hf-checkpoint {self.folder}",
+                remedy="download it again, from a publisher that you trust",
+            ) from error
 
     @property
     def eos_token_id(self) -> int | None:
@@ -132,14 +136,6 @@ class TokenizerProcess:
         self.open()
         found: int | None = self._ask("eos_token_id")
         return found
-
-    def _unusable(self, error: Exception) -> UsageError:
-        """Return the error for a tokenizer that fails without a row at fault."""
-        return UsageError(
-            f"holds a tokenizer that cannot be used ({error})",
-            flag=f"--rl-hf-checkpoint {self.folder}",
-            remedy="download it again, from a publisher that you trust",
-        )
 
     def tokenise(
         self, rows: Sequence[Mapping[str, Any]], *, limit: int, special: bool

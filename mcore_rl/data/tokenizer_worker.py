@@ -14,8 +14,8 @@ import resource
 import signal
 import struct
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ ROW_SECONDS = 10.0  # CPU time, after which the row is rejected
 ROW_WALL_SECONDS = 40.0  # wall time, for code that does not return to Python; then the process ends
 _ENCODE_SECONDS = 60.0
 _CHARACTERS_PER_SECOND = 10_000  # for the slowest tokenizer on a busy machine
-_KEPT = 4  # tokenizers
 PLACE = struct.Struct(">q")  # index of the row being rendered, -1 for none
 _REASON_CHARACTERS = 200
 
@@ -40,7 +39,6 @@ class _Slow(RuntimeError):
 class _Worker:
     def __init__(self, connection: Connection, place: mmap.mmap) -> None:
         self._connection, self._place = connection, place
-        self._chats: OrderedDict[str, Any] = OrderedDict()
 
     def serve(self) -> None:
         """Serve requests until the other end closes the connection."""
@@ -60,7 +58,7 @@ class _Worker:
         self._at(-1)
         signal.setitimer(signal.ITIMER_REAL, OPEN_SECONDS)
         try:
-            chat = self._chat(request["settings"])
+            chat = _chat_tokenizer(json.dumps(request["settings"], sort_keys=True))
             operation: Callable[[Any, Request], Any] = getattr(self, request["operation"])
             return {"value": operation(chat, request)}
         except UsageError as error:
@@ -152,21 +150,15 @@ class _Worker:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         return int(PLACE.unpack_from(self._place)[0])
 
-    def _chat(self, settings: Mapping[str, Any]) -> Any:
-        key = json.dumps(settings, sort_keys=True)
-        if key not in self._chats:
-            self._chats[key] = _opened(settings)
-            if len(self._chats) > _KEPT:
-                self._chats.popitem(last=False)
-        self._chats.move_to_end(key)
-        return self._chats[key]
 
-
-def _opened(settings: Mapping[str, Any]) -> Any:
+@lru_cache(maxsize=4)
+def _chat_tokenizer(settings_json: str) -> Any:
+    """Load the tokenizer of a request's settings."""
     from mcore_rl.common.errors import UsageError
     from mcore_rl.data.chat import ChatTokenizer
     from mcore_rl.data.tokenizer import load_tokenizer, register_model_type
 
+    settings = json.loads(settings_json)
     for model_type, class_name in settings["model_types"].items():
         register_model_type(model_type, class_name)
     tokenizer = load_tokenizer(

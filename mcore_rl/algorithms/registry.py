@@ -85,8 +85,7 @@ def advantage_estimator(
     """
 
     def register(function: Callable[[AdvantageInputs, P], AdvantageOutputs]) -> Any:
-        _refuse_second(name, "advantage estimators", _ESTIMATORS, function)
-        _check_declaration(name, parameters)
+        _check_declaration(name, "advantage estimators", _ESTIMATORS, function, parameters)
         _ESTIMATORS[name] = RegisteredEstimator(
             name, function, parameters, needs_critic, needs_greedy_baseline, compares_group
         )
@@ -105,22 +104,34 @@ def policy_loss(
     """
 
     def register(function: Callable[[PolicyLossInputs, P], TokenLosses]) -> Any:
-        _refuse_second(name, "policy losses", _POLICY_LOSSES, function)
-        _check_declaration(name, parameters)
+        _check_declaration(name, "policy losses", _POLICY_LOSSES, function, parameters)
         _POLICY_LOSSES[name] = RegisteredPolicyLoss(name, function, parameters)
         return function
 
     return register
 
 
-def _check_declaration(name: str, parameters: object) -> None:
-    """Raise TypeError for mistakes that a dataclass does not detect."""
+def _check_declaration(
+    name: str,
+    kind: str,
+    known: Mapping[str, object],
+    function: Callable[..., object],
+    parameters: object,
+) -> None:
+    """Raise ValueError for a taken name, TypeError for mistakes that dataclasses do not detect."""
+    # Check a user's function against the built-in names even if none has been looked up so far.
+    if function.__module__ not in _BUILT_IN:
+        _load_built_in()
+    if name in known:
+        raise ValueError(f"two {kind} are called {name!r}; rename one")
     if not isinstance(parameters, Parameters):
         raise TypeError(f"parameters of {name!r} are {parameters!r}, not an object of Parameters")
-    kind = type(parameters)
-    if any(isinstance(value, dataclasses.Field) for value in vars(kind).values()):
-        raise TypeError(f"{kind.__name__}, parameters of {name!r}, lacks @dataclass(frozen=True)")
-    parameters_of(kind)
+    declared = type(parameters)
+    if any(isinstance(value, dataclasses.Field) for value in vars(declared).values()):
+        raise TypeError(
+            f"{declared.__name__}, parameters of {name!r}, lacks @dataclass(frozen=True)"
+        )
+    parameters_of(declared)
 
 
 def find_advantage_estimator(name: str) -> RegisteredEstimator:
@@ -142,13 +153,9 @@ def find_policy_loss(name: str) -> RegisteredPolicyLoss:
 def owners_by_kind() -> dict[str, dict[str, Parameters]]:
     """Return, by flag, the parameters of the estimators and losses registered so far."""
     _load_built_in()
-    tables: dict[str, Mapping[str, RegisteredEstimator | RegisteredPolicyLoss]] = {
-        "--rl-advantage": _ESTIMATORS,
-        "--rl-policy-loss": _POLICY_LOSSES,
-    }
     return {
-        flag: {name: entry.parameters for name, entry in table.items()}
-        for flag, table in tables.items()
+        "--rl-advantage": {name: each.parameters for name, each in _ESTIMATORS.items()},
+        "--rl-policy-loss": {name: each.parameters for name, each in _POLICY_LOSSES.items()},
     }
 
 
@@ -165,13 +172,3 @@ def unknown_name(flag: str, name: str, kind: str, known: Iterable[str]) -> Usage
 def _load_built_in() -> None:
     for module in _BUILT_IN:
         importlib.import_module(module)
-
-
-def _refuse_second(
-    name: str, kind: str, known: Mapping[str, object], function: Callable[..., object]
-) -> None:
-    # Check a user's function against the built-in names even if none has been looked up so far.
-    if function.__module__ not in _BUILT_IN:
-        _load_built_in()
-    if name in known:
-        raise ValueError(f"two {kind} are called {name!r}; rename one")

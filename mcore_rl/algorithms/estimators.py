@@ -41,7 +41,7 @@ class Discount(Parameters):
 
     gamma: float = param(
         1.0,
-        "what a reward one token later is worth",
+        "discount of rewards, per token",
         least=0,
         most=1,
         advice="later rewards count at most fully, so choose for example 1",
@@ -279,12 +279,14 @@ class GAE(Discount):
 
     gae_lambda: float = param(
         0.95,
-        "of GAE: 0 trusts the critic, 1 the rewards alone",
+        "lambda of GAE: 0 relies on the critic, 1 on rewards only",
         least=0,
         most=1,
         advice="later rewards count at most fully, so choose for example 1",
     )
-    whiten_advantages: bool = param(True, "to mean 0 and deviation 1 over all tokens")
+    whiten_advantages: bool = param(
+        True, "whiten advantages to mean 0 and deviation 1 over all tokens"
+    )
 
 
 @advantage_estimator("gae", GAE(), needs_critic=True)

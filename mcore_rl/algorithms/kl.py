@@ -30,18 +30,21 @@ class KLParameters(Parameters):
         least=0,
         advice="choose 0 to leave the term out",
     )
-    kl_in_reward: bool | None = param(None, "take that KL from the reward, token by token")
+    kl_in_reward: bool | None = param(None, "subtract the KL from the reward of each token")
     kl_reward_coef: float | None = param(
-        None, "its weight there", least=0, advice="choose 0 to leave the KL out"
+        None, "weight of the KL in the reward", least=0, advice="choose 0 to leave the KL out"
     )
     kl_target: float | None = param(
         None,
-        "nats per token that the weight in the reward is adapted to (arXiv 1909.08593)",
+        "KL in nats per token that the weight in the reward is adapted to (arXiv 1909.08593)",
         above=0,
         advice="choose for example 0.01",
     )
     kl_horizon: float = param(
-        10_000.0, "samples over which it is adapted", above=0, advice="choose for example 10000"
+        10_000.0,
+        "samples over which the weight is adapted",
+        above=0,
+        advice="choose for example 10000",
     )
     kl_estimator: KLEstimator | None = param(None, "estimator of the KL")
 

@@ -42,7 +42,7 @@ class Cap(Parameters):
 
     mismatch_cap: float = param(
         2.0,
-        "largest weight of the two that truncate",
+        "largest weight of token_tis and sequence_tis",
         above=0,
         advice="weights above it are lowered to it, so choose for example 2",
     )
@@ -52,8 +52,8 @@ class Cap(Parameters):
 class Band(Parameters):
     """Parameters of the corrections that mask tokens outside a band; 0 <= low < high."""
 
-    mismatch_low: float = param(0.5, "least ratio that the others keep")
-    mismatch_high: float = param(5.0, "and the largest")
+    mismatch_low: float = param(0.5, "smallest ratio that icepop and rejection keep")
+    mismatch_high: float = param(5.0, "largest ratio that icepop and rejection keep")
 
     def __post_init__(self) -> None:
         low, high = self.mismatch_low, self.mismatch_high

@@ -47,7 +47,7 @@ class DualClip(Clip):
 
     dual_clip: float | None = param(
         None,
-        "bound on ratios where the advantage is negative",
+        "upper bound of ratios for negative advantages",
         above=1,
         advice="it bounds the probability ratios of tokens of negative advantage, so choose for "
         "example 3",
@@ -130,9 +130,11 @@ class Gate(Parameters):
     """Steepness of SAPO's gate."""
 
     sapo_temperature_positive: float = param(
-        1.0, "of SAPO's gate, for good tokens", above=0, advice=_STEEPNESS
+        1.0, "steepness of SAPO's gate for positive advantages", above=0, advice=_STEEPNESS
     )
-    sapo_temperature_negative: float = param(1.05, "and for bad ones", above=0, advice=_STEEPNESS)
+    sapo_temperature_negative: float = param(
+        1.05, "steepness of SAPO's gate for negative advantages", above=0, advice=_STEEPNESS
+    )
 
 
 @policy_loss("sapo", Gate())

@@ -42,20 +42,21 @@ class Recipe(Parameters):
 
     advantage: str = param(
         "grpo",
-        "estimator: gae, grpo, dr_grpo, rloo, opo, remax, reinforce_pp, reinforce_pp_baseline, or "
-        "one of --rl-import",
+        "advantage estimator: gae, grpo, dr_grpo, rloo, opo, remax, reinforce_pp, "
+        "reinforce_pp_baseline, or one of --rl-import",
     )
     policy_loss: str = param(
-        "ppo_clip", "ppo_clip, gspo, cispo, gmpo, sapo, policy_gradient, or one of --rl-import"
+        "ppo_clip",
+        "policy loss: ppo_clip, gspo, cispo, gmpo, sapo, policy_gradient, or one of --rl-import",
     )
     parameters: Mapping[str, Any] = field(default_factory=dict)
     loss_aggregation: AggregationMode = param(
         "token_mean",
-        "how losses of tokens become one: the mean of all, or per sequence and then over these",
+        "aggregation of token losses: over all tokens, or per sequence and then over sequences",
     )
     loss_constant: float | None = param(
         None,
-        "tokens to divide by, of aggregation constant; default --rl-max-response-tokens",
+        "divisor of aggregation constant, in tokens; default: --rl-max-response-tokens",
         above=0,
         advice="token losses are divided by it, so choose for example the value of "
         "--rl-max-response-tokens",
@@ -71,29 +72,29 @@ class Recipe(Parameters):
     )
     value_clip_eps: float = param(
         0.2,
-        "how far a value counts from what it was; or inf",
+        "clip range of the critic's values; inf: unlimited",
         above=0,
         most=math.inf,
         advice="values are held within it of what they were before the update, so choose for "
         "example 0.2, or inf",
     )
     mismatch_correction: MismatchCorrection = param(
-        "none", "of engine against trainer: weights per token or sequence, or what is left out"
+        "none", "correction of the engine-trainer mismatch: weights per token or sequence, or masks"
     )
     num_samples_per_prompt: int = param(
-        8, "responses sampled per prompt, a group", least=1, advice="choose for example 8"
+        8, "responses per prompt, the group size", least=1, advice="choose for example 8"
     )
     dynamic_sampling: bool = param(
         False, "draw prompts again whose responses all have the same reward (arXiv 2503.14476)"
     )
     max_refills: int = param(
         10,
-        "prompts that a step may draw again, in steps' worth of them",
+        "prompts that a step may draw again, as a multiple of its prompts",
         least=0,
         advice="choose for example 10",
     )
     overlong_buffer_tokens: int | None = param(
-        None, "last tokens of the response budget over which a penalty of up to 1 grows"
+        None, "last tokens of the response budget, over which a penalty grows to 1"
     )
     overlong_buffer_share: float = 0.0  # of the response budget, if the tokens are not given
 
@@ -240,9 +241,7 @@ def declared_parameters() -> dict[str, Parameter]:
     return found
 
 
-def _resolved_kl(
-    recipe: Recipe, kl: KLParameters
-) -> tuple[Literal["none", "loss", "reward"], float, KLEstimator]:
+def _resolved_kl(recipe: Recipe, kl: KLParameters) -> tuple[KLPlace, float, KLEstimator]:
     """Return the KL's place, coefficient and estimator; raise UsageError for two places."""
     wants_loss = bool(kl.kl_coef)
     if wants_loss and (kl.kl_in_reward or kl.kl_reward_coef):
@@ -263,7 +262,7 @@ def _resolved_kl(
             flag=f"--rl-kl-reward-coef {kl.kl_reward_coef}",
             remedy="add --rl-kl-in-reward, or give --rl-kl-coef for the KL in the loss",
         )
-    place: Literal["loss", "reward"] = "reward" if to_reward else "loss"
+    place: KLPlace = "reward" if to_reward else "loss"
     coef = kl.kl_reward_coef if to_reward else kl.kl_coef
     if coef is None:
         default = DEFAULT_KL_REWARD_COEF if to_reward else 0.0

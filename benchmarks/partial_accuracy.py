@@ -8,7 +8,6 @@ Half an hour on 2 cores. --markdown replaces this benchmark's section of FILE.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import shutil
@@ -25,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from benchmarks.facts import facts_of_run  # noqa: E402
 from benchmarks.pages import fact_list, section, verdict_table, write_section  # noqa: E402
-from benchmarks.processes import ENVIRONMENT, alternating, in_a_process, run_python  # noqa: E402
+from benchmarks.processes import ENVIRONMENT, alternating, in_a_process, train  # noqa: E402
 from benchmarks.step_time_task import Teaching, Workload, checkpoint_of  # noqa: E402
 
 # The mean of an answer with its tail is 20 tokens; one in a hundred reaches the limit or nearly.
@@ -97,22 +96,16 @@ def main(tokens: Sequence[str] | None = None) -> int:
 def run(way: str, checkpoint: Path, run_dir: Path, seed: int, num_steps: int) -> Run:
     """Run on two processes, data parallel, with two engines."""
     prompts = checkpoint / "prompts"
-    flags = (
-        f"--rl-hf-checkpoint {checkpoint} --rl-prompts {prompts}/train.jsonl "
-        f"--rl-eval-prompts {prompts}/heldout.jsonl --rl-num-eval-prompts "
-        f"{WORKLOAD.num_eval_prompts} --rl-reward benchmarks.step_time_task:reward "
-        f"--rl-max-prompt-tokens {WORKLOAD.max_prompt_tokens} "
-        f"--rl-max-response-tokens {WORKLOAD.max_response_tokens} "
-        f"--rl-num-prompts-per-step {WORKLOAD.num_prompts_per_step} "
-        f"--rl-num-samples-per-prompt {WORKLOAD.num_samples_per_prompt} "
+    flags = WORKLOAD.flags(checkpoint, run_dir, precision="fp32", seed=seed)
+    flags += (
+        f"--rl-prompts {prompts}/train.jsonl --rl-eval-prompts {prompts}/heldout.jsonl "
+        f"--rl-num-eval-prompts {WORKLOAD.num_eval_prompts} "
+        "--rl-reward benchmarks.step_time_task:reward "
         f"--rl-num-steps {num_steps} --rl-eval-interval {num_steps // 4} "
-        f"--lr {WORKLOAD.learning_rate} --rl-mismatch-correction token_tis --rl-precision fp32 "
-        f"--rl-max-tokens-per-microbatch {WORKLOAD.packed_tokens} --seed {seed} "
-        f"--rl-rollout-kv-cache-gib 0.25 --rl-run-dir {run_dir}"
+        "--rl-mismatch-correction token_tis "
+        f"--rl-max-tokens-per-microbatch {WORKLOAD.packed_tokens}"
     ).split()
-    launch = ["-m", "mcore_rl.launch", "--nproc-per-node", "2", "-m", "mcore_rl.train"]
-    run_python([*launch, *flags, *WAYS[way]])
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = train(2, [*flags, *WAYS[way]], run_dir)
     shutil.rmtree(run_dir)
     return run_of(lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -42,6 +43,16 @@ def run_python(arguments: Sequence[str], **environment: str) -> str:
             f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         )
     return done.stdout
+
+
+def train(
+    num_processes: int, flags: Sequence[str], run_dir: Path, **environment: str
+) -> list[dict[str, float]]:
+    """Run a job of mcore_rl with `flags`, and return the lines of its metrics.jsonl."""
+    launch = ["-m", "mcore_rl.launch", "--nproc-per-node", str(num_processes)]
+    run_python([*launch, "-m", "mcore_rl.train", *flags], **environment)
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -34,7 +34,7 @@ from benchmarks.pages import (  # noqa: E402
     section_fault,
     write_section,
 )
-from benchmarks.processes import ENVIRONMENT, alternating, in_a_process, run_python  # noqa: E402
+from benchmarks.processes import ENVIRONMENT, alternating, in_a_process, run_python, train  # noqa: E402
 from benchmarks.rollout_trl_agent import MAX_TURNS, WORKLOAD  # noqa: E402
 from benchmarks.slow_tool import SECONDS  # noqa: E402
 from benchmarks.step_time_report import Run  # noqa: E402
@@ -129,22 +129,15 @@ def ours(
     more: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Run mcore_rl, data parallel, with one thread per process; `more` flags take precedence."""
-    flags = (
-        f"--rl-hf-checkpoint {checkpoint} --rl-prompts {task}/train.jsonl "
-        f"--rl-environment calculator --rl-reward environment --rl-max-turns {MAX_TURNS} "
-        f"--rl-max-prompt-tokens {WORKLOAD.max_prompt_tokens} "
-        f"--rl-max-response-tokens {WORKLOAD.max_response_tokens} "
-        f"--rl-num-prompts-per-step {WORKLOAD.num_prompts_per_step} "
-        f"--rl-num-samples-per-prompt {WORKLOAD.num_samples_per_prompt} "
-        f"--rl-num-steps {num_steps} --rl-eval-interval 0 --lr {WORKLOAD.learning_rate} "
-        f"--rl-max-tokens-per-microbatch {WORKLOAD.packed_tokens} --rl-precision {precision} "
-        f"--rl-num-logged-rollouts {WORKLOAD.samples_per_step} --seed {seed} "
-        f"--rl-rollout-kv-cache-gib 0.25 --rl-run-dir {run_dir}"
+    flags = WORKLOAD.flags(checkpoint, run_dir, precision=precision, seed=seed)
+    flags += (
+        f"--rl-prompts {task}/train.jsonl --rl-environment calculator --rl-reward environment "
+        f"--rl-max-turns {MAX_TURNS} --rl-num-steps {num_steps} --rl-eval-interval 0 "
+        f"--rl-max-tokens-per-microbatch {WORKLOAD.packed_tokens} "
+        f"--rl-num-logged-rollouts {WORKLOAD.samples_per_step}"
     ).split()
-    launch = ["-m", "mcore_rl.launch", "--nproc-per-node", str(processes)]
-    run_python([*launch, "-m", "mcore_rl.train", *flags, *more])
-    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [step for step in steps if "time/step_seconds" in step]
+    lines = train(processes, [*flags, *more], run_dir)
+    steps = [line for line in lines if "time/step_seconds" in line]
     texts = (run_dir / "rollouts.jsonl").read_text().splitlines()
     shutil.rmtree(run_dir)
     return {

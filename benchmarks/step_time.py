@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from benchmarks import step_time_report as report  # noqa: E402
 from benchmarks.facts import facts_of_run  # noqa: E402
 from benchmarks.pages import section_fault, write_section  # noqa: E402
-from benchmarks.processes import ENVIRONMENT, alternating, in_a_process, run_python  # noqa: E402
+from benchmarks.processes import ENVIRONMENT, alternating, in_a_process, run_python, train  # noqa: E402
 from benchmarks.step_time_task import (  # noqa: E402
     LEFT_OUT_STEPS,
     WORKLOADS,
@@ -173,22 +173,16 @@ def ours(
     else:
         micro_batch = f"--micro-batch-size {workload.samples_per_step // dp_size}"
     flags = (
-        f"--rl-hf-checkpoint {checkpoint} --rl-prompts {checkpoint}/prompts/train.jsonl "
+        f"--rl-prompts {checkpoint}/prompts/train.jsonl "
         "--rl-reward benchmarks.step_time_task:reward "
-        f"--rl-max-prompt-tokens {workload.max_prompt_tokens} "
-        f"--rl-max-response-tokens {workload.max_response_tokens} "
-        f"--rl-num-prompts-per-step {workload.num_prompts_per_step} "
-        f"--rl-num-samples-per-prompt {workload.num_samples_per_prompt} "
-        f"--rl-num-steps {workload.num_steps} --rl-eval-interval 0 --lr {workload.learning_rate} "
+        f"--rl-num-steps {workload.num_steps} --rl-eval-interval 0 "
         f"--tensor-model-parallel-size {tp_size} --expert-model-parallel-size {tp_size} "
-        f"--expert-tensor-parallel-size 1 --seed {seed} {micro_batch} --rl-precision {precision} "
-        f"--rl-rollout-kv-cache-gib 0.25 --rl-run-dir {run_dir} --rl-export-hf {out}"
+        f"--expert-tensor-parallel-size 1 {micro_batch} --rl-export-hf {out}"
     ).split()
-    launch = ["-m", "mcore_rl.launch", "--nproc-per-node", str(processes)]
+    flags += workload.flags(checkpoint, run_dir, precision=precision, seed=seed)
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
-    run_python([*launch, "-m", "mcore_rl.train", *flags], OMP_NUM_THREADS=str(threads))
-    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [step for step in steps if "time/step_seconds" in step]
+    lines = train(processes, flags, run_dir, OMP_NUM_THREADS=str(threads))
+    steps = [line for line in lines if "time/step_seconds" in line]
     shutil.rmtree(run_dir)
     return {
         "step_seconds": [step["time/step_seconds"] for step in steps],

@@ -71,6 +71,17 @@ class Workload:
     def samples_per_step(self) -> int:
         return self.num_prompts_per_step * self.num_samples_per_prompt
 
+    def flags(self, checkpoint: Path, run_dir: Path, *, precision: str, seed: int) -> list[str]:
+        """Return the flags of a run of mcore_rl that all benchmarks share."""
+        return (
+            f"--rl-hf-checkpoint {checkpoint} --rl-max-prompt-tokens {self.max_prompt_tokens} "
+            f"--rl-max-response-tokens {self.max_response_tokens} "
+            f"--rl-num-prompts-per-step {self.num_prompts_per_step} "
+            f"--rl-num-samples-per-prompt {self.num_samples_per_prompt} "
+            f"--lr {self.learning_rate} --rl-precision {precision} --seed {seed} "
+            f"--rl-rollout-kv-cache-gib 0.25 --rl-run-dir {run_dir}"
+        ).split()
+
     @property
     def has_tails(self) -> bool:
         return self.max_response_tokens > _SHORT.max_response_tokens

@@ -222,7 +222,7 @@ class ChatTokenizer:
     # ------------------------------------------------------------- fields that the template omits
 
     def _verified(self, messages: list[Message], row: Mapping[str, Any]) -> tuple[str, list[str]]:
-        inputs = {name: row.get(name) for name in ("tools", "documents", "kwargs")}
+        inputs: dict[str, Any] = {name: row.get(name) for name in ("tools", "documents", "kwargs")}
 
         def render(changed: list[Message], **others: Any) -> str:
             return self.render(changed, continues_turn=continues(messages), **inputs | others)

@@ -29,7 +29,6 @@ import torch
 from mcore_rl.algorithms.aggregation import Segments, discounted_sums_to_go, masked
 from mcore_rl.algorithms.interfaces import AdvantageInputs, AdvantageOutputs
 from mcore_rl.algorithms.registry import advantage_estimator
-from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters, param
 
 P = TypeVar("P", bound=Parameters)  # parameters of an estimator
@@ -327,17 +326,6 @@ def _scattered(loss_tokens: torch.Tensor, inputs: AdvantageInputs) -> torch.Tens
     return tokens
 
 
-def check_overlong_buffer(buffer_tokens: int, max_response_tokens: int) -> None:
-    """Raise UsageError if the buffer exceeds the response budget; 0 disables the penalty."""
-    if not 0 <= buffer_tokens <= max_response_tokens:
-        raise UsageError(
-            f"is not between 0 and --rl-max-response-tokens {max_response_tokens}",
-            flag=f"--rl-overlong-buffer-tokens {buffer_tokens}",
-            remedy="the penalty grows over the last tokens of that budget, so choose for example "
-            f"{max(1, max_response_tokens // 5)}",
-        )
-
-
 def overlong_penalty(
     response_lengths: np.ndarray, *, buffer_tokens: int, max_response_tokens: int
 ) -> np.ndarray:
@@ -351,7 +339,6 @@ def overlong_penalty(
 
     response_lengths: `[n]` int64, generated tokens. A buffer of 0 disables the penalty.
     """
-    check_overlong_buffer(buffer_tokens, max_response_tokens)
     lengths = np.asarray(response_lengths, dtype=np.float64)
     if buffer_tokens == 0:
         return np.zeros_like(lengths)

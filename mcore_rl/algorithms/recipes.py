@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from mcore_rl.algorithms.aggregation import Aggregation, AggregationMode
 from mcore_rl.algorithms.algorithm_checks import check_parts
-from mcore_rl.algorithms.estimators import check_overlong_buffer
 from mcore_rl.algorithms.kl import KLController, KLEstimator, KLParameters
 from mcore_rl.algorithms.mismatch import CORRECTIONS, MismatchConfig, MismatchCorrection
 from mcore_rl.algorithms.policy_losses import PolicyLossConfig
@@ -217,7 +216,13 @@ class Algorithm(Recipe):
         buffer = self.overlong_buffer_tokens
         if buffer is None:
             buffer = int(self.overlong_buffer_share * max_response_tokens)
-        check_overlong_buffer(buffer, max_response_tokens)
+        if not 0 <= buffer <= max_response_tokens:
+            raise UsageError(
+                f"is not between 0 and --rl-max-response-tokens {max_response_tokens}",
+                flag=f"--rl-overlong-buffer-tokens {buffer}",
+                remedy="the penalty grows over the last tokens of that budget, so choose for "
+                f"example {max(1, max_response_tokens // 5)}",
+            )
         return buffer
 
 

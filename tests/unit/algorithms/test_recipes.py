@@ -252,9 +252,10 @@ def test_sampling_from_all_tokens_needs_no_correction(given: dict) -> None:
     assert resolve_algorithm("grpo", given) == resolve_algorithm("grpo", {})
 
 
-def test_overlong_buffer_beyond_budget_is_refused() -> None:
-    algorithm = resolve_algorithm("dapo", {"overlong_buffer_tokens": 600})
-    with pytest.raises(UsageError, match="^--rl-overlong-buffer-tokens 600 is not between"):
+@pytest.mark.parametrize("buffer", [-1, 600])
+def test_overlong_buffer_out_of_range_is_refused(buffer: int) -> None:
+    algorithm = resolve_algorithm("dapo", {"overlong_buffer_tokens": buffer})
+    with pytest.raises(UsageError, match=f"^--rl-overlong-buffer-tokens {buffer} is not between"):
         algorithm.overlong_buffer(512)
 
 

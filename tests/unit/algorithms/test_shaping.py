@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.algorithms.estimators import overlong_penalty, select_informative_groups
-from mcore_rl.common.errors import UsageError
 
 
 @pytest.mark.parametrize("buffer", [1, 3, 10])
@@ -32,12 +31,6 @@ def test_overlong_penalty_equals_equation(buffer: int) -> None:
 def test_overlong_penalty_is_zero_without_buffer() -> None:
     found = overlong_penalty(np.array([0, 10, 11]), buffer_tokens=0, max_response_tokens=10)
     assert found.tolist() == [0.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("buffer", [-1, 11])
-def test_overlong_buffer_out_of_range_is_refused(buffer: int) -> None:
-    with pytest.raises(UsageError, match=f"^--rl-overlong-buffer-tokens {buffer} is not between"):
-        overlong_penalty(np.array([1]), buffer_tokens=buffer, max_response_tokens=10)
 
 
 @given(

@@ -26,12 +26,12 @@ _held: dict[Path, int] = {}
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
-def make_directory(run_name: str, below: Path = Path("runs")) -> Path:
-    """Create a new folder, `<run_name>-<date>-<time>.<milliseconds>`."""
+def make_directory(run_name: str) -> Path:
+    """Create a new folder, `runs/<run_name>-<date>-<time>.<milliseconds>`."""
     while True:
         now = time.time()
         moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
-        folder = below / f"{run_name}-{moment}.{int(now % 1 * 1000):03d}"
+        folder = Path("runs") / f"{run_name}-{moment}.{int(now % 1 * 1000):03d}"
         try:
             folder.mkdir(parents=True)
         except FileExistsError:

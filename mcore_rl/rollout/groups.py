@@ -232,8 +232,12 @@ class GroupScheduler:
         submit = [each for each in submit if each.number not in unneeded]
         self._running |= {each.number for each in submit}
         stopped = tuple(sorted(unneeded & self._running))
-        more = bool(self._queue) or self._num_conversations > 0 or not self._dispatcher.is_exhausted
-        more = more or self._dispatcher.is_undecided
+        more = (
+            bool(self._queue)
+            or (self._conversations is not None and self._conversations.num_open > 0)
+            or not self._dispatcher.is_exhausted
+            or self._dispatcher.is_undecided
+        )
         if self.plan.keeps_unfinished:
             return StreamActions(tuple(submit), end=stopped, more=more)
         self._running -= set(stopped)
@@ -301,15 +305,16 @@ class GroupScheduler:
         rank."""
         if self.error is not None:
             return GroupDecision()
-        others = sorted(self.open.keys() - self._taken_draws())
+        taken = self._taken_draws()
+        others = sorted(self.open.keys() - taken)
         turns = {
             (draw, index): rollout.turn_rewards
-            for draw in self._taken_draws()
+            for draw in taken
             for index, rollout in enumerate(self.open[draw].rollouts)
             if rollout is not None and rollout.turn_rewards
         }
         pending = tuple(others) if self.plan.keeps_unfinished else ()
-        return GroupDecision(tuple(sorted(self._taken_draws())), pending, turns)
+        return GroupDecision(tuple(sorted(taken)), pending, turns)
 
     def partition(self, decision: GroupDecision) -> tuple[list[OpenGroup], list[OpenGroup]]:
         """Return the taken groups and the pending groups; on all ranks."""
@@ -361,10 +366,6 @@ class GroupScheduler:
             elif self._is_rewarded(group):
                 self._compare(group)
 
-    @property
-    def _num_conversations(self) -> int:
-        return 0 if self._conversations is None else self._conversations.num_open
-
     def _has_room(self) -> bool:
         return self._conversations is None or self._conversations.has_room(self.plan.size)
 
@@ -407,12 +408,15 @@ class GroupScheduler:
     def _store_response(self, group: OpenGroup, rollout: Rollout) -> None:
         """Store a response; if it is finished, decode it and request its rewards."""
         index = rollout.sample_index
-        if is_finished(rollout) and self._dispatcher is not None:
-            texts = [self._engine.text_of(turn) for turn in turns_of(rollout)]
-            rollout = replace(rollout, text="\n".join(texts))
         group.rollouts[index] = rollout
-        if is_finished(rollout) and self._dispatcher is not None:
-            self._request_reward(group, index)
+        if not is_finished(rollout) or self._dispatcher is None:
+            return
+        texts = [self._engine.text_of(turn) for turn in turns_of(rollout)]
+        rollout = group.rollouts[index] = replace(rollout, text="\n".join(texts))
+        if self._rewards is not None and self.error is None:
+            self._tickets[self._rewards.begin(rollout)] = group.draw * self.plan.size + index
+        if group.is_sampled and self._differs is None:
+            self._finish_group(group)
 
     def _response(self, group: OpenGroup, index: int) -> Rollout:
         rollout = group.rollouts[index]
@@ -437,14 +441,6 @@ class GroupScheduler:
         size = self.plan.size
         chosen = self.open if draws is None else draws
         return {draw * size + index for draw in chosen for index in range(size)}
-
-    def _request_reward(self, group: OpenGroup, index: int) -> None:
-        rollout = group.rollouts[index]
-        assert rollout is not None
-        if self._rewards is not None and self.error is None:
-            self._tickets[self._rewards.begin(rollout)] = group.draw * self.plan.size + index
-        if group.is_sampled and self._differs is None:
-            self._finish_group(group)
 
     def _store_outcomes(self, number: int, outcomes: Mapping[str, Outcome]) -> None:
         draw, index = divmod(number, self.plan.size)

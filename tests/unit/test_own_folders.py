@@ -50,13 +50,19 @@ def test_folder_is_refused_while_other_run_holds_it(
     own_folders.hold(tmp_path / "other_name", "--rl-run-dir")  # its own is not another run's
 
 
-def test_directories_made_at_same_time_differ(tmp_path: Path) -> None:
-    made = [own_folders.make_directory("a b", tmp_path) for _ in range(20)]
+def test_directories_made_at_same_time_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = [own_folders.make_directory("a b") for _ in range(20)]
     assert len(set(made)) == 20 and all(folder.is_dir() for folder in made)
     assert all(re.fullmatch(r"a b-\d{8}-\d{6}\.\d{3}", folder.name) for folder in made)
 
 
-def test_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_directory_that_cannot_be_made_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").write_text("")
     with pytest.raises(UsageError, match="--rl-run-name a: .*cannot be made.*; give --rl-run-dir"):
-        own_folders.make_directory("a", tmp_path / "runs")
+        own_folders.make_directory("a")

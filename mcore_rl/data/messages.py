@@ -99,7 +99,7 @@ def checked_kwargs(value: Any, where: str) -> dict[str, Any]:
         raise RejectedRow(f"{where} is not an object", 'write {"name": value}')
     for name in value:
         if name in _RESERVED or not name.isidentifier():
-            raise RejectedRow(f"{where} sets {name!r}, which is not the user's to set", "drop it")
+            raise RejectedRow(f"{where} sets {name!r}, which is reserved", "drop it")
     return value
 
 
@@ -206,7 +206,11 @@ def _checked_message(message: Any, number: int) -> Message:
         if "content" in message:
             found["content"] = None
     else:
-        _reject(number, "has no content", "write a text; null goes beside tool_calls alone")
+        _reject(
+            number,
+            "has no content",
+            "write a text; only messages with calls or reasoning may have null",
+        )
     return found
 
 

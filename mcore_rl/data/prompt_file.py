@@ -111,7 +111,7 @@ def check_path(source: PromptSource, flag: str) -> None:
     path = source.path
     if path.suffix not in (*_JSON_SUFFIXES, ".parquet"):
         raise UsageError(
-            f"has the suffix {path.suffix!r}, but .jsonl or .json (one JSON object a line) or "
+            f"has the suffix {path.suffix!r}, but .jsonl or .json (one JSON object per line) or "
             ".parquet is needed",
             flag=f"{flag} {path}",
             remedy="convert or rename it",
@@ -120,11 +120,9 @@ def check_path(source: PromptSource, flag: str) -> None:
         state = "is not a file" if path.exists() else "does not exist"
         raise UsageError(state, flag=f"{flag} {path}", remedy="give a .jsonl or .parquet file")
     if not os.access(path, os.R_OK):
-        raise UsageError(
-            "cannot be read", flag=f"{flag} {path}", remedy="give yourself the permission (chmod)"
-        )
+        raise UsageError("cannot be read", flag=f"{flag} {path}", remedy="make it readable (chmod)")
     if path.stat().st_size == 0:
-        raise UsageError("is empty", flag=f"{flag} {path}", remedy="write one prompt a line")
+        raise UsageError("is empty", flag=f"{flag} {path}", remedy="write one prompt per line")
 
 
 def read_rows(source: PromptSource, flag: str) -> Iterator[PromptRow]:
@@ -150,7 +148,7 @@ def read_rows(source: PromptSource, flag: str) -> Iterator[PromptRow]:
         yield _checked_row(prompt, answer, fields, source, flag, place)
     if place is None:
         raise UsageError(
-            "holds no rows", flag=f"{flag} {source.path}", remedy="write one prompt a line"
+            "holds no rows", flag=f"{flag} {source.path}", remedy="write one prompt per line"
         )
 
 
@@ -203,7 +201,7 @@ def _read_json_lines(source: PromptSource, flag: str) -> Iterator[tuple[str, dic
                     remedy="each line must be one JSON object in UTF-8",
                 ) from error
             if b"\\ud" in line.lower() and not _is_unicode(fields):
-                _refuse(source, flag, place, "holds half a surrogate pair", "write whole ones")
+                _refuse(source, flag, place, "holds half a surrogate pair", "write complete pairs")
             if not isinstance(fields, dict):
                 _refuse(source, flag, place, "is not a JSON object", "write {...} with the columns")
             yield place, fields
@@ -241,7 +239,7 @@ def _read_parquet(source: PromptSource, flag: str) -> Iterator[tuple[str, dict[s
         raise UsageError(
             f"cannot be read as Parquet ({error})",
             flag=f"{flag} {source.path}",
-            remedy="write it again",
+            remedy="recreate the file",
         ) from error
 
 
@@ -256,7 +254,7 @@ def _check_depth(column: pa.Field, source: PromptSource, flag: str) -> None:
                 flag,
                 f"column {column.name!r}",
                 f"is nested deeper than {MAX_DEPTH} levels",
-                "write it flatter",
+                "reduce the nesting",
             )
         waiting += [(kind.field(n).type, depth + 1) for n in range(kind.num_fields)]
 

@@ -203,7 +203,7 @@ def load_prompts(
         )
     for name, (count, first) in prompts.left_out.items():
         logger.warning(
-            "%s %s: the model is not given %s, in %d rows (row %d is the first)",
+            "%s %s: the model does not get %s, in %d rows (the first is row %d)",
             flag,
             source.path,
             name,

@@ -47,9 +47,9 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool, needs_template: boo
     except Exception as error:  # `tokenizers` raises no specific exception for a broken file
         if not trust_remote_code and brings_code(folder):
             raise UsageError(
-                "holds a tokenizer with code of its own, which is not run unasked",
+                "holds a tokenizer with code of its own, which is not run by default",
                 flag=f"--rl-hf-checkpoint {folder}",
-                remedy="read it, and give --trust-remote-code to have it run",
+                remedy="review the code, then pass --trust-remote-code",
             ) from error
         pointer = next(filter(is_lfs_pointer, sorted(folder.glob("*"))), None)
         add = "add its tokenizer files, as tokenizer.json"
@@ -62,7 +62,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool, needs_template: boo
         raise UsageError(
             "has a tokenizer without a chat template",
             flag=f"--rl-hf-checkpoint {folder}",
-            remedy="pass --rl-no-chat-template to give prompts to the model as they stand",
+            remedy="pass --rl-no-chat-template to give prompts to the model unchanged",
         )
     return tokenizer
 

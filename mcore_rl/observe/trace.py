@@ -150,6 +150,6 @@ def _try_to_write(path: Path, text: Callable[[], str]) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text(), encoding="utf-8")
     except (OSError, ValueError) as error:
-        logger.warning("%s cannot be written, training goes on (%s)", path, error)
+        logger.warning("%s cannot be written, training continues (%s)", path, error)
         return False
     return True

@@ -138,7 +138,7 @@ class RolloutOptions(Parameters):
         flag = f"--rl-kv-after-update {self.kv_after_update}"
         if not self.keeps_unfinished:
             raise UsageError(
-                "has no effect, because no response goes on after an update",
+                "has no effect, because no response continues after an update",
                 flag=flag,
                 remedy="add --rl-partial-rollouts, or drop it",
             )
@@ -147,7 +147,7 @@ class RolloutOptions(Parameters):
                 "is not possible on GPUs, where engines give the memory of keys and values to "
                 "training",
                 flag=flag,
-                remedy="drop it: they are computed anew",
+                remedy="drop it: they are recomputed",
             )
 
 

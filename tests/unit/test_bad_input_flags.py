@@ -70,7 +70,7 @@ conversations_that_go_on: --rl-partial-rollouts --rl-environment calculator
     --rl-partial-rollouts cannot be combined with --rl-environment calculator ... drop one of
     the two
 keys_of_nothing: --rl-kv-after-update keep
-    --rl-kv-after-update keep has no effect, because no response goes on ... drop it
+    --rl-kv-after-update keep has no effect, because no response continues ... drop it
 """)
 VALUES = parse_cases("""
 unknown_flag: --rl-num-stepz 4

@@ -382,7 +382,9 @@ def test_columns_of_images_are_logged(folder, tmp_path, caplog):
     for _ in range(2):  # and again, though the cache has them
         caplog.clear()
         texts(path, folder, tmp_path)
-        assert ["is not given images, in 1 rows (row 2" in m for m in caplog.messages] == [True]
+        assert [
+            "does not get images, in 1 rows (the first is row 2)" in m for m in caplog.messages
+        ] == [True]
 
 
 @pytest.mark.parametrize("digits", [5, 400, 4000])

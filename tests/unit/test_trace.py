@@ -447,4 +447,4 @@ def test_unwritable_folder_is_a_warning(make_tracer, tmp_path, caplog):
     (tmp_path / "file").touch()
     run_step(make_tracer(1, 1, folder=tmp_path / "file" / "trace"))
     warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
-    assert warnings and all("training goes on" in warning for warning in warnings)
+    assert warnings and all("training continues" in warning for warning in warnings)

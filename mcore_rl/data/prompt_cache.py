@@ -89,7 +89,7 @@ def tokenizer_process(
 
 
 def tokenised_table(
-    source: PromptSource, tokenizer_dir: Path, folder: Path, *, flag: str, write_cache: bool
+    source: PromptSource, tokenizer_dir: Path, folder: Path, *, write_cache: bool
 ) -> pa.Table:
     """Return the table (`SCHEMA`) of a prompts file: mapped from the cache in `folder`, or new."""
     try:
@@ -97,25 +97,25 @@ def tokenised_table(
     except PermissionError as error:
         raise UsageError(
             f"cannot be tokenised: {error.filename} cannot be read ({error.strerror})",
-            flag=f"{flag} {source.path}",
+            flag=source.given,
             remedy="correct its permissions",
         ) from error
     table = _map_table(path, source.max_prompt_tokens)
     if table is not None:
         return table
     if write_cache:
-        return _tokenise_once(source, tokenizer_dir, path, flag)
-    return _tokenise_aside(source, tokenizer_dir, flag)
+        return _tokenise_once(source, tokenizer_dir, path)
+    return _tokenise_aside(source, tokenizer_dir)
 
 
-def _tokenise_once(source: PromptSource, tokenizer_dir: Path, path: Path, flag: str) -> pa.Table:
+def _tokenise_once(source: PromptSource, tokenizer_dir: Path, path: Path) -> pa.Table:
     """Write the cache file unless another process of this node just did; return it mapped."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
             table = _map_table(path, source.max_prompt_tokens)
             if table is None:
-                _write_table(source, tokenizer_dir, path, flag)
+                _write_table(source, tokenizer_dir, path)
                 table = _map_table(path, source.max_prompt_tokens)
     except OSError as error:
         logger.warning(
@@ -124,15 +124,15 @@ def _tokenise_once(source: PromptSource, tokenizer_dir: Path, path: Path, flag: 
             path.parent,
             error,
         )
-        return _tokenise_aside(source, tokenizer_dir, flag)
+        return _tokenise_aside(source, tokenizer_dir)
     return _readable(table, path)
 
 
-def _tokenise_aside(source: PromptSource, tokenizer_dir: Path, flag: str) -> pa.Table:
+def _tokenise_aside(source: PromptSource, tokenizer_dir: Path) -> pa.Table:
     """Tokenise into a temporary file of this process; return it mapped."""
     with tempfile.TemporaryDirectory(prefix="mcore_rl_") as folder:
         path = Path(folder) / "prompts.arrow"
-        _write_table(source, tokenizer_dir, path, flag)
+        _write_table(source, tokenizer_dir, path)
         # Stays mapped after the folder is removed.
         return _readable(_map_table(path, source.max_prompt_tokens), path)
 
@@ -155,7 +155,7 @@ def _map_table(path: Path, max_prompt_tokens: int) -> pa.Table | None:
     return None if (num_tokens[is_cut] <= max_prompt_tokens).any() else table
 
 
-def _write_table(source: PromptSource, tokenizer_dir: Path, path: Path, flag: str) -> None:
+def _write_table(source: PromptSource, tokenizer_dir: Path, path: Path) -> None:
     """Tokenise the file; the result appears at `path` complete or not at all."""
     process = tokenizer_process(
         tokenizer_dir,
@@ -167,8 +167,8 @@ def _write_table(source: PromptSource, tokenizer_dir: Path, path: Path, flag: st
     unfinished = path.with_name(f"{uuid.uuid4().hex}.tmp")  # unique, as other nodes may write, too
     try:
         with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
-            for batch in _batches(read_rows(source, flag)):
-                writer.write_batch(_tokenised(batch, process, source, flag))
+            for batch in _batches(read_rows(source)):
+                writer.write_batch(_tokenised(batch, process, source))
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -189,7 +189,7 @@ def _batches(rows: Iterable[PromptRow]) -> Iterator[list[PromptRow]]:
 
 
 def _tokenised(
-    rows: list[PromptRow], process: TokenizerProcess, source: PromptSource, flag: str
+    rows: list[PromptRow], process: TokenizerProcess, source: PromptSource
 ) -> pa.RecordBatch:
     try:
         found = process.tokenise(
@@ -200,8 +200,8 @@ def _tokenised(
     except (RowRejected, ProcessEnded) as error:
         if error.row is None and len(rows) > 1 and isinstance(error, ProcessEnded):
             # It failed on the batch as a unit: retry row by row to find the one at fault.
-            return pa.concat_batches([_tokenised([row], process, source, flag) for row in rows])
-        raise _refusal(error, rows, process, source, flag) from error
+            return pa.concat_batches([_tokenised([row], process, source) for row in rows])
+        raise _refusal(error, rows, process, source) from error
     columns = [[*_columns(row, *made)] for row, made in zip(rows, found, strict=True)]
     arrays = [
         pa.array(column, kind.type)
@@ -229,7 +229,6 @@ def _refusal(
     rows: list[PromptRow],
     process: TokenizerProcess,
     source: PromptSource,
-    flag: str,
 ) -> UsageError:
     if error.row is None and len(rows) == 1:
         place = rows[0].place
@@ -244,7 +243,7 @@ def _refusal(
         problem, remedy = error.problem, error.remedy
     return UsageError(
         f", {place}: {problem}",
-        flag=f"{flag} {source.path}",
+        flag=source.given,
         remedy=remedy or f"correct the row, or use another tokenizer than that of {process.folder}",
     )
 

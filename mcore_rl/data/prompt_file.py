@@ -58,6 +58,12 @@ class PromptSource:
     use_chat_template: bool = True
     trust_remote_code: bool = False
     template: ChatTemplate = field(default_factory=ChatTemplate)
+    flag: str = "--rl-prompts"  # that names the file
+
+    @property
+    def given(self) -> str:
+        """The flag with its value, for messages."""
+        return f"{self.flag} {self.path}"
 
 
 class PromptRow(NamedTuple):
@@ -98,38 +104,38 @@ class PromptRow(NamedTuple):
         return json.dumps(_plain(self.columns), ensure_ascii=False)
 
 
-def check_prompts(source: PromptSource, flag: str = "--rl-prompts") -> int:
+def check_prompts(source: PromptSource) -> int:
     """Read the complete file without a tokenizer; return its number of rows.
 
     Not collective. Raises UsageError for a file that is missing, empty, unreadable or has another
     suffix, for a broken line (with its number), a missing column and a value of a wrong type.
     """
-    return sum(1 for _ in read_rows(source, flag))
+    return sum(1 for _ in read_rows(source))
 
 
-def check_path(source: PromptSource, flag: str) -> None:
+def check_path(source: PromptSource) -> None:
     path = source.path
     if path.suffix not in (*_JSON_SUFFIXES, ".parquet"):
         raise UsageError(
             f"has the suffix {path.suffix!r}, but .jsonl or .json (one JSON object per line) or "
             ".parquet is needed",
-            flag=f"{flag} {path}",
+            flag=source.given,
             remedy="convert or rename it",
         )
     if not path.is_file():
         state = "is not a file" if path.exists() else "does not exist"
-        raise UsageError(state, flag=f"{flag} {path}", remedy="give a .jsonl or .parquet file")
+        raise UsageError(state, flag=source.given, remedy="give a .jsonl or .parquet file")
     if not os.access(path, os.R_OK):
-        raise UsageError("cannot be read", flag=f"{flag} {path}", remedy="make it readable (chmod)")
+        raise UsageError("cannot be read", flag=source.given, remedy="make it readable (chmod)")
     if path.stat().st_size == 0:
-        raise UsageError("is empty", flag=f"{flag} {path}", remedy="write one prompt per line")
+        raise UsageError("is empty", flag=source.given, remedy="write one prompt per line")
 
 
-def read_rows(source: PromptSource, flag: str) -> Iterator[PromptRow]:
-    check_path(source, flag)
+def read_rows(source: PromptSource) -> Iterator[PromptRow]:
+    check_path(source)
     read = _read_parquet if source.path.suffix == ".parquet" else _read_json_lines
     place = None
-    for place, fields in read(source, flag):
+    for place, fields in read(source):
         found = []
         for column, column_flag in (
             (source.prompt_column, "--rl-prompt-column"),
@@ -139,17 +145,15 @@ def read_rows(source: PromptSource, flag: str) -> Iterator[PromptRow]:
                 found.append(_value_of(fields, column))
             except KeyError:
                 raise UsageError(
-                    f"names a column that {flag} {source.path} lacks in {place}, which has "
+                    f"names a column that {source.given} lacks in {place}, which has "
                     f"{_names(fields)}",
                     flag=f"{column_flag} {column!r}",
                     remedy="name one that all rows have",
                 ) from None
         prompt, answer = found
-        yield _checked_row(prompt, answer, fields, source, flag, place)
+        yield _checked_row(prompt, answer, fields, source, place)
     if place is None:
-        raise UsageError(
-            "holds no rows", flag=f"{flag} {source.path}", remedy="write one prompt per line"
-        )
+        raise UsageError("holds no rows", flag=source.given, remedy="write one prompt per line")
 
 
 def _value_of(fields: dict[str, Any], column: str) -> Any:
@@ -186,7 +190,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | None) else str(value)
 
 
-def _read_json_lines(source: PromptSource, flag: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_json_lines(source: PromptSource) -> Iterator[tuple[str, dict[str, Any]]]:
     with source.path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -197,13 +201,13 @@ def _read_json_lines(source: PromptSource, flag: str) -> Iterator[tuple[str, dic
             except InvalidData as error:
                 raise UsageError(
                     f", {place}, is not valid JSON ({error})",
-                    flag=f"{flag} {source.path}",
+                    flag=source.given,
                     remedy="each line must be one JSON object in UTF-8",
                 ) from error
             if b"\\ud" in line.lower() and not _is_unicode(fields):
-                _refuse(source, flag, place, "holds half a surrogate pair", "write complete pairs")
+                _refuse(source, place, "holds half a surrogate pair", "write complete pairs")
             if not isinstance(fields, dict):
-                _refuse(source, flag, place, "is not a JSON object", "write {...} with the columns")
+                _refuse(source, place, "is not a JSON object", "write {...} with the columns")
             yield place, fields
 
 
@@ -215,7 +219,7 @@ def _is_unicode(fields: Any) -> bool:
     return True
 
 
-def _read_parquet(source: PromptSource, flag: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_parquet(source: PromptSource) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with pq.ParquetFile(source.path, memory_map=True) as file:
             schema = file.schema_arrow
@@ -226,7 +230,7 @@ def _read_parquet(source: PromptSource, flag: str) -> Iterator[tuple[str, dict[s
             if not wanted.issubset(schema.names):
                 yield "its schema", dict.fromkeys(schema.names)
             for column in schema:
-                _check_depth(column, source, flag)
+                _check_depth(column, source)
             # Without images and the like, which make up most of such a file.
             columns = [f.name for f in schema if f.name in wanted or not _is_bytes(f.type)]
             media = {name: _NOT_READ for name in MEDIA_COLUMNS if name in schema.names}
@@ -238,12 +242,12 @@ def _read_parquet(source: PromptSource, flag: str) -> Iterator[tuple[str, dict[s
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
         raise UsageError(
             f"cannot be read as Parquet ({error})",
-            flag=f"{flag} {source.path}",
+            flag=source.given,
             remedy="recreate the file",
         ) from error
 
 
-def _check_depth(column: pa.Field, source: PromptSource, flag: str) -> None:
+def _check_depth(column: pa.Field, source: PromptSource) -> None:
     """Raise UsageError for a column nested deeper than JSON may be."""
     waiting = [(column.type, 1)]
     while waiting:
@@ -251,7 +255,6 @@ def _check_depth(column: pa.Field, source: PromptSource, flag: str) -> None:
         if depth > MAX_DEPTH:
             _refuse(
                 source,
-                flag,
                 f"column {column.name!r}",
                 f"is nested deeper than {MAX_DEPTH} levels",
                 "reduce the nesting",
@@ -268,9 +271,9 @@ def _is_bytes(kind: pa.DataType) -> bool:
 
 
 def _checked_row(
-    prompt: Any, answer: Any, fields: dict[str, Any], source: PromptSource, flag: str, place: str
+    prompt: Any, answer: Any, fields: dict[str, Any], source: PromptSource, place: str
 ) -> PromptRow:
-    checked_answer = _checked_answer(answer, source, flag, place)
+    checked_answer = _checked_answer(answer, source, place)
     media = tuple(name for name in MEDIA_COLUMNS if fields.get(name))
     columns = {name: value for name, value in fields.items() if value is not _NOT_READ}
     is_parquet = source.path.suffix == ".parquet"
@@ -299,7 +302,7 @@ def _checked_row(
             media,
         )
     except RejectedRow as error:
-        _refuse(source, flag, place, error.problem, error.remedy)
+        _refuse(source, place, error.problem, error.remedy)
 
 
 def _checked_prompt(value: Any, source: PromptSource, *, is_parquet: bool) -> str | list[Message]:
@@ -336,7 +339,7 @@ def _refuse_without_template(
         raise RejectedRow(f"it has {_KWARGS}, which need the chat template", remedy)
 
 
-def _checked_answer(value: Any, source: PromptSource, flag: str, place: str) -> Answer:
+def _checked_answer(value: Any, source: PromptSource, place: str) -> Answer:
     if isinstance(value, list | dict):
         plain: list[Any] | dict[str, Any] = _plain(value)
         return plain
@@ -345,7 +348,7 @@ def _checked_answer(value: Any, source: PromptSource, flag: str, place: str) -> 
     if isinstance(value, str) or is_integer or finite_number(value) is not None:
         return str(value)
     column = f"column {source.answer_column!r} is {_kind(value)}"
-    _refuse(source, flag, place, column, "write a string, a finite number, a list or an object")
+    _refuse(source, place, column, "write a string, a finite number, a list or an object")
 
 
 def _kind(value: Any) -> str:
@@ -354,5 +357,5 @@ def _kind(value: Any) -> str:
     return f"of type {type(value).__name__} ({repr(value)[:60]})"
 
 
-def _refuse(source: PromptSource, flag: str, place: str, problem: str, remedy: str) -> NoReturn:
-    raise UsageError(f", {place}: {problem}", flag=f"{flag} {source.path}", remedy=remedy)
+def _refuse(source: PromptSource, place: str, problem: str, remedy: str) -> NoReturn:
+    raise UsageError(f", {place}: {problem}", flag=source.given, remedy=remedy)

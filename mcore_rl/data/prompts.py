@@ -119,6 +119,7 @@ def prompt_source(
         max_prompt_tokens=options.max_prompt_tokens,
         trust_remote_code=trust_remote_code,
         template=chat_template(options, date),
+        flag=flag,
     )
 
 
@@ -137,7 +138,7 @@ def load_prompt_files(
 
     def load(path: str, flag: str) -> PromptDataset:
         source = prompt_source(options, path, flag, trust_remote_code=trust_remote_code, date=date)
-        return load_prompts(source, tokenizer_dir, cache_dir=options.cache_dir, flag=flag)
+        return load_prompts(source, tokenizer_dir, cache_dir=options.cache_dir)
 
     train = load(options.required_prompts(), "--rl-prompts")
     held_out = options.eval_prompts
@@ -149,7 +150,6 @@ def load_prompts(
     tokenizer_dir: Path | str,
     *,
     cache_dir: Path | str | None = None,
-    flag: str = "--rl-prompts",
     write_cache: bool = True,
 ) -> PromptDataset:
     """Map the tokenised prompts into memory; tokenise them first if the cache lacks them.
@@ -164,7 +164,7 @@ def load_prompts(
     memory, a tokenizer without the requested chat template, one whose tokens the model lacks, and a
     limit that no prompt meets.
     """
-    check_path(source, flag)
+    check_path(source)
     folder = (Path(cache_dir) if cache_dir is not None else default_cache_dir()) / "prompts"
     tokenizer_dir = Path(tokenizer_dir)
     if not os.path.isdir(tokenizer_dir):
@@ -173,11 +173,11 @@ def load_prompts(
             flag=f"--rl-hf-checkpoint {tokenizer_dir}",
             remedy="give the one of the checkpoint",
         )
-    table = tokenised_table(source, tokenizer_dir, folder, flag=flag, write_cache=write_cache)
+    table = tokenised_table(source, tokenizer_dir, folder, write_cache=write_cache)
     prompts = PromptDataset(table, source.max_prompt_tokens)
     if len(prompts) == 0:
         raise UsageError(
-            f"drops every prompt of {flag} {source.path}, the shortest of which has "
+            f"drops every prompt of {source.given}, the shortest of which has "
             f"{prompts.min_tokens} "
             f"tokens{' or more' if table.column('is_cut').to_numpy().all() else ''}",
             flag=f"--rl-max-prompt-tokens {source.max_prompt_tokens}",
@@ -186,26 +186,24 @@ def load_prompts(
     vocabulary = vocabulary_size(tokenizer_dir)
     if vocabulary is not None and (beyond := prompts.beyond(vocabulary)) is not None:
         raise UsageError(
-            f": its tokenizer writes token {beyond[1]} in prompt {beyond[0] + 1} of {flag} "
-            f"{source.path}, and config.json has a vocab_size of {vocabulary}",
+            f": its tokenizer writes token {beyond[1]} in prompt {beyond[0] + 1} of "
+            f"{source.given}, and config.json has a vocab_size of {vocabulary}",
             flag=f"--rl-hf-checkpoint {tokenizer_dir}",
             remedy="copy the tokenizer that belongs to these weights, or resize the model's "
             "embedding",
         )
     if prompts.num_too_long:
         logger.warning(
-            "%s %s: %d of %d prompts are longer than %d tokens and left out",
-            flag,
-            source.path,
+            "%s: %d of %d prompts are longer than %d tokens and left out",
+            source.given,
             prompts.num_too_long,
             table.num_rows,
             source.max_prompt_tokens,
         )
     for name, (count, first) in prompts.left_out.items():
         logger.warning(
-            "%s %s: the model does not get %s, in %d rows (the first is row %d)",
-            flag,
-            source.path,
+            "%s: the model does not get %s, in %d rows (the first is row %d)",
+            source.given,
             name,
             count,
             first + 1,

@@ -259,7 +259,7 @@ def test_check_prompts_names_place_and_remedy(name, content, message, tmp_path):
     elif content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UsageError, match=message) as caught:
-        check_prompts(PromptSource(path, 100), "--flag")
+        check_prompts(PromptSource(path, 100, flag="--flag"))
     text = str(caught.value)
     assert "--flag" in text and str(path) in text and ";" in text and "\n" not in text
 

@@ -78,7 +78,7 @@ def test_unreadable_tokenizer_is_refused(of_user):
     (folder / "tokenizer.json").chmod(0o000)
     source = PromptSource(write_lines(of_user / "p.jsonl", [{"prompt": "1+1="}]), 100)
     with pytest.raises(UsageError, match="^--rl-prompts .*tokenizer.json cannot be read .*permiss"):
-        tokenised_table(source, folder, of_user, flag="--rl-prompts", write_cache=False)
+        tokenised_table(source, folder, of_user, write_cache=False)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])

@@ -97,7 +97,7 @@ def test_prompts_of_the_task_do_not_reveal_their_answers(tmp_path):
     files = [tmp_path / "prompts" / f"{name}.jsonl" for name in ("train", "heldout")]
     assert [f.read_text() for f in files] == [(again / f.name).read_text() for f in files]
     train, heldout = (
-        [row.columns for row in read_rows(PromptSource(file, max_prompt_tokens=24), "--x")]
+        [row.columns for row in read_rows(PromptSource(file, max_prompt_tokens=24))]
         for file in files
     )
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in heldout}

@@ -353,7 +353,7 @@ def test_user_prompts_become_a_file_named_by_content(tmp_path):
     api.prompts("sums")(lambda: iter(rows))
     options = DataOptions(prompts="sums", cache_dir=str(tmp_path))
     source = prompt_source(options, "sums")
-    found = [(row.prompt, row.answer) for row in read_rows(source, "--rl-prompts")]
+    found = [(row.prompt, row.answer) for row in read_rows(source)]
     assert found == [("0 + 1 =", "1"), ("1 + 1 =", "2"), ("2 + 1 =", "3")]
     assert prompt_source(options, "sums") == source and len(list(source.path.parent.iterdir())) == 1
     rows.pop()

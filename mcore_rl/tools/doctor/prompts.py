@@ -47,7 +47,7 @@ def check_prompts(
             config.data, path, flag, trust_remote_code=trust_remote_code, date=day
         )
         if config.trainer.hf_checkpoint is None or not os.path.isdir(config.trainer.hf_checkpoint):
-            rows = plural(count_prompts(source, flag), "prompt")
+            rows = plural(count_prompts(source), "prompt")
             what = f"{flag}: {rows}, of unknown length, as there is no checkpoint with a tokenizer"
             remedy = "give its folder as --rl-hf-checkpoint"
             report.findings.append(yellow(PROMPTS, what, remedy))
@@ -56,7 +56,6 @@ def check_prompts(
             source,
             config.trainer.hf_checkpoint,
             cache_dir=config.data.cache_dir,
-            flag=flag,
             write_cache=False,
         )
         report.findings += _of_file(prompts, config, flag)

@@ -26,18 +26,12 @@ class ModelAccounting:
     """
 
     dp_size: int
-    max_tokens: int  # per packed micro-batch; 0: padded
-    shares_prompts: bool  # packed samples of one prompt share its tokens
-    micro_batch_size: int  # sequences per padded micro-batch
+    batching: MicroBatching
     sequences_per_mini_batch: int
     least_micro_batches: int
     full_micro_batches: int
     optimizer_steps_per_step: int
     optimizer_steps: int  # in the complete run
-
-    @property
-    def packed(self) -> bool:
-        return self.max_tokens > 0
 
     @property
     def sequences_per_rank(self) -> float:
@@ -86,15 +80,15 @@ def batch_accounting(
         f"{sequences} sequences do not divide into {num_mini_batches} mini-batches"
     )
 
-    def of_model(dp_size: int, batching: MicroBatching, warmup_steps: int) -> ModelAccounting:
+    def model_accounting(
+        dp_size: int, batching: MicroBatching, warmup_steps: int
+    ) -> ModelAccounting:
         mini_batch = sequences // num_mini_batches
         least, full = _micro_batches(mini_batch, dp_size, batching, max_sequence_tokens)
         updates = num_mini_batches * num_epochs
         return ModelAccounting(
             dp_size=dp_size,
-            max_tokens=batching.max_tokens,
-            shares_prompts=batching.share_prompts,
-            micro_batch_size=batching.micro_batch_size,
+            batching=batching,
             sequences_per_mini_batch=mini_batch,
             least_micro_batches=least,
             full_micro_batches=full,
@@ -113,8 +107,8 @@ def batch_accounting(
         sequences=sequences * num_steps,
         max_draws=max_draws,
         critic_warmup_steps=critic_warmup_steps if critic else 0,
-        actor=of_model(*actor, critic_warmup_steps if critic else 0),
-        critic=of_model(*critic, 0) if critic else None,
+        actor=model_accounting(*actor, critic_warmup_steps if critic else 0),
+        critic=model_accounting(*critic, 0) if critic else None,
     )
 
 
@@ -166,17 +160,17 @@ def _describe_model(name: str, model: ModelAccounting) -> str:
     dp, full, updates = model.dp_size, model.full_micro_batches, model.optimizer_steps_per_step
     share = model.sequences_per_rank
     about = f"{share:.0f}" if share == int(share) else f"about {share:.1f}"
-    if model.packed:
+    if model.batching.packed:
         least = model.least_micro_batches
-        what = f"packed micro-batches of at most {_n(model.max_tokens)} tokens"
-        if model.shares_prompts:
+        what = f"packed micro-batches of at most {_n(model.batching.max_tokens)} tokens"
+        if model.batching.share_prompts:
             what += " that share prompts between samples"
         count = (
             f"{_n(least)} at least and {_n(full)} with all sequences at full length, that is "
             f"{_n(least * dp * updates)} to {_n(full * dp * updates)} a step on all ranks"
         )
     else:
-        what = f"micro-batches of {_n(model.micro_batch_size)}"
+        what = f"micro-batches of {_n(model.batching.micro_batch_size)}"
         count = f"{_n(full)}, that is {_n(full * dp * updates)} a step on all ranks"
     return (
         f"{name}: {_n(dp)} data-parallel {_plural('rank', dp)} with {about} "

@@ -162,7 +162,7 @@ def remax(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
             "remax needs the rewards of greedy responses, but there are no baselines"
         )
     segments = Segments.of(inputs.lengths, inputs.loss_mask)
-    baselines = _of_rows(np.asarray(inputs.baselines, np.float64), inputs)
+    baselines = _select_rows(np.asarray(inputs.baselines, np.float64), inputs)
     advantages = returns_to_go(inputs, segments, 1.0) - segments.to_tokens(baselines)
     return AdvantageOutputs(masked(inputs.loss_mask, advantages).float())
 
@@ -183,7 +183,7 @@ def reinforce_pp_baseline(inputs: AdvantageInputs, config: Parameters) -> Advant
     mean, which is 0 unless longer responses tend to be better or worse.
     """
     segments = Segments.of(inputs.lengths, inputs.loss_mask)
-    per_response = _of_rows(_by_group(inputs, _centred), inputs)
+    per_response = _select_rows(_by_group(inputs, _centred), inputs)
     return AdvantageOutputs(whiten(segments.to_tokens(per_response), inputs))
 
 
@@ -259,7 +259,7 @@ def _centred(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return centred
 
 
-def _of_rows(per_sample: np.ndarray, inputs: AdvantageInputs) -> torch.Tensor:
+def _select_rows(per_sample: np.ndarray, inputs: AdvantageInputs) -> torch.Tensor:
     """Convert `[n]` to `[b]` float64 on the device of the tokens."""
     return torch.from_numpy(per_sample[inputs.rows]).to(inputs.loss_mask.device)
 
@@ -268,7 +268,7 @@ def _per_response(
     inputs: AdvantageInputs, compare: Callable[[np.ndarray, np.ndarray], np.ndarray]
 ) -> AdvantageOutputs:
     segments = Segments.of(inputs.lengths, inputs.loss_mask)
-    per_response = _of_rows(_by_group(inputs, compare), inputs).float()
+    per_response = _select_rows(_by_group(inputs, compare), inputs).float()
     return AdvantageOutputs(masked(inputs.loss_mask, segments.to_tokens(per_response)))
 
 

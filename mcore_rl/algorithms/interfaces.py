@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 
-def _of_this_rank_alone(sums: torch.Tensor) -> torch.Tensor:
+def _sum_of_one_rank(sums: torch.Tensor) -> torch.Tensor:
     return sums
 
 
@@ -42,7 +42,7 @@ class AdvantageInputs:
     values: torch.Tensor | None = None  # [t] float32, critic before the token that j scores
     # Sums a float64 tensor over the data-parallel ranks. Collective: if an estimator whitens, every
     # rank calls it, even without tokens.
-    global_sum: Callable[[torch.Tensor], torch.Tensor] = _of_this_rank_alone
+    global_sum: Callable[[torch.Tensor], torch.Tensor] = _sum_of_one_rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -302,11 +302,11 @@ def resolve_algorithm(name: str, given: Mapping[str, Any]) -> Algorithm:
         if key in declared:
             declared[key].check(value)
     recipe = RECIPES[name]
-    of_kl = {p.name for p in parameters_of(KLParameters)}
-    own = {field.name for field in dataclasses.fields(recipe)}
-    parts: dict[str, Any] = {key: getattr(recipe, key) for key in own}
-    parts.update({key: value for key, value in given.items() if key in own - of_kl})
-    kl = KLParameters(**{key: value for key, value in given.items() if key in of_kl})
+    kl_names = {p.name for p in parameters_of(KLParameters)}
+    part_names = {field.name for field in dataclasses.fields(recipe)}
+    parts: dict[str, Any] = {key: getattr(recipe, key) for key in part_names}
+    parts.update({key: value for key, value in given.items() if key in part_names - kl_names})
+    kl = KLParameters(**{key: value for key, value in given.items() if key in kl_names})
     place, coef, kl_estimator = _resolved_kl(recipe, kl)
     parts.update(kl_place=place, kl_coef=coef, kl_estimator=kl_estimator)
     estimator = find_advantage_estimator(parts["advantage"])

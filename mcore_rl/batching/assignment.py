@@ -261,13 +261,13 @@ def division_of(
     """Return the division of samples under the plans of all epochs, each made by `plan_step`.
 
     `ranks` are the ranks of each data-parallel rank, which have the same samples."""
-    of_epochs = [[samples_of(cuts) for cuts in plan] for plan in epochs]
+    samples_of_epochs = [[samples_of(cuts) for cuts in plan] for plan in epochs]
     samples_by_rank = []
-    for of_rank in zip(*of_epochs, strict=True):
-        samples = np.concatenate(of_rank)
+    for epochs_of_rank in zip(*samples_of_epochs, strict=True):
+        samples = np.concatenate(epochs_of_rank)
         _, firsts = np.unique(samples, return_index=True)
         samples_by_rank.append(samples[np.sort(firsts)])
-    first = Shares(tuple(of_epochs[0]), tuple(ranks))
+    first = Shares(tuple(samples_of_epochs[0]), tuple(ranks))
     return Division(lengths, first, Shares(tuple(samples_by_rank), tuple(ranks)))
 
 
@@ -320,15 +320,15 @@ def _assign_packed(
     pieces = np.split(samples, starts[1:])
     costs = np.add.reduceat(own_costs, starts) + costs_together[starts]
     tokens = np.add.reduceat(own, starts) + together[starts]
-    of_rank = partition(costs, dp_size)
-    most = max(int(tokens[mine].sum()) for mine in of_rank)
+    pieces_of_ranks = partition(costs, dp_size)
+    most = max(int(tokens[mine].sum()) for mine in pieces_of_ranks)
     count = round_up(max(1, -(-most // batching.max_tokens)), batching.count_multiple_of)
     ranks = list(range(dp_size))
     assigned: dict[int, list[np.ndarray]] = {}
     while len(assigned) < dp_size:
         assigned.clear()
         for rank in ranks:
-            mine = of_rank[rank]
+            mine = pieces_of_ranks[rank]
             bins = bins_of(costs[mine], count)
             if np.bincount(bins, tokens[mine]).max(initial=0) > batching.max_tokens:
                 # The next `count` is likely too small for this rank, too: try it first.
@@ -356,13 +356,13 @@ def _piece_starts(prompt_ids: np.ndarray, *amounts: _Amounts) -> np.ndarray:
     """Return the starts of runs of samples that are assigned together: the samples of a prompt, or
     a part of them within the limits of `amounts`."""
     starts = [0]
-    sums = [of.together[0] + of.own[0] for of in amounts]
+    sums = [amount.together[0] + amount.own[0] for amount in amounts]
     for i in range(1, len(prompt_ids)):
-        longer = [total + of.own[i] for total, of in zip(sums, amounts, strict=True)]
-        fits = all(total <= of.most for total, of in zip(longer, amounts, strict=True))
+        longer = [total + amount.own[i] for total, amount in zip(sums, amounts, strict=True)]
+        fits = all(total <= amount.most for total, amount in zip(longer, amounts, strict=True))
         if fits and prompt_ids[i] == prompt_ids[starts[-1]]:
             sums = longer
         else:
             starts.append(i)
-            sums = [of.together[i] + of.own[i] for of in amounts]
+            sums = [amount.together[i] + amount.own[i] for amount in amounts]
     return np.array(starts)

@@ -55,8 +55,8 @@ def similar_segments(bounds: torch.Tensor, prefix_of: torch.Tensor | None) -> li
         everything = torch.arange(int(lengths), device=bounds.device)[None]
         return [SegmentBatch(everything, everything >= 0, everything, None, is_whole_row=True)]
     return [
-        _batch(starts[of], lengths[of], before_starts[of], before[of])
-        for of in _similar(lengths.tolist(), before.tolist(), bounds.device)
+        _batch(starts[segments], lengths[segments], before_starts[segments], before[segments])
+        for segments in _similar(lengths.tolist(), before.tolist(), bounds.device)
     ]
 
 

@@ -54,8 +54,8 @@ def samples_on_cp_rank(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `positions_on_cp_rank` in two parts: the sample's start, the place in the sample."""
     lengths = bounds.diff() // cp_size  # on each rank
-    of_samples = torch.stack([bounds[:-1], bounds[:-1] // cp_size, lengths // 2])
-    starts, mine, half = of_samples.repeat_interleave(lengths, dim=1, output_size=share).long()
+    per_sample = torch.stack([bounds[:-1], bounds[:-1] // cp_size, lengths // 2])
+    starts, mine, half = per_sample.repeat_interleave(lengths, dim=1, output_size=share).long()
     nth = torch.arange(share, device=bounds.device) - mine
     # The first half is chunk i from the front, the second chunk i from the back.
     skipped = torch.where(nth < half, cp_rank, 2 * (cp_size - 1) - cp_rank)

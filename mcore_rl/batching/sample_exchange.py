@@ -103,9 +103,9 @@ class Moves:
         return cls(outgoing, incoming)
 
 
-def _sender(source: Shares, of: int, target: Shares, place: int, receiver: int) -> int:
-    """Return the rank of the source's place `of` that sends to a rank of the target's `place`."""
-    ranks = source.ranks[of]
+def _sender(source: Shares, source_place: int, target: Shares, place: int, receiver: int) -> int:
+    """Return the rank of `source_place` that sends to a rank of the target's `place`."""
+    ranks = source.ranks[source_place]
     if receiver in ranks:
         return receiver
     return ranks[(place + target.ranks[place].index(receiver)) % len(ranks)]
@@ -119,8 +119,8 @@ class RowExchange:
     sample after sample in its order, and empty on ranks outside the source. Once delivered, they
     are this rank's part of `target`.
 
-    Example: the critic's values: `RowExchange(lengths, of_critic, of_actor, rows)`, `rows` `[t]`
-    float32.
+    Example: the critic's values: `RowExchange(lengths, critic_shares, actor_shares, rows)`, `rows`
+    `[t]` float32.
     """
 
     lengths: np.ndarray  # [n] int64, tokens of each sample

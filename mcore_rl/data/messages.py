@@ -79,7 +79,7 @@ def text_of(message: Message) -> str:
 
 def checked_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
     """Return a row's tools or documents, given as a list of objects or its JSON; None if empty."""
-    value = of_json(value, column)
+    value = parse_if_text(value, column)
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
@@ -92,7 +92,7 @@ def checked_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
 
 def checked_kwargs(value: Any, where: str) -> dict[str, Any]:
     """Return arguments for the chat template, given as an object or its JSON."""
-    value = of_json(value, where)
+    value = parse_if_text(value, where)
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -103,7 +103,7 @@ def checked_kwargs(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-def of_json(value: Any, where: str) -> Any:
+def parse_if_text(value: Any, where: str) -> Any:
     """Parse a text as JSON, None if blank; return other values unchanged. Raises RejectedRow."""
     if not isinstance(value, str):
         return value

@@ -25,7 +25,7 @@ from mcore_rl.data.messages import (
     checked_messages,
     checked_tools,
     function_of,
-    of_json,
+    parse_if_text,
     text_of,
     without_nulls,
 )
@@ -312,7 +312,7 @@ def _checked_prompt(value: Any, source: PromptSource, *, is_parquet: bool) -> st
             raise RejectedRow(f"{column} blank", "write a prompt or remove the row")
         if not MESSAGES_IN_TEXT.fullmatch(value):
             return value
-        value = of_json(value, f"column {source.prompt_column!r}, which looks like messages,")
+        value = parse_if_text(value, f"column {source.prompt_column!r}, which looks like messages,")
     if not isinstance(value, list) or not value or not isinstance(value[0], dict):
         raise RejectedRow(f"{column} {_kind(value)}", "write a string or a list of messages")
     return checked_messages(list(map(_without_nulls_inside, value)) if is_parquet else value)

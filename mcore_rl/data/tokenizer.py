@@ -158,10 +158,10 @@ class TooLong:
             return 0
         least = len(text) // self._per_token if self._per_token else 0
         if least <= self._limit:
-            least = self._of_first_piece(text)
+            least = self._count_first_piece(text)
         return least if least > self._limit else 0
 
-    def _of_first_piece(self, text: str) -> int:
+    def _count_first_piece(self, text: str) -> int:
         """Count the tokens of a first piece up to a blank, at which tokenizers pre-tokenise."""
         end = max(_LONG_CHARACTERS, _PIECE_CHARACTERS_PER_TOKEN * self._limit)
         if end >= len(text):
@@ -197,12 +197,12 @@ def characters_per_token(tokenizer: Any) -> int:
     return max(map(len, tokenizer.get_vocab())) * (_COMPOSED_AT_MOST if composes else 1)
 
 
-def _parts_of(part: Mapping[str, Any] | None, of_sequence: str) -> list[Mapping[str, Any]]:
+def _parts_of(part: Mapping[str, Any] | None, sequence_key: str) -> list[Mapping[str, Any]]:
     if part is None:
         return []
     if part["type"] != "Sequence":
         return [part]
-    return [inner for each in part[of_sequence] for inner in _parts_of(each, of_sequence)]
+    return [inner for each in part[sequence_key] for inner in _parts_of(each, sequence_key)]
 
 
 def _normalizer_keeps_all(part: Mapping[str, Any]) -> bool:

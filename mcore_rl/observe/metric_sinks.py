@@ -120,7 +120,7 @@ def wandb_sink(
 
         save_dir = Path(run.save_dir or folder)
         save_dir.mkdir(parents=True, exist_ok=True)
-        of_wandb = wandb.init(
+        wandb_run = wandb.init(
             project=run.project,
             entity=run.entity,
             name=run.name or folder.absolute().name,
@@ -139,7 +139,7 @@ def wandb_sink(
                 quiet=True,
             ),
         )
-        return (lambda step, metrics: of_wandb.log(dict(metrics), step=step)), of_wandb.finish
+        return (lambda step, metrics: wandb_run.log(dict(metrics), step=step)), wandb_run.finish
 
     return MetricSink("Weights & Biases", f"project {run.project}", start)
 

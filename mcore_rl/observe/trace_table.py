@@ -103,11 +103,11 @@ def with_waiting_apart(ranks: Sequence[TracedStep]) -> list[dict[str, int]]:
         return rows
     for waits in zip(*(step.world for step in ranks), strict=True):
         shortest = min(time for _, time in waits)
-        for of_rank, (row, time) in zip(rows, waits, strict=True):
+        for rank_rows, (row, time) in zip(rows, waits, strict=True):
             # Spans of other threads in the meantime are already subtracted from the row.
-            waited = min(time - shortest, of_rank.get(row, 0))
-            of_rank[row] = of_rank.get(row, 0) - waited
-            of_rank[IDLE] = of_rank.get(IDLE, 0) + waited
+            waited = min(time - shortest, rank_rows.get(row, 0))
+            rank_rows[row] = rank_rows.get(row, 0) - waited
+            rank_rows[IDLE] = rank_rows.get(IDLE, 0) + waited
     return rows
 
 
@@ -123,8 +123,8 @@ def table_of(ranks: Sequence[Sequence[TracedStep]]) -> str:
     # [steps, ranks, rows] in seconds; the last row is the step
     times = np.array([[[rows.get(n, 0) for n in names] for rows in same] for same in by_step]) / 1e9
     times = np.concatenate([times, times.sum(axis=2, keepdims=True)], axis=2)
-    of_ranks = times.mean(axis=0)
-    mean, low, high = of_ranks.mean(axis=0), of_ranks.min(axis=0), of_ranks.max(axis=0)
+    rank_means = times.mean(axis=0)
+    mean, low, high = rank_means.mean(axis=0), rank_means.min(axis=0), rank_means.max(axis=0)
     shown = steps[:_SHOWN_STEPS]
     table = Table(title=f"seconds of steps {steps[0]} to {steps[-1]}, means over ranks")
     table.add_column("stage")

@@ -73,14 +73,14 @@ class SamplingTarget:
     def share(self, part: int, num_parts: int) -> SamplingTarget:
         """Return part `part` of `num_parts` nearly equal parts."""
 
-        def of(number: int) -> int:
+        def part_of(number: int) -> int:
             return number // num_parts + (part < number % num_parts)
 
         return dataclasses.replace(
             self,
-            num_groups=of(self.num_groups),
-            num_started=of(self.num_started),
-            max_draws=of(self.max_draws),
+            num_groups=part_of(self.num_groups),
+            num_started=part_of(self.num_started),
+            max_draws=part_of(self.max_draws),
         )
 
     def with_pending(self, *, num_pending: int, num_reserved: int) -> SamplingTarget:

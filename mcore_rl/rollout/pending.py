@@ -142,14 +142,14 @@ def _rollout(prompt: Prompt, index: int, facts: dict[str, Any], arrays: dict[str
     num_tokens = {name: len(arrays["response_token_ids"]) for name in _ARRAYS}
     num_tokens["prompt_token_ids"] = len(arrays["prompt_token_ids"])
     for name, array in arrays.items():
-        of = (array.dtype, array.shape)
-        if name in num_tokens and of != (np.dtype(_DTYPES[name]), (num_tokens[name],)):
+        kind = (array.dtype, array.shape)
+        if name in num_tokens and kind != (np.dtype(_DTYPES[name]), (num_tokens[name],)):
             raise ValueError(f"{name} of sample {index} is {array.shape} of {array.dtype}")
     prompt = dataclasses.replace(prompt, token_ids=arrays.pop("prompt_token_ids"))
     routes = None
     if "routes" in arrays:
         routes = Routes(arrays.pop("routes"), arrays.pop("routes_known"))
-        kind = (routes.ids.ndim, routes.known.dtype, routes.known.shape)
-        if kind != (3, np.dtype(np.bool_), (len(routes.ids),)):
+        routes_kind = (routes.ids.ndim, routes.known.dtype, routes.known.shape)
+        if routes_kind != (3, np.dtype(np.bool_), (len(routes.ids),)):
             raise ValueError(f"the experts of sample {index} are {routes.ids.shape}")
     return Rollout(prompt=prompt, sample_index=index, routes=routes, **facts, **arrays)

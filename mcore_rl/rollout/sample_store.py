@@ -53,11 +53,13 @@ class SampleStore:
         self._samples: list[ScoredRollout] = []
         shape = (0, 0) if routed is None else (len(routed.layers), routed.num_experts)
         self._load = np.zeros(shape, dtype=np.int64)
-        of_stages = [sorted(layer for chunk in chunks for layer in chunk) for chunks in layers]
+        layers_of_stages = [
+            sorted(layer for chunk in chunks for layer in chunk) for chunks in layers
+        ]
         # For each stage, the columns of its layers among all layers with experts.
         self._columns = [
             [] if routed is None else [routed.layers.index(x) for x in stage if x in routed.layers]
-            for stage in of_stages
+            for stage in layers_of_stages
         ]
 
     def of_stage(self, stage: int | None = None) -> RoutedLayers:
@@ -188,9 +190,9 @@ class SampleStore:
 
     def _width(self, stage: int | None) -> int:
         """Return the bytes per token."""
-        of_turns = _TURN_BYTES if self._has_turns else 0
-        of_routes = 0 if stage is None else self.of_stage(stage).bytes_a_token - 1
-        return _TOKEN_BYTES + of_turns + of_routes
+        turn_bytes = _TURN_BYTES if self._has_turns else 0
+        route_bytes = 0 if stage is None else self.of_stage(stage).bytes_a_token - 1
+        return _TOKEN_BYTES + turn_bytes + route_bytes
 
     def _packed(self, sample: ScoredRollout, stage: int | None) -> np.ndarray:
         tokens = SampleTokens.of(sample)
@@ -212,14 +214,14 @@ class SampleStore:
     def _unpacked(self, data: np.ndarray, length: int, stage: int | None) -> SampleTokens:
         turn_rewards, routes = None, None
         if self._has_turns:
-            data, of_turns = np.split(data, [len(data) - _TURN_BYTES * length])
-            turn_rewards = of_turns.copy().view(np.float32)
+            data, turn_data = np.split(data, [len(data) - _TURN_BYTES * length])
+            turn_rewards = turn_data.copy().view(np.float32)
         token_ids, log_probs, flags, ids = np.split(data, np.array([4, 8, 9]) * length)
         if stage is not None:
-            of = self.of_stage(stage)
-            shape = (length, len(of.layers), of.topk)
+            layers = self.of_stage(stage)
+            shape = (length, len(layers.layers), layers.topk)
             known = flags[:-1] & _KNOWN != 0
-            routes = Routes(ids.copy().view(of.dtype).reshape(shape)[:-1], known)
+            routes = Routes(ids.copy().view(layers.dtype).reshape(shape)[:-1], known)
         return SampleTokens(
             # Copies, because a slice of bytes may be unaligned.
             token_ids=token_ids.copy().view(np.int32),

@@ -394,10 +394,11 @@ def _together(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: sum(step[name] for step in steps) for name in steps[0]}
 
 
+Ways = dict[str, Callable[[int], dict[str, float]]]  # of sampling a repetition
 Found = dict[str, list[dict[str, float]]]
 
 
-def in_turns(ways: dict[str, Callable[[int], dict[str, float]]], repetitions: int) -> Found:
+def in_turns(ways: Ways, repetitions: int) -> Found:
     """Measure each way in every repetition, after one that does not count."""
     found: Found = {name: [] for name in ways}
     for number in range(repetitions + 1):
@@ -408,59 +409,37 @@ def in_turns(ways: dict[str, Callable[[int], dict[str, float]]], repetitions: in
     return found
 
 
-def stream_and_blocks(checkpoint: Path, load: Load, repetitions: int) -> Found:
-    bench = Bench(checkpoint, load)
-    unseeded = partial(bench.blocks, seeded=False)
-    longest_first = partial(bench.stream, longest_first=True)
-    ways = {
+def stream_and_blocks(bench: Bench) -> Ways:
+    return {
         STREAM: bench.stream,
-        LONGEST: longest_first,
+        LONGEST: partial(bench.stream, longest_first=True),
         BLOCKS: bench.blocks,
-        UNSEEDED: unseeded,
+        UNSEEDED: partial(bench.blocks, seeded=False),
     }
-    found = in_turns(ways, repetitions)
-    bench.close()
-    return found
 
 
-def partial_and_blocks(checkpoint: Path, load: Load, repetitions: int) -> Found:
-    bench = Bench(checkpoint, load)
-    ways = {"stream, partial rollouts": bench.partial_steps, BLOCKS: bench.block_steps}
-    found = in_turns(ways, repetitions)
-    bench.close()
-    return found
+def partial_and_blocks(bench: Bench) -> Ways:
+    return {"stream, partial rollouts": bench.partial_steps, BLOCKS: bench.block_steps}
 
 
-def reward_hidden(checkpoint: Path, load: Load, repetitions: int) -> Found:
-    bench = Bench(checkpoint, load)
-    found = in_turns({STREAM: bench.stream, BLOCKS: bench.blocks}, repetitions)
-    bench.close()
-    return found
+def reward_hidden(bench: Bench) -> Ways:
+    return {STREAM: bench.stream, BLOCKS: bench.blocks}
 
 
-def overhead(checkpoint: Path, load: Load, repetitions: int) -> Found:
-    """Measure the loop over steps in engines of each TP size."""
-    found: Found = {}
-    for tp_size in (1, 2):
-        bench = Bench(checkpoint, dataclasses.replace(load, tp_size=tp_size))
+def overhead(bench: Bench) -> Ways:
+    """The loop over steps, with the time inside of the engine's steps."""
 
-        def timed(way: Callable[[int], dict[str, float]], seed: int) -> dict[str, float]:
-            with bench.steps_timed() as seconds:  # noqa: B023
-                whole = way(seed)
-            return whole | {"in_steps": sum(seconds), "steps": len(seconds)}
+    def timed(way: Callable[[int], dict[str, float]], seed: int) -> dict[str, float]:
+        with bench.steps_timed() as seconds:
+            whole = way(seed)
+        return whole | {"in_steps": sum(seconds), "steps": len(seconds)}
 
-        ways = {
-            f"{name} TP{tp_size}": partial(timed, way)
-            for name, way in ((STREAM, bench.stream), ("loop", bench.one_loop), (BARE, bench.bare))
-        }
-        found |= in_turns(ways, repetitions)
-        bench.close()
-    return found
+    ways = {STREAM: bench.stream, "loop": bench.one_loop, BARE: bench.bare}
+    return {f"{name} TP{bench.load.tp_size}": partial(timed, way) for name, way in ways.items()}
 
 
-def behind_a_tool(checkpoint: Path, load: Load, repetitions: int) -> Found:
-    """Measure the share of the engine's steps in a rollout whose samples all wait for a tool."""
-    bench = Bench(checkpoint, load)
+def behind_a_tool(bench: Bench) -> Ways:
+    """A rollout whose samples all wait for a tool, with the share of the engine's steps."""
 
     def timed(seed: int) -> dict[str, float]:
         with bench.steps_timed() as seconds:
@@ -468,28 +447,30 @@ def behind_a_tool(checkpoint: Path, load: Load, repetitions: int) -> Found:
         busy = min(objects.all_gather(sum(seconds) / whole["own_seconds"]))
         return whole | {"busy": busy}
 
-    found = in_turns({STREAM: timed}, repetitions)
-    bench.close()
-    return found
+    return {STREAM: timed}
 
 
-# Name -> measurement and its load.
-CASES: dict[str, tuple[Callable[[Path, Load, int], Found], Load]] = {
-    "long_tail": (stream_and_blocks, LONG_TAIL),
-    "partial": (partial_and_blocks, PARTIAL),
-    "quick_reward": (reward_hidden, QUICK_REWARD),
-    "slow_reward": (reward_hidden, SLOW_REWARD),
-    "short": (stream_and_blocks, SHORT),
-    "overhead": (overhead, STEPS),
-    "tool": (behind_a_tool, TOOL),
+# Name -> ways of sampling, and the loads of the engines that are measured in turn.
+CASES: dict[str, tuple[Callable[[Bench], Ways], tuple[Load, ...]]] = {
+    "long_tail": (stream_and_blocks, (LONG_TAIL,)),
+    "partial": (partial_and_blocks, (PARTIAL,)),
+    "quick_reward": (reward_hidden, (QUICK_REWARD,)),
+    "slow_reward": (reward_hidden, (SLOW_REWARD,)),
+    "short": (stream_and_blocks, (SHORT,)),
+    "overhead": (overhead, (STEPS, dataclasses.replace(STEPS, tp_size=2))),
+    "tool": (behind_a_tool, (TOOL,)),
 }
 
 
 def main(tokens: Sequence[str]) -> None:
     case, checkpoint, repetitions = tokens
     dist.init_process_group("gloo")
-    measure, load = CASES[case]
-    found = measure(Path(checkpoint), load, int(repetitions))
+    ways_of, loads = CASES[case]
+    found: Found = {}
+    for load in loads:
+        bench = Bench(Path(checkpoint), load)
+        found |= in_turns(ways_of(bench), int(repetitions))
+        bench.close()
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)
     dist.destroy_process_group()

@@ -192,12 +192,17 @@ def load_prompts(
             remedy="copy the tokenizer that belongs to these weights, or resize the model's "
             "embedding",
         )
+    _log_omissions(prompts, source, table.num_rows)
+    return prompts
+
+
+def _log_omissions(prompts: PromptDataset, source: PromptSource, num_rows: int) -> None:
     if prompts.num_too_long:
         logger.warning(
             "%s: %d of %d prompts are longer than %d tokens and left out",
             source.given,
             prompts.num_too_long,
-            table.num_rows,
+            num_rows,
             source.max_prompt_tokens,
         )
     for name, (count, first) in prompts.left_out.items():
@@ -208,7 +213,6 @@ def load_prompts(
             count,
             first + 1,
         )
-    return prompts
 
 
 def prompt_indices(num_rows: int, *, start: int, count: int, seed: int) -> np.ndarray:

@@ -140,21 +140,14 @@ class RolloutWorkers:
             counters, numbering, num_groups = LocalCounters(), (group, num_groups), 1
         resumed = self._resume(plan, target, alone=splits_target)
         target = resumed.target
-        share = math.ceil((target.num_pending + target.num_started) / num_groups)
-        # A TP group without a share also calls its dispatcher once, which ends its stream.
-        num_groups_at_once = max(1, share, len(resumed.groups))
-        at_once = min(self._engine.config.max_num_seqs, num_groups_at_once * plan.size)
         if order_of is not None and not splits_target:  # else each TP group numbers its own draws
             plan = dataclasses.replace(plan, order=order_of(target.num_started))
-        num_round_robin = None
-        if not self._options.deterministic:
-            num_round_robin = self._num_round_robin(resumed, plan.size, num_groups)
         dispatcher = Dispatcher(
             target,
             counters,
             key,
             round_robin=(group % num_groups, num_groups),
-            num_round_robin=num_round_robin,
+            num_round_robin=self._num_round_robin(resumed, plan.size, num_groups),
             numbering=numbering,
         )
         groups = GroupScheduler(
@@ -164,7 +157,7 @@ class RolloutWorkers:
             dispatcher=dispatcher if self._is_scorer else None,
             rewards=self._rewards if self._is_scorer else None,
             differs=differs,
-            at_once=at_once,
+            at_once=self._num_at_once(resumed, plan.size, num_groups),
             pending=resumed.groups,
             reserved=resumed.reserved,
             stale=resumed.stale,
@@ -174,9 +167,18 @@ class RolloutWorkers:
         run_stream(self._engine, groups, when_few_are_left=when_few_are_left)
         return groups
 
-    def _num_round_robin(self, resumed: _Resumed, size: int, num_groups: int) -> int:
+    def _num_at_once(self, resumed: _Resumed, size: int, num_groups: int) -> int:
+        """Return the number of responses that this TP group samples at a time."""
+        share = math.ceil((resumed.target.num_pending + resumed.target.num_started) / num_groups)
+        # A TP group without a share also calls its dispatcher once, which ends its stream.
+        num_groups_at_once = max(1, share, len(resumed.groups))
+        return min(self._engine.config.max_num_seqs, num_groups_at_once * size)
+
+    def _num_round_robin(self, resumed: _Resumed, size: int, num_groups: int) -> int | None:
         """Return the number of new groups that every TP group begins with, next to its pending
-        groups, which all begin now: at most its share."""
+        groups, which all begin now: at most its share. None with `--rl-deterministic`: all."""
+        if self._options.deterministic:
+            return None
         room, target = self._engine.config.max_num_seqs, resumed.target
         share = (target.num_pending + target.num_started) // num_groups
         num_new = min(room // size, share) - resumed.most_groups

@@ -18,7 +18,8 @@ import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from mcore_rl.batching.assignment import SampleFlops, division_of  # noqa: E402
 from mcore_rl.batching.rows import MicroBatching  # noqa: E402
-from mcore_rl.batching.sample_exchange import RowExchange  # noqa: E402
+from mcore_rl.batching.sample_exchange import Division, RowExchange  # noqa: E402
 from mcore_rl.batching.table import SampleTable, rows_to_tokens  # noqa: E402
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout  # noqa: E402
 from mcore_rl.common import objects  # noqa: E402
@@ -118,96 +119,109 @@ class Rank:
         return np.split(received, np.cumsum(incoming_bytes)[:-1])
 
 
+@contextmanager
+def timed(found: dict[str, float], name: str) -> Iterator[None]:
+    """Record the seconds of a `with` block."""
+    started = time.perf_counter()
+    yield
+    found[name] = time.perf_counter() - started
+
+
 def simulate(world_size: int, samples_per_rank: int) -> dict[str, float]:
     """Simulate a step of one rank in the middle of the world."""
     rank = Rank(world_size // 2 + 3)
     dist.init_process_group("fake", rank=rank.rank, world_size=world_size, store=FakeStore())
     objects.exchange = rank.exchange  # type: ignore[assignment]
-    sizes = Sizes.of(world_size, samples_per_rank)
-    count, found = len(sizes.response_lengths), dict[str, float]()
-    num_groups = sizes.rollout.num_tp_groups
-    blocks = np.array_split(np.arange(count), num_groups)
-    mine = blocks[sizes.rollout.tp_group_index(rank.rank)]
+    sizes, found = Sizes.of(world_size, samples_per_rank), dict[str, float]()
     # Without experts.
-    sample_store = SampleStore(sizes.train, sizes.rollout, pipeline_layers(64, 8))
-    scored = sizes.scored(range(mine[0], mine[-1] + 1))
-    draws = (mine // SAMPLES_PER_PROMPT).tolist()
-
-    def took(name: str, since: float) -> float:
-        now = time.perf_counter()
-        found[name] = now - since
-        return now
-
-    now = time.perf_counter()
-    own = sample_store.table(sample_store.add(scored), draws)
-    pickled = pickle.dumps(own)
-    now = took("own table", now)
-    parts = [pickled] + [
-        pickle.dumps(dataclasses.replace(own, homes=own.homes * 0 + 8 * group))
-        for group in range(1, num_groups)
-    ]
-    found["table bytes"] = sum(len(part) for part in parts)
-    now = time.perf_counter()
-    table = SampleTable.joined([pickle.loads(part) for part in parts])
-    table = table.take(np.argsort(table.draws, kind="stable"))
-    now = took("table of all", now)
-    # The joined table repeats this rank's samples: replace them by those of the complete step.
-    everyone = np.concatenate([np.full(len(block), 8 * g) for g, block in enumerate(blocks)])
-    numbers = np.concatenate([np.arange(len(block)) for block in blocks])
-    table = dataclasses.replace(
-        table,
-        homes=everyone,
-        numbers=numbers,
-        draws=np.arange(count) // SAMPLES_PER_PROMPT,
-        prompt_lengths=sizes.prompt_lengths,
-        response_lengths=sizes.response_lengths,
-    )
+    store = SampleStore(sizes.train, sizes.rollout, pipeline_layers(64, 8))
+    table = joined_table(sizes, store, rank, found)
     batching = MicroBatching(
         max_tokens=MOST_TOKENS + 2 * PROMPT_TOKENS, count_multiple_of=1, cost=FLOPS
     )
     divisions, plans = {}, {}
     for name, layout in (("actor", sizes.train), ("critic", sizes.critic)):
-        now = time.perf_counter()
-        plans[name] = plan_epochs(
-            table, num_mini_batches=1, dp_size=layout.dp_size, batching=batching
-        )
-        divisions[name] = division_of(plans[name], table.lengths, layout.dp_ranks())
-        now = took(f"plan of the {name}", now)
+        with timed(found, f"plan of the {name}"):
+            plans[name] = plan_epochs(
+                table, num_mini_batches=1, dp_size=layout.dp_size, batching=batching
+            )
+            divisions[name] = division_of(plans[name], table.lengths, layout.dp_ranks())
     # Tokens and log-probs to the actor.
     began = time.perf_counter()
-    tokens = sample_store.deliver(table, divisions["actor"].every)
+    tokens = store.deliver(table, divisions["actor"].every)
     ended = time.perf_counter()
     found |= {"pack": rank.began - began, "unpack": ended - rank.ended}
     found |= {"out bytes": rank.out_bytes, "in bytes": rank.in_bytes}
-    now = time.perf_counter()
-    batch = batch_by_plan(table, tokens, plans["actor"], sizes.train.dp_rank(rank.rank))
-    now = took("batch", now)
+    with timed(found, "batch"):
+        batch = batch_by_plan(table, tokens, plans["actor"], sizes.train.dp_rank(rank.rank))
     del tokens
-    # Tokens to the critic, values from there, returns to it.
-    values = torch.zeros(batch.num_tokens).numpy()
-    first = {name: division.first for name, division in divisions.items()}
-    here = first["critic"].of(rank.rank)
-    returns = np.zeros(int(table.lengths[here].sum()), dtype=np.float32)
-    for exchange in (
-        sample_store.row_exchange(table, divisions["critic"].every),
-        RowExchange(table.lengths, first["critic"], first["actor"], returns),
-        RowExchange(table.lengths, first["actor"], first["critic"], values),
-    ):
-        came = exchange.moved(rank.rank, world_size, rank.exchange)
-        if came.ndim == 2:
-            rows_to_tokens(came, table.lengths[here])
-        for way, num_bytes in (("out", rank.out_bytes), ("in", rank.in_bytes)):
-            name = f"critic's {way} bytes"
-            found[name] = found.get(name, 0) + num_bytes
-    took("critic's tokens, values, returns", now)
+    with timed(found, "critic's tokens, values, returns"):
+        exchange_with_critic(table, store, divisions, batch.num_tokens, rank, found)
     dist.destroy_process_group()
     # R3: one byte a choice and one a token, of a stage's layers with experts.
     moe_layers = NUM_LAYERS - FIRST_MOE_LAYER
     of_stage = RoutedLayers(tuple(range(-(-moe_layers // 8))), TOPK, NUM_EXPERTS)
     found["experts' in bytes"] = found["in bytes"] / 9 * (of_stage.bytes_a_token - 1)
-    found |= {"ranks": world_size, "samples": count, "dp": sizes.train.dp_size}
+    found |= {"ranks": world_size, "samples": len(table), "dp": sizes.train.dp_size}
     found["bytes of all tokens"] = 9 * int(table.lengths.sum())
     return found
+
+
+def joined_table(
+    sizes: Sizes, store: SampleStore, rank: Rank, found: dict[str, float]
+) -> SampleTable:
+    """Store this rank's samples, and return the table of all samples."""
+    count, num_groups = len(sizes.response_lengths), sizes.rollout.num_tp_groups
+    blocks = np.array_split(np.arange(count), num_groups)
+    mine = blocks[sizes.rollout.tp_group_index(rank.rank)]
+    scored = sizes.scored(range(mine[0], mine[-1] + 1))
+    draws = (mine // SAMPLES_PER_PROMPT).tolist()
+    with timed(found, "own table"):
+        own = store.table(store.add(scored), draws)
+        pickled = pickle.dumps(own)
+    parts = [pickled] + [
+        pickle.dumps(dataclasses.replace(own, homes=own.homes * 0 + 8 * group))
+        for group in range(1, num_groups)
+    ]
+    found["table bytes"] = sum(len(part) for part in parts)
+    with timed(found, "table of all"):
+        table = SampleTable.joined([pickle.loads(part) for part in parts])
+        table = table.take(np.argsort(table.draws, kind="stable"))
+    # The joined table repeats this rank's samples: replace them by those of the complete step.
+    return dataclasses.replace(
+        table,
+        homes=np.concatenate([np.full(len(block), 8 * g) for g, block in enumerate(blocks)]),
+        numbers=np.concatenate([np.arange(len(block)) for block in blocks]),
+        draws=np.arange(count) // SAMPLES_PER_PROMPT,
+        prompt_lengths=sizes.prompt_lengths,
+        response_lengths=sizes.response_lengths,
+    )
+
+
+def exchange_with_critic(
+    table: SampleTable,
+    store: SampleStore,
+    divisions: Mapping[str, Division],
+    num_tokens: int,
+    rank: Rank,
+    found: dict[str, float],
+) -> None:
+    """Move tokens to the critic, values from there, and returns to it."""
+    values = torch.zeros(num_tokens).numpy()
+    first = {name: division.first for name, division in divisions.items()}
+    here = first["critic"].of(rank.rank)
+    returns = np.zeros(int(table.lengths[here].sum()), dtype=np.float32)
+    for exchange in (
+        store.row_exchange(table, divisions["critic"].every),
+        RowExchange(table.lengths, first["critic"], first["actor"], returns),
+        RowExchange(table.lengths, first["actor"], first["critic"], values),
+    ):
+        came = exchange.moved(rank.rank, dist.get_world_size(), rank.exchange)
+        if came.ndim == 2:
+            rows_to_tokens(came, table.lengths[here])
+        for way, num_bytes in (("out", rank.out_bytes), ("in", rank.in_bytes)):
+            name = f"critic's {way} bytes"
+            found[name] = found.get(name, 0) + num_bytes
 
 
 def exchange_for_real(rank: int, world_size: int, folder: str, megabytes: int) -> None:

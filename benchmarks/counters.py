@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -85,16 +86,8 @@ def counted() -> Iterator[Traffic]:
     }
     replaced |= dict.fromkeys("send recv scatter gather reduce all_to_all_single".split(), refuse)
     replaced |= dict.fromkeys(("all_to_all", "all_gather_into_tensor", "reduce_scatter"), refuse)
-    saved = {name: getattr(dist, name) for name in replaced}
-    try:
-        for module in (dist, distributed_c10d):
-            for name, function in replaced.items():
-                setattr(module, name, function)
+    with patch.multiple(dist, **replaced), patch.multiple(distributed_c10d, **replaced):
         yield traffic
-    finally:
-        for module in (dist, distributed_c10d):
-            for name, function in saved.items():
-                setattr(module, name, function)
 
 
 def _of_broadcast(

@@ -80,6 +80,19 @@ def rows_of(
         }
         for path, ranks in samples.items()
     ]
+    _add_references(rows, seconds, cpu_seconds)
+    rows += [
+        {"path": path, **common, "note": why} for path, why in notes.items() if path not in samples
+    ]
+    return rows
+
+
+def _add_references(
+    rows: Sequence[Row],
+    seconds: Mapping[str, Sequence[float]],
+    cpu_seconds: Mapping[str, Sequence[float]],
+) -> None:
+    """Add ratios to the paths that did not run in all cases."""
     for row in rows:
         if "vllm_load" in seconds:
             row["seconds_over_vllm_load"] = paired_ratio(seconds[row["path"]], seconds["vllm_load"])
@@ -89,10 +102,6 @@ def rows_of(
             row["cpu_seconds_over_unproved"] = paired_ratio(
                 cpu_seconds[path], cpu_seconds[UNPROVED]
             )
-    rows += [
-        {"path": path, **common, "note": why} for path, why in notes.items() if path not in samples
-    ]
-    return rows
 
 
 def quartile_spread(seconds: Sequence[float]) -> float:

@@ -28,8 +28,10 @@ from dataclasses import dataclass
 
 from mcore_rl.model.boxes import Box, full_box, intersect, relative
 from mcore_rl.model.config_json import LatentAttention, ModelShape
-from mcore_rl.model.families import TensorNames, bias_of, family_of
+from mcore_rl.model.experts import Experts
+from mcore_rl.model.families import bias_of, family_of
 from mcore_rl.model.layout import TrainLayout
+from mcore_rl.model.tensors import VALUE_HEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +80,12 @@ class _Parameter:
 
     name: str
     shape: tuple[int, ...]
-    layer: str  # "model.layers.7." or "" outside the decoder layers
+    prefix: str  # of its checkpoint tensors: "", "model.layers.7." or that of a routed expert
     rank: int  # in the group that splits this parameter: TP, or ETP for routed experts
     size: int
-    expert: int | None  # global number
 
 
-_Rule = Callable[[_Parameter, ModelShape], list[Piece]]
+_Rule = Callable[[_Parameter], list[Piece]]
 
 
 def _rows(tensor: str, shape: Sequence[int], start: int, local_start: int, count: int) -> Piece:
@@ -100,9 +101,9 @@ def _rows(tensor: str, shape: Sequence[int], start: int, local_start: int, count
 def _replicated(name: str) -> _Rule:
     """Return a rule for a replicated tensor: every rank holds all of it."""
 
-    def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
+    def rule(p: _Parameter) -> list[Piece]:
         box = full_box(p.shape)
-        return [Piece(p.layer + name, box, box)]
+        return [Piece(p.prefix + name, box, box)]
 
     return rule
 
@@ -110,8 +111,8 @@ def _replicated(name: str) -> _Rule:
 def _column(name: str) -> _Rule:
     """Return a rule for split rows: rank r holds rows r*o .. (r+1)*o of the checkpoint."""
 
-    def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
-        return [_rows(p.layer + name, p.shape, p.rank * p.shape[0], 0, p.shape[0])]
+    def rule(p: _Parameter) -> list[Piece]:
+        return [_rows(p.prefix + name, p.shape, p.rank * p.shape[0], 0, p.shape[0])]
 
     return rule
 
@@ -119,25 +120,24 @@ def _column(name: str) -> _Rule:
 def _row(name: str) -> _Rule:
     """Return a rule for split columns: rank r holds columns r*i .. (r+1)*i of the checkpoint."""
 
-    def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
+    def rule(p: _Parameter) -> list[Piece]:
         out, width = p.shape
         first = p.rank * width
-        return [Piece(p.layer + name, ((0, out), (first, first + width)), full_box(p.shape))]
+        return [Piece(p.prefix + name, ((0, out), (first, first + width)), full_box(p.shape))]
 
     return rule
 
 
-def _stacked(*parts: tuple[str, Callable[[ModelShape], int]]) -> _Rule:
+def _stacked(*parts: tuple[str, int]) -> _Rule:
     """Return a rule for stacked tensors `(name, rows)`: all rows, or this rank's rows, of each."""
 
-    def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
-        sizes = [rows(shape) for _, rows in parts]
-        is_whole = p.shape[0] == sum(sizes)
+    def rule(p: _Parameter) -> list[Piece]:
+        is_whole = p.shape[0] == sum(size for _, size in parts)
         pieces, local = [], 0
-        for (name, _), size in zip(parts, sizes, strict=True):
+        for name, size in parts:
             count = size if is_whole else size // p.size
             first = 0 if is_whole else p.rank * count
-            pieces.append(_rows(p.layer + name, p.shape, first, local, count))
+            pieces.append(_rows(p.prefix + name, p.shape, first, local, count))
             local += count
         assert local == p.shape[0], (p.name, p.shape)
         return pieces
@@ -148,231 +148,177 @@ def _stacked(*parts: tuple[str, Callable[[ModelShape], int]]) -> _Rule:
 def _gate_and_up(gate: str, up: str) -> _Rule:
     """Return a rule for SwiGLU's first layer: this rank's gate rows, then its up rows."""
 
-    def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
+    def rule(p: _Parameter) -> list[Piece]:
         half = p.shape[0] // 2
         first = p.rank * half
         return [
-            _rows(p.layer + gate, p.shape, first, 0, half),
-            _rows(p.layer + up, p.shape, first, half, half),
+            _rows(p.prefix + gate, p.shape, first, 0, half),
+            _rows(p.prefix + up, p.shape, first, half, half),
         ]
 
     return rule
 
 
-def _gated(prefix: str) -> _Rule:
-    """Return `_gate_and_up` for a feed-forward network that is not a routed expert."""
-    return _gate_and_up(f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
-
-
-def _names(shape: ModelShape) -> TensorNames:
-    return family_of(shape.architecture).names
-
-
-def _expert(rule: Callable[..., _Rule], *names: Callable[[TensorNames], str]) -> _Rule:
-    """Return `rule` for the tensors of a routed expert, whose names depend on the family."""
-
-    def of_expert(p: _Parameter, shape: ModelShape) -> list[Piece]:
-        of_family = _names(shape)
-        prefix = of_family.expert.format(expert=p.expert)
-        return rule(*(prefix + name(of_family) for name in names))(p, shape)
-
-    return of_expert
-
-
-def _of_family(rule: Callable[[str], _Rule], name: Callable[[TensorNames], str]) -> _Rule:
-    """Return `rule` for a tensor whose name depends on the family."""
-    return lambda p, shape: rule(name(_names(shape)))(p, shape)
-
-
-def _qkv(kind: str) -> _Rule:
+def _qkv(kind: str, shape: ModelShape) -> _Rule:
     """Return a rule for Megatron's interleaving: [query heads, key, value] per key/value group."""
+    head = shape.head_dim
+    queries = shape.num_heads // shape.num_kv_heads * head
 
-    def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
-        head = shape.head_dim
-        queries = shape.num_heads // shape.num_kv_heads * head
+    def rule(p: _Parameter) -> list[Piece]:
         groups = shape.num_kv_heads // p.size
         assert p.shape[0] == groups * (queries + 2 * head), (p.name, p.shape)
         pieces, local = [], 0
         for group in range(p.rank * groups, (p.rank + 1) * groups):
-            for name, start, count in (
-                ("q", group * queries, queries),
-                ("k", group * head, head),
-                ("v", group * head, head),
-            ):
-                tensor = f"{p.layer}self_attn.{name}_proj.{kind}"
-                pieces.append(_rows(tensor, p.shape, start, local, count))
+            for name, count in (("q", queries), ("k", head), ("v", head)):
+                tensor = f"{p.prefix}self_attn.{name}_proj.{kind}"
+                pieces.append(_rows(tensor, p.shape, group * count, local, count))
                 local += count
         return pieces
 
     return rule
 
 
-def _norm_of_heads(name: str, heads: str) -> _Rule:
-    """Return a rule for query and key norms, which are replicated.
+def _norm_of_heads(name: str, width: int) -> _Rule:
+    """Return a rule for query or key norms, which are replicated.
 
     It raises for another width: a fork's spec may norm each head instead of all heads together."""
 
-    def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
-        width = shape.head_dim * (getattr(shape, heads) if shape.norms_whole_projection else 1)
+    def rule(p: _Parameter) -> list[Piece]:
         if p.shape != (width,):
             raise RuntimeError(
                 f"{p.name} has shape {list(p.shape)} and {name} in the checkpoint [{width}]: the "
                 "model was built with other norms of queries and keys"
             )
-        return _replicated(name)(p, shape)
+        return _replicated(name)(p)
 
     return rule
 
 
-def _vocabulary(name: str) -> _Rule:
+def _vocabulary(name: str, vocab_size: int) -> _Rule:
     """Return a rule for split rows of the padded vocabulary; padding rows have no counterpart."""
 
-    def rule(p: _Parameter, shape: ModelShape) -> list[Piece]:
+    def rule(p: _Parameter) -> list[Piece]:
         rows = p.shape[0]
         first = p.rank * rows
-        real = min(rows, shape.vocab_size - first)
+        real = min(rows, vocab_size - first)
         return [_rows(name, p.shape, first, 0, real)] if real > 0 else []
 
     return rule
 
 
-def _output_layer(p: _Parameter, shape: ModelShape) -> list[Piece]:
+def _top_rules(shape: ModelShape) -> dict[str, _Rule]:
+    """Return the rules outside the decoder layers."""
+    embedding = _vocabulary("model.embed_tokens.weight", shape.vocab_size)
     if shape.value_head:
-        return _replicated("score.weight")(p, shape)
-    # With tied embeddings the last pipeline stage holds a second copy of the embedding.
-    name = "model.embed_tokens.weight" if shape.tied_embeddings else "lm_head.weight"
-    return _vocabulary(name)(p, shape)
+        head = _replicated(VALUE_HEAD)
+    elif shape.tied_embeddings:  # the last pipeline stage holds a second copy of the embedding
+        head = embedding
+    else:
+        head = _vocabulary("lm_head.weight", shape.vocab_size)
+    return {
+        "embedding.word_embeddings.weight": embedding,
+        "decoder.final_layernorm.weight": _replicated("model.norm.weight"),
+        "output_layer.weight": head,
+    }
 
 
-def _latent(shape: ModelShape) -> LatentAttention:
-    assert shape.latent is not None, f"{shape.architecture} has no latent attention"
-    return shape.latent
+def _layer_rules(shape: ModelShape) -> dict[str, _Rule]:
+    """Return the rules within `decoder.layers.N.`, exactly those that this model needs.
 
-
-def _q_rank(shape: ModelShape) -> int:
-    return _latent(shape).q_lora_rank or 0
-
-
-def _kv_rank_and_rope(shape: ModelShape) -> int:
-    return _latent(shape).kv_lora_rank + _latent(shape).qk_rope_head_dim
+    Each norm has two names, local and fused. "N" stands for an expert's number.
+    """
+    mlp_norm = _replicated("post_attention_layernorm.weight")
+    rules = {
+        "input_layernorm.weight": _INPUT_NORM,
+        "pre_mlp_layernorm.weight": mlp_norm,
+        "self_attention.linear_proj.weight": _row("self_attn.o_proj.weight"),
+        "mlp.linear_fc1.layer_norm_weight": mlp_norm,
+        "mlp.linear_fc1.weight": _gate_and_up("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        "mlp.linear_fc2.weight": _row("mlp.down_proj.weight"),
+    }
+    if shape.latent:
+        rules |= _latent_attention_rules(shape.latent)
+    else:
+        rules |= _grouped_attention_rules(shape)
+    if shape.experts:
+        rules |= _expert_rules(shape, shape.experts)
+    return rules
 
 
 _INPUT_NORM = _replicated("input_layernorm.weight")
-_MLP_NORM = _replicated("post_attention_layernorm.weight")
-_KV_LATENT_NORM = _replicated("self_attn.kv_a_layernorm.weight")
-
-# Outside the decoder layers.
-_TOP_RULES: Mapping[str, _Rule] = {
-    "embedding.word_embeddings.weight": _vocabulary("model.embed_tokens.weight"),
-    "decoder.final_layernorm.weight": _replicated("model.norm.weight"),
-    "output_layer.weight": _output_layer,
-}
-
-# Within `decoder.layers.N.`; each norm has two names, local and fused.
-_COMMON_RULES: Mapping[str, _Rule] = {
-    "input_layernorm.weight": _INPUT_NORM,
-    "pre_mlp_layernorm.weight": _MLP_NORM,
-    "self_attention.linear_proj.weight": _row("self_attn.o_proj.weight"),
-    "mlp.linear_fc1.layer_norm_weight": _MLP_NORM,
-    "mlp.linear_fc1.weight": _gated("mlp."),
-    "mlp.linear_fc2.weight": _row("mlp.down_proj.weight"),
-}
-
-_GROUPED_ATTENTION_RULES: Mapping[str, _Rule] = {
-    "self_attention.linear_qkv.layer_norm_weight": _INPUT_NORM,
-    "self_attention.linear_qkv.weight": _qkv("weight"),
-}
-_QKV_BIAS_RULES: Mapping[str, _Rule] = {"self_attention.linear_qkv.bias": _qkv("bias")}
-_OUTPUT_BIAS_RULES: Mapping[str, _Rule] = {
-    "self_attention.linear_proj.bias": _replicated("self_attn.o_proj.bias"),
-}
-_SINK_RULES: Mapping[str, _Rule] = {
-    "self_attention.core_attention.softmax_offset": _column("self_attn.sinks"),
-}
-_HEAD_NORM_RULES: Mapping[str, _Rule] = {
-    "self_attention.q_layernorm.weight": _norm_of_heads("self_attn.q_norm.weight", "num_heads"),
-    "self_attention.k_layernorm.weight": _norm_of_heads("self_attn.k_norm.weight", "num_kv_heads"),
-}
-
-_LATENT_ATTENTION_RULES: Mapping[str, _Rule] = {
-    "self_attention.linear_kv_down_proj.weight": _stacked(
-        ("self_attn.kv_a_proj_with_mqa.weight", _kv_rank_and_rope)
-    ),
-    "self_attention.linear_kv_up_proj.weight": _column("self_attn.kv_b_proj.weight"),
-    "self_attention.linear_kv_up_proj.layer_norm_weight": _KV_LATENT_NORM,
-    "self_attention.kv_layernorm.weight": _KV_LATENT_NORM,
-}
-_DIRECT_QUERY_RULES: Mapping[str, _Rule] = {
-    "self_attention.linear_q_proj.weight": _column("self_attn.q_proj.weight"),
-}
-_LATENT_QUERY_RULES: Mapping[str, _Rule] = {
-    # Replicated in Transformer Engine's spec, split in Megatron's own local one.
-    "self_attention.linear_q_down_proj.weight": _stacked(("self_attn.q_a_proj.weight", _q_rank)),
-    "self_attention.linear_q_up_proj.weight": _column("self_attn.q_b_proj.weight"),
-    "self_attention.linear_q_up_proj.layer_norm_weight": _replicated(
-        "self_attn.q_a_layernorm.weight"
-    ),
-    "self_attention.q_layernorm.weight": _replicated("self_attn.q_a_layernorm.weight"),
-    # --mla-down-proj-fusion
-    "self_attention.linear_qkv_down_proj.layer_norm_weight": _INPUT_NORM,
-    "self_attention.linear_qkv_down_proj.weight": _stacked(
-        ("self_attn.q_a_proj.weight", _q_rank),
-        ("self_attn.kv_a_proj_with_mqa.weight", _kv_rank_and_rope),
-    ),
-}
-
-_EXPERT_RULES: Mapping[str, _Rule] = {
-    "mlp.router.weight": _of_family(_replicated, lambda names: names.router),
-    "mlp.experts.N.linear_fc1.weight": _expert(_gate_and_up, lambda n: n.gate, lambda n: n.up),
-    "mlp.experts.N.linear_fc2.weight": _expert(_row, lambda n: n.down),
-}
-_EXPERT_BIAS_RULES: Mapping[str, _Rule] = {
-    "mlp.router.bias": _of_family(_replicated, lambda names: names.scorer_bias),
-    "mlp.experts.N.linear_fc1.bias": _expert(
-        _gate_and_up, lambda n: bias_of(n.gate), lambda n: bias_of(n.up)
-    ),
-    "mlp.experts.N.linear_fc2.bias": _expert(_replicated, lambda n: bias_of(n.down)),
-}
-_ROUTER_BIAS_RULES: Mapping[str, _Rule] = {
-    "mlp.router.expert_bias": _of_family(_replicated, lambda names: names.router_bias),
-}
-_SHARED_EXPERT_RULES: Mapping[str, _Rule] = {
-    "mlp.shared_experts.linear_fc1.weight": _of_family(_gated, lambda names: names.shared_experts),
-    "mlp.shared_experts.linear_fc2.weight": _of_family(
-        _row, lambda names: f"{names.shared_experts}down_proj.weight"
-    ),
-}
-_SHARED_GATE_RULES: Mapping[str, _Rule] = {
-    "mlp.shared_experts.gate_weight": _of_family(_replicated, lambda names: names.shared_gate),
-}
 
 
-def _layer_rules(shape: ModelShape) -> Iterator[Mapping[str, _Rule]]:
-    """Yield exactly the rule tables that apply to a layer of this shape."""
-    yield _COMMON_RULES
-    if shape.latent:
-        yield _LATENT_ATTENTION_RULES
-        yield _DIRECT_QUERY_RULES if shape.latent.q_lora_rank is None else _LATENT_QUERY_RULES
-    else:
-        yield _GROUPED_ATTENTION_RULES
-        if shape.qkv_bias:
-            yield _QKV_BIAS_RULES
-        if shape.linear_biases:
-            yield _OUTPUT_BIAS_RULES
-        if shape.attention_sinks:
-            yield _SINK_RULES
-        if shape.qk_norm:
-            yield _HEAD_NORM_RULES
-    if shape.experts:
-        yield _EXPERT_RULES
-        if shape.linear_biases:
-            yield _EXPERT_BIAS_RULES
-        if shape.experts.has_bias:
-            yield _ROUTER_BIAS_RULES
-        if shape.experts.shared_hidden_size:
-            yield _SHARED_EXPERT_RULES
-        if shape.experts.has_shared_gate:
-            yield _SHARED_GATE_RULES
+def _grouped_attention_rules(shape: ModelShape) -> dict[str, _Rule]:
+    at = "self_attention."
+    rules = {
+        at + "linear_qkv.layer_norm_weight": _INPUT_NORM,
+        at + "linear_qkv.weight": _qkv("weight", shape),
+    }
+    if shape.qkv_bias:
+        rules[at + "linear_qkv.bias"] = _qkv("bias", shape)
+    if shape.linear_biases:
+        rules[at + "linear_proj.bias"] = _replicated("self_attn.o_proj.bias")
+    if shape.attention_sinks:
+        rules[at + "core_attention.softmax_offset"] = _column("self_attn.sinks")
+    if shape.qk_norm:
+        whole, head = shape.norms_whole_projection, shape.head_dim
+        queries, keys = (head * (n if whole else 1) for n in (shape.num_heads, shape.num_kv_heads))
+        rules[at + "q_layernorm.weight"] = _norm_of_heads("self_attn.q_norm.weight", queries)
+        rules[at + "k_layernorm.weight"] = _norm_of_heads("self_attn.k_norm.weight", keys)
+    return rules
+
+
+def _latent_attention_rules(latent: LatentAttention) -> dict[str, _Rule]:
+    at = "self_attention."
+    kv_norm = _replicated("self_attn.kv_a_layernorm.weight")
+    kv_down = (
+        "self_attn.kv_a_proj_with_mqa.weight",
+        latent.kv_lora_rank + latent.qk_rope_head_dim,
+    )
+    rules = {
+        at + "linear_kv_down_proj.weight": _stacked(kv_down),
+        at + "linear_kv_up_proj.weight": _column("self_attn.kv_b_proj.weight"),
+        at + "linear_kv_up_proj.layer_norm_weight": kv_norm,
+        at + "kv_layernorm.weight": kv_norm,
+    }
+    if latent.q_lora_rank is None:
+        return rules | {at + "linear_q_proj.weight": _column("self_attn.q_proj.weight")}
+    q_norm = _replicated("self_attn.q_a_layernorm.weight")
+    q_down = ("self_attn.q_a_proj.weight", latent.q_lora_rank)
+    return rules | {
+        # Replicated in Transformer Engine's spec, split in Megatron's own local one.
+        at + "linear_q_down_proj.weight": _stacked(q_down),
+        at + "linear_q_up_proj.weight": _column("self_attn.q_b_proj.weight"),
+        at + "linear_q_up_proj.layer_norm_weight": q_norm,
+        at + "q_layernorm.weight": q_norm,
+        # --mla-down-proj-fusion
+        at + "linear_qkv_down_proj.layer_norm_weight": _INPUT_NORM,
+        at + "linear_qkv_down_proj.weight": _stacked(q_down, kv_down),
+    }
+
+
+def _expert_rules(shape: ModelShape, experts: Experts) -> dict[str, _Rule]:
+    names = family_of(shape.architecture).names
+    rules = {
+        "mlp.router.weight": _replicated(names.router),
+        "mlp.experts.N.linear_fc1.weight": _gate_and_up(names.gate, names.up),
+        "mlp.experts.N.linear_fc2.weight": _row(names.down),
+    }
+    if shape.linear_biases:
+        gate, up, down = map(bias_of, (names.gate, names.up, names.down))
+        rules["mlp.router.bias"] = _replicated(names.scorer_bias)
+        rules["mlp.experts.N.linear_fc1.bias"] = _gate_and_up(gate, up)
+        rules["mlp.experts.N.linear_fc2.bias"] = _replicated(down)
+    if experts.has_bias:
+        rules["mlp.router.expert_bias"] = _replicated(names.router_bias)
+    if experts.shared_hidden_size:
+        at = names.shared_experts
+        gate, up = at + "gate_proj.weight", at + "up_proj.weight"
+        rules["mlp.shared_experts.linear_fc1.weight"] = _gate_and_up(gate, up)
+        rules["mlp.shared_experts.linear_fc2.weight"] = _row(at + "down_proj.weight")
+    if experts.has_shared_gate:
+        rules["mlp.shared_experts.gate_weight"] = _replicated(names.shared_gate)
+    return rules
 
 
 # Within `mtp.layers.N.`, in addition to `mtp_model_layer.`, which is a decoder layer.
@@ -407,24 +353,24 @@ def map_parameter(
     `name` is Megatron's, without the wrappers' `module.`; `local_shape` is this rank's. Raises
     RuntimeError for a name without a rule, or without a place in a model of this shape.
     """
-    rule, layer, expert = _TOP_RULES.get(name), "", None
+    rules, rest, prefix = _top_rules(shape), name, ""
+    split = at.tp_rank, at.tp_size
     decoder, mtp = _LAYER.fullmatch(name), _MTP_LAYER.fullmatch(name)
     if match := decoder or mtp:
+        rules = _layer_rules(shape) | (_MTP_RULES if mtp else {})
         rest, local_expert = _split_expert(match[2])
-        tables = [*_layer_rules(shape), *([_MTP_RULES] if mtp else [])]
-        rule = next((rules[rest] for rules in tables if rest in rules), None)
         index = int(match[1])
-        layer = f"model.layers.{shape.num_layers + index if mtp else at.layers[index]}."
+        prefix = f"model.layers.{shape.num_layers + index if mtp else at.layers[index]}."
         if local_expert is not None and shape.experts is not None:
             expert = at.ep_rank * (shape.experts.num_experts // at.ep_size) + local_expert
-    if rule is None:
+            prefix += family_of(shape.architecture).names.expert.format(expert=expert)
+            split = at.etp_rank, at.etp_size
+    if rest not in rules:
         raise RuntimeError(
             f"Megatron's parameter '{name}' {list(local_shape)} has no counterpart in a "
             f"{shape.architecture} checkpoint; add a rule to mcore_rl.model.weight_map"
         )
-    split = (at.etp_rank, at.etp_size) if expert is not None else (at.tp_rank, at.tp_size)
-    parameter = _Parameter(name, tuple(local_shape), layer, *split, expert)
-    return tuple(rule(parameter, shape))
+    return tuple(rules[rest](_Parameter(name, tuple(local_shape), prefix, *split)))
 
 
 def layer_order(tensors: Iterable[str]) -> list[str]:

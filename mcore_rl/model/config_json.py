@@ -277,107 +277,104 @@ def settings_without_flag(shape: ModelShape) -> dict[str, Any]:
 
 def megatron_flags(shape: ModelShape) -> list[str]:
     """Return the architecture of `shape` as Megatron command-line tokens."""
-    tokens: list[str] = []
-
-    def add(flag: str, *values: Any) -> None:
-        tokens.extend([flag, *(str(value) for value in values)])
-
-    add("--num-layers", shape.num_layers)
-    add("--hidden-size", shape.hidden_size)
-    add("--ffn-hidden-size", shape.ffn_hidden_size)
-    add("--num-attention-heads", shape.num_heads)
-    add("--max-position-embeddings", shape.max_positions)
-    add("--normalization", "RMSNorm")
-    add("--norm-epsilon", shape.norm_epsilon)
     yarn = shape.rope["rope_type"] == "yarn" and not shape.latent
-    add("--position-embedding-type", "yarn" if yarn else "rope")
-    add("--rotary-base", int(shape.rope["rope_theta"]))
-    if "partial_rotary_factor" in shape.rope:
-        add("--rotary-percent", shape.rope["partial_rotary_factor"])
-    add("--vocab-size", shape.vocab_size)
-    if shape.clamps_glu:
-        add("--quick-geglu")
-        add("--glu-linear-offset", 1.0)
-        add("--activation-func-clamp-value", CLAMPED_AT)
-    else:
-        add("--swiglu")
-    if not shape.linear_biases:
-        add("--disable-bias-linear")
-    if shape.qk_norm:
-        add("--qk-layernorm")
-    if shape.qkv_bias:
-        add("--add-qkv-bias")
-    if not shape.tied_embeddings:
-        add("--untie-embeddings-and-output-weights")
+    # True: a flag without a value. None and False: the flag is left out.
+    flags: dict[str, Any] = {
+        "--num-layers": shape.num_layers,
+        "--hidden-size": shape.hidden_size,
+        "--ffn-hidden-size": shape.ffn_hidden_size,
+        "--num-attention-heads": shape.num_heads,
+        "--max-position-embeddings": shape.max_positions,
+        "--normalization": "RMSNorm",
+        "--norm-epsilon": shape.norm_epsilon,
+        "--position-embedding-type": "yarn" if yarn else "rope",
+        "--rotary-base": int(shape.rope["rope_theta"]),
+        "--rotary-percent": shape.rope.get("partial_rotary_factor"),
+        "--vocab-size": shape.vocab_size,
+        "--swiglu": not shape.clamps_glu,
+        "--quick-geglu": shape.clamps_glu,
+        "--glu-linear-offset": 1.0 if shape.clamps_glu else None,
+        "--activation-func-clamp-value": CLAMPED_AT if shape.clamps_glu else None,
+        "--disable-bias-linear": not shape.linear_biases,
+        "--qk-layernorm": shape.qk_norm,
+        "--add-qkv-bias": shape.qkv_bias,
+        "--untie-embeddings-and-output-weights": not shape.tied_embeddings,
+    }
     if shape.latent:
-        _add_latent_attention(add, shape.latent, shape.rope)
+        flags |= _latent_attention_flags(shape.latent, shape.rope)
         if shape.hidden_size % shape.num_heads:  # Megatron asserts this, though MLA ignores it
-            add("--kv-channels", shape.head_dim)
+            flags["--kv-channels"] = shape.head_dim
     else:
-        add("--kv-channels", shape.head_dim)
+        flags["--kv-channels"] = shape.head_dim
         if shape.num_kv_heads != shape.num_heads:
-            add("--group-query-attention")
-            add("--num-query-groups", shape.num_kv_heads)
+            flags |= {"--group-query-attention": True, "--num-query-groups": shape.num_kv_heads}
     if shape.attention_sinks:
-        add("--softmax-type", "learnable")
+        flags["--softmax-type"] = "learnable"
     if shape.sliding_window:
-        add("--window-size", f"{shape.sliding_window - 1},0")  # positions before and after
-        add("--window-attn-skip-freq", 2)
+        flags["--window-size"] = f"{shape.sliding_window - 1},0"  # positions before and after
+        flags["--window-attn-skip-freq"] = 2
     if shape.rope["rope_type"] == "llama3":
-        add("--use-rope-scaling")
-        add("--rope-scaling-factor", shape.rope["factor"])
+        flags |= {"--use-rope-scaling": True, "--rope-scaling-factor": shape.rope["factor"]}
     if yarn:
-        _add_yarn(add, shape.rope)
+        flags |= _yarn_flags(shape.rope)
     if shape.experts:
-        _add_experts(add, shape.experts, shape.is_moe_layer)
-    return tokens
+        flags |= _expert_flags(shape.experts, shape.is_moe_layer)
+    return [
+        token
+        for flag, value in flags.items()
+        if value is not None and value is not False
+        for token in ([flag] if value is True else [flag, str(value)])
+    ]
 
 
-def _add_yarn(add: Any, rope: Mapping[str, Any]) -> None:
-    """Add the YaRN settings of grouped attention."""
-    add("--rotary-scaling-factor", rope["factor"])
-    add("--yarn-original-max-position-embeddings", rope["original_max_position_embeddings"])
-    add("--yarn-beta-fast", rope["beta_fast"])
-    add("--yarn-beta-slow", rope["beta_slow"])
+def _yarn_flags(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the YaRN settings of grouped attention."""
     rounds = rope.get("truncate", True)
-    add(f"--{'' if rounds else 'no-'}yarn-correction-range-round-to-int")
+    return {
+        "--rotary-scaling-factor": rope["factor"],
+        "--yarn-original-max-position-embeddings": rope["original_max_position_embeddings"],
+        "--yarn-beta-fast": rope["beta_fast"],
+        "--yarn-beta-slow": rope["beta_slow"],
+        f"--{'' if rounds else 'no-'}yarn-correction-range-round-to-int": True,
+    }
 
 
-def _add_latent_attention(add: Any, latent: LatentAttention, rope: Mapping[str, Any]) -> None:
-    add("--multi-latent-attention")
-    if latent.q_lora_rank is not None:
-        add("--q-lora-rank", latent.q_lora_rank)
-    add("--kv-lora-rank", latent.kv_lora_rank)
-    add("--qk-head-dim", latent.qk_nope_head_dim)
-    add("--qk-pos-emb-head-dim", latent.qk_rope_head_dim)
-    add("--v-head-dim", latent.v_head_dim)
-    if rope["rope_type"] == "yarn":
-        add("--rope-type", "yarn")
-        add("--rotary-scaling-factor", rope["factor"])
-        add("--mscale", rope.get("mscale", 1.0))
-        add("--mscale-all-dim", rope.get("mscale_all_dim", 0.0))
-    else:
-        add("--rope-type", "rope")
+def _latent_attention_flags(latent: LatentAttention, rope: Mapping[str, Any]) -> dict[str, Any]:
+    flags = {
+        "--multi-latent-attention": True,
+        "--q-lora-rank": latent.q_lora_rank,
+        "--kv-lora-rank": latent.kv_lora_rank,
+        "--qk-head-dim": latent.qk_nope_head_dim,
+        "--qk-pos-emb-head-dim": latent.qk_rope_head_dim,
+        "--v-head-dim": latent.v_head_dim,
+    }
+    if rope["rope_type"] != "yarn":
+        return flags | {"--rope-type": "rope"}
+    return flags | {
+        "--rope-type": "yarn",
+        "--rotary-scaling-factor": rope["factor"],
+        "--mscale": rope.get("mscale", 1.0),
+        "--mscale-all-dim": rope.get("mscale_all_dim", 0.0),
+    }
 
 
-def _add_experts(add: Any, experts: Experts, is_moe_layer: tuple[bool, ...]) -> None:
-    add("--num-experts", experts.num_experts)
-    add("--moe-router-topk", experts.topk)
-    add("--moe-ffn-hidden-size", experts.hidden_size)
-    add("--moe-layer-freq", "([" + ",".join(str(int(x)) for x in is_moe_layer) + "])")
-    if experts.shared_hidden_size:
-        add("--moe-shared-expert-intermediate-size", experts.shared_hidden_size)
-    if experts.has_shared_gate:
-        add("--moe-shared-expert-gate")
-    add("--moe-router-score-function", experts.score_function)
+def _expert_flags(experts: Experts, is_moe_layer: tuple[bool, ...]) -> dict[str, Any]:
     # Without normalisation, DeepSeek-V2 and Qwen3 weigh by the softmax over all experts. With it,
     # the result equals the softmax over the chosen experts, which is Megatron's default order.
-    if experts.score_function == "softmax" and not experts.normalize_topk:
-        add("--moe-router-pre-softmax")
-    if experts.has_bias:
-        add("--moe-router-enable-expert-bias")
-    if experts.scaling_factor != 1.0:
-        add("--moe-router-topk-scaling-factor", experts.scaling_factor)
-    if experts.num_groups:
-        add("--moe-router-num-groups", experts.num_groups)
-        add("--moe-router-group-topk", experts.topk_groups)
+    pre_softmax = experts.score_function == "softmax" and not experts.normalize_topk
+    return {
+        "--num-experts": experts.num_experts,
+        "--moe-router-topk": experts.topk,
+        "--moe-ffn-hidden-size": experts.hidden_size,
+        "--moe-layer-freq": "([" + ",".join(str(int(x)) for x in is_moe_layer) + "])",
+        "--moe-shared-expert-intermediate-size": experts.shared_hidden_size,
+        "--moe-shared-expert-gate": experts.has_shared_gate,
+        "--moe-router-score-function": experts.score_function,
+        "--moe-router-pre-softmax": pre_softmax,
+        "--moe-router-enable-expert-bias": experts.has_bias,
+        "--moe-router-topk-scaling-factor": (
+            None if experts.scaling_factor == 1.0 else experts.scaling_factor
+        ),
+        "--moe-router-num-groups": experts.num_groups,
+        "--moe-router-group-topk": experts.topk_groups,
+    }

@@ -1,3 +1,4 @@
-"""Description of a model, without Megatron or vLLM.
+"""Description of a model: family, config.json, layouts of ranks, tensors and their places.
 
-It covers family, config.json, layouts of ranks, checkpoint tensors, and their place in Megatron."""
+No module here imports Megatron, vLLM or torch; `tests/unit/test_import_boundaries.py` checks this.
+"""

@@ -3,12 +3,11 @@
 A box is a half-open range (start, stop) per dimension, in the coordinates of the full tensor. The
 only box of a scalar is `()`, with volume 1. Weight maps, needs and transfer plans consist of boxes,
 so "each element exactly once" can be checked with integers.
-
-This module is pure: integers in, integers out.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -122,20 +121,19 @@ def disjoint(boxes: Iterable[Box]) -> tuple[Box, ...]:
     parts: list[Box] = []
     for box in sorted(set(boxes), key=lambda b: (-volume(b), b)):
         parts.extend(uncovered(box, parts))
-    joined = True
-    while joined:
-        joined = False
-        for i, a in enumerate(parts):
-            for j in range(i + 1, len(parts)):
-                union = _join(a, parts[j])
-                if union is not None:
-                    parts[i : i + 1] = [union]
-                    del parts[j]
-                    joined = True
-                    break
-            if joined:
-                break
+    while (joined := _first_union(parts)) is not None:
+        i, j, union = joined
+        parts[i] = union
+        del parts[j]
     return tuple(sorted(parts))
+
+
+def _first_union(parts: Sequence[Box]) -> tuple[int, int, Box] | None:
+    """Return the first two indices whose boxes form one box, and that box."""
+    for i, j in itertools.combinations(range(len(parts)), 2):
+        if (union := _join(parts[i], parts[j])) is not None:
+            return i, j, union
+    return None
 
 
 def _join(a: Box, b: Box) -> Box | None:

@@ -1,7 +1,4 @@
-"""Reader for the fields of a config.json; an error names the field at fault.
-
-This module is pure: it imports neither Megatron nor vLLM nor torch.
-"""
+"""Reader for the fields of a config.json; an error names the field at fault."""
 
 from __future__ import annotations
 
@@ -66,7 +63,7 @@ class Fields:
         most = _MOST.get(name, _MOST_ELSEWHERE)
         count = integer_within(value, least, most)
         if count is None:
-            raise self.senseless(name, value, f"an integer from {least} to {most}")
+            raise self.invalid(name, value, f"an integer from {least} to {most}")
         return count
 
     def number(self, name: str, default: float | None = None, *, bounds: Bounds) -> float:
@@ -74,17 +71,17 @@ class Fields:
         value = self[name] if default is None else self.get(name, default)
         found = finite_number(value)
         if found is None or not bounds.hold(found):
-            raise self.senseless(name, value, f"in {bounds.interval()}")
+            raise self.invalid(name, value, f"in {bounds.interval()}")
         return found
 
     def switch(self, name: str) -> bool:
         """Return true or false; a missing field is false."""
         value = self.get(name, False)
         if not isinstance(value, bool):
-            raise self.senseless(name, value, "true or false")
+            raise self.invalid(name, value, "true or false")
         return value
 
-    def senseless(self, name: str, value: Any, constraint: str) -> UsageError:
+    def invalid(self, name: str, value: Any, constraint: str) -> UsageError:
         what = f"{self._inside}{name} {repr(value)[:60]}"
         return UsageError(
             f": {self._path} has {what}, which must be {constraint}",

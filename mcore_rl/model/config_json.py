@@ -2,8 +2,6 @@
 
 `ModelShape` describes an architecture to the rest of the package; `megatron_flags` expresses it as
 Megatron flags. Both are derived from config.json alone, so an architecture is specified once.
-
-This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ from mcore_rl.model.quantization import (
 from mcore_rl.model.rope import YARN_WITHOUT_FLAG, read_rope
 from mcore_rl.model.vllm_fields import unmapped_field
 
-ARCHITECTURES = tuple(FAMILIES)
 _MOST_EXPERTS = 500_000  # in all layers; each has its own name; Kimi-K2 has 23,424
 CLAMPED_AT = 7.0  # both halves of gpt-oss's SwiGLU; the only value that vLLM supports
 
@@ -89,7 +86,7 @@ class ModelShape:
 
 def read_config_json(folder: Path, *, flag: str = "--rl-hf-checkpoint") -> dict[str, Any]:
     """Parse the config.json of a checkpoint folder; raise UsageError if it cannot be read."""
-    path = Path(folder) / "config.json"
+    path = folder / "config.json"
     if not os.path.isfile(path):  # False as well if permissions forbid the look-up
         raise UsageError(
             "has no config.json that can be read"
@@ -129,13 +126,11 @@ def read_model_shape(
     as the bfloat16 weights they represent, and `quantization` names the published method. Other
     quantised weights are refused, except with `for_planning`.
     """
-    source = Path(source)
     if source.is_file():
-        return model_shape(
-            _read_json_object(source, flag), source, flag=flag, for_planning=for_planning
-        )
-    values = read_config_json(source, flag=flag)
-    return model_shape(values, source / "config.json", flag=flag, for_planning=for_planning)
+        values, path = _read_json_object(source, flag), source
+    else:
+        values, path = read_config_json(source, flag=flag), source / "config.json"
+    return model_shape(values, path, flag=flag, for_planning=for_planning)
 
 
 def model_shape(
@@ -194,10 +189,10 @@ def model_shape(
 def _family(fields: Fields, path: Path, flag: str) -> Family:
     """Return the family of the model_type; raise UsageError if it is not supported."""
     if not isinstance(fields["model_type"], str):
-        raise fields.senseless("model_type", fields["model_type"], "a text")
+        raise fields.invalid("model_type", fields["model_type"], "a text")
     types = fields.get("layer_types", [])
     if not isinstance(types, list):
-        raise fields.senseless("layer_types", types, "a list")
+        raise fields.invalid("layer_types", types, "a list")
     fields.read.discard("layer_types")  # only its type was checked
     family = FAMILIES.get(fields["model_type"])
     if family is None:
@@ -206,7 +201,7 @@ def _family(fields: Fields, path: Path, flag: str) -> Family:
             f": {path} has model_type '{fields['model_type']}'"
             + (f", which needs {missing}" if missing else ""),
             flag=flag,
-            remedy=f"supported are {', '.join(ARCHITECTURES)}; give a checkpoint of one of these",
+            remedy=f"supported are {', '.join(FAMILIES)}; give a checkpoint of one of these",
         )
     return family
 

@@ -1,7 +1,4 @@
-"""Experts of a model and the layers that have them, read from a config.json.
-
-This module is pure: it imports neither Megatron nor vLLM nor torch.
-"""
+"""Experts of a model and the layers that have them, read from a config.json."""
 
 from __future__ import annotations
 
@@ -124,7 +121,7 @@ def moe_layers(fields: Fields, family: Family, num_layers: int) -> tuple[bool, .
     step = fields.count("decoder_sparse_step", 1)
     dense = fields.get("mlp_only_layers", [])
     if not isinstance(dense, list):
-        raise fields.senseless("mlp_only_layers", dense, "a list")
+        raise fields.invalid("mlp_only_layers", dense, "a list")
     return tuple(
         i >= first and i % frequency == 0 and (i + 1) % step == 0 and i not in dense
         for i in range(num_layers)

@@ -2,8 +2,6 @@
 
 `config_json` reads a config.json by its family's table, and `weight_map` and `tensors` take tensor
 names from it. Nothing else refers to a family by name. To add one, see docs/using/families.md.
-
-This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
 
 from __future__ import annotations

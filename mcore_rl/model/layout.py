@@ -1,6 +1,6 @@
 """Parallel degrees of training and rollout, and the ranks that follow from them.
 
-This module is pure: no import of Megatron, vLLM or torch. Degrees multiply as in Megatron:
+Degrees multiply as in Megatron:
 
     world = tp x cp x dp x pp          (dense part, innermost first: tp, cp, dp, pp)
     world = etp x ep x edp x pp        (experts, innermost first: etp, ep, edp, pp)

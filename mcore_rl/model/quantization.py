@@ -1,7 +1,4 @@
-"""Quantisation that config.json describes: FP8 blocks and gpt-oss's MXFP4; others are refused.
-
-This module is pure: it imports neither Megatron nor vLLM nor torch.
-"""
+"""Quantisation that config.json describes: FP8 blocks and gpt-oss's MXFP4; others are refused."""
 
 from __future__ import annotations
 

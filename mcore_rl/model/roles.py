@@ -1,7 +1,6 @@
 """The ranks of actor, critic and reward model: all roles in turn, or each on ranks of its own.
 
-The ranks of a role are a world of their own: torch.distributed, Megatron and vLLM see no other
-ranks there. This module is pure integers.
+The ranks of a role are a world of their own: torch.distributed, Megatron and vLLM see no others.
 """
 
 from __future__ import annotations

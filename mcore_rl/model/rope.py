@@ -1,7 +1,4 @@
-"""Rotary positions, read from a config.json.
-
-This module is pure: it imports neither Megatron nor vLLM nor torch.
-"""
+"""Rotary positions, read from a config.json."""
 
 from __future__ import annotations
 
@@ -86,7 +83,7 @@ def read_rope(fields: Fields, family: Family) -> dict[str, Any]:
             inside.count(name)
     fast, slow = (given.get(name, YARN_WITHOUT_FLAG[name]) for name in ("beta_fast", "beta_slow"))
     if slow > fast:
-        raise inside.senseless("beta_slow", slow, f"at most beta_fast, which is {fast}")
+        raise inside.invalid("beta_slow", slow, f"at most beta_fast, which is {fast}")
     if rope_type == "llama3":
         for name, value in _LLAMA3_FIXED.items():
             if given.get(name, value) != value:
@@ -104,7 +101,7 @@ def _partial_rotary_factor(
         factor = fields.count("rotary_dim") / fields.count("head_dim")
     share, bounds = finite_number(factor), Bounds(above=0, most=1)
     if share is None or not bounds.hold(share):
-        raise fields.senseless("partial_rotary_factor", factor, f"in {bounds.interval()}")
+        raise fields.invalid("partial_rotary_factor", factor, f"in {bounds.interval()}")
     if share == 1.0:
         return {}
     if family.partial_rotary_factor == 1.0:

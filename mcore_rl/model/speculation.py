@@ -2,8 +2,6 @@
 
 Sampling stays exact with any drafter: drafts are accepted with the probability that preserves the
 model's own distribution (arXiv 2211.17192). A bad drafter only costs time.
-
-This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ One table serves all families. It needs only `ModelShape`, so it is available be
 read or any process starts. The planner and the rank map use it. The hand-over does not: its
 holdings come from the live Megatron parameters and its needs from vLLM's own loaders; a test
 compares both with this table.
-
-This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -208,9 +206,13 @@ def checkpoint_tensors(shape: ModelShape) -> Iterator[tuple[str, TensorSpec]]:
     for spec in (*embedding_specs(shape), *head_specs(shape)):
         yield spec.name, spec
     for layer, is_moe in enumerate(shape.is_moe_layer):
-        for spec in layer_specs(shape, is_moe=is_moe):
-            for expert in range(max(1, spec.num_experts)):
-                yield f"model.layers.{layer}.{spec.name.format(expert=expert)}", spec
+        yield from _in_layer(layer, layer_specs(shape, is_moe=is_moe))
+
+
+def _in_layer(layer: int, specs: Iterable[TensorSpec]) -> Iterator[tuple[str, TensorSpec]]:
+    for spec in specs:
+        for expert in range(max(1, spec.num_experts)):
+            yield f"model.layers.{layer}.{spec.name.format(expert=expert)}", spec
 
 
 # Suffixes of an MTP layer's copies of the model's tensors, and the originals. Engines share the
@@ -279,9 +281,7 @@ def mtp_tensors(
     `num_layers` limits the layers; None: all."""
     count = shape.num_mtp_layers if num_layers is None else num_layers
     for layer in range(shape.num_layers, shape.num_layers + count):
-        for spec in mtp_layer_specs(shape):
-            for expert in range(max(1, spec.num_experts)):
-                yield f"model.layers.{layer}.{spec.name.format(expert=expert)}", spec
+        yield from _in_layer(layer, mtp_layer_specs(shape))
 
 
 def trained_vocabulary_rows(vocab_size: int, tp_size: int) -> int:

@@ -3,8 +3,6 @@
 vLLM would apply such a field, and Megatron would not. The tables list the configuration attributes
 that appear in vLLM's sources; tests/unit/test_vllm_fields.py repeats the search and names the
 fields that another version reads in addition.
-
-This module is pure: it imports neither Megatron nor vLLM nor torch.
 """
 
 from __future__ import annotations

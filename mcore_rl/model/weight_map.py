@@ -13,8 +13,7 @@ parameters of a layer lie in one flat bucket. Each data-parallel rank has an equ
 begins and ends at a row boundary. The pieces are cut to the rank's rows: the hand-over sends each
 row from its owner and gathers nothing.
 
-This module is pure: names, shapes and integers go in, boxes come out. A parameter without a rule
-raises an error that names it.
+A parameter without a rule raises an error that names it.
 
 Shape legend: o output rows of a weight, i input columns, v vocabulary, h hidden.
 """
@@ -23,7 +22,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.model.boxes import Box, full_box, intersect, relative
@@ -322,7 +321,7 @@ def _expert_rules(shape: ModelShape, experts: Experts) -> dict[str, _Rule]:
 
 
 # Within `mtp.layers.N.`, in addition to `mtp_model_layer.`, which is a decoder layer.
-_MTP_RULES: Mapping[str, _Rule] = {
+_MTP_RULES: dict[str, _Rule] = {
     "enorm.weight": _replicated("enorm.weight"),
     "hnorm.weight": _replicated("hnorm.weight"),
     "eh_proj.weight": _column("eh_proj.weight"),

@@ -7,7 +7,6 @@ trainer's own choices from when it scored the samples.
 
 Shape legend: n tokens of one sample that went through the engine; m layers with experts, in
 ascending order; k choices per token; e experts.
-This module is pure: it imports neither Megatron nor vLLM nor torch.distributed.
 """
 
 from __future__ import annotations

@@ -8,11 +8,10 @@ saves a critic and an actor, each in its own layout. Like `adapter` it calls `me
 from __future__ import annotations
 
 import argparse
-import copy
 import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 from mcore_rl.common.parameters import ExtraArgs
@@ -30,22 +29,24 @@ class MegatronWorld:
 
     def __init__(self, args: argparse.Namespace) -> None:
         from megatron.core import parallel_state
-        from megatron.training.global_vars import get_args
+        from megatron.training import global_vars, initialize
 
         self.args = args
         self.layout = megatron_adapter.train_layout(args)
         self._outside: dict[str, Any] | None = None
-        if self.layout == megatron_adapter.train_layout(get_args()):
+        if self.layout == megatron_adapter.train_layout(global_vars.get_args()):
             self._groups = _globals_of(parallel_state)
             return
-        outside = _globals_of(parallel_state)
+        outside, outside_args = _globals_of(parallel_state), global_vars.get_args()
         try:
             # This only resets the globals; the process groups stay.
             parallel_state.destroy_model_parallel()
-            _initialize_groups(args)
+            global_vars.set_args(args)
+            initialize._initialize_distributed(None, None, store=None)
             self._groups = _globals_of(parallel_state)
         finally:
             vars(parallel_state).update(outside)
+            global_vars.set_args(outside_args)
 
     def __enter__(self) -> MegatronWorld:
         from megatron.core import parallel_state
@@ -70,18 +71,6 @@ class MegatronWorld:
 
 def _globals_of(module: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if _GLOBAL.fullmatch(name)}
-
-
-def _initialize_groups(args: argparse.Namespace) -> None:
-    """Create the process groups as Megatron does once torch.distributed is initialized."""
-    from megatron.training import global_vars, initialize
-
-    outside = global_vars.get_args()
-    global_vars.set_args(args)
-    try:
-        initialize._initialize_distributed(None, None, store=None)
-    finally:
-        global_vars.set_args(outside)
 
 
 def parsed_args(
@@ -110,12 +99,3 @@ def parsed_args(
         sys.argv = saved
     args.rank, args.local_rank = like.rank, like.local_rank
     return args
-
-
-def changed_args(args: argparse.Namespace, values: Mapping[str, Any]) -> argparse.Namespace:
-    """Copy arguments with some values changed, for models without a command line."""
-    changed = copy.copy(args)
-    for name, value in values.items():
-        assert hasattr(changed, name), name
-        setattr(changed, name, value)
-    return changed

@@ -43,7 +43,7 @@ from mcore_rl.megatron.optimizer import CheckedOptimizer, UpdateResult
 from mcore_rl.megatron.runner import ModelRunner
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.megatron.value_head import build_value_model
-from mcore_rl.megatron.world import MegatronWorld, changed_args, parsed_args
+from mcore_rl.megatron.world import MegatronWorld, parsed_args
 from mcore_rl.model.tensors import VALUE_HEAD
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.spec import ValueModelSpec
@@ -182,7 +182,7 @@ def build_critic(
         own = {"lr": config.critic.critic_lr, "clip_grad": config.critic.critic_clip_grad}
         changes = {name: value for name, value in own.items() if value is not None}
         changes.update(_longer_schedule(config, actor_args))
-        args = changed_args(actor_args, changes)
+        args = argparse.Namespace(**{**vars(actor_args), **changes})
     else:
         args = parsed_args(spec.tokens, spec.extra_args, actor_args, log=log)
     _load_from_beside(args, actor_iteration)

@@ -28,7 +28,6 @@ from mcore_rl.common.platform import find_platform
 from mcore_rl.common.spans import MegatronTimers
 from mcore_rl.megatron import fsdp_buffers as megatron_fsdp
 from mcore_rl.megatron.fsdp_buffers import local_weights
-from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.moe.balance import expert_biases
 from mcore_rl.patches import megatron as megatron_patches
@@ -493,9 +492,3 @@ def broadcast_groups() -> dict[str, torch.distributed.ProcessGroup]:
         "dp": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "tp": parallel_state.get_tensor_model_parallel_group(),
     }
-
-
-def padded_vocab_size(shape: ModelShape, args: argparse.Namespace) -> int:
-    """Return the number of embedding rows over all TP ranks."""
-    assert args.padded_vocab_size >= shape.vocab_size, (args.padded_vocab_size, shape.vocab_size)
-    return int(args.padded_vocab_size)

@@ -208,17 +208,12 @@ class PolicyHead:
         return found[0].view(positions, samples), found[1].view(positions, samples)
 
 
-class GPTActor(PolicyHead, GPTModel):
-    """Megatron's `GPTModel` as a policy."""
-
-
 @functools.cache
-def mixed_in(mixin: type, base: type, of_gpt: type) -> type:
-    """Return `base` with `mixin` before it: `of_gpt` for GPTModel, else a new class."""
-    if issubclass(base, mixin):
+def _policy_class(base: type) -> type:
+    """Return `base` with `PolicyHead` before it."""
+    if issubclass(base, PolicyHead):
         return base
-    name = base.__name__ + of_gpt.__name__.removeprefix("GPT")
-    return of_gpt if base is GPTModel else type(name, (mixin, base), {})
+    return type(f"{base.__name__}Actor", (PolicyHead, base), {})
 
 
 def as_policy(
@@ -231,7 +226,7 @@ def as_policy(
     """
     policy: Any = model  # with the attributes of its new class
     base: Any = type(policy)  # mypy: not Hashable
-    policy.__class__ = mixed_in(PolicyHead, base, GPTActor)
+    policy.__class__ = _policy_class(base)
     policy.real_vocab_size = real_vocab_size
     policy.chunk_tokens = chunk_tokens
     return model
@@ -301,7 +296,7 @@ def make_actor_provider(args: argparse.Namespace, shape: ModelShape) -> Any:
             config=config,
             transformer_layer_spec=spec,
             mtp_block_spec=_mtp_block_spec(config, spec, vp_stage),
-            vocab_size=megatron_adapter.padded_vocab_size(shape, args),
+            vocab_size=args.padded_vocab_size,
             max_sequence_length=args.max_position_embeddings,
             pre_process=pre_process,
             post_process=post_process,

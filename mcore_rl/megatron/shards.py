@@ -7,7 +7,7 @@ Megatron-FSDP shards parameters over data parallelism, the share is this rank's 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ class ModelShards:
         shape: ModelShape,
         layout: TrainLayout,
         rank: int,
-        tensors: dict[str, TensorInfo],
+        tensors: Mapping[str, TensorInfo],
     ) -> None:
         self.shape = shape
         self._infos = tensors

@@ -19,11 +19,10 @@ import torch.distributed as dist
 
 from mcore_rl.megatron import adapter  # noqa: F401  # isort: skip  (first: it applies patches)
 
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
-from mcore_rl.megatron.policy_head import make_actor_provider, mixed_in
+from mcore_rl.megatron.policy_head import make_actor_provider
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.megatron.world import MegatronWorld
 from mcore_rl.model.config_json import ModelShape, settings_without_flag
@@ -76,39 +75,23 @@ class ValueHead(torch.nn.Module):
         return tensors
 
 
-class ValueModel:
-    """Mixin to place before a Megatron language model class: its forward returns values.
-
-    They are `[b, s, 1]` float32 on the last pipeline stage; other stages return Megatron's hidden
-    states. Position t has the value of the state before token t+1.
-    """
-
-
-class GPTCritic(ValueModel, GPTModel):
-    """Megatron's `GPTModel` as a critic."""
-
-
-def as_critic(model: torch.nn.Module) -> torch.nn.Module:
-    """Turn a built Megatron language model into a critic, in place, and return it.
-
-    Raises RuntimeError if embedding and output layer are tied: the other use would be lost.
-    """
-    critic: Any = model  # with the attributes of Megatron's class
-    if critic.share_embeddings_and_output_weights:
-        raise RuntimeError("a critic is built without tied embeddings; the model has them")
-    base: Any = type(critic)  # mypy: not Hashable
-    critic.__class__ = mixed_in(ValueModel, base, GPTCritic)
-    if critic.post_process:
-        critic.output_layer = ValueHead(critic.config, critic.pg_collection.tp)
-    return model
-
-
 def make_critic_provider(provider: Any) -> Any:
-    """Wrap a Megatron `model_provider` so that it builds a critic."""
+    """Wrap a Megatron `model_provider` so that it builds a critic.
+
+    On the last pipeline stage its forward returns `[b, s, 1]` float32; position t has the value of
+    the state before token t+1. Raises RuntimeError if embedding and output layer are tied: the
+    other use would be lost.
+    """
 
     @functools.wraps(provider)
     def critic_provider(*args: Any, **kwargs: Any) -> torch.nn.Module:
-        return as_critic(provider(*args, **kwargs))
+        model: Any = provider(*args, **kwargs)  # with the attributes of Megatron's class
+        if model.share_embeddings_and_output_weights:
+            raise RuntimeError("a critic is built without tied embeddings; the model has them")
+        if model.post_process:
+            model.output_layer = ValueHead(model.config, model.pg_collection.tp)
+        critic: torch.nn.Module = model
+        return critic
 
     return critic_provider
 
@@ -133,6 +116,7 @@ def build_value_model(
         world = MegatronWorld(args)
         with world:
             state = setup(make_critic_provider(provider or make_actor_provider(args, shape)))
-            tensors = dict(checkpoint.tensors)
-            shards = ModelShards(state.chunks, shape, world.layout, dist.get_rank(), tensors)
+            shards = ModelShards(
+                state.chunks, shape, world.layout, dist.get_rank(), checkpoint.tensors
+            )
     return world, state, shards

@@ -71,7 +71,7 @@ def build_actor(
         job.spec.shape,
         job.spec.train_layout,
         dist.get_rank(),
-        dict(job.spec.checkpoint.tensors),
+        job.spec.checkpoint.tensors,
     )
     check_complete(job.spec.checkpoint, set().union(*objects.all_gather(shards.tensors())))
     if not megatron_checkpoint.loads_checkpoint(job.args):

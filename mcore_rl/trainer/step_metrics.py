@@ -98,7 +98,7 @@ def measured(
     timers: StageTimers,
     device: torch.device,
 ) -> dict[str, float]:
-    """Return bytes and memory, the ranks' maxima; this rank's times; all ranks' tokens per second.
+    """Return the ranks' maxima of bytes and memory, this rank's times, and tokens per second.
 
     `report` is the step's hand-over, `device` the groups' communication device. Ends the step of
     `timers`. Collective over the world.
@@ -106,36 +106,21 @@ def measured(
     host_peak_bytes, device_peak_bytes = highest_bytes()
     give_back_cached()  # as the next switch does; if the rest grows, it is a leak
     rollout_seconds, train_seconds = timers["rollout"], timers["train"]
-    names = (
-        "reshard/received_bytes_max",
-        "reshard/lower_bound_bytes_max",
-        "reshard/peak_extra_bytes_max",
-        "offload/moved_bytes_max",
-        "offload/saved_bytes_max",
-        "memory/host_peak_bytes",
-        "memory/device_peak_bytes",
-        "memory/host_bytes",
-        "memory/device_bytes",
-        "memory/open_files",
-    )
-    values = torch.tensor(
-        [
-            report.received_bytes,
-            report.lower_bound_bytes,
-            report.peak_extra_bytes,
-            report.offloaded.moved_bytes,
-            report.offloaded.saved_bytes,
-            host_peak_bytes,
-            device_peak_bytes,
-            host_bytes("RssAnon"),
-            device_bytes(),
-            len(os.listdir("/proc/self/fd")),
-        ],
-        dtype=torch.float64,
-        device=device,
-    )
+    mine = {
+        "reshard/received_bytes_max": report.received_bytes,
+        "reshard/lower_bound_bytes_max": report.lower_bound_bytes,
+        "reshard/peak_extra_bytes_max": report.peak_extra_bytes,
+        "offload/moved_bytes_max": report.offloaded.moved_bytes,
+        "offload/saved_bytes_max": report.offloaded.saved_bytes,
+        "memory/host_peak_bytes": host_peak_bytes,
+        "memory/device_peak_bytes": device_peak_bytes,
+        "memory/host_bytes": host_bytes("RssAnon"),
+        "memory/device_bytes": device_bytes(),
+        "memory/open_files": len(os.listdir("/proc/self/fd")),
+    }
+    values = torch.tensor(list(mine.values()), dtype=torch.float64, device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    metrics = dict(zip(names, values.tolist(), strict=True))
+    metrics = dict(zip(mine, values.tolist(), strict=True))
     metrics["reshard/weight_version"] = float(report.weight_version)
     metrics["reshard/attested"] = float(report.attested)
     trained = int(collected.table.lengths.sum())

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from mcore_rl.batching.rows import ModelRows, tokens_in_rows
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.common.errors import UsageError
-from mcore_rl.moe.balance import asked, balances, in_the_way_of_padding
+from mcore_rl.moe.balance import balances, balancing_flag, cuda_graph_flag
 from mcore_rl.moe.routing import RoutedLayers
 from mcore_rl.moe.routing_replay import Choices
 
@@ -94,16 +94,16 @@ def tells_padding(args: argparse.Namespace, chunks: Sequence[torch.nn.Module]) -
     """Return whether padding can be passed to the routers of these model chunks, if they have any.
     A flag may prevent it. UsageError: balancing needs it, but a model takes no `padding_mask`."""
     values = vars(args)
-    if not values.get("num_experts") or in_the_way_of_padding(values):
+    if not values.get("num_experts") or cuda_graph_flag(values):
         return False
-    deaf = [type(chunk) for chunk in chunks if not _takes_padding(type(chunk))]
-    if deaf and balances(values):
+    without = [type(chunk) for chunk in chunks if not _takes_padding(type(chunk))]
+    if without and balances(values):
         raise UsageError(
-            f"needs the padding of a row, which {deaf[0].__qualname__} does not take",
-            flag=asked(values),
+            f"needs the padding of a row, which {without[0].__qualname__} does not take",
+            flag=balancing_flag(values),
             remedy="let its forward take padding_mask and hand it to its layers, or drop the flag",
         )
-    return not deaf
+    return not without
 
 
 def _takes_padding(model: type) -> bool:

@@ -19,6 +19,7 @@ import torch
 from mcore_rl.common.errors import UsageError
 
 _BIAS, _TYPE = "--moe-router-bias-update-rate", "--moe-router-load-balancing-type"
+_DEFAULT_RATE = 1e-3  # Megatron's --moe-router-bias-update-rate
 _LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 _NO_BALANCING = f"drop it, or give {_BIAS} 0 and {_TYPE} none"
 
@@ -45,12 +46,12 @@ def moves_biases(values: Mapping[str, Any]) -> bool:
     return bool(
         values.get("num_experts")
         and values.get("moe_router_enable_expert_bias")
-        and values.get("moe_router_bias_update_rate", 1e-3)  # Megatron's default
+        and values.get("moe_router_bias_update_rate", _DEFAULT_RATE)
     )
 
 
-def in_the_way_of_padding(values: Mapping[str, Any]) -> str:
-    """Return the flag that keeps the padding mask from routers, or ""."""
+def cuda_graph_flag(values: Mapping[str, Any]) -> str:
+    """Return the flag that enables CUDA graphs, to which no padding mask can be passed, or ""."""
     if values.get("enable_cuda_graph") or values.get("external_cuda_graph"):
         return "--enable-cuda-graph"
     graphs = values.get("cuda_graph_impl") or "none"
@@ -71,9 +72,9 @@ def check_balancing(values: Mapping[str, Any], max_tokens: int) -> None:
         return
     layers = values.get("mtp_num_layers")
     # Megatron's MTP layers get no padding mask under sequence parallelism.
-    if against := f"--mtp-num-layers {layers}" if layers else in_the_way_of_padding(values):
+    if against := f"--mtp-num-layers {layers}" if layers else cuda_graph_flag(values):
         raise UsageError(
-            f"counts padding in the load of experts, which {asked(values)} evens out",
+            f"counts padding in the load of experts, which {balancing_flag(values)} evens out",
             flag=against,
             remedy=_NO_BALANCING,
         )
@@ -95,11 +96,11 @@ def check_balancing(values: Mapping[str, Any], max_tokens: int) -> None:
         )
 
 
-def asked(values: Mapping[str, Any]) -> str:
+def balancing_flag(values: Mapping[str, Any]) -> str:
     """Return the flag that enables balancing, as on a command line."""
     if kinds := losses(values):
         return f"{_TYPE} {kinds[0]}"
-    return f"{_BIAS} {values.get('moe_router_bias_update_rate', 1e-3)}"
+    return f"{_BIAS} {values.get('moe_router_bias_update_rate', _DEFAULT_RATE)}"
 
 
 def check_bias_dtypes(values: Mapping[str, Any], dtypes: Mapping[str, str], folder: Any) -> None:
@@ -113,7 +114,7 @@ def check_bias_dtypes(values: Mapping[str, Any], dtypes: Mapping[str, str], fold
             raise UsageError(
                 f"moves biases of experts in float32, and {tensor} in {folder} is {dtype}, to "
                 "which the engine's would be rounded",
-                flag=f"{_BIAS} {values.get('moe_router_bias_update_rate', 1e-3)}",
+                flag=f"{_BIAS} {values.get('moe_router_bias_update_rate', _DEFAULT_RATE)}",
                 remedy="give 0, or store these tensors as float32",
             )
 

@@ -5,6 +5,7 @@ Shape legend: m layers with experts, of the complete model; e experts.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -134,11 +135,7 @@ class ExpertLoad:
     def _by_layer(
         self, name: str, values: torch.Tensor, is_there: torch.Tensor
     ) -> dict[str, float]:
-        layers = [
-            layer
-            for layer, there in zip(self._routed.layers, is_there.tolist(), strict=True)
-            if there
-        ]
+        layers = itertools.compress(self._routed.layers, is_there.tolist())
         return {
             f"{name}/layer_{layer}": value
             for layer, value in zip(layers, values.tolist(), strict=True)

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from mcore_rl.moe.balance import cuda_graph_flag
 from mcore_rl.moe.routing import RoutedLayers
 
 TopK = tuple[torch.Tensor, torch.Tensor]  # [n, k] scores and experts
@@ -68,8 +69,8 @@ class RoutingReplay:
         self.compared = torch.zeros(len(layers), dtype=torch.float64, device=device)
         for column, layer in enumerate(layers):
             if not hasattr(routers[layer], "router_replay"):
-                raise RuntimeError("the routers of this Megatron cannot be told which experts")
-            routers[layer].router_replay = _Asked(self, column)
+                raise RuntimeError("the routers of this Megatron do not support routing replay")
+            routers[layer].router_replay = _RouterReplay(self, column)
 
     @contextmanager
     def pass_over_samples(self, *, goes_back: bool) -> Iterator[None]:
@@ -143,7 +144,7 @@ class RoutingReplay:
         return self._now
 
 
-class _Asked:
+class _RouterReplay:
     """Object at a router's `router_replay`, in place of Megatron's RouterReplay."""
 
     def __init__(self, replay: RoutingReplay, column: int) -> None:
@@ -173,8 +174,4 @@ def obstacle(values: Mapping[str, Any]) -> str:
     `values` are Megatron's arguments by destination."""
     if values.get("moe_router_fusion"):
         return "--moe-router-fusion chooses experts in a kernel of its own"
-    if values.get("enable_cuda_graph") or values.get("external_cuda_graph"):
-        return "--enable-cuda-graph runs what was captured"
-    if (graphs := values.get("cuda_graph_impl") or "none") != "none":
-        return f"--cuda-graph-impl {graphs} runs what was captured"
-    return ""
+    return f"{graphs} runs what was captured" if (graphs := cuda_graph_flag(values)) else ""

@@ -12,8 +12,8 @@ from mcore_rl.job.resolver import examine
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.model.config_json import read_model_shape
 from mcore_rl.moe.balance import (
-    asked,
     balances,
+    balancing_flag,
     check_balancing,
     check_bias_dtypes,
     losses,
@@ -49,7 +49,7 @@ def test_losses_count_with_a_coefficient(values: dict, expected: tuple[str, ...]
 
 def test_biases_move_with_a_rate() -> None:
     assert moves_biases(BIASES) and balances(BIASES)  # by Megatron's default
-    assert asked(BIASES) == "--moe-router-bias-update-rate 0.001"
+    assert balancing_flag(BIASES) == "--moe-router-bias-update-rate 0.001"
     assert not moves_biases(BIASES | {"moe_router_bias_update_rate": 0.0})
     assert not moves_biases(BIASES | {"moe_router_enable_expert_bias": False})
 

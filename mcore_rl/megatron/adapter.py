@@ -280,14 +280,13 @@ def forward_backward(
     seq_length: int,
     micro_batch_size: int,
     forward_only: bool,
-    collect: bool = False,
 ) -> list[Any]:
     """Run Megatron's pipeline schedule over the micro-batches in `data`. Collective.
 
     `seq_length` is the length of full rows; the schedule divides it by CP and TP.
 
     Returns one entry per micro-batch on the last pipeline stage (the loss function's second return
-    value, or its non-loss data with `collect`), and an empty list elsewhere.
+    value, or its non-loss data with `forward_only`), and an empty list elsewhere.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -300,7 +299,7 @@ def forward_backward(
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
         forward_only=forward_only,
-        collect_non_loss_data=collect,
+        collect_non_loss_data=forward_only,
     )
     return returned
 

@@ -232,7 +232,6 @@ class ModelRunner:
                 seq_length=work[0].rows.token_ids.shape[1] * self._layout.cp_size,
                 micro_batch_size=work[0].rows.token_ids.shape[0],
                 forward_only=forward_only,
-                collect=forward_only,
             )
 
     def _padding(self, now: _Work, model: torch.nn.Module) -> dict[str, torch.Tensor]:

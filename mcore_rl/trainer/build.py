@@ -330,7 +330,6 @@ def _monitors(
         first_step=first_step,
         device=models.shards.device,
         timers=timers,
-        reward_names=job.spec.rewards.names,
         rates=learner.rates,
         expert_load=expert_load,
         sample_store=sample_store,

@@ -84,7 +84,6 @@ class RunRecorder:
         first_step: int,
         device: torch.device,
         timers: StageTimers,
-        reward_names: Sequence[str],
         rates: Callable[[], dict[str, float]],
         expert_load: ExpertLoad | None,
         sample_store: SampleStore,
@@ -93,10 +92,10 @@ class RunRecorder:
         `sample_store` has the step's samples."""
         self._job, self._first_step, self._device = job, first_step, device
         self._timers, self._rates, self._expert_load = timers, rates, expert_load
-        self._reward_names, self._sample_store = reward_names, sample_store
+        self._reward_names, self._sample_store = job.spec.rewards.names, sample_store
         self._reshards: dict[str, ReshardReport] = {}
         self._offload_log = OffloadLog()
-        self._reward_wait_log = WaitLog(reward_names)
+        self._reward_wait_log = WaitLog(self._reward_names)
         is_first = dist.get_rank() == 0
         self._directory: RunDirectory | None = None
         if is_first:

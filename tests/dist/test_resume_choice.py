@@ -139,8 +139,8 @@ def test_a_failure_on_one_rank_is_told_on_all(ranks: RankPool, tmp_path: Path) -
     assert errors == [errors[0]] * WORLD_SIZE
     assert errors[0] == (
         f"the checkpoint of step 20 could not be written to {tmp_path}: on rank 1: [Errno 28] No "
-        "space left on device; that of step 10 is complete: mend this and go on by --load "
-        f"{tmp_path}"
+        "space left on device; that of step 10 is complete: repair the disk and resume with "
+        f"--load {tmp_path}"
     )
     assert folders.complete_steps(tmp_path) == [10]
 

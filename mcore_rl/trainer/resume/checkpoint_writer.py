@@ -27,12 +27,11 @@ _OF_DISKS = frozenset(
 _ERRNO = re.compile(r"\[Errno (\d+)\] [^\n:]+")
 
 
-def write_checkpoint(folder: Path, step: int, writers: Sequence[Writer]) -> Path:
+def write_checkpoint(folder: Path, step: int, writers: Sequence[Writer]) -> None:
     """Call `writers`, each with the folder to write below, and complete the checkpoint.
 
     The first one is Megatron's, which makes `iter_<step>` there; the others write into it. This
-    call and all writers are collective. Every file is hashed by one rank. Returns the checkpoint's
-    folder.
+    call and all writers are collective. Every file is hashed by one rank.
 
     Raises RuntimeError with the folder and the reason: on all ranks if the folder cannot be made,
     or files cannot be read or moved; on the ranks that notice if the disk fails a writer. Any other
@@ -46,10 +45,7 @@ def write_checkpoint(folder: Path, step: int, writers: Sequence[Writer]) -> Path
             folders.clear_saving(folder)
             saving.mkdir(parents=True, exist_ok=True)
 
-    def everywhere(work: Callable[[], Any]) -> list[Any]:
-        return _everywhere(work, lambda reason: _not_written(folder, step, reason))
-
-    everywhere(prepare)
+    _everywhere(prepare, folder, step)
     for write in writers:
         with _hearing_megatron() as heard:
             try:
@@ -60,25 +56,26 @@ def write_checkpoint(folder: Path, step: int, writers: Sequence[Writer]) -> Path
                 raise RuntimeError(_not_written(folder, step, reason)) from error
     objects.barrier()
     place = saving / folders.iteration_name(step)
-    found = everywhere(
-        lambda: folders.sealed(place, folders.share(folders.files_of(place), rank, world_size))
-    )
+
+    def seal() -> dict[str, str]:
+        return folders.sealed(place, folders.share(folders.files_of(place), rank, world_size))
+
+    found = _everywhere(seal, folder, step)
     digests = {name: digest for part in found for name, digest in part.items()}
 
     def complete() -> None:
         if rank == 0:
             folders.complete(folder, step, digests)
 
-    everywhere(complete)
-    return folder / folders.iteration_name(step)
+    _everywhere(complete, folder, step)
 
 
 def _not_written(folder: Path, step: int, reason: str) -> str:
-    """Return the message of a run that ends because the disk takes no checkpoint."""
+    """Return the message of a run that ends because a checkpoint could not be written."""
     before = next(iter(folders.complete_steps(folder)), None)
     kept = "none was complete before"
     if before is not None:
-        kept = f"that of step {before} is complete: mend this and go on by --load {folder}"
+        kept = f"that of step {before} is complete: repair the disk and resume with --load {folder}"
     return f"the checkpoint of step {step} could not be written to {folder}: {reason}; {kept}"
 
 
@@ -131,11 +128,8 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         at = at.__cause__ or at.__context__
 
 
-def _everywhere(work: Callable[[], Any], told: Callable[[str], str]) -> list[Any]:
-    """Return `work`'s result on each rank; raise RuntimeError on all ranks if it failed on any.
-
-    `told` makes the error's text from the rank and the reason.
-    """
+def _everywhere(work: Callable[[], Any], folder: Path, step: int) -> list[Any]:
+    """Return `work`'s result on each rank; raise RuntimeError on all ranks if it failed on any."""
     outcome: tuple[Any, str] = (None, "")
     try:
         outcome = (work(), "")
@@ -144,5 +138,5 @@ def _everywhere(work: Callable[[], Any], told: Callable[[str], str]) -> list[Any
     outcomes = objects.all_gather(outcome)
     for rank, (_, failure) in enumerate(outcomes):
         if failure:
-            raise RuntimeError(told(f"on rank {rank}: {failure}"))
+            raise RuntimeError(_not_written(folder, step, f"on rank {rank}: {failure}"))
     return [result for result, _ in outcomes]

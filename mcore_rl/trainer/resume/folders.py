@@ -285,13 +285,9 @@ def recover(folder: Path) -> list[int]:
     The tracker then names the newest: without one, or if it is not a number, Megatron takes the
     folder for empty, or exits.
     """
-    found = []
-    if saving_folder(folder).is_dir():
-        for entry in sorted(saving_folder(folder).iterdir()):
-            match = _NAME.fullmatch(entry.name)
-            if match is not None and _record(entry, int(match[1])) is not None:
-                _move_into_place(folder, int(match[1]))
-                found.append(int(match[1]))
+    found = sorted(complete_steps(saving_folder(folder)))
+    for step in found:
+        _move_into_place(folder, step)
     tracked, newest = tracked_step(folder), max(complete_steps(folder), default=None)
     if newest is not None and (tracked is None or tracked < newest):
         _write_text(folder / TRACKER, str(newest))
@@ -330,10 +326,9 @@ def damage(folder: Path, step: int, *, rank: int = 0, world_size: int = 1) -> li
     Sizes are compared for all files, digests for this reader's share.
     """
     place = folder / iteration_name(step)
-    record = _record(place, step)
-    if record is None:
+    sizes, found = _record(place, step), []
+    if sizes is None:
         return [Damage(place / COMPLETE, "it is not there or cannot be read")]
-    sizes, found = record, []
     try:
         expected = parse_json(_content(place / INTEGRITY))["files"]
         if not isinstance(expected, dict):

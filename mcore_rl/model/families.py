@@ -117,24 +117,24 @@ class Family:
     has_drafter: bool = False  # vLLM can draft with the checkpoint's MTP layers
 
 
-_V3_SPELT_OUT = tuple(
-    "q_lora_rank n_shared_experts first_k_dense_replace n_group norm_topk_prob "
-    "routed_scaling_factor".split()
-)
 _V3_ROUTER = Router("n_routed_experts", score_function="sigmoid", methods=("noaux_tc",))
 
+_DEEPSEEK_V3 = Family(  # and Moonlight, which uses this model_type
+    model_type="deepseek_v3",
+    class_name="DeepseekV3ForCausalLM",
+    spelt_out=(
+        *("q_lora_rank", "n_shared_experts", "first_k_dense_replace", "n_group"),
+        *("norm_topk_prob", "routed_scaling_factor"),
+    ),
+    latent_attention=True,
+    qk_norm=True,
+    router=_V3_ROUTER,
+    rope_types=("default", "yarn"),
+    has_drafter=True,
+)
 
 _PUBLISHED = (
-    Family(  # and Moonlight, which uses this model_type
-        model_type="deepseek_v3",
-        class_name="DeepseekV3ForCausalLM",
-        spelt_out=_V3_SPELT_OUT,
-        latent_attention=True,
-        qk_norm=True,
-        router=_V3_ROUTER,
-        rope_types=("default", "yarn"),
-        has_drafter=True,
-    ),
+    _DEEPSEEK_V3,
     Family(  # V2 and V2-Lite
         model_type="deepseek_v2",
         class_name="DeepseekV2ForCausalLM",
@@ -144,15 +144,7 @@ _PUBLISHED = (
         router=Router("n_routed_experts", methods=("greedy", "group_limited_greedy")),
         rope_types=("default", "yarn"),
     ),
-    Family(
-        model_type="kimi_k2",
-        class_name="DeepseekV3ForCausalLM",
-        spelt_out=_V3_SPELT_OUT,
-        latent_attention=True,
-        qk_norm=True,
-        router=_V3_ROUTER,
-        rope_types=("default", "yarn"),
-    ),
+    replace(_DEEPSEEK_V3, model_type="kimi_k2", has_drafter=False),
     Family(  # GLM-4.5, 4.6 and 4.7; Air has no head norms
         model_type="glm4_moe",
         class_name="Glm4MoeForCausalLM",

@@ -30,9 +30,8 @@ from mcore_rl.model.config_json import settings_without_flag
 from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, describe_ranks
 from mcore_rl.observe import own_folders
 from mcore_rl.spec import JobSpec, ValueModelSpec
-from mcore_rl.trainer.job import Job
+from mcore_rl.trainer.job import Job, RoleWorld, enter_role
 from mcore_rl.trainer.resume import folders
-from mcore_rl.trainer.roles.role_world import RoleWorld, enter_role
 
 logger = logging.getLogger(__name__)
 

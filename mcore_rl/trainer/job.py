@@ -1,18 +1,26 @@
-"""A job whose Megatron runs."""
+"""A job whose Megatron runs, and a role's ranks as a world of their own.
+
+torch.distributed, Megatron and vLLM read RANK and WORLD_SIZE; after `enter_role` these are the
+role's.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from mcore_rl.config import RLConfig
+from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, Roles
 from mcore_rl.spec import JobSpec
-from mcore_rl.trainer.roles.role_world import RoleWorld
+from mcore_rl.trainer.roles.remote import Bridge, JointGroup
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job whose Megatron runs, the same on all ranks of a role but for `args.rank`."""
+    """A job whose Megatron runs, the same on all ranks of a role except `args.rank`."""
 
     spec: JobSpec
     args: argparse.Namespace  # Megatron's
@@ -21,3 +29,43 @@ class Job:
     @property
     def config(self) -> RLConfig:
         return self.spec.config
+
+
+@dataclass(frozen=True, slots=True)
+class RoleWorld:
+    """This process's place in the job."""
+
+    role: str
+    store: dist.Store | None  # of the role's world; None: a process without a launcher
+    # The actor's first rank has an end to each role on ranks of its own, which have the other ends.
+    bridges: dict[str, Bridge]
+    joint_groups: dict[str, JointGroup]  # on all ranks of the actor and of such a role
+
+
+def enter_role(roles: Roles, store: dist.Store | None) -> RoleWorld:
+    """Become a rank of this process's role, and connect the roles. Collective over the job."""
+    apart = [role for role in (CRITIC, REWARD) if roles.is_apart(role)]
+    if not apart:
+        return RoleWorld(ACTOR, store, {}, {})
+    assert store is not None, "a job of several ranks has a store"
+    role = roles.role_of(int(os.environ["RANK"]))
+    ranks = roles.ranks(role)
+    rank = ranks.index(int(os.environ["RANK"]))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(ranks)))
+    bridges, joint_groups = {}, {}
+    for other in apart:
+        if role in (other, ACTOR):
+            joint_groups[other] = JointGroup(
+                dist.PrefixStore(f"mcore_rl/joint_group/{other}", store),
+                is_near=role == ACTOR,
+                rank=rank,
+                num_near_ranks=len(roles.actor),
+                num_far_ranks=len(roles.ranks(other)),
+            )
+        if role == other or (role == ACTOR and rank == 0):
+            bridges[other] = Bridge(
+                dist.PrefixStore(f"mcore_rl/bridge/{other}", store),
+                place=0 if role == ACTOR else 1 + rank,
+                num_far_ranks=len(roles.ranks(other)),
+            )
+    return RoleWorld(role, dist.PrefixStore(f"mcore_rl/role/{role}", store), bridges, joint_groups)

@@ -20,8 +20,8 @@ from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 from mcore_rl.common.errors import UsageError
 from mcore_rl.job.validation import world_of_size
 from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, Roles, describe_ranks, parse_roles
+from mcore_rl.trainer.job import enter_role
 from mcore_rl.trainer.roles.remote import Bridge, JointGroup, LocalRole, Message, RemoteRole, serve
-from mcore_rl.trainer.roles.role_world import enter_role
 from mcore_rl.trainer.roles.samples import table_to_tensors, tensors_to_table
 from tests.held import table_of, tokens_of, train_batch
 

@@ -18,8 +18,7 @@ from mcore_rl.config import RLConfig
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.checkpoint_writer import write_checkpoint
-from mcore_rl.trainer.resume.choice import choose
-from mcore_rl.trainer.resume.point import find_resume_point
+from mcore_rl.trainer.resume.point import choose, find_resume_point
 from mcore_rl.trainer.resume.trainer_state import (
     TRAINER,
     TrainerState,

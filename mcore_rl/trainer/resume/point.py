@@ -1,4 +1,4 @@
-"""The point where a run resumes: the chosen checkpoint, and the trainer's state in it."""
+"""The point where a run resumes: the newest undamaged checkpoint, and the trainer's state in it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import dataclasses
 import logging
 import re
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from mcore_rl.megatron.hf_checkpoint import fingerprint
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.resume import folders
-from mcore_rl.trainer.resume.choice import choose
+from mcore_rl.trainer.resume.folders import Damage
 from mcore_rl.trainer.resume.trainer_state import (
     LOADED,
     TRAINER,
@@ -108,6 +110,71 @@ def find_resume_point(
 
     store = dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
     return agreed(find, store, stage="resume")
+
+
+def choose(folder: Path, *, beside: Sequence[Path] = (), step: int | None = None) -> int | None:
+    """Return the step to resume from, None without a checkpoint of mcore_rl. Collective.
+
+    `folder` is `--load`; a step counts if the folders `beside` it (a critic's) have it, too, and
+    `step` is `--ckpt-step`, if given. Each file is read by one rank and compared with its digest. A
+    damaged checkpoint is named in a warning, and the previous one is taken. Nothing is deleted.
+
+    Raises UsageError on all ranks if `step` is missing or damaged, or if every checkpoint is
+    damaged.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    places = [folder, *(place for place in beside if place.is_dir())]
+    found: list[list[int]] = [[]]
+    if rank == 0:
+        for place in places:
+            _recover(place)
+        found = [folders.common_steps(places)]
+    steps: list[int] = objects.broadcast(found[0])
+    steps = folders.steps_to_try(folder, steps, step)
+    reports: list[Damage] = []
+    for candidate in steps:
+        started = time.perf_counter()
+        damaged = _damage(places, candidate, rank, world_size)
+        if not damaged:
+            logger.info(
+                "[Resume] going on from step %d of %s, whose files are as they were written "
+                "(checked in %.1f s)",
+                candidate,
+                folder,
+                time.perf_counter() - started,
+            )
+            return candidate
+        for damage in damaged:
+            if rank == 0:
+                logger.warning("[Resume] the checkpoint of step %d is bad: %s", candidate, damage)
+        reports += damaged
+    if reports:
+        raise UsageError(
+            f": no checkpoint can be read, the newest because of {reports[0]}",
+            flag=f"--load {folder}" if step is None else f"--ckpt-step {step}",
+            remedy="restore that file, or drop --load to begin again",
+        )
+    return None
+
+
+def _recover(place: Path) -> None:
+    """Finish killed saves, without raising for a read-only folder, since other ranks wait."""
+    try:
+        for step in folders.recover(place):
+            logger.info("[Resume] the save of step %d in %s was finished", step, place)
+    except OSError as error:
+        logger.warning("[Resume] %s cannot be put in order (%s)", place, error)
+
+
+def _damage(places: Sequence[Path], step: int, rank: int, world_size: int) -> list[Damage]:
+    """Return the damage that any rank has found, the same on all."""
+    mine = [
+        damage
+        for place in places
+        for damage in folders.damage(place, step, rank=rank, world_size=world_size)
+    ]
+    everywhere = objects.all_gather(mine)
+    return sorted({damage for found in everywhere for damage in found}, key=str)
 
 
 def misplaced_optimizer(state: TrainerState, args: argparse.Namespace) -> str:

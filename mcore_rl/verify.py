@@ -50,9 +50,10 @@ from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.roles import ACTOR
 from mcore_rl.model.tensors import TensorInfo, is_mtp_copy
 from mcore_rl.spec import JobSpec
+from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_manager, build_offloader, engine_config
 from mcore_rl.trainer.job import Job
-from mcore_rl.trainer.models import actor_of, build_actor, micro_batching
+from mcore_rl.trainer.models import build_actor
 
 logger = logging.getLogger(__name__)
 
@@ -134,8 +135,8 @@ def _hand_over_and_compare(
     manager: MegatronVLLMShardingManager,
     expected: Mapping[str, str],
 ) -> Verification:
-    batching = micro_batching(job)
-    actor = actor_of(job, state)
+    batching = job.micro_batching()
+    actor = Actor(job, state)
     reports: list[ReshardReport] = []
     manager.on_reshard_end.append(reports.append)
     rows = _prompts(job.config, job.spec.checkpoint.folder, trusts=job.args.trust_remote_code)

@@ -6,7 +6,6 @@ Shape legend: t tokens of a rank's samples. Tensors are in scoring alignment (se
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -16,18 +15,15 @@ import torch
 
 from mcore_rl.algorithms.aggregation import Denominators, Segments, masked
 from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
-from mcore_rl.algorithms.recipes import Algorithm
 from mcore_rl.algorithms.total_loss import PolicyLossSums, policy_loss_total
-from mcore_rl.batching.rows import MicroBatching, ModelRows
+from mcore_rl.batching.rows import ModelRows
 from mcore_rl.batching.types import TrainBatch
-from mcore_rl.config import TrainerOptions
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.optimizer import CheckedOptimizer, UpdateResult
 from mcore_rl.megatron.runner import ModelRunner
-from mcore_rl.model.layout import TrainLayout
 from mcore_rl.moe.routing import R2
 from mcore_rl.moe.routing_replay import RoutingReplay
-from mcore_rl.rollout.options import RolloutOptions
+from mcore_rl.trainer.job import Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +52,26 @@ class Actor:
 
     def __init__(
         self,
-        args: argparse.Namespace,
-        recipe: Algorithm,
-        trainer: TrainerOptions,
-        rollout: RolloutOptions,
+        job: Job,
         state: megatron_adapter.TrainState,
-        layout: TrainLayout,
-        batching: MicroBatching,
+        *,
         replay: RoutingReplay | None = None,
+        temperature: float | None = None,
     ) -> None:
-        """`replay` has the model's routers; it is needed if batches have `routes`."""
-        self._args, self._routing_replay = args, trainer.routing_replay
-        self._temperature = rollout.temperature
-        self.state = state
-        self._layout = layout
-        self.replay = replay
-        self.runner = ModelRunner(args, state, layout, batching, self._keywords, replay)
-        self.optimizer = CheckedOptimizer(
-            state, name="actor", on_nonfinite_grad=trainer.on_nonfinite_grad
+        """`replay` has the model's routers; it is needed if batches have `routes`. `temperature`
+        replaces the job's."""
+        config, layout = job.config, job.spec.train_layout
+        self._args, self._routing_replay = job.args, config.trainer.routing_replay
+        self._temperature = config.rollout.temperature if temperature is None else temperature
+        self.state, self.replay = state, replay
+        self.runner = ModelRunner(
+            job.args, state, layout, job.micro_batching(), self._keywords, replay
         )
-        self.loss_config = recipe.policy_loss_config(rollout.max_response_tokens)
-        self._mismatch_config = recipe.mismatch_config
+        self.optimizer = CheckedOptimizer(
+            state, name="actor", on_nonfinite_grad=config.trainer.on_nonfinite_grad
+        )
+        self.loss_config = config.recipe.policy_loss_config(config.rollout.max_response_tokens)
+        self._mismatch_config = config.recipe.mismatch_config
 
     @property
     def has_dropout(self) -> bool:

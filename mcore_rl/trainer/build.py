@@ -6,7 +6,6 @@ between both, and monitoring.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -52,15 +51,14 @@ from mcore_rl.rollout.collector import Collector
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.sample_store import SampleStore
+from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.case import model_of_args
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.models import (
-    actor_of,
     build_actor,
     build_learner,
     critic_role,
-    micro_batching,
     new_sample_store,
     reward_role,
 )
@@ -365,7 +363,7 @@ def _say_sizes(job: Job, models: Models) -> None:
     flags save for the models on these ranks."""
     config, spec, critic = job.config, job.spec, models.learner.critic
     accounting = config.accounting(
-        actor=(spec.train_layout.dp_size, micro_batching(job)),
+        actor=(spec.train_layout.dp_size, job.micro_batching()),
         critic=None if critic is None else critic.facts(),
     )
     actor = (spec.shape, spec.train_layout, spec.layers)
@@ -470,13 +468,11 @@ def build_canary(
     if interval == 0:
         return None
     rows = [prompts[row] for row in range(min(NUM_PROMPTS, len(prompts)))]
-    # vLLM scores prompts untempered, at any sampling temperature of the policy.
-    untempered = dataclasses.replace(job.config.rollout, temperature=1.0)
-    batching = micro_batching(job)
     return Canary(
-        actor_of(job, state, rollout=untempered).log_probs,
+        # vLLM scores prompts untempered, at any sampling temperature of the policy.
+        Actor(job, state, temperature=1.0).log_probs,
         [prompt.token_ids.tolist() for prompt in rows],
         interval=interval,
         tolerance=job.config.weight_sync.canary_tolerance,
-        count_multiple_of=batching.count_multiple_of,
+        count_multiple_of=job.micro_batching().count_multiple_of,
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.config import RLConfig
 from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, Roles
 from mcore_rl.spec import JobSpec
@@ -29,6 +30,10 @@ class Job:
     @property
     def config(self) -> RLConfig:
         return self.spec.config
+
+    def micro_batching(self) -> MicroBatching:
+        """Return how the actor's samples become micro-batches."""
+        return self.config.micro_batching(self.spec.shape, self.spec.train_layout, vars(self.args))
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ from mcore_rl.algorithms.estimators import (
 from mcore_rl.algorithms.interfaces import AdvantageInputs
 from mcore_rl.algorithms.kl import kl_of_loss_tokens
 from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
-from mcore_rl.algorithms.recipes import Algorithm
 from mcore_rl.algorithms.registry import find_advantage_estimator
 from mcore_rl.algorithms.value_loss import explained_variance, value_loss
 from mcore_rl.batching.assignment import division_of, orders_of_epochs
@@ -32,7 +31,7 @@ from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import StepBatch, TrainBatch
 from mcore_rl.common import objects
-from mcore_rl.config import TrainerOptions
+from mcore_rl.config import RLConfig
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.actor import Actor, UpdateStats
@@ -60,8 +59,7 @@ class Learner:
 
     def __init__(
         self,
-        recipe: Algorithm,
-        options: TrainerOptions,
+        config: RLConfig,
         layout: TrainLayout,
         batching: MicroBatching,
         actor: Actor,
@@ -70,17 +68,16 @@ class Learner:
         reference: ReferencePolicy | None,
         seed: int,
         sample_store: SampleStore,
-        max_response_tokens: int,
-        critic_warmup_steps: int,
         turn_weight: float = 1.0,
     ) -> None:
         """`sample_store` has a step's samples, with their experts if training uses them;
         `turn_weight` is the weight of environments' rewards in the reward."""
         self._turn_weight = turn_weight
-        self._options, self._layout, self._batching, self._seed = options, layout, batching, seed
-        self._max_response_tokens = max_response_tokens
-        self._critic_warmup_steps = critic_warmup_steps
-        self.recipe = recipe
+        self._options, self._layout, self._batching = config.trainer, layout, batching
+        self._seed = seed
+        self._max_response_tokens = config.rollout.max_response_tokens
+        self._critic_warmup_steps = config.critic.critic_warmup_steps or 0
+        self.recipe = config.recipe
         self.actor, self.critic = actor, critic
         self.reference, self.sample_store = reference, sample_store
         self.kl_controller = self.recipe.kl_controller()
@@ -90,9 +87,9 @@ class Learner:
         # the samples first would repeat that pass. A KL in the reward needs log-probs earlier, and
         # so do the metrics of a step without an update.
         self.scores_in_update = (
-            options.num_mini_batches * options.num_epochs == 1
+            self._options.num_mini_batches * self._options.num_epochs == 1
             and self.recipe.kl_place != "reward"
-            and not critic_warmup_steps
+            and not self._critic_warmup_steps
             and not actor.has_dropout
         )
 

@@ -13,7 +13,6 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 
-from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.common import objects
 from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.common.errors import UsageError
@@ -27,7 +26,6 @@ from mcore_rl.model.roles import CRITIC, REWARD
 from mcore_rl.moe.routing import OFF, R3
 from mcore_rl.moe.routing_replay import RoutingReplay
 from mcore_rl.rewards.functions import ENVIRONMENT
-from mcore_rl.rollout.options import RolloutOptions
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.job import Job
@@ -96,43 +94,25 @@ def build_learner(
     `critic` comes from `critic_role`; `point` is given if the run resumes; `sample_store` is a
     `new_sample_store` by default.
     """
-    batching = micro_batching(job)
     replay, routed = None, job.spec.routed_layers
     if routed is not None and job.config.trainer.routing_replay != OFF:
         replay = RoutingReplay(state.chunks, routed)
-    actor = actor_of(job, state, replay=replay)
+    actor = Actor(job, state, replay=replay)
     reference = None
     if job.config.recipe.needs_reference:
         reference = build_reference(
             state, point, args=job.args, checkpoint=job.spec.checkpoint, shards=shards, log=log
         )
     return Learner(
-        job.config.recipe,
-        job.config.trainer,
+        job.config,
         job.spec.train_layout,
-        batching,
+        job.micro_batching(),
         actor,
         None if critic is None else StepCritic(critic),
         reference=reference,
         seed=job.args.seed,
         sample_store=new_sample_store(job) if sample_store is None else sample_store,
-        max_response_tokens=job.config.rollout.max_response_tokens,
-        critic_warmup_steps=job.config.critic.critic_warmup_steps or 0,
         turn_weight=job.spec.rewards.weight(ENVIRONMENT),
-    )
-
-
-def actor_of(
-    job: Job,
-    state: megatron_adapter.TrainState,
-    *,
-    replay: RoutingReplay | None = None,
-    rollout: RolloutOptions | None = None,
-) -> Actor:
-    """Return the actor of Megatron's `state`; `rollout` may replace the job's options."""
-    return Actor(
-        *(job.args, job.config.recipe, job.config.trainer, rollout or job.config.rollout),
-        *(state, job.spec.train_layout, micro_batching(job), replay),
     )
 
 
@@ -233,8 +213,3 @@ _ROLES: dict[str, tuple[str, Callable[..., Any]]] = {
     CRITIC: ("critic", _served_critic),
     REWARD: ("reward model", _served_reward_model),
 }
-
-
-def micro_batching(job: Job) -> MicroBatching:
-    """Return how samples become micro-batches, from the flags."""
-    return job.config.micro_batching(job.spec.shape, job.spec.train_layout, vars(job.args))

@@ -22,7 +22,6 @@ from mcore_rl.megatron.router_layout import RouterLayout
 from mcore_rl.moe.balance import expert_biases
 from mcore_rl.moe.expert_load import ExpertLoad
 from mcore_rl.moe.routing import RoutedLayers, routed_layers
-from mcore_rl.trainer.models import micro_batching
 from mcore_rl.trainer.roles.reference import ReferencePolicy
 from tests.dist.ppo_jobs import Models, build_models, export_models, step_samples
 from tests.dist.test_parity import tensors_of
@@ -59,7 +58,7 @@ class ScoredChoices:
         mini-batch, of which `batch` is this rank's part and has just been scored."""
         runner = self._models.learner.actor.runner
         layout = RouterLayout.of(self._models.job.args, runner.groups, runner.device)
-        batching, parts = micro_batching(self._models.job), split_micro_batches(batch)
+        batching, parts = self._models.job.micro_batching(), split_micro_batches(batch)
         counts = torch.zeros(len(self.routed.layers), self.routed.num_experts)
         for number, part in enumerate(parts):
             rows = lay_out(part, batching, row_length(parts, batching), runner.groups["cp"].rank())

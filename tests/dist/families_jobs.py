@@ -18,7 +18,7 @@ from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import engine_config
-from mcore_rl.trainer.models import actor_of, build_actor
+from mcore_rl.trainer.models import build_actor
 from mcore_rl.verify import start_verification, stored_digests
 from tests.dist.jobs import log_probs_of_random_tokens
 
@@ -66,7 +66,7 @@ def all_ways(
     with mock.patch.object(verify, "stored_digests", noted):
         verification = verify.compare_loads(job, state, shards)
     from_disk = digests[0]
-    actor = actor_of(job, state)
+    actor = Actor(job, state)
     log_probs = log_probs_of_random_tokens(job, actor)
     # Several files and several writers, whatever the size of the model.
     small: dict[str, Any] = {"max_file_bytes": 1 << 17, "bucket_bytes": 1 << 14}

@@ -14,7 +14,6 @@ from mcore_rl.batching.types import TrainBatch
 from mcore_rl.hybrid_engine.memory.offload import Offloader
 from mcore_rl.megatron.router_layout import RouterLayout
 from mcore_rl.trainer.build import build_offloader
-from mcore_rl.trainer.models import micro_batching
 from tests.dist.ppo_jobs import Models, build_models, export_models, step_samples, take_step
 
 
@@ -30,7 +29,7 @@ def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
     models = build_models(flags)
     job, learner = models.job, models.learner
     offloader = build_offloader(job, models.state, models.role)
-    samples, batching = step_samples(job, models.learner.sample_store), micro_batching(job)
+    samples, batching = step_samples(job, models.learner.sample_store), job.micro_batching()
     num_epochs = job.config.trainer.num_epochs
     forwards = [Forwards(models.state.chunks, num_epochs)]
     if models.critic is not None:

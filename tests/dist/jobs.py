@@ -29,7 +29,7 @@ from mcore_rl.megatron.rng import RngState
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_manager, engine_config
 from mcore_rl.trainer.job import Job
-from mcore_rl.trainer.models import actor_of, build_actor, micro_batching
+from mcore_rl.trainer.models import build_actor
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 from tests.dist.sleeping import SleepLog, memory_gone_while_asleep
 from tests.engine_samples import sample_responses
@@ -74,7 +74,7 @@ def started(flags: list[str], *, in_float32: bool = False) -> tuple[Job, Actor, 
                 job, spec=dataclasses.replace(job.spec, checkpoint=checkpoint)
             )
         state, shards = build_actor(job, log=log)
-    actor = actor_of(job, state)
+    actor = Actor(job, state)
     return job, actor, shards
 
 
@@ -122,7 +122,7 @@ def rank_part(job: Job, batch: TrainBatch, num_mini_batches: int = 2) -> TrainBa
         batch.lengths.numpy(),
         num_mini_batches=num_mini_batches,
         dp_size=layout.dp_size,
-        batching=micro_batching(job),
+        batching=job.micro_batching(),
     )
     return take(batch, cuts[layout.dp_rank(dist.get_rank())])
 

@@ -21,7 +21,7 @@ from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_offloader
 from mcore_rl.trainer.case import model_of_args
 from mcore_rl.trainer.job import Job
-from mcore_rl.trainer.models import build_actor, build_learner, micro_batching
+from mcore_rl.trainer.models import build_actor, build_learner
 from mcore_rl.trainer.roles.critic import ServedCritic, build_critic
 from mcore_rl.trainer.roles.reference import ReferencePolicy
 from mcore_rl.trainer.roles.remote import LocalRole
@@ -137,7 +137,7 @@ def kept_bytes(job: Job, state: megatron_adapter.TrainState, samples: TrainBatch
     for parameters and buffers."""
     (model,) = state.model
     (chunk,) = state.chunks
-    rows = lay_out(samples, micro_batching(job), None)
+    rows = lay_out(samples, job.micro_batching(), None)
     held = {t.untyped_storage()._cdata for t in (*chunk.parameters(), *chunk.buffers())}
     kept: dict[int, torch.UntypedStorage] = {}
 

@@ -24,7 +24,7 @@ from mcore_rl.rollout.stream import run_stream
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_manager, build_offloader, engine_config
 from mcore_rl.trainer.job import Job
-from mcore_rl.trainer.models import actor_of, build_actor
+from mcore_rl.trainer.models import build_actor
 from mcore_rl.trainer.roles.reference import ReferencePolicy
 from tests.dist.jobs import random_tokens, rank_batch
 from tests.dist.stream_jobs import Trickle
@@ -43,7 +43,7 @@ def train_with_and_without(
         if plain_optimizer:  # what a fork may use; ours is the distributed one
             job.args.use_distributed_optimizer = False
         state, shards = build_actor(job, log=log)
-    actor = actor_of(job, state)
+    actor = Actor(job, state)
     reference = ReferencePolicy(state)
     find = functools.partial(megatron_adapter.train_tensors, state)
     batch = rank_batch(job)
@@ -196,7 +196,7 @@ def many_switches(flags: list[str], num_switches: int) -> dict[str, Any]:
     with open("/dev/null", "w") as log:
         job = start(flags, log=log)
         state, shards = build_actor(job, log=log)
-    actor = actor_of(job, state)
+    actor = Actor(job, state)
     batch = _one_mini_batch(job)
     actor.update(batch)
     engine = VLLMEngine(engine_config(job))

@@ -179,8 +179,7 @@ def learner_of(
         critic = StepCritic(LocalRole(ServedCritic(model, config.trainer, is_apart=False)))
     reference = ReferencePolicy(actor.state) if config.recipe.needs_reference else None
     learner = Learner(
-        config.recipe,
-        config.trainer,
+        config,
         LAYOUT,
         MicroBatching(),
         actor,
@@ -189,8 +188,6 @@ def learner_of(
         seed=1,
         sample_store=HeldHere(),
         turn_weight=turn_weight,
-        max_response_tokens=config.rollout.max_response_tokens,
-        critic_warmup_steps=config.critic.critic_warmup_steps or 0,
     )
     learner.scores_in_update &= not scored_before
     actor.state.parameter.data += ACTOR_SHIFT  # the reference stays behind by as much

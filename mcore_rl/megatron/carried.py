@@ -53,4 +53,4 @@ class CarriedTensors:
         for held, data in self._held.get(tensor, ()):
             if contains(held, box):
                 return data[slices(relative(box, held))][at]
-        raise RuntimeError(f"{tensor}{show(box)} was asked of a rank that does not carry it")
+        raise RuntimeError(f"{tensor}{show(box)} was read on a rank that does not hold it")

@@ -189,10 +189,7 @@ def check_tensors(checkpoint: HFCheckpoint, shape: ModelShape, *, flag: str) -> 
             what = f"has {other[:200]}, which its config.json describes as {tensor}"
             remedy = "rename its tensors to those that transformers' save_pretrained writes"
         elif info is None or info.shape != expected[tensor]:
-            what = (
-                f"{has}, but its config.json describes one of shape {list(expected[tensor])}: they "
-                "are of two models"
-            )
+            what = f"{has}, but its config.json describes one of shape {list(expected[tensor])}"
             remedy = "copy the checkpoint again"
         else:
             continue
@@ -263,7 +260,7 @@ def load_into_megatron(
             raise UsageError(
                 f"lacks {tensor}",
                 flag=f"--rl-hf-checkpoint {checkpoint.folder}",
-                remedy="its config.json describes another model than its weights",
+                remedy="use the config.json that was published with these weights",
             )
         path = checkpoint.folder / checkpoint.files[tensor]
         with _reading(checkpoint, tensor) as read:
@@ -272,7 +269,7 @@ def load_into_megatron(
                     raise UsageError(
                         f": {tensor} has shape {list(info.shape)}, too small for config.json",
                         flag=f"--rl-hf-checkpoint {checkpoint.folder}",
-                        remedy="they describe two models",
+                        remedy="use the config.json that was published with these weights",
                     )
                 data, read_bytes = read(box)
                 _require_finite(data, box, tensor, path)
@@ -361,7 +358,7 @@ def _require_finite(data: torch.Tensor, box: Box, tensor: str, path: Path) -> No
     raise UsageError(
         f"{tensor} in {path} holds {data[tuple(first)].item()} at {place}, and no weight may be "
         "nan or infinite",
-        remedy="copy this file again, or go back to a checkpoint that was saved before",
+        remedy="copy this file again, or use an earlier checkpoint",
     )
 
 

@@ -115,9 +115,9 @@ def _add_single(folder: Path, found: dict[str, list[str]], flag: str) -> None:
     if held != found.keys():
         odd = sorted(held ^ found.keys())[0]
         raise UsageError(
-            f"has both {_SINGLE} and {INDEX}, and {odd} is in one of them alone",
+            f"has both {_SINGLE} and {INDEX}, and {odd} is in only one of them",
             flag=f"{flag} {folder}",
-            remedy="remove the one that is not meant",
+            remedy="remove the wrong one",
         )
     for names in found.values():
         if _SINGLE not in names:
@@ -220,7 +220,7 @@ def check_copies(
             ):
                 continue
         held = f" of {copy.file}" if copy.tensor == copy.of else ""
-        remedy = "remove the one that is not meant from the files"
+        remedy = "remove the wrong one from the files"
         if copy.tensor != copy.of and not is_mtp_copy(copy.tensor):
             remedy += ", or set tie_word_embeddings to false in its config.json"
         raise UsageError(

@@ -95,7 +95,7 @@ class CheckedOptimizer:
             message = ", ".join(found)
             if not self._skip:
                 raise RuntimeError(
-                    f"{message}; --rl-on-nonfinite-grad skip would go on without this update"
+                    f"{message}; --rl-on-nonfinite-grad skip would continue without this update"
                 )
             logger.warning("%s: update skipped", message)
             return self._skipped()

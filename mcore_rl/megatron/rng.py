@@ -121,9 +121,9 @@ class RngState:
         again = self.to_tensors()
         for name in again.keys() | tensors.keys():
             if name not in again or name not in tensors:
-                raise ValueError(f"there is {name} too much, or too little")
+                raise ValueError(f"{name} is missing or superfluous")
             if again[name].dtype != tensors[name].dtype or not again[name].equal(tensors[name]):
-                raise ValueError(f"{name} is not as it is written")
+                raise ValueError(f"{name} changes when it is written again")
         if not 0 <= self.numpy[2] <= len(self.numpy[1]):  # numpy would read out of bounds
             raise ValueError(f"numpy's position is {self.numpy[2]}")
         torch.Generator().set_state(self.cpu)

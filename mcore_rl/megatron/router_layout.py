@@ -90,7 +90,7 @@ class RouterLayout:
         return everywhere[rows.places.to(self.device)].cpu().contiguous().view(routed.torch_dtype)
 
 
-def tells_padding(args: argparse.Namespace, chunks: Sequence[torch.nn.Module]) -> bool:
+def passes_padding(args: argparse.Namespace, chunks: Sequence[torch.nn.Module]) -> bool:
     """Return whether padding can be passed to the routers of these model chunks, if they have any.
     A flag may prevent it. UsageError: balancing needs it, but a model takes no `padding_mask`."""
     values = vars(args)
@@ -101,7 +101,7 @@ def tells_padding(args: argparse.Namespace, chunks: Sequence[torch.nn.Module]) -
         raise UsageError(
             f"needs the padding of a row, which {without[0].__qualname__} does not take",
             flag=balancing_flag(values),
-            remedy="let its forward take padding_mask and hand it to its layers, or drop the flag",
+            remedy="add padding_mask to its forward and pass it to its layers, or drop the flag",
         )
     return not without
 

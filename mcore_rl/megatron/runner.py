@@ -31,7 +31,7 @@ from mcore_rl.batching.train_batches import split_micro_batches
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.common import objects
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.megatron.router_layout import RouterLayout, tells_padding
+from mcore_rl.megatron.router_layout import RouterLayout, passes_padding
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.moe.routing_replay import RoutingReplay
 
@@ -97,7 +97,7 @@ class ModelRunner:
         self.groups = megatron_adapter.model_parallel_groups()
         self.device = next(state.model[0].parameters()).device
         self._routers = RouterLayout.of(args, self.groups, self.device)
-        self._tells_padding = tells_padding(args, state.chunks)
+        self._passes_padding = passes_padding(args, state.chunks)
 
     @property
     def _is_last_stage(self) -> bool:
@@ -198,7 +198,7 @@ class ModelRunner:
             # Routes stay on the host until their micro-batch's forward pass.
             samples = dataclasses.replace(micro_batch, routes=None, routes_known=None)
             each = _Work(self._on_device(samples), self._on_device(rows))
-            if self._tells_padding:
+            if self._passes_padding:
                 padding = self._routers.padding(rows, micro_batch.num_tokens)
                 each = dataclasses.replace(each, padding=padding)
             if micro_batch.routes is not None:

@@ -93,7 +93,7 @@ class ModelShards:
                 data = held.parameter.detach()[slices(held.local_box)]
                 data = data[slices(relative(box, held.box))]
                 return data[at].to(getattr(torch, self._infos[tensor].dtype))
-        raise RuntimeError(f"{tensor}{show(box)} was asked of a rank that does not hold it")
+        raise RuntimeError(f"{tensor}{show(box)} was read on a rank that does not hold it")
 
     @torch.no_grad()
     def write(self, tensor: str, box: Box, data: torch.Tensor) -> None:

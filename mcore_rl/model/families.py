@@ -21,7 +21,7 @@ class Router:
     score_function: str = "softmax"  # or "sigmoid", with a bias per expert (arXiv 2408.15664)
     always_normalizes: bool = False  # otherwise norm_topk_prob decides whether weights sum to 1
     # DeepSeek's values of topk_method, the usual one first. If there are any, config.json also
-    # describes groups, a scaling factor and shared experts; otherwise nobody reads those fields.
+    # describes groups, a scaling factor and shared experts; otherwise those fields are not read.
     methods: tuple[str, ...] = ()
     # Name of the field with the size of a shared expert that has its own gate.
     gated_shared_size: str | None = None
@@ -273,12 +273,12 @@ _PUBLISHED = (
 FAMILIES = {family.model_type: family for family in _PUBLISHED}
 
 _NO_DELTA_NET = (
-    "gated delta net: Megatron makes it with Transformer Engine and flash-linear-attention alone, "
-    "which need CUDA, and its local layers have none"
+    "gated delta net: Megatron has it only with Transformer Engine and flash-linear-attention, "
+    "which need CUDA"
 )
 _NO_SPARSE_ATTENTION = (
-    "sparse attention (DSA): Megatron makes it with Transformer Engine alone, and vLLM's CPU build "
-    "has none"
+    "sparse attention (DSA): Megatron has it only with Transformer Engine, and vLLM's CPU build "
+    "lacks it"
 )
 # model_type -> the component that a host lacks, so that nothing can be tested here.
 MISSING: Mapping[str, str] = {

@@ -45,8 +45,8 @@ def not_readable(values: Mapping[str, Any], *, stacked_experts: bool) -> str | N
     for name, (default, *others) in _FP8_BLOCKS.items():
         value = default if settings.get(name) is None else settings[name]
         if value is None or value not in (default, *others):
-            said = "" if name == "quant_method" else f" with {name} {value}"
-            return f"{QUANTIZATION} of {quantization_method(values)}{said}"
+            field = "" if name == "quant_method" else f" with {name} {value}"
+            return f"{QUANTIZATION} of {quantization_method(values)}{field}"
     return None
 
 

@@ -71,7 +71,7 @@ def parse_roles(world_size: int, critic: str | None = None, reward: str | None =
         raise UsageError(
             f"leave none of the {world_size} ranks to the actor",
             flag=given,
-            remedy="give fewer, or drop the flag to let all ranks do everything in turn",
+            remedy="give fewer, or drop the flag to let all ranks take all roles in turn",
         )
     return Roles(world_size, of_critic, of_reward)
 

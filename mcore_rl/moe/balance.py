@@ -85,12 +85,12 @@ def check_balancing(values: Mapping[str, Any], max_tokens: int) -> None:
             f"takes a row for a sample, and --rl-max-tokens-per-microbatch {max_tokens} packs "
             "several into one",
             flag=f"{_TYPE} seq_aux_loss",
-            remedy="drop one of the two, or give aux_loss, which is of whole micro-batches",
+            remedy="drop one of the two, or give aux_loss, which covers whole micro-batches",
         )
     if (size := values.get("micro_batch_size") or 1) > 1:
         raise UsageError(
-            "divides by the mean length of a micro-batch's samples instead of the length of each, "
-            f"which --micro-batch-size {size} makes different",
+            "divides by the mean length of a micro-batch's samples instead of each one's, which "
+            f"--micro-batch-size {size} makes different",
             flag=f"{_TYPE} seq_aux_loss",
             remedy="give --micro-batch-size 1",
         )
@@ -112,8 +112,8 @@ def check_bias_dtypes(values: Mapping[str, Any], dtypes: Mapping[str, str], fold
     for tensor, dtype in dtypes.items():
         if dtype != "float32":
             raise UsageError(
-                f"moves biases of experts in float32, and {tensor} in {folder} is {dtype}, to "
-                "which the engine's would be rounded",
+                f"updates biases of experts in float32, and {tensor} in {folder} is {dtype}: the "
+                "engine's would be rounded",
                 flag=f"{_BIAS} {values.get('moe_router_bias_update_rate', _DEFAULT_RATE)}",
                 remedy="give 0, or store these tensors as float32",
             )

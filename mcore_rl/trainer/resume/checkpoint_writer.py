@@ -1,4 +1,4 @@
-"""Writing a checkpoint: what several writers write is complete at once, or not at all."""
+"""Writing a checkpoint: the files of all writers become complete together, or not at all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mcore_rl.common import objects
 from mcore_rl.trainer.resume import folders
 
 Writer = Callable[[Path], None]
-# Errors of a disk; a connection that another rank dropped is not a reason to probe it.
+# Errors of a disk.
 _OF_DISKS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE}
     | {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR}
@@ -47,11 +47,11 @@ def write_checkpoint(folder: Path, step: int, writers: Sequence[Writer]) -> None
 
     _everywhere(prepare, folder, step)
     for write in writers:
-        with _hearing_megatron() as heard:
+        with _megatron_errors() as logged:
             try:
                 write(saving)
             except BaseException as error:  # torch's error of a distributed checkpoint is one
-                if not (reason := _disk_reason(error, heard, saving)):
+                if not (reason := _disk_reason(error, logged, saving)):
                     raise
                 raise RuntimeError(_not_written(folder, step, reason)) from error
     objects.barrier()
@@ -79,13 +79,13 @@ def _not_written(folder: Path, step: int, reason: str) -> str:
     return f"the checkpoint of step {step} could not be written to {folder}: {reason}; {kept}"
 
 
-def _disk_reason(error: BaseException, heard: Sequence[str], folder: Path) -> str:
+def _disk_reason(error: BaseException, logged: Sequence[str], folder: Path) -> str:
     """Return the disk's error behind `error`, as "[Errno 28] No space left on device", or "".
 
-    Megatron's writer logs it (`heard`) and raises only the type of its cause. A rank whose own
-    writer succeeded knows even less, and probes the disk.
+    Megatron's writer logs it (`logged`) and raises only the type of its cause. A rank whose own
+    writer succeeded has no error and probes the disk.
     """
-    for text in (*map(str, _causes(error)), *heard):
+    for text in (*map(str, _causes(error)), *logged):
         for found in _ERRNO.finditer(text):
             if int(found[1]) in _OF_DISKS:
                 return found[0]
@@ -111,7 +111,7 @@ class _Listener(logging.Handler):
 
 
 @contextlib.contextmanager
-def _hearing_megatron() -> Iterator[list[str]]:
+def _megatron_errors() -> Iterator[list[str]]:
     listener, logger = _Listener(), logging.getLogger("megatron")
     logger.addHandler(listener)
     try:

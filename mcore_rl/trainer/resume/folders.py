@@ -5,13 +5,13 @@
         integrity.json                     SHA-256 of every file, Megatron's manifest
         complete.json                      written last: the step, and the bytes of every file
         ...                                Megatron's files, and folders of ours
-      critic/iter_0000040/                 of the critic, made in the same way, before the actor's
+      critic/iter_0000040/                 the critic's, written in the same way before the actor's
       saving/iter_0000050/                 being written, or left by a run that was killed
       latest_checkpointed_iteration.txt    Megatron's: the newest step
 
 `complete.json` makes a checkpoint complete: when it is written, everything else is on the disk.
-Renames and the tracker follow, which `recover` makes up for after a kill. A folder without it does
-not count, and the other checkpoints are unchanged.
+Renames and the tracker follow; `recover` completes them after a kill. A folder without it does not
+count, and the other checkpoints are unchanged.
 """
 
 from __future__ import annotations
@@ -168,19 +168,19 @@ def _has_checkpoint(load: Path, asked: int | None) -> bool:
 def _check_tracked(folder: Path, flag: str) -> None:
     """Raise UsageError if the tracker does not name a checkpoint: Megatron would end with exit code
     0, or raise on each rank."""
-    said = ""
+    content = ""
     with contextlib.suppress(OSError):
-        said = _content(folder / TRACKER).decode(errors="replace").strip()
-    is_step = said.isdecimal() and len(said) < 19
-    place = folder / (iteration_name(int(said)) if is_step else "release")
-    if not (is_step or said == "release") or not place.is_dir():
+        content = _content(folder / TRACKER).decode(errors="replace").strip()
+    is_step = content.isdecimal() and len(content) < 19
+    place = folder / (iteration_name(int(content)) if is_step else "release")
+    if not (is_step or content == "release") or not place.is_dir():
         raise UsageError(
-            f": {TRACKER} there has {said[:40]!r}, which names no checkpoint in the folder",
+            f": {TRACKER} there has {content[:40]!r}, which names no checkpoint in the folder",
             flag=flag,
             remedy="write the step of one there, or name another folder",
         )
     if is_step:
-        _check_record(folder, int(said), flag)
+        _check_record(folder, int(content), flag)
 
 
 def _check_record(folder: Path, step: int, flag: str) -> None:
@@ -196,7 +196,7 @@ def _check_record(folder: Path, step: int, flag: str) -> None:
 def _emptiness(folder: Path) -> str:
     if folder.is_dir():
         return "has no complete checkpoint" if any(folder.iterdir()) else "is an empty folder"
-    return "is a file and no folder" if folder.exists() else "does not exist"
+    return "is a file, not a folder" if folder.exists() else "does not exist"
 
 
 def check_beginning(
@@ -225,7 +225,7 @@ def refuse_to_fall_behind(save: Path, first_step: int) -> None:
     if later:
         raise UsageError(
             f"has a checkpoint of step {later[0]}, and this run begins at step {first_step}: "
-            "--load would go on from the other one later",
+            "--load would later resume the other run",
             flag=f"--save {save}",
             remedy="give another --save or --rl-run-dir, --load it, or move it away",
         )
@@ -238,7 +238,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def share(files: Sequence[Path], rank: int, world_size: int) -> list[Path]:
-    """Return the files that one of several readers takes."""
+    """Return one reader's share of the files."""
     return list(files[rank::world_size])
 
 

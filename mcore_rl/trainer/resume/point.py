@@ -79,7 +79,7 @@ def find_resume_point(
             beside = [folders.critic_folder(load)] if config.recipe.needs_critic else []
             step = choose(load, beside=beside, step=args.ckpt_step)
             if step is None:
-                _say_what_megatron_finds(load, args.ckpt_step)
+                _log_what_megatron_finds(load, args.ckpt_step)
         folders.check_beginning(save, load, step, asked=args.ckpt_step, finetune=args.finetune)
         if load is None or step is None:
             return None
@@ -163,7 +163,7 @@ def _recover(place: Path) -> None:
         for step in folders.recover(place):
             logger.info("[Resume] the save of step %d in %s was finished", step, place)
     except OSError as error:
-        logger.warning("[Resume] %s cannot be put in order (%s)", place, error)
+        logger.warning("[Resume] %s cannot be recovered (%s)", place, error)
 
 
 def _damage(places: Sequence[Path], step: int, rank: int, world_size: int) -> list[Damage]:
@@ -210,8 +210,8 @@ def lost_reference(state: TrainerState, now: str, folder: Path) -> str:
         )
     if not state.began_with:
         return (
-            "an earlier version of mcore_rl wrote it, which did not note what the reference of the "
-            "KL is; go on with that version"
+            "an earlier version of mcore_rl wrote it and did not record the reference of the KL; "
+            "continue with that version"
         )
     return (
         f"--rl-hf-checkpoint {folder} has other weights than those that the run began with, which "
@@ -233,16 +233,15 @@ def _check_load(args: argparse.Namespace, config: RLConfig, load: Path | None) -
             )
         except UsageError as error:
             refusal = error
-    told = objects.broadcast(refusal)
-    if told is not None:
-        raise told
+    if (received := objects.broadcast(refusal)) is not None:
+        raise received
 
 
-def _say_what_megatron_finds(load: Path, asked: int | None) -> None:
+def _log_what_megatron_finds(load: Path, asked: int | None) -> None:
     if asked is not None or (load / folders.TRACKER).is_file():
         logger.info(
-            "[Resume] %s is a checkpoint of Megatron's own: the weights are taken, and what "
-            "Megatron saves beside them; the prompts begin at the step's place",
+            "[Resume] %s is a checkpoint of Megatron's own: its weights and training state are "
+            "loaded; the prompts start at the position of its step",
             load,
         )
     else:
@@ -264,8 +263,8 @@ def _with_known_prompts(
     are_same = prompts.are_those_of(state.prompts)
     if are_same is None:
         logger.warning(
-            "[Resume] an earlier version of mcore_rl wrote the checkpoint and noted which files "
-            "the prompts are made from, not their tokens: whether they are the same is not known"
+            "[Resume] an earlier version of mcore_rl wrote the checkpoint and recorded the files "
+            "of prompts, not their tokens: whether they are the same is not known"
         )
     if are_same is not False:
         return state
@@ -291,7 +290,7 @@ def _of_same_layout(
         return rng
     logger.info(
         "[Resume] the checkpoint was written by %s, this is %s: the random states of training "
-        "begin anew",
+        "start anew",
         state.layout,
         layout,
     )

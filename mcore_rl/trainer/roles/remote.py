@@ -20,6 +20,7 @@ exchanges, are separate gloo groups over host memory, made from the job's store.
 
 from __future__ import annotations
 
+import abc
 import functools
 import json
 import logging
@@ -27,7 +28,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
@@ -52,9 +53,10 @@ _NEAR, _FAR = 0, 1  # the actor's first rank, and the role's
 _BUILD, _CLOSE, _ANSWER, _NO_ANSWER, _FAILURE = "build", "close", "answer", "no answer", "failure"
 
 
-class Role(Protocol):
+class Role(abc.ABC):
     """A role as the actor's ranks call it. All methods but `abandon` are collective over these."""
 
+    @abc.abstractmethod
     def begin(
         self, method: Method[P, Answer], *args: P.args, **arguments: P.kwargs
     ) -> Callable[[], Answer]:
@@ -66,15 +68,18 @@ class Role(Protocol):
 
     def call(self, method: Method[P, Answer], *args: P.args, **arguments: P.kwargs) -> Answer:
         """Start a call and return its answer."""
+        return self.begin(method, *args, **arguments)()
 
+    @abc.abstractmethod
     def close(self) -> None:
         """End the calls. Idempotent."""
 
+    @abc.abstractmethod
     def abandon(self) -> None:
         """Make `close` wait for no other rank, because this one has failed."""
 
 
-class LocalRole:
+class LocalRole(Role):
     """A role on the actor's ranks, which executes each call at once."""
 
     def __init__(self, served: Any) -> None:
@@ -83,14 +88,10 @@ class LocalRole:
     def begin(
         self, method: Method[P, Answer], *args: P.args, **arguments: P.kwargs
     ) -> Callable[[], Answer]:
-        answer = self.call(method, *args, **arguments)
-        return lambda: answer
-
-    def call(self, method: Method[P, Answer], *args: P.args, **arguments: P.kwargs) -> Answer:
         call: Callable[..., Any] = method
         answer = call(self.served, **_delivered(arguments, _within_world))
         found: Any = None if answer is None else _delivered(answer, _within_world)
-        return cast("Answer", found)
+        return lambda: cast("Answer", found)
 
     def close(self) -> None:
         """Do nothing: no other process waits for a call."""
@@ -99,7 +100,7 @@ class LocalRole:
         """Do nothing: `close` does not wait."""
 
 
-class RemoteRole:
+class RemoteRole(Role):
     """The actor's side of a role with ranks of its own; `serve` is the other side."""
 
     def __init__(self, name: str, bridge: Bridge | None, group: JointGroup, **how: Any) -> None:
@@ -132,9 +133,6 @@ class RemoteRole:
         self._tell(message)
         self._exchange(message.values, to_role=True)
         return number
-
-    def call(self, method: Method[P, Answer], *args: P.args, **arguments: P.kwargs) -> Answer:
-        return self.begin(method, *args, **arguments)()
 
     def close(self) -> None:
         if not self._is_closed:

@@ -24,8 +24,6 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from mcore_rl.common.errors import UsageError
-
 
 def vocab_parallel_log_probs(
     hidden: torch.Tensor,
@@ -64,10 +62,8 @@ def vocab_parallel_log_probs(
     The gradient of `weight` is complete, summed over chunks in float32 and then cast to the
     weight's dtype. Gradients that are not required are not computed, nor are the terms of an
     unused output.
-
-    Raises UsageError if the temperature is not a positive number.
     """
-    _check_temperature(temperature)
+    assert 0.0 < temperature < math.inf, f"temperature must be positive, got {temperature}"
     assert chunk_tokens >= 1, f"chunk_tokens must be positive, got {chunk_tokens}"
     assert hidden.ndim == 2 and weight.ndim == 2 and hidden.shape[1] == weight.shape[1], (
         f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be [t, h], [v/tp, h]"
@@ -89,16 +85,6 @@ def vocab_parallel_log_probs(
         hidden.to(weight.dtype), weight, target_ids, head
     )
     return found
-
-
-def _check_temperature(temperature: float) -> None:
-    if not 0.0 < temperature < math.inf:
-        raise UsageError(
-            "is not a positive number: log-probs of greedy or uniform sampling cannot be "
-            "trained on",
-            flag=f"--rl-temperature {temperature}",
-            remedy="choose for example 1.0",
-        )
 
 
 @dataclass(frozen=True, slots=True)

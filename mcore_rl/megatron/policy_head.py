@@ -270,12 +270,10 @@ def _layer_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> 
     spec = named_spec(args.spec)
     if isinstance(spec, ModuleSpec) or not callable(spec):
         return spec
-    from megatron.training import argument_utils
+    from megatron.training.argument_utils import gpt_config_from_args  # as `named_spec` checked
 
-    make_config = getattr(argument_utils, "gpt_config_from_args", None)
-    assert make_config is not None, "named_spec refuses a function where there is none"
     stage = {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(spec).parameters else {}
-    return spec(make_config(args, config), **stage)
+    return spec(gpt_config_from_args(args, config), **stage)
 
 
 def make_actor_provider(args: argparse.Namespace, shape: ModelShape) -> Any:

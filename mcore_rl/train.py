@@ -46,7 +46,7 @@ from mcore_rl.rollout.dispatch import SamplingTarget
 from mcore_rl.rollout.groups import GroupPlan, GroupScheduler
 from mcore_rl.trainer.build import Parts, build
 from mcore_rl.trainer.job import Job
-from mcore_rl.trainer.learner import Learnt
+from mcore_rl.trainer.learner import Updates
 from mcore_rl.trainer.models import serve_role
 from mcore_rl.trainer.saver import early_exit
 
@@ -176,12 +176,12 @@ class Run:
         with self._timers("advantages"):
             return self._learner.with_advantages(collected.table, batch)
 
-    def update(self, step: int, batch: StepBatch) -> Learnt:
+    def update(self, step: int, batch: StepBatch) -> Updates:
         """Take one optimizer step per mini-batch and epoch."""
         with self._timers("train"):
             return self._learner.update(step, batch)
 
-    def record(self, step: int, collected: Collected, batch: StepBatch, learnt: Learnt) -> None:
+    def record(self, step: int, collected: Collected, batch: StepBatch, learnt: Updates) -> None:
         """Write the step's metrics and samples, and move the progress bar.
 
         Raises RunStopped on all ranks, after a checkpoint, if an alarm, or a flag of Megatron

@@ -48,7 +48,7 @@ _BLOCK_BYTES, _NUM_BLOCKS = 4096, 4
 _DIGESTS = 1 << 256
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Further dtypes where config.json describes FP8 blocks or MXFP4.
-_OF_QUANTIZED = {FP8: {"F8_E4M3": torch.float8_e4m3fn}, MXFP4: {"U8": torch.uint8}}
+_QUANTIZED_DTYPES = {FP8: {"F8_E4M3": torch.float8_e4m3fn}, MXFP4: {"U8": torch.uint8}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def open_checkpoint(
     cannot be trained, or missing scales of a quantised weight.
     """
     folder = Path(folder)
-    dtypes = _DTYPES | _OF_QUANTIZED.get(shape.quantization or "", {})
+    dtypes = _DTYPES | _QUANTIZED_DTYPES.get(shape.quantization or "", {})
     try:
         needed = {tensor for tensor, _ in checkpoint_tensors(shape)}
         places = hf_files.places(folder, needed, flag)

@@ -224,7 +224,7 @@ class ModelRunner:
                 )
             return output, functools.partial(self._on_tokens, loss, now)
 
-        with self._routed_pass(work, goes_back=not forward_only):
+        with self._routed_pass(work, with_gradients=not forward_only):
             return megatron_adapter.forward_backward(
                 self.state,
                 forward_step,
@@ -241,11 +241,11 @@ class ModelRunner:
         return {"padding_mask": self._routers.padding_for(chunk, now.padding)}
 
     def _routed_pass(
-        self, work: list[_Work], *, goes_back: bool
+        self, work: list[_Work], *, with_gradients: bool
     ) -> contextlib.AbstractContextManager[None]:
         if self._replay is None or work[0].routed is None:
             return contextlib.nullcontext()
-        return self._replay.pass_over_samples(goes_back=goes_back)
+        return self._replay.pass_over_samples(with_gradients=with_gradients)
 
     def _routing(self, now: _Work) -> contextlib.AbstractContextManager[None]:
         """Return a context for a micro-batch's forward pass that records or sets its routes."""

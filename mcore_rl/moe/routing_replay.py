@@ -60,7 +60,7 @@ class RoutingReplay:
         self.routed = RoutedLayers(layers, routed.topk, routed.num_experts)
         self._now: Choices | None = None
         self._recorded: list[torch.Tensor | None] | None = None
-        self._goes_back = False
+        self._with_gradients = False
         self.counts = True  # whether given choices are compared with the routers' own
         self._kept: list[deque[Choices]] = [deque() for _ in layers]
         device = next(chunks[0].parameters()).device
@@ -73,18 +73,18 @@ class RoutingReplay:
             routers[layer].router_replay = _RouterReplay(self, column)
 
     @contextmanager
-    def pass_over_samples(self, *, goes_back: bool) -> Iterator[None]:
-        """Wrap all micro-batches of a forward pass; with `goes_back`, gradients are computed, too.
+    def pass_over_samples(self, *, with_gradients: bool) -> Iterator[None]:
+        """Wrap all micro-batches of a forward pass; `with_gradients`: a backward pass follows.
 
         Raises RuntimeError at the end if a backward pass has not used all choices kept for it.
         """
-        self._goes_back = goes_back
+        self._with_gradients = with_gradients
         try:
             yield
             if left := sum(map(len, self._kept)):
                 raise RuntimeError(f"{left} choices of experts were kept and not used")
         finally:
-            self._goes_back = False
+            self._with_gradients = False
             for kept in self._kept:
                 kept.clear()
 
@@ -131,7 +131,7 @@ class RoutingReplay:
     def _of_this_call(self, column: int) -> Choices | None:
         kept = self._kept[column]
         if self._now is None:
-            if not self._goes_back:
+            if not self._with_gradients:
                 return None
             if not kept:
                 raise RuntimeError(
@@ -139,7 +139,7 @@ class RoutingReplay:
                     "pass, and what it chose in the forward pass was not kept"
                 )
             return kept.popleft()
-        if self._goes_back and not torch.is_grad_enabled():  # it will be recomputed
+        if self._with_gradients and not torch.is_grad_enabled():  # it will be recomputed
             kept.append(self._now)
         return self._now
 

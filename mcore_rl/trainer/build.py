@@ -164,7 +164,7 @@ def build(
         log=log,
     )
     monitors = _monitors(job, models, rollouts, timers, watchdog)
-    _say_sizes(job, models)
+    _log_sizes(job, models)
     if inputs.point is not None and inputs.point.rng is not None:
         inputs.point.rng.restore()  # last, since building the parts above uses the generators
     logger.info("model and engines ready after %.0f s", time.perf_counter() - started)
@@ -358,7 +358,7 @@ def _tracer(job: Job, first_step: int) -> Tracer:
     )
 
 
-def _say_sizes(job: Job, models: Models) -> None:
+def _log_sizes(job: Job, models: Models) -> None:
     """Log the sizes of the updates (waits for a critic on ranks of its own) and the memory that
     flags save for the models on these ranks."""
     config, spec, critic = job.config, job.spec, models.learner.critic

@@ -47,7 +47,7 @@ from mcore_rl.trainer.step_metrics import mismatch_metrics
 
 
 @dataclass(frozen=True, slots=True)
-class Learnt:
+class Updates:
     """The outcomes of a step's updates."""
 
     actor: list[UpdateStats]  # empty during the critic's warm-up
@@ -96,7 +96,7 @@ class Learner:
     def make_batch(self, step: int, table: SampleTable) -> StepBatch:
         """Return the samples as tensors, divided into mini-batches, ranks and micro-batches."""
         orders = orders_of_epochs(
-            self._teaches(table),
+            self._informative_groups(table),
             samples_per_group=self.recipe.num_samples_per_prompt,
             num_mini_batches=self._options.num_mini_batches,
             num_epochs=self._options.num_epochs,
@@ -130,7 +130,7 @@ class Learner:
         known, total = self.actor.runner.global_sum(counts.double()).tolist()
         return {"moe/replayed_share": known / max(total, 1.0)}
 
-    def _teaches(self, table: SampleTable) -> np.ndarray:
+    def _informative_groups(self, table: SampleTable) -> np.ndarray:
         """Return `[g]` bool: groups with a sample whose advantage is not 0."""
         group_ids, valid = self._group_ids(table), table.valid
         groups = np.unique(group_ids)
@@ -305,7 +305,7 @@ class Learner:
             "critic/return_mean": float(total.returns) / tokens,
         }
 
-    def update(self, step: int, batch: StepBatch) -> Learnt:
+    def update(self, step: int, batch: StepBatch) -> Updates:
         """Take one optimizer step per mini-batch and epoch, of critic and actor."""
         warming_up = step < self._critic_warmup_steps
         end_update = None if self.critic is None else self.critic.begin_update(batch)
@@ -318,7 +318,7 @@ class Learner:
         interval = self._options.reference_refresh_interval
         if interval and self.reference is not None and (step + 1) % interval == 0:
             self.reference.refresh(step + 1)
-        return Learnt(of_actor, of_critic)
+        return Updates(of_actor, of_critic)
 
     def rates(self) -> dict[str, float]:
         """Return learning rates after the step, the step's KL coefficient, the critic's metrics."""

@@ -34,12 +34,12 @@ from mcore_rl.rewards.parts import WaitLog, part_metrics
 from mcore_rl.rollout.collector import Collected
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.job import Job
-from mcore_rl.trainer.learner import Learnt
+from mcore_rl.trainer.learner import Updates
 from mcore_rl.trainer.step_metrics import measured, rollout_metrics, update_metrics, value_metrics
 
 logger = logging.getLogger(__name__)
 
-_OF_THE_MACHINE = ("memory/", "throughput/")
+_MACHINE_METRICS = ("memory/", "throughput/")
 
 
 class HealthWatch:
@@ -56,8 +56,8 @@ class HealthWatch:
             return
         self._health = Health(options)
         for step, metrics in earlier.items():
-            # Metrics of the machine and the layout, which may have changed, start afresh.
-            lasting = {k: v for k, v in metrics.items() if not k.startswith(_OF_THE_MACHINE)}
+            # Metrics of the machine and the layout, which may have changed, start anew.
+            lasting = {k: v for k, v in metrics.items() if not k.startswith(_MACHINE_METRICS)}
             self._health.observe(step, lasting)
 
     def observe(self, step: int, metrics: dict[str, float]) -> bool:
@@ -127,7 +127,7 @@ class RunRecorder:
         step: int,
         collected: Collected,
         batch: StepBatch,
-        learnt: Learnt,
+        updates: Updates,
         accuracy: float | None,
     ) -> bool:
         """Write the step's metrics and samples, and move the progress bar. Collective. Returns
@@ -138,8 +138,8 @@ class RunRecorder:
             **rollout_metrics(table),
             **(part_metrics(table, self._reward_names) if several else {}),
             **collected.metrics,
-            **update_metrics(learnt.actor),
-            **value_metrics(learnt.critic),
+            **update_metrics(updates.actor),
+            **value_metrics(updates.critic),
             **batch.metrics,
             **self._rates(),
             **measured(collected, self._reshards[TO_ROLLOUT], self._timers, self._device),

@@ -124,10 +124,12 @@ def test_messages_reach_every_rank_of_the_role_and_answers_the_actor():
             "shares": Shares((np.array([4, 1]), np.array([], np.int64)), ((0, 2), (1,))),
         },
     )
-    _, *heard = all_at_once(lambda: near.tell(message), *(end.hear for end in far))
+    _, *received = all_at_once(lambda: near.send(message), *(end.receive for end in far))
     answer = Message("sums", {"sums": torch.tensor([1 / 3], dtype=torch.float64)})
-    answered, *_ = all_at_once(near.hear_answer, *(partial(end.answer, answer) for end in far))
-    for sent, found in ((message, heard[0]), (message, heard[1]), (answer, answered)):
+    answered, *_ = all_at_once(
+        near.receive_answer, *(partial(end.send_answer, answer) for end in far)
+    )
+    for sent, found in ((message, received[0]), (message, received[1]), (answer, answered)):
         assert found.name == sent.name and found.values.keys() == sent.values.keys()
         for name, value in sent.values.items():
             if isinstance(value, torch.Tensor):
@@ -244,7 +246,7 @@ def test_lost_ranks_of_a_role_end_its_calls(lost, monkeypatch):
     near, far = bridge_ends(1)
     group, _ = group_ends(1, 1)
     if lost == "bridge":
-        monkeypatch.setattr(near, "hear_answer", closed)
+        monkeypatch.setattr(near, "receive_answer", closed)
     monkeypatch.setattr(group, "exchange", closed)
 
     def ask() -> None:
@@ -254,7 +256,7 @@ def test_lost_ranks_of_a_role_end_its_calls(lost, monkeypatch):
         with pytest.raises(RuntimeError, match="^the teacher failed: its ranks are gone .Connect"):
             role.call(Teacher.rest) if lost == "bridge" else marks_of_pages(role)
 
-    all_at_once(ask, far.hear if lost == "bridge" else lambda: (far.hear(), far.hear()))
+    all_at_once(ask, far.receive if lost == "bridge" else lambda: (far.receive(), far.receive()))
 
 
 @pytest.mark.usefixtures("world_of_one")

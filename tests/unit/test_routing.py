@@ -249,7 +249,7 @@ def test_router_of_an_mtp_layer_is_not_replayed():
 def test_replayed_choices_use_the_routers_scores(replay):
     replay, router, _ = replay
     scores = SCORES.clone().requires_grad_()
-    with replay.pass_over_samples(goes_back=False), replay.using(choices([4, 5], [1, 2])):
+    with replay.pass_over_samples(with_gradients=False), replay.using(choices([4, 5], [1, 2])):
         values, ids = router(scores)
     assert ids.tolist() == [[4, 5], [2, 1]]  # in the order of the scores
     assert torch.equal(values, SCORES.gather(1, ids))
@@ -260,7 +260,7 @@ def test_replayed_choices_use_the_routers_scores(replay):
 def test_unknown_token_keeps_the_routers_choice_and_is_not_compared(replay):
     replay, router, _ = replay
     given = choices([4, 1], [1, 2], known=(True, False))
-    with replay.pass_over_samples(goes_back=False), replay.using(given):
+    with replay.pass_over_samples(with_gradients=False), replay.using(given):
         _, ids = router(SCORES)
     assert ids.tolist() == [[1, 4], [3, 0]]
     assert replay.differing.tolist() == [1, 0] and replay.compared.tolist() == [2, 0]
@@ -278,7 +278,7 @@ def test_replay_of_the_routers_own_choices_is_bit_exact(replay):
     scores = torch.rand(2, 6, generator=torch.Generator().manual_seed(0))
     values, ids = router(scores)
     turned = Choices(ids.flip(1)[:, None].expand(2, 2, 2), torch.ones(2, dtype=torch.bool))
-    with replay.pass_over_samples(goes_back=False), replay.using(turned):
+    with replay.pass_over_samples(with_gradients=False), replay.using(turned):
         again = router(scores)
     assert torch.equal(again[0], values) and torch.equal(again[1], ids)
 
@@ -297,7 +297,7 @@ def test_recomputation_replays_the_choices_of_its_forward_pass(replay):
     def recomputed() -> set[int]:
         return set(router(SCORES)[1].flatten().tolist())
 
-    with replay.pass_over_samples(goes_back=True):
+    with replay.pass_over_samples(with_gradients=True):
         forward(0)
         forward(1)
         assert recomputed() == {0, 1}
@@ -309,12 +309,12 @@ def test_wrong_number_of_recomputations_is_an_error(replay):
     replay, router, _ = replay
     with (
         pytest.raises(RuntimeError, match="router of layer 1 runs again in the backward pass"),
-        replay.pass_over_samples(goes_back=True),
+        replay.pass_over_samples(with_gradients=True),
     ):
         router(SCORES)
     with (
         pytest.raises(RuntimeError, match="1 choices of experts were kept and not used"),
-        replay.pass_over_samples(goes_back=True),
+        replay.pass_over_samples(with_gradients=True),
         replay.using(choices([0, 1], [0, 1])),
         torch.no_grad(),
     ):

@@ -19,7 +19,7 @@ from mcore_rl.trainer.resume import folders
 
 Writer = Callable[[Path], None]
 # Errors of a disk.
-_OF_DISKS = frozenset(
+_DISK_ERRORS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE}
     | {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR}
 )
@@ -87,7 +87,7 @@ def _disk_reason(error: BaseException, logged: Sequence[str], folder: Path) -> s
     """
     for text in (*map(str, _causes(error)), *logged):
         for found in _ERRNO.finditer(text):
-            if int(found[1]) in _OF_DISKS:
+            if int(found[1]) in _DISK_ERRORS:
                 return found[0]
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:

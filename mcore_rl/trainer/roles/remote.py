@@ -119,7 +119,7 @@ class RemoteRole(Role):
         number = self._begin(Message(method.__name__, arguments))
 
         def finish() -> Answer:
-            self._hear_until(number + 1)
+            self._receive_until(number + 1)
             return cast("Answer", self._answers.pop(number))
 
         return finish
@@ -127,38 +127,40 @@ class RemoteRole(Role):
     def _begin(self, message: Message) -> int:
         """Send a call; return its number."""
         # The other side sends only while this one listens: fetch its answers first.
-        self._hear_until(self._num_begun)
+        self._receive_until(self._num_begun)
         number = self._num_begun
         self._num_begun += 1
-        self._tell(message)
+        self._send(message)
         self._exchange(message.values, to_role=True)
         return number
 
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._hear_until(self._num_begun)
-            self._tell(Message(_CLOSE))
+            self._receive_until(self._num_begun)
+            self._send(Message(_CLOSE))
 
     def abandon(self) -> None:
         """Send nothing: the role may be sending an answer that no rank receives, and receive
         nothing itself. It notices this rank's end by its connection, or from the launcher."""
         self._is_closed = True
 
-    def _tell(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         if self._bridge is not None:
             try:
-                self._bridge.tell(message)
+                self._bridge.send(message)
             except RuntimeError as error:  # all of the actor's ranks raise it on the next answer
                 self._lost = str(error)
 
-    def _hear_until(self, num_answered: int) -> None:
+    def _receive_until(self, num_answered: int) -> None:
         while self._num_answered < num_answered:
-            heard = objects.broadcast(None if self._bridge is None else self._heard(self._bridge))
-            if heard.name == _FAILURE:
-                raise RuntimeError(f"the {self._name} failed: {heard.values['reason']}")
-            values = self._exchange(heard.values, to_role=False)
-            self._answers[self._num_answered] = None if heard.name == _NO_ANSWER else values
+            answer = objects.broadcast(
+                None if self._bridge is None else self._receive(self._bridge)
+            )
+            if answer.name == _FAILURE:
+                raise RuntimeError(f"the {self._name} failed: {answer.values['reason']}")
+            values = self._exchange(answer.values, to_role=False)
+            self._answers[self._num_answered] = None if answer.name == _NO_ANSWER else values
             self._num_answered += 1
 
     def _exchange(self, values: Values, *, to_role: bool) -> Values:
@@ -168,10 +170,10 @@ class RemoteRole(Role):
         except RuntimeError as error:
             raise RuntimeError(f"the {self._name} failed: its ranks are gone ({error})") from error
 
-    def _heard(self, bridge: Bridge) -> Message:
+    def _receive(self, bridge: Bridge) -> Message:
         try:
             if self._lost is None:
-                return bridge.hear_answer()
+                return bridge.receive_answer()
         except RuntimeError as error:
             self._lost = str(error)
         return Message(_FAILURE, {"reason": f"its ranks are gone ({self._lost})"})
@@ -184,7 +186,7 @@ def serve(name: str, bridge: Bridge, group: JointGroup, build: Callable[..., Any
     exception in it or in a method ends this rank, after a message to the actor.
     """
     served: Any = None
-    while (message := bridge.hear()).name != _CLOSE:
+    while (message := bridge.receive()).name != _CLOSE:
         values = _delivered(message.values, functools.partial(group.delivered, to_role=True))
         try:
             if message.name == _BUILD:
@@ -196,9 +198,9 @@ def serve(name: str, bridge: Bridge, group: JointGroup, build: Callable[..., Any
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             leave_reason(f"the {name} failed: {reason}")
             logger.exception("rank %s of the %s failed", os.environ.get("RANK", "0"), name)
-            bridge.answer(Message(_FAILURE, {"reason": reason}))
+            bridge.send_answer(Message(_FAILURE, {"reason": reason}))
             raise
-        bridge.answer(Message(_NO_ANSWER) if answer is None else Message(_ANSWER, answer))
+        bridge.send_answer(Message(_NO_ANSWER) if answer is None else Message(_ANSWER, answer))
         _delivered(answer or {}, functools.partial(group.delivered, to_role=False))
 
 
@@ -277,24 +279,24 @@ class Bridge:
         # Any: torch's stub leaves out its operations.
         self._group: Any = dist.ProcessGroupGloo(store, place, 1 + num_far_ranks, _PATIENCE)
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Send from the actor to all ranks of the role."""
         assert self._place == _NEAR
         for part in _encoded(message):
             self._broadcast(part)
 
-    def hear(self) -> Message:
+    def receive(self) -> Message:
         """Receive the actor's message; on every rank of the role."""
         assert self._place != _NEAR
         return _decoded(self._broadcast)
 
-    def answer(self, message: Message) -> None:
+    def send_answer(self, message: Message) -> None:
         """Send from the role's first rank to the actor; called on every rank of the role."""
         if self._place == _FAR:
             for part in _encoded(message):
                 self._group.send([part], _NEAR, 0).wait()
 
-    def hear_answer(self) -> Message:
+    def receive_answer(self) -> Message:
         """Receive the role's answer; on the actor's first rank."""
 
         def receive(part: torch.Tensor) -> None:

@@ -215,6 +215,16 @@ class TrainState:
         """The model chunks without their data-parallel and precision wrappers."""
         return [_unwrapped(chunk) for chunk in self.model]
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return next(self.model[0].parameters()).device
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The parts of a chained optimizer, or the only optimizer (None without one)."""
+        return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
+
 
 def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
     from megatron.core.utils import unwrap_model
@@ -419,8 +429,7 @@ def train_tensors(state: TrainState) -> dict[str, list[tuple[str, torch.Tensor]]
         for index, buffer in enumerate([*chunk.buffers, *chunk.expert_parallel_buffers]):
             name = f"gradient buffer {index} of model chunk {number}"
             found["gradients"] += [(name, t) for t in (buffer.grad_data, *buffer.extra_main_grads)]
-    optimizers = getattr(state.optimizer, "chained_optimizers", [state.optimizer])
-    for number, optimizer in enumerate(optimizers):
+    for number, optimizer in enumerate(state.optimizers):
         if optimizer is None or optimizer.is_stub_optimizer:  # nothing to train on this rank
             continue
         parameters = [p for group in optimizer.optimizer.param_groups for p in group["params"]]

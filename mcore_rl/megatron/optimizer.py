@@ -111,9 +111,7 @@ class CheckedOptimizer:
         Scales start at 2^32 (--initial-loss-scale), far above the range of float16."""
         from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
-        whole = self._state.optimizer
-        parts = getattr(whole, "chained_optimizers", [whole])
-        scalers = [getattr(part, "grad_scaler", None) for part in parts]
+        scalers = [getattr(part, "grad_scaler", None) for part in self._state.optimizers]
         return bool(scalers) and all(
             isinstance(scaler, DynamicGradScaler) and bool(scaler.scale > scaler.min_scale)
             for scaler in scalers
@@ -130,8 +128,7 @@ class CheckedOptimizer:
             mine = next(
                 (name for name, grad in gradients.items() if not torch.isfinite(grad).all()), None
             )
-        device = next(self._state.model[0].parameters()).device
-        found = torch.tensor([mine is not None], dtype=torch.int32, device=device)
+        found = torch.tensor([mine is not None], dtype=torch.int32, device=self._state.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         if not found.item():
             return []

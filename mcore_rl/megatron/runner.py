@@ -95,7 +95,7 @@ class ModelRunner:
         self._keywords = keywords
         self._rank = dist.get_rank()
         self.groups = megatron_adapter.model_parallel_groups()
-        self.device = next(state.model[0].parameters()).device
+        self.device = state.device
         self._routers = RouterLayout.of(args, self.groups, self.device)
         self._passes_padding = passes_padding(args, state.chunks)
 

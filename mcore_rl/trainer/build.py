@@ -454,7 +454,7 @@ def build_offloader(
     return Offloader(
         train_tensors,
         offload_kinds(job.config.weight_sync.offload, vars(job.args), has_cuda=has_cuda),
-        device=next(state.model[0].parameters()).device,
+        device=state.device,
         at_start=kinds_at_start(vars(job.args)),
         keep_gradients=job.config.weight_sync.offload_keep_gradients,
     )

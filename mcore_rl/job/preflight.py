@@ -27,7 +27,7 @@ from mcore_rl.model.layout import PipelineLayers
 from mcore_rl.model.tensors import mtp_tensors
 from mcore_rl.moe.balance import check_bias_dtypes
 from mcore_rl.moe.routing import OFF
-from mcore_rl.moe.routing_replay import obstacle
+from mcore_rl.moe.routing_replay import replay_obstacle
 from mcore_rl.rewards.functions import ENVIRONMENT
 
 # numpy's limit is 32 bits; Megatron adds to the seed per pipeline stage and data-parallel rank.
@@ -232,7 +232,7 @@ def check_routing(replay: str, shape: ModelShape, values: Mapping[str, Any]) -> 
             flag=flag,
             remedy="set it to off",
         )
-    if against := obstacle(values):
+    if against := replay_obstacle(values):
         raise UsageError(f"is not possible as {against}", flag=flag, remedy="drop one of the two")
 
 

@@ -21,8 +21,8 @@ from mcore_rl.model.families import FAMILIES, MISSING, Family
 from mcore_rl.model.quantization import (
     GIVE_FP8_BLOCKS,
     GIVE_MXFP4,
-    not_readable,
     quantization_method,
+    unsupported_quantization,
 )
 from mcore_rl.model.rope import YARN_WITHOUT_FLAG, read_rope
 from mcore_rl.model.vllm_fields import unmapped_field
@@ -144,7 +144,7 @@ def model_shape(
     fields = Fields(values, path, flag)
     family = _family(fields, path, flag)
     fields.check_spelt_out(family.spelt_out)
-    what = not_readable(values, stacked_experts=family.stacked_experts)
+    what = unsupported_quantization(values, stacked_experts=family.stacked_experts)
     if what and not for_planning:
         remedy = GIVE_MXFP4 if family.stacked_experts else GIVE_FP8_BLOCKS
         raise fields.refuse(f"quantised weights ({what})", remedy)

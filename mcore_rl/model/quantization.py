@@ -30,7 +30,7 @@ def quantization_method(values: Mapping[str, Any]) -> str | None:
     return str(_settings(given).get("quant_method") or "an unnamed method") if given else None
 
 
-def not_readable(values: Mapping[str, Any], *, stacked_experts: bool) -> str | None:
+def unsupported_quantization(values: Mapping[str, Any], *, stacked_experts: bool) -> str | None:
     """Describe the quantisation of a parsed config.json if it is not supported, else return None.
 
     FP8 blocks of 128 x 128 are supported (as published for DeepSeek-V3 and Kimi-K2); with stacked

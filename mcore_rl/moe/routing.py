@@ -93,7 +93,7 @@ def load_of(routes: Routes, num_experts: int) -> np.ndarray:
     return np.bincount(flat.ravel(), minlength=num_layers * num_experts).reshape(num_layers, -1)
 
 
-def joined(
+def concatenated(
     routes: Sequence[Routes | None], lengths: Sequence[int], of: RoutedLayers
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return `[t, m, k]` and `[t]` bool: choices for consecutive samples of `lengths` tokens.

@@ -168,7 +168,7 @@ class _RouterReplay:
         )
 
 
-def obstacle(values: Mapping[str, Any]) -> str:
+def replay_obstacle(values: Mapping[str, Any]) -> str:
     """Return why a flag bypasses the replay, as text that begins with the flag, or "".
 
     `values` are Megatron's arguments by destination."""

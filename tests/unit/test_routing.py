@@ -15,9 +15,9 @@ from mcore_rl.batching.rows import MicroBatching, lay_out, tokens_in_rows
 from mcore_rl.batching.train_batches import batch_of_tokens, split_micro_batches
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
-from mcore_rl.moe.routing import RoutedLayers, Routes, joined, load_of
+from mcore_rl.moe.routing import RoutedLayers, Routes, concatenated, load_of
 from mcore_rl.moe.routing_capture import routes_of
-from mcore_rl.moe.routing_replay import Choices, RoutingReplay, obstacle
+from mcore_rl.moe.routing_replay import Choices, RoutingReplay, replay_obstacle
 from mcore_rl.rollout.sample_store import SampleStore
 
 LAYERS = RoutedLayers((1, 3), topk=2, num_experts=6)
@@ -105,7 +105,7 @@ def test_load_counts_known_tokens():
 
 def test_joined_marks_the_last_token_of_each_sample_as_unknown():
     first, third = (Routes(drawn(n, seed=n), np.arange(n) != 1) for n in (3, 2))
-    ids, known = joined([first, None, third], [4, 2, 3], LAYERS)
+    ids, known = concatenated([first, None, third], [4, 2, 3], LAYERS)
     assert known.tolist() == [True, False, True, False, False, False, True, False, False]
     assert np.array_equal(ids[:3], first.ids) and np.array_equal(ids[6:8], third.ids)
 
@@ -343,5 +343,5 @@ def test_recording_has_the_choices_of_each_layer(replay):
     ],
 )
 def test_flags_that_bypass_the_router_are_named(values, words):
-    assert words in obstacle(values)
-    assert not obstacle({"moe_router_fusion": False, "cuda_graph_impl": "none"})
+    assert words in replay_obstacle(values)
+    assert not replay_obstacle({"moe_router_fusion": False, "cuda_graph_impl": "none"})

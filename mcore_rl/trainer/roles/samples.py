@@ -24,7 +24,7 @@ from mcore_rl.batching.table import SampleTable, SampleTokens
 from mcore_rl.batching.train_batches import build_train_batch, split_mini_batches
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.common import objects
-from mcore_rl.moe.routing import RoutedLayers, joined
+from mcore_rl.moe.routing import RoutedLayers, concatenated
 
 
 def table_to_tensors(table: SampleTable) -> dict[str, torch.Tensor]:
@@ -96,7 +96,7 @@ def with_given_routes(
 
     def routed(each: TrainBatch) -> TrainBatch:
         routes = [tokens[sample].routes for sample in each.sample_ids.tolist()]
-        ids, known = joined(routes, each.lengths.tolist(), of)
+        ids, known = concatenated(routes, each.lengths.tolist(), of)
         return dataclasses.replace(
             each, routes=torch.from_numpy(ids), routes_known=torch.from_numpy(known)
         )

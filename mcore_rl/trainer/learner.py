@@ -27,14 +27,13 @@ from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
 from mcore_rl.algorithms.registry import find_advantage_estimator
 from mcore_rl.algorithms.value_loss import explained_variance, value_loss
 from mcore_rl.batching.assignment import division_of, orders_of_epochs
-from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import StepBatch, TrainBatch
 from mcore_rl.common import objects
-from mcore_rl.config import RLConfig
-from mcore_rl.model.layout import TrainLayout
+from mcore_rl.rewards.functions import ENVIRONMENT
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.actor import Actor, UpdateStats
+from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.roles.critic import StepCritic, ValueUpdateStats
 from mcore_rl.trainer.roles.reference import ReferencePolicy
 from mcore_rl.trainer.roles.samples import (
@@ -59,22 +58,18 @@ class Learner:
 
     def __init__(
         self,
-        config: RLConfig,
-        layout: TrainLayout,
-        batching: MicroBatching,
+        job: Job,
         actor: Actor,
         critic: StepCritic | None,
         *,
         reference: ReferencePolicy | None,
-        seed: int,
         sample_store: SampleStore,
-        turn_weight: float = 1.0,
     ) -> None:
-        """`sample_store` has a step's samples, with their experts if training uses them;
-        `turn_weight` is the weight of environments' rewards in the reward."""
-        self._turn_weight = turn_weight
-        self._options, self._layout, self._batching = config.trainer, layout, batching
-        self._seed = seed
+        """`sample_store` has a step's samples, with their experts if training uses them."""
+        config = job.config
+        self._options, self._seed = config.trainer, job.args.seed
+        self._layout, self._batching = job.spec.train_layout, job.micro_batching()
+        self._turn_weight = job.spec.rewards.weight(ENVIRONMENT)
         self._max_response_tokens = config.rollout.max_response_tokens
         self._critic_warmup_steps = config.critic.critic_warmup_steps or 0
         self.recipe = config.recipe

@@ -25,7 +25,6 @@ from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.roles import CRITIC, REWARD
 from mcore_rl.moe.routing import OFF, R3
 from mcore_rl.moe.routing_replay import RoutingReplay
-from mcore_rl.rewards.functions import ENVIRONMENT
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.job import Job
@@ -104,15 +103,11 @@ def build_learner(
             state, point, args=job.args, checkpoint=job.spec.checkpoint, shards=shards, log=log
         )
     return Learner(
-        job.config,
-        job.spec.train_layout,
-        job.micro_batching(),
+        job,
         actor,
         None if critic is None else StepCritic(critic),
         reference=reference,
-        seed=job.args.seed,
         sample_store=new_sample_store(job) if sample_store is None else sample_store,
-        turn_weight=job.spec.rewards.weight(ENVIRONMENT),
     )
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -178,17 +179,14 @@ def learner_of(
         model: Any = ScriptedCritic(log)
         critic = StepCritic(LocalRole(ServedCritic(model, config.trainer, is_apart=False)))
     reference = ReferencePolicy(actor.state) if config.recipe.needs_reference else None
-    learner = Learner(
-        config,
-        LAYOUT,
-        MicroBatching(),
-        actor,
-        critic,
-        reference=reference,
-        seed=1,
-        sample_store=HeldHere(),
-        turn_weight=turn_weight,
+    rewards = SimpleNamespace(weight=lambda name: turn_weight)
+    job: Any = SimpleNamespace(
+        config=config,
+        spec=SimpleNamespace(train_layout=LAYOUT, rewards=rewards),
+        args=SimpleNamespace(seed=1),
+        micro_batching=MicroBatching,
     )
+    learner = Learner(job, actor, critic, reference=reference, sample_store=HeldHere())
     learner.scores_in_update &= not scored_before
     actor.state.parameter.data += ACTOR_SHIFT  # the reference stays behind by as much
     return learner, log

@@ -49,7 +49,7 @@ class Received:
         for group in job.world.joint_groups.values():
             group.exchange = self._counting(group.exchange, lambda group=group: group._rank)
         for bridge in job.world.bridges.values():
-            for name in ("hear", "hear_answer"):
+            for name in ("receive", "receive_answer"):
                 setattr(bridge, name, self._noting(getattr(bridge, name)))
         for name in ("all_reduce", "all_gather", "all_gather_into_tensor"):
             setattr(dist, name, self._told(getattr(dist, name)))

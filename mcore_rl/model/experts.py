@@ -139,6 +139,6 @@ def _first_with_experts(fields: Fields, router: Router, num_layers: int) -> int:
     if types != ["dense"] * first + ["sparse"] * (num_layers - first):
         raise fields.refuse(
             f"{router.layer_types} other than {first} dense layers and then "
-            f"{num_layers - first} sparse ones (vLLM goes by first_k_dense_replace)"
+            f"{num_layers - first} sparse ones (vLLM reads first_k_dense_replace)"
         )
     return first

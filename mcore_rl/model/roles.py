@@ -22,7 +22,7 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The world's ranks by role; the actor's ranks play a role without ranks, in turn."""
+    """The world's ranks by role; a role without ranks runs on the actor's, in turn."""
 
     world_size: int
     critic: tuple[int, ...] = ()
@@ -44,7 +44,7 @@ class Roles:
         return self.ranks(role) != self.actor
 
     def role_of(self, rank: int) -> str:
-        """Return the first role of a rank: what its process runs."""
+        """Return the role that a rank's process runs."""
         return CRITIC if rank in self.critic else REWARD if rank in self.reward else ACTOR
 
 

@@ -1,4 +1,4 @@
-"""The learning half of a step: from scored rollouts to log-probs, values, advantages and updates.
+"""The training half of a step: from scored rollouts to log-probs, values, advantages, updates.
 
 `mcore_rl.algorithms` defines each of them; this module collects their inputs, from whichever ranks
 have them, and orders the updates.

@@ -67,7 +67,7 @@ class RunSaver:
     def save(self, num_steps: int) -> None:
         """Save the state after `num_steps` steps, unless that has been saved.
 
-        The actor's checkpoint is completed after the critic's, without which it is of no use.
+        The actor's checkpoint is completed last, since it cannot be resumed without the critic's.
         """
         if self._saved_at == num_steps:
             return

@@ -194,7 +194,7 @@ def build_critic(
         if state.iteration == 0:
             if actor_args.finetune and critic_folder(Path(actor_args.load or "")).is_dir():
                 logger.warning(
-                    "--finetune takes the actor's weights alone: the critic starts from %s",
+                    "--finetune loads only the actor's weights: the critic starts from %s",
                     spec.checkpoint.folder,
                 )
             elif actor_iteration:
@@ -220,7 +220,7 @@ def _longer_schedule(config: RLConfig, actor_args: argparse.Namespace) -> dict[s
 
 
 def _load_from_beside(args: argparse.Namespace, actor_iteration: int) -> None:
-    """Point `--load` and `--ckpt-step` to the critic's checkpoint, or unset them."""
+    """Set `--load` and `--ckpt-step` to the critic's checkpoint, or unset them."""
     saved = critic_folder(Path(args.load)) if args.load else None
     args.load, args.ckpt_step = None, None
     if saved is None or not saved.is_dir() or not actor_iteration:
@@ -235,7 +235,7 @@ def _load_from_beside(args: argparse.Namespace, actor_iteration: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The facts of a step that all of the critic's ranks know."""
+    """The division of a step's samples, the same on all of the critic's ranks."""
 
     table: SampleTable
     epochs: list[list[Cuts]]
@@ -329,7 +329,7 @@ class ServedCritic:
         `tokens` brings `[t, 5]`, the rows of `tokens_to_rows` for all samples that this rank gets.
         """
         started = time.perf_counter()
-        assert self._step is not None, "tokens of no samples"
+        assert self._step is not None, "values before divide"
         table, division, rank = self._step.table, self._step.division, dist.get_rank()
         mine = division.every.of(rank)
         found = rows_to_tokens(tokens.rows, table.lengths[mine])
@@ -346,7 +346,7 @@ class ServedCritic:
 
     def update(self, *, returns: RowExchange) -> CriticUpdates:
         """Train on the returns of this rank's samples, `[t]` float32."""
-        assert self.batch is not None and self._step is not None, "returns of no samples"
+        assert self.batch is not None and self._step is not None, "update before values"
         started = time.perf_counter()
         batch = dataclasses.replace(self.batch, returns=torch.from_numpy(returns.rows))
         group = self.model.runner.groups["dp"]

@@ -8,8 +8,8 @@ A role is an object of any class; a caller names the method of the class, so tha
 Arguments are keyword-only and the same on all of the actor's ranks; the answer is a typed dict that
 is the same on all of the role's ranks, or None. Both hold tensors on the CPU, `Shares` of samples,
 and JSON values: numbers per sample, but nothing per token. Data per token travel as a
-`RowExchange`, from the ranks of one side that have them to the ranks of the other that want them,
-which get an exchange with their rows. Its shares name each side's ranks by that side's numbering.
+`RowExchange`, from the ranks of one side that have them to the ranks of the other that need them,
+which get an exchange with their rows. Its shares number each side's ranks within that side.
 `LocalRole` calls the methods of an object in this process; with `RemoteRole`, `serve` calls them on
 the role's ranks. The caller sees no difference.
 

@@ -113,7 +113,7 @@ def build_reward_model(
     log: TextIO | None = None,
 ) -> RewardModel:
     """Build the model through Megatron, without an optimizer, and fill it. Collective."""
-    assert spec.tokens is not None, "its layout is of a command line"
+    assert spec.tokens is not None, "a reward model has a command line of its own"
     args = parsed_args(spec.tokens, spec.extra_args, actor_args, log=log)
     world, state, shards = build_value_model(
         spec.shape, spec.checkpoint, args, megatron_adapter.setup_without_optimizer, log=log

@@ -31,24 +31,24 @@ _applied: dict[str, str] = {}
 class Patch:
     """One repair of one package.
 
-    `package` is the distribution's name, or several names under which the same code is published,
-    the usual one first. `versions` are the versions it was tried with: a specifier set ("==0.32.0",
-    ">=0.16,<0.20") or an explicit tuple. Local labels such as "+cpu" are ignored. With None only
-    the code's appearance counts, as for Megatron, which is forked more often than released.
-
-    `needed` returns whether this process has the defect (a CPU repair is not needed on a GPU, nor
-    a repair of code that a release does not have yet); if not, the version is not checked. `apply`
-    does the repair. Both raise UsageError, through `require_parameters`, `require_source` or
+    `apply` does the repair; `needed` returns whether this process has the defect (a CPU repair is
+    not needed on a GPU, nor a repair of code that a release does not have yet). If not, the version
+    is not checked. Both raise UsageError, through `require_parameters`, `require_source` or
     `require`, if they do not know the code; without `versions`, a missing module or attribute also
     counts as unknown code.
+
+    `package` is the distribution's name, or several names under which the same code is published,
+    the usual one first. `versions` are the versions it was tried with, as a specifier ("==0.32.0",
+    ">=2.8,<2.14"); local labels such as "+cpu" are ignored. With None only the code's appearance
+    counts, as for Megatron, which is forked more often than released.
     """
 
     name: str
-    package: str | tuple[str, ...]
     reason: str
-    needed: Callable[[], bool]
     apply: Callable[[], None]
-    versions: SpecifierSet | tuple[str, ...] | None = None
+    needed: Callable[[], bool] = lambda: True
+    package: str | tuple[str, ...] = MEGATRON
+    versions: str | None = None
 
     @property
     def packages(self) -> tuple[str, ...]:
@@ -57,19 +57,13 @@ class Patch:
     @property
     def supported(self) -> str:
         """The supported versions, as text for messages."""
-        if self.versions is None:
-            return f"one of {OLDEST} to {NEWEST}"
-        if isinstance(self.versions, tuple):
-            return ", ".join(self.versions)
-        return str(self.versions)
+        versions = self.versions or f"one of {OLDEST} to {NEWEST}"
+        return versions.removeprefix("==")
 
     def supports(self, version: str) -> bool:
-        if self.versions is None:
+        if self.versions is None:  # a fork's version may be any text
             return True
-        if isinstance(self.versions, tuple):
-            public = Version(version).public
-            return any(Version(known).public == public for known in self.versions)
-        return self.versions.contains(Version(version).public, prereleases=True)
+        return SpecifierSet(self.versions).contains(Version(version).public, prereleases=True)
 
 
 def apply_patch(patch: Patch) -> bool:

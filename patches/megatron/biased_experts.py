@@ -34,11 +34,6 @@ from mcore_rl.patches.registry import Patch, parameters_of, require
 _SUMS = ("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region")
 
 
-def needed() -> bool:
-    """Always True; Transformer Engine's single experts have the mark, too."""
-    return True
-
-
 def apply() -> None:
     """Skip sums over one rank, and do not sum the gradients of different biases."""
     from megatron.core.tensor_parallel import layers
@@ -79,9 +74,5 @@ def _over_several(reduce: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PATCH = Patch(
-    name="megatron.biased_experts",
-    package="megatron-core",
-    reason="biases of experts are trained, each by its own gradient",
-    needed=needed,
-    apply=apply,
+    "megatron.biased_experts", "biases of experts are trained, each by its own gradient", apply
 )

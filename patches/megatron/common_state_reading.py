@@ -20,10 +20,6 @@ from typing import Any
 from mcore_rl.patches.registry import Patch, require, require_parameters
 
 
-def needed() -> bool:
-    return True
-
-
 def apply() -> None:
     """Replace `load_common` in its module and where it was imported by name."""
     from megatron.core.dist_checkpointing import serialization
@@ -47,9 +43,7 @@ def apply() -> None:
 
 
 PATCH = Patch(
-    name="megatron.common_state_reading",
-    package="megatron-core",
-    reason="common.pt is read as data, whatever the environment says",
-    needed=needed,
-    apply=apply,
+    "megatron.common_state_reading",
+    "common.pt is read as data, whatever the environment says",
+    apply,
 )

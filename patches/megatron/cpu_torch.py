@@ -360,9 +360,5 @@ def apply() -> None:
 
 
 PATCH = Patch(
-    name="megatron.cpu_torch",
-    package="megatron-core",
-    reason="Megatron's modules see a torch whose cuda is the CPU",
-    needed=needed,
-    apply=apply,
+    "megatron.cpu_torch", "Megatron's modules see a torch whose cuda is the CPU", apply, needed
 )

@@ -22,11 +22,6 @@ from __future__ import annotations
 from mcore_rl.patches.registry import Patch, require_parameters
 
 
-def needed() -> bool:
-    """Always True."""
-    return True
-
-
 def apply() -> None:
     """Replace `compile_helpers` by a function that does nothing."""
     from megatron.core.datasets import utils
@@ -40,9 +35,5 @@ def apply() -> None:
 
 
 PATCH = Patch(
-    name="megatron.dataset_helpers",
-    package="megatron-core",
-    reason="the dataset index builder of pre-training is not compiled",
-    needed=needed,
-    apply=apply,
+    "megatron.dataset_helpers", "the dataset index builder of pre-training is not compiled", apply
 )

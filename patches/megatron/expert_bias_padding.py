@@ -54,10 +54,4 @@ def apply() -> None:
     TopKRouter._apply_expert_bias = count_without_padding
 
 
-PATCH = Patch(
-    name="megatron.expert_bias_padding",
-    package="megatron-core",
-    reason="padding counts in no expert's load",
-    needed=needed,
-    apply=apply,
-)
+PATCH = Patch("megatron.expert_bias_padding", "padding counts in no expert's load", apply, needed)

@@ -32,11 +32,6 @@ from mcore_rl.patches.registry import Patch, require_parameters
 _EXPERT = "is_expert_parallel"
 
 
-def needed() -> bool:
-    """Always True."""
-    return True
-
-
 def apply() -> None:
     """Sort the stored states of several optimizers before Megatron passes them on."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -108,9 +103,7 @@ def sorted_by_optimizer(
 
 
 PATCH = Patch(
-    name="megatron.expert_optimizer",
-    package="megatron-core",
-    reason="a checkpoint of an MoE model can be loaded under another expert parallelism",
-    needed=needed,
-    apply=apply,
+    "megatron.expert_optimizer",
+    "a checkpoint of an MoE model can be loaded under another expert parallelism",
+    apply,
 )

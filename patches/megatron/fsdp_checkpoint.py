@@ -31,11 +31,6 @@ from typing import Any
 from mcore_rl.patches.registry import Patch, require_parameters
 
 
-def needed() -> bool:
-    """Always True: flags choose Megatron-FSDP and float32."""
-    return True
-
-
 def apply() -> None:
     """Complete the optimizer's state, and look up the names that the model has."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -95,9 +90,5 @@ def _complete(optimizer: Any) -> None:
 
 
 PATCH = Patch(
-    name="megatron.fsdp_checkpoint",
-    package="megatron-core",
-    reason="Megatron-FSDP can save with PyTorch's AdamW, and in float32",
-    needed=needed,
-    apply=apply,
+    "megatron.fsdp_checkpoint", "Megatron-FSDP can save with PyTorch's AdamW, and in float32", apply
 )

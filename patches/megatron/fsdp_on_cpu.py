@@ -90,10 +90,4 @@ def _scale_before_adding() -> None:
     buffers.gradient_reduce_preprocessing = prepare_for_gloo
 
 
-PATCH = Patch(
-    name="megatron.fsdp_on_cpu",
-    package="megatron-core",
-    reason="Megatron-FSDP runs over gloo",
-    needed=needed,
-    apply=apply,
-)
+PATCH = Patch("megatron.fsdp_on_cpu", "Megatron-FSDP runs over gloo", apply, needed)

@@ -62,9 +62,8 @@ def apply() -> None:
 
 
 PATCH = Patch(
-    name="megatron.fsdp_single_rank_groups",
-    package="megatron-core",
-    reason="Megatron-FSDP adds up micro-batches' gradients where a sharding group has one rank",
-    needed=needed,
-    apply=apply,
+    "megatron.fsdp_single_rank_groups",
+    "Megatron-FSDP adds up micro-batches' gradients where a sharding group has one rank",
+    apply,
+    needed,
 )

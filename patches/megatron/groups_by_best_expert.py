@@ -66,11 +66,6 @@ def topk_of_best_groups(
     return best
 
 
-def needed() -> bool:
-    """Always True; the fault does not depend on the machine."""
-    return True
-
-
 def apply() -> None:
     """Make softmax routers with groups choose within the groups that have the best experts."""
     from megatron.core.transformer.moe import moe_utils, router
@@ -119,9 +114,7 @@ def apply() -> None:
 
 
 PATCH = Patch(
-    name="megatron.groups_by_best_expert",
-    package="megatron-core",
-    reason="DeepSeek-V2's router ranks a group of experts by its best one",
-    needed=needed,
-    apply=apply,
+    "megatron.groups_by_best_expert",
+    "DeepSeek-V2's router ranks a group of experts by its best one",
+    apply,
 )

@@ -49,10 +49,4 @@ def apply() -> None:
     timers.wandb = _Wandb()
 
 
-PATCH = Patch(
-    name="megatron.late_wandb",
-    package="megatron-core",
-    reason="wandb is imported where it is used",
-    needed=needed,
-    apply=apply,
-)
+PATCH = Patch("megatron.late_wandb", "wandb is imported where it is used", apply, needed)

@@ -458,10 +458,4 @@ def _allow_direct_query() -> None:
     QKNormConfigResolver.__init__ = initialize_without_query_latent
 
 
-PATCH = Patch(
-    name="megatron.local_layers",
-    package="megatron-core",
-    reason="MLA can be built without Transformer Engine",
-    needed=needed,
-    apply=apply,
-)
+PATCH = Patch("megatron.local_layers", "MLA can be built without Transformer Engine", apply, needed)

@@ -56,9 +56,8 @@ def apply() -> None:
 
 
 PATCH = Patch(
-    name="megatron.mla_direct_query",
-    package="megatron-core",
-    reason="DeepSeek-V2-Lite's query projection has no norm of its own",
-    needed=needed,
-    apply=apply,
+    "megatron.mla_direct_query",
+    "DeepSeek-V2-Lite's query projection has no norm of its own",
+    apply,
+    needed,
 )

@@ -240,9 +240,8 @@ def _box_in(whole: torch.Tensor, part: torch.Tensor) -> Box:
 
 
 PATCH = Patch(
-    name="megatron.optimizer_in_pieces",
-    package="megatron-core",
-    reason="saving and loading the distributed optimizer needs no more than a rank's share of it",
-    needed=needed,
-    apply=apply,
+    "megatron.optimizer_in_pieces",
+    "saving and loading the distributed optimizer needs no more than a rank's share of it",
+    apply,
+    needed,
 )

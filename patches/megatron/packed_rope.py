@@ -48,11 +48,6 @@ _KNOWN = {
 }
 
 
-def needed() -> bool:
-    """Always True; every release has the unfused rotation."""
-    return True
-
-
 def apply() -> None:
     """Rotate all samples of a row by gathered frequencies."""
     from megatron.core.models.common.embeddings import rope_utils
@@ -89,9 +84,7 @@ def apply() -> None:
 
 
 PATCH = Patch(
-    name="megatron.packed_rope",
-    package="megatron-core",
-    reason="the rotation of packed samples costs as much as that of one long sample",
-    needed=needed,
-    apply=apply,
+    "megatron.packed_rope",
+    "the rotation of packed samples costs as much as that of one long sample",
+    apply,
 )

@@ -32,11 +32,6 @@ if TYPE_CHECKING:
     import torch
 
 
-def needed() -> bool:
-    """Always True."""
-    return True
-
-
 def apply() -> None:
     """Replace the synchronous save of the `torch_dist` format."""
     from megatron.core.dist_checkpointing.strategies import torch as strategies
@@ -124,9 +119,5 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 PATCH = Patch(
-    name="megatron.streamed_saving",
-    package="megatron-core",
-    reason="writing a checkpoint needs no copy of it in host memory",
-    needed=needed,
-    apply=apply,
+    "megatron.streamed_saving", "writing a checkpoint needs no copy of it in host memory", apply
 )

@@ -98,9 +98,8 @@ def _showing_a_step(optimizer: Any) -> Iterator[None]:
 
 
 PATCH = Patch(
-    name="megatron.torch_adam_state",
-    package="megatron-core",
-    reason="a checkpoint's optimizer state can be loaded into PyTorch's AdamW",
-    needed=needed,
-    apply=apply,
+    "megatron.torch_adam_state",
+    "a checkpoint's optimizer state can be loaded into PyTorch's AdamW",
+    apply,
+    needed,
 )

@@ -36,10 +36,4 @@ def apply() -> None:
     typing.override = typing_extensions.override  # type: ignore[attr-defined]
 
 
-PATCH = Patch(
-    name="megatron.typing_override",
-    package="megatron-core",
-    reason="typing.override exists on Python 3.11",
-    needed=needed,
-    apply=apply,
-)
+PATCH = Patch("megatron.typing_override", "typing.override exists on Python 3.11", apply, needed)

@@ -28,11 +28,6 @@ from typing import Any
 from mcore_rl.patches.registry import Patch, require_parameters, require_source
 
 
-def needed() -> bool:
-    """Always True; a rank's number of tokens depends on its samples."""
-    return True
-
-
 def apply() -> None:
     """Pad tokens before they are gathered, and drop the padding after outputs are summed."""
     import torch
@@ -66,9 +61,7 @@ def apply() -> None:
 
 
 PATCH = Patch(
-    name="megatron.uneven_all_gather",
-    package="megatron-core",
-    reason="tokens for experts are gathered from ranks with different numbers of them",
-    needed=needed,
-    apply=apply,
+    "megatron.uneven_all_gather",
+    "tokens for experts are gathered from ranks with different numbers of them",
+    apply,
 )

@@ -29,11 +29,6 @@ from typing import Any
 from mcore_rl.patches.registry import Patch, parameters_of, require_parameters
 
 
-def needed() -> bool:
-    """Always True; the cache is also filled without the fused rotation."""
-    return True
-
-
 def apply() -> None:
     """Cache sines and cosines for one row length if they are cut into chunks."""
     import torch
@@ -85,9 +80,7 @@ def apply() -> None:
 
 
 PATCH = Patch(
-    name="megatron.yarn_context_parallel",
-    package="megatron-core",
-    reason="padded rows are rotated by their own positions under context parallelism",
-    needed=needed,
-    apply=apply,
+    "megatron.yarn_context_parallel",
+    "padded rows are rotated by their own positions under context parallelism",
+    apply,
 )

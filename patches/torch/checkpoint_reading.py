@@ -26,8 +26,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from packaging.specifiers import SpecifierSet
-
 from mcore_rl.common.errors import UsageError
 from mcore_rl.patches.registry import Patch, require, require_parameters
 
@@ -191,10 +189,6 @@ def _told_to_the_user(load: Callable[..., Any], reading: _MetadataPickle) -> Cal
     return loading
 
 
-def needed() -> bool:
-    return True
-
-
 def apply() -> None:
     """Replace the functions that read metadata and objects."""
     from torch.distributed.checkpoint import default_planner, filesystem, state_dict_loader
@@ -221,10 +215,9 @@ def apply() -> None:
 
 
 PATCH = Patch(
-    name="torch.checkpoint_reading",
+    "torch.checkpoint_reading",
+    "checkpoints are read as data, without the code that pickle would run",
+    apply,
     package="torch",
-    versions=SpecifierSet(">=2.8,<2.14"),
-    reason="checkpoints are read as data, without the code that pickle would run",
-    needed=needed,
-    apply=apply,
+    versions=">=2.8,<2.14",
 )

@@ -20,8 +20,6 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
 from mcore_rl.common.addresses import is_loopback
 from mcore_rl.patches.registry import Patch, apply_patch, require
 
@@ -61,10 +59,6 @@ def listening_socket(host: str, port: int) -> socket.socket | None:
     return listening
 
 
-def needed() -> bool:
-    return True
-
-
 def apply() -> None:
     """Replace TCPStore's constructor in place, since many modules have imported it by name."""
     from torch.distributed import TCPStore
@@ -93,10 +87,9 @@ def _bound_to_loopback(make: Callable[..., None]) -> Callable[..., None]:
 
 
 PATCH = Patch(
-    name="torch.loopback_stores",
+    "torch.loopback_stores",
+    "stores that ranks reach on loopback listen nowhere else",
+    apply,
     package="torch",
-    versions=SpecifierSet(">=2.8,<2.14"),
-    reason="stores that ranks reach on loopback listen nowhere else",
-    needed=needed,
-    apply=apply,
+    versions=">=2.8,<2.14",
 )

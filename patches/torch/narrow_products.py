@@ -128,10 +128,10 @@ def _wide_values(kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 PATCH = Patch(
-    name="torch.narrow_products",
+    "torch.narrow_products",
+    "the CPU has no 16-bit matrix products: they are computed in float32",
+    apply,
+    needed,
     package="torch",
-    versions=("2.13.0",),
-    reason="the CPU has no 16-bit matrix products: they are computed in float32",
-    needed=needed,
-    apply=apply,
+    versions="==2.13.0",
 )

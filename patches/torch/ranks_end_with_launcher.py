@@ -23,16 +23,10 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
 from mcore_rl.patches.registry import Patch, require
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 before_ranks: list[Callable[[], None]] = []
-
-
-def needed() -> bool:
-    return True
 
 
 def apply() -> None:
@@ -61,10 +55,9 @@ def apply() -> None:
 
 
 PATCH = Patch(
-    name="torch.ranks_end_with_launcher",
+    "torch.ranks_end_with_launcher",
+    "ranks end with a launcher that is killed",
+    apply,
     package="torch",
-    versions=SpecifierSet(">=2.8,<2.14"),
-    reason="ranks end with a launcher that is killed",
-    needed=needed,
-    apply=apply,
+    versions=">=2.8,<2.14",
 )

@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mcore_rl.patches.registry import Patch, require
-from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, is_known
+from mcore_rl.patches.registry import require
+from mcore_rl.patches.vllm.platform import is_known, vllm_patch
 
 
 class _Answers:
@@ -74,11 +74,9 @@ def apply() -> None:
     MultiprocExecutor.collective_rpc = collective_rpc_with_all_answers
 
 
-PATCH = Patch(
-    name="vllm.answers_after_failure",
-    package=PACKAGES,
-    versions=VERSIONS,
-    reason="after a call that failed in several workers the next call gets its own answers",
-    needed=is_known,
-    apply=apply,
+PATCH = vllm_patch(
+    "vllm.answers_after_failure",
+    "after a call that failed in several workers the next call gets its own answers",
+    apply,
+    is_known,
 )

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import torch
 
-from mcore_rl.patches.registry import Patch, require_parameters
-from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, runs_on_cpu
+from mcore_rl.patches.registry import require_parameters
+from mcore_rl.patches.vllm.platform import vllm_patch
 
 
 def apply() -> None:
@@ -42,11 +42,8 @@ def apply() -> None:
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
 
-PATCH = Patch(
-    name="vllm.expanded_sampling_options",
-    package=PACKAGES,
-    versions=VERSIONS,
-    reason="draft tokens are verified at the temperature, top-k and top-p of their request",
-    needed=runs_on_cpu,
-    apply=apply,
+PATCH = vllm_patch(
+    "vllm.expanded_sampling_options",
+    "draft tokens are verified at the temperature, top-k and top-p of their request",
+    apply,
 )

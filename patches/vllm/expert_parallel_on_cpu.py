@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_rl.patches.registry import Patch, require_parameters
-from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, runs_on_cpu
+from mcore_rl.patches.registry import require_parameters
+from mcore_rl.patches.vllm.platform import vllm_patch
 
 _PARAMETERS = (
     "self",
@@ -64,11 +64,8 @@ def apply() -> None:
     CPUUnquantizedExperts.apply = apply_local_experts
 
 
-PATCH = Patch(
-    name="vllm.expert_parallel_on_cpu",
-    package=PACKAGES,
-    versions=VERSIONS,
-    reason="tokens routed to another rank's expert no longer crash the CPU kernel",
-    needed=runs_on_cpu,
-    apply=apply,
+PATCH = vllm_patch(
+    "vllm.expert_parallel_on_cpu",
+    "tokens routed to another rank's expert no longer crash the CPU kernel",
+    apply,
 )

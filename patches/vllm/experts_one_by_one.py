@@ -31,8 +31,8 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-from mcore_rl.patches.registry import Patch, require, require_parameters, require_source
-from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, is_known
+from mcore_rl.patches.registry import require, require_parameters, require_source
+from mcore_rl.patches.vllm.platform import is_known, vllm_patch
 
 _PART = re.compile(r"(.*\.mlp\.experts\.)(\d+)\.(w[123])\.(weight|bias)")
 _PARAMETERS = {"w1": "w13", "w3": "w13", "w2": "w2"}
@@ -142,11 +142,9 @@ def _write(expert: Any, loaded: Any, part: str, rank: int) -> None:
     rows[tuple(slice(0, n) for n in share.shape)].copy_(share)
 
 
-PATCH = Patch(
-    name="vllm.experts_one_by_one",
-    package=PACKAGES,
-    versions=VERSIONS,
-    reason="gpt-oss can be reloaded, expert by expert and with its sinks",
-    needed=is_known,
-    apply=apply,
+PATCH = vllm_patch(
+    "vllm.experts_one_by_one",
+    "gpt-oss can be reloaded, expert by expert and with its sinks",
+    apply,
+    is_known,
 )

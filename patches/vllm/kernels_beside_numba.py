@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_rl.patches.registry import Patch, require_source
-from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, runs_on_cpu
+from mcore_rl.patches.registry import require_source
+from mcore_rl.patches.vllm.platform import vllm_patch
 
 
 def apply() -> None:
@@ -32,11 +32,6 @@ def apply() -> None:
     vars(dispatcher)["vars"] = dictionary_of  # in that module, over the builtin
 
 
-PATCH = Patch(
-    name="vllm.kernels_beside_numba",
-    package=PACKAGES,
-    versions=VERSIONS,
-    reason="an engine starts in a process that has imported numba",
-    needed=runs_on_cpu,
-    apply=apply,
+PATCH = vllm_patch(
+    "vllm.kernels_beside_numba", "an engine starts in a process that has imported numba", apply
 )

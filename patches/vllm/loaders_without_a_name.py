@@ -44,9 +44,9 @@ def apply() -> None:
 
 
 PATCH = Patch(
-    name="vllm.loaders_without_a_name",
+    "vllm.loaders_without_a_name",
+    "a weight loader that is a functools.partial survives a layerwise reload",
+    apply,
+    needed,
     package=PACKAGES,
-    reason="a weight loader that is a functools.partial survives a layerwise reload",
-    needed=needed,
-    apply=apply,
 )

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from mcore_rl.patches.registry import Patch, require_parameters
-from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, runs_on_cpu
+from mcore_rl.patches.registry import require_parameters
+from mcore_rl.patches.vllm.platform import vllm_patch
 
 # Scores of one batch; a request with more is computed alone.
 MOST_SCORES = 2**22
@@ -90,11 +90,6 @@ def batches(
             yield min(most, count - start), q_length, kv_length
 
 
-PATCH = Patch(
-    name="vllm.mla_prefill_together",
-    package=PACKAGES,
-    versions=VERSIONS,
-    reason="prompts of equal lengths are attended to at once on CPU",
-    needed=runs_on_cpu,
-    apply=apply,
+PATCH = vllm_patch(
+    "vllm.mla_prefill_together", "prompts of equal lengths are attended to at once on CPU", apply
 )

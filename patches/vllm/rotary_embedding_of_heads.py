@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_rl.patches.registry import Patch, require_parameters
-from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, runs_on_cpu
+from mcore_rl.patches.registry import require_parameters
+from mcore_rl.patches.vllm.platform import vllm_patch
 
 
 def apply() -> None:
@@ -35,11 +35,8 @@ def apply() -> None:
     RotaryEmbedding.forward_cpu = forward_by_head
 
 
-PATCH = Patch(
-    name="vllm.rotary_embedding_of_heads",
-    package=PACKAGES,
-    versions=VERSIONS,
-    reason="latent attention without yarn rotates the right elements on CPU",
-    needed=runs_on_cpu,
-    apply=apply,
+PATCH = vllm_patch(
+    "vllm.rotary_embedding_of_heads",
+    "latent attention without yarn rotates the right elements on CPU",
+    apply,
 )

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_rl.patches.registry import Patch, require
-from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, is_known
+from mcore_rl.patches.registry import require
+from mcore_rl.patches.vllm.platform import is_known, vllm_patch
 
 
 class _FirstOfItsGroup:
@@ -49,11 +49,9 @@ def apply() -> None:
     worker.get_tp_group = get_tp_group
 
 
-PATCH = Patch(
-    name="vllm.routes_on_every_rank",
-    package=PACKAGES,
-    versions=VERSIONS,
-    reason="every rank of an engine is told of the experts that were chosen",
-    needed=is_known,
-    apply=apply,
+PATCH = vllm_patch(
+    "vllm.routes_on_every_rank",
+    "every rank of an engine is told of the experts that were chosen",
+    apply,
+    is_known,
 )

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.patches.registry import Patch, require_parameters, require_source
-from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, runs_on_cpu
+from mcore_rl.patches.registry import require_parameters, require_source
+from mcore_rl.patches.vllm.platform import vllm_patch
 
 
 def apply() -> None:
@@ -47,11 +47,6 @@ def apply() -> None:
     CPUModelRunner.sample_tokens = sample_tokens
 
 
-PATCH = Patch(
-    name="vllm.seeds_of_cut_prompts",
-    package=PACKAGES,
-    versions=VERSIONS,
-    reason="a prompt that is computed in several steps may have a seed",
-    needed=runs_on_cpu,
-    apply=apply,
+PATCH = vllm_patch(
+    "vllm.seeds_of_cut_prompts", "a prompt that is computed in several steps may have a seed", apply
 )

@@ -24,8 +24,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.patches.registry import Patch, require_parameters
-from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, runs_on_cpu
+from mcore_rl.patches.registry import require_parameters
+from mcore_rl.patches.vllm.platform import vllm_patch
 
 SHARED_MEMORY = Path("/dev/shm")
 # mcore_rl-<pid namespace>-<pid>-<start time of that pid>-<random>
@@ -102,11 +102,6 @@ def _host() -> str:
     return f"{boot}.{SHARED_MEMORY.stat().st_dev}"
 
 
-PATCH = Patch(
-    name="vllm.shared_memory_names",
-    package=PACKAGES,
-    versions=VERSIONS,
-    reason="each run names its own shared memory and leaves none behind",
-    needed=runs_on_cpu,
-    apply=apply,
+PATCH = vllm_patch(
+    "vllm.shared_memory_names", "each run names its own shared memory and leaves none behind", apply
 )

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_rl.patches.registry import Patch, require_parameters, require_source
-from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, runs_on_cpu
+from mcore_rl.patches.registry import require_parameters, require_source
+from mcore_rl.patches.vllm.platform import vllm_patch
 
 
 def apply() -> None:
@@ -40,11 +40,6 @@ def apply() -> None:
     CPURouter.__init__ = make_with_one_group
 
 
-PATCH = Patch(
-    name="vllm.sigmoid_router_on_cpu",
-    package=PACKAGES,
-    versions=VERSIONS,
-    reason="experts are chosen by a sigmoid without groups on CPU",
-    needed=runs_on_cpu,
-    apply=apply,
+PATCH = vllm_patch(
+    "vllm.sigmoid_router_on_cpu", "experts are chosen by a sigmoid without groups on CPU", apply
 )

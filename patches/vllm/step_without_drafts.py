@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_rl.patches.registry import Patch, require_parameters
-from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, is_known
+from mcore_rl.patches.registry import require_parameters
+from mcore_rl.patches.vllm.platform import is_known, vllm_patch
 
 
 def apply() -> None:
@@ -35,11 +35,9 @@ def apply() -> None:
     rejection_sampler.apply_sampling_constraints = apply_sampling_constraints
 
 
-PATCH = Patch(
-    name="vllm.step_without_drafts",
-    package=PACKAGES,
-    versions=VERSIONS,
-    reason="a step of speculative decoding may have no drafts at all, with top-k too",
-    needed=is_known,
-    apply=apply,
+PATCH = vllm_patch(
+    "vllm.step_without_drafts",
+    "a step of speculative decoding may have no drafts at all, with top-k too",
+    apply,
+    is_known,
 )

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from mcore_rl.patches.registry import Patch, require_parameters
+from mcore_rl.patches.registry import require_parameters
 from mcore_rl.patches.torch.narrow_products import widened_dtypes
-from mcore_rl.patches.vllm.platform import PACKAGES, VERSIONS, runs_on_cpu
+from mcore_rl.patches.vllm.platform import runs_on_cpu, vllm_patch
 
 
 def needed() -> bool:
@@ -54,11 +54,9 @@ def apply() -> None:
     utils.dispatch_cpu_unquantized_gemm = dispatch_wide
 
 
-PATCH = Patch(
-    name="vllm.wide_linear",
-    package=PACKAGES,
-    versions=VERSIONS,
-    reason="the CPU has no 16-bit matrix products: weights are widened once, not at every use",
-    needed=needed,
-    apply=apply,
+PATCH = vllm_patch(
+    "vllm.wide_linear",
+    "the CPU has no 16-bit matrix products: weights are widened once, not at every use",
+    apply,
+    needed,
 )

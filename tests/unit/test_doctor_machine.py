@@ -201,7 +201,7 @@ def test_gpu_properties_from_nvml_do_not_initialise_cuda() -> None:
 def _patch(name: str, **changes: Any) -> Patch:
     fields: dict[str, Any] = dict(
         package="packaging",
-        versions=(packaging.__version__,),
+        versions=f"=={packaging.__version__}",
         reason="a reason",
         needed=lambda: True,
         apply=lambda: None,
@@ -213,7 +213,7 @@ def test_refused_patches_are_all_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_applied", {})
     tried = [
         _patch("of.good"),
-        _patch("of.old", versions=("0.1",)),
+        _patch("of.old", versions="==0.1"),
         _patch("of.other", apply=lambda: require(False, "packaging.version", "looks different")),
         _patch("of.gone", package="no-such-package"),
         _patch("of.unneeded", needed=lambda: False),
@@ -232,7 +232,7 @@ def test_refused_patches_are_all_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_patch_of_another_version_says_when_it_may_be_dropped() -> None:
     from mcore_rl.patches.megatron import groups_by_best_expert
 
-    other = _patch("megatron.routing", versions=("0.1",), apply=groups_by_best_expert.apply)
+    other = _patch("megatron.routing", versions="==0.1", apply=groups_by_best_expert.apply)
     found = patches.check_patches([other], "Megatron", apply=False)
     assert_one(found, "red", "when: the number of experts that rank a group is a setting)")
 

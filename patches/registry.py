@@ -10,6 +10,7 @@ import contextlib
 import importlib.metadata
 import inspect
 import logging
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -142,6 +143,12 @@ def require_parameters(target: Callable[..., Any], *names: str) -> None:
 def parameters_of(target: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of a function's parameters, which may differ between releases."""
     return tuple(inspect.signature(target).parameters)
+
+
+def names_in(function: Any) -> tuple[str, ...]:
+    """Return the globals and attributes that a function's code names; none without code."""
+    code: types.CodeType | None = getattr(function, "__code__", None)
+    return () if code is None else code.co_names
 
 
 def require_source(target: Callable[..., Any], *fragments: str) -> None:

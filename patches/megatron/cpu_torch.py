@@ -84,15 +84,23 @@ class _DeviceProperties:
     total_memory = 0
 
 
-def _forwarding_module(name: str, target: types.ModuleType) -> types.ModuleType:
+def forwarding_module(name: str, target: types.ModuleType) -> types.ModuleType:
     """Return a module that forwards to `target` all attributes that it does not set."""
     module = types.ModuleType(name)
     module.__getattr__ = functools.partial(getattr, target)  # type: ignore[method-assign]
     return module
 
 
+def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    torch.set_rng_state(new_state)
+
+
 def _make_cuda() -> types.ModuleType:
-    cuda = _forwarding_module("torch.cuda", torch.cuda)
+    cuda = forwarding_module("torch.cuda", torch.cuda)
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -102,12 +110,6 @@ def _make_cuda() -> types.ModuleType:
 
     def stream(*args: Any, **kwargs: Any) -> CpuStream:
         return CpuStream()
-
-    def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        torch.set_rng_state(state)
 
     replaced: dict[str, Any] = {
         "is_available": lambda: True,
@@ -123,8 +125,8 @@ def _make_cuda() -> types.ModuleType:
         "stream": stream,
         "current_stream": stream,
         "default_stream": stream,
-        "get_rng_state": get_rng_state,
-        "set_rng_state": set_rng_state,
+        "get_rng_state": _get_rng_state,
+        "set_rng_state": _set_rng_state,
         "manual_seed": torch.manual_seed,
         "FloatTensor": torch.FloatTensor,
         "HalfTensor": torch.HalfTensor,
@@ -139,9 +141,9 @@ def _make_cuda() -> types.ModuleType:
         replaced[name] = zero
     vars(cuda).update(replaced)
 
-    cuda.random = _forwarding_module("torch.cuda.random", torch.cuda.random)  # type: ignore[attr-defined]
-    cuda.random.get_rng_state = get_rng_state
-    cuda.random.set_rng_state = set_rng_state
+    cuda.random = forwarding_module("torch.cuda.random", torch.cuda.random)  # type: ignore[attr-defined]
+    cuda.random.get_rng_state = _get_rng_state
+    cuda.random.set_rng_state = _set_rng_state
 
     cuda.nvtx = types.ModuleType("torch.cuda.nvtx")  # type: ignore[attr-defined]
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
@@ -170,7 +172,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _make_distributed() -> types.ModuleType:
-    distributed = _forwarding_module("torch.distributed", torch.distributed)
+    distributed = forwarding_module("torch.distributed", torch.distributed)
 
     def as_list(sizes: Any) -> Any:
         # Megatron keeps split sizes in tensors if no CUDA copy to the host is pending; gloo's
@@ -241,7 +243,7 @@ def _padded(piece: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _make_torch() -> types.ModuleType:
-    stand_in = _forwarding_module("torch", torch)
+    stand_in = forwarding_module("torch", torch)
     stand_in.__path__ = torch.__path__
     stand_in.__spec__ = torch.__spec__
     stand_in.cuda = _make_cuda()  # type: ignore[attr-defined]
@@ -319,18 +321,8 @@ class _MegatronLoader(importlib.abc.Loader):
                 )
 
         # These two bypass torch.cuda and use torch._C and its generators directly.
-        def get_rng_state(
-            device: Any = "cuda", clone: bool = False, graph_safe: bool = False
-        ) -> torch.Tensor:
-            return torch.get_rng_state()
-
-        def set_rng_state(
-            new_state: torch.Tensor, device: int = -1, graph_safe: bool = False
-        ) -> None:
-            torch.set_rng_state(new_state)
-
-        module._get_cuda_rng_state = get_rng_state  # type: ignore[attr-defined]
-        module._set_cuda_rng_state = set_rng_state  # type: ignore[attr-defined]
+        module._get_cuda_rng_state = _get_rng_state  # type: ignore[attr-defined]
+        module._set_cuda_rng_state = _set_rng_state  # type: ignore[attr-defined]
 
 
 class _MegatronFinder(importlib.abc.MetaPathFinder):

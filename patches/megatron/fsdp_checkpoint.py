@@ -28,6 +28,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from mcore_rl.patches.megatron.torch_adam_state import ADAMS, add_missing_states
 from mcore_rl.patches.registry import Patch, require_parameters
 
 
@@ -75,18 +76,9 @@ def apply() -> None:
 
 def _complete(optimizer: Any) -> None:
     """Give AdamW a state for parameters that this rank has no part of."""
-    import torch
-
-    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) or not optimizer.state:
-        return
-    step = max(float(state["step"]) for state in optimizer.state.values())
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state[parameter]
-            state.setdefault("step", torch.tensor(step))
-            for moment in ("exp_avg", "exp_avg_sq"):
-                if moment not in state:
-                    state[moment] = torch.zeros_like(parameter.data)
+    if isinstance(optimizer, ADAMS) and optimizer.state:
+        step = max(float(state["step"]) for state in optimizer.state.values())
+        add_missing_states(optimizer, step)
 
 
 PATCH = Patch(

@@ -19,18 +19,13 @@ Versions: megatron-core 0.17 to 0.20.
 
 from __future__ import annotations
 
-import functools
 import types
 from typing import Any
 
+import torch
+
+from mcore_rl.patches.megatron.cpu_torch import forwarding_module, needed
 from mcore_rl.patches.registry import Patch, require, require_parameters
-
-
-def needed() -> bool:
-    """Return whether there is no CUDA device."""
-    import torch
-
-    return not torch.cuda.is_available()
 
 
 def apply() -> None:
@@ -55,8 +50,7 @@ def _with_cpu_devices(torch: Any) -> types.ModuleType:
     def device(kind: Any, *index: Any) -> Any:
         return torch.device("cpu") if str(kind).startswith("cuda") else torch.device(kind, *index)
 
-    stand_in = types.ModuleType("torch")
-    stand_in.__getattr__ = functools.partial(getattr, torch)  # type: ignore[method-assign]
+    stand_in = forwarding_module("torch", torch)
     stand_in.device = device  # type: ignore[attr-defined]
     return stand_in
 
@@ -75,7 +69,6 @@ def _use_cpu_meshes() -> None:
 
 
 def _scale_before_adding() -> None:
-    import torch
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as buffers
 
     prepare = buffers.gradient_reduce_preprocessing

@@ -25,7 +25,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from mcore_rl.model.boxes import (
     Box,
@@ -37,9 +39,6 @@ from mcore_rl.model.boxes import (
     volume,
 )
 from mcore_rl.patches.registry import Patch, require_parameters
-
-if TYPE_CHECKING:
-    import torch
 
 # Elements of one piece, which a writer or reader copies at once: 64 MiB in float32.
 LARGEST_PIECE = 1 << 24
@@ -117,8 +116,6 @@ def _state_in_pieces(
 
 def _load_state(self: Any, state_dict: dict[int, dict[str, torch.Tensor]]) -> None:
     """Set the states that `_state_in_pieces` requested; usually they are already in place."""
-    import torch
-
     with torch.no_grad():
         for number, (parameter, _, _) in enumerate(_shares(self)):
             self._set_main_param_and_optimizer_states(
@@ -206,7 +203,6 @@ def _piece(prefix: str, values: torch.Tensor, part: _Part, box: Box, replica: An
 
 def _parts(sharded: Any) -> list[_Part]:
     """Return a parameter's saved parts: itself, or slices such as gate and up of a fused MLP."""
-    import torch
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 

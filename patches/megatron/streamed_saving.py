@@ -24,12 +24,11 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from mcore_rl.patches.registry import Patch, require_parameters
-
-if TYPE_CHECKING:
-    import torch
 
 
 def apply() -> None:
@@ -84,7 +83,6 @@ def _save(self: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: str | P
 
 def _write(writer: Any, plan: Any, planner: Any) -> Any:
     """Replace `FileSystemWriter.write_data`, which keeps a copy of each tensor until the end."""
-    import torch
     from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _write_item
     from torch.distributed.checkpoint.planner import WriteItemType
 

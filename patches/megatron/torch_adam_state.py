@@ -30,7 +30,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from mcore_rl.patches.registry import Patch, require_parameters
+
+ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def needed() -> bool:
@@ -42,21 +46,14 @@ def needed() -> bool:
 
 def apply() -> None:
     """Initialise AdamW before its state is read, and keep the loaded step."""
-    import torch
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     state_dict = DistributedOptimizer.state_dict
     require_parameters(state_dict, "self")
 
     def state_dict_of_initialised(self: Any) -> Any:
-        if isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    state = self.optimizer.state[parameter]
-                    state.setdefault("step", torch.tensor(0.0))
-                    for moment in ("exp_avg", "exp_avg_sq"):
-                        if moment not in state:
-                            state[moment] = torch.zeros_like(parameter.data)
+        if isinstance(self.optimizer, ADAMS):
+            add_missing_states(self.optimizer, step=0.0)
             if not self.optimizer.state:
                 with _showing_a_step(self.optimizer):
                     return state_dict(self)
@@ -69,13 +66,13 @@ def apply() -> None:
 
     def load_with_steps_of_their_own(self: Any, state_dict: Any) -> None:
         load_state_dict(self, state_dict)
-        if isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        if isinstance(self.optimizer, ADAMS):
             for state in self.optimizer.state.values():
                 state["step"] = state["step"].clone()
 
     @torch.no_grad()
     def set_states_but_step(self: Any, model_param: Any, tensors: Any) -> None:
-        if isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        if isinstance(self.optimizer, ADAMS):
             tensors = {**tensors, "step": None}  # values that are not tensors are skipped
         set_states(self, model_param, tensors)
 
@@ -84,11 +81,20 @@ def apply() -> None:
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states_but_step
 
 
+def add_missing_states(optimizer: Any, step: float) -> None:
+    """Give each parameter that lacks a state in Adam one with zero moments and `step`."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            state.setdefault("step", torch.tensor(step))
+            for moment in ("exp_avg", "exp_avg_sq"):
+                if moment not in state:
+                    state[moment] = torch.zeros_like(parameter.data)
+
+
 @contextlib.contextmanager
 def _showing_a_step(optimizer: Any) -> Iterator[None]:
     """Add a step to the state dict of an optimizer without parameters, temporarily."""
-    import torch
-
     own = optimizer.state_dict
     optimizer.state_dict = lambda: {**own(), "state": {0: {"step": torch.tensor(0.0)}}}
     try:

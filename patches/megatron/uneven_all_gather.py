@@ -25,12 +25,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from mcore_rl.patches.registry import Patch, require_parameters, require_source
 
 
 def apply() -> None:
     """Pad tokens before they are gathered, and drop the padding after outputs are summed."""
-    import torch
     from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 
     dispatch = MoEAllGatherTokenDispatcher.token_dispatch

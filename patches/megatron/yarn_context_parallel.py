@@ -26,12 +26,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from mcore_rl.patches.registry import Patch, parameters_of, require_parameters
 
 
 def apply() -> None:
     """Cache sines and cosines for one row length if they are cut into chunks."""
-    import torch
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
     from mcore_rl.batching.rows import chunks_of_sample, round_up

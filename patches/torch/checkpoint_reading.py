@@ -157,11 +157,11 @@ def _refusal(place: str, what: str) -> UsageError:
     return UsageError(
         f"{place} holds {what}, which is not part of a checkpoint and may be code that would "
         "run when it is read",
-        remedy="get the checkpoint from whom you trust, or save it without that",
+        remedy="get the checkpoint from a source that you trust, or save it without that",
     )
 
 
-def _told_to_the_user(load: Callable[..., Any], reading: _MetadataPickle) -> Callable[..., Any]:
+def _raising_refusals(load: Callable[..., Any], reading: _MetadataPickle) -> Callable[..., Any]:
     """Make `load`, which wraps the errors of all ranks in its own, raise a refusal unwrapped."""
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.api import CheckpointException
@@ -211,7 +211,7 @@ def apply() -> None:
     reading = _MetadataPickle()
     filesystem.pickle = reading  # type: ignore[assignment]  # in the place of the module
     DefaultLoadPlanner.load_bytes = load_bytes  # type: ignore[method-assign]  # replaced
-    state_dict_loader._load_state_dict = _told_to_the_user(loader, reading)
+    state_dict_loader._load_state_dict = _raising_refusals(loader, reading)
 
 
 PATCH = Patch(

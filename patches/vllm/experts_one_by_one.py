@@ -31,7 +31,7 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-from mcore_rl.patches.registry import require, require_parameters, require_source
+from mcore_rl.patches.registry import names_in, require, require_parameters, require_source
 from mcore_rl.patches.vllm.platform import is_known, vllm_patch
 
 _PART = re.compile(r"(.*\.mlp\.experts\.)(\d+)\.(w[123])\.(weight|bias)")
@@ -44,7 +44,7 @@ def apply() -> None:
     from vllm.model_executor.models import gpt_oss
     from vllm.model_executor.models.gpt_oss import GptOssModel, GptOssRoutedExperts
 
-    users = {n for n, f in vars(gpt_oss.MLPBlock).items() if _uses_dist(f)}
+    users = {n for n, f in vars(gpt_oss.MLPBlock).items() if "dist" in names_in(f)}
     require(users == {"__init__"}, "gpt_oss.MLPBlock", "uses torch.distributed elsewhere")
     load = GptOssModel.load_weights
     require_parameters(load, "self", "weights")
@@ -115,10 +115,6 @@ def apply() -> None:
     GptOssModel.load_weights = load_weights
     GptOssModel._try_load_streamed_expert = classmethod(load_part)
     GptOssRoutedExperts.weight_loader = write_part
-
-
-def _uses_dist(function: Any) -> bool:
-    return "dist" in getattr(getattr(function, "__code__", None), "co_names", ())
 
 
 def _loader(parameter: Any) -> Any:

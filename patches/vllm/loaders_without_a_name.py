@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from mcore_rl.patches.registry import Patch, require_parameters
+from mcore_rl.patches.registry import Patch, names_in, require_parameters
 from mcore_rl.patches.vllm.platform import PACKAGES
 
 
@@ -23,8 +23,7 @@ def needed() -> bool:
     """Return whether this vLLM uses a loader's name."""
     from vllm.model_executor.model_loader.reload import layerwise
 
-    original = getattr(layerwise, "_get_original_loader", None)
-    return original is not None and "__name__" in original.__code__.co_names
+    return "__name__" in names_in(getattr(layerwise, "_get_original_loader", None))
 
 
 def apply() -> None:

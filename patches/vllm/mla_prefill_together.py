@@ -91,5 +91,5 @@ def batches(
 
 
 PATCH = vllm_patch(
-    "vllm.mla_prefill_together", "prompts of equal lengths are attended to at once on CPU", apply
+    "vllm.mla_prefill_together", "prompts of equal length are prefilled in one batch on CPU", apply
 )

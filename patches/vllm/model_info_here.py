@@ -31,6 +31,4 @@ def apply() -> None:
     registry._run_in_subprocess = run_here
 
 
-PATCH = vllm_patch(
-    "vllm.model_info_here", "no process is started to ask a model's class what it can do", apply
-)
+PATCH = vllm_patch("vllm.model_info_here", "a model's class is inspected in this process", apply)

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mcore_rl.patches.registry import apply_patch, require
+from mcore_rl.patches.registry import apply_patch, names_in, require
 from mcore_rl.patches.vllm.platform import vllm_patch
 
 _rank_map: tuple[int, ...] | None = None
@@ -59,7 +59,7 @@ def apply() -> None:
         "vllm.distributed.parallel_state.init_model_parallel_group",
         f"takes {first} first, not group_ranks",
     )
-    names = parallel_state.initialize_model_parallel.__code__.co_names
+    names = names_in(parallel_state.initialize_model_parallel)
     require(
         "init_model_parallel_group" in names and "GroupCoordinator" not in names,
         "vllm.distributed.parallel_state.initialize_model_parallel",

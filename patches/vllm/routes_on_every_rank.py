@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_rl.patches.registry import require
+from mcore_rl.patches.registry import names_in, require
 from mcore_rl.patches.vllm.platform import is_known, vllm_patch
 
 
@@ -31,14 +31,9 @@ def apply() -> None:
     from vllm.distributed.aux_output_connector import worker
 
     connector = worker.AuxOutputWorkerConnector
-    names = connector.__init__.__code__.co_names
-    users = [
-        name
-        for name, method in vars(connector).items()
-        if "get_tp_group" in getattr(getattr(method, "__code__", None), "co_names", ())
-    ]
+    users = [name for name, method in vars(connector).items() if "get_tp_group" in names_in(method)]
     require(
-        "is_first_rank" in names and users == ["__init__"],
+        "is_first_rank" in names_in(connector.__init__) and users == ["__init__"],
         "vllm.distributed.aux_output_connector.worker.AuxOutputWorkerConnector",
         "asks for its place in the TP group elsewhere than in its constructor",
     )
@@ -51,7 +46,7 @@ def apply() -> None:
 
 PATCH = vllm_patch(
     "vllm.routes_on_every_rank",
-    "every rank of an engine is told of the experts that were chosen",
+    "every rank of an engine returns the chosen experts",
     apply,
     is_known,
 )

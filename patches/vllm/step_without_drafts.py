@@ -37,7 +37,7 @@ def apply() -> None:
 
 PATCH = vllm_patch(
     "vllm.step_without_drafts",
-    "a step of speculative decoding may have no drafts at all, with top-k too",
+    "with top-k a step of speculative decoding may have no draft tokens",
     apply,
     is_known,
 )

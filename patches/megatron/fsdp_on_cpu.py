@@ -50,7 +50,7 @@ def _with_cpu_devices(torch: Any) -> types.ModuleType:
     def device(kind: Any, *index: Any) -> Any:
         return torch.device("cpu") if str(kind).startswith("cuda") else torch.device(kind, *index)
 
-    stand_in = forwarding_module("torch", torch)
+    stand_in: types.ModuleType = forwarding_module("torch", torch)
     stand_in.device = device  # type: ignore[attr-defined]
     return stand_in
 

@@ -167,7 +167,6 @@ class MegatronVLLMShardingManager:
             peak_extra_bytes=peak.extra_bytes,
             num_tensors=sum(bool(boxes) for boxes in self.stream.need.values()),
             attested=attestation is not None,  # a failed attestation raises
-            attest_seconds=0.0 if attestation is None else attestation.seconds,
             repeated=self._proof.repeated,
             offloaded=self._offloaded(),
         )

@@ -31,7 +31,6 @@ class ReshardReport:
     peak_extra_bytes: int = 0  # the process's peak above its level before the hand-over
     num_tensors: int = 0
     attested: bool = False  # all slices arrived unchanged; a failed attestation raises
-    attest_seconds: float = 0.0  # time this rank spent hashing
     repeated: bool = False  # by the plain gather, whose bytes `received_bytes` includes
     # Training state that is offloaded during rollout; empty without an offloader.
     offloaded: OffloadStats = field(default_factory=OffloadStats)

@@ -153,7 +153,6 @@ class Bench:
             "sentence": str(self.verdicts[0]),
             "num_cells": self.verdicts[0].num_cells,
             "hashed_bytes": self.verdicts[0].hashed_bytes,
-            "seconds": self.verdicts[0].seconds,
             "repeated": self.proof.repeated,
             "invalidated": self.invalidated - before,
             "gathered_bytes": self.gather.received_bytes if self.proof.repeated else 0,

@@ -16,11 +16,9 @@ keep packed copies behind closures). Canaries cover these.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -71,7 +69,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Attestation:
-    """The result of attesting one hand-over, the same on all ranks except the last two fields."""
+    """The result of attesting one hand-over, the same on all ranks except `hashed_bytes`."""
 
     mode: str  # FULL or SAMPLE
     weight_version: int
@@ -80,7 +78,6 @@ class Attestation:
     faults: tuple[str, ...]  # "rank R: the error it raised"
     num_cells: int  # of all served tensors
     hashed_bytes: int  # on this rank, both sides, without rows that sampling skips
-    seconds: float  # on this rank, without waiting for others; on CUDA: launching only
 
     @property
     def ok(self) -> bool:
@@ -142,7 +139,8 @@ class Attestor:
         self._source = _CellHashes()
         self._arrived = _CellHashes()
         self._samples: list[tuple[_Part, int, range, HostBits]] = []  # copied, not yet hashed
-        self._expected: _Sums | None = None
+        self._expected: torch.Tensor | None = None  # `[cells]` int64, summed over all ranks
+        self._exchange: Any = None  # the all-reduce of `_expected`
         self._fault: str | None = None
 
     def begin(self, weight_version: int, read: ReadSlice) -> None:
@@ -156,15 +154,16 @@ class Attestor:
         self._source, self._fault = _CellHashes(), None
         self.repeat()
         try:
-            with self._source.timed():
-                for part in self._owned:
-                    key, sample = self._salt(part.tensor)
-                    rows = part.place.rows(sample)
-                    data = read(part.tensor, part.box, part.place.index(rows))
-                    self._source.add(part, part.place.hash(data, key, rows), len(rows))
+            for part in self._owned:
+                key, sample = self._salt(part.tensor)
+                rows = part.place.rows(sample)
+                data = read(part.tensor, part.box, part.place.index(rows))
+                self._source.add(part, part.place.hash(data, key, rows), len(rows))
         except RuntimeError as error:
             self._fault = str(error)
-        self._expected = _Sums(self._source.sums(self._num_cells, self._device))
+        self._expected = self._source.sums(self._num_cells, self._device)
+        # int64 wraps around, as the hashes do
+        self._exchange = dist.all_reduce(self._expected, async_op=True)
 
     def repeat(self) -> None:
         """Restart with the same version, and discard the hashes of what was loaded so far."""
@@ -177,20 +176,19 @@ class Attestor:
         `data` is what the loader stored, in place; if the loader computed with the tensor, it is
         the loader's input.
         """
-        with self._arrived.timed():
-            parts = self._parts_of.get((tensor, box))
-            if parts is None:
-                parts = self._parts_of[tensor, box] = self._parts(tensor, box)
-            key, sample = self._salt(tensor)
-            for part in parts:
-                rows = part.place.rows(sample)
-                cuts = (*part.at, part.place.index(rows))
-                if self.mode == SAMPLE and data.device.type == "cpu":
-                    self._samples.append((part, key, rows, host_bits(data, cuts).copy()))
-                else:
-                    self._arrived.add(part, part.place.hash(data, key, rows, cuts=cuts), len(rows))
-            if len(self._samples) >= _SAMPLES_AT_ONCE:
-                self._hash_samples()
+        parts = self._parts_of.get((tensor, box))
+        if parts is None:
+            parts = self._parts_of[tensor, box] = self._parts(tensor, box)
+        key, sample = self._salt(tensor)
+        for part in parts:
+            rows = part.place.rows(sample)
+            cuts = (*part.at, part.place.index(rows))
+            if self.mode == SAMPLE and data.device.type == "cpu":
+                self._samples.append((part, key, rows, host_bits(data, cuts).copy()))
+            else:
+                self._arrived.add(part, part.place.hash(data, key, rows, cuts=cuts), len(rows))
+        if len(self._samples) >= _SAMPLES_AT_ONCE:
+            self._hash_samples()
 
     def _hash_samples(self) -> None:
         """Hash the samples that `note` copied.
@@ -208,10 +206,10 @@ class Attestor:
         `fault` is the error of this rank's hand-over, if it raised one.
         """
         assert self._expected is not None, "begin comes first"
-        expected = self._expected.over_all_ranks()
-        with self._arrived.timed():
-            self._hash_samples()
-            mine = self._mismatches(expected)
+        self._exchange.wait()  # returns at once after a repetition
+        expected = self._expected.cpu().numpy()
+        self._hash_samples()
+        mine = self._mismatches(expected)
         faults = [text for text in (self._fault, fault) if text is not None]
         count = torch.tensor([len(mine) + len(faults)], device=self._device)
         dist.all_reduce(count)
@@ -226,7 +224,6 @@ class Attestor:
             faults=tuple(f"rank {r}: {text}" for r, (*_, t) in enumerate(reports) for text in t),
             num_cells=self._num_cells,
             hashed_bytes=self._source.num_bytes + self._arrived.num_bytes,
-            seconds=self._source.seconds + self._arrived.seconds,
         )
 
     def _mismatches(self, expected: np.ndarray) -> list[Mismatch]:
@@ -283,21 +280,6 @@ class _Part:
     row_bytes: int  # bytes per index along the last dimension but one
 
 
-class _Sums:
-    """`[cells]` int64 of this rank, while they are summed over all ranks."""
-
-    def __init__(self, mine: torch.Tensor) -> None:
-        self._sums = mine
-        self._work = dist.all_reduce(mine, async_op=True)  # int64 wraps around, as the hashes do
-
-    def over_all_ranks(self) -> np.ndarray:
-        """Return the sums over all ranks; wait for them the first time."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._sums.cpu().numpy()
-
-
 class _CellHashes:
     """Hashes and element counts, by cell."""
 
@@ -306,7 +288,6 @@ class _CellHashes:
         self._elsewhere: list[tuple[int, torch.Tensor]] = []  # on the device, until `sums`
         self.elements: dict[int, int] = defaultdict(int)
         self.num_bytes = 0
-        self.seconds = 0.0
 
     def add(self, part: _Part, hashed: int | torch.Tensor, num_rows: int) -> None:
         if isinstance(hashed, int):
@@ -326,12 +307,3 @@ class _CellHashes:
             numbers, hashes = zip(*self._elsewhere, strict=True)
             sums.index_add_(0, torch.tensor(numbers, device=device), torch.stack(hashes).to(device))
         return sums
-
-    @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
-        """Add the time of the context to `seconds`."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - started

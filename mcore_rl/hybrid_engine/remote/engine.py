@@ -26,7 +26,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from mcore_rl.hybrid_engine.remote.session import Holdings, Session, UpdateReport
+from mcore_rl.hybrid_engine.remote.session import Holdings, Session
 from mcore_rl.hybrid_engine.transfer.transfer import Pieces
 from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld, reach_store
 from mcore_rl.hybrid_engine.vllm.reload import Reloader
@@ -99,7 +99,6 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
 
     _session: Session | None = None
     _loaded: str | None = None  # the version that `update_weights` loaded
-    last_report: UpdateReport | None = None
 
     def init_transfer_engine(self, init_info: MegatronInitInfo) -> None:
         """Join the trainer's world, learn what this worker needs, and agree on the plan."""
@@ -176,7 +175,7 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
         except BaseException:
             self.shutdown()
             raise
-        self._loaded, self.last_report = report.weight_version, report
+        self._loaded = report.weight_version
 
     def finish_weight_update(self) -> None:
         """End an update. Raises RuntimeError if `update_weights` did not succeed in it."""

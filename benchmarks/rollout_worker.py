@@ -38,7 +38,8 @@ from mcore_rl.hybrid_engine.vllm.generation import (  # noqa: E402
     Sampling,
     seed_of,
 )
-from mcore_rl.hybrid_engine.vllm.in_process_engine import EngineConfig, VLLMEngine  # noqa: E402
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine  # noqa: E402
+from mcore_rl.hybrid_engine.vllm.startup import EngineConfig  # noqa: E402
 from mcore_rl.model.config_json import read_model_shape  # noqa: E402
 from mcore_rl.model.layout import RolloutLayout, TrainLayout  # noqa: E402
 from mcore_rl.rewards.options import RewardOptions  # noqa: E402

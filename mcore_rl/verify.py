@@ -36,12 +36,8 @@ from mcore_rl.common.run_output import log_file, patient_stdout, setup_logging
 from mcore_rl.config import RLConfig
 from mcore_rl.data.prompts import PromptDataset, load_prompts, prompt_source
 from mcore_rl.hybrid_engine.proof.canary import differences, megatron_log_probs
-from mcore_rl.hybrid_engine.sharding_manager import (
-    TO_ROLLOUT,
-    MegatronVLLMShardingManager,
-    ReshardReport,
-    log_reshard,
-)
+from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
+from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, ReshardReport, log_reshard
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.job.start import start
 from mcore_rl.megatron.adapter import TrainState

@@ -34,7 +34,6 @@ from mcore_rl.hybrid_engine.switch_report import (
     TO_TRAIN,
     Hook,
     ReshardReport,
-    log_reshard,
 )
 from mcore_rl.hybrid_engine.transfer.gather import GatherPath
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
@@ -46,15 +45,6 @@ from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.model.tensors import TensorInfo
 
 logger = logging.getLogger(__name__)
-
-__all__ = [
-    "TO_ROLLOUT",
-    "TO_TRAIN",
-    "HandOverOptions",
-    "MegatronVLLMShardingManager",
-    "ReshardReport",
-    "log_reshard",
-]
 
 
 class MegatronVLLMShardingManager:

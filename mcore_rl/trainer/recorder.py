@@ -20,8 +20,7 @@ from mcore_rl.common.agreement import COMMAND
 from mcore_rl.common.megatron_version import PACKAGE as MEGATRON
 from mcore_rl.common.megatron_version import check_megatron, commit_of
 from mcore_rl.common.version import VERSION
-from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport, log_reshard
-from mcore_rl.hybrid_engine.switch_report import OffloadLog
+from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, OffloadLog, ReshardReport, log_reshard
 from mcore_rl.moe.expert_load import ExpertLoad
 from mcore_rl.observe.alarms import Health
 from mcore_rl.observe.metric_sinks import WandbRun

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.hybrid_engine.hf_export import export
-from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT
+from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT
 from mcore_rl.hybrid_engine.weight_stream import missing_bytes
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint

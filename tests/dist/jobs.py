@@ -18,11 +18,8 @@ from mcore_rl.batching.types import Prompt, TrainBatch
 from mcore_rl.common import objects
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.hybrid_engine.hf_export import export
-from mcore_rl.hybrid_engine.sharding_manager import (
-    MegatronVLLMShardingManager,
-    ReshardReport,
-    log_reshard,
-)
+from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
+from mcore_rl.hybrid_engine.switch_report import ReshardReport, log_reshard
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.job.start import start
 from mcore_rl.megatron.rng import RngState

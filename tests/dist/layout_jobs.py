@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mcore_rl.hybrid_engine.plan.placement import Placement, with_rank_map
-from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT
+from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT
 from mcore_rl.megatron.adapter import broadcast_groups
 from mcore_rl.model.boxes import Box, disjoint, volume
 from mcore_rl.model.layout import RolloutLayout

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from mcore_rl.batching.types import UNFINISHED, Prompt, Rollout, ScoredRollout
 from mcore_rl.config import RLConfig
 from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
-from mcore_rl.hybrid_engine.vllm.in_process_engine import EngineConfig, VLLMEngine
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.startup import EngineConfig
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.rollout.dispatch import SamplingTarget
 from mcore_rl.rollout.engines import RolloutWorkers

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl.hybrid_engine.vllm.in_process_engine import EngineConfig, VLLMEngine
-from mcore_rl.hybrid_engine.vllm.startup import require_placement
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.startup import EngineConfig, require_placement
 from mcore_rl.patches.registry import applied_patches
 from mcore_rl.patches.vllm.rank_map import ranks_in_given_order
 from mcore_rl.verify import stored_digests

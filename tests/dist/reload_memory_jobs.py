@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.hybrid_engine.memory.usage import PeakMemory
-from mcore_rl.hybrid_engine.vllm.in_process_engine import EngineConfig
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor
+from mcore_rl.hybrid_engine.vllm.startup import EngineConfig
 from mcore_rl.verify import stored_digests
 from tests.footprint import Footprint
 from tests.model_only import VLLMModelOnly

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.batching.train_batches import split_mini_batches
-from mcore_rl.hybrid_engine.sharding_manager import TO_ROLLOUT, ReshardReport
+from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, ReshardReport
 from mcore_rl.trainer.build import build_manager, engine_config
 from mcore_rl.verify import stored_digests
 from tests.dist.jobs import rank_batch, started

@@ -16,9 +16,11 @@ from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.common import objects
 from mcore_rl.hybrid_engine.hf_export import export
-from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager, ReshardReport
+from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
+from mcore_rl.hybrid_engine.switch_report import ReshardReport
 from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling, seed_of
-from mcore_rl.hybrid_engine.vllm.in_process_engine import EngineConfig, VLLMEngine
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.startup import EngineConfig
 from mcore_rl.hybrid_engine.weight_stream import missing_bytes
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.saving import save_checkpoint

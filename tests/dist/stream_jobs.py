@@ -12,7 +12,8 @@ import numpy as np
 import torch.distributed as dist
 
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling, seed_of
-from mcore_rl.hybrid_engine.vllm.in_process_engine import EngineConfig, VLLMEngine
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.startup import EngineConfig
 from mcore_rl.rollout.stream import StreamActions, run_stream
 
 NUM_REQUESTS, MAX_TOKENS = 24, 40

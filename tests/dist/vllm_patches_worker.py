@@ -22,7 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl.hybrid_engine.vllm.in_process_engine import EngineConfig, VLLMEngine
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.startup import EngineConfig
 from mcore_rl.patches import registry
 from mcore_rl.patches.vllm import register, shared_memory_names
 

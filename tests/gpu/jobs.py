@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 
 from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.batching.types import Prompt
-from mcore_rl.hybrid_engine.sharding_manager import ReshardReport
+from mcore_rl.hybrid_engine.switch_report import ReshardReport
 from mcore_rl.hybrid_engine.transfer.transfer import Transfer
-from mcore_rl.hybrid_engine.vllm.in_process_engine import EngineConfig, VLLMEngine
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.startup import EngineConfig
 from mcore_rl.trainer.build import build_manager, build_offloader, engine_config
 from mcore_rl.verify import stored_digests
 from tests.dist.jobs import random_tokens, rank_batch, started

@@ -32,8 +32,6 @@ from mcore_rl.hybrid_engine.vllm.sliced_tensor import WriteObserver
 from mcore_rl.hybrid_engine.vllm.startup import EngineConfig, on_cuda, start_llm
 from mcore_rl.moe.routing_capture import SlotCapture
 
-__all__ = ["EngineConfig", "VLLMEngine"]
-
 _DRAFTER = "drafter."
 
 

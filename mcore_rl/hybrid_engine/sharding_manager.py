@@ -98,7 +98,7 @@ class MegatronVLLMShardingManager:
 
     def _before_repetition(self) -> None:
         """Bring the parameters back to be read again, and discard the base of the next delta."""
-        self.stream.invalidate()
+        self.stream.transfer.invalidate()
         if self._offloader is not None and "parameters" in self._offloader.away:
             self._offloader.onload("parameters")
 
@@ -150,9 +150,9 @@ class MegatronVLLMShardingManager:
             TO_ROLLOUT,
             self.weight_version,
             duration_seconds=seconds,
-            received_bytes=self.stream.received_bytes + gathered,
+            received_bytes=self.stream.transfer.stats.received_bytes + gathered,
             saved_bytes=self.stream.saved_bytes,
-            hidden_share=self.stream.hidden_share,
+            hidden_share=self.stream.transfer.stats.hidden_share,
             lower_bound_bytes=self.stream.lower_bound_bytes,
             peak_extra_bytes=peak.extra_bytes,
             num_tensors=sum(bool(boxes) for boxes in self.stream.need.values()),

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from mcore_rl.common import objects
 from mcore_rl.hybrid_engine.plan.transfer_plan import Plan, make_plan
-from mcore_rl.hybrid_engine.plan.trees import Connections, KnownGroups, Neighbourhoods
+from mcore_rl.hybrid_engine.plan.trees import KnownGroups, Neighbourhoods
 from mcore_rl.hybrid_engine.proof.attest import FULL
 from mcore_rl.hybrid_engine.transfer.transfer import Transfer
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
@@ -141,7 +141,7 @@ class WeightStream:
             near=_near(layout, options.ranks_per_node or layout.world_size),
             groups=KnownGroups(layout.groups().values()),
         )
-        self._transfer = Transfer(
+        self.transfer = Transfer(
             plan,
             self.tensors,
             bucket_bytes=min(options.bucket_bytes, _enough_to_overlap(plan, layout.world_size)),
@@ -159,33 +159,9 @@ class WeightStream:
         )
 
     @property
-    def received_bytes(self) -> int:
-        """Bytes received in the last hand-over, counted at the calls."""
-        return self._transfer.stats.received_bytes
-
-    @property
     def saved_bytes(self) -> int:
         """Bytes saved in the last hand-over by a narrower dtype and by sending changes only."""
-        return self._transfer.stats.saved_bytes + self._saved_by_dtype
-
-    @property
-    def connections(self) -> Connections:
-        """Megatron's groups that this rank has used so far, and its point-to-point peers."""
-        return self._transfer.connections
-
-    @property
-    def hidden_share(self) -> float:
-        """Share of the transfer time during which this rank did not wait."""
-        return self._transfer.stats.hidden_share
-
-    @property
-    def ranks_spoken_to(self) -> frozenset[int]:
-        """The ranks with which this rank exchanged data in the last hand-over."""
-        return frozenset(self._transfer.stats.ranks_spoken_to)
-
-    def invalidate(self) -> None:
-        """Discard the base of the next delta: everything travels the next time."""
-        self._transfer.invalidate()
+        return self.transfer.stats.saved_bytes + self._saved_by_dtype
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (checkpoint name, stand-in of full shape with some of this rank's slices) by layer.
@@ -194,7 +170,7 @@ class WeightStream:
         other, each in one or more parts: the slices held here, then those of each bucket. A part is
         valid until the next one is requested.
         """
-        with contextlib.closing(self._transfer.stream(self.read)) as arriving:
+        with contextlib.closing(self.transfer.stream(self.read)) as arriving:
             ahead = next(arriving, None)
             for name in self.order:
                 own = self._own_pieces(name)

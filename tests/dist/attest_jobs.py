@@ -166,12 +166,12 @@ class Bench:
     @contextlib.contextmanager
     def stream(self, change: Callable[[Any], Any]) -> Iterator[None]:
         """`change(stream)` in the place of the transfer's stream."""
-        original = self.manager.stream._transfer.stream
-        self.manager.stream._transfer.stream = change(original)  # type: ignore[method-assign]
+        original = self.manager.stream.transfer.stream
+        self.manager.stream.transfer.stream = change(original)  # type: ignore[method-assign]
         try:
             yield
         finally:
-            del self.manager.stream._transfer.stream
+            del self.manager.stream.transfer.stream
 
     def flipped_bit(self):
         def change(stream):
@@ -225,15 +225,15 @@ class Bench:
             need=[*need[1:], need[0]],
             near=_near(self.job.spec.train_layout, dist.get_world_size()),
         )
-        current = manager.stream._transfer
-        manager.stream._transfer = Transfer(
+        current = manager.stream.transfer
+        manager.stream.transfer = Transfer(
             plan, manager.stream.tensors, bucket_bytes=1 << 20, device="cpu"
         )
         try:
             yield
         finally:
-            manager.stream._transfer.close()
-            manager.stream._transfer = current
+            manager.stream.transfer.close()
+            manager.stream.transfer = current
 
     def dropped_slice(self):
         """On rank 2 the loader takes only the first half of the rows, and zeros for the rest."""

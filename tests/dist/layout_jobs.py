@@ -33,7 +33,7 @@ def hand_over(
     engine, manager, reports, from_disk, handed_over = handed_over_from_disk(job, shards)
     slot, place = rollout.slot(rank), EnginePlace.of(engine)
     traffic = traffic_of(placement, rollout.rank_map, MACHINE)
-    connections, planned = manager.stream.connections, traffic.connections[rank]
+    connections, planned = manager.stream.transfer.connections, traffic.connections[rank]
     own_groups = [set(dist.get_process_group_ranks(g)) for g in broadcast_groups().values()]
     specs = {name: (spec.shape, spec.dtype) for name, spec in checkpoint_tensors(job.spec.shape)}
     tensors = manager.stream.tensors
@@ -71,7 +71,7 @@ def hand_over(
         "groups_as_planned": connections.groups == planned.groups,
         "groups_are_megatrons": all(set(group) in own_groups for group in connections.groups),
         "speaks_point_to_point": [bool(connections.peers), bool(planned.peers)],
-        "made_groups": manager.stream._transfer.num_groups,
+        "made_groups": manager.stream.transfer.num_groups,
         "planned_to_make": traffic.num_own_groups,
         "layout": f"{job.spec.train_layout.describe()} -> {rollout.describe()}",
     }

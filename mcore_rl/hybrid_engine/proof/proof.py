@@ -10,19 +10,17 @@ All ranks reach the same result and take the same path.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 
 from mcore_rl.hybrid_engine.proof.attest import Attestation, Attestor, ReadSlice
 from mcore_rl.hybrid_engine.proof.canary import Canary, CanaryResult
 from mcore_rl.hybrid_engine.transfer.gather import GatherPath
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.reload import Weights
 
 logger = logging.getLogger(__name__)
-
-Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 class Proof:
@@ -48,12 +46,7 @@ class Proof:
         self._canary = canary
         self._on_repeat, self._on_repeated = on_repeat, on_repeated
         self._version = 0
-        self._repeated = False
-
-    @property
-    def repeated(self) -> bool:
-        """Whether the last hand-over had to be repeated by the plain gather."""
-        return self._repeated
+        self.repeated = False  # whether the last hand-over was repeated by the plain gather
 
     def score_canary(self, weight_version: int) -> None:
         """Score the canaries by Megatron, if they are due; before rollout mode."""
@@ -62,7 +55,7 @@ class Proof:
 
     def begin(self, weight_version: int, read: ReadSlice) -> None:
         """Hash what this rank attests, as `read` serves it; before the hand-over."""
-        self._version, self._repeated = weight_version, False
+        self._version, self.repeated = weight_version, False
         if self._attestor is not None:
             self._attestor.begin(weight_version, read)
 
@@ -85,7 +78,7 @@ class Proof:
         if self._canary is None or not self._canary.due(self._version):
             return None
         result = self._compared(self._canary)
-        if not result.ok and not self._repeated:
+        if not result.ok and not self.repeated:
             # The KV cache may occupy the memory of the parameters that are read.
             self._engine.sleep()
             self._engine.wake_weights()
@@ -110,7 +103,7 @@ class Proof:
     def _repeat(self, reason: str, read: ReadSlice) -> Attestation | None:
         if dist.get_rank() == 0:
             logger.warning("%s; the hand-over is repeated by the plain gather", reason)
-        self._repeated = True
+        self.repeated = True
         self._on_repeat()
         if self._attestor is not None:
             self._attestor.repeat()

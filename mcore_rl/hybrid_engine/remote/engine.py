@@ -26,11 +26,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from mcore_rl.hybrid_engine.remote.session import Holdings, Session
+from mcore_rl.hybrid_engine.remote.session import Session
 from mcore_rl.hybrid_engine.transfer.transfer import Pieces
 from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld, reach_store
 from mcore_rl.hybrid_engine.vllm.reload import Reloader
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor
+from mcore_rl.model.boxes import Boxes
 from mcore_rl.model.tensors import TensorInfo
 
 logger = logging.getLogger(__name__)
@@ -140,7 +141,7 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
             len(self._session.tensors),
         )
 
-    def _learn_needs(self, tensors: Mapping[str, TensorInfo]) -> Holdings:
+    def _learn_needs(self, tensors: Mapping[str, TensorInfo]) -> Boxes:
         metadata = {name: (i.shape, getattr(torch, i.dtype)) for name, i in tensors.items()}
         return self._reloader.learn_needs(metadata)
 

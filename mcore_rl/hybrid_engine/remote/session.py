@@ -28,13 +28,12 @@ from mcore_rl.hybrid_engine.plan.transfer_plan import make_plan
 from mcore_rl.hybrid_engine.plan.trees import Neighbourhoods, Tree
 from mcore_rl.hybrid_engine.transfer.transfer import Pieces, ReadSlice, Transfer
 from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld, PeerFailure
-from mcore_rl.model.boxes import Box, show, volume
+from mcore_rl.model.boxes import Box, Boxes, show, volume
 from mcore_rl.model.tensors import TensorInfo
 from mcore_rl.model.weight_map import layer_order
 
 PROTOCOL = 2  # version of a session's messages; raise it with every change
-Holdings = Mapping[str, Sequence[Box]]
-LearnNeeds = Callable[[Mapping[str, TensorInfo]], Holdings]
+LearnNeeds = Callable[[Mapping[str, TensorInfo]], Boxes]
 Load = Callable[[Iterator[tuple[str, Pieces]]], None]
 
 
@@ -69,13 +68,13 @@ class Session:
         bucket_bytes: int,
         device: torch.device | str,
         tensors: Mapping[str, TensorInfo] | None = None,
-        have: Holdings | None = None,
+        have: Boxes | None = None,
         learn: LearnNeeds | None = None,
     ) -> None:
         self._world, self._updates = world, 0
         holdings, self.tensors, near = self._holdings(tensors, have)
         need = self._needs(learn)
-        self.need: Holdings = need[world.rank]
+        self.need: Boxes = need[world.rank]
         self._needed_bytes = tuple(_num_bytes(boxes, self.tensors) for boxes in need)
         plan = self._agree(
             lambda: make_plan(
@@ -89,7 +88,7 @@ class Session:
                 [[m.tensor, m.box, _ways(m.tree)] for m in plan.moves] + [bucket_bytes]
             ),
         )
-        self.plan_id = self._require_same([reply for reply, _ in plan], "plan")
+        self.plan_id = _require_same([reply for reply, _ in plan], "plan")
         self._transfer: Transfer | None = Transfer(
             plan[world.rank][1],
             self.tensors,
@@ -99,8 +98,8 @@ class Session:
         )
 
     def _holdings(
-        self, tensors: Mapping[str, TensorInfo] | None, have: Holdings | None
-    ) -> tuple[list[Holdings], dict[str, TensorInfo], Neighbourhoods]:
+        self, tensors: Mapping[str, TensorInfo] | None, have: Boxes | None
+    ) -> tuple[list[Boxes], dict[str, TensorInfo], Neighbourhoods]:
         """Return each rank's holdings, the tensors that any rank holds, and the neighbourhoods."""
         mine = {
             "protocol": PROTOCOL,
@@ -110,10 +109,10 @@ class Session:
             "host": socket.gethostname(),
         }
         everyone = self._world.exchange(mine)
-        self._require_same([reply["protocol"] for reply in everyone], "version of the protocol")
+        _require_same([reply["protocol"] for reply in everyone], "version of the protocol")
         described = [reply["described"] for reply in everyone if reply["described"] is not None]
-        self._require_same(described, "list of tensors")
-        holdings: list[Holdings] = [_boxes(reply["have"]) for reply in everyone]
+        _require_same(described, "list of tensors")
+        holdings: list[Boxes] = [_boxes(reply["have"]) for reply in everyone]
         held = set[str]().union(*(boxes for boxes in holdings))
         infos = {
             name: TensorInfo(tuple(shape), dtype, itemsize)
@@ -124,8 +123,8 @@ class Session:
         near = Neighbourhoods(tuple(map(hosts.index, hosts)), (0,) * len(hosts))
         return holdings, infos, near
 
-    def _needs(self, learn: LearnNeeds | None) -> list[Holdings]:
-        def mine() -> Holdings:
+    def _needs(self, learn: LearnNeeds | None) -> list[Boxes]:
+        def mine() -> Boxes:
             needs = learn(self.tensors) if learn is not None else {}
             return {name: boxes for name, boxes in needs.items() if boxes}
 
@@ -145,7 +144,7 @@ class Session:
         everyone = self._world.meet(mine)
         what = ("plan", "plan of the update", "weight version", "number of updates")
         for at, name in enumerate(what):
-            self._require_same([reply[at] for reply in everyone], name)
+            _require_same([reply[at] for reply in everyone], name)
         if plan_id != self.plan_id:
             raise RuntimeError(f"the update is of plan {plan_id}, all ranks have {self.plan_id}")
         done = self._agree(lambda: self._move(read, load), report=lambda moved: moved)
@@ -207,19 +206,20 @@ class Session:
             for rank, reply in enumerate(everyone)
         ]
 
-    def _require_same(self, values: Sequence[Any], what: str) -> Any:
-        if any(other != values[0] for other in values):
-            ranks = [rank for rank, other in enumerate(values) if other != values[0]]
-            raise RuntimeError(
-                f"the {what} is not the same on all ranks of the joined world: {values[0]!r} on "
-                f"rank 0, {values[ranks[0]]!r} on ranks {ranks}"
-            )
-        return values[0]
-
     def close(self) -> None:
         """Release the transfer and close the connections. Not collective."""
         self._transfer = None
         self._world.close()
+
+
+def _require_same(values: Sequence[Any], what: str) -> Any:
+    if any(other != values[0] for other in values):
+        ranks = [rank for rank, other in enumerate(values) if other != values[0]]
+        raise RuntimeError(
+            f"the {what} is not the same on all ranks of the joined world: {values[0]!r} on "
+            f"rank 0, {values[ranks[0]]!r} on ranks {ranks}"
+        )
+    return values[0]
 
 
 def _no_source(tensor: str, box: Box) -> torch.Tensor:
@@ -238,7 +238,7 @@ def _boxes(received: Mapping[str, Any]) -> dict[str, tuple[Box, ...]]:
     }
 
 
-def _num_bytes(boxes: Holdings, tensors: Mapping[str, TensorInfo]) -> int:
+def _num_bytes(boxes: Boxes, tensors: Mapping[str, TensorInfo]) -> int:
     return sum(volume(box) * tensors[name].itemsize for name, held in boxes.items() for box in held)
 
 

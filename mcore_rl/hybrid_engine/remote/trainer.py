@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -37,7 +38,7 @@ from mcore_rl.hybrid_engine.remote.engine import (
 )
 from mcore_rl.hybrid_engine.remote.engine_client import EngineClient
 from mcore_rl.hybrid_engine.remote.session import Session, UpdateReport
-from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld, host_store, new_name, reach_store
+from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld, host_store, reach_store
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.tensors import TensorInfo
 
@@ -213,7 +214,7 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
             self._store = host_store(info.master_address, info.master_port, info.timeout_seconds)
         except Exception as error:  # clients may raise any; `_connect` reports it to all ranks
             return str(error)
-        name, size = new_name(), num_trainers + sum(workers)
+        name, size = uuid.uuid4().hex[:12], num_trainers + sum(workers)
         offset = num_trainers
         calls = []
         for engine, count in zip(self._engines, workers, strict=True):

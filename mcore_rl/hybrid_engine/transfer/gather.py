@@ -44,7 +44,6 @@ class GatherPath:
         self._wanted, self._bucket_bytes, self._device = frozenset(wanted), bucket_bytes, device
         self._rank = dist.get_rank()
         self.received_bytes = 0  # in the last run, counted at the calls
-        self.num_calls = 0
 
     def weights(self, read: ReadSlice) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, complete tensor) of `wanted`. Collective over the world; exhaust it.
@@ -53,7 +52,7 @@ class GatherPath:
         RuntimeError, on all ranks, for a slice that no rank holds. If `read` fails, zeros travel
         instead so that no rank hangs, and its error is raised on this rank at the end.
         """
-        self.received_bytes = self.num_calls = 0
+        self.received_bytes = 0
         fault: RuntimeError | None = None
         for name in self._order:
             info = self._tensors[name]
@@ -97,6 +96,5 @@ class GatherPath:
     def _broadcast(self, data: torch.Tensor, source: int) -> None:
         # As bytes: gloo does not support every dtype.
         dist.broadcast(data.view(-1).view(torch.uint8), src=source)
-        self.num_calls += 1
         if source != self._rank:
             self.received_bytes += data.nbytes

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-import uuid
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -207,11 +206,6 @@ def reach_store(address: str, port: int, timeout_seconds: float) -> dist.TCPStor
     """Connect to another process's store. Raises RuntimeError if it does not answer in time."""
     timeout = timedelta(seconds=timeout_seconds)
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
-
-
-def new_name() -> str:
-    """Return a unique name for a joined world."""
-    return uuid.uuid4().hex[:12]
 
 
 def _make_backend(

@@ -307,21 +307,19 @@ def _plain(value: Any) -> Any:
 
 
 def _contiguous(value: Any) -> Any:
+    if not isinstance(value, SlicedTensor):
+        return value
     # Not `contiguous`: `as_strided` also uses the storage around a view.
-    return value._read().clone(memory_format=torch.contiguous_format) if _is_ours(value) else value
-
-
-def _is_ours(value: Any) -> bool:
-    return isinstance(value, SlicedTensor)
+    return value._read().clone(memory_format=torch.contiguous_format)
 
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for argument, value in zip(func._schema.arguments, args, strict=False):
         written = argument.alias_info is not None and argument.alias_info.is_write
-        if written and _is_ours(value):
+        if written and isinstance(value, SlicedTensor):
             raise RuntimeError(f"{func} writes into {value!r}, which lends the trainer's weights")
     out = kwargs.get("out")
-    if _is_ours(out):
+    if isinstance(out, SlicedTensor):
         raise RuntimeError(f"{func} writes into {out!r}, which lends the trainer's weights")
 
 
@@ -396,14 +394,17 @@ def _split(view: SlicedTensor, size: int, dim: int = 0) -> _Views:
 def _split_sizes(view: SlicedTensor, sizes: Sequence[int], dim: int = 0) -> _Views:
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     parts = [view._with_range(dim, at, n) for at, n in zip(starts, sizes, strict=True)]
+    return _all_or_none(parts)
+
+
+def _all_or_none(parts: Sequence[_View]) -> _Views:
     found = [part for part in parts if part is not None]
     return found if len(found) == len(parts) else None
 
 
 def _unbind(view: SlicedTensor, dim: int = 0) -> _Views:
     parts = [_select(view, dim, index) for index in range(view.shape[dim])]
-    found = [part for part in parts if part is not None]
-    return found if len(found) == len(parts) else None
+    return _all_or_none(parts)
 
 
 _FOLLOWED: dict[Any, Callable[..., Any]] = {

@@ -12,8 +12,9 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,8 +78,8 @@ def export(
 
     parts = _split_by_size(checkpoint, max_file_bytes)
     names = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
-    have = _gather_boxes(shards)
-    written = _writing(checkpoint, as_float8=as_float8)
+    have = objects.all_gather({tensor: shards.boxes(tensor) for tensor in shards.tensors()})
+    quantization = read_config_json(checkpoint.folder)[QUANTIZATION] if as_float8 else None
     for first in range(0, len(parts), world_size):
         turn = parts[first : first + world_size]
         plan, need = _plan_turn(checkpoint, turn, have)
@@ -86,7 +87,7 @@ def export(
         # on a device take more memory than a turn's weights.
         transfer = Transfer(plan, checkpoint.tensors, bucket_bytes=bucket_bytes, device="cpu")
         mine = turn[rank] if rank < len(turn) else []
-        filled = _received(transfer, shards, checkpoint, mine, need[rank], written)
+        filled = _received(transfer, shards, checkpoint, mine, need[rank], quantization)
         for tensor in mine:
             if tensor in checkpoint.mtp:
                 filled |= _as_published(checkpoint, tensor, as_float8=as_float8)
@@ -123,9 +124,12 @@ def _received(
     checkpoint: HFCheckpoint,
     mine: Sequence[str],
     need: Iterable[str],
-    written: Callable[[str, torch.Tensor, dict[str, torch.Tensor]], None],
+    quantization: Mapping[str, Any] | None,
 ) -> dict[str, torch.Tensor]:
-    """Receive this rank's trained tensors: `need`, and the tensors of `mine` that repeat them."""
+    """Receive this rank's trained tensors: `need`, and the tensors of `mine` that repeat them.
+
+    `quantization` is config.json's if FP8 blocks are kept. Returns the content of the file.
+    """
     names_of: dict[str, list[str]] = {}
     for tensor in mine:
         names_of.setdefault(checkpoint.copies.get(tensor, tensor), []).append(tensor)
@@ -134,7 +138,7 @@ def _received(
     def write(tensor: str, pieces: Iterable[tuple[Box, torch.Tensor]]) -> None:
         full = _assemble(tensor, checkpoint.tensors[tensor], pieces, shards)
         for name in names_of[tensor]:
-            written(name, full if name == tensor else full.clone(), filled)
+            _add(name, full if name == tensor else full.clone(), filled, checkpoint, quantization)
 
     left = dict.fromkeys(need)
     for tensor, parts in itertools.groupby(transfer.stream(shards.read), key=lambda part: part[0]):
@@ -151,11 +155,14 @@ def _as_published(
     """Read an unchanged tensor, and its scales if it stays in FP8 blocks."""
     if not as_float8 or tensor not in checkpoint.float8:
         return {tensor: read_tensor(checkpoint, tensor)}
-    found = {}
-    for name in (tensor, float8.scales_of(tensor)):
-        with safe_open(checkpoint.folder / checkpoint.files[name], framework="pt") as file:
-            found[name] = file.get_tensor(name)
-    return found
+    return {name: _stored(checkpoint, name) for name in (tensor, float8.scales_of(tensor))}
+
+
+def _stored(checkpoint: HFCheckpoint, name: str) -> torch.Tensor:
+    """Read a tensor as the source stores it."""
+    with safe_open(checkpoint.folder / checkpoint.files[name], framework="pt") as file:
+        tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
 
 
 def _set_usual_mode(path: Path) -> None:
@@ -190,11 +197,6 @@ def _written_as(checkpoint: HFCheckpoint, tensor: str) -> str:
     return tensor if part is None else part.stored
 
 
-def _gather_boxes(shards: ModelShards) -> list[dict[str, tuple[Box, ...]]]:
-    mine = {tensor: shards.boxes(tensor) for tensor in shards.tensors()}
-    return objects.all_gather(mine)
-
-
 def _assemble(
     tensor: str,
     info: TensorInfo,
@@ -209,47 +211,30 @@ def _assemble(
     return full
 
 
-def _writing(
-    checkpoint: HFCheckpoint, *, as_float8: bool
-) -> Callable[[str, torch.Tensor, dict[str, torch.Tensor]], None]:
-    """Return a function that adds a full tensor to a file: as is, quantised, or into its stack."""
-    quantised = _quantiser(checkpoint) if as_float8 else lambda tensor, full: {tensor: full}
-    stacks = checkpoint.stack.as_bfloat16
-
-    def written(tensor: str, full: torch.Tensor, filled: dict[str, torch.Tensor]) -> None:
-        part = checkpoint.stack.parts.get(tensor)
-        if part is None:
-            filled.update(quantised(tensor, full))
-            return
-        if part.stored not in filled:
-            filled[part.stored] = torch.empty(stacks[part.stored].shape, dtype=full.dtype)
-        part.write(filled[part.stored], full)
-
-    return written
-
-
-def _quantiser(
+def _add(
+    tensor: str,
+    full: torch.Tensor,
+    filled: dict[str, torch.Tensor],
     checkpoint: HFCheckpoint,
-) -> Callable[[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return a function from a full tensor to the one or two that are written, as in the source."""
-    quantization = read_config_json(checkpoint.folder)[QUANTIZATION]
-    powers_of_two = quantization.get("scale_fmt") == POWERS_OF_TWO
-
-    def stored(name: str) -> torch.Tensor:
-        with safe_open(checkpoint.folder / checkpoint.files[name], framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-            return tensor
-
-    def written(tensor: str, full: torch.Tensor) -> dict[str, torch.Tensor]:
-        if tensor not in checkpoint.float8:
-            return {tensor: full}
+    quantization: Mapping[str, Any] | None,
+) -> None:
+    """Add a full tensor to the content of a file: into its stack, quantised, or as it is."""
+    part = checkpoint.stack.parts.get(tensor)
+    if part is not None:
+        if part.stored not in filled:
+            shape = checkpoint.stack.as_bfloat16[part.stored].shape
+            filled[part.stored] = torch.empty(shape, dtype=full.dtype)
+        part.write(filled[part.stored], full)
+    elif quantization is not None and tensor in checkpoint.float8:
         scales = float8.scales_of(tensor)
-        weight, factors = float8.quantise(
-            full, stored(tensor), stored(scales), powers_of_two=powers_of_two
+        filled[tensor], filled[scales] = float8.quantise(
+            full,
+            _stored(checkpoint, tensor),
+            _stored(checkpoint, scales),
+            powers_of_two=quantization.get("scale_fmt") == POWERS_OF_TWO,
         )
-        return {tensor: weight, scales: factors}
-
-    return written
+    else:
+        filled[tensor] = full
 
 
 def _copy_others(source: Path, folder: Path, apart_from: Collection[Path]) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 import torch.distributed as dist
 
 from mcore_rl.common.spans import STAGE, span
-from mcore_rl.hybrid_engine.memory.offload import Offloader, OffloadStats
+from mcore_rl.hybrid_engine.memory.offload import Offloader
 from mcore_rl.hybrid_engine.memory.usage import PeakMemory
 from mcore_rl.hybrid_engine.proof.attest import OFF, Attestor
 from mcore_rl.hybrid_engine.proof.canary import Canary
@@ -84,13 +84,13 @@ class MegatronVLLMShardingManager:
         )
         self._proof = Proof(
             engine,
-            attestor=self._attestor(),
+            attestor=None if options.attest == OFF else self._attestor(),
             gather=self._gather,
             canary=canary,
             on_repeat=self._before_repetition,
             on_repeated=self._offload_parameters,
         )
-        self._offloader = offloader
+        self._offloader = offloader or Offloader(dict, frozenset(), device=shards.device)
         self._rng: RngState | None = None
         self.weight_version = 0
         self.on_reshard_start: list[Hook] = []
@@ -99,17 +99,14 @@ class MegatronVLLMShardingManager:
     def _before_repetition(self) -> None:
         """Bring the parameters back to be read again, and discard the base of the next delta."""
         self.stream.transfer.invalidate()
-        if self._offloader is not None and "parameters" in self._offloader.away:
+        if "parameters" in self._offloader.away:
             self._offloader.onload("parameters")
 
     def _offload_parameters(self) -> None:
         """Offload the parameters: after a hand-over reads them, before the KV cache wakes."""
-        if self._offloader is not None:
-            self._offloader.offload("parameters")
+        self._offloader.offload("parameters")
 
-    def _attestor(self) -> Attestor | None:
-        if self._options.attest == OFF:
-            return None
+    def _attestor(self) -> Attestor:
         return Attestor(
             self.stream.tensors,
             self.stream.holdings.have,
@@ -133,8 +130,7 @@ class MegatronVLLMShardingManager:
         with contextlib.ExitStack() as undo:
             # A failed hand-over must not leave training without its state.
             undo.callback(self._bring_training_back)
-            if self._offloader is not None:  # before the engine allocates
-                self._offloader.offload("gradients", "optimizer")
+            self._offloader.offload("gradients", "optimizer")  # before the engine allocates
             with PeakMemory() as peak:
                 self._proof.begin(self.weight_version, self.stream.read)
                 self._engine.wake_weights()
@@ -158,7 +154,7 @@ class MegatronVLLMShardingManager:
             num_tensors=sum(bool(boxes) for boxes in self.stream.need.values()),
             attested=attestation is not None,  # a failed attestation raises
             repeated=self._proof.repeated,
-            offloaded=self._offloaded(),
+            offloaded=self._offloader.stats.of(self._offloader.away),
         )
         _call(self.on_reshard_end, report)
         return self
@@ -191,18 +187,11 @@ class MegatronVLLMShardingManager:
 
         Called in rollout mode, when few responses are still being generated. Local to this rank.
         """
-        if self._offloader is None or not self._offloader.away:
-            return 0
-        return self._offloader.prefetch()
-
-    def _offloaded(self) -> OffloadStats:
-        if self._offloader is None:
-            return OffloadStats()
-        return self._offloader.stats.of(self._offloader.away)
+        return self._offloader.prefetch() if self._offloader.away else 0
 
     def _bring_training_back(self) -> None:
         assert self._rng is not None
-        if self._offloader is not None and self._offloader.away:
+        if self._offloader.away:
             self._offloader.onload()
         self._rng.restore()
         self._rng = None

@@ -153,10 +153,6 @@ class OffloadStats:
 
         return OffloadStats(chosen(self.moved), chosen(self.dropped), chosen(self.saved))
 
-    def note(self, kind: str, *, moved: int, dropped: int, saved: int) -> None:
-        """Set the bytes of `kind` that were taken off; a later offload replaces an earlier one."""
-        self.moved[kind], self.dropped[kind], self.saved[kind] = moved, dropped, saved
-
 
 @dataclass(slots=True)
 class _Segment:
@@ -380,7 +376,7 @@ class Offloader:
                 self._copy(segment, to_host=False)
                 segment.is_back = True
                 if segment.start is not None:  # host and device are the same memory here
-                    self._host[segment.kind].release_before(segment.start + segment.num_bytes)
+                    self._host[segment.kind].release_before(segment.end)
             return
         # Memory belongs to the stream it was allocated on, and kernels there may still use it:
         # allocate on the caller's stream, let the copies wait for it, and wait in `onload`.
@@ -412,11 +408,11 @@ class Offloader:
 
     def _count(self, kinds: list[str], segments: list[_Segment]) -> None:
         for kind in kinds:
-            sizes = [(s.num_bytes, s.start is None) for s in segments if s.kind == kind]
-            dropped = sum(size for size, is_dropped in sizes if is_dropped)
-            moved = sum(size for size, is_dropped in sizes if not is_dropped)
-            saved = dropped + (moved if self._on_cuda else 0)
-            self.stats.note(kind, moved=moved, dropped=dropped, saved=saved)
+            taken = [s for s in segments if s.kind == kind]
+            dropped = sum(s.num_bytes for s in taken if s.start is None)
+            moved = sum(s.num_bytes for s in taken if s.start is not None)
+            self.stats.dropped[kind], self.stats.moved[kind] = dropped, moved
+            self.stats.saved[kind] = dropped + (moved if self._on_cuda else 0)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

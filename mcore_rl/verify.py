@@ -109,7 +109,7 @@ def compare_loads(job: Job, state: TrainState, shards: ModelShards) -> Verificat
     """
     offloader = build_offloader(job, state)
     with contextlib.ExitStack() as at_the_end:
-        with offloader.everything_away():
+        with offloader.all_offloaded():
             by_us = (
                 job.spec.shape.quantization is not None
                 or not job.spec.checkpoint.is_all_that_vllm_reads

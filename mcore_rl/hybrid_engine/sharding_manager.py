@@ -99,7 +99,7 @@ class MegatronVLLMShardingManager:
     def _before_repetition(self) -> None:
         """Bring the parameters back to be read again, and discard the base of the next delta."""
         self.stream.transfer.invalidate()
-        if "parameters" in self._offloader.away:
+        if "parameters" in self._offloader.offloaded:
             self._offloader.onload("parameters")
 
     def _offload_parameters(self) -> None:
@@ -154,7 +154,7 @@ class MegatronVLLMShardingManager:
             num_tensors=sum(bool(boxes) for boxes in self.stream.need.values()),
             attested=attestation is not None,  # a failed attestation raises
             repeated=self._proof.repeated,
-            offloaded=self._offloader.stats.of(self._offloader.away),
+            offloaded=self._offloader.stats.of(self._offloader.offloaded),
         )
         _call(self.on_reshard_end, report)
         return self
@@ -187,11 +187,11 @@ class MegatronVLLMShardingManager:
 
         Called in rollout mode, when few responses are still being generated. Local to this rank.
         """
-        return self._offloader.prefetch() if self._offloader.away else 0
+        return self._offloader.prefetch() if self._offloader.offloaded else 0
 
     def _bring_training_back(self) -> None:
         assert self._rng is not None
-        if self._offloader.away:
+        if self._offloader.offloaded:
             self._offloader.onload()
         self._rng.restore()
         self._rng = None

@@ -121,7 +121,7 @@ class WeightStream:
         self._shards, self._carried = shards, carried
         served = _served(tensors, shards)
         also = {} if carried is None else dict(carried.tensors)
-        self.tensors = travelling_as({**served, **also}, options.dtype, shards.shape)
+        self.tensors = with_transfer_dtype({**served, **also}, options.dtype, shards.shape)
         self.need = engine.learn_needs(
             {name: (i.shape, getattr(torch, i.dtype)) for name, i in self.tensors.items()}
         )
@@ -247,7 +247,7 @@ def _served(tensors: Mapping[str, TensorInfo], shards: ModelShards) -> dict[str,
     return {name: info for name, info in tensors.items() if name in trained}
 
 
-def travelling_as(
+def with_transfer_dtype(
     tensors: Mapping[str, TensorInfo], dtype: str, shape: ModelShape
 ) -> dict[str, TensorInfo]:
     """Return `tensors` with the dtype in which they travel: "checkpoint", "bf16" or "fp16".

@@ -214,7 +214,7 @@ def build_rollouts(
     canary = build_canary(job, models.state, inputs.prompts)
     logger.info("the model is built; vLLM is imported and its engines are started")
     note_stage("starting the engines")
-    with offloader.everything_away():
+    with offloader.all_offloaded():
         engine = VLLMEngine(engine_config(job))
         manager = build_manager(job, models.shards, engine, canary=canary, offloader=offloader)
     reward_model = reward_role(job, log=log)

@@ -78,12 +78,12 @@ def _there_and_back(offloader: Offloader) -> None:
     """The calls of the sharding manager in a switch to rollout and back."""
     offloader.offload("gradients", "optimizer")
     offloader.offload("parameters")
-    assert offloader.away == offloader.what
+    assert offloader.offloaded == offloader.what
     assert not offloader.what or offloader.stats.moved_bytes > 0
-    if offloader.away:
+    if offloader.offloaded:
         offloader.prefetch()
         offloader.onload()
-    assert not offloader.away
+    assert not offloader.offloaded
 
 
 class Chosen:

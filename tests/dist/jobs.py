@@ -177,7 +177,7 @@ def _hand_over(flags: list[str], log: SleepLog) -> dict[str, Any]:
     with manager:
         events_of_switch = list(log.events)
         handed_over = stored_digests(engine)
-        spoken_to = sorted(manager.stream.transfer.stats.ranks_spoken_to)
+        spoken_to = sorted(manager.stream.transfer.stats.peer_ranks)
         first = _sample(engine, job)
         torch.rand(3)  # rollout draws from the same generators
     draws = _draw()

@@ -128,7 +128,7 @@ def _as_in_a_switch(offloader: Offloader) -> None:
     """The calls of the sharding manager around rollout."""
     offloader.offload("gradients", "optimizer")
     offloader.offload("parameters")
-    if offloader.away:
+    if offloader.offloaded:
         offloader.onload()
 
 

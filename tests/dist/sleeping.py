@@ -110,7 +110,7 @@ def starts_watched() -> Iterator[list[dict[str, Any]]]:
     optimizer state, and `same_draws` whether all generators, are the same bits afterwards.
     """
     seen: list[dict[str, Any]] = []
-    away, start = Offloader.everything_away, VLLMEngine._start
+    away, start = Offloader.all_offloaded, VLLMEngine._start
     inside: list[Offloader] = []
 
     @contextmanager
@@ -135,7 +135,7 @@ def starts_watched() -> Iterator[list[dict[str, Any]]]:
         start(engine)
 
     with (
-        mock.patch.object(Offloader, "everything_away", watched),
+        mock.patch.object(Offloader, "all_offloaded", watched),
         mock.patch.object(VLLMEngine, "_start", started),
     ):
         yield seen

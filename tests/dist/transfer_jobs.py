@@ -413,7 +413,7 @@ def groups() -> dict[str, Any]:
                 assert torch.all(data == int(tensor[1:]) + 0.5)
                 received += data.nbytes
     assert made == len(dist.distributed_c10d._world.pg_map) - before
-    spoken_to = sorted(transfer.stats.ranks_spoken_to)
+    spoken_to = sorted(transfer.stats.peer_ranks)
     transfer.close()
     left = len(dist.distributed_c10d._world.pg_map) - before
     rank = dist.get_rank()

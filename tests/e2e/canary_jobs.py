@@ -57,7 +57,7 @@ def _switches(flags: list[str], seen: SleepLog) -> dict[str, Any]:
     def in_rollout(name: str) -> dict[str, Any]:
         events[name] = list(seen.events)
         return {
-            "away": sorted(offloader.away),
+            "away": sorted(offloader.offloaded),
             "stored_equal": stored_digests(engine) == from_disk,
             "prefetched": manager.prefetch(),
         }

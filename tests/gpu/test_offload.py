@@ -144,7 +144,7 @@ def test_everything_is_away_while_an_engine_starts() -> None:
         lambda: tensors, frozenset(), device=torch.device("cuda", torch.cuda.current_device())
     )
     before = torch.cuda.mem_get_info()[0]
-    with there_and_back.everything_away():
+    with there_and_back.all_offloaded():
         assert torch.cuda.mem_get_info()[0] >= before + (2 * 64 + 2 * 96 - 4) * MIB
     found = [tensor.cpu() for _, tensor in tensors["parameters"] + tensors["optimizer"]]
     assert all(map(torch.equal, found, expected))

@@ -103,7 +103,7 @@ def test_only_given_kinds_are_offloaded(what: set[str]) -> None:
     training = Training()
     offloading = offloader(training, frozenset(what))
     offloading.offload()
-    assert offloading.away == what
+    assert offloading.offloaded == what
     gone = {n for n, v in training.views().items() if v.untyped_storage().nbytes() == 0}
     assert (
         gone
@@ -116,7 +116,7 @@ def test_only_given_kinds_are_offloaded(what: set[str]) -> None:
         }["".join(what)]
     )
     offloading.onload()
-    assert not offloading.away
+    assert not offloading.offloaded
 
 
 def test_kinds_leave_in_two_steps_and_prefetch_restores_copies() -> None:
@@ -142,7 +142,7 @@ def test_one_kind_can_be_onloaded_first() -> None:
     offloading = offloader(training)
     offloading.offload()
     offloading.onload("parameters")
-    assert offloading.away == {"optimizer", "gradients"}
+    assert offloading.offloaded == {"optimizer", "gradients"}
     assert torch.equal(training.weight, before["weight"])
     assert training.main.untyped_storage().nbytes() == 0
     offloading.offload("parameters")
@@ -240,7 +240,7 @@ def test_tensor_without_plain_storage_is_refused_first(tensor: torch.Tensor, mes
     offloading = Offloader(lambda: tensors, ALL, device=CPU)
     with pytest.raises(RuntimeError, match=message):
         offloading.offload()
-    assert not offloading.away and (fine == 1).all()
+    assert not offloading.offloaded and (fine == 1).all()
 
 
 def test_host_buffer_covers_range_across_chunks_once() -> None:
@@ -322,10 +322,10 @@ def test_everything_is_offloaded_for_start_of_engine() -> None:
     before = training.copies()
     for what in (frozenset[str](), frozenset({"optimizer"}), ALL):
         offloading = offloader(training, what)
-        with offloading.everything_away():
-            assert offloading.away == ALL
+        with offloading.all_offloaded():
+            assert offloading.offloaded == ALL
             assert not any(v.untyped_storage().nbytes() for v in training.views().values())
-        assert not offloading.away and offloading.host_bytes == 0
+        assert not offloading.offloaded and offloading.host_bytes == 0
         assert_equal_but_gradients(training, before)
 
 
@@ -336,7 +336,7 @@ def test_tensor_that_cannot_leave_for_start_is_logged(
     fine = torch.ones(8)
     tensors = {"parameters": [("fine", fine), ("odd", odd)], "optimizer": [], "gradients": []}
     offloading = Offloader(lambda: tensors, frozenset(), device=CPU)
-    with caplog.at_level("DEBUG"), offloading.everything_away():
+    with caplog.at_level("DEBUG"), offloading.all_offloaded():
         assert fine.untyped_storage().nbytes() == 0
         assert (odd == 1).all()
     assert (fine == 1).all()
@@ -344,7 +344,7 @@ def test_tensor_that_cannot_leave_for_start_is_logged(
     registered = Offloader(
         lambda: tensors, frozenset(), device=CPU, at_start=kinds_at_start({"nccl_ub": True})
     )
-    with registered.everything_away():
+    with registered.all_offloaded():
         assert (fine == 1).all()
 
 
@@ -353,17 +353,17 @@ def test_failed_start_of_engine_restores_everything() -> None:
     before = training.copies()
     offloading = offloader(training)
     with pytest.raises(ValueError, match="free memory"):
-        with offloading.everything_away():
+        with offloading.all_offloaded():
             raise ValueError("free memory is less than desired")
     assert_equal_but_gradients(training, before)
     with pytest.raises(ValueError, match="free memory"):
-        with offloading.everything_away():
+        with offloading.all_offloaded():
             training.main.untyped_storage().resize_(30 * 30 * 4)  # so that it cannot
             raise ValueError("free memory is less than desired")
     offloading = offloader(Training())
     offloading.offload("optimizer")
     with pytest.raises(RuntimeError, match="optimizer are offloaded already"):
-        with offloading.everything_away():
+        with offloading.all_offloaded():
             pass
 
 

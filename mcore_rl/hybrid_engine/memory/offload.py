@@ -9,7 +9,7 @@ Megatron's own helpers do not suffice. The optimizer's replaces `p.data`, which 
 parameter from its buffer, copies through pageable memory and cannot begin early. The gradients'
 can only drop them.
 
-    kind         content                                         while away
+    kind         content                                         while offloaded
     parameters   the model's                                     host copy
     optimizer    float32 main parameters, moments                host copy
     gradients    data-parallel buffers and the optimizer's       nothing (zero afterwards), or a
@@ -156,14 +156,14 @@ class OffloadStats:
 
 @dataclass(slots=True)
 class _Segment:
-    """One storage that is away."""
+    """One offloaded storage."""
 
     kind: str
     name: str  # of one of its tensors
     storage: torch.UntypedStorage
     num_bytes: int
     start: int | None  # in the kind's host buffer; None: not kept
-    is_back: bool = False
+    is_onloaded: bool = False
 
     @property
     def end(self) -> int:
@@ -181,7 +181,7 @@ class Offloader:
     `pin`, host memory is page-locked on CUDA and kept from one switch to the next, because locking
     is slow. Without `pin` or CUDA, it is freed on the way back.
 
-    Raises RuntimeError for offloading a kind that is away, bringing back when nothing is away, a
+    Raises RuntimeError for offloading a kind twice, bringing back when nothing is offloaded, a
     tensor whose storage cannot be emptied, and a storage that was refilled in between.
     """
 
@@ -205,13 +205,13 @@ class Offloader:
         # Page-locking takes longer than a copy: not worth it for kinds that leave only once.
         pinned = what if pin and self._on_cuda else frozenset()
         self._host = {kind: HostBuffer(kind in pinned, chunk_bytes) for kind in KINDS}
-        self._away: dict[str, list[_Segment]] = {}
+        self._offloaded: dict[str, list[_Segment]] = {}
         self._stream = torch.cuda.Stream(device) if self._on_cuda else None
 
     @property
-    def away(self) -> frozenset[str]:
-        """The kinds that are not, or not completely, on the device."""
-        return frozenset(self._away)
+    def offloaded(self) -> frozenset[str]:
+        """The kinds that are offloaded, in full or in part."""
+        return frozenset(self._offloaded)
 
     @property
     def host_bytes(self) -> int:
@@ -224,40 +224,42 @@ class Offloader:
         Waits for the device. If host memory cannot be allocated, nothing changes.
         """
         wanted = [kind for kind in KINDS if kind in self.what and kind in (kinds or KINDS)]
-        if again := self._away.keys() & set(wanted):
+        if again := self._offloaded.keys() & set(wanted):
             raise RuntimeError(f"{_rank()}{', '.join(sorted(again))} are offloaded already")
-        self._take_off(wanted, self._segments(wanted))
+        self._offload_segments(wanted, self._segments(wanted))
 
     @contextmanager
-    def everything_away(self) -> Iterator[None]:
+    def all_offloaded(self) -> Iterator[None]:
         """Offload all of `at_start` for the duration of the context, whatever `what` is.
 
         For the start of an engine, which needs its share of the device free. Tensors whose storage
         cannot be emptied stay, and their size is logged. Afterwards everything is back bit for bit,
         except gradients that are not kept; after a failure, as much as fits.
         """
-        if self._away:
-            raise RuntimeError(f"{_rank()}{', '.join(sorted(self._away))} are offloaded already")
+        if self._offloaded:
+            raise RuntimeError(
+                f"{_rank()}{', '.join(sorted(self._offloaded))} are offloaded already"
+            )
         wanted = [kind for kind in KINDS if kind in self._at_start]
         stays: dict[str, int] = {}
-        self._take_off(wanted, self._segments(wanted, stays))
+        self._offload_segments(wanted, self._segments(wanted, stays))
         give_back_cached()
-        self._say(stays)
+        self._log_start(stays)
         try:
             yield
         except BaseException:
             try:
-                self._come_back()
+                self._onload_all()
             except Exception:  # the first failure is raised
                 logger.debug("%straining's state did not come back", _rank(), exc_info=True)
             raise
-        self._come_back()
+        self._onload_all()
 
-    def _come_back(self) -> None:
-        if self._away:
+    def _onload_all(self) -> None:
+        if self._offloaded:
             self.onload()
 
-    def _say(self, stays: Mapping[str, int]) -> None:
+    def _log_start(self, stays: Mapping[str, int]) -> None:
         # Without CUDA a copy lies in the same memory.
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         text = ""
@@ -272,14 +274,14 @@ class Offloader:
             text,
         )
 
-    def _take_off(self, wanted: list[str], segments: list[_Segment]) -> None:
-        if not self._away:
+    def _offload_segments(self, wanted: list[str], segments: list[_Segment]) -> None:
+        if not self._offloaded:
             self.stats = OffloadStats()
         for kind in wanted:
             self._host[kind].reserve(
                 max((s.end for s in segments if s.kind == kind and s.start is not None), default=0)
             )
-        self._away.update({kind: [s for s in segments if s.kind == kind] for kind in wanted})
+        self._offloaded.update({kind: [s for s in segments if s.kind == kind] for kind in wanted})
         for segment in segments:
             self._copy(segment, to_host=True)
             if not self._on_cuda:  # at once: the copy lies in the same memory
@@ -299,10 +301,10 @@ class Offloader:
         returns. Returns the bytes being copied. May be called again when more memory is free;
         `onload` brings back the rest, and nothing may be touched before that.
         """
-        self._require_away("prefetch")
+        self._require_offloaded("prefetch")
         free = torch.cuda.mem_get_info(self._device)[0] - reserve_bytes if self._on_cuda else None
         fitting = []
-        for segment in self._missing():
+        for segment in self._not_onloaded():
             if segment.start is None:
                 continue  # `onload` fills in zeros
             if free is not None:
@@ -310,29 +312,29 @@ class Offloader:
                 if free < 0:
                     break
             fitting.append(segment)
-        self._bring_back(fitting)
+        self._onload_segments(fitting)
         num_bytes = sum(segment.num_bytes for segment in fitting)
         self.stats.prefetched_bytes += num_bytes
         return num_bytes
 
     def onload(self, *kinds: str) -> None:
         """Bring `kinds` (default: all) back; later work on the caller's stream sees them."""
-        self._require_away("onload")
-        coming = [kind for kind in KINDS if kind in self._away and kind in (kinds or KINDS)]
-        self._bring_back([s for s in self._missing() if s.kind in coming])
+        self._require_offloaded("onload")
+        coming = [kind for kind in KINDS if kind in self._offloaded and kind in (kinds or KINDS)]
+        self._onload_segments([s for s in self._not_onloaded() if s.kind in coming])
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         for kind in coming:
             self._host[kind].release()
-            del self._away[kind]
+            del self._offloaded[kind]
 
-    def _require_away(self, call: str) -> None:
-        if self.what and not self._away:
+    def _require_offloaded(self, call: str) -> None:
+        if self.what and not self._offloaded:
             raise RuntimeError(f"{_rank()}{call} was called, but nothing is offloaded")
 
-    def _missing(self) -> Iterator[_Segment]:
+    def _not_onloaded(self) -> Iterator[_Segment]:
         for kind in KINDS:
-            yield from (s for s in self._away.get(kind, ()) if not s.is_back)
+            yield from (s for s in self._offloaded.get(kind, ()) if not s.is_onloaded)
 
     def _segments(self, kinds: list[str], stays: dict[str, int] | None = None) -> list[_Segment]:
         """Return the storages of `kinds`, each once, with their places in host memory.
@@ -340,7 +342,7 @@ class Offloader:
         Storages that cannot be emptied are added to `stays` (name -> bytes); without `stays` they
         raise RuntimeError.
         """
-        seen = {s.storage._cdata for segments in self._away.values() for s in segments}
+        seen = {s.storage._cdata for segments in self._offloaded.values() for s in segments}
         ends = dict.fromkeys(KINDS, 0)
         segments = []
         found = self._find() if kinds else {}
@@ -363,7 +365,7 @@ class Offloader:
                 ends[kind] += -(-storage.nbytes() // 512) * 512  # aligned for the copy engine
         return segments
 
-    def _bring_back(self, segments: list[_Segment]) -> None:
+    def _onload_segments(self, segments: list[_Segment]) -> None:
         for segment in segments:
             if segment.storage.nbytes() != 0:
                 raise RuntimeError(
@@ -374,7 +376,7 @@ class Offloader:
             for segment in segments:
                 segment.storage.resize_(segment.num_bytes)
                 self._copy(segment, to_host=False)
-                segment.is_back = True
+                segment.is_onloaded = True
                 if segment.start is not None:  # host and device are the same memory here
                     self._host[segment.kind].release_before(segment.end)
             return
@@ -385,13 +387,13 @@ class Offloader:
                 segment.storage.resize_(segment.num_bytes)
         except torch.OutOfMemoryError:
             for segment in segments:
-                segment.storage.resize_(0)  # all are still away: the caller may try again
+                segment.storage.resize_(0)  # all are still offloaded: the caller may try again
             raise
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for segment in segments:
                 self._copy(segment, to_host=False)
-                segment.is_back = True
+                segment.is_onloaded = True
 
     def _copy(self, segment: _Segment, *, to_host: bool) -> None:
         device = _bytes_of(segment.storage)

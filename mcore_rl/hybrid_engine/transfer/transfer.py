@@ -75,7 +75,7 @@ class TransferStats:
     is_full: bool = True  # False: only changes travelled
     in_flight_seconds: float = 0.0  # time with at least one message of this rank in flight
     wait_seconds: float = 0.0  # time the caller waited for messages
-    ranks_spoken_to: set[int] = field(default_factory=set)
+    peer_ranks: set[int] = field(default_factory=set)
 
     @property
     def hidden_share(self) -> float:
@@ -393,7 +393,7 @@ class _Run:
         stats = self._stats
         stats.num_calls += 1
         share = self._transport.share(placed.message.tree)
-        stats.ranks_spoken_to |= share.partners
+        stats.peer_ranks |= share.partners
         stats.sent_bytes += size * share.num_sends
         if placed.message.source != self._rank:
             stats.received_bytes += size

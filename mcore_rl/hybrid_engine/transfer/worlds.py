@@ -136,7 +136,7 @@ class JoinedWorld:
             while waiting := [r for r in waiting if not self._store.check([f"{at}/{r}"])]:
                 if self._store.check([_FAILURE]):
                     raise self._failure("stopped waiting")
-                self._require_hope()
+                self._run_check()
                 if time.monotonic() > deadline:
                     seconds = self._timeout.total_seconds()
                     raise self._failure(f"rank {waiting[0]} did not come within {seconds:g} s")
@@ -148,7 +148,7 @@ class JoinedWorld:
         except dist.DistError as error:
             raise self._failure(f"the store is gone: {error}") from error
 
-    def _require_hope(self) -> None:
+    def _run_check(self) -> None:
         try:
             self.check()
         except Exception as error:  # of any type: it must be reported to the other ranks

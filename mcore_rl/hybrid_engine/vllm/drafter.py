@@ -29,7 +29,7 @@ class DraftedReloader(Reloader):
     def __init__(self, model: torch.nn.Module, drafter: torch.nn.Module, vllm_config: Any) -> None:
         super().__init__(model, vllm_config)
         self._alone = Reloader(model, vllm_config)
-        self._drafter = Reloader(drafter, vllm_config, beside=model)
+        self._drafter = Reloader(drafter, vllm_config, sharing_with=model)
         self._num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
 
     def learn_needs(self, tensor_metadata: Metadata) -> Needs:

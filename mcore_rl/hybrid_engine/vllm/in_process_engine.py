@@ -186,17 +186,11 @@ class VLLMEngine:
         weights: Iterable[tuple[str, torch.Tensor]],
         on_write: WriteObserver | None = None,
     ) -> None:
-        """Replace all weights in place by checkpoint tensors, full ones or `SlicedTensor`s.
+        """Replace all weights in place by checkpoint tensors, as `Reloader.load` describes.
 
-        `weights` must contain each element that this rank needs once, and may omit the rest. Any
-        order works; ordering by layer needs the least memory. A tensor may come in several items of
-        its name. Each item is read before the next is requested, and is not kept. `weights` is
-        exhausted even on failure, so it may be collective. Collective over the engine's ranks.
-        `on_write` is called for everything written, see `Reloader.load`.
-
-        Raises RuntimeError, on all ranks of the engine, naming a tensor that has no place in the
-        model, comes twice, is missing or was not loaded completely, or a parameter that remains
-        unfilled. The engine then refuses to generate until a reload succeeds.
+        Collective over the engine's ranks. `weights` is exhausted even on failure, so it may be
+        collective. Raises RuntimeError on all ranks of the engine if `load` raises on one. The
+        engine then refuses to generate until a reload succeeds.
         """
         self._require_weights("reload")
         self._weights_complete = False

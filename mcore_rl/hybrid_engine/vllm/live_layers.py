@@ -27,7 +27,7 @@ class Layers:
     The stand-ins are meta tensors: the model's `load_weights` looks up all of them before the first
     tensor arrives. Their loaders replace them by the tensors that are really written.
     `elements_read()` returns the number of elements that all loaders have read so far; `learnt` is
-    None if needs are not yet known. Tensors for modules `lent` by another model are skipped.
+    None if needs are not yet known. Tensors for modules `shared` with another model are skipped.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Layers:
         model: torch.nn.Module,
         learnt: Learnt | None,
         elements_read: Callable[[], int],
-        lent: frozenset[str] = frozenset(),
+        shared: frozenset[str] = frozenset(),
     ) -> None:
         self._model, self._elements_read = model, elements_read
         self._layers = [
@@ -45,7 +45,7 @@ class Layers:
         ]
         for layer in self._layers:
             for key, stand_in in layer.stand_ins.items():
-                through = _pass_over if layer.name in lent else self._through(layer, key)
+                through = _pass_over if layer.name in shared else self._through(layer, key)
                 stand_in.weight_loader = through
                 layer.module._parameters[key] = stand_in
 

@@ -54,22 +54,22 @@ def learn(
     loading: AbstractContextManager[None],
     tensor_metadata: Metadata,
     *,
-    lent: frozenset[str] = frozenset(),
+    shared: frozenset[str] = frozenset(),
 ) -> Learnt:
     """Record what the loaders of `model` read of each tensor. Not collective.
 
     `loading` is the context in which `load_weights` may be called. `tensor_metadata` uses the
-    Hugging Face checkpoint's names, in any order. Modules `lent` by another model need nothing.
+    Hugging Face checkpoint's names, in any order. modules `shared` with another model need nothing.
     Supports unquantised checkpoints (one tensor per weight, in a floating dtype).
 
     Raises RuntimeError naming a tensor that has no place in the model, or a parameter, and the part
     of it, that the tensors leave unfilled.
     """
-    notes = _Notes(lent)
+    notes = _Notes(shared)
     with loading, _on_meta(model, notes.inside) as parameters:
         with WriteRecorder() as writes:
             _load_stand_ins(model, tensor_metadata, notes)
-    _require_filled([p for p in parameters if not p.modules <= lent], writes)
+    _require_filled([p for p in parameters if not p.modules <= shared], writes)
     return Learnt(
         needs={name: disjoint(notes.reads[name]) for name in tensor_metadata},
         elements=dict(notes.elements),
@@ -78,17 +78,17 @@ def learn(
 
 
 class _Notes:
-    """The loaders' reads by tensor and module; reads for `lent` modules do not count."""
+    """The loaders' reads by tensor and module; reads for `shared` modules do not count."""
 
-    def __init__(self, lent: frozenset[str]) -> None:
-        self._lent = lent
+    def __init__(self, shared: frozenset[str]) -> None:
+        self._shared = shared
         self.reads: dict[str, list[Box]] = defaultdict(list)
         self.elements: dict[str, int] = defaultdict(int)
         self.computed: set[str] = set()
         self._module: str | None = None
 
     def read(self, name: str, box: Box) -> None:
-        if self._module in self._lent:
+        if self._module in self._shared:
             return
         self.reads[name].append(box)
         if self._module is not None:

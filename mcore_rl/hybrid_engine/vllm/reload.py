@@ -45,13 +45,17 @@ class Reloader:
     """
 
     def __init__(
-        self, model: torch.nn.Module, vllm_config: Any, *, beside: torch.nn.Module | None = None
+        self,
+        model: torch.nn.Module,
+        vllm_config: Any,
+        *,
+        sharing_with: torch.nn.Module | None = None,
     ) -> None:
-        """`beside` is another model; its own reload loads the modules that this one shares."""
+        """The reload of `sharing_with`, another model, loads the modules that both share."""
         _require_reloadable(model)
         self._model, self._config = weakref.ref(model), vllm_config
-        others = set() if beside is None else set(map(id, beside.modules()))
-        self._lent = frozenset(n for n, module in model.named_modules() if id(module) in others)
+        others = set() if sharing_with is None else set(map(id, sharing_with.modules()))
+        self._shared = frozenset(n for n, module in model.named_modules() if id(module) in others)
         self._metadata: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._learnt: Learnt | None = None
 
@@ -78,7 +82,7 @@ class Reloader:
         """
         if self._learnt is None or self._metadata != dict(tensor_metadata):
             loading = self.loading_context()
-            self._learnt = learn(self.model, loading, tensor_metadata, lent=self._lent)
+            self._learnt = learn(self.model, loading, tensor_metadata, shared=self._shared)
             self._metadata = dict(tensor_metadata)
         return self._learnt.needs
 
@@ -118,7 +122,7 @@ class Reloader:
         """
         arrivals = _Arrivals(self._learnt, self._metadata, on_write)
         with self.loading_context():
-            layers = Layers(self.model, self._learnt, arrivals.count, self._lent)
+            layers = Layers(self.model, self._learnt, arrivals.count, self._shared)
             with layers.put_back_at_the_end():
                 self._run_loaders(arrivals.of(weights))
                 layers.put_back()

@@ -68,7 +68,7 @@ class _Source:
         if self.on_compute is not None:
             self.on_compute(self.name)
         data = self._gathered(box)
-        self.tell(box, data)
+        self.notify(box, data)
         return data
 
     def _gathered(self, box: Box) -> torch.Tensor:
@@ -94,7 +94,7 @@ class _Source:
                     yield shared, data[slices(relative(shared, held))]
             rest = [left for part in rest for left in subtract(part, held)]
 
-    def tell(self, box: Box, data: torch.Tensor) -> None:
+    def notify(self, box: Box, data: torch.Tensor) -> None:
         if self.on_read is not None:
             self.on_read(self.name, box)
         if self.on_write is not None:
@@ -269,7 +269,7 @@ class SlicedTensor(torch.Tensor):
             for box, data in source.parts_of(self._box):
                 stored = self._place_of(box, target)
                 stored.copy_(data)
-                source.tell(box, stored if stored.dtype == data.dtype else data)
+                source.notify(box, stored if stored.dtype == data.dtype else data)
 
     def _place_of(self, box: Box, target: torch.Tensor) -> torch.Tensor:
         """Return the part of `target` for `box`, as a view with the source's dimensions."""

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from mcore_rl.hybrid_engine.plan.transfer_plan import make_plan
+from mcore_rl.hybrid_engine.plan.transfer_plan import Plan, make_plan
 from mcore_rl.hybrid_engine.plan.trees import Neighbourhoods, Tree
 from mcore_rl.hybrid_engine.transfer.transfer import Pieces, ReadSlice, Transfer
 from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld, PeerFailure
@@ -76,21 +76,17 @@ class Session:
         need = self._needs(learn)
         self.need: Boxes = need[world.rank]
         self._needed_bytes = tuple(_num_bytes(boxes, self.tensors) for boxes in need)
-        plan = self._agree(
-            lambda: make_plan(
-                self.tensors,
-                order=layer_order(self.tensors),
-                have=holdings,
-                need=need,
-                near=near,
-            ),
-            report=lambda plan: _digest(
-                [[m.tensor, m.box, _ways(m.tree)] for m in plan.moves] + [bucket_bytes]
-            ),
-        )
-        self.plan_id = _require_same([reply for reply, _ in plan], "plan")
+        plans: list[Plan] = []
+
+        def plan_id() -> str:
+            order = layer_order(self.tensors)
+            plans.append(make_plan(self.tensors, order=order, have=holdings, need=need, near=near))
+            moves = [[m.tensor, m.box, _ways(m.tree)] for m in plans[0].moves]
+            return _digest([*moves, bucket_bytes])
+
+        self.plan_id = _require_same(self._agree(plan_id), "plan")
         self._transfer: Transfer | None = Transfer(
-            plan[world.rank][1],
+            plans[0],
             self.tensors,
             bucket_bytes=bucket_bytes,
             device=device,
@@ -128,7 +124,7 @@ class Session:
             needs = learn(self.tensors) if learn is not None else {}
             return {name: boxes for name, boxes in needs.items() if boxes}
 
-        return [_boxes(reply) for reply, _ in self._agree(mine, report=lambda needs: needs)]
+        return [_boxes(needs) for needs in self._agree(mine)]
 
     def update(
         self, weight_version: str, *, plan_id: str, read: ReadSlice | None, load: Load | None
@@ -147,8 +143,7 @@ class Session:
             _require_same([reply[at] for reply in everyone], name)
         if plan_id != self.plan_id:
             raise RuntimeError(f"the update is of plan {plan_id}, all ranks have {self.plan_id}")
-        done = self._agree(lambda: self._move(read, load), report=lambda moved: moved)
-        sent, received = zip(*(moved for moved, _ in done), strict=True)
+        sent, received = zip(*self._agree(lambda: self._move(read, load)), strict=True)
         return UpdateReport(weight_version, sent, received, self._needed_bytes)
 
     def _move(self, read: ReadSlice | None, load: Load | None) -> tuple[int, int]:
@@ -182,10 +177,10 @@ class Session:
             what = str(error).split(". This is typically")[0]  # without gloo's guesses
             raise PeerFailure(self._world.fail(f"the transfer broke: {what}")) from None
 
-    def _agree(self, work: Callable[[], Any], *, report: Callable[[Any], Any]) -> list[Any]:
-        """Run `work` here; return (`report` of the result, the result or None) for each rank.
+    def _agree(self, work: Callable[[], Any]) -> list[Any]:
+        """Run `work`, whose result is JSON, and return its result on each rank.
 
-        Only this rank's entry has the result itself. Raises on all ranks if `work` raises on one.
+        Raises RuntimeError on all ranks if it raises on one.
         """
         result, fault = None, None
         try:
@@ -193,18 +188,13 @@ class Session:
         except PeerFailure:
             raise
         except Exception as error:  # of any type: it must be reported to the other ranks
-            result, fault = None, error
-        mine = {"fault": None if fault is None else str(fault) or repr(fault)}
-        everyone = self._world.exchange(
-            {**mine, "reported": report(result) if fault is None else None}
-        )
+            fault = error
+        mine = None if fault is None else str(fault) or repr(fault)
+        everyone = self._world.exchange({"fault": mine, "reported": result})
         for rank, reply in enumerate(everyone):
             if reply["fault"] is not None:
                 raise RuntimeError(f"rank {rank} of the joined world: {reply['fault']}") from fault
-        return [
-            (reply["reported"], result if rank == self._world.rank else None)
-            for rank, reply in enumerate(everyone)
-        ]
+        return [reply["reported"] for reply in everyone]
 
     def close(self) -> None:
         """Release the transfer and close the connections. Not collective."""

@@ -165,8 +165,7 @@ class Transport:
             legs = [leg for hop in hops for leg in hop]
             partners = {r for leg in legs if leg.sender == rank for r in leg.receivers}
             partners |= {leg.sender for leg in legs} - {rank}
-            num_sends = sum(leg.sender == rank for leg in legs)
-            found = self._shares[tree] = Share(hops, num_sends, frozenset(partners))
+            found = self._shares[tree] = Share(hops, tree.sends(rank), frozenset(partners))
         return found
 
     @property

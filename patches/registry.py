@@ -38,22 +38,18 @@ class Patch:
     `require`, if they do not know the code; without `versions`, a missing module or attribute also
     counts as unknown code.
 
-    `package` is the distribution's name, or several names under which the same code is published,
-    the usual one first. `versions` are the versions it was tried with, as a specifier ("==0.32.0",
-    ">=2.8,<2.14"); local labels such as "+cpu" are ignored. With None only the code's appearance
-    counts, as for Megatron, which is forked more often than released.
+    `packages` are the names under which the same distribution is published, the usual one first.
+    `versions` are the versions it was tried with, as a specifier ("==0.32.0", ">=2.8,<2.14"); local
+    labels such as "+cpu" are ignored. With None only the code's appearance counts, as for Megatron,
+    which is forked more often than released.
     """
 
     name: str
     reason: str
     apply: Callable[[], None]
     needed: Callable[[], bool] = lambda: True
-    package: str | tuple[str, ...] = MEGATRON
+    packages: tuple[str, ...] = (MEGATRON,)
     versions: str | None = None
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        return (self.package,) if isinstance(self.package, str) else self.package
 
     @property
     def supported(self) -> str:

@@ -218,6 +218,6 @@ PATCH = Patch(
     "torch.checkpoint_reading",
     "checkpoints are read as data, without the code that pickle would run",
     apply,
-    package="torch",
+    packages=("torch",),
     versions=">=2.8,<2.14",
 )

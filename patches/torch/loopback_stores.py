@@ -90,6 +90,6 @@ PATCH = Patch(
     "torch.loopback_stores",
     "stores that ranks reach on loopback listen nowhere else",
     apply,
-    package="torch",
+    packages=("torch",),
     versions=">=2.8,<2.14",
 )

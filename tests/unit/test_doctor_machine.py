@@ -200,7 +200,7 @@ def test_gpu_properties_from_nvml_do_not_initialise_cuda() -> None:
 
 def _patch(name: str, **changes: Any) -> Patch:
     fields: dict[str, Any] = dict(
-        package="packaging",
+        packages=("packaging",),
         versions=f"=={packaging.__version__}",
         reason="a reason",
         needed=lambda: True,
@@ -215,7 +215,7 @@ def test_refused_patches_are_all_named(monkeypatch: pytest.MonkeyPatch) -> None:
         _patch("of.good"),
         _patch("of.old", versions="==0.1"),
         _patch("of.other", apply=lambda: require(False, "packaging.version", "looks different")),
-        _patch("of.gone", package="no-such-package"),
+        _patch("of.gone", packages=("no-such-package",)),
         _patch("of.unneeded", needed=lambda: False),
     ]
     found = list(patches.check_patches(tried, "upstream", apply=True))

@@ -24,7 +24,7 @@ def calls(monkeypatch):
 
 def _patch(calls, name="test.patch", **changes) -> Patch:
     fields = dict(
-        package="packaging",
+        packages=("packaging",),
         versions=f"=={HERE}",
         reason="a reason",
         apply=lambda: calls.append(name),
@@ -62,18 +62,18 @@ def test_unknown_version_is_refused_with_remedy(calls):
 
 
 def test_unneeded_patch_does_not_check_versions(calls):
-    patch = _patch(calls, versions="==0.1", package="no-such-package", needed=lambda: False)
+    patch = _patch(calls, versions="==0.1", packages=("no-such-package",), needed=lambda: False)
     assert not apply_patch(patch)
     assert calls == []
 
 
 def test_missing_package_is_refused(calls):
     with pytest.raises(UsageError, match="no-such-a or no-such-b, which is not installed"):
-        apply_patch(_patch(calls, package=("no-such-a", "no-such-b")))
+        apply_patch(_patch(calls, packages=("no-such-a", "no-such-b")))
 
 
 def test_any_name_of_package_is_accepted(calls):
-    assert apply_patch(_patch(calls, package=("no-such-package", "packaging")))
+    assert apply_patch(_patch(calls, packages=("no-such-package", "packaging")))
 
 
 @pytest.mark.parametrize(

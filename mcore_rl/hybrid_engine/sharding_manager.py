@@ -19,6 +19,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 import torch.distributed as dist
@@ -82,15 +83,15 @@ class MegatronVLLMShardingManager:
             bucket_bytes=options.bucket_bytes,
             device=shards.device,
         )
+        self._offloader = offloader or Offloader(dict, frozenset(), device=shards.device)
         self._proof = Proof(
             engine,
             attestor=None if options.attest == OFF else self._attestor(),
             gather=self._gather,
             canary=canary,
             on_repeat=self._before_repetition,
-            on_repeated=self._offload_parameters,
+            on_repeated=partial(self._offloader.offload, "parameters"),
         )
-        self._offloader = offloader or Offloader(dict, frozenset(), device=shards.device)
         self._rng: RngState | None = None
         self.weight_version = 0
         self.on_reshard_start: list[Hook] = []
@@ -101,10 +102,6 @@ class MegatronVLLMShardingManager:
         self.stream.transfer.invalidate()
         if "parameters" in self._offloader.offloaded:
             self._offloader.onload("parameters")
-
-    def _offload_parameters(self) -> None:
-        """Offload the parameters: after a hand-over reads them, before the KV cache wakes."""
-        self._offloader.offload("parameters")
 
     def _attestor(self) -> Attestor:
         return Attestor(
@@ -135,7 +132,7 @@ class MegatronVLLMShardingManager:
                 self._proof.begin(self.weight_version, self.stream.read)
                 self._engine.wake_weights()
                 attestation = self._proof.reload(self.stream.weights(), self.stream.read)
-            self._offload_parameters()
+            self._offloader.offload("parameters")  # after they are read, before the KV cache wakes
             self._engine.wake_kv_cache()
             seconds = time.perf_counter() - started
             self._proof.check_canary(self.stream.read)

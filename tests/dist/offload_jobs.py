@@ -209,7 +209,7 @@ def many_switches(flags: list[str], num_switches: int) -> dict[str, Any]:
     )
     prompt = random_tokens(job.spec.shape.vocab_size)[0].tolist()
 
-    footprints, scores = [], []
+    footprints, scores, prefetched = [], [], []
     # One more switch than is measured: none of those between the measurements generates, because
     # the engine's bookkeeping of requests grows for a while.
     for switch in range(1, num_switches + 2):
@@ -219,7 +219,7 @@ def many_switches(flags: list[str], num_switches: int) -> dict[str, Any]:
                 engine_freed = not any(
                     p.untyped_storage().nbytes() for c in state.chunks for p in c.parameters()
                 )
-                _generate(engine, manager.prefetch)
+                _generate(engine, lambda: prefetched.append(manager.prefetch()))
         if switch <= num_switches:
             footprints.append(Footprint.now())
     actor.update(batch)  # training goes on
@@ -232,7 +232,7 @@ def many_switches(flags: list[str], num_switches: int) -> dict[str, Any]:
         "same_scores": scores[0] == scores[1],
         "parameters_were_away": engine_freed,
         "moved_bytes": offloader.stats.moved_bytes,
-        "prefetched_bytes": offloader.stats.prefetched_bytes,
+        "prefetched_bytes": prefetched[-1],
         "failed_well": failed_well,
         "reported": reported[-2:],
         "stats": dataclasses.asdict(offloader.stats.of(offloader.what)),

@@ -131,7 +131,6 @@ class OffloadStats:
     moved: dict[str, int] = field(default_factory=dict)  # copied to the host
     dropped: dict[str, int] = field(default_factory=dict)  # gradients that were not kept
     saved: dict[str, int] = field(default_factory=dict)  # memory freed in between
-    prefetched_bytes: int = 0  # part of the moved bytes that `prefetch` brought back
 
     @property
     def moved_bytes(self) -> int:
@@ -146,7 +145,7 @@ class OffloadStats:
         return sum(self.saved.values())
 
     def of(self, kinds: frozenset[str]) -> OffloadStats:
-        """Return the stats of `kinds`; `prefetched_bytes`, which is not kept by kind, is 0."""
+        """Return the stats of `kinds`."""
 
         def chosen(found: Mapping[str, int]) -> dict[str, int]:
             return {kind: size for kind, size in found.items() if kind in kinds}
@@ -313,9 +312,7 @@ class Offloader:
                     break
             fitting.append(segment)
         self._onload_segments(fitting)
-        num_bytes = sum(segment.num_bytes for segment in fitting)
-        self.stats.prefetched_bytes += num_bytes
-        return num_bytes
+        return sum(segment.num_bytes for segment in fitting)
 
     def onload(self, *kinds: str) -> None:
         """Bring `kinds` (default: all) back; later work on the caller's stream sees them."""

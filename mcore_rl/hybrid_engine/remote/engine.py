@@ -190,15 +190,14 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
 
         Raises RuntimeError naming a tensor that is missing or not loaded completely.
         """
-        self._reloader.load(self._stand_ins(arriving))
-
-    def _stand_ins(
-        self, arriving: Iterator[tuple[str, Pieces]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
         assert self._session is not None
-        for name, pieces in arriving:
-            info = self._session.tensors[name]
-            yield name, SlicedTensor(name, info.shape, getattr(torch, info.dtype), pieces)
+        tensors = self._session.tensors
+
+        def stand_in(name: str, pieces: Pieces) -> SlicedTensor:
+            info = tensors[name]
+            return SlicedTensor(name, info.shape, getattr(torch, info.dtype), pieces)
+
+        self._reloader.load((name, stand_in(name, pieces)) for name, pieces in arriving)
 
     def shutdown(self) -> None:
         """Disconnect from the trainer; the model does not change. May be called again."""

@@ -247,7 +247,7 @@ def test_released_tensor_cannot_be_read():
         view = SlicedTensor.observed("w", _whole(4), partial=partial)
         half = view[:2]
         view.release()
-        with pytest.raises(RuntimeError, match="after the next tensor had been asked for"):
+        with pytest.raises(RuntimeError, match="after the next tensor had been requested"):
             _stored(half)
 
 

@@ -250,7 +250,7 @@ class Offloader:
             try:
                 self._onload_all()
             except Exception:  # the first failure is raised
-                logger.debug("%straining's state did not come back", _rank(), exc_info=True)
+                logger.debug("%straining's state could not be brought back", _rank(), exc_info=True)
             raise
         self._onload_all()
 

@@ -165,7 +165,7 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
 
     def receive_weights(self, update_info: MegatronUpdateInfo) -> None:
         """Receive this worker's slices and load them in place; a failure ends the connection."""
-        assert self._session is not None, "start_weight_update asks for a session"
+        assert self._session is not None, "start_weight_update requires a session"
         try:
             report = self._session.update(
                 update_info.weight_version,

@@ -23,7 +23,6 @@ class EngineClient(VLLMWeightSyncClient, Protocol):
 
     def num_workers(self) -> int:
         """Return the number of this vLLM's worker processes, over all data-parallel replicas."""
-        ...
 
     def pause(self, mode: str) -> None:
         """Stop generating and drop the KV cache. `mode` determines the fate of running requests:
@@ -31,11 +30,9 @@ class EngineClient(VLLMWeightSyncClient, Protocol):
         "keep" holds them until `resume`, which recomputes their KV cache with the new weights and
         continues; "wait" lets them finish first; "abort" ends them.
         """
-        ...
 
     def resume(self) -> None:
         """Continue generating."""
-        ...
 
 
 class HTTPEngineClient(HTTPVLLMWeightSyncClient):
@@ -66,9 +63,9 @@ class HTTPEngineClient(HTTPVLLMWeightSyncClient):
         try:
             fields = parse_json(answer)
         except InvalidData as error:
-            raise self._failed("GET", path, "gave what is not JSON", answer) from error
+            raise self._failed("GET", path, "returned invalid JSON", answer) from error
         if not isinstance(fields, dict) or field not in fields:
-            raise self._failed("GET", path, f"gave no {field}", answer)
+            raise self._failed("GET", path, f"returned no {field}", answer)
         return fields[field]
 
     def _request(
@@ -78,7 +75,7 @@ class HTTPEngineClient(HTTPVLLMWeightSyncClient):
         fields: dict[str, Any] | None = None,
         params: dict[str, str] | None = None,
     ) -> bytes:
-        async def asked() -> bytes:
+        async def send() -> bytes:
             async with client_session(self._header) as session:
                 return await request(
                     session,
@@ -92,7 +89,7 @@ class HTTPEngineClient(HTTPVLLMWeightSyncClient):
                 )
 
         try:
-            return asyncio.run(asked())
+            return asyncio.run(send())
         except HTTPFailure as failure:
             raise self._failed(method, path, f"failed: {failure}", failure.answer) from None
 
@@ -110,7 +107,7 @@ class HTTPEngineClient(HTTPVLLMWeightSyncClient):
     def num_workers(self) -> int:
         found = integer_within(self._get("get_world_size", "world_size"), 1, _MOST_WORKERS)
         if found is None:
-            raise self._failed("GET", "get_world_size", "gave no number of workers", b"")
+            raise self._failed("GET", "get_world_size", "returned no number of workers", b"")
         return found
 
     def weight_version(self) -> str:

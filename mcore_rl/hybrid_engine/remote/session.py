@@ -213,7 +213,7 @@ def _require_same(values: Sequence[Any], what: str) -> Any:
 
 
 def _no_source(tensor: str, box: Box) -> torch.Tensor:
-    raise RuntimeError(f"{tensor}{show(box)} was asked of an engine, which only receives")
+    raise RuntimeError(f"{tensor}{show(box)} was requested from an engine, which only receives")
 
 
 def _described(tensors: Mapping[str, TensorInfo]) -> dict[str, list[Any]]:

@@ -46,7 +46,6 @@ class World(Protocol):
         All ranks of the world call it in the same order. Ranks outside the group get
         `GroupMember.NON_GROUP_MEMBER`. `dist.destroy_process_group` frees it.
         """
-        ...
 
 
 class DefaultWorld:
@@ -139,7 +138,7 @@ class JoinedWorld:
                 self._run_check()
                 if time.monotonic() > deadline:
                     seconds = self._timeout.total_seconds()
-                    raise self._failure(f"rank {waiting[0]} did not come within {seconds:g} s")
+                    raise self._failure(f"rank {waiting[0]} did not arrive within {seconds:g} s")
                 time.sleep(pause)
                 pause = min(2 * pause, longest)
             # All ranks are here, so all have read the messages of the last meeting.

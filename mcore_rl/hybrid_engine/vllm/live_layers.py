@@ -60,7 +60,7 @@ class Layers:
                 with WriteRecorder() as writes:  # other ranks' experts come here, but write nothing
                     result = loader(*args, **kwargs)
                 if writes.wrote:
-                    raise RuntimeError(f"{layer.name} was complete before all of it had come")
+                    raise RuntimeError(f"{layer.name} was complete before all of it had arrived")
                 return result
             target = layer.open()[key]
             before = self._elements_read()

@@ -106,7 +106,7 @@ class _Source:
             return
         if self.released:
             raise RuntimeError(
-                f"{self.name}: {show(box)} was read after the next tensor had been asked for, when "
+                f"{self.name}: {show(box)} was read after the next tensor had been requested, when "
                 "its memory may hold something else"
             )
         missing = uncovered(box, [held for held, _ in self.pieces])

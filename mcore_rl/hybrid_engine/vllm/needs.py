@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -51,22 +51,21 @@ class Learnt:
 
 def learn(
     model: torch.nn.Module,
-    loading: AbstractContextManager[None],
     tensor_metadata: Metadata,
     *,
     shared: frozenset[str] = frozenset(),
 ) -> Learnt:
     """Record what the loaders of `model` read of each tensor. Not collective.
 
-    `loading` is the context in which `load_weights` may be called. `tensor_metadata` uses the
-    Hugging Face checkpoint's names, in any order. modules `shared` with another model need nothing.
+    Call it in a context in which `load_weights` may be called. `tensor_metadata` uses the Hugging
+    Face checkpoint's names, in any order. Modules `shared` with another model need nothing.
     Supports unquantised checkpoints (one tensor per weight, in a floating dtype).
 
     Raises RuntimeError naming a tensor that has no place in the model, or a parameter, and the part
     of it, that the tensors leave unfilled.
     """
     notes = _Notes(shared)
-    with loading, _on_meta(model, notes.inside) as parameters:
+    with _on_meta(model, notes.inside) as parameters:
         with WriteRecorder() as writes:
             _load_stand_ins(model, tensor_metadata, notes)
     _require_filled([p for p in parameters if not p.modules <= shared], writes)

@@ -67,7 +67,7 @@ class Reloader:
         return model
 
     @contextmanager
-    def loading_context(self) -> Iterator[None]:
+    def _loading_context(self) -> Iterator[None]:
         """Open the context in which the model's `load_weights` may be called."""
         from vllm.config import set_current_vllm_config
 
@@ -81,8 +81,8 @@ class Reloader:
         See `needs.learn`.
         """
         if self._learnt is None or self._metadata != dict(tensor_metadata):
-            loading = self.loading_context()
-            self._learnt = learn(self.model, loading, tensor_metadata, shared=self._shared)
+            with self._loading_context():
+                self._learnt = learn(self.model, tensor_metadata, shared=self._shared)
             self._metadata = dict(tensor_metadata)
         return self._learnt.needs
 
@@ -121,7 +121,7 @@ class Reloader:
         of weights, or none, and must not run until a `load` succeeds.
         """
         arrivals = _Arrivals(self._learnt, self._metadata, on_write)
-        with self.loading_context():
+        with self._loading_context():
             layers = Layers(self.model, self._learnt, arrivals.count, self._shared)
             with layers.put_back_at_the_end():
                 self._run_loaders(arrivals.of(weights))
@@ -151,9 +151,8 @@ class Reloader:
     def _needs_of(self, metadata: Metadata) -> Needs:
         """Return the needs; learn them again if a tensor or its shape is unknown."""
         if self._learnt is None or not _agrees(metadata, self._metadata):
-            missing = [] if self._learnt is None else _never_came(self._learnt.needs, metadata)
-            if missing:
-                raise RuntimeError(f"not given to reload, though vLLM needs them: {_some(missing)}")
+            if self._learnt is not None:
+                _require_given(_not_given(self._learnt.needs, metadata))
             return self.learn_needs(metadata)
         return self._learnt.needs
 
@@ -175,18 +174,22 @@ def _agrees(given: Metadata, known: Metadata) -> bool:
     return all(known.get(name) == metadata for name, metadata in given.items())
 
 
-def _never_came(needs: Needs, metadata: Metadata) -> list[str]:
+def _require_given(missing: Sequence[str]) -> None:
+    if missing:
+        raise RuntimeError(f"not given to reload, though vLLM needs them: {_some(missing)}")
+
+
+def _not_given(needs: Needs, metadata: Metadata) -> list[str]:
     return [name for name, boxes in needs.items() if boxes and name not in metadata]
 
 
 def _require_complete(needs: Needs, arrivals: _Arrivals) -> None:
-    missing = _never_came(needs, arrivals.metadata)
+    missing = _not_given(needs, arrivals.metadata)
     for name, boxes in needs.items():
         for box in boxes:
             for gap in uncovered(box, arrivals.given[name]) if name not in missing else ():
                 missing.append(f"{show(gap)} of {name}")
-    if missing:
-        raise RuntimeError(f"not given to reload, though vLLM needs them: {_some(missing)}")
+    _require_given(missing)
     for name, boxes in needs.items():
         for box in boxes:
             gaps = uncovered(box, arrivals.read[name])

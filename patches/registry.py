@@ -129,11 +129,11 @@ def require(condition: bool, target: str, expectation: str) -> None:
         raise _Unfit(f"{target} {expectation}")
 
 
-def require_parameters(target: Callable[..., Any], *names: str) -> None:
-    """Refuse to patch `target` unless its parameters are exactly `names`, in this order."""
-    found = parameters_of(target)
+def require_parameters(target: Callable[..., Any], names: str) -> None:
+    """Refuse to patch `target` unless its parameters are `names`, in this order ("self x y")."""
+    found, expected = parameters_of(target), tuple(names.split())
     label = f"{target.__module__}.{target.__qualname__}"
-    require(found == names, label, f"takes {', '.join(found)}, not {', '.join(names)}")
+    require(found == expected, label, f"takes {', '.join(found)}, not {', '.join(expected)}")
 
 
 def parameters_of(target: Callable[..., Any]) -> tuple[str, ...]:

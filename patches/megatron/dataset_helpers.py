@@ -26,7 +26,7 @@ def apply() -> None:
     """Replace `compile_helpers` by a function that does nothing."""
     from megatron.core.datasets import utils
 
-    require_parameters(utils.compile_helpers)
+    require_parameters(utils.compile_helpers, "")
 
     def compile_helpers() -> None:
         """Do nothing: mcore_rl does not use the index builder (see the module's docstring)."""

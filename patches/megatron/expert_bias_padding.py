@@ -44,7 +44,7 @@ def apply() -> None:
     from megatron.core.transformer.moe.router import TopKRouter
 
     count = TopKRouter._apply_expert_bias
-    require_parameters(count, "self", "routing_map", "padding_mask")
+    require_parameters(count, "self routing_map padding_mask")
 
     def count_without_padding(
         self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None

@@ -38,7 +38,7 @@ def apply() -> None:
     from megatron.core.optimizer.optimizer import ChainedOptimizer, param_group_identifier_keys
 
     load_state_dict = ChainedOptimizer.load_state_dict
-    require_parameters(load_state_dict, "self", "state_dict")
+    require_parameters(load_state_dict, "self state_dict")
 
     def load_sorted(self: Any, state_dict: Any) -> None:
         optimizers = self.chained_optimizers

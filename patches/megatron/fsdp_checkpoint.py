@@ -38,11 +38,11 @@ def apply() -> None:
     from megatron.core.transformer import fsdp_dtensor_checkpoint
 
     pack = DistributedOptimizer.sharded_param_state_fsdp_dtensor
-    require_parameters(pack, "self", "is_loading")
+    require_parameters(pack, "self is_loading")
     init = DistributedOptimizer._init_optimizer_states_with_dummy_values
     require_parameters(init, "self")
     split = fsdp_dtensor_checkpoint.handle_swiglu_in_state_dict
-    require_parameters(split, "model", "model_state_dict", "optimizer_state_dict")
+    require_parameters(split, "model model_state_dict optimizer_state_dict")
 
     def init_all(self: Any) -> None:
         init(self)

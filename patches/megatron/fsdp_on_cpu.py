@@ -72,7 +72,7 @@ def _scale_before_adding() -> None:
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as buffers
 
     prepare = buffers.gradient_reduce_preprocessing
-    require_parameters(prepare, "grad_data", "scaling_factor", "ddp_config")
+    require_parameters(prepare, "grad_data scaling_factor ddp_config")
 
     def prepare_for_gloo(grad_data: Any, scaling_factor: Any, ddp_config: Any) -> Any:
         if scaling_factor is None or ddp_config.average_in_collective:

@@ -35,17 +35,8 @@ from mcore_rl.patches.registry import (
 )
 
 _PARAMETERS = (
-    "logits",
-    "topk",
-    "use_pre_softmax",
-    "num_groups",
-    "group_topk",
-    "scaling_factor",
-    "score_function",
-    "expert_bias",
-    "fused",
-    "router_replay",
-    "dense_output",
+    "logits topk use_pre_softmax num_groups group_topk scaling_factor score_function expert_bias "
+    "fused router_replay dense_output"
 )
 _CHOSEN_BEFORE = "precomputed_indices"  # from 0.19 on
 
@@ -71,12 +62,11 @@ def apply() -> None:
     from megatron.core.transformer.moe import moe_utils, router
 
     route, limited = router.topk_routing_with_score_function, moe_utils.group_limited_topk
-    known = (_PARAMETERS, (*_PARAMETERS, _CHOSEN_BEFORE))
-    require_parameters(route, *(known[1] if _CHOSEN_BEFORE in parameters_of(route) else known[0]))
+    may_be_chosen = _CHOSEN_BEFORE in parameters_of(route)
+    parameters = f"{_PARAMETERS} {_CHOSEN_BEFORE}" if may_be_chosen else _PARAMETERS
+    require_parameters(route, parameters)
     require_source(route, "return group_limited_topk(scores=scores, topk=topk,")
-    require_parameters(
-        limited, "scores", "topk", "num_tokens", "num_experts", "num_groups", "group_topk"
-    )
+    require_parameters(limited, "scores topk num_tokens num_experts num_groups group_topk")
     # The probabilities used by the current call of `route`, if its model is like V2.
     by_best: list[torch.Tensor] = []
 
@@ -89,7 +79,7 @@ def apply() -> None:
         return scores.gather(1, chosen), chosen
 
     def route_by_best_expert(*args: Any, **kwargs: Any) -> Any:
-        call = dict(zip(known[1], args, strict=False)) | kwargs
+        call = dict(zip(parameters.split(), args, strict=False)) | kwargs
         if (
             not call.get("group_topk")
             or call.get("score_function", "softmax") != "softmax"

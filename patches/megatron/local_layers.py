@@ -390,9 +390,7 @@ def _replace_norm() -> None:
 
     make = WrappedTorchNorm.__new__
     require_parameters(
-        make,
-        *("cls", "config", "hidden_size", "eps"),
-        *("persist_layer_norm", "zero_centered_gamma", "normalization"),
+        make, "cls config hidden_size eps persist_layer_norm zero_centered_gamma normalization"
     )
 
     def make_norm(
@@ -411,8 +409,8 @@ def _replace_core_attention() -> None:
 
     require_parameters(
         DotProductAttention.__init__,
-        *("self", "config", "layer_number", "attn_mask_type", "attention_type"),
-        *("attention_dropout", "softmax_scale", "cp_comm_type", "pg_collection"),
+        "self config layer_number attn_mask_type attention_type attention_dropout softmax_scale "
+        "cp_comm_type pg_collection",
     )
 
     def make_attention(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -447,7 +445,7 @@ def _allow_direct_query() -> None:
     from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 
     initialize = QKNormConfigResolver.__init__
-    require_parameters(initialize, "self", "config", "submodules")
+    require_parameters(initialize, "self config submodules")
 
     def initialize_without_query_latent(self: Any, config: Any, submodules: Any) -> None:
         initialize(self, config, submodules)

@@ -44,7 +44,7 @@ def apply() -> None:
     from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 
     resolve = QKNormConfigResolver._mla_fused_linear_or_default
-    require_parameters(resolve, "self", "module_spec", "module_name")
+    require_parameters(resolve, "self module_spec module_name")
     require_source(resolve, "self.fused_norm_linear_impl")
 
     def resolve_but_direct_query(self: Any, module_spec: Any, module_name: Any) -> Any:

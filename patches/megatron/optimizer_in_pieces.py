@@ -57,16 +57,11 @@ def apply() -> None:
 
     require_parameters(
         Optimizer.sharded_param_state_fully_reshardable,
-        "self",
-        "model_sharded_state_dict",
-        "is_loading",
-        "metadata",
+        "self model_sharded_state_dict is_loading metadata",
     )
-    require_parameters(Optimizer.load_parameter_state_from_fully_reshardable, "self", "state_dict")
-    require_parameters(Optimizer._get_main_param_and_optimizer_states, "self", "model_param")
-    require_parameters(
-        Optimizer._set_main_param_and_optimizer_states, "self", "model_param", "tensors"
-    )
+    require_parameters(Optimizer.load_parameter_state_from_fully_reshardable, "self state_dict")
+    require_parameters(Optimizer._get_main_param_and_optimizer_states, "self model_param")
+    require_parameters(Optimizer._set_main_param_and_optimizer_states, "self model_param tensors")
     Optimizer.sharded_param_state_fully_reshardable = _state_in_pieces
     Optimizer.load_parameter_state_from_fully_reshardable = _load_state
 

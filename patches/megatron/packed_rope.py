@@ -27,23 +27,20 @@ from typing import Any
 
 from mcore_rl.patches.registry import Patch, parameters_of, require, require_parameters
 
-_PLACE = ("t", "cu_seqlens", "freqs", "rotary_interleaved")
 # Parameters of the rotation of packed samples -> of one sample. Parameters after `freqs` are passed
 # on by name, so they must have the same meaning in both.
 _KNOWN = {
-    (*_PLACE, "multi_latent_attention", "mscale", "cp_group"): (
-        *("t", "freqs", "rotary_interleaved", "multi_latent_attention", "mscale"),
+    "t cu_seqlens freqs rotary_interleaved multi_latent_attention mscale cp_group": (
+        "t freqs rotary_interleaved multi_latent_attention mscale"
     ),
-    (*_PLACE, "mla_rotary_interleaved", "mscale", "cp_group", "multi_latent_attention"): (
-        *("t", "freqs", "rotary_interleaved", "mla_rotary_interleaved", "mscale"),
-        "multi_latent_attention",
+    "t cu_seqlens freqs rotary_interleaved mla_rotary_interleaved mscale cp_group "
+    "multi_latent_attention": (
+        "t freqs rotary_interleaved mla_rotary_interleaved mscale multi_latent_attention"
     ),
-    (
-        *(*_PLACE, "mla_rotary_interleaved", "mscale", "inverse", "mla_output_remove_interleaving"),
-        *("cp_group", "multi_latent_attention", "max_seqlen"),
-    ): (
-        *("t", "freqs", "rotary_interleaved", "mla_rotary_interleaved", "mscale", "inverse"),
-        *("mla_output_remove_interleaving", "multi_latent_attention"),
+    "t cu_seqlens freqs rotary_interleaved mla_rotary_interleaved mscale inverse "
+    "mla_output_remove_interleaving cp_group multi_latent_attention max_seqlen": (
+        "t freqs rotary_interleaved mla_rotary_interleaved mscale inverse "
+        "mla_output_remove_interleaving multi_latent_attention"
     ),
 }
 
@@ -55,13 +52,13 @@ def apply() -> None:
     from mcore_rl.batching.rows import prefix_lengths, prefixes_of, samples_on_cp_rank
 
     upstream, rotate = rope_utils._apply_rotary_pos_emb_thd, rope_utils._apply_rotary_pos_emb_bshd
-    found = parameters_of(upstream)
+    found = " ".join(parameters_of(upstream))
     require(
         found in _KNOWN,
         "rope_utils._apply_rotary_pos_emb_thd",
-        f"takes {', '.join(found)}, which is none of the lists of parameters known",
+        f"takes {found}, which is none of the lists of parameters known",
     )
-    require_parameters(rotate, *_KNOWN[found])
+    require_parameters(rotate, _KNOWN[found])
 
     def all_at_once(
         t: Any, cu_seqlens: Any, freqs: Any, *args: Any, cp_group: Any = None, **kwargs: Any

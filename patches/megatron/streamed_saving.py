@@ -37,23 +37,18 @@ def apply() -> None:
     from torch.distributed.checkpoint import filesystem
 
     require_parameters(
-        strategies.TorchDistSaveShardedStrategy.save, "self", "sharded_state_dict", "checkpoint_dir"
+        strategies.TorchDistSaveShardedStrategy.save, "self sharded_state_dict checkpoint_dir"
     )
     require_parameters(
         strategies.mcore_to_pyt_state_dict,
-        "state_dict",
-        "is_loading",
-        "init_device",
-        "load_legacy_1d_flatten_tensors",
+        "state_dict is_loading init_device load_legacy_1d_flatten_tensors",
     )
     require_parameters(
         strategies._replace_state_dict_keys_with_sharded_keys,
-        "sharded_state_dict",
-        "keep_only_main_replica",
+        "sharded_state_dict keep_only_main_replica",
     )
     require_parameters(
-        filesystem._write_item,
-        *("transforms", "stream", "data", "write_item", "storage_key", "serialization_format"),
+        filesystem._write_item, "transforms stream data write_item storage_key serialization_format"
     )
     strategies.TorchDistSaveShardedStrategy.save = _save
 

@@ -60,9 +60,9 @@ def apply() -> None:
         return state_dict(self)
 
     load_state_dict = DistributedOptimizer.load_state_dict
-    require_parameters(load_state_dict, "self", "state_dict")
+    require_parameters(load_state_dict, "self state_dict")
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
-    require_parameters(set_states, "self", "model_param", "tensors")
+    require_parameters(set_states, "self model_param tensors")
 
     def load_with_steps_of_their_own(self: Any, state_dict: Any) -> None:
         load_state_dict(self, state_dict)

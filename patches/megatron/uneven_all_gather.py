@@ -36,8 +36,8 @@ def apply() -> None:
 
     dispatch = MoEAllGatherTokenDispatcher.token_dispatch
     combine = MoEAllGatherTokenDispatcher.token_combine
-    require_parameters(dispatch, "self", "hidden_states", "probs")
-    require_parameters(combine, "self", "hidden_states")
+    require_parameters(dispatch, "self hidden_states probs")
+    require_parameters(combine, "self hidden_states")
     require_source(dispatch, "self.routing_map, group=self.tp_ep_group")
     require_source(MoEAllGatherTokenDispatcher.dispatch_preprocess, "self.hidden_shape =")
 

@@ -38,11 +38,11 @@ def apply() -> None:
     from mcore_rl.batching.rows import chunks_of_sample, round_up
 
     fill, look_up = YarnRotaryEmbedding._set_cos_sin_cache, YarnRotaryEmbedding.get_cached_cos_sin
-    parameters: tuple[str, ...] = ("self", "seq_len", "offset", "dtype", "packed_seq")
+    parameters = "self seq_len offset dtype packed_seq"
     if "cp_group" in parameters_of(fill):  # from 0.20 on
-        parameters = (*parameters, "cp_group", "mscale")
-    require_parameters(fill, *parameters)
-    require_parameters(look_up, *parameters)
+        parameters += " cp_group mscale"
+    require_parameters(fill, parameters)
+    require_parameters(look_up, parameters)
 
     def chunks(embedding: Any, packed_seq: bool, cp_group: Any = None, mscale: Any = None) -> int:
         group = embedding.cp_group if cp_group is None else cp_group

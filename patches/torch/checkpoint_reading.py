@@ -195,7 +195,7 @@ def apply() -> None:
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
     require(filesystem.pickle is pickle, f"{_CHECKPOINT}.filesystem", "imports no pickle")
-    require_parameters(DefaultLoadPlanner.load_bytes, "self", "read_item", "value")
+    require_parameters(DefaultLoadPlanner.load_bytes, "self read_item value")
     loader: Any = getattr(state_dict_loader, "_load_state_dict", None)
     require(callable(loader), f"{_CHECKPOINT}.state_dict_loader", "loads by another function")
     set_element = default_planner.set_element

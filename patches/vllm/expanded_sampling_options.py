@@ -25,7 +25,7 @@ def apply() -> None:
 
     require_parameters(
         rejection_sampler.expand_batch_to_tokens,
-        *("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
+        "x cu_num_tokens num_tokens replace_from replace_to",
     )
 
     def expand_batch_to_tokens(

@@ -21,22 +21,9 @@ from mcore_rl.patches.registry import require_parameters
 from mcore_rl.patches.vllm.platform import vllm_patch
 
 _PARAMETERS = (
-    "self",
-    "output",
-    "hidden_states",
-    "w1",
-    "w2",
-    "topk_weights",
-    "topk_ids",
-    "activation",
-    "global_num_experts",
-    "expert_map",
-    "a1q_scale",
-    "a2_scale",
-    "workspace13",
-    "workspace2",
-    "expert_tokens_meta",
-    "apply_router_weight_on_input",
+    "self output hidden_states w1 w2 topk_weights topk_ids activation global_num_experts "
+    "expert_map a1q_scale a2_scale workspace13 workspace2 expert_tokens_meta "
+    "apply_router_weight_on_input"
 )
 
 
@@ -44,10 +31,11 @@ def apply() -> None:
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     apply_experts = CPUUnquantizedExperts.apply
-    require_parameters(apply_experts, *_PARAMETERS)
+    require_parameters(apply_experts, _PARAMETERS)
+    names = _PARAMETERS.split()[1:]
 
     def apply_local_experts(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = dict(zip(_PARAMETERS[1:], args, strict=False)) | kwargs
+        call = dict(zip(names, args, strict=False)) | kwargs
         expert_map = call["expert_map"]
         if expert_map is not None:
             if call["apply_router_weight_on_input"]:

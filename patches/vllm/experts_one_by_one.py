@@ -47,14 +47,12 @@ def apply() -> None:
     users = {n for n, f in vars(gpt_oss.MLPBlock).items() if "dist" in names_in(f)}
     require(users == {"__init__"}, "gpt_oss.MLPBlock", "uses torch.distributed elsewhere")
     load = GptOssModel.load_weights
-    require_parameters(load, "self", "weights")
+    require_parameters(load, "self weights")
     require_source(load, 'if hasattr(self.config, "quantization_config")')
     upstream, write = GptOssModel._try_load_streamed_expert, GptOssRoutedExperts.weight_loader
-    require_parameters(upstream, "name", "loaded_weight", "params_dict", "loaded_params")
+    require_parameters(upstream, "name loaded_weight params_dict loaded_params")
     require_parameters(
-        write,
-        *("self", "param", "loaded_weight", "weight_name", "shard_id", "expert_id"),
-        "return_success",
+        write, "self param loaded_weight weight_name shard_id expert_id return_success"
     )
     require_source(GptOssModel._load_weights_other, "if self._try_load_streamed_expert(name, ")
 

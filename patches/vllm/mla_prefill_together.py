@@ -31,8 +31,7 @@ def apply() -> None:
 
     require_parameters(
         CPUSDPAMLAPrefillBackend._ragged_sdpa,
-        *("self", "q", "k", "v", "q_cu_seq_lens", "kv_cu_seq_lens", "causal"),
-        "return_softmax_lse",
+        "self q k v q_cu_seq_lens kv_cu_seq_lens causal return_softmax_lse",
     )
 
     def attend(

@@ -31,7 +31,7 @@ def apply() -> None:
     )
 
     setup_kernel = UnquantizedFusedMoEMethod._setup_kernel
-    require_parameters(setup_kernel, "self", "layer", "w13", "w2")
+    require_parameters(setup_kernel, "self layer w13 w2")
 
     def setup_kernel_and_pack(self: Any, layer: Any, w13: Any, w2: Any) -> None:
         is_weight_update = self.moe_kernel is not None

@@ -25,7 +25,7 @@ def apply() -> None:
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     forward = RotaryEmbedding.forward_cpu
-    require_parameters(forward, "self", "positions", "query", "key")
+    require_parameters(forward, "self positions query key")
 
     def forward_by_head(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
         if query.dim() == 3:

@@ -28,7 +28,7 @@ def apply() -> None:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     sample = CPUModelRunner.sample_tokens
-    require_parameters(sample, "self", "grammar_output")
+    require_parameters(sample, "self grammar_output")
     require_source(
         CPUModelRunner._bookkeeping_sync,
         "gen = self.input_batch.generators.get(int(i))",

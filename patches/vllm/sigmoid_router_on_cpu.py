@@ -26,9 +26,9 @@ def apply() -> None:
     require_source(route, 'assert self.scoring_func == "softmax"', "num_expert_group=self.num_")
     require_parameters(
         make,
-        *("self", "top_k", "global_num_experts", "use_grouped_topk", "num_expert_group"),
-        *("topk_group", "renormalize", "scoring_func", "routed_scaling_factor"),
-        *("e_score_correction_bias", "custom_routing_function", "hash_indices_table", "eplb_state"),
+        "self top_k global_num_experts use_grouped_topk num_expert_group topk_group renormalize "
+        "scoring_func routed_scaling_factor e_score_correction_bias custom_routing_function "
+        "hash_indices_table eplb_state",
     )
 
     def make_with_one_group(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -23,7 +23,7 @@ def apply() -> None:
     from vllm.v1.sample import rejection_sampler
 
     constrain = rejection_sampler.apply_sampling_constraints
-    require_parameters(constrain, "logits", "cu_num_draft_tokens", "sampling_metadata")
+    require_parameters(constrain, "logits cu_num_draft_tokens sampling_metadata")
 
     def apply_sampling_constraints(
         logits: Any, cu_num_draft_tokens: Any, sampling_metadata: Any

@@ -32,7 +32,7 @@ def apply() -> None:
     from vllm.model_executor.layers import utils
 
     dispatch = utils.dispatch_cpu_unquantized_gemm
-    require_parameters(dispatch, "layer", "remove_weight")
+    require_parameters(dispatch, "layer remove_weight")
     slow = widened_dtypes()
 
     def dispatch_wide(layer: Any, remove_weight: bool) -> None:

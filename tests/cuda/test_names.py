@@ -166,7 +166,7 @@ class Ours(Base[int]):
 def run():
     one = start(Config(size=1), port=2)
     one.step(3)
-    require_parameters(engine.Engine.step, "self", "count")
+    require_parameters(engine.Engine.step, "self count")
     def start_otherwise(config, *, port=0): ...
     engine.start = start_otherwise
     return one.config.size

@@ -7,7 +7,7 @@ override, missing abstract methods and wrong numbers of type parameters.
 Two things it does not check, so `_instrumented` adds a call for each to a copy of our code:
 
 - A function that replaces one of a module must accept every call that the original accepts.
-- `require_parameters(function, "a", "b")` of a patch: the function must accept these parameters.
+- `require_parameters(function, "a b")` of a patch: the function must accept these parameters.
 """
 
 from __future__ import annotations
@@ -118,9 +118,11 @@ def _added_call(node: ast.stmt, functions: set[str]) -> str | None:
             if name in functions and ast.unparse(owner) != "self":
                 return f"_replaces({ast.unparse(target)}, {name})"
         case ast.Expr(
-            value=ast.Call(func=ast.Name(id="require_parameters"), args=[target, *names])
+            value=ast.Call(
+                func=ast.Name(id="require_parameters"),
+                args=[target, ast.Constant(value=str(names))],
+            )
         ):
-            if all(isinstance(name, ast.Constant) for name in names):
-                keywords = ", ".join(f"{name.value}=_anything" for name in names)
-                return f"{ast.unparse(target)}({keywords})"
+            keywords = ", ".join(f"{name}=_anything" for name in names.split())
+            return f"{ast.unparse(target)}({keywords})"
     return None

@@ -127,7 +127,9 @@ class WeightStream:
         )
         if carried is not None:
             carried.hold(self.need)
-        self.holdings = exchange({name: self._boxes(name) for name in self.tensors}, self.need)
+        self.holdings = exchange(
+            {name: self._holder(name).boxes(name) for name in self.tensors}, self.need
+        )
         # A drafter's copies of tensors that the model has are carried, too, but no rank needs them.
         also = {n: i for n, i in also.items() if any(n in need for need in self.holdings.need)}
         self.tensors = {n: i for n, i in self.tensors.items() if n in served or n in also}
@@ -185,7 +187,7 @@ class WeightStream:
         """Return what this rank needs and holds already, each element once."""
         found: list[tuple[Box, torch.Tensor]] = []
         for needed in self.need[name]:
-            for held in self._boxes(name):
+            for held in self._holder(name).boxes(name):
                 shared = intersect(needed, held)
                 rest = [] if shared is None else uncovered(shared, [box for box, _ in found])
                 found.extend((box, self.read(name, box)) for box in rest)
@@ -197,21 +199,14 @@ class WeightStream:
 
     def read(self, name: str, box: Box, at: Any = ...) -> torch.Tensor:
         """Return a slice that this rank holds, or its part `at`, in the dtype it travels in."""
-        dtype = getattr(torch, self.tensors[name].dtype)
-        if self._is_carried(name):
-            assert self._carried is not None
-            return self._carried.read(name, box, at).to(self._shards.device, dtype)
-        return self._shards.read(name, box, at).to(dtype)
+        values = self._holder(name).read(name, box, at)
+        return values.to(self._shards.device, getattr(torch, self.tensors[name].dtype))
 
-    def _boxes(self, name: str) -> tuple[Box, ...]:
-        """Return the boxes of a tensor that this rank holds."""
-        if self._is_carried(name):
-            assert self._carried is not None
-            return self._carried.boxes(name)
-        return self._shards.boxes(name)
-
-    def _is_carried(self, name: str) -> bool:
-        return self._carried is not None and name in self._carried.tensors
+    def _holder(self, name: str) -> ModelShards | CarriedTensors:
+        """Return the holder of this rank's slices of a tensor."""
+        if self._carried is not None and name in self._carried.tensors:
+            return self._carried
+        return self._shards
 
 
 def _enough_to_overlap(plan: Plan, world_size: int) -> int:

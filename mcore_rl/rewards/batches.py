@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -23,8 +23,8 @@ _REMEMBERED_BATCHES = 256
 # Waiting quick samples are divided into this many batches, so that no worker ends long after the
 # others.
 _BATCHES_PER_WORKER = 4
-# The work sent to each worker, at least two batches, outlasts the pauses between two looks of the
-# caller. The rest waits here, where it can still be abandoned.
+# The work sent to each worker, at least two batches, outlasts the time between two polls of the
+# caller. The rest waits here, for whichever worker is free first.
 _AHEAD_SECONDS = 0.1
 _MIN_AHEAD_BATCHES = 2
 # A sample is sent behind another only if none of the latest took longer than this.
@@ -122,15 +122,9 @@ class BatchQueue:
         latest.append(seconds / len(batch))
         self._typical_seconds[batch.spec] = min(statistics.median(latest), _AHEAD_SECONDS)
 
-    def put_back(self, batch: Batch, tickets: Iterable[int], *, alone: bool) -> None:
-        """Queue these samples of a batch before all others; call it for the latest batch first."""
+    def put_back(self, batch: Batch, *, alone: bool) -> None:
+        """Queue the samples of a batch before all others; call it for the latest batch first."""
         queue = self._queues[batch.spec, alone]
-        for ticket in reversed(list(tickets)):
-            queue[ticket] = batch.samples[ticket]
+        for ticket, sample in reversed(batch.samples.items()):
+            queue[ticket] = sample
             queue.move_to_end(ticket, last=False)
-
-    def drop(self, tickets: Sequence[int]) -> None:
-        """Remove these tickets from the queues."""
-        for queue in self._queues.values():
-            for ticket in tickets:
-                queue.pop(ticket, None)

@@ -36,7 +36,7 @@ import asyncio
 import json
 import math
 import random
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,8 @@ from mcore_rl.rewards.specs import ServerSpec, header_of
 from mcore_rl.rewards.worker import Outcome
 
 _FIRST_BACKOFF_SECONDS = 0.5
-_SHAPE = "the answer must be"
+
+Answered = list[tuple[int, str, Outcome]]  # ticket, name of the reward, outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def _rewards(answer: Any) -> list[Any]:
     return rewards
 
 
-PLAIN_DIALECT = Dialect('{"rewards": [numbers]}', _samples, _rewards, max_answer_bytes=1 << 20)
+_PLAIN = Dialect('{"rewards": [numbers]}', _samples, _rewards, max_answer_bytes=1 << 20)
 
 
 def _texts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -116,13 +117,15 @@ def _score(data: Any) -> Any:
     return scores[0]
 
 
-POOLING_DIALECT = Dialect(
+_POOLING = Dialect(
     'that of vLLM\'s /pooling with one score: {"data": [{"data": [number]}, ...]} for a sequence '
     'or {"data": [{"data": [[number], ...]}, ...]} for its tokens',
     _texts,
     _scores,
     max_answer_bytes=1 << 24,  # a number for each token
 )
+
+DIALECTS = {"http": _PLAIN, "pooling": _POOLING}  # by the name of the reward
 
 
 class ServerReward:
@@ -133,10 +136,9 @@ class ServerReward:
     the upper half of the delay is random, so that ranks do not return together.
     """
 
-    def __init__(self, server: ServerSpec, dialect: Dialect, *, timeout_seconds: float) -> None:
+    def __init__(self, server: ServerSpec, *, timeout_seconds: float) -> None:
         """Raises UsageError if the environment does not hold the header that `server` names."""
-        self.name = server.name
-        self._server, self._dialect = server, dialect
+        self._server, self._dialect = server, DIALECTS[server.name]
         self._timeout_seconds = timeout_seconds
         self._header = header_of(server)
         # Not the global generator, whose state belongs to training.
@@ -145,27 +147,26 @@ class ServerReward:
     async def answer(
         self,
         waiting: asyncio.Queue[tuple[int, Rollout]],
-        wanted: Container[int],
-        tell: Callable[[str, list[int], list[Outcome]], object],
+        on_answers: Callable[[Answered], None],
     ) -> None:
         """Request rewards for queued rollouts, by ticket, until cancelled.
 
-        A request takes what is queued at its moment, up to `batch_samples`, except tickets that are
-        not `wanted` any more; `tell` receives its name, tickets and outcomes. No server causes an
-        exception.
+        A request takes what is queued at its moment, up to `batch_samples`; `on_answers` receives
+        the outcomes. No server causes an exception.
         """
 
         async def work() -> None:
             while True:
-                ticket, rollout = await waiting.get()
-                batch = {ticket: rollout} if ticket in wanted else {}
+                batch = [await waiting.get()]
                 while len(batch) < self._server.batch_samples and not waiting.empty():
-                    ticket, rollout = waiting.get_nowait()
-                    if ticket in wanted:
-                        batch[ticket] = rollout
-                if batch:
-                    outcomes = await self._ask(session, list(batch.values()))
-                    tell(self.name, list(batch), outcomes)
+                    batch.append(waiting.get_nowait())
+                outcomes = await self._request(session, [rollout for _, rollout in batch])
+                on_answers(
+                    [
+                        (ticket, self._server.name, outcome)
+                        for (ticket, _), outcome in zip(batch, outcomes, strict=True)
+                    ]
+                )
 
         async with (
             client_session(self._header, concurrency=self._server.concurrency) as session,
@@ -174,7 +175,9 @@ class ServerReward:
             for _ in range(self._server.concurrency):
                 tasks.create_task(work())
 
-    async def _ask(self, session: aiohttp.ClientSession, batch: Sequence[Rollout]) -> list[Outcome]:
+    async def _request(
+        self, session: aiohttp.ClientSession, batch: Sequence[Rollout]
+    ) -> list[Outcome]:
         """Request one batch until it succeeds, cannot succeed or has used all attempts."""
         body = json.dumps(self._dialect.body(batch)).encode()
         for attempt in range(self._server.retries + 1):
@@ -189,7 +192,7 @@ class ServerReward:
                     timeout_seconds=self._timeout_seconds,
                     max_answer_bytes=self._dialect.max_answer_bytes,
                 )
-                return self._understood(text, len(batch))
+                return self.parse(text, len(batch))
             except HTTPFailure as failed:
                 outcome = Outcome(0.0, failed.kind, failed.detail)
                 if not failed.may_pass:
@@ -200,8 +203,9 @@ class ServerReward:
         longest = min(_FIRST_BACKOFF_SECONDS * 2.0 ** min(attempt - 1, 32), self._timeout_seconds)
         return longest * self._random.uniform(0.5, 1.0)
 
-    def _understood(self, text: bytes, num_samples: int) -> list[Outcome]:
-        form = f"{_SHAPE} {self._dialect.form}"
+    def parse(self, text: bytes, num_samples: int) -> list[Outcome]:
+        """Return the outcomes in a server's answer. HTTPFailure: its form is wrong."""
+        form = f"the answer must be {self._dialect.form}"
         try:
             answer = parse_json(text)
         except InvalidData:

@@ -1,6 +1,6 @@
 """A pool of worker processes that scores rollouts by reward functions.
 
-    begin ──► BatchQueue ──► idle worker ──► answers ──► finished
+    add ────► BatchQueue ──► idle worker ──► answers ──► advance
                   ▲                             │
                   └── a batch that has failed ──┘   (each of its samples alone)
 
@@ -13,11 +13,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mcore_rl.batching.types import Rollout, ScoredRollout
+from mcore_rl.batching.types import Rollout
 from mcore_rl.common.cores import available_cores
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.machine_memory import machine_memory
@@ -30,8 +30,6 @@ from mcore_rl.isolation.wire import NO_ANSWER, Answer, Failed
 from mcore_rl.isolation.zygote import Program
 from mcore_rl.rewards.batches import Batch, BatchQueue
 from mcore_rl.rewards.functions import resolve_reward
-from mcore_rl.rewards.parts import weighed
-from mcore_rl.rewards.scorer import Scorer, Wake
 from mcore_rl.rewards.specs import RewardSpec, header_of
 from mcore_rl.rewards.worker import Outcome, as_outcomes
 from mcore_rl.sandbox import PYTHON_SANDBOX
@@ -61,7 +59,7 @@ class _Worker:
         return sum(batch.expected_seconds for batch in self.batches)
 
 
-class RewardPool(Scorer):
+class RewardPool:
     """Worker processes that score samples, with a time limit per sample and function.
 
     A faulty function costs only its sample, even if it writes into the socket of its process.
@@ -75,78 +73,54 @@ class RewardPool(Scorer):
     All functions share the workers: each worker scores any sample by any function, the oldest
     ticket first, so their number decides no outcome. Several waiting samples of a quick function go
     to a worker at once; if one of them kills its process, all of them are scored again, each alone.
-    Each sample has `timeout_seconds` from the moment its worker starts on it. `failure_counts`
-    counts failures by kind since the pool was created.
-
-    `finished`, `wait` and `outcomes` raise UsageError if the workers cannot resolve a reward
-    function, and RuntimeError if workers repeatedly die or stall without scoring anything.
+    Each sample has `timeout_seconds` from the moment its worker starts on it.
     """
 
-    def __init__(
-        self, spec: RewardSpec, output: int | None = None, wake: Wake | None = None
-    ) -> None:
+    def __init__(self, spec: RewardSpec, output: int | None = None) -> None:
         """`output` is a descriptor for what workers print; None: this process's."""
-        super().__init__(spec.functions, wake)
+        self._functions = spec.functions
         self._num_workers = spec.num_workers or default_workers()
         self._timeout_seconds = spec.timeout_seconds
-        # The working directory may differ when workers start.
-        files = [os.path.abspath(path) for path in spec.imports]
-        owner = f"reward {','.join(spec.functions)}"
-        self._program = Program(
-            owner,
-            "mcore_rl.rewards.worker",
-            {"specs": spec.functions, "imports": files},
-            memory_gib=spec.memory_gib,
-            memory_flag="--rl-reward-memory-gib",
-            max_answer_bytes=_MAX_ANSWER_BYTES,
-            environment_names=spec.environment_names,
-            runs_code=PYTHON_SANDBOX in spec.functions,
-            sandbox_accept=spec.sandbox_accept,
-            output=output,
-        )
-        self._pool = ProcessPool(self._program, self._num_workers)
-        self._wake.watch(self._pool.fileno())
-        self._batches = BatchQueue(self.names, self._num_workers)
+        program = _program(spec, output)
+        self._pool = ProcessPool(program, self._num_workers)
+        self._batches = BatchQueue(spec.functions, self._num_workers)
         self._workers: dict[int, _Worker] = {}
-        self._starts = Starts(owner)
+        self._starts = Starts(program.owner)
         self._is_resolved = False  # by a worker, some time
+        self._found: list[tuple[int, str, Outcome]] = []
 
-    @property
-    def failure_counts(self) -> Counter[str]:
-        return sum((log.counts for log in self._logs.values()), Counter())
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `advance` has something to do."""
+        return self._pool.fileno()
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
-        """Score all rollouts, in their order, by the sum of all functions; see `outcomes`.
-
-        A sample that fails has the reason in `failure`; its reward of 0 is meaningless.
-        """
-        return weighed(rollouts, self.outcomes(rollouts), dict.fromkeys(self.names, 1.0))
-
-    def check(self) -> None:
-        """Raise UsageError if a worker cannot find a function; this process imports nothing."""
-        check_program(self._program, f"--rl-reward {','.join(self.names)}")
-
-    def _accept(self, ticket: int, rollout: Rollout) -> None:
+    def add(self, ticket: int, rollout: Rollout) -> None:
+        """Store a rollout for `advance`. Tickets must increase."""
         sample = (rollout.prompt.text, rollout.text, rollout.prompt.answer, rollout.prompt.row)
         self._batches.add(ticket, sample)
 
-    def _drop(self, tickets: Sequence[int]) -> None:
-        self._batches.drop(tickets)  # what a worker has continues
+    def advance(self) -> list[tuple[int, str, Outcome]]:
+        """Send samples to workers and return the outcomes that have arrived; does not block.
 
-    def _advance(self) -> None:
-        try:
-            for ticket, event in self._pool.finished():
-                if ticket in self._workers:  # else an earlier event has lost it
-                    self._take(self._workers[ticket], event)
-            self._send()
-        except BaseException:
-            self._start_afresh()
-            raise
+        Raises UsageError if the workers cannot resolve a reward function, and RuntimeError if
+        workers repeatedly die or stall without scoring anything; call `reset` then.
+        """
+        for ticket, event in self._pool.finished():
+            if ticket in self._workers:  # else an earlier event has lost it
+                self._take(self._workers[ticket], event)
+        self._send()
+        found, self._found = self._found, []
+        return found
 
-    def _start_afresh(self) -> None:
+    def reset(self) -> None:
+        """End the workers and forget all samples."""
         self._pool.kill(self._workers)
         self._workers.clear()
-        self._batches = BatchQueue(self.names, self._num_workers)
+        self._found.clear()
+        self._batches = BatchQueue(self._functions, self._num_workers)
+
+    def close(self) -> None:
+        """End all processes of this pool."""
+        self._pool.close()
 
     # From the workers -----------------------------------------------------------------------------
 
@@ -167,7 +141,7 @@ class RewardPool(Scorer):
                 return
         self._lose(worker)
         if len(batch) > 1:
-            self._put_back(batch, alone=True)
+            self._batches.put_back(batch, alone=True)
         else:
             self._settle(batch, [self._failure(event)], math.inf)
 
@@ -187,16 +161,12 @@ class RewardPool(Scorer):
         del self._workers[worker.ticket]
         for batch in reversed(worker.batches):
             self._batches.back(batch)
-            self._put_back(batch, alone=batch.alone)
-
-    def _put_back(self, batch: Batch, *, alone: bool) -> None:
-        wanted = [ticket for ticket in batch.samples if ticket in self._open]
-        self._batches.put_back(batch, wanted, alone=alone)
+            self._batches.put_back(batch, alone=batch.alone)
 
     def _settle(self, batch: Batch, outcomes: Sequence[Outcome], seconds: float) -> None:
         self._batches.took(batch, seconds)
         for ticket, outcome in zip(batch.samples, outcomes, strict=True):
-            self._found(ticket, batch.spec, outcome)
+            self._found.append((ticket, batch.spec, outcome))
 
     def _failure(self, event: Failed | UsageError) -> Outcome:
         if isinstance(event, UsageError):
@@ -236,8 +206,23 @@ class RewardPool(Scorer):
         request = {"spec": batch.spec, "samples": samples, "seconds": seconds}
         self._pool.ask(worker.ticket, request, limit_seconds=len(batch) * seconds)
 
-    def _end(self) -> None:
-        self._pool.close()
+
+def _program(spec: RewardSpec, output: int | None = None) -> Program:
+    """Return the program of the workers that call `spec.functions`."""
+    # The working directory may differ when workers start.
+    files = [os.path.abspath(path) for path in spec.imports]
+    return Program(
+        f"reward {','.join(spec.functions)}",
+        "mcore_rl.rewards.worker",
+        {"specs": spec.functions, "imports": files},
+        memory_gib=spec.memory_gib,
+        memory_flag="--rl-reward-memory-gib",
+        max_answer_bytes=_MAX_ANSWER_BYTES,
+        environment_names=spec.environment_names,
+        runs_code=PYTHON_SANDBOX in spec.functions,
+        sandbox_accept=spec.sandbox_accept,
+        output=output,
+    )
 
 
 def default_workers() -> int:
@@ -279,6 +264,5 @@ def check_functions(spec: RewardSpec, names: Sequence[str] | None = None) -> Non
     names = spec.functions if names is None else names
     if names:
         weights = (1.0,) * len(names)
-        some = dataclasses.replace(spec, names=tuple(names), weights=weights, num_workers=1)
-        with RewardPool(some) as pool:
-            pool.check()
+        some = dataclasses.replace(spec, names=tuple(names), weights=weights)
+        check_program(_program(some), f"--rl-reward {','.join(names)}")

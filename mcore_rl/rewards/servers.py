@@ -3,71 +3,84 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import threading
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from mcore_rl.batching.types import Rollout
-from mcore_rl.rewards.http import ServerReward
-from mcore_rl.rewards.scorer import Scorer, Wake
-from mcore_rl.rewards.worker import Outcome
+from mcore_rl.rewards.http import Answered, ServerReward
 
 
-class Servers(Scorer):
-    """A scorer that requests rewards for each rollout from every server.
+class Servers:
+    """Requests of rewards for each rollout from every server.
 
-    Rollouts begun since the last call are passed on together; `ServerReward.answer` turns them into
-    requests. Without open tickets, no thread or connection exists. A server's faults cost its
+    Rollouts added since the last `advance` are passed on together; `ServerReward.answer` turns them
+    into requests. Without open requests, no thread or connection exists. A server's faults cost its
     samples and raise nothing.
     """
 
-    def __init__(self, servers: Sequence[ServerReward], wake: Wake | None = None) -> None:
-        super().__init__([server.name for server in servers], wake)
+    def __init__(self, servers: Sequence[ServerReward]) -> None:
         self._servers = tuple(servers)
-        self._begun: list[tuple[int, Rollout]] = []
-        self._answered: SimpleQueue[tuple[str, list[int], list[Outcome]]] = SimpleQueue()
-        self._asking: _Asking | None = None
+        self._added: list[tuple[int, Rollout]] = []
+        self._num_open = 0  # outcomes that are due
+        self._answered: SimpleQueue[Answered] = SimpleQueue()
+        self._has_answers = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._requests: _Requests | None = None
 
-    def _accept(self, ticket: int, rollout: Rollout) -> None:
-        self._begun.append((ticket, rollout))
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `advance` has outcomes to return."""
+        return self._has_answers
 
-    def _advance(self) -> None:
+    def add(self, ticket: int, rollout: Rollout) -> None:
+        """Store a rollout for `advance`."""
+        self._added.append((ticket, rollout))
+        self._num_open += len(self._servers)
+
+    def advance(self) -> Answered:
+        """Request what was added and return the outcomes that have arrived; does not block."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._has_answers)  # first, so that it is set by later answers
+        found: Answered = []
         while not self._answered.empty():
-            name, tickets, outcomes = self._answered.get()
-            for ticket, outcome in zip(tickets, outcomes, strict=True):
-                self._found(ticket, name, outcome)
-        if not self._open:
-            self._end()
-            return
-        if self._asking is None:
-            self._asking = _Asking(self._servers, self._open, self._hear)
-        self._asking.about(self._begun)
-        self._begun = []
+            found += self._answered.get()
+        self._num_open -= len(found)
+        if self._num_open == 0:
+            self._end_requests()
+            return found
+        if self._requests is None:
+            self._requests = _Requests(self._servers, self._on_answers)
+        self._requests.add(self._added)
+        self._added = []
+        return found
 
-    def _drop(self, tickets: Sequence[int]) -> None:
-        if not self._open:  # otherwise the requests skip them
-            self._end()
+    def reset(self) -> None:
+        """Cancel all requests and forget all rollouts."""
+        self._end_requests()
+        self._added, self._num_open, self._answered = [], 0, SimpleQueue()
 
-    def _end(self) -> None:
-        self._begun = []
-        if self._asking is not None:
-            self._asking.end()
-            self._asking = None
+    def close(self) -> None:
+        """Cancel all requests. Call it once."""
+        self._end_requests()
+        os.close(self._has_answers)
 
-    def _hear(self, name: str, tickets: list[int], outcomes: list[Outcome]) -> None:
-        """Queue a server's answer; called in the thread of the requests."""
-        self._answered.put((name, tickets, outcomes))
-        self._wake.set()
+    def _end_requests(self) -> None:
+        if self._requests is not None:
+            self._requests.end()
+            self._requests = None
+
+    def _on_answers(self, answered: Answered) -> None:
+        """Queue a server's answers; called in the thread of the requests."""
+        self._answered.put(answered)
+        os.eventfd_write(self._has_answers, 1)
 
 
-class _Asking:
+class _Requests:
     """A thread with an event loop that runs the requests to each server."""
 
     def __init__(
-        self,
-        servers: Sequence[ServerReward],
-        wanted: Container[int],
-        tell: Callable[[str, list[int], list[Outcome]], None],
+        self, servers: Sequence[ServerReward], on_answers: Callable[[Answered], None]
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -75,33 +88,33 @@ class _Asking:
         )
         self._thread.start()
         self._waiting: list[asyncio.Queue[tuple[int, Rollout]]] = [asyncio.Queue() for _ in servers]
-        self._answers = [
-            asyncio.run_coroutine_threadsafe(server.answer(waiting, wanted, tell), self._loop)
+        self._clients = [
+            asyncio.run_coroutine_threadsafe(server.answer(waiting, on_answers), self._loop)
             for server, waiting in zip(servers, self._waiting, strict=True)
         ]
 
-    def about(self, begun: Sequence[tuple[int, Rollout]]) -> None:
+    def add(self, rollouts: Sequence[tuple[int, Rollout]]) -> None:
         """Request these rollouts as well. Raises only what a bug of ours can cause."""
-        for answer in self._answers:
-            if answer.done():
-                answer.result()
-        if begun:
-            self._loop.call_soon_threadsafe(self._put, begun)
+        for client in self._clients:
+            if client.done():
+                client.result()
+        if rollouts:
+            self._loop.call_soon_threadsafe(self._put, rollouts)
 
-    def _put(self, begun: Sequence[tuple[int, Rollout]]) -> None:
+    def _put(self, rollouts: Sequence[tuple[int, Rollout]]) -> None:
         for waiting in self._waiting:
-            for each in begun:
+            for each in rollouts:
                 waiting.put_nowait(each)
 
     def end(self) -> None:
         """Cancel unanswered requests, close all connections and end the thread."""
-        asyncio.run_coroutine_threadsafe(_wind_up(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
 
-async def _wind_up() -> None:
+async def _cancel_others() -> None:
     """Cancel all other tasks of this loop, and wait until they have closed their resources."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:

@@ -1,28 +1,44 @@
-"""All rewards of a run: functions in worker processes, servers over HTTP, their weighted sum."""
+"""All rewards of a run: functions in worker processes, servers over HTTP, their weighted sum.
+
+ticket = stack.begin(rollout)                   # for each new rollout
+for ticket, outcomes in stack.finished():       # poll
+    ...                                         # outcomes[name] is the outcome of one reward
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import math
+import select
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
 
 from mcore_rl.batching.types import Rollout, ScoredRollout
-from mcore_rl.rewards.http import PLAIN_DIALECT, POOLING_DIALECT, ServerReward
-from mcore_rl.rewards.parts import weighed
+from mcore_rl.rewards.http import ServerReward
+from mcore_rl.rewards.parts import FailureLog, weighed
 from mcore_rl.rewards.pool import RewardPool
-from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rewards.servers import Servers
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.worker import Outcome
 
-_DIALECTS = {"http": PLAIN_DIALECT, "pooling": POOLING_DIALECT}
+Finished = tuple[int, dict[str, Outcome]]  # a ticket, and the outcome of each reward
+
+# Poll interval of `wait`, for events without notification, such as a silent worker.
+_LOOK_SECONDS = 1.0
 
 
-class RewardStack(Scorer):
-    """A scorer of rollouts by every reward of a `RewardSpec`, as they come or all at once.
+class RewardStack:
+    """A scorer of rollouts by every reward of a `RewardSpec`; `with` closes it.
 
-    Not collective: every rank that scores has its own stack. All functions share one pool of
-    processes (see `RewardPool`, also for errors: servers raise nothing); requests to servers run
-    concurrently (see `Servers`). Call `check_rewards` before building anything, for its errors.
+    Not collective: every rank that scores has its own stack, used by one thread. All functions
+    share one pool of processes (see `RewardPool`, also for errors: servers raise nothing); requests
+    to servers run concurrently (see `Servers`). Call `check_rewards` before building anything, for
+    its errors.
+
+    Work runs in other processes and threads, but only `finished`, `wait` and `outcomes` send begun
+    rollouts to them: call `finished` often. Their exceptions drop all open tickets; later calls
+    start again.
     """
 
     def __init__(self, spec: RewardSpec, output: int | None = None) -> None:
@@ -30,15 +46,69 @@ class RewardStack(Scorer):
         UsageError if the environment does not hold a header that a server needs."""
         self._weights = dict(zip(spec.names, spec.weights, strict=True))
         servers = [
-            ServerReward(server, _DIALECTS[server.name], timeout_seconds=spec.timeout_seconds)
-            for server in spec.servers
+            ServerReward(server, timeout_seconds=spec.timeout_seconds) for server in spec.servers
         ]
-        super().__init__([*spec.functions, *(server.name for server in spec.servers)])
-        self._parts: list[Scorer] = []
+        self._parts: list[RewardPool | Servers] = []
         if spec.functions:
-            self._parts.append(RewardPool(spec, output, self._wake))
+            self._parts.append(RewardPool(spec, output))
         if servers:
-            self._parts.append(Servers(servers, self._wake))
+            self._parts.append(Servers(servers))
+        self.names = (*spec.functions, *(server.name for server in spec.servers))
+        self.failure_logs = {name: FailureLog(name) for name in self.names}
+        self._poll = select.poll()
+        for part in self._parts:
+            self._poll.register(part.fileno(), select.POLLIN)
+        self._num_begun = 0
+        self._open: dict[int, dict[str, Outcome]] = {}
+        self._complete: dict[int, dict[str, Outcome]] = {}
+        self._closed = False
+
+    def begin(self, rollout: Rollout) -> int:
+        """Accept a rollout and return its ticket: 0, 1, 2, ... Sends nothing, so never blocks."""
+        self._refuse_if_closed()
+        ticket = self._num_begun
+        self._num_begun += 1
+        (self._open if self.names else self._complete)[ticket] = {}
+        for part in self._parts:
+            part.add(ticket, rollout)
+        return ticket
+
+    def finished(self) -> list[Finished]:
+        """Return the tickets completed since the last call; does not block.
+
+        A ticket is complete when each reward has a value or a failure. Each is returned once, in
+        order of completion. The first failure of each kind is logged.
+        """
+        found = self.collect()
+        self._log_failures([outcomes for _, outcomes in found])
+        return found
+
+    def collect(self) -> list[Finished]:
+        """Return what `finished` does, without logging failures."""
+        self._refuse_if_closed()
+        self._advance()
+        found = list(self._complete.items())
+        self._complete.clear()
+        return found
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Block until every ticket is complete, so that `finished` returns it; False after
+        `timeout_seconds`. Raises the errors of `finished`."""
+        self._refuse_if_closed()
+        return self._wait_until(lambda: not self._open, timeout_seconds)
+
+    def outcomes(self, rollouts: Sequence[Rollout]) -> dict[str, list[Outcome]]:
+        """Score all rollouts; blocks until each has a value or a failure of every reward.
+
+        Returns the outcomes of each reward in the order of the rollouts. The first failure of each
+        kind is logged. Raises the errors of `finished`. Other tickets stay open.
+        """
+        self._refuse_if_closed()
+        tickets = [self.begin(rollout) for rollout in rollouts]
+        self._wait_until(lambda: self._open.keys().isdisjoint(tickets))
+        found = [self._complete.pop(ticket) for ticket in tickets]
+        self._log_failures(found)
+        return {name: [outcomes[name] for outcomes in found] for name in self.names}
 
     def score(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
         """Score all rollouts, in their order, by functions and servers."""
@@ -56,22 +126,58 @@ class RewardStack(Scorer):
         in_order = {name: outcomes[name] for name in self._weights}
         return weighed(rollouts, in_order, self._weights)
 
-    def _accept(self, ticket: int, rollout: Rollout) -> None:
-        for part in self._parts:
-            same = part.begin(rollout)
-            assert same == ticket, f"a part counts {same} rollouts where the stack has {ticket}"
+    def close(self) -> None:
+        """End all work, even unfinished. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._open.clear()
+        self._complete.clear()
+        with contextlib.ExitStack() as stack:  # even if one of them fails
+            for part in self._parts:
+                stack.callback(part.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _advance(self) -> None:
-        for part in self._parts:
-            for ticket, outcomes in part.collect():
-                for name, outcome in outcomes.items():
-                    self._found(ticket, name, outcome)
-
-    def _drop(self, tickets: Sequence[int]) -> None:
-        for part in self._parts:
-            part.abandon(tickets)
-
-    def _end(self) -> None:
-        with contextlib.ExitStack() as all_of_them:  # even if one of them fails
+        """Send what can be sent and store the outcomes that have arrived, without blocking."""
+        try:
             for part in self._parts:
-                all_of_them.callback(part.close)
+                for ticket, name, outcome in part.advance():
+                    self._store(ticket, name, outcome)
+        except BaseException:
+            self._open.clear()
+            self._complete.clear()
+            for part in self._parts:
+                part.reset()
+            raise
+
+    def _store(self, ticket: int, name: str, outcome: Outcome) -> None:
+        outcomes = self._open[ticket]
+        outcomes[name] = outcome
+        if len(outcomes) == len(self.names):
+            del self._open[ticket]
+            self._complete[ticket] = {name: outcomes[name] for name in self.names}
+
+    def _log_failures(self, found: Sequence[dict[str, Outcome]]) -> None:
+        for name, log in self.failure_logs.items():
+            log.note([outcomes[name] for outcomes in found])
+
+    def _wait_until(self, done: Callable[[], bool], timeout_seconds: float | None = None) -> bool:
+        until = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while not done():
+            self._advance()
+            left_seconds = until - time.monotonic()
+            if left_seconds <= 0:
+                return done()
+            if not done():
+                self._poll.poll(1000 * min(left_seconds, _LOOK_SECONDS))
+        return True
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError("this RewardStack is closed")

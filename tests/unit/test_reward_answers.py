@@ -14,9 +14,9 @@ from mcore_rl.common.http import HTTPFailure
 from mcore_rl.common.readers import InvalidData
 from mcore_rl.common.user_code import shortened
 from mcore_rl.isolation.wire import Answer, answer_of
-from mcore_rl.rewards.http import PLAIN_DIALECT, POOLING_DIALECT, Dialect, ServerReward
-from mcore_rl.rewards.pool import RewardPool
+from mcore_rl.rewards.http import ServerReward
 from mcore_rl.rewards.specs import ServerSpec
+from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome, as_outcomes
 from tests import hostile
 from tests.reward_server import responses
@@ -119,7 +119,7 @@ FORGED = [
 def test_forged_messages_fail_only_their_own_samples(tmp_path, monkeypatch):
     (tmp_path / "a_forger.py").write_text(FORGER)
     monkeypatch.syspath_prepend(tmp_path)
-    with RewardPool(rewards_of("a_forger:f", reward_workers=2, reward_timeout_seconds=20)) as pool:
+    with RewardStack(rewards_of("a_forger:f", reward_workers=2, reward_timeout_seconds=20)) as pool:
         assert pool.score(responses("good"))[0].failure is None
         scored = pool.score(responses(*(text for bad in FORGED for text in (bad, "good"))))
     assert [each.failure is None for each in scored] == [False, True] * len(FORGED)
@@ -127,23 +127,23 @@ def test_forged_messages_fail_only_their_own_samples(tmp_path, monkeypatch):
 
 
 SERVED = {
-    PLAIN_DIALECT: {"rewards": [1.0, 0.5]},
-    POOLING_DIALECT: {"data": [{"index": 0, "data": [1.0]}, {"index": 1, "data": [[0.1], [2.0]]}]},
+    "http": {"rewards": [1.0, 0.5]},
+    "pooling": {"data": [{"index": 0, "data": [1.0]}, {"index": 1, "data": [[0.1], [2.0]]}]},
 }
 
 
-def outcomes_of(dialect: Dialect, answer: bytes) -> list[Outcome]:
+def outcomes_of(name: str, answer: bytes) -> list[Outcome]:
     """The outcomes of two samples in a server's answer."""
-    server = ServerSpec("http", "http://127.0.0.1:1", None, "", 2, 1, 0)
-    return ServerReward(server, dialect, timeout_seconds=1.0)._understood(answer, 2)
+    server = ServerSpec(name, "http://127.0.0.1:1", None, "", 2, 1, 0)
+    return ServerReward(server, timeout_seconds=1.0).parse(answer, 2)
 
 
 @hostile.BOUNDED
 @given(st.data())
 def test_any_server_answer_gives_an_outcome_per_sample_or_fails(data):
-    dialect = data.draw(st.sampled_from(list(SERVED)))
+    name = data.draw(st.sampled_from(list(SERVED)))
     try:
-        outcomes = outcomes_of(dialect, data.draw(hostile.messages(SERVED[dialect])))
+        outcomes = outcomes_of(name, data.draw(hostile.messages(SERVED[name])))
     except HTTPFailure as failure:
         assert failure.kind.startswith("answer") and not failure.may_pass
         return
@@ -151,11 +151,11 @@ def test_any_server_answer_gives_an_outcome_per_sample_or_fails(data):
 
 
 def test_scores_out_of_order_are_refused():
-    entries = SERVED[POOLING_DIALECT]["data"]
+    entries = SERVED["pooling"]["data"]
     in_order = json.dumps({"data": entries}).encode()
-    assert outcomes_of(POOLING_DIALECT, in_order) == [Outcome(1.0), Outcome(2.0)]
+    assert outcomes_of("pooling", in_order) == [Outcome(1.0), Outcome(2.0)]
     with pytest.raises(HTTPFailure, match="another form"):
-        outcomes_of(POOLING_DIALECT, json.dumps({"data": entries[::-1]}).encode())
+        outcomes_of("pooling", json.dumps({"data": entries[::-1]}).encode())
 
 
 def test_pickle_changes_a_class_when_loaded():

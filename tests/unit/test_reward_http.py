@@ -21,8 +21,7 @@ import pytest
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
 from mcore_rl.rewards import http as reward_http
-from mcore_rl.rewards.http import PLAIN_DIALECT, ServerReward
-from mcore_rl.rewards.servers import Servers
+from mcore_rl.rewards.http import DIALECTS, ServerReward
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
 from tests.reward_server import Server, answers_as_rewards, raw_server, rollouts, running_server
@@ -43,10 +42,9 @@ def short_waits(monkeypatch):
 
 
 def ask(url: str, *answers: str, timeout_seconds: float = 5.0, **options: int) -> list[Outcome]:
-    (server,) = rewards_of("http", reward_url=url, **options).servers
-    reward = ServerReward(server, PLAIN_DIALECT, timeout_seconds=timeout_seconds)
-    with Servers([reward]) as servers:
-        return servers.outcomes(rollouts(*answers))["http"]
+    spec = rewards_of("http", reward_url=url, reward_timeout_seconds=timeout_seconds, **options)
+    with RewardStack(spec) as stack:
+        return stack.outcomes(rollouts(*answers))["http"]
 
 
 def in_turn(*behaviours: Callable[[dict], tuple[int, bytes]]):
@@ -95,7 +93,7 @@ def test_samples_are_sent_in_batches_and_rewards_return_in_order(server):
     ]
     row = {"level": 2, "answers": ["0"]}
     prompt = Prompt(0, "question", ["0"], np.zeros(0, np.int32), json.dumps(row))
-    assert PLAIN_DIALECT.body([dataclasses.replace(rollouts("0")[0], prompt=prompt)]) == {
+    assert DIALECTS["http"].body([dataclasses.replace(rollouts("0")[0], prompt=prompt)]) == {
         "samples": [{"prompt": "question", "response": "0", "answer": ["0"], "row": row}]
     }
     assert set(server.paths) == {"/score/a"}
@@ -122,9 +120,8 @@ def test_any_text_arrives_unchanged(server):
     samples = rollouts("0", "0")
     odd = 'half a pair \ud800, "quotes", \x00 and \N{GREEK SMALL LETTER ALPHA}'
     object.__setattr__(samples[1], "text", odd)
-    (spec,) = rewards_of("http", reward_url=server.url).servers
-    with Servers([ServerReward(spec, PLAIN_DIALECT, timeout_seconds=5)]) as servers:
-        assert servers.outcomes(samples) == {"http": [Outcome(0.0)] * 2}
+    with RewardStack(rewards_of("http", reward_url=server.url)) as stack:
+        assert stack.outcomes(samples) == {"http": [Outcome(0.0)] * 2}
     assert server.requests[0]["samples"][1]["response"] == odd
 
 
@@ -210,7 +207,7 @@ def test_broken_connection_is_retried(server):
 def test_retry_waits_grow_up_to_the_time_limit(monkeypatch):
     monkeypatch.setattr(reward_http, "_FIRST_BACKOFF_SECONDS", 0.5)
     (spec,) = rewards_of("http", reward_url="http://127.0.0.1:9/").servers
-    reward = ServerReward(spec, PLAIN_DIALECT, timeout_seconds=3.0)
+    reward = ServerReward(spec, timeout_seconds=3.0)
     for attempt, longest in ((1, 0.5), (2, 1.0), (3, 2.0), (4, 3.0), (5, 3.0), (9999, 3.0)):
         waits = {reward._backoff_seconds(attempt) for _ in range(100)}
         assert len(waits) > 90 and longest / 2 <= min(waits) and max(waits) <= longest
@@ -348,7 +345,7 @@ def test_invalid_entry_fails_only_its_sample(server, entry, kind):
 
 
 def test_huge_answer_is_not_read_to_its_end(server):
-    server.behaviour = text(b" " * (PLAIN_DIALECT.max_answer_bytes + 1) + b'{"rewards": [1]}')
+    server.behaviour = text(b" " * (DIALECTS["http"].max_answer_bytes + 1) + b'{"rewards": [1]}')
     (outcome,) = ask(server.url, "1")
     assert outcome == Outcome(0.0, "answer too long", "more than 1048576 bytes")
     assert len(server.requests) == 1

@@ -9,7 +9,7 @@ import pytest
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.rewards.functions import exact_match, resolve_reward, reward
-from mcore_rl.rewards.pool import RewardPool, check_rewards
+from mcore_rl.rewards.pool import check_rewards
 from mcore_rl.rewards.stack import RewardStack
 from tests.reward_server import responses
 from tests.reward_specs import rewards_of
@@ -133,7 +133,7 @@ def test_reward_can_be_registered_again_from_the_same_line_only():
 
 def test_functions_share_the_processes_of_one_pool(file):
     specs = ("imports_pid", "imports_length", "exact_match")
-    with RewardPool(
+    with RewardStack(
         rewards_of(
             ",".join(specs), reward_workers=2, reward_timeout_seconds=10, imports=[str(file)]
         )

@@ -19,7 +19,7 @@ from mcore_rl.batching.types import Rollout
 from mcore_rl.common.errors import UsageError
 from mcore_rl.isolation.spawn import process_environment
 from mcore_rl.rewards.options import RewardOptions
-from mcore_rl.rewards.pool import RewardPool, check_rewards
+from mcore_rl.rewards.pool import check_rewards
 from mcore_rl.rewards.stack import RewardStack
 from tests.reward_server import responses
 from tests.reward_specs import rewards_of
@@ -133,13 +133,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, marker: Path) -> Path:
         yield folder
 
 
-def new_pool(name: str = "a_spy:spy", *, timeout_seconds: float = 20, **options) -> RewardPool:
+def new_pool(name: str = "a_spy:spy", *, timeout_seconds: float = 20, **options) -> RewardStack:
     spec = rewards_of(name, reward_workers=1, reward_timeout_seconds=timeout_seconds, **options)
-    return RewardPool(spec)
+    return RewardStack(spec)
 
 
 @pytest.fixture(scope="module")
-def pool(folder: Path) -> Iterator[RewardPool]:
+def pool(folder: Path) -> Iterator[RewardStack]:
     # More memory than an interpreter needs, less than the attempts below allocate.
     with new_pool(reward_memory_gib=0.5) as pool:
         yield pool
@@ -149,7 +149,7 @@ def attempt(*texts: str) -> list[Rollout]:
     return responses(*texts, prompt=str(os.getpid()))
 
 
-def found(pool: RewardPool, what: str) -> str:
+def found(pool: RewardStack, what: str) -> str:
     failure = pool.score(attempt(what))[0].failure
     assert failure is not None and failure.startswith("raised ValueError: "), failure
     return failure

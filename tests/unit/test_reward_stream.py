@@ -1,4 +1,4 @@
-"""Scoring of samples that are added and abandoned while others are being scored.
+"""Scoring of samples that are added while others are being scored.
 
 No test relies on elapsed time: a slow reward waits for a pipe or an event.
 """
@@ -19,11 +19,7 @@ import pytest
 from mcore_rl.common.errors import UsageError
 from mcore_rl.rewards import batches as batches_module
 from mcore_rl.rewards.batches import Batch, BatchQueue
-from mcore_rl.rewards.http import PLAIN_DIALECT, ServerReward
-from mcore_rl.rewards.pool import RewardPool
-from mcore_rl.rewards.scorer import Finished, Scorer
-from mcore_rl.rewards.servers import Servers
-from mcore_rl.rewards.stack import RewardStack
+from mcore_rl.rewards.stack import Finished, RewardStack
 from mcore_rl.rewards.worker import Outcome
 from tests.reward_server import Server, rollouts, running_server
 from tests.reward_specs import rewards_of
@@ -90,10 +86,10 @@ def stack(folder: Path) -> Iterator[RewardStack]:
             yield stack
 
 
-def patient_pool(folder: Path) -> RewardPool:
+def patient_stack(folder: Path) -> RewardStack:
     """Two workers; the time of the function is not known yet, so samples are sent one by one."""
     file = str(folder / "streamed.py")
-    return RewardPool(
+    return RewardStack(
         rewards_of(
             "streamed", reward_workers=2, reward_timeout_seconds=PATIENT_SECONDS, imports=[file]
         )
@@ -108,11 +104,11 @@ class Pipe:
         os.mkfifo(self.path)
         self._end: int | None = None
 
-    def wait_for_reader(self, scorer: Scorer) -> None:
-        """Wait until a worker reads the pipe, while the scorer must not finish anything."""
+    def wait_for_reader(self, stack: RewardStack) -> None:
+        """Wait until a worker reads the pipe, while the stack must not finish anything."""
 
         def is_there() -> bool:
-            assert scorer.finished() == []
+            assert stack.finished() == []
             try:
                 self._end = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
             except OSError as error:
@@ -133,12 +129,12 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def taken(scorer: Scorer, number: int) -> dict[int, dict[str, Outcome]]:
+def taken(stack: RewardStack, number: int) -> dict[int, dict[str, Outcome]]:
     """Poll for `number` finished samples."""
     found: list[Finished] = []
 
     def are_there() -> bool:
-        found.extend(scorer.finished())
+        found.extend(stack.finished())
         return len(found) >= number
 
     wait_until(are_there)
@@ -151,20 +147,14 @@ def taken(scorer: Scorer, number: int) -> dict[int, dict[str, Outcome]]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_each_sample_finishes_once_with_all_parts_in_any_order(stack, seed):
-    """Bursts of any size, 0 to 30 ms a sample, some abandoned."""
+    """Bursts of any size, 0 to 30 ms a sample."""
     chance = random.Random(seed)
     samples = rollouts(*[str(chance.randrange(30)) for _ in range(120)])
     tickets: list[int] = []
     found: list[Finished] = []
-    dropped: set[int] = set()
     while len(tickets) < len(samples):
         for sample in samples[len(tickets) :][: chance.choice([0, 1, 1, 5, 30])]:
             tickets.append(stack.begin(sample))
-        if tickets and chance.random() < 0.2:
-            known = {ticket for ticket, _ in found}
-            gone = {chance.choice(tickets) for _ in range(2)} - known
-            stack.abandon(gone)
-            dropped |= gone
         found += stack.finished()
         time.sleep(chance.random() / 100)
     assert stack.wait()
@@ -172,7 +162,7 @@ def test_each_sample_finishes_once_with_all_parts_in_any_order(stack, seed):
     assert stack.finished() == []
 
     assert tickets == list(range(tickets[0], tickets[0] + len(samples)))
-    assert sorted(ticket for ticket, _ in found) == sorted(set(tickets) - dropped)
+    assert sorted(ticket for ticket, _ in found) == tickets
     for ticket, outcomes in found:
         index = ticket - tickets[0]
         value = float(samples[index].prompt.answer)
@@ -232,7 +222,7 @@ def test_failure_affects_only_its_sample_and_part(stack, caplog):
         assert outcomes["http"].failure is None
     logged = [text.split("kind: ")[1] for text in caplog.messages if "reward streamed" in text]
     assert sorted(logged) == sorted({failure for _, failure in failures.values()})
-    assert stack._logs["streamed"].counts["ended its process"] == 2
+    assert stack.failure_logs["streamed"].counts["ended its process"] == 2
 
 
 def test_unknown_function_raises_and_cancels_everything(server_that_hangs):
@@ -255,7 +245,7 @@ def test_unknown_function_raises_and_cancels_everything(server_that_hangs):
 
 def test_finished_returns_while_a_reward_waits(folder, tmp_path):
     pipe = Pipe(tmp_path)
-    with patient_pool(folder) as pool:
+    with patient_stack(folder) as pool:
         waiting = pool.begin(rollouts(pipe.path)[0])
         pipe.wait_for_reader(pool)
         assert pool.wait(0.0) is False
@@ -264,27 +254,6 @@ def test_finished_returns_while_a_reward_waits(folder, tmp_path):
         assert pool.finished() == []
         pipe.close()
         assert taken(pool, 1) == {waiting: {"streamed": Outcome(1.0)}}
-
-
-# Abandoned samples --------------------------------------------------------------------------------
-
-
-def test_abandoned_samples_are_not_started_or_not_returned(folder, tmp_path):
-    begun = folder / "begun"
-    begun.unlink(missing_ok=True)
-    pipes = [Pipe(tmp_path), Pipe(tmp_path)]
-    with patient_pool(folder) as pool:
-        for sample in rollouts(*[pipe.path for pipe in pipes], *["0"] * 40):
-            pool.begin(sample)
-        for pipe in pipes:
-            pipe.wait_for_reader(pool)
-        pool.abandon(range(1, 35))
-        pool.abandon([1, 20, 10**6])  # unknown and running tickets are ignored
-        for pipe in pipes:
-            pipe.close()
-        assert sorted(taken(pool, 8)) == [0, *range(35, 42)]
-        assert pool.wait(0.0)  # nothing else is out
-    assert {int(line) for line in begun.read_text().split()} == {0, 1, *range(35, 42)}
 
 
 # The end ------------------------------------------------------------------------------------------
@@ -356,39 +325,35 @@ def test_next_request_takes_all_waiting_samples():
 
     with running_server() as server:
         server.behaviour = behave
-        (spec,) = rewards_of(
-            "http", reward_url=server.url, reward_http_batch=4, reward_http_concurrency=1
-        ).servers
-        reward = ServerReward(spec, PLAIN_DIALECT, timeout_seconds=PATIENT_SECONDS)
-        with Servers([reward]) as servers:
+        spec = rewards_of(
+            "http",
+            reward_url=server.url,
+            reward_http_batch=4,
+            reward_http_concurrency=1,
+            reward_timeout_seconds=PATIENT_SECONDS,
+        )
+        with RewardStack(spec) as stack:
             samples = rollouts(*[str(index) for index in range(10)])
-            servers.begin(samples[0])
+            stack.begin(samples[0])
             assert not http_threads()  # nothing is sent before the first poll
-            assert servers.finished() == []
+            assert stack.finished() == []
             wait_until(lambda: len(server.requests) == 1)
-            for sample in samples[1:5]:
-                servers.begin(sample)
-                assert servers.finished() == []
-            servers.abandon([2])
-            for sample in samples[5:]:
-                servers.begin(sample)
-            servers.abandon([6])
-            assert servers.finished() == []
-            may_answer.release(3)
-            found = taken(servers, 8)
-            assert found == {i: {"http": Outcome(float(i))} for i in (0, 1, 3, 4, 5, 7, 8, 9)}
-            assert (
-                not http_threads() and server.requests != []
-            )  # the thread ends with the last answer
+            for sample in samples[1:]:
+                stack.begin(sample)
+                assert stack.finished() == []
+            may_answer.release(4)
+            found = taken(stack, 10)
+            assert found == {i: {"http": Outcome(float(i))} for i in range(10)}
+            assert not http_threads()  # the thread ends with the last answer
 
-            servers.begin(samples[0])  # and begins anew
-            assert servers.finished() == []
-            wait_until(lambda: len(server.requests) == 4)
-            servers.abandon([10])
-            assert servers.wait(0.0) and not http_threads()
+            stack.begin(samples[0])  # and begins anew
+            assert stack.finished() == []
+            wait_until(lambda: len(server.requests) == 5)
             may_answer.release()
+            assert taken(stack, 1) == {10: {"http": Outcome(0.0)}}
+            assert not http_threads()
     numbers = [[int(s["response"]) for s in body["samples"]] for body in server.requests]
-    assert numbers == [[0], [1, 3, 4, 5], [7, 8, 9], [0]]
+    assert numbers == [[0], [1, 2, 3, 4], [5, 6, 7, 8], [9], [0]]
 
 
 # Batches of workers -------------------------------------------------------------------------------
@@ -486,11 +451,9 @@ def test_oldest_ticket_is_sent_first_even_after_a_return():
         ("g", [0, 1, 2, 3, 4][: len(second)]),
         ("f", [4, 5, 6, 7][: len(out[2])]),
     ]
-    waiting.drop([2, 31])
     for batch in reversed(out):
         waiting.back(batch)
-        wanted = [ticket for ticket in batch.samples if ticket != 2]
-        waiting.put_back(batch, wanted, alone=batch is second)
+        waiting.put_back(batch, alone=batch is second)
     order: list[tuple[str, int, bool]] = []
     while batches := sent(waiting):
         for batch in batches:
@@ -498,5 +461,4 @@ def test_oldest_ticket_is_sent_first_even_after_a_return():
             order += [(batch.spec, ticket, batch.alone) for ticket in batch.samples]
     for spec in "fg":
         mine = [(ticket, alone) for name, ticket, alone in order if name == spec]
-        expected = [ticket for ticket in range(31) if ticket != 2]
-        assert mine == [(t, spec == "g" and t in second.samples) for t in expected]
+        assert mine == [(t, spec == "g" and t in second.samples) for t in range(32)]

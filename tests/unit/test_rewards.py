@@ -20,7 +20,8 @@ from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
 from mcore_rl.rewards.batches import Batch
 from mcore_rl.rewards.functions import arithmetic, exact_match, gsm8k, resolve_reward, reward
-from mcore_rl.rewards.pool import RewardPool
+from mcore_rl.rewards.pool import RewardPool, check_functions
+from mcore_rl.rewards.stack import RewardStack
 from tests.reward_server import rollouts
 from tests.reward_specs import rewards_of
 
@@ -87,9 +88,9 @@ def user_module(tmp_path_factory):
         yield folder
 
 
-def user_pool(*, timeout_seconds: float) -> RewardPool:
+def user_pool(*, timeout_seconds: float) -> RewardStack:
     spec = "rewards_of_a_user:score"
-    return RewardPool(rewards_of(spec, reward_workers=2, reward_timeout_seconds=timeout_seconds))
+    return RewardStack(rewards_of(spec, reward_workers=2, reward_timeout_seconds=timeout_seconds))
 
 
 @pytest.fixture(scope="module")
@@ -234,10 +235,7 @@ def test_resolve_reward_finds_a_function_in_a_file(tmp_path, monkeypatch):
         assert resolve_reward(spec) is found
     assert resolve_reward("score.py:Scorer.f")(prompt="", response="", answer="") == 2
     assert sys.path == before
-    with RewardPool(
-        rewards_of("./score.py:f", reward_workers=1, reward_timeout_seconds=20.0)
-    ) as pool:
-        pool.check()
+    check_functions(rewards_of("./score.py:f"))
 
 
 @pytest.mark.parametrize(
@@ -311,13 +309,14 @@ def test_score_keeps_order_and_texts(pool):
 def test_failing_reward_fails_only_its_sample(pool, patient_pool, caplog, answer, failure):
     pool = pool if "within 1 s" in failure else patient_pool
     kind = failure.partition(":")[0]
-    num_before = pool.failure_counts[kind]
+    (log,) = pool.failure_logs.values()
+    num_before = log.counts[kind]
     with caplog.at_level(logging.WARNING):
         scored = pool.score(rollouts("0.5", answer, "0.25", answer, *["0.125"] * 20))
     assert [s.reward for s in scored] == [0.5, 0.0, 0.25, 0.0, *[0.125] * 20]
     assert [i for i, s in enumerate(scored) if s.failure is not None] == [1, 3]
     assert scored[1].failure == failure
-    assert pool.failure_counts[kind] == num_before + 2
+    assert log.counts[kind] == num_before + 2
     assert [failure in message for message in caplog.messages] == [True] * (num_before == 0)
 
 
@@ -397,7 +396,7 @@ def test_samples_of_a_quick_reward_are_sent_in_batches(user_module, monkeypatch)
 
 
 def test_score_raises_usage_error_when_workers_cannot_resolve(user_module):
-    with RewardPool(
+    with RewardStack(
         rewards_of("broken_rewards:f", reward_workers=1, reward_timeout_seconds=5)
     ) as broken:
         with pytest.raises(UsageError, match="no licence file"):
@@ -407,7 +406,7 @@ def test_score_raises_usage_error_when_workers_cannot_resolve(user_module):
 def test_score_raises_when_workers_die_at_start(tmp_path, monkeypatch):
     (tmp_path / "deadly_reward.py").write_text("import os\nos._exit(7)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with RewardPool(
+    with RewardStack(
         rewards_of("deadly_reward:f", reward_workers=1, reward_timeout_seconds=5)
     ) as deadly:
         with pytest.raises(RuntimeError, match="deadly_reward:f were started 3 times .*code 7"):
@@ -415,7 +414,7 @@ def test_score_raises_when_workers_die_at_start(tmp_path, monkeypatch):
 
 
 def test_score_raises_after_close(user_module):
-    with RewardPool(
+    with RewardStack(
         rewards_of("exact_match", reward_workers=1, reward_timeout_seconds=5)
     ) as closed:
         assert closed.score(rollouts("0", "0"))[0].reward == 1.0
@@ -429,15 +428,15 @@ import os, sys
 with open("main_was_run", "a") as file:
     file.write(__name__ + " ")
 import torch
-from mcore_rl.rewards.pool import RewardPool
-from tests.reward_specs import rewards_of
+from mcore_rl.rewards.stack import RewardStack
 from tests.reward_server import rollouts
+from tests.reward_specs import rewards_of
 
 if __name__ == "__main__":
     main = sys.modules["__main__"]
     spec = main.__spec__
     function = "rewards_of_a_user:score"
-    pool = RewardPool(rewards_of(function, reward_workers=2, reward_timeout_seconds=600))
+    pool = RewardStack(rewards_of(function, reward_workers=2, reward_timeout_seconds=600))
     print(*[int(s.reward) for s in pool.score(rollouts("heavy modules", "pid", "pid"))])
     assert main.__spec__ is spec
     if "hang" in sys.argv:
@@ -527,7 +526,7 @@ def test_rewards_receive_every_column_and_answers_of_any_type(tmp_path, monkeypa
     prompt = Prompt(0, "question", ["a", "b"], np.zeros(1, np.int32), json.dumps(ROW))
     samples = [dataclasses.replace(each, prompt=prompt) for each in rollouts("0", "0", "0")]
     names = [f"of_the_row:{name}" for name in ("of_row", "any_keyword", "three")]
-    with RewardPool(
+    with RewardStack(
         rewards_of(",".join(names), reward_workers=1, reward_timeout_seconds=20)
     ) as pool:
         for _ in range(2):  # one by one, and in batches

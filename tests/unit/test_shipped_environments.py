@@ -21,7 +21,7 @@ from mcore_rl.environments.tools import ToolEnvironment
 from mcore_rl.environments.wire import Event, Started, Stepped
 from mcore_rl.isolation.client import Supervisor
 from mcore_rl.isolation.levels import BUBBLEWRAP
-from mcore_rl.rewards.pool import RewardPool
+from mcore_rl.rewards.stack import RewardStack
 from tests.conftest import load_script
 from tests.reward_specs import rewards_of
 
@@ -166,7 +166,7 @@ def test_sandbox_runs_in_workers_of_environments_and_rewards(tmp_path):
         assert "PermissionError" in found[tickets[1]].observation[0]["content"]
     none = np.zeros(0, np.float32)
     rollouts = [Rollout(row, 0, text, none, none, "stop", 0) for text in (right, connects)]
-    with RewardPool(
+    with RewardStack(
         rewards_of("python_sandbox", reward_workers=1, reward_timeout_seconds=60)
     ) as pool:
         scored = pool.score(rollouts)

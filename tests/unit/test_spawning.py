@@ -10,7 +10,7 @@ import pytest
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.spawning import main_script_left_out
-from mcore_rl.rewards.pool import RewardPool
+from mcore_rl.rewards.pool import check_functions
 from tests.reward_specs import rewards_of
 
 # Megatron's checkpoint writer starts a manager in another process, too.
@@ -62,11 +62,8 @@ def test_process_that_imports_the_script_does_not_start_a_run(tmp_path):
 def test_reward_in_a_script_without_a_guard_is_refused(tmp_path, monkeypatch):
     (tmp_path / "fork_script.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
-    with RewardPool(
-        rewards_of("fork_script:length", reward_workers=1, reward_timeout_seconds=60)
-    ) as pool:
-        with pytest.raises(UsageError, match="fork_script:length .*put what starts it below if"):
-            pool.check()
+    with pytest.raises(UsageError, match="fork_script:length .*put what starts it below if"):
+        check_functions(rewards_of("fork_script:length"))
 
 
 def test_last_exit_restores_the_spec():

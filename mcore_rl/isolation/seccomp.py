@@ -57,21 +57,6 @@ OTHER_ERRORS = {
     # It lets a page of the stack grow into memory that RLIMIT_DATA does not count.
     errno.ENOMEM: "mremap:25:216",
 }
-WITH_CONDITIONS = dict(
-    open="open:2:-",
-    openat="openat:257:56",
-    close_range="close_range:436:436",
-    mmap="mmap:9:222",
-    clone="clone:56:220",
-    fcntl="fcntl:72:25",
-    ioctl="ioctl:16:29",
-    kill="kill:62:129",
-    tgkill="tgkill:234:131",
-    prlimit64="prlimit64:302:261",
-    prctl="prctl:157:167",
-    socketpair="socketpair:53:199",
-    sendto="sendto:44:206",
-)
 
 OWN_PID = 0x7FFFFFFE  # above any process id of Linux
 
@@ -94,6 +79,83 @@ _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
 _X32_BIT = 0x40000000
 _Line = tuple[int, int, int, int]
+_ALLOWED: _Line = (_GIVE, 0, 0, _ALLOW)
+
+
+def _low(argument: int) -> _Line:
+    return (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * argument)
+
+
+def _refuse(error: int) -> _Line:
+    return (_GIVE, 0, 0, _ERRNO | error)
+
+
+def _one_of(argument: int, values: Iterable[int]) -> list[_Line]:
+    """Allow these values of an int argument, and refuse all others."""
+    lines = [_low(argument)]
+    for value in values:
+        lines += [(_EQUAL, 0, 1, value), _ALLOWED]
+    return [*lines, _refuse(errno.EPERM)]
+
+
+def _unless_null(argument: int) -> list[_Line]:
+    """Refuse a pointer that is not NULL, testing both halves."""
+    high = (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * argument + 4)
+    is_null = [(_EQUAL, 1, 0, 0), _refuse(errno.EPERM)]
+    return [_low(argument), *is_null, high, *is_null]
+
+
+def _open_modes(flags: int) -> list[_Line]:
+    """Refuse modes of `open` for which Landlock requires no right; argument `flags` has them."""
+    return [
+        _low(flags),
+        (_AND, 0, 0, _O_ACCMODE | _O_TRUNC),
+        (_EQUAL, 0, 1, _O_TRUNC),
+        _refuse(errno.EACCES),
+        (_AND, 0, 0, _O_ACCMODE),
+        (_EQUAL, 0, 1, _O_ACCMODE),
+        _refuse(errno.EACCES),
+        _ALLOWED,
+    ]
+
+
+# Calls that their arguments decide. A filter cannot follow pointers.
+WITH_CONDITIONS: dict[str, list[_Line]] = {
+    "open:2:-": _open_modes(1),
+    "openat:257:56": _open_modes(2),
+    "close_range:436:436": _one_of(2, (0, _CLOSE_RANGE_CLOEXEC)),  # without CLOSE_RANGE_UNSHARE
+    # Refuse memory that RLIMIT_DATA does not count.
+    "mmap:9:222": [
+        _low(3),
+        (_BIT_SET, 0, 1, _MAP_GROWSDOWN | _MAP_HUGETLB),
+        _refuse(errno.ENOMEM),
+        (_AND, 0, 0, _MAP_SHARED | _MAP_ANONYMOUS),
+        (_EQUAL, 0, 1, _MAP_SHARED | _MAP_ANONYMOUS),
+        _refuse(errno.ENOMEM),
+        _ALLOWED,
+    ],
+    # Allow threads only, no processes.
+    "clone:56:220": [
+        _low(0),
+        (_BIT_SET, 1, 0, _CLONE_THREAD),
+        _refuse(errno.EAGAIN),
+        (_BIT_SET, 1, 0, _CLONE_FILES),
+        _refuse(errno.EPERM),
+        (_BIT_SET, 0, 1, _CLONE_NEW_ANYTHING),
+        _refuse(errno.EPERM),
+        _ALLOWED,
+    ],
+    "fcntl:72:25": _one_of(1, _FCNTL_COMMANDS),
+    "ioctl:16:29": _one_of(1, _IOCTL_REQUESTS),
+    "kill:62:129": _one_of(0, (OWN_PID,)),
+    "tgkill:234:131": _one_of(0, (OWN_PID,)),
+    # Allow reading the limits of this process.
+    "prlimit64:302:261": [*_unless_null(2), *_one_of(0, (0, OWN_PID))],
+    "prctl:157:167": _one_of(0, _PRCTL_OPTIONS),
+    "socketpair:53:199": _one_of(0, (_AF_UNIX,)),
+    # Allow sending to the other end of a pair, never to an address.
+    "sendto:44:206": [*_unless_null(4), _ALLOWED],
+}
 
 
 def allow_list(machine: str, *, own_files: bool) -> bytes:
@@ -111,14 +173,14 @@ def allow_list(machine: str, *, own_files: bool) -> bytes:
         (_GIVE, 0, 0, _KILL_PROCESS),
     ]
     for number in _numbers(ANY_ARGUMENTS + (OF_FILES if own_files else ""), machine):
-        lines += _if_number(number, [(_GIVE, 0, 0, _ALLOW)])
+        lines += _if_number(number, [_ALLOWED])
     for error, calls in OTHER_ERRORS.items():
         for number in _numbers(calls, machine):
-            lines += _if_number(number, [(_GIVE, 0, 0, _ERRNO | error)])
-    for name, call in WITH_CONDITIONS.items():
+            lines += _if_number(number, [_refuse(error)])
+    for call, conditions in WITH_CONDITIONS.items():
         for number in _numbers(call, machine):
-            lines += _if_number(number, _conditions(name))
-    lines.append((_GIVE, 0, 0, _ERRNO | errno.EPERM))
+            lines += _if_number(number, conditions)
+    lines.append(_refuse(errno.EPERM))
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
 
 
@@ -131,81 +193,3 @@ def _numbers(calls: str, machine: str) -> list[int]:
 def _if_number(number: int, lines: list[_Line]) -> list[_Line]:
     """Apply `lines`, which end the filter, to one system call."""
     return [(_EQUAL, 0, len(lines), number), *lines]
-
-
-def _conditions(name: str) -> list[_Line]:
-    """Return the lines that decide a call by its arguments. A filter cannot follow pointers."""
-    if name in ("open", "openat"):  # Landlock requires no right for these modes
-        flags = _low(1 if name == "open" else 2)
-        truncates = [(_AND, 0, 0, _O_ACCMODE | _O_TRUNC), (_EQUAL, 0, 1, _O_TRUNC)]
-        neither_reads_nor_writes = [(_AND, 0, 0, _O_ACCMODE), (_EQUAL, 0, 1, _O_ACCMODE)]
-        refused = _refuse(errno.EACCES)
-        lines = [flags, *truncates, refused, *neither_reads_nor_writes, refused]
-        return [*lines, (_GIVE, 0, 0, _ALLOW)]
-    if name == "mmap":  # memory that RLIMIT_DATA does not count
-        return [
-            _low(3),
-            (_BIT_SET, 0, 1, _MAP_GROWSDOWN | _MAP_HUGETLB),
-            _refuse(errno.ENOMEM),
-            (_AND, 0, 0, _MAP_SHARED | _MAP_ANONYMOUS),
-            (_EQUAL, 0, 1, _MAP_SHARED | _MAP_ANONYMOUS),
-            _refuse(errno.ENOMEM),
-            (_GIVE, 0, 0, _ALLOW),
-        ]
-    if name == "clone":  # threads only, no processes
-        return [
-            _low(0),
-            (_BIT_SET, 1, 0, _CLONE_THREAD),
-            _refuse(errno.EAGAIN),
-            (_BIT_SET, 1, 0, _CLONE_FILES),
-            _refuse(errno.EPERM),
-            (_BIT_SET, 0, 1, _CLONE_NEW_ANYTHING),
-            _refuse(errno.EPERM),
-            (_GIVE, 0, 0, _ALLOW),
-        ]
-    if name == "prlimit64":  # read the limits of this process
-        return [*_unless_null(2), *_one_of(0, (0, OWN_PID))]
-    if name == "sendto":  # to the other end of a pair, never to an address
-        return [*_unless_null(4), (_GIVE, 0, 0, _ALLOW)]
-    if name == "close_range":  # without CLOSE_RANGE_UNSHARE
-        return _one_of(2, (0, _CLOSE_RANGE_CLOEXEC))
-    return _one_of(
-        1 if name in ("fcntl", "ioctl") else 0,
-        {
-            "fcntl": _FCNTL_COMMANDS,
-            "ioctl": _IOCTL_REQUESTS,
-            "prctl": _PRCTL_OPTIONS,
-            "kill": (OWN_PID,),
-            "tgkill": (OWN_PID,),
-            "socketpair": (_AF_UNIX,),
-        }[name],
-    )
-
-
-def _low(argument: int) -> _Line:
-    return (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * argument)
-
-
-def _refuse(error: int) -> _Line:
-    return (_GIVE, 0, 0, _ERRNO | error)
-
-
-def _one_of(argument: int, values: Iterable[int]) -> list[_Line]:
-    """Allow these values of an int argument, and refuse all others."""
-    lines = [_low(argument)]
-    for value in values:
-        lines += [(_EQUAL, 0, 1, value), (_GIVE, 0, 0, _ALLOW)]
-    return [*lines, _refuse(errno.EPERM)]
-
-
-def _unless_null(argument: int) -> list[_Line]:
-    """Refuse a pointer that is not NULL, testing both halves."""
-    low, high = _low(argument), (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * argument + 4)
-    return [
-        low,
-        (_EQUAL, 1, 0, 0),
-        _refuse(errno.EPERM),
-        high,
-        (_EQUAL, 1, 0, 0),
-        _refuse(errno.EPERM),
-    ]

@@ -49,9 +49,9 @@ class Confined:
             message = b""
             with contextlib.suppress(OSError):  # ended below
                 message = self._connection.recv(MAX_MESSAGE_BYTES)
-            told: dict[str, Any] = json.loads(message) if message else {}
-            self.returncode = told.get("code", -9)
-            self.why = told.get("why", "its supervisor has ended")
+            reply: dict[str, Any] = json.loads(message) if message else {}
+            self.returncode = reply.get("code", -9)
+            self.why = reply.get("why", "its supervisor has ended")
         return self.returncode is not None
 
     def end(self) -> None:
@@ -59,9 +59,7 @@ class Confined:
         if self.returncode is None:
             with contextlib.suppress(OSError):  # it has just ended
                 self._connection.shutdown(socket.SHUT_WR)
-            ended = self.wait(_END_SECONDS)
-        else:
-            ended = True
+        ended = self.wait(_END_SECONDS)
         self._connection.close()
         if not ended:
             raise RuntimeError(f"a confined process does not end within {_END_SECONDS:g} s")
@@ -118,24 +116,23 @@ class Supervisor:
         """Return how programs are confined. Unprotected: an unaccepted protection is missing."""
         with self._lock:
             if self._level is None:
-                self._level = self._asked()
+                self._level = self._ask_level()
             return self._level
 
-    def _asked(self) -> Level:
+    def _ask_level(self) -> Level:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             with theirs:
                 self._send({}, theirs)
             ours.settimeout(_START_SECONDS)
-            told = json.loads(ours.recv(MAX_MESSAGE_BYTES) or b'{"level": null, "faults": {}}')
-        faults = "; ".join(f"{name}: {why}" for name, why in told["faults"].items())
-        if told["level"] is None:
+            reply = json.loads(ours.recv(MAX_MESSAGE_BYTES) or b'{"level": null, "faults": {}}')
+        faults = "; ".join(f"{name}: {why}" for name, why in reply["faults"].items())
+        if reply["level"] is None:
             raise Unprotected(f"code cannot be confined ({faults or 'the supervisor has ended'})")
-        level = LEVELS[told["level"]]
+        level = LEVELS[reply["level"]]
         if missing := sorted(level.lacks - self._accepted):
             raise Unprotected(
-                f"{', '.join(missing)} cannot be protected from code ({faults}): "
-                + "not held is that "
+                f"{', '.join(missing)} cannot be protected from code ({faults}); not guaranteed: "
                 + "; ".join(PROTECTIONS[name] for name in missing)
             )
         return level
@@ -149,7 +146,7 @@ class Supervisor:
         memory_bytes: int,
         disk_bytes: int,
     ) -> Confined:
-        """Run a Python file that needs only the standard library, in an empty folder.
+        """Run a Python file, which needs only the standard library, in an empty folder.
 
         It inherits `descriptors`, whose numbers are its arguments, and is ended after `seconds`.
         Raises the errors of `level`.
@@ -179,10 +176,10 @@ class Supervisor:
 
     def _send(self, request: dict[str, Any], connection: socket.socket, *descriptors: int) -> None:
         try:
-            given = [connection.fileno(), *descriptors]
-            socket.send_fds(self._control, [json.dumps(request).encode()], given)
+            sent = [connection.fileno(), *descriptors]
+            socket.send_fds(self._control, [json.dumps(request).encode()], sent)
         except OSError as error:
-            raise Unprotected(f"the supervisor of code does not listen ({error})") from error
+            raise Unprotected(f"the supervisor of code cannot be reached ({error})") from error
 
     def close(self) -> None:
         """End the supervisor. A started program runs on until its `Confined` is ended or gone."""

@@ -26,12 +26,9 @@ from mcore_rl.isolation.wire import Answer, Failed
 from mcore_rl.isolation.zygote import Program
 from mcore_rl.isolation.zygote_process import Ended, ZygoteProcess
 
-# Processes end late calls by themselves (`process.guarded`). This margin covers what escapes their
-# timer: blocked or consumed signals, a stopped process.
-MARGIN_SECONDS = 10.0
 START_SECONDS = 60.0  # for imports
 _LOOK_SECONDS = 1.0  # poll interval for changes without notification
-_BY_ANOTHER = "with all others, by another's fault"
+_BY_ANOTHER = "with all other processes, because of a fault in another one"
 
 
 class StartsFailed(RuntimeError):
@@ -143,7 +140,7 @@ class ProcessPool:
         elif session.connection is not None:
             self._watch(session)
             if not was_busy:
-                session.start_clock(MARGIN_SECONDS)
+                session.start_clock()
 
     def is_idle(self, ticket: int) -> bool:
         """Return whether a ticket has answered all requests and takes others."""
@@ -179,10 +176,8 @@ class ProcessPool:
             if session.is_busy or session.connection is None:
                 self._kill(session)
                 continue
-            session.say_goodbye()
-            self._disconnect(session)
-            session.is_closing = True
-            session.deadline = time.monotonic() + session.limit_seconds + MARGIN_SECONDS
+            self._unwatch(session)
+            session.end()
 
     def kill(self, tickets: Iterable[int]) -> None:
         """End these tickets as `end` does, by killing their processes."""
@@ -217,7 +212,7 @@ class ProcessPool:
                     self._watch(session)
                 if mask & selectors.EVENT_READ:
                     self._receive(session)
-            self._hear()
+            self._read_reports()
             self._check_clocks()
             self._fork_waiting()
         except BaseException:
@@ -255,7 +250,7 @@ class ProcessPool:
                 self._fail(session, event)
                 return
             self._found.append((session.ticket, event))
-            session.start_clock(MARGIN_SECONDS)
+            session.start_clock()
         if not session.is_busy:
             self._unwatch(session)
 
@@ -272,22 +267,22 @@ class ProcessPool:
         if session.connection is not None and session.connection in self._selector.get_map():
             self._selector.unregister(session.connection)
 
-    def _hear(self) -> None:
+    def _read_reports(self) -> None:
         """Process the zygote's reports of processes that have started or ended."""
         if self._zygote is None:
             return
-        for ticket, ended in self._zygote.heard():
+        for ticket, ended in self._zygote.reports():
             session = self._sessions.get(ticket)
             if session is None:
                 continue
             if ended is None:
                 session.has_process = True
                 if not session.is_closing:
-                    session.start_clock(MARGIN_SECONDS)
+                    session.start_clock()
                 continue
             self._receive(session)  # what it wrote before its end
             self._ended(session, self._why(session, ended))
-        if self._zygote.is_broken:
+        if self._zygote.why_broken:
             self._replace_zygote(self._zygote)
 
     def _check_clocks(self) -> None:
@@ -315,9 +310,8 @@ class ProcessPool:
     def _kill(self, session: Session) -> None:
         if session in self._waiting:
             self._waiting.remove(session)
-        self._disconnect(session)
-        session.forget_requests()
-        session.is_closing = True
+        self._unwatch(session)
+        session.drop()
         if session.gone is not None or self._zygote is None or session.ticket not in self._zygote:
             self._sessions.pop(session.ticket, None)
         else:

@@ -16,6 +16,9 @@ from mcore_rl.isolation import wire
 from mcore_rl.isolation.wire import Answer, Failed
 
 _CHUNK_BYTES = 1 << 18
+# Processes end late calls by themselves (`process.guarded`). This margin covers what escapes their
+# timer: blocked or consumed signals, a stopped process.
+MARGIN_SECONDS = 10.0
 
 Event = Answer | Failed | UsageError  # what follows a request
 
@@ -28,7 +31,7 @@ class _Request:
 
 
 class Session:
-    """The requests of one ticket. Its process is `connected`, and later `gone` or forgotten.
+    """The requests of one ticket, to one process.
 
     The time of a request begins when the process exists and has answered the previous one.
     """
@@ -74,28 +77,32 @@ class Session:
         self.send()
 
     def disconnect(self) -> None:
-        """Close the connection; requests stay."""
+        """Close the connection and stop the clock; requests stay."""
         if self.connection is not None:
             self.connection.close()
             self.connection = None
         self._out.clear()
         self.deadline = math.inf
 
-    def forget_requests(self) -> None:
-        """Drop all requests: nobody waits for their answers."""
+    def drop(self) -> None:
+        """End the session: close the connection and drop all requests."""
+        self.disconnect()
         self._asked.clear()
+        self.is_closing = True
 
-    def say_goodbye(self) -> None:
-        """Let an idle process close itself."""
+    def end(self) -> None:
+        """End an idle session; its process closes itself within the time of its last request."""
         self._out.append(wire.framed({"turn": self._num_asked}))
         self.send()
+        self.drop()
+        self.deadline = time.monotonic() + self.limit_seconds + MARGIN_SECONDS
 
-    def start_clock(self, margin_seconds: float) -> None:
+    def start_clock(self) -> None:
         """Start the time of the oldest request; without one, stop the clock."""
         self.deadline = math.inf
         if self._asked and self.has_process:
             self.limit_seconds = self._asked[0].limit_seconds
-            self.deadline = time.monotonic() + self.limit_seconds + margin_seconds
+            self.deadline = time.monotonic() + self.limit_seconds + MARGIN_SECONDS
 
     def send(self) -> None:
         """Send what the process accepts now."""

@@ -34,6 +34,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path.append(sys.argv[1])  # this package need not be installed
+
+from mcore_rl.isolation import levels
+from mcore_rl.isolation.confine import CONFINED
+from mcore_rl.isolation.rights import adopt_orphans
+
 MAX_MESSAGE_BYTES = 1 << 16
 MAX_REQUEST_DESCRIPTORS = 16
 _PARENT_SECONDS = 2.0  # between checks that the client's process exists
@@ -88,18 +95,16 @@ def best_level(names: Sequence[str]) -> tuple[str | None, dict[str, str]]:
 
 
 def _probe(name: str) -> None:
-    from mcore_rl.isolation.confine import CONFINED
-
-    with open(os.devnull) as stdin, tempfile.TemporaryFile() as told:
-        streams = (stdin.fileno(), told.fileno(), told.fileno())
-        run = _Run(name, None, (), streams, memory_bytes=1 << 30, disk_bytes=1 << 20)
+    with tempfile.TemporaryFile() as output:
+        stdout = stderr = output.fileno()
+        run = _Run(name, None, (), stdout, stderr, memory_bytes=1 << 30, disk_bytes=1 << 20)
         try:
             code = run.process.wait(_PROBE_SECONDS)
         finally:
             run.end()
             run.remove_folder()
-        told.seek(0)
-        lines = told.read().decode(errors="replace").strip().splitlines() or [""]
+        output.seek(0)
+        lines = output.read().decode(errors="replace").strip().splitlines() or [""]
     if code != 0 or lines[-1] != CONFINED:
         raise RuntimeError(lines[-1] or f"it ended with exit code {code}")
 
@@ -107,19 +112,20 @@ def _probe(name: str) -> None:
 def _serve(
     connection: socket.socket, level: str | None, request: dict[str, Any], given: Sequence[int]
 ) -> None:
-    """Run as a keeper; never returns."""
-    from mcore_rl.isolation.rights import adopt_orphans
-
+    """Run as a keeper; never returns. `given` holds standard output and error, then the program's
+    descriptors."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         adopt_orphans()
         assert level is not None, "the client has asked"
         deadline = time.monotonic() + request["seconds"]
+        stdout, stderr, *descriptors = given
         run = _Run(
             level,
             request["program"],
-            tuple(given[2:]),
-            (-1, given[0], given[1]),
+            tuple(descriptors),
+            stdout,
+            stderr,
             memory_bytes=request["memory_bytes"],
             disk_bytes=request["disk_bytes"],
         )
@@ -131,9 +137,9 @@ def _serve(
             run.end()
         if not why:
             run.remove_folder()
-        told = {"code": run.process.returncode, "why": why}
+        reply = {"code": run.process.returncode, "why": why}
         with contextlib.suppress(OSError):  # the client is gone
-            connection.send(json.dumps(told).encode())
+            connection.send(json.dumps(reply).encode())
         run.remove_folder()  # may take a while after excessive output
         os._exit(0)
     finally:
@@ -149,13 +155,12 @@ class _Run:
         level: str,
         program: str | None,
         descriptors: tuple[int, ...],
-        streams: tuple[int, int, int],
+        stdout: int,
+        stderr: int,
         *,
         memory_bytes: int,
         disk_bytes: int,
     ) -> None:
-        from mcore_rl.isolation import levels
-
         self._disk_bytes = disk_bytes
         self._is_apart = level == levels.BUBBLEWRAP
         self._folder = None if self._is_apart else tempfile.mkdtemp(prefix="mcore_rl_sandbox_")
@@ -171,17 +176,17 @@ class _Run:
             )
             command = [sys.executable, "-I", "-B", _CONFINE, json.dumps(settings)]
             command += [] if program is None else [program, *map(str, descriptors)]
-            mine = dict(os.environ)  # with the mark by which the launcher's guard finds processes
             if self._is_apart:
                 programs = (_CONFINE,) if program is None else (_CONFINE, program)
                 command = levels.bubblewrap_command(programs, disk_bytes, info) + command
             self.process = subprocess.Popen(
                 command,
                 cwd=self._folder,
-                env=mine if self._is_apart else levels.environment(self._folder),
-                stdin=subprocess.DEVNULL if streams[0] < 0 else streams[0],
-                stdout=streams[1],
-                stderr=streams[2],
+                # bwrap keeps the variable by which the launcher's guard finds processes.
+                env=None if self._is_apart else levels.environment(self._folder),
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
                 pass_fds=(*descriptors, info) if self._is_apart else descriptors,
                 start_new_session=True,
             )
@@ -191,7 +196,7 @@ class _Run:
             raise
         finally:
             os.close(info)
-        self._told = b""  # output of bwrap's --info-fd
+        self._info_text = b""  # output of bwrap's --info-fd
         self._inner: int | None = None  # the first process of the namespace
 
     def watch(self, connection: socket.socket, deadline: float) -> str:
@@ -228,7 +233,7 @@ class _Run:
                 return ""
             if wakes in ready:
                 wakes.recv(1 << 12)
-            if self._info in ready and self._hears_of_inner():
+            if self._info in ready and self._read_info():
                 selector.unregister(self._info)
             if time.monotonic() >= next_look:
                 if why := self._excess():
@@ -236,11 +241,11 @@ class _Run:
                 next_look = time.monotonic() + _WATCH_SECONDS
         return ""
 
-    def _hears_of_inner(self) -> bool:
+    def _read_info(self) -> bool:
         """Read bwrap's information, which arrives in pieces; return whether it is complete."""
         data = os.read(self._info, 1 << 12)
-        self._told += data
-        if found := re.search(rb'"child-pid":\s*(\d+)\s*[,}]', self._told):
+        self._info_text += data
+        if found := re.search(rb'"child-pid":\s*(\d+)\s*[,}]', self._info_text):
             self._inner = int(found[1])
         return not data or self._inner is not None
 
@@ -250,7 +255,7 @@ class _Run:
             code = self._inner_code() if self._is_apart else self.process.pid
             if code is not None and len(os.listdir(f"/proc/{code}/task")) > MAX_THREADS:
                 return f"it had more than {MAX_THREADS} threads"
-        if self._used_bytes_and_entries_exceed():
+        if self._is_folder_full():
             return (
                 f"its folder held more than {self._disk_bytes >> 20} MiB or {MAX_ENTRIES} entries"
             )
@@ -263,9 +268,7 @@ class _Run:
         children = Path(f"/proc/{self._inner}/task/{self._inner}/children").read_text().split()
         return int(children[0]) if children else None
 
-    def _used_bytes_and_entries_exceed(self) -> bool:
-        from mcore_rl.isolation import levels
-
+    def _is_folder_full(self) -> bool:
         if self._folder is not None:
             return _stopped_exceeds(self._folder, self.process.pid, self._disk_bytes)
         if self._inner is None:
@@ -370,5 +373,4 @@ def _removed(thread: str) -> Iterator[os.stat_result]:
 
 
 if __name__ == "__main__":
-    sys.path.append(sys.argv[1])  # this package need not be installed
     main(socket.socket(fileno=int(sys.argv[2])), sys.argv[3].split(","))

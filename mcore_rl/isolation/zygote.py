@@ -83,20 +83,20 @@ def run_zygote(
     ours = _open_descriptors()
     if supervisor is not None:
         ours.discard(supervisor.fileno())  # sessions run code through it
-    told: dict[str, Any] = {"ready": True}
+    report: dict[str, Any] = {"ready": True}
     service: Callable[[], Service] | None = None
     try:
         service = load(program.settings)
     except UsageError as error:
-        told = {"refused": wire.refused(error)}
-    import asyncio  # noqa: F401 - which most sessions need: once, not once in each
+        report = {"refused": wire.refused(error)}
+    import asyncio  # noqa: F401 - once, as most sessions need it
 
     gc.collect()
     gc.freeze()  # so that forks share the memory
     helpers = set() if supervisor is None else {supervisor.pid}
     zygote = _Zygote(connection, service, program, ours, helpers)
     try:
-        zygote.tell(told)
+        zygote.send(report)
         zygote.serve()
     finally:
         zygote.end_all()
@@ -149,7 +149,7 @@ class _Zygote:
     def _leave(self, *_: object) -> None:
         self._is_leaving = True
 
-    def tell(self, fields: Mapping[str, Any]) -> None:
+    def send(self, fields: Mapping[str, Any]) -> None:
         """Send a message; blocks until the trainer has read enough of the earlier ones."""
         self._control.sendall(json.dumps(fields).encode())
 
@@ -163,21 +163,21 @@ class _Zygote:
                     with contextlib.suppress(BlockingIOError):
                         self._wakes.recv(1 << 12)
                 self._reap()
-                if self._control in ready and not self._obey():
+                if self._control in ready and not self._handle_message():
                     return
                 if not ready and self._lacks_spares():
-                    self._prepare()
+                    self._fork_spare()
 
     def _lacks_spares(self) -> bool:
         return not self._sessions and len(self._spares) < self._most_sessions
 
-    def _prepare(self) -> None:
+    def _fork_spare(self) -> None:
         try:
             self._spares.append(self._forked())
         except OSError:
             self._most_sessions = 0  # until the next request for a process
 
-    def _obey(self) -> bool:
+    def _handle_message(self) -> bool:
         """Execute the next message; return False if none will follow."""
         message, descriptors, _, _ = socket.recv_fds(self._control, MAX_CONTROL_BYTES, 1)
         if not message:
@@ -185,8 +185,8 @@ class _Zygote:
         fields = json.loads(message)
         if "fork" in fields:
             self._begin(fields["fork"], socket.socket(fileno=descriptors[0]))
-        for ticket in fields.get("kill", ()):
-            for pid in [pid for pid, each in self._sessions.items() if each == ticket]:
+        else:
+            for pid in [pid for pid, each in self._sessions.items() if each == fields["kill"]]:
                 _kill(pid)
         return True
 
@@ -196,15 +196,15 @@ class _Zygote:
             self._most_sessions = 0
         with connection:
             try:
-                pid = self._given(connection)
+                pid = self._pass_on(connection)
             except OSError as error:
-                self.tell({"ended": ticket, "reason": f"cannot be started: {error.strerror}"})
+                self.send({"ended": ticket, "reason": f"cannot be started: {error.strerror}"})
                 return
         self._sessions[pid] = ticket
         self._most_sessions = max(self._most_sessions, len(self._sessions))
-        self.tell({"forked": ticket})
+        self.send({"forked": ticket})
 
-    def _given(self, connection: socket.socket) -> int:
+    def _pass_on(self, connection: socket.socket) -> int:
         """Pass the connection to a process, and return the process."""
         while self._spares:
             pid, link = self._spares.popleft()
@@ -260,7 +260,7 @@ class _Zygote:
             self._kill_orphans()
             if ticket is not None:
                 code = os.waitstatus_to_exitcode(status)
-                self.tell({"ended": ticket, "code": code})
+                self.send({"ended": ticket, "code": code})
 
     def _kill_orphans(self) -> None:
         """Kill children that were not forked here: they have lost the session that started them."""

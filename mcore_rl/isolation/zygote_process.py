@@ -49,7 +49,7 @@ class ZygoteProcess:
         self._asked: dict[int, float] = {}  # unconfirmed forks, and since when
         self._killed: dict[int, float] = {}  # unconfirmed kills, likewise
         self._there: set[int] = set()
-        self.why_broken = ""
+        self.why_broken = ""  # why it is unusable, if it is
 
     @property
     def pid(self) -> int:
@@ -64,20 +64,15 @@ class ZygoteProcess:
         """Return whether this ticket's process was requested and, as far as known, not forked."""
         return ticket in self._asked
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether it is unusable, for the reason in `why_broken`."""
-        return bool(self.why_broken)
-
     def fork(self, ticket: int, connection: socket.socket) -> None:
         """Request a process with this connection, which is closed here."""
         self._asked[ticket] = time.monotonic()
         self._out.append((json.dumps({"fork": ticket}).encode(), connection))
 
     def kill(self, ticket: int) -> None:
-        """Request the end of a process; `heard` reports it."""
+        """Request the end of a process; `reports` returns it."""
         self._killed[ticket] = time.monotonic()
-        self._out.append((json.dumps({"kill": [ticket]}).encode(), None))
+        self._out.append((json.dumps({"kill": ticket}).encode(), None))
         self.flush()
 
     def flush(self) -> None:
@@ -90,17 +85,17 @@ class ZygoteProcess:
             except BlockingIOError:
                 return
             except OSError as error:
-                self._break(f"it does not listen ({error.strerror})")
+                self._break(f"it cannot be reached ({error.strerror})")
                 return
             self._out.popleft()
             if connection is not None:
                 connection.close()
 
-    def heard(self) -> Iterator[tuple[int, Ended | None]]:
+    def reports(self) -> Iterator[tuple[int, Ended | None]]:
         """Yield its reports since the last call: tickets whose process has started (None) or ended.
         UsageError: it cannot import what it needs."""
-        while not self.is_broken and (message := self._next()) is not None:
-            yield from self._understood(message)
+        while not self.why_broken and (message := self._next()) is not None:
+            yield from self._parse(message)
         self.flush()
         self._check_clocks()
 
@@ -112,15 +107,18 @@ class ZygoteProcess:
         except ConnectionResetError:
             message = b""
         if not message:
-            self._break(f"its process has ended, {self._exit()}")
+            code = None
+            with contextlib.suppress(subprocess.TimeoutExpired):  # its socket closes just before
+                code = self._process.wait(1.0)
+            self._break(f"its process has ended, exit code {code}")
             return None
         return message
 
-    def _understood(self, message: bytes) -> Iterator[tuple[int, Ended | None]]:
+    def _parse(self, message: bytes) -> Iterator[tuple[int, Ended | None]]:
         try:
             fields = parse_json(message)
             if not self._is_ready:  # its first message, sent once
-                self._begun(fields)
+                self._check_start(fields)
             elif "forked" in fields:
                 ticket = wire.as_integer(fields["forked"])
                 if self._asked.pop(ticket, None) is not None:
@@ -137,7 +135,7 @@ class ZygoteProcess:
         except (InvalidData, TypeError, LookupError) as error:
             self._break(f"it sent a malformed message ({type(error).__name__})")
 
-    def _begun(self, fields: Any) -> None:
+    def _check_start(self, fields: Any) -> None:
         """Check its first message; UsageError if it could not import what it needs."""
         if "refused" in fields:
             raise wire.as_refusal(fields["refused"])
@@ -151,16 +149,10 @@ class ZygoteProcess:
         if not self._is_ready and now - self._since > _START_SECONDS:
             self._break(f"it was not ready after {_START_SECONDS:g} s")
         elif self._is_ready and now - max(oldest, self._since) > _ANSWER_SECONDS:
-            self._break(f"it has given no answer within {_ANSWER_SECONDS:g} s")
+            self._break(f"it did not answer within {_ANSWER_SECONDS:g} s")
 
     def _break(self, why: str) -> None:
         self.why_broken = self.why_broken or shortened(why)
-
-    def _exit(self) -> str:
-        code = None
-        with contextlib.suppress(subprocess.TimeoutExpired):  # its socket closes just before
-            code = self._process.wait(1.0)
-        return f"exit code {code}"
 
     def close(self) -> None:
         """End it and its descendants."""

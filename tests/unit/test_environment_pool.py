@@ -30,7 +30,7 @@ from mcore_rl.environments.interface import (
 )
 from mcore_rl.environments.pool import EnvironmentPool
 from mcore_rl.environments.wire import Event, Started, Stepped, event_of
-from mcore_rl.isolation import pool as pool_module
+from mcore_rl.isolation import session
 from mcore_rl.isolation.wire import Failed, answer_of
 from tests.rank_pool import ROOT
 
@@ -411,7 +411,7 @@ def test_a_failing_step_fails_its_own_sample_only(pool, caplog):
 @pytest.mark.parametrize(("deeds", "margin"), [(HANGING, 3 * PATIENT_SECONDS), (HANGING_ON, 3.0)])
 def test_a_hanging_step_times_out_and_fails_its_own_sample_only(deeds, margin, world, monkeypatch):
     """Ended by a timer of the kernel's, or, later, by the trainer."""
-    monkeypatch.setattr(pool_module, "MARGIN_SECONDS", margin)
+    monkeypatch.setattr(session, "MARGIN_SECONDS", margin)
     with EnvironmentPool(EnvironmentSpec(world, timeout_seconds=5)) as pool:
         good = started(pool, 5)
         bad = dict(zip(started(pool, len(deeds)), deeds, strict=True))

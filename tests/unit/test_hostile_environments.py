@@ -97,8 +97,8 @@ class FakeProcess:
             connection.setblocking(False)
             self._episodes[order["fork"]] = connection, wire.Reader(wire.MAX_REQUEST_BYTES)
             self._tell({"forked": order["fork"]})
-        for ticket in order.get("kill", ()):
-            self._end(ticket, -9)
+        elif "kill" in order:
+            self._end(order["kill"], -9)
 
     def _serve(self, ticket: int) -> None:
         connection, reader = self._episodes[ticket]

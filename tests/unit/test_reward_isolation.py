@@ -256,7 +256,7 @@ def test_children_of_a_worker_end_with_it(folder, tmp_path):
 
 def test_hanging_import_is_a_usage_error(folder, monkeypatch):
     monkeypatch.setattr("mcore_rl.isolation.pool.START_SECONDS", 4.0)
-    monkeypatch.setattr("mcore_rl.isolation.pool.MARGIN_SECONDS", 0.0)
+    monkeypatch.setattr("mcore_rl.isolation.session.MARGIN_SECONDS", 0.0)
     (folder / "a_sleepy_one.py").write_text("import time\ntime.sleep(600)\n")
     with pytest.raises(UsageError, match="a_sleepy_one:f .*no answer within 4 s"):
         check_rewards(rewards_of("a_sleepy_one:f"))

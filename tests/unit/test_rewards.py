@@ -96,7 +96,7 @@ def user_pool(*, timeout_seconds: float) -> RewardStack:
 @pytest.fixture(scope="module")
 def pool(user_module):
     with pytest.MonkeyPatch.context() as patch:  # some calls escape their own timer
-        patch.setattr("mcore_rl.isolation.pool.MARGIN_SECONDS", 2.0)
+        patch.setattr("mcore_rl.isolation.session.MARGIN_SECONDS", 2.0)
         with user_pool(timeout_seconds=1) as pool:
             yield pool
 

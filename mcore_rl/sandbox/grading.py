@@ -8,7 +8,7 @@ is known here: statements that must raise, expressions of random numbers, and th
 in place of the code: what fails before the code runs must also fail after it. A process that
 answers one of them wrongly has passed nothing.
 
-Pure: `Grading.dialogue` yields requests and receives replies; `sandbox` transports them.
+Pure: `Grading.dialogue` yields requests and receives replies; `runner` transports them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import io
 import itertools
 import math
 import random
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
 from mcore_rl.common.readers import InvalidData, finite_number
-from mcore_rl.sandbox.assertions import EQUAL, LEAF, Check, Do, Incomparable, Opaque, Step
+from mcore_rl.sandbox.assertions import EQUAL, LEAF, Do, Incomparable, Opaque, Step
 from mcore_rl.sandbox.code_tests import Call, Program, Suite, Text
 from mcore_rl.sandbox.code_texts import stubbed_steps
 
@@ -60,7 +60,7 @@ class Reply:
 Dialogue = Generator[Request, Reply, bool]
 
 
-class ProcessEnded(Exception):
+class _ProcessEnded(Exception):
     """The process ended during a request."""
 
 
@@ -84,7 +84,7 @@ class Grading:
         """
         try:
             yield from self._graded()
-        except ProcessEnded as ended:
+        except _ProcessEnded as ended:
             self.why = str(ended)
 
     def _graded(self) -> Generator[Request, Reply, None]:
@@ -105,20 +105,18 @@ class Grading:
         failed: set[int] = set()
         for position, step in self._plan(stubbed):
             if position is None:
-                if not (yield from step(self)):
+                if not (yield from step):
                     self.passed = [False] * len(tests)
                     self.why = "it answered a probe wrongly"
                     return
                 continue
             if position in failed:
                 continue
-            if not (yield from step(self)):
+            self.passed[position] = yield from step
+            if not self.passed[position]:
                 failed.add(position)
-                self.passed[position] = False
                 if self._stops_early:
                     return
-            else:
-                self.passed[position] = True
 
     # Requests -------------------------------------------------------------------------------------
 
@@ -127,46 +125,58 @@ class Grading:
         whether it must also fail later; failures due to a missing module or name do not count."""
         texts = [test for test in self._suite.tests if isinstance(test, Text)]
         found: list[tuple[str, bool]] = []
-        for source in stubbed_steps([test.module for test in texts], self._suite.setup)[
-            :_MAX_STUBBED
-        ]:
-            reply = yield {"do": source, "space": _SPACE_BEFORE}
-            if reply.exit_code is not None:
-                raise ProcessEnded(f"its process ended with exit code {reply.exit_code}")
-            told = _text(reply.fields.get("error")) + reply.stdout
-            is_known = not any(name in told for name in _NOT_THERE)
+        sources = stubbed_steps([test.module for test in texts], self._suite.setup)
+        for source in sources[:_MAX_STUBBED]:
+            reply = _checked((yield {"do": source, "space": _SPACE_BEFORE}))
+            output = _text(reply.fields.get("error")) + reply.stdout
+            is_known = not any(name in output for name in _NOT_THERE)
             found.append((source, is_known and reply.fields.get("ended") is False))
         return found
 
-    def _plan(
-        self, stubbed: Sequence[tuple[str, bool]]
-    ) -> list[tuple[int | None, Callable[[Grading], Dialogue]]]:
-        """Return the steps of all tests in order, with probes at random places among them."""
-        planned: list[tuple[int | None, Callable[[Grading], Dialogue]]] = []
+    def _plan(self, stubbed: Sequence[tuple[str, bool]]) -> list[tuple[int | None, Dialogue]]:
+        """Return the steps of all tests in order, with the position of their test, and probes at
+        random places among them. Steps are generators, which run nothing until they are used."""
+        planned: list[tuple[int | None, Dialogue]] = []
         believed: list[Step] = []
         for position, test in enumerate(self._suite.tests):
-            if isinstance(test, Text):
+            if isinstance(test, Program):
+                planned.append((position, self._run_program(test)))
+            elif isinstance(test, Call):
+                planned.append((position, self._call(test)))
+            else:
                 steps = test.steps
                 believed += steps
-                planned += [(position, _step(step)) for step in steps]
-            else:
-                planned.append((position, _test(test)))
-        for probe in _probes(believed, self._random) if believed else ():
+                planned += [(position, self._run_step(step)) for step in steps]
+        for probe in self._probes(believed) if believed else ():
             planned.insert(self._random.randint(0, len(planned)), (None, probe))
         at = 0
         for source, must_fail in stubbed:
             at = self._random.randint(at, len(planned))
-            planned.insert(at, (None, _stub(source, must_fail)))
+            request = {"do": source, "space": _SPACE_OF_STUBS}
+            planned.insert(at, (None, _probe(request, False if must_fail else None)))
             at += 1
         return planned
 
+    def _probes(self, steps: Sequence[Step]) -> list[Dialogue]:
+        """Return a probe of each kind: a failing statement, a value, a false assertion."""
+        first, last = sorted(self._random.sample(range(2, 2000), 2))
+        # It looks like one of the tests, but raises before it does anything.
+        sources = [step.source for step in steps if isinstance(step, Do)] or ["pass"]
+        source = self._random.choice(sources)
+        fails = f"assert {EQUAL}({first} + {last}, {first - last})\n{source}"
+        # Only operators: the code may define its own `sum`.
+        return [
+            _probe({"do": fails}, False),
+            _probe({"value": f"{first} * {last} + {first}"}, first * last + first),
+            _probe({"value": f"{last} < {first}"}, False),
+        ]
+
     def _asked(self, request: Request) -> Generator[Request, Reply, Reply]:
+        """Send a request and keep its output."""
         reply = yield request
         self.stdout = (self.stdout + reply.stdout)[:_MAX_KEPT]
         self.stderr = (self.stderr + reply.stderr + _text(reply.fields.get("error")))[:_MAX_KEPT]
-        if reply.exit_code is not None:
-            raise ProcessEnded(f"its process ended with exit code {reply.exit_code}")
-        return reply
+        return _checked(reply)
 
     def _value(self, request: Request) -> Generator[Request, Reply, Any]:
         """Evaluate an expression. InvalidData if it raises."""
@@ -175,7 +185,7 @@ class Grading:
             raise InvalidData("it raised")
         return decoded(reply.fields["value"])
 
-    def runs_program(self, test: Program) -> Dialogue:
+    def _run_program(self, test: Program) -> Dialogue:
         """Return whether the code prints what is expected. It may exit with code 0."""
         reply = yield {"run": self._code, "name": "__main__", "stdin": test.stdin}
         has_ended = reply.has_ended or reply.exit_code == 0
@@ -187,7 +197,7 @@ class Grading:
             self.stderr = (reply.stderr + _text(reply.fields.get("error")))[:_MAX_KEPT]
         return passes
 
-    def calls(self, test: Call) -> Dialogue:
+    def _call(self, test: Call) -> Dialogue:
         """Return whether a function returns the expected value."""
         try:
             request = {"call": test.function, "arguments": list(test.arguments)}
@@ -205,13 +215,12 @@ class Grading:
         except (InvalidData, ArithmeticError):  # a Decimal that cannot be compared
             return False
 
-    def does(self, step: Do) -> Dialogue:
-        """Return whether statements raise nothing."""
-        reply = yield from self._asked({"do": step.source, "space": _SPACE})
-        return reply.has_ended
-
-    def holds(self, step: Check) -> Dialogue:
-        """Return whether an assertion holds for values of the process."""
+    def _run_step(self, step: Step) -> Dialogue:
+        """Return whether statements raise nothing, or an assertion holds for values of the
+        process."""
+        if isinstance(step, Do):
+            reply = yield from self._asked({"do": step.source, "space": _SPACE})
+            return reply.has_ended
         values = []
         try:
             for number, leaf in enumerate(step.leaves):
@@ -234,50 +243,23 @@ class Grading:
             self.stderr += f"{_RAISED}AssertionError\n"
         return held
 
-    def probes(self, request: Request, right: object) -> Dialogue:
-        """Return whether the process answers a probe correctly; its output is not shown."""
-        reply = yield request
-        if reply.exit_code is not None:
-            raise ProcessEnded(f"its process ended with exit code {reply.exit_code}")
-        if "do" in request:
-            return right is None or reply.fields.get("ended") is right
-        try:
-            value = decoded(reply.fields.get("value"))
-        except InvalidData:
-            return False
-        return type(value) is type(right) and value == right
+
+def _probe(request: Request, right: object) -> Dialogue:
+    """Return whether the process answers a probe correctly; its output is not shown."""
+    reply = _checked((yield request))
+    if "do" in request:
+        return right is None or reply.fields.get("ended") is right
+    try:
+        value = decoded(reply.fields.get("value"))
+    except InvalidData:
+        return False
+    return type(value) is type(right) and value == right
 
 
-def _test(test: Program | Call) -> Callable[[Grading], Dialogue]:
-    if isinstance(test, Program):
-        return lambda grading: grading.runs_program(test)
-    return lambda grading: grading.calls(test)
-
-
-def _step(step: Step) -> Callable[[Grading], Dialogue]:
-    if isinstance(step, Do):
-        return lambda grading: grading.does(step)
-    return lambda grading: grading.holds(step)
-
-
-def _stub(source: str, must_fail: bool) -> Callable[[Grading], Dialogue]:
-    request = {"do": source, "space": _SPACE_OF_STUBS}
-    return lambda grading: grading.probes(request, False if must_fail else None)
-
-
-def _probes(steps: list[Step], chance: random.Random) -> list[Callable[[Grading], Dialogue]]:
-    """Return a probe of each kind: a failing statement, a value, a false assertion."""
-    first, last = sorted(chance.sample(range(2, 2000), 2))
-    # It looks like one of the tests, but raises before it does anything.
-    sources = [step.source for step in steps if isinstance(step, Do)] or ["pass"]
-    fails = f"assert {EQUAL}({first} + {last}, {first - last})\n{chance.choice(sources)}"
-    # Only operators: the code may define its own `sum`.
-    product, false = f"{first} * {last} + {first}", f"{last} < {first}"
-    return [
-        lambda grading: grading.probes({"do": fails}, False),
-        lambda grading: grading.probes({"value": product}, first * last + first),
-        lambda grading: grading.probes({"value": false}, False),
-    ]
+def _checked(reply: Reply) -> Reply:
+    if reply.exit_code is not None:
+        raise _ProcessEnded(f"its process ended with exit code {reply.exit_code}")
+    return reply
 
 
 def _text(value: object) -> str:
@@ -349,7 +331,7 @@ def _same_line(printed: list[str], expected: list[str]) -> bool:
 def _same_word(printed: str, expected: str) -> bool:
     if printed == expected:
         return True
-    if not any(character in expected for character in ".eE") or max(len(printed), 0) > 400:
+    if not any(character in expected for character in ".eE") or len(printed) > 400:
         return False
     try:
         return _is_close(float(printed), float(expected))

@@ -6,9 +6,10 @@ import builtins
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
 
+from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
+from mcore_rl.data.prompts import PromptDataset
 from mcore_rl.isolation.client import Supervisor
 from mcore_rl.sandbox.code_tests import Suite, is_blank, suite_of
 from mcore_rl.sandbox.runner import run_python
@@ -21,32 +22,8 @@ _REMEDY = (
 )
 
 
-class CodePrompt(Protocol):
-    """The attributes of a `batching.types.Prompt` that are needed."""
-
-    @property
-    def index(self) -> int: ...  # row in the file
-
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def row(self) -> str: ...  # JSON of all columns
-
-    @property
-    def answer(self) -> Any: ...
-
-
-class CodePrompts(Protocol):
-    """The methods of a list of them, or of a `data.prompts.PromptDataset`, that are needed."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, position: int, /) -> CodePrompt: ...
-
-
 def check_code_rows(
-    rows: CodePrompts,
+    rows: PromptDataset | Sequence[Prompt],
     flag: str,
     *,
     may_be_blank: bool = False,
@@ -70,7 +47,7 @@ def check_code_rows(
         every = max(1, -(-num_read // NUM_RUN))
         with Supervisor(accepted=accepted) as by:
             for row in itertools.islice(_with_tests(rows, may_be_blank), 0, None, every):
-                if passing := passing_nothing(_suite(row), by=by):
+                if passing := _passing_nothing(_suite(row), by):
                     faults[row.index] = f"{passing} passes the tests of the answer"
     if not faults:
         return
@@ -83,21 +60,19 @@ def check_code_rows(
     raise UsageError(f", row {first + 1}: {faults[first]}{more}", flag=flag, remedy=_REMEDY)
 
 
-def _with_tests(rows: CodePrompts, may_be_blank: bool) -> Iterator[CodePrompt]:
+def _with_tests(rows: PromptDataset | Sequence[Prompt], may_be_blank: bool) -> Iterator[Prompt]:
     for position in range(len(rows)):
         if not (may_be_blank and is_blank(rows[position].answer)):
             yield rows[position]
 
 
-def _suite(row: CodePrompt) -> Suite:
+def _suite(row: Prompt) -> Suite:
     return suite_of(row.answer, prompt=row.text, row=json.loads(row.row))
 
 
-def passing_nothing(suite: Suite, *, by: Supervisor | None = None) -> str | None:
-    """Name the code that does nothing but passes a suite; None, as it should be, if there is none.
-
-    `by` starts the processes. Takes some tenths of a second. RuntimeError: code cannot be run here.
-    """
+def _passing_nothing(suite: Suite, by: Supervisor) -> str | None:
+    """Name code that does nothing but passes a suite; None, as it should be, if there is none.
+    RuntimeError: code cannot be run here."""
     for what, code in nothings(suite.names).items():
         if run_python(code, suite, stops_early=True, by=by).all_passed:
             return what

@@ -253,7 +253,7 @@ class ConversationTokens:
         self._num_ending = next((n for n, t in enumerate(in_tail, 1) if t in self._ends), 0)
         if behind.startswith(tail) and self._num_ending:
             return None
-        is_replaced = len(in_tail) == self._num_ending == 1 and self._is_special(in_history[0])
+        is_replaced = len(in_tail) == self._num_ending == 1 and self._chat.is_special(in_history[0])
         is_ended_by_next = not tail.strip() and in_history[:1] and in_history[0] in self._ends
         if is_replaced or is_ended_by_next:
             return None
@@ -263,9 +263,6 @@ class ConversationTokens:
             "it does not end an assistant's turn by a token at which the engine ends a "
             f"response ({', '.join(map(str, sorted(self._ends))) or 'there is none'})"
         )
-
-    def _is_special(self, token: int) -> bool:
-        return bool(self._chat.is_special(token))
 
 
 def _forms_behind_a_turn(observation: Messages) -> Iterator[tuple[Messages, str]]:

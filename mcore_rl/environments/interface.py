@@ -27,7 +27,7 @@ import inspect
 import os
 import sys
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
@@ -121,8 +121,8 @@ class EnvironmentSpec:
     name: str
     timeout_seconds: float  # of each call
     memory_gib: float = 4.0  # of each process; 0: unlimited
-    imports: tuple[str, ...] = field(default=())  # files to run before the name is resolved
-    environment_names: tuple[str, ...] = ()  # variables that it gets next to the harmless ones
+    imports: tuple[str, ...] = ()  # files to run before the name is resolved
+    environment_names: tuple[str, ...] = ()  # variables that it gets besides the usual ones
     sandbox_accept: tuple[str, ...] = ()  # protections that python_sandbox may lack
     max_open: int = 256  # concurrent processes
     max_turns: int = 8

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fnmatch
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -26,7 +25,6 @@ _PASSED_ON = (
     *("LD_LIBRARY_PATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
     "MCORE_RL_LAUNCHER",  # finds these processes when the launcher is killed
 )
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def process_environment(
@@ -72,7 +70,7 @@ def start_process(
 def parse_environment_names(text: str | None, flag: str) -> tuple[str, ...]:
     """Parse a flag's variable names; UsageError for an invalid name."""
     names = () if text is None else tuple(name.strip() for name in text.split(","))
-    if not all(_VARIABLE.fullmatch(name) for name in names):
+    if not all(map(is_variable_name, names)):
         # The value may be the secret itself.
         raise UsageError(
             "must be names of environment variables, made of letters, digits and _, with commas "
@@ -81,6 +79,11 @@ def parse_environment_names(text: str | None, flag: str) -> tuple[str, ...]:
             remedy="put what is needed into a variable and give its name",
         )
     return names
+
+
+def is_variable_name(text: str) -> bool:
+    """Return whether a text consists of letters, digits and _, and does not begin with a digit."""
+    return text.isascii() and text.isidentifier()
 
 
 def check_environment_names(names: Sequence[str], flag: str) -> None:

@@ -43,9 +43,10 @@ from typing import Any
 import aiohttp
 
 from mcore_rl.batching.types import Rollout
+from mcore_rl.common.addresses import header_from
 from mcore_rl.common.http import HTTPFailure, client_session, request
 from mcore_rl.common.readers import InvalidData, finite_number, parse_json
-from mcore_rl.rewards.specs import ServerSpec, header_of
+from mcore_rl.rewards.specs import ServerSpec
 from mcore_rl.rewards.worker import Outcome
 
 _FIRST_BACKOFF_SECONDS = 0.5
@@ -140,7 +141,7 @@ class ServerReward:
         """Raises UsageError if the environment does not hold the header that `server` names."""
         self._server, self._dialect = server, DIALECTS[server.name]
         self._timeout_seconds = timeout_seconds
-        self._header = header_of(server)
+        self._header = header_from(server.header_env, server.header_flag)
         # Not the global generator, whose state belongs to training.
         self._random = random.Random()
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mcore_rl.batching.types import Rollout
+from mcore_rl.common.addresses import header_from
 from mcore_rl.common.cores import available_cores
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.machine_memory import machine_memory
@@ -30,7 +31,7 @@ from mcore_rl.isolation.wire import NO_ANSWER, Answer, Failed
 from mcore_rl.isolation.zygote import Program
 from mcore_rl.rewards.batches import Batch, BatchQueue
 from mcore_rl.rewards.functions import resolve_reward
-from mcore_rl.rewards.specs import RewardSpec, header_of
+from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.worker import Outcome, as_outcomes
 from mcore_rl.sandbox import PYTHON_SANDBOX
 
@@ -256,7 +257,7 @@ def check_functions(spec: RewardSpec, names: Sequence[str] | None = None) -> Non
     """
     check_environment_names(spec.environment_names, "--rl-reward-env")
     for server in spec.servers:
-        header_of(server)
+        header_from(server.header_env, server.header_flag)
     if PYTHON_SANDBOX in spec.functions:
         from mcore_rl.sandbox.runner import check_sandbox
 

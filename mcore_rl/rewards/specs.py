@@ -7,20 +7,17 @@ environment variables.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from urllib.parse import SplitResult
 
-from mcore_rl.common.addresses import checked_url, header_from
+from mcore_rl.common.addresses import checked_url
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.user_code import without_variants
 from mcore_rl.isolation.levels import parse_accepted
-from mcore_rl.isolation.spawn import parse_environment_names
+from mcore_rl.isolation.spawn import is_variable_name, parse_environment_names
 from mcore_rl.rewards.functions import NO_FUNCTIONS
 from mcore_rl.rewards.options import RewardOptions
 
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HTTP_HEADER_FLAG = "--rl-reward-http-header-env"
 _POOLING_HEADER_FLAG = "--rl-reward-pooling-header-env"
 
@@ -52,7 +49,7 @@ class RewardSpec:
     imports: tuple[str, ...] = ()  # files to run before names are resolved
     servers: tuple[ServerSpec, ...] = ()  # of the names in SERVED_REWARDS
     memory_gib: float = 0.0  # of each worker process; 0: unlimited
-    environment_names: tuple[str, ...] = ()  # variables that workers get next to the harmless ones
+    environment_names: tuple[str, ...] = ()  # variables that workers get besides the usual ones
     sandbox_accept: tuple[str, ...] = ()  # protections that python_sandbox may lack
 
     def weight(self, name: str) -> float:
@@ -105,19 +102,14 @@ def _servers(names: tuple[str, ...], options: RewardOptions) -> Iterator[ServerS
     flag, url = "--rl-reward-pooling-url", options.reward_pooling_url
     if _wants_server("pooling", names, flag, url, pooling_header, _POOLING_HEADER_FLAG):
         assert url is not None
-        address = _pooling_route(checked_url(url, flag)).geturl()
+        parts = checked_url(url, flag)
+        if not parts.path.rstrip("/").endswith("/pooling"):
+            parts = parts._replace(path=parts.path.rstrip("/") + "/pooling")
         # One text per request: vLLM forms batches itself, and refuses a complete request if one of
         # its texts is longer than the reward model takes.
-        yield ServerSpec("pooling", address, pooling_header, _POOLING_HEADER_FLAG, 1, **attempts)
-
-
-def header_of(server: ServerSpec) -> dict[str, str]:
-    """Return the header that the environment holds for `server`; empty if none is configured.
-
-    It may be a secret: our messages never contain it. Raises UsageError if the variable is not set
-    or holds something else.
-    """
-    return header_from(server.header_env, server.header_flag)
+        yield ServerSpec(
+            "pooling", parts.geturl(), pooling_header, _POOLING_HEADER_FLAG, 1, **attempts
+        )
 
 
 def _check_names(names: tuple[str, ...], rewards: str) -> None:
@@ -191,16 +183,10 @@ def _wants_server(
             flag=f"--rl-reward {','.join(names)}",
             remedy="give the address of the server",
         )
-    if header_env is not None and not _VARIABLE.fullmatch(header_env):
+    if header_env is not None and not is_variable_name(header_env):
         raise UsageError(
             "must be the name of an environment variable, made of letters, digits and _",
             flag=header_flag,
             remedy="put the header into a variable and give its name",
         )
     return True
-
-
-def _pooling_route(parts: SplitResult) -> SplitResult:
-    if parts.path.rstrip("/").endswith("/pooling"):
-        return parts
-    return parts._replace(path=parts.path.rstrip("/") + "/pooling")

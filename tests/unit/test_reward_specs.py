@@ -6,13 +6,13 @@ import re
 
 import pytest
 
+from mcore_rl.common.addresses import header_from
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
 from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.environments.options import EnvironmentOptions
 from mcore_rl.rewards.functions import reward
 from mcore_rl.rewards.pool import check_rewards
-from mcore_rl.rewards.specs import header_of
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
 from tests.reward_server import responses
@@ -131,25 +131,24 @@ def test_parse_rewards_shows_no_secret_of_the_command_line(options):
     assert "hush" not in str(caught.value)
 
 
-def server_with_header():
-    return rewards_of("http", reward_url=URL, reward_http_header_env="REWARD_HEADER").servers[0]
+FLAG = "--rl-reward-http-header-env"
 
 
 @pytest.mark.parametrize("text", ["X: Bearer hush:1=", "X:Bearer hush:1=", " X: Bearer hush:1= \n"])
-def test_header_of_reads_the_environment(monkeypatch, text):
+def test_header_from_reads_the_environment(monkeypatch, text):
     monkeypatch.setenv("REWARD_HEADER", text)
-    assert header_of(server_with_header()) == {"X": "Bearer hush:1="}
-    assert header_of(rewards_of("http", reward_url=URL).servers[0]) == {}
+    assert header_from("REWARD_HEADER", FLAG) == {"X": "Bearer hush:1="}
+    assert header_from(None, FLAG) == {}
 
 
 MALFORMED = ["hush", "", "hush:", ": hush", "X: hush\r\nY: 1", "X: hush\nY: 1", "X Y: hush"]
 
 
 @pytest.mark.parametrize("text", [*MALFORMED, "X: h\u00fcsh"])
-def test_header_of_refuses_malformed_headers_without_showing_them(monkeypatch, text):
+def test_header_from_refuses_malformed_headers_without_showing_them(monkeypatch, text):
     monkeypatch.setenv("REWARD_HEADER", text)
-    with pytest.raises(UsageError, match="--rl-reward-http-header-env REWARD_HEADER") as caught:
-        header_of(server_with_header())
+    with pytest.raises(UsageError, match=f"{FLAG} REWARD_HEADER") as caught:
+        header_from("REWARD_HEADER", FLAG)
     assert "hush" not in str(caught.value) and "sh\n" not in str(caught.value)
     assert caught.value.__cause__ is None
 

@@ -134,20 +134,20 @@ def resolve_reward(spec: str, flag: str = "--rl-reward") -> RewardFunction:
     module that is missing or raises on import, a missing attribute, and anything that cannot be
     called with `prompt`, `response` and `answer`.
     """
-    if ":" not in spec:
-        if spec not in _BY_NAME:
-            built_in = [*_names(built_in=True), *NO_FUNCTIONS]
-            meant = did_you_mean(spec, [*_BY_NAME, *NO_FUNCTIONS]) or meant_own(spec)
-            raise UsageError(
-                f"is not a built-in reward{meant}",
-                flag=f"{flag} {spec}",
-                remedy=f"the built-in ones are {', '.join(built_in)}, "
-                f"{_imported_names()}and your own is given as package.module:function or "
-                "./file.py:function",
-            )
-        _check_callable(_BY_NAME[spec], spec, flag)
-        return _BY_NAME[spec]
-    function: RewardFunction = find_in_module(spec, f"{flag} {spec}")
+    if ":" in spec:
+        function: RewardFunction = find_in_module(spec, f"{flag} {spec}")
+    elif spec in _BY_NAME:
+        function = _BY_NAME[spec]
+    else:
+        built_in = [*_names(built_in=True), *NO_FUNCTIONS]
+        meant = did_you_mean(spec, [*_BY_NAME, *NO_FUNCTIONS]) or meant_own(spec)
+        raise UsageError(
+            f"is not a built-in reward{meant}",
+            flag=f"{flag} {spec}",
+            remedy=f"the built-in ones are {', '.join(built_in)}, "
+            f"{_imported_names()}and your own is given as package.module:function or "
+            "./file.py:function",
+        )
     _check_callable(function, spec, flag)
     return function
 

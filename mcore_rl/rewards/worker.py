@@ -6,7 +6,6 @@ stay free of torch, Megatron, vLLM and numpy, except the user's own.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import time
@@ -44,14 +43,15 @@ def main(control: int, parent: int) -> None:
 def _load(settings: dict[str, Any]) -> Callable[[], Service]:
     # Workers import the user's modules, not the zygote: a module may start threads or initialize
     # CUDA, which a fork cannot use.
-    return lambda: _RewardService(settings["specs"], tuple(settings["imports"]))
+    return lambda: _RewardService(settings["specs"], settings["imports"])
 
 
 class _RewardService:
     """A worker, which scores batches of samples."""
 
-    def __init__(self, specs: Sequence[str], imports: tuple[str, ...]) -> None:
+    def __init__(self, specs: Sequence[str], imports: Sequence[str]) -> None:
         self._specs, self._imports = specs, imports
+        self._functions: dict[str, RewardFunction] = {}
 
     def answer(self, request: dict[str, Any] | None) -> object:
         """Resolve all functions (None), or score `samples` by `spec`, with `seconds` for each.
@@ -59,14 +59,15 @@ class _RewardService:
         A sample that takes too long also loses the outcomes of the samples before it.
         """
         if request is None:
-            for spec in self._specs:
-                _resolve_once(spec, self._imports)
+            for path in self._imports:
+                import_user_file(path)
+            self._functions = {spec: resolve_reward(spec) for spec in self._specs}
             return None
         started = time.perf_counter()
+        function = self._functions[request["spec"]]
+        gives_row = takes_row(function)
         outcomes = [
-            score_sample(
-                request["spec"], *sample, timeout_seconds=request["seconds"], imports=self._imports
-            )
+            score_sample(function, sample, request["seconds"], gives_row=gives_row)
             for sample in request["samples"]
         ]
         return [outcomes, time.perf_counter() - started]
@@ -76,23 +77,15 @@ class _RewardService:
 
 
 def score_sample(
-    spec: str,
-    prompt: str,
-    response: str,
-    answer: Any,
-    row: str = "{}",
-    *,
-    timeout_seconds: float,
-    imports: tuple[str, ...] = (),
+    function: RewardFunction, sample: Sample, timeout_seconds: float, *, gives_row: bool
 ) -> Outcome:
     """Score one sample by one function. SIGALRM ends the process when the time is over.
 
-    `row` is the JSON of all columns, passed only to a function that takes it. Async results are
-    awaited. Raises UsageError if a file of `imports` fails or `spec` cannot be resolved. Any other
-    fault of the reward function is part of the outcome; see `guarded`.
+    `gives_row` also passes all columns. Async results are awaited. Any fault of the reward function
+    is part of the outcome; see `guarded`.
     """
-    function, takes_columns = _resolve_once(spec, imports)
-    given = {"row": json.loads(row)} if takes_columns else {}
+    prompt, response, answer, row = sample
+    given = {"row": json.loads(row)} if gives_row else {}
 
     def call() -> float:
         value = function(prompt=prompt, response=response, answer=answer, **given)
@@ -110,15 +103,6 @@ def _checked(value: object) -> float:
     if not math.isfinite(number):
         raise InvalidValue(f"returned {number}", detail)
     return number
-
-
-@functools.cache
-def _resolve_once(spec: str, imports: tuple[str, ...]) -> tuple[RewardFunction, bool]:
-    """Return the function, and whether it takes the row."""
-    for path in imports:
-        import_user_file(path)
-    function = resolve_reward(spec)
-    return function, takes_row(function)
 
 
 def as_outcomes(value: Any, num_samples: int) -> tuple[list[Outcome], float]:

@@ -529,7 +529,8 @@ def test_time_limit_of_the_sandbox_is_below_that_of_the_reward():
     hangs = "```python\nwhile True: pass\n```"
     old = signal.getsignal(signal.SIGALRM)
     try:
-        outcome = score_sample("python_sandbox", "", hangs, "assert x", timeout_seconds=3.0)
+        sample = ("", hangs, "assert x", "{}")
+        outcome = score_sample(resolve_reward("python_sandbox"), sample, 3.0, gives_row=True)
     finally:
         signal.signal(signal.SIGALRM, old)
     assert (outcome.reward, outcome.kind) == (0.0, None)

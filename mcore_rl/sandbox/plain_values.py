@@ -44,13 +44,13 @@ _OPERATIONS: dict[str, Any] = {
     **{"&": operator.and_, "|": operator.or_, "^": operator.xor},
 }
 # Methods by which an object decides what it is equal to, and what is computed from it.
-_SPOKEN = frozenset(
+_OPERATORS = frozenset(
     f"__{reflected}{name.strip('_')}__"
     for name in (*vars(operator), "divmod", "round", "class", "getattribute", "array")
     for reflected in ("", "r")
 ) | {"__array_ufunc__", "__array_function__", "__array_interface__", "__array_struct__"}
-_SPOKEN -= {"__call__", "__doc__", "__name__", "__setitem__", "__delitem__"}
-_HARMLESS = frozenset(dir(object)) - _SPOKEN | {"__getnewargs__"}
+_OPERATORS -= {"__call__", "__doc__", "__name__", "__setitem__", "__delitem__"}
+_HARMLESS = frozenset(dir(object)) - _OPERATORS | {"__getnewargs__"}
 _FIELD = type(vars(collections.namedtuple("_Fields", "field"))["field"])
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.items()), type({}.values()))
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that is not static data of the interpreter
@@ -59,9 +59,9 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that is not static data of t
 class PlainValues:
     """A reader of values as plain data, whatever classes of the code define.
 
-    A class of the code that defines operators is `spoken`. An instance of such a class that is data
-    (an int, a list) is read as its data. Any other instance is only equal to instances of such
-    classes, and an operation on it and plain data can only result in such an instance.
+    An instance of a class of the code that defines operators is read as its data if it is data (an
+    int, a list). Any other such instance is only equal to instances of such classes, and an
+    operation on it and plain data can only result in such an instance.
     """
 
     def __init__(self) -> None:
@@ -108,19 +108,19 @@ class PlainValues:
             return _OPERATIONS[name](left, right)
         is_in = name in ("in", "not in")
         left, right = self._settle(left, 0, True), self._settle(right, 0, not is_in)
-        speak = self._speaks(left), self._speaks(right)
-        if is_in and (any(speak) or self._is_spoken(type(right))):
+        own = self._is_custom(left), self._is_custom(right)
+        if is_in and (any(own) or self._has_operators(type(right))):
             return self._contains(right, left) == (name == "in")
-        if speak[0] == speak[1]:
+        if own[0] == own[1]:
             return _OPERATIONS[name](left, right)
         if name in ("==", "!="):
             return name == "!="
         raise TypeError(f"{name} of plain data and an object of a class of the code's")
 
     def _contains(self, container: Any, value: Any) -> bool:
-        if self._is_spoken(type(container)):
+        if self._has_operators(type(container)):
             if type(container) not in self._made or _is_true_of_anything(container, "__contains__"):
-                raise TypeError("the code's object does not tell what it contains")
+                raise TypeError("the contents of the code's object are unknown")
             return value in container
         return any(e is value or bool(self._compared(e, "==", value)) for e in container)
 
@@ -130,9 +130,9 @@ class PlainValues:
             return _OPERATIONS[name](left, right)
         left, right = self._settle(left, 0), self._settle(right, 0)
         value = _OPERATIONS[name](left, right)
-        if self._speaks(left) != self._speaks(right) and not isinstance(left, str | bytes):
+        if self._is_custom(left) != self._is_custom(right) and not isinstance(left, str | bytes):
             # Tests take `abs` of a difference next, which must then be small.
-            if not self._speaks(value) or (name == "-" and hasattr(type(value), "__abs__")):
+            if not self._is_custom(value) or (name == "-" and hasattr(type(value), "__abs__")):
                 raise TypeError(f"{name} of plain data and an object of a class of the code's")
         return value
 
@@ -146,7 +146,7 @@ class PlainValues:
             compared = [*arguments, *named.values()]
             if isinstance(owner, _CONTAINERS):
                 compared.insert(0, owner)
-            if len(compared) > 1 and self._speaks(compared[0]) != self._speaks(compared[1]):
+            if len(compared) > 1 and self._is_custom(compared[0]) != self._is_custom(compared[1]):
                 raise AssertionError("plain data and an object of a class of the code's")
         return self.settled(function(*arguments, **named))
 
@@ -161,9 +161,9 @@ class PlainValues:
     def _settle(
         self, value: Any, depth: int, takes_all: bool = False, *, is_result: bool = False
     ) -> Any:
-        """Replace spoken data by its plain data; return other values unchanged. Containers that the
-        tests have created remain unless `takes_all`. TypeError: the value is equal to everything,
-        which is only allowed for values that are not results, such as `unittest.mock.ANY`."""
+        """Replace data with operators of the code by plain data, except in containers that the
+        tests have created, unless `takes_all`. TypeError: the value is equal to everything, which
+        is only allowed for values that are not results, such as `unittest.mock.ANY`."""
         kind = type(value)
         if kind in _SCALARS or depth > _MAX_DEPTH:
             return value
@@ -177,18 +177,18 @@ class PlainValues:
                 return value
             return kind(settled, value.maxlen) if kind is collections.deque else kind(settled)
         base = next((each for each in type.mro(kind) if each in _TAKE), None)
-        if base is not None and base is not kind and self._is_spoken(kind, base):
+        if base is not None and base is not kind and self._has_operators(kind, base):
             if takes_all or base not in _CONTAINERS or kind not in self._made:
                 return self._settle(_TAKE[base](value), depth + 1, takes_all)
         array: Any = getattr(sys.modules.get("numpy"), "ndarray", type(None))
-        if issubclass(kind, array) and kind is not array and self._is_spoken(kind, array):
+        if issubclass(kind, array) and kind is not array and self._has_operators(kind, array):
             return array.view(value, array)
-        if (is_result or self._is_spoken(kind)) and _is_true_of_anything(value, "__eq__"):
+        if (is_result or self._has_operators(kind)) and _is_true_of_anything(value, "__eq__"):
             raise TypeError("the object is equal to everything")
         return value
 
-    def _speaks(self, value: Any, depth: int = 0) -> bool:
-        """Return whether a value is or holds an object that decides itself what it is equal to."""
+    def _is_custom(self, value: Any, depth: int = 0) -> bool:
+        """Return whether a value is or holds an object with operators of the code."""
         kind = type(value)
         if kind in _SCALARS or depth > _MAX_DEPTH:
             return False
@@ -201,15 +201,15 @@ class PlainValues:
         elif getattr(getattr(value, "dtype", None), "hasobject", False) is True:
             value = value.ravel().tolist()
         elif not issubclass(kind, _CONTAINERS) and kind not in _VIEWS:
-            return self._is_spoken(kind)
+            return self._has_operators(kind)
         found = set(map(type, value))
-        return not found <= _SCALARS and any(self._speaks(each, depth + 1) for each in value)
+        return not found <= _SCALARS and any(self._is_custom(each, depth + 1) for each in value)
 
-    def _is_spoken(self, kind: type, base: type = object) -> bool:
+    def _has_operators(self, kind: type, base: type = object) -> bool:
         """Return whether a class is the code's and defines operators, or any method of its base."""
-        spoken = _SPOKEN | (set(dir(base)) - _HARMLESS if base is not object else set())
+        methods = _OPERATORS | (set(dir(base)) - _HARMLESS if base is not object else set())
         return any(
-            name in spoken and type(member) is not _FIELD
+            name in methods and type(member) is not _FIELD
             for each in type.mro(kind)
             if self._is_of_code(each)
             for name, member in type.__dict__["__dict__"].__get__(each).items()
@@ -258,12 +258,13 @@ class PlainValues:
             return frozenset([self._copy(each, inner) for each in value])
         if isinstance(value, bytes | bytearray):
             return bytes(value)
-        name = f"{type(value).__module__}.{type(value).__name__}"
-        if type(value) is complex:
+        kind = type(value)
+        if kind is complex:
             return value
-        if name in ("fractions.Fraction", "decimal.Decimal") and not self._is_spoken(type(value)):
+        name = f"{kind.__module__}.{kind.__name__}"
+        if name in ("fractions.Fraction", "decimal.Decimal") and not self._has_operators(kind):
             return value
-        if isinstance(value, numbers.Real) and not self._is_spoken(type(value)):  # sympy's
+        if isinstance(value, numbers.Real) and not self._has_operators(kind):  # sympy's
             if isinstance(value, numbers.Integral):
                 return operator.index(value)
             if isinstance(value, numbers.Rational):
@@ -305,7 +306,7 @@ def _is_true_of_anything(value: Any, method: str) -> bool:
         return False
     for other in (object(), random.random() * 1e300):
         with contextlib.suppress(Exception):
-            if (said := found(value, other)) is not NotImplemented and said:
+            if (answer := found(value, other)) is not NotImplemented and answer:
                 return True
     return False
 

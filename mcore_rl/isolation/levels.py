@@ -142,8 +142,8 @@ def _bwrap() -> tuple[str, bool]:
     path = shutil.which("bwrap")
     if path is None:
         raise FileNotFoundError("bwrap is not in PATH")
-    told = subprocess.run([path, "--help"], capture_output=True, text=True, check=False)
-    return path, "--size" in told.stdout + told.stderr
+    shown = subprocess.run([path, "--help"], capture_output=True, text=True, check=False)
+    return path, "--size" in shown.stdout + shown.stderr
 
 
 def bubblewrap_command(programs: tuple[str, ...], disk_bytes: int, info: int) -> list[str]:

@@ -182,8 +182,7 @@ class _Reader:
                 value = None  # Python that begins with a display or a docstring
             if isinstance(value, dict | list | str) and value:
                 return self.read(value, nested + 1)
-        self._setup += self._given("test_imports") if "test_list" in self._row else []
-        self._setup += self._given("test_setup_code") if "test_list" in self._row else []
+        self._setup += self._setup_of_row()
         self._add_text(text, self._entry_point({}))
 
     def _read_list(self, values: list[Any], nested: int) -> None:
@@ -192,9 +191,7 @@ class _Reader:
                 for value in values:
                     self._read_text(value, nested)
                 return
-            fixtures = "test_list" in self._row
-            setup = [*self._given("test_imports"), *self._given("test_setup_code")]
-            self._add_texts(values, setup if fixtures else [])
+            self._add_texts(values, self._setup_of_row())
         elif all(isinstance(value, dict) for value in values):
             for value in values:
                 self._read_object(value)
@@ -212,8 +209,7 @@ class _Reader:
             if inputs in fields or outputs in fields:
                 missing = outputs if inputs in fields else inputs
                 _refuse(f"has no {missing!r}")
-        setup = [*_texts(fields, "test_imports"), *_texts(fields, "test_setup_code")]
-        setup += _texts(fields, "import_prefix")
+        setup = [*_setup_texts(fields), *_texts(fields, "import_prefix")]
         for key in _LISTS:
             if values := _texts({key: _container(fields.get(key))}, key):
                 self._add_texts(values, setup)
@@ -273,8 +269,8 @@ class _Reader:
             named = defined[-1] if defined else None
         return None if named is None else _checked_function(named)
 
-    def _given(self, column: str) -> list[str]:
-        return _texts(self._row, column)
+    def _setup_of_row(self) -> list[str]:
+        return _setup_texts(self._row) if "test_list" in self._row else []
 
     # Pairs ----------------------------------------------------------------------------------------
 
@@ -311,7 +307,7 @@ class _Reader:
         name = self._entry_point(fields)
         assert name is not None
         last = name.rpartition(".")[2]
-        stated = self._prompt + "\n" + "\n".join(self._given("starter_code"))
+        stated = self._prompt + "\n" + "\n".join(_texts(self._row, "starter_code"))
         if re.search(rf"def {last}\([^\n]*\b(?:Tree|List)Node\b", stated):
             _refuse(
                 f"has texts of lists as arguments of {last}, which takes TreeNode or ListNode "
@@ -430,6 +426,10 @@ def _texts(fields: Mapping[str, Any], key: str) -> list[str]:
     value = fields.get(key)
     values = value if isinstance(value, list) else [value]
     return [each for each in values if isinstance(each, str) and each.strip()]
+
+
+def _setup_texts(fields: Mapping[str, Any]) -> list[str]:
+    return [*_texts(fields, "test_imports"), *_texts(fields, "test_setup_code")]
 
 
 def _refuse(found: str) -> NoReturn:

@@ -151,10 +151,10 @@ def _log_once(text: str) -> None:
 
 def describe(level: Level) -> str:
     """Describe the level and what it lacks, for a log line."""
-    told = [f"code is confined by {level.name}"]
+    parts = [f"code is confined by {level.name}"]
     if level.lacks:
-        told.append(f"not protected: {', '.join(sorted(level.lacks))}")
-    return "; ".join([*told, level.remarks] if level.remarks else told)
+        parts.append(f"not protected: {', '.join(sorted(level.lacks))}")
+    return "; ".join([*parts, level.remarks] if level.remarks else parts)
 
 
 class _Exchange:

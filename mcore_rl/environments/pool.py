@@ -29,15 +29,11 @@ logger = logging.getLogger(__name__)
 class EnvironmentPool:
     """Environments by ticket: 0, 1, 2, ... Used by one thread; `with` closes it.
 
-    Not collective: every rank that rolls out has its own pool. Nothing starts before the first
-    `start`. Only `wait` blocks; work advances when `finished` or `wait` is called, so call
-    `finished` often. Every `start` and every `step` is answered by one event, possibly a failure. A
-    process that ends between two turns is reported at the next `step`. A `Failed`, or a `Stepped`
-    that is done, ends the ticket.
-
-    At most `max_open` processes exist at once; other environments wait. Each has `memory_gib` GiB
-    (0: no limit) and each of its calls `timeout_seconds`. `failure_counts` counts failures by kind,
-    and the first of each kind is logged.
+    Not collective: every rank that rolls out has its own pool, a `ProcessPool` with at most
+    `max_open` processes. Every `start` and every `step` is answered by one event, possibly a
+    failure. A process that ends between two turns is reported at the next `step`. A `Failed`, or a
+    `Stepped` that is done, ends the ticket. `failure_counts` counts failures by kind; the first of
+    each kind is logged.
 
     `finished` and `wait` raise UsageError if the class cannot be found, and RuntimeError if its
     processes repeatedly fail to start; open environments are lost then.
@@ -142,8 +138,7 @@ class EnvironmentPool:
     def _note(self, failed: Failed) -> None:
         if failed.kind not in self.failure_counts:
             logger.warning(
-                "environment %s failed, which costs its sample; the reason, logged once of its "
-                "kind: %s",
+                "environment %s failed, which fails its sample; the first failure of this kind: %s",
                 self._spec,
                 failed.failure,
             )
@@ -151,7 +146,7 @@ class EnvironmentPool:
 
 
 def check_environment(spec: EnvironmentSpec) -> None:
-    """Raise UsageError if the class, a variable or the sandbox is unusable.
+    """Raise UsageError if the class, a variable or the sandbox cannot be used.
 
     A `package.module:Class` is only imported in environment processes, one of which is started
     here. Files of `--rl-import` run in this process, as they may also define losses.

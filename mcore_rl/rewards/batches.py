@@ -1,8 +1,8 @@
 """The queues of samples for workers, and their division into batches; pure.
 
-Sending a sample to a worker and back takes the trainer longer than most rewards take. So waiting
-samples of a quick function are sent in batches, but no sample waits for others. If a sample in a
-batch takes long or ends its process, all of the batch are scored again, each alone.
+Sending a sample to a worker takes longer than most rewards, so waiting samples of a quick function
+are sent in batches; no sample waits for a fuller batch. If a sample takes long or ends its process,
+all samples of its batch are scored again, each alone.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from mcore_rl.rewards.worker import Sample
 
 # A batch of quick samples takes about this long.
 _BATCH_SECONDS = 0.02
-# The slowest of this many latest batches determines how many samples are quick together.
+# The slowest of this many latest batches determines the size of a batch.
 _REMEMBERED_BATCHES = 256
-# Waiting quick samples are divided into this many batches, so that no worker ends long after the
-# others.
+# Waiting quick samples are divided into this many batches, so that workers end together.
 _BATCHES_PER_WORKER = 4
 # The work sent to each worker, at least two batches, outlasts the time between two polls of the
 # caller. The rest waits here, for whichever worker is free first.
@@ -79,9 +78,9 @@ class BatchQueue:
     def next_batch(self, *, only_quick: bool = False) -> Batch | None:
         """Return the next batch, or None if nothing waits or the workers have enough.
 
-        The function with the oldest ticket comes first. A quick function's batch has the size that
-        results if all waiting samples were sent now. `only_quick`: no worker is idle, so a batch
-        that may take long stays here, and what has come after it too.
+        The function with the oldest ticket comes first. The size of a quick function's batch
+        divides all waiting samples evenly. `only_quick`: no worker is idle, so a batch that may
+        take long stays here, with all later ones.
         """
         waiting = [key for key, queue in self._queues.items() if queue]
         is_enough = self.num_out >= _MIN_AHEAD_BATCHES * self._num_workers

@@ -8,9 +8,9 @@ and expects one finite number for each sample, in the same order:
 
     {"rewards": [1.0, ...]}
 
-A server that is missing, hangs, or answers with an error or with invalid data costs the requested
-samples, never the run. Only transient failures are retried: a broken connection, a timeout, and the
-statuses 429 and 5xx. Only the configured address is ever requested (`common.http`).
+A server that is missing, hangs, or answers with an error or invalid data fails the requested
+samples, never the run. Only a broken connection, a timeout, and the statuses 429 and 5xx are
+retried. Only the configured address is ever requested (`common.http`).
 
 The reward `pooling` is a reward model behind vLLM's own server.
 
@@ -19,15 +19,14 @@ The reward `pooling` is a reward model behind vLLM's own server.
     POST /pooling  {"input": ["prompt and response", ...], "use_activation": false, ...}
     {"data": [{"index": 0, "data": [0.7]}, ...], ...}
 
-The text of a sample is its prompt followed by its response, without a chat template. Models with
-one score per sequence (`...ForSequenceClassification` with one label; vLLM's task "classify")
-answer with a list of one number, the reward. Models with one score per token (vLLM's task
-"token_classify") answer with a list of such lists, and the reward is the last token's. Both return
-the model's logit, whatever activation the server applies by default. Any other answer, such as the
-scores of several classes, has no single number and fails.
+The text of a sample is its prompt followed by its response, without a chat template. vLLM's task
+"classify" (`...ForSequenceClassification` with one label) answers with a list of one number, the
+reward; its task "token_classify" answers with a list of such lists, one per token, and the reward
+is the last token's. Both return the model's logit. Any other answer, such as the scores of several
+classes, fails.
 
 Written for vLLM 0.32. Its `--api-key` does not guard /pooling: a server that others can reach needs
-a proxy in front of it; `--rl-reward-pooling-header-env` holds the header that the proxy requires.
+a proxy; `--rl-reward-pooling-header-env` names the header that the proxy requires.
 """
 
 from __future__ import annotations
@@ -58,9 +57,8 @@ Answered = list[tuple[int, str, Outcome]]  # ticket, name of the reward, outcome
 class Dialect:
     """The conversion of samples into a request's JSON, and of the answer into one entry per sample.
 
-    `entries` raises LookupError, TypeError, AttributeError or ValueError if the answer lacks the
-    form `form`, which is shown to the user. An entry that is not a finite number costs only its
-    sample.
+    `entries` raises LookupError, TypeError, AttributeError or ValueError if the answer is not of
+    `form`, a text for the user. An entry that is not a finite number fails only its sample.
     """
 
     form: str

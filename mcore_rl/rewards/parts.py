@@ -3,7 +3,7 @@
     reward = sum over the parts of weight x value
 
 A sample with a failed part has no reward, only the reason in `failure`: a sum without that part
-would be on another scale than the sums of the other samples of its group.
+would be on another scale than the rest of its group.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class FailureLog:
                 continue
             if outcome.kind not in self.counts:
                 logger.warning(
-                    "reward %s failed on a sample, which costs that sample its reward; the reason, "
-                    "logged once of its kind: %s",
+                    "reward %s failed on a sample, which has no reward; the first failure of this "
+                    "kind: %s",
                     self._name,
                     outcome.failure,
                 )

@@ -4,8 +4,8 @@
                   ▲                             │
                   └── a batch that has failed ──┘   (each of its samples alone)
 
-A reward function is user code that processes unforeseen text. If it raises, hangs or kills its
-process, it costs the sample that it was scoring, never the run.
+A reward function that raises, hangs or kills its process fails the sample that it was scoring,
+never the run.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.worker import Outcome, as_outcomes
 from mcore_rl.sandbox import PYTHON_SANDBOX
 
-# By default. More are seldom useful: each holds the modules that a reward imports.
+# By default; each worker holds the modules that a reward imports.
 _MOST_WORKERS = 16
 _WORKER_BYTES = 1 << 30
 _MAX_ANSWER_BYTES = 1 << 26  # thousands of samples with the longest failure texts
 
-# In a batch a sample gets less time; one that needs more is scored again alone, with its full time.
-_TIMEOUT_IN_COMPANY_SECONDS = 1.0
+# In a batch of several; a sample that needs more is scored again alone, with its full time.
+_TIMEOUT_IN_BATCH_SECONDS = 1.0
 
 
 @dataclass(slots=True)
@@ -63,18 +63,14 @@ class _Worker:
 class RewardPool:
     """Worker processes that score samples, with a time limit per sample and function.
 
-    A faulty function costs only its sample, even if it writes into the socket of its process.
+    A faulty function fails only its sample, even if it writes into the socket of its process.
 
-    Not collective: every rank that scores has its own pool. Workers start when the first sample is
-    sent. They import only `worker`, its imports and the user's modules, inherit the standard
-    streams and the environment variables of `isolation.spawn` and the spec, and are killed when
-    this process ends, however it ends. Call `check_rewards` before building anything, for its
-    errors.
+    Workers start when the first sample is sent. They import only `worker`, its imports and the
+    user's modules, inherit the standard streams and the environment variables of `isolation.spawn`
+    and the spec, and are killed when this process ends, however it ends.
 
-    All functions share the workers: each worker scores any sample by any function, the oldest
-    ticket first, so their number decides no outcome. Several waiting samples of a quick function go
-    to a worker at once; if one of them kills its process, all of them are scored again, each alone.
-    Each sample has `timeout_seconds` from the moment its worker starts on it.
+    Each worker scores any sample by any function, the oldest ticket first, so the number of workers
+    decides no outcome. Each sample has `timeout_seconds` from the moment its worker starts on it.
     """
 
     def __init__(self, spec: RewardSpec, output: int | None = None) -> None:
@@ -147,7 +143,7 @@ class RewardPool:
             self._settle(batch, [self._failure(event)], math.inf)
 
     def _take_start(self, worker: _Worker, event: Event) -> None:
-        """Take whether a worker could resolve the functions."""
+        """Record whether a worker could resolve the functions."""
         if isinstance(event, Answer):
             worker.is_ready = self._is_resolved = True
             self._starts.had_result()
@@ -202,7 +198,7 @@ class RewardPool:
     def _ask(self, worker: _Worker, batch: Batch) -> None:
         seconds = self._timeout_seconds
         if len(batch) > 1:
-            seconds = min(seconds, _TIMEOUT_IN_COMPANY_SECONDS)
+            seconds = min(seconds, _TIMEOUT_IN_BATCH_SECONDS)
         samples = list(batch.samples.values())
         request = {"spec": batch.spec, "samples": samples, "seconds": seconds}
         self._pool.ask(worker.ticket, request, limit_seconds=len(batch) * seconds)
@@ -227,8 +223,8 @@ def _program(spec: RewardSpec, output: int | None = None) -> Program:
 
 
 def default_workers() -> int:
-    """Return how many workers each rank of this machine may have: its share of the cores that no
-    rank needs itself, and of half of the free memory."""
+    """Return the number of workers per rank of this machine: its share of the cores that ranks
+    leave, and of half of the free memory."""
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     spare_cores = available_cores() - num_ranks
     workers_of_memory = machine_memory().available_bytes // (2 * _WORKER_BYTES)

@@ -63,8 +63,8 @@ class RewardSpec:
 
 
 def parse_rewards(rewards: str, options: RewardOptions, imports: Sequence[str] = ()) -> RewardSpec:
-    """Return the `RewardSpec` of `rewards`, the names with commas between them; `imports` are the
-    files of --rl-import. Raises UsageError for what cannot work."""
+    """Return the `RewardSpec` of `rewards`, comma-separated names; `imports` are the files of
+    --rl-import. UsageError: the flags are invalid or contradict."""
     names = tuple(map(without_variants, rewards.split(",")))
     _check_names(names, rewards)
     spec = RewardSpec(

@@ -1,8 +1,7 @@
 """The levels of confinement, best first, and the protections that each of them lacks.
 
-`LEVELS` is data: `check_sandbox` refuses what a level lacks, and the documentation lists it. A
-program always gets the system-call filter (`seccomp`), its own limits, and a supervisor out of its
-reach (`supervisor`); levels differ in how they protect files.
+A program always gets the system-call filter (`seccomp`), its own limits, and a supervisor that it
+cannot reach; levels differ in how they protect files.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ LEVELS = {
 
 @functools.cache
 def readable_paths() -> tuple[str, ...]:
-    """Return the paths that Python and its packages need. Of a prefix, which may be the folder of a
-    project, only what an installation puts there is listed."""
+    """Return the paths that Python and its packages need. A prefix may be the folder of a project,
+    so only its installed folders are listed."""
     prefixes = (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix)
     paths = {os.path.join(prefix, name) for prefix in prefixes for name in _OF_PREFIX}
     paths |= {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -86,7 +85,7 @@ def parse_accepted(text: str | None, flag: str) -> tuple[str, ...]:
     for name in names:
         if name not in PROTECTIONS:
             raise UsageError(
-                "names no protection of python_sandbox",
+                "is not a protection of python_sandbox",
                 flag=f"{flag} {name}",
                 remedy=f"choose from {', '.join(PROTECTIONS)}",
             )
@@ -123,8 +122,7 @@ def settings(
 
 
 def environment(folder: str | None) -> dict[str, str]:
-    """Return a confined program's complete environment; libraries get one thread each, as many
-    programs run at once."""
+    """Return a confined program's environment, with one thread for each library."""
     home = folder or _FOLDER
     threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return {

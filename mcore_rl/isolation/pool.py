@@ -3,9 +3,9 @@
     open() ──► zygote forks ──► ask ──► ask ──► end      one ticket, one process
                                  └─ Answer ─ Answer ─►   finished()
 
-User code processes unforeseen text. If it hangs, floods its output or kills its process, it costs
-its requests, never the run. An environment is a ticket that gets one request per turn of its
-sample; a reward's worker is a ticket that gets the requests of many samples.
+User code that hangs, floods its output or kills its process fails its requests, never the run. An
+environment is a ticket that gets one request per turn of its sample; a reward's worker is a ticket
+that gets the requests of many samples.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ _BY_ANOTHER = "with all other processes, because of a fault in another one"
 
 
 class StartsFailed(RuntimeError):
-    """Processes were started several times in a row and answered nothing; `why` is the last
-    reason."""
+    """Processes ended several times in a row without an answer; `why` is the last reason."""
 
     def __init__(self, owner: str, num_starts: int, why: str) -> None:
         super().__init__(
@@ -68,9 +67,9 @@ class ProcessPool:
 
     Not collective. Nothing starts before the first `open`. Only `wait` blocks; work advances when
     `finished` or `wait` is called, so call `finished` often. Every `ask` is followed by one event:
-    an `Answer`, or how it failed, which ends the ticket and its other requests. A process that ends
-    without a request is reported at the next `ask`, and by `gone`. A process answers its requests
-    in their order; the time of each begins when the previous one is answered.
+    an `Answer`, or a failure, which ends the ticket and its other requests. A process that ends
+    between requests is reported at the next `ask`, and by `gone`. A process answers its requests in
+    order; the time of each begins when the previous one is answered.
 
     At most `max_open` processes exist at once; other sessions wait. `finished` and `wait` raise
     UsageError if the zygote cannot import what it needs, and StartsFailed if zygotes repeatedly

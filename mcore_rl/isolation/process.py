@@ -134,9 +134,8 @@ def _answer(service: Service, request: Any) -> dict[str, Any]:
 def guarded(call: Callable[[], T], timeout_seconds: float) -> T | Failed:
     """Call a user's code; return its result, or how it failed.
 
-    SIGALRM ends the process when the time is over. The kernel's timer ends Python and C code alike,
-    and only affects this call. Without memory the process ends with EXIT_OUT_OF_MEMORY, because the
-    memory's owner may outlive the call.
+    SIGALRM ends the process when the time is over, in Python and C code alike. Without memory the
+    process ends with EXIT_OUT_OF_MEMORY, because the memory's owner may outlive the call.
     """
     # Undo what the last call may have left behind.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -175,8 +174,7 @@ async def _waited_for(value: Any) -> Any:
 
 @functools.cache
 def _runner() -> asyncio.Runner:
-    """Return the process's only event loop: objects that a user's code keeps, such as an HTTP
-    session, belong to the loop that created them."""
+    """Return the process's only event loop; an HTTP session, for example, belongs to its loop."""
     import asyncio  # the zygote has done so
 
     return asyncio.Runner()

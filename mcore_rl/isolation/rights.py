@@ -1,7 +1,7 @@
 """The rights that a process of a user's code gives up before it runs that code.
 
-They depend on Linux; on other systems and older kernels, missing parts are skipped. `confine` drops
-far more, for code that nobody has read.
+On systems other than Linux, and on older kernels, missing parts are skipped. `confine` drops far
+more, for code of a model.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ _MAKE_BLOCK_DEVICE = 1 << 11  # linux/landlock.h
 def limit_memory(limit_bytes: int) -> None:
     """Refuse memory beyond `limit_bytes` from here on, permanently; 0 sets no limit.
 
-    RLIMIT_DATA is the effective limit: it counts private writable memory, which a function fills.
-    RLIMIT_AS also counts what numpy or torch map and never touch, so a limit that they start under
-    would be ineffective. It is set higher, for shared memory, which RLIMIT_DATA omits. Both apply
-    to one process: processes that a user's code starts have the same limits anew.
+    RLIMIT_DATA counts private writable memory. RLIMIT_AS also counts what numpy or torch map and
+    never touch; it is set higher, for shared memory, which RLIMIT_DATA omits. Both apply to each
+    process that a user's code starts.
     """
     if limit_bytes == 0:
         return
@@ -80,10 +79,9 @@ def see_no_other_process(*, send_no_signals: bool = False) -> None:
     Call `drop_privileges` first. With `send_no_signals`, and Linux 6.12 or later, it can also
     signal only the processes that it starts from here on.
 
-    The trainer runs as the same user, and /proc/PID/environ would reveal its secrets. A process
-    under Landlock may inspect only processes under the same rules. These rules forbid only the
-    creation of block devices, as an empty set is not allowed. Kernels before 5.13, or started
-    without Landlock, restrict nothing.
+    A process under Landlock may inspect only processes under the same rules; otherwise
+    /proc/PID/environ of the trainer would reveal its secrets. These rules forbid only the creation
+    of block devices, as an empty set is not allowed. Kernels without Landlock restrict nothing.
     """
     if sys.platform != "linux":
         return

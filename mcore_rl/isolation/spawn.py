@@ -1,8 +1,7 @@
 """The start of a process for a user's code, and what it inherits from the trainer.
 
-User code processes unread text and may be code that few have read. Its process is started anew
-(exec, so it holds none of the trainer's memory), with an environment of a few variables, and with
-only the standard streams and one socket as file descriptors.
+User code is not trusted. Its process is started by exec, so it holds none of the trainer's memory,
+with a few environment variables, and only the standard streams and one socket as file descriptors.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ def start_process(
     program: str,
     control: socket.socket,
     *,
-    environment_names: Sequence[str] = (),
-    output: int | None = None,
+    environment_names: Sequence[str],
+    output: int | None,
 ) -> subprocess.Popen[bytes]:
     """Run `main(descriptor of control, id of this process)` of the module `program`.
 
-    `environment_names` lists variables that the process gets in addition to the usual ones.
-    `output` is the descriptor of its standard output and error, which are then unbuffered, as the
-    process may be killed; None: they are this process's.
+    `environment_names` lists variables that the process gets besides the usual ones. `output` is
+    the descriptor of its standard output and error, which are then unbuffered, as the process may
+    be killed; None: this process's.
     """
     main = (
         f"import sys; sys.path[:] = {sys.path!r}; from {program} import main; "

@@ -3,8 +3,8 @@
     trainer ── {"turn": 1, "ask": ...} ──► process      without "ask": end
             ◄── {"turn": 1, "value": ...} ──            or "failed", or "refused"
 
-Every message is its text, preceded by its length in four bytes. User code can write anything into
-its socket; the trainer accepts only what is checked here and, for values, by its callers.
+A message is JSON text after its length in four bytes. User code can write anything into its socket;
+the trainer accepts only what is checked here and, for values, by its callers.
 """
 
 from __future__ import annotations

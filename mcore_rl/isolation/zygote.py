@@ -1,12 +1,11 @@
 """The zygote, a process that forks the processes of a user's code.
 
-It starts anew and drops rights before it imports anything of the user's. It then gives a process to
-a session when the trainer sends a socket, kills the processes that the trainer names, and reports
-which have ended and how. All descendants of a session end with it; everything ends with the
-trainer, however that ends.
+It drops rights before it imports anything of the user's. It then forks a process when the trainer
+sends a socket, kills the processes that the trainer names, and reports which have ended and how.
+All descendants of a session end with it; everything ends with the trainer, however that ends.
 
-A fork and its set-up take milliseconds, and a step's samples begin all at once. So once all
-sessions have ended, while the trainer trains, the zygote forks as many spares as ran concurrently.
+A fork takes milliseconds, and a step's samples begin all at once. So once all sessions have ended,
+while the trainer trains, the zygote forks as many spares as ran concurrently.
 """
 
 from __future__ import annotations
@@ -93,8 +92,8 @@ def run_zygote(
 
     gc.collect()
     gc.freeze()  # so that forks share the memory
-    helpers = set() if supervisor is None else {supervisor.pid}
-    zygote = _Zygote(connection, service, program, ours, helpers)
+    supervisor_pid = None if supervisor is None else supervisor.pid
+    zygote = _Zygote(connection, service, program, ours, supervisor_pid)
     try:
         zygote.send(report)
         zygote.serve()
@@ -119,13 +118,13 @@ class _Zygote:
         service: Callable[[], Service] | None,
         program: Program,
         ours: set[int],
-        helpers: set[int],
+        supervisor: int | None,
     ) -> None:
         self._control, self._service, self._program = control, service, program
         self._sessions: dict[int, int] = {}  # process -> ticket
         self._spares: deque[tuple[int, socket.socket]] = deque()  # idle processes
         self._most_sessions = 0  # concurrently, since there were none
-        self._helpers = helpers  # processes that serve all sessions
+        self._supervisor = supervisor  # its process, which serves all sessions
         self._parent = os.getppid()
         self._pid = os.getpid()
         adopt_orphans()
@@ -253,7 +252,7 @@ class _Zygote:
             # Before it is reaped: its process and group ids cannot have been reused yet.
             _kill(ended)
             _, status = os.waitpid(ended, 0)
-            if ended in self._helpers:
+            if ended == self._supervisor:
                 raise SystemExit(1)  # the trainer starts another zygote
             ticket = self._sessions.pop(ended, None)
             self._forget_spare(ended)
@@ -264,7 +263,7 @@ class _Zygote:
 
     def _kill_orphans(self) -> None:
         """Kill children that were not forked here: they have lost the session that started them."""
-        known = self._sessions.keys() | self._helpers | {pid for pid, _ in self._spares}
+        known = self._sessions.keys() | {self._supervisor, *(pid for pid, _ in self._spares)}
         for pid in _children() - known:
             _kill(pid)
 

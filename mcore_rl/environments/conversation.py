@@ -2,20 +2,19 @@
 
     prompt ids │ turn 1, as generated │ observation │ turn 2, as generated │ ...
 
-`decode`, then `encode` may join or split tokens, and the model would be trained on a text that it
-has not written. Therefore only observations are tokenized, separately, and appended to the ids:
+`encode(decode(ids))` may join or split tokens, and the model would be trained on a text that it has
+not written. So only observations are tokenized, separately, and appended to the ids:
 
 - a text unchanged, without the tokenizer's special tokens;
 - messages as the text that the chat template puts between the end of an assistant's turn and the
-  beginning of the next. This is the end of a rendering of a small conversation, in which these
-  messages follow an assistant's turn. Of the tokens that end the turn, the model has written its
-  own end of sequence; if its length limit cut the turn, they are part of the observation;
+  beginning of the next: the end of a rendering of a small conversation, in which these messages
+  follow an assistant's turn. The model has written its own end of sequence, unless its length limit
+  cut the turn; then the end of sequence is part of the observation;
 - token ids unchanged.
 
-Templates end turns differently. Most append an end of sequence. Some write another token once
-messages follow (gpt-oss: <|end|> for <|return|>). Some write none, as the first token of the next
-message ends the turn (GLM: <|user|>). Templates without the roles `tool` or `system` get these
-messages as a user's.
+Most templates end a turn with an end of sequence. Some write another token once messages follow
+(gpt-oss: <|end|> for <|return|>). Some write none, as the first token of the next message ends the
+turn (GLM: <|user|>). Templates without the roles `tool` or `system` get these messages as a user's.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ from mcore_rl.isolation.wire import Failed
 
 logger = logging.getLogger(__name__)
 
-_ASKED, _ANSWERED = "question", "MCORERLANSWER"  # contents in the small conversation
-_CALLED = "MCORERLCALL"  # ends the arguments of a call in it
-_USER = {"role": "user", "content": _ASKED}
-_ASSISTANT = {"role": "assistant", "content": _ANSWERED}
+_QUESTION, _ANSWER = "question", "MCORERLANSWER"  # contents in the small conversation
+_CALL = "MCORERLCALL"  # ends the arguments of a call in it
+_USER = {"role": "user", "content": _QUESTION}
+_ASSISTANT = {"role": "assistant", "content": _ANSWER}
 _REFUSED = "returned messages that the chat template refuses"
 _LEFT_OUT = "returned messages that the chat template leaves out"
 
@@ -76,7 +75,7 @@ class ConversationTokens:
         self._vocabulary = vocabulary
         self._use_chat_template = use_chat_template
         self._num_ending = 0  # tokens that a template appends to a turn, the end included
-        self._has_told: set[str] = set()
+        self._warned_roles: set[str] = set()
         if use_chat_template:
             self._check_template(place)
 
@@ -106,23 +105,23 @@ class ConversationTokens:
             place=str(folder),
         )
 
-    def first(self, token_ids: np.ndarray, told: Any) -> np.ndarray | Failed:
-        """Return `[p]` int32, the model's first input. `token_ids` are the prompt's; `told` is the
-        result of the environment's start."""
-        if told is None:
+    def first(self, token_ids: np.ndarray, prompt: Any) -> np.ndarray | Failed:
+        """Return `[p]` int32, the model's first input. `token_ids` are those of the file's prompt;
+        `prompt` is the result of the environment's start."""
+        if prompt is None:
             return token_ids
-        if isinstance(told, str) and self._use_chat_template:
-            told = [{"role": "user", "content": told}]
+        if isinstance(prompt, str) and self._use_chat_template:
+            prompt = [{"role": "user", "content": prompt}]
         found: Sequence[int] | Failed
-        if isinstance(told, str):
-            found = self._encoded(told, special=True)  # like a prompt of the file
-        elif _is_messages(told):
-            text = self._first_text(told)
+        if isinstance(prompt, str):
+            found = self._encoded(prompt, special=True)  # like a prompt of the file
+        elif _is_messages(prompt):
+            text = self._first_text(prompt)
             found = text if isinstance(text, Failed) else self._encoded(text)
         else:
-            found = list(told)
+            found = list(prompt)
         if not isinstance(found, Failed) and not found:
-            return Failed("returned no tokens", "the model cannot begin with nothing")
+            return Failed("returned no tokens", "the model needs at least one")
         return self._checked(found)
 
     def observed(self, generated: np.ndarray, observation: Any) -> np.ndarray | Failed:
@@ -134,7 +133,7 @@ class ConversationTokens:
             return self._checked(list(observation))
         last = int(generated[-1]) if len(generated) else None
         failed: Failed | None = None
-        for messages, begins in _forms_behind_a_turn(observation):
+        for messages, begins in _forms_after_a_turn(observation):
             text = self._rendered(messages)
             if isinstance(text, Failed):
                 failed = failed or text
@@ -143,11 +142,11 @@ class ConversationTokens:
             if not found or not _all_shown(messages[2:], behind):
                 failed = failed or Failed(_LEFT_OUT, "")
                 continue
-            self._tell_if_changed(observation, messages[2:])
+            self._warn_if_changed(observation, messages[2:])
             ids = self._encoded(behind)
             if isinstance(ids, Failed):
                 return ids
-            if begins == _CALLED:  # the model has written the call, up to its end
+            if begins == _CALL:  # the model has written the call, up to its end
                 ids = ids[next((n for n, each in enumerate(ids) if each in self._ends), 0) :]
                 return self._checked(ids[1:] if last in self._ends else ids)
             return self._checked(ids[self._num_written(ids, last) :])
@@ -167,19 +166,19 @@ class ConversationTokens:
         for form in _forms_of_a_start(messages):
             text = self._rendered(form)
             if isinstance(text, str) and _all_shown(form, text):
-                self._tell_if_changed(messages, form)
+                self._warn_if_changed(messages, form)
                 return text
             failed = failed or (text if isinstance(text, Failed) else Failed(_LEFT_OUT, ""))
         assert failed is not None, "there is always one form"
         return failed
 
-    def _tell_if_changed(self, given: Messages, used: Messages) -> None:
+    def _warn_if_changed(self, given: Messages, used: Messages) -> None:
         roles = ", ".join(dict.fromkeys(str(each["role"]) for each in given))
-        if list(given) != list(used) and roles not in self._has_told:
-            self._has_told.add(roles)
+        if list(given) != list(used) and roles not in self._warned_roles:
+            self._warned_roles.add(roles)
             logger.warning(
-                "the chat template has no form for what the environment says (roles %s): the model "
-                "reads it as a user's message",
+                "the chat template cannot render the environment's messages (roles %s): the model "
+                "reads them as a user's message",
                 roles,
             )
 
@@ -187,11 +186,11 @@ class ConversationTokens:
         try:
             return list(self._chat.encode([text], special=special)[0])
         except (RejectedRow, ProcessEnded) as error:
-            return Failed("returned what cannot be tokenised", shortened(str(error)))
+            return Failed("returned a text that cannot be tokenized", shortened(str(error)))
 
     def _rendered(self, messages: Messages, *, opens_turn: bool = True) -> str | Failed:
         if not self._use_chat_template:
-            return Failed("returned messages", "no chat template is used that gives them a form")
+            return Failed("returned messages", "no chat template is used that could render them")
         try:
             return str(self._chat.render([dict(each) for each in messages], opens_turn=opens_turn))
         except RejectedRow as error:
@@ -234,22 +233,22 @@ class ConversationTokens:
             if isinstance(each, Failed):
                 return f"it refuses a conversation of user and assistant in turn ({each.detail})"
         assert isinstance(text, str) and isinstance(again, str) and isinstance(ended, str)
-        before, found, behind = text.partition(_ANSWERED)
-        if not found or _ANSWERED in behind or again.count(_ANSWERED) != 2:
-            return "it does not keep what the assistant has said before"
-        _, _, behind_again = again.rpartition(_ANSWERED)
+        before, found, behind = text.partition(_ANSWER)
+        if not found or _ANSWER in behind or again.count(_ANSWER) != 2:
+            return "it does not keep the assistant's earlier turns"
+        _, _, behind_again = again.rpartition(_ANSWER)
         if behind != behind_again:
-            return "what it puts behind a turn depends on those before"
-        if not again.startswith(text[: len(before) + len(_ANSWERED)]):
+            return "the text that it puts after a turn depends on earlier turns"
+        if not again.startswith(text[: len(before) + len(_ANSWER)]):
             return "it changes earlier turns once others follow"
-        return self._ending_fault(ended.rpartition(_ANSWERED)[2], behind)
+        return self._ending_fault(ended.rpartition(_ANSWER)[2], behind)
 
     def _ending_fault(self, tail: str, behind: str) -> str | None:
         """Set `_num_ending` from the endings of a last turn and of a turn that others follow;
         return the reason if that fails."""
         in_tail, in_history = self._encoded(tail), self._encoded(behind)
         if isinstance(in_tail, Failed) or isinstance(in_history, Failed):
-            return "its texts cannot be tokenised"
+            return "its texts cannot be tokenized"
         self._num_ending = next((n for n, t in enumerate(in_tail, 1) if t in self._ends), 0)
         if behind.startswith(tail) and self._num_ending:
             return None
@@ -258,26 +257,26 @@ class ConversationTokens:
         if is_replaced or is_ended_by_next:
             return None
         if not behind.startswith(tail):
-            return "it ends a turn otherwise once others follow"
+            return "it ends a turn differently once others follow"
         return (
-            "it does not end an assistant's turn by a token at which the engine ends a "
+            "it does not end an assistant's turn with a token at which the engine ends a "
             f"response ({', '.join(map(str, sorted(self._ends))) or 'there is none'})"
         )
 
 
-def _forms_behind_a_turn(observation: Messages) -> Iterator[tuple[Messages, str]]:
-    """Yield small conversations with `observation` behind a turn, and the text that ends the turn:
+def _forms_after_a_turn(observation: Messages) -> Iterator[tuple[Messages, str]]:
+    """Yield small conversations with `observation` after a turn, and the text that ends the turn:
     unchanged, after a tool call for templates that require one, and as a user's message."""
-    yield [_USER, _ASSISTANT, *observation], _ANSWERED
+    yield [_USER, _ASSISTANT, *observation], _ANSWER
     named = next((each for each in observation if each["role"] == "tool"), None)
     if named is not None:
-        function = {"name": named.get("name", "tool"), "arguments": {"argument": _CALLED}}
+        function = {"name": named.get("name", "tool"), "arguments": {"argument": _CALL}}
         link = named.get("tool_call_id", "call00000")
         call = {"id": link, "type": "function", "function": function}
         calling = {"role": "assistant", "content": "", "tool_calls": [call]}
-        yield [_USER, calling, *observation], _CALLED
+        yield [_USER, calling, *observation], _CALL
     if any(each["role"] != "user" for each in observation):
-        yield [_USER, _ASSISTANT, _as_users(observation)], _ANSWERED
+        yield [_USER, _ASSISTANT, _as_users(observation)], _ANSWER
 
 
 def _forms_of_a_start(messages: Messages) -> Iterator[Messages]:
@@ -298,5 +297,5 @@ def _all_shown(messages: Messages, text: str) -> bool:
     return all(is_shown(each["content"], text) for each in messages)
 
 
-def _is_messages(told: Any) -> bool:
-    return bool(told) and isinstance(told[0], dict)
+def _is_messages(observation: Any) -> bool:
+    return bool(observation) and isinstance(observation[0], dict)

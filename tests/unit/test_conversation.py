@@ -146,7 +146,7 @@ def test_messages_without_a_usable_template_are_failures(tiny):
     plain = tokens_of(tokenizer, use_chat_template=False)
     for found in (plain.observed(array([2]), [USER]), plain.first(array([2]), [USER])):
         assert isinstance(found, Failed)
-        assert found.failure == "returned messages: no chat template is used that gives them a form"
+        assert found.failure.startswith("returned messages: no chat template")
     refuses = tokens_of(
         chatml("{% if 'no' in messages[-1].content %}{{ 1 // 0 }}{% endif %}" + CHATML)
     )
@@ -170,20 +170,20 @@ def test_roles_that_the_template_lacks_are_read_as_a_users_message(tiny, caplog)
 
 
 OTHER_TEMPLATES = {
-    "it does not keep what the assistant has said before": CHATML.replace(
+    "it does not keep the assistant's earlier turns": CHATML.replace(
         "message['content'] +", "(message['content'] if message['role'] == 'user' else '') +"
     ),
     "it refuses a conversation of user and assistant in turn": (
         "{% if messages | length > 2 %}{{ raise_exception('one turn') }}{% endif %}" + CHATML
     ),
     "it changes earlier turns once others follow": "{{ messages | length }}" + CHATML,
-    "what it puts behind a turn depends on those before": CHATML.replace(
+    "the text that it puts after a turn depends on earlier turns": CHATML.replace(
         "message['role'] + '\n'", "message['role'] + (loop.index | string) + '\n'"
     ),
-    "it ends a turn otherwise once others follow": CHATML.replace(
+    "it ends a turn differently once others follow": CHATML.replace(
         "'<|im_end|>\n'", "('<|im_end|>!' if loop.last else '<|im_end|>\n')"
     ),
-    "it does not end an assistant's turn by a token at which the engine": CHATML.replace(
+    "it does not end an assistant's turn with a token at which the engine": CHATML.replace(
         "<|im_end|>", "<|endoftext|>"
     ),
 }

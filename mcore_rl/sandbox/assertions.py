@@ -1,9 +1,9 @@
 """Python tests, split so that comparisons happen outside the tested process.
 
-`assert f(1) == 2` becomes a `Check`: the policy's process only gets `f(1)` to evaluate, and the
-comparison with 2 happens here, on plain data. So neither an object that is equal to everything nor
-a patched interpreter passes. Statements that cannot be split, such as a loop with an assertion,
-become a `Do`: they run unchanged in that process.
+`assert f(1) == 2` becomes a `Check`: the policy's process evaluates only `f(1)`, and the comparison
+with 2 happens here, on plain data. So neither an object that is equal to everything nor a patched
+interpreter passes. Statements that cannot be split, such as a loop with an assertion, become a
+`Do`, which runs in that process.
 
 Pure: nothing that is read here runs here.
 """
@@ -422,7 +422,7 @@ def _arithmetic(operator: ast.operator, left: Any, right: Any) -> Any:
         case ast.Mod():
             return left % right
         case _:
-            raise ValueError("it is no sum and no product")
+            raise ValueError("it is not a sum or a product")
 
 
 def _are_numbers(*values: Any) -> bool:

@@ -191,8 +191,8 @@ def _is_simple(function: ast.FunctionDef) -> bool:
 def stubbed_steps(modules: Sequence[ast.Module], setup: str) -> list[str]:
     """Return the steps that the tests run in the process, with a stub in place of the code's names.
 
-    It reveals only expected values that the tests reveal there, too. Loops that the stub might not
-    end, and statements that end the process, are omitted.
+    It reveals only expected values that the tests reveal there, too. Loops that might not end, and
+    statements that end the process, are omitted.
     """
     before = [Do(setup)] if setup else []
     steps = [*before, *(step for module in modules for step in steps_of(module))]
@@ -271,8 +271,8 @@ def can_fail(module: ast.Module) -> bool:
 
 
 def _with_constants(module: ast.Module) -> ast.Module:
-    """Insert the values of names that only ever have one: a plain constant, or an empty container
-    that only loops use, so nothing fills it."""
+    """Replace names that have one value by it: a constant, or an empty container that only loops
+    use, so nothing fills it."""
     nodes = list(ast.walk(module))
     names = [each for each in nodes if isinstance(each, ast.Name)]
     bound = Counter(each.id for each in names if not isinstance(each.ctx, ast.Load))

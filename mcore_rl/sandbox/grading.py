@@ -1,12 +1,11 @@
 """The grading of a policy's code: requests to its process, and the evaluation of the answers.
 
-The process (`inside`) runs the code and is never trusted: it receives inputs, and its
-results are compared here, with expected values that it does not have. It only reports itself
-whether a step has passed if the step must run there as a unit (`assertions.Do`, or an assertion
-whose expression is one call). Between such steps, at random places, are probes whose right answer
-is known here: statements that must raise, expressions of random numbers, and the tests with a stub
-in place of the code: what fails before the code runs must also fail after it. A process that
-answers one of them wrongly has passed nothing.
+The process (`inside`) runs the code and is never trusted: it receives inputs, and its results are
+compared here, with expected values that it does not have. It reports whether a step has passed only
+if the step must run there as a unit (`assertions.Do`, or an assertion whose expression is one
+call). Between such steps, at random places, are probes with known answers: statements that must
+raise, expressions of random numbers, and the tests with a stub in place of the code, as what fails
+before the code runs must also fail after it. A process that answers a probe wrongly passes no test.
 
 Pure: `Grading.dialogue` yields requests and receives replies; `runner` transports them.
 """
@@ -279,7 +278,7 @@ def decoded(value: Any) -> Any:
     if isinstance(value, list):
         return [decoded(each) for each in value]
     if not isinstance(value, dict) or len(value) != 1:
-        raise InvalidData("is no value")
+        raise InvalidData("is not a value")
     ((kind, inner),) = value.items()
     try:
         match kind:
@@ -305,7 +304,7 @@ def decoded(value: Any) -> Any:
                 return Opaque(inner)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise InvalidData(str(error)) from error
-    raise InvalidData("is no value")
+    raise InvalidData("is not a value")
 
 
 def same_output(printed: str, expected: str) -> bool:

@@ -2,10 +2,10 @@
 
     python -I inside.py DESCRIPTOR_OF_REQUESTS DESCRIPTOR_OF_ANSWERS
 
-`isolation.confine` has already confined it. It serves requests: it runs the code, and what the
-tests need of it. It runs as a file, where this package may not be found, and imports only the
-standard library. The code can read and change everything here, so nothing here is a secret: neither
-expected values nor which request is a test and which a probe (see `grading`).
+`isolation.confine` has already confined it. It runs the code, and the parts of tests that need it.
+It runs as a file, where this package may not be found, and imports only the standard library. The
+code can read and change everything here, so nothing here is a secret: neither expected values nor
+which request is a test and which a probe (see `grading`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 _VALUE = "_value_of_an_expression"
 _MAX_DIGITS = 50_000  # of an int that is read or printed, as LiveCodeBench allows
-_MAX_TOLD = 1 << 16  # characters of a traceback
+_MAX_TRACEBACK = 1 << 16  # characters of a traceback
 
 
 def main(requests: BinaryIO, answers: int) -> None:
@@ -72,8 +72,8 @@ class Program:
     def __init__(self, values: Any) -> None:
         """`values` is a `plain_values.PlainValues`."""
         self._names: dict[str, Any] = {}
-        # Names of tests, by the number of their space, and the module's names as they were copied:
-        # the code finds no expected value among its own names.
+        # Names of tests, by the number of their space, and the module's names as they were copied.
+        # Apart from the code's own names, where it could find expected values.
         self._spaces: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._values = values
         self._streams: list[io.TextIOWrapper] = []
@@ -91,7 +91,7 @@ class Program:
                 return {"ended": True, "value": self._values.as_json(self._value(request))}
             return {"ended": True}
         except BaseException as error:
-            return {"ended": False, "error": self._told(error)}
+            return {"ended": False, "error": self._traceback(error)}
         finally:
             self._flush()
 
@@ -172,13 +172,13 @@ class Program:
         names.update(self._values.defined)
         exec(compile(source, name, "exec"), names)
 
-    def _told(self, error: BaseException, *, format: Any = traceback.format_exception) -> str:
+    def _traceback(self, error: BaseException, *, format: Any = traceback.format_exception) -> str:
         """Return its traceback, without the frames of this file."""
         try:
             trace = error.__traceback__
             while trace and trace.tb_frame.f_code.co_filename == __file__:
                 trace = trace.tb_next
-            return "".join(format(type(error), error, trace))[:_MAX_TOLD]
+            return "".join(format(type(error), error, trace))[:_MAX_TRACEBACK]
         except BaseException:
             return ""
 

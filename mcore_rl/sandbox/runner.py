@@ -1,8 +1,8 @@
-"""A sandbox for a policy's Python, used by a reward and by tools of environments.
+"""A sandbox for a policy's Python, used by the reward and the environment `python_sandbox`.
 
 The process has an empty folder, no network, no other processes, limited memory, disk and time, and
-access to Python's files only. `isolation` confines it; `inside` and `plain_values` run in
-it. Processes of rewards and environments import this module: it imports nothing heavy.
+access to Python's files only. `isolation` confines it; `inside` and `plain_values` run in it.
+Processes of rewards and environments import this module: it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -158,10 +158,10 @@ def describe(level: Level) -> str:
 
 
 class _Exchange:
-    """The requests and answers of one run: one request at once, each with its own token.
+    """The requests and answers of one run: one request at a time, each with its own token.
 
-    An answer must have the token of the request that it follows. So no answer can be written before
-    its request was read, and nothing except answers can be written at all.
+    An answer must have the token of its request, so it cannot be written before the request was
+    read.
     """
 
     def __init__(self, grading: Grading) -> None:

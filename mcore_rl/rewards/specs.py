@@ -7,7 +7,7 @@ environment variables.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.common.addresses import checked_url
@@ -18,8 +18,11 @@ from mcore_rl.isolation.spawn import is_variable_name, parse_environment_names
 from mcore_rl.rewards.functions import NO_FUNCTIONS
 from mcore_rl.rewards.options import RewardOptions
 
-_HTTP_HEADER_FLAG = "--rl-reward-http-header-env"
-_POOLING_HEADER_FLAG = "--rl-reward-pooling-header-env"
+# By the name of the reward: the flags of its address and of its header.
+_SERVER_FLAGS = {
+    "http": ("--rl-reward-url", "--rl-reward-http-header-env"),
+    "pooling": ("--rl-reward-pooling-url", "--rl-reward-pooling-header-env"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,28 +91,54 @@ def parse_rewards(rewards: str, options: RewardOptions, imports: Sequence[str] =
 
 
 def _servers(names: tuple[str, ...], options: RewardOptions) -> Iterator[ServerSpec]:
-    http_header, pooling_header = options.reward_http_header_env, options.reward_pooling_header_env
-    attempts = {
-        "concurrency": options.reward_http_concurrency,
-        "retries": options.reward_http_retries,
+    values = {
+        "http": (options.reward_url, options.reward_http_header_env),
+        "pooling": (options.reward_pooling_url, options.reward_pooling_header_env),
     }
-    flag, url = "--rl-reward-url", options.reward_url
-    if _wants_server("http", names, flag, url, http_header, _HTTP_HEADER_FLAG):
-        assert url is not None
-        address = checked_url(url, flag).geturl()
-        batch = options.reward_http_batch
-        yield ServerSpec("http", address, http_header, _HTTP_HEADER_FLAG, batch, **attempts)
-    flag, url = "--rl-reward-pooling-url", options.reward_pooling_url
-    if _wants_server("pooling", names, flag, url, pooling_header, _POOLING_HEADER_FLAG):
-        assert url is not None
-        parts = checked_url(url, flag)
-        if not parts.path.rstrip("/").endswith("/pooling"):
-            parts = parts._replace(path=parts.path.rstrip("/") + "/pooling")
-        # One text per request: vLLM forms batches itself, and refuses a complete request if one of
-        # its texts is longer than the reward model takes.
+    for name, (url, header_env) in values.items():
+        url_flag, header_flag = _SERVER_FLAGS[name]
+        if name not in names:
+            _check_unused(name, names, {url_flag: url, header_flag: header_env})
+            continue
+        if url is None:
+            raise UsageError(
+                f"names {name}, but {url_flag} is missing",
+                flag=f"--rl-reward {','.join(names)}",
+                remedy="give the address of the server",
+            )
+        if header_env is not None and not is_variable_name(header_env):
+            raise UsageError(
+                "must be the name of an environment variable, made of letters, digits and _",
+                flag=header_flag,
+                remedy="put the header into a variable and give its name",
+            )
+        parts, batch_samples = checked_url(url, url_flag), options.reward_http_batch
+        if name == "pooling":
+            # One text per request: vLLM forms batches itself, and refuses a complete request if one
+            # of its texts is longer than the reward model takes.
+            batch_samples = 1
+            if not parts.path.rstrip("/").endswith("/pooling"):
+                parts = parts._replace(path=parts.path.rstrip("/") + "/pooling")
         yield ServerSpec(
-            "pooling", parts.geturl(), pooling_header, _POOLING_HEADER_FLAG, 1, **attempts
+            name,
+            parts.geturl(),
+            header_env,
+            header_flag,
+            batch_samples,
+            concurrency=options.reward_http_concurrency,
+            retries=options.reward_http_retries,
         )
+
+
+def _check_unused(name: str, names: tuple[str, ...], values: Mapping[str, str | None]) -> None:
+    """Raise UsageError for a flag of the server `name`, which is not used."""
+    for flag, value in values.items():
+        if value is not None:  # it may be a secret, mistaken for a variable's name
+            raise UsageError(
+                f"has no effect, because --rl-reward {','.join(names)} does not name {name}",
+                flag=flag,
+                remedy=f"add {name} to it or leave out {flag}",
+            )
 
 
 def _check_names(names: tuple[str, ...], rewards: str) -> None:
@@ -156,37 +185,3 @@ def _parse_weights(weights: str | None, names: tuple[str, ...], rewards: str) ->
             "makes every reward 0", flag=flag, remedy="give at least one weight other than 0"
         )
     return tuple(values)
-
-
-def _wants_server(
-    name: str,
-    names: tuple[str, ...],
-    flag: str,
-    url: str | None,
-    header_env: str | None,
-    header_flag: str,
-) -> bool:
-    """Return whether the reward `name` is used; UsageError if its flags contradict."""
-    if name not in names:
-        for given, given_flag in ((url, flag), (header_env, header_flag)):
-            if given is not None:
-                # The value may be a secret, mistaken for a variable's name.
-                raise UsageError(
-                    f"has no effect, because --rl-reward {','.join(names)} does not name {name}",
-                    flag=given_flag,
-                    remedy=f"add {name} to it or leave out {given_flag}",
-                )
-        return False
-    if url is None:
-        raise UsageError(
-            f"names {name}, but {flag} is missing",
-            flag=f"--rl-reward {','.join(names)}",
-            remedy="give the address of the server",
-        )
-    if header_env is not None and not is_variable_name(header_env):
-        raise UsageError(
-            "must be the name of an environment variable, made of letters, digits and _",
-            flag=header_flag,
-            remedy="put the header into a variable and give its name",
-        )
-    return True

@@ -16,7 +16,6 @@ This module is pure: it reads tests and runs none.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import itertools
 import json
 import operator
@@ -290,20 +289,25 @@ class _Reader:
         for given, expected in zip(inputs, outputs, strict=True):
             if is_call:
                 assert name is not None
-                self._tests.append(
-                    _call(name, given, expected, may_be_wrapped=kind != "functional")
-                )
-                self._names.add(name.partition(".")[0].partition("(")[0])
-            elif (call := self._named_call(fields, given, expected)) is not None:
-                self._tests.append(call)
-            else:
+                self._add_call(name, *_parsed_call(given, expected, kind))
+            elif not self._add_named_call(fields, given, expected):
                 self._tests.append(Program(_lines(given, "input"), _lines(expected, "output")))
 
-    def _named_call(self, fields: Mapping[str, Any], given: Any, expected: Any) -> Call | None:
-        """Return the call of an input like `nums = [3], target = 6`; None for another input."""
+    def _add_call(
+        self, name: str, arguments: Sequence[Any], expected: Any, may_be_wrapped: bool = False
+    ) -> None:
+        self._names.add(name.partition(".")[0].partition("(")[0])
+        function = (
+            name if "." in name else f"({name} if {name!r} in globals() else Solution().{name})"
+        )
+        values = tuple(map(_with_integer_keys, arguments))
+        self._tests.append(Call(function, values, expected, may_be_wrapped))
+
+    def _add_named_call(self, fields: Mapping[str, Any], given: Any, expected: Any) -> bool:
+        """Add the call of an input like `nums = [3], target = 6`; False for another input."""
         arguments = _assigned(given) if isinstance(given, str) else None
         if arguments is None or not (fields.get("entry_point") or self._row.get("entry_point")):
-            return None
+            return False
         name = self._entry_point(fields)
         assert name is not None
         last = name.rpartition(".")[2]
@@ -313,9 +317,8 @@ class _Reader:
                 f"has texts of lists as arguments of {last}, which takes TreeNode or ListNode "
                 "objects: use the column that holds tests in Python"
             )
-        self._names.add(name.partition(".")[0].partition("(")[0])
-        call = _call(name, arguments, _literal(expected), may_be_wrapped=True)
-        return dataclasses.replace(call, may_be_wrapped=False)
+        self._add_call(name, arguments, _literal(expected))
+        return True
 
     def _function(self, fields: Mapping[str, Any]) -> str | None:
         for place in (fields, self._row):
@@ -332,20 +335,19 @@ class _Reader:
         return None
 
 
-def _call(name: str, given: Any, expected: Any, *, may_be_wrapped: bool) -> Call:
-    """Build a call. Arguments are a list, a single object, or text with one JSON value per line."""
+def _parsed_call(given: Any, expected: Any, kind: str) -> tuple[list[Any], Any, bool]:
+    """Return a call's arguments, expected value, and whether that may be wrapped. Arguments are a
+    list, a single object, or text with one JSON value per line."""
     if isinstance(given, str):
-        lines = [line for line in given.split("\n") if line.strip()]
         try:
-            given = [parse_json(line) for line in lines]
+            arguments = [parse_json(line) for line in given.split("\n") if line.strip()]
         except InvalidData as error:
             _refuse(f"has arguments that are not JSON, one a line ({error})")
-        expected, may_be_wrapped = _parsed(expected), False
-    elif not may_be_wrapped:
-        expected = _parsed(expected)
+        return arguments, _parsed(expected), False
     arguments = given if isinstance(given, list) else [given]
-    function = name if "." in name else f"({name} if {name!r} in globals() else Solution().{name})"
-    return Call(function, tuple(map(_with_integer_keys, arguments)), expected, may_be_wrapped)
+    if kind == "functional":
+        return arguments, _parsed(expected), False
+    return arguments, expected, True
 
 
 def _assigned(text: str) -> list[Any] | None:

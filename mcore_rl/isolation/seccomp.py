@@ -172,24 +172,15 @@ def allow_list(machine: str, *, own_files: bool) -> bytes:
         (_AT_LEAST, 0, 1, _X32_BIT),
         (_GIVE, 0, 0, _KILL_PROCESS),
     ]
-    for number in _numbers(ANY_ARGUMENTS + (OF_FILES if own_files else ""), machine):
-        lines += _if_number(number, [_ALLOWED])
-    for error, calls in OTHER_ERRORS.items():
-        for number in _numbers(calls, machine):
-            lines += _if_number(number, [_refuse(error)])
-    for call, conditions in WITH_CONDITIONS.items():
-        for number in _numbers(call, machine):
-            lines += _if_number(number, conditions)
+    allowed = ANY_ARGUMENTS + (OF_FILES if own_files else "")
+    calls = {
+        **dict.fromkeys(allowed.split(), [_ALLOWED]),
+        **{each: [_refuse(error)] for error, some in OTHER_ERRORS.items() for each in some.split()},
+        **WITH_CONDITIONS,
+    }
+    for call, conditions in calls.items():
+        number = call.split(":")[1 + list(MACHINES).index(machine)]
+        if number != "-":
+            lines += [(_EQUAL, 0, len(conditions), int(number)), *conditions]
     lines.append(_refuse(errno.EPERM))
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
-
-
-def _numbers(calls: str, machine: str) -> list[int]:
-    column = 1 + list(MACHINES).index(machine)
-    numbers = [call.split(":")[column] for call in calls.split()]
-    return [int(number) for number in numbers if number != "-"]
-
-
-def _if_number(number: int, lines: list[_Line]) -> list[_Line]:
-    """Apply `lines`, which end the filter, to one system call."""
-    return [(_EQUAL, 0, len(lines), number), *lines]

@@ -9,7 +9,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters, param, parameters_of
 from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.isolation.levels import parse_accepted
-from mcore_rl.isolation.spawn import parse_environment_names
+from mcore_rl.isolation.variables import parse_environment_names
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.environments.interface import FLAG, EnvironmentSpec, Response, resolve_environment
 from mcore_rl.environments.wire import Event, Stepped, event_of
 from mcore_rl.isolation.pool import ProcessPool, check_program
-from mcore_rl.isolation.spawn import check_environment_names
+from mcore_rl.isolation.variables import check_environment_names
 from mcore_rl.isolation.wire import Failed
 from mcore_rl.isolation.zygote import Program
 from mcore_rl.sandbox import PYTHON_SANDBOX

@@ -18,7 +18,7 @@ from mcore_rl.isolation.zygote import run_zygote
 
 
 def main(control: int, parent: int) -> None:
-    """Run the zygote of an `EnvironmentPool`; see `start_process`."""
+    """Run the zygote of an `EnvironmentPool`; see `zygote_process.start_process`."""
     run_zygote(control, parent, _load)
 
 

@@ -1,6 +1,8 @@
 """The trainer's side of the zygote: start it, request forks and kills.
 
-Only `close` blocks. Messages are untrusted data: a user's module runs in the zygote too.
+The zygote is started by exec, so it holds none of the trainer's memory, with a few environment
+variables, and only the standard streams and one socket as file descriptors. Only `close` blocks.
+Messages are untrusted data: a user's module runs in the zygote too.
 """
 
 from __future__ import annotations
@@ -9,8 +11,10 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import socket
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -19,7 +23,7 @@ from typing import Any
 from mcore_rl.common.readers import InvalidData, parse_json
 from mcore_rl.common.user_code import shortened
 from mcore_rl.isolation import wire
-from mcore_rl.isolation.spawn import start_process
+from mcore_rl.isolation.variables import process_environment
 from mcore_rl.isolation.zygote import MAX_CONTROL_BYTES, Program
 
 _START_SECONDS = 60.0  # for its imports
@@ -37,17 +41,12 @@ class ZygoteProcess:
         self.control.setblocking(False)
         self.control.send(json.dumps(dataclasses.asdict(program)).encode())
         with theirs:
-            self._process = start_process(
-                program.module,
-                theirs,
-                environment_names=program.environment_names,
-                output=program.output,
-            )
+            self._process = start_process(program, theirs)
         self._out: deque[tuple[bytes, socket.socket | None]] = deque()
         self._is_ready = False
         self._since = time.monotonic()
         self._asked: dict[int, float] = {}  # unconfirmed forks, and since when
-        self._killed: dict[int, float] = {}  # unconfirmed kills, likewise
+        self._killed: dict[int, float] = {}  # unconfirmed kills, and since when
         self._there: set[int] = set()
         self.why_broken = ""  # why it is unusable, if it is
 
@@ -126,7 +125,11 @@ class ZygoteProcess:
                     yield ticket, None
             else:
                 ticket = wire.as_integer(fields["ended"])
-                ended = _ended(fields)
+                ended: Ended = (
+                    wire.as_integer(fields["code"])
+                    if "code" in fields
+                    else wire.as_text(fields["reason"])
+                )
                 if ticket in self:
                     self._there.discard(ticket)
                     self._asked.pop(ticket, None)
@@ -168,5 +171,20 @@ class ZygoteProcess:
         self._process.wait()
 
 
-def _ended(fields: dict[str, Any]) -> Ended:
-    return wire.as_integer(fields["code"]) if "code" in fields else wire.as_text(fields["reason"])
+def start_process(program: Program, control: socket.socket) -> subprocess.Popen[bytes]:
+    """Run `main(descriptor of control, id of this process)` of the program's module. Its output is
+    unbuffered if it has a descriptor of its own, as the process may be killed."""
+    main = (
+        f"import sys; sys.path[:] = {sys.path!r}; from {program.module} import main; "
+        f"main({control.fileno()}, {os.getpid()})"
+    )
+    return subprocess.Popen(
+        [sys.executable, *(() if program.output is None else ("-u",)), "-c", main],
+        env=process_environment(os.environ, program.environment_names),
+        stdin=subprocess.DEVNULL,
+        stdout=program.output,
+        stderr=program.output,
+        pass_fds=(control.fileno(),),
+        # A signal for the trainer, which may continue to the end of its step, does not reach it.
+        start_new_session=True,
+    )

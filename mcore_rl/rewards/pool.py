@@ -26,7 +26,7 @@ from mcore_rl.common.readers import InvalidData
 from mcore_rl.common.user_code import import_user_file, shortened
 from mcore_rl.isolation.pool import START_SECONDS, ProcessPool, Starts, check_program
 from mcore_rl.isolation.session import Event
-from mcore_rl.isolation.spawn import check_environment_names
+from mcore_rl.isolation.variables import check_environment_names
 from mcore_rl.isolation.wire import NO_ANSWER, Answer, Failed
 from mcore_rl.isolation.zygote import Program
 from mcore_rl.rewards.batches import Batch, BatchQueue
@@ -66,8 +66,8 @@ class RewardPool:
     A faulty function fails only its sample, even if it writes into the socket of its process.
 
     Workers start when the first sample is sent. They import only `worker`, its imports and the
-    user's modules, inherit the standard streams and the environment variables of `isolation.spawn`
-    and the spec, and are killed when this process ends, however it ends.
+    user's modules, inherit the standard streams and the variables of `isolation.variables` and the
+    spec, and are killed when this process ends, however it ends.
 
     Each worker scores any sample by any function, the oldest ticket first, so the number of workers
     decides no outcome. Each sample has `timeout_seconds` from the moment its worker starts on it.

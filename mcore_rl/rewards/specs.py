@@ -14,7 +14,7 @@ from mcore_rl.common.addresses import checked_url
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.user_code import without_variants
 from mcore_rl.isolation.levels import parse_accepted
-from mcore_rl.isolation.spawn import is_variable_name, parse_environment_names
+from mcore_rl.isolation.variables import is_variable_name, parse_environment_names
 from mcore_rl.rewards.functions import NO_FUNCTIONS
 from mcore_rl.rewards.options import RewardOptions
 

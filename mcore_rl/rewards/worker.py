@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
 
 
 def main(control: int, parent: int) -> None:
-    """Run the zygote of a `RewardPool`; see `start_process`."""
+    """Run the zygote of a `RewardPool`; see `zygote_process.start_process`."""
     run_zygote(control, parent, _load)
 
 

@@ -27,6 +27,7 @@ from mcore_rl.environments.wire import event_of as event_of_answer
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Sampling
 from mcore_rl.isolation import wire, zygote_process
 from mcore_rl.isolation.wire import Failed, answer_of
+from mcore_rl.isolation.zygote import Program
 from mcore_rl.rewards.parts import weighed
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, SamplingTarget
@@ -152,7 +153,7 @@ def zygotes(answers: Sequence[bytes], control: Sequence[bytes]) -> Iterator[list
     made: list[FakeProcess] = []
     says, tells = iter(answers), iter(control)
 
-    def start(program: str, control: socket.socket, **_: object) -> FakeProcess:
+    def start(program: Program, control: socket.socket) -> FakeProcess:
         made.append(FakeProcess(control, says, tells))
         return made[-1]
 

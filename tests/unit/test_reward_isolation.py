@@ -17,7 +17,7 @@ import pytest
 
 from mcore_rl.batching.types import Rollout
 from mcore_rl.common.errors import UsageError
-from mcore_rl.isolation.spawn import process_environment
+from mcore_rl.isolation.variables import process_environment
 from mcore_rl.rewards.options import RewardOptions
 from mcore_rl.rewards.pool import check_rewards
 from mcore_rl.rewards.stack import RewardStack

@@ -1,16 +1,9 @@
-"""The start of a process for a user's code, and what it inherits from the trainer.
-
-User code is not trusted. Its process is started by exec, so it holds none of the trainer's memory,
-with a few environment variables, and only the standard streams and one socket as file descriptors.
-"""
+"""The environment variables of processes that run a user's code."""
 
 from __future__ import annotations
 
 import fnmatch
 import os
-import socket
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 
 from mcore_rl.common.errors import UsageError
@@ -29,41 +22,12 @@ _PASSED_ON = (
 def process_environment(
     environment: Mapping[str, str], extra_names: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return a process's part of `environment`: what programs need, and `extra_names`."""
+    """Return a process's part of `environment`: the usual variables and `extra_names`."""
     return {
         name: value
         for name, value in environment.items()
         if name in extra_names or any(fnmatch.fnmatchcase(name, known) for known in _PASSED_ON)
     }
-
-
-def start_process(
-    program: str,
-    control: socket.socket,
-    *,
-    environment_names: Sequence[str],
-    output: int | None,
-) -> subprocess.Popen[bytes]:
-    """Run `main(descriptor of control, id of this process)` of the module `program`.
-
-    `environment_names` lists variables that the process gets besides the usual ones. `output` is
-    the descriptor of its standard output and error, which are then unbuffered, as the process may
-    be killed; None: this process's.
-    """
-    main = (
-        f"import sys; sys.path[:] = {sys.path!r}; from {program} import main; "
-        f"main({control.fileno()}, {os.getpid()})"
-    )
-    return subprocess.Popen(
-        [sys.executable, *(() if output is None else ("-u",)), "-c", main],
-        env=process_environment(os.environ, environment_names),
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        pass_fds=(control.fileno(),),
-        # A signal for the trainer, which may continue to the end of its step, does not reach it.
-        start_new_session=True,
-    )
 
 
 def parse_environment_names(text: str | None, flag: str) -> tuple[str, ...]:

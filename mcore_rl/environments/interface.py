@@ -83,7 +83,7 @@ class StepResult:
 class Environment:
     """One sample's environment, created without arguments in its own process, called turn by turn.
 
-    Each call may take `--rl-environment-timeout` seconds. Any failure costs only its sample.
+    Each call may take `--rl-environment-timeout` seconds. A failure fails only its sample.
     """
 
     def __init_subclass__(cls, *, name: str | None = None, **more: Any) -> None:

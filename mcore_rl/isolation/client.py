@@ -21,8 +21,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = Path(__file__).with_name("supervisor.py")
 _START_SECONDS = 120.0
 _END_SECONDS = 30.0
-# TMPDIR: where folders of runs are created. The last is the mark by which the launcher's guard
-# finds what a killed run has left.
+# TMPDIR: where folders of runs are created. MCORE_RL_LAUNCHER: the launcher's guard finds processes
+# of a killed run by it.
 _PASSED_ON = ("PATH", "HOME", "LANG", "TMPDIR", "MCORE_RL_LAUNCHER")
 
 
@@ -70,7 +70,7 @@ class Supervisor:
 
     Start it before this process drops its rights (`rights.see_no_other_process`): a process
     restricted by Landlock cannot create namespaces. Threads and forks of this process may use it.
-    It ends with this process, or by `close`; so does what it has started.
+    It ends with this process, or by `close`.
 
     `accepted` lists protections (`levels.PROTECTIONS`) that may be missing. `levels` lists the
     levels to try, best first.

@@ -147,7 +147,7 @@ def guarded(call: Callable[[], T], timeout_seconds: float) -> T | Failed:
         return error.failed
     except MemoryError:
         os._exit(EXIT_OUT_OF_MEMORY)
-    except BaseException as error:  # SystemExit too costs only this sample
+    except BaseException as error:  # SystemExit too fails only this sample
         if isinstance(error, OSError) and error.errno == errno.ENOMEM:
             os._exit(EXIT_OUT_OF_MEMORY)
         return Failed(f"raised {type(error).__name__}", text_of(error))

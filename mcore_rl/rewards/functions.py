@@ -58,8 +58,8 @@ def reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
         )
     if name in NO_FUNCTIONS:
         raise ValueError(
-            f"{name!r} is the reward of a server, a model or an environment; call the reward "
-            "function otherwise"
+            f"{name!r} is the reward of a server, a model or an environment; give the reward "
+            "function another name"
         )
     caller = sys._getframe(1)
     place = (os.path.realpath(caller.f_code.co_filename), caller.f_lineno)

@@ -17,7 +17,7 @@ class Servers:
     """Requests of rewards for each rollout from every server.
 
     Rollouts added since the last `advance` are passed on together; `ServerReward.answer` turns them
-    into requests. Without open requests, no thread or connection exists. A server's faults cost its
+    into requests. Without open requests, no thread or connection exists. A server's faults fail its
     samples and raise nothing.
     """
 

@@ -280,7 +280,7 @@ class _Reader:
         name = self._function(fields)
         is_call = name is not None and kind not in ("stdin", "stdin_stdout")
         if kind in ("functional", "function_call") and name is None:
-            _refuse(f"has a test of type {kind!r}, but no 'fn_name' says of which function")
+            _refuse(f"has a test of type {kind!r}, but no 'fn_name' that names the function")
         are_lists = isinstance(inputs, list) and isinstance(outputs, list)
         if not are_lists or (kind and not is_plural):
             inputs, outputs = [inputs], [outputs]

@@ -131,7 +131,7 @@ def check_sandbox(flag: str, accepted: Sequence[str] = ()) -> Level:
             flag=flag,
             remedy="run on Linux for x86_64 or aarch64 with bubblewrap installed and user "
             "namespaces allowed, or with Landlock (docs/using/security.md); or have code run "
-            "elsewhere, behind --rl-reward http; or name with --rl-sandbox-accept what may stay "
+            "elsewhere, behind --rl-reward http; or list in --rl-sandbox-accept what may be "
             "unprotected",
         ) from error
     if not ran.all_passed:

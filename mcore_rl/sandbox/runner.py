@@ -180,7 +180,7 @@ class _Exchange:
         """Return the line of the next request."""
         assert self._request is not None
         self._token = secrets.token_hex(8)
-        return _line({**self._request, "token": self._token})
+        return json.dumps({**self._request, "token": self._token}).encode() + b"\n"
 
     def answered(self, line: bytes, stdout: str, stderr: str) -> None:
         """Process the answer to the last request, with the output meanwhile."""
@@ -252,20 +252,14 @@ class _Process:
                         break
                     for key, _ in selector.select(left_seconds):
                         self._serve(selector, key)
-                    line, newline, more = bytes(self._kept["answers"]).partition(b"\n")
-                    if not newline:
-                        if len(line) > _MAX_ANSWER_BYTES:
-                            exchange.forged()
+                    line = self._next_answer(exchange)
+                    if line is None:
                         continue
-                    if more:
-                        exchange.forged()
-                        break
-                    self._kept["answers"].clear()
-                    if not has_started:
+                    if has_started:
+                        exchange.answered(line, *self._written())
+                    else:
                         has_started = True
                         self._to_send = json.dumps(_VALUES).encode() + b"\n"
-                    else:
-                        exchange.answered(line, *self._written())
                     if exchange.is_open:
                         self._to_send += exchange.request()
                         selector.register(self._requests, selectors.EVENT_WRITE, None)
@@ -298,6 +292,16 @@ class _Process:
         if not self._read(key.data, key.fd):
             selector.unregister(key.fileobj)
 
+    def _next_answer(self, exchange: _Exchange) -> bytes | None:
+        """Return the process's answer, if it is complete."""
+        line, newline, more = bytes(self._kept["answers"]).partition(b"\n")
+        if more or (not newline and len(line) > _MAX_ANSWER_BYTES):
+            exchange.forged()
+        if more or not newline:
+            return None
+        self._kept["answers"].clear()
+        return line
+
     def _written(self) -> tuple[str, str]:
         """Return standard output and error since the last call. Output written before an answer is
         in its pipe by the time that the answer arrives."""
@@ -306,10 +310,10 @@ class _Process:
                 for _ in range(_MAX_PIPE_BYTES // _READ_BYTES):  # a thread may continue to write
                     if not self._read(name, stream.fileno()):
                         break
-        found = tuple(_decoded(self._kept[name]) for name in ("stdout", "stderr"))
+        stdout, stderr = _decoded(self._kept["stdout"]), _decoded(self._kept["stderr"])
         self._kept["stdout"].clear()
         self._kept["stderr"].clear()
-        return found[0], found[1]
+        return stdout, stderr
 
     def _read(self, name: str, descriptor: int) -> bool:
         """Read and keep what is available; return False at the end."""
@@ -325,7 +329,3 @@ def _decoded(data: bytearray) -> str:
         return data.decode(errors="surrogatepass")
     except UnicodeDecodeError:
         return data.decode(errors="replace")
-
-
-def _line(fields: dict[str, object]) -> bytes:
-    return json.dumps(fields).encode() + b"\n"

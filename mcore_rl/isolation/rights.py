@@ -26,13 +26,9 @@ from mcore_rl.isolation.confine import (
 # Memory that libraries map but do not use: code, and reserves of allocators and thread pools.
 _ADDRESS_SPACE_MARGIN_BYTES = 16 << 30
 
-# Capabilities to inspect any process and to raise one's own limits; only root has them.
-_CAPABILITIES = {
-    "CAP_SYS_PTRACE": 19,
-    "CAP_SYS_ADMIN": 21,
-    "CAP_SYS_RESOURCE": 24,
-    "CAP_PERFMON": 38,
-}
+# To inspect any process and to raise one's own limits, which only root can: CAP_SYS_PTRACE,
+# CAP_SYS_ADMIN, CAP_SYS_RESOURCE, CAP_PERFMON.
+_CAPABILITIES = (19, 21, 24, 38)
 _MAKE_BLOCK_DEVICE = 1 << 11  # linux/landlock.h
 
 
@@ -66,7 +62,7 @@ def drop_privileges() -> None:
     if libc.capget(ctypes.c_char_p(header), sets) != 0:
         return
     words = list(struct.unpack("=6I", sets.raw))
-    for number in _CAPABILITIES.values():
+    for number in _CAPABILITIES:
         high, bit = divmod(number, 32)
         for index in range(3):
             words[3 * high + index] &= ~(1 << bit)

@@ -3,14 +3,14 @@
     python -I -B supervisor.py ROOT DESCRIPTOR_OF_CONTROL LEVEL[,LEVEL]
 
 It starts in its own session, before a worker gives up the rights that namespaces need, so confined
-code can neither see nor signal it. For each request it forks a keeper:
+code can neither see nor signal it. For each request it forks a monitor process:
 
-    client ──control──► supervisor ──fork──► keeper ──► bwrap ──► PID 1 ──► code
-       └──────────────connection───────────────┘  (or, without bwrap: keeper ──► code)
+    client ──control──► supervisor ──fork──► monitor ──► bwrap ──► PID 1 ──► code
+       └──────────────connection───────────────┘  (or, without bwrap: monitor ──► code)
 
-The keeper lets the code run until it ends, its time is over, it has written too much, or the client
-closes the connection or is gone. It then kills all descendants, waits for their end, removes the
-folder and answers. If a keeper is killed, the kernel kills what it has started.
+The monitor lets the code run until it ends, its time is over, it has written too much, or the
+client closes the connection or is gone. It then kills all descendants, waits for their end, removes
+the folder and answers. If a monitor is killed, the kernel kills what it has started.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main(control: socket.socket, names: Sequence[str]) -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     level, faults = best_level(names)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # monitors are not waited for
     control.settimeout(_PARENT_SECONDS)
     while os.getppid() == parent:
         try:
@@ -112,7 +112,7 @@ def _probe(name: str) -> None:
 def _serve(
     connection: socket.socket, level: str | None, request: dict[str, Any], given: Sequence[int]
 ) -> None:
-    """Run as a keeper; never returns. `given` holds standard output and error, then the program's
+    """Run as a monitor; never returns. `given` holds standard output and error, then the program's
     descriptors."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -136,7 +136,7 @@ class Grading:
         """Return the steps of all tests in order, with the position of their test, and probes at
         random places among them. Steps are generators, which run nothing until they are used."""
         planned: list[tuple[int | None, Dialogue]] = []
-        believed: list[Step] = []
+        text_steps: list[Step] = []
         for position, test in enumerate(self._suite.tests):
             if isinstance(test, Program):
                 planned.append((position, self._run_program(test)))
@@ -144,9 +144,9 @@ class Grading:
                 planned.append((position, self._call(test)))
             else:
                 steps = test.steps
-                believed += steps
+                text_steps += steps
                 planned += [(position, self._run_step(step)) for step in steps]
-        for probe in self._probes(believed) if believed else ():
+        for probe in self._probes(text_steps) if text_steps else ():
             planned.insert(self._random.randint(0, len(planned)), (None, probe))
         at = 0
         for source, must_fail in stubbed:

@@ -303,7 +303,7 @@ with Supervisor(levels=[sys.argv[1]]) as by:
 """
 
 
-@pytest.mark.parametrize("killed", ["client", "keeper", "by its mark"])
+@pytest.mark.parametrize("killed", ["client", "monitor", "by its mark"])
 def test_all_processes_end_with(by, killed):
     level, memory_bytes = by.level().name, (1 << 30) + 4096 * (os.getpid() + hash(killed) % 1000)
     mark = f"MCORE_RL_LAUNCHER=sandbox-{os.getpid()}-{level}"
@@ -315,12 +315,12 @@ def test_all_processes_end_with(by, killed):
             assert client.poll() is None
             code = with_text(f'"memory_bytes": {memory_bytes}')
         (supervisor,) = psutil.Process(client.pid).children()
-        (keeper,) = supervisor.children()
+        (monitor,) = supervisor.children()
         everything = [*code, *supervisor.children(recursive=True), supervisor]
         if killed == "client":
             client.kill()
-        elif killed == "keeper":
-            keeper.kill()
+        elif killed == "monitor":
+            monitor.kill()
         else:
             cleanup.end_processes(lambda: cleanup.marked(mark))
         _, left = psutil.wait_procs(everything, timeout=PATIENT_SECONDS)

@@ -26,7 +26,8 @@ from typing import Any, NoReturn
 
 from mcore_rl.common.readers import InvalidData, parse_json
 from mcore_rl.sandbox.assertions import Step, by_value, constant, steps_of
-from mcore_rl.sandbox.code_texts import can_fail, free_names, runnable
+from mcore_rl.sandbox.can_fail import can_fail
+from mcore_rl.sandbox.code_texts import free_names, runnable
 
 # Keys of a text of tests, or of any form that an answer may have.
 _TEXTS = (

@@ -60,9 +60,11 @@ def as_stepped(value: object) -> list[Any]:
     else:
         raise InvalidValue(f"returned {type(value).__name__}", "a step gives a StepResult")
     if not isinstance(done, bool) and type(done).__name__ not in ("bool_", "bool"):
-        raise InvalidValue(f"returned done of type {type(done).__name__}", "it is True or False")
+        raise InvalidValue(f"returned done of type {type(done).__name__}", "done is True or False")
     done = bool(done)
-    text = None if done else plain_text(observation, "what is not done gives an observation:")
+    text = (
+        None if done else plain_text(observation, "a step that is not done gives an observation:")
+    )
     return [text, _reward(reward), done]
 
 
@@ -80,14 +82,16 @@ def plain_text(value: object, who: str) -> Plain:
         ids = [each.__index__() for each in value]
         if all(0 <= each < 1 << 31 for each in ids):
             return ids
-        raise InvalidValue("returned no token ids", f"{who} those from 0 on")
-    raise InvalidValue("returned a list of neither", f"{who} {_ONE_OF}")
+        raise InvalidValue("returned invalid token ids", "a token id is from 0 to 2147483647")
+    raise InvalidValue("returned a list of other or mixed types", f"{who} {_ONE_OF}")
 
 
 def _message(message: Mapping[Any, Any]) -> dict[str, str]:
     texts = all(isinstance(each, str) for pair in message.items() for each in pair)
     if not texts or not {"role", "content"} <= message.keys():
-        raise InvalidValue("returned no messages", "one has a role and a content, both texts")
+        raise InvalidValue(
+            "returned invalid messages", "a message has a role and a content, both texts"
+        )
     return {_unicode(name): _unicode(text) for name, text in message.items()}
 
 
@@ -95,7 +99,7 @@ def _unicode(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidValue("returned no Unicode", shortened(str(error))) from error
+        raise InvalidValue("returned invalid Unicode", shortened(str(error))) from error
     return text
 
 

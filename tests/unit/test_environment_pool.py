@@ -212,14 +212,14 @@ FAILURES = {
     "short": "returned tuple of 2: a step gives (observation, reward, done)",
     "no number": "returned reward nan: a reward is a finite number",
     "text reward": "returned reward of type str: a reward is a finite number",
-    "odd done": "returned done of type str: it is True or False",
+    "odd done": "returned done of type str: done is True or False",
     "an object": "returned object: ",
     "a set": "returned set: ",
-    "half a message": "returned no messages: one has a role and a content, both texts",
-    "mixed": "returned a list of neither: ",
-    "negative": "returned no token ids: ",
-    "surrogate": "returned no Unicode: ",
-    "no observation": "returned NoneType: what is not done gives an observation: ",
+    "half a message": "returned invalid messages: a message has a role and a content, both texts",
+    "mixed": "returned a list of other or mixed types: ",
+    "negative": "returned invalid token ids: ",
+    "surrogate": "returned invalid Unicode: ",
+    "no observation": "returned NoneType: a step that is not done gives an observation: ",
     "unprintable": "raised Odd: (its text cannot be shown)",
 }
 
@@ -432,7 +432,7 @@ def test_a_failing_start_fails_its_own_sample_only(pool):
     found = events_of(pool, tickets)
     assert [found[ticket].kind for ticket in tickets] == [
         *("ended its process", "ran out of memory", "raised SystemExit"),
-        "returned a list of neither",
+        "returned a list of other or mixed types",
     ]
     assert pool.num_open == 0
 

@@ -19,13 +19,13 @@ from mcore_rl.rewards.specs import RewardSpec
 
 @dataclass(frozen=True, slots=True)
 class LaidOut:
-    """A critic or a reward model in its layout."""
+    """A model of a job in its layout."""
 
     shape: ModelShape
     layout: TrainLayout
     layers: PipelineLayers
     values: Mapping[str, Any]  # Megatron's flags by destination, for this model
-    tokens: tuple[str, ...] | None  # None: of a fork
+    tokens: tuple[str, ...] | None  # for Megatron's parser; None in a fork
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,9 @@ import torch.distributed as dist
 
 from mcore_rl.common.agreement import agreed
 from mcore_rl.common.platform import WITHOUT_CUDA
+from mcore_rl.job.facts import Source
 from mcore_rl.job.inputs import check_data
-from mcore_rl.job.resolver import resolve_tokens
+from mcore_rl.job.resolver import resolve
 from mcore_rl.spec import JobSpec
 from mcore_rl.verify import check_prompts_given
 from tests.bad_input_folder import Change
@@ -113,7 +114,7 @@ class ParameterCounter:
 def check(tokens: Sequence[str], entry: str = "mcore_rl.train") -> JobSpec:
     """All that `python -m <entry> <tokens>` checks on a rank before Megatron starts."""
     scores_only = entry == "mcore_rl.verify"
-    checked = resolve_tokens(tokens, platform=WITHOUT_CUDA, scores_only=scores_only)
+    checked = resolve(Source(tokens=tokens, platform=WITHOUT_CUDA, scores_only=scores_only))
     (check_prompts_given if scores_only else check_data)(checked)
     return checked
 

@@ -1,8 +1,9 @@
-"""What the checks of a job take and find: `Source`, `Refusals` and `Facts`; see `resolver`."""
+"""Inputs and results of the checks of a job: `Source`, `Refusals` and `Facts`; see `resolver`."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from mcore_rl.job.reading import ReadShape, read_shape_of
 from mcore_rl.job.value_models import Folder
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.model.config_json import ModelShape
-from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
+from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.model.roles import Roles
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.spec import JobSpec, LaidOut
@@ -36,7 +37,7 @@ LENGTHS = re.compile(r"^rl_max_(prompt|response)_tokens|^rl_max_tokens|context_p
 
 
 class Refusals:
-    """What happens when a check refuses a job: here, as at a start, the first refusal is raised.
+    """Handling of refusals by checks: here, as at a start, the first refusal is raised.
 
     A subclass may collect refusals instead. `value` then returns None and `passes` False, and
     `examine` continues with the checks that do not need the result.
@@ -95,16 +96,22 @@ class Refusals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The source of a job: `tokens` of a command line, or the `args` that a fork has parsed."""
+    """The source of a job: `tokens` of a command line, or the `args` that a fork has parsed.
+
+    For a fork it is too late to derive flags: the architecture in `args` must match config.json.
+    """
 
     tokens: Sequence[str] = ()
     args: argparse.Namespace | None = None
     platform: Platform
-    world_size: int
+    world_size: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", 1)))
     extra_args: ExtraArgs = all_args  # adds all flags that are not Megatron's own
     parser: argparse.ArgumentParser | None = None  # of `make_parser(extra_args)`, if made already
-    scores_only: bool = False  # see `resolve_tokens`
-    # Return the size of this rank's device and this machine's host memory; called late.
+    # Prompts are scored without responses: --rl-max-response-tokens is then 1, the token that vLLM
+    # generates whenever it scores.
+    scores_only: bool = False
+    # Return the size of this rank's device and this machine's host memory. `device_bytes` is called
+    # only with CUDA, and late: the environment may be changed for CUDA before.
     device_bytes: Callable[[], int] | None = None
     host_memory: Callable[[], MachineMemory] | None = None
     read_shape: ReadShape = read_shape_of
@@ -113,27 +120,9 @@ class Source:
     checks_batches: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """The facts of a job of which nothing was refused."""
-
-    config: RLConfig
-    rewards: RewardSpec
-    environment: EnvironmentSpec | None
-    given: Mapping[str, Any]
-    shape: ModelShape
-    derived: DerivedFlags
-    values: Mapping[str, Any]
-    roles: Roles
-    layout: TrainLayout
-    layers: PipelineLayers
-    rollout: RolloutLayout
-    critic: LaidOut | None
-
-
 @dataclass(slots=True)
 class Facts:
-    """What is known of a job; None for what was refused, and for what needs that."""
+    """The results of the checks of a job; None for what was refused or depends on a refusal."""
 
     parser: argparse.ArgumentParser
     tokens: tuple[str, ...] = ()  # with the files of --rl-config expanded
@@ -146,33 +135,10 @@ class Facts:
     derived: DerivedFlags | None = None
     values: Mapping[str, Any] | None = None  # given and derived flags, by destination
     roles: Roles | None = None
-    layout: TrainLayout | None = None  # of the actor
-    layers: PipelineLayers | None = None
+    actor: LaidOut | None = None
     rollout: RolloutLayout | None = None
     batches_are_right: bool = False
-    tokens_with_effect: tuple[str, ...] = ()
-    megatron_tokens: tuple[str, ...] = ()  # the derived flags, then those with an effect
     is_accepted: bool = False  # whether Megatron's own validation has passed
     critic: LaidOut | None = None
     reward_model_folder: Folder | None = None
     spec: JobSpec | None = None  # if nothing was refused, of a job whose files are here
-
-    def resolved(self) -> Resolved:
-        """Return the facts, given that nothing was refused."""
-        assert self.config and self.rewards and self.shape and self.derived
-        assert self.values is not None and self.roles
-        assert self.layout and self.layers and self.rollout
-        return Resolved(
-            config=self.config,
-            rewards=self.rewards,
-            environment=self.environment,
-            given=self.given,
-            shape=self.shape,
-            derived=self.derived,
-            values=self.values,
-            roles=self.roles,
-            layout=self.layout,
-            layers=self.layers,
-            rollout=self.rollout,
-            critic=self.critic,
-        )

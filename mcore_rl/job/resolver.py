@@ -9,16 +9,13 @@ validation runs near the end, to find in advance what Megatron would refuse.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.machine_memory import MachineMemory
 from mcore_rl.common.parameters import ExtraArgs
-from mcore_rl.common.platform import Platform
 from mcore_rl.config import RLConfig, config_from
 from mcore_rl.flags.allocator import check_allocator
 from mcore_rl.flags.classes import check_critic_rate, notes
@@ -27,13 +24,13 @@ from mcore_rl.flags.fsdp import check_fsdp, check_fsdp_machine
 from mcore_rl.flags.given import as_config, expand_config, import_given_files
 from mcore_rl.flags.packages import check_wandb
 from mcore_rl.flags.pages import help_text
-from mcore_rl.flags.parser import HELP_RL, all_args
+from mcore_rl.flags.parser import HELP_RL
 from mcore_rl.hybrid_engine.memory.offload import offload_kinds
 from mcore_rl.hybrid_engine.options import ranks_per_node
 from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.job import preflight, reading
 from mcore_rl.job.batches import check_batches, check_lengths
-from mcore_rl.job.facts import BATCH, LAYOUT, LENGTHS, Facts, Refusals, Resolved, Source
+from mcore_rl.job.facts import BATCH, LAYOUT, LENGTHS, Facts, Refusals, Source
 from mcore_rl.job.layout import (
     check_layout,
     check_rollout,
@@ -56,7 +53,7 @@ from mcore_rl.job.value_models import (
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.model.config_json import ModelShape
-from mcore_rl.model.layout import TrainLayout
+from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.model.roles import REWARD, Roles, describe_ranks, parse_roles
 from mcore_rl.model.speculation import check_drafter, check_drafter_weights, parse_speculation
 from mcore_rl.moe.balance import check_balancing
@@ -67,63 +64,15 @@ from mcore_rl.spec import JobSpec, LaidOut, ValueModelSpec
 from mcore_rl.trainer.case import case_of_run, has_slow_products, trained_critic
 
 
-def resolve(source: Source, refusals: Refusals | None = None) -> JobSpec:
-    """Return the job of `source`, after every check. Raises the first refusal."""
-    spec = examine(source, refusals or Refusals()).spec
+def resolve(source: Source) -> JobSpec:
+    """Return the job of `source`, after every check. Raises the first refusal.
+
+    `--help` and `--help-rl` exit with SystemExit, after rank 0 has printed the flags.
+    """
+    _answer_help(source.tokens, source.extra_args)
+    spec = examine(source, Refusals()).spec
     assert spec is not None, "a check was skipped without a refusal"
     return spec
-
-
-def resolve_tokens(
-    tokens: Sequence[str],
-    *,
-    platform: Platform,
-    scores_only: bool = False,
-    extra_args: ExtraArgs = all_args,
-    device_bytes: Callable[[], int] | None = None,
-    host_memory: Callable[[], MachineMemory] | None = None,
-) -> JobSpec:
-    """Return the job of a command line, and of everything that it names except the prompts.
-
-    With `scores_only`, prompts are scored without responses: --rl-max-response-tokens is then 1,
-    the token that vLLM generates whenever it scores. `--help` and `--help-rl` exit with SystemExit,
-    after rank 0 has printed the flags. `device_bytes` is called only with CUDA, and late: the
-    environment may be changed for CUDA before.
-    """
-    _answer_help(tokens, extra_args)
-    return resolve(
-        Source(
-            tokens=tokens,
-            platform=platform,
-            world_size=int(os.environ.get("WORLD_SIZE", 1)),
-            scores_only=scores_only,
-            extra_args=extra_args,
-            device_bytes=device_bytes,
-            host_memory=host_memory,
-        )
-    )
-
-
-def resolve_args(
-    args: argparse.Namespace,
-    *,
-    platform: Platform,
-    device_bytes: Callable[[], int] | None = None,
-    host_memory: Callable[[], MachineMemory] | None = None,
-) -> JobSpec:
-    """Return the job of the arguments that a fork has parsed with Megatron's parser.
-
-    It is too late to derive flags, so the architecture in `args` must match config.json.
-    """
-    return resolve(
-        Source(
-            args=args,
-            platform=platform,
-            world_size=args.world_size,
-            device_bytes=device_bytes,
-            host_memory=host_memory,
-        )
-    )
 
 
 def _answer_help(tokens: Sequence[str], extra_args: ExtraArgs) -> None:
@@ -267,8 +216,6 @@ class _Examiner:
         if derived is not None:
             facts.derived = derived
             facts.values = values_of(derived, given, parser)
-            facts.tokens_with_effect = with_effect(derived, facts.tokens, parser)
-            facts.megatron_tokens = (*derived.tokens, *facts.tokens_with_effect)
 
     def _check_together(
         self, config: RLConfig, shape: ModelShape, values: Mapping[str, Any]
@@ -292,6 +239,7 @@ class _Examiner:
     def _lay_out(self, config: RLConfig, shape: ModelShape, values: Mapping[str, Any]) -> None:
         """Lay out actor and engines, divide the samples among ranks, and ask Megatron."""
         facts, refusals, source = self.facts, self.refusals, self.source
+        layout = layers = None
         if refusals.knows(LAYOUT):
             facts.roles = refusals.value(
                 parse_roles,
@@ -301,36 +249,44 @@ class _Examiner:
             )
             pp_size = values.get("pipeline_model_parallel_size", 1)
             if facts.roles is not None:
-                facts.layout = refusals.value(_layout_of_actor, shape, values, facts.roles)
-            facts.layers = refusals.value(check_stages, shape, pp_size, values)
-        layout, layers, checkpoint = facts.layout, facts.layers, facts.checkpoint
-        if layers is not None and refusals.passes(
-            preflight.check_mtp, config, shape, layers, values
-        ):
-            if checkpoint is not None:
-                refusals.passes(preflight.check_mtp_weights, shape, checkpoint, values)
-        if layout is None or layers is None:
+                layout = refusals.value(_layout_of_actor, shape, values, facts.roles)
+            layers = refusals.value(check_stages, shape, pp_size, values)
+        if layers is None:
             return
+        may_train_mtp = refusals.passes(preflight.check_mtp, config, shape, layers, values)
+        if may_train_mtp and facts.checkpoint is not None:
+            refusals.passes(preflight.check_mtp_weights, shape, facts.checkpoint, values)
+        if layout is None:
+            return
+        facts.actor = LaidOut(shape, layout, layers, values, self._tokens_of_actor())
         facts.rollout = refusals.value(
             check_rollout, config.engine, shape, layout, layers, has_cuda=source.platform.cuda
         )
         if source.checks_batches and refusals.knows(BATCH):
             facts.batches_are_right = refusals.passes(check_batches, config, layout, layers, values)
-        if source.args is None and facts.rollout is not None and self._fits_together:
-            self.facts.is_accepted = self._ask_megatron(facts.megatron_tokens, shape, layout)
+        if facts.rollout is not None and self._fits_together:
+            facts.is_accepted = self._ask_megatron(facts.actor)
+
+    def _tokens_of_actor(self) -> tuple[str, ...] | None:
+        """Return the derived flags, then the given ones that have an effect; None in a fork."""
+        facts = self.facts
+        if facts.derived is None or self.source.args is not None:
+            return None
+        given = with_effect(facts.derived, facts.tokens, facts.parser)
+        return (*facts.derived.tokens, *given)
 
     @property
     def _fits_together(self) -> bool:
         return self.facts.batches_are_right and self._lengths_are_right
 
-    def _ask_megatron(
-        self, tokens: tuple[str, ...], shape: ModelShape, layout: TrainLayout
-    ) -> bool:
+    def _ask_megatron(self, model: LaidOut) -> bool:
         """Return whether Megatron's own validation passes; False, too, where it is not run."""
-        return self.source.is_here and self.refusals.passes(
+        if model.tokens is None or not self.source.is_here:
+            return False
+        return self.refusals.passes(
             check_megatron_accepts,
-            *(tokens, shape),
-            world_size=layout.world_size,
+            *(model.tokens, model.shape),
+            world_size=model.layout.world_size,
             extra_args=self.source.extra_args,
         )
 
@@ -344,7 +300,7 @@ class _Examiner:
             critic, facts.critic = self._value_model(options, config, shape, values)
         if (options := reward_options(config)) is not None:
             reward_model, _ = self._value_model(options, config, shape, values)
-        memory_notes = self.refusals.value(self._check_memory, config, shape, values)
+        memory_notes = self.refusals.value(self._check_memory, config)
         is_complete = not self.refusals.count and not self.refusals.left_out
         if memory_notes is not None and is_complete and self.source.has_files:
             facts.spec = self._spec(critic, reward_model, memory_notes)
@@ -370,14 +326,14 @@ class _Examiner:
                 facts.reward_model_folder = folder
         if refusals.knows(LENGTHS):
             refusals.passes(check_positions, options, config, own_shape)
-        laid_out = self._laid_out(options, config, own_shape, shape, values)
+        laid_out = self._laid_out(options, config, own_shape)
         if laid_out is None:
             return None, None
         with refusals.of_role(f"the {options.name}"):
             if options.learns:
                 self._check_learning(config, laid_out, folder)
-            if laid_out.tokens is not None and self.facts.is_accepted:
-                self._ask_megatron(laid_out.tokens, own_shape, laid_out.layout)
+            if facts.is_accepted:
+                self._ask_megatron(laid_out)
         if folder is None:
             return None, laid_out
         spec = ValueModelSpec(
@@ -392,20 +348,13 @@ class _Examiner:
         return spec, laid_out
 
     def _laid_out(
-        self,
-        options: ValueOptions,
-        config: RLConfig,
-        own_shape: ModelShape,
-        shape: ModelShape,
-        values: Mapping[str, Any],
+        self, options: ValueOptions, config: RLConfig, own_shape: ModelShape
     ) -> LaidOut | None:
         facts = self.facts
-        if facts.roles is None or facts.layout is None or facts.layers is None:
+        if facts.roles is None or facts.actor is None:
             return None
         if self.source.args is not None:
-            return self.refusals.value(
-                lay_out_in_fork, options, own_shape, shape, facts.layout, facts.layers, values
-            )
+            return self.refusals.value(lay_out_in_fork, options, own_shape, facts.actor)
         with self.refusals.of_role(f"the {options.name}"):
             return self.refusals.value(
                 lay_out,
@@ -424,23 +373,19 @@ class _Examiner:
         if folder is not None:
             refusals.passes(preflight.check_biases, folder.checkpoint, laid_out.shape, values)
 
-    def _check_memory(
-        self, config: RLConfig, shape: ModelShape, values: Mapping[str, Any]
-    ) -> tuple[str, ...]:
+    def _check_memory(self, config: RLConfig) -> tuple[str, ...]:
         """Return a line for each thing that may not fit the device or the host."""
         source, facts = self.source, self.facts
-        layout, layers, rollout, roles = facts.layout, facts.layers, facts.rollout, facts.roles
+        actor, rollout, roles = facts.actor, facts.rollout, facts.roles
         if source.device_bytes is None and source.host_memory is None:
             return ()
-        if layout is None or layers is None or rollout is None or roles is None:
-            return ()
-        if not self._fits_together:
+        if actor is None or rollout is None or roles is None or not self._fits_together:
             return ()
         critic = None if facts.critic is None else trained_critic(config, facts.critic, roles)
         has_device = source.platform.cuda and source.device_bytes is not None
         size = source.device_bytes() if has_device and source.device_bytes else None
-        model = (shape, layout, layers)
-        case = case_of_run(config, values, model, rollout, critic, device_bytes=size)
+        model = (actor.shape, actor.layout, actor.layers)
+        case = case_of_run(config, actor.values, model, rollout, critic, device_bytes=size)
         if case is None:
             return ()
         lines = check_device(case, scores_only=source.scores_only) if has_device else ()
@@ -460,54 +405,62 @@ class _Examiner:
         reward_model: ValueModelSpec | None,
         memory_notes: tuple[str, ...],
     ) -> JobSpec:
-        facts, job = self.facts, self.facts.resolved()
-        assert facts.checkpoint is not None, "it was read"
-        num_mtp_layers = job.given.get("mtp_num_layers") or 0
-        flags = values_of(job.derived, job.given, facts.parser)
+        facts = self.facts
+        config, derived, actor, rollout = facts.config, facts.derived, facts.actor, facts.rollout
+        assert config and facts.rewards and facts.checkpoint and facts.roles, "none was refused"
+        assert derived and actor and rollout, "none was refused"
+        num_mtp_layers = facts.given.get("mtp_num_layers") or 0
+        tokens = actor.tokens or ()
+        flags = values_of(derived, facts.given, facts.parser)
         return JobSpec(
-            config=job.config,
-            rewards=job.rewards,
-            environment=job.environment,
-            shape=job.shape,
-            checkpoint=facts.checkpoint.with_mtp_trained(job.shape, num_mtp_layers),
-            roles=job.roles,
-            train_layout=job.layout,
-            layers=job.layers,
-            rollout_layout=job.rollout,
-            ranks_per_node=ranks_per_node(job.config.engine, job.layout.world_size),
-            tokens=facts.megatron_tokens,
-            given=as_config(facts.tokens_with_effect, facts.parser),
+            config=config,
+            rewards=facts.rewards,
+            environment=facts.environment,
+            shape=actor.shape,
+            checkpoint=facts.checkpoint.with_mtp_trained(actor.shape, num_mtp_layers),
+            roles=facts.roles,
+            train_layout=actor.layout,
+            layers=actor.layers,
+            rollout_layout=rollout,
+            ranks_per_node=ranks_per_node(config.engine, actor.layout.world_size),
+            tokens=tokens,
+            given=as_config(tokens[len(derived.tokens) :], facts.parser),
             flags=reading.flags_of(flags, facts.parser),
-            notes=(*_notes(self.source, job, facts.checkpoint), *memory_notes),
-            save=job.given.get("save"),
+            notes=(*self._notes(config, derived, actor, rollout, facts.checkpoint), *memory_notes),
+            save=facts.given.get("save"),
             critic=critic,
             reward_model=reward_model,
-            trust_remote_code=bool(job.given.get("trust_remote_code")),
+            trust_remote_code=bool(facts.given.get("trust_remote_code")),
         )
 
-
-def _notes(source: Source, job: Resolved, checkpoint: HFCheckpoint) -> Iterator[str]:
-    """Describe what a start decides that is not in the command line."""
-    derived, lacks = job.derived, source.platform.lacks
-    if derived.architecture:
-        yield f"derived from config.json: {' '.join(derived.architecture)}"
-    if derived.machine:
-        why = f"no {lacks} here, so " if lacks else ""
-        yield f"{why}Megatron runs with: {' '.join(derived.machine)}"
-    if derived.defaults:
-        yield f"defaults for RL: {' '.join(derived.defaults)}"
-    parser = megatron_adapter.make_parser()  # without a fork's flags
-    yield from notes(job.given, parser, unread=derived.unread)
-    yield from note_on_experts(
-        job.config.engine, Placement(job.shape, job.layout, job.layers, job.rollout)
-    )
-    if checkpoint.mtp:
-        drafts = job.config.engine.speculate.startswith("mtp")
-        yield (
-            f"the checkpoint's multi-token-prediction layers ({len(checkpoint.mtp)} tensors) are "
-            "not trained: they are exported as they are"
-            f"{', and draft for the engines' if drafts else ''}"
-        )
+    def _notes(
+        self,
+        config: RLConfig,
+        derived: DerivedFlags,
+        actor: LaidOut,
+        rollout: RolloutLayout,
+        checkpoint: HFCheckpoint,
+    ) -> Iterator[str]:
+        """Describe what a start decides that is not in the command line."""
+        if derived.architecture:
+            yield f"derived from config.json: {' '.join(derived.architecture)}"
+        if derived.machine:
+            lacks = self.source.platform.lacks
+            why = f"no {lacks} here, so " if lacks else ""
+            yield f"{why}Megatron runs with: {' '.join(derived.machine)}"
+        if derived.defaults:
+            yield f"defaults for RL: {' '.join(derived.defaults)}"
+        parser = megatron_adapter.make_parser()  # without a fork's flags
+        yield from notes(self.facts.given, parser, unread=derived.unread)
+        placement = Placement(actor.shape, actor.layout, actor.layers, rollout)
+        yield from note_on_experts(config.engine, placement)
+        if checkpoint.mtp:
+            drafts = config.engine.speculate.startswith("mtp")
+            yield (
+                f"the checkpoint's multi-token-prediction layers ({len(checkpoint.mtp)} tensors) "
+                "are not trained: they are exported as they are"
+                f"{', and draft for the engines' if drafts else ''}"
+            )
 
 
 def _check_speculation(

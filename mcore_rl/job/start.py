@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import importlib.metadata
 import logging
 import os
@@ -23,7 +22,8 @@ from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.common.platform import find_platform
 from mcore_rl.flags.parser import all_args
 from mcore_rl.job.environment import open_store
-from mcore_rl.job.resolver import resolve_args, resolve_tokens
+from mcore_rl.job.facts import Source
+from mcore_rl.job.resolver import resolve
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_files import check_copies
 from mcore_rl.model.config_json import settings_without_flag
@@ -58,19 +58,18 @@ def start(
     Megatron's own, `megatron_options` are for its `initialize_megatron`.
     """
     store = open_store()
-    resolve = functools.partial(
-        resolve_tokens,
-        tokens,
+    source = Source(
+        tokens=tokens,
         platform=find_platform(),
         scores_only=scores_only,
         extra_args=extra_args,
         device_bytes=_device_bytes,
         host_memory=machine_memory,
     )
-    checked = _agreed_spec(resolve, also_check, store)
+    checked = _agreed_spec(source, also_check, store)
     if writes:
         checked = hold_folders(checked, store)
-    _say(checked)
+    _log_start(checked)
     world = enter_role(checked.roles, store)
     of_role = _of_role(checked, world).tokens
     assert of_role is not None, "a role with ranks of its own has a command line"
@@ -97,35 +96,33 @@ def job_from_args(
     config.json.
     """
     store = dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
-    resolve = functools.partial(
-        resolve_args,
-        args,
+    source = Source(
+        args=args,
         platform=find_platform(),
+        world_size=args.world_size,
         device_bytes=_device_bytes,
         host_memory=machine_memory,
     )
-    checked = _agreed_spec(resolve, also_check, store)
+    checked = _agreed_spec(source, also_check, store)
     checked = hold_folders(checked, store)
-    _say(checked)
+    _log_start(checked)
     return _job(args, checked, enter_role(checked.roles, store))
 
 
 def _agreed_spec(
-    resolve: Callable[[], JobSpec],
-    also_check: Callable[[JobSpec], None] | None,
-    store: dist.Store | None,
+    source: Source, also_check: Callable[[JobSpec], None] | None, store: dist.Store | None
 ) -> JobSpec:
     """Return the job once all ranks have resolved and checked the same. Collective."""
 
     def check() -> JobSpec:
-        checked = resolve()
+        checked = resolve(source)
         if also_check is not None:
             also_check(checked)
         _check_copies(checked)
         return checked
 
     checked = agreed(check, store, stage="input")
-    check_alike(_facts(checked), store)
+    check_alike(_shared_facts(checked), store)
     return checked
 
 
@@ -138,7 +135,7 @@ def _check_copies(spec: JobSpec) -> None:
         )
 
 
-def _facts(spec: JobSpec) -> dict[str, str]:
+def _shared_facts(spec: JobSpec) -> dict[str, str]:
     """Return what must be the same on all ranks: flags except paths, ranks per node, packages."""
     facts = {
         flag: value
@@ -204,7 +201,7 @@ def _of_role(checked: JobSpec, world: RoleWorld) -> JobSpec | ValueModelSpec:
     return found
 
 
-def _say(checked: JobSpec) -> None:
+def _log_start(checked: JobSpec) -> None:
     """Log the notes and the placement of the roles, on the first rank."""
     if int(os.environ.get("RANK", 0)) == 0:
         for line in (*checked.notes, _placement(checked)):

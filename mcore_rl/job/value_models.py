@@ -23,7 +23,6 @@ from mcore_rl.job.layout import check_layout, check_stages
 from mcore_rl.job.reading import ReadShape
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_tensors, open_checkpoint
 from mcore_rl.model.config_json import ModelShape
-from mcore_rl.model.layout import PipelineLayers, TrainLayout
 from mcore_rl.model.roles import CRITIC, DEGREE_FLAGS, REWARD, Roles
 from mcore_rl.model.tensors import VALUE_HEAD, TensorInfo
 from mcore_rl.rewards.functions import REWARD_MODEL
@@ -209,23 +208,16 @@ def lay_out(
     return LaidOut(own_shape, layout, layers, values, (*derived.tokens, *users))
 
 
-def lay_out_in_fork(
-    options: ValueOptions,
-    own_shape: ModelShape,
-    shape: ModelShape,
-    layout: TrainLayout,
-    layers: PipelineLayers,
-    values: Mapping[str, Any],
-) -> LaidOut:
+def lay_out_in_fork(options: ValueOptions, own_shape: ModelShape, actor: LaidOut) -> LaidOut:
     """Lay the model out as the actor, of the same architecture: a fork has one set of arguments."""
     as_actor = dataclasses.replace(
-        own_shape, value_head=False, tied_embeddings=shape.tied_embeddings
+        own_shape, value_head=False, tied_embeddings=actor.shape.tied_embeddings
     )
-    if as_actor != shape:
+    if as_actor != actor.shape:
         raise UsageError(
             "is of another architecture than --rl-hf-checkpoint, and arguments were parsed "
             "outside of mcore_rl",
             flag=options.shown,
             remedy="give one of the same, or start by mcore_rl.initialize",
         )
-    return LaidOut(own_shape, layout, layers, values, None)
+    return dataclasses.replace(actor, shape=own_shape)

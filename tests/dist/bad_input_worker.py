@@ -20,7 +20,8 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.job.environment import open_store
-from mcore_rl.job.resolver import resolve_tokens
+from mcore_rl.job.facts import Source
+from mcore_rl.job.resolver import resolve
 from mcore_rl.job.start import hold_folders, job_from_args
 from mcore_rl.megatron.world import parsed_args
 from tests.bad_input_cases import ParameterCounter, check
@@ -79,7 +80,7 @@ def check_layout(tokens: list[str]) -> str:
 def run_directory(tokens: list[str], folder: str) -> str:
     """The directory that this rank has for a run that is given none."""
     os.chdir(folder)
-    checked = resolve_tokens(tokens, platform=WITHOUT_CUDA)
+    checked = resolve(Source(tokens=tokens, platform=WITHOUT_CUDA))
     store = open_store()
     directory = str(hold_folders(checked, store).config.run.directory)
     agreed(lambda: None, store, stage="end")  # the store ends with its first rank
@@ -89,7 +90,7 @@ def run_directory(tokens: list[str], folder: str) -> str:
 def fork(tokens: list[str], rates: list[str]) -> None:
     """A fork that has parsed its arguments itself, each rank with a learning rate of its own."""
     rank = int(os.environ["RANK"])
-    derived = resolve_tokens(tokens, platform=WITHOUT_CUDA).tokens
+    derived = resolve(Source(tokens=tokens, platform=WITHOUT_CUDA)).tokens
     like = argparse.Namespace(rank=rank, local_rank=rank)
     args = parsed_args([*derived, "--lr", rates[rank]], add_rl_args, like, log=io.StringIO())
     dist.init_process_group("gloo")

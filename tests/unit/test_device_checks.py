@@ -13,7 +13,8 @@ import pytest
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import Platform
-from mcore_rl.job.resolver import resolve_tokens
+from mcore_rl.job.facts import Source
+from mcore_rl.job.resolver import resolve
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.planner.checks import check_device
 from mcore_rl.planner.models import stage_state
@@ -116,7 +117,7 @@ def test_command_line_is_checked_against_the_device_size(
             asked.append(num_bytes)
             return num_bytes
 
-        resolve_tokens(tokens, platform=Platform(cuda=has_cuda), device_bytes=device_bytes)
+        resolve(Source(tokens=tokens, platform=Platform(cuda=has_cuda), device_bytes=device_bytes))
 
     of(1, has_cuda=False)
     assert asked == []

@@ -104,7 +104,7 @@ def test_correct_command_line_is_green(passed: Job) -> None:
     assert [finding.level for finding in passed.findings] == ["green"]
     facts = passed.facts
     assert facts.spec is not None and facts.batches_are_right
-    assert facts.layout is not None and facts.layout.tp_size == 2
+    assert facts.actor is not None and facts.actor.layout.tp_size == 2
 
 
 def test_all_faults_are_reported_at_once(here: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_batch_that_does_not_divide_is_red_and_the_layout_stands(good: Path) -
     job = read(good, "--rl-num-mini-batches 3")
     (red,) = job.reds
     assert "--rl-num-mini-batches 3" in red
-    assert job.facts.layout is not None and not job.facts.batches_are_right
+    assert job.facts.actor is not None and not job.facts.batches_are_right
 
 
 def test_flags_that_megatron_refuses_are_red(good: Path) -> None:

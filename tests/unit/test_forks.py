@@ -18,7 +18,7 @@ from mcore_rl.common.platform import WITHOUT_CUDA, Platform
 from mcore_rl.flags.parser import add_rl_args, with_rl_args
 from mcore_rl.job.facts import Refusals, Source
 from mcore_rl.job.inputs import check_data
-from mcore_rl.job.resolver import examine, resolve_args, resolve_tokens
+from mcore_rl.job.resolver import examine, resolve
 from mcore_rl.megatron.world import parsed_args
 from mcore_rl.planner.settings import GB
 from tests.untrusted import need_code_of_tokenizer
@@ -45,7 +45,7 @@ def tokens_of(checkpoint: Path, *more: str) -> list[str]:
 
 def parse(checkpoint: Path, *more: str) -> argparse.Namespace:
     """The arguments that a fork's Megatron parses from derived flags and unchecked ones."""
-    derived = resolve_tokens(tokens_of(checkpoint), platform=WITHOUT_CUDA).tokens
+    derived = resolve(Source(tokens=tokens_of(checkpoint), platform=WITHOUT_CUDA)).tokens
     like = argparse.Namespace(rank=0, local_rank=0)
     return parsed_args([*derived, *more], add_rl_args, like, log=io.StringIO())
 
@@ -67,29 +67,29 @@ def parse(checkpoint: Path, *more: str) -> argparse.Namespace:
 )
 def test_parsed_arguments_of_a_fork_are_checked(flags: str, says: str, checkpoint: Path) -> None:
     with pytest.raises(UsageError, match=says):
-        check_data(resolve_args(parse(checkpoint, *flags.split()), platform=WITHOUT_CUDA))
+        check_data(resolve(Source(args=parse(checkpoint, *flags.split()), platform=WITHOUT_CUDA)))
 
 
 def test_parsed_arguments_are_checked_against_the_machine(checkpoint: Path) -> None:
     args = parse(checkpoint)
     without_engine = Platform(cuda=True, fused_weight_gradients=True)
-    resolve_args(args, platform=without_engine)
+    resolve(Source(args=args, platform=without_engine))
     args.apply_rope_fusion = True
     says = "apply_rope_fusion is True, but a machine without Transf.* --no-rope-fusion .*; pass"
     with pytest.raises(UsageError, match=says):
-        resolve_args(args, platform=without_engine)
+        resolve(Source(args=args, platform=without_engine))
     with pytest.raises(UsageError, match="--transformer-impl local lacks .* and here it can; drop"):
-        resolve_args(args, platform=Platform(cuda=True, transformer_engine=(2, 20)))
+        resolve(Source(args=args, platform=Platform(cuda=True, transformer_engine=(2, 20))))
 
 
 def test_parsed_arguments_may_trust_tokenizer_code(checkpoint: Path, tmp_path: Path) -> None:
     marker = tmp_path / "was_here"
     need_code_of_tokenizer(checkpoint, marker)
     with pytest.raises(UsageError, match="holds a tokenizer with code"):
-        check_data(resolve_args(parse(checkpoint), platform=WITHOUT_CUDA))
+        check_data(resolve(Source(args=parse(checkpoint), platform=WITHOUT_CUDA)))
     assert not marker.exists()
     args = parse(checkpoint, "--trust-remote-code")
-    check_data(resolve_args(args, platform=WITHOUT_CUDA))
+    check_data(resolve(Source(args=args, platform=WITHOUT_CUDA)))
     assert marker.exists()
 
 
@@ -97,18 +97,22 @@ def test_parsed_arguments_are_checked_against_the_device_size(checkpoint: Path) 
     args = parse(checkpoint)
     args.apply_rope_fusion = False
     has_cuda = Platform(cuda=True, fused_weight_gradients=True)
-    resolve_args(args, platform=has_cuda, device_bytes=lambda: 80 * GB)
+    resolve(Source(args=args, platform=has_cuda, device_bytes=lambda: 80 * GB))
     with pytest.raises(UsageError, match="^phase build does not fit a device of 100 kB: rank 0"):
-        resolve_args(args, platform=has_cuda, device_bytes=lambda: 100_000)
+        resolve(Source(args=args, platform=has_cuda, device_bytes=lambda: 100_000))
 
 
 def test_flags_of_a_fork_are_named_as_on_a_command_line(checkpoint: Path) -> None:
     """By the names that a command line gives them, Megatron's and ours."""
-    flags = resolve_args(
-        parse(checkpoint, "--lr", "3e-5", "--rl-kl-coef", "0.125"), platform=WITHOUT_CUDA
+    flags = resolve(
+        Source(
+            args=parse(checkpoint, "--lr", "3e-5", "--rl-kl-coef", "0.125"), platform=WITHOUT_CUDA
+        )
     ).flags
     assert (flags["--lr"], flags["--rl-kl-coef"]) == ("3e-05", "0.125")
-    typed = resolve_tokens(tokens_of(checkpoint, "--lr", "3e-5"), platform=WITHOUT_CUDA).flags
+    typed = resolve(
+        Source(tokens=tokens_of(checkpoint, "--lr", "3e-5"), platform=WITHOUT_CUDA)
+    ).flags
     assert typed["--lr"] == "3e-05" and "--rl-kl-coef" not in typed
 
 
@@ -128,6 +132,7 @@ def test_independent_checks_run_after_a_refusal(checkpoint: Path) -> None:
         checkpoint,
         *("--rl-offload", "nothing", "--rl-reward", "model", "--lr", "1e-6"),
         *("--tensor-model-parallel-size", "3", "--min-lr", "1e-5"),
+        *("--pipeline-model-parallel-size", "99"),
     )
     refusals = Collected()
     facts = examine(Source(tokens=tokens, platform=WITHOUT_CUDA, world_size=1), refusals)
@@ -136,8 +141,9 @@ def test_independent_checks_run_after_a_refusal(checkpoint: Path) -> None:
         "--min-lr 1e-05",
         "--rl-offload nothing",
         "--tensor-model-parallel-size 3",
+        "--pipeline-model-parallel-size 99",
     ]
-    assert facts.layers is not None and facts.rollout is None and facts.spec is None
+    assert facts.actor is None and facts.rollout is None and facts.spec is None
 
 
 def extra_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -148,18 +154,24 @@ def extra_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def test_extra_args_of_a_fork_are_known_to_every_parser(checkpoint: Path) -> None:
     tokens = tokens_of(checkpoint, "--notes", "folder", "--rl-algorithm", "ppo")
     with pytest.raises(UsageError, match="unknown flag --notes"):
-        resolve_tokens(tokens, platform=WITHOUT_CUDA)
+        resolve(Source(tokens=tokens, platform=WITHOUT_CUDA))
     both: list[Any] = [extra_args, lambda parser: extra_args(add_rl_args(parser))]
     for of_fork in both:
-        checked = resolve_tokens(tokens, platform=WITHOUT_CUDA, extra_args=with_rl_args(of_fork))
+        checked = resolve(
+            Source(tokens=tokens, platform=WITHOUT_CUDA, extra_args=with_rl_args(of_fork))
+        )
         critic = checked.critic
         assert critic is not None and critic.tokens is not None
         like = argparse.Namespace(rank=0, local_rank=0)
         args = parsed_args(critic.tokens, critic.extra_args, like, log=io.StringIO())
         assert args.notes == "folder" and args.rl_algorithm == "ppo"
     with pytest.raises(UsageError, match="Megatron refuses these flags .*required: --notes"):
-        resolve_tokens(
-            tokens_of(checkpoint), platform=WITHOUT_CUDA, extra_args=with_rl_args(extra_args)
+        resolve(
+            Source(
+                tokens=tokens_of(checkpoint),
+                platform=WITHOUT_CUDA,
+                extra_args=with_rl_args(extra_args),
+            )
         )
 
 

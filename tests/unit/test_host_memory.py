@@ -12,7 +12,8 @@ import pytest
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.machine_memory import MachineMemory
 from mcore_rl.common.platform import WITHOUT_CUDA
-from mcore_rl.job.resolver import resolve_tokens
+from mcore_rl.job.facts import Source
+from mcore_rl.job.resolver import resolve
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.planner.checks import check_host
 from mcore_rl.planner.host import PROCESS_BYTES, SAVE, HostPhase, host_phases, received_of
@@ -141,7 +142,7 @@ def test_command_line_is_checked_against_memory_of_machine(
 
     def notes(limit: int, available: int) -> str:
         machine = MachineMemory(limit, available, "the machine's memory")
-        spec = resolve_tokens(tokens, platform=WITHOUT_CUDA, host_memory=lambda: machine)
+        spec = resolve(Source(tokens=tokens, platform=WITHOUT_CUDA, host_memory=lambda: machine))
         return "\n".join(spec.notes)
 
     assert "host memory" not in notes(100 * GB, 100 * GB)

@@ -183,12 +183,13 @@ def test_flags_without_effect_change_nothing(
         text = HOSTILE.get(action.dest) or ("/no" if kind in (None, str) else "1000003")
         everything += [action.option_strings[0], text]
     found = resolved(everything)
-    assert found.megatron_tokens == alone.megatron_tokens
+    assert found.actor is not None and alone.actor is not None
+    assert found.actor.tokens == alone.actor.tokens
     assert found.values == alone.values
     (note,) = flag_classes.notes(found.given, parser)
     assert all(flag in note for flag in everything[::2])
     # What is left is what Megatron's own validation takes.
-    check_megatron_accepts(found.megatron_tokens, found.resolved().shape, world_size=1)
+    check_megatron_accepts(found.actor.tokens or (), found.actor.shape, world_size=1)
 
 
 def test_unknown_flag_of_megatron_is_noted(parser: argparse.ArgumentParser) -> None:

@@ -89,7 +89,8 @@ def test_line_cut_by_a_kill_is_ended(tmp_path):
 
 
 def test_config_yaml_reproduces_the_job(checkpoint_factory, tmp_path):
-    from mcore_rl.job.resolver import resolve_tokens
+    from mcore_rl.job.facts import Source
+    from mcore_rl.job.resolver import resolve
     from mcore_rl.megatron.world import parsed_args
 
     checkpoint = checkpoint_factory("qwen2")
@@ -103,7 +104,7 @@ def test_config_yaml_reproduces_the_job(checkpoint_factory, tmp_path):
     ]
 
     def read(tokens: list[str]) -> tuple[JobSpec, dict[str, Any]]:
-        checked = resolve_tokens(tokens, platform=WITHOUT_CUDA)
+        checked = resolve(Source(tokens=tokens, platform=WITHOUT_CUDA))
         like = argparse.Namespace(rank=0, local_rank=0)
         args = parsed_args(list(checked.tokens), add_rl_args, like, log=io.StringIO())
         return checked, {**vars(args), "rl_run_dir": ""}

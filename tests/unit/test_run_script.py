@@ -465,8 +465,8 @@ def test_preset_fits_its_model_and_machines(name, tmp_path):
     )
     facts = examine(source, Refusals())
     assert facts.is_accepted, "Megatron's own validation has run, too"
-    job = facts.resolved()
-    values, layout, rollout = job.values, job.layout, job.rollout
+    assert facts.actor is not None and facts.rollout is not None
+    values, layout, rollout = facts.actor.values, facts.actor.layout, facts.rollout
 
     last = values.get("decoder_last_pipeline_num_layers")
     if last is not None:  # the other stages share the rest evenly

@@ -29,6 +29,7 @@ from mcore_rl.flags.given import as_config, expand_config, given_values, import_
 from mcore_rl.flags.pages import BEGIN, END, flags_page, help_text, parameter_table
 from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.job import preflight, resolver
+from mcore_rl.job.facts import Source
 from mcore_rl.launch.launcher import main as launch
 from mcore_rl.model.config_json import read_model_shape
 from mcore_rl.observe import user_metrics
@@ -202,7 +203,7 @@ def test_help_rl_lists_our_flags_and_the_users_with_defaults_and_bounds(mine, ca
     assert "--rl-spo-shape {round,square} of the pull [default: round]" in help_rl
     assert [p.flag for p in flags().values() if p.flag not in help_rl] == []
     with pytest.raises(SystemExit) as left:  # of train and verify
-        resolver.resolve_tokens(["--help-rl"], platform=None)  # type: ignore[arg-type]
+        resolver.resolve(Source(tokens=["--help-rl"], platform=None))  # type: ignore[arg-type]
     assert left.value.code == 0 and "--rl-spo-width" in capsys.readouterr().out
     assert launch(["--rl-import", f"{mine}.txt", "--help-rl"]) == 2
     assert "is not a .py file" in capsys.readouterr().err
@@ -210,7 +211,7 @@ def test_help_rl_lists_our_flags_and_the_users_with_defaults_and_bounds(mine, ca
 
 def test_help_lists_the_users_flags(mine, capsys):
     with pytest.raises(SystemExit) as left:
-        resolver.resolve_tokens(["--help", "--rl-import", mine], platform=WITHOUT_CUDA)
+        resolver.resolve(Source(tokens=["--help", "--rl-import", mine], platform=WITHOUT_CUDA))
     assert left.value.code == 0
     output = capsys.readouterr().out
     assert "--rl-spo-width" in output and "--num-layers" in output

@@ -36,7 +36,7 @@ class DeviceMemory:
 
 def check_batches(facts: Facts) -> Iterator[Finding]:
     """Yield the lines that a start prints, for a job whose layout and batch are valid."""
-    assert facts.config and facts.shape and facts.layout and facts.layers
+    assert facts.config and facts.actor
     config = facts.config
 
     def divided(model: LaidOut) -> tuple[int, MicroBatching]:
@@ -45,9 +45,8 @@ def check_batches(facts: Facts) -> Iterator[Finding]:
         )
         return model.layout.dp_size, batching
 
-    actor = LaidOut(facts.shape, facts.layout, facts.layers, facts.values or {}, tokens=None)
     critic = None if facts.critic is None else divided(facts.critic)
-    for line in describe(config.accounting(actor=divided(actor), critic=critic)):
+    for line in describe(config.accounting(actor=divided(facts.actor), critic=critic)):
         yield green(BATCHES, line)
 
 

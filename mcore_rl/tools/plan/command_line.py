@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mcore_rl.common.errors import CORRECT, CommandParser, UsageError
 from mcore_rl.common.platform import Platform
@@ -22,7 +22,7 @@ from mcore_rl.hybrid_engine.plan.buckets import frame_of, slot_bytes
 from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.model.config_json import ModelShape, read_model_shape
 from mcore_rl.model.families import family_of
-from mcore_rl.model.layout import SPLITS_SHARED_EXPERTS, PipelineLayers, TrainLayout
+from mcore_rl.model.layout import SPLITS_SHARED_EXPERTS
 from mcore_rl.model.quantization import FP8, MXFP4
 from mcore_rl.planner.memory import placement_of
 from mcore_rl.planner.models import ACTOR, CRITIC
@@ -38,7 +38,9 @@ from mcore_rl.planner.settings import (
 )
 
 if TYPE_CHECKING:
-    from mcore_rl.job.facts import Resolved
+    from mcore_rl.config import RLConfig
+    from mcore_rl.job.facts import Facts
+    from mcore_rl.spec import LaidOut
 
 _BATCH_FLAGS = frozenset(
     "rl_num_prompts_per_step rl_num_samples_per_prompt rl_num_mini_batches micro_batch_size "
@@ -102,7 +104,6 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
     the weights or the machine of the run. Raises UsageError."""
     _check_options(options)
     # Imported late, because they import Megatron, which takes seconds.
-    from mcore_rl.job import layout as layout_checks
     from mcore_rl.job.facts import Refusals, Source
     from mcore_rl.job.reading import make_parser
     from mcore_rl.job.resolver import examine
@@ -112,7 +113,7 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
     rest = expand_config(rest, parser)
     own_flags = ["--rl-ranks-per-node", str(min(_USUAL_RANKS_PER_NODE, options.world_size))]
 
-    def resolved(*, checks_batches: bool = True) -> Resolved:
+    def examined(*, checks_batches: bool = True) -> Facts:
         source = Source(
             tokens=[*own_flags, *rest],
             platform=_PLANNED_FOR,
@@ -123,46 +124,49 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
             is_here=False,
             checks_batches=checks_batches,
         )
-        return examine(source, Refusals()).resolved()
+        return examine(source, Refusals())
 
     notes = []
-    facts = resolved(checks_batches=False)
+    facts = examined(checks_batches=False)
     if not facts.given.keys() & _BATCH_FLAGS:
-        least = _least_prompts(facts)
+        assert facts.config and facts.actor, "nothing was refused"
+        models = {ACTOR: facts.actor} | ({CRITIC: facts.critic} if facts.critic else {})
+        least, sharing = _least_prompts(facts.config, facts.given, models)
         if least != facts.config.trainer.num_prompts_per_step:
             notes.append(
                 f"--rl-num-prompts-per-step is taken as {least}, the least number that "
-                f"{' and '.join(_sharing(facts))} can share"
+                f"{' and '.join(sharing)} can share"
             )
             own_flags += ["--rl-num-prompts-per-step", str(least)]
-    facts = resolved()
-    case = _case(facts, options)
+    facts = examined()
+    config, case = facts.config, _case(facts, options)
+    assert config is not None, "nothing was refused"
     step = Step(
-        samples=facts.config.samples_per_step,
-        mini_batches=facts.config.trainer.num_mini_batches,
+        samples=config.samples_per_step,
+        mini_batches=config.trainer.num_mini_batches,
         flops=options.gpu_tflops * 1e12,
         memory_rate=options.gpu_memory_gb_per_second * GB,
     )
-    placement = placement_of(case)
-    on_experts = layout_checks.note_on_experts(facts.config.engine, placement)
-    more = (*_notes(placement, facts), *on_experts, *_notes_on_omissions(facts))
-    return PlanRequest(case, step, (*more, *notes))
+    return PlanRequest(
+        case, step, (*_notes(placement_of(case), config, facts.values or {}), *notes)
+    )
 
 
-def _case(facts: Resolved, options: argparse.Namespace) -> Case:
+def _case(facts: Facts, options: argparse.Namespace) -> Case:
     # Imported late, because they import torch.
     from mcore_rl.hybrid_engine.options import ranks_per_node
     from mcore_rl.trainer.case import case_of, trained_critic
 
+    config, actor, rollout, roles = facts.config, facts.actor, facts.rollout, facts.roles
+    assert config and actor and rollout and roles, "nothing was refused"
     # The derived multiple pads as the planner does without one.
     multiple = {"make_vocab_size_divisible_by": facts.given.get("make_vocab_size_divisible_by")}
     critic = None
     if (found := facts.critic) is not None:
         found = replace(found, values={**found.values, **multiple})
-        load = options.expert_load
-        critic = trained_critic(facts.config, found, facts.roles, expert_load=load)
+        critic = trained_critic(config, found, roles, expert_load=options.expert_load)
     machine = Machine(
-        ranks_per_node=ranks_per_node(facts.config.engine, facts.layout.world_size),
+        ranks_per_node=ranks_per_node(config.engine, actor.layout.world_size),
         gpu_bytes=int(options.gpu_memory_gb * GB),
         reserved_bytes=int(options.gpu_reserved_gb * GB),
         communicator_bytes=int(options.communicator_mb * MB),
@@ -171,10 +175,10 @@ def _case(facts: Resolved, options: argparse.Namespace) -> Case:
         other_nodes_rate=options.inter_node_gb_per_second * GB,
     )
     case = case_of(
-        facts.config,
-        {**facts.values, **multiple},
-        (facts.shape, facts.layout, facts.layers),
-        facts.rollout,
+        config,
+        {**actor.values, **multiple},
+        (actor.shape, actor.layout, actor.layers),
+        rollout,
         critic,
         machine,
         has_cuda=True,
@@ -185,14 +189,6 @@ def _case(facts: Resolved, options: argparse.Namespace) -> Case:
     frame = frame_of({"float32": 4}, with_delta=case.engine.delta)
     slot_bytes(case.engine.bucket_bytes, 3 if case.engine.delta else 2, frame)
     return case
-
-
-def _models(facts: Resolved) -> dict[str, tuple[TrainLayout, PipelineLayers]]:
-    """Return the trained models and their layouts."""
-    models = {ACTOR: (facts.layout, facts.layers)}
-    if (critic := facts.critic) is not None:
-        models[CRITIC] = (critic.layout, critic.layers)
-    return models
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -252,15 +248,17 @@ def _read_shape(named: str | None, source: str | None, flag: str) -> ModelShape:
     return shape
 
 
-def _notes(placement: Placement, facts: Resolved) -> Iterator[str]:
-    """Yield notes on facts that the figures do not show."""
+def _notes(placement: Placement, config: RLConfig, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield notes on what the figures do not show."""
+    from mcore_rl.job.layout import note_on_experts
+
     shape, rollout = placement.shape, placement.rollout
     if shape.quantization:
         yield (
             f"config.json describes weights in {shape.quantization}; the plan is for bfloat16, in "
             "which they are read, trained and handed over"
         )
-    if carried := shape.num_mtp_layers - (facts.values.get("mtp_num_layers") or 0):
+    if carried := shape.num_mtp_layers - (values.get("mtp_num_layers") or 0):
         yield (
             f"{carried} multi-token-prediction layer(s) are not trained; engines hold "
             "them with --rl-speculate mtp:N"
@@ -275,43 +273,32 @@ def _notes(placement: Placement, facts: Resolved) -> Iterator[str]:
             f"the machine can run it: then {split.resident_bytes.max() / GB:.2f} GB are resident "
             f"and at least {split.lower_bound_bytes.mean() / GB:.2f} GB received on average"
         )
-
-
-def _notes_on_omissions(facts: Resolved) -> Iterator[str]:
-    """Yield notes on what the plan counts as whole or does not count."""
-    if facts.values.get("use_megatron_fsdp"):
+    yield from note_on_experts(config.engine, placement)
+    if values.get("use_megatron_fsdp"):
         yield (
             "--use-megatron-fsdp: weights, gradients and what travels are counted as if every "
             "data-parallel rank held whole parameters, which is more than it shards them to"
         )
-    if facts.config.rewards.reward_model is not None:
+    if config.rewards.reward_model is not None:
         yield "the reward model of --rl-reward-model is not counted"
 
 
-def _group(facts: Resolved, train: TrainLayout, layers: PipelineLayers) -> int:
-    """Return the required divisor of a data-parallel rank's number of micro-batches."""
-    if len(layers[0]) == 1 or facts.config.trainer.max_tokens_per_microbatch:
-        return 1
-    return int(facts.given.get("microbatch_group_size_per_vp_stage") or train.pp_size)
-
-
-def _least_prompts(facts: Resolved) -> int:
-    """Return the fewest prompts that data-parallel ranks can share, at least the default."""
-    config = facts.config
-    shares = [
-        train.dp_size * _group(facts, train, layers) for train, layers in _models(facts).values()
-    ]
+def _least_prompts(
+    config: RLConfig, given: Mapping[str, Any], models: Mapping[str, LaidOut]
+) -> tuple[int, list[str]]:
+    """Return the fewest prompts that the data-parallel ranks of all models can share, at least the
+    default, and these ranks in words: "4 data-parallel ranks", per model if they differ."""
+    shares: list[int] = []
+    whose: dict[str, str] = {}
+    for name, model in models.items():
+        group = 1  # the divisor of a rank's number of micro-batches
+        if len(model.layers[0]) > 1 and not config.trainer.max_tokens_per_microbatch:
+            group = int(given.get("microbatch_group_size_per_vp_stage") or model.layout.pp_size)
+        shares.append(model.layout.dp_size * group)
+        by = f" by {group} micro-batches" if group > 1 else ""
+        of = "" if name == ACTOR else f" of the {name}"
+        whose.setdefault(f"{model.layout.dp_size} data-parallel ranks{by}", of)
     parts = config.trainer.num_mini_batches * math.lcm(*shares)
     step = parts // math.gcd(parts, config.samples_per_prompt)
-    return math.ceil(config.trainer.num_prompts_per_step / step) * step
-
-
-def _sharing(facts: Resolved) -> list[str]:
-    """Describe who shares the prompts: "4 data-parallel ranks", per model if they differ."""
-    found: dict[str, str] = {}
-    for name, (train, layers) in _models(facts).items():
-        group = _group(facts, train, layers)
-        by = f" by {group} micro-batches" if group > 1 else ""
-        whose = "" if name == ACTOR else f" of the {name}"
-        found.setdefault(f"{train.dp_size} data-parallel ranks{by}", whose)
-    return [text + whose for text, whose in found.items()]
+    least = math.ceil(config.trainer.num_prompts_per_step / step) * step
+    return least, [ranks + of for ranks, of in whose.items()]

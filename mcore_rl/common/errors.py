@@ -56,6 +56,12 @@ class UsageError(ValueError):
         return f"{self.fault}; {self.remedy}" if self.remedy else self.fault
 
 
+def as_flag(dest: str, value: object = None) -> str:
+    """Return a flag by its destination, as typed: ("min_lr", 0.1) -> "--min-lr 0.1"."""
+    flag = f"--{dest.replace('_', '-')}"
+    return flag if value is None else f"{flag} {value}"
+
+
 def not_held(place: object, what: str, why: object) -> UsageError:
     """Return the error for a file or folder of a checkpoint that does not hold `what`."""
     return UsageError(

@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from mcore_rl.common.errors import CORRECT, UsageError
+from mcore_rl.common.errors import CORRECT, UsageError, as_flag
 from mcore_rl.flags.megatron_flags import (
     ARCHITECTURE,
     HONOURED,
@@ -65,12 +65,12 @@ def check_refused(values: Mapping[str, Any]) -> None:
     """Refuse flags, and values of flags, that RL cannot honour; `values` by destination."""
     for dest, (why, remedy) in REFUSED.items():
         if values.get(dest) and dest not in OWN_RL - {"perform_rl_step"}:
-            raise UsageError(why, flag=_flag(dest), remedy=remedy)
+            raise UsageError(why, flag=as_flag(dest), remedy=remedy)
     for dest, (refused, (why, remedy)) in REFUSED_VALUES.items():
         found = values.get(dest)
         for value in found if isinstance(found, list) else [found]:
             if (name := getattr(value, "name", value)) in refused:
-                raise UsageError(why, flag=f"{_flag(dest)} {name}", remedy=remedy)
+                raise UsageError(why, flag=as_flag(dest, name), remedy=remedy)
 
 
 def check_numbers(values: Mapping[str, Any]) -> None:
@@ -80,9 +80,7 @@ def check_numbers(values: Mapping[str, Any]) -> None:
             found = values.get(dest)
             for value in found if isinstance(found, list) else [found]:
                 if value is not None and not _is_in(words, value):
-                    raise UsageError(
-                        f"must be {words}", flag=f"{_flag(dest)} {value}", remedy=CORRECT
-                    )
+                    raise UsageError(f"must be {words}", flag=as_flag(dest, value), remedy=CORRECT)
 
 
 def check_order(values: Mapping[str, Any]) -> None:
@@ -91,8 +89,8 @@ def check_order(values: Mapping[str, Any]) -> None:
         low, high = values.get(lower), values.get(upper)
         if low is not None and high is not None and low > high:
             raise UsageError(
-                f"is greater than {_flag(upper)} {high}",
-                flag=f"{_flag(lower)} {low}",
+                f"is greater than {as_flag(upper)} {high}",
+                flag=as_flag(lower, low),
                 remedy="lower the first or raise the second",
             )
     _check_schedule(values)
@@ -126,7 +124,7 @@ def check_critic_rate(rate: float | None, values: Mapping[str, Any]) -> None:
     for dest in ("min_lr", "lr_warmup_init"):
         if rate is not None and (bound := values.get(dest)) is not None and rate < bound:
             raise UsageError(
-                f"is less than {_flag(dest)} {bound}",
+                f"is less than {as_flag(dest)} {bound}",
                 flag=f"--rl-critic-lr {rate}",
                 remedy="lower the latter",
             )
@@ -136,7 +134,7 @@ def check_derived_count(given: Mapping[str, Any], derived: Mapping[str, Any]) ->
     """Refuse flags that differ from the values which follow from ours."""
     for dest, (why, remedy) in REFUSED_OTHERWISE.items():
         if given.get(dest, derived[dest]) != derived[dest]:
-            raise UsageError(why, flag=f"{_flag(dest)} {given[dest]}", remedy=remedy)
+            raise UsageError(why, flag=as_flag(dest, given[dest]), remedy=remedy)
 
 
 def given_to_fork(args: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -186,10 +184,6 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
             if action.option_strings and action.dest not in seen | {"help"}:
                 seen.add(action.dest)
                 yield action
-
-
-def _flag(dest: str) -> str:
-    return f"--{dest.replace('_', '-')}"
 
 
 def document(parser: argparse.ArgumentParser, version: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_rl.common.errors import UsageError
+from mcore_rl.common.errors import UsageError, as_flag
 from mcore_rl.common.platform import Platform
 
 _DEFAULT = "optim_grads_params"  # Megatron's
@@ -51,8 +51,9 @@ def check_fsdp(values: Mapping[str, Any]) -> None:
     _check_layout(values)
     for dest, reason in _CLASHES.items():
         if values.get(dest):
-            flag = f"--{dest.replace('_', '-')}"
-            raise UsageError(f"{reason} with {_FLAG}", flag=flag, remedy="drop one of the two")
+            raise UsageError(
+                f"{reason} with {_FLAG}", flag=as_flag(dest), remedy="drop one of the two"
+            )
 
 
 def check_fsdp_machine(

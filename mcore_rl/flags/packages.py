@@ -19,7 +19,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from mcore_rl.common.errors import UsageError
+from mcore_rl.common.errors import UsageError, as_flag
 
 TORCH = "2.13.0"
 VLLM = "0.32.0"
@@ -139,9 +139,10 @@ def check_wandb(values: Mapping[str, Any]) -> None:
     if not project:
         for dest in _NEED_A_PROJECT:
             if values.get(dest):
-                flag = f"--{dest.replace('_', '-')} {values[dest]}"
                 raise UsageError(
-                    "has no effect without --wandb-project", flag=flag, remedy="add it or drop it"
+                    "has no effect without --wandb-project",
+                    flag=as_flag(dest, values[dest]),
+                    remedy="add it or drop it",
                 )
     elif importlib.util.find_spec("wandb") is None:
         raise UsageError(

@@ -7,7 +7,7 @@ from typing import Any
 
 from mcore_rl.batching.rows import chunks_of_sample, round_up
 from mcore_rl.batching.shared_prompts import shares_prompts
-from mcore_rl.common.errors import UsageError
+from mcore_rl.common.errors import UsageError, as_flag
 from mcore_rl.config import RLConfig
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, TrainLayout
@@ -104,7 +104,7 @@ def _virtual_flag(values: Mapping[str, Any]) -> str:
         "num_layers_per_virtual_pipeline_stage",
     ):
         if values.get(dest):
-            return f"--{dest.replace('_', '-')} {values[dest]}"
+            return as_flag(dest, values[dest])
     raise AssertionError("virtual stages without a flag that asks for them")
 
 

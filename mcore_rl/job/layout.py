@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_rl.common.errors import CORRECT, UsageError
+from mcore_rl.common.errors import CORRECT, UsageError, as_flag
 from mcore_rl.hybrid_engine.options import EngineOptions, ranks_per_node
 from mcore_rl.hybrid_engine.plan.placement import Placement, with_rank_map
 from mcore_rl.model.config_json import ModelShape
@@ -45,7 +45,7 @@ def check_layout(shape: ModelShape, values: Mapping[str, Any], world_size: int) 
     """Return the training layout, with degrees that fit the world size and the model."""
     for dest in _DEGREES:
         if values.get(dest) is not None and values[dest] < 1:
-            flag = f"--{dest.replace('_', '-')} {values[dest]}"
+            flag = as_flag(dest, values[dest])
             raise UsageError("must be at least 1", flag=flag, remedy=CORRECT)
     tp_size = values.get("tensor_model_parallel_size", 1)
     layout = TrainLayout(
@@ -177,15 +177,12 @@ def _virtual_stages(num_layers: int, pp_size: int, values: Mapping[str, Any]) ->
     """Return a stage's number of model chunks; `num_layers` includes what counts as a layer."""
     per_rank = values.get("num_virtual_stages_per_pipeline_rank")
     per_chunk = values.get("num_layers_per_virtual_pipeline_stage")
-    given = per_rank if per_rank is not None else per_chunk
-    if given is None:
+    if per_rank is not None:
+        given, flag = per_rank, as_flag("num_virtual_stages_per_pipeline_rank", per_rank)
+    elif per_chunk is not None:
+        given, flag = per_chunk, as_flag("num_layers_per_virtual_pipeline_stage", per_chunk)
+    else:
         return 1
-    dest = (
-        "num_virtual_stages_per_pipeline_rank"
-        if per_rank is not None
-        else ("num_layers_per_virtual_pipeline_stage")
-    )
-    flag = f"--{dest.replace('_', '-')} {given}"
     if given < 1 or pp_size == 1:
         raise UsageError(
             "needs --pipeline-model-parallel-size above 1 and must be at least 1",

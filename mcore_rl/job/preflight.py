@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.common.errors import CORRECT, UsageError
+from mcore_rl.common.errors import CORRECT, UsageError, as_flag
 from mcore_rl.common.megatron_version import check_megatron
 from mcore_rl.common.readers import parse_yaml
 from mcore_rl.common.user_code import import_user_file
@@ -104,8 +104,7 @@ def check_inputs(given: Mapping[str, Any]) -> None:
         except ValueError as error:
             values, reason = None, f"is not valid YAML ({' '.join(str(error).split())})"
         if not isinstance(values, dict):
-            flag = f"--{dest.replace('_', '-')} {name}"
-            raise UsageError(reason, flag=flag, remedy=CORRECT)
+            raise UsageError(reason, flag=as_flag(dest, name), remedy=CORRECT)
 
 
 def check_outputs(config: RLConfig, given: Mapping[str, Any]) -> None:
@@ -115,7 +114,7 @@ def check_outputs(config: RLConfig, given: Mapping[str, Any]) -> None:
         _check_writable(config.run.directory, flag)
         for dest in ("wandb_save_dir", "tensorboard_dir"):
             if folder := given.get(dest):
-                _check_writable(Path(folder), f"--{dest.replace('_', '-')} {folder}")
+                _check_writable(Path(folder), as_flag(dest, folder))
     if given.get("save"):
         _check_writable(Path(given["save"]), f"--save {given['save']}")
     if config.trainer.export_hf:
@@ -207,11 +206,8 @@ def check_switches(given: Mapping[str, Any]) -> None:
     check_numbers(given)
     for dest in ("seed", "save_interval"):
         if given.get(dest) is not None and given[dest] < 1:
-            raise UsageError(
-                "must be at least 1",
-                flag=f"--{dest.replace('_', '-')} {given[dest]}",
-                remedy="drop it or raise it",
-            )
+            flag = as_flag(dest, given[dest])
+            raise UsageError("must be at least 1", flag=flag, remedy="drop it or raise it")
     if (given.get("seed") or 0) > _MOST_SEED:
         raise UsageError(
             f"must be at most {_MOST_SEED}", flag=f"--seed {given['seed']}", remedy="lower it"

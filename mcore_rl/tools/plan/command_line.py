@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.common.errors import CORRECT, CommandParser, UsageError
+from mcore_rl.common.errors import CORRECT, CommandParser, UsageError, as_flag
 from mcore_rl.common.platform import Platform
 from mcore_rl.flags.given import expand_config, import_given_files
 from mcore_rl.hybrid_engine.plan.buckets import frame_of, slot_bytes
@@ -200,8 +200,7 @@ def _check_options(options: argparse.Namespace) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         least_is_0 = name in ("gpu_reserved_gb", "communicator_mb")
         if is_number and not (value > 0 or (least_is_0 and value == 0)):
-            flag = f"--{name.replace('_', '-')} {value}"
-            raise UsageError("must be greater than 0", flag=flag, remedy=CORRECT)
+            raise UsageError("must be greater than 0", flag=as_flag(name, value), remedy=CORRECT)
     if options.expert_load < 1:
         raise UsageError(
             "must be at least 1, an even load",

@@ -45,7 +45,7 @@ from mcore_rl.tools.doctor.plan import (
     make_plan,
 )
 from mcore_rl.tools.doctor.prompts import check_prompts
-from mcore_rl.tools.doctor.reward import asks_loopback, check_reward, run_trial
+from mcore_rl.tools.doctor.reward import Sample, asks_loopback, check_reward, run_trial
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.trainer_state import (
     TrainerState,
@@ -803,7 +803,8 @@ def test_a_trial_leaves_no_process(tmp_path: Path) -> None:
         REWARDS.replace("return 0.5", "import os; return os.getpid()")
     )
     spec = rewards_of("blind", imports=[str(tmp_path / "mine.py")])
-    trial = run_trial(spec, [(Prompt(0, "2+3=", "5", np.zeros(0, np.int32)), "5")])
+    prompt = Prompt(0, "2+3=", "5", np.zeros(0, np.int32))
+    trial = run_trial(spec, [Sample("right", prompt, "5")])
     (outcome,) = trial.outcomes["blind"]
     assert outcome.failure is None and int(outcome.reward) != os.getpid()
     assert not Path(f"/proc/{int(outcome.reward)}").exists()

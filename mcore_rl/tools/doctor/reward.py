@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -44,7 +45,22 @@ _OTHERS = "another prompt's answer"
 _TIMED_OUT = "timed out"  # a kind of failure, of functions and of servers
 
 
-Sample = tuple[Prompt, str]  # prompt and response
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A response to try rewards on.
+
+    Examples: Sample("right", prompt, "96"), the prompt's own answer; Sample("wrong", prompt,
+    "967"); Sample("worthless", prompt, "", "an empty response"), one that should be worth nothing;
+    Sample("idle", prompt, code, "empty code"), code that does nothing.
+    """
+
+    kind: Literal["right", "wrong", "worthless", "idle"]
+    prompt: Prompt
+    response: str
+    what: str = ""
+
+
+Scored = Sequence[tuple[Sample, Outcome]]  # samples with the outcomes of one reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,65 +106,31 @@ def asks_loopback(config: RLConfig) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class _Samples:
-    """Samples of a trial; the same for all rewards of a job."""
-
-    rights: list[Sample]  # the prompts' own answers
-    wrongs: list[Sample]  # another response for each prompt
-    unworthy: dict[str, Sample]  # responses that should be worth nothing, by description
-    idle: dict[str, list[Sample]]  # code that does nothing, by description, if code is run
-
-    @classmethod
-    def of(cls, prompts: Sequence[Prompt], spec: RewardSpec) -> _Samples:
-        """Make samples for a few prompts."""
-        rights = [(each, each.answer_text) for each in prompts if each.answer_text.strip()]
-        wrongs = [(each, f"{each.answer_text.rstrip()}7") for each in prompts]
-        unworthy = {}
-        if prompts:
-            unworthy = {"an empty response": (prompts[0], ""), "a blank one": (prompts[0], " \n")}
-            others = [text for _, text in rights if text.strip() != prompts[0].answer_text.strip()]
-            if others:
-                unworthy[_OTHERS] = (prompts[0], others[0])
-        idle: dict[str, list[Sample]] = {}
-        if PYTHON_SANDBOX in spec.functions:
-            for prompt in prompts:
-                for what, code in nothings(_names_of(prompt)).items():
-                    idle.setdefault(what, []).append((prompt, f"```python\n{code}```"))
-        return cls(rights, wrongs, unworthy, idle)
-
-    @property
-    def answers(self) -> list[Sample]:
-        """The right and the wrong answers."""
-        return [*self.rights, *self.wrongs]
-
-    @property
-    def worthless(self) -> list[Sample]:
-        """Responses that should be worth nothing."""
-        idle = [sample for samples in self.idle.values() for sample in samples]
-        return [*self.unworthy.values(), *idle]
+def _answers(prompts: Sequence[Prompt]) -> list[Sample]:
+    """Return the prompts' own answers, and another response for each prompt."""
+    answered = [each for each in prompts if each.answer_text.strip()]
+    return [
+        *(Sample("right", each, each.answer_text) for each in answered),
+        *(Sample("wrong", each, f"{each.answer_text.rstrip()}7") for each in prompts),
+    ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcomes:
-    """A reward's outcomes for `_Samples`."""
-
-    rights: list[Outcome]
-    wrongs: list[Outcome]
-    unworthy: dict[str, Outcome]
-    idle: dict[str, list[Outcome]]
-
-    @classmethod
-    def of(cls, samples: _Samples, outcomes: Sequence[Outcome]) -> _Outcomes:
-        """Group `outcomes`: of the answers and, if no answer failed, of the worthless responses."""
-        missing = len(samples.answers) + len(samples.worthless) - len(outcomes)
-        left = iter([*outcomes, *[Outcome(0.0, "not tried")] * missing])
-        return cls(
-            [next(left) for _ in samples.rights],
-            [next(left) for _ in samples.wrongs],
-            {what: next(left) for what in samples.unworthy},
-            {what: [next(left) for _ in each] for what, each in samples.idle.items()},
-        )
+def _worthless(prompts: Sequence[Prompt], spec: RewardSpec) -> list[Sample]:
+    """Return responses that should be worth nothing, including code that does nothing."""
+    if not prompts:
+        return []
+    first = prompts[0]
+    found = [
+        Sample("worthless", first, "", "an empty response"),
+        Sample("worthless", first, " \n", "a blank one"),
+    ]
+    texts = [each.answer_text for each in prompts if each.answer_text.strip()]
+    others = [text for text in texts if text.strip() != first.answer_text.strip()]
+    found += [Sample("worthless", first, text, _OTHERS) for text in others[:1]]
+    for prompt in prompts if PYTHON_SANDBOX in spec.functions else ():
+        for what, code in nothings(_names_of(prompt)).items():
+            found.append(Sample("idle", prompt, f"```python\n{code}```", what))
+    return found
 
 
 def _names_of(prompt: Prompt) -> frozenset[str]:
@@ -160,16 +142,21 @@ def _names_of(prompt: Prompt) -> frozenset[str]:
 
 
 def _tried(spec: RewardSpec, prompts: Sequence[Prompt]) -> list[Finding]:
-    samples = _Samples.of(prompts, spec)
-    trial = run_trial(spec, samples.answers, samples.worthless)
-    findings = _output(trial)
+    answers, worthless = _answers(prompts), _worthless(prompts, spec)
+    trial = run_trial(spec, answers, worthless)
+    findings = []
+    if printed := " ".join(trial.printed.split()):
+        if len(printed) > _MOST_SHOWN:
+            printed = f"{printed[:_MOST_SHOWN]} ..."
+        findings.append(green(REWARD, f"what is asked for prints: {printed}"))
     if trial.refused is not None:
         return [refusal(REWARD, trial.refused), *findings]
     for name in (*spec.functions, *(server.name for server in spec.servers)):
         outcomes = trial.outcomes.get(name)
         if outcomes is not None:
-            sorted_out = _Outcomes.of(samples, outcomes)
-            judged = _judged(name, sorted_out, spec.timeout_seconds)
+            # Without worthless ones if an answer failed.
+            scored = list(zip([*answers, *worthless], outcomes, strict=False))
+            judged = _judged(name, scored, spec.timeout_seconds)
             if name == PYTHON_SANDBOX:
                 level = check_sandbox(f"--rl-reward {name}", spec.sandbox_accept)
                 judged = dataclasses.replace(judged, found=f"{judged.found}; {describe(level)}")
@@ -209,12 +196,20 @@ def _environment(spec: EnvironmentSpec, prompts: Sequence[Prompt]) -> Finding:
     return green(REWARD, what)
 
 
-def _judged(name: str, found: _Outcomes, timeout_seconds: float) -> Finding:
+def _judged(name: str, scored: Scored, timeout_seconds: float) -> Finding:
     """Judge a reward by its outcomes."""
+    right, wrong = (
+        [outcome for sample, outcome in scored if sample.kind == kind]
+        for kind in ("right", "wrong")
+    )
     # Only samples that training may also produce: an answer, right or wrong.
-    outcomes = [*found.rights, *found.wrongs]
+    outcomes = [*right, *wrong]
     failures = [each.failure for each in outcomes if each.failure is not None]
-    if failures and timeout_seconds > _MOST_SECONDS and _only_timeouts(outcomes):
+    if (
+        failures
+        and timeout_seconds > _MOST_SECONDS
+        and all(each.kind in (None, _TIMED_OUT) for each in outcomes)
+    ):
         what = (
             f"{name} gives no value within {_MOST_SECONDS:g} s and is not waited for longer here; "
             f"the run waits {timeout_seconds:g} s"
@@ -224,19 +219,18 @@ def _judged(name: str, found: _Outcomes, timeout_seconds: float) -> Finding:
         what = (
             f"{name} gives no value for {len(failures)} of {len(outcomes)} samples: {failures[0]}"
         )
-        return red(REWARD, what, _remedy_of_failures(name, has_answers=bool(found.rights)))
-    right, wrong = ([each.reward for each in some] for some in (found.rights, found.wrongs))
+        return red(REWARD, what, _remedy_of_failures(name, has_answers=bool(right)))
     if name == PYTHON_SANDBOX:  # the prompts' answers are tests, not code
-        return _judged_sandbox(found)
+        return _judged_sandbox(scored)
     if not right:
         return green(REWARD, f"{name} gives {_shown(wrong)} where prompts have no answer")
     what = f"{name} gives {_shown(right)} to the prompts' own answers and {_shown(wrong)} to others"
-    if not all(r > w for r, w in zip(right, wrong, strict=True)):
+    if not all(r.reward > w.reward for r, w in zip(right, wrong, strict=True)):
         if name in _EXACT:
             remedy = "look at --rl-answer-column and at the form of its answers"
             return red(REWARD, what, remedy)
         return yellow(REWARD, what, "make sure that this is meant")
-    if paid := _paid_for_nothing(name, found, right):
+    if paid := _paid_for_nothing(name, scored, right[0].reward):
         return yellow(
             REWARD,
             f"{what}; it pays {paid}",
@@ -246,9 +240,9 @@ def _judged(name: str, found: _Outcomes, timeout_seconds: float) -> Finding:
     return green(REWARD, what)
 
 
-def _judged_sandbox(found: _Outcomes) -> Finding:
-    idle = [(what, outcome) for what, each in found.idle.items() for outcome in each]
-    if paid := [what for what, outcome in idle if outcome.reward > 0]:
+def _judged_sandbox(scored: Scored) -> Finding:
+    idle = [(sample, outcome) for sample, outcome in scored if sample.kind == "idle"]
+    if paid := [sample.what for sample, outcome in idle if outcome.reward > 0]:
         what = f"{PYTHON_SANDBOX} pays {paid[0]}: tests that it passes check nothing"
         return red(REWARD, what, "correct the answers (--rl-answer-column) or remove such rows")
     if failures := [each.failure for _, each in idle if each.failure is not None]:
@@ -267,37 +261,24 @@ def _remedy_of_failures(name: str, *, has_answers: bool) -> str:
     return "correct the function: it is given the prompt's own answer here"
 
 
-def _paid_for_nothing(name: str, found: _Outcomes, right: Sequence[float]) -> str:
+def _paid_for_nothing(name: str, scored: Scored, right: float) -> str:
     """Describe rewards for responses that should be worth nothing; empty if there are none.
 
     For a response without content any reward above 0 counts, except from `pooling`, whose scores
     have no zero. Another prompt's answer may resemble the right one: it counts if its reward is at
-    least as high.
+    least that of the right answer, `right`.
     """
     paid = []
-    for what, outcome in found.unworthy.items():
-        least = right[0] if name == "pooling" or what == _OTHERS else 0.0
-        is_paid = outcome.reward >= right[0] or outcome.reward > least
-        if outcome.failure is None and is_paid:
-            paid.append(f"{outcome.reward:g} for {what}")
+    for sample, outcome in scored:
+        least = right if name == "pooling" or sample.what == _OTHERS else 0.0
+        is_paid = outcome.reward >= right or outcome.reward > least
+        if sample.kind == "worthless" and outcome.failure is None and is_paid:
+            paid.append(f"{outcome.reward:g} for {sample.what}")
     return " and ".join(paid)
 
 
-def _only_timeouts(outcomes: Sequence[Outcome]) -> bool:
-    return all(each.kind in (None, _TIMED_OUT) for each in outcomes)
-
-
-def _shown(rewards: Sequence[float]) -> str:
-    return " and ".join(dict.fromkeys(f"{reward:g}" for reward in rewards))
-
-
-def _output(trial: Trial) -> list[Finding]:
-    printed = " ".join(trial.printed.split())
-    if not printed:
-        return []
-    if len(printed) > _MOST_SHOWN:
-        printed = f"{printed[:_MOST_SHOWN]} ..."
-    return [green(REWARD, f"what is asked for prints: {printed}")]
+def _shown(outcomes: Sequence[Outcome]) -> str:
+    return " and ".join(dict.fromkeys(f"{outcome.reward:g}" for outcome in outcomes))
 
 
 def run_trial(spec: RewardSpec, samples: Sequence[Sample], more: Sequence[Sample] = ()) -> Trial:
@@ -348,11 +329,10 @@ def _outcomes(
 
 
 def _rollout(sample: Sample) -> Rollout:
-    prompt, response = sample
     return Rollout(
-        prompt=prompt,
+        prompt=sample.prompt,
         sample_index=0,
-        text=response,
+        text=sample.response,
         response_token_ids=np.zeros(0, dtype=np.int32),
         rollout_log_probs=np.zeros(0, dtype=np.float32),
         finish_reason="stop",

@@ -14,11 +14,18 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mcore_rl.batching.shared_prompts import shares_prompts
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.parameters import Parameter, Parameters, degree, param, parameters_of
+from mcore_rl.common.parameters import (
+    Parameter,
+    Parameters,
+    degree,
+    param,
+    parameters_of,
+    with_values,
+)
 from mcore_rl.data.options import DataOptions
 from mcore_rl.environments.options import EnvironmentOptions
 from mcore_rl.hybrid_engine.options import EngineOptions, WeightSyncOptions
@@ -106,20 +113,20 @@ class TrainerOptions(Parameters):
 class CriticOptions(Parameters):
     """The flags of the critic."""
 
-    critic_init: str | None = param(
+    flag_prefix: ClassVar[str] = "critic_"
+
+    init: str | None = param(
         None, "Hugging Face folder that initializes the critic; default: the actor's"
     )
-    critic_lr: float | None = param(None, "learning rate of the critic; default: --lr", least=0)
-    critic_clip_grad: float | None = param(
+    lr: float | None = param(None, "learning rate of the critic; default: --lr", least=0)
+    clip_grad: float | None = param(
         None, "gradient norm of the critic; default: --clip-grad", least=0
     )
-    critic_warmup_steps: int | None = param(
-        None, "initial steps that train only the critic", least=0
-    )
-    critic_tp_size: int | None = degree("TP", "critic")
-    critic_pp_size: int | None = degree("PP", "critic")
-    critic_ep_size: int | None = degree("EP", "critic")
-    critic_ranks: str | None = param(
+    warmup_steps: int | None = param(None, "initial steps that train only the critic", least=0)
+    tp_size: int | None = degree("TP", "critic")
+    pp_size: int | None = degree("PP", "critic")
+    ep_size: int | None = degree("EP", "critic")
+    ranks: str | None = param(
         None, "ranks that only train the critic, beside the actor's, for example 4-7"
     )
 
@@ -164,12 +171,10 @@ class RLConfig:
 
     def replaced(self, **values: Any) -> RLConfig:
         """Return the options with other values of these flags, by names without --rl-."""
-        sections: dict[str, Any] = {}
-        for name, section in self.sections().items():
-            own = {p.name for p in parameters_of(type(section))} & values.keys()
-            given = {key: frozen(values.pop(key)) for key in own}
-            sections[name] = dataclasses.replace(section, **given) if given else section
-        return dataclasses.replace(self, **sections, parts={**self.parts, **values})
+        values = {name: frozen(value) for name, value in values.items()}
+        sections: dict[str, Any] = {k: with_values(v, values) for k, v in self.sections().items()}
+        parts = {name: value for name, value in values.items() if name not in run_flags()}
+        return dataclasses.replace(self, **sections, parts={**self.parts, **parts})
 
     def sections(self) -> dict[str, Parameters]:
         """Return the sections by name."""
@@ -177,11 +182,7 @@ class RLConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Return every flag by name, parts of the algorithm as given or None."""
-        own = {
-            parameter.name: getattr(section, parameter.name)
-            for section in self.sections().values()
-            for parameter in parameters_of(type(section))
-        }
+        own = {k: v for section in self.sections().values() for k, v in section.values().items()}
         return {name: self.parts.get(name) for name in flags()} | own | {"reward": self.reward}
 
     @property
@@ -194,8 +195,8 @@ class RLConfig:
     @property
     def recipe(self) -> Algorithm:
         """The algorithm with the given parts; UsageError if they cannot be combined."""
-        critic = {p.name: getattr(self.critic, p.name) for p in parameters_of(CriticOptions)}
-        of_run = {"top_p": self.rollout.top_p, "top_k": self.rollout.top_k, **critic}
+        of_run = {"top_p": self.rollout.top_p, "top_k": self.rollout.top_k}
+        of_run |= self.critic.values()
         given = {**self.parts, **{k: v for k, v in of_run.items() if v is not None}}
         return _recipe(self.trainer.algorithm, tuple(given.items()))
 
@@ -257,14 +258,14 @@ class RLConfig:
             max_sequence_tokens=self.data.max_prompt_tokens + self.rollout.max_response_tokens,
             actor=actor,
             critic=critic,
-            critic_warmup_steps=self.critic.critic_warmup_steps or 0,
+            critic_warmup_steps=self.critic.warmup_steps or 0,
             max_draws=1 + recipe.max_refills if recipe.dynamic_sampling else 1,
         )
 
     def num_updates(self, *, of_critic: bool) -> int:
         """Return a run's updates of the actor or the critic, the iterations of Megatron's schedules
         of learning rate and weight decay. The actor has none while the critic warms up."""
-        options, waits = self.trainer, 0 if of_critic else self.critic.critic_warmup_steps or 0
+        options, waits = self.trainer, 0 if of_critic else self.critic.warmup_steps or 0
         updates = (options.num_steps - waits) * options.num_mini_batches * options.num_epochs
         # 1 for a run that is all warm-up: Megatron's scheduler refuses 0.
         return max(1, updates)

@@ -72,7 +72,7 @@ class JobSpec:
     def checkpoints(self) -> dict[str, HFCheckpoint]:
         """The Hugging Face checkpoints to read, by the flag that names the folder."""
         found = {"--rl-hf-checkpoint": self.checkpoint}
-        if self.critic is not None and self.config.critic.critic_init is not None:
+        if self.critic is not None and self.config.critic.init is not None:
             found["--rl-critic-init"] = self.critic.checkpoint
         if self.reward_model is not None:
             found["--rl-reward-model"] = self.reward_model.checkpoint

@@ -19,7 +19,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from mcore_rl.common.errors import UsageError
 
@@ -77,9 +77,10 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One field of a declaration."""
+    """One field of a declaration. `name` is the field's with the declaration's `flag_prefix`."""
 
     name: str
+    field: str
     kind: type
     default: Any
     help: str
@@ -136,9 +137,9 @@ def param(
     `least` and `most` are inclusive, `above` and `below` exclusive; infinity is valid only with
     `most=math.inf`. `advice` ends the sentence that refuses a value, without a full stop.
     """
-    said = {"help": help, "choices": choices, "advice": advice}
     bounds = Bounds(least, most, above, below)
-    return dataclasses.field(default=default, metadata={"param": {**said, "bounds": bounds}})
+    options = {"help": help, "bounds": bounds, "choices": choices, "advice": advice}
+    return dataclasses.field(default=default, metadata={"param": options})
 
 
 def degree(size: str, model: str) -> Any:
@@ -154,16 +155,22 @@ class Parameters:
     Every construction raises UsageError for a value that is out of bounds.
     """
 
+    flag_prefix: ClassVar[str] = ""  # of the names of all its flags
+
     def __post_init__(self) -> None:
         for parameter in parameters_of(type(self)):
-            parameter.check(getattr(self, parameter.name))
+            parameter.check(getattr(self, parameter.field))
+
+    def values(self) -> dict[str, Any]:
+        """Return all values by the names of their flags."""
+        return {p.name: getattr(self, p.field) for p in parameters_of(type(self))}
 
 
 P = TypeVar("P", bound=Parameters)
 
 
-def parameters_of(declaration: type) -> tuple[Parameter, ...]:
-    """Return the parameters that a dataclass declares, in the order of its fields.
+def parameters_of(declaration: type[Parameters]) -> tuple[Parameter, ...]:
+    """Return the parameters that a class declares, in the order of its fields.
 
     Fields without `param` are skipped. Raises TypeError for a type that a flag cannot have.
     """
@@ -171,10 +178,12 @@ def parameters_of(declaration: type) -> tuple[Parameter, ...]:
 
 
 @functools.cache
-def _parameters_of(declaration: Any) -> tuple[Parameter, ...]:
+def _parameters_of(
+    declaration: Any,
+) -> tuple[Parameter, ...]:  # mypy takes no dataclass as Hashable
     hints = typing.get_type_hints(declaration)
     return tuple(
-        _parameter(field, hints[field.name])
+        _parameter(declaration.flag_prefix, field, hints[field.name])
         for field in dataclasses.fields(declaration)
         if "param" in field.metadata
     )
@@ -182,20 +191,20 @@ def _parameters_of(declaration: Any) -> tuple[Parameter, ...]:
 
 def with_values(parameters: P, values: Mapping[str, Any]) -> P:
     """Return `parameters` with the `values` that it declares, checked like any such object."""
-    own = {p.name for p in parameters_of(type(parameters))}
-    return dataclasses.replace(parameters, **{k: v for k, v in values.items() if k in own})
+    own = {p.name: p.field for p in parameters_of(type(parameters))}
+    return dataclasses.replace(parameters, **{own[k]: v for k, v in values.items() if k in own})
 
 
-def _parameter(field: dataclasses.Field[Any], hint: Any) -> Parameter:
-    said = dict(field.metadata["param"])
+def _parameter(prefix: str, field: dataclasses.Field[Any], hint: Any) -> Parameter:
+    options = dict(field.metadata["param"])
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         (hint,) = (kind for kind in typing.get_args(hint) if kind is not type(None))
     if typing.get_origin(hint) is typing.Literal:
-        said["choices"], hint = typing.get_args(hint), str
+        options["choices"], hint = typing.get_args(hint), str
     if hint == tuple[str, ...]:
-        said["several"], hint = True, str
+        options["several"], hint = True, str
     if hint not in _KINDS:
         raise TypeError(
             f"parameter {field.name} is of type {hint}; a flag is bool, int, float, str"
         )
-    return Parameter(field.name, hint, field.default, **said)
+    return Parameter(prefix + field.name, field.name, hint, field.default, **options)

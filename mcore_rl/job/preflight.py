@@ -136,7 +136,7 @@ def _check_export(config: RLConfig, folder: str, *, goes_on: bool) -> None:
     target, flag = Path(os.path.realpath(folder)), f"--rl-export-hf {folder}"
     sources = {
         "--rl-hf-checkpoint": config.trainer.hf_checkpoint,
-        "--rl-critic-init": config.critic.critic_init,
+        "--rl-critic-init": config.critic.init,
         "--rl-reward-model": config.rewards.reward_model,
     }
     for name, source in sources.items():

@@ -78,10 +78,10 @@ def check_needs_no_command_line(args: argparse.Namespace, config: RLConfig) -> N
         )
     critic = config.critic
     flags = {
-        "--rl-critic-tp-size": critic.critic_tp_size,
-        "--rl-critic-pp-size": critic.critic_pp_size,
-        "--rl-critic-ep-size": critic.critic_ep_size,
-        "--rl-critic-ranks": critic.critic_ranks,
+        "--rl-critic-tp-size": critic.tp_size,
+        "--rl-critic-pp-size": critic.pp_size,
+        "--rl-critic-ep-size": critic.ep_size,
+        "--rl-critic-ranks": critic.ranks,
     }
     for flag, value in flags.items():
         if value is not None:

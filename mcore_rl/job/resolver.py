@@ -227,7 +227,7 @@ class _Examiner:
         refusals.passes(check_balancing, values, config.trainer.max_tokens_per_microbatch)
         if self.facts.checkpoint is not None:
             refusals.passes(preflight.check_biases, self.facts.checkpoint, shape, values)
-        refusals.passes(check_critic_rate, config.critic.critic_lr, values)
+        refusals.passes(check_critic_rate, config.critic.lr, values)
         if source.is_here and platform.cuda:
             refusals.passes(check_allocator, os.environ)
         if source.is_here and source.args is None and values.get("use_megatron_fsdp"):
@@ -244,7 +244,7 @@ class _Examiner:
             facts.roles = refusals.value(
                 parse_roles,
                 source.world_size,
-                config.critic.critic_ranks,
+                config.critic.ranks,
                 config.rewards.reward_ranks,
             )
             pp_size = values.get("pipeline_model_parallel_size", 1)

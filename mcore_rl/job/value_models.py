@@ -51,20 +51,20 @@ def critic_options(config: RLConfig) -> ValueOptions | None:
     if not config.recipe.needs_critic:
         return None
     degrees = (
-        config.critic.critic_tp_size,
-        config.critic.critic_pp_size,
-        config.critic.critic_ep_size,
+        config.critic.tp_size,
+        config.critic.pp_size,
+        config.critic.ep_size,
     )
     values = {
         **dict(zip(DEGREE_FLAGS.values(), degrees, strict=True)),
-        "--lr": config.critic.critic_lr,
-        "--clip-grad": config.critic.critic_clip_grad,
+        "--lr": config.critic.lr,
+        "--clip-grad": config.critic.clip_grad,
     }
     return ValueOptions(
         CRITIC,
         "critic",
         "--rl-critic-init",
-        config.critic.critic_init,
+        config.critic.init,
         _tokens_of(values),
         learns=True,
     )

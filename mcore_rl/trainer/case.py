@@ -102,9 +102,9 @@ def trained_critic(
 ) -> TrainedModel:
     """Return the critic as a model of the plan."""
     own = {
-        "tp_size": config.critic.critic_tp_size,
-        "pp_size": config.critic.critic_pp_size,
-        "ep_size": config.critic.critic_ep_size,
+        "tp_size": config.critic.tp_size,
+        "pp_size": config.critic.pp_size,
+        "ep_size": config.critic.ep_size,
     }
     train, layers = critic.layout, critic.layers
     return TrainedModel(

@@ -71,7 +71,7 @@ class Learner:
         self._layout, self._batching = job.spec.train_layout, job.micro_batching()
         self._turn_weight = job.spec.rewards.weight(ENVIRONMENT)
         self._max_response_tokens = config.rollout.max_response_tokens
-        self._critic_warmup_steps = config.critic.critic_warmup_steps or 0
+        self._critic_warmup_steps = config.critic.warmup_steps or 0
         self.recipe = config.recipe
         self.actor, self.critic = actor, critic
         self.reference, self.sample_store = reference, sample_store

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.parameters import parameters_of
 from mcore_rl.config import CriticOptions
 from mcore_rl.model.layout import RolloutLayout, TrainLayout, pipeline_layers
 from mcore_rl.model.roles import DEGREE_FLAGS
@@ -95,10 +96,10 @@ def test_critic_follows_actor_except_for_own_flags() -> None:
 
 def test_critic_flags_are_flags_of_run() -> None:
     """tests/dist compares the planned critic with one that was built."""
+    flags = {parameter.field: parameter.flag for parameter in parameters_of(CriticOptions)}
     for degree, flag in CRITIC_FLAGS.items():
-        name = f"critic_{degree}"
-        assert flag == f"--rl-{name.replace('_', '-')}"
-        assert name in CriticOptions.__dataclass_fields__ and degree in DEGREE_FLAGS
+        assert flag == flags[degree] == f"--rl-critic-{degree.replace('_', '-')}"
+        assert degree in DEGREE_FLAGS
 
 
 def test_critic_ranks_are_taken_from_actor() -> None:

@@ -179,7 +179,7 @@ def build_critic(
     Raises RuntimeError if its step differs from `actor_iteration`, the step of the actor's.
     """
     if spec.tokens is None:
-        own = {"lr": config.critic.critic_lr, "clip_grad": config.critic.critic_clip_grad}
+        own = {"lr": config.critic.lr, "clip_grad": config.critic.clip_grad}
         changes = {name: value for name, value in own.items() if value is not None}
         changes.update(_longer_schedule(config, actor_args))
         args = argparse.Namespace(**{**vars(actor_args), **changes})

@@ -140,11 +140,11 @@ class Run:
         saved = ""
         if step:
             self._saver.save(step)
-            saved = f"; what was learnt before is saved: go on with --load {self._saver.folder}"
+            saved = f"; earlier steps are saved: resume with --load {self._saver.folder}"
         if dist.get_rank() == 0:
             logger.error(
                 "[Reward] step %d: none of %d samples has a reward to learn from; the most "
-                "frequent reason, to be mended: %s%s",
+                "frequent reason: %s%s",
                 step,
                 len(why_not_valid),
                 Counter(why_not_valid).most_common(1)[0][0],
@@ -199,7 +199,7 @@ class Run:
     def _stop(self, step: int, who: str, reason: str, exit_code: int) -> NoReturn:
         self._saver.save(step + 1)
         logger.info(
-            "%s stopped after step %d by %s; go on with --load %s",
+            "%s stopped after step %d by %s; resume with --load %s",
             *(who, step, reason, self._saver.folder),
         )
         raise RunStopped(exit_code)

@@ -288,7 +288,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
         dino_bottleneck_size dino_freeze_last_layer dino_norm_last_layer dino_warmup_teacher_temp
         dino_teacher_temp dino_warmup_teacher_temp_epochs use_fused_weighted_squared_relu
     """,
-    "it goes with a flag that is refused": """
+    "it belongs to a flag that is refused": """
         qk_clip_alpha qk_clip_threshold max_seqlen_per_dp_cp_rank use_mp_args_from_checkpoint_args
         use_tokenizer_model_from_checkpoint_args ckpt_convert_save moe_upcycling_granularity
         moe_token_drop_policy moe_pad_expert_input_to_capacity high_priority_a2a_comm_stream
@@ -304,7 +304,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "routing replay is --rl-routing-replay": """
         moe_enable_routing_replay
     """,
-    "Megatron itself heeds it no more": """
+    "Megatron ignores it": """
         use_flash_attn onnx_safe enable_full_sharding_in_hsdp dist_ckpt_save_pre_mcore_014
         exit_signal_handler_for_dataloader deprecated_use_mcore_models use_dist_ckpt_deprecated
         dist_ckpt_format_deprecated ckpt_fully_parallel_save_deprecated disable_msc_deprecated
@@ -314,22 +314,24 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 WITHOUT_EFFECT_DESTS = frozenset(" ".join(WITHOUT_EFFECT.values()).split())
 
 _COUNTS_STEPS = Refusal(
-    "counts another way than RL", "set --rl-num-steps and the batch by --rl-num-* flags"
+    "counts differently from RL", "set --rl-num-steps and the batch by --rl-num-* flags"
 )
 _COUNTS_SAMPLES = Refusal(
     "counts samples", "give the flag that ends in -iters, which counts updates"
 )
-_NOT_VLLM = Refusal("makes Megatron route otherwise than vLLM, which samples", "drop it")
+_NOT_VLLM = Refusal("makes Megatron route differently from vLLM, which samples", "drop it")
 _NOT_YET = Refusal("is not supported yet", "drop it")
-_NO_CHECKPOINT = Refusal("makes no checkpoint that a run goes on from bit for bit", "drop it")
+_NO_CHECKPOINT = Refusal(
+    "makes checkpoints from which a run does not resume bit for bit", "drop it"
+)
 _OWN_LOOP = Refusal("is left to Megatron's own training loop, which RL does not run", "drop it")
-_OTHER_MODEL = Refusal("is of another model than config.json describes", "drop it")
+_OTHER_MODEL = Refusal("belongs to another model than config.json describes", "drop it")
 _OTHER_SHARDS = Refusal("shards weights in a way that the hand-over does not know", "drop it")
 _OTHER_SCHEDULE = Refusal("needs a forward step that builds Megatron's schedule plans", "drop it")
 _DROPS_TOKENS = Refusal(
     "drops tokens that only Megatron's own training loop computes again", "drop it"
 )
-_NO_GROUPS = Refusal("leaves ranks without groups to talk in", "drop it")
+_NO_GROUPS = Refusal("leaves ranks without process groups", "drop it")
 _DISTILLATION = Refusal("belongs to Megatron's distillation, which RL does not do", "drop it")
 _EXITS = "give --exit-signal-handler, or --exit-duration-in-mins"
 OWN_RL_REASON = Refusal(
@@ -399,10 +401,10 @@ REFUSED: Mapping[str, Refusal] = {
     "moe_use_upcycling": _OTHER_MODEL,
     # Needs a sampler of Megatron's, and the loss per token.
     "hybrid_context_parallel": Refusal(
-        "shares samples out by a data loader that RL does not have", "drop it"
+        "distributes samples by a data loader that RL does not have", "drop it"
     ),
     "use_tp_pp_dp_mapping": Refusal(
-        "puts stages on other ranks than the hand-over looks for them", "drop it"
+        "puts stages on other ranks than the hand-over expects", "drop it"
     ),
     "tensor_parallel_num_weight_shards": _OTHER_SHARDS,
     "expert_tensor_parallel_num_weight_shards": _OTHER_SHARDS,
@@ -418,7 +420,7 @@ REFUSED: Mapping[str, Refusal] = {
     "logits_load_dir": _DISTILLATION,
     "exit_signal_handler_for_training": Refusal("ends a run without saving it", _EXITS),
     "adlr_autoresume": Refusal("is left to Megatron's own training loop", _EXITS),
-    "override_ckpt_iteration": Refusal("gives a checkpoint another step than it has", "drop it"),
+    "override_ckpt_iteration": Refusal("gives a checkpoint a wrong step", "drop it"),
     **dict.fromkeys(sorted(OWN_RL - {"perform_rl_step"}), OWN_RL_REASON),
 }
 
@@ -445,9 +447,7 @@ REFUSED_VALUES: Mapping[str, tuple[tuple[str, ...], Refusal]] = {
     "moe_router_load_balancing_type": (("sinkhorn", "quantile_balancing"), _NOT_VLLM),
     "attention_backend": (
         ("local",),
-        Refusal(
-            "is taken by Megatron's own builder of models alone", "give --transformer-impl local"
-        ),
+        Refusal("is read only by Megatron's own model builder", "give --transformer-impl local"),
     ),
 }
 

@@ -149,7 +149,7 @@ def _check_export(config: RLConfig, folder: str, *, goes_on: bool) -> None:
             )
     if os.path.ismount(target):
         raise UsageError(
-            "is a mount point, which nothing can take the place of",
+            "is a mount point, which cannot be replaced",
             flag=flag,
             remedy="name a new folder in it",
         )
@@ -158,7 +158,7 @@ def _check_export(config: RLConfig, folder: str, *, goes_on: bool) -> None:
     again = goes_on and (target / EXPORT_MARKER).is_file()
     if os.path.lexists(target) and not is_empty and not again:
         raise UsageError(
-            "is there already and would be replaced",
+            "exists and would be replaced",
             flag=flag,
             remedy="remove it or name a new folder",
         )
@@ -176,7 +176,7 @@ def check_export_dtype(options: TrainerOptions, checkpoint: HFCheckpoint) -> Non
         )
     if not checkpoint.float8:
         raise UsageError(
-            f"writes those weights in FP8 blocks that --rl-hf-checkpoint has so, and "
+            "writes in FP8 blocks the weights that --rl-hf-checkpoint has in such blocks, and "
             f"{checkpoint.folder} has none",
             flag=flag,
             remedy="drop it, or start from the checkpoint as it was published in FP8",
@@ -257,7 +257,7 @@ def check_mtp(
         reason = f"is not supported for model_type '{shape.architecture}'"
     elif not values.get("mtp_detach_heads"):
         reason = (
-            "would let what MTP layers learn into the policy without --mtp-detach-heads, which "
+            "would train the policy by the loss of MTP layers without --mtp-detach-heads, which "
             "megatron-core has from 0.19 on"
         )
     elif against := _against_mtp(config, layers, values):
@@ -293,7 +293,7 @@ def _against_mtp(config: RLConfig, layers: PipelineLayers, values: Mapping[str, 
     if (cp_size := values.get("context_parallel_size") or 1) > 1:
         return f"--context-parallel-size {cp_size}, as tokens ahead lie on other ranks"
     if len(layers[-1]) > 1:
-        return "virtual pipeline stages, whose chunks Megatron does not tell of them"
+        return "virtual pipeline stages, whose chunks Megatron builds without them"
     if values.get("pipeline_model_parallel_layout"):
         return "--pipeline-model-parallel-layout, as they follow the last decoder layer"
     if values.get("use_megatron_fsdp"):
@@ -301,7 +301,7 @@ def _against_mtp(config: RLConfig, layers: PipelineLayers, values: Mapping[str, 
     if values.get("overlap_grad_reduce") and len(layers) > 1:
         return "--overlap-grad-reduce, which waits for a gradient of their stage's embedding"
     if values.get("spec"):
-        return f"--spec {' '.join(values['spec'])}, which says nothing of them"
+        return f"--spec {' '.join(values['spec'])}, which does not describe them"
     if config.recipe.needs_critic:
         return f"--rl-advantage {config.recipe.advantage}, whose critic has none"
     if config.rewards.reward_model is not None:
@@ -316,7 +316,7 @@ def check_together(values: Mapping[str, Any]) -> None:
     by_engine = values.get("transformer_impl") != "local"
     if values.get("context_parallel_size", 1) > 1 and backend == "unfused" and by_engine:
         raise UsageError(
-            "is beyond Transformer Engine's --attention-backend unfused",
+            "is not supported by Transformer Engine's --attention-backend unfused",
             flag=f"--context-parallel-size {values['context_parallel_size']}",
             remedy="give flash or fused, or drop one of the two",
         )

@@ -37,7 +37,7 @@ def test_signal_interval_and_duration_save_and_end_with_code_0(
         outcomes = ranks.run_raw("tests.e2e.jobs:train", world_size=2, arguments={"tokens": flags})
         said = "".join(outcome.output for outcome in outcomes)
         assert {outcome.exit_code for outcome in outcomes} == {0}, said[-6000:]
-        assert said.count(f"[Exit] stopped after step {kept[0] - 1} by {reason}; go on with") == 1
+        assert said.count(f"[Exit] stopped after step {kept[0] - 1} by {reason}; resume with") == 1
         assert folders.complete_steps(tmp_path / "run" / "checkpoints") == kept
         assert "Traceback" not in said
 

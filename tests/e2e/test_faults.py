@@ -151,9 +151,9 @@ def test_a_step_without_any_reward_ends_the_run_with_the_reason_and_loses_nothin
     outcomes = run_once(tmp_path / "run")
     assert {outcome.exit_code for outcome in outcomes} == {1}, said(outcomes)[-6000:]
     reason = (
-        "[Reward] step 2: none of 16 samples has a reward to learn from; the most frequent reason, "
-        "to be mended: raised ConnectionError: the judge is away; what was learnt before is saved: "
-        f"go on with --load {checkpoints}"
+        "[Reward] step 2: none of 16 samples has a reward to learn from; the most frequent reason: "
+        "raised ConnectionError: the judge is away; earlier steps are saved: "
+        f"resume with --load {checkpoints}"
     )
     assert said(outcomes).count(reason) == 1 and "Traceback" not in said(outcomes)
     assert folders.complete_steps(checkpoints) == [2]

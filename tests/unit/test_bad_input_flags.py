@@ -103,13 +103,13 @@ architecture: --num-layers 5
 other_rl_loop: --grpo-group-size 8
     --grpo-group-size belongs to Megatron's own RL loop ... drop it ... --help
 samples_instead_of_steps: --train-samples 100
-    --train-samples counts another way ... --rl-num-steps
+    --train-samples counts differently ... --rl-num-steps
 other_normalisation: --calculate-per-token-loss
     --calculate-per-token-loss switches on another normalisation ... drop it
 async_save: --async-save
     --async-save is not supported yet ... drop it
 half_a_checkpoint: --no-save-optim
-    --no-save-optim makes no checkpoint that a run goes on from ... drop it
+    --no-save-optim makes checkpoints from which a run does not resume ... drop it
 time_limit: --rl-stage-timeout-seconds -1
     --rl-stage-timeout-seconds -1.0 must be at least 0
 reward_memory: --rl-reward-memory-gib -1

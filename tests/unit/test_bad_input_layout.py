@@ -41,7 +41,7 @@ sample_as_context_parallelism_pads_it: --tensor-model-parallel-size 1 --rl-max-p
     it to that
 hybrid_context_parallel: --tensor-model-parallel-size 1 --context-parallel-size 2
   --hybrid-context-parallel
-    --hybrid-context-parallel shares samples out by a data loader ... drop it
+    --hybrid-context-parallel distributes samples by a data loader ... drop it
 virtual_stages_without_pipeline: --num-virtual-stages-per-pipeline-rank 2
     --num-virtual-stages-per-pipeline-rank 2 needs --pipeline-model-parallel-size above 1
 layers_of_a_custom_layout: --tensor-model-parallel-size 1 --expert-model-parallel-size 1

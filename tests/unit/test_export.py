@@ -167,11 +167,11 @@ def test_resumed_run_replaces_an_export_only(alone: None, tmp_path: Path) -> Non
     write_export(tmp_path, target)
     check(target)
     write_export(tmp_path, target)
-    with pytest.raises(UsageError, match="is there already and would be replaced"):
+    with pytest.raises(UsageError, match="exists and would be replaced"):
         check(target, load=None)
     (target / EXPORT_MARKER).unlink()
     assert (target / "config.json").is_file()
-    with pytest.raises(UsageError, match="is there already and would be replaced"):
+    with pytest.raises(UsageError, match="exists and would be replaced"):
         check(target)
 
 
@@ -200,7 +200,7 @@ def test_export_through_a_link_writes_its_target(alone: None, tmp_path: Path) ->
         assert torch.equal(load_file(file)["model.embed_tokens.weight"], WEIGHT)
     endless = tmp_path / "endless"
     endless.symlink_to(endless)
-    with pytest.raises(UsageError, match="is there already and would be replaced"):
+    with pytest.raises(UsageError, match="exists and would be replaced"):
         check(endless)
 
 

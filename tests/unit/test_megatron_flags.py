@@ -288,8 +288,8 @@ def check_all(values: dict[str, Any]) -> None:
         ("--make-vocab-size-divisible-by 0", "divisible-by 0 must be greater than 0$"),
         ("--num-distributed-optimizer-instances 0", "instances 0 must be greater than 0$"),
         ("--mlp-chunks-for-training 0", "--mlp-chunks-for-training 0 must be greater than 0$"),
-        ("--lr-warmup-iters 9 --lr-decay-iters 9", "leaves nothing of --lr-decay-iters 9; lower"),
-        ("--lr-warmup-iters 9 --train-iters 3", "leaves nothing of the run's updates, 3; lower"),
+        ("--lr-warmup-iters 9 --lr-decay-iters 9", "is not less than --lr-decay-iters 9; lower"),
+        ("--lr-warmup-iters 9 --train-iters 3", "is not less than the run's updates, 3; lower"),
         ("--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-iters; add it"),
     ],
 )

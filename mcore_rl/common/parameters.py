@@ -169,7 +169,7 @@ class Parameters:
 P = TypeVar("P", bound=Parameters)
 
 
-def parameters_of(declaration: type[Parameters]) -> tuple[Parameter, ...]:
+def parameters_of(declaration: type) -> tuple[Parameter, ...]:
     """Return the parameters that a class declares, in the order of its fields.
 
     Fields without `param` are skipped. Raises TypeError for a type that a flag cannot have.
@@ -178,9 +178,7 @@ def parameters_of(declaration: type[Parameters]) -> tuple[Parameter, ...]:
 
 
 @functools.cache
-def _parameters_of(
-    declaration: Any,
-) -> tuple[Parameter, ...]:  # mypy takes no dataclass as Hashable
+def _parameters_of(declaration: Any) -> tuple[Parameter, ...]:
     hints = typing.get_type_hints(declaration)
     return tuple(
         _parameter(declaration.flag_prefix, field, hints[field.name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -16,21 +17,24 @@ from mcore_rl.common.user_code import import_user_file
 from mcore_rl.flags.megatron_flags import WITHOUT_EFFECT_DESTS
 
 
+def _raise(error: UsageError) -> None:
+    raise error
+
+
 def expand_config(
     tokens: Sequence[str],
     parser: argparse.ArgumentParser,
     *,
-    refused: Callable[[UsageError], None] | None = None,
+    refused: Callable[[UsageError], None] = _raise,
 ) -> list[str]:
     """Replace every `--rl-config FILE` by the flags in the files, put before all others.
 
     Keys are flag names, with or without the leading dashes, with `-` or `_`. `false` switches a
     switch off, even a derived one; a key with an empty value is ignored. If several files have a
-    key, the last one counts. Raises UsageError for a file that cannot be read as a mapping of
-    flags, and for an unknown key (naming the nearest known one). With `refused`, errors in a file
-    are passed to it, and the faulty parts are left out.
+    key, the last one counts. `refused` gets a UsageError for a file that cannot be read as a
+    mapping of flags, and for an unknown key (naming the nearest known one). Unless it raises, the
+    faulty parts are left out.
     """
-
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--rl-config", action="append", default=[])
     found, rest = parse_known(finder, tokens)
@@ -44,15 +48,13 @@ def expand_config(
 
 
 def import_given_files(
-    tokens: Sequence[str], *, refused: Callable[[UsageError], None] | None = None
+    tokens: Sequence[str], *, refused: Callable[[UsageError], None] = _raise
 ) -> None:
     """Run the files of every `--rl-import`, including those named in files of `--rl-config`.
 
-    They may register flags, so this precedes a parser. Raises UsageError for a file that cannot be
-    used; with `refused` the error is passed to it, and the next file is run. Other errors are left
-    to the readers of all flags.
+    They may register flags, so this precedes a parser. `refused` gets a UsageError for a file that
+    cannot be used. Other errors are left to the readers of all flags.
     """
-
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--rl-import", nargs="+", action="extend", default=[])
     try:
@@ -64,82 +66,59 @@ def import_given_files(
         try:
             import_user_file(path)
         except UsageError as error:
-            if refused is None:
-                raise
             refused(error)
 
 
 def _read_config(
-    path: Path,
-    parser: argparse.ArgumentParser,
-    refused: Callable[[UsageError], None] | None,
+    path: Path, parser: argparse.ArgumentParser, refused: Callable[[UsageError], None]
 ) -> dict[str, list[str]]:
     """Read one file of `--rl-config`: destination -> the tokens of its flag."""
-
-    def refuse(error: UsageError) -> None:
-        if refused is None:
-            raise error
-        refused(error)
-
+    refusal = functools.partial(UsageError, flag=f"--rl-config {path}")
     try:
-        values = _mapping_in(path)
+        values = _mapping_in(path, refusal)
     except UsageError as error:
-        refuse(error)
+        refused(error)
         return {}
     flags: dict[str, list[str]] = {}
     seen: list[argparse.Action] = []
     for key, value in values.items():
         try:
-            action, tokens = _tokens_of(str(key), value, parser, path)
+            action, tokens = _tokens_of(str(key), value, parser, refusal)
         except UsageError as error:
-            refuse(error)
+            refused(error)
             continue
         if action in seen:
-            problem = f": '{key}' sets a flag that another key of the file sets"
-            refuse(UsageError(problem, flag=f"--rl-config {path}", remedy="remove one of them"))
+            found = f": '{key}' sets a flag that another key of the file sets"
+            refused(refusal(found, remedy="remove one of them"))
         seen.append(action)
         flags.pop(action.dest, None)
         flags[action.dest] = tokens
     return flags
 
 
-def _mapping_in(path: Path) -> dict[Any, Any]:
+def _mapping_in(path: Path, refusal: Callable[..., UsageError]) -> dict[Any, Any]:
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise UsageError(
-                "is not a regular file, and it is read more than once",
-                flag=f"--rl-config {path}",
-                remedy="write what it gives to a file",
-            )
+            found = "is not a regular file, and it is read more than once"
+            raise refusal(found, remedy="write what it gives to a file")
         values = parse_yaml(path.read_text(encoding="utf-8"), number_of=_number_as_written)
     except OSError as error:
-        raise UsageError(
-            f"cannot be read: {error.strerror}",
-            flag=f"--rl-config {path}",
-            remedy="correct the path",
-        ) from error
+        found = f"cannot be read: {error.strerror}"
+        raise refusal(found, remedy="correct the path") from error
     except UnicodeDecodeError as error:
-        raise UsageError(
-            "cannot be read: it is not UTF-8 text",
-            flag=f"--rl-config {path}",
-            remedy="save it as UTF-8",
-        ) from error
+        found = "cannot be read: it is not UTF-8 text"
+        raise refusal(found, remedy="save it as UTF-8") from error
     except InvalidData as error:
-        raise UsageError(
-            f"is not valid YAML: {error}", flag=f"--rl-config {path}", remedy="correct it there"
-        ) from error
+        raise refusal(f"is not valid YAML: {error}", remedy="correct it there") from error
     values = {} if values is None else values
     if not isinstance(values, dict):
-        raise UsageError(
-            "must hold 'flag: value' lines, not a list or a text",
-            flag=f"--rl-config {path}",
-            remedy="write it so",
-        )
+        found = "must hold 'flag: value' lines, not a list or a text"
+        raise refusal(found, remedy="write it so")
     return values
 
 
 def _tokens_of(
-    key: str, value: Any, parser: argparse.ArgumentParser, path: Path
+    key: str, value: Any, parser: argparse.ArgumentParser, refusal: Callable[..., UsageError]
 ) -> tuple[argparse.Action, list[str]]:
     flags = parser._option_string_actions
     flag = "--" + key.lstrip("-")
@@ -147,23 +126,13 @@ def _tokens_of(
         flag = flag.replace("_", "-")
     action = flags.get(flag)
     if action is None or isinstance(action, argparse._HelpAction):
-        raise UsageError(
-            f": unknown key '{key}'",
-            flag=f"--rl-config {path}",
-            remedy=_suggestion(flag, parser),
-        )
+        raise refusal(f": unknown key '{key}'", remedy=_suggestion(flag, parser))
     if action.dest == "rl_config":
-        raise UsageError(
-            "cannot name another file", flag=f"--rl-config {path}", remedy="give the flag twice"
-        )
+        raise refusal("cannot name another file", remedy="give the flag twice")
     if value is None or value == []:
         return action, []
     if action.nargs == 0 and not isinstance(value, bool):
-        raise UsageError(
-            f": '{key}' is a switch",
-            flag=f"--rl-config {path}",
-            remedy="its value is true or false",
-        )
+        raise refusal(f": '{key}' is a switch", remedy="its value is true or false")
     # Megatron has kept some switches without effect, besides the form that undoes them.
     inverse = flags.get(_inverse(flag))
     if inverse and action.dest in WITHOUT_EFFECT_DESTS and inverse.dest not in WITHOUT_EFFECT_DESTS:
@@ -171,9 +140,7 @@ def _tokens_of(
     try:
         return action, _tokens_of_value(action, flag, value, parser)
     except InvalidData as error:
-        raise UsageError(
-            f": '{key}' {error}", flag=f"--rl-config {path}", remedy="correct it there"
-        ) from error
+        raise refusal(f": '{key}' {error}", remedy="correct it there") from error
 
 
 def _tokens_of_value(

@@ -50,40 +50,22 @@ def critic_options(config: RLConfig) -> ValueOptions | None:
     """Return the flags of the critic; None if the algorithm has none."""
     if not config.recipe.needs_critic:
         return None
-    degrees = (
-        config.critic.tp_size,
-        config.critic.pp_size,
-        config.critic.ep_size,
-    )
-    values = {
-        **dict(zip(DEGREE_FLAGS.values(), degrees, strict=True)),
-        "--lr": config.critic.lr,
-        "--clip-grad": config.critic.clip_grad,
-    }
-    return ValueOptions(
-        CRITIC,
-        "critic",
-        "--rl-critic-init",
-        config.critic.init,
-        _tokens_of(values),
-        learns=True,
-    )
+    options = config.critic
+    sizes = (options.tp_size, options.pp_size, options.ep_size)
+    degrees = dict(zip(DEGREE_FLAGS.values(), sizes, strict=True))
+    tokens = _tokens_of({**degrees, "--lr": options.lr, "--clip-grad": options.clip_grad})
+    return ValueOptions(CRITIC, "critic", "--rl-critic-init", options.init, tokens, learns=True)
 
 
 def reward_options(config: RLConfig) -> ValueOptions | None:
     """Return the flags of the reward model; None if the job has none."""
-    if config.rewards.reward_model is None:
+    options = config.rewards
+    if options.reward_model is None:
         return None
-    degrees = (
-        config.rewards.reward_tp_size,
-        config.rewards.reward_pp_size,
-        config.rewards.reward_ep_size,
-    )
-    tokens = _tokens_of(dict(zip(DEGREE_FLAGS.values(), degrees, strict=True)))
+    sizes = (options.reward_tp_size, options.reward_pp_size, options.reward_ep_size)
+    tokens = _tokens_of(dict(zip(DEGREE_FLAGS.values(), sizes, strict=True)))
     flag = "--rl-reward-model"
-    return ValueOptions(
-        REWARD, "reward model", flag, config.rewards.reward_model, tokens, learns=False
-    )
+    return ValueOptions(REWARD, "reward model", flag, options.reward_model, tokens, learns=False)
 
 
 def _tokens_of(values: Mapping[str, float | None]) -> tuple[str, ...]:

@@ -1,10 +1,8 @@
 """The `--rl-*` flags, next to Megatron's own arguments.
 
-Each room of the package declares its options, one field per flag, in its own `options` module:
-name, type, default, bounds and help. `RLConfig` holds these sections. Megatron's flags keep their
-meaning; those that a checkpoint's config.json determines are derived from it, and a given one that
-contradicts it is an error. Precedence: the command line, then `--rl-config` (the later file first),
-then derived values.
+Each package declares its options, one field per flag, in its `options` module: name, type, default,
+bounds and help. `RLConfig` holds these sections. Precedence: the command line, then `--rl-config`
+(the later file first), then derived values.
 """
 
 from __future__ import annotations

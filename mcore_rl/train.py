@@ -248,12 +248,11 @@ class Run:
 def initialize(extra_args: ExtraArgs | None = None, **megatron_options: Any) -> Job:
     """Check a fork's command line, derive the flags it leaves out, and start Megatron.
 
-    This is how `-m mcore_rl.train` starts, `--rl-config` included, with Megatron's own
-    `parse_and_validate_args` and `initialize_megatron`, which gets `megatron_options`. `extra_args`
-    is Megatron's `extra_args_provider`: a function that adds the fork's flags to the parser and
-    returns it. Collective; a user's mistake ends every rank with exit code 2. Megatron's output
-    goes where MCORE_RL_MEGATRON_LOG says. Returns the job for `run`; its `args` are Megatron's, as
-    `get_args()` returns them.
+    `-m mcore_rl.train` starts in the same way, `--rl-config` included. `megatron_options` are for
+    Megatron's `initialize_megatron`. `extra_args` is its `extra_args_provider`: a function that
+    adds the fork's flags to the parser and returns it. Collective; a user's mistake ends every rank
+    with exit code 2. Megatron's output goes where MCORE_RL_MEGATRON_LOG says. Returns the job for
+    `run`; its `args` are Megatron's.
     """
     setup_logging()
     with log_file() as log:

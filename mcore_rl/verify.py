@@ -3,10 +3,9 @@
     python -m mcore_rl.launch ... -m mcore_rl.verify <--rl-hf-checkpoint, --rl-prompts, degrees>
 
 It loads the checkpoint into Megatron, and into vLLM by vLLM's own loader (FP8 blocks are
-dequantised one tensor at a time, since engines are bfloat16 models). It hashes what vLLM stores and
-overwrites it with zeros; then the sharding manager hands Megatron's weights over. What vLLM stores
-must be equal, bit for bit, and both must give the same prompts similar log-probs. As in a run, the
-two models need not fit on a device together.
+dequantised). It hashes what vLLM stores and overwrites it with zeros; then the sharding manager
+hands Megatron's weights over. What vLLM stores must be equal, bit for bit, and both must give the
+same prompts similar log-probs. As in a run, actor and engine take turns on a device.
 
 Exit code 0 if the stored weights are equal, 1 if not, 2 for bad input.
 """
@@ -103,9 +102,8 @@ def verify(job: Job, *, log: Any = None) -> Verification:
 def compare_loads(job: Job, state: TrainState, shards: ModelShards) -> Verification:
     """Compare the loads, given the actor. Collective.
 
-    As in a run, actor and engine take turns on a device: the actor is offloaded while an engine
-    starts and loads the checkpoint by vLLM's own loader, and the engine sleeps while the actor
-    scores.
+    The actor is offloaded while an engine starts and loads the checkpoint by vLLM's own loader, and
+    the engine sleeps while the actor scores.
     """
     offloader = build_offloader(job, state)
     with contextlib.ExitStack() as at_the_end:

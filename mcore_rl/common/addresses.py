@@ -1,7 +1,4 @@
-"""Checks of addresses from the user, and of a header from an environment variable.
-
-This module needs only the standard library.
-"""
+"""Checks of addresses from the user, and of a header from an environment variable."""
 
 from __future__ import annotations
 
@@ -52,8 +49,8 @@ def checked_url(url: str, flag: str) -> SplitResult:
 def header_from(variable: str | None, flag: str) -> dict[str, str]:
     """Return the header that an environment variable holds as `Header: value`; empty for None.
 
-    It may be a secret, so no message contains any part of it. Raises UsageError if the variable is
-    not set or holds something else.
+    It may be a secret, so no message contains any part of it. Raises UsageError if it is not set or
+    malformed.
     """
     if variable is None:
         return {}

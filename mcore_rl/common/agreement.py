@@ -1,7 +1,6 @@
 """Ranks agree on a failure before any of them exits, so that no rank waits for a dead one.
 
-Before Megatron runs there are no process groups, only the launcher's rendezvous store. It is
-enough to exchange one sentence per rank.
+Before Megatron starts they exchange one sentence per rank through the launcher's rendezvous store.
 """
 
 from __future__ import annotations
@@ -92,8 +91,7 @@ def from_rank(rank: int, text: str, store: Store | None, *, stage: str) -> str:
 def check_alike(facts: Mapping[str, str], store: Store | None) -> None:
     """Refuse ranks on which one of `facts`, by name, differs from rank 0. Collective.
 
-    The flags typed or packages installed on each machine may differ by mistake. This would show
-    much later, in shapes that do not match, or not at all.
+    Flags or packages may differ between machines by mistake, which would show much later or never.
     """
     first = json.loads(from_rank(0, json.dumps(facts), store, stage="facts"))
 
@@ -151,11 +149,10 @@ def leave_together(exit_code: int) -> NoReturn:
 
 
 def report(sentence: str) -> None:
-    """Report the sentence on stderr, whichever of the failing ranks ends first.
+    """Report the sentence once on stderr, whichever of the failing ranks ends first.
 
-    The first rank to exit makes the launcher end the others, perhaps rank 0 before it has printed.
-    So each rank writes the sentence into the error file that torchrun reads once a rank has failed:
-    `mcore_rl.launch` prints it once, and torchrun shows it in its table, below rank 0's output.
+    The first rank to exit makes the launcher end the others, so each rank writes the sentence into
+    its error file of torchrun: `mcore_rl.launch` prints it once, torchrun shows it in its table.
     """
     if leave_reason(sentence) and LAUNCHER in os.environ:
         return

@@ -1,7 +1,4 @@
-"""Readable sizes: 12.3 MB, 4.56 GB. Units are decimal, as in every log line and plan.
-
-This module is pure: it imports neither Megatron nor vLLM nor torch.
-"""
+"""Readable sizes: 12.3 MB, 4.56 GB. Units are decimal, as in every log line and plan."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The exception for mistakes that a user can fix, and a flag parser that raises it.
-
-Also the exception that ends a run on request.
+"""Exceptions: UsageError for mistakes that a user can fix, RunStopped for the end of a run on
+request.
 
 Any other exception is a fault of the program or of the machine, and keeps its traceback.
 """

@@ -1,8 +1,7 @@
 """Diagnosis of a rank that was killed: its stage, and whether memory ran out.
 
-A rank notes its stage in a file of the launcher's temporary folder, because only data that the
-kernel holds survives SIGKILL. The launcher compares the out-of-memory counters of the kernel and of
-its own control group with their values at its start.
+A rank writes its stage into a file of the launcher's temporary folder, which survives SIGKILL. The
+launcher compares the kernel's out-of-memory counters with their values at its start.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Host memory available to this process and its neighbours: the machine's or a cgroup's.
-
-This module is pure: it imports neither Megatron nor vLLM nor torch.
-"""
+"""Host memory available to this process: the machine's or a cgroup's."""
 
 from __future__ import annotations
 

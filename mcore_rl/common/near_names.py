@@ -1,10 +1,9 @@
 """Suggestions for unknown names: the known name that was probably meant.
 
-A suggestion that means something else is worse than none: a user who is offered
-`--rl-eval-temperature` for `--rl-train-temperature` may take it. So names are compared word by
-word. Words may be in another order, run together or in the plural, and have a wrong letter or two.
-But a word that any known name contains is never a typo of another word (`min` and `max`, `mode`
-and `model`), and no word may be missing or added (`no`, `critic`).
+A wrong suggestion is worse than none (`--rl-eval-temperature` for `--rl-train-temperature`), so
+names are compared word by word. Words may be in another order, run together or in the plural, and
+have a wrong letter or two. A word that a known name contains is never a typo of another word (`min`
+and `max`), and no word may be missing or added (`no`, `critic`).
 
 Worker processes import this module, so it needs only the standard library.
 """

@@ -1,12 +1,11 @@
-"""Exchange of Python objects between all ranks over gloo, whatever backend the world uses.
+"""Exchange of Python objects between all ranks over one gloo group, whatever backend the world
+uses.
 
-Over NCCL an object is copied to the device, and gathered there from every rank, padded to the
-largest: a few megabytes of samples from each of 256 ranks take a gigabyte on each device. So one
-gloo group of all ranks serves all objects, and every wait that moves no tensor. No other module of
-mcore_rl calls torch's object collectives or its barrier.
+Over NCCL objects are gathered on every device, padded to the largest: a few megabytes of samples
+from each of 256 ranks take a gigabyte. No other module calls torch's object collectives or barrier.
 
-All functions are collective over the world (or over `group`, which must be a gloo group). The
-first call creates the group; `start` creates it at a chosen place.
+All functions are collective over the world (or over `group`, which must be a gloo group). The first
+call creates the group; `start` creates it at a chosen place.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """The machine's support for Megatron: a GPU, Transformer Engine, Apex's kernels.
 
-It is detected once, by importing, and passed to every check: a flag's default may need kernels of
-a package that is missing, and an installed package need not be importable.
-
-This module is pure: it imports torch and the packages that it looks for on use.
+It is detected once, by importing, since an installed package need not be importable.
 """
 
 from __future__ import annotations

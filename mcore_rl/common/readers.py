@@ -1,10 +1,8 @@
 """Readers of JSON, YAML and file names from outside this process, or cut short by a crash.
 
-A downloaded folder, a prompt file, a worker's message and a metrics file are all data that this
-process did not write. These functions return plain values (dict, list, str, int, float, bool, None)
-within bounds, or raise `InvalidData`, whatever the input. Callers turn it into a sentence that
-names the file. Worker processes import this module, so it needs only the standard library; YAML is
-imported on use.
+They return plain values (dict, list, str, int, float, bool, None) within bounds, or raise
+`InvalidData`, whatever the input. Worker processes import this module, so it needs only the
+standard library; YAML is imported on use.
 """
 
 from __future__ import annotations
@@ -141,10 +139,8 @@ def integer_within(value: Any, least: int, most: int) -> int | None:
 
 
 def plain_file_name(value: Any) -> str:
-    """Return `value` if it is a file name without separators and control characters, not "..".
-
-    Raises InvalidData otherwise.
-    """
+    """Return `value` if it is a file name without separators and control characters, not "..";
+    raise InvalidData otherwise."""
     if not isinstance(value, str):
         raise InvalidData(f"names a file by a {type(value).__name__}")
     shown = repr(value if len(value) <= 60 else value[:60] + "...")

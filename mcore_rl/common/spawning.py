@@ -21,11 +21,9 @@ _serves_a_run = False
 def main_script_left_out() -> Iterator[None]:
     """Keep processes that are spawned inside this context from importing `__main__`.
 
-    `multiprocessing` imports it in every spawned child. Here `__main__` is a trainer with torch,
-    Megatron and vLLM: seconds and gigabytes for a process that only forwards a queue. A script
-    without `if __name__ == "__main__"` would also start the run again in the child, while the ranks
-    wait for an answer. `multiprocessing` skips a main module whose spec has the name `__main__`, as
-    for a package's `__main__.py`, so the spec has that name inside the context.
+    `multiprocessing` imports it in every spawned child: seconds and gigabytes of torch, Megatron
+    and vLLM, and a second start of a script without `if __name__ == "__main__"`. It skips a main
+    module whose spec has the name `__main__`, so the spec has that name inside the context.
 
     Objects sent to such a process must not be defined in the main script. Several threads may be
     inside at once.

@@ -1,7 +1,4 @@
-"""The settings of torch's allocator with vLLM's sleep mode, which uses the driver's memory itself.
-
-This module is pure: it imports neither Megatron nor vLLM nor torch.
-"""
+"""The settings of torch's allocator that vLLM's sleep mode refuses."""
 
 from __future__ import annotations
 

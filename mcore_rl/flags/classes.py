@@ -1,9 +1,5 @@
-"""Use of the tables in `megatron_flags`: refuse what RL cannot honour, name what has no effect.
-
-`python scripts/document_flags.py` writes the tables for readers.
-
-This module is pure: it imports neither Megatron nor vLLM nor torch.
-"""
+"""Checks and notes of the tables in `megatron_flags`: flags that RL refuses, or that have no
+effect."""
 
 from __future__ import annotations
 

@@ -353,9 +353,8 @@ def _defaults(
 
 
 def _patience_minutes(config: RLConfig) -> int:
-    """Return how long a rank waits for another. Megatron's ten minutes suit steps of pre-training;
-    here one engine may sample longer than another. If a rank hangs, the watchdog should end the run
-    first, since it reports the stuck rank and its stage."""
+    """Return how long a rank waits for another: one engine may sample longer than another, and the
+    watchdog should end a run first, since it reports the stuck rank and its stage."""
     if not config.run.stage_timeout_seconds:
         return 7 * 24 * 60
     return math.ceil(config.run.stage_timeout_seconds / 60) + 10

@@ -2,11 +2,8 @@
 
 One table per class, flags by destination. A flag's class depends on where Megatron 0.19.2 reads it:
 what builds and runs the model, the optimizer, DDP, checkpoints and process groups runs here, too;
-`pretrain()`, its loop, its data loaders, its evaluation and its logging do not.
-tests/unit/test_megatron_flags.py checks that each flag is in exactly one table, and that Megatron
-has every flag in them. `mcore_rl.flags.classes` reads the tables.
-
-This module is pure: it imports neither Megatron nor vLLM nor torch.
+`pretrain()`, its loop, its data loaders, its evaluation and its logging do not. A test checks that
+each flag of Megatron is in exactly one table.
 """
 
 from __future__ import annotations

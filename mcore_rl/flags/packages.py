@@ -1,11 +1,7 @@
 """The supported versions of torch, vLLM, Transformer Engine and Apex, and the check for others.
 
-vLLM's and Transformer Engine's kernels are compiled against one torch, and we call, replace and
-subclass private names of vLLM. These are therefore the versions that tests/cuda/test_names.py has
-compared with our code, and that scripts/requirements-*.txt pin.
-
-This module is pure: it reads pip's records, and imports torch and Apex's kernels only to check the
-installed ones.
+Kernels are compiled against one torch, and we use private names of vLLM. tests/cuda/test_names.py
+has compared these versions with our code, and scripts/requirements-*.txt pin them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""The documentation of our flags: `--help-rl`, flags.md and a table of algorithms.md.
-
-All are made from the declarations that the parser and the checks use.
-"""
+"""The documentation of our flags, from their declarations: `--help-rl`, flags.md, a table of
+algorithms.md."""
 
 from __future__ import annotations
 

@@ -18,9 +18,8 @@ GROUP = "mcore_rl"  # title of our flags' group in a parser
 def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the `--rl-*` flags to a parser, Megatron's or a fork's; return the parser.
 
-    Raises UsageError if the parser already defines one of our flags, since two meanings of one flag
-    would be worse than stopping. Names of Megatron's own RL are avoided, except for switches with
-    the same meaning.
+    Raises UsageError if the parser already defines one of our flags, except for switches of
+    Megatron's own RL with the same meaning.
     """
     taken = parser._option_string_actions
     group = parser.add_argument_group(title=GROUP)

@@ -1,10 +1,7 @@
 """Flags of the architecture that cannot change what a given model computes.
 
-Launch scripts give some flags for groups of models: `--moe-router-pre-softmax` for sigmoid routers,
-`--kv-channels` for latent attention, a single group of experts. config.json has no such part, but
-does not contradict it either. The table follows the code of Megatron 0.19.2 that reads each flag.
-
-This module is pure: it imports neither Megatron nor vLLM nor torch.
+Launch scripts give some flags for groups of models, such as `--kv-channels` for latent attention.
+config.json has no such part, but does not contradict it. The table follows Megatron 0.19.2.
 """
 
 from __future__ import annotations

@@ -41,10 +41,8 @@ _TASK_COUNTS = {
 def open_store() -> Store | None:
     """Return this job's rendezvous store, or None in a single process without a launcher.
 
-    Ends this process with exit code 2 if a launcher sets only some of RANK, WORLD_SIZE, MASTER_ADDR
-    and MASTER_PORT, sets one to an invalid number or address, or starts more tasks than belong to
-    one run, and if the store cannot be reached. Variables that are blank are unset. Without a store
-    the ranks cannot agree, but all of them have the same variables.
+    Ends this process with exit code 2 for an incomplete or invalid environment, for more tasks than
+    belong to one run, and if the store cannot be reached. Blank variables are unset.
     """
     for name in (*_NUMBERS, "MASTER_ADDR"):
         if not os.environ.get(name, name).strip():
@@ -115,10 +113,8 @@ def _check_place() -> None:
 
 
 def check_num_tasks(most: int) -> None:
-    """Raise UsageError if srun, mpirun or the like starts this command as more than `most` tasks.
-
-    Such tasks do not know each other: each would be a separate run.
-    """
+    """Raise UsageError if srun, mpirun or the like starts this command as more than `most` tasks,
+    each of which would be a separate run."""
     for name, program in _TASK_COUNTS.items():
         count = os.environ.get(name, "").strip()
         if count.isdecimal() and int(count) > most:

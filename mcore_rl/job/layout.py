@@ -1,8 +1,4 @@
-"""The two layouts and the batch, checked against the world and the model before anything starts.
-
-Flags and config.json become a `TrainLayout`, the layers of each stage, and a `RolloutLayout` with
-its rank map. Raises UsageError with one sentence.
-"""
+"""Checks of the training and the rollout layout against the world and the model."""
 
 from __future__ import annotations
 

@@ -90,11 +90,8 @@ def start(
 def job_from_args(
     args: argparse.Namespace, *, also_check: Callable[[JobSpec], None] | None = None
 ) -> Job:
-    """Return the job of a fork that parsed its arguments and initialised Megatron. Collective.
-
-    Checks and agreement are as in `start`; the architecture in `args` must match the checkpoint's
-    config.json.
-    """
+    """Return the job of a fork that parsed its arguments and initialised Megatron, after the checks
+    and agreement of `start`. Collective."""
     store = dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
     source = Source(
         args=args,

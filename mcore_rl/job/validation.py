@@ -48,10 +48,8 @@ def check_megatron_accepts(
     """Run Megatron's own validation; make its tokenizer and its models' configuration.
 
     `world_size` counts the ranks of the flags' model (default: this process's world). `extra_args`
-    adds all flags that are not Megatron's own.
-
-    The result is dropped: Megatron repeats this when it starts, where a refusal would be an
-    assertion's traceback on each rank.
+    adds all flags that are not Megatron's own. Megatron repeats this when it starts, where a
+    refusal would be an assertion's traceback on each rank.
     """
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
     from megatron.training.arguments import parse_args, validate_args

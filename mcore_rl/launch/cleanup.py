@@ -2,11 +2,10 @@
 
     python cleanup.py MARK FOLDER
 
-The launcher calls `end_processes` before it exits. It also starts this script as a process that
-does the same if the launcher is killed: it reads standard input, a pipe from the launcher, until
-the launcher is gone, ends the processes whose environment has MARK, and removes FOLDER. The kernel
-ends ranks and reward workers; checkpoint writers and processes that a reward started would remain.
-This module imports only the standard library, so the script starts at once and takes little memory.
+The launcher calls `end_processes` before it exits, and starts this script for the case that it is
+killed itself: once standard input, a pipe from the launcher, closes, the script ends the processes
+whose environment has MARK, and removes FOLDER. It imports only the standard library, so that it
+starts at once and takes little memory.
 """
 
 from __future__ import annotations

@@ -77,8 +77,7 @@ def lock_of(folder: Path) -> Path:
 def _remove_leftovers(where: Path) -> None:
     """Remove the temporary folders of this user's killed launchers on this machine.
 
-    Other users write there, too: open nothing before it is known to be in a folder of this user,
-    and then neither follow links nor wait.
+    Other users write there, too: follow no links, and open nothing outside of this user's folders.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     for folder in where.glob(f"{_PREFIX}*"):

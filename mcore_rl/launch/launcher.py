@@ -2,18 +2,15 @@
 
     python -m mcore_rl.launch <torchrun's flags> -m mcore_rl.train <Megatron and --rl-* flags>
 
-torchrun answers every failure with 1, a traceback of its own and a table. Here a user's mistake
-ends with the ranks' exit code and nothing but one sentence, which any rank may have left in the
-error file that torchrun gives it (see `agreement`): torchrun ends the others after the first exit,
-before they can report it. Any other failure keeps the table, followed by what the first failing
-rank left.
+A user's mistake ends with one sentence, which any rank may have left in its error file (see
+`agreement`). Any other failure keeps torchrun's table, followed by the first failing rank's reason.
 
-A signal that ends this process, whichever it is, ends the ranks by SIGTERM: on SIGINT each would
-unwind its stack, and wait there for the others. What does not end within `SHUTDOWN_SECONDS` is
-killed; a second signal shortens that. No process that the ranks started outlives this one, and
-nothing is left in their temporary folder, which belongs to this run alone. If this process itself
-is killed, the kernel kills the ranks, and `cleanup` ends what they have started and removes the
-folder; the next launcher removes it if that process is killed as well.
+Every signal that ends this process ends the ranks by SIGTERM: on SIGINT each would unwind its
+stack, and wait there for the others. Ranks that do not end within `SHUTDOWN_SECONDS` are killed; a
+second signal shortens that. No process that the ranks started outlives this one, and nothing is
+left in their temporary folder. If this process is killed, the kernel kills the ranks, and `cleanup`
+ends what they have started and removes the folder; the next launcher does if that is killed as
+well.
 
 On several machines one launcher's failure, or its disappearance, ends the ranks of all others with
 the same exit code and a sentence that names the machine: see `peers`.

@@ -1,7 +1,4 @@
-"""Other layouts of a job: enumeration of training and rollout layouts, and a case in one of them.
-
-`search` tries all layouts, `advice` those next to the current one.
-"""
+"""Other layouts of a job: all of them for `search`, those next to the current one for `advice`."""
 
 from __future__ import annotations
 

@@ -95,10 +95,7 @@ def neighbourhoods(train: TrainLayout, ranks_per_node: int) -> Neighbourhoods:
 
 
 def plan_moves(placement: Placement, rank_map: Sequence[int], near: Neighbourhoods) -> Plan:
-    """Return the moves of all ranks under slot -> rank, in the order of the stages.
-
-    In a plan of one stage all ranks of other stages that need the same slices are equivalent.
-    """
+    """Return the moves of all ranks under slot -> rank, in the order of the stages."""
     slot_of = dict(zip(rank_map, range(len(rank_map)), strict=True))
     ranks = range(placement.train.world_size)
     groups = KnownGroups(placement.train.groups().values())
@@ -182,10 +179,7 @@ def _over_links(plan: Plan, node: npt.NDArray[np.int64]) -> tuple[Bytes, Bytes]:
 
 
 def gather_bytes(placement: Placement) -> Bytes:
-    """Return `[ranks]`: received bytes if every rank gathers every complete tensor.
-
-    This is the usual export: broadcast over PP, all-gather over TP, every expert over EP, whatever
-    the engine needs.
-    """
+    """Return `[ranks]`: received bytes if every rank gathers every complete tensor, the usual
+    export."""
     whole = sum(info.num_bytes for info in placement.infos.values())
     return whole - placement.trained_bytes

@@ -1,8 +1,8 @@
 """The models that a job trains, and what a rank holds of them: parameters and optimizer state.
 
-Counts are exact. They come from the table of tensors in `model.tensors`, which a test compares with
-real Megatron models; the vocabulary is padded as in Megatron. Megatron adds only the padding inside
-its buffers: less than 64 elements per parameter and less than lcm(DP, 128) per bucket.
+Counts are exact, from the tensors in `model.tensors` and the vocabulary padded as in Megatron.
+Megatron adds only the padding inside its buffers: less than 64 elements per parameter and less than
+lcm(DP, 128) per bucket.
 """
 
 from __future__ import annotations

@@ -152,13 +152,12 @@ class DeviceMemory:
 def communicators_of(train: TrainLayout, rollout: RolloutLayout) -> dict[str, int]:
     """Return the maximum number of a rank's NCCL communicators: Megatron's, engine's, hand-over's.
 
-    A communicator is created at the first collective of its group; a group of one rank never has
-    one. Its size depends on the links, its channels and the collectives, and is an assumption of
-    the plan (`Machine.communicator_bytes`): NVIDIA's answers give no formula but "more
-    communicators = more memory" (github.com/NVIDIA/nccl, issues 864, 964 and 986).
+    A communicator is created at the first collective of its group, if it has several ranks. Its
+    size is an assumption (`Machine.communicator_bytes`): NVIDIA gives no formula
+    (github.com/NVIDIA/nccl, issues 864, 964 and 986).
 
-    The hand-over broadcasts in Megatron's groups. Only the plan of its moves shows whether it also
-    makes a group of all ranks (`links.Traffic.num_own_groups`), so this group is counted here.
+    The hand-over broadcasts in Megatron's groups. Only its plan shows whether it also makes a group
+    of all ranks (`links.Traffic.num_own_groups`), so this group is counted here.
     """
     tp, pp, ep, etp = train.tp_size, train.pp_size, train.ep_size, train.etp_size
     megatron = [train.world_size, tp, pp, train.cp_size, train.dp_size * train.cp_size, tp * pp]

@@ -102,7 +102,7 @@ class Found:
 def search(case: Case, step: Step, *, top: int) -> Found:
     """Try all layouts of `case`'s job.
 
-    The hand-over is first ranked by its lower bound; the best `top` layouts get a rank map, and are
+    They are ranked by the lower bound of the hand-over; then the best `top` get a rank map, and are
     ranked by the bytes then received.
     """
     tried = 0

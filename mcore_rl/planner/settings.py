@@ -74,9 +74,7 @@ class TrainSettings:
 
     def micro_batches_of(self, samples: int, dp_size: int, multiple_of: int = 1) -> int:
         """Return each data-parallel rank's micro-batches in a mini-batch of `samples` of full
-        length. If packed, the number is rounded up to `multiple_of`, as in
-        `mcore_rl.batching.accounting`.
-        """
+        length. If packed, the number is rounded up to `multiple_of`."""
         if not self.packed_tokens:
             return samples // dp_size // self.micro_batch_size
         together = max(self.packed_tokens // self.positions, 1)

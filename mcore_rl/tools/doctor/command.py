@@ -33,10 +33,8 @@ _POSITIVE = ("--world-size", "--gpu-memory-gb", "--host-memory-gb")
 
 
 def main(options: argparse.Namespace, others: Sequence[str]) -> int:
-    """Run the command; return 0 if nothing is red, else 1. Raises UsageError for a wrong use.
-
-    `others` are the job's flags.
-    """
+    """Run the command on a job's flags, `others`; return 0 if nothing is red, else 1. Raises
+    UsageError for a wrong use."""
     request = _request(options, others)
     started = time.perf_counter()
     with _quiet():

@@ -1,7 +1,4 @@
-"""The doctor's request, the findings of its checks, and the report that collects them.
-
-This module is pure: it imports neither Megatron nor vLLM nor torch.
-"""
+"""The doctor's request, the findings of its checks, and the report that collects them."""
 
 from __future__ import annotations
 
@@ -93,11 +90,8 @@ class Report:
 
     @contextlib.contextmanager
     def catching(self, area: str) -> Iterator[None]:
-        """Make an exception a finding, so that it does not hide the results of other checks.
-
-        UsageError is a user's mistake. Any other exception is a failure of the check itself: a
-        machine may be broken in unforeseen ways.
-        """
+        """Make an exception a finding, so that it does not hide the results of other checks: a
+        user's mistake, or a check that fails because the machine is broken in an unforeseen way."""
         try:
             yield
         except UsageError as error:

@@ -1,8 +1,4 @@
-"""The GPUs of this machine, queried through NVML, without a CUDA context.
-
-Megatron's validation asks torch for the kind of GPU, which would start CUDA. Here NVML answers
-instead.
-"""
+"""The GPUs of this machine, queried through NVML: asking torch would start CUDA."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Check of the reward: a trial on samples made of the prompts' answers, in the processes of a run.
-
-If the prompts have no answers, as for a reward model, it only checks that there is a value.
-"""
+"""Check of the reward: a trial on samples made of prompts' answers, in the processes of a run."""
 
 from __future__ import annotations
 

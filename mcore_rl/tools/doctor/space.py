@@ -165,10 +165,8 @@ def check_shared_memory(
 
 
 def leftovers(folder: Path = SHARED_FOLDER) -> list[Path]:
-    """Return files of shared memory, a minute old or more, that no visible process maps or opens.
-
-    Processes of another container that shares the folder are not visible.
-    """
+    """Return files of shared memory, a minute old or more, that no process visible here maps or
+    opens."""
     found, held = [], _held(folder)
     for path in sorted(folder.iterdir()):
         with contextlib.suppress(OSError):  # deleted meanwhile
@@ -179,10 +177,7 @@ def leftovers(folder: Path = SHARED_FOLDER) -> list[Path]:
 
 
 def _held(folder: Path) -> set[str]:
-    """Return paths below `folder` that processes have mapped or open.
-
-    Other users' processes cannot be read; their files could not be removed either.
-    """
+    """Return paths below `folder` that this user's processes have mapped or open."""
     held = set()
     for maps in glob.iglob("/proc/[0-9]*/maps"):
         with contextlib.suppress(OSError), open(maps, errors="replace") as file:

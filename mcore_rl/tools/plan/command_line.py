@@ -1,8 +1,7 @@
 """Conversion of the command line of `mcore-rl plan` to the case to be planned.
 
-Every Megatron and --rl-* flag is read as in a run: by Megatron's own parser, after `--rl-config`
-files, with the values that config.json and RL add. The module imports Megatron for its parser, but
-uses no device, process group or model.
+Flags are read as in a run, by Megatron's own parser and with the values that config.json and RL
+add, but without a device, process group or model.
 """
 
 from __future__ import annotations

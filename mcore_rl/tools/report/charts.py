@@ -1,7 +1,4 @@
-"""Plotly figures of the panels. Pure.
-
-The page sets the colors that depend on the color scheme when it draws a figure.
-"""
+"""Plotly figures of the panels. The page sets the colors that depend on the color scheme."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of charts: sections of panels, each a few metrics of one unit. Pure."""
+"""The table of charts: sections of panels, each a few metrics of one unit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Reader of a run directory that is finished, still being written, or left by a killed run.
 
-Missing, empty or truncated files are noted, and the rest is read. Pure.
+Missing, empty or truncated files are noted, and the rest is read.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def read_samples(path: Path, num_steps: int = NUM_STEPS_SHOWN) -> tuple[StepSamp
     """Return the samples of up to `num_steps` steps, including the first and the last, without
     truncated lines. If a step was done twice, with others in between, the later samples count.
 
-    The file of a long run has gigabytes, so only lines of the steps that are shown are parsed.
+    Only lines of the steps that are shown are parsed: the file of a long run has gigabytes.
     """
     places: dict[int, tuple[int, int]] = {}  # step -> begin and end of its last lines, in bytes
     before, position = -1, 0

@@ -1,4 +1,4 @@
-"""The numbers of the page: headlines, metrics, configuration, versions. Pure."""
+"""The numbers of the page: headlines, metrics, configuration, versions."""
 
 from __future__ import annotations
 

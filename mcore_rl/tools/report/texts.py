@@ -1,4 +1,4 @@
-"""Readable texts and numbers of a run. Sizes are decimal, as in run.log. Pure."""
+"""Readable texts and numbers of a run. Sizes are decimal, as in run.log."""
 
 from __future__ import annotations
 

@@ -47,8 +47,7 @@ def prepare() -> None:
 def initialize(
     extra_args: Callable[[argparse.ArgumentParser], Any] | None = None, **megatron_options: Any
 ) -> Any:
-    """Check the command line, derive Megatron's flags, start Megatron and return the job for `run`;
-    see `mcore_rl.train.initialize`."""
+    """Check the command line and start Megatron; see `mcore_rl.train.initialize`."""
     refuse_run_in_run()
     with _mistakes_end_the_process():
         from mcore_rl.train import initialize as start
@@ -56,8 +55,7 @@ def initialize(
 
 
 def run(job: Any, model_provider: Callable[..., Any] | None = None) -> None:
-    """Train on an initialised Megatron, with the job of `initialize` or Megatron's arguments; see
-    `mcore_rl.train.run`."""
+    """Train on an initialised Megatron; see `mcore_rl.train.run`."""
     refuse_run_in_run()
     with _mistakes_end_the_process():
         from mcore_rl.train import run as train
@@ -65,8 +63,7 @@ def run(job: Any, model_provider: Callable[..., Any] | None = None) -> None:
 
 
 def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the `--rl-*` flags to a parser, including those of the command line's `--rl-import`
-    files; see `mcore_rl.flags.parser.add_rl_args`."""
+    """Add the `--rl-*` flags to a parser; see `mcore_rl.flags.parser.add_rl_args`."""
     from mcore_rl.flags.given import import_given_files
     from mcore_rl.flags.parser import add_rl_args as add
 

@@ -43,8 +43,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
 
 
 def _end_at_once(code: int) -> NoReturn:
-    """Exit without Python's teardown, after a command that has closed everything it opened. Freeing
-    the objects of torch and Megatron would take a quarter of the command's time."""
+    """Exit without Python's teardown, which would take a quarter of the command's time."""
     with contextlib.suppress(BrokenPipeError):  # the reader of a pipe may stop early
         sys.stdout.flush()
         sys.stderr.flush()

@@ -280,10 +280,10 @@ def run(job: Job | argparse.Namespace, model_provider: Callable[..., Any] | None
     if not isinstance(job, Job):
         job = job_from_args(job, also_check=check_data)
     with main_script_left_out():
-        _play_role(job, model_provider)
+        _run_role(job, model_provider)
 
 
-def _play_role(
+def _run_role(
     job: Job, model_provider: Callable[..., Any] | None = None, log: TextIO | None = None
 ) -> None:
     if job.world.role != ACTOR:
@@ -302,7 +302,7 @@ def main(tokens: list[str] | None = None) -> None:
         job = start(tokens, also_check=check_data, log=log, writes=True)
         try:
             with main_script_left_out():
-                _play_role(job, log=log)
+                _run_role(job, log=log)
         except RunStopped as stopped:
             leave_together(stopped.exit_code)
 

@@ -71,8 +71,8 @@ class Verification:
 
 
 def stored_digests(engine: VLLMEngine) -> dict[str, str]:
-    """Return the SHA-256 of every tensor that vLLM stores on this rank, by name. The engine's
-    weights must be awake."""
+    """Return the SHA-256 of every tensor that vLLM stores on this rank, whose weights must be
+    awake."""
     return {name: _digest(tensor) for name, tensor in engine.stored_tensors()}
 
 

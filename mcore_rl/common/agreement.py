@@ -84,8 +84,8 @@ def from_rank(rank: int, text: str, store: Store | None, *, stage: str) -> str:
     if store is None or int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return text
     if int(os.environ["RANK"]) == rank:
-        store.set(f"mcore_rl/{stage}/said", text)
-    return store.get(f"mcore_rl/{stage}/said").decode()
+        store.set(f"mcore_rl/{stage}/text", text)
+    return store.get(f"mcore_rl/{stage}/text").decode()
 
 
 def check_alike(facts: Mapping[str, str], store: Store | None) -> None:
@@ -167,12 +167,12 @@ def leave_reason(reason: str) -> bool:
     """Write why this rank fails into the error file that torchrun gave it; False if not written."""
     if not (name := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         return False
-    said = {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}
+    content = {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}
     # torch's `record` writes in place. torchrun may end this rank in between, and raises on a
     # partial file.
     partial = Path(f"{name}.partial")
     with contextlib.suppress(OSError):
-        partial.write_text(json.dumps({"message": said}), encoding="utf-8")
+        partial.write_text(json.dumps({"message": content}), encoding="utf-8")
         partial.replace(name)
         return True
     return False

@@ -98,10 +98,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class RunStopped(SystemExit):
-    """The run has ended before its last step on all ranks, with everything saved and reported.
-
-    `exit_code` is the exit code of its processes unless a caller catches the exception.
-    """
+    """The run has ended before its last step on all ranks, with everything saved and reported."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(exit_code)

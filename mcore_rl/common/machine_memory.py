@@ -12,14 +12,11 @@ _V1_UNLIMITED = 1 << 62  # cgroup version 1 reports a missing limit as pages nea
 
 @dataclass(frozen=True, slots=True)
 class MachineMemory:
-    """Bytes of host memory: a hard limit, and the part of it that is free now.
-
-    `source` names the limit: "the machine's memory", or a cgroup by its folder.
-    """
+    """Bytes of host memory: a hard limit, and the part of it that is free now."""
 
     limit_bytes: int
     available_bytes: int
-    source: str
+    source: str  # of the limit: "the machine's memory", or a cgroup by its folder
 
 
 def machine_memory(root: Path = Path("/")) -> MachineMemory:

@@ -60,10 +60,10 @@ def gather(mine: Any) -> list[Any] | None:
 
 def broadcast(mine: Any, source: int = 0) -> Any:
     """Return rank `source`'s object on all ranks; the others' objects are ignored."""
-    told = [mine]
+    shared = [mine]
     with span("broadcast_object_list", WORLD):
-        dist.broadcast_object_list(told, src=source, group=start())
-    return told[0]
+        dist.broadcast_object_list(shared, src=source, group=start())
+    return shared[0]
 
 
 def exchange(outgoing: Sequence[np.ndarray], incoming_bytes: Sequence[int]) -> list[np.ndarray]:

@@ -29,10 +29,7 @@ ExtraArgs = Callable[[argparse.ArgumentParser], Any]  # Megatron's `extra_args_p
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds of a number: `least` and `most` are inclusive, `above` and `below` exclusive.
-
-    A number must be finite, unless `most` is infinite.
-    """
+    """Bounds of a number, which must be finite unless `most` is infinite."""
 
     least: float | None = None
     most: float | None = None
@@ -135,7 +132,7 @@ def param(
     """Declare a field of a `Parameters` class: its default, a line of help, and its valid values.
 
     `least` and `most` are inclusive, `above` and `below` exclusive; infinity is valid only with
-    `most=math.inf`. `advice` ends the sentence that refuses a value, without a full stop.
+    `most=math.inf`. `advice` replaces the remedy for an invalid value.
     """
     bounds = Bounds(least, most, above, below)
     options = {"help": help, "bounds": bounds, "choices": choices, "advice": advice}
@@ -150,10 +147,7 @@ def degree(size: str, model: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Base class of a declaration; without own fields, a component that has no parameters.
-
-    Every construction raises UsageError for a value that is out of bounds.
-    """
+    """Base class of a declaration. A value out of bounds raises UsageError."""
 
     flag_prefix: ClassVar[str] = ""  # of the names of all its flags
 

@@ -19,10 +19,9 @@ logger = logging.getLogger(__name__)
 class PatientStream:
     """A text stream whose `write` and `flush` never raise what the operating system reports.
 
-    Characters that the encoding lacks are escaped. After the first failure its descriptor is
-    /dev/null, so that Python's own flush at the end of the process does not turn exit code 0 into
-    120, and libraries that write to the descriptor do not fail either. The failure is logged once,
-    which puts it into run.log. All other attributes come from the wrapped stream.
+    Characters that the encoding lacks are escaped. After the first failure, which is logged, its
+    descriptor is /dev/null, so that neither Python's flush at exit nor libraries that write to the
+    descriptor fail. All other attributes come from the wrapped stream.
     """
 
     def __init__(self, stream: TextIO, name: str) -> None:

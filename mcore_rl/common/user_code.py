@@ -149,8 +149,7 @@ def _import_error(module_name: str, flag: str, error: BaseException) -> UsageErr
 
 
 def shortened(text: str) -> str:
-    """Return `text`, cut to fit a message. Unpaired surrogates, which neither logs nor files can
-    hold, are replaced."""
+    """Return `text`, cut to fit a message, without unpaired surrogates, which no log can hold."""
     is_short = len(text) <= _MAX_DETAIL_CHARACTERS
     shown = text if is_short else text[:_MAX_DETAIL_CHARACTERS] + " ..."
     return shown.encode(errors="replace").decode()

@@ -388,8 +388,7 @@ def parse_known(
     tokens: Sequence[str],
     into: argparse.Namespace | None = None,
 ) -> tuple[argparse.Namespace, list[str]]:
-    """Return what `parser` parses, and the unknown tokens; raise UsageError instead of argparse's
-    usage and exit."""
+    """Return what `parser` parses, and the unknown tokens; raise UsageError instead of exiting."""
 
     def refuse(message: str) -> None:
         raise UsageError(message, remedy="see --help")

@@ -69,10 +69,10 @@ def help_text() -> str:
         lines += ["", f"{title}:"]
         for parameter in parameters:
             lines.append(f"  {parameter.flag} {_value_name(parameter)}".rstrip())
-            told = [f"default: {default_of(parameter)}"]
+            facts = [f"default: {default_of(parameter)}"]
             if parameter.choices is None and parameter.bounds:
-                told.append(f"in {range_of(parameter)}")
-            text = f"{parameter.help} [{'; '.join(told)}]"
+                facts.append(f"in {range_of(parameter)}")
+            text = f"{parameter.help} [{'; '.join(facts)}]"
             lines += textwrap.wrap(
                 text,
                 width,

@@ -60,7 +60,7 @@ def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def with_rl_args(extra_args: ExtraArgs | None) -> ExtraArgs:
     """Return a function that adds to Megatron's parser a fork's flags, ours unless the fork has
-    added them, and the forms that undo switches, for which the parser must have all others."""
+    added them, and the negations of all switches."""
 
     def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = parser if extra_args is None else extra_args(parser) or parser

@@ -55,7 +55,7 @@ def _check_interleaving(
 ) -> None:
     """Check the groups of micro-batches of virtual stages, where Megatron would crash otherwise.
 
-    Its rule: groups have PP micro-batches or more, at least one is complete, and the rest is empty
+    Groups must have PP micro-batches or more, at least one group is complete, and the rest is empty
     or at least PP. A mini-batch is one pass of `num_micro_batches`; the log-probs of a step are one
     pass over all its mini-batches. With packing, as many micro-batches are made as needed.
     """

@@ -326,13 +326,13 @@ def note_on_experts(options: EngineOptions, placement: Placement) -> list[str]:
     if rollout.ep_size == train.ep_size:
         return []
     received = int(placement.received_bytes(_rank_map(rollout)).max()) / 1e9
-    told = (
+    note = (
         f"engines have EP{rollout.ep_size}, their TP, and not Megatron's EP{train.ep_size}, so "
         f"that experts move: a rank receives up to {received:.3g} GB in a hand-over"
     )
     if train.ep_size % rollout.tp_size:
         return [
-            f"{told}; --rl-rollout-tp-size {rollout.tp_size} does not divide "
+            f"{note}; --rl-rollout-tp-size {rollout.tp_size} does not divide "
             f"--expert-model-parallel-size {train.ep_size}, one that does keeps EP"
         ]
     kept = dataclasses.replace(
@@ -342,7 +342,7 @@ def note_on_experts(options: EngineOptions, placement: Placement) -> list[str]:
     kept = with_rank_map(would, ranks_per_node=ranks_per_node(options, train.world_size))
     least = int(would.received_bytes(_rank_map(kept)).max()) / 1e9
     return [
-        f"{told}, with Megatron's EP {least:.3g} GB; vLLM spreads experts over data-parallel ranks "
+        f"{note}, with Megatron's EP {least:.3g} GB; vLLM spreads experts over data-parallel ranks "
         "of an engine on GPUs only"
     ]
 

@@ -97,8 +97,8 @@ def check_fork_fits(
     parser: argparse.ArgumentParser,
     platform: Platform,
 ) -> None:
-    """Check that `args` have the architecture of config.json and the flags that the machine
-    needs, since it is too late to derive them."""
+    """Check that `args` have the flags that config.json and the machine need: it is too late to
+    derive."""
     for dest, value in given_values(megatron_flags(shape), parser).items():
         # validate_args rewrites some of these: compare only destinations whose values are kept.
         if dest not in _REWRITTEN and getattr(args, dest) != value:

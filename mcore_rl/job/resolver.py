@@ -124,7 +124,7 @@ class _Examiner:
             return
         self._check_together(facts.config, facts.shape, facts.values)
         self._lay_out(facts.config, facts.shape, facts.values)
-        self._check_other_models(facts.config, facts.shape, facts.values)
+        self._check_other_models(facts.config, facts.shape)
 
     def _read_flags(self) -> None:
         """Read the given flags, and check those that can be wrong by themselves."""
@@ -290,27 +290,21 @@ class _Examiner:
             extra_args=self.source.extra_args,
         )
 
-    def _check_other_models(
-        self, config: RLConfig, shape: ModelShape, values: Mapping[str, Any]
-    ) -> None:
+    def _check_other_models(self, config: RLConfig, shape: ModelShape) -> None:
         """Check the critic and the reward model; then whether the job fits the machine."""
         facts = self.facts
         critic = reward_model = None
         if (options := critic_options(config)) is not None:
-            critic, facts.critic = self._value_model(options, config, shape, values)
+            critic, facts.critic = self._value_model(options, config, shape)
         if (options := reward_options(config)) is not None:
-            reward_model, _ = self._value_model(options, config, shape, values)
+            reward_model, _ = self._value_model(options, config, shape)
         memory_notes = self.refusals.value(self._check_memory, config)
         is_complete = not self.refusals.count and not self.refusals.left_out
         if memory_notes is not None and is_complete and self.source.has_files:
             facts.spec = self._spec(critic, reward_model, memory_notes)
 
     def _value_model(
-        self,
-        options: ValueOptions,
-        config: RLConfig,
-        shape: ModelShape,
-        values: Mapping[str, Any],
+        self, options: ValueOptions, config: RLConfig, shape: ModelShape
     ) -> tuple[ValueModelSpec | None, LaidOut | None]:
         """Check a critic or a reward model by the checks of the actor and those of its own."""
         facts, refusals, source = self.facts, self.refusals, self.source

@@ -1,7 +1,7 @@
 """Connections between the launchers of a job on several machines: none outlives another's failure.
 
-Ranks whose peers on another machine have died usually wait for them, in gloo or NCCL, until
-`--distributed-timeout-minutes` are over, and torchrun's static rendezvous does not inform launchers
+Ranks whose peers on another machine have died usually wait for them until
+`--distributed-timeout-minutes` are over, and torchrun's static rendezvous does not tell launchers
 that another has ended. So each launcher keeps a connection to that of node 0. One that ends sends
 its exit code and the reason, and node 0 forwards the first failure to all. A connection that breaks
 without a message means that a launcher or a machine is gone.
@@ -107,7 +107,7 @@ class Peers:
     def admit(self, connection: socket.socket, secret: str) -> None:
         """Keep the connection of a peer that knows the secret; close any other."""
         with contextlib.suppress(OSError):
-            peer = _introduced(_received(connection, _MESSAGE_SECONDS), secret, self._num_nodes)
+            peer = _peer_of(_received(connection, _MESSAGE_SECONDS), secret, self._num_nodes)
             if peer is not None:
                 _send(connection, _ADMITTED)
                 _keep_alive(connection)
@@ -131,7 +131,7 @@ class Peers:
                 assert isinstance(connection, socket.socket)
                 gone = running.pop(connection)
                 with contextlib.suppress(OSError):
-                    gone = _exit(_received(connection, _MESSAGE_SECONDS)) or gone
+                    gone = _exit_of(_received(connection, _MESSAGE_SECONDS)) or gone
                 if gone.exit_code != 0:
                     self.failed = gone
                     self._send(gone)
@@ -187,9 +187,9 @@ def _received(connection: socket.socket, seconds: float) -> Any:
         return None
 
 
-def _introduced(said: Any, secret: str, num_nodes: int) -> NodeExit | None:
+def _peer_of(message: Any, secret: str, num_nodes: int) -> NodeExit | None:
     """Return the peer as if it had broken off, or None if it is not a launcher of this job."""
-    match said:
+    match message:
         case [str() as found, node, str() as host]:
             is_known = secrets.compare_digest(found.encode(errors="replace"), secret.encode())
             if is_known and integer_within(node, 1, num_nodes - 1) is not None:
@@ -197,9 +197,9 @@ def _introduced(said: Any, secret: str, num_nodes: int) -> NodeExit | None:
     return None
 
 
-def _exit(said: Any) -> NodeExit | None:
+def _exit_of(message: Any) -> NodeExit | None:
     """Return the end that a message reports; None if it is not valid."""
-    match said:
+    match message:
         case [node, str() as host, code, str() as sentence]:
             has_code = code is None or integer_within(code, -255, 255) is not None
             if has_code and integer_within(node, 0, _MAX_NODES) is not None:

@@ -7,8 +7,6 @@ free now (other programs may end), there is only a warning.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.machine_memory import MachineMemory
@@ -93,7 +91,7 @@ def check_host(
     if fullest.exact_bytes > machine.limit_bytes:
         raise UsageError(
             f"phase {fullest.name} does not fit the host memory: {ranks} ranks of a machine would "
-            f"hold {_listed(fullest.parts)}, {shown_bytes(fullest.exact_bytes)} at least, and "
+            f"hold {fullest.described}, {shown_bytes(fullest.exact_bytes)} at least, and "
             f"{machine.source} is {shown_bytes(machine.limit_bytes)}",
             remedy=remedy,
         )
@@ -119,8 +117,7 @@ def host_needs(
     kv_cache_bytes: int,
     widens: bool,
 ) -> tuple[HostPhase, str]:
-    """Return the phase with most host memory on a node, and the remedy. `widens`: see
-    `host_phases`."""
+    """Return the phase with most host memory on a node, and the remedy; see `host_phases`."""
     if memory is None:
         phases = host_phases(case, kv_cache_bytes=kv_cache_bytes, widens=widens)
         return max(phases, key=lambda phase: phase.total_bytes), _WITHOUT
@@ -128,7 +125,3 @@ def host_needs(
         size for part, size in memory.host_bytes.items() if any(k in part for k in _HELD_TOGETHER)
     )
     return HostPhase("rollout", memory.host_bytes, exact), _WITH_GPUS
-
-
-def _listed(parts: Mapping[str, int]) -> str:
-    return ", ".join(f"{part} {shown_bytes(size)}" for part, size in parts.items())

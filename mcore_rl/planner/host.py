@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.planner.activations import log_prob_activation_bytes, train_activation_bytes
 from mcore_rl.planner.engine import widened_bytes
 from mcore_rl.planner.memory import (
@@ -73,6 +74,11 @@ class HostPhase:
     @property
     def total_bytes(self) -> int:
         return sum(self.parts.values())
+
+    @property
+    def described(self) -> str:
+        """The parts in words."""
+        return ", ".join(f"{part} {shown_bytes(size)}" for part, size in self.parts.items())
 
 
 def host_phases(case: Case, *, kv_cache_bytes: int, widens: bool) -> tuple[HostPhase, ...]:

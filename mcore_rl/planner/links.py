@@ -78,8 +78,8 @@ class Traffic:
         return np.array([len(of_rank.peers) for of_rank in self.connections])
 
     def seconds(self, machine: Machine) -> float:
-        """Return the seconds of the slowest rank at full rates, in both directions and on both
-        kinds of link."""
+        """Return the seconds of the slowest rank, which uses both kinds of link in both directions
+        at once."""
         own = np.maximum(self.received_own_node, self.sent_own_node) / machine.own_node_rate
         other = np.maximum(self.received_other_nodes, self.sent_other_nodes)
         return float(np.maximum(own, other / machine.other_nodes_rate).max())
@@ -179,7 +179,6 @@ def _over_links(plan: Plan, node: npt.NDArray[np.int64]) -> tuple[Bytes, Bytes]:
 
 
 def gather_bytes(placement: Placement) -> Bytes:
-    """Return `[ranks]`: received bytes if every rank gathers every complete tensor, the usual
-    export."""
+    """Return `[ranks]`: received bytes if every rank gathers every complete tensor."""
     whole = sum(info.num_bytes for info in placement.infos.values())
     return whole - placement.trained_bytes

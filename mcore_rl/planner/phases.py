@@ -175,8 +175,7 @@ def communicators_of(train: TrainLayout, rollout: RolloutLayout) -> dict[str, in
 
 
 def device_memory(case: Case, resident_bytes: Bytes) -> DeviceMemory:
-    """Plan the device memory of a case; `resident_bytes` `[ranks]` is what each rank holds for
-    rollout."""
+    """Plan the device memory of a case; `resident_bytes` `[ranks]` are held for rollout."""
     return _Planning(case, resident_bytes).memory()
 
 

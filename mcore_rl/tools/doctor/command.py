@@ -33,8 +33,7 @@ _POSITIVE = ("--world-size", "--gpu-memory-gb", "--host-memory-gb")
 
 
 def main(options: argparse.Namespace, others: Sequence[str]) -> int:
-    """Run the command on a job's flags, `others`; return 0 if nothing is red, else 1. Raises
-    UsageError for a wrong use."""
+    """Run the command on a job's flags, `others`; return 0 if nothing is red, else 1."""
     request = _request(options, others)
     started = time.perf_counter()
     with _quiet():

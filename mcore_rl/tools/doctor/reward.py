@@ -62,8 +62,7 @@ Scored = Sequence[tuple[Sample, Outcome]]  # samples with the outcomes of one re
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Result of a trial: the outcomes of each reward that was tried, or why none was, and the
-    output of functions."""
+    """Outcomes of each reward that was tried, or why none was, and the output of functions."""
 
     outcomes: dict[str, list[Outcome]]
     refused: UsageError | None

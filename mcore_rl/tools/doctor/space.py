@@ -100,11 +100,11 @@ def check_host_memory(phase: HostPhase, machine: MachineMemory, *, ranks: int) -
     """Compare the plan's fullest phase with this machine: red only if exact parts exceed its limit,
     which a start refuses."""
     needed = phase.total_bytes
-    parts = ", ".join(f"{part} {shown_bytes(size)}" for part, size in phase.parts.items())
     found = (
         f"{plural(ranks, 'rank')} here need about {shown_bytes(needed)} of host memory in phase "
-        f"{phase.name} ({parts}); {machine.source} is {shown_bytes(machine.limit_bytes)}, of which "
-        f"{shown_bytes(machine.available_bytes)} are free"
+        f"{phase.name} ({phase.described}); {machine.source} is "
+        f"{shown_bytes(machine.limit_bytes)}, of which {shown_bytes(machine.available_bytes)} are "
+        "free"
     )
     if needed <= machine.available_bytes:
         return green(SPACE, found)
@@ -165,8 +165,7 @@ def check_shared_memory(
 
 
 def leftovers(folder: Path = SHARED_FOLDER) -> list[Path]:
-    """Return files of shared memory, a minute old or more, that no process visible here maps or
-    opens."""
+    """Return files of shared memory, a minute old, that no visible process maps or opens."""
     found, held = [], _held(folder)
     for path in sorted(folder.iterdir()):
         with contextlib.suppress(OSError):  # deleted meanwhile

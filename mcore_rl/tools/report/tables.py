@@ -178,9 +178,7 @@ def headlines(runs: Sequence[Run]) -> dict[str, list[Headline]]:
 
 def _steps(run: Run) -> Headline:
     done = run.series("reward/mean")[0]  # the evaluation after the last step has none
-    requested = run.config.get(
-        "rl_num_steps", run.config.get("num_steps")
-    )  # older runs: the latter
+    requested = _flag(run, "num_steps")
     requested = requested if isinstance(requested, int) else 0
     value = f"{done.size:,} of {requested:,}" if requested else f"{done.size:,}"
     # A summary does not show it: it may be from a shorter run in the folder.

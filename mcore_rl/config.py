@@ -12,13 +12,14 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from mcore_rl.batching.shared_prompts import shares_prompts
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import (
     Parameter,
     Parameters,
+    by_flag,
     degree,
     param,
     parameters_of,
@@ -111,7 +112,7 @@ class TrainerOptions(Parameters):
 class CriticOptions(Parameters):
     """The flags of the critic."""
 
-    flag_prefix: ClassVar[str] = "critic_"
+    _flag_prefix = "critic_"
 
     init: str | None = param(
         None, "Hugging Face folder that initializes the critic; default: the actor's"
@@ -180,7 +181,7 @@ class RLConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Return every flag by name, parts of the algorithm as given or None."""
-        own = {k: v for section in self.sections().values() for k, v in section.values().items()}
+        own = {k: v for section in self.sections().values() for k, v in by_flag(section).items()}
         return {name: self.parts.get(name) for name in flags()} | own | {"reward": self.reward}
 
     @property
@@ -194,7 +195,7 @@ class RLConfig:
     def recipe(self) -> Algorithm:
         """The algorithm with the given parts; UsageError if they cannot be combined."""
         of_run = {"top_p": self.rollout.top_p, "top_k": self.rollout.top_k}
-        of_run |= self.critic.values()
+        of_run |= by_flag(self.critic)
         given = {**self.parts, **{k: v for k, v in of_run.items() if v is not None}}
         return _recipe(self.trainer.algorithm, tuple(given.items()))
 

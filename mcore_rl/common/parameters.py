@@ -19,7 +19,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from mcore_rl.common.errors import UsageError
 
@@ -74,7 +74,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One field of a declaration. `name` is the field's with the declaration's `flag_prefix`."""
+    """One field of a declaration. `name` is the field's with the declaration's `_flag_prefix`."""
 
     name: str
     field: str
@@ -149,15 +149,11 @@ def degree(size: str, model: str) -> Any:
 class Parameters:
     """Base class of a declaration. A value out of bounds raises UsageError."""
 
-    flag_prefix: ClassVar[str] = ""  # of the names of all its flags
+    _flag_prefix = ""  # of the names of all its flags
 
     def __post_init__(self) -> None:
         for parameter in parameters_of(type(self)):
             parameter.check(getattr(self, parameter.field))
-
-    def values(self) -> dict[str, Any]:
-        """Return all values by the names of their flags."""
-        return {p.name: getattr(self, p.field) for p in parameters_of(type(self))}
 
 
 P = TypeVar("P", bound=Parameters)
@@ -175,10 +171,15 @@ def parameters_of(declaration: type) -> tuple[Parameter, ...]:
 def _parameters_of(declaration: Any) -> tuple[Parameter, ...]:
     hints = typing.get_type_hints(declaration)
     return tuple(
-        _parameter(declaration.flag_prefix, field, hints[field.name])
+        _parameter(declaration._flag_prefix, field, hints[field.name])
         for field in dataclasses.fields(declaration)
         if "param" in field.metadata
     )
+
+
+def by_flag(parameters: Parameters) -> dict[str, Any]:
+    """Return all values by the names of their flags, without --rl-."""
+    return {p.name: getattr(parameters, p.field) for p in parameters_of(type(parameters))}
 
 
 def with_values(parameters: P, values: Mapping[str, Any]) -> P:

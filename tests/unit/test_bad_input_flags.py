@@ -152,9 +152,9 @@ OUTPUTS_TEXT = """
 wandb_without_a_project: --wandb-entity we
     --wandb-entity we has no effect without --wandb-project ... add it or drop it
 export_would_replace: --rl-export-hf {here}/export
-    --rl-export-hf {here}/export is there already ... would be replaced ... name a new folder
+    --rl-export-hf {here}/export exists and would be replaced ... name a new folder
 export_would_replace_what_is_none: --rl-export-hf {here}/export --load {here}/saved
-    --rl-export-hf {here}/export is there already ... would be replaced ... name a new folder
+    --rl-export-hf {here}/export exists and would be replaced ... name a new folder
 export_would_replace_the_checkpoint: --rl-hf-checkpoint {here}/export --rl-export-hf {here}/export
   --load {here}/saved
     --rl-export-hf {here}/export would replace --rl-hf-checkpoint {here}/export ... which the

@@ -79,7 +79,7 @@ def _do_steps(run: Run) -> None:
             evaluation = run.sample_eval(step, engine.weight_version)
             collected = run.collect(engine.weight_version)
         run.require_rewards(step, collected)
-        run.evaluate(step, evaluation)
+        run.evaluate(evaluation)
         batch = run.with_log_probs(run.make_batch(step, collected))
         batch = run.with_advantages(collected, batch)
         learnt = run.update(step, batch)
@@ -152,7 +152,7 @@ class Run:
             )
         raise RunStopped(EXIT_FAILED)
 
-    def evaluate(self, step: int, groups: GroupScheduler | None) -> float | None:
+    def evaluate(self, groups: GroupScheduler | None) -> float | None:
         """Return the held-out accuracy: the share of samples whose reward is at least 1."""
         self._accuracy = None
         if groups is not None:
@@ -213,7 +213,7 @@ class Run:
         config = self.config
         with self.manager as engine:
             groups = self.sample_eval(config.trainer.num_steps, engine.weight_version)
-        accuracy = self.evaluate(config.trainer.num_steps, groups)
+        accuracy = self.evaluate(groups)
         self._saver.save(config.trainer.num_steps)
         if config.trainer.export_hf:
             export(

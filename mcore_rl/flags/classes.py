@@ -4,11 +4,11 @@ effect."""
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from mcore_rl.common.errors import CORRECT, UsageError, as_flag
+from mcore_rl.common.parameters import Bounds
 from mcore_rl.flags.megatron_flags import (
     ARCHITECTURE,
     HONOURED,
@@ -25,6 +25,12 @@ from mcore_rl.flags.megatron_flags import (
 )
 from mcore_rl.flags.parser import GROUP
 
+_BOUNDS = {
+    "at least 0": Bounds(least=0),
+    "greater than 0": Bounds(above=0),
+    "at least 0 and less than 1": Bounds(least=0, below=1),
+    "at least 0 and at most 1": Bounds(least=0, most=1),
+}
 # The first of a pair must not be greater.
 _ORDERED = (
     ("min_lr", "lr"),
@@ -75,7 +81,7 @@ def check_numbers(values: Mapping[str, Any]) -> None:
         for dest in names.split():
             found = values.get(dest)
             for value in found if isinstance(found, list) else [found]:
-                if value is not None and not _is_in(words, value):
+                if value is not None and not _BOUNDS[words].hold(value):
                     raise UsageError(f"must be {words}", flag=as_flag(dest, value), remedy=CORRECT)
 
 
@@ -90,14 +96,6 @@ def check_order(values: Mapping[str, Any]) -> None:
                 remedy="lower the first or raise the second",
             )
     _check_schedule(values)
-
-
-def _is_in(words: str, value: float) -> bool:
-    if not math.isfinite(value):
-        return False
-    above = value > 0 if words == "greater than 0" else value >= 0
-    below = {"less than 1": value < 1, "at most 1": value <= 1}
-    return above and all(holds for text, holds in below.items() if words.endswith(text))
 
 
 def _check_schedule(values: Mapping[str, Any]) -> None:

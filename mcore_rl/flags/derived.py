@@ -139,7 +139,7 @@ def derive_flags(
     return DerivedFlags(tuple(architecture), tuple(on_machine), as_tokens, unread)
 
 
-def effective_of(given: Mapping[str, Any], unread: Collection[str] = frozenset()) -> dict[str, Any]:
+def effective_of(given: Mapping[str, Any], unread: Collection[str]) -> dict[str, Any]:
     """Return the flags of `given`, by destination, that have an effect."""
     without = WITHOUT_EFFECT_DESTS.union(unread)
     return {dest: value for dest, value in given.items() if dest not in without}
@@ -273,12 +273,7 @@ def _refuse_other_precision(config: RLConfig, given: Mapping[str, Any]) -> None:
     """Refuse other dtypes than --rl-precision, which the engine's dtype follows."""
     for dest in ("bf16", "fp16"):
         if dest in given and given[dest] != (config.trainer.precision == dest):
-            if given[dest]:
-                flag, other = f"--{dest}", dest
-            elif config.trainer.precision == dest:
-                flag, other = f"--no-{dest}", "fp32"
-            else:
-                continue
+            flag, other = (f"--{dest}", dest) if given[dest] else (f"--no-{dest}", "fp32")
             raise UsageError(
                 f"contradicts --rl-precision {config.trainer.precision}",
                 flag=flag,

@@ -376,8 +376,8 @@ class _Examiner:
         if actor is None or rollout is None or roles is None or not self._fits_together:
             return ()
         critic = None if facts.critic is None else trained_critic(config, facts.critic, roles)
-        has_device = source.platform.cuda and source.device_bytes is not None
-        size = source.device_bytes() if has_device and source.device_bytes else None
+        size = source.device_bytes() if source.platform.cuda and source.device_bytes else None
+        has_device = size is not None
         model = (actor.shape, actor.layout, actor.layers)
         case = case_of_run(config, actor.values, model, rollout, critic, device_bytes=size)
         if case is None:

@@ -209,10 +209,8 @@ def _infiniband(
 ) -> Iterator[Finding]:
     active = [name for name, is_active in devices.items() if is_active]
     if not devices and num_nodes > 1:
-        what = (
-            f"no InfiniBand or RoCE device here: {num_nodes} machines communicate over TCP, about "
-        )
-        what += "ten times slower than plans assume (--inter-node-gb-per-second 50)"
+        what = f"no InfiniBand or RoCE device here: {num_nodes} machines communicate over TCP, "
+        what += "about ten times slower than plans assume (--inter-node-gb-per-second 50)"
         yield yellow(NETWORK, what, "check that the container has /dev/infiniband")
     elif not devices:
         yield green(NETWORK, "no InfiniBand device here")

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mcore_rl.common.byte_sizes import shown_bytes
+from mcore_rl.model.roles import ACTOR
 from mcore_rl.planner.activations import log_prob_activation_bytes, train_activation_bytes
 from mcore_rl.planner.engine import widened_bytes
 from mcore_rl.planner.memory import (
@@ -30,7 +31,7 @@ from mcore_rl.planner.memory import (
     placement_of,
     resident_of,
 )
-from mcore_rl.planner.models import ACTOR, Bytes, TrainedModel, largest_tensor, stage_state
+from mcore_rl.planner.models import Bytes, TrainedModel, largest_tensor, stage_state
 from mcore_rl.planner.phases import (
     BUCKETS,
     BUILD,

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from mcore_rl.hybrid_engine.plan.placement import Placement
+from mcore_rl.model.roles import ACTOR
 from mcore_rl.model.tensors import embedding_specs, head_specs
 from mcore_rl.moe.routing import RoutedLayers
 from mcore_rl.planner.models import (
-    ACTOR,
     Bytes,
     TrainedModel,
     largest_tensor,

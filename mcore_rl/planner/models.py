@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, TrainLayout
+from mcore_rl.model.roles import ACTOR
 from mcore_rl.model.tensors import (
     Cut,
     TensorSpec,
@@ -29,14 +30,12 @@ from mcore_rl.planner.settings import TrainSettings
 
 Bytes = npt.NDArray[np.int64]
 
-ACTOR, CRITIC = "actor", "critic"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
     """The actor or the critic, with its layout and settings, on `train.world_size` ranks."""
 
-    name: str
+    name: str  # ACTOR or CRITIC
     shape: ModelShape
     train: TrainLayout
     layers: PipelineLayers

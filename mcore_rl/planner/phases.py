@@ -34,6 +34,7 @@ import numpy as np
 
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
+from mcore_rl.model.roles import ACTOR
 from mcore_rl.planner.activations import log_prob_activation_bytes, train_activation_bytes
 from mcore_rl.planner.engine import (
     absorbed_bytes,
@@ -41,7 +42,7 @@ from mcore_rl.planner.engine import (
     engine_activation_bytes,
     kv_bytes_per_token,
 )
-from mcore_rl.planner.models import ACTOR, Bytes, TrainedModel, stage_state
+from mcore_rl.planner.models import Bytes, TrainedModel, stage_state
 from mcore_rl.planner.settings import EngineSettings, Machine, TrainSettings
 
 Parts = dict[str, Bytes]  # part -> [ranks]

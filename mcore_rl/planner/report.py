@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mcore_rl.planner.models import ACTOR, CRITIC
+from mcore_rl.model.roles import ACTOR, CRITIC
 from mcore_rl.planner.phases import BUCKETS, NCCL, Phase, communicators_of
 from mcore_rl.planner.plan import Outcome
 from mcore_rl.planner.search import CRITERIA, Found

@@ -17,10 +17,10 @@ from mcore_rl.hybrid_engine.memory.offload import kinds_at_start, offload_kinds
 from mcore_rl.hybrid_engine.options import ranks_per_node
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
-from mcore_rl.model.roles import Roles
+from mcore_rl.model.roles import ACTOR, CRITIC, Roles
 from mcore_rl.model.speculation import parse_speculation
 from mcore_rl.moe.routing import R3
-from mcore_rl.planner.models import ACTOR, CRITIC, TrainedModel
+from mcore_rl.planner.models import TrainedModel
 from mcore_rl.planner.phases import Case
 from mcore_rl.planner.settings import (
     BATCHED_TOKENS,

@@ -15,10 +15,11 @@ from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.job.facts import Source
 from mcore_rl.job.resolver import resolve
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
+from mcore_rl.model.roles import CRITIC
 from mcore_rl.planner.checks import check_host
 from mcore_rl.planner.host import PROCESS_BYTES, SAVE, HostPhase, host_phases, received_of
 from mcore_rl.planner.memory import memory_of, resident_of
-from mcore_rl.planner.models import CRITIC, optimizer_bytes, stage_state
+from mcore_rl.planner.models import optimizer_bytes, stage_state
 from mcore_rl.planner.phases import BUILD, FIRST_SWITCH, RESUME, START, TRAIN, Case
 from mcore_rl.planner.settings import GB
 from tests.unit.test_planner import MACHINE, case_of

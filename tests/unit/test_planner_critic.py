@@ -13,7 +13,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import parameters_of
 from mcore_rl.config import CriticOptions
 from mcore_rl.model.layout import RolloutLayout, TrainLayout, pipeline_layers
-from mcore_rl.model.roles import DEGREE_FLAGS
+from mcore_rl.model.roles import CRITIC, DEGREE_FLAGS
 from mcore_rl.planner.activations import (
     head_bytes,
     log_prob_activation_bytes,
@@ -22,7 +22,7 @@ from mcore_rl.planner.activations import (
 from mcore_rl.planner.advice import CRITIC_FLAGS
 from mcore_rl.planner.layouts import following, in_layout
 from mcore_rl.planner.memory import memory_of
-from mcore_rl.planner.models import CRITIC, stage_state
+from mcore_rl.planner.models import stage_state
 from mcore_rl.planner.phases import (
     BUILD,
     BUILD_CRITIC,

@@ -23,8 +23,8 @@ from mcore_rl.model.config_json import ModelShape, read_model_shape
 from mcore_rl.model.families import family_of
 from mcore_rl.model.layout import SPLITS_SHARED_EXPERTS
 from mcore_rl.model.quantization import FP8, MXFP4
+from mcore_rl.model.roles import ACTOR, CRITIC
 from mcore_rl.planner.memory import placement_of
-from mcore_rl.planner.models import ACTOR, CRITIC
 from mcore_rl.planner.phases import Case
 from mcore_rl.planner.search import Step
 from mcore_rl.planner.settings import (

@@ -7,6 +7,7 @@ Any other exception is a fault of the program or of the machine, and keeps its t
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any, NoReturn
 
 CORRECT = "correct it or drop the flag"  # the remedy where the constraint says what is valid
@@ -73,6 +74,14 @@ def unreadable(path: object, error: OSError, flag: str) -> UsageError:
     return UsageError(
         f": {path} cannot be read ({error.strerror})", flag=flag, remedy="correct its permissions"
     )
+
+
+def check_output_file(file: Path, flag: str) -> None:
+    """Raise UsageError unless `file` can be a file of a folder that exists."""
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        raise UsageError(
+            "must name a file in a folder that exists", flag=flag, remedy="name another"
+        )
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.common.errors import CORRECT, UsageError, as_flag
+from mcore_rl.common.errors import CORRECT, UsageError, as_flag, check_output_file
 from mcore_rl.common.megatron_version import check_megatron
 from mcore_rl.common.readers import parse_yaml
 from mcore_rl.common.user_code import import_user_file
@@ -119,16 +119,9 @@ def check_outputs(config: RLConfig, given: Mapping[str, Any]) -> None:
         _check_writable(Path(given["save"]), f"--save {given['save']}")
     if config.trainer.export_hf:
         _check_export(config, config.trainer.export_hf, goes_on=bool(given.get("load")))
-    if config.trainer.verify_out:
-        target, flag = (
-            Path(config.trainer.verify_out),
-            f"--rl-verify-out {config.trainer.verify_out}",
-        )
-        if target.is_dir() or not target.absolute().parent.is_dir():
-            raise UsageError(
-                "must name a file in a folder that exists", flag=flag, remedy="name another"
-            )
-        _check_writable(target.absolute().parent, flag)
+    if out := config.trainer.verify_out:
+        check_output_file(Path(out), f"--rl-verify-out {out}")
+        _check_writable(Path(out).absolute().parent, f"--rl-verify-out {out}")
 
 
 def _check_export(config: RLConfig, folder: str, *, goes_on: bool) -> None:

@@ -265,7 +265,7 @@ class _Examiner:
         if source.checks_batches and refusals.knows(BATCH):
             facts.batches_are_right = refusals.passes(check_batches, config, layout, layers, values)
         if facts.rollout is not None and self._fits_together:
-            facts.is_accepted = self._ask_megatron(facts.actor)
+            facts.is_accepted = self._megatron_accepts(facts.actor)
 
     def _tokens_of_actor(self) -> tuple[str, ...] | None:
         """Return the derived flags, then the given ones that have an effect; None in a fork."""
@@ -279,7 +279,7 @@ class _Examiner:
     def _fits_together(self) -> bool:
         return self.facts.batches_are_right and self._lengths_are_right
 
-    def _ask_megatron(self, model: LaidOut) -> bool:
+    def _megatron_accepts(self, model: LaidOut) -> bool:
         """Return whether Megatron's own validation passes; False, too, where it is not run."""
         if model.tokens is None or not self.source.is_here:
             return False
@@ -327,7 +327,7 @@ class _Examiner:
             if options.learns:
                 self._check_learning(config, laid_out, folder)
             if facts.is_accepted:
-                self._ask_megatron(laid_out)
+                self._megatron_accepts(laid_out)
         if folder is None:
             return None, laid_out
         spec = ValueModelSpec(

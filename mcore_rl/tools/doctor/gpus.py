@@ -41,11 +41,11 @@ def find_gpus() -> Gpus:
     """Query NVML; the result has no GPU if the binding or the driver is missing."""
     for name in _BINDINGS:
         with contextlib.suppress(ImportError):
-            return _ask(importlib.import_module(name))
+            return _query(importlib.import_module(name))
     return Gpus()
 
 
-def _ask(nvml: Any) -> Gpus:
+def _query(nvml: Any) -> Gpus:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:  # no driver, or one that does not answer

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.common.errors import CORRECT, CommandParser, UsageError, as_flag
+from mcore_rl.common.errors import CORRECT, CommandParser, UsageError, as_flag, check_output_file
 from mcore_rl.common.platform import Platform
 from mcore_rl.flags.given import expand_config, import_given_files
 from mcore_rl.hybrid_engine.plan.buckets import frame_of, slot_bytes
@@ -212,13 +212,8 @@ def _check_options(options: argparse.Namespace) -> None:
             flag=f"--gpu-reserved-gb {options.gpu_reserved_gb}",
             remedy="lower it",
         )
-    target = Path(options.json) if options.json else None
-    if target and (target.is_dir() or not target.absolute().parent.is_dir()):
-        raise UsageError(
-            "must name a file in a folder that exists",
-            flag=f"--json {options.json}",
-            remedy="name another",
-        )
+    if options.json:
+        check_output_file(Path(options.json), f"--json {options.json}")
 
 
 def _read_shape(named: str | None, source: str | None, flag: str) -> ModelShape:

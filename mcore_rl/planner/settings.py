@@ -12,6 +12,7 @@ MIB = 1 << 20
 GPU_RESERVED_GB = 4.0
 COMMUNICATOR_MB = 100.0
 BATCHED_TOKENS = 16384  # in one step of vLLM
+USUAL_RANKS_PER_NODE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

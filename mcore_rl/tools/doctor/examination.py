@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_rl.common.machine_memory import machine_memory
+from mcore_rl.planner.settings import USUAL_RANKS_PER_NODE
 from mcore_rl.tools.doctor.finding import (
     FLAGS,
     LIMITS,
@@ -47,8 +48,6 @@ from mcore_rl.tools.doctor.versions import check_versions, installed_versions, v
 
 if TYPE_CHECKING:
     from mcore_rl.tools.doctor.job import Job
-
-_USUAL_RANKS_PER_NODE = 8
 
 
 def examine(request: Request) -> list[Finding]:
@@ -131,7 +130,7 @@ def examine_machine(
     else:
         world_size = request.world_size
         per_node = job.config.engine.ranks_per_node if job else 0
-        ranks = min(per_node or _USUAL_RANKS_PER_NODE, world_size)
+        ranks = min(per_node or USUAL_RANKS_PER_NODE, world_size)
     report.add(PORTS, lambda: check_ports(environment, local_ranks=ranks))
     report.add(SHARED_MEMORY, lambda: check_shared_memory(local_ranks=ranks))
     report.add(LIMITS, lambda: _limits(world_size, gpus))

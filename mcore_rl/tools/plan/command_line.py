@@ -33,6 +33,7 @@ from mcore_rl.planner.settings import (
     GB,
     GPU_RESERVED_GB,
     MB,
+    USUAL_RANKS_PER_NODE,
     Machine,
 )
 
@@ -45,7 +46,6 @@ _BATCH_FLAGS = frozenset(
     "rl_num_prompts_per_step rl_num_samples_per_prompt rl_num_mini_batches micro_batch_size "
     "global_batch_size".split()
 )
-_USUAL_RANKS_PER_NODE = 8
 # The platform that scripts/setup_env.sh installs on a GPU machine, which may not be this one.
 _PLANNED_FOR = Platform(cuda=True, transformer_engine=(2, 20), fused_weight_gradients=False)
 
@@ -110,7 +110,7 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
     import_given_files(rest)
     parser = make_parser()
     rest = expand_config(rest, parser)
-    own_flags = ["--rl-ranks-per-node", str(min(_USUAL_RANKS_PER_NODE, options.world_size))]
+    own_flags = ["--rl-ranks-per-node", str(min(USUAL_RANKS_PER_NODE, options.world_size))]
 
     def examined(*, checks_batches: bool = True) -> Facts:
         source = Source(

@@ -4,7 +4,7 @@ Importing both costs more than most tests, so it is done once: each job runs in 
 process, with ranks, ports and working files of their own. A fork is safe here because the parent
 only imports: it starts no thread, no process group and no engine.
 
-    pool.run("tests.dist.jobs:log_probs", world_size=4, arguments={...})  ->  each rank's result
+    pool.run("tests.dist.jobs:hand_over", world_size=4, flags=[...])  ->  each rank's result
 """
 
 from __future__ import annotations
@@ -121,11 +121,12 @@ class RankPool:
         function: str,
         *,
         world_size: int,
-        arguments: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
         timeout_seconds: float = 450,
+        **arguments: Any,
     ) -> list[RankOutcome]:
-        """Call `module:function(**arguments)` on `world_size` ranks; results must be JSON."""
+        """Call `module:function(**arguments)` on `world_size` ranks; results must be JSON, and
+        arguments, too, but for paths, which arrive as strings."""
         self._num_jobs += 1
         files = [self._folder / f"{self._num_jobs}.{rank}" for rank in range(world_size)]
         shared = {
@@ -137,7 +138,7 @@ class RankPool:
         }
         order = {
             "function": function,
-            "arguments": arguments or {},
+            "arguments": arguments,
             "timeout": timeout_seconds,
             "ranks": [
                 {
@@ -181,7 +182,7 @@ class RankPool:
                 text=True,
             )
         assert self._parent.stdin is not None and self._parent.stdout is not None
-        self._parent.stdin.write(json.dumps(order) + "\n")
+        self._parent.stdin.write(json.dumps(order, default=os.fspath) + "\n")
         self._parent.stdin.flush()
         line = self._parent.stdout.readline()
         assert line, "the parent of the ranks died"

@@ -25,6 +25,7 @@ from tests.dist.rank_map_jobs import weights_of
 from tests.reward_specs import rewards_of
 
 NUM_GROUPS, NUM_SAMPLES, NUM_STEPS, MAX_TOKENS, LIMIT = 4, 3, 5, 90, 2
+OVERSAMPLE = 2.0
 
 
 def prompt_of(draw: int, scale: int = 1) -> Prompt:
@@ -55,12 +56,7 @@ def weights(checkpoint: Path, version: int) -> dict[str, torch.Tensor]:
 
 
 def partial_rollouts(
-    checkpoint: str,
-    tp_size: int,
-    oversample: float,
-    keeps: bool,
-    kv: str = "recompute",
-    scale: int = 1,
+    checkpoint: str, *, tp_size: int = 1, keeps: bool, kv: str = "recompute", scale: int = 1
 ) -> dict[str, Any]:
     """Steps under weights of their own; then every token that a step took is scored under all of
     them."""
@@ -85,13 +81,13 @@ def partial_rollouts(
     config = RLConfig.of(
         partial_rollouts=keeps,
         max_staleness=LIMIT if keeps else None,
-        oversample=oversample,
+        oversample=OVERSAMPLE,
         kv_after_update=kv,
     )
     workers = RolloutWorkers(
         engine, layout, config.rollout, rewards_of("exact_match"), sample_store
     )
-    target = SamplingTarget.of(NUM_GROUPS, oversample=oversample)
+    target = SamplingTarget.of(NUM_GROUPS, oversample=OVERSAMPLE)
     first_draw, steps, taken = 0, [], []
     for step in range(NUM_STEPS):
         version = step + 1

@@ -22,9 +22,7 @@ def results(checkpoint_factory: Callable[..., Path], ranks: RankPool) -> Results
     flags = job_flags(checkpoint_factory("deepseek_v3"), SPLIT)
     flags[flags.index("fp32")] = "bf16"
     return ranks.run(
-        "tests.dist.attest_jobs:attested_hand_overs",
-        world_size=SPLITS[SPLIT][3],
-        arguments={"flags": flags},
+        "tests.dist.attest_jobs:attested_hand_overs", world_size=SPLITS[SPLIT][3], flags=flags
     )
 
 

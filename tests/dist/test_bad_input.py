@@ -25,7 +25,6 @@ from tests.megatron_sources import installed_megatron, write_version
 from tests.rank_pool import ENVIRONMENT, ROOT, RankPool, free_port
 
 WORKER = "tests.dist.bad_input_worker"
-CASE_SECONDS = 300  # a job that hangs ends with them, however busy the machine
 
 # One for each place where a mistake is found.
 FOUND = [
@@ -101,15 +100,12 @@ def run_case(
     outcomes = ranks.run_raw(
         f"{WORKER}:start",
         world_size=world_size,
-        arguments={
-            "entry": case.entry,
-            "tokens": tokens or tokens_of(case, here),
-            "report": str(report),
-            "installed": case.installed,
-            "folders": [str(folder) for folder in folders or [here] * world_size],
-            "unset": unset or [],
-        },
-        timeout_seconds=CASE_SECONDS,
+        entry=case.entry,
+        tokens=tokens or tokens_of(case, here),
+        report=report,
+        installed=case.installed,
+        folders=[str(folder) for folder in folders or [here] * world_size],
+        unset=unset or [],
     )
     printed = [Path(f"{report}.{rank}.stderr").read_text() for rank in range(world_size)]
     assert [outcome.exit_code for outcome in outcomes] == [2] * world_size, printed
@@ -121,12 +117,7 @@ def run_case(
 
 def test_good_input_passes(ranks: RankPool, good: Path) -> None:
     tokens = tokens_of(Case("good", []), good)
-    layouts = ranks.run(
-        f"{WORKER}:check_layout",
-        world_size=2,
-        arguments={"tokens": tokens},
-        timeout_seconds=CASE_SECONDS,
-    )
+    layouts = ranks.run(f"{WORKER}:check_layout", world_size=2, tokens=tokens)
     assert layouts == ["TP2 x CP1 x DP1 x PP1, experts ETP1 x EP2 x EDP1"] * 2
 
 
@@ -138,8 +129,7 @@ def test_help_is_printed_once(ranks: RankPool) -> None:
     outcomes = ranks.run_raw(
         f"{WORKER}:check_layout",
         world_size=2,
-        arguments={"tokens": ["--rl-num-steps", "3", "--help"]},
-        timeout_seconds=CASE_SECONDS,
+        tokens=["--rl-num-steps", "3", "--help"],
     )
     assert [outcome.exit_code for outcome in outcomes] == [0, 0]
     assert "--rl-num-samples-per-prompt" in outcomes[0].output
@@ -188,12 +178,7 @@ def test_incomplete_environment_of_launcher_is_told(ranks: RankPool, here: Path)
 
 @pytest.mark.parametrize("failing", [[], [0], [1], [2], [0, 2]])
 def test_agreement_of_three_ranks(failing: list[int], ranks: RankPool) -> None:
-    outcomes = ranks.run_raw(
-        f"{WORKER}:agree",
-        world_size=3,
-        arguments={"failing": failing, "is_bug": False},
-        timeout_seconds=CASE_SECONDS,
-    )
+    outcomes = ranks.run_raw(f"{WORKER}:agree", world_size=3, failing=failing, is_bug=False)
     if not failing:
         assert [outcome.result for outcome in outcomes] == [
             f"rank {r} is content" for r in range(3)
@@ -212,8 +197,8 @@ def test_bug_on_one_rank_ends_the_others(failing: int, ranks: RankPool) -> None:
     outcomes = ranks.run_raw(
         f"{WORKER}:agree",
         world_size=2,
-        arguments={"failing": [failing], "is_bug": True},
-        timeout_seconds=CASE_SECONDS,
+        failing=[failing],
+        is_bug=True,
     )
     assert outcomes[failing].exit_code == 1
     assert "KeyError" in outcomes[failing].output and "Traceback" in outcomes[failing].output
@@ -311,8 +296,8 @@ def test_machines_of_a_fork_that_have_parsed_other_flags_are_told(
     first, second = ranks.run_raw(
         f"{WORKER}:fork",
         world_size=2,
-        arguments={"tokens": tokens_of(Case("fork", []), good), "rates": ["1e-5", "2e-5"]},
-        timeout_seconds=CASE_SECONDS,
+        tokens=tokens_of(Case("fork", []), good),
+        rates=["1e-5", "2e-5"],
     )
     assert (first.exit_code, second.exit_code) == (2, 2)
     assert "--lr is 2e-05 here and 1e-05 on rank 0; start all machines with" in first.output
@@ -327,8 +312,8 @@ def test_ranks_without_a_run_directory_agree_on_a_new_one(ranks: RankPool, here:
     first, second = ranks.run(
         f"{WORKER}:run_directory",
         world_size=2,
-        arguments={"tokens": tokens_of(case, here), "folder": str(here)},
-        timeout_seconds=CASE_SECONDS,
+        tokens=tokens_of(case, here),
+        folder=here,
     )
     assert first == second
     assert re.fullmatch(r"runs/mine-\d{8}-\d{6}\.\d{3}", first)

@@ -62,11 +62,9 @@ def moved(
             made[layout] = ranks.run(
                 "tests.dist.balance_jobs:move_biases",
                 world_size=num_processes,
-                arguments={
-                    "flags": [*flags.split(), "--rl-hf-checkpoint", str(checkpoint)],
-                    "target": str(tmp_path_factory.mktemp("moved")),
-                    "rate": RATE,
-                },
+                flags=[*flags.split(), "--rl-hf-checkpoint", str(checkpoint)],
+                target=tmp_path_factory.mktemp("moved"),
+                rate=RATE,
             )
         return made[layout]
 
@@ -147,11 +145,9 @@ def test_auxiliary_losses_have_the_gradient_of_their_formulas_in_every_layout(
         found[name] = ranks.run(
             "tests.dist.balance_jobs:learn_from_balance",
             world_size=num_processes,
-            arguments={
-                "flags": [*f"{flags} {layout}".split(), "--rl-hf-checkpoint", str(checkpoint)],
-                "target": str(tmp_path / name),
-                "compares": name == ONE,
-            },
+            flags=[*f"{flags} {layout}".split(), "--rl-hf-checkpoint", str(checkpoint)],
+            target=tmp_path / name,
+            compares=name == ONE,
         )[0]
         weights[name] = tensors_of(tmp_path / name / "actor")
     assert found[ONE]["largest"] > 1e-2

@@ -39,13 +39,11 @@ def test_attention_is_that_over_whole_samples(
     results = ranks.run(
         "tests.dist.context_parallel_jobs:attention",
         world_size=cp_size,
-        arguments={
-            "lengths": [2 * cp_size * size for size in (3, 1, 5)],
-            "packed": packed,
-            "groups": groups,
-            "value_size": value_size,
-            "window": window,
-        },
+        lengths=[2 * cp_size * size for size in (3, 1, 5)],
+        packed=packed,
+        groups=groups,
+        value_size=value_size,
+        window=window,
     )
     # In float32, of numbers of the order of 1.
     num_compared = 4 if window is None else 5
@@ -70,7 +68,8 @@ def test_log_probs_equal_transformers_in_float32(
     results = ranks.run(
         "tests.dist.jobs:log_probs_and_export",
         world_size=2,
-        arguments={"flags": flags, "target": str(tmp_path / "exported")},
+        flags=flags,
+        target=tmp_path / "exported",
     )
     model = loaded(checkpoint)
     expected = log_probs_of(model, random_tokens(model.config.vocab_size))
@@ -92,7 +91,8 @@ def test_ppo_update_is_the_same_where_actor_and_critic_differ_in_their_layouts(
         results = ranks.run(
             "tests.dist.ppo_jobs:learn",
             world_size=world_size,
-            arguments={"flags": [*common, *flags], "target": str(target)},
+            flags=[*common, *flags],
+            target=target,
         )
         assert all(result == results[0] for result in results), "ranks disagree"
         weights = {

@@ -110,7 +110,9 @@ def outcome(
     results = ranks.run(
         "tests.dist.families_jobs:all_ways",
         world_size=SPLITS[split][3],
-        arguments={"flags": flags, "target": str(target), "published": str(checkpoint)},
+        flags=flags,
+        target=target,
+        published=checkpoint,
     )
     return Outcome(checkpoint, saved, target, results)
 

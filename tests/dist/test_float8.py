@@ -61,12 +61,10 @@ def outcome(
     results = ranks.run(
         "tests.dist.families_jobs:all_ways",
         world_size=4,
-        arguments={
-            "flags": flags,
-            "target": str(exported),
-            "published": str(standing_for),
-            "float8_target": str(exported_blocks),
-        },
+        flags=flags,
+        target=exported,
+        published=standing_for,
+        float8_target=exported_blocks,
     )
     return Outcome(blocks, standing_for, exported, exported_blocks, results)
 

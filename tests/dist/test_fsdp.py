@@ -101,7 +101,8 @@ def learn(
             found = ranks.run(
                 f"{JOBS}:learn",
                 world_size=case.world_size,
-                arguments={"flags": flags, "target": str(target)},
+                flags=flags,
+                target=target,
                 environment=ENVIRONMENT if with_fsdp else None,
             )
             done[key] = found, target
@@ -192,10 +193,7 @@ def test_hand_over_reads_sharded_parameters(
         micro_batch_size=1,
     )
     found = ranks.run(
-        f"{JOBS}:hand_over",
-        world_size=world_size,
-        arguments={"flags": flags},
-        environment=ENVIRONMENT,
+        f"{JOBS}:hand_over", world_size=world_size, flags=flags, environment=ENVIRONMENT
     )
     for rank in found:
         assert rank["stored_equal"] and rank["attested"]
@@ -210,10 +208,7 @@ def test_weights_that_were_written_count_in_the_next_forward(
     for strategy in ("optim_grads_params", "optim"):
         flags = job_flags(checkpoint_factory("deepseek_v3"), "tp1_pp1_ep1", *RATES, *fsdp(strategy))
         found = ranks.run(
-            f"{JOBS}:written_weights_count",
-            world_size=2,
-            arguments={"flags": flags},
-            environment=ENVIRONMENT,
+            f"{JOBS}:written_weights_count", world_size=2, flags=flags, environment=ENVIRONMENT
         )
         assert found == [{"moved": True, "old_again": True, "new_again": True}] * 2, strategy
 
@@ -234,10 +229,7 @@ def test_a_checkpoint_is_gone_on_from_bit_for_bit(
     )
     for job, result in (("save_and_go_on", "iter_0000001"), ("load_and_go_on", 1)):
         found = ranks.run(
-            f"{JOBS}:{job}",
-            world_size=2,
-            arguments={"flags": flags, "target": str(tmp_path)},
-            environment=ENVIRONMENT,
+            f"{JOBS}:{job}", world_size=2, flags=flags, target=tmp_path, environment=ENVIRONMENT
         )
         assert found == [result] * 2
     went_on, resumed = tensors_of(tmp_path / "went_on"), tensors_of(tmp_path / "resumed")
@@ -249,10 +241,7 @@ def test_a_nonfinite_gradient_of_one_rank_is_named_on_all(
 ) -> None:
     flags = job_flags(checkpoint_factory("deepseek_v3"), "tp1_pp1_ep1", *fsdp("optim_grads_params"))
     found = ranks.run(
-        f"{JOBS}:nonfinite_gradient",
-        world_size=2,
-        arguments={"flags": flags},
-        environment=ENVIRONMENT,
+        f"{JOBS}:nonfinite_gradient", world_size=2, flags=flags, environment=ENVIRONMENT
     )
     assert found[0] == found[1]
     assert "non-finite gradient of the actor in rank 1: " in found[0]

@@ -320,7 +320,9 @@ def learnt(
     results = ranks.run(
         "tests.dist.invariance_jobs:learn",
         world_size=num_processes,
-        arguments={"flags": flags, "target": str(target), "num_steps": num_steps},
+        flags=flags,
+        target=target,
+        num_steps=num_steps,
         environment=environment,
     )
     assert all(result == results[0] for result in results), "ranks disagree"

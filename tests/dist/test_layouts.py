@@ -103,12 +103,10 @@ def handed_over(
     results = ranks.run(
         "tests.dist.layout_jobs:hand_over",
         world_size=case.world_size,
-        arguments={
-            "flags": flags,
-            "rollout_tp": tp_size,
-            "rollout_dp": dp_size,
-            "expert_parallel": expert_parallel,
-        },
+        flags=flags,
+        rollout_tp=tp_size,
+        rollout_dp=dp_size,
+        expert_parallel=expert_parallel,
     )
     return case, results
 

@@ -80,9 +80,7 @@ def learnt(
     flags = job_flags(checkpoint_factory("deepseek_v3"), "tp1_pp1_ep1", *PPO, micro_batch_size=1)
     flags[flags.index("fp32")] = request.param
     (found,) = ranks.run(
-        "tests.dist.memory_jobs:learn_with_each",
-        world_size=1,
-        arguments={"flags": flags, "variants": VARIANTS},
+        "tests.dist.memory_jobs:learn_with_each", world_size=1, flags=flags, variants=VARIANTS
     )
     return {**found, "precision": request.param}
 

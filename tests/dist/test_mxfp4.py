@@ -36,7 +36,9 @@ def test_mxfp4_is_trained_served_and_exported_as_what_it_stands_for(
     results = ranks.run(
         "tests.dist.families_jobs:all_ways",
         world_size=4,
-        arguments={"flags": flags, "target": str(exported), "published": str(standing_for)},
+        flags=flags,
+        target=exported,
+        published=standing_for,
     )
     assert differing(exported, standing_for, at_least=30) == []
     assert read_model_shape(exported).quantization is None

@@ -43,7 +43,9 @@ def case(
     results = ranks.run(
         "tests.dist.offload_jobs:train_with_and_without",
         world_size=SPLITS[split][3],
-        arguments={"flags": flags, "plain_optimizer": plain, "keep_gradients": keep},
+        flags=flags,
+        plain_optimizer=plain,
+        keep_gradients=keep,
     )
     return request.param, results
 
@@ -102,7 +104,8 @@ def test_memory_after_50_switches_equals_that_after_2(
     results = ranks.run(
         "tests.dist.offload_jobs:many_switches",
         world_size=4,
-        arguments={"flags": flags, "num_switches": 50},
+        flags=flags,
+        num_switches=50,
         # torch notes its last 2000 collectives, 1.4 KB each: not a leak, but until it is full it
         # looks like one.
         environment={"TORCH_FR_BUFFER_SIZE": "0"},

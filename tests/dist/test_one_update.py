@@ -36,11 +36,9 @@ def both(
         results = ranks.run(
             "tests.dist.ppo_jobs:learn",
             world_size=SPLITS[SPLIT][3],
-            arguments={
-                "flags": flags,
-                "target": str(target),
-                "scores_in_update": scores_in_update,
-            },
+            flags=flags,
+            target=target,
+            scores_in_update=scores_in_update,
         )
         assert all(result == results[0] for result in results), "ranks disagree"
         found[scores_in_update] = results[0], tensors_of(target / "actor")

@@ -51,7 +51,8 @@ def saved(
             results = ranks.run(
                 "tests.dist.saving_jobs:learn_and_save",
                 world_size=world_size,
-                arguments={"flags": flags, "target": str(folder)},
+                flags=flags,
+                target=folder,
             )
             made[layout] = Saved(folder, flags, results)
         return made[layout]
@@ -102,7 +103,7 @@ def test_loading_brings_back_every_bit_and_takes_no_second_copy(
     results = ranks.run(
         "tests.dist.saving_jobs:load",
         world_size=LAYOUTS[layout][1],
-        arguments={"flags": [*before.flags, "--load", str(before.folder / written)]},
+        flags=[*before.flags, "--load", str(before.folder / written)],
     )
     for rank, (found, expected) in enumerate(zip(results, before.ranks, strict=True)):
         assert found["optimizer"] == expected["optimizer"] != {}, rank

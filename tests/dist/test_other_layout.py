@@ -41,10 +41,8 @@ def saved(
     results = ranks.run(
         "tests.dist.ppo_jobs:learn_save_and_learn",
         world_size=SPLITS[FROM][3],
-        arguments={
-            "flags": job_flags(checkpoint_factory("deepseek_v3"), FROM, *FLAGS, micro_batch_size=1),
-            "target": str(target),
-        },
+        flags=job_flags(checkpoint_factory("deepseek_v3"), FROM, *FLAGS, micro_batch_size=1),
+        target=target,
     )
     return target, results[0]
 
@@ -63,12 +61,10 @@ def test_the_next_step_is_the_same_in_another_layout(
     results = ranks.run(
         "tests.dist.ppo_jobs:load_and_learn",
         world_size=SPLITS[split][3],
-        arguments={
-            "flags": job_flags(
-                checkpoint_factory("deepseek_v3"), split, *FLAGS, *more, *load, micro_batch_size=1
-            ),
-            "target": str(tmp_path),
-        },
+        flags=job_flags(
+            checkpoint_factory("deepseek_v3"), split, *FLAGS, *more, *load, micro_batch_size=1
+        ),
+        target=tmp_path,
     )
     assert results[0].keys() == expected.keys()
     for metric, value in expected.items():

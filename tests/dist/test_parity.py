@@ -41,7 +41,8 @@ def test_log_probs_and_export_equal_transformers_in_float32(
     results = ranks.run(
         "tests.dist.jobs:log_probs_and_export",
         world_size=SPLITS[split][3],
-        arguments={"flags": job_flags(checkpoint, split), "target": str(target)},
+        flags=job_flags(checkpoint, split),
+        target=target,
     )
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -73,7 +74,8 @@ def test_weight_that_is_not_finite_ends_all_ranks_with_one_sentence(
     outcomes = ranks.run_raw(
         "tests.dist.jobs:log_probs_and_export",
         world_size=2,
-        arguments={"flags": job_flags(broken, "tp1_pp2_ep1"), "target": str(tmp_path / "out")},
+        flags=job_flags(broken, "tp1_pp2_ep1"),
+        target=tmp_path / "out",
     )
     assert [outcome.exit_code for outcome in outcomes] == [2, 2], outcomes[0].output[-2000:]
     assert f"model.layers.1.mlp.experts.3.up_proj.weight in {broken}" in outcomes[0].output

@@ -22,11 +22,9 @@ Steps = list[dict[str, Any]]
 def run(
     checkpoint_factory: Callable[..., Path], ranks: RankPool, **arguments: Any
 ) -> list[dict[str, Any]]:
-    checkpoint = str(checkpoint_factory(arguments.pop("arch", "deepseek_v3")))
+    checkpoint = checkpoint_factory(arguments.pop("arch", "deepseek_v3"))
     return ranks.run(
-        "tests.dist.partial_jobs:partial_rollouts",
-        world_size=2,
-        arguments={"checkpoint": checkpoint, **arguments},
+        "tests.dist.partial_jobs:partial_rollouts", world_size=2, checkpoint=checkpoint, **arguments
     )
 
 
@@ -34,8 +32,7 @@ def run(
 def kept(
     request: pytest.FixtureRequest, checkpoint_factory: Callable[..., Path], ranks: RankPool
 ) -> list[dict[str, Any]]:
-    arguments = {"tp_size": request.param, "oversample": 2.0, "keeps": True}
-    return run(checkpoint_factory, ranks, **arguments)
+    return run(checkpoint_factory, ranks, tp_size=request.param, keeps=True)
 
 
 def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(
@@ -66,8 +63,7 @@ def test_no_group_is_lost_and_none_older_than_it_may_be(kept: list[dict[str, Any
 def test_without_going_on_what_comes_too_late_is_dropped_and_counted(
     checkpoint_factory: Callable[..., Path], ranks: RankPool
 ) -> None:
-    arguments = {"tp_size": 1, "oversample": 2.0, "keeps": False}
-    found = run(checkpoint_factory, ranks, **arguments)
+    found = run(checkpoint_factory, ranks, keeps=False)
     steps: Steps = found[0]["steps"]
     left = 0
     for step in steps:
@@ -84,8 +80,7 @@ def test_keys_and_values_are_kept_where_they_are_to_be(
     checkpoint_factory: Callable[..., Path], ranks: RankPool
 ) -> None:
     """vLLM on CPU has blocks of 128 positions, and none of MLA that may be shared."""
-    arguments = {"arch": "qwen3", "tp_size": 1, "oversample": 2.0, "keeps": True, "scale": 7}
-    found = run(checkpoint_factory, ranks, kv="keep", **arguments)
+    found = run(checkpoint_factory, ranks, arch="qwen3", keeps=True, scale=7, kv="keep")
     steps = [step for of_rank in found for step in of_rank["steps"][1:]]
     going_on = [each for step in steps for each in step["cached"]["going on"]]
     beginning = [each for step in steps for each in step["cached"]["beginning"]]

@@ -75,7 +75,7 @@ def test_plan_equals_what_training_holds(
     case = read_command_line([*flags, "--world-size", str(world_size)]).case
     assert case.critic is None
     measured = ranks.run(
-        "tests.dist.planner_jobs:measured_bytes", world_size=world_size, arguments={"flags": flags}
+        "tests.dist.planner_jobs:measured_bytes", world_size=world_size, flags=flags
     )
     assert_equals_what_is_held(case.actor, measured)
 
@@ -91,9 +91,7 @@ def test_plan_of_a_critic_equals_what_it_holds(
     case = read_command_line([*flags, "--world-size", str(world_size)]).case
     assert case.critic is not None
     measured = ranks.run(
-        "tests.dist.planner_jobs:measured_bytes_of_critic",
-        world_size=world_size,
-        arguments={"flags": flags},
+        "tests.dist.planner_jobs:measured_bytes_of_critic", world_size=world_size, flags=flags
     )
     assert {held["layout"] for held in measured} == {case.critic.train.describe()}
     assert_equals_what_is_held(case.critic, measured)
@@ -123,14 +121,10 @@ def test_every_phase_holds_what_is_planned(
     flags += ["--rl-reshard-bucket-mb", "1", "--rl-canary-interval", "1"]
     options = {"world_size": world_size, "timeout_seconds": 250}
     measured = ranks.run(
-        "tests.dist.planner_jobs:bytes_in_phases",
-        arguments={"flags": flags, "checkpoints": str(tmp_path)},
-        **options,
+        "tests.dist.planner_jobs:bytes_in_phases", flags=flags, checkpoints=tmp_path, **options
     )
     load = [*flags, "--load", str(tmp_path)]
-    after_load = ranks.run(
-        "tests.dist.planner_jobs:bytes_after_load", arguments={"flags": load}, **options
-    )
+    after_load = ranks.run("tests.dist.planner_jobs:bytes_after_load", flags=load, **options)
 
     exported = [*flags, "--rl-export-hf", str(tmp_path / "exported again")]
     case = read_command_line(

@@ -19,10 +19,8 @@ def test_policy_equals_softmax_of_logits_in_value_and_gradient(
     results = ranks.run(
         "tests.dist.policy_jobs:policy_against_logits",
         world_size=2 if split.startswith("tp2") else 1,
-        arguments={
-            "flags": job_flags(checkpoint_factory("qwen3"), split),
-            "model_class": model_class,
-        },
+        flags=job_flags(checkpoint_factory("qwen3"), split),
+        model_class=model_class,
     )
     for result in results:
         assert result["shape"] == [2, 32, 2] and result["dtype"] == "torch.float32"
@@ -42,10 +40,8 @@ def test_nonfinite_loss_names_the_rank_that_it_comes_from(
     results = ranks.run(
         "tests.dist.policy_jobs:nonfinite_loss",
         world_size=2,
-        arguments={
-            "flags": job_flags(checkpoint_factory("qwen3"), "tp1_pp1_ep1", *more),
-            "culprit": 1,
-        },
+        flags=job_flags(checkpoint_factory("qwen3"), "tp1_pp1_ep1", *more),
+        culprit=1,
     )
     for result in results:
         assert result["unchanged"]
@@ -64,14 +60,12 @@ def test_nonfinite_gradient_is_named_and_handled_on_all_ranks(
     results = ranks.run(
         "tests.dist.policy_jobs:nonfinite_gradient",
         world_size=2,
-        arguments={
-            "flags": job_flags(
-                checkpoint_factory("qwen3"),
-                "tp1_pp2_ep1",
-                *("--rl-on-nonfinite-grad", policy, "--lr", "1e-3"),
-            ),
-            "culprit": 1,
-        },
+        flags=job_flags(
+            checkpoint_factory("qwen3"),
+            "tp1_pp2_ep1",
+            *("--rl-on-nonfinite-grad", policy, "--lr", "1e-3"),
+        ),
+        culprit=1,
     )
     for result in results:
         assert result["unchanged"] and result["finite"]
@@ -93,7 +87,7 @@ def test_a_forks_spec_makes_the_layers_and_may_add_no_parameter(
         (found,) = ranks.run(
             "tests.dist.policy_jobs:built_from_spec",
             world_size=1,
-            arguments={"flags": job_flags(checkpoint_factory("qwen3"), "tp1_pp1_ep1", *flags)},
+            flags=job_flags(checkpoint_factory("qwen3"), "tp1_pp1_ep1", *flags),
         )
         return found
 

@@ -67,10 +67,8 @@ def learn(
         results = ranks.run(
             "tests.dist.ppo_jobs:learn",
             world_size=SPLITS[split][3],
-            arguments={
-                "flags": job_flags(checkpoint, split, *PPO_FLAGS, *more, micro_batch_size=1),
-                "target": str(target),
-            },
+            flags=job_flags(checkpoint, split, *PPO_FLAGS, *more, micro_batch_size=1),
+            target=target,
         )
         assert all(result == results[0] for result in results), "ranks disagree"
         return results[0], tensors_of(target / "actor"), tensors_of(target / "critic")
@@ -133,9 +131,7 @@ def test_learning_rates_end_where_the_run_does(
         *("--lr-decay-style", "linear", "--lr-warmup-iters", "2", "--min-lr", "0"),
     )
     flags = job_flags(checkpoint_factory("deepseek_v3"), "tp1_pp1_ep1", *PPO_FLAGS, *schedule)
-    (found,) = ranks.run(
-        "tests.dist.ppo_jobs:learning_rates", world_size=1, arguments={"flags": flags}
-    )
+    (found,) = ranks.run("tests.dist.ppo_jobs:learning_rates", world_size=1, flags=flags)
     for name, highest, updates in (("actor", 0.1, 2 * 2 * 2), ("critic", 0.06, 3 * 2 * 2)):
         up = [highest * number / 2 for number in range(2)]
         down = [highest * left / (updates - 2) for left in range(updates - 2, -1, -1)]
@@ -149,10 +145,8 @@ def test_an_advantage_that_is_no_number_names_sample_and_rank(
     errors = ranks.run(
         "tests.dist.ppo_jobs:refuses_a_reward",
         world_size=2,
-        arguments={
-            "flags": job_flags(checkpoint_factory("deepseek_v3"), "tp1_pp1_ep2", *PPO_FLAGS),
-            "sample": 5,
-        },
+        flags=job_flags(checkpoint_factory("deepseek_v3"), "tp1_pp1_ep2", *PPO_FLAGS),
+        sample=5,
     )
     assert errors[0] == errors[1]
     assert "advantages of --rl-advantage gae are not finite" in errors[0]

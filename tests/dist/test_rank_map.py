@@ -41,7 +41,7 @@ def results(checkpoint_factory: Callable[..., Path], ranks: RankPool) -> list[di
     return ranks.run(
         "tests.dist.rank_map_jobs:run",
         world_size=4,
-        arguments={"checkpoints": {name: str(checkpoint_factory(name)) for name in names}},
+        checkpoints={name: str(checkpoint_factory(name)) for name in names},
     )
 
 

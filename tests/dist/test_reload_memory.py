@@ -32,14 +32,13 @@ def measured(tmp_path_factory: pytest.TempPathFactory, ranks: RankPool) -> dict[
     config |= dict(vocab_size=8192, intermediate_size=2048, torch_dtype="bfloat16")
     folder = tmp_path_factory.mktemp("large")
     (folder / "config.json").write_text(json.dumps(config))
-    arguments = dict(
-        model_dir=str(folder),
+    (result,) = ranks.run(
+        "tests.dist.reload_memory_jobs:measure",
+        world_size=1,
+        model_dir=folder,
         config=config,
         chunk_bytes=CHUNK_BYTES,
         repetitions=REPETITIONS,
-    )
-    (result,) = ranks.run(
-        "tests.dist.reload_memory_jobs:measure", world_size=1, arguments=arguments
     )
     print({key: result[key] for key in ("module_bytes", "peaks", "upstream_peaks", "seconds")})
     return result

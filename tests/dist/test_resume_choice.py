@@ -20,10 +20,8 @@ def chosen(
     ranks: RankPool, folder: Path, *, beside: tuple[Path, ...] = (), step: int | None = None
 ) -> tuple[dict[str, Any], str]:
     """What all ranks found, and what the first one said."""
-    arguments = {"folder": str(folder), "beside": [str(b) for b in beside], "step": step}
-    outcomes = ranks.run_raw(
-        "tests.dist.resume_jobs:choose_step", world_size=WORLD_SIZE, arguments=arguments
-    )
+    job = "tests.dist.resume_jobs:choose_step"
+    outcomes = ranks.run_raw(job, world_size=WORLD_SIZE, folder=folder, beside=beside, step=step)
     results = [outcome.result for outcome in outcomes]
     assert results[0] is not None and results == [results[0]] * WORLD_SIZE, outcomes[0].output
     return results[0], outcomes[0].output
@@ -42,13 +40,13 @@ def test_the_newest_complete_one_is_chosen_and_named(ranks: RankPool, tmp_path: 
 def test_a_mistyped_load_ends_all_ranks_unless_the_run_may_begin(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    arguments = {"load": str(tmp_path / "mistyped"), "run_dir": str(tmp_path / "run")}
-
     def outcomes(may_begin: bool) -> list[Any]:
         return ranks.run_raw(
             "tests.dist.resume_jobs:find",
             world_size=WORLD_SIZE,
-            arguments={**arguments, "may_begin": may_begin},
+            load=tmp_path / "mistyped",
+            run_dir=tmp_path / "run",
+            may_begin=may_begin,
         )
 
     ended = outcomes(may_begin=False)
@@ -116,16 +114,16 @@ def test_a_save_that_was_killed_when_complete_is_finished(ranks: RankPool, tmp_p
 
 
 def test_every_rank_gets_its_own_generators_back(ranks: RankPool, tmp_path: Path) -> None:
-    arguments = {"folder": str(tmp_path), "step": 5}
+    arguments = {"folder": tmp_path, "step": 5}
     write, read = (f"tests.dist.resume_jobs:{name}_state" for name in ("write", "read"))
-    drawn = ranks.run(write, world_size=WORLD_SIZE, arguments=arguments)
+    drawn = ranks.run(write, world_size=WORLD_SIZE, **arguments)
     assert len({tuple(values) for values in drawn}) == WORLD_SIZE
-    found = ranks.run(read, world_size=WORLD_SIZE, arguments=arguments)
+    found = ranks.run(read, world_size=WORLD_SIZE, **arguments)
     assert [values.pop("drawn") for values in found] == drawn
     facts = {"weight_version": 7, "position": 123, "coef": 0.1 + 0.2, "reference_version": 3}
     assert found == [facts] * WORLD_SIZE
     # As many ranks as did not write it read the rest of it.
-    (alone,) = ranks.run(read, world_size=1, arguments=arguments)
+    (alone,) = ranks.run(read, world_size=1, **arguments)
     assert alone == {**facts, "drawn": None}
 
 
@@ -134,7 +132,9 @@ def test_a_failure_on_one_rank_is_told_on_all(ranks: RankPool, tmp_path: Path) -
     errors = ranks.run(
         "tests.dist.resume_jobs:write_and_fail",
         world_size=WORLD_SIZE,
-        arguments={"folder": str(tmp_path), "step": 20, "failing_rank": 1},
+        folder=tmp_path,
+        step=20,
+        failing_rank=1,
     )
     assert errors == [errors[0]] * WORLD_SIZE
     assert errors[0] == (

@@ -64,8 +64,8 @@ def apart(
         *(*PPO_FLAGS, *PACKED, *reward_flags, *APART),
         micro_batch_size=1,
     )
-    arguments = {"flags": flags, "target": str(target)}
-    return ranks.run("tests.dist.roles_jobs:learn_apart", world_size=7, arguments=arguments), target
+    job = "tests.dist.roles_jobs:learn_apart"
+    return ranks.run(job, world_size=7, flags=flags, target=target), target
 
 
 @pytest.fixture(scope="module")
@@ -110,11 +110,7 @@ def test_a_critic_of_its_own_ranks_learns_while_the_actor_does_and_the_same(
     """That they are in every update together is what `learn_apart` waits for."""
     results, target = apart
     flags = job_flags(checkpoint, "tp1_pp1_ep1", *PPO_FLAGS, micro_batch_size=1)
-    (expected,) = ranks.run(
-        "tests.dist.ppo_jobs:learn",
-        world_size=1,
-        arguments={"flags": flags, "target": str(tmp_path)},
-    )
+    (expected,) = ranks.run("tests.dist.ppo_jobs:learn", world_size=1, flags=flags, target=tmp_path)
     for step, expected_step in zip(results[0]["steps"], expected["steps"], strict=True):
         assert step.keys() == expected_step.keys()
         for name, value in expected_step.items():
@@ -142,9 +138,7 @@ def test_scores_in_turn_with_the_actor_equal_transformers(
     expected_scores: torch.Tensor,
 ) -> None:
     flags = job_flags(checkpoint, split, *reward_flags, *IN_TURN[split], micro_batch_size=1)
-    results = ranks.run(
-        "tests.dist.roles_jobs:scores", world_size=SPLITS[split][3], arguments={"flags": flags}
-    )
+    results = ranks.run("tests.dist.roles_jobs:scores", world_size=SPLITS[split][3], flags=flags)
     assert expected_scores.std() > 0.1, "scores that hardly differ show nothing"
     for found in results:
         assert (torch.tensor(found) - expected_scores).abs().max() <= SCORE_TOLERANCE

@@ -72,15 +72,13 @@ def results(
         family: ranks.run(
             "tests.dist.routing_jobs:engine_and_trainer",
             world_size=num_processes,
-            arguments={
-                "flags": [
-                    *("--rl-hf-checkpoint", str(checkpoints[family])),
-                    *flags.split(),
-                    *"--rl-routing-replay r3 --rl-max-prompt-tokens 224".split(),
-                    *"--rl-max-response-tokens 32 --rl-rollout-kv-cache-gib 0.003".split(),
-                    *"--rl-num-prompts-per-step 8 --rl-num-samples-per-prompt 4".split(),
-                ]
-            },
+            flags=[
+                *("--rl-hf-checkpoint", str(checkpoints[family])),
+                *flags.split(),
+                *"--rl-routing-replay r3 --rl-max-prompt-tokens 224".split(),
+                *"--rl-max-response-tokens 32 --rl-rollout-kv-cache-gib 0.003".split(),
+                *"--rl-num-prompts-per-step 8 --rl-num-samples-per-prompt 4".split(),
+            ],
         )
         for family, (num_processes, flags) in LAYOUTS.items()
     }
@@ -167,7 +165,9 @@ def learnt(
         found = ranks.run(
             "tests.dist.invariance_jobs:learn",
             world_size=2,
-            arguments={"flags": flags.split(), "target": str(target), "num_steps": 1},
+            flags=flags.split(),
+            target=target,
+            num_steps=1,
         )
         return found[0], tensors_of(target / "actor")
 

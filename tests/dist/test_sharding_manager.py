@@ -40,9 +40,7 @@ def case(
     arch, options, split, more = CASES[request.param]
     flags = job_flags(checkpoint_factory(arch, **options), split, "--lr", "1e-2", *more)
     flags[flags.index("fp32")] = "bf16"
-    results = ranks.run(
-        "tests.dist.jobs:hand_over", world_size=SPLITS[split][3], arguments={"flags": flags}
-    )
+    results = ranks.run("tests.dist.jobs:hand_over", world_size=SPLITS[split][3], flags=flags)
     return request.param, results
 
 

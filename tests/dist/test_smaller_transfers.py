@@ -18,7 +18,7 @@ def results(checkpoint_factory: Callable[..., Path], ranks: RankPool) -> list[di
     return ranks.run(
         "tests.dist.smaller_transfers_jobs:hand_overs",
         world_size=SPLITS["tp2_pp2_ep2"][3],
-        arguments={"flags": flags},
+        flags=flags,
     )
 
 

@@ -66,9 +66,7 @@ def responses(
     checkpoint = checkpoint_factory("deepseek_v3", num_mtp_layers=1)
     model = bigram_model(checkpoint, tmp_path_factory.mktemp("speculation"))
     (found,) = ranks.run(
-        "tests.dist.speculation_jobs:drafting",
-        world_size=1,
-        arguments={"checkpoint": str(model), "modes": MODES},
+        "tests.dist.speculation_jobs:drafting", world_size=1, checkpoint=model, modes=MODES
     )
     return found
 
@@ -212,9 +210,7 @@ def hand_over(
     target = tmp_path_factory.mktemp("speculation") / "exported"
     flags = job_flags(checkpoint, "tp2_pp2_ep2", "--rl-speculate", "mtp:2", "--rl-attest", "full")
     results = ranks.run(
-        "tests.dist.speculation_jobs:hand_over",
-        world_size=4,
-        arguments={"flags": flags, "target": str(target)},
+        "tests.dist.speculation_jobs:hand_over", world_size=4, flags=flags, target=target
     )
     return checkpoint, target, results
 
@@ -297,11 +293,9 @@ def trained(
         told = ranks.run(
             "tests.dist.speculation_jobs:train_mtp",
             world_size=SPLITS[split][3],
-            arguments={
-                "flags": job_flags(checkpoint, split, *TRAINED, *flags, micro_batch_size=1),
-                "gradients": str(folder / "gradients"),
-                "target": str(folder / "after"),
-            },
+            flags=job_flags(checkpoint, split, *TRAINED, *flags, micro_batch_size=1),
+            gradients=folder / "gradients",
+            target=folder / "after",
         )
         found[name] = {
             **told[0],
@@ -456,11 +450,9 @@ def hand_over_trained(
     results = ranks.run(
         "tests.dist.speculation_jobs:hand_over_trained_mtp",
         world_size=4,
-        arguments={
-            "flags": flags,
-            "before": str(folder / "before"),
-            "after": str(folder / "after"),
-        },
+        flags=flags,
+        before=folder / "before",
+        after=folder / "after",
     )
     return checkpoint, folder, results
 

@@ -31,13 +31,11 @@ def found(
     of_ranks = ranks.run(
         "tests.dist.stream_jobs:streamed",
         world_size=2,
-        arguments={
-            "checkpoint": str(checkpoint_factory(architecture)),
-            # In bfloat16 a batch of another size rounds otherwise, by which one sample in some
-            # hundreds of tokens goes another way.
-            "dtype": "float32",
-            "tp_size": tp_size,
-        },
+        checkpoint=checkpoint_factory(architecture),
+        # In bfloat16 a batch of another size rounds otherwise, by which one sample in some
+        # hundreds of tokens goes another way.
+        dtype="float32",
+        tp_size=tp_size,
     )
     assert of_ranks[0] == of_ranks[1]  # of one engine, or of two that got the same
     return of_ranks[0]

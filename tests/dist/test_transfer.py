@@ -13,7 +13,7 @@ JOBS = "tests.dist.transfer_jobs"
 def test_random_plans_arrive_bit_for_bit_through_any_bucket(
     ranks: RankPool, world_size: int
 ) -> None:
-    results = ranks.run(f"{JOBS}:arrivals", world_size=world_size, arguments={"num_plans": 3})
+    results = ranks.run(f"{JOBS}:arrivals", world_size=world_size, num_plans=3)
     for result in results:
         assert result["runs"] == 3 * 4 * 2
     assert max(max(result["num_buckets"]) for result in results) > 100
@@ -32,7 +32,7 @@ def test_memory_in_flight_stays_within_the_bucket(ranks: RankPool) -> None:
 
 
 def test_delta_equals_the_values_in_every_version(ranks: RankPool) -> None:
-    results = ranks.run(f"{JOBS}:delta_versions", world_size=3, arguments={"num_plans": 3})
+    results = ranks.run(f"{JOBS}:delta_versions", world_size=3, num_plans=3)
     for result in results:
         for case in result:
             # The first, every fourth, and the one after a rank lost what it held.
@@ -59,10 +59,7 @@ def test_failures_leave_nobody_hanging_and_the_next_run_whole(
     ranks: RankPool, with_delta: bool
 ) -> None:
     results = ranks.run(
-        f"{JOBS}:failures",
-        world_size=3,
-        arguments={"with_delta": with_delta},
-        timeout_seconds=300,
+        f"{JOBS}:failures", world_size=3, with_delta=with_delta, timeout_seconds=300
     )
     for result in results:
         assert f"rank 2 could not send {result['broken']}[" in result["error"]
@@ -75,7 +72,7 @@ def test_failures_leave_nobody_hanging_and_the_next_run_whole(
 
 
 def test_next_bucket_travels_while_the_caller_works(ranks: RankPool) -> None:
-    _, events = ranks.run(f"{JOBS}:overlap", world_size=2, arguments={"with_delta": False})
+    _, events = ranks.run(f"{JOBS}:overlap", world_size=2, with_delta=False)
     for number in range(6):
         at = events.index(["work", f"t{number}"])
         before, after = events[:at], events[at:]
@@ -87,7 +84,7 @@ def test_next_bucket_travels_while_the_caller_works(ranks: RankPool) -> None:
 
 
 def test_with_delta_sizes_go_ahead_of_the_next_bucket(ranks: RankPool) -> None:
-    _, events = ranks.run(f"{JOBS}:overlap", world_size=2, arguments={"with_delta": True})
+    _, events = ranks.run(f"{JOBS}:overlap", world_size=2, with_delta=True)
     at = [events.index(["work", f"t{number}"]) for number in range(6)]
     started = [sum(what == "start" for what, _ in events[:i]) for i in at]
     arrived = [sum(what == "arrived" for what, _ in events[:i]) for i in at]

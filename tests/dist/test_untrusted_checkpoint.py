@@ -27,13 +27,12 @@ def marker(tmp_path: Path) -> Path:
 
 
 def save(ranks: RankPool, folder: Path, marker: Path | None = None) -> None:
-    arguments = {"folder": str(folder), "marker": None if marker is None else str(marker)}
-    ranks.run(f"{JOBS}:save", world_size=1, arguments=arguments)
+    marked = None if marker is None else str(marker)
+    ranks.run(f"{JOBS}:save", world_size=1, folder=folder, marker=marked)
 
 
 def load(ranks: RankPool, folder: Path, **environment: str) -> dict[str, Any]:
-    options = {"arguments": {"folder": str(folder)}, "environment": environment}
-    return ranks.run(f"{JOBS}:load", world_size=1, **options)[0]
+    return ranks.run(f"{JOBS}:load", world_size=1, environment=environment, folder=folder)[0]
 
 
 EXPECTED = {

@@ -14,6 +14,8 @@ from tests.untrusted import Command, bring_code
 
 pytestmark = pytest.mark.timeout(400)
 
+START = "tests.dist.untrusted_model_jobs:start_engine"
+
 
 def with_code(source: Path, target: Path, marker: Path) -> Path:
     """The same checkpoint, which names classes of its own, and has pickled weights as well."""
@@ -29,9 +31,7 @@ def test_an_engine_runs_no_code_of_the_folder(
 ) -> None:
     marker = tmp_path / "was_here"
     folder = with_code(checkpoint_factory("deepseek_v3"), tmp_path / "model", marker)
-    arguments = {"folder": str(folder), "load_format": load_format}
-    job = "tests.dist.untrusted_model_jobs:start_engine"
-    (found,) = ranks.run(job, world_size=1, arguments=arguments)
+    (found,) = ranks.run(START, world_size=1, folder=folder, load_format=load_format)
     assert "error" not in found and found["tokenizer"] not in ("Evil", "")
     assert not marker.exists()
 
@@ -43,8 +43,6 @@ def test_an_engine_opens_no_pickled_weights(
     folder = with_code(checkpoint_factory("deepseek_v3"), tmp_path / "model", marker)
     for path in folder.glob("*.safetensors*"):
         path.unlink()
-    arguments = {"folder": str(folder), "load_format": "auto"}
-    job = "tests.dist.untrusted_model_jobs:start_engine"
-    (found,) = ranks.run(job, world_size=1, arguments=arguments)
+    (found,) = ranks.run(START, world_size=1, folder=folder, load_format="auto")
     assert "Cannot find any model weights" in found["error"]
     assert not marker.exists()

@@ -87,7 +87,7 @@ def test_values_equal_transformers_in_float32(
     results = ranks.run(
         "tests.dist.value_model_jobs:values_of_init",
         world_size=SPLITS[split][3],
-        arguments={"flags": flags_of(base, init, split)},
+        flags=flags_of(base, init, split),
     )
     expected = reference_values(init)
     assert torch.cat(expected).std() > 0.1, "values that hardly differ show nothing"
@@ -116,17 +116,16 @@ def resumed(
         saved = ranks.run(
             "tests.dist.value_model_jobs:update_and_save",
             world_size=SPLITS[split][3],
-            arguments={"flags": flags_of(base, init, split, *options), "folder": checkpoints},
+            flags=flags_of(base, init, split, *options),
+            folder=checkpoints,
         )[0]
         loading = {"flags": flags_of(base, init, split, *options, "--load", checkpoints)}
         loaded = ranks.run(
-            "tests.dist.value_model_jobs:load_and_update",
-            world_size=SPLITS[split][3],
-            arguments=loading,
+            "tests.dist.value_model_jobs:load_and_update", world_size=SPLITS[split][3], **loading
         )
         if (split, precision) == RESUMED[1]:
             refusals = ranks.run(
-                "tests.dist.value_model_jobs:refuses_another_step", world_size=1, arguments=loading
+                "tests.dist.value_model_jobs:refuses_another_step", world_size=1, **loading
             )
             loaded[0]["refusal"] = refusals[0]
         return saved, loaded

@@ -41,7 +41,7 @@ def results(checkpoint_factory: Callable[..., Path], ranks: RankPool) -> list[di
     return ranks.run(
         "tests.dist.vllm_engine_worker:run",
         world_size=2,
-        arguments={"checkpoints": {name: str(path) for name, path in checkpoints.items()}},
+        checkpoints={name: str(path) for name, path in checkpoints.items()},
     )
 
 

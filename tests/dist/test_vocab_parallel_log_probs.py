@@ -101,7 +101,7 @@ def worker(directory: str) -> None:
 def results(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     directory = tmp_path_factory.mktemp("vocab_parallel")
     job = "tests.dist.test_vocab_parallel_log_probs:worker"
-    ranks.run(job, world_size=WORLD_SIZE, arguments={"directory": str(directory)})
+    ranks.run(job, world_size=WORLD_SIZE, directory=directory)
     return [torch.load(directory / f"rank{rank}.pt") for rank in range(WORLD_SIZE)]
 
 

@@ -16,10 +16,8 @@ def test_megatron_does_not_start_wandb_and_the_project_is_kept(
     [outcome] = ranks.run_raw(
         "tests.dist.wandb_jobs:started_with_a_project",
         world_size=1,
-        arguments={
-            "flags": job_flags(checkpoint_factory(), "tp1_pp1_ep1", "--log-interval", "3"),
-            "packages": str(tmp_path),
-        },
+        flags=job_flags(checkpoint_factory(), "tp1_pp1_ep1", "--log-interval", "3"),
+        packages=tmp_path,
     )
     found = outcome.result
     assert found == {"project": "sums", "writers": "(None, None)", "points": "/points"}

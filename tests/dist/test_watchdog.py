@@ -14,10 +14,7 @@ pytestmark = pytest.mark.timeout(200)
 
 def said_by(ranks: RankPool, **arguments: object) -> tuple[list[int], str]:
     outcomes = ranks.run_raw(
-        "tests.dist.watchdog_jobs:one_is_stuck",
-        world_size=3,
-        arguments=arguments,
-        timeout_seconds=150,
+        "tests.dist.watchdog_jobs:one_is_stuck", world_size=3, **arguments, timeout_seconds=150
     )
     return [o.exit_code for o in outcomes], "".join(o.output for o in outcomes)
 

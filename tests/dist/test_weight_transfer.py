@@ -50,10 +50,7 @@ def results(
         "serve": [*SERVE, *more],
     }
     outcomes = ranks.run_raw(
-        "tests.dist.weight_transfer_jobs:play",
-        world_size=5,
-        arguments=arguments,
-        timeout_seconds=500,
+        "tests.dist.weight_transfer_jobs:play", world_size=5, **arguments, timeout_seconds=500
     )
     for rank, outcome in enumerate(outcomes):
         # Rank 3 ends itself in the middle of the last update.

@@ -21,9 +21,7 @@ def results(warmed_checkpoint: Path, ranks: RankPool, tmp_path_factory: Any) -> 
         tmp_path_factory.mktemp("runs") / "canary",
         *("--rl-offload", "gradients,optimizer,parameters", "--rl-canary-interval", "1"),
     )
-    return ranks.run(
-        "tests.e2e.canary_jobs:switches_with_canaries", world_size=4, arguments={"flags": flags}
-    )
+    return ranks.run("tests.e2e.canary_jobs:switches_with_canaries", world_size=4, flags=flags)
 
 
 def test_the_tolerance_lies_between_right_and_wrong_weights(results: list[dict]) -> None:

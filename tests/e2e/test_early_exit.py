@@ -34,7 +34,7 @@ def test_signal_interval_and_duration_save_and_end_with_code_0(
         (MINUTES, "--exit-duration-in-mins 2", [5, 4]),
     ):
         flags = task_flags(checkpoint_factory(), tmp_path / "run", *SMALL, *load, *more)
-        outcomes = ranks.run_raw("tests.e2e.jobs:train", world_size=2, arguments={"tokens": flags})
+        outcomes = ranks.run_raw("tests.e2e.jobs:train", world_size=2, tokens=flags)
         said = "".join(outcome.output for outcome in outcomes)
         assert {outcome.exit_code for outcome in outcomes} == {0}, said[-6000:]
         assert said.count(f"[Exit] stopped after step {kept[0] - 1} by {reason}; resume with") == 1
@@ -43,7 +43,7 @@ def test_signal_interval_and_duration_save_and_end_with_code_0(
 
     # Without --load it would fall behind what lies there, which --load would take the next time.
     flags = task_flags(checkpoint_factory(), tmp_path / "run", *SMALL)
-    outcomes = ranks.run_raw("tests.e2e.jobs:train", world_size=2, arguments={"tokens": flags})
+    outcomes = ranks.run_raw("tests.e2e.jobs:train", world_size=2, tokens=flags)
     assert {outcome.exit_code for outcome in outcomes} == {2}
     refusal = f"--save {tmp_path / 'run' / 'checkpoints'} has a checkpoint of step 5, and this run "
     assert refusal + "begins at step 0" in outcomes[0].output

@@ -84,7 +84,7 @@ def test_ppo_with_own_reward_and_loss(
     )
     launch, _, tokens = said.partition("mcore_rl.train\n")
     assert launch.split() == ["-m", "mcore_rl.launch", "--nproc-per-node", "2", "-m"]
-    ranks.run("tests.e2e.jobs:train", world_size=2, arguments={"tokens": tokens.splitlines()})
+    ranks.run("tests.e2e.jobs:train", world_size=2, tokens=tokens.splitlines())
     warm_up, step = metrics_of(tmp_path / "run")
     assert "loss/policy" not in warm_up and "loss/policy" in step
     assert all("loss/value" in metrics for metrics in (warm_up, step))

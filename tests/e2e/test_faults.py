@@ -51,7 +51,7 @@ def run(
     return ranks.run_raw(
         "tests.e2e.jobs:train",
         world_size=2,
-        arguments={"tokens": task_flags(checkpoint, run_dir, *SMALL, *more)},
+        tokens=task_flags(checkpoint, run_dir, *SMALL, *more),
         environment=environment,
     )
 
@@ -143,7 +143,7 @@ def test_a_step_without_any_reward_ends_the_run_with_the_reason_and_loses_nothin
         return ranks.run_raw(
             "tests.e2e.jobs:train",
             world_size=2,
-            arguments={"tokens": task_flags(checkpoint, folder, *SMALL, *tokens)},
+            tokens=task_flags(checkpoint, folder, *SMALL, *tokens),
             environment=environment,
         )
 

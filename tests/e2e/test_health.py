@@ -42,7 +42,7 @@ def runs(
         outcomes = ranks.run_raw(
             "tests.e2e.jobs:train",
             world_size=2,
-            arguments={"tokens": task_flags(warmed_checkpoint, folder, *COMMON, *more, *load)},
+            tokens=task_flags(warmed_checkpoint, folder, *COMMON, *more, *load),
         )
         found.append(({o.exit_code for o in outcomes}, "".join(o.output for o in outcomes)))
     return folder, found
@@ -88,7 +88,7 @@ def test_other_prompts_end_the_run_before_models_are_built(
     outcomes = ranks.run_raw(
         "tests.e2e.jobs:train",
         world_size=2,
-        arguments={"tokens": task_flags(warmed_checkpoint, folder, *COMMON, *other)},
+        tokens=task_flags(warmed_checkpoint, folder, *COMMON, *other),
     )
     assert {o.exit_code for o in outcomes} == {2}
     said = "".join(o.output for o in outcomes)
@@ -114,7 +114,7 @@ def test_a_folder_that_is_no_longer_the_reference_ends_the_run_before_models_are
         *("--rl-hf-checkpoint", str(changed), "--rl-kl-coef", "0.05"),
         *("--rl-num-steps", "4", "--load", str(folder / "checkpoints")),
     )
-    outcomes = ranks.run_raw("tests.e2e.jobs:train", world_size=2, arguments={"tokens": flags})
+    outcomes = ranks.run_raw("tests.e2e.jobs:train", world_size=2, tokens=flags)
     said = "".join(o.output for o in outcomes)
     assert {o.exit_code for o in outcomes} == {2}, said[-3000:]
     sentence = f"--rl-hf-checkpoint {changed} has other weights than those that the run began with"

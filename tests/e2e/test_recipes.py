@@ -53,7 +53,7 @@ def run(
     steps = ("--rl-num-steps", str(num_steps), "--rl-eval-interval", str(num_steps))
     tokens = task_flags(checkpoint, run_dir, *ONE_PROCESS, *steps, *flags)
     outcomes = ranks.run_raw(
-        "tests.e2e.jobs:train", world_size=1, arguments={"tokens": tokens}, timeout_seconds=800
+        "tests.e2e.jobs:train", world_size=1, tokens=tokens, timeout_seconds=800
     )
     assert outcomes[0].exit_code == 0, outcomes[0].output[-4000:]
     return metrics_of(run_dir)

@@ -127,7 +127,7 @@ def run(
     outcomes = ranks.run_raw(
         "tests.e2e.jobs:watched_train",
         world_size=num_ranks,
-        arguments={"tokens": tokens},
+        tokens=tokens,
         environment=environment,
         timeout_seconds=400,
     )

@@ -46,7 +46,7 @@ def runs(
         outcomes = ranks.run_raw(
             "tests.e2e.jobs:train",
             world_size=4,
-            arguments={"tokens": task_flags(warmed_checkpoint, folder / name, *more)},
+            tokens=task_flags(warmed_checkpoint, folder / name, *more),
         )
         for outcome in outcomes:
             assert outcome.exit_code == 0, outcome.output[-4000:]

@@ -45,7 +45,7 @@ def short_run(warmed_checkpoint: Path, ranks: RankPool, tmp_path_factory: Any) -
         *("--rl-export-hf", str(run_dir / "exported")),
     )
     outcomes = ranks.run_raw(
-        "tests.e2e.jobs:train", world_size=4, arguments={"tokens": flags}, timeout_seconds=600
+        "tests.e2e.jobs:train", world_size=4, tokens=flags, timeout_seconds=600
     )
     for outcome in outcomes:
         assert outcome.exit_code == 0, outcome.output[-4000:]
@@ -120,7 +120,7 @@ def test_engine_scores_the_warmed_up_model_as_megatron_does(
 ) -> None:
     out = tmp_path / "verify.json"
     flags = task_flags(warmed_checkpoint, tmp_path / "unused", "--rl-verify-out", str(out))
-    watched = ranks.run("tests.e2e.jobs:watched_verify", world_size=4, arguments={"tokens": flags})
+    watched = ranks.run("tests.e2e.jobs:watched_verify", world_size=4, tokens=flags)
     for rank in watched:
         assert rank["code"] == 0
         (start,) = rank["starts"]
@@ -154,7 +154,7 @@ def test_two_steps_on_gsm8k(warmed_checkpoint: Path, ranks: RankPool, tmp_path: 
         *("--rl-run-dir", str(tmp_path / "gsm8k"), "--micro-batch-size", "2"),
         *LAYOUT,
     ]
-    ranks.run("tests.e2e.jobs:train", world_size=4, arguments={"tokens": flags})
+    ranks.run("tests.e2e.jobs:train", world_size=4, tokens=flags)
     *steps, final = metrics_of(tmp_path / "gsm8k")
     assert [m["step"] for m in steps] == [0, 1]
     assert all(m["reward/failures"] == 0 and m["kl/rollout_actor"] < 0.01 for m in steps)
@@ -185,9 +185,7 @@ def test_fork_brings_its_own_parser_and_model(
     megatron = [*derived.tokens, "--tensor-model-parallel-size", "2"]
     assert set(megatron_flags(shape)) <= set(megatron)
     built = ranks.run(
-        "tests.e2e.jobs:train_in_a_fork",
-        world_size=2,
-        arguments={"tokens": ours, "megatron_tokens": megatron},
+        "tests.e2e.jobs:train_in_a_fork", world_size=2, tokens=ours, megatron_tokens=megatron
     )
     assert built == [["GPTModel"]] * 2
     assert metrics_of(tmp_path / "fork")[0]["kl/rollout_actor"] < 0.01

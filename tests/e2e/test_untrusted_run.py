@@ -47,7 +47,7 @@ def test_code_is_run_where_it_is_asked_for_and_out_of_a_checkpoint_never(
         outcomes = ranks.run_raw(
             f"tests.e2e.jobs:{job}",
             world_size=2,
-            arguments={"tokens": task_flags(model, tmp_path / "run", *SMALL, *cache, *more)},
+            tokens=task_flags(model, tmp_path / "run", *SMALL, *cache, *more),
             environment={"HF_MODULES_CACHE": str(tmp_path / "modules")},
         )
         return {outcome.exit_code for outcome in outcomes}, outcomes[0].output

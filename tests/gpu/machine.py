@@ -51,12 +51,12 @@ def play(
     folder: Path,
     *,
     num_ranks: int = 1,
-    arguments: dict[str, Any] | None = None,
     environment: dict[str, str] | None = None,
+    **arguments: Any,
 ) -> list[Any]:
     """Call `module:function(**arguments)` on so many ranks, a device each; each rank's result."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "order").write_text(json.dumps([function, arguments or {}]))
+    (folder / "order").write_text(json.dumps([function, arguments], default=os.fspath))
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     variables = {**os.environ, **(environment or {}), "PYTHONPATH": path}
     if HAS_CUDA:

@@ -37,7 +37,9 @@ def life(
     (found,) = play(
         "tests.gpu.jobs:life_of_an_engine",
         tmp_path_factory.mktemp("engine"),
-        arguments={"checkpoint": folders[0], "other": folders[1], "graphs": graphs},
+        checkpoint=folders[0],
+        other=folders[1],
+        graphs=graphs,
     )
     return found
 

@@ -37,7 +37,8 @@ def run(function: str, flags: list[str], target: Path) -> list[Any]:
         f"tests.dist.fsdp_jobs:{function}",
         target,
         num_ranks=NUM_RANKS,
-        arguments={"flags": flags, "target": str(target)},
+        flags=flags,
+        target=target,
         environment={"CUDA_DEVICE_MAX_CONNECTIONS": "8"},
     )
 

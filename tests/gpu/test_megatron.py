@@ -30,7 +30,8 @@ def test_log_probs_and_export_equal_transformers(
     (found,) = play(
         "tests.dist.jobs:log_probs_and_export",
         tmp_path,
-        arguments={"flags": job_flags(checkpoint, "tp1_pp1_ep1"), "target": str(exported)},
+        flags=job_flags(checkpoint, "tp1_pp1_ep1"),
+        target=exported,
         environment={"NVIDIA_TF32_OVERRIDE": "0"},
     )
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)

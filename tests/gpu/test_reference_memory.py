@@ -21,7 +21,7 @@ def test_peak_of_an_update_is_the_same_with_a_reference(
 ) -> None:
     # Larger than the caching allocator's blocks of 2 MiB, so that weights would show.
     flags = bf16_flags(checkpoint_factory(arch, size="small"))
-    (found,) = play("tests.dist.memory_jobs:update_peaks", tmp_path, arguments={"flags": flags})
+    (found,) = play("tests.dist.memory_jobs:update_peaks", tmp_path, flags=flags)
     assert found["without"] > 0
     difference = abs(found["with"] - found["without"]) / found["without"]
     print(f"{arch}: {found}, {difference:.2%}")
@@ -32,5 +32,5 @@ def test_the_reference_is_swapped_in_and_out_bit_for_bit(
     checkpoint_factory: Callable[..., Path], tmp_path: Path
 ) -> None:
     flags = bf16_flags(checkpoint_factory("qwen3", "small"))
-    (found,) = play("tests.gpu.jobs:reference_swaps", tmp_path, arguments={"flags": flags})
+    (found,) = play("tests.gpu.jobs:reference_swaps", tmp_path, flags=flags)
     assert found == {"learnt": True, "reference's": 0.0, "back": True, "actor's": 0.0}

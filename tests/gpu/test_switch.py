@@ -20,11 +20,7 @@ def test_training_comes_back_bit_for_bit_and_nothing_grows(
     arch: str, checkpoint_factory: Callable[..., Path], tmp_path: Path
 ) -> None:
     flags = bf16_flags(checkpoint_factory(arch, "small"), *EVERYTHING, "--rl-attest", "full")
-    (found,) = play(
-        "tests.gpu.jobs:switches",
-        tmp_path,
-        arguments={"flags": flags, "num_switches": NUM_SWITCHES},
-    )
+    (found,) = play("tests.gpu.jobs:switches", tmp_path, flags=flags, num_switches=NUM_SWITCHES)
     assert found["kept"] == [True] * NUM_SWITCHES
     assert found["attested"] == [True] * NUM_SWITCHES
     assert found["finite"]

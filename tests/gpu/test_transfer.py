@@ -20,9 +20,6 @@ def test_bytes_travel_on_the_device_and_objects_beside_it(num_ranks: int, tmp_pa
     if HAS_CUDA and num_devices < num_ranks:
         pytest.skip(f"needs {num_ranks} CUDA devices, and there are {num_devices}")
     for found in play(
-        "tests.gpu.jobs:transfers_and_objects",
-        tmp_path,
-        num_ranks=num_ranks,
-        arguments={"num_plans": NUM_PLANS},
+        "tests.gpu.jobs:transfers_and_objects", tmp_path, num_ranks=num_ranks, num_plans=NUM_PLANS
     ):
         assert found == {"num_plans": NUM_PLANS, "ranks": list(range(num_ranks)), "taken": 0}

@@ -67,9 +67,9 @@ def tried(request: Any, warmed_checkpoint: Path, tmp_path_factory: Any) -> Itera
         ):
             flags = task_flags(warmed_checkpoint, run_dir, *SMALL, *more)
             flags += ["--rl-export-hf", str(run_dir / "exported")]
-            pool.run("tests.e2e.jobs:train", world_size=4, arguments={"tokens": flags})
+            pool.run("tests.e2e.jobs:train", world_size=4, tokens=flags)
         flags = task_flags(warmed_checkpoint, folder / "unused", "--rl-verify-out", str(verified))
-        codes = pool.run("tests.e2e.jobs:verify", world_size=4, arguments={"tokens": flags})
+        codes = pool.run("tests.e2e.jobs:verify", world_size=4, tokens=flags)
     finally:
         pool.close()
     assert codes == [0] * 4

@@ -57,22 +57,32 @@ def handed_over_from_disk(
 
 
 def started(flags: list[str], *, in_float32: bool = False) -> tuple[Job, Actor, Any]:
-    """Megatron running with a checkpoint in it; `in_float32` is how it will be exported."""
+    """Megatron running with a checkpoint in it; with `in_float32` exports are exact."""
     setup_logging()
     with open("/dev/null", "w") as log:
         job = start(flags, log=log)
         if in_float32:
-            tensors = {
-                name: dataclasses.replace(info, dtype="float32", itemsize=4)
-                for name, info in job.spec.checkpoint.tensors.items()
-            }
-            checkpoint = dataclasses.replace(job.spec.checkpoint, tensors=tensors)
-            job = dataclasses.replace(
-                job, spec=dataclasses.replace(job.spec, checkpoint=checkpoint)
-            )
+            job = as_float32(job)
         state, shards = build_actor(job, log=log)
-    actor = Actor(job, state)
-    return job, actor, shards
+    return job, Actor(job, state), shards
+
+
+def as_float32(job: Job) -> Job:
+    """The job as if its checkpoints were of float32, so that exports are exact."""
+
+    def widened(checkpoint: Any) -> Any:
+        tensors = {
+            name: dataclasses.replace(info, dtype="float32", itemsize=4)
+            for name, info in checkpoint.tensors.items()
+        }
+        return dataclasses.replace(checkpoint, tensors=tensors)
+
+    critic = job.spec.critic
+    if critic is not None:
+        critic = dataclasses.replace(critic, checkpoint=widened(critic.checkpoint))
+    checkpoint = widened(job.spec.checkpoint)
+    spec = dataclasses.replace(job.spec, checkpoint=checkpoint, critic=critic)
+    return dataclasses.replace(job, spec=spec)
 
 
 def random_tokens(vocab_size: int, samples: int = 8, positions: int = 32) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import random
 from typing import Any
 
@@ -23,10 +22,10 @@ from mcore_rl.megatron.rng import RngState
 from mcore_rl.rollout.stream import run_stream
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_manager, build_offloader, engine_config
-from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.models import build_actor
 from mcore_rl.trainer.roles.reference import ReferencePolicy
-from tests.dist.jobs import random_tokens, rank_batch
+from tests.dist.jobs import random_tokens, rank_batch, started
+from tests.dist.sleeping import digest, digests
 from tests.dist.stream_jobs import Trickle
 from tests.footprint import Footprint
 
@@ -50,11 +49,11 @@ def train_with_and_without(
     actor.update(split_mini_batches(batch)[1])  # makes the moments
     begin = _copies(find())
     expected = [_step(actor, reference, batch) for _ in range(2)]
-    expected_state = _digests(find(), ("parameters", "optimizer"))
+    expected_state = digests(find(), ("parameters", "optimizer"))
     for kind, tensors in find().items():
         for (_, tensor), old in zip(tensors, begin[kind], strict=True):
             tensor.data.copy_(old)
-    assert _digests(find(), ("parameters", "optimizer")) != expected_state, "updates must change it"
+    assert digests(find(), ("parameters", "optimizer")) != expected_state, "updates must change it"
 
     offloader = Offloader(
         find,
@@ -66,7 +65,7 @@ def train_with_and_without(
     gradients_came_back, all_gone, found = True, True, []
     for _ in range(2):
         for cycle in range(3):
-            gradients = _digests(find(), ("gradients",))
+            gradients = digests(find(), ("gradients",))
             held = {n: shards.read(n, b) for n in shards.tensors() for b in shards.boxes(n)}
             offloader.offload("gradients", "optimizer")
             offloader.offload("parameters")
@@ -79,22 +78,22 @@ def train_with_and_without(
             for n, value in held.items():
                 assert torch.equal(shards.read(n, shards.boxes(n)[-1]), value), n
             if keep_gradients:
-                gradients_came_back &= _digests(find(), ("gradients",)) == gradients
+                gradients_came_back &= digests(find(), ("gradients",)) == gradients
             else:
                 gradients_came_back &= not any(t.any() for _, t in find()["gradients"])
         found.append(_step(actor, reference, batch))
-    by_kind = {k: sum(s.values()) for k, s in _storage_bytes(find()).items()}
+    optimizers = getattr(state.optimizer, "chained_optimizers", [state.optimizer])
     result = {
-        "optimizer": sorted({type(o).__name__ for o in _optimizers(state)}),
+        "optimizer": sorted({type(optimizer).__name__ for optimizer in optimizers}),
         "expected": expected,
         "found": found,
-        "state_equal": _digests(find(), ("parameters", "optimizer")) == expected_state,
+        "state_equal": digests(find(), ("parameters", "optimizer")) == expected_state,
         "num_tensors": {kind: len(tensors) for kind, tensors in find().items()},
         "all_gone": all_gone,
         "gradients_came_back": gradients_came_back,
         "moved_bytes": offloader.stats.moved_bytes,
         "dropped_bytes": offloader.stats.dropped_bytes,
-        "bytes": by_kind,
+        "bytes": _storage_bytes(find()),
         "tied_views": _aliases_hold(state),
         "rng": _rng_comes_back(),
     }
@@ -102,56 +101,41 @@ def train_with_and_without(
     return result
 
 
-def _optimizers(state: megatron_adapter.TrainState) -> list[Any]:
-    return getattr(state.optimizer, "chained_optimizers", [state.optimizer])
-
-
 def _step(actor: Actor, reference: ReferencePolicy, batch: Any) -> list[Any]:
     """An update, seen from outside: loss, norm, log-probs of the actor and of the reference."""
     stats = actor.update(split_mini_batches(batch)[0])
     with reference:
-        of_reference = _digest(actor.log_probs(batch))
+        of_reference = digest(actor.log_probs(batch))
     return [
         stats.sums.policy_loss.item().hex(),
         stats.result.grad_norm.hex(),
-        _digest(actor.log_probs(batch)),
+        digest(actor.log_probs(batch)),
         of_reference,
     ]
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    # Of a copy: memory that numpy has once seen torch resizes no more.
-    data = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
-    return hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-def _digests(tensors: Any, kinds: tuple[str, ...]) -> dict[str, str]:
-    return {
-        f"{kind} {index} {name}": _digest(tensor)
-        for kind in kinds
-        for index, (name, tensor) in enumerate(tensors[kind])
-    }
 
 
 def _copies(tensors: Any) -> dict[str, list[torch.Tensor]]:
     return {kind: [t.detach().clone() for _, t in found] for kind, found in tensors.items()}
 
 
-def _storage_bytes(tensors: Any) -> dict[str, dict[int, int]]:
-    """Counted apart from the code under test: by address, first kind first."""
-    seen: dict[str, dict[int, int]] = {}
+def _storage_bytes(tensors: Any) -> dict[str, int]:
+    """Bytes by kind, counted apart from the code under test: by address, first kind first."""
+    found: dict[str, int] = {}
     taken: set[int] = set()
     for kind in ("parameters", "optimizer", "gradients"):
-        storages = {t.untyped_storage().data_ptr(): t for _, t in tensors[kind]}
-        seen[kind] = {
-            p: t.untyped_storage().nbytes() for p, t in storages.items() if p not in taken
-        }
-        taken |= storages.keys()
-    return seen
+        sizes = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for _, t in tensors[kind])}
+        found[kind] = sum(size for address, size in sizes.items() if address not in taken)
+        taken |= sizes.keys()
+    return found
 
 
 def _aliases_hold(state: megatron_adapter.TrainState) -> bool:
     """Parameters and their `main_grad` are views of Megatron's buffers."""
+
+    def within(view: torch.Tensor, whole: torch.Tensor) -> bool:
+        offset = view.data_ptr() - whole.data_ptr()
+        return 0 <= offset <= whole.nbytes - view.nbytes and whole.data_ptr() != 0
+
     inside = True
     for chunk in state.model:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
@@ -159,13 +143,8 @@ def _aliases_hold(state: megatron_adapter.TrainState) -> bool:
                 views = [(parameter.main_grad, buffer.grad_data)]
                 if buffer.param_data is not None:
                     views.append((parameter.data, buffer.param_data))
-                inside &= all(_within(view, whole) for view, whole in views)
+                inside &= all(within(view, whole) for view, whole in views)
     return inside
-
-
-def _within(view: torch.Tensor, whole: torch.Tensor) -> bool:
-    offset = view.data_ptr() - whole.data_ptr()
-    return 0 <= offset <= whole.nbytes - view.nbytes and whole.data_ptr() != 0
 
 
 def _rng_comes_back() -> bool:
@@ -192,12 +171,9 @@ def _rng_comes_back() -> bool:
 
 def many_switches(flags: list[str], num_switches: int) -> dict[str, Any]:
     """Footprints after each of `num_switches` switches with everything offloaded."""
-    setup_logging()
-    with open("/dev/null", "w") as log:
-        job = start(flags, log=log)
-        state, shards = build_actor(job, log=log)
-    actor = Actor(job, state)
-    batch = _one_mini_batch(job)
+    job, actor, shards = started(flags)
+    state = actor.state
+    batch = split_mini_batches(rank_batch(job))[0]
     actor.update(batch)
     engine = VLLMEngine(engine_config(job))
     offloader = build_offloader(job, state)
@@ -239,13 +215,9 @@ def many_switches(flags: list[str], num_switches: int) -> dict[str, Any]:
     }
 
 
-def _one_mini_batch(job: Job) -> Any:
-    return split_mini_batches(rank_batch(job))[0]
-
-
 def state_digests(state: megatron_adapter.TrainState) -> dict[str, str]:
     """Of parameters and optimizer state, tensor by tensor."""
-    return _digests(megatron_adapter.train_tensors(state), KINDS[:2])
+    return digests(megatron_adapter.train_tensors(state), KINDS[:2])
 
 
 def _fails_without_harm(manager: Any, engine: VLLMEngine, state: Any) -> bool:

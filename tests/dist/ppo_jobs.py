@@ -32,7 +32,7 @@ from mcore_rl.trainer.resume.trainer_state import TrainerState
 from mcore_rl.trainer.roles.critic import Critic, ServedCritic, build_critic
 from mcore_rl.trainer.roles.remote import LocalRole
 from mcore_rl.trainer.step_metrics import mismatch_metrics
-from tests.dist.jobs import random_tokens
+from tests.dist.jobs import as_float32, random_tokens
 from tests.held import kept_by_engines
 
 
@@ -100,24 +100,6 @@ def scored_samples(vocab_size: int, num_samples: int) -> list[ScoredRollout]:
     return scored
 
 
-def in_float32(job: Job) -> Job:
-    """As if the checkpoint were of float32, so that exports are exact."""
-
-    def widened(checkpoint: Any) -> Any:
-        tensors = {
-            name: dataclasses.replace(info, dtype="float32", itemsize=4)
-            for name, info in checkpoint.tensors.items()
-        }
-        return dataclasses.replace(checkpoint, tensors=tensors)
-
-    critic = job.spec.critic
-    if critic is not None:
-        critic = dataclasses.replace(critic, checkpoint=widened(critic.checkpoint))
-    checkpoint = widened(job.spec.checkpoint)
-    spec = dataclasses.replace(job.spec, checkpoint=checkpoint, critic=critic)
-    return dataclasses.replace(job, spec=spec)
-
-
 @dataclass(frozen=True)
 class Models:
     """What a job trains, and what trains it."""
@@ -134,7 +116,7 @@ def build_models(flags: list[str], point: ResumePoint | None = None) -> Models:
     """Megatron running, with the checkpoint in actor and critic; `point` if it is gone on from."""
     setup_logging()
     with open("/dev/null", "w") as log:
-        job = in_float32(start(flags, log=log))
+        job = as_float32(start(flags, log=log))
         state, shards = build_actor(job, log=log)
         critic = None
         if job.spec.critic is not None:

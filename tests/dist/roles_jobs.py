@@ -31,7 +31,8 @@ from mcore_rl.trainer.models import (
 from mcore_rl.trainer.roles.critic import Critic, ServedCritic, build_critic
 from mcore_rl.trainer.roles.remote import Message, serve
 from mcore_rl.trainer.roles.reward_model import ModelReward
-from tests.dist.ppo_jobs import in_float32, step_samples, take_step
+from tests.dist.jobs import as_float32
+from tests.dist.ppo_jobs import step_samples, take_step
 
 MEETING_SECONDS = 300
 
@@ -126,7 +127,7 @@ def learn_apart(flags: list[str], target: str, num_steps: int = 2) -> dict[str, 
     every update, which only ends if they are in it at the same time."""
     setup_logging()
     with open("/dev/null", "w") as log:
-        job = in_float32(start(flags, log=log))
+        job = as_float32(start(flags, log=log))
         if job.world.role == REWARD:
             serve_role(job, log=log)
             found: dict[str, Any] = {}

@@ -10,7 +10,7 @@ nan in every dtype of a weight.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -115,7 +115,7 @@ def starts_watched() -> Iterator[list[dict[str, Any]]]:
 
     @contextmanager
     def watched(offloader: Offloader) -> Iterator[None]:
-        state, draws = _digests(offloader), RngState.capture().to_tensors()
+        state, draws = _state(offloader), RngState.capture().to_tensors()
         found: dict[str, Any] = {"before": _sizes(offloader)}
         with away(offloader):
             inside.append(offloader)
@@ -123,7 +123,7 @@ def starts_watched() -> Iterator[list[dict[str, Any]]]:
             yield
             inside.pop()
         now = RngState.capture().to_tensors()
-        found["same_state"] = _digests(offloader) == state
+        found["same_state"] = _state(offloader) == state
         found["same_draws"] = all(torch.equal(now[name], draws[name]) for name in draws)
         found["num_tensors"] = len(state)
 
@@ -150,12 +150,18 @@ def _sizes(offloader: Offloader) -> dict[str, int]:
     return found
 
 
-def _digests(offloader: Offloader) -> dict[str, str]:
-    found = offloader._find()
+def _state(offloader: Offloader) -> dict[str, str]:
+    return digests(offloader._find(), ("parameters", "optimizer"))
+
+
+def digests(
+    tensors: Mapping[str, Sequence[tuple[str, torch.Tensor]]], kinds: Sequence[str]
+) -> dict[str, str]:
+    """Digests of the tensors of `kinds` that have memory, as `train_tensors` names them."""
     return {
         f"{kind} {index} {name}": digest(tensor)
-        for kind in ("parameters", "optimizer")
-        for index, (name, tensor) in enumerate(found[kind])
+        for kind in kinds
+        for index, (name, tensor) in enumerate(tensors[kind])
         if tensor.untyped_storage().nbytes()  # Megatron-FSDP has given up what it has not gathered
     }
 

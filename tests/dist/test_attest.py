@@ -19,8 +19,7 @@ Results = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def results(checkpoint_factory: Callable[..., Path], ranks: RankPool) -> Results:
     """One start of the engines, and all hand-overs one after another."""
-    flags = job_flags(checkpoint_factory("deepseek_v3"), SPLIT)
-    flags[flags.index("fp32")] = "bf16"
+    flags = job_flags(checkpoint_factory("deepseek_v3"), SPLIT, precision="bf16")
     return ranks.run(
         "tests.dist.attest_jobs:attested_hand_overs", world_size=SPLITS[SPLIT][3], flags=flags
     )

@@ -39,7 +39,6 @@ from tests.megatron_parameters import SPECS, stage_parameters
 from tests.model_shapes import made_values, model_class
 from tests.rank_pool import RankPool
 
-SPLITS.setdefault("tp2_pp2_ep1", (2, 2, 1, 4))
 MOE, DENSE = "tp2_pp2_ep2", "tp2_pp2_ep1"
 
 # name -> (--arch of make_tiny_deepseek, options, split)

@@ -77,8 +77,8 @@ def learnt(
     request: pytest.FixtureRequest, checkpoint_factory: Callable[..., Path], ranks: RankPool
 ) -> Learnt:
     """What came of each variant."""
-    flags = job_flags(checkpoint_factory("deepseek_v3"), "tp1_pp1_ep1", *PPO, micro_batch_size=1)
-    flags[flags.index("fp32")] = request.param
+    checkpoint, precision = checkpoint_factory("deepseek_v3"), request.param
+    flags = job_flags(checkpoint, "tp1_pp1_ep1", *PPO, precision=precision, micro_batch_size=1)
     (found,) = ranks.run(
         "tests.dist.memory_jobs:learn_with_each", world_size=1, flags=flags, variants=VARIANTS
     )

@@ -12,8 +12,6 @@ import pytest
 from tests.dist.layouts import SPLITS, job_flags
 from tests.rank_pool import RankPool
 
-SPLITS.setdefault("dp2", (1, 1, 1, 2))
-
 # name -> (architecture, options of the checkpoint, split, precision, plain optimizer, keep
 # gradients, the optimizers that Megatron must have made)
 CASES: dict[str, tuple[str, dict, str, str, bool, bool, list[str]]] = {
@@ -38,8 +36,8 @@ def case(
 ) -> tuple[str, list[dict[str, Any]]]:
     """One start per optimizer, many assertions on what each rank reports."""
     arch, options, split, precision, plain, keep, _ = CASES[request.param]
-    flags = job_flags(checkpoint_factory(arch, **options), split, "--lr", "1e-2")
-    flags[flags.index("fp32")] = precision
+    checkpoint = checkpoint_factory(arch, **options)
+    flags = job_flags(checkpoint, split, "--lr", "1e-2", precision=precision)
     results = ranks.run(
         "tests.dist.offload_jobs:train_with_and_without",
         world_size=SPLITS[split][3],
@@ -98,9 +96,12 @@ def _lowest(footprints: list[dict[str, int]]) -> dict[str, int]:
 def test_memory_after_50_switches_equals_that_after_2(
     checkpoint_factory: Callable[..., Path], ranks: RankPool
 ) -> None:
-    everything = ("--rl-offload", "gradients,optimizer,parameters")
-    flags = job_flags(checkpoint_factory("deepseek_v3"), "tp2_pp2_ep2", "--lr", "1e-2", *everything)
-    flags[flags.index("fp32")] = "bf16"
+    flags = job_flags(
+        checkpoint_factory("deepseek_v3"),
+        "tp2_pp2_ep2",
+        *("--lr", "1e-2", "--rl-offload", "gradients,optimizer,parameters"),
+        precision="bf16",
+    )
     results = ranks.run(
         "tests.dist.offload_jobs:many_switches",
         world_size=4,

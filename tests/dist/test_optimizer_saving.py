@@ -45,8 +45,8 @@ def saved(
     def save(layout: str) -> Saved:
         if layout not in made:
             split, world_size = LAYOUTS[layout]
-            flags = job_flags(checkpoint_factory("deepseek_v3"), split, micro_batch_size=1)
-            flags[flags.index("fp32")] = "bf16"
+            checkpoint = checkpoint_factory("deepseek_v3")
+            flags = job_flags(checkpoint, split, precision="bf16", micro_batch_size=1)
             folder = tmp_path_factory.mktemp("saved")
             results = ranks.run(
                 "tests.dist.saving_jobs:learn_and_save",

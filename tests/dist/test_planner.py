@@ -16,8 +16,6 @@ from mcore_rl.tools.plan.command_line import read_command_line
 from tests.dist.layouts import SPLITS, job_flags
 from tests.rank_pool import RankPool
 
-SPLITS.setdefault("dp2", (1, 1, 1, 2))
-
 # name -> architecture, options of the checkpoint, split, precision
 CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "latent_moe": ("deepseek_v3", {}, "tp2_pp2_ep2", "bf16"),
@@ -28,15 +26,16 @@ CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
 }
 
 
-# name -> architecture, the actor's split, precision, flags of the critic
-CRITICS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
-    "critic_like_the_actor": ("deepseek_v3", "tp2_pp2_ep2", "bf16", ()),
+# name -> architecture, the actor's split, flags of the critic
+CRITICS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "critic_like_the_actor": ("deepseek_v3", "tp2_pp2_ep2", ()),
     "critic_of_its_own_layout": (
-        "qwen3_moe", "tp1_pp2_ep1", "bf16",
+        "qwen3_moe",
+        "tp1_pp2_ep1",
         ("--rl-critic-tp-size", "2", "--rl-critic-pp-size", "1", "--rl-critic-ep-size", "2"),
     ),
-    "critic_shared_out": ("qwen3", "dp2", "bf16", ()),
-}  # fmt: skip
+    "critic_shared_out": ("qwen3", "dp2", ()),
+}
 
 
 def assert_equals_what_is_held(model: TrainedModel, measured: list[dict[str, Any]]) -> None:
@@ -69,9 +68,8 @@ def test_plan_equals_what_training_holds(
 ) -> None:
     arch, options, split, precision = CASES[name]
     world_size = SPLITS[split][3]
-    flags = job_flags(checkpoint_factory(arch, **options), split)
+    flags = job_flags(checkpoint_factory(arch, **options), split, precision=precision)
     flags += ["--mtp-num-layers", "1"] if "num_mtp_layers" in options else []
-    flags[flags.index("fp32")] = precision
     case = read_command_line([*flags, "--world-size", str(world_size)]).case
     assert case.critic is None
     measured = ranks.run(
@@ -84,10 +82,11 @@ def test_plan_equals_what_training_holds(
 def test_plan_of_a_critic_equals_what_it_holds(
     name: str, checkpoint_factory: Callable[..., Path], ranks: RankPool
 ) -> None:
-    arch, split, precision, own = CRITICS[name]
+    arch, split, own = CRITICS[name]
     world_size = SPLITS[split][3]
-    flags = job_flags(checkpoint_factory(arch), split, "--rl-algorithm", "ppo", *own)
-    flags[flags.index("fp32")] = precision
+    flags = job_flags(
+        checkpoint_factory(arch), split, "--rl-algorithm", "ppo", *own, precision="bf16"
+    )
     case = read_command_line([*flags, "--world-size", str(world_size)]).case
     assert case.critic is not None
     measured = ranks.run(
@@ -115,10 +114,13 @@ def test_every_phase_holds_what_is_planned(
     """A run phase by phase; the device is the host here, and nothing is away."""
     split = "tp2_pp2_ep2" if arch == "deepseek_v3" else "dp2"
     world_size = SPLITS[split][3]
-    lengths = ("--rl-max-prompt-tokens", "16", "--rl-max-response-tokens", "16")
-    flags = job_flags(checkpoint_factory(arch), split, *lengths, "--rl-offload", "none")
-    flags[flags.index("fp32")] = "bf16"
-    flags += ["--rl-reshard-bucket-mb", "1", "--rl-canary-interval", "1"]
+    flags = job_flags(
+        checkpoint_factory(arch),
+        split,
+        *("--rl-max-prompt-tokens", "16", "--rl-max-response-tokens", "16"),
+        *("--rl-offload", "none", "--rl-reshard-bucket-mb", "1", "--rl-canary-interval", "1"),
+        precision="bf16",
+    )
     options = {"world_size": world_size, "timeout_seconds": 250}
     measured = ranks.run(
         "tests.dist.planner_jobs:bytes_in_phases", flags=flags, checkpoints=tmp_path, **options

@@ -11,9 +11,6 @@ import pytest
 from tests.dist.layouts import SPLITS, job_flags
 from tests.rank_pool import RankPool
 
-SPLITS.setdefault("tp2_pp2_ep1", (2, 2, 1, 4))
-SPLITS.setdefault("tp1_pp2_ep2", (1, 2, 2, 4))
-
 MOVED = ("--moe-router-bias-update-rate", "0.01")
 # name -> (architecture, options of the checkpoint, split, further flags)
 CASES: dict[str, tuple[str, dict, str, tuple[str, ...]]] = {
@@ -38,8 +35,8 @@ def case(
 ) -> tuple[str, list[dict[str, Any]]]:
     """One start of the engines per layout, many assertions on what each rank reports."""
     arch, options, split, more = CASES[request.param]
-    flags = job_flags(checkpoint_factory(arch, **options), split, "--lr", "1e-2", *more)
-    flags[flags.index("fp32")] = "bf16"
+    checkpoint = checkpoint_factory(arch, **options)
+    flags = job_flags(checkpoint, split, "--lr", "1e-2", *more, precision="bf16")
     results = ranks.run("tests.dist.jobs:hand_over", world_size=SPLITS[split][3], flags=flags)
     return request.param, results
 

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.dist.layouts import SPLITS, job_flags
+from tests.dist.layouts import job_flags
 from tests.rank_pool import RankPool, free_port
 
 # Two minutes, most of them for imports: five ranks and the server's three processes start at once.
 pytestmark = pytest.mark.timeout(600)
-
-SPLITS.setdefault("tp2_pp2_ep1", (2, 2, 1, 4))
 
 SERVE = [
     *("--host", "127.0.0.1", "--served-model-name", "micro"),
@@ -23,34 +21,27 @@ SERVE = [
     *("--dtype", "bfloat16", "--max-model-len", "512", "--max-num-seqs", "8"),
     *("--enforce-eager", "--logprobs-mode", "processed_logprobs"),
     *("--kv-cache-memory-bytes", str(1 << 26)),
+    *("--enable-expert-parallel", "--attention-backend", "CPU_MLA"),
 ]
-# architecture, split of the trainer, further options of the server
-CASES = {
-    "deepseek_v3": ("tp2_pp2_ep2", ["--enable-expert-parallel", "--attention-backend", "CPU_MLA"]),
-}
 
 
-@pytest.fixture(scope="module", params=list(CASES))
+@pytest.fixture(scope="module")
 def results(
-    request: pytest.FixtureRequest,
     checkpoint_factory: Callable[..., Path],
     ranks: RankPool,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> list[dict[str, Any]]:
     """Trainer and server live once; each rank's result, the server's last."""
-    split, more = CASES[request.param]
-    checkpoint = checkpoint_factory(request.param)
-    flags = job_flags(checkpoint, split, "--lr", "1e-2")
-    flags[flags.index("fp32")] = "bf16"
-    arguments = {
-        "flags": flags,
-        "folder": str(tmp_path_factory.mktemp("weight_transfer")),
-        "port": free_port(),
-        "checkpoint": str(checkpoint),
-        "serve": [*SERVE, *more],
-    }
+    checkpoint = checkpoint_factory("deepseek_v3")
     outcomes = ranks.run_raw(
-        "tests.dist.weight_transfer_jobs:play", world_size=5, **arguments, timeout_seconds=500
+        "tests.dist.weight_transfer_jobs:play",
+        world_size=5,
+        flags=job_flags(checkpoint, "tp2_pp2_ep2", "--lr", "1e-2", precision="bf16"),
+        folder=tmp_path_factory.mktemp("weight_transfer"),
+        port=free_port(),
+        checkpoint=checkpoint,
+        serve=SERVE,
+        timeout_seconds=500,
     )
     for rank, outcome in enumerate(outcomes):
         # Rank 3 ends itself in the middle of the last update.

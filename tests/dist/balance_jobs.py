@@ -23,8 +23,8 @@ from mcore_rl.moe.balance import expert_biases
 from mcore_rl.moe.expert_load import ExpertLoad
 from mcore_rl.moe.routing import RoutedLayers, routed_layers
 from mcore_rl.trainer.roles.reference import ReferencePolicy
+from tests.dist.checkpoints import tensors_of
 from tests.dist.ppo_jobs import Models, build_models, export_models, step_samples
-from tests.dist.test_parity import tensors_of
 
 
 def routers_of(models: Models) -> dict[int, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.test_parity import tensors_of
+from tests.dist.checkpoints import tensors_of
 from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]

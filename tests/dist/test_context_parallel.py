@@ -10,11 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.dist.jobs import random_tokens
+from tests.dist.checkpoints import assert_log_probs_equal_transformers, tensors_of
 from tests.dist.layouts import job_flags
-from tests.dist.test_families import loaded, log_probs_of
 from tests.dist.test_invariance import (
     ALGORITHMS,
     COMMON_FLAGS,
@@ -22,7 +20,6 @@ from tests.dist.test_invariance import (
     Outcome,
     differences_of,
 )
-from tests.dist.test_parity import tensors_of
 from tests.rank_pool import RankPool
 
 
@@ -71,10 +68,7 @@ def test_log_probs_equal_transformers_in_float32(
         flags=flags,
         target=tmp_path / "exported",
     )
-    model = loaded(checkpoint)
-    expected = log_probs_of(model, random_tokens(model.config.vocab_size))
-    for found in results:  # every rank has all of them
-        assert (torch.tensor(found)[:, :-1] - expected).abs().max() <= 1e-4
+    assert_log_probs_equal_transformers(results, checkpoint)
 
 
 def test_ppo_update_is_the_same_where_actor_and_critic_differ_in_their_layouts(

@@ -8,9 +8,7 @@ same weights beside the config.json that is published.
 from __future__ import annotations
 
 import json
-import random
 import shutil
-import string
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcore_rl.data.tokenizer import register_families
 from mcore_rl.megatron.hf_checkpoint import open_checkpoint
@@ -32,9 +30,14 @@ from mcore_rl.model.tensors import (
     is_mtp_tensor,
     mtp_tensors,
 )
-from tests.dist.jobs import random_tokens
-from tests.dist.layouts import SPLITS, job_flags
-from tests.dist.test_parity import tensors_of
+from tests.dist.checkpoints import (
+    assert_log_probs_equal_transformers,
+    differing,
+    loaded,
+    log_probs_of,
+    run_all_ways,
+    tensors_of,
+)
 from tests.megatron_parameters import SPECS, stage_parameters
 from tests.model_shapes import made_values, model_class
 from tests.rank_pool import RankPool
@@ -69,12 +72,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-PROMPTS = [
-    {"prompt": "".join(random.Random(seed).choices(string.ascii_letters, k=40)), "answer": ""}
-    for seed in range(6)
-]
-
-
 @dataclass(frozen=True)
 class Outcome:
     checkpoint: Path  # as published
@@ -96,24 +93,11 @@ def outcome(
     if request.param == "llama":
         checkpoint = with_position_tables(checkpoint, tmp_path_factory.mktemp("llama"))
     folder = tmp_path_factory.mktemp("families")
-    saved, target = saved_by_transformers(checkpoint, folder), folder / "exported"
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
-    flags = [
-        *job_flags(saved, split),
-        *("--rl-prompts", str(prompts), "--rl-no-chat-template"),
-        # As many as the model has positions, less the one that scoring takes.
-        *("--rl-max-prompt-tokens", str(read_model_shape(saved).max_positions - 1)),
-        *("--rl-cache-dir", str(folder / "cache")),
-    ]
-    results = ranks.run(
-        "tests.dist.families_jobs:all_ways",
-        world_size=SPLITS[split][3],
-        flags=flags,
-        target=target,
-        published=checkpoint,
-    )
-    return Outcome(checkpoint, saved, target, results)
+    saved = saved_by_transformers(checkpoint, folder)
+    # As many as the model has positions, less the one that scoring takes.
+    longest = ("--rl-max-prompt-tokens", str(read_model_shape(saved).max_positions - 1))
+    results = run_all_ways(ranks, saved, split, folder, *longest, published=checkpoint)
+    return Outcome(checkpoint, saved, folder / "exported", results)
 
 
 def saved_by_transformers(published: Path, folder: Path) -> Path:
@@ -144,47 +128,19 @@ def with_position_tables(checkpoint: Path, folder: Path) -> Path:
     return copy
 
 
-def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The checkpoint in transformers, by its class, which takes any model_type as its own."""
-    config = json.loads((folder / "config.json").read_text())
-    found = model_class(config.pop("model_type"))
-    model, info = found.from_pretrained(
-        folder,
-        config=found.config_class(**config),
-        dtype=dtype,
-        output_loading_info=True,
-    )
-    assert not info["missing_keys"] and not info["mismatched_keys"]
-    return model
-
-
-def log_probs_of(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """`[samples, positions - 1]` of `tokens`."""
-    with torch.no_grad():
-        logits = model(tokens).logits.double()
-    return logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
-
-
 def test_log_probs_equal_transformers_in_float32(outcome: Outcome) -> None:
-    model = loaded(outcome.checkpoint)
-    expected = log_probs_of(model, random_tokens(model.config.vocab_size))
-    for result in outcome.results:  # every rank has all of them
-        found = torch.tensor(result["log_probs"])[:, :-1]
-        assert (found - expected).abs().max() <= 1e-4
+    log_probs = [result["log_probs"] for result in outcome.results]
+    assert_log_probs_equal_transformers(log_probs, outcome.checkpoint)
 
 
 def test_export_is_the_checkpoint_bit_for_bit(outcome: Outcome) -> None:
-    before, after = tensors_of(outcome.checkpoint), tensors_of(outcome.exported)
-    num_layers = read_model_shape(outcome.checkpoint).num_layers
-    kept = {
+    mtp_layer = f"model.layers.{read_model_shape(outcome.checkpoint).num_layers}."
+    left_out = [
         name
-        for name in before
-        if not name.startswith(f"model.layers.{num_layers}.") and not name.endswith("inv_freq")
-    }
-    assert after.keys() == kept and len(kept) >= 20
-    for name in kept:
-        assert after[name].dtype == before[name].dtype, name
-    assert [name for name in kept if not torch.equal(after[name], before[name])] == []
+        for name in sorted(tensors_of(outcome.checkpoint))
+        if name.startswith(mtp_layer) or name.endswith("inv_freq")
+    ]
+    assert differing(outcome.checkpoint, outcome.exported) == left_out
     loaded(outcome.exported)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist.test_parity import tensors_of
+from tests.dist.checkpoints import tensors_of
 from tests.rank_pool import ROOT, RankPool
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.dist.checkpoints import tensors_of
 from tests.dist.layouts import SPLITS, job_flags
-from tests.dist.test_parity import tensors_of
 from tests.dist.test_ppo import TOLERANCE
 from tests.rank_pool import RankPool
 

@@ -10,23 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.dist.jobs import random_tokens
+from tests.dist.checkpoints import assert_log_probs_equal_transformers, differing
 from tests.dist.layouts import SPLITS, job_flags
 from tests.rank_pool import RankPool
 
 COMPARED = ("tp1_pp1_ep1", "tp2_pp1_ep1", "tp1_pp2_ep1", "tp1_pp1_ep2", "tp2_pp2_ep2")
 CASES = [(arch, split) for arch in ("deepseek_v3", "qwen3_moe") for split in COMPARED]
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors.update(load_file(file))
-    return tensors
 
 
 @pytest.mark.parametrize(("arch", "split"), CASES)
@@ -45,21 +37,8 @@ def test_log_probs_and_export_equal_transformers_in_float32(
         flags=job_flags(checkpoint, split),
         target=target,
     )
-
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    tokens = random_tokens(model.config.vocab_size)
-    with torch.no_grad():
-        logits = model(tokens).logits.double()
-    expected = logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
-    for found in results:  # every rank has all of them
-        difference = (torch.tensor(found)[:, :-1] - expected).abs().max()
-        assert difference <= 1e-4
-
-    before, after = tensors_of(checkpoint), tensors_of(target)
-    assert after.keys() == before.keys() and len(before) > 20
-    for name in before:
-        assert after[name].dtype == before[name].dtype, name
-        assert torch.equal(after[name], before[name]), name
+    assert_log_probs_equal_transformers(results, checkpoint)
+    assert differing(checkpoint, target) == []
     assert len(list(target.glob("*.safetensors"))) > 1, "one file shows nothing about several"
     AutoModelForCausalLM.from_pretrained(target)
 

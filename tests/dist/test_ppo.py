@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.dist.checkpoints import tensors_of
 from tests.dist.layouts import SPLITS, job_flags
-from tests.dist.test_parity import tensors_of
 from tests.rank_pool import RankPool
 
 TOLERANCE = 1e-5

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.dist.checkpoints import tensors_of
 from tests.dist.layouts import SPLITS, job_flags
 from tests.dist.ppo_jobs import scored_samples
-from tests.dist.test_parity import tensors_of
 from tests.dist.test_ppo import PACKED, PPO_FLAGS, TOLERANCE
 from tests.dist.test_value_model import TOLERANCE as SCORE_TOLERANCE
 from tests.dist.test_value_model import reference_scores, reward_model

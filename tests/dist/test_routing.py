@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.dist.test_parity import tensors_of
+from tests.dist.checkpoints import tensors_of
 from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]

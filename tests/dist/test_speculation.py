@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from scipy.stats import chi2, norm
 
 from mcore_rl.model.tensors import is_mtp_copy, is_mtp_tensor
+from tests.dist.checkpoints import differing, tensors_of
 from tests.dist.jobs import random_batch
 from tests.dist.layouts import SPLITS, job_flags
 from tests.dist.speculation_jobs import SAMPLING, UNCUT
-from tests.dist.test_parity import tensors_of
 from tests.model_shapes import model_class
 from tests.rank_pool import RankPool
 
@@ -255,10 +255,7 @@ def test_every_rank_of_an_engine_counts_the_same_drafts(hand_over: Any) -> None:
 
 def test_mtp_layers_come_out_of_a_run_as_they_were(hand_over: Any) -> None:
     checkpoint, target, _ = hand_over
-    before, after = tensors_of(checkpoint), tensors_of(target)
-    assert after.keys() == before.keys()
-    assert [n for n in before if not torch.equal(after[n], before[n])] == []
-    assert {n: t.dtype for n, t in after.items()} == {n: t.dtype for n, t in before.items()}
+    assert differing(checkpoint, target) == []
 
 
 # ------------------------------------------------------------------------------ trained layers

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModel
 
+from tests.dist.checkpoints import tensors_of
 from tests.dist.jobs import random_batch
 from tests.dist.layouts import SPLITS, job_flags
-from tests.dist.test_parity import tensors_of
 from tests.dist.value_model_jobs import NUM_SAVED_STEPS
 from tests.rank_pool import RankPool
 

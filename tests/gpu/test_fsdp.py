@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.dist.checkpoints import tensors_of
+from tests.dist.layouts import job_flags
 from tests.gpu.machine import play
 
 NUM_RANKS = 2
@@ -47,9 +49,6 @@ def run(function: str, flags: list[str], target: Path) -> list[Any]:
 def test_updates_are_those_of_plain_data_parallelism(
     strategy: str, checkpoint_factory: Callable[..., Path], tmp_path: Path
 ) -> None:
-    from tests.dist.layouts import job_flags
-    from tests.dist.test_parity import tensors_of
-
     results, weights = [], []
     for name, more in (
         ("plain", ()),
@@ -78,9 +77,6 @@ def test_updates_are_those_of_plain_data_parallelism(
 def test_a_checkpoint_is_gone_on_from(
     checkpoint_factory: Callable[..., Path], tmp_path: Path
 ) -> None:
-    from tests.dist.layouts import job_flags
-    from tests.dist.test_parity import tensors_of
-
     flags = job_flags(
         checkpoint_factory("deepseek_v3"), "tp1_pp1_ep1", "--rl-precision", "bf16", *FSDP
     )

@@ -7,12 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from tests.dist.jobs import random_tokens
+from tests.dist.checkpoints import assert_log_probs_equal_transformers, differing
 from tests.dist.layouts import job_flags
-from tests.dist.test_parity import tensors_of
 from tests.gpu.machine import HAS_CUDA, anywhere, play
 
 pytestmark = anywhere
@@ -27,19 +24,12 @@ def test_log_probs_and_export_equal_transformers(
 ) -> None:
     checkpoint = checkpoint_factory(arch)
     exported = tmp_path / "exported"
-    (found,) = play(
+    found = play(
         "tests.dist.jobs:log_probs_and_export",
         tmp_path,
         flags=job_flags(checkpoint, "tp1_pp1_ep1"),
         target=exported,
         environment={"NVIDIA_TF32_OVERRIDE": "0"},
     )
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    tokens = random_tokens(model.config.vocab_size)
-    with torch.no_grad():
-        logits = model(tokens).logits.double()
-    expected = logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
-    assert (torch.tensor(found)[:, :-1] - expected).abs().max() <= TOLERANCE
-    before, after = tensors_of(checkpoint), tensors_of(exported)
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert_log_probs_equal_transformers(found, checkpoint, tolerance=TOLERANCE)
+    assert differing(checkpoint, exported) == []

@@ -11,15 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.checkpoints import assert_log_probs_equal_transformers, tensors_of
+from tests.dist.checkpoints import assert_log_probs_equal_transformers
 from tests.dist.layouts import job_flags
-from tests.dist.test_invariance import (
-    ALGORITHMS,
-    COMMON_FLAGS,
-    TOLERANCE,
-    Outcome,
-    differences_of,
-)
+from tests.dist.test_invariance import ALGORITHMS, COMMON_FLAGS
+from tests.dist.updates import PPO_JOB, Outcome, differences_of, learnt
 from tests.rank_pool import RankPool
 
 
@@ -76,28 +71,15 @@ def test_ppo_update_is_the_same_where_actor_and_critic_differ_in_their_layouts(
 ) -> None:
     checkpoint = checkpoint_factory("deepseek_v3")
 
-    def learnt(name: str, world_size: int, *flags: str) -> Outcome:
-        target = tmp_path / name
+    def learn(name: str, world_size: int, *flags: str) -> Outcome:
         common = ["--rl-hf-checkpoint", str(checkpoint), *COMMON_FLAGS, *ALGORITHMS["ppo"].split()]
         # Drawn at random: on a processor with AVX2 alone a tie of the actor's router was decided
         # in another way in another layout.
         common += ["--rl-routing-replay", "r3"]
-        results = ranks.run(
-            "tests.dist.ppo_jobs:learn",
-            world_size=world_size,
-            flags=[*common, *flags],
-            target=target,
-        )
-        assert all(result == results[0] for result in results), "ranks disagree"
-        weights = {
-            f"{model}/{name}": weight
-            for model in ("actor", "critic")
-            for name, weight in tensors_of(target / model).items()
-        }
-        return Outcome(results[0], weights)
+        return learnt(ranks, [*common, *flags], world_size, tmp_path / name, job=PPO_JOB)
 
     # Actor CP2 x DP2, its critic TP2 x CP2: what a rank's row is a multiple of differs, too.
-    different = learnt(
+    different = learn(
         "different",
         4,
         *("--context-parallel-size", "2", "--expert-model-parallel-size", "2"),
@@ -105,7 +87,4 @@ def test_ppo_update_is_the_same_where_actor_and_critic_differ_in_their_layouts(
         *("--rl-max-tokens-per-microbatch", "128"),
     )
     assert "TP2 x CP2 x DP1" in different.found["critic_layout"]
-    differences = differences_of(different, learnt("one", 1))
-    assert differences.loss <= TOLERANCE
-    assert differences.grad_norm <= TOLERANCE
-    assert differences.weight <= TOLERANCE, differences.weight_name
+    differences_of(different, learn("one", 1)).assert_small()

@@ -15,7 +15,8 @@ import pytest
 from mcore_rl.model.families import FAMILIES
 from tests.conftest import load_script
 from tests.dist.test_fsdp import ENVIRONMENT, fsdp
-from tests.dist.test_invariance import COMMON_FLAGS, TOLERANCE, Outcome, differences_of, learnt
+from tests.dist.test_invariance import COMMON_FLAGS, JOB
+from tests.dist.updates import TOLERANCE, Outcome, differences_of, learnt
 from tests.rank_pool import ROOT, RankPool
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
@@ -54,10 +55,11 @@ def learn(
 ) -> Callable[..., Outcome]:
     def learn(arch: str, num_processes: int, *flags: str) -> Outcome:
         return learnt(
+            ranks,
             ["--rl-hf-checkpoint", str(checkpoint_factory(arch)), *FLAGS, *flags],
             num_processes,
-            ranks,
             tmp_path_factory.mktemp("learnt"),
+            job=JOB,
             num_steps=1,
             environment=ENVIRONMENT if "--use-megatron-fsdp" in flags else None,
         )
@@ -110,9 +112,7 @@ def test_update_is_that_of_one_process(
     found = differences_of(learn(arch, 2, *SPLITS[arch][split]), reference_of(arch))
     measured = (found.loss, found.grad_norm, found.weight)
     rows.append(f"| {arch} | {split} | {' | '.join(f'{value:.1e}' for value in measured)} |")
-    assert found.loss <= TOLERANCE
-    assert found.grad_norm <= TOLERANCE
-    assert found.weight <= TOLERANCE, found.weight_name
+    found.assert_small()
 
 
 def test_every_family_is_there() -> None:

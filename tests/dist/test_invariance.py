@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.dist.checkpoints import tensors_of
+from tests.dist.updates import TOLERANCE, Differences, Outcome, differences_of, learnt
 from tests.rank_pool import ROOT, RankPool
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
-TOLERANCE = 1e-5
+JOB = "tests.dist.invariance_jobs:learn"
 TABLE = ROOT / "build" / "invariance.md"
 NUM_PROMPTS, SAMPLES_PER_PROMPT, NUM_MINI_BATCHES = 8, 2, 2
 SAMPLES_PER_MINI_BATCH = NUM_PROMPTS * SAMPLES_PER_PROMPT // NUM_MINI_BATCHES
@@ -217,26 +217,6 @@ def name_of(case: Case) -> str:
     return f"{case.algorithm} {case.layout} {case.division} {case.recompute} {offload}{dispatcher}"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a job measured, and the weights that it made."""
-
-    found: dict[str, Any]
-    weights: dict[str, torch.Tensor]  # "actor/..." and "critic/..."
-
-
-@dataclass(frozen=True)
-class Differences:
-    """The largest ones of a case to its reference; losses are means over tokens."""
-
-    # Of a value of the reference that is below 1 the absolute one: terms of a token are of the
-    # order of 1 and cancel each other in the mean.
-    loss: float
-    grad_norm: float  # relative
-    weight: float  # absolute
-    weight_name: str
-
-
 @dataclass
 class Table:
     """The rows of build/invariance.md, in the order in which cases ran."""
@@ -304,34 +284,12 @@ def learn(
     checkpoint: Path, ranks: RankPool, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Case], Outcome]:
     return lambda case: learnt(
-        case.flags(checkpoint), case.num_processes, ranks, tmp_path_factory.mktemp("learnt")
+        ranks,
+        case.flags(checkpoint),
+        case.num_processes,
+        tmp_path_factory.mktemp("learnt"),
+        job=JOB,
     )
-
-
-def learnt(
-    flags: list[str],
-    num_processes: int,
-    ranks: RankPool,
-    target: Path,
-    *,
-    num_steps: int = 2,
-    environment: dict[str, str] | None = None,
-) -> Outcome:
-    results = ranks.run(
-        "tests.dist.invariance_jobs:learn",
-        world_size=num_processes,
-        flags=flags,
-        target=target,
-        num_steps=num_steps,
-        environment=environment,
-    )
-    assert all(result == results[0] for result in results), "ranks disagree"
-    weights = {
-        f"{folder.name}/{name}": weight
-        for folder in sorted(target.iterdir())
-        for name, weight in tensors_of(folder).items()
-    }
-    return Outcome(results[0], weights)
 
 
 @pytest.fixture(scope="module")
@@ -345,26 +303,6 @@ def reference_of(learn: Callable[[Case], Outcome]) -> Callable[[str], Outcome]:
         return made[algorithm]
 
     return reference_of
-
-
-def differences_of(outcome: Outcome, expected: Outcome) -> Differences:
-    loss = grad_norm = 0.0
-    for step, expected_step in zip(outcome.found["steps"], expected.found["steps"], strict=True):
-        assert step.keys() == expected_step.keys()
-        for name, value in expected_step.items():
-            difference = abs(step[name] - value)
-            if name.endswith("grad_norm"):
-                grad_norm = max(grad_norm, difference / value)
-            else:
-                loss = max(loss, difference / max(abs(value), 1.0))
-    assert outcome.weights.keys() == expected.weights.keys()
-    weight, weight_name = 0.0, ""
-    for name, expected_weight in expected.weights.items():
-        assert outcome.weights[name].dtype == expected_weight.dtype == torch.float32
-        difference = float((outcome.weights[name] - expected_weight).abs().max())
-        if not difference <= weight:
-            weight, weight_name = difference, name
-    return Differences(loss, grad_norm, weight, weight_name)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -404,9 +342,7 @@ def test_update_is_that_of_one_process(
     assert case.shares_prompts or not outcome.found["sharing"]
     assert not case.shares_prompts or case.dp_size == 4 or outcome.found["sharing"] >= 4
     assert case.dispatcher != ALL_GATHER or outcome.found["uneven"] > 0
-    assert differences.loss <= TOLERANCE
-    assert differences.grad_norm <= TOLERANCE
-    assert differences.weight <= TOLERANCE, differences.weight_name
+    differences.assert_small()
 
 
 def test_cases_cover_every_pair_of_values_that_go_together() -> None:

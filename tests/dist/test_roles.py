@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.dist.checkpoints import tensors_of
 from tests.dist.layouts import SPLITS, job_flags
 from tests.dist.ppo_jobs import scored_samples
-from tests.dist.test_ppo import PACKED, PPO_FLAGS, TOLERANCE
+from tests.dist.test_ppo import PACKED, PPO_FLAGS
 from tests.dist.test_value_model import TOLERANCE as SCORE_TOLERANCE
 from tests.dist.test_value_model import reference_scores, reward_model
+from tests.dist.updates import PPO_JOB, Outcome, assert_alike, learnt
 from tests.rank_pool import RankPool
 
 # Rank 0 and 1 act in two stages, 2 to 5 criticise by TP2 and DP2, 6 rewards.
@@ -110,16 +110,8 @@ def test_a_critic_of_its_own_ranks_learns_while_the_actor_does_and_the_same(
     """That they are in every update together is what `learn_apart` waits for."""
     results, target = apart
     flags = job_flags(checkpoint, "tp1_pp1_ep1", *PPO_FLAGS, micro_batch_size=1)
-    (expected,) = ranks.run("tests.dist.ppo_jobs:learn", world_size=1, flags=flags, target=tmp_path)
-    for step, expected_step in zip(results[0]["steps"], expected["steps"], strict=True):
-        assert step.keys() == expected_step.keys()
-        for name, value in expected_step.items():
-            assert step[name] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), name
-    for model in ("actor", "critic"):
-        weights, expected_weights = tensors_of(target / model), tensors_of(tmp_path / model)
-        assert weights.keys() == expected_weights.keys()
-        for name, weight in expected_weights.items():
-            assert (weights[name] - weight).abs().max() <= TOLERANCE, f"{model}: {name}"
+    expected = learnt(ranks, flags, 1, tmp_path, job=PPO_JOB)
+    assert_alike(Outcome.of([{"steps": results[0]["steps"]}], target), expected)
 
 
 def test_scores_of_ranks_of_their_own_equal_transformers(

@@ -15,6 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 from tests.dist.checkpoints import tensors_of
+from tests.dist.layouts import job_flags
+from tests.dist.test_invariance import JOB
+from tests.dist.updates import Outcome, learnt
 from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
@@ -144,50 +147,41 @@ RECOMPUTE = {
 
 
 @pytest.fixture(scope="module")
-def learnt(
+def learn(
     checkpoint_factory: Callable[..., Path],
     ranks: RankPool,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[str], tuple[Any, dict[str, torch.Tensor]]]:
-    """What two updates with given experts measured, in two pipeline stages, and their weights."""
+) -> Callable[[str], Outcome]:
+    """Two updates with given experts, in two pipeline stages."""
     checkpoint = checkpoint_factory("deepseek_v3", overrides={"num_hidden_layers": 4})
+    flags = job_flags(
+        checkpoint,
+        "tp1_pp2_ep1",
+        *("--adam-eps", "1.0", "--lr", "0.1", "--rl-routing-replay", "r3"),
+        micro_batch_size=1,
+    )
 
-    def learn(recompute: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    def learn(recompute: str) -> Outcome:
+        more = f"--recompute-granularity {recompute}".split() if recompute else []
         target = tmp_path_factory.mktemp("learnt")
-        flags = "--rl-precision fp32 --pipeline-model-parallel-size 2 --micro-batch-size 1"
-        flags += (
-            " --rl-num-prompts-per-step 4 --rl-num-samples-per-prompt 2 --rl-num-mini-batches 2"
-        )
-        flags += " --rl-max-prompt-tokens 64 --rl-max-response-tokens 64 --adam-eps 1.0 --lr 0.1"
-        flags += f" --rl-routing-replay r3 --rl-hf-checkpoint {checkpoint}"
-        if recompute:
-            flags += f" --recompute-granularity {recompute}"
-        found = ranks.run(
-            "tests.dist.invariance_jobs:learn",
-            world_size=2,
-            flags=flags.split(),
-            target=target,
-            num_steps=1,
-        )
-        return found[0], tensors_of(target / "actor")
+        return learnt(ranks, [*flags, *more], 2, target, job=JOB, num_steps=1)
 
     return learn
 
 
 @pytest.fixture(scope="module")
-def nothing_recomputed(learnt: Callable[[str], Any]) -> tuple[Any, dict[str, torch.Tensor]]:
-    return learnt("")
+def nothing_recomputed(learn: Callable[[str], Outcome]) -> Outcome:
+    return learn("")
 
 
 @pytest.mark.parametrize("kind", RECOMPUTE)
 def test_recomputation_changes_no_bit(
-    kind: str, learnt: Callable[[str], Any], nothing_recomputed: tuple[Any, Any]
+    kind: str, learn: Callable[[str], Outcome], nothing_recomputed: Outcome
 ) -> None:
-    found, weights = learnt(RECOMPUTE[kind])
-    expected, expected_weights = nothing_recomputed
-    assert expected["replayed"][0] == expected["replayed"][1] > 0
-    assert found["steps"] == expected["steps"]
-    assert weights.keys() == expected_weights.keys()
-    for name, weight in weights.items():
-        assert torch.equal(weight, expected_weights[name]), name
-    assert found["forwards"] != expected["forwards"] or kind == "experts"
+    outcome, expected = learn(RECOMPUTE[kind]), nothing_recomputed
+    assert expected.found["replayed"][0] == expected.found["replayed"][1] > 0
+    assert outcome.found["steps"] == expected.found["steps"]
+    assert outcome.weights.keys() == expected.weights.keys()
+    for name, weight in outcome.weights.items():
+        assert torch.equal(weight, expected.weights[name]), name
+    assert outcome.found["forwards"] != expected.found["forwards"] or kind == "experts"

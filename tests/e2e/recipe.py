@@ -1,10 +1,21 @@
-"""The command line of the main job, as tests cut it short."""
+"""The command line of the main job, as tests cut it short, and runs of it."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tests.rank_pool import ROOT
+from tests.rank_pool import ROOT, RankOutcome, RankPool
+
+HOOKS = ROOT / "tests" / "e2e"  # files for --rl-import
+# One process per model, no evaluation.
+SMALL = (
+    *("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"),
+    *("--rl-num-prompts-per-step", "4", "--rl-num-samples-per-prompt", "4"),
+    *("--rl-eval-interval", "0", "--rl-max-response-tokens", "8"),
+)
 
 
 def task_flags(checkpoint: Path, run_dir: Path, *more: str) -> list[str]:
@@ -19,3 +30,30 @@ def task_flags(checkpoint: Path, run_dir: Path, *more: str) -> list[str]:
         *("--rl-run-dir", str(run_dir)),
         *more,
     ]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that has ended."""
+
+    ranks: list[RankOutcome]
+
+    @property
+    def said(self) -> str:
+        """The output of all ranks."""
+        return "".join(rank.output for rank in self.ranks)
+
+    def require(self, exit_code: int) -> None:
+        assert {rank.exit_code for rank in self.ranks} == {exit_code}, self.said[-6000:]
+
+
+def run_job(
+    ranks: RankPool, tokens: list[str], *, world_size: int = 2, job: str = "train", **options: Any
+) -> Ended:
+    """Run a function of `tests.e2e.jobs`; `options` are those of `RankPool.run_raw`."""
+    job = f"tests.e2e.jobs:{job}"
+    return Ended(ranks.run_raw(job, world_size=world_size, tokens=tokens, **options))
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

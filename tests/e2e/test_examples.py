@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_training import metrics_of
+from tests.e2e.recipe import metrics_of
 from tests.rank_pool import ENVIRONMENT, ROOT, RankPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

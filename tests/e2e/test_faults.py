@@ -6,7 +6,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,10 @@ from mcore_rl.observe import own_folders
 from mcore_rl.observe.run_directory import read_metrics
 from mcore_rl.trainer.resume import folders
 from tests.conftest import load_script
-from tests.e2e.recipe import task_flags
-from tests.rank_pool import ROOT, RankOutcome, RankPool
+from tests.e2e.recipe import HOOKS, SMALL, Ended, run_job, task_flags
+from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-E2E = ROOT / "tests" / "e2e"
-SMALL = (
-    *("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"),
-    *("--rl-num-prompts-per-step", "4", "--rl-num-samples-per-prompt", "4"),
-    *("--rl-eval-interval", "0", "--rl-max-response-tokens", "8"),
-)
 
 
 @pytest.fixture
@@ -43,21 +36,13 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def run(
     ranks: RankPool, checkpoint: Path, run_dir: Path, *more: str, disk: dict[str, Any] | None = None
-) -> list[RankOutcome]:
+) -> Ended:
     environment = {}
     if disk is not None:
-        more = (*more, "--rl-import", str(E2E / "spoilt_disk.py"))
+        more = (*more, "--rl-import", str(HOOKS / "spoilt_disk.py"))
         environment["MCORE_RL_TEST_DISK"] = json.dumps(disk)
-    return ranks.run_raw(
-        "tests.e2e.jobs:train",
-        world_size=2,
-        tokens=task_flags(checkpoint, run_dir, *SMALL, *more),
-        environment=environment,
-    )
-
-
-def said(outcomes: Sequence[RankOutcome]) -> str:
-    return "".join(outcome.output for outcome in outcomes)
+    tokens = task_flags(checkpoint, run_dir, *SMALL, *more)
+    return run_job(ranks, tokens, environment=environment)
 
 
 @pytest.mark.parametrize(
@@ -73,14 +58,13 @@ def test_a_disk_that_takes_no_checkpoint_ends_the_run_and_the_one_before_is_gone
     ranks: RankPool,
 ) -> None:
     checkpoint, checkpoints = checkpoint_factory(), disk / "checkpoints"
-    flags = ("--save", str(checkpoints), "--save-interval", "1", "--load", str(checkpoints))
-    flags += ("--rl-load-or-start",)
+    flags = ["--save", str(checkpoints), "--save-interval", "1", "--load", str(checkpoints)]
+    flags += ["--rl-load-or-start"]
     spoilt = {"folder": str(disk), "how": how, "after": 1}
-    steps = ("--rl-num-steps", "4")
-    outcomes = run(ranks, checkpoint, tmp_path / "run", *flags, *steps, disk=spoilt)
+    ended = run(ranks, checkpoint, tmp_path / "run", *flags, "--rl-num-steps", "4", disk=spoilt)
     # All ranks, by themselves: nobody has waited for another until it was ended.
-    assert {outcome.exit_code for outcome in outcomes} == {1}, said(outcomes)[-6000:]
-    for rank, outcome in enumerate(outcomes):
+    ended.require(1)
+    for rank, outcome in enumerate(ended.ranks):
         assert f"rank {rank}: the run ended early" in outcome.output
         # Last of all, and not only in a traceback of Megatron's writer.
         assert re.fullmatch(
@@ -96,9 +80,9 @@ def test_a_disk_that_takes_no_checkpoint_ends_the_run_and_the_one_before_is_gone
         (disk / "filler").unlink()
     else:
         subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
-    outcomes = run(ranks, checkpoint, tmp_path / "run", *flags, "--rl-num-steps", "3")
-    assert {outcome.exit_code for outcome in outcomes} == {0}, said(outcomes)[-6000:]
-    assert "[Resume] going on from step 1" in outcomes[0].output
+    ended = run(ranks, checkpoint, tmp_path / "run", *flags, "--rl-num-steps", "3")
+    ended.require(0)
+    assert "[Resume] going on from step 1" in ended.ranks[0].output
     assert folders.complete_steps(checkpoints) == [3, 2, 1]
 
 
@@ -106,7 +90,7 @@ def test_a_full_disk_and_dying_reward_processes_do_not_stop_training(
     disk: Path, tmp_path: Path, checkpoint_factory: Callable[..., Path], ranks: RankPool
 ) -> None:
     run_dir = disk / "run"
-    outcomes = run(
+    ended = run(
         ranks,
         checkpoint_factory(),
         run_dir,
@@ -114,11 +98,11 @@ def test_a_full_disk_and_dying_reward_processes_do_not_stop_training(
         *("--save", str(tmp_path / "checkpoints")),
         disk={"folder": str(disk), "how": "full", "after": 0, "until": 2},
     )
-    assert {outcome.exit_code for outcome in outcomes} == {0}, said(outcomes)[-6000:]
+    ended.require(0)
     metrics = read_metrics(run_dir / "metrics.jsonl")
     assert {0, 1, 2, 3} <= metrics.keys()  # the lines of the full disk's time came later
-    assert "No space left on device; its lines wait" in outcomes[0].output
-    assert "can be written again, and nothing is missing in it" in outcomes[0].output
+    assert "No space left on device; its lines wait" in ended.ranks[0].output
+    assert "can be written again, and nothing is missing in it" in ended.ranks[0].output
     failures = [metrics[step]["reward/failures"] for step in range(4)]
     assert 0 < sum(failures) < 4 * 16, failures
     with (run_dir / "rollouts.jsonl").open(encoding="utf-8") as file:
@@ -131,36 +115,32 @@ def test_a_step_without_any_reward_ends_the_run_with_the_reason_and_loses_nothin
 ) -> None:
     checkpoint, marker = checkpoint_factory(), tmp_path / "fails"
 
-    def run_once(folder: Path, *more: str, stays: bool = False) -> list[RankOutcome]:
+    def run_once(folder: Path, *more: str, stays: bool = False) -> Ended:
         environment = {"MCORE_RL_TEST_REWARD_FAILS": str(marker)}
         if stays:
             environment["MCORE_RL_TEST_REWARD_STAYS"] = "1"
-        tokens = (
-            *("--rl-import", str(E2E / "fails_later.py"), "--rl-reward", "fails_later"),
+        more = (
+            *("--rl-import", str(HOOKS / "fails_later.py"), "--rl-reward", "fails_later"),
             *("--rl-reward-env", "MCORE_RL_TEST_REWARD_FAILS", "--rl-num-steps", "4"),
             *("--rl-num-mini-batches", "2", *more),
         )
-        return ranks.run_raw(
-            "tests.e2e.jobs:train",
-            world_size=2,
-            tokens=task_flags(checkpoint, folder, *SMALL, *tokens),
-            environment=environment,
-        )
+        tokens = task_flags(checkpoint, folder, *SMALL, *more)
+        return run_job(ranks, tokens, environment=environment)
 
     checkpoints = tmp_path / "run" / "checkpoints"
-    outcomes = run_once(tmp_path / "run")
-    assert {outcome.exit_code for outcome in outcomes} == {1}, said(outcomes)[-6000:]
+    ended = run_once(tmp_path / "run")
+    ended.require(1)
     reason = (
         "[Reward] step 2: none of 16 samples has a reward to learn from; the most frequent reason: "
         "raised ConnectionError: the judge is away; earlier steps are saved: "
         f"resume with --load {checkpoints}"
     )
-    assert said(outcomes).count(reason) == 1 and "Traceback" not in said(outcomes)
+    assert ended.said.count(reason) == 1 and "Traceback" not in ended.said
     assert folders.complete_steps(checkpoints) == [2]
     marker.unlink()
     for folder, more in (("run", ("--load", str(checkpoints))), ("whole", ())):
-        outcomes = run_once(tmp_path / folder, *more, stays=True)
-        assert {outcome.exit_code for outcome in outcomes} == {0}, said(outcomes)[-6000:]
+        ended = run_once(tmp_path / folder, *more, stays=True)
+        ended.require(0)
     found, expected = (
         [
             [metrics[step][name] for name in ("reward/mean", "loss/policy", "grad_norm")]
@@ -190,7 +170,7 @@ def test_vllm_raising_while_it_generates_ends_all_ranks_and_names_the_one(tmp_pa
     kill_test = load_script("kill_test")
     checkpoint = kill_test.make_checkpoint(tmp_path / "checkpoint", size="micro")
     setting = kill_test.Setting(checkpoint, tmp_path, num_processes=2, num_steps=4)
-    more = ("--rl-import", str(E2E / "engine_raises.py"), "--save-interval", "1")
+    more = ("--rl-import", str(HOOKS / "engine_raises.py"), "--save-interval", "1")
     ending = kill_test.run(setting, tmp_path / "run", more=more)
     assert ending.exit_code == 1 and not ending.faults, (ending.faults, ending.output[-6000:])
     assert "rank 1: the run ended early" in ending.output
@@ -211,7 +191,7 @@ def test_an_actor_that_fails_does_not_wait_for_its_critic(tmp_path: Path) -> Non
     checkpoint = kill_test.make_checkpoint(tmp_path / "checkpoint", size="micro")
     setting = kill_test.Setting(checkpoint, tmp_path, num_processes=2, num_steps=4)
     critic = ("--rl-algorithm", "ppo", "--rl-critic-ranks", "1")
-    more = (*critic, "--rl-import", str(E2E / "actor_raises.py"), "--save-interval", "9")
+    more = (*critic, "--rl-import", str(HOOKS / "actor_raises.py"), "--save-interval", "9")
     ending = kill_test.run(setting, tmp_path / "run", more=more)
     assert ending.exit_code == 1 and not ending.faults, (ending.faults, ending.output[-6000:])
     assert "RuntimeError: the gradients are gone" in ending.output
@@ -225,11 +205,11 @@ def test_the_loss_scale_of_fp16_falls_until_gradients_are_finite(
     """Megatron's scaler finds its scale by gradients that overflow: no fault that ends a run."""
     more = ("--rl-precision", "fp16", "--initial-loss-scale", str(2**24), "--rl-num-steps", "9")
     reward = ("--rl-reward", "scripts.varied_reward:score")
-    outcomes = run(ranks, checkpoint_factory(), tmp_path / "run", *more, *reward)
-    assert {outcome.exit_code for outcome in outcomes} == {0}, said(outcomes)[-6000:]
+    ended = run(ranks, checkpoint_factory(), tmp_path / "run", *more, *reward)
+    ended.require(0)
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
     skipped = [metrics[step]["skipped_updates"] for step in range(9)]
     assert skipped[0] == 1 and skipped[-1] == 0, skipped
     assert metrics[8]["grad_norm"] > 0
     # Weights travel in fp16 as well: vLLM warns of others.
-    assert "with dtype torch.bfloat16 into" not in said(outcomes)
+    assert "with dtype torch.bfloat16 into" not in ended.said

@@ -20,8 +20,7 @@ import psutil
 import pytest
 
 from mcore_rl.trainer.resume import folders
-from tests.e2e.recipe import task_flags
-from tests.e2e.test_training import metrics_of
+from tests.e2e.recipe import metrics_of, task_flags
 from tests.rank_pool import ENVIRONMENT, ROOT, free_port
 from tests.untrusted import need_code_of_tokenizer
 

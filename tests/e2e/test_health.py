@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from mcore_rl.common.agreement import EXIT_ALARM
 from mcore_rl.observe.run_directory import read_metrics
 from mcore_rl.trainer.resume import folders
-from tests.e2e.recipe import task_flags
+from tests.e2e.recipe import Ended, run_job, task_flags
 from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -29,8 +29,8 @@ COMMON = (
 @pytest.fixture(scope="module")
 def runs(
     warmed_checkpoint: Path, ranks: RankPool, tmp_path_factory: Any
-) -> tuple[Path, list[tuple[set[int], str]]]:
-    """The folder; exit codes and what was said of the run that an alarm ends, and of the next."""
+) -> tuple[Path, list[Ended]]:
+    """The folder; the run that an alarm ends, and the next one."""
     folder = tmp_path_factory.mktemp("health") / "run"
     found = []
     for more in (
@@ -39,18 +39,15 @@ def runs(
         ("--rl-num-steps", "3", "--rl-alarm-reward-std", "9"),
     ):
         load = ("--load", str(folder / "checkpoints"), "--rl-load-or-start")
-        outcomes = ranks.run_raw(
-            "tests.e2e.jobs:train",
-            world_size=2,
-            tokens=task_flags(warmed_checkpoint, folder, *COMMON, *more, *load),
-        )
-        found.append(({o.exit_code for o in outcomes}, "".join(o.output for o in outcomes)))
+        tokens = task_flags(warmed_checkpoint, folder, *COMMON, *more, *load)
+        found.append(run_job(ranks, tokens))
     return folder, found
 
 
 def test_an_alarm_saves_and_ends_the_run_on_all_ranks(runs) -> None:
-    folder, ((codes, said), _) = runs
-    assert codes == {EXIT_ALARM}, said[-3000:]
+    folder, (ended, _) = runs
+    ended.require(EXIT_ALARM)
+    said = ended.said
     assert said.count("[Health] step 1, reward-std: the rewards' standard deviation is") == 1
     assert "[Health] stopped after step 1 by --rl-on-alarm stop" in said
     assert 2 in folders.complete_steps(folder / "checkpoints")
@@ -59,10 +56,9 @@ def test_an_alarm_saves_and_ends_the_run_on_all_ranks(runs) -> None:
 
 
 def test_the_run_goes_on_and_an_alarm_that_lasts_is_not_told_again(runs) -> None:
-    folder, (_, (codes, said)) = runs
-    assert codes == {0}, said[-3000:]
-    assert "going on from step 2" in said
-    assert "[Health]" not in said
+    folder, (_, ended) = runs
+    ended.require(0)
+    assert "going on from step 2" in ended.said and "[Health]" not in ended.said
     metrics = read_metrics(folder / "metrics.jsonl")
     assert [metrics[step]["health/alarms"] for step in range(3)] == [0, 1, 1]
 
@@ -85,13 +81,9 @@ def test_other_prompts_end_the_run_before_models_are_built(
         *("--rl-prompts", str(warmed_checkpoint / "prompts" / "heldout.jsonl")),
         *("--rl-num-steps", "4", "--load", str(folder / "checkpoints")),
     )
-    outcomes = ranks.run_raw(
-        "tests.e2e.jobs:train",
-        world_size=2,
-        tokens=task_flags(warmed_checkpoint, folder, *COMMON, *other),
-    )
-    assert {o.exit_code for o in outcomes} == {2}
-    said = "".join(o.output for o in outcomes)
+    ended = run_job(ranks, task_flags(warmed_checkpoint, folder, *COMMON, *other))
+    ended.require(2)
+    said = ended.said
     assert said.count("are others than those that the checkpoint of step 3 has drawn from") == 1
     assert "--rl-on-changed-prompts restart" in said
     assert "model and engines ready" not in said
@@ -114,9 +106,9 @@ def test_a_folder_that_is_no_longer_the_reference_ends_the_run_before_models_are
         *("--rl-hf-checkpoint", str(changed), "--rl-kl-coef", "0.05"),
         *("--rl-num-steps", "4", "--load", str(folder / "checkpoints")),
     )
-    outcomes = ranks.run_raw("tests.e2e.jobs:train", world_size=2, tokens=flags)
-    said = "".join(o.output for o in outcomes)
-    assert {o.exit_code for o in outcomes} == {2}, said[-3000:]
+    ended = run_job(ranks, flags)
+    ended.require(2)
+    said = ended.said
     sentence = f"--rl-hf-checkpoint {changed} has other weights than those that the run began with"
     assert said.count(sentence) == 1 and "by --finetune and another --rl-run-dir" in said
     assert "model and engines ready" not in said

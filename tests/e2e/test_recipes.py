@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import load_script
-from tests.e2e.recipe import task_flags
-from tests.e2e.test_training import metrics_of
+from tests.e2e.recipe import metrics_of, run_job, task_flags
 from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -52,10 +51,7 @@ def run(
 ) -> list[dict[str, Any]]:
     steps = ("--rl-num-steps", str(num_steps), "--rl-eval-interval", str(num_steps))
     tokens = task_flags(checkpoint, run_dir, *ONE_PROCESS, *steps, *flags)
-    outcomes = ranks.run_raw(
-        "tests.e2e.jobs:train", world_size=1, tokens=tokens, timeout_seconds=800
-    )
-    assert outcomes[0].exit_code == 0, outcomes[0].output[-4000:]
+    run_job(ranks, tokens, world_size=1, timeout_seconds=800).require(0)
     return metrics_of(run_dir)
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from mcore_rl.observe import own_folders
 from mcore_rl.observe.run_directory import read_config, read_metrics
-from tests.e2e.recipe import task_flags
-from tests.rank_pool import ROOT, RankPool
+from tests.e2e.recipe import HOOKS, run_job, task_flags
+from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -120,23 +120,18 @@ def run(
     # Megatron-FSDP refuses one queue to the device.
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"} if "fsdp" in flags else {}
     if ends_after is not None:
-        tokens += ["--rl-import", str(ROOT / "tests" / "e2e" / "end_at_step.py")]
+        tokens += ["--rl-import", str(HOOKS / "end_at_step.py")]
         environment["MCORE_RL_TEST_END_AT_STEP"] = str(ends_after)
     if goes_on:
         tokens += ["--load", str(folder / "checkpoints")]
-    outcomes = ranks.run_raw(
-        "tests.e2e.jobs:watched_train",
-        world_size=num_ranks,
-        tokens=tokens,
-        environment=environment,
-        timeout_seconds=400,
-    )
-    codes = {outcome.exit_code for outcome in outcomes}
+    options: dict[str, Any] = {"world_size": num_ranks, "environment": environment}
+    ended = run_job(ranks, tokens, job="watched_train", timeout_seconds=400, **options)
     if ends_after is None:
-        assert codes == {0}, "\n".join(outcome.output[-3000:] for outcome in outcomes)
+        ended.require(0)
     else:
-        assert -signal.SIGKILL in codes and 0 not in codes, outcomes[0].output[-3000:]
-    return Run(folder, outcomes[0].output, [outcome.result for outcome in outcomes])
+        codes = {rank.exit_code for rank in ended.ranks}
+        assert -signal.SIGKILL in codes and 0 not in codes, ended.said[-3000:]
+    return Run(folder, ended.ranks[0].output, [rank.result for rank in ended.ranks])
 
 
 @pytest.fixture(scope="module", params=RUNS, ids=list(RUNS))

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.dist.test_value_model import reward_model
-from tests.e2e.recipe import task_flags
-from tests.e2e.test_training import metrics_of
+from tests.e2e.recipe import metrics_of, run_job, task_flags
 from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -43,14 +42,10 @@ def runs(
     ):
         reward = ("--rl-reward", "arithmetic,model", "--rl-reward-weights", "1,0.01")
         more = (*ROLES, *reward, "--rl-reward-model", str(model), *flags)
-        outcomes = ranks.run_raw(
-            "tests.e2e.jobs:train",
-            world_size=4,
-            tokens=task_flags(warmed_checkpoint, folder / name, *more),
-        )
-        for outcome in outcomes:
-            assert outcome.exit_code == 0, outcome.output[-4000:]
-        found.append((outcomes[0].output, metrics_of(folder / name)))
+        tokens = task_flags(warmed_checkpoint, folder / name, *more)
+        ended = run_job(ranks, tokens, world_size=4)
+        ended.require(0)
+        found.append((ended.ranks[0].output, metrics_of(folder / name)))
     return found
 
 

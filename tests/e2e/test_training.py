@@ -16,7 +16,7 @@ from mcore_rl.job.reading import make_parser
 from mcore_rl.model.config_json import megatron_flags, read_model_shape
 from mcore_rl.observe import own_folders
 from mcore_rl.observe.run_directory import read_config
-from tests.e2e.recipe import task_flags
+from tests.e2e.recipe import metrics_of, run_job, task_flags
 from tests.rank_pool import ROOT, RankPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -27,10 +27,6 @@ LAYOUT = [
     *("--pipeline-model-parallel-size", "2"),
     *("--expert-model-parallel-size", "2"),
 ]
-
-
-def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +40,9 @@ def short_run(warmed_checkpoint: Path, ranks: RankPool, tmp_path_factory: Any) -
         *("--rl-trace", "1", "--rl-offload", "gradients,optimizer,parameters"),
         *("--rl-export-hf", str(run_dir / "exported")),
     )
-    outcomes = ranks.run_raw(
-        "tests.e2e.jobs:train", world_size=4, tokens=flags, timeout_seconds=600
-    )
-    for outcome in outcomes:
-        assert outcome.exit_code == 0, outcome.output[-4000:]
-    (run_dir / "stdout.txt").write_text(outcomes[0].output)
+    ended = run_job(ranks, flags, world_size=4, timeout_seconds=600)
+    ended.require(0)
+    (run_dir / "stdout.txt").write_text(ended.ranks[0].output)
     return run_dir
 
 

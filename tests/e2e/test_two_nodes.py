@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.recipe import task_flags
+from tests.e2e.recipe import HOOKS, task_flags
 from tests.e2e.test_resume import COMMON, KILLED_AFTER, NUM_STEPS, SAVED_AT, Run, run
 from tests.rank_pool import ENVIRONMENT, ROOT, RankPool, free_port
 
@@ -84,7 +84,7 @@ def runs(
         "MCORE_RL_TEST_END_AT_STEP": str(KILLED_AFTER),
         "MCORE_RL_TEST_END_LAUNCHER_OF": "2",  # on node 1
     }
-    kill = ("--rl-import", str(ROOT / "tests" / "e2e" / "end_at_step.py"))
+    kill = ("--rl-import", str(HOOKS / "end_at_step.py"))
     lost = start(warmed_checkpoint, folder / "none", *kill, hook=hook)
     (made,) = (folder / "runs").iterdir()
     again = ("--load", str(made / "checkpoints"), "--rl-export-hf", str(made / "exported"))

@@ -12,17 +12,11 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.trainer.resume import folders
-from tests.e2e.recipe import task_flags
+from tests.e2e.recipe import SMALL, Ended, run_job, task_flags
 from tests.rank_pool import RankPool
 from tests.untrusted import Command, edit_json, need_code_of_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-SMALL = (
-    *("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"),
-    *("--rl-num-prompts-per-step", "4", "--rl-num-samples-per-prompt", "4"),
-    *("--rl-eval-interval", "0", "--rl-max-response-tokens", "8"),
-)
 
 
 def reseal(place: Path, file: str) -> None:
@@ -43,18 +37,14 @@ def test_code_is_run_where_it_is_asked_for_and_out_of_a_checkpoint_never(
     need_code_of_tokenizer(model, marker)
     cache = ("--rl-cache-dir", str(tmp_path / "cache"))
 
-    def run(job: str, *more: str) -> tuple[set[int], str]:
-        outcomes = ranks.run_raw(
-            f"tests.e2e.jobs:{job}",
-            world_size=2,
-            tokens=task_flags(model, tmp_path / "run", *SMALL, *cache, *more),
-            environment={"HF_MODULES_CACHE": str(tmp_path / "modules")},
-        )
-        return {outcome.exit_code for outcome in outcomes}, outcomes[0].output
+    def run(job: str, *more: str) -> Ended:
+        tokens = task_flags(model, tmp_path / "run", *SMALL, *cache, *more)
+        modules = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+        return run_job(ranks, tokens, job=job, environment=modules)
 
-    def refused(found: tuple[set[int], str], sentence: Sequence[str]) -> None:
-        codes, said = found
-        assert codes == {2}, said[-6000:]
+    def refused(ended: Ended, sentence: Sequence[str]) -> None:
+        ended.require(2)
+        said = ended.ranks[0].output
         assert all(part in said for part in sentence), said[-6000:]
         assert "Traceback" not in said, said[-6000:]
         assert not marker.exists()  # whichever it is then
@@ -63,12 +53,10 @@ def test_code_is_run_where_it_is_asked_for_and_out_of_a_checkpoint_never(
     unasked = [f"--rl-hf-checkpoint {model} holds a tokenizer with code", *trusted]
     refused(run("train", "--rl-num-steps", "1"), unasked)
     refused(run("verify"), unasked)
-    codes, said = run("verify", *trusted)
-    assert codes == {0}, said[-6000:]
+    run("verify", *trusted).require(0)
     assert marker.exists()
     marker.unlink()
-    codes, said = run("train", "--rl-num-steps", "1", *trusted)
-    assert codes == {0}, said[-6000:]
+    run("train", "--rl-num-steps", "1", *trusted).require(0)
     assert marker.exists()
 
     # The tokenizer is trusted, the checkpoint of the actor is not.
@@ -79,8 +67,9 @@ def test_code_is_run_where_it_is_asked_for_and_out_of_a_checkpoint_never(
     metadata.planner_data = Command(marker)
     (place / ".metadata").write_bytes(pickle.dumps(metadata))
     load = ("--load", str(checkpoints), "--rl-num-steps", "2", *trusted)
-    codes, said = run("train", *load)
-    assert codes == {2} and ".metadata: " in said, said[-6000:]  # its digest has changed
+    ended = run("train", *load)
+    ended.require(2)
+    assert ".metadata: " in ended.ranks[0].output, ended.said[-6000:]  # its digest has changed
     reseal(place, ".metadata")
     attack = [f"{place / '.metadata'} holds builtins.exec, which is not part of a checkpoint"]
     refused(run("train", *load), attack)

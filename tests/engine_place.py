@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from vllm.distributed import parallel_state
@@ -37,6 +36,3 @@ class EnginePlace:
             engine_index=slot // slots,
             num_engines=parallel_state.get_world_group().world_size // slots,
         )
-
-    def fields(self, *names: str) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name in names}

@@ -1,12 +1,21 @@
-"""All prompts of a test at once through an engine, by the product's `generation`."""
+"""Small engines, and all prompts of a test at once through one, by the product's `generation`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling, seed_of
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.startup import EngineConfig
+
+
+def small_engine(checkpoint: str | Path, load_format: str = "auto", **changes: Any) -> EngineConfig:
+    """32 sequences of 128 tokens, and 64 MiB of KV cache."""
+    sizes = {"max_model_len": 128, "max_num_seqs": 32, "kv_cache_bytes": 1 << 26}
+    return EngineConfig(model_dir=Path(checkpoint), load_format=load_format, **{**sizes, **changes})
 
 
 def sample_responses(

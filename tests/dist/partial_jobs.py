@@ -15,13 +15,13 @@ from mcore_rl.batching.types import UNFINISHED, Prompt, Rollout, ScoredRollout
 from mcore_rl.config import RLConfig
 from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
-from mcore_rl.hybrid_engine.vllm.startup import EngineConfig
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.rollout.dispatch import SamplingTarget
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.groups import GroupPlan
 from mcore_rl.rollout.sample_store import SampleStore
 from tests.dist.rank_map_jobs import weights_of
+from tests.engine_samples import small_engine
 from tests.reward_specs import rewards_of
 
 NUM_GROUPS, NUM_SAMPLES, NUM_STEPS, MAX_TOKENS, LIMIT = 4, 3, 5, 90, 2
@@ -63,18 +63,8 @@ def partial_rollouts(
     dist.init_process_group("gloo")
     folder, world_size = Path(checkpoint), dist.get_world_size()
     layout = RolloutLayout(world_size, tp_size, expert_parallel=False)
-    engine = VLLMEngine(
-        EngineConfig(
-            model_dir=folder,
-            load_format="auto",
-            dtype="float32",
-            tp_size=tp_size,
-            max_model_len=128 * scale,
-            max_num_seqs=16,
-            kv_cache_bytes=1 << 26,
-            keeps_kv=kv == "keep",
-        )
-    )
+    sizes: dict[str, Any] = {"tp_size": tp_size, "max_model_len": 128 * scale, "max_num_seqs": 16}
+    engine = VLLMEngine(small_engine(folder, dtype="float32", keeps_kv=kv == "keep", **sizes))
     hits: list[tuple[list[int], int]] = []
     notes_hits(engine, hits)
     sample_store = SampleStore(TrainLayout(world_size, 1, 1, 1, 1, 1), layout, (((),),))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
-from mcore_rl.hybrid_engine.vllm.startup import EngineConfig, require_placement
+from mcore_rl.hybrid_engine.vllm.startup import require_placement
 from mcore_rl.patches.registry import applied_patches
 from mcore_rl.patches.vllm.rank_map import ranks_in_given_order
 from mcore_rl.verify import stored_digests
@@ -26,19 +26,8 @@ from tests.dist.vllm_engine_worker import (
     weights_of,
 )
 from tests.engine_place import EnginePlace
-from tests.engine_samples import sample_responses
+from tests.engine_samples import sample_responses, small_engine
 from tests.model_only import VLLMModelOnly
-
-
-def config(checkpoint: Path, load_format: str = "auto", **changes: Any) -> EngineConfig:
-    return EngineConfig(
-        model_dir=checkpoint,
-        load_format=load_format,
-        max_model_len=128,
-        max_num_seqs=32,
-        kv_cache_bytes=1 << 26,
-        **changes,
-    )
 
 
 def place(engine: VLLMEngine) -> dict[str, Any]:
@@ -48,7 +37,7 @@ def place(engine: VLLMEngine) -> dict[str, Any]:
 def generate(checkpoint: Path, **changes: Any) -> dict[str, Any]:
     """An engine that generates: where it sits, what it stores and needs, and what it says."""
     weights, _ = weights_of(checkpoint)
-    engine = VLLMEngine(config(checkpoint, **changes))
+    engine = VLLMEngine(small_engine(checkpoint, **changes))
     engine.seed_sampling(100 + EnginePlace.of(engine).engine_index)
     result = {
         "place": place(engine),
@@ -64,7 +53,7 @@ def generate(checkpoint: Path, **changes: Any) -> dict[str, Any]:
 def hold(checkpoint: Path, **changes: Any) -> dict[str, Any]:
     """A model only: load from disk, learn, load zeros, load slices; what is stored after each."""
     weights, _ = weights_of(checkpoint)
-    engine = VLLMModelOnly(config(checkpoint, **changes))
+    engine = VLLMModelOnly(small_engine(checkpoint, **changes))
     stored = stored_digests(engine)
     needs = engine.learn_needs(metadata_of(weights))
     # Each rank is given whole tensors, of experts too that only another rank of its engine holds.
@@ -88,7 +77,7 @@ def refusals(checkpoint: Path) -> dict[str, str]:
     """What is raised by placements that cannot be, and by an engine that cannot generate."""
 
     def placed(**changes: Any) -> str:
-        return error_of(lambda: require_placement(config(checkpoint, **changes)))
+        return error_of(lambda: require_placement(small_engine(checkpoint, **changes)))
 
     errors = {
         "tp": placed(tp_size=3),
@@ -99,11 +88,11 @@ def refusals(checkpoint: Path) -> dict[str, str]:
         "nodes kept": placed(tp_size=2, rank_map=(1, 0, 3, 2), ranks_per_node=2),
         "cannot run": error_of(
             lambda: VLLMEngine(
-                config(checkpoint, tp_size=2, dp_size=2, enable_expert_parallel=True)
+                small_engine(checkpoint, tp_size=2, dp_size=2, enable_expert_parallel=True)
             )
         ),
     }
-    engine = VLLMModelOnly(config(checkpoint, "dummy", tp_size=2))
+    engine = VLLMModelOnly(small_engine(checkpoint, "dummy", tp_size=2))
     engine.sleep()
     errors["sleep twice"] = error_of(engine.sleep)
     errors["reload asleep"] = error_of(lambda: engine.reload(weights_of(checkpoint)[0].items()))

@@ -20,7 +20,6 @@ from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.switch_report import ReshardReport
 from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling, seed_of
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
-from mcore_rl.hybrid_engine.vllm.startup import EngineConfig
 from mcore_rl.hybrid_engine.weight_stream import missing_bytes
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.saving import save_checkpoint
@@ -36,7 +35,7 @@ from mcore_rl.trainer.step_metrics import update_metrics
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 from tests.dist.jobs import log_probs_of_random_tokens, rank_batch, started
 from tests.dist.stream_jobs import Trickle
-from tests.engine_samples import sample_responses
+from tests.engine_samples import sample_responses, small_engine
 
 # Tensors of a drafter of which every rank holds all, in the checkpoint's own shape.
 UNCUT = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
@@ -68,18 +67,14 @@ def drafting(checkpoint: str, modes: Sequence[str]) -> dict[str, Any]:
 
 
 def _engine(checkpoint: Path, mode: str, dtype: str) -> VLLMEngine:
-    return VLLMEngine(
-        EngineConfig(
-            model_dir=checkpoint,
-            load_format="auto",
-            dtype=dtype,
-            max_model_len=PROMPT_TOKENS + NEW_TOKENS,  # not one more, as in a run
-            max_num_seqs=32,
-            kv_cache_bytes=1 << 26,
-            speculation=parse_speculation(mode),
-            routed_layers=routed_layers(read_model_shape(checkpoint)),
-        )
+    config = small_engine(
+        checkpoint,
+        dtype=dtype,
+        max_model_len=PROMPT_TOKENS + NEW_TOKENS,  # not one more, as in a run
+        speculation=parse_speculation(mode),
+        routed_layers=routed_layers(read_model_shape(checkpoint)),
     )
+    return VLLMEngine(config)
 
 
 def _in_company(checkpoint: Path, mode: str) -> dict[str, Any]:

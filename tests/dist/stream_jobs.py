@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ import torch.distributed as dist
 
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling, seed_of
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
-from mcore_rl.hybrid_engine.vllm.startup import EngineConfig
 from mcore_rl.rollout.stream import StreamActions, run_stream
+from tests.engine_samples import small_engine
 
 NUM_REQUESTS, MAX_TOKENS = 24, 40
 END, DROP = (3, 11, 20), (5, 17)  # numbers of requests that do not come to their own end
@@ -85,18 +84,9 @@ def as_json(completions: Sequence[Completion]) -> list[dict[str, Any]]:
 
 def streamed(checkpoint: str, dtype: str, tp_size: int) -> dict[str, Any]:
     dist.init_process_group("gloo")
-    engine = VLLMEngine(
-        EngineConfig(
-            model_dir=Path(checkpoint),
-            load_format="auto",
-            dtype=dtype,
-            tp_size=tp_size,
-            max_model_len=128,
-            max_num_seqs=32,
-            max_num_batched_tokens=64,  # of several prompts in one step, one is cut
-            kv_cache_bytes=1 << 26,
-        )
-    )
+    # Of several prompts in one step, one is cut.
+    config = small_engine(checkpoint, dtype=dtype, tp_size=tp_size, max_num_batched_tokens=64)
+    engine = VLLMEngine(config)
     from vllm import logprobs  # not before the engine has said how
 
     logprobs.Logprob = None  # an object for every token would cost more than all else of a step

@@ -5,7 +5,6 @@ What the ranks do is in `rank_map_jobs`; it runs once, and each test looks at on
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -145,50 +144,6 @@ def test_slices_leave_what_the_own_loader_leaves_bit_for_bit(results, case):
 @pytest.mark.parametrize("case", HELD)
 def test_a_closed_engine_frees_its_model(results, case):
     assert all(rank["hold"][case]["freed"] for rank in results)
-
-
-def _elements(needs: dict[str, list], pattern: str) -> int:
-    return sum(
-        math.prod(stop - start for start, stop in box)
-        for name, boxes in needs.items()
-        for box in boxes
-        if re.search(pattern, name)
-    )
-
-
-@pytest.mark.parametrize(
-    ("case", "split", "num_ranks"),
-    [
-        ("v3 TP2 x DP2 EP4", 2, 4),
-        ("v3 TP1 x DP2 EP2", 1, 2),
-        ("qwen3_moe TP1 x DP4 EP4", 1, 4),
-    ],
-)
-def test_experts_spread_over_data_parallel_ranks_and_the_rest_over_tp(
-    results, case, split, num_ranks
-):
-    found = [r["needs"] for r in _by_slot(results, "hold", case)]
-    per_rank = 8 // num_ranks
-    for slot, needs in enumerate(found):
-        first = slot % num_ranks * per_rank
-        experts = {
-            int(match[1])
-            for name, boxes in needs.items()
-            if boxes and (match := re.search(r"\.experts\.(\d+)\.", name))
-        }
-        assert experts == set(range(first, first + per_rank))
-        # Whole ones, as many elements as every rank has.
-        assert _elements(needs, r"\.experts\.") == _elements(found[0], r"\.experts\.")
-        (outputs,) = needs["model.layers.0.self_attn.o_proj.weight"]
-        (whole,) = results[0]["hold"]["v3 TP1 x DP2 EP2"]["needs"][
-            "model.layers.0.self_attn.o_proj.weight"
-        ]
-        if split == 2:
-            half = whole[1][1] // 2
-            assert outputs == [whole[0], [slot % 2 * half, (slot % 2 + 1) * half]]
-        else:
-            assert outputs[1][0] == 0
-        assert needs["model.norm.weight"] == found[0]["model.norm.weight"]
 
 
 def test_the_patch_is_applied_for_a_rank_map_only(results):

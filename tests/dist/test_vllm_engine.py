@@ -74,53 +74,6 @@ def test_learning_needs_changes_nothing_and_can_be_repeated(results, case):
         assert all(boxes == [] for boxes in found["mtp_needs"])
 
 
-def _needs(results, case: str, name: str) -> list[Any]:
-    return [rank["hand_over"][case]["needs"][name] for rank in results]
-
-
-@pytest.mark.parametrize("case", ["deepseek_v3, TP2 with EP", "deepseek_v2, TP2 with EP"])
-def test_needs_split_experts_over_ranks_with_expert_parallelism(results, case):
-    for expert in range(8):
-        for part in ("gate_proj", "up_proj", "down_proj"):
-            name = f"model.layers.1.mlp.experts.{expert}.{part}.weight"
-            first, second = _needs(results, case, name)
-            local, foreign = (first, second) if expert < 4 else (second, first)
-            assert (len(local), foreign) == (1, [])
-            assert [start for start, _ in local[0]] == [0, 0]  # all of it
-
-
-def test_needs_split_every_expert_without_expert_parallelism(results):
-    prefix = "model.layers.1.mlp.experts.5."
-    for part, split in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
-        (first,), (second,) = _needs(results, "deepseek_v3, TP2", f"{prefix}{part}.weight")
-        assert first[split][0] == 0
-        assert first[split][1] == second[split][0]
-        assert first[1 - split] == second[1 - split]
-
-
-def test_needs_split_the_vocabulary_and_replicate_norms(results):
-    for case in HAND_OVERS:
-        ranks = 1 if "TP1" in case else 2
-        vocabulary = _needs(results, case, "model.embed_tokens.weight")
-        norms = _needs(results, case, "model.norm.weight")
-        assert norms[0] == norms[1]
-        if ranks == 1:
-            assert vocabulary[0] == vocabulary[1]
-        else:
-            assert vocabulary[0][0][0][1] == vocabulary[1][0][0][0]
-
-
-def test_the_ranks_of_an_engine_need_every_element_and_share_the_split_ones(results):
-    for case in HAND_OVERS:
-        found = [rank["hand_over"][case] for rank in results]
-        share = [f["needed_elements"] / f["elements"] for f in found]
-        if "TP1" in case:
-            assert share == [1.0, 1.0]
-        else:
-            assert 0.5 < share[0] < 0.75
-            assert sum(share) > 1
-
-
 def test_closing_leaves_no_shared_memory_and_the_world_in_place(results):
     for case in HAND_OVERS:
         for rank in results:
@@ -177,15 +130,6 @@ def test_all_ranks_of_an_engine_hear_of_one_ranks_failure(results):
 
 def _tokens(rollouts: list[dict[str, Any]]) -> list[list[int]]:
     return [rollout["tokens"] for rollout in rollouts]
-
-
-def test_ranks_know_their_place(results):
-    assert [rank["one engine of two"]["place"] for rank in results] == [
-        dict(tp_rank=r, ep_rank=r, ep_size=2, engine_index=0, num_engines=1) for r in (0, 1)
-    ]
-    assert [rank["two engines of one"]["place"] for rank in results] == [
-        dict(tp_rank=0, ep_rank=0, ep_size=1, engine_index=r, num_engines=2) for r in (0, 1)
-    ]
 
 
 def test_the_ranks_of_one_engine_draw_the_same_tokens(results):

@@ -29,23 +29,10 @@ from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor
 from mcore_rl.hybrid_engine.vllm.startup import EngineConfig
 from mcore_rl.model.boxes import Box, volume
 from tests.engine_place import EnginePlace
-from tests.engine_samples import sample_responses
+from tests.engine_samples import sample_responses, small_engine
 
 Weights = Mapping[str, torch.Tensor]
 SEQUENCES = [list(range(5, 37)), list(range(40, 50))]
-
-
-def start(checkpoint: Path, load_format: str = "auto", **config: Any) -> VLLMEngine:
-    return VLLMEngine(
-        EngineConfig(
-            model_dir=checkpoint,
-            load_format=load_format,
-            max_model_len=128,
-            max_num_seqs=32,
-            kv_cache_bytes=1 << 26,
-            **config,
-        )
-    )
 
 
 def metadata_of(weights: Weights) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -132,7 +119,7 @@ def weights_of(checkpoint: Path) -> tuple[Weights, Weights]:
 def hand_over(checkpoint: Path, **config: Any) -> dict[str, Any]:
     """Load from disk, learn, load zeros, load slices: what is stored after each."""
     weights, mtp = weights_of(checkpoint)
-    engine = start(checkpoint, **config)
+    engine = VLLMEngine(small_engine(checkpoint, **config))
     stored, scores = snapshot(engine), engine.prompt_log_probs(SEQUENCES)
 
     def scores_differ() -> bool:
@@ -145,9 +132,7 @@ def hand_over(checkpoint: Path, **config: Any) -> dict[str, Any]:
     result: dict[str, Any] = {
         "score_lengths": [len(s) for s in scores],
         "after_learning": [differing(engine, stored), scores_differ()],
-        "needs": needs,
         "needed_elements": sum(volume(b) for boxes in needs.values() for b in boxes),
-        "elements": sum(t.numel() for t in weights.values()),
         "mtp_needs": [needs[name] for name in mtp],
     }
     engine.reload((name, torch.zeros_like(t)) for name, t in weights.items())
@@ -198,7 +183,7 @@ def close(engine: VLLMEngine) -> dict[str, Any]:
 def strictness(checkpoint: Path) -> dict[str, str]:
     """What faulty hand-overs raise; each but the last leaves an engine that refuses to generate."""
     weights, mtp = weights_of(checkpoint)
-    engine = start(checkpoint, "dummy")
+    engine = VLLMEngine(small_engine(checkpoint, "dummy"))
     norm, expert = "model.norm.weight", "model.layers.1.mlp.experts.3.up_proj.weight"
 
     def without(name: str) -> Weights:
@@ -258,7 +243,7 @@ def strictness(checkpoint: Path) -> dict[str, str]:
 def disagreement(checkpoint: Path) -> dict[str, str]:
     """Rank 1 lacks a slice, while the weights come by collectives: both must hear of it."""
     weights, _ = weights_of(checkpoint)
-    engine = start(checkpoint, "dummy", tp_size=2)
+    engine = VLLMEngine(small_engine(checkpoint, "dummy", tp_size=2))
     needs = engine.learn_needs(metadata_of(weights))
     lacking = {**needs, "model.layers.1.self_attn.o_proj.weight": ()}
 
@@ -307,8 +292,7 @@ def as_json(rollouts: list[Rollout]) -> list[dict[str, Any]]:
 def rollouts(checkpoint: Path, **config: Any) -> dict[str, Any]:
     """Sample under equal and under different seeds, and score what was sampled."""
     states = torch.get_rng_state(), np.random.get_state()[1].tolist()
-    engine = start(checkpoint, **config)
-    place = EnginePlace.of(engine)
+    engine = VLLMEngine(small_engine(checkpoint, **config))
     kept = torch.equal(states[0], torch.get_rng_state())
     kept &= states[1] == np.random.get_state()[1].tolist()
 
@@ -321,11 +305,10 @@ def rollouts(checkpoint: Path, **config: Any) -> dict[str, Any]:
     scores = engine.prompt_log_probs(tokens)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     result = {
-        "place": place.fields("tp_rank", "ep_rank", "ep_size", "engine_index", "num_engines"),
         "random_state_kept": kept,
         "first": as_json(first),
         "again": as_json(sample(1)),
-        "own_seed": as_json(sample(100 + place.engine_index)),
+        "own_seed": as_json(sample(100 + EnginePlace.of(engine).engine_index)),
         "greedy": as_json(sample(2, temperature=0.0, num_samples=1)),
         "narrow": as_json(sample(3, temperature=0.5, top_k=2)),
         "ignore_eos": as_json(sample(1, ignore_eos=True)),
@@ -360,7 +343,7 @@ def scheduling_ahead() -> Iterator[None]:
 def rollouts_scheduled_ahead(checkpoint: Path, **config: Any) -> dict[str, Any]:
     """`rollouts` in short, with a hand-over while a step is still to be taken."""
     with scheduling_ahead():
-        engine = start(checkpoint, **config)
+        engine = VLLMEngine(small_engine(checkpoint, **config))
 
     def sample(seed: int, **changes: Any) -> list[dict[str, Any]]:
         engine.seed_sampling(seed)

@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
-from mcore_rl.hybrid_engine.vllm.startup import EngineConfig
 from mcore_rl.patches import registry
 from mcore_rl.patches.vllm import register, shared_memory_names
+from tests.engine_samples import small_engine
 
 TOKENS = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
 CASE_SECONDS = 180  # what hangs ends with them
@@ -40,16 +40,7 @@ def log_probs(model_dir: str, load_format: str, **config: Any) -> list[float]:
     """Score TOKENS with weights read from disk: at the start ("auto") or by a reload ("dummy")."""
     from safetensors.torch import load_file
 
-    engine = VLLMEngine(
-        EngineConfig(
-            model_dir=Path(model_dir),
-            load_format=load_format,
-            max_model_len=64,
-            max_num_seqs=4,
-            kv_cache_bytes=1 << 26,
-            **config,
-        )
-    )
+    engine = VLLMEngine(small_engine(model_dir, load_format, **config))
     if load_format == "dummy":
         engine.reload(load_file(Path(model_dir) / "model.safetensors").items())
     (scores,) = engine.prompt_log_probs([TOKENS])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,12 @@ from mcore_rl.batching.types import Prompt
 from mcore_rl.hybrid_engine.switch_report import ReshardReport
 from mcore_rl.hybrid_engine.transfer.transfer import Transfer
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
-from mcore_rl.hybrid_engine.vllm.startup import EngineConfig
 from mcore_rl.trainer.build import build_manager, build_offloader, engine_config
 from mcore_rl.verify import stored_digests
 from tests.dist.jobs import random_tokens, rank_batch, started
 from tests.dist.offload_jobs import state_digests
 from tests.dist.transfer_jobs import World
-from tests.engine_samples import sample_responses
+from tests.engine_samples import sample_responses, small_engine
 from tests.footprint import Footprint
 
 PROMPTS = [Prompt(i, str(i), str(i), np.arange(5 + i, 17 + i, dtype=np.int32)) for i in range(2)]
@@ -67,17 +65,11 @@ def _said(engine: VLLMEngine) -> list[list[tuple[int, float]]]:
 def life_of_an_engine(checkpoint: str, other: str, graphs: bool) -> dict[str, Any]:
     """Sleeps with its weights kept, sleeps without, and takes others and the first ones again."""
     _start_world()
-    engine = VLLMEngine(
-        EngineConfig(
-            model_dir=Path(checkpoint),
-            load_format="auto",
-            max_model_len=64,
-            max_num_seqs=4,
-            kv_cache_bytes=None if torch.cuda.is_available() else 1 << 26,
-            gpu_memory_utilization=0.3,
-            enforce_eager=not graphs,
-        )
-    )
+    memory: dict[str, Any] = {"gpu_memory_utilization": 0.3}
+    if torch.cuda.is_available():
+        memory["kv_cache_bytes"] = None  # what that leaves
+    sizes: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 4}
+    engine = VLLMEngine(small_engine(checkpoint, enforce_eager=not graphs, **memory, **sizes))
     weights, others = (load_file(f"{folder}/model.safetensors") for folder in (checkpoint, other))
     engine.learn_needs({name: (tuple(t.shape), t.dtype) for name, t in weights.items()})
     said = {"at first": _said(engine)}

@@ -7,7 +7,6 @@ where a mistake is found, that a start on several ranks ends with that sentence.
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import os
 import re
@@ -28,6 +27,7 @@ from mcore_rl.job.resolver import resolve
 from mcore_rl.spec import JobSpec
 from mcore_rl.verify import check_prompts_given
 from tests.bad_input_folder import Change
+from tests.rank_pool import read_help_once
 
 # A run that is in order; `{here}` is the case's folder.
 GOOD = {
@@ -117,25 +117,6 @@ def check(tokens: Sequence[str], entry: str = "mcore_rl.train") -> JobSpec:
     checked = resolve(Source(tokens=tokens, platform=WITHOUT_CUDA, scores_only=scores_only))
     (check_prompts_given if scores_only else check_data)(checked)
     return checked
-
-
-@functools.cache
-def read_help_once() -> None:
-    """Keep the help texts that Megatron reads from the source of its classes for every parser.
-
-    They take more than half of the time of a case.
-    """
-    from megatron.training.argument_utils import ArgumentGroupFactory
-
-    read = ArgumentGroupFactory._get_field_docstrings
-    texts: dict[type, dict[str, str]] = {}
-
-    def read_once(factory: ArgumentGroupFactory, kind: type) -> dict[str, str]:
-        if kind not in texts:
-            texts[kind] = read(factory, kind)
-        return dict(texts[kind])
-
-    ArgumentGroupFactory._get_field_docstrings = read_once
 
 
 def assert_refused(

@@ -56,20 +56,30 @@ def make_float8(source: Path, folder: Path, **config: Any) -> tuple[Path, Path]:
         if name.endswith("_proj.weight") or name.endswith("kv_a_proj_with_mqa.weight"):
             weights[name], scales[f"{name}_scale_inv"] = in_blocks(value, generator)
             reference[name] = weight_dequant(weights[name], scales[f"{name}_scale_inv"])
-    blocks, standing_for = folder / "float8", folder / "bfloat16"
-    for target in (blocks, standing_for):
+    quantized = {"quantization_config": QUANTIZATION} | config
+    return write_both(source, folder, "float8", (weights, scales), reference, quantized)
+
+
+def write_both(
+    source: Path,
+    folder: Path,
+    name: str,
+    files: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]],
+    reference: dict[str, torch.Tensor],
+    config: dict[str, Any],
+) -> tuple[Path, Path]:
+    """Copies of `source`: `folder / name` with two files of weights and `config` added to its
+    config.json, and `folder / "bfloat16"` with `reference`."""
+    quantized, standing_for = folder / name, folder / "bfloat16"
+    for target in (quantized, standing_for):
         shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     save_file(reference, standing_for / "model.safetensors", metadata={"format": "pt"})
-    files = {
-        "model-00001-of-00002.safetensors": weights,
-        "model-00002-of-00002.safetensors": scales,
-    }
-    for file, content in files.items():
-        save_file(content, blocks / file, metadata={"format": "pt"})
-    weight_map = {name: file for file, content in files.items() for name in content}
-    (blocks / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    weight_map = {}
+    for number, content in enumerate(files, start=1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file(content, quantized / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(content, file)
+    (quantized / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     values = json.loads((source / "config.json").read_text())
-    (blocks / "config.json").write_text(
-        json.dumps(values | {"quantization_config": QUANTIZATION} | config, indent=2)
-    )
-    return blocks, standing_for
+    (quantized / "config.json").write_text(json.dumps(values | config, indent=2))
+    return quantized, standing_for

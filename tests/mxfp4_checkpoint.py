@@ -6,12 +6,12 @@ bits the sign, two of exponent, one of mantissa; times two to the scale - 127.
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+
+from tests.float8_checkpoint import write_both
 
 QUANTIZATION = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
@@ -53,17 +53,5 @@ def make_mxfp4(source: Path, folder: Path) -> tuple[Path, Path]:
         first[f"{name}_blocks"], second[f"{name}_scales"] = blocks, scales
         reference[name] = values.transpose(1, 2).bfloat16().contiguous()
         assert torch.equal(reference[name].double(), values.transpose(1, 2))  # it is exact
-    published, standing_for = folder / "mxfp4", folder / "bfloat16"
-    for target in (published, standing_for):
-        shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
-    save_file(reference, standing_for / "model.safetensors", metadata={"format": "pt"})
-    files = {"model-00001-of-00002.safetensors": first, "model-00002-of-00002.safetensors": second}
-    for file, content in files.items():
-        save_file(content, published / file, metadata={"format": "pt"})
-    weight_map = {name: file for file, content in files.items() for name in content}
-    (published / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    values_of_config = json.loads((source / "config.json").read_text())
-    (published / "config.json").write_text(
-        json.dumps(values_of_config | {"quantization_config": QUANTIZATION}, indent=2)
-    )
-    return published, standing_for
+    config = {"quantization_config": QUANTIZATION}
+    return write_both(source, folder, "mxfp4", (first, second), reference, config)

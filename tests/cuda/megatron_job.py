@@ -14,7 +14,7 @@ import dataclasses
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ from mcore_rl.megatron.adapter import stage_layers  # noqa: E402
 from mcore_rl.megatron.shards import ModelShards  # noqa: E402
 from mcore_rl.model.boxes import Box, disjoint, full_box, uncovered  # noqa: E402
 from mcore_rl.model.config_json import ModelShape  # noqa: E402
-from mcore_rl.model.tensors import TensorInfo, checkpoint_tensors  # noqa: E402
 from mcore_rl.model.weight_map import Piece, ShardCoordinates, map_parameter  # noqa: E402
+from tests.cuda.presets import tensor_infos  # noqa: E402
 from tests.model_shapes import published_shape  # noqa: E402
 
 APEX = dataclasses.replace(PLATFORM, fused_weight_gradients=True)
@@ -59,10 +59,11 @@ def examined(case: Mapping[str, Any]) -> dict[str, Any]:
     assert case["world_size"] - 1 in case["ranks"]
     everywhere: dict[str, list[Box]] = defaultdict(list)
     ranks = {rank: built(job, rank, everywhere) for rank in case["ranks"]}
-    lacking = []
-    for name, spec in tensors_of(shape):
-        if uncovered(full_box(spec.shape), disjoint(everywhere[name])):
-            lacking.append(name)
+    lacking = [
+        name
+        for name, info in tensor_infos(shape).items()
+        if uncovered(full_box(info.shape), disjoint(everywhere[name]))
+    ]
     return {"derived": derived, "ranks": ranks, "lacking": lacking}
 
 
@@ -79,17 +80,12 @@ def shape_of(case: Mapping[str, Any]) -> ModelShape:
     )
 
 
-def tensors_of(shape: ModelShape) -> Iterator[tuple[str, TensorInfo]]:
-    for name, spec in checkpoint_tensors(shape):
-        yield name, TensorInfo(spec.shape, spec.dtype, 4 if spec.dtype == "float32" else 2)
-
-
 def built(job: megatron_models.Job, rank: int, everywhere: dict[str, list[Box]]) -> dict[str, Any]:
     """One rank's model; what it holds of the checkpoint is added to `everywhere`."""
     with megatron_models.as_rank(job, rank):
         model = megatron_models.build(job)
         layout, layers = job.layout, stage_layers(model)
-        shards = ModelShards([model], job.shape, layout, rank, dict(tensors_of(job.shape)))
+        shards = ModelShards([model], job.shape, layout, rank, tensor_infos(job.shape))
         for tensor in shards.tensors():
             everywhere[tensor].extend(shards.boxes(tensor))
         weights = dict(model.named_parameters())

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.cuda import standins
+from tests.rank_pool import read_help_once
 
 if TYPE_CHECKING:
     from mcore_rl.common.platform import Platform
@@ -46,23 +47,8 @@ def prepare(*, transformer_engine: bool, apex: bool) -> Platform:
     from mcore_rl.common.platform import find_platform
     from mcore_rl.megatron import adapter  # noqa: F401  (first: it applies the patches)
 
-    _read_help_texts_once()
+    read_help_once()
     return find_platform()
-
-
-def _read_help_texts_once() -> None:
-    """Cache the help texts of Megatron's flags, which it parses from its sources for every parser:
-    a third of a job's time."""
-    from megatron.training.argument_utils import ArgumentGroupFactory as Factory
-
-    read, known = Factory._get_field_docstrings, {}
-
-    def cached(self: Any, config_class: type) -> dict[str, str]:
-        if config_class not in known:
-            known[config_class] = read(self, config_class)
-        return dict(known[config_class])
-
-    Factory._get_field_docstrings = cached
 
 
 def set_apex(has_apex: bool) -> None:

@@ -13,83 +13,45 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl.batching.rows import lay_out, row_length
 from mcore_rl.batching.train_batches import split_micro_batches, split_mini_batches
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.common import objects
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.megatron.router_layout import RouterLayout
 from mcore_rl.moe.balance import expert_biases
 from mcore_rl.moe.expert_load import ExpertLoad
-from mcore_rl.moe.routing import RoutedLayers, routed_layers
+from mcore_rl.moe.routing import RoutedLayers
 from mcore_rl.trainer.roles.reference import ReferencePolicy
 from tests.dist.checkpoints import tensors_of
-from tests.dist.ppo_jobs import Models, build_models, export_models, step_samples
+from tests.dist.ppo_jobs import ChosenExperts, Models, build_models, export_models, routers_of
 
 
-def routers_of(models: Models) -> dict[int, Any]:
-    """Of this stage, by layer from 0."""
-    return {
-        layer.layer_number - 1: layer.mlp.router
-        for chunk in models.state.chunks
-        for layer in chunk.decoder.layers
-        if hasattr(layer.mlp, "router")
-    }
-
-
-class ScoredChoices:
-    """Notes what routers choose when the actor scores, as the experts get it."""
-
-    def __init__(self, models: Models) -> None:
-        self._models, routers = models, routers_of(models)
-        whole = routed_layers(models.job.spec.shape)
-        self.routed = RoutedLayers(tuple(sorted(routers)), whole.topk, whole.num_experts)
-        self._found: dict[int, list[torch.Tensor]] = {layer: [] for layer in routers}
-        for router in routers.values():
-            router.register_forward_hook(self._note)
-
-    def _note(self, router: torch.nn.Module, _: Any, output: tuple[torch.Tensor, Any]) -> None:
-        if not router.training:
-            ids = output[1].nonzero()[:, 1].view(-1, self.routed.topk)
-            self._found[router.layer_number - 1].append(ids)
-
-    def counts(self, batch: TrainBatch) -> torch.Tensor:
-        """`[m, e]`: how often each expert was chosen for the tokens of all samples of the
-        mini-batch, of which `batch` is this rank's part and has just been scored."""
-        runner = self._models.learner.actor.runner
-        layout = RouterLayout.of(self._models.job.args, runner.groups, runner.device)
-        batching, parts = self._models.job.micro_batching(), split_micro_batches(batch)
-        counts = torch.zeros(len(self.routed.layers), self.routed.num_experts)
-        for number, part in enumerate(parts):
-            rows = lay_out(part, batching, row_length(parts, batching), runner.groups["cp"].rank())
-            noted = {i: self._found[layer][number] for i, layer in enumerate(self.routed.layers)}
-            for choices in layout.gathered(noted, rows, self.routed).long():  # a token, [m, k]
-                for layer, experts in enumerate(choices.tolist()):
-                    for expert in experts:
-                        counts[layer, expert] += 1
-        for found in self._found.values():
-            found.clear()
-        return runner.global_sum(counts)
+def counts_of(choices: list[torch.Tensor], routed: RoutedLayers) -> torch.Tensor:
+    """`[m, e]`: how often each expert was chosen, by each micro-batch's `[t, m, k]`."""
+    counts = torch.zeros(len(routed.layers), routed.num_experts)
+    for of_micro_batch in choices:
+        for of_token in of_micro_batch.tolist():
+            for layer, experts in enumerate(of_token):
+                for expert in experts:
+                    counts[layer, expert] += 1
+    return counts
 
 
 def move_biases(flags: list[str], target: str, rate: float) -> dict[str, Any]:
     """Updates that move biases, each after a pass that scores; and what must not move them."""
     models = build_models(flags)
-    actor, chosen = models.learner.actor, ScoredChoices(models)
-    load = ExpertLoad(models.state.chunks, routed_layers(models.job.spec.shape))
+    actor, chosen = models.learner.actor, ChosenExperts(models)
+    load = ExpertLoad(models.state.chunks, models.job.spec.routed_layers)
     reference = ReferencePolicy(models.state)
     biases = dict(zip(routers_of(models), expert_biases(models.state.chunks), strict=True))
     layers = chosen.routed.layers
     first = {layer: bias.clone() for layer, bias in biases.items()}
-    batch = models.learner.make_batch(
-        0, step_samples(models.job, models.learner.sample_store)
-    ).actor
+    batch = models.learner.make_batch(0, models.samples()).actor
     batch = dataclasses.replace(batch, advantages=torch.ones(batch.num_tokens))
     wrong, total = [], torch.zeros(len(layers), chosen.routed.num_experts)
     for mini_batch in split_mini_batches(batch):
         before = {layer: bias.clone() for layer, bias in biases.items()}
         scored = actor.scored(mini_batch)
-        counts = chosen.counts(mini_batch)
+        counts = actor.runner.global_sum(counts_of(chosen.take(mini_batch), chosen.routed))
         actor.update(scored)
         total += counts
         for layer, of_layer in zip(layers, counts, strict=True):
@@ -133,10 +95,7 @@ def learn_from_balance(flags: list[str], target: str, compares: bool) -> dict[st
     largest gradient and its largest difference to that of the formula, in one process."""
     models = build_models(flags)
     actor = models.learner.actor
-    batch = models.learner.make_batch(
-        0, step_samples(models.job, models.learner.sample_store)
-    ).actor
-    mini_batch = split_mini_batches(batch)[0]
+    mini_batch = split_mini_batches(models.learner.make_batch(0, models.samples()).actor)[0]
 
     def nothing(outputs: torch.Tensor, _: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
         return 0 * outputs.sum(), torch.zeros(1, device=outputs.device)

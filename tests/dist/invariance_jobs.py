@@ -8,13 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl.batching.rows import ModelRows, lay_out, row_length
+from mcore_rl.batching.rows import lay_out, row_length
 from mcore_rl.batching.train_batches import split_micro_batches
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.hybrid_engine.memory.offload import Offloader
-from mcore_rl.megatron.router_layout import RouterLayout
 from mcore_rl.trainer.build import build_offloader
-from tests.dist.ppo_jobs import Models, build_models, export_models, step_samples, take_step
+from tests.dist.ppo_jobs import ChosenExperts, build_models, export_models, take_step
 
 
 def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
@@ -29,12 +28,12 @@ def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
     models = build_models(flags)
     job, learner = models.job, models.learner
     offloader = build_offloader(job, models.state, models.role)
-    samples, batching = step_samples(job, models.learner.sample_store), job.micro_batching()
+    samples, batching = models.samples(), job.micro_batching()
     num_epochs = job.config.trainer.num_epochs
     forwards = [Forwards(models.state.chunks, num_epochs)]
     if models.critic is not None:
         forwards.append(Forwards(models.critic.state.chunks, num_epochs))
-    chosen = Chosen(models) if models.learner.sample_store.routed is not None else None
+    chosen = ChosenExperts(models) if models.learner.sample_store.routed is not None else None
     cp_rank = learner.actor.runner.groups["cp"].rank()
     steps, sharing, uneven, replayed = [], 0, 0, torch.zeros(2)
     for step in range(num_steps):
@@ -46,7 +45,7 @@ def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
         sharing += sum(each.prefix_of is not None for each in rows)
         uneven += _num_uneven([each.token_ids.numel() for each in rows])
         if chosen is not None:
-            replayed += chosen.as_given(batch.actor, rows)
+            replayed += as_given(chosen.take(batch.actor), batch.actor)
         learnt_from = [batch.actor]
         if models.role is not None:
             learnt_from.append(models.role.served.batch)
@@ -86,48 +85,18 @@ def _there_and_back(offloader: Offloader) -> None:
     assert not offloader.offloaded
 
 
-class Chosen:
-    """Notes what the actor's routers choose in scoring, as the experts get it."""
-
-    def __init__(self, models: Models) -> None:
-        assert models.learner.actor.replay is not None
-        self._routed = models.learner.actor.replay.routed
-        runner = models.learner.actor.runner
-        self._layout = RouterLayout.of(models.job.args, runner.groups, runner.device)
-        self._found: dict[int, list[torch.Tensor]] = {layer: [] for layer in self._routed.layers}
-        for chunk in models.state.chunks:
-            for layer in chunk.decoder.layers:
-                if hasattr(layer.mlp, "router"):
-                    layer.mlp.router.register_forward_hook(self._note)
-
-    def _note(self, router: torch.nn.Module, _: Any, output: tuple[torch.Tensor, Any]) -> None:
-        if not router.training:
-            ids = output[1].nonzero()[:, 1].view(-1, self._routed.topk)
-            self._found[router.layer_number - 1].append(ids)
-
-    def as_given(self, batch: TrainBatch, rows: list[ModelRows]) -> torch.Tensor:
-        """`[2]`: how many tokens and layers have got the experts that were given, and how many were
-        to get them. The last pass, of the reference, is left out."""
-        as_given = torch.zeros(2)
-        for number, (part, of_part) in enumerate(
-            zip(split_micro_batches(batch), rows, strict=True)
-        ):
-            noted = {
-                column: self._found[layer][number]
-                for column, layer in enumerate(self._routed.layers)
-            }
-            if not noted:
-                break
-            ids = self._layout.gathered(noted, of_part, self._routed)
-            assert part.routes is not None and part.routes_known is not None
-            # Of samples that share a prompt the first one's is used.
-            same = (ids.sort(dim=-1).values == part.routes.sort(dim=-1).values).all(dim=-1)
-            as_given += torch.tensor(
-                [same[part.routes_known].sum(), same[part.routes_known].numel()]
-            )
-        for found in self._found.values():
-            found.clear()
-        return as_given
+def as_given(choices: list[torch.Tensor], batch: TrainBatch) -> torch.Tensor:
+    """`[2]`: how many tokens and layers have got the experts that were given, and how many were to
+    get them."""
+    found = torch.zeros(2)
+    if not choices:  # no routers on this stage
+        return found
+    for part, ids in zip(split_micro_batches(batch), choices, strict=True):
+        assert part.routes is not None and part.routes_known is not None
+        # Of samples that share a prompt the first one's is used.
+        same = (ids.sort(dim=-1).values == part.routes.sort(dim=-1).values).all(dim=-1)
+        found += torch.tensor([same[part.routes_known].sum(), same[part.routes_known].numel()])
+    return found
 
 
 class Forwards:

@@ -21,14 +21,11 @@ from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_offloader
 from mcore_rl.trainer.case import model_of_args
 from mcore_rl.trainer.job import Job
-from mcore_rl.trainer.models import build_actor, build_learner
-from mcore_rl.trainer.roles.critic import ServedCritic, build_critic
 from mcore_rl.trainer.roles.reference import ReferencePolicy
-from mcore_rl.trainer.roles.remote import LocalRole
 from tests.dist.invariance_jobs import Forwards
 from tests.dist.jobs import rank_batch, started
 from tests.dist.offload_jobs import state_digests
-from tests.dist.ppo_jobs import step_samples, take_step
+from tests.dist.ppo_jobs import models_of, take_step
 
 
 def learn_with_each(
@@ -66,15 +63,12 @@ def learn_with_each(
 
 def _learn(job: Job, num_steps: int, gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
     """`gradients` are those of the reference's first update; empty, they are filled."""
-    with open("/dev/null", "w") as log:
-        state, shards = build_actor(job, log=log)
-        assert job.spec.critic is not None
-        critic = build_critic(job.spec.critic, job.config, job.args, log=log)
-    role = LocalRole(ServedCritic(critic, job.config.trainer, is_apart=False))
-    learner = build_learner(job, state, shards, role)
+    models = models_of(job)
+    state, learner, critic, role = models.state, models.learner, models.critic, models.role
+    assert critic is not None and role is not None
     offloader = build_offloader(job, state, role)
     found: dict[str, Any] = {"first": _first_update(job, learner.actor, gradients)}
-    samples = step_samples(job, learner.sample_store)
+    samples = models.samples()
     counters = [
         Forwards(each.chunks, job.config.trainer.num_epochs) for each in (state, critic.state)
     ]

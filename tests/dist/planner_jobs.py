@@ -19,7 +19,7 @@ from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.trainer.build import build_manager, engine_config
 from tests.dist.jobs import rank_batch, started
-from tests.dist.ppo_jobs import build_models, step_samples, take_step
+from tests.dist.ppo_jobs import build_models
 from tests.live_bytes import LiveBytes
 from tests.model_only import VLLMModelOnly
 
@@ -39,8 +39,7 @@ def measured_bytes_of_critic(flags: list[str]) -> dict[str, Any]:
     """The same of a job's critic, after a step of actor and critic; and its layout."""
     models = build_models(flags)
     assert models.critic is not None
-    samples = step_samples(models.job, models.learner.sample_store)
-    take_step(models.learner, 0, models.learner.make_batch(0, samples), samples)
+    models.take_step(0, models.samples())
     layout = models.critic.world.layout
     result = {**_held(models.critic.state, layout.world_size), "layout": layout.describe()}
     dist.destroy_process_group()

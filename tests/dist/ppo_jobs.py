@@ -12,13 +12,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mcore_rl.batching.rows import lay_out, row_length
 from mcore_rl.batching.table import SampleTable
-from mcore_rl.batching.types import Baseline, Prompt, Rollout, ScoredRollout, StepBatch
+from mcore_rl.batching.train_batches import split_micro_batches
+from mcore_rl.batching.types import (
+    Baseline,
+    Prompt,
+    Rollout,
+    ScoredRollout,
+    StepBatch,
+    TrainBatch,
+)
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.job.start import start
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
+from mcore_rl.megatron.router_layout import RouterLayout
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.moe.routing import RoutedLayers, Routes
 from mcore_rl.rollout.sample_store import SampleStore
@@ -111,12 +121,22 @@ class Models:
     role: LocalRole | None  # what the critic is to the learner
     learner: Learner
 
+    def samples(self) -> SampleTable:
+        return step_samples(self.job, self.learner.sample_store)
+
+    def take_step(self, step: int, samples: SampleTable) -> dict[str, float]:
+        return take_step(self.learner, step, self.learner.make_batch(step, samples), samples)
+
 
 def build_models(flags: list[str], point: ResumePoint | None = None) -> Models:
     """Megatron running, with the checkpoint in actor and critic; `point` if it is gone on from."""
     setup_logging()
     with open("/dev/null", "w") as log:
-        job = as_float32(start(flags, log=log))
+        return models_of(as_float32(start(flags, log=log)), point)
+
+
+def models_of(job: Job, point: ResumePoint | None = None) -> Models:
+    with open("/dev/null", "w") as log:
         state, shards = build_actor(job, log=log)
         critic = None
         if job.spec.critic is not None:
@@ -128,6 +148,53 @@ def build_models(flags: list[str], point: ResumePoint | None = None) -> Models:
         role = LocalRole(ServedCritic(critic, job.config.trainer, is_apart=False))
     learner = build_learner(job, state, shards, role, point)
     return Models(job, state, shards, critic, role, learner)
+
+
+def routers_of(models: Models) -> dict[int, Any]:
+    """The actor's routers on this stage, by layer from 0."""
+    return {
+        layer.layer_number - 1: layer.mlp.router
+        for chunk in models.state.chunks
+        for layer in chunk.decoder.layers
+        if hasattr(layer.mlp, "router")
+    }
+
+
+class ChosenExperts:
+    """Notes what the actor's routers choose when it scores, as the experts get it."""
+
+    def __init__(self, models: Models) -> None:
+        self._job, self._runner, routers = (
+            models.job,
+            models.learner.actor.runner,
+            routers_of(models),
+        )
+        whole = models.job.spec.routed_layers
+        assert whole is not None
+        self.routed = dataclasses.replace(whole, layers=tuple(sorted(routers)))  # on this stage
+        self._layout = RouterLayout.of(models.job.args, self._runner.groups, self._runner.device)
+        self._found: dict[int, list[torch.Tensor]] = {layer: [] for layer in routers}
+        for router in routers.values():
+            router.register_forward_hook(self._note)
+
+    def _note(self, router: Any, _: Any, output: tuple[torch.Tensor, Any]) -> None:
+        if not router.training:
+            ids = output[1].nonzero()[:, 1].view(-1, self.routed.topk)
+            self._found[router.layer_number - 1].append(ids)
+
+    def take(self, batch: TrainBatch) -> list[torch.Tensor]:
+        """`[t, m, k]` of each micro-batch of `batch` in the first pass since the last call; none if
+        there are no routers on this stage."""
+        batching, parts = self._job.micro_batching(), split_micro_batches(batch)
+        length, cp_rank = row_length(parts, batching), self._runner.groups["cp"].rank()
+        taken = []
+        for number, part in enumerate(parts if self.routed.layers else ()):
+            noted = {i: self._found[layer][number] for i, layer in enumerate(self.routed.layers)}
+            rows = lay_out(part, batching, length, cp_rank)
+            taken.append(self._layout.gathered(noted, rows, self.routed).long())
+        for found in self._found.values():
+            found.clear()
+        return taken
 
 
 def export_models(models: Models, target: Path) -> None:
@@ -150,12 +217,9 @@ def learn(
     if scores_in_update is not None:
         assert learner.scores_in_update, "it would be no choice"
         learner.scores_in_update = scores_in_update
-    samples = step_samples(models.job, models.learner.sample_store)
+    samples = models.samples()
     found: dict[str, Any] = {
-        "steps": [
-            take_step(learner, step, learner.make_batch(step, samples), samples)
-            for step in range(num_steps)
-        ]
+        "steps": [models.take_step(step, samples) for step in range(num_steps)]
     }
     export_models(models, Path(target))
     if critic is not None:
@@ -168,10 +232,12 @@ def learn(
 def learning_rates(flags: list[str]) -> dict[str, list[float]]:
     """Of actor and critic in every update of a whole run, and last what is left then."""
     models = build_models(flags)
-    learner, samples = models.learner, step_samples(models.job, models.learner.sample_store)
-    assert models.role is not None
-    critic = models.role.served.model
-    optimizers = {"actor": learner.actor.optimizer, "critic": critic.optimizer}
+    samples = models.samples()
+    assert models.critic is not None
+    optimizers = {
+        "actor": models.learner.actor.optimizer,
+        "critic": models.critic.optimizer,
+    }
     found: dict[str, list[float]] = {name: [] for name in optimizers}
 
     def noting(name: str, optimizer: Any) -> Any:
@@ -186,7 +252,7 @@ def learning_rates(flags: list[str]) -> dict[str, list[float]]:
     for name, optimizer in optimizers.items():
         optimizer.step = noting(name, optimizer)
     for step in range(models.job.config.trainer.num_steps):
-        take_step(learner, step, learner.make_batch(step, samples), samples)
+        models.take_step(step, samples)
     for name, optimizer in optimizers.items():
         found[name].append(optimizer.learning_rate)
     dist.destroy_process_group()
@@ -214,8 +280,7 @@ def take_step(
 def learn_save_and_learn(flags: list[str], target: str) -> dict[str, float]:
     """A step, a checkpoint in `saved`, and another step; what that one measured."""
     models = build_models(flags)
-    samples = step_samples(models.job, models.learner.sample_store)
-    take_step(models.learner, 0, models.learner.make_batch(0, samples), samples)
+    models.take_step(0, models.samples())
     folder = Path(target) / "saved"
     if models.critic is not None:
         models.critic.save(1, folder)
@@ -238,8 +303,7 @@ def load_and_learn(flags: list[str], target: str) -> dict[str, float]:
 
 
 def _step_and_export(models: Models, step: int, target: str) -> dict[str, float]:
-    samples = step_samples(models.job, models.learner.sample_store)
-    found = take_step(models.learner, step, models.learner.make_batch(step, samples), samples)
+    found = models.take_step(step, models.samples())
     export_models(models, Path(target))
     dist.destroy_process_group()
     return found
@@ -248,10 +312,10 @@ def _step_and_export(models: Models, step: int, target: str) -> dict[str, float]
 def refuses_a_reward(flags: list[str], sample: int) -> str:
     """What is raised where a reward is no number."""
     models = build_models(flags)
-    samples = step_samples(models.job, models.learner.sample_store)
+    samples = models.samples()
     samples.rewards[sample] = float("nan")
     try:
-        take_step(models.learner, 0, models.learner.make_batch(0, samples), samples)
+        models.take_step(0, samples)
     except RuntimeError as error:
         dist.destroy_process_group()
         return str(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import string
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,9 @@ from tests.dist.jobs import random_tokens
 from tests.dist.layouts import SPLITS, job_flags
 from tests.model_shapes import model_class
 from tests.rank_pool import RankPool
+
+# What an engine stores that comes from no checkpoint.
+NO_WEIGHT = re.compile(r"(cos_sin_cache|_[kvq]_scale|_prob_scale|_expert_map)$")
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

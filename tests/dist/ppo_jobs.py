@@ -164,11 +164,8 @@ class ChosenExperts:
     """Notes what the actor's routers choose when it scores, as the experts get it."""
 
     def __init__(self, models: Models) -> None:
-        self._job, self._runner, routers = (
-            models.job,
-            models.learner.actor.runner,
-            routers_of(models),
-        )
+        self._job, self._runner = models.job, models.learner.actor.runner
+        routers = routers_of(models)
         whole = models.job.spec.routed_layers
         assert whole is not None
         self.routed = dataclasses.replace(whole, layers=tuple(sorted(routers)))  # on this stage

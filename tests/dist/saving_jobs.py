@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from tests.dist.jobs import rank_batch, started
+from tests.dist.sleeping import digest
 from tests.live_bytes import LiveBytes
 
 
@@ -26,7 +26,9 @@ def learn_and_save(flags: list[str], target: str) -> dict[str, Any]:
     """
     job, actor, _ = started(flags)
     actor.update(split_mini_batches(rank_batch(job))[0])
-    found: dict[str, Any] = {"optimizer": _digests(actor.state), "bytes": _num_bytes(actor.state)}
+    held = megatron_adapter.train_tensors(actor.state)["optimizer"]
+    num_bytes = sum(tensor.nbytes for _, tensor in held)
+    found: dict[str, Any] = {"optimizer": _digests(actor.state), "bytes": num_bytes}
     for name, patched in (("ours", contextlib.nullcontext()), ("megatrons", _unpatched())):
         gc.collect()
         with patched, open("/dev/null", "w") as log, megatron_adapter.megatron_output_to(log):
@@ -67,16 +69,5 @@ def _unpatched() -> Iterator[None]:
         setattr(optimizer, name, ours)
 
 
-def _tensors(state: megatron_adapter.TrainState) -> list[tuple[str, Any]]:
-    return megatron_adapter.train_tensors(state)["optimizer"]
-
-
 def _digests(state: megatron_adapter.TrainState) -> dict[str, str]:
-    return {
-        name: hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
-        for name, tensor in _tensors(state)
-    }
-
-
-def _num_bytes(state: megatron_adapter.TrainState) -> int:
-    return sum(tensor.nbytes for _, tensor in _tensors(state))
+    return {n: digest(t) for n, t in megatron_adapter.train_tensors(state)["optimizer"]}

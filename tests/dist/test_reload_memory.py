@@ -8,18 +8,16 @@ the same weights, which is measured too: it shows what the bound is worth.
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import pytest
 
 from tests.conftest import load_script
+from tests.dist.checkpoints import NO_WEIGHT
 from tests.rank_pool import RankPool
 
 CHUNK_BYTES = 4 << 20
 REPETITIONS = 10
-# What an engine stores that comes from no checkpoint.
-NO_WEIGHT = re.compile(r"(cos_sin_cache|_[kvq]_scale|_prob_scale|_expert_map)$")
 SLACK_BYTES = 2 << 20  # what is kept of small allocations, and Python's own objects
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]

@@ -35,6 +35,16 @@ def load(ranks: RankPool, folder: Path, **environment: str) -> dict[str, Any]:
     return ranks.run(f"{JOBS}:load", world_size=1, environment=environment, folder=folder)[0]
 
 
+def assert_refused(
+    ranks: RankPool, folder: Path, marker: Path, sentence: str, **environment: str
+) -> None:
+    """The attack, which has just been shown to work on torch itself, does not work on us."""
+    assert marker.exists(), "the attack would work without a guard"
+    marker.unlink()
+    assert load(ranks, folder, **environment)["error"].startswith(sentence)
+    assert not marker.exists()
+
+
 EXPECTED = {
     "weight": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0],
     "seed": 7,
@@ -60,11 +70,8 @@ def test_code_in_metadata_is_not_run(ranks: RankPool, tmp_path: Path, marker: Pa
     metadata.planner_data = Command(marker)
     path.write_bytes(pickle.dumps(metadata))
     pickle.loads(path.read_bytes())
-    assert marker.exists(), "the attack would work on torch itself"
-    marker.unlink()
-    error = load(ranks, folder)["error"]
-    assert error.startswith(f"{path} holds builtins.exec, which is not part of a checkpoint")
-    assert not marker.exists()
+    sentence = f"{path} holds builtins.exec, which is not part of a checkpoint"
+    assert_refused(ranks, folder, marker, sentence)
 
 
 def test_metadata_that_is_none_is_a_sentence(ranks: RankPool, tmp_path: Path) -> None:
@@ -85,11 +92,8 @@ def test_code_in_the_common_state_is_not_run(
     path = folder / "common.pt"
     torch.save({"args": Command(marker)}, path)
     torch.load(path, weights_only=False)
-    assert marker.exists(), "the attack would work without a guard"
-    marker.unlink()
-    error = load(ranks, folder, **environment)["error"]
-    assert error.startswith(f"{path} holds exec, which is not part of a checkpoint")
-    assert not marker.exists()
+    sentence = f"{path} holds exec, which is not part of a checkpoint"
+    assert_refused(ranks, folder, marker, sentence, **environment)
 
 
 def test_code_in_an_object_is_not_run(ranks: RankPool, tmp_path: Path, marker: Path) -> None:
@@ -102,8 +106,5 @@ def test_code_in_an_object_is_not_run(ranks: RankPool, tmp_path: Path, marker: P
     (place,) = [info for index, info in stored.items() if index.fqn.startswith("rng_state")]
     content = file.read_bytes()[place.offset : place.offset + place.length]
     torch.load(io.BytesIO(content), weights_only=False)
-    assert marker.exists(), "the attack would work on torch itself"
-    marker.unlink()
-    error = load(ranks, folder)["error"]
-    assert error.startswith("the object rng_state/shard_0_1 of the checkpoint holds exec, which")
-    assert not marker.exists()
+    sentence = "the object rng_state/shard_0_1 of the checkpoint holds exec, which"
+    assert_refused(ranks, folder, marker, sentence)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.dist.checkpoints import NO_WEIGHT
 from tests.rank_pool import RankPool
 
 HAND_OVERS = (
@@ -23,9 +24,6 @@ HAND_OVERS = (
     "qwen3_moe, TP1",
     "qwen3, tied, TP2",
 )
-# What an engine stores that comes from no checkpoint.
-NO_WEIGHT = re.compile(r"(cos_sin_cache|_[kvq]_scale|_prob_scale|_expert_map)$")
-
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
 

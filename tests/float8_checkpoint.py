@@ -74,7 +74,7 @@ def write_both(
     for target in (quantized, standing_for):
         shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     save_file(reference, standing_for / "model.safetensors", metadata={"format": "pt"})
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, content in enumerate(files, start=1):
         file = f"model-0000{number}-of-00002.safetensors"
         save_file(content, quantized / file, metadata={"format": "pt"})

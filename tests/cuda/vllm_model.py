@@ -34,6 +34,7 @@ from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -210,10 +211,11 @@ def build(
     `options` are those of its `EngineConfig`; `load_format="auto"` lets vLLM load the folder.
     One at a time; within, everything that is asked for on CUDA is made on the CPU.
     """
+    from vllm.model_executor.model_loader import dummy_loader
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    from mcore_rl.hybrid_engine.vllm.startup import EngineConfig
-    from tests.model_only import VLLMModelOnly
+    from mcore_rl.hybrid_engine.vllm.startup import EngineConfig, engine_arguments
+    from tests import model_only
 
     config = EngineConfig(
         model_dir=model_dir,
@@ -222,13 +224,18 @@ def build(
         enable_expert_parallel=expert_parallel,
         **{"max_model_len": 1024, "max_num_seqs": 8, **options},
     )
+    given = {} if moe_backend is None else {"moe_backend": moe_backend}
+    # Nothing is drawn at random where there is no memory to hold it.
+    draw: Any = (
+        (lambda *_, **__: None) if large_on_meta else dummy_loader.initialize_single_dummy_weight
+    )
     with (
         _fake_world(rank, tp_size * dp_size),
-        _backend(moe_backend),
-        _without_dummy_weights(large_on_meta),
+        patch.object(model_only, "engine_arguments", lambda c: {**engine_arguments(c), **given}),
+        patch.object(dummy_loader, "initialize_single_dummy_weight", draw),
         _OnCpu(large_on_meta),
     ):
-        engine = VLLMModelOnly(config)
+        engine = model_only.VLLMModelOnly(config)
         for module in engine.model.modules():
             # Where vLLM believes it to be, and a reload in place expects it.
             get_layerwise_info(module).restore_device = torch.device("cpu")
@@ -259,34 +266,6 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
         for name in place:
             os.environ.pop(name, None)
-
-
-@contextmanager
-def _backend(moe_backend: str | None) -> Iterator[None]:
-    """In which engines ask for that backend of experts; None leaves it to the product."""
-    from tests import model_only
-
-    arguments = model_only.engine_arguments
-    given = {} if moe_backend is None else {"moe_backend": moe_backend}
-    model_only.engine_arguments = lambda config: {**arguments(config), **given}
-    try:
-        yield
-    finally:
-        model_only.engine_arguments = arguments
-
-
-@contextmanager
-def _without_dummy_weights(without: bool) -> Iterator[None]:
-    """In which nothing is drawn at random, since there is no memory to hold it."""
-    from vllm.model_executor.model_loader import dummy_loader
-
-    draw = dummy_loader.initialize_single_dummy_weight
-    if without:
-        dummy_loader.initialize_single_dummy_weight = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        dummy_loader.initialize_single_dummy_weight = draw
 
 
 # --------------------------------------------------------------------------------- its checkpoint

@@ -15,7 +15,6 @@ from mcore_rl.hybrid_engine.proof import slice_hash
 from mcore_rl.hybrid_engine.proof.attest import Attestation, Attestor
 from mcore_rl.hybrid_engine.proof.canary import Canary
 from mcore_rl.hybrid_engine.proof.proof import Proof
-from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.transfer.gather import GatherPath
 from mcore_rl.hybrid_engine.transfer.transfer import Transfer
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
@@ -24,6 +23,8 @@ from mcore_rl.model.boxes import full_box, volume
 from mcore_rl.trainer.build import build_manager, engine_config
 from mcore_rl.verify import stored_digests
 from tests.dist.jobs import random_tokens, started
+
+Fault = contextlib.AbstractContextManager[Any]
 
 # In the second pipeline stage, so that they must travel to the first: a weight that is cut over TP,
 # and two experts of one EP rank.
@@ -35,8 +36,7 @@ EXPERTS = ("model.layers.1.mlp.experts.0.", "model.layers.1.mlp.experts.1.")
 CANARY_TOLERANCE = 0.008
 
 
-@contextlib.contextmanager
-def loading(model: Any, change: Callable[[Any], Any], times: int) -> Iterator[None]:
+def loading(model: Any, change: Callable[[Any], Any], times: int) -> Fault:
     """vLLM's `load_weights` gets `change(weights)`, the first `times`."""
     original = model.load_weights
     left = iter(range(times))
@@ -44,11 +44,7 @@ def loading(model: Any, change: Callable[[Any], Any], times: int) -> Iterator[No
     def changed(weights: Any) -> Any:
         return original(change(weights) if next(left, None) is not None else weights)
 
-    object.__setattr__(model, "load_weights", changed)
-    try:
-        yield
-    finally:
-        object.__delattr__(model, "load_weights")
+    return mock.patch.object(model, "load_weights", changed)
 
 
 def gates_for_up_projections(weights: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -68,20 +64,12 @@ class Bench:
         self.job, actor, self.shards = started(flags)
         self.engine = VLLMEngine(engine_config(self.job, load_format="auto"))
         self.from_disk = stored_digests(self.engine)
-        self.manager: MegatronVLLMShardingManager = build_manager(
-            self.job, self.shards, self.engine
-        )
-        manager = self.manager
+        self.manager = manager = build_manager(self.job, self.shards, self.engine)
         self.holdings = exchange(
             {name: self.shards.boxes(name) for name in manager.stream.tensors}, manager.stream.need
         )
         tokens = random_tokens(self.job.spec.shape.vocab_size).tolist()
-        self.canary = Canary(
-            actor.log_probs,
-            tokens,
-            interval=1,
-            tolerance=CANARY_TOLERANCE,
-        )
+        self.canary = Canary(actor.log_probs, tokens, interval=1, tolerance=CANARY_TOLERANCE)
         self.gather = GatherPath(
             manager.stream.tensors,
             order=manager.stream.order,
@@ -122,7 +110,7 @@ class Bench:
             on_repeat=invalidate,
         )
 
-    def switch(self, fault: contextlib.AbstractContextManager[None] | None = None) -> dict:
+    def switch(self, fault: Fault | None = None) -> dict[str, Any]:
         """One hand-over, with a fault in it; everything that is to be known of it."""
         self.version += 1
         self.verdicts.clear()
@@ -163,56 +151,43 @@ class Bench:
 
     # Faults
 
-    @contextlib.contextmanager
-    def stream(self, change: Callable[[Any], Any]) -> Iterator[None]:
-        """`change(stream)` in the place of the transfer's stream."""
-        original = self.manager.stream.transfer.stream
-        self.manager.stream.transfer.stream = change(original)  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            del self.manager.stream.transfer.stream
+    def flipped_bit(self) -> Fault:
+        transfer = self.manager.stream.transfer
+        stream = transfer.stream
 
-    def flipped_bit(self):
-        def change(stream):
-            def flipping(read, **options):
-                for name, pieces in stream(read, **options):
-                    if name == TRAVELS and dist.get_rank() == 0:
-                        pieces[0][1].view(-1)[5:6].view(torch.uint8)[1] ^= 1 << 7
-                    yield name, pieces
+        def flipping(read: Any, **options: Any) -> Iterator[Any]:
+            for name, pieces in stream(read, **options):
+                if name == TRAVELS and dist.get_rank() == 0:
+                    pieces[0][1].view(-1)[5:6].view(torch.uint8)[1] ^= 1 << 7
+                yield name, pieces
 
-            return flipping
+        return mock.patch.object(transfer, "stream", flipping)
 
-        return self.stream(change)
-
-    def swapped_experts(self):
+    def swapped_experts(self) -> Fault:
         def other(name: str) -> str:
             for ours, theirs in (EXPERTS, EXPERTS[::-1]):
                 if name.startswith(ours):
                     return theirs + name.removeprefix(ours)
             return name
 
-        return self.stream(
-            lambda stream: (
-                lambda read, **options: stream(lambda name, box: read(other(name), box), **options)
-            )
-        )
+        transfer = self.manager.stream.transfer
+        stream = transfer.stream
 
-    @contextlib.contextmanager
-    def skipped_tensor(self) -> Iterator[None]:
+        def swapping(read: Any, **options: Any) -> Iterator[Any]:
+            return stream(lambda name, box: read(other(name), box), **options)
+
+        return mock.patch.object(transfer, "stream", swapping)
+
+    def skipped_tensor(self) -> Fault:
         """On one rank the manager leaves a tensor out."""
         weights = self.manager.stream.weights
 
-        def skipping():
+        def skipping() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights():
                 if name != TRAVELS or dist.get_rank() != 1:
                     yield name, tensor
 
-        self.manager.stream.weights = skipping  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            del self.manager.stream.weights
+        return mock.patch.object(self.manager.stream, "weights", skipping)
 
     @contextlib.contextmanager
     def stale_plan(self) -> Iterator[None]:
@@ -225,20 +200,15 @@ class Bench:
             need=[*need[1:], need[0]],
             near=_near(self.job.spec.train_layout, dist.get_world_size()),
         )
-        current = manager.stream.transfer
-        manager.stream.transfer = Transfer(
-            plan, manager.stream.tensors, bucket_bytes=1 << 20, device="cpu"
-        )
-        try:
+        stale = Transfer(plan, manager.stream.tensors, bucket_bytes=1 << 20, device="cpu")
+        patch = mock.patch.object(manager.stream, "transfer", stale)
+        with contextlib.closing(stale), patch:
             yield
-        finally:
-            manager.stream.transfer.close()
-            manager.stream.transfer = current
 
-    def dropped_slice(self):
+    def dropped_slice(self) -> Fault:
         """On rank 2 the loader takes only the first half of the rows, and zeros for the rest."""
 
-        def halved(weights):
+        def halved(weights: Any) -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
                 if name == "model.norm.weight" and dist.get_rank() == 2:
                     half = len(tensor) // 2
@@ -247,7 +217,7 @@ class Bench:
 
         return loading(self.engine.model, halved, 1)
 
-    def misplaced(self, times: int):
+    def misplaced(self, times: int) -> Fault:
         """All is read as it should be, and then stored as if it were another tensor."""
         return loading(self.engine.model, gates_for_up_projections, times)
 
@@ -256,18 +226,14 @@ class Bench:
         """A bit flips on the gather's way, too."""
         weights = self.gather.weights
 
-        def flipping(read):
+        def flipping(read: Any) -> Iterator[tuple[str, torch.Tensor]]:
             for name, whole in weights(read):
                 if name == TRAVELS:
                     whole.view(-1)[:1].view(torch.uint8)[0] ^= 1
                 yield name, whole
 
-        self.gather.weights = flipping  # type: ignore[method-assign]
-        try:
-            with self.flipped_bit():
-                yield
-        finally:
-            del self.gather.weights
+        with mock.patch.object(self.gather, "weights", flipping), self.flipped_bit():
+            yield
 
 
 def attested_hand_overs(flags: list[str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import os
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -265,17 +266,13 @@ def _told_of_a_failure(manager: MegatronVLLMShardingManager, engine: VLLMEngine)
     """What leaves rollout mode if vLLM fails while it runs a request, which then stays there."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    def fail(self: LLMEngine) -> None:
-        raise RuntimeError("the kernel failed")
-
-    step, LLMEngine.step = LLMEngine.step, fail
-    try:
-        with manager:
-            engine.prompt_log_probs([[5, 6, 7]])
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        LLMEngine.step = step
+    failure = RuntimeError("the kernel failed")
+    with mock.patch.object(LLMEngine, "step", side_effect=failure):
+        try:
+            with manager:
+                engine.prompt_log_probs([[5, 6, 7]])
+        except RuntimeError as error:
+            return str(error)
     return "nothing"
 
 

@@ -10,7 +10,7 @@ nan in every dtype of a weight.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -155,7 +155,7 @@ def _state(offloader: Offloader) -> dict[str, str]:
 
 
 def digests(
-    tensors: Mapping[str, Sequence[tuple[str, torch.Tensor]]], kinds: Sequence[str]
+    tensors: Mapping[str, Iterable[tuple[str, torch.Tensor]]], kinds: Iterable[str]
 ) -> dict[str, str]:
     """Digests of the tensors of `kinds` that have memory, as `train_tensors` names them."""
     return {

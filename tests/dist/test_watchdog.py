@@ -12,9 +12,12 @@ from tests.rank_pool import RankPool
 pytestmark = pytest.mark.timeout(200)
 
 
-def said_by(ranks: RankPool, **arguments: object) -> tuple[list[int], str]:
+def said_by(ranks: RankPool, stopped_rank: int | None) -> tuple[list[int], str]:
     outcomes = ranks.run_raw(
-        "tests.dist.watchdog_jobs:one_is_stuck", world_size=3, **arguments, timeout_seconds=150
+        "tests.dist.watchdog_jobs:one_is_stuck",
+        world_size=3,
+        stopped_rank=stopped_rank,
+        timeout_seconds=150,
     )
     return [o.exit_code for o in outcomes], "".join(o.output for o in outcomes)
 

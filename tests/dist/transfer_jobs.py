@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -300,10 +301,9 @@ def failures(with_delta: bool) -> dict[str, Any]:
             world.check(world.collect(arriving))
             continue
         next(arriving)
-        try:
+        with pytest.raises(RuntimeError) as raised:
             transfer.stream(world.read)
-        except RuntimeError as error:
-            result["second_start"] = str(error)
+        result["second_start"] = str(raised.value)
         arriving.close() if way == "close" else transfer.drain()
         assert next(arriving, None) is None
         assert transfer.stats.received_bytes > 0 or with_delta
@@ -325,20 +325,17 @@ def failures(with_delta: bool) -> dict[str, Any]:
         return world.read(tensor, box)
 
     result["broken"] = broken
-    try:
+    with pytest.raises(RuntimeError) as raised:
         world.collect(transfer.stream(read))
-    except RuntimeError as error:
-        result["error"] = str(error)
-    try:
+    result["error"] = str(raised.value)
+    with pytest.raises(RuntimeError) as raised:
         world.collect(transfer.stream(lambda tensor, box: world.read(tensor, box).double()))
-    except RuntimeError as error:
-        result["wrong_dtype"] = str(error)
+    result["wrong_dtype"] = str(raised.value)
     world.check(world.collect(transfer.stream(world.read)))
     result["full"].append(transfer.stats.is_full)
-    try:
+    with pytest.raises(UsageError) as refused:
         Transfer(world.plan, world.tensors, bucket_bytes=2, device="cpu")
-    except UsageError as error:
-        result["too_small"] = str(error)
+    result["too_small"] = str(refused.value)
     transfer.close()
     dist.destroy_process_group()
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from mcore_rl.batching.train_batches import split_mini_batches
@@ -76,14 +77,11 @@ def refuses_another_step(flags: list[str]) -> str:
     with open("/dev/null", "w") as log:
         job = start(flags, log=log)
         assert job.spec.critic is not None
-        try:
-            build_critic(
-                job.spec.critic, job.config, job.args, actor_iteration=NUM_SAVED_STEPS + 1, log=log
-            )
-        except RuntimeError as error:
-            dist.destroy_process_group()
-            return str(error)
-    raise AssertionError("it was taken")
+        step = NUM_SAVED_STEPS + 1
+        with pytest.raises(RuntimeError) as raised:
+            build_critic(job.spec.critic, job.config, job.args, actor_iteration=step, log=log)
+    dist.destroy_process_group()
+    return str(raised.value)
 
 
 def load_and_update(flags: list[str]) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class RankPool:
         """Call `module:function(**arguments)` on `world_size` ranks; results must be JSON, and
         arguments, too, but for paths, which arrive as strings."""
         self._num_jobs += 1
-        files = [self._folder / f"{self._num_jobs}.{rank}" for rank in range(world_size)]
+        files = [str(self._folder / f"{self._num_jobs}.{rank}") for rank in range(world_size)]
         shared = {
             "TMPDIR": str(self._folder),
             **(environment or {}),
@@ -147,7 +147,7 @@ class RankPool:
             "timeout": timeout_seconds,
             "ranks": [
                 {
-                    "files": str(file),
+                    "files": file,
                     "environment": {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 }
                 for rank, file in enumerate(files)
@@ -155,12 +155,12 @@ class RankPool:
         }
         outcomes = []
         for file, exit_code in zip(files, self._ask(order), strict=True):
-            result = _result_file(file)
+            result = Path(f"{file}.result")
             outcomes.append(
                 RankOutcome(
                     exit_code=exit_code,
                     result=json.loads(result.read_text()) if result.exists() else None,
-                    output=_output_file(file).read_text(errors="replace"),
+                    output=Path(f"{file}.output").read_text(errors="replace"),
                 )
             )
         return outcomes
@@ -199,14 +199,6 @@ class RankPool:
             self._parent.stdin.close()
             self._parent.wait(timeout=60)
         shutil.rmtree(self._folder)
-
-
-def _result_file(file: Path) -> Path:
-    return file.with_suffix(f"{file.suffix}.result")
-
-
-def _output_file(file: Path) -> Path:
-    return file.with_suffix(f"{file.suffix}.output")
 
 
 def _serve() -> None:
@@ -290,8 +282,8 @@ def _is_tracker(process: psutil.Process) -> bool:
 def _play(order: dict[str, Any], rank: dict[str, Any]) -> None:
     """The child: one rank of one job. Never returns."""
     os.setpgid(0, 0)
-    file = Path(rank["files"])
-    output = os.open(_output_file(file), os.O_CREAT | os.O_WRONLY)
+    file = rank["files"]
+    output = os.open(f"{file}.output", os.O_CREAT | os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.update(rank["environment"])
@@ -300,7 +292,7 @@ def _play(order: dict[str, Any], rank: dict[str, Any]) -> None:
     try:
         module, name = order["function"].split(":")
         result = getattr(importlib.import_module(module), name)(**order["arguments"])
-        _result_file(file).write_text(json.dumps(result))
+        Path(f"{file}.result").write_text(json.dumps(result))
         code = 0
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else 1

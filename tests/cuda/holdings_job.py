@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.cuda import megatron_models
 
-PLATFORM = megatron_models.prepare(transformer_engine=True, apex=False)
+PLATFORM = megatron_models.prepare(transformer_engine=True)
 
 import torch  # noqa: E402
 

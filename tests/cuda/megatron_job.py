@@ -21,7 +21,7 @@ from typing import Any
 from tests.cuda import megatron_models
 
 with_engine = sys.argv[1] == "transformer_engine"
-PLATFORM = megatron_models.prepare(transformer_engine=with_engine, apex=False)
+PLATFORM = megatron_models.prepare(transformer_engine=with_engine)
 
 import torch  # noqa: E402
 

@@ -30,17 +30,16 @@ if TYPE_CHECKING:
 _APEX = "fused_weight_gradient_mlp_cuda"
 
 
-def prepare(*, transformer_engine: bool, apex: bool) -> Platform:
-    """Make this process one with a GPU and these packages; what mcore_rl finds of them.
+def prepare(*, transformer_engine: bool) -> Platform:
+    """Make this process one with a GPU, without Apex; what mcore_rl finds of it.
 
-    Transformer Engine is the installed one. Of Apex there is a stand-in for the one module that
-    Megatron looks for.
+    Transformer Engine is the installed one.
     """
     if transformer_engine:
         standins.transformer_engine_extension()
     else:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # ImportError
-    set_apex(apex)
+    set_apex(False)
     standins.cuda_device()
     # Megatron's layers ask for the device they are made on; none is made on a real one.
     torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment,return-value]
@@ -52,7 +51,7 @@ def prepare(*, transformer_engine: bool, apex: bool) -> Platform:
 
 
 def set_apex(has_apex: bool) -> None:
-    """Have Apex's module or not, for Megatron as well where it has looked already."""
+    """Have a stand-in for Apex's module or none, for Megatron too where it has looked already."""
     module = ModuleType(_APEX)
     for name in ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"):
         setattr(module, name, standins.needs_gpu(f"{_APEX}.{name}"))
@@ -133,8 +132,8 @@ def build(job: Job) -> torch.nn.Module:
     provider: Any = make_actor_provider(job.args, job.shape)
     if job.shape.value_head:
         provider = make_critic_provider(provider)
-    elsewhere = standins.CudaElsewhere("meta")  # Transformer Engine names CUDA itself
-    with torch.device("meta"), elsewhere, contextlib.redirect_stdout(io.StringIO()):
+    # Transformer Engine names CUDA itself.
+    with torch.device("meta"), standins.CudaOnMeta(), contextlib.redirect_stdout(io.StringIO()):
         return provider(
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),

@@ -31,6 +31,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 GIB = 1 << 30
+_NUM_DEVICES = 8
 _CAPABILITIES = {(9, 0): "NVIDIA H100 80GB HBM3", (10, 0): "NVIDIA B200"}
 
 
@@ -176,14 +177,14 @@ def vllm_libraries() -> bool:
 # ------------------------------------------------------------------------------------- a device
 
 
-def cuda_device(capability: tuple[int, int] = (9, 0), num_devices: int = 8) -> None:
+def cuda_device(capability: tuple[int, int] = (9, 0)) -> None:
     """Let vLLM and Megatron believe in devices of that compute capability (9.0 H100, 10.0 B200).
 
     Stands in for the driver: NVML as vLLM asks it, questions to torch.cuda and torch.accelerator,
     streams and events. There is no memory and no device: what is made on "cuda" must go elsewhere,
-    by `CudaElsewhere`.
+    as by `CudaOnMeta`.
     """
-    _nvml(capability, num_devices)
+    _nvml(capability)
     name, total = _CAPABILITIES[capability], 80 * GIB
     properties = SimpleNamespace(
         major=capability[0],
@@ -206,7 +207,7 @@ def cuda_device(capability: tuple[int, int] = (9, 0), num_devices: int = 8) -> N
         "is_available": True,
         "is_initialized": False,
         "is_current_stream_capturing": False,
-        "device_count": num_devices,
+        "device_count": _NUM_DEVICES,
         "current_device": 0,
         "get_device_properties": properties,
         "get_device_name": name,
@@ -222,13 +223,13 @@ def cuda_device(capability: tuple[int, int] = (9, 0), num_devices: int = 8) -> N
     torch.cuda.current_stream = torch.cuda.stream = torch.cuda.default_stream = Stream
 
 
-def _nvml(capability: tuple[int, int], num_devices: int) -> None:
+def _nvml(capability: tuple[int, int]) -> None:
     import vllm.third_party.pynvml as nvml
 
     answers = {
         "nvmlInit": None,
         "nvmlShutdown": None,
-        "nvmlDeviceGetCount": num_devices,
+        "nvmlDeviceGetCount": _NUM_DEVICES,
         "nvmlDeviceGetHandleByIndex": 0,
         "nvmlDeviceGetName": _CAPABILITIES[capability],
         "nvmlDeviceGetUUID": "GPU-0",
@@ -260,12 +261,8 @@ class Stream:
     def __exit__(self, *_: Any) -> None: ...
 
 
-class CudaElsewhere(TorchFunctionMode):
-    """Within it, what is asked for by `device=` on CUDA is made on `device`: "cpu" or "meta"."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.device = device
+class CudaOnMeta(TorchFunctionMode):
+    """Within it, what is asked for by `device=` on CUDA is made on `meta`."""
 
     def __torch_function__(
         self,
@@ -276,5 +273,5 @@ class CudaElsewhere(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device") or "").startswith("cuda"):
-            kwargs["device"] = self.device
+            kwargs["device"] = "meta"
         return func(*args, **kwargs)

@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -69,18 +70,18 @@ by_megatrons_configuration_of_the_model: --recompute-granularity selective
 ]
 
 
-def run_case(
+def assert_ends(
     ranks: RankPool,
     case: Case,
     here: Path,
     *,
     tokens: list[str] | None = None,
     folders: list[Path] | None = None,
-    unset: list[str] | None = None,
+    unset: Sequence[str] = (),
     world_size: int = 2,
-) -> list[str]:
-    """Run `case` (or its `tokens`) by its real entry point to the end, which must be that of bad
-    input; what each rank printed on stderr."""
+) -> None:
+    """Run `case` (or its `tokens`) by its real entry point: all ranks end as for bad input, the
+    first one with the sentence, the others silently."""
     report = here / "report"
     outcomes = ranks.run_raw(
         f"{WORKER}:start",
@@ -89,15 +90,16 @@ def run_case(
         tokens=tokens or tokens_of(case, here),
         report=report,
         installed=case.installed,
-        folders=[str(folder) for folder in folders or [here] * world_size],
-        unset=unset or [],
+        folders=folders or [here] * world_size,
+        unset=unset,
     )
     printed = [Path(f"{report}.{rank}.stderr").read_text() for rank in range(world_size)]
     assert [outcome.exit_code for outcome in outcomes] == [2] * world_size, printed
     for rank in range(world_size):
         facts = json.loads(Path(f"{report}.{rank}.json").read_text())
         assert facts == {"is_initialized": False, "num_parameters": 0}
-    return printed
+    assert_says(printed[0], case.says, here)
+    assert not any(printed[1:])
 
 
 def test_good_input_passes(ranks: RankPool, good: Path) -> None:
@@ -128,9 +130,7 @@ def test_bad_input_ends_all_ranks_with_one_sentence(
     """Wherever it is found: rank 0 says what is wrong, the other one nothing."""
     if case.change is not None:
         case.change(here)
-    first, second = run_case(ranks, case, here)
-    assert_says(first, case.says, here)
-    assert second == ""
+    assert_ends(ranks, case, here)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -140,25 +140,20 @@ def test_input_bad_on_one_rank_ends_all_ranks(failing: int, ranks: RankPool, her
     shutil.copytree(here, other)
     shutil.rmtree(other / "checkpoint")
     folders = [other, here] if failing == 0 else [here, other]
-    case = Case("relative", [])
-    tokens = [token.replace(f"{here}/", "") for token in tokens_of(case, here)]
-    first, second = run_case(ranks, case, here, tokens=tokens, folders=folders)
     says = [f"on rank {failing} (host ", "--rl-hf-checkpoint checkpoint is not a directory"]
-    assert_says(first, says, here)
-    assert second == ""
+    case = Case("relative", says)
+    tokens = [token.replace(f"{here}/", "") for token in tokens_of(case, here)]
+    assert_ends(ranks, case, here, tokens=tokens, folders=folders)
 
 
 def test_bad_input_ends_a_run_without_launcher(ranks: RankPool, here: Path) -> None:
-    alone = Case("alone", [])
-    (printed,) = run_case(ranks, alone, here, unset=["RANK", "MASTER_ADDR"], world_size=1)
-    assert_says(printed, ["--tensor-model-parallel-size 2", "the world of 1 processes"], here)
+    case = Case("alone", ["--tensor-model-parallel-size 2", "the world of 1 processes"])
+    assert_ends(ranks, case, here, unset=["RANK", "MASTER_ADDR"], world_size=1)
 
 
 def test_incomplete_environment_of_launcher_is_told(ranks: RankPool, here: Path) -> None:
-    case = Case("no_address", [])
-    first, second = run_case(ranks, case, here, unset=["MASTER_ADDR", "MASTER_PORT"])
-    assert_says(first, ["lacks MASTER_ADDR and MASTER_PORT", "or torchrun"], here)
-    assert second == ""
+    case = Case("no_address", ["lacks MASTER_ADDR and MASTER_PORT", "or torchrun"])
+    assert_ends(ranks, case, here, unset=["MASTER_ADDR", "MASTER_PORT"])
 
 
 @pytest.mark.parametrize("failing", [[], [0], [1], [2], [0, 2]])
@@ -255,10 +250,8 @@ def test_folder_of_another_run_is_refused(flag: str, ranks: RankPool, here: Path
     (here / "taken").mkdir()
     with (here / "taken" / own_folders.LOCK).open("w") as other_run:
         fcntl.flock(other_run, fcntl.LOCK_EX)
-        taken = Case("taken", [], {flag: str(here / "taken")})
-        first, second = run_case(ranks, taken, here)
-    assert_says(first, [f"{flag} {here}/taken is in use by another run", "wait until"], here)
-    assert second == ""
+        says = [f"{flag} {here}/taken is in use by another run", "wait until"]
+        assert_ends(ranks, Case("taken", says, {flag: str(here / "taken")}), here)
 
 
 def test_machines_of_a_fork_that_have_parsed_other_flags_are_told(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,20 +54,18 @@ def moved(
     checkpoint: Path, ranks: RankPool, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], list[dict[str, Any]]]:
     """What each rank saw of biases that moved, by layout."""
-    made: dict[str, list[dict[str, Any]]] = {}
 
+    @functools.cache
     def moved(layout: str) -> list[dict[str, Any]]:
-        if layout not in made:
-            num_processes, flags = LAYOUTS[layout]
-            flags += f" {COMMON} --rl-on-nonfinite-grad skip --moe-router-bias-update-rate {RATE}"
-            made[layout] = ranks.run(
-                "tests.dist.balance_jobs:move_biases",
-                world_size=num_processes,
-                flags=[*flags.split(), "--rl-hf-checkpoint", str(checkpoint)],
-                target=tmp_path_factory.mktemp("moved"),
-                rate=RATE,
-            )
-        return made[layout]
+        num_processes, flags = LAYOUTS[layout]
+        flags += f" {COMMON} --rl-on-nonfinite-grad skip --moe-router-bias-update-rate {RATE}"
+        return ranks.run(
+            "tests.dist.balance_jobs:move_biases",
+            world_size=num_processes,
+            flags=[*flags.split(), "--rl-hf-checkpoint", str(checkpoint)],
+            target=tmp_path_factory.mktemp("moved"),
+            rate=RATE,
+        )
 
     return moved
 

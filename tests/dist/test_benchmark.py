@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.rank_pool import ROOT
+
 KEYS = (
     "path model layout received_bytes_max lower_bound_bytes_max peak_extra_bytes_max median_seconds"
 ).split()

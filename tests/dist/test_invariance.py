@@ -8,6 +8,7 @@ written to build/invariance.md.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -295,12 +296,10 @@ def learn(
 @pytest.fixture(scope="module")
 def reference_of(learn: Callable[[Case], Outcome]) -> Callable[[str], Outcome]:
     """An algorithm's reference, made when it is first asked for."""
-    made: dict[str, Outcome] = {}
 
+    @functools.cache
     def reference_of(algorithm: str) -> Outcome:
-        if algorithm not in made:
-            made[algorithm] = learn(Case(algorithm, 1, "1", 1, 1, 1, 1, "1", "none", False))
-        return made[algorithm]
+        return learn(Case(algorithm, 1, "1", 1, 1, 1, 1, "1", "none", False))
 
     return reference_of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,22 +41,15 @@ class Saved:
 def saved(
     checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path_factory: Any
 ) -> Callable[[str], Saved]:
-    made: dict[str, Saved] = {}
-
+    @functools.cache
     def save(layout: str) -> Saved:
-        if layout not in made:
-            split, world_size = LAYOUTS[layout]
-            checkpoint = checkpoint_factory("deepseek_v3")
-            flags = job_flags(checkpoint, split, precision="bf16", micro_batch_size=1)
-            folder = tmp_path_factory.mktemp("saved")
-            results = ranks.run(
-                "tests.dist.saving_jobs:learn_and_save",
-                world_size=world_size,
-                flags=flags,
-                target=folder,
-            )
-            made[layout] = Saved(folder, flags, results)
-        return made[layout]
+        split, world_size = LAYOUTS[layout]
+        checkpoint, folder = checkpoint_factory("deepseek_v3"), tmp_path_factory.mktemp("saved")
+        flags = job_flags(checkpoint, split, precision="bf16", micro_batch_size=1)
+        job = "tests.dist.saving_jobs:learn_and_save"
+        return Saved(
+            folder, flags, ranks.run(job, world_size=world_size, flags=flags, target=folder)
+        )
 
     return save
 

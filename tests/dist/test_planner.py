@@ -10,7 +10,15 @@ import pytest
 
 from mcore_rl.planner.engine import absorbed_bytes
 from mcore_rl.planner.models import TrainedModel, stage_parameters, stage_state
-from mcore_rl.planner.phases import CANARY, EXPORT, FIRST_SWITCH, HAND_OVER, LOG_PROBS, TRAIN
+from mcore_rl.planner.phases import (
+    CANARY,
+    EXPORT,
+    FIRST_SWITCH,
+    HAND_OVER,
+    LOG_PROBS,
+    TRAIN,
+    Case,
+)
 from mcore_rl.planner.plan import plan_case
 from mcore_rl.tools.plan.command_line import read_command_line
 from tests.dist.layouts import SPLITS, job_flags
@@ -36,6 +44,10 @@ CRITICS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "critic_shared_out": ("qwen3", "dp2", ()),
 }
+
+
+def case_of(flags: list[str], world_size: int, *more: str) -> Case:
+    return read_command_line([*flags, "--world-size", str(world_size), *more]).case
 
 
 def assert_equals_what_is_held(model: TrainedModel, measured: list[dict[str, Any]]) -> None:
@@ -70,7 +82,7 @@ def test_plan_equals_what_training_holds(
     world_size = SPLITS[split][3]
     flags = job_flags(checkpoint_factory(arch, **options), split, precision=precision)
     flags += ["--mtp-num-layers", "1"] if "num_mtp_layers" in options else []
-    case = read_command_line([*flags, "--world-size", str(world_size)]).case
+    case = case_of(flags, world_size)
     assert case.critic is None
     measured = ranks.run(
         "tests.dist.planner_jobs:measured_bytes", world_size=world_size, flags=flags
@@ -87,7 +99,7 @@ def test_plan_of_a_critic_equals_what_it_holds(
     flags = job_flags(
         checkpoint_factory(arch), split, "--rl-algorithm", "ppo", *own, precision="bf16"
     )
-    case = read_command_line([*flags, "--world-size", str(world_size)]).case
+    case = case_of(flags, world_size)
     assert case.critic is not None
     measured = ranks.run(
         "tests.dist.planner_jobs:measured_bytes_of_critic", world_size=world_size, flags=flags
@@ -128,10 +140,8 @@ def test_every_phase_holds_what_is_planned(
     load = [*flags, "--load", str(tmp_path)]
     after_load = ranks.run("tests.dist.planner_jobs:bytes_after_load", flags=load, **options)
 
-    exported = [*flags, "--rl-export-hf", str(tmp_path / "exported again")]
-    case = read_command_line(
-        [*exported, "--world-size", str(world_size), "--communicator-mb", "0"]
-    ).case
+    exported = ("--rl-export-hf", str(tmp_path / "exported again"))
+    case = case_of(flags, world_size, *exported, "--communicator-mb", "0")
     outcome = plan_case(case)
     memory = outcome.memory
     fresh, whole = stage_state(case.actor, with_moments=False), stage_state(case.actor)

@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from tests.dist.layouts import job_flags
+from tests.rank_pool import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
 ON_CPU = os.environ.get("MCORE_RL_GPU_TESTS") == "cpu"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from mcore_rl.batching.train_batches import split_mini_batches
+from mcore_rl.batching.types import TrainBatch
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.policy_head import as_policy, make_actor_provider
+from mcore_rl.trainer.actor import Actor
 from tests.dist.jobs import random_tokens, rank_batch, started
 
 # After the patches, which mcore_rl.megatron.adapter applies.
@@ -148,14 +151,46 @@ def policy_against_logits(flags: list[str], model_class: str) -> dict[str, Any]:
 def nonfinite_loss(flags: list[str], culprit: int) -> dict[str, Any]:
     """The loss of rank `culprit` is nan."""
     job, actor, _ = started(flags)
-    batch = split_mini_batches(rank_batch(job))[0]
     loss = actor._loss
 
     def poisoned(*args: Any, **keywords: Any) -> Any:
         value, sums = loss(*args, **keywords)
         return value * (float("nan") if dist.get_rank() == culprit else 1.0), sums
 
-    actor._loss = poisoned  # type: ignore[method-assign]
+    with mock.patch.object(actor, "_loss", poisoned):
+        found = _attempted(actor, split_mini_batches(rank_batch(job))[0])
+    dist.destroy_process_group()
+    return found
+
+
+def nonfinite_gradient(flags: list[str], culprit: int) -> dict[str, Any]:
+    """Rank `culprit` finds a nan in one of its gradients; then a healthy update follows."""
+    job, actor, _ = started(flags)
+    batches = split_mini_batches(rank_batch(job))
+    parameters = dict(actor.state.chunks[0].named_parameters())
+    name = next(name for name in parameters if name.endswith("linear_proj.weight"))
+    step = actor.optimizer.step
+
+    def poisoned(**keywords: Any) -> Any:
+        if dist.get_rank() == culprit:
+            parameters[name].main_grad.view(-1)[3] = float("nan")
+        return step(**keywords)
+
+    with mock.patch.object(actor.optimizer, "step", poisoned):
+        found = _attempted(actor, batches[0])
+    healthy = actor.update(batches[1]).result
+    found |= {
+        "name": name,
+        "healthy_skipped": healthy.skipped,
+        "healthy_norm": healthy.grad_norm,
+        "finite": all(bool(torch.isfinite(p).all()) for p in parameters.values()),
+    }
+    dist.destroy_process_group()
+    return found
+
+
+def _attempted(actor: Actor, batch: TrainBatch) -> dict[str, Any]:
+    """How an update ended, and whether it left the weights as they were."""
     before = [weight.clone() for weight in megatron_adapter.weights(actor.state)]
     error, skipped = "", False
     try:
@@ -163,46 +198,4 @@ def nonfinite_loss(flags: list[str], culprit: int) -> dict[str, Any]:
     except RuntimeError as raised:
         error = str(raised)
     unchanged = all(map(torch.equal, before, megatron_adapter.weights(actor.state)))
-    dist.destroy_process_group()
     return {"error": error, "skipped": skipped, "unchanged": unchanged}
-
-
-def nonfinite_gradient(flags: list[str], culprit: int) -> dict[str, Any]:
-    """Rank `culprit` finds a nan in one of its gradients; then a healthy update follows."""
-    job, actor, _ = started(flags)
-    batches = split_mini_batches(rank_batch(job))
-    name, parameter = next(
-        (n, p)
-        for n, p in actor.state.chunks[0].named_parameters()
-        if n.endswith("linear_proj.weight")
-    )
-    step = actor.optimizer.step
-
-    def poisoned(**keywords: Any) -> Any:
-        if dist.get_rank() == culprit:
-            parameter.main_grad.view(-1)[3] = float("nan")
-        return step(**keywords)
-
-    before = parameter.detach().clone()
-    rate = actor.optimizer.learning_rate
-    actor.optimizer.step = poisoned  # type: ignore[method-assign]
-    error, skipped = "", False
-    try:
-        skipped = actor.update(batches[0]).result.skipped
-    except RuntimeError as raised:
-        error = str(raised)
-    unchanged = bool(torch.equal(before, parameter))
-    actor.optimizer.step = step  # type: ignore[method-assign]
-    healthy = actor.update(batches[1]).result
-    result = {
-        "error": error,
-        "skipped": skipped,
-        "unchanged": unchanged,
-        "rate": rate,
-        "name": name,
-        "healthy_skipped": healthy.skipped,
-        "healthy_norm": healthy.grad_norm,
-        "finite": all(bool(torch.isfinite(p).all()) for p in actor.state.chunks[0].parameters()),
-    }
-    dist.destroy_process_group()
-    return result

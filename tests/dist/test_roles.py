@@ -18,7 +18,7 @@ from tests.dist.layouts import SPLITS, job_flags
 from tests.dist.ppo_jobs import scored_samples
 from tests.dist.test_ppo import PACKED, PPO_FLAGS
 from tests.dist.test_value_model import TOLERANCE as SCORE_TOLERANCE
-from tests.dist.test_value_model import reference_scores, reward_model
+from tests.dist.test_value_model import reference_values, reward_model
 from tests.dist.updates import PPO_JOB, Outcome, assert_alike, learnt
 from tests.rank_pool import RankPool
 
@@ -79,7 +79,7 @@ def expected_scores(checkpoint: Path, reward: Path) -> torch.Tensor:
         ).long()
         for s in samples
     ]
-    return reference_scores(reward, tokens)
+    return torch.stack([values[-1] for values in reference_values(reward, tokens)])
 
 
 def test_each_rank_has_its_role(apart: tuple[list[dict], Path]) -> None:

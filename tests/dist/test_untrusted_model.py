@@ -8,13 +8,27 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.rank_pool import RankPool
 from tests.untrusted import Command, bring_code
 
 pytestmark = pytest.mark.timeout(400)
 
-START = "tests.dist.untrusted_model_jobs:start_engine"
+START = "tests.dist.test_untrusted_model:start_engine"
+
+
+def start_engine(folder: str, load_format: str) -> dict[str, str]:
+    """Start an engine as training does (or as verification: "auto") and let it write a token."""
+    from mcore_rl.hybrid_engine.vllm.startup import start_llm
+    from tests.engine_samples import small_engine
+
+    dist.init_process_group("gloo")
+    try:
+        llm = start_llm(small_engine(folder, load_format))
+    except Exception as error:  # vLLM has one for each kind of what is wrong with a folder
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"tokenizer": type(llm.get_tokenizer()).__name__}
 
 
 def with_code(source: Path, target: Path, marker: Path) -> Path:

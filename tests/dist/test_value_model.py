@@ -49,28 +49,11 @@ def flags_of(base: Path, init: Path, split: str, *more: str) -> list[str]:
 
 
 @torch.no_grad()
-def reference_values(init: Path) -> list[torch.Tensor]:
-    """One sample after the other through transformers, in float32."""
-    model = AutoModel.from_pretrained(init, dtype=torch.float32)
-    head = tensors_of(init)["score.weight"].float()
-    batch = random_batch(model.config.vocab_size)
-    return [
-        (model(tokens[None]).last_hidden_state[0] @ head.T)[:, 0]
-        for tokens in batch.token_ids.split(batch.lengths.tolist())
-    ]
-
-
-@torch.no_grad()
-def reference_scores(folder: Path, token_ids: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`[n]` of a reward model: the head on the last token of each sample, in float32."""
+def reference_values(folder: Path, token_ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Each token's value: one sample after the other through transformers, in float32."""
     model = AutoModel.from_pretrained(folder, dtype=torch.float32)
     head = tensors_of(folder)["score.weight"].float()
-    return torch.stack(
-        [
-            (model(tokens[None]).last_hidden_state[0, -1] @ head.T)[0].double()
-            for tokens in token_ids
-        ]
-    )
+    return [(model(tokens[None]).last_hidden_state[0] @ head.T)[:, 0] for tokens in token_ids]
 
 
 @pytest.mark.parametrize("split", ["tp1_pp1_ep1", "tp2_pp2_ep2"])
@@ -89,7 +72,8 @@ def test_values_equal_transformers_in_float32(
         world_size=SPLITS[split][3],
         flags=flags_of(base, init, split),
     )
-    expected = reference_values(init)
+    batch = random_batch(json.loads((base / "config.json").read_text())["vocab_size"])
+    expected = reference_values(init, batch.token_ids.split(batch.lengths.tolist()))
     assert torch.cat(expected).std() > 0.1, "values that hardly differ show nothing"
     for found in results:  # every rank has all of them
         for of_sample, expected_of_sample in zip(found, expected, strict=True):

@@ -14,7 +14,6 @@ import json
 import pickle
 import re
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,21 +37,16 @@ def main() -> None:
     published["architectures"] = [FAMILIES[published["model_type"]].class_name]
     short = {**published, "num_hidden_layers": 2, "first_k_dense_replace": 1}
     layout = {"tp_size": int(tp_size), "dp_size": int(dp_size)}
-    seconds: dict[str, list[float]] = {"short": [], "whole": []}
     needs, unlike = [], []
     for slot in range(int(tp_size) * int(dp_size)):
-        started = time.monotonic()
-        learnt = learn(short, Path(folder) / "short", slot, **layout)
-        needs.append(of_all_layers(learnt, published))
-        seconds["short"].append(round(time.monotonic() - started, 1))
+        learned = learn(short, Path(folder) / "short", slot, **layout)
+        needs.append(of_all_layers(learned, published))
     for slot in map(int, whole_slots):
-        started = time.monotonic()
         learnt = learn(published, Path(folder) / "whole", slot, **layout)
         unlike += [name for name in learnt if learnt[name] != needs[slot].get(name)]
         unlike += [name for name in needs[slot] if name not in learnt]
-        seconds["whole"].append(round(time.monotonic() - started, 1))
     (Path(folder) / "needs").write_bytes(pickle.dumps(needs))
-    print(json.dumps({"unlike": unlike[:10], "seconds": seconds}))
+    print(json.dumps({"unlike": unlike[:10]}))
 
 
 def learn(config_json: Mapping[str, Any], folder: Path, slot: int, **layout: int) -> Needs:

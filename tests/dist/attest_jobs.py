@@ -139,7 +139,6 @@ class Bench:
             ],
             "faults": [list(v.faults) for v in self.verdicts[:1]],
             "sentence": str(self.verdicts[0]),
-            "num_cells": self.verdicts[0].num_cells,
             "hashed_bytes": self.verdicts[0].hashed_bytes,
             "repeated": self.proof.repeated,
             "invalidated": self.invalidated - before,

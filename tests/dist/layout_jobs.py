@@ -40,7 +40,6 @@ def hand_over(
     held = {name: shards.boxes(name) for name in tensors}
     result = {
         "stored_equal": handed_over == from_disk and len(from_disk) > 10,
-        "slot": slot,
         "engine_slot": [place.engine_index, place.tp_rank, place.ep_rank],
         "layout_slot": [
             slot // rollout.slots_per_engine,
@@ -66,7 +65,6 @@ def hand_over(
         "unlike_the_checkpoint": [
             name for name, info in tensors.items() if specs.get(name) != (info.shape, info.dtype)
         ],
-        "identity": rollout.is_identity,
         "groups": len(connections.groups),
         "groups_as_planned": connections.groups == planned.groups,
         "groups_are_megatrons": all(set(group) in own_groups for group in connections.groups),

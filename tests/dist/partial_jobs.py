@@ -113,7 +113,6 @@ def partial_rollouts(
                 "counts": asdict(counts),
                 "draws": table.draws.tolist(),
                 "staleness": (version - table.oldest_versions).tolist(),
-                "lengths": table.response_lengths.tolist(),
                 "rewards": bool(table.has_reward.all()),
                 "cached": cached(hits[num_before:], num_waiting, 20 * scale),
             }

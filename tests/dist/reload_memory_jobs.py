@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -116,7 +115,7 @@ def whole(metadata: Metadata, version: int, chunk_bytes: int) -> Iterator[tuple[
 def measure(
     model_dir: str, config: dict[str, Any], chunk_bytes: int, repetitions: int
 ) -> dict[str, Any]:
-    """Peaks, seconds and digests of reloads by vLLM's own layerwise reload and by ours."""
+    """Peaks and digests of reloads by vLLM's own layerwise reload and by ours."""
     # glibc gives freed memory back at once from 32 MB on, and keeps smaller pieces for a while:
     # with a limit of 1 MB from 1 to 9 MB of them, by chance. The model is a small one: its tensors
     # are treated as those of a large one would be.
@@ -137,7 +136,6 @@ def measure(
         return peak.extra_bytes
 
     found: dict[str, Any] = {
-        "model_bytes": sum(2 * math.prod(shape) for shape, _ in metadata.values()),
         "module_bytes": largest_modules(engine.model),
         "computed": sorted(engine._reloader._learnt.computed),
     }
@@ -152,25 +150,8 @@ def measure(
         found["resident"].append(Footprint.now().resident_bytes)
     digests = stored_digests(engine)
     found["differing"] = sorted(digests.keys() - set(same(expected, digests)))
-    found["seconds"] = seconds_of(
-        {"upstream": upstream, "ours": engine.reload},
-        dict(whole(metadata, 1, chunk_bytes)),
-    )
     engine.close()
     return found
-
-
-def seconds_of(
-    reloads: dict[str, Callable[[Weights], None]], weights: dict[str, torch.Tensor]
-) -> dict[str, list[float]]:
-    """Of three reloads each from tensors in memory, in turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in reloads}
-    for _ in range(3):
-        for name, reload in reloads.items():
-            started = time.perf_counter()
-            reload(weights.items())
-            seconds[name].append(time.perf_counter() - started)
-    return seconds
 
 
 def same(expected: dict[str, str], found: dict[str, str]) -> list[str]:

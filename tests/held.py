@@ -54,7 +54,7 @@ def tokens_of(scored: Sequence[ScoredRollout]) -> dict[int, SampleTokens]:
     return {row: SampleTokens.of(sample) for row, sample in enumerate(scored)}
 
 
-def kept_by_engines(
+def sampled_by_engines(
     sample_store: SampleStore, layout: RolloutLayout, scored: Sequence[ScoredRollout]
 ) -> SampleTable:
     """The table of samples, the same on all ranks, after each engine has sampled its block of them.
@@ -64,10 +64,10 @@ def kept_by_engines(
     blocks = np.array_split(np.arange(len(scored)), layout.num_tp_groups)
     mine = blocks[layout.tp_group_index(dist.get_rank())].tolist()
     draws = table_of(scored).draws[mine].tolist()
-    return told_by_engines(sample_store, [scored[row] for row in mine], draws)
+    return table_of_engines(sample_store, [scored[row] for row in mine], draws)
 
 
-def told_by_engines(
+def table_of_engines(
     sample_store: SampleStore, scored: Sequence[ScoredRollout], draws: Sequence[int]
 ) -> SampleTable:
     """The table of what all engines have sampled, of which this rank's engine has `scored`.

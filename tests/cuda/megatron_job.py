@@ -32,7 +32,7 @@ from mcore_rl.megatron.shards import ModelShards  # noqa: E402
 from mcore_rl.model.boxes import Box, disjoint, full_box, uncovered  # noqa: E402
 from mcore_rl.model.config_json import ModelShape  # noqa: E402
 from mcore_rl.model.weight_map import Piece, ShardCoordinates, map_parameter  # noqa: E402
-from tests.cuda.presets import tensor_infos  # noqa: E402
+from tests.cuda.presets import shape_of, tensor_infos  # noqa: E402
 from tests.model_shapes import published_shape  # noqa: E402
 
 APEX = dataclasses.replace(PLATFORM, fused_weight_gradients=True)
@@ -65,19 +65,6 @@ def examined(case: Mapping[str, Any]) -> dict[str, Any]:
         if uncovered(full_box(info.shape), disjoint(everywhere[name]))
     ]
     return {"derived": derived, "ranks": ranks, "lacking": lacking}
-
-
-def shape_of(case: Mapping[str, Any]) -> ModelShape:
-    shape = published_shape(case["config"])
-    num_layers = case.get("num_layers", shape.num_layers)
-    return dataclasses.replace(
-        shape,
-        num_layers=num_layers,
-        is_moe_layer=shape.is_moe_layer[:num_layers],
-        value_head=case.get("value_head", False),
-        tied_embeddings=shape.tied_embeddings and not case.get("value_head", False),
-        quantization=None,
-    )
 
 
 def built(job: megatron_models.Job, rank: int, everywhere: dict[str, list[Box]]) -> dict[str, Any]:

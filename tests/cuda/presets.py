@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.tensors import TensorInfo, checkpoint_tensors
@@ -19,6 +21,20 @@ def preset_flags(name: str) -> list[str]:
 def trainable_shape(config: str) -> ModelShape:
     """Of tests/data/configs/<config>.json once its weights are bfloat16."""
     return dataclasses.replace(published_shape(config), quantization=None)
+
+
+def shape_of(case: Mapping[str, Any]) -> ModelShape:
+    """Of a case of test_megatron_models, perhaps cut to its first layers; as bfloat16."""
+    shape = published_shape(case["config"])
+    num_layers = case.get("num_layers", shape.num_layers)
+    return dataclasses.replace(
+        shape,
+        num_layers=num_layers,
+        is_moe_layer=shape.is_moe_layer[:num_layers],
+        value_head=case.get("value_head", False),
+        tied_embeddings=shape.tied_embeddings and not case.get("value_head", False),
+        quantization=None,
+    )
 
 
 def tensor_infos(shape: ModelShape) -> dict[str, TensorInfo]:

@@ -11,18 +11,15 @@ weight gradients); the optimizer's own kernels and what DDP's buffers take; NCCL
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
 import pytest
 
-from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.families import FAMILIES
-from tests.cuda.presets import preset_flags
+from tests.cuda.presets import preset_flags, shape_of
 from tests.cuda.stack import Stack
 from tests.megatron_parameters import SPECS, stage_parameters
-from tests.model_shapes import published_shape
 
 SPLIT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
 EXPERTS = "--expert-model-parallel-size 2".split()
@@ -81,13 +78,6 @@ def degrees_of(name: str) -> dict[str, int]:
     return _DEGREES.get(name, {"tp_size": 2, "ep_size": 2 if experts else 1})
 
 
-def shape_of(name: str) -> ModelShape:
-    shape = published_shape(CASES[name]["config"])
-    num_layers = CASES[name].get("num_layers", shape.num_layers)
-    kinds = shape.is_moe_layer[:num_layers]
-    return dataclasses.replace(shape, num_layers=num_layers, is_moe_layer=kinds)
-
-
 @pytest.fixture(scope="module", params=["transformer_engine", "local"])
 def layers(request: pytest.FixtureRequest) -> str:
     return request.param
@@ -103,7 +93,7 @@ def found(
 
 
 def test_every_family_is_examined() -> None:
-    assert {shape_of(name).architecture for name in CASES} == FAMILIES.keys()
+    assert {shape_of(CASES[name]).architecture for name in CASES} == FAMILIES.keys()
 
 
 @pytest.mark.timeout(1900)
@@ -112,7 +102,7 @@ def test_derived_flags_pass_megatrons_validation(found: dict[str, Any], layers: 
     assert found["cases"].keys() == CASES.keys()
     local = "--transformer-impl --no-masked-softmax-fusion --no-rope-fusion --no-persist-layer-norm"
     for name, case in found["cases"].items():
-        shape = shape_of(name)
+        shape = shape_of(CASES[name])
         expected = set(local.split()) if layers == "local" else set()
         if shape.latent and shape.rope["rope_type"] != "yarn":
             expected.add("--no-rope-fusion")
@@ -149,7 +139,7 @@ def test_parameters_are_those_that_the_weight_map_expects(
             continue
         apart = layers == "transformer_engine" and name == "experts apart"
         spec = SPECS["transformer_engine_sequential" if apart else layers]
-        shape, degrees = shape_of(name), degrees_of(name)
+        shape, degrees = shape_of(CASES[name]), degrees_of(name)
         for rank, built in case["ranks"].items():
             assert built["devices"] == ["meta"]
             expected = stage_parameters(shape, spec, **degrees, layers=tuple(built["layers"]))

@@ -126,14 +126,14 @@ def test_engines_run_on_a_gpu_as_we_ask_them_to(found: dict[str, Any]) -> None:
     assert found["9.0"]["qwen2"]["attention"] == ["FlashAttentionImpl"]
 
 
-def test_experts_that_were_chosen_can_be_told_whatever_the_kernels(found: dict[str, Any]) -> None:
+def test_chosen_experts_are_reported_with_every_kernel(found: dict[str, Any]) -> None:
     """As --rl-routing-replay r3 needs it."""
     for cases in found.values():
         for name, seen in cases.items():
             settings = seen["settings"]
             is_dense = name.startswith(("qwen3,", "qwen2", "llama")) and "moe" not in name
-            assert settings["tells_of_experts"] is not is_dense, name
-            assert settings["untold"] is None, name
+            assert settings["reports_experts"] is not is_dense, name
+            assert settings["cannot_report"] is None, name
 
 
 def test_experts_over_data_parallel_ranks_are_not_scheduled_ahead(found: dict[str, Any]) -> None:

@@ -144,12 +144,12 @@ def settings(engine: Any) -> dict[str, Any]:
         "ep_size": place.ep_size,
         "ep_rank": place.ep_rank,
         "collectives_of_an_idle_step": collectives_of_an_idle_step(runner),
-        "tells_of_experts": config.aux_output_config.enabled,
-        "untold": untold(engine) if config.aux_output_config.enabled else None,
+        "reports_experts": config.aux_output_config.enabled,
+        "cannot_report": cannot_report(engine) if config.aux_output_config.enabled else None,
     }
 
 
-def untold(engine: Any) -> str | None:
+def cannot_report(engine: Any) -> str | None:
     """Why vLLM cannot tell which experts its kernels have chosen."""
     from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
         bind_routed_experts_capturer,

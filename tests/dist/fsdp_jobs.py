@@ -121,17 +121,17 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-def save_and_go_on(flags: list[str], target: str) -> str:
-    """An update, a checkpoint, another update; the weights go to `went_on`."""
+def save_and_continue(flags: list[str], target: str) -> str:
+    """An update, a checkpoint, another update; the weights go to `continued`."""
     job, actor, shards = started(flags, in_float32=True)
     first, second = split_mini_batches(rank_batch(job))
     actor.update(first)
     megatron_checkpoint.save_checkpoint(job.args, actor.state, 1, Path(target) / "saved")
-    _update_and_export(job, actor, shards, second, Path(target) / "went_on")
+    _update_and_export(job, actor, shards, second, Path(target) / "continued")
     return iteration_name(1)
 
 
-def load_and_go_on(flags: list[str], target: str) -> int:
+def load_and_continue(flags: list[str], target: str) -> int:
     """That checkpoint, and the second update; the weights go to `resumed`."""
     loading = ["--load", str(Path(target) / "saved")]
     job, actor, shards = started([*flags, *loading], in_float32=True)

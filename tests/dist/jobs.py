@@ -229,7 +229,7 @@ def _hand_over(flags: list[str], log: SleepLog) -> dict[str, Any]:
             (megatron[0, :-1] - torch.from_numpy(vllm)).abs().mean()
         ),
     }
-    result["told"] = _told_of_a_failure(manager, engine)
+    result["failure"] = _reported_failure(manager, engine)
     engine.close()
     result["shared_memory"] = [
         p.name for p in Path("/dev/shm").iterdir() if str(os.getpid()) in p.name
@@ -262,7 +262,7 @@ def _read_asleep(engine: VLLMEngine) -> dict[str, str]:
     return said
 
 
-def _told_of_a_failure(manager: MegatronVLLMShardingManager, engine: VLLMEngine) -> str:
+def _reported_failure(manager: MegatronVLLMShardingManager, engine: VLLMEngine) -> str:
     """What leaves rollout mode if vLLM fails while it runs a request, which then stays there."""
     from vllm.v1.engine.llm_engine import LLMEngine
 

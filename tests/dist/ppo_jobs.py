@@ -44,7 +44,7 @@ from mcore_rl.trainer.roles.critic import Critic, ServedCritic, build_critic
 from mcore_rl.trainer.roles.remote import LocalRole
 from mcore_rl.trainer.step_metrics import mismatch_metrics
 from tests.dist.jobs import as_float32, random_tokens
-from tests.held import kept_by_engines
+from tests.held import sampled_by_engines
 
 
 def step_samples(job: Job, sample_store: SampleStore) -> SampleTable:
@@ -60,7 +60,7 @@ def step_samples(job: Job, sample_store: SampleStore) -> SampleTable:
             dataclasses.replace(sample, rollout=rollout)
             for sample, rollout in zip(scored, routed, strict=True)
         ]
-    return kept_by_engines(sample_store, job.spec.rollout_layout, scored)
+    return sampled_by_engines(sample_store, job.spec.rollout_layout, scored)
 
 
 def with_routes(rollouts: list[Rollout], routed: RoutedLayers) -> list[Rollout]:

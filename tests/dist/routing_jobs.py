@@ -20,7 +20,7 @@ from mcore_rl.trainer.build import engine_config
 from mcore_rl.trainer.learner import Learner
 from tests.dist.ppo_jobs import Models, build_models
 from tests.engine_samples import sample_responses
-from tests.held import told_by_engines
+from tests.held import table_of_engines
 
 NUM_SAMPLES, NUM_PROMPTS, MAX_TOKENS = 4, 8, 24
 
@@ -35,7 +35,7 @@ def engine_and_trainer(flags: list[str]) -> dict[str, Any]:
     samples = sampled(engine, models, sample_store)
     found["mismatch"] = mismatches(models.learner, samples)
     found["after_reload"] = after_reload(engine, models)
-    found["told_by_vllm"] = told_by_vllm(engine)
+    found["captured_by_vllm"] = captured_by_vllm(engine)
     engine.close()
     dist.destroy_process_group()
     return found
@@ -129,7 +129,9 @@ def sampled(engine: VLLMEngine, models: Models, sample_store: SampleStore) -> Sa
     sample_store.clear()
     found = generate(engine, [everything[i] for i in mine])
     draws = [i for i in mine for _ in range(NUM_SAMPLES)]
-    return told_by_engines(sample_store, [ScoredRollout(each, reward=0.0) for each in found], draws)
+    return table_of_engines(
+        sample_store, [ScoredRollout(each, reward=0.0) for each in found], draws
+    )
 
 
 def mismatches(learner: Learner, samples: SampleTable) -> dict[str, Any]:
@@ -173,7 +175,7 @@ def after_reload(engine: VLLMEngine, models: Models) -> dict[str, Any]:
     }
 
 
-def told_by_vllm(engine: VLLMEngine) -> bool:
+def captured_by_vllm(engine: VLLMEngine) -> bool:
     """Whether what serves `enable_return_routed_experts` on CUDA keeps choices on this rank."""
     from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
 

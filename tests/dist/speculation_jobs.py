@@ -171,7 +171,7 @@ def hand_over(flags: list[str], target: str) -> dict[str, Any]:
     with manager:
         found["differs_from_disk"] = _differing(engine, from_disk)
         found["greedy"] = _greedy(engine)
-        found["counts"] = _told_counts(engine)
+        found["counts"] = _draft_counts(engine)
     found["traffic"] = _traffic(manager, reports[0])
     export(shards, job.spec.checkpoint, Path(target), max_file_bytes=1 << 17, bucket_bytes=1 << 14)
 
@@ -230,7 +230,7 @@ def _greedy(engine: VLLMEngine) -> list[list[int]]:
     return [r.response_token_ids.tolist() for r in rollouts]
 
 
-def _told_counts(engine: VLLMEngine) -> list[tuple[int, int]]:
+def _draft_counts(engine: VLLMEngine) -> list[tuple[int, int]]:
     counts = engine.take_draft_counts()
     return objects.all_gather((counts.num_drafted, counts.num_accepted))
 

@@ -151,7 +151,7 @@ def test_bad_input_ends_a_run_without_launcher(ranks: RankPool, here: Path) -> N
     assert_ends(ranks, case, here, unset=["RANK", "MASTER_ADDR"], world_size=1)
 
 
-def test_incomplete_environment_of_launcher_is_told(ranks: RankPool, here: Path) -> None:
+def test_incomplete_environment_of_launcher_is_reported(ranks: RankPool, here: Path) -> None:
     case = Case("no_address", ["lacks MASTER_ADDR and MASTER_PORT", "or torchrun"])
     assert_ends(ranks, case, here, unset=["MASTER_ADDR", "MASTER_PORT"])
 
@@ -208,7 +208,7 @@ def test_bad_input_under_torchrun(here: Path) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["mcore_rl.launch", "torch.distributed.run"])
-def test_mistake_found_while_importing_is_told_though_rank_0_is_ended(
+def test_mistake_found_while_importing_is_reported_though_rank_0_is_ended(
     launcher: str, tmp_path: Path
 ) -> None:
     """The other rank leaves first, and the launcher ends rank 0 before it has said anything."""
@@ -254,9 +254,7 @@ def test_folder_of_another_run_is_refused(flag: str, ranks: RankPool, here: Path
         assert_ends(ranks, Case("taken", says, {flag: str(here / "taken")}), here)
 
 
-def test_machines_of_a_fork_that_have_parsed_other_flags_are_told(
-    ranks: RankPool, good: Path
-) -> None:
+def test_machines_of_a_fork_with_different_flags_are_reported(ranks: RankPool, good: Path) -> None:
     first, second = ranks.run_raw(
         f"{WORKER}:fork",
         world_size=2,

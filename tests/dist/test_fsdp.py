@@ -188,8 +188,8 @@ def test_hand_over_reads_sharded_parameters(
     flags = job_flags(
         checkpoint_factory("deepseek_v3"),
         "tp1_pp1_ep1",
-        *("--rl-precision", "bf16", *RATES),
-        *(*layout, *rollout, *fsdp("optim_grads_params")),
+        *(*RATES, *layout, *rollout, *fsdp("optim_grads_params")),
+        precision="bf16",
         micro_batch_size=1,
     )
     found = ranks.run(
@@ -215,7 +215,7 @@ def test_weights_that_were_written_count_in_the_next_forward(
 
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_checkpoint_is_gone_on_from_bit_for_bit(
+def test_resume_from_a_checkpoint_is_bitwise(
     strategy: str,
     precision: str,
     checkpoint_factory: Callable[..., Path],
@@ -225,15 +225,16 @@ def test_a_checkpoint_is_gone_on_from_bit_for_bit(
     flags = job_flags(
         checkpoint_factory("deepseek_v3"),
         "tp1_pp1_ep1",
-        *(*RATES, *fsdp(strategy), "--rl-precision", precision),
+        *(*RATES, *fsdp(strategy)),
+        precision=precision,
     )
-    for job, result in (("save_and_go_on", "iter_0000001"), ("load_and_go_on", 1)):
+    for job, result in (("save_and_continue", "iter_0000001"), ("load_and_continue", 1)):
         found = ranks.run(
             f"{JOBS}:{job}", world_size=2, flags=flags, target=tmp_path, environment=ENVIRONMENT
         )
         assert found == [result] * 2
-    went_on, resumed = tensors_of(tmp_path / "went_on"), tensors_of(tmp_path / "resumed")
-    assert all(torch.equal(resumed[tensor], value) for tensor, value in went_on.items())
+    continued, resumed = tensors_of(tmp_path / "continued"), tensors_of(tmp_path / "resumed")
+    assert all(torch.equal(resumed[tensor], value) for tensor, value in continued.items())
 
 
 def test_a_nonfinite_gradient_of_one_rank_is_named_on_all(

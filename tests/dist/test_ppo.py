@@ -118,7 +118,7 @@ def test_learning_rates_end_where_the_run_does(
         assert len(found[name]) == updates + 1 and found[name][-1] == 0.0
 
 
-def test_an_advantage_that_is_no_number_names_sample_and_rank(
+def test_nonfinite_advantage_names_sample_and_rank(
     checkpoint_factory: Callable[..., Path], ranks: RankPool
 ) -> None:
     errors = ranks.run(

@@ -170,6 +170,6 @@ def test_process_groups_keep_the_order_of_their_ranks(results):
         ("reload", "no error"),
     ],
 )
-def test_what_cannot_be_is_refused(results, case, words):
+def test_impossible_placements_are_refused(results, case, words):
     for rank in results:
         assert re.match(words, rank["refusals"][case])

@@ -83,7 +83,7 @@ def test_a_damaged_one_is_named_and_the_one_before_taken(ranks: RankPool, tmp_pa
     assert absent.startswith(f"--ckpt-step 15 is not in {tmp_path}, which has steps 10, 20, 30")
 
 
-def test_no_sound_one_is_a_sentence(ranks: RankPool, tmp_path: Path) -> None:
+def test_no_readable_checkpoint_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     save(tmp_path, 10)
     (tmp_path / "iter_0000010" / ".metadata").unlink()
     error = chosen(ranks, tmp_path)[0]["error"]
@@ -127,7 +127,7 @@ def test_every_rank_gets_its_own_generators_back(ranks: RankPool, tmp_path: Path
     assert alone == {**facts, "drawn": None}
 
 
-def test_a_failure_on_one_rank_is_told_on_all(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_failure_on_one_rank_is_raised_on_all(ranks: RankPool, tmp_path: Path) -> None:
     save(tmp_path, 10)
     errors = ranks.run(
         "tests.dist.resume_jobs:write_and_fail",

@@ -120,7 +120,7 @@ def test_ranks_of_an_engine_agree(seen: list[dict[str, Any]]) -> None:
 
 
 def test_vllms_own_capture_keeps_choices_on_every_rank(seen: list[dict[str, Any]]) -> None:
-    assert all(rank["told_by_vllm"] for rank in seen)
+    assert all(rank["captured_by_vllm"] for rank in seen)
 
 
 def test_other_weights_have_other_experts(seen: list[dict[str, Any]]) -> None:

@@ -84,8 +84,8 @@ def test_engines_draw_different_samples_and_their_ranks_the_same(case: tuple) ->
     assert all(result["first_tokens"] != result["second_tokens"] for result in case[1])
 
 
-def test_failure_of_the_engine_is_what_is_told(case: tuple) -> None:
-    assert [result["told"] for result in case[1]] == ["the kernel failed"] * len(case[1])
+def test_failure_of_the_engine_is_reported(case: tuple) -> None:
+    assert [result["failure"] for result in case[1]] == ["the kernel failed"] * len(case[1])
 
 
 def test_messages_stay_inside_the_pipeline_group(case: tuple) -> None:

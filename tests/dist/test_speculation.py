@@ -82,9 +82,7 @@ def test_greedy_tokens_are_those_without_drafts(responses: dict[str, Any], mode:
 
 
 @pytest.mark.parametrize("mode", DRAFTING)
-def test_the_experts_that_are_told_of_are_those_without_drafts(
-    responses: dict[str, Any], mode: str
-) -> None:
+def test_reported_experts_are_those_without_drafts(responses: dict[str, Any], mode: str) -> None:
     """Drafts that were rejected leave no choice behind, and a drafter's router is not told of."""
     found, expected = responses[mode]["greedy"]["routes"], responses["off"]["greedy"]["routes"]
     assert found == expected

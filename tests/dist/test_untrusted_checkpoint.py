@@ -74,7 +74,7 @@ def test_code_in_metadata_is_not_run(ranks: RankPool, tmp_path: Path, marker: Pa
     assert_refused(ranks, folder, marker, sentence)
 
 
-def test_metadata_that_is_none_is_a_sentence(ranks: RankPool, tmp_path: Path) -> None:
+def test_invalid_metadata_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     save(ranks, tmp_path / "saved")
     path = tmp_path / "saved" / ".metadata"
     path.write_bytes(b"<html>not found</html>")

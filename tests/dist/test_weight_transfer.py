@@ -87,7 +87,7 @@ def test_workers_receive_what_they_need_and_nothing_is_gathered(
         ("shape", "lm_head.weight"),
     ],
 )
-def test_a_failure_is_told_on_all_ranks_and_the_engine_recovers(
+def test_a_failure_is_raised_on_all_ranks_and_the_engine_recovers(
     results: list[dict[str, Any]], failure: str, text: str
 ) -> None:
     for result in results[:3]:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch.distributed as dist
 
-from mcore_rl.common.run_output import setup_logging
 from mcore_rl.data.prompts import load_prompt_files
 from mcore_rl.hybrid_engine.proof.canary import CanaryResult
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
-from mcore_rl.job.start import start
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.trainer.build import build_canary, build_manager, build_offloader, engine_config
-from mcore_rl.trainer.models import build_actor
 from mcore_rl.verify import stored_digests
 from tests.dist.attest_jobs import gates_for_up_projections, loading
+from tests.dist.jobs import started
 from tests.dist.offload_jobs import state_digests
 from tests.dist.sleeping import SleepLog, memory_gone_while_asleep
 
@@ -31,10 +28,8 @@ def switches_with_canaries(flags: list[str]) -> dict[str, Any]:
 
 
 def _switches(flags: list[str], seen: SleepLog) -> dict[str, Any]:
-    setup_logging()
-    with open(os.devnull, "w") as log:
-        job = start(flags, log=log)
-        state, shards = build_actor(job, log=log)
+    job, actor, shards = started(flags)
+    state = actor.state
     engine = VLLMEngine(engine_config(job, load_format="auto"))
     from_disk = stored_digests(engine)
     offloader = build_offloader(job, state)

@@ -49,7 +49,7 @@ def run(
     ("how", "reason"),
     [("full", "No space left on device"), ("read-only", "Read-only file system")],
 )
-def test_a_disk_that_takes_no_checkpoint_ends_the_run_and_the_one_before_is_gone_on_from(
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_which_resumes_from_the_previous_one(
     how: str,
     reason: str,
     disk: Path,

@@ -159,7 +159,7 @@ def test_dense_model_of_a_fork_on_tp2_with_its_spec_reward_tokenizer_and_critic(
     assert noted == {f"{event}.{layer}" for event in ("built", "trained") for layer in layers}
 
 
-def test_a_forgotten_prepare_is_told(tmp_path: Path) -> None:
+def test_a_forgotten_prepare_is_reported(tmp_path: Path) -> None:
     script = script_of_a_fork()
     (tmp_path / "fork.py").write_text(
         "".join(f"{line}\n" for line in script.splitlines() if "prepare()" not in line)

@@ -55,7 +55,7 @@ def test_an_alarm_saves_and_ends_the_run_on_all_ranks(runs) -> None:
     assert "Traceback" not in said
 
 
-def test_the_run_goes_on_and_an_alarm_that_lasts_is_not_told_again(runs) -> None:
+def test_the_run_resumes_and_a_lasting_alarm_is_not_repeated(runs) -> None:
     folder, (_, ended) = runs
     ended.require(0)
     assert "going on from step 2" in ended.said and "[Health]" not in ended.said

@@ -165,7 +165,7 @@ def test_metrics_and_weights_are_those_of_an_undisturbed_run(runs: tuple[Run, Ru
     assert whole.weights == resumed.weights and whole.weights
 
 
-def test_responses_were_pending_at_the_checkpoint_and_went_on(runs: tuple[Run, Run, Run]) -> None:
+def test_responses_were_pending_at_the_checkpoint_and_continued(runs: tuple[Run, Run, Run]) -> None:
     whole, _, resumed = runs
     if "rollout/pending_groups" not in whole.metrics[0]:
         pytest.skip("this run ends every response in the step that began it")

@@ -59,7 +59,8 @@ def test_updates_are_those_of_plain_data_parallelism(
         flags = job_flags(
             checkpoint_factory("deepseek_v3"),
             "tp1_pp1_ep1",
-            *("--rl-precision", "bf16", "--adam-eps", "1.0", "--lr", "0.1", *more),
+            *("--adam-eps", "1.0", "--lr", "0.1", *more),
+            precision="bf16",
         )
         results.append(run("learn", flags, target))
         weights.append([tensors_of(target / when) for when in ("before", "after")])
@@ -74,13 +75,11 @@ def test_updates_are_those_of_plain_data_parallelism(
         assert torch.allclose(updated[tensor], after[tensor], rtol=2**-6, atol=1e-3), tensor
 
 
-def test_a_checkpoint_is_gone_on_from(
+def test_resume_from_a_checkpoint_is_bitwise(
     checkpoint_factory: Callable[..., Path], tmp_path: Path
 ) -> None:
-    flags = job_flags(
-        checkpoint_factory("deepseek_v3"), "tp1_pp1_ep1", "--rl-precision", "bf16", *FSDP
-    )
-    assert run("save_and_go_on", flags, tmp_path) == ["iter_0000001"] * NUM_RANKS
-    assert run("load_and_go_on", flags, tmp_path) == [1] * NUM_RANKS
-    went_on, resumed = tensors_of(tmp_path / "went_on"), tensors_of(tmp_path / "resumed")
-    assert all(torch.equal(resumed[tensor], value) for tensor, value in went_on.items())
+    flags = job_flags(checkpoint_factory("deepseek_v3"), "tp1_pp1_ep1", *FSDP, precision="bf16")
+    assert run("save_and_continue", flags, tmp_path) == ["iter_0000001"] * NUM_RANKS
+    assert run("load_and_continue", flags, tmp_path) == [1] * NUM_RANKS
+    continued, resumed = tensors_of(tmp_path / "continued"), tensors_of(tmp_path / "resumed")
+    assert all(torch.equal(resumed[tensor], value) for tensor, value in continued.items())

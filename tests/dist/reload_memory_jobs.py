@@ -20,6 +20,9 @@ import torch.distributed as dist
 from mcore_rl.hybrid_engine.memory.usage import PeakMemory
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor
 from mcore_rl.hybrid_engine.vllm.startup import EngineConfig
+from mcore_rl.model.config_json import read_model_shape
+from mcore_rl.model.tensors import checkpoint_tensors
+from mcore_rl.model.weight_map import layer_order
 from mcore_rl.verify import stored_digests
 from tests.footprint import Footprint
 from tests.model_only import VLLMModelOnly
@@ -29,42 +32,6 @@ _M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 Metadata = dict[str, tuple[tuple[int, ...], torch.dtype]]
 Weights = Iterable[tuple[str, torch.Tensor]]
-
-
-def deepseek_v3_tensors(config: dict[str, Any]) -> Metadata:
-    """The tensors of a DeepSeek-V3 checkpoint without MTP layers, layer by layer."""
-    c = config
-    hidden, heads, moe = c["hidden_size"], c["num_attention_heads"], c["moe_intermediate_size"]
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c["vocab_size"], hidden)}
-
-    def mlp(prefix: str, size: int) -> None:
-        shapes[f"{prefix}.gate_proj.weight"] = shapes[f"{prefix}.up_proj.weight"] = (size, hidden)
-        shapes[f"{prefix}.down_proj.weight"] = (hidden, size)
-
-    for layer in range(c["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        latent = c["kv_lora_rank"]
-        shapes |= {
-            f"{prefix}.input_layernorm.weight": (hidden,),
-            f"{prefix}.post_attention_layernorm.weight": (hidden,),
-            f"{prefix}.self_attn.q_a_proj.weight": (c["q_lora_rank"], hidden),
-            f"{prefix}.self_attn.q_a_layernorm.weight": (c["q_lora_rank"],),
-            f"{prefix}.self_attn.q_b_proj.weight": (heads * 192, c["q_lora_rank"]),
-            f"{prefix}.self_attn.kv_a_proj_with_mqa.weight": (latent + 64, hidden),
-            f"{prefix}.self_attn.kv_a_layernorm.weight": (latent,),
-            f"{prefix}.self_attn.kv_b_proj.weight": (heads * 256, latent),
-            f"{prefix}.self_attn.o_proj.weight": (hidden, heads * 128),
-        }
-        if layer < c["first_k_dense_replace"]:
-            mlp(f"{prefix}.mlp", c["intermediate_size"])
-            continue
-        shapes[f"{prefix}.mlp.gate.weight"] = (c["n_routed_experts"], hidden)
-        shapes[f"{prefix}.mlp.gate.e_score_correction_bias"] = (c["n_routed_experts"],)
-        for expert in range(c["n_routed_experts"]):
-            mlp(f"{prefix}.mlp.experts.{expert}", moe)
-        mlp(f"{prefix}.mlp.shared_experts", moe * c["n_shared_experts"])
-    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (c["vocab_size"], hidden)}
-    return {name: (shape, torch.bfloat16) for name, shape in shapes.items()}
 
 
 @functools.cache
@@ -112,16 +79,17 @@ def whole(metadata: Metadata, version: int, chunk_bytes: int) -> Iterator[tuple[
     yield name, tensor
 
 
-def measure(
-    model_dir: str, config: dict[str, Any], chunk_bytes: int, repetitions: int
-) -> dict[str, Any]:
+def measure(model_dir: str, chunk_bytes: int, repetitions: int) -> dict[str, Any]:
     """Peaks and digests of reloads by vLLM's own layerwise reload and by ours."""
     # glibc gives freed memory back at once from 32 MB on, and keeps smaller pieces for a while:
     # with a limit of 1 MB from 1 to 9 MB of them, by chance. The model is a small one: its tensors
     # are treated as those of a large one would be.
     assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 17)
     dist.init_process_group("gloo")
-    metadata = deepseek_v3_tensors(config)
+    shapes = {
+        name: spec.shape for name, spec in checkpoint_tensors(read_model_shape(Path(model_dir)))
+    }
+    metadata = {name: (shapes[name], torch.bfloat16) for name in layer_order(shapes)}
     engine = VLLMModelOnly(EngineConfig(model_dir=Path(model_dir), max_model_len=128))
     needs = engine.learn_needs(metadata)
     assert all(needs.values()), "this rank needs everything"

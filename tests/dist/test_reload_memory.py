@@ -34,7 +34,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory, ranks: RankPool) -> dict[
         "tests.dist.reload_memory_jobs:measure",
         world_size=1,
         model_dir=folder,
-        config=config,
         chunk_bytes=CHUNK_BYTES,
         repetitions=REPETITIONS,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.resume.folders import iteration_name
 from mcore_rl.verify import stored_digests
 from tests.dist.jobs import (
+    first_mini_batch,
     handed_over_from_disk,
     log_probs_of_random_tokens,
     rank_batch,
@@ -68,7 +68,7 @@ def hand_over(flags: list[str]) -> dict[str, Any]:
     """Load by vLLM from disk, zero, hand over, compare; then an update and a second hand-over."""
     job, actor, shards = started(flags)
     engine, manager, reports, from_disk, handed_over = handed_over_from_disk(job, shards)
-    actor.update(without_kl(split_mini_batches(rank_batch(job))[0]))
+    actor.update(first_mini_batch(job, has_reference=False))
     with manager:
         updated = stored_digests(engine)
     result = {
@@ -87,17 +87,13 @@ def hand_over(flags: list[str]) -> dict[str, Any]:
     return result
 
 
-def without_kl(batch: TrainBatch) -> TrainBatch:
-    return dataclasses.replace(batch, ref_log_probs=None)
-
-
 def written_weights_count(flags: list[str]) -> dict[str, Any]:
     """An update; the weights of before it put in and taken out again, as of a reference policy."""
     job, actor, _ = started(flags)
     before = log_probs_of_random_tokens(job, actor)
     weights = megatron_adapter.weights(actor.state)
     kept = [weight.clone() for weight in weights]
-    actor.update(without_kl(split_mini_batches(rank_batch(job))[0]))
+    actor.update(first_mini_batch(job, has_reference=False))
     after = log_probs_of_random_tokens(job, actor)
 
     def swap() -> torch.Tensor:
@@ -164,7 +160,7 @@ def nonfinite_gradient(flags: list[str]) -> str:
     megatron_adapter.finished_gradients = spoilt
     before = [weight.clone() for weight in megatron_adapter.weights(actor.state)]
     with pytest.raises(RuntimeError) as raised:
-        actor.update(without_kl(split_mini_batches(rank_batch(job))[0]))
+        actor.update(first_mini_batch(job, has_reference=False))
     assert all(map(torch.equal, before, megatron_adapter.weights(actor.state)))
     dist.destroy_process_group()
     return str(raised.value)

@@ -140,6 +140,12 @@ def rank_batch(job: Job) -> TrainBatch:
     return rank_part(job, random_batch(job.spec.shape.vocab_size))
 
 
+def first_mini_batch(job: Job, *, has_reference: bool = True) -> TrainBatch:
+    """This rank's part of the first mini-batch, perhaps without the reference's log-probs."""
+    batch = split_mini_batches(rank_batch(job))[0]
+    return batch if has_reference else dataclasses.replace(batch, ref_log_probs=None)
+
+
 def log_probs_of_random_tokens(job: Job, actor: Actor) -> torch.Tensor:
     """Of all of `random_tokens`, `[samples, positions]`; the last position scores nothing."""
     tokens = random_tokens(job.spec.shape.vocab_size)
@@ -194,8 +200,8 @@ def _hand_over(flags: list[str], log: SleepLog) -> dict[str, Any]:
     draws = _draw()
 
     # An update changes the weights, and the next hand-over must bring them.
-    mini_batch, first_biases = split_mini_batches(rank_batch(job))[0], _biases_of_trainer(actor)
-    actor.update(dataclasses.replace(mini_batch, ref_log_probs=None))
+    first_biases = _biases_of_trainer(actor)
+    actor.update(first_mini_batch(job, has_reference=False))
     with manager:
         updated = stored_digests(engine)
         in_engine = {

@@ -23,7 +23,7 @@ from mcore_rl.trainer.case import model_of_args
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.roles.reference import ReferencePolicy
 from tests.dist.invariance_jobs import Forwards
-from tests.dist.jobs import rank_batch, started
+from tests.dist.jobs import first_mini_batch, rank_batch, started
 from tests.dist.offload_jobs import state_digests
 from tests.dist.ppo_jobs import models_of, take_step
 
@@ -97,7 +97,7 @@ def _learn(job: Job, num_steps: int, gradients: dict[str, torch.Tensor]) -> dict
 
 def _first_update(job: Job, actor: Actor, gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
     """What the actor scores, and the bits of an update that has all terms of a loss."""
-    batch = split_mini_batches(rank_batch(job))[0]
+    batch = first_mini_batch(job)
     log_probs = actor.log_probs(batch)
     stats = actor.update(batch)
     parameters = {n: p for chunk in actor.state.chunks for n, p in chunk.named_parameters()}

@@ -24,7 +24,7 @@ from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_manager, build_offloader, engine_config
 from mcore_rl.trainer.models import build_actor
 from mcore_rl.trainer.roles.reference import ReferencePolicy
-from tests.dist.jobs import random_tokens, rank_batch, started
+from tests.dist.jobs import first_mini_batch, random_tokens, rank_batch, started
 from tests.dist.sleeping import digest, digests
 from tests.dist.stream_jobs import Trickle
 from tests.footprint import Footprint
@@ -173,7 +173,7 @@ def many_switches(flags: list[str], num_switches: int) -> dict[str, Any]:
     """Footprints after each of `num_switches` switches with everything offloaded."""
     job, actor, shards = started(flags)
     state = actor.state
-    batch = split_mini_batches(rank_batch(job))[0]
+    batch = first_mini_batch(job)
     actor.update(batch)
     engine = VLLMEngine(engine_config(job))
     offloader = build_offloader(job, state)

@@ -18,7 +18,7 @@ from mcore_rl.hybrid_engine.proof.canary import MAX_TOKENS, NUM_PROMPTS, Canary
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.trainer.build import build_manager, engine_config
-from tests.dist.jobs import rank_batch, started
+from tests.dist.jobs import first_mini_batch, rank_batch, started
 from tests.dist.ppo_jobs import build_models
 from tests.live_bytes import LiveBytes
 from tests.model_only import VLLMModelOnly
@@ -29,7 +29,7 @@ _PACKED = ".cpu_linear(identity)"
 def measured_bytes(flags: list[str]) -> dict[str, int]:
     """Bytes that this rank really holds after an update, and the most padding of its buffers."""
     job, actor, _ = started(flags)
-    actor.update(split_mini_batches(rank_batch(job))[0])  # makes the moments
+    actor.update(first_mini_batch(job))  # makes the moments
     result = _held(actor.state, job.spec.train_layout.world_size)
     dist.destroy_process_group()
     return result

@@ -14,7 +14,7 @@ from mcore_rl.batching.types import TrainBatch
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.policy_head import as_policy, make_actor_provider
 from mcore_rl.trainer.actor import Actor
-from tests.dist.jobs import random_tokens, rank_batch, started
+from tests.dist.jobs import first_mini_batch, random_tokens, rank_batch, started
 
 # After the patches, which mcore_rl.megatron.adapter applies.
 from megatron.core import parallel_state  # isort: skip
@@ -158,7 +158,7 @@ def nonfinite_loss(flags: list[str], culprit: int) -> dict[str, Any]:
         return value * (float("nan") if dist.get_rank() == culprit else 1.0), sums
 
     with mock.patch.object(actor, "_loss", poisoned):
-        found = _attempted(actor, split_mini_batches(rank_batch(job))[0])
+        found = _attempted(actor, first_mini_batch(job))
     dist.destroy_process_group()
     return found
 

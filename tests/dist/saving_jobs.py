@@ -11,10 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
-from tests.dist.jobs import rank_batch, started
+from tests.dist.jobs import first_mini_batch, started
 from tests.dist.sleeping import digest
 from tests.live_bytes import LiveBytes
 
@@ -25,7 +24,7 @@ def learn_and_save(flags: list[str], target: str) -> dict[str, Any]:
     Of each the bytes of tensors that this rank made for it at most; and what the optimizer holds.
     """
     job, actor, _ = started(flags)
-    actor.update(split_mini_batches(rank_batch(job))[0])
+    actor.update(first_mini_batch(job))
     held = megatron_adapter.train_tensors(actor.state)["optimizer"]
     num_bytes = sum(tensor.nbytes for _, tensor in held)
     found: dict[str, Any] = {"optimizer": _digests(actor.state), "bytes": num_bytes}

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, ReshardReport
 from mcore_rl.trainer.build import build_manager, engine_config
 from mcore_rl.verify import stored_digests
-from tests.dist.jobs import rank_batch, started
+from tests.dist.jobs import first_mini_batch, started
 from tests.model_only import VLLMModelOnly
 
 
@@ -23,7 +22,7 @@ def hand_overs(flags: list[str]) -> dict[str, list[Any]]:
     then one matrix does, then an update changes everything, then nothing.
     """
     job, actor, shards = started(flags, in_float32=True)
-    batch = dataclasses.replace(split_mini_batches(rank_batch(job))[0], ref_log_probs=None)
+    batch = first_mini_batch(job, has_reference=False)
     engine = VLLMModelOnly(engine_config(job))
     ways = {
         "whole": {},

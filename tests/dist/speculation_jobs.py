@@ -33,7 +33,7 @@ from mcore_rl.trainer.build import build_manager, engine_config
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.step_metrics import update_metrics
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
-from tests.dist.jobs import log_probs_of_random_tokens, rank_batch, started
+from tests.dist.jobs import first_mini_batch, log_probs_of_random_tokens, rank_batch, started
 from tests.dist.stream_jobs import Trickle
 from tests.engine_samples import sample_responses, small_engine
 
@@ -314,7 +314,7 @@ def hand_over_trained_mtp(flags: list[str], before: str, after: str) -> dict[str
     with manager:
         found["differs_from_disk"] = _differing(engine, from_disk)
     export(shards, job.spec.checkpoint, Path(before), max_file_bytes=1 << 17, bucket_bytes=1 << 14)
-    batch = split_mini_batches(rank_batch(job))[0]
+    batch = first_mini_batch(job)
     updates = [update_metrics([actor.update(batch)]) for _ in range(20)]
     found["losses"] = [metrics["loss/mtp"] for metrics in updates]
     export(shards, job.spec.checkpoint, Path(after), max_file_bytes=1 << 17, bucket_bytes=1 << 14)

@@ -21,7 +21,6 @@ import psutil
 import requests
 import torch.distributed as dist
 
-from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.hybrid_engine.remote.engine_client import HTTPEngineClient
 from mcore_rl.hybrid_engine.remote.trainer import (
@@ -29,7 +28,7 @@ from mcore_rl.hybrid_engine.remote.trainer import (
     MegatronTrainerWeightTransferEngine,
     ShardSource,
 )
-from tests.dist.jobs import rank_batch, started
+from tests.dist.jobs import first_mini_batch, started
 
 NUM_TRAINERS = 4
 PROMPTS = [list(range(5 + i, 15 + 2 * i)) for i in range(4)]
@@ -216,9 +215,9 @@ def _train(flags: list[str], folder: Path, url: str) -> dict[str, Any]:
         _wait_for_health(url, lambda: not (folder / "over").exists())
     found: dict[str, Any] = {"updates": [], "answers": {}}
     trainer.connect()
-    mini_batch = split_mini_batches(rank_batch(job))[0]
+    mini_batch = first_mini_batch(job, has_reference=False)
     for version in ("1", "2"):
-        actor.update(dataclasses.replace(mini_batch, ref_log_probs=None))
+        actor.update(mini_batch)
         export(shards, job.spec.checkpoint, folder / f"export-{version}")
         running = RunningRequest(url) if rank == 0 else None
         found["updates"].append(dataclasses.asdict(trainer.send_weights(version)))

@@ -17,7 +17,7 @@ from mcore_rl.hybrid_engine.transfer.transfer import Transfer
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.trainer.build import build_manager, build_offloader, engine_config
 from mcore_rl.verify import stored_digests
-from tests.dist.jobs import random_tokens, rank_batch, started
+from tests.dist.jobs import first_mini_batch, random_tokens, rank_batch, started
 from tests.dist.offload_jobs import state_digests
 from tests.dist.transfer_jobs import World
 from tests.engine_samples import sample_responses, small_engine
@@ -113,7 +113,7 @@ def switches(flags: list[str], num_switches: int) -> dict[str, Any]:
     manager = build_manager(job, shards, engine, offloader=offloader)
     reports: list[ReshardReport] = []
     manager.on_reshard_end.append(reports.append)
-    mini_batch = split_mini_batches(rank_batch(job))[0]
+    mini_batch = first_mini_batch(job)
     prompt = random_tokens(job.spec.shape.vocab_size)[0].tolist()
     kept, free = [], []
     for _ in range(num_switches):

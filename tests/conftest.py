@@ -26,7 +26,7 @@ settings.load_profile("shared")
 
 
 def load_script(name: str) -> ModuleType:
-    """A module of scripts/, which is no package."""
+    """Import a module of scripts/, which is not a package."""
     if str(ROOT / "scripts") not in sys.path:
         sys.path.insert(0, str(ROOT / "scripts"))
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
@@ -73,7 +73,7 @@ def here(good: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def of_user(tmp_path: Path) -> Iterator[Path]:
-    """An empty folder, and a user to whom permissions apply; root reads everything."""
+    """An empty folder, as a user to whom permissions apply; root reads everything."""
     if os.geteuid() != 0:
         yield tmp_path
         return

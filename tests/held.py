@@ -1,4 +1,4 @@
-"""Samples that every rank has: what is learnt from them, without anybody having sampled."""
+"""Given samples in place of a rollout's: what every rank trains on."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ DEEPSEEK_V3 = ModelShape(
 
 @functools.cache
 def published_shape(name: str) -> ModelShape:
-    """Of tests/data/configs/<name>.json, quantised or not."""
+    """The shape in tests/data/configs/<name>.json, quantised or not."""
     return read_model_shape(CONFIGS / f"{name}.json", for_planning=True)
 
 

@@ -204,7 +204,7 @@ class RankPool:
 def _serve() -> None:
     """The parent of all ranks: import, then fork their processes for every order from stdin."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the imports print is no answer
+    os.dup2(2, 1)  # what the imports print is not an answer
     from mcore_rl import train  # noqa: F401
     from mcore_rl.flags.parser import add_rl_args
     from mcore_rl.megatron import adapter
@@ -268,7 +268,7 @@ def _end_group(pid: int) -> None:
 
 
 def _wait_for_group(pid: int, seconds: float) -> None:
-    """Raises ProcessLookupError once nobody is left."""
+    """Raises ProcessLookupError once no process is left."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         os.killpg(pid, 0)

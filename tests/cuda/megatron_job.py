@@ -84,7 +84,7 @@ def built(job: megatron_models.Job, rank: int, everywhere: dict[str, list[Box]])
         }
 
         def elsewhere(rank: int) -> list[str]:
-            """Of what Megatron places here, what `weight_map` would not if this were `rank`."""
+            """Parameters that `weight_map` would place elsewhere if this were `rank`."""
             at = ShardCoordinates.of(layout, rank, layers)
             return [
                 name

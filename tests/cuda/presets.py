@@ -19,12 +19,12 @@ def preset_flags(name: str) -> list[str]:
 
 
 def trainable_shape(config: str) -> ModelShape:
-    """Of tests/data/configs/<config>.json once its weights are bfloat16."""
+    """The shape in tests/data/configs/<config>.json, with bfloat16 weights."""
     return dataclasses.replace(published_shape(config), quantization=None)
 
 
 def shape_of(case: Mapping[str, Any]) -> ModelShape:
-    """Of a case of test_megatron_models, perhaps cut to its first layers; as bfloat16."""
+    """The shape of a case of test_megatron_models, perhaps its first layers only, in bfloat16."""
     shape = published_shape(case["config"])
     num_layers = case.get("num_layers", shape.num_layers)
     return dataclasses.replace(

@@ -51,7 +51,7 @@ _REQUIREMENTS = ("requirements-cuda.txt", "requirements-te.txt")
 
 @dataclass(frozen=True)
 class Stack:
-    """Packages for CUDA: an interpreter, what comes first on its path, and what it is told."""
+    """Packages for CUDA: an interpreter, the head of its path, and its environment."""
 
     name: str  # "light" or "full"
     python: Path
@@ -100,7 +100,7 @@ _QUIET = {
 
 
 def chosen() -> Stack:
-    """The stack that the tests are to run on: the light one unless they are told otherwise."""
+    """The stack that the tests run on: the light one by default."""
     return full() if os.environ.get(TIER) == "full" else light()
 
 
@@ -171,7 +171,7 @@ def _has_driver() -> bool:
 
 
 def driver_stub(site: Path) -> Path:
-    """A folder with a libcuda.so.1 of which every function says that there is no device.
+    """A folder with a libcuda.so.1 whose functions all report that there is no device.
 
     Libraries for CUDA are linked with the driver's, which only machines with a GPU have. It has the
     names that cuda.h of the installed CUDA has, and is never put into the environment.

@@ -246,7 +246,7 @@ def _always(answer: Any) -> Callable[..., Any]:
 
 
 class Stream:
-    """Of torch.cuda.Stream, Event and their contexts: whatever is asked for is done at once."""
+    """Stands in for torch.cuda.Stream, Event and their contexts; everything is done at once."""
 
     cuda_stream = 0
 

@@ -67,7 +67,7 @@ def only(package: str, source: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def findings(cuda_stack: stack.Stack, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of the pinned packages for CUDA."""
+    """Findings in the pinned packages for CUDA."""
     folder = tmp_path_factory.mktemp("pinned")
     megatron = only("megatron", installed_megatron(), folder / "megatron")
     (folder / "check").mkdir()

@@ -110,7 +110,7 @@ def test_each_rank_receives_what_it_lacks_and_no_more(planned: Planned) -> None:
 
 
 def test_plan_is_that_of_the_planner(planned: Planned, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of every rank; and of what is printed, to the byte."""
+    """For every rank, and in what is printed, to the byte."""
     traffic, received = planned.by_planner.traffic, received_bytes(planned)
     assert np.array_equal(received, traffic.received)
     assert np.array_equal(received, traffic.lower_bound)

@@ -67,7 +67,7 @@ CASES = [("9.0", name) for name in HOPPER] + [("10.0", name) for name in BLACKWE
 
 @pytest.fixture(scope="module")
 def found(cuda_stack: Stack) -> dict[str, dict[str, Any]]:
-    """Of each capability, what its cases saw."""
+    """The results of each capability's cases."""
     return {
         capability: cuda_stack.run("vllm_models_job", capability, json.dumps(cases), timeout=900)
         for capability, cases in (("9.0", HOPPER), ("10.0", BLACKWELL))

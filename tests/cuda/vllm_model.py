@@ -133,7 +133,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 class _Runtime:
-    """Of libcudart what vLLM's allocator asks for."""
+    """The part of libcudart that vLLM's allocator uses."""
 
     def cudaMemcpy(self, to: int, source: int, size: int) -> None:
         ctypes.memmove(to, source, size)

@@ -1,4 +1,4 @@
-"""Hand-overs that go wrong on purpose, in one start of the engines; what the proof says of each."""
+"""Hand-overs with deliberate faults, in one start of the engines, and the proof's reports."""
 
 from __future__ import annotations
 

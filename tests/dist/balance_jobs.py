@@ -116,7 +116,7 @@ def learn_from_balance(flags: list[str], target: str, compares: bool) -> dict[st
 
 
 def formula_gradients(models: Models, batch: TrainBatch) -> dict[str, torch.Tensor]:
-    """Of each sample by itself, without any padding, by autograd on the formulas of the papers."""
+    """Gradients by autograd on the papers' formulas, sample by sample, without padding."""
     args, (chunk,), routers = models.job.args, models.state.chunks, routers_of(models)
     kinds, coefficients = (  # of one alone Megatron makes no list
         given if isinstance(given, list) else [given]

@@ -113,7 +113,7 @@ class Forwards:
         self._found += module.training  # scoring is done in evaluation mode
 
     def expect(self, batch: TrainBatch) -> None:
-        """`batch` has been learnt from in all epochs."""
+        """`batch` was trained on in all epochs."""
         epochs = (batch, *(batch.later or [batch] * (self._num_epochs - 1)))
         num_micro_batches = sum(len(split_micro_batches(each)) for each in epochs)
         self._expected += len(self._layers) * num_micro_batches

@@ -147,7 +147,7 @@ def first_mini_batch(job: Job, *, has_reference: bool = True) -> TrainBatch:
 
 
 def log_probs_of_random_tokens(job: Job, actor: Actor) -> torch.Tensor:
-    """Of all of `random_tokens`, `[samples, positions]`; the last position scores nothing."""
+    """Log-probs of `random_tokens`, `[samples, positions]`; the last position scores nothing."""
     tokens = random_tokens(job.spec.shape.vocab_size)
     mine = rank_part(job, batch_of_tokens(tokens.tolist()))
     parts: list[Any] = [None] * dist.get_world_size()
@@ -245,7 +245,7 @@ def _hand_over(flags: list[str], log: SleepLog) -> dict[str, Any]:
 
 
 def _biases_of_trainer(actor: Actor) -> dict[str, tuple[str, list[float]]]:
-    """Of the experts of all layers, as the engine calls them."""
+    """Dtype and values of all layers' expert biases, by the engine's names."""
     mine = {}
     for chunk in actor.state.chunks:
         for layer in chunk.decoder.layers:
@@ -257,7 +257,7 @@ def _biases_of_trainer(actor: Actor) -> dict[str, tuple[str, list[float]]]:
 
 
 def _read_asleep(engine: VLLMEngine) -> dict[str, str]:
-    """What is said where weights that sleep are read or written."""
+    """The errors of reading and writing weights that sleep."""
     calls = {"stored_tensors": engine.stored_tensors, "reload": lambda: engine.reload(())}
     said = {}
     for name, call in calls.items():

@@ -1,4 +1,4 @@
-"""One hand-over in one pair of layouts, and everything that the planner says of it beforehand."""
+"""One hand-over in one pair of layouts, and everything that the planner predicts about it."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def many_switches(flags: list[str], num_switches: int) -> dict[str, Any]:
 
 
 def state_digests(state: megatron_adapter.TrainState) -> dict[str, str]:
-    """Of parameters and optimizer state, tensor by tensor."""
+    """Digests of parameters and optimizer state, tensor by tensor."""
     return digests(megatron_adapter.train_tensors(state), KINDS[:2])
 
 

@@ -111,7 +111,7 @@ def bytes_in_phases(flags: list[str], checkpoints: str) -> dict[str, dict[str, i
 
 
 def bytes_after_load(flags: list[str]) -> dict[str, dict[str, int]]:
-    """The same of a run that goes on: once it has loaded, and at most while it does."""
+    """The same for a resumed run: held after loading, and at most during it."""
     with LiveBytes() as live:
         kept = started(flags)
         counted = _Counted(live)
@@ -143,7 +143,7 @@ class _Counted:
 
 
 def _stored_bytes(engine: VLLMModelOnly) -> int:
-    """Of the weights of this rank's vLLM model, each once. On CPU most linear layers keep theirs
+    """Bytes of this rank's vLLM weights, each once. On CPU most linear layers keep theirs
     packed, out of reach but for what they make of the identity."""
     held = {name: p.nbytes for name, p in engine.model.named_parameters() if p.numel()}
     every = {name for name, p in engine.model.named_parameters(remove_duplicate=False) if p.numel()}

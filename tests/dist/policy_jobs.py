@@ -80,7 +80,7 @@ def spec_with_more(config: Any) -> Any:
 
 
 def built_from_spec(flags: list[str]) -> dict[str, Any]:
-    """The layers of the model that `--spec` asks for, or what is said of them."""
+    """The layers of the model that `--spec` asks for, or the error."""
     try:
         job, actor, _ = started(flags)
     except RuntimeError as error:

@@ -130,7 +130,7 @@ class Models:
 
 
 def build_models(flags: list[str], point: ResumePoint | None = None) -> Models:
-    """Megatron running, with the checkpoint in actor and critic; `point` if it is gone on from."""
+    """Megatron running, with the checkpoint in actor and critic; resumed from `point` if given."""
     setup_logging()
     with open("/dev/null", "w") as log:
         return models_of(as_float32(start(flags, log=log)), point)
@@ -228,7 +228,7 @@ def learn(
 
 
 def learning_rates(flags: list[str]) -> dict[str, list[float]]:
-    """Of actor and critic in every update of a whole run, and last what is left then."""
+    """Learning rates of actor and critic in every update of a whole run, and after the last one."""
     models = build_models(flags)
     samples = models.samples()
     assert models.critic is not None
@@ -308,7 +308,7 @@ def _step_and_export(models: Models, step: int, target: str) -> dict[str, float]
 
 
 def refuses_a_reward(flags: list[str], sample: int) -> str:
-    """What is raised where a reward is no number."""
+    """The error of a step in which a reward is nan."""
     models = build_models(flags)
     samples = models.samples()
     samples.rewards[sample] = float("nan")

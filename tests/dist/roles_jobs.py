@@ -95,7 +95,7 @@ class Received:
 
 
 def tokens_of_rank(batch: TrainBatch) -> tuple[int, int]:
-    """Of the samples that a rank learns from first, and of those that later epochs bring."""
+    """Tokens that a rank trains on in the first epoch, and those that later epochs add."""
     first = dict(zip(batch.sample_ids.tolist(), batch.lengths.tolist(), strict=True))
     every = dict(first)
     for each in batch.later:
@@ -104,7 +104,7 @@ def tokens_of_rank(batch: TrainBatch) -> tuple[int, int]:
 
 
 def scores(flags: list[str]) -> list[float]:
-    """What the reward model says of the samples of `step_samples`, on the actor's ranks."""
+    """The reward model's scores of `step_samples`, on the actor's ranks."""
     setup_logging()
     with open("/dev/null", "w") as log:
         job = start(flags, log=log)

@@ -42,7 +42,7 @@ def engine_and_trainer(flags: list[str]) -> dict[str, Any]:
 
 
 def prompts(models: Models, count: int = NUM_PROMPTS) -> list[Prompt]:
-    """Of different lengths; two and two begin with the same 24 tokens, more than a KV block."""
+    """Prompts of different lengths; pairs share their first 24 tokens, more than a KV block."""
     rng = np.random.default_rng(5)
     tokens = rng.integers(4, models.job.spec.shape.vocab_size, size=(count, 40)).astype(np.int32)
     tokens[1::2, :24] = tokens[::2, :24]
@@ -162,7 +162,7 @@ def difference(learner: Learner, log_probs: torch.Tensor, batch: TrainBatch) -> 
 
 
 def after_reload(engine: VLLMEngine, models: Models) -> dict[str, Any]:
-    """Routers that choose the opposite, and what is then told of the same prompts."""
+    """Routers that choose the opposite, and the experts then captured for the same prompts."""
     checkpoint = models.job.spec.checkpoint
     before = generate(engine, prompts(models), num_samples=1, max_tokens=1)
     weights = ((n, read_tensor(checkpoint, n)) for n in layer_order(checkpoint.tensors))

@@ -119,7 +119,7 @@ def _responses(checkpoint: Path, mode: str) -> dict[str, Any]:
             engine, prompts(), max_tokens=NEW_TOKENS, weight_version=1, ignore_eos=True, **options
         )
 
-    def told(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    def summary(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         counts = engine.take_draft_counts()
         return {
             "tokens": [
@@ -132,16 +132,16 @@ def _responses(checkpoint: Path, mode: str) -> dict[str, Any]:
         }
 
     greedy = generate(num_samples=1, temperature=0.0, with_routes=True)
-    found = {"greedy": told(greedy)}
+    found = {"greedy": summary(greedy)}
     found["greedy"]["routes"] = [
         (r.routes.ids.tolist(), bool(r.routes.known.all())) for r in greedy
     ]
     for name, options in SAMPLING.items():
-        found[name] = told(generate(num_samples=NUM_SAMPLES, **options))
+        found[name] = summary(generate(num_samples=NUM_SAMPLES, **options))
     if mode != "off":
         with _accepting_too_often():
             options = SAMPLING["top-k 6"]
-            found["wrong rule"] = told(generate(num_samples=NUM_SAMPLES, **options))
+            found["wrong rule"] = summary(generate(num_samples=NUM_SAMPLES, **options))
     engine.close()
     return found
 

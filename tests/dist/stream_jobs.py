@@ -20,7 +20,7 @@ END, DROP = (3, 11, 20), (5, 17)  # numbers of requests that do not come to thei
 
 
 def requests(sampling: Sampling) -> list[Request]:
-    """Of different lengths, some of which share a beginning."""
+    """Requests of different lengths, some with a shared beginning."""
     rng = np.random.default_rng(3)
     tokens = rng.integers(4, 60, size=(NUM_REQUESTS // 3, 30)).astype(np.int32)
     return [
@@ -36,7 +36,7 @@ def requests(sampling: Sampling) -> list[Request]:
 
 
 class Trickle:
-    """Keeps so many running; ends and drops what it is told to, in the middle."""
+    """Keeps `at_once` requests running; ends and drops the given ones in the middle."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ def results(checkpoint_factory: Callable[..., Path], ranks: RankPool) -> Results
 
 
 def of(results: Results, name: str) -> list[dict[str, Any]]:
-    """What each rank says of one hand-over, after making sure that they agree on the verdict."""
+    """Each rank's report of one hand-over; asserts that they agree."""
     found = [result[name] for result in results]
     for field in ("ok", "mismatches", "faults", "sentence", "repeated", "canary"):
         assert all(other[field] == found[0][field] for other in found), field

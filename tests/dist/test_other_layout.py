@@ -1,4 +1,4 @@
-"""A checkpoint is gone on from in another layout, actor and critic, as if it were the same one."""
+"""A checkpoint of actor and critic resumes in another layout as in its own."""
 
 from __future__ import annotations
 

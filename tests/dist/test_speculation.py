@@ -83,7 +83,7 @@ def test_greedy_tokens_are_those_without_drafts(responses: dict[str, Any], mode:
 
 @pytest.mark.parametrize("mode", DRAFTING)
 def test_reported_experts_are_those_without_drafts(responses: dict[str, Any], mode: str) -> None:
-    """Drafts that were rejected leave no choice behind, and a drafter's router is not told of."""
+    """Rejected drafts leave no choice behind, and a drafter's router is not reported."""
     found, expected = responses[mode]["greedy"]["routes"], responses["off"]["greedy"]["routes"]
     assert found == expected
     assert all(known and len(ids) == 31 for ids, known in found)  # of all but the last token
@@ -149,7 +149,7 @@ def table_of(found: dict[str, Any]) -> dict[int, dict[int, list[float]]]:
 
 
 def p_value(found: dict[str, Any], exact: dict[str, Any]) -> float:
-    """Of Pearson's chi-square over all rows that came often: how likely a worse fit is.
+    """The p-value of Pearson's chi-square over all frequent rows.
 
     Next tokens of which fewer than ten were to be expected count together.
     """
@@ -280,12 +280,12 @@ TRAININGS: dict[str, tuple[str, tuple[str, ...]]] = {
 def trained(
     checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path_factory: Any
 ) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """The checkpoint, in float32, and of each training what it told, its gradients and weights."""
+    """The float32 checkpoint, and the results, gradients and weights of each training."""
     checkpoint = checkpoint_factory("deepseek_v3", num_mtp_layers=1, dtype="float32")
     found = {}
     for name, (split, flags) in TRAININGS.items():
         folder = tmp_path_factory.mktemp("mtp")
-        told = ranks.run(
+        results = ranks.run(
             "tests.dist.speculation_jobs:train_mtp",
             world_size=SPLITS[split][3],
             flags=job_flags(checkpoint, split, *TRAINED, *flags, micro_batch_size=1),
@@ -293,7 +293,7 @@ def trained(
             target=folder / "after",
         )
         found[name] = {
-            **told[0],
+            **results[0],
             "gradients": tensors_of(folder / "gradients"),
             "after": tensors_of(folder / "after"),
         }
@@ -323,15 +323,15 @@ def test_the_policy_learns_the_same_with_and_without_mtp_layers(
 
 
 def test_the_gradient_of_mtp_layers_is_that_of_a_slow_reference(trained: Any) -> None:
-    """Of samples one by one, by transformers' own decoder layer."""
+    """Sample by sample, by transformers' own decoder layer."""
     checkpoint, found = trained
-    told = found["one rank"]
-    loss, count, expected = slow_mtp(checkpoint, told["samples"])
-    assert told["mtp"][0] == [pytest.approx(loss, rel=1e-5), count]
+    result = found["one rank"]
+    loss, count, expected = slow_mtp(checkpoint, result["samples"])
+    assert result["mtp"][0] == [pytest.approx(loss, rel=1e-5), count]
     names = {n for n in expected if float(expected[n].abs().max()) > 0}
     assert len(names) > 20
     for name in names:
-        difference = (told["gradients"][name] - 0.3 * expected[name]).norm()
+        difference = (result["gradients"][name] - 0.3 * expected[name]).norm()
         assert difference < 1e-4 * 0.3 * expected[name].norm(), name
 
 
@@ -345,14 +345,14 @@ def test_mtp_layers_learn_the_same_in_every_layout(trained: Any, training: str) 
 
 def test_a_checkpoint_has_all_that_is_trained(trained: Any) -> None:
     """Bit for bit; the copy of the embedding lies in a bucket of its own, behind padding."""
-    for name, told in trained[1].items():
-        assert not any(told["lost"]), (name, told["lost"])
+    for name, result in trained[1].items():
+        assert not any(result["lost"]), (name, result["lost"])
 
 
 def test_an_export_repeats_the_trained_embedding_and_head(trained: Any) -> None:
     checkpoint, found = trained
-    for training, told in found.items():
-        after = told["after"]
+    for training, result in found.items():
+        after = result["after"]
         assert after.keys() == tensors_of(checkpoint).keys()
         if "not asked" not in training:
             embedding, head = after["model.embed_tokens.weight"], after["lm_head.weight"]

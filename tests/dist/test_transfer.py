@@ -1,4 +1,4 @@
-"""Transfers over gloo: bit for bit, within the bucket, overlapped, and nobody hangs."""
+"""Transfers over gloo: bit for bit, within the bucket, overlapped, without hangs."""
 
 from __future__ import annotations
 

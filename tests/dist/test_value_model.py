@@ -88,7 +88,7 @@ RESUMED = [("tp2_pp2_ep2", "bf16"), ("tp1_pp1_ep1", "fp32")]
 def resumed(
     checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path_factory: Any
 ) -> Callable[[str, str], tuple[dict, list[dict]]]:
-    """What a run that goes on found, and what the ranks of one found that `--load` continued."""
+    """The results of an uninterrupted run, and of each rank of one resumed by `--load`."""
 
     @functools.cache
     def resumed(split: str, precision: str) -> tuple[dict, list[dict]]:

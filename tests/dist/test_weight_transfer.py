@@ -92,15 +92,15 @@ def test_a_failure_is_raised_on_all_ranks_and_the_engine_recovers(
 ) -> None:
     for result in results[:3]:
         assert text in result["failures"][failure]["error"]
-    told = results[0]["failures"][failure]
-    assert told["answers"] == results[4]["fresh"]["export-2"]  # the weights are still those
+    found = results[0]["failures"][failure]
+    assert found["answers"] == results[4]["fresh"]["export-2"]  # the weights are still those
     if failure != "shape":  # that one fails before an update begins
-        assert told["paused"]
+        assert found["paused"]
 
 
 def test_the_death_of_a_trainer_rank_ends_in_errors(results: list[dict[str, Any]]) -> None:
     for result in results[:3]:
         assert result["failures"]["death"]["error"]
-    told = results[0]["failures"]["death"]
-    assert told["paused"]
-    assert told["version"] == "after shape"
+    found = results[0]["failures"]["death"]
+    assert found["paused"]
+    assert found["version"] == "after shape"

@@ -74,7 +74,7 @@ class World:
         return tree
 
     def groups(self) -> dict[frozenset[int], Any]:
-        """Of the families, made here. Collective."""
+        """Process groups of the families. Collective."""
         return {ranks: dist.new_group(sorted(ranks)) for ranks in sorted(self.known.sets, key=min)}
 
     def _partition(self, box: Box) -> list[Box]:

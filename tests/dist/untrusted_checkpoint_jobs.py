@@ -46,7 +46,7 @@ def save(folder: str, marker: str | None) -> None:
 
 
 def load(folder: str) -> dict[str, Any]:
-    """What Megatron reads, or what is said to the user."""
+    """What Megatron reads, or the user's error."""
     from megatron.core import dist_checkpointing
 
     dist.init_process_group("gloo")

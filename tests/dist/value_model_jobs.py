@@ -34,7 +34,7 @@ def _built(flags: list[str]) -> tuple[Job, Critic]:
 
 
 def _values(job: Job, critic: Critic) -> list[list[float]]:
-    """Of every token of the 8 samples of `random_batch`, on every rank the same."""
+    """The value of every token of `random_batch`, the same on every rank."""
     mine = rank_part(job, random_batch(job.spec.shape.vocab_size))
     parts: list[Any] = [None] * dist.get_world_size()
     pieces = critic.values(mine).split(mine.lengths.tolist())
@@ -72,7 +72,7 @@ def update_and_save(flags: list[str], folder: str) -> dict[str, Any]:
 
 
 def refuses_another_step(flags: list[str]) -> str:
-    """What is said of a critic beside an actor of a later step."""
+    """The error of a critic beside an actor of a later step."""
     setup_logging()
     with open("/dev/null", "w") as log:
         job = start(flags, log=log)

@@ -1,4 +1,4 @@
-"""Megatron's flags that end a run early: all is saved, and the same command goes on."""
+"""Megatron's flags that end a run early: it is saved, and the same command resumes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong in a whole run: it ends cleanly, or goes on, and loses nothing."""
+"""Faults in a whole run: it ends cleanly or continues, and loses nothing."""
 
 from __future__ import annotations
 

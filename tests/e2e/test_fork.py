@@ -1,6 +1,6 @@
 """examples/fork/train.py in a fork, on the real launcher, Megatron and vLLM.
 
-While it goes on, started by its launcher on one machine, nothing listens beyond loopback.
+While it runs, started by its launcher on one machine, nothing listens beyond loopback.
 """
 
 from __future__ import annotations

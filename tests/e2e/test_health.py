@@ -1,4 +1,4 @@
-"""An alarm saves and ends a run, which goes on when it is told to."""
+"""An alarm saves and ends a run, which can be resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is killed and goes on ends as if nothing had happened, bit for bit."""
+"""A run that is killed and resumed ends like an undisturbed one, bit for bit."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[int, dict[str, float]]:
-        """Of each step, but what a clock or the kernel has measured."""
+        """Each step's metrics, except what a clock or the kernel measured."""
 
         def is_measured(name: str) -> bool:
             return name.startswith(MEASURED) or name.endswith(("_seconds", "_peak_bytes"))
@@ -112,7 +112,7 @@ def run(
     ends_after: int | None = None,
     goes_on: bool = False,
 ) -> Run:
-    """With `like` a run whose config.yaml is given back is told no flag but of its own folders."""
+    """With `like` all flags but the folders come from that run's config.yaml."""
     tokens = task_flags(checkpoint, folder, *COMMON, *flags.split())
     if like is not None:
         tokens = ["--rl-config", str(like.folder / "config.yaml"), "--rl-run-dir", str(folder)]

@@ -32,7 +32,7 @@ ROLES = (
 def runs(
     warmed_checkpoint: Path, ranks: RankPool, tmp_path_factory: Any
 ) -> list[tuple[str, list[dict[str, Any]]]]:
-    """What rank 0 said and the metrics: of two steps, and of a third that goes on from there."""
+    """Rank 0's output and the metrics of two steps, and of a third after resuming."""
     folder = tmp_path_factory.mktemp("roles")
     model = reward_model(warmed_checkpoint, folder / "reward", with_lm_head=False)
     found = []

@@ -1,4 +1,4 @@
-"""Two launchers, as on two machines: a run that loses one of them goes on bit for bit."""
+"""Two launchers, as on two machines: a run that loses one of them resumes bit for bit."""
 
 from __future__ import annotations
 

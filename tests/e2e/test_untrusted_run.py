@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def reseal(place: Path, file: str) -> None:
-    """What whoever has changed a file would do: its size and digest as a save would write them."""
+    """Write the size and digest of a changed file as a save would."""
     content = (place / file).read_bytes()
     sizes = json.loads((place / folders.COMPLETE).read_text())["bytes"]
     edit_json(place / folders.COMPLETE, bytes={**sizes, file: len(content)})

@@ -37,7 +37,7 @@ def _start_world() -> torch.device:
 
 
 def free_bytes() -> int:
-    """Of the device by its driver; 0 without CUDA."""
+    """Free device memory by the driver; 0 without CUDA."""
     if not torch.cuda.is_available():
         return 0
     torch.cuda.synchronize()

@@ -26,10 +26,8 @@ OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 TP2, EP2 = ("--tensor-model-parallel-size", "2"), ("--expert-model-parallel-size", "2")
 CP2, ETP2 = ("--context-parallel-size", "2"), ("--expert-tensor-parallel-size", "2")
 ALL_AWAY = ("--rl-offload", "parameters,gradients,optimizer")
-FULL_RECOMPUTE = (
-    *("--recompute-granularity", "full"),
-    *("--recompute-method", "uniform"),
-    *("--recompute-num-layers", "1"),
+FULL_RECOMPUTE = tuple(
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 )
 DENSE_AND_TIED = (("arch", "qwen3"), ("tie_word_embeddings", True))
 # Megatron-FSDP refuses one queue to the device.

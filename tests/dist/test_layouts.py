@@ -25,7 +25,7 @@ class Case:
     train: str  # e.g. "tp2 pp2 ep2"
     rollout: tuple[int, int, bool]
     options: tuple[tuple[str, Any], ...] = ()
-    more: tuple[str, ...] = ()
+    more: str = ""  # further flags
     ratio: float = 1.0  # received / lower bound, at most
 
 
@@ -33,6 +33,7 @@ class Case:
 # and the bound, which is each rank's own, cannot be had by all.
 VOCABULARY = 1.005
 
+TINY = (("size", "tiny"),)
 CASES = {
     "pp_becomes_engines": Case("qwen3", 2, "tp1 pp2", (1, 1, False)),
     "tp_shrinks_to_one": Case("qwen3", 2, "tp2", (1, 1, False)),
@@ -47,35 +48,28 @@ CASES = {
         4,
         "tp2 pp2 ep2",
         (2, 1, True),
-        (("size", "tiny"),),
-        ("--num-virtual-stages-per-pipeline-rank", "2"),
+        TINY,
+        "--num-virtual-stages-per-pipeline-rank 2",
     ),
     "uneven_last_stage": Case(
-        "deepseek_v3",
-        4,
-        "tp2 pp2 ep2",
-        (2, 1, True),
-        (("size", "tiny"),),
-        ("--decoder-last-pipeline-num-layers", "1"),
+        "deepseek_v3", 4, "tp2 pp2 ep2", (2, 1, True), TINY, "--decoder-last-pipeline-num-layers 1"
     ),
     "custom_stages": Case(
         "qwen3",
         2,
         "pp2",
         (2, 1, False),
-        (("size", "tiny"),),
-        ("--pipeline-model-parallel-layout", "Et|tttL"),
-        ratio=VOCABULARY,
+        TINY,
+        "--pipeline-model-parallel-layout Et|tttL",
+        VOCABULARY,
     ),
     "tied_embeddings": Case("qwen3", 4, "tp2 pp2", (2, 1, False), (("tie_word_embeddings", True),)),
     "experts_split_by_tp": Case(
-        "qwen3_moe", 4, "tp2 ep2", (2, 1, False), (), ("--expert-tensor-parallel-size", "2")
+        "qwen3_moe", 4, "tp2 ep2", (2, 1, False), (), "--expert-tensor-parallel-size 2"
     ),
     "context_parallel": Case("qwen3", 4, "tp2 cp2", (2, 1, False)),
     "eight_ranks_ep_intact": Case("deepseek_v3", 8, "tp2 pp2 ep4", (2, 2, True)),
-    "eight_ranks_tp_shrinks": Case(
-        "qwen3_moe", 8, "tp2 pp4 ep2", (1, 1, False), (("size", "tiny"),)
-    ),
+    "eight_ranks_tp_shrinks": Case("qwen3_moe", 8, "tp2 pp4 ep2", (1, 1, False), TINY),
     "experts_do_not_nest": Case("qwen3_moe", 4, "tp2 pp1 ep2", (4, 1, True), ratio=1.10),
 }
 _DEGREES = {
@@ -95,7 +89,7 @@ def handed_over(
         *("--rl-hf-checkpoint", str(checkpoint_factory(case.arch, **dict(case.options)))),
         *("--rl-num-prompts-per-step", "8", "--rl-num-samples-per-prompt", "2"),
         *("--rl-max-prompt-tokens", "32", "--rl-max-response-tokens", "32"),
-        *case.more,
+        *case.more.split(),
     ]
     for degree in case.train.split():
         flags += [_DEGREES[degree[:2]], degree[2:]]

@@ -13,13 +13,9 @@ from tests.dist.layouts import SPLITS, job_flags
 from tests.dist.updates import PPO_JOB, Outcome, learnt
 from tests.rank_pool import RankPool
 
-FLAGS = (
-    *("--rl-num-mini-batches", "1"),
-    *("--rl-max-tokens-per-microbatch", "128"),
-    *("--rl-mismatch-correction", "sequence_tis"),
-    *("--rl-kl-coef", "0.05"),
-    *("--adam-eps", "1.0"),
-    *("--lr", "0.1"),
+FLAGS = tuple(
+    "--rl-num-mini-batches 1 --rl-max-tokens-per-microbatch 128 --rl-mismatch-correction "
+    "sequence_tis --rl-kl-coef 0.05 --adam-eps 1.0 --lr 0.1".split()
 )
 SPLIT = "tp2_pp2_ep2"
 

@@ -20,18 +20,10 @@ from tests.rank_pool import RankPool
 
 # As in test_invariance: every term is on, and the weights show the gradient. The rates are low
 # enough that 8 updates do not blow up the rounding of the first.
-PPO_FLAGS = (
-    *("--rl-algorithm", "ppo"),
-    *("--rl-num-samples-per-prompt", "2"),
-    *("--rl-kl-reward-coef", "0.05"),
-    *("--rl-kl-target", "0.1"),
-    *("--rl-gae-lambda", "0.9"),
-    *("--rl-gamma", "0.99"),
-    *("--rl-value-clip-eps", "0.5"),
-    *("--rl-num-epochs", "2"),
-    *("--adam-eps", "1.0"),
-    *("--lr", "0.1"),
-    *("--rl-critic-lr", "0.06"),
+PPO_FLAGS = tuple(
+    "--rl-algorithm ppo --rl-num-samples-per-prompt 2 --rl-kl-reward-coef 0.05 --rl-kl-target 0.1 "
+    "--rl-gae-lambda 0.9 --rl-gamma 0.99 --rl-value-clip-eps 0.5 --rl-num-epochs 2 --adam-eps 1.0 "
+    "--lr 0.1 --rl-critic-lr 0.06".split()
 )
 PACKED = ("--rl-max-tokens-per-microbatch", "128")
 # (split of the actor, further flags)

@@ -23,12 +23,9 @@ from tests.dist.updates import PPO_JOB, Outcome, assert_alike, learnt
 from tests.rank_pool import RankPool
 
 # Rank 0 and 1 act in two stages, 2 to 5 criticise by TP2 and DP2, 6 rewards.
-APART = (
-    *("--rl-critic-ranks", "2-5"),
-    *("--rl-critic-tp-size", "2"),
-    *("--rl-critic-pp-size", "1"),
-    *("--rl-reward-ranks", "6"),
-    *("--rl-reward-pp-size", "1"),
+APART = tuple(
+    "--rl-critic-ranks 2-5 --rl-critic-tp-size 2 --rl-critic-pp-size 1 --rl-reward-ranks 6 "
+    "--rl-reward-pp-size 1".split()
 )
 # actor's split -> further flags of the reward model
 IN_TURN = {

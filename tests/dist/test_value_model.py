@@ -23,10 +23,8 @@ from tests.rank_pool import RankPool
 
 # float32 on both sides, added up in another order; values are of the size of 1.
 TOLERANCE = 1e-4
-PPO_FLAGS = (
-    *("--rl-algorithm", "ppo"),
-    *("--rl-num-samples-per-prompt", "2"),
-    *("--rl-max-tokens-per-microbatch", "128"),
+PPO_FLAGS = tuple(
+    "--rl-algorithm ppo --rl-num-samples-per-prompt 2 --rl-max-tokens-per-microbatch 128".split()
 )
 
 

@@ -29,15 +29,10 @@ ONE_PROCESS = (
 # Without discounting nearly all variance lies in which answer will be right, and a policy that
 # errs by chance leaves nothing of that to be explained; discounted returns also tell how far the
 # end is.
-PPO = (
-    *("--rl-algorithm", "ppo"),
-    *("--rl-num-prompts-per-step", "128"),
-    *("--rl-num-samples-per-prompt", "1"),
-    *("--rl-num-mini-batches", "4"),
-    *("--rl-gamma", "0.9"),
-    *("--rl-critic-lr", "5e-4"),
-    *("--rl-critic-warmup-steps", "4"),
-    *("--lr", "5e-5"),
+PPO = tuple(
+    "--rl-algorithm ppo --rl-num-prompts-per-step 128 --rl-num-samples-per-prompt 1 "
+    "--rl-num-mini-batches 4 --rl-gamma 0.9 --rl-critic-lr 5e-4 --rl-critic-warmup-steps 4 --lr "
+    "5e-5".split()
 )
 RECIPES: dict[str, tuple[str, ...]] = {
     "dapo": ("--rl-max-refills", "3", "--rl-speculate", "ngram:2")

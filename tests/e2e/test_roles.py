@@ -14,17 +14,10 @@ from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-ROLES = (
-    *("--rl-algorithm", "ppo"),
-    *("--rl-critic-ranks", "2"),
-    *("--rl-critic-tp-size", "1"),
-    *("--rl-reward-ranks", "3"),
-    *("--rl-reward-tp-size", "1"),
-    *("--tensor-model-parallel-size", "2"),
-    *("--pipeline-model-parallel-size", "1"),
-    *("--rl-critic-ep-size", "1"),
-    *("--rl-reward-ep-size", "1"),
-    *("--rl-num-eval-prompts", "16"),
+ROLES = tuple(
+    "--rl-algorithm ppo --rl-critic-ranks 2 --rl-critic-tp-size 1 --rl-reward-ranks 3 "
+    "--rl-reward-tp-size 1 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 "
+    "--rl-critic-ep-size 1 --rl-reward-ep-size 1 --rl-num-eval-prompts 16".split()
 )
 
 

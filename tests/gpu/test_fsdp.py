@@ -26,10 +26,8 @@ pytestmark = [
     ),
 ]
 
-FSDP = (
-    "--use-megatron-fsdp",
-    *("--ckpt-format", "fsdp_dtensor"),
-    "--no-gradient-accumulation-fusion",
+FSDP = tuple(
+    "--use-megatron-fsdp --ckpt-format fsdp_dtensor --no-gradient-accumulation-fusion".split()
 )
 
 

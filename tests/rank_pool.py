@@ -46,6 +46,20 @@ ENVIRONMENT = {
 }
 
 
+def run_python(
+    *arguments: str | Path, cwd: Path = ROOT, timeout: float = 500, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `python <arguments>` to its end and capture what it prints."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, **ENVIRONMENT, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
 @dataclass(frozen=True)
 class RankOutcome:
     """How one rank of a job ended."""

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +20,7 @@ from mcore_rl.observe import own_folders
 from tests.bad_input_cases import Case, assert_says, parse_cases, table, tokens_of
 from tests.bad_input_folder import SECOND, remove, write
 from tests.megatron_sources import installed_megatron, write_version
-from tests.rank_pool import ENVIRONMENT, ROOT, RankPool, free_port
+from tests.rank_pool import ROOT, RankPool, free_port, run_python
 
 WORKER = "tests.dist.bad_input_worker"
 
@@ -189,14 +186,8 @@ def test_bad_input_under_torchrun(here: Path) -> None:
     tokens = tokens_of(Case("torchrun", [], {"--rl-hf-checkpoint": "nowhere"}), here)
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     address = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
-    process = subprocess.run(
-        [sys.executable, *launcher, *address, "-m", "mcore_rl.train", *tokens],
-        cwd=here,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    command = (*launcher, *address, "-m", "mcore_rl.train", *tokens)
+    process = run_python(*command, cwd=here, PYTHONPATH=str(ROOT))
     assert process.returncode == 1  # torchrun's own, for any failure of a rank
     said = [line for line in process.stderr.splitlines() if "mcore_rl: error" in line]
     assert said == [
@@ -222,14 +213,8 @@ def test_mistake_found_while_importing_is_reported_though_rank_0_is_ended(
         "importlib.util.find_spec = late\n"
     )
     write_version(tmp_path, "0.16.1")  # which trains nothing
-    process = subprocess.run(
-        [sys.executable, "-m", launcher, "--nproc-per-node", "2", "-m", "mcore_rl.train"],
-        cwd=tmp_path,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    command = ("-m", launcher, "--nproc-per-node", "2", "-m", "mcore_rl.train")
+    process = run_python(*command, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
     sentence = (
         f"megatron-core 0.16.1, which Python finds in {tmp_path}, lacks megatron.training (that in "
         f"{installed_megatron()} belongs to another Megatron); mcore_rl runs with 0.17.0 to "

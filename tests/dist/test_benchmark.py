@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.rank_pool import ROOT
+from tests.rank_pool import run_python
 
 KEYS = (
     "path model layout received_bytes_max lower_bound_bytes_max peak_extra_bytes_max median_seconds"
@@ -19,16 +17,8 @@ KEYS = (
 @pytest.mark.slow
 def test_quick_benchmark_runs_all_paths_to_the_same_bits(tmp_path: Path) -> None:
     files = tmp_path / "rows.json", tmp_path / "page.md"
-    done = subprocess.run(
-        [
-            *(sys.executable, "benchmarks/reshard.py", "--quick"),
-            *("--json", str(files[0]), "--markdown", str(files[1])),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    flags = ("--quick", "--json", files[0], "--markdown", files[1])
+    done = run_python("benchmarks/reshard.py", *flags)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     rows = {row["path"]: row for row in json.loads(files[0].read_text())}
     # mbridge is there where the bench extra is; else its row says why it is not.
@@ -52,16 +42,8 @@ def test_quick_benchmark_runs_all_paths_to_the_same_bits(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_what_a_rank_gets_of_samples_does_not_grow_with_the_ranks() -> None:
     """`benchmarks/data_plane.py --quick`; bytes are counted, and the same on every machine."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "benchmarks/data_plane.py", "--quick"),
-            *("--world-sizes", "64", "256", "--gloo-megabytes", "1"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    flags = ("--quick", "--world-sizes", "64", "256", "--gloo-megabytes", "1")
+    done = run_python("benchmarks/data_plane.py", *flags, timeout=300)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     cells = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if "MB" in line]
     rows = {title: [float(cell.replace(",", "")) for cell in of] for title, *of in cells[:7]}

@@ -6,9 +6,6 @@ What vLLM does is in `vllm_patches_worker`, which runs all cases once, in proces
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.rank_pool import ENVIRONMENT, ROOT
+from tests.rank_pool import run_python
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
@@ -29,14 +26,7 @@ def cases(
     # One model for all: routed experts, and an output layer tied to the embedding.
     checkpoint = checkpoint_factory("qwen3_moe", tie_word_embeddings=True)
     out = tmp_path_factory.mktemp("patches") / "out.json"
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.dist.vllm_patches_worker", out, checkpoint],
-        cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
+    run = run_python("-m", "tests.dist.vllm_patches_worker", out, checkpoint, timeout=800)
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(out.read_text())
 
@@ -131,19 +121,8 @@ from vllm.model_executor.models.registry import ModelRegistry
 info = ModelRegistry.models["DeepseekV3ForCausalLM"].inspect_model_cls()
 assert (info.architecture, info.supports_pp) == ("DeepseekV3ForCausalLM", True)
 """
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            **ENVIRONMENT,
-            "VLLM_CONFIGURE_LOGGING": "0",
-            "VLLM_CACHE_ROOT": str(tmp_path),  # where no model is known yet
-        },
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    # No model is known in the new cache yet.
+    run = run_python("-c", code, VLLM_CONFIGURE_LOGGING="0", VLLM_CACHE_ROOT=str(tmp_path))
     assert run.returncode == 0, run.stderr[-4000:]
     lines = run.stdout.splitlines()
     (needed,) = (line.split()[1:] for line in lines if line.startswith("needed "))

@@ -26,7 +26,6 @@ from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.hybrid_engine.vllm.reload import Reloader
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor
-from mcore_rl.hybrid_engine.vllm.startup import EngineConfig
 from mcore_rl.model.boxes import Box, volume
 from tests.engine_place import EnginePlace
 from tests.engine_samples import sample_responses, small_engine

@@ -82,8 +82,8 @@ def _do_steps(run: Run) -> None:
         run.evaluate(evaluation)
         batch = run.with_log_probs(run.make_batch(step, collected))
         batch = run.with_advantages(collected, batch)
-        learnt = run.update(step, batch)
-        run.record(step, collected, batch, learnt)
+        updates = run.update(step, batch)
+        run.record(step, collected, batch, updates)
         run.save_if_due(step)  # last: a saved step is not repeated, so its metrics must exist
     run.finish()
 
@@ -181,13 +181,13 @@ class Run:
         with self._timers("train"):
             return self._learner.update(step, batch)
 
-    def record(self, step: int, collected: Collected, batch: StepBatch, learnt: Updates) -> None:
+    def record(self, step: int, collected: Collected, batch: StepBatch, updates: Updates) -> None:
         """Write the step's metrics and samples, and move the progress bar.
 
         Raises RunStopped on all ranks, after a checkpoint, if an alarm, or a flag of Megatron
         before the last step, ends the run.
         """
-        alarm = self._monitors.recorder.record(step, collected, batch, learnt, self._accuracy)
+        alarm = self._monitors.recorder.record(step, collected, batch, updates, self._accuracy)
         self._monitors.tracer.end_step()
         if alarm:
             self._stop(step, "[Health]", "--rl-on-alarm stop", EXIT_ALARM)

@@ -109,12 +109,12 @@ def setup_logging(*, quiet: bool = False) -> None:
     """
     keep_output_from_raising()
     # `job.environment.open_store` refuses a value that is not a number.
-    speaks = not quiet and not os.environ.get("RANK", "").strip("0 ")
+    logs_all = not quiet and not os.environ.get("RANK", "").strip("0 ")
     logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     for handler in logging.getLogger().handlers:
         handler.setLevel(logging.INFO)
     # Down to DEBUG, for run.log; the console shows INFO.
-    logging.getLogger("mcore_rl").setLevel(logging.DEBUG if speaks else logging.WARNING)
+    logging.getLogger("mcore_rl").setLevel(logging.DEBUG if logs_all else logging.WARNING)
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 

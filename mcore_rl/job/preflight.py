@@ -118,13 +118,13 @@ def check_outputs(config: RLConfig, given: Mapping[str, Any]) -> None:
     if given.get("save"):
         _check_writable(Path(given["save"]), f"--save {given['save']}")
     if config.trainer.export_hf:
-        _check_export(config, config.trainer.export_hf, goes_on=bool(given.get("load")))
+        _check_export(config, config.trainer.export_hf, resumes=bool(given.get("load")))
     if out := config.trainer.verify_out:
         check_output_file(Path(out), f"--rl-verify-out {out}")
         _check_writable(Path(out).absolute().parent, f"--rl-verify-out {out}")
 
 
-def _check_export(config: RLConfig, folder: str, *, goes_on: bool) -> None:
+def _check_export(config: RLConfig, folder: str, *, resumes: bool) -> None:
     """Check that the folder is new or empty, or holds an export of this run."""
     target, flag = Path(os.path.realpath(folder)), f"--rl-export-hf {folder}"
     sources = {
@@ -148,7 +148,7 @@ def _check_export(config: RLConfig, folder: str, *, goes_on: bool) -> None:
         )
     is_empty = target.is_dir() and not any(target.iterdir())
     # A resumed run may have been killed after its export.
-    again = goes_on and (target / EXPORT_MARKER).is_file()
+    again = resumes and (target / EXPORT_MARKER).is_file()
     if os.path.lexists(target) and not is_empty and not again:
         raise UsageError(
             "exists and would be replaced",
@@ -284,7 +284,7 @@ def _cannot_train_mtp(reason: str, count: int) -> UsageError:
 def _against_mtp(config: RLConfig, layers: PipelineLayers, values: Mapping[str, Any]) -> str:
     """Return what rules out the training of MTP layers, or ""."""
     if (cp_size := values.get("context_parallel_size") or 1) > 1:
-        return f"--context-parallel-size {cp_size}, as tokens ahead lie on other ranks"
+        return f"--context-parallel-size {cp_size}, as the next tokens are on other ranks"
     if len(layers[-1]) > 1:
         return "virtual pipeline stages, whose chunks Megatron builds without them"
     if values.get("pipeline_model_parallel_layout"):

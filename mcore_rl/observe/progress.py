@@ -77,7 +77,7 @@ class RunProgress:
         if not self._enabled:
             return
         self.close()
-        table = Table(title="what was learnt")
+        table = Table(title="what was learned")
         for column in ("metric", *_VALUES):
             table.add_column(column, justify="left" if column == "metric" else "right")
         for name, values in main.items():

@@ -269,8 +269,8 @@ def _conversations(job: Job, spec: EnvironmentSpec, day: str) -> Conversations:
 def _date(job: Job) -> str:
     """Return the date for chat templates, same on all ranks: the date of the run's first start, so
     that a resumed run draws the same prompts. Collective."""
-    goes_on = job.args.load is not None and not job.args.finetune
-    known = date_of_checkpoints(Path(job.args.load)) if goes_on else None
+    resumes = job.args.load is not None and not job.args.finetune
+    known = date_of_checkpoints(Path(job.args.load)) if resumes else None
     found: str = objects.broadcast(known or date.today().isoformat())
     return found
 

@@ -105,7 +105,7 @@ def measure(model_dir: str, chunk_bytes: int, repetitions: int) -> dict[str, Any
 
     found: dict[str, Any] = {
         "module_bytes": largest_modules(engine.model),
-        "computed": sorted(engine._reloader._learnt.computed),
+        "computed": sorted(engine._reloader._record.computed),
     }
     upstream(whole(metadata, 1, chunk_bytes))
     found["upstream_peaks"] = [peak_of(upstream, whole(metadata, 1, chunk_bytes)) for _ in range(2)]

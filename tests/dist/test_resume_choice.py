@@ -34,7 +34,7 @@ def test_the_newest_complete_one_is_chosen_and_named(ranks: RankPool, tmp_path: 
     write_files(tmp_path, 30)
     result, said = chosen(ranks, tmp_path)
     assert result == {"step": 20}
-    assert f"[Resume] going on from step 20 of {tmp_path}" in said
+    assert f"[Resume] resuming from step 20 of {tmp_path}" in said
 
 
 def test_a_mistyped_load_ends_all_ranks_unless_the_run_may_begin(

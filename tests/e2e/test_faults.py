@@ -82,7 +82,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_which_resumes_from_the
         subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
     ended = run(ranks, checkpoint, tmp_path / "run", *flags, "--rl-num-steps", "3")
     ended.require(0)
-    assert "[Resume] going on from step 1" in ended.ranks[0].output
+    assert "[Resume] resuming from step 1" in ended.ranks[0].output
     assert folders.complete_steps(checkpoints) == [3, 2, 1]
 
 

@@ -58,7 +58,7 @@ def test_an_alarm_saves_and_ends_the_run_on_all_ranks(runs) -> None:
 def test_the_run_resumes_and_a_lasting_alarm_is_not_repeated(runs) -> None:
     folder, (_, ended) = runs
     ended.require(0)
-    assert "going on from step 2" in ended.said and "[Health]" not in ended.said
+    assert "resuming from step 2" in ended.said and "[Health]" not in ended.said
     metrics = read_metrics(folder / "metrics.jsonl")
     assert [metrics[step]["health/alarms"] for step in range(3)] == [0, 1, 1]
 

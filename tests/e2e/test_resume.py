@@ -211,7 +211,7 @@ def test_the_reference_is_in_checkpoints_where_no_folder_has_it(
 def test_the_run_says_where_it_goes_on(runs: tuple[Run, Run, Run]) -> None:
     _, killed, resumed = runs
     assert "[Resume] nothing is complete" not in killed.said
-    assert f"[Resume] going on from step {SAVED_AT} of {resumed.folder}/checkpoints" in resumed.said
+    assert f"[Resume] resuming from step {SAVED_AT} of {resumed.folder}/checkpoints" in resumed.said
     lines = (resumed.folder / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == NUM_STEPS + 2  # the third step stands there twice
 

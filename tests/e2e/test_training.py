@@ -87,7 +87,7 @@ def test_run_directory_holds_what_its_contract_names(short_run: Path) -> None:
     assert any((short_run / "tensorboard").iterdir())
     assert any((short_run / "checkpoints").glob("iter_0000012"))
     shown = (short_run / "stdout.txt").read_text()
-    assert "what was learnt" in shown and "continue" in shown and "[Reshard]" in shown
+    assert "what was learned" in shown and "continue" in shown and "[Reshard]" in shown
 
 
 def test_trace_has_passes_and_the_prefetch_during_the_rollout(short_run: Path) -> None:

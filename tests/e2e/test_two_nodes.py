@@ -107,7 +107,7 @@ def test_both_agree_on_one_run_directory_and_go_on_bit_for_bit(
 ) -> None:
     whole, _, resumed, run_again = runs
     assert resumed.exit_codes == [0, 0], resumed.said
-    assert f"[Resume] going on from step {SAVED_AT}" in resumed.said[0]
+    assert f"[Resume] resuming from step {SAVED_AT}" in resumed.said[0]
     assert f"step {NUM_STEPS - 1} ({NUM_STEPS}/{NUM_STEPS})" in resumed.said[0]
     assert "step " not in resumed.said[1]  # it is told once
     assert whole.metrics.keys() == run_again.metrics.keys() >= set(range(NUM_STEPS))

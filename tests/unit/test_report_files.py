@@ -119,7 +119,7 @@ def test_runs_of_the_same_name_are_distinguished(tmp_path):
 def test_resumes_ends_and_tracebacks_are_events(folder, tmp_path):
     here = copy(folder, tmp_path / "run")
     with (here / "run.log").open("a") as log:
-        log.write("2026-01-02 03:04:05,678 [Resume] going on from step 20 of x\n")
+        log.write("2026-01-02 03:04:05,678 [Resume] resuming from step 20 of x\n")
         log.write("2026-01-02 03:04:06,678 [Reshard] direction=a attested=yes\n")
         log.write("2026-01-02 03:05:00,000 the run ended early\nTraceback:\n  ValueError: no\n")
     events = read(here).events[-2:]
@@ -158,7 +158,7 @@ def test_text_quoted_by_a_reward_is_not_an_event(tmp_path):
     [
         (["the run ended early"], "ended early, see the events"),
         (["[Health] stopped after step 9 by --rl-on-alarm stop"], "stopped by an alarm"),
-        (["the run ended early", "[Resume] going on from step 20 of x"], "still running"),
+        (["the run ended early", "[Resume] resuming from step 20 of x"], "still running"),
         ([], "still running"),
     ],
 )

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 
 from mcore_rl.hybrid_engine.vllm.needs import (
-    Learnt,
     Loader,
+    LoadRecord,
     WriteRecorder,
     loadable_parameters,
     loader_of,
@@ -26,20 +26,20 @@ class Layers:
 
     The stand-ins are meta tensors: the model's `load_weights` looks up all of them before the first
     tensor arrives. Their loaders replace them by the tensors that are really written.
-    `elements_read()` returns the number of elements that all loaders have read so far; `learnt` is
+    `elements_read()` returns the number of elements that all loaders have read so far; `record` is
     None if needs are not yet known. Tensors for modules `shared` with another model are skipped.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        learnt: Learnt | None,
+        record: LoadRecord | None,
         elements_read: Callable[[], int],
         shared: frozenset[str] = frozenset(),
     ) -> None:
         self._model, self._elements_read = model, elements_read
         self._layers = [
-            _Layer(name, module, None if learnt is None else learnt.elements.get(name, 0))
+            _Layer(name, module, None if record is None else record.elements.get(name, 0))
             for name, module in model.named_modules()
             if any(tensor is not None for tensor in module._parameters.values())
         ]

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Learnt:
+class LoadRecord:
     """A record of one rank's loaders on a checkpoint.
 
     Example: `needs` {"model.norm.weight": (((0, 64),),)}, `elements` {"model.norm": 64}.
@@ -54,7 +54,7 @@ def learn(
     tensor_metadata: Metadata,
     *,
     shared: frozenset[str] = frozenset(),
-) -> Learnt:
+) -> LoadRecord:
     """Record what the loaders of `model` read of each tensor. Not collective.
 
     Call it in a context in which `load_weights` may be called. `tensor_metadata` uses the Hugging
@@ -69,7 +69,7 @@ def learn(
         with WriteRecorder() as writes:
             _load_stand_ins(model, tensor_metadata, notes)
     _require_filled([p for p in parameters if not p.modules <= shared], writes)
-    return Learnt(
+    return LoadRecord(
         needs={name: disjoint(notes.reads[name]) for name in tensor_metadata},
         elements=dict(notes.elements),
         computed=frozenset(notes.computed),

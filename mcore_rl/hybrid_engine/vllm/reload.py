@@ -27,7 +27,7 @@ import torch
 from mcore_rl.common import objects
 from mcore_rl.common.errors import UsageError
 from mcore_rl.hybrid_engine.vllm.live_layers import Layers
-from mcore_rl.hybrid_engine.vllm.needs import Learnt, Metadata, Needs, learn
+from mcore_rl.hybrid_engine.vllm.needs import LoadRecord, Metadata, Needs, learn
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import Pieces, SlicedTensor, WriteObserver, pieces_of
 from mcore_rl.model.boxes import Box, intersect, relative, show, slices, uncovered, volume
 
@@ -57,7 +57,7 @@ class Reloader:
         others = set() if sharing_with is None else set(map(id, sharing_with.modules()))
         self._shared = frozenset(n for n, module in model.named_modules() if id(module) in others)
         self._metadata: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        self._learnt: Learnt | None = None
+        self._record: LoadRecord | None = None
 
     @property
     def model(self) -> Any:
@@ -80,11 +80,11 @@ class Reloader:
         They are disjoint and sorted; tensors that this rank does not need map to an empty tuple.
         See `needs.learn`.
         """
-        if self._learnt is None or self._metadata != dict(tensor_metadata):
+        if self._record is None or self._metadata != dict(tensor_metadata):
             with self._loading_context():
-                self._learnt = learn(self.model, tensor_metadata, shared=self._shared)
+                self._record = learn(self.model, tensor_metadata, shared=self._shared)
             self._metadata = dict(tensor_metadata)
-        return self._learnt.needs
+        return self._record.needs
 
     def reload(self, weights: Weights, group: Any, on_write: WriteObserver | None = None) -> None:
         """Run `load` with agreement in vLLM's `group`. Collective over it; exhausts `weights`.
@@ -120,9 +120,9 @@ class Reloader:
         or not loaded completely, or a parameter that remains unfilled. The model then has a mixture
         of weights, or none, and must not run until a `load` succeeds.
         """
-        arrivals = _Arrivals(self._learnt, self._metadata, on_write)
+        arrivals = _Arrivals(self._record, self._metadata, on_write)
         with self._loading_context():
-            layers = Layers(self.model, self._learnt, arrivals.count, self._shared)
+            layers = Layers(self.model, self._record, arrivals.count, self._shared)
             with layers.put_back_at_the_end():
                 self._run_loaders(arrivals.of(weights))
                 layers.put_back()
@@ -150,11 +150,11 @@ class Reloader:
 
     def _needs_of(self, metadata: Metadata) -> Needs:
         """Return the needs; learn them again if a tensor or its shape is unknown."""
-        if self._learnt is None or not _agrees(metadata, self._metadata):
-            if self._learnt is not None:
-                _require_given(_not_given(self._learnt.needs, metadata))
+        if self._record is None or not _agrees(metadata, self._metadata):
+            if self._record is not None:
+                _require_given(_not_given(self._record.needs, metadata))
             return self.learn_needs(metadata)
-        return self._learnt.needs
+        return self._record.needs
 
 
 def _require_reloadable(model: torch.nn.Module) -> None:
@@ -204,13 +204,13 @@ class _Arrivals:
     """The arriving tensors as stand-ins for the loaders, and a record of what was read."""
 
     def __init__(
-        self, learnt: Learnt | None, known: Metadata, on_write: WriteObserver | None
+        self, record: LoadRecord | None, known: Metadata, on_write: WriteObserver | None
     ) -> None:
         self.metadata: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.given: dict[str, list[Box]] = defaultdict(list)
         self.read: dict[str, list[Box]] = defaultdict(list)
         self._elements_read = 0
-        self._learnt, self._known, self._on_write = learnt, known, on_write
+        self._record, self._known, self._on_write = record, known, on_write
         self._held: dict[str, list[tuple[Box, torch.Tensor]]] = defaultdict(list)
 
     def of(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
@@ -242,12 +242,12 @@ class _Arrivals:
 
     def _must_wait(self, name: str, pieces: Pieces) -> bool:
         """Return whether a loader computes with this tensor, and some needed slices are missing."""
-        learnt = self._learnt
-        if learnt is None or self._known.get(name) != self.metadata[name]:
+        record = self._record
+        if record is None or self._known.get(name) != self.metadata[name]:
             return False
-        if name not in learnt.computed:
+        if name not in record.computed:
             return False
-        waits = any(uncovered(box, self.given[name]) for box in learnt.needs[name])
+        waits = any(uncovered(box, self.given[name]) for box in record.needs[name])
         if waits or name in self._held:
             self._held[name].extend((box, data.clone()) for box, data in pieces)
         return waits

@@ -48,7 +48,7 @@ _STAGES = {
 _EVEN = "Times the mean of its layer; 1 is even."
 
 SECTIONS = (
-    Section("learning", "What is learnt", (
+    Section("learning", "What is learned", (
         Panel("Reward", {"reward/mean": "mean", "reward/std": "± one standard deviation"},
             "Mean over a step's samples; the band is one standard deviation of them.", kind="band",
             expected=True),

@@ -137,7 +137,7 @@ def choose(folder: Path, *, beside: Sequence[Path] = (), step: int | None = None
         damaged = _damage(places, candidate, rank, world_size)
         if not damaged:
             logger.info(
-                "[Resume] going on from step %d of %s, whose files are as they were written "
+                "[Resume] resuming from step %d of %s, whose files are as they were written "
                 "(checked in %.1f s)",
                 candidate,
                 folder,

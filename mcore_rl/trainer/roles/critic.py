@@ -199,7 +199,7 @@ def build_critic(
                 )
             elif actor_iteration:
                 logger.warning(
-                    "no critic lies beside the actor's checkpoint: it starts from %s",
+                    "no critic is next to the actor's checkpoint: it starts from %s",
                     spec.checkpoint.folder,
                 )
             absent = frozenset() if spec.has_head else frozenset({VALUE_HEAD})

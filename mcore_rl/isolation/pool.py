@@ -102,9 +102,15 @@ class ProcessPool:
     def is_working(self) -> bool:
         """Whether an event will come even if no other ticket ends."""
         sessions = self._sessions.values()
-        if self._waiting and any(each.is_closing for each in sessions):
+        # A waiting session gets its process at the next look, or once a closing one has ended.
+        if self._waiting and (self._has_room or any(each.is_closing for each in sessions)):
             return True
         return any(each.is_busy and each.connection is not None for each in sessions)
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether another process may be forked."""
+        return len(self._sessions) - len(self._waiting) < self._max_open
 
     @property
     def zygote_pid(self) -> int | None:
@@ -220,7 +226,7 @@ class ProcessPool:
 
     def _fork_waiting(self) -> None:
         """Request processes for waiting sessions, up to the limit."""
-        while self._waiting and len(self._sessions) - len(self._waiting) < self._max_open:
+        while self._waiting and self._has_room:
             if self._zygote is None:
                 self._zygote = ZygoteProcess(self._program)
                 self._selector.register(self._zygote.control, selectors.EVENT_READ)

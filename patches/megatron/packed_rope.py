@@ -52,11 +52,12 @@ def apply() -> None:
     from mcore_rl.batching.rows import prefix_lengths, prefixes_of, samples_on_cp_rank
 
     upstream, rotate = rope_utils._apply_rotary_pos_emb_thd, rope_utils._apply_rotary_pos_emb_bshd
-    found = " ".join(parameters_of(upstream))
+    parameters = parameters_of(upstream)
+    found = " ".join(parameters)
     require(
         found in _KNOWN,
         "rope_utils._apply_rotary_pos_emb_thd",
-        f"takes {found}, which is none of the lists of parameters known",
+        f"takes {', '.join(parameters)}, which is none of the known lists of parameters",
     )
     require_parameters(rotate, _KNOWN[found])
 

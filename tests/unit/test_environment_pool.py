@@ -367,8 +367,10 @@ def test_modules_are_imported_once_and_episodes_differ_by_their_seeds_alone(pool
 def test_episodes_beyond_max_open_wait(world, tmp_path):
     with EnvironmentPool(EnvironmentSpec(world, timeout_seconds=30, max_open=3)) as pool:
         tickets = [pool.start(prompt(), 0) for _ in range(8)]
+        assert pool.is_working  # although no process is forked yet
         first = events_of(pool, tickets[:3])
         assert len(first) == 3 and not pool.wait(0.3) and pool.num_open == 8
+        assert not pool.is_working
         assert len(descendants(zygote_of(pool))) == 3
         pool.end([tickets[0], tickets[7]])  # of which one never began
         pool.step(tickets[1], turn("done"))

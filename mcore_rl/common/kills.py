@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mcore_rl.common.agreement import LAUNCHER
-from mcore_rl.common.machine_memory import control_groups
+from mcore_rl.common.machine import control_groups
 
 _NOTE_BYTES = 120
 _note: tuple[int, int] | None = None  # process id, descriptor of its note

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.machine_memory import MachineMemory
+from mcore_rl.common.machine import MachineMemory
 from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.common.platform import Platform
 from mcore_rl.config import RLConfig

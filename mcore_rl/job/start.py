@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mcore_rl.common import objects
 from mcore_rl.common.agreement import agreed, check_alike, from_rank
-from mcore_rl.common.machine_memory import machine_memory
+from mcore_rl.common.machine import machine_memory
 from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.common.platform import find_platform
 from mcore_rl.flags.parser import all_args

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.machine_memory import MachineMemory
+from mcore_rl.common.machine import MachineMemory
 from mcore_rl.planner.advice import Problem, problems_of
 from mcore_rl.planner.host import HostPhase, host_phases
 from mcore_rl.planner.memory import Memory, memory_of, resident_of

@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 
 from mcore_rl.batching.types import Rollout
 from mcore_rl.common.addresses import header_from
-from mcore_rl.common.cores import available_cores
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.machine_memory import machine_memory
+from mcore_rl.common.machine import available_cores, machine_memory
 from mcore_rl.common.readers import InvalidData
 from mcore_rl.common.user_code import import_user_file, shortened
 from mcore_rl.isolation.pool import START_SECONDS, ProcessPool, Starts, check_program

@@ -22,7 +22,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.machine_memory import MachineMemory
+from mcore_rl.common.machine import MachineMemory
 from mcore_rl.flags import allocator
 from mcore_rl.patches import registry
 from mcore_rl.patches.registry import Patch, require

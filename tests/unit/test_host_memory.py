@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.machine_memory import MachineMemory
+from mcore_rl.common.machine import MachineMemory
 from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.job.facts import Source
 from mcore_rl.job.resolver import resolve

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_rl.common.machine_memory import machine_memory
+from mcore_rl.common.machine import machine_memory
 from mcore_rl.planner.settings import USUAL_RANKS_PER_NODE
 from mcore_rl.tools.doctor.finding import (
     FLAGS,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.batching.types import Prompt
-from mcore_rl.common.machine_memory import machine_memory
+from mcore_rl.common.machine import machine_memory
 from mcore_rl.common.platform import find_platform
 from mcore_rl.config import RLConfig
 from mcore_rl.job.facts import Facts

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.common.byte_sizes import shown_bytes
-from mcore_rl.common.machine_memory import MachineMemory
+from mcore_rl.common.machine import MachineMemory
 from mcore_rl.planner.host import HostPhase
 from mcore_rl.tools.doctor.finding import (
     LIMITS,

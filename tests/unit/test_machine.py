@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.common.cores import available_cores
-from mcore_rl.common.machine_memory import MachineMemory, machine_memory
+from mcore_rl.common.machine import MachineMemory, available_cores, machine_memory
 from mcore_rl.rewards import pool
 
 GIB = 1 << 30

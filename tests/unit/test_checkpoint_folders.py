@@ -306,6 +306,7 @@ class KillAt:
         patch.setattr(module, name, guarded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True], ids=["next step", "the same step again"])
 def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path, again: bool) -> None:
     """Every operation on the disk is the last one, in turn; then the run goes on and saves."""

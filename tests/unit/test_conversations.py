@@ -227,6 +227,7 @@ def test_stopped_group_is_dropped_during_a_call(
     assert conversations._pool.failure_counts.total() == failures
 
 
+@pytest.mark.slow
 def test_batches_do_not_depend_on_the_speed_of_environments_with_waits() -> None:
     conversations, batches = make_conversations(waits=True), []
     for how in ("good", "hesitates", "hesitates"):

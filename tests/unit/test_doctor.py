@@ -109,6 +109,7 @@ def spoilt(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], di
     return json.loads(process.stdout), facts, process.returncode
 
 
+@pytest.mark.slow
 def test_independent_mistakes_are_all_reported_with_exit_code_1(spoilt: tuple) -> None:
     found, _, code = spoilt
     reds = {each["area"]: each["found"] for each in found["findings"] if each["level"] == "red"}

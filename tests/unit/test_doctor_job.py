@@ -205,6 +205,7 @@ def score(*, prompt, response, answer):
 }
 
 
+@pytest.mark.slow
 def test_several_files_may_be_imported(good: Path, tmp_path: Path) -> None:
     """What only one of them has is known to the checks, and to the processes of rewards."""
     imports = []
@@ -395,6 +396,7 @@ def rows(*pairs: tuple[str, str]) -> str:
 REPEATED = (("1+1=", "2"), ("1+1=", "3"), ("2+2=", ""), ("one hundred and one plus 1=", "102"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "changes", "problems", "answers"),
     [
@@ -504,6 +506,7 @@ def test_rows_whose_tests_check_nothing_are_red_by_their_number(
         check_data(checked)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_with_code_is_red_unless_it_is_trusted(
     here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -630,6 +633,7 @@ PAIR = json.dumps({"inputs": ["1"], "outputs": ["2"]})
 SANDBOX = {"reward": "python_sandbox"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "answer", "level", "words"),
     [
@@ -688,6 +692,7 @@ def test_without_prompts_a_reward_is_imported_only(tmp_path: Path) -> None:
     assert warning.level == "yellow" and "servers are not asked" in warning.found
 
 
+@pytest.mark.slow
 def test_a_reward_slower_than_the_doctor_waits_is_yellow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

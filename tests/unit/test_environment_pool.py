@@ -410,6 +410,7 @@ def test_a_failing_step_fails_its_own_sample_only(pool, caplog):
     pool.end(good)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("deeds", "margin"), [(HANGING, 3 * PATIENT_SECONDS), (HANGING_ON, 3.0)])
 def test_a_hanging_step_times_out_and_fails_its_own_sample_only(deeds, margin, world, monkeypatch):
     """Ended by a timer of the kernel's, or, later, by the trainer."""
@@ -650,6 +651,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["close", "leave", "be killed"])
 def test_nothing_outlives_the_trainer(how, world, tmp_path):
     """Closed; left by a trainer that forgets to; and left by one that is killed."""

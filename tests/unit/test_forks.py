@@ -50,6 +50,7 @@ def parse(checkpoint: Path, *more: str) -> argparse.Namespace:
     return parsed_args([*derived, *more], add_rl_args, like, log=io.StringIO())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "says"),
     {

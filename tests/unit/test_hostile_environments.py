@@ -169,6 +169,7 @@ def answers() -> st.SearchStrategy[list[bytes]]:
     return st.lists(one, max_size=25)
 
 
+@pytest.mark.slow
 @hostile.BOUNDED
 @given(hostile.messages(STARTED), hostile.messages(STEPPED))
 def test_any_answer_becomes_valid_event(first, second):

@@ -134,6 +134,7 @@ def test_launch_is_silent_when_all_ranks_succeed(launcher: Launcher) -> None:
     assert sorted(path.suffix for path in launcher.folder.glob("done.*")) == [".0", ".1", ".2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", [0, 2])
 def test_launch_prints_one_sentence_for_usage_error(launcher: Launcher, slow: int) -> None:
     # One of the ranks is slow to leave, so that torchrun ends it with SIGTERM: the first one, too.
@@ -152,6 +153,7 @@ def test_launch_prints_one_sentence_for_usage_error(launcher: Launcher, slow: in
     assert all_gone(launcher.wait_for("pid", 3))
 
 
+@pytest.mark.slow
 def test_launch_keeps_failure_table_of_torchrun(launcher: Launcher) -> None:
     code, stderr = launcher.run(
         """
@@ -167,6 +169,7 @@ def test_launch_keeps_failure_table_of_torchrun(launcher: Launcher) -> None:
     assert "Traceback" not in stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_launch_ends_ranks_on_signal_and_waits(launcher: Launcher, number: signal.Signals) -> None:
     process = launcher.start(
@@ -192,6 +195,7 @@ def test_launch_ends_ranks_on_signal_and_waits(launcher: Launcher, number: signa
     assert all_gone(pids)
 
 
+@pytest.mark.slow
 def test_launch_removes_shared_memory_after_signal(launcher: Launcher) -> None:
     process = launcher.start(
         """
@@ -211,6 +215,7 @@ def test_launch_removes_shared_memory_after_signal(launcher: Launcher) -> None:
     assert not any(segment.exists() for segment in segments)
 
 
+@pytest.mark.slow
 def test_launch_ends_processes_that_ranks_leave(launcher: Launcher) -> None:
     program = """
         import subprocess
@@ -226,6 +231,7 @@ def test_launch_ends_processes_that_ranks_leave(launcher: Launcher) -> None:
     assert all_gone(launcher.wait_for("child", 2))
 
 
+@pytest.mark.slow
 def test_launch_leaves_no_process_after_second_signal(launcher: Launcher) -> None:
     # Ranks that nothing but SIGKILL ends, each with a process of its own.
     process = launcher.start(
@@ -253,6 +259,7 @@ def test_launch_leaves_no_process_after_second_signal(launcher: Launcher) -> Non
     assert all_gone(pids)
 
 
+@pytest.mark.slow
 def test_launch_kills_ranks_after_shutdown_timeout(launcher: Launcher) -> None:
     process = launcher.start(
         """
@@ -363,6 +370,7 @@ def test_launch_names_port_in_use(launcher: Launcher) -> None:
     assert not list(launcher.folder.glob("started.*"))
 
 
+@pytest.mark.slow
 def test_launch_prints_reason_of_first_failed_rank_last(launcher: Launcher) -> None:
     code, stderr = launcher.run(
         """
@@ -398,6 +406,7 @@ def test_launch_uses_tmp_if_tmpdir_is_too_long(
     assert f"TMPDIR {launcher.temporary} is longer than 50 characters" in stderr
 
 
+@pytest.mark.slow
 def test_launch_leaves_no_files_in_temporary_folder(launcher: Launcher) -> None:
     program = """
         import tempfile
@@ -416,6 +425,7 @@ def test_launch_leaves_no_files_in_temporary_folder(launcher: Launcher) -> None:
     assert not any(launcher.temporary.iterdir())
 
 
+@pytest.mark.slow
 def test_killed_launch_leaves_nothing(launcher: Launcher) -> None:
     """Ranks, their processes, shared memory and the folder."""
     program = """
@@ -511,6 +521,7 @@ def small_group() -> Iterator[Path]:
             time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_launch_reports_kill_by_lack_of_memory(launcher: Launcher, small_group: Path) -> None:
     enter = f'Path("{small_group}/cgroup.procs").write_text(str(os.getpid()))'
     last = last_line_of_killed_rank(
@@ -567,6 +578,7 @@ def test_kills_are_described_by_risen_counter() -> None:
     assert describe_kills({}, before, before) == describe_kills({}, {}, {}) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["pipe", "lock is a pipe", "lock is a link", "lock is a device"])
 def test_launch_ignores_foreign_files_in_temporary_folder(
     launcher: Launcher, what: str, tmp_path: Path
@@ -587,6 +599,7 @@ def test_launch_ignores_foreign_files_in_temporary_folder(
     assert other.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count", "flags"),
     [

@@ -254,6 +254,7 @@ def test_checkpoint_of_other_options_or_code_is_rebuilt(
     assert (folder / "model.safetensors").stat().st_mtime_ns != before
 
 
+@pytest.mark.slow
 def test_interrupted_build_is_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script leaves no directory of the final name if it is killed while it writes."""
     script = (

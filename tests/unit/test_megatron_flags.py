@@ -60,6 +60,7 @@ def test_every_flag_is_in_exactly_one_table(parser: argparse.ArgumentParser) -> 
     assert known >= megatron_flags.SET_BY_VALIDATION
 
 
+@pytest.mark.slow
 def test_false_switch_in_file_equals_inverse_switch(tmp_path: Path) -> None:
     """The same options change as with the inverse form of the switch, even if Megatron keeps the
     switch without effect beside the form that it reads (--ckpt-fully-parallel-save)."""

@@ -82,6 +82,7 @@ def test_missing_module_of_older_checkout_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.slow
 def test_code_that_patch_does_not_fit_is_refused_with_reason(tmp_path: Path) -> None:
     megatron_on_the_path(tmp_path, "0.21.0", changed=True)
     run = python("-m", "mcore_rl.train", path=tmp_path)

@@ -146,6 +146,7 @@ def passed(code: str, tests: list[str]) -> list[str]:
     return [test for test, held in zip(tests, found.passed, strict=True) if held]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORGERIES)
 def test_object_that_agrees_to_everything_fails(name: str) -> None:
     assert passed(FORGERIES[name], TESTS) == []
@@ -165,6 +166,7 @@ VALUES = [
 ]
 
 
+@pytest.mark.slow
 def test_values_of_python_equal_only_their_like() -> None:
     tests = [
         f"{PYTHON}{test}"
@@ -324,6 +326,7 @@ OBJECTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OBJECTS)
 def test_objects_of_right_code_pass(name: str) -> None:
     code, tests = OBJECTS[name]

@@ -31,6 +31,7 @@ def test_json_round_trips(value):
     assert json.dumps(parse_json(json.dumps(value))) == json.dumps(value)
 
 
+@pytest.mark.slow
 @hostile.BOUNDED
 @given(hostile.messages({"prompt": "2+3=", "answer": [5, {"a": None}]}), hostile.texts())
 def test_any_json_or_yaml_is_bounded_or_invalid(data, text):

@@ -225,6 +225,7 @@ def test_thinned_means_keep_the_sum():
     np.testing.assert_allclose(few, columns.reshape(3, 100, 10).mean(axis=2), rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "damage"),
     [

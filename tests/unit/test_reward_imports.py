@@ -78,6 +78,7 @@ def test_imported_file_can_also_be_named_as_a_module(tmp_path, monkeypatch):
         assert stack.score(responses("abc"))[0].reward == 6.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [

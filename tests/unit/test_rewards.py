@@ -286,6 +286,7 @@ def test_score_keeps_order_and_texts(pool):
     assert pool.score([]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "failure"),
     [
@@ -456,6 +457,7 @@ def trainer_environment(user_module: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": f"{user_module}:{REPOSITORY}"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [["trainer_script.py"], ["-m", "trainer_script"]])
 def test_workers_import_neither_main_nor_torch(trainer_folder, user_module, how):
     run = subprocess.run(

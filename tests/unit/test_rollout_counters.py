@@ -460,6 +460,7 @@ def test_rounds_of_a_reward_model_respect_max_refills(max_refills: int) -> None:
             assert run.step().metrics["rollout/refills"] <= max_refills
 
 
+@pytest.mark.slow
 @settings(hostile.BOUNDED, max_examples=120)
 @given(options())
 @example(Options(num_engines=2, oversample=2.5, dynamic=True, informative_share=0.0, fails=1.0))

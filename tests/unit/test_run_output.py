@@ -99,6 +99,7 @@ def test_mistake_keeps_its_exit_code_without_output(broken, tmp_path):
     assert run(MISTAKE, tmp_path / "log", stderr=broken(), stdout=broken()) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [full_disk, reader_gone])
 def test_launcher_keeps_the_exit_code_of_its_ranks_without_output(broken, tmp_path):
     (tmp_path / "rank.py").write_text(PRELUDE + "print('x' * 100000, flush=True)\nsys.exit(3)")

@@ -303,6 +303,7 @@ with Supervisor(levels=[sys.argv[1]]) as by:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", ["client", "monitor", "by its mark"])
 def test_all_processes_end_with(by, killed):
     level, memory_bytes = by.level().name, (1 << 30) + 4096 * (os.getpid() + hash(killed) % 1000)
@@ -372,6 +373,7 @@ def test_code_that_exits_early_passes_no_test(code):
     assert not found.all_passed and found.passed == (False,)
 
 
+@pytest.mark.slow
 def test_machine_without_a_filter_is_refused():
     program = (
         "import ctypes\n"
@@ -435,6 +437,7 @@ except UsageError as error:
 """
 
 
+@pytest.mark.slow
 def test_machine_without_file_protection_is_refused():
     def refusal(accepted: str) -> str:
         command = [sys.executable, "-c", OLD_MACHINE, accepted]

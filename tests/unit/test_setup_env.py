@@ -226,6 +226,7 @@ def test_stack_is_cuda_where_the_driver_answers(exit_code, needs, checkout):
     assert needs in checkout.fails(1, MCORE_RL_STACK="")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unreachable", [True, False])
 def test_failed_installation_is_explained_and_keeps_the_previous_environment(
     unreachable, installing, checkout

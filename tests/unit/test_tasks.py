@@ -107,6 +107,7 @@ def test_address_of_a_machine_is_accepted(address, monkeypatch):
         open_store()
 
 
+@pytest.mark.slow
 def test_port_in_use_is_one_sentence():
     """In another process, because the patch of stores on loopback stays applied."""
     script = "from mcore_rl.job.environment import open_store; open_store()"

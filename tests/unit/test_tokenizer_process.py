@@ -56,6 +56,7 @@ def test_template_beyond_its_limits_fails_with_its_row(bomb, tmp_path):
     assert len(load_prompts(rows(tmp_path, "hi", "ho"), folder, cache_dir=tmp_path)) == 2
 
 
+@pytest.mark.slow
 def test_tokenizer_that_aborts_its_process_fails_with_its_row(tmp_path):
     """One character becomes 10^10."""
     folder = save_tokenizer(tmp_path / "model", template_of(""))

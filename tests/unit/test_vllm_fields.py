@@ -67,6 +67,7 @@ def mapped(model_type: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_field_that_vllm_reads_is_mapped_or_in_a_table(model_type, monkeypatch):
     """Fails with the new fields of another version of vLLM."""

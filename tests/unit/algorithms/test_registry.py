@@ -159,6 +159,7 @@ def test_unusable_user_file_is_refused(
         import_user_file(str(tmp_path / name))
 
 
+@pytest.mark.slow
 def test_name_of_built_in_is_refused_before_any_lookup(tmp_path: Path) -> None:
     file = tmp_path / "taken.py"
     file.write_text(

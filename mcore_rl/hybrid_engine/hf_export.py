@@ -114,7 +114,8 @@ def _plan_turn(
         # Copies in trained MTP layers get the model's current values.
         trained = [checkpoint.copies.get(t, t) for t in tensors if t not in checkpoint.mtp]
         need[writer] = {t: [full_box(checkpoint.tensors[t].shape)] for t in trained}
-    order = [tensor for needed in need for tensor in needed]
+    # Several files may need a tensor and its copies: it moves once, to all of them.
+    order = list(dict.fromkeys(tensor for needed in need for tensor in needed))
     return make_plan(checkpoint.tensors, order=order, have=have, need=need), need
 
 

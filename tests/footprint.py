@@ -9,7 +9,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rl.hybrid_engine.memory.usage import device_bytes, give_back_cached, host_bytes
+from mcore_rl.hybrid_engine.memory.usage import (
+    device_bytes,
+    give_back_cached,
+    host_bytes,
+    malloc_info,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,8 @@ class Footprint:
         """
         gc.collect()
         give_back_cached()
+        if malloc_info() is not None:
+            ctypes.CDLL(None).malloc_trim(0)  # also where a run keeps the little that is free
         mapped = Path("/proc/self/maps").read_text()
         return cls(
             resident_bytes=host_bytes("RssAnon"),
@@ -42,21 +49,6 @@ class Footprint:
         )
 
 
-class _MallInfo(ctypes.Structure):
-    """glibc's `struct mallinfo2` (malloc.h)."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-        ).split()
-    ]
-
-
 def _heap_bytes() -> int:
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallinfo2"):
-        return 0
-    libc.mallinfo2.restype = _MallInfo
-    info = libc.mallinfo2()
-    return int(info.uordblks + info.hblkhd)  # in heaps, and in separate mappings
+    info = malloc_info()
+    return 0 if info is None else int(info.uordblks + info.hblkhd)  # heaps, and other mappings

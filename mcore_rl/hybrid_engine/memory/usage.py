@@ -14,6 +14,28 @@ from pathlib import Path
 import torch
 
 _STATUS = Path("/proc/self/status")
+_MIN_TRIM_BYTES = 256 << 20
+
+
+class MallocInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2` (malloc.h). `fordblks` are the bytes of free chunks."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+        ).split()
+    ]
+
+
+def malloc_info() -> MallocInfo | None:
+    """Return the state of glibc's heaps (from 2.33); None with another C library."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        return None
+    libc.mallinfo2.restype = MallocInfo
+    info: MallocInfo = libc.mallinfo2()
+    return info
 
 
 def host_bytes(field: str = "VmRSS") -> int:
@@ -37,14 +59,15 @@ def give_back_cached() -> None:
 
     Call it before vLLM starts or wakes, when it takes the memory of its weights and KV cache from
     the driver. glibc's heap keeps freed tensors of up to 32 MiB: over 1 GB for a model of 0.6
-    billion parameters.
+    billion parameters. Less than `_MIN_TRIM_BYTES` stay, since returned pages are zeroed again at
+    the next use: for small models that took a tenth of a step.
     """
     device_bytes()  # records the peak
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # other C libraries return pages by themselves
-        libc.malloc_trim(0)
+    info = malloc_info()  # other C libraries return pages by themselves
+    if info is not None and info.fordblks >= _MIN_TRIM_BYTES:
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 _highest = [0, 0]  # peak bytes of the host and of the device, as far as recorded

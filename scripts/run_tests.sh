@@ -5,7 +5,7 @@ usage() {
   cat <<'EOF'
 bash scripts/run_tests.sh               the quick checks: ruff, mypy, the unit tests that are not slow,
                                         one hand-over from Megatron to vLLM bit for bit, and one short
-                                        run by the launcher; at most 8 minutes on 2 cores
+                                        run by the launcher; about 5 minutes on 2 cores
 bash scripts/run_tests.sh --all         ruff, mypy and all tests; about 45 minutes on 2 cores
 bash scripts/run_tests.sh ARGUMENTS     ruff, mypy and what pytest runs with these arguments
 

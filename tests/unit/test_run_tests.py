@@ -77,7 +77,7 @@ def test_failed_check_is_named_and_the_others_run(tmp_path):
 def test_help_lists_the_tiers_and_runs_nothing(tmp_path):
     code, output, calls = run_tests(tmp_path, "--help")
     assert (code, calls) == (0, [])
-    assert "run_tests.sh --all " in output and "at most 8 minutes" in output
+    assert "run_tests.sh --all " in output and "about 5 minutes" in output
 
 
 def test_continuous_integration_runs_everything():

@@ -36,8 +36,8 @@ class Footprint:
         """
         gc.collect()
         give_back_cached()
-        if malloc_info() is not None:
-            ctypes.CDLL(None).malloc_trim(0)  # also where a run keeps the little that is free
+        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+            libc.malloc_trim(0)  # also where a run keeps the little that is free
         mapped = Path("/proc/self/maps").read_text()
         return cls(
             resident_bytes=host_bytes("RssAnon"),

@@ -57,7 +57,7 @@ def apply() -> None:
     require(
         found in _KNOWN,
         "rope_utils._apply_rotary_pos_emb_thd",
-        f"takes {', '.join(parameters)}, which is none of the known lists of parameters",
+        f"takes {', '.join(parameters)}, which matches no known list of parameters",
     )
     require_parameters(rotate, _KNOWN[found])
 

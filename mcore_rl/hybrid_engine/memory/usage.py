@@ -29,7 +29,7 @@ class MallocInfo(ctypes.Structure):
 
 
 def malloc_info() -> MallocInfo | None:
-    """Return the state of glibc's heaps (from 2.33); None with another C library."""
+    """Return the state of glibc's heaps; None before glibc 2.33 and with another C library."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):
         return None
@@ -65,9 +65,10 @@ def give_back_cached() -> None:
     device_bytes()  # records the peak
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    info = malloc_info()  # other C libraries return pages by themselves
-    if info is not None and info.fordblks >= _MIN_TRIM_BYTES:
-        ctypes.CDLL(None).malloc_trim(0)
+    info, libc = malloc_info(), ctypes.CDLL(None)
+    keeps_much = info is None or info.fordblks >= _MIN_TRIM_BYTES  # unknown before glibc 2.33
+    if keeps_much and hasattr(libc, "malloc_trim"):  # other C libraries return pages by themselves
+        libc.malloc_trim(0)
 
 
 _highest = [0, 0]  # peak bytes of the host and of the device, as far as recorded

@@ -129,6 +129,7 @@ class MegatronVLLMShardingManager:
             undo.callback(self._bring_training_back)
             self._offloader.offload("gradients", "optimizer")  # before the engine allocates
             with PeakMemory() as peak:
+                self.stream.prepare()
                 self._proof.begin(self.weight_version, self.stream.read)
                 self._engine.wake_weights()
                 attestation = self._proof.reload(self.stream.weights(), self.stream.read)

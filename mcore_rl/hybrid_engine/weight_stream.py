@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.common import objects
+from mcore_rl.hybrid_engine.float8_shards import Float8Shards
 from mcore_rl.hybrid_engine.plan.transfer_plan import Plan, make_plan
 from mcore_rl.hybrid_engine.plan.trees import KnownGroups, Neighbourhoods
 from mcore_rl.hybrid_engine.proof.attest import FULL
@@ -28,6 +29,7 @@ from mcore_rl.megatron.carried import CarriedTensors
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.boxes import Box, Boxes, intersect, uncovered, volume
 from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.float8_blocks import Float8Weights
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.model.tensors import TensorInfo, checkpoint_tensors, is_mtp_tensor, mtp_tensors
 from mcore_rl.model.weight_map import layer_order
@@ -39,7 +41,8 @@ class HandOverOptions:
 
     Weights travel in `dtype`. With `delta` only changes travel, and everything every `full_every`
     times. `bucket_bytes` caps what is in flight on a rank. `ranks_per_node` consecutive ranks are
-    near each other; None: all ranks. `attest` is a mode of `proof.attest`.
+    near each other; None: all ranks. `attest` is a mode of `proof.attest`. Engines hold the weights
+    `float8` in FP8 blocks; None: none. The sender quantises them, whatever `dtype`.
 
     Example: `HandOverOptions(seed=1, bucket_bytes=512 << 20, dtype="bf16", delta=True)`.
     """
@@ -51,6 +54,7 @@ class HandOverOptions:
     delta: bool = False
     full_every: int = 20
     attest: str = FULL
+    float8: Float8Weights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +123,13 @@ class WeightStream:
         carried: CarriedTensors | None = None,
     ) -> None:
         self._shards, self._carried = shards, carried
+        self._float8: Float8Shards | None = None
         served = _served(tensors, shards)
         also = {} if carried is None else dict(carried.tensors)
         self.tensors = with_transfer_dtype({**served, **also}, options.dtype, shards.shape)
+        if options.float8 is not None:
+            self._float8 = Float8Shards(shards, served, options.float8)
+            self.tensors = options.float8.in_blocks(self.tensors)
         self.need = engine.learn_needs(
             {name: (i.shape, getattr(torch, i.dtype)) for name, i in self.tensors.items()}
         )
@@ -130,9 +138,12 @@ class WeightStream:
         self.holdings = exchange(
             {name: self._holder(name).boxes(name) for name in self.tensors}, self.need
         )
+        if self._float8 is not None:
+            self._float8.share(self.holdings.have)
         # A drafter's copies of tensors that the model has are carried, too, but no rank needs them.
         also = {n: i for n, i in also.items() if any(n in need for need in self.holdings.need)}
-        self.tensors = {n: i for n, i in self.tensors.items() if n in served or n in also}
+        unused = (carried.tensors.keys() if carried is not None else set()) - also.keys()
+        self.tensors = {n: i for n, i in self.tensors.items() if n not in unused}
         drafters = {n for n in self.tensors if is_mtp_tensor(n, shards.shape.num_layers)}
         self.order = [*layer_order(self.tensors.keys() - drafters), *layer_order(drafters)]
         plan = make_plan(
@@ -154,8 +165,9 @@ class WeightStream:
         )
         rank = dist.get_rank()
         self.lower_bound_bytes = self.holdings.lower_bound_bytes(rank, self.tensors)
+        before = {name: info.itemsize for name, info in served.items()}  # factors are added
         self._saved_by_dtype = sum(
-            (served[move.tensor].itemsize - self.tensors[move.tensor].itemsize) * volume(move.box)
+            (before.get(move.tensor, 0) - self.tensors[move.tensor].itemsize) * volume(move.box)
             for move in plan.moves
             if rank in move.receivers
         )
@@ -164,6 +176,11 @@ class WeightStream:
     def saved_bytes(self) -> int:
         """Bytes saved in the last hand-over by a narrower dtype and by sending changes only."""
         return self.transfer.stats.saved_bytes + self._saved_by_dtype
+
+    def prepare(self) -> None:
+        """Note that the parameters have changed: call it before `read` or `weights`. Collective."""
+        if self._float8 is not None:
+            self._float8.prepare()
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (checkpoint name, stand-in of full shape with some of this rank's slices) by layer.
@@ -202,11 +219,11 @@ class WeightStream:
         values = self._holder(name).read(name, box, at)
         return values.to(self._shards.device, getattr(torch, self.tensors[name].dtype))
 
-    def _holder(self, name: str) -> ModelShards | CarriedTensors:
+    def _holder(self, name: str) -> ModelShards | Float8Shards | CarriedTensors:
         """Return the holder of this rank's slices of a tensor."""
         if self._carried is not None and name in self._carried.tensors:
             return self._carried
-        return self._shards
+        return self._float8 or self._shards
 
 
 def _enough_to_overlap(plan: Plan, world_size: int) -> int:

@@ -1,9 +1,7 @@
-"""FP8 blocks: the weight format of DeepSeek-V3, R1 and Kimi-K2.
+"""Values of FP8 blocks, the format that `model.float8_blocks` describes.
 
-A weight `[r, c]` is float8_e4m3fn, and each of its blocks of 128 x 128 has a float32 factor in
-`<weight>_scale_inv` `[ceil(r / 128), ceil(c / 128)]`. Its values are float32(weight) x factor,
-rounded to bfloat16, as in DeepSeek's `weight_dequant`. A box of a weight needs the factors of the
-blocks that it touches, even in part.
+The values of a weight are float32(weight) x factor, rounded to bfloat16, as in DeepSeek's
+`weight_dequant`. A box of a weight needs the factors of the blocks that it touches, even in part.
 
 Quantisation follows vLLM and DeepGEMM (`per_block_cast_to_fp8`): factor = largest |value| of a
 block / 448. This does not reproduce the published factor, because a block's largest value need not
@@ -13,7 +11,6 @@ unchanged, and quantises the others.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,24 +18,14 @@ from pathlib import Path
 import torch
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.model.boxes import Box
+from mcore_rl.model.boxes import Box, full_box
+from mcore_rl.model.float8_blocks import BLOCK, FLOAT8, grid, scales_of
 from mcore_rl.model.tensors import TensorInfo
 
-BLOCK = 128
-FLOAT8 = "float8_e4m3fn"
+_CAST_ELEMENTS = 16 << 20  # cast at once, in float32
 _LARGEST = 448.0
 _LEAST_AMAX = 1e-4  # of a block, as in vLLM: a block of zeros needs a factor, too
 _SCALE_DTYPES = ("float32", "bfloat16")
-
-
-def scales_of(weight: str) -> str:
-    """Return the name of a weight's factors."""
-    return f"{weight}_scale_inv"
-
-
-def grid(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the number of blocks in each dimension."""
-    return tuple(math.ceil(size / BLOCK) for size in shape)
 
 
 def split_scales(
@@ -90,11 +77,6 @@ def split_scales(
     return weights, scales
 
 
-def blocks_of(box: Box) -> Box:
-    """Return the box of the factors that a weight's `box` needs."""
-    return tuple((start // BLOCK, -(-stop // BLOCK)) for start, stop in box)
-
-
 def dequantise(weight: torch.Tensor, scales: torch.Tensor, box: Box) -> torch.Tensor:
     """Return the bfloat16 values of `box`; `weight` is that box, `scales` is `blocks_of(box)`."""
     rows, columns = (list(_spans(start, stop)) for start, stop in box)
@@ -111,6 +93,56 @@ def _spans(start: int, stop: int) -> Iterator[tuple[int, int]]:
     cuts = [start, *range((start // BLOCK + 1) * BLOCK, stop, BLOCK), stop]
     for first, last in zip(cuts, cuts[1:], strict=False):
         yield first - start, last - start
+
+
+def factors_of(largest: torch.Tensor, *, powers_of_two: bool) -> torch.Tensor:
+    """Return the float32 factors of blocks whose largest |value| is `largest`, of any shape.
+
+    `powers_of_two` rounds them up to powers of two (scale_fmt ue8m0).
+    """
+    factors = largest.float().clamp(_LEAST_AMAX) / _LARGEST
+    return torch.exp2(torch.ceil(torch.log2(factors))) if powers_of_two else factors
+
+
+def largest_by_block(values: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the largest |value| of each block of `blocks_of(box)`, of the part in `box`.
+
+    `values` `[r, c]` are those of `box`; the result is float32.
+    """
+    (first_row, last_row), (first, last) = box
+    around = (first % BLOCK, -last % BLOCK, first_row % BLOCK, -last_row % BLOCK)
+    padded = torch.nn.functional.pad(values.abs(), around)
+    blocks: torch.Tensor = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    return blocks.amax(dim=(1, 3)).float()
+
+
+def cast_rows(
+    values: torch.Tensor, factors: torch.Tensor, box: Box, rows: torch.Tensor
+) -> torch.Tensor:
+    """Return `rows` of `box` in float8, given the `factors` of `blocks_of(box)`.
+
+    `values` `[n, c]` are those of the rows, whose numbers `[n]` count in the full weight.
+    """
+    (first_row, _), (first, last) = box
+    columns = torch.arange(first, last, device=values.device) // BLOCK - first // BLOCK
+    by_column = (1.0 / factors)[:, columns]
+    rows = rows // BLOCK - first_row // BLOCK
+    result = torch.empty(values.shape, dtype=torch.float8_e4m3fn, device=values.device)
+    step = max(1, _CAST_ELEMENTS // max(1, values.shape[1]))
+    for start in range(0, len(values), step):
+        part = slice(start, start + step)
+        result[part] = (values[part].float() * by_column[rows[part]]).to(result.dtype)
+    return result
+
+
+def quantise_whole(
+    values: torch.Tensor, *, powers_of_two: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a full weight `[r, c]` in float8, and its factors."""
+    box = full_box(tuple(values.shape))
+    factors = factors_of(largest_by_block(values, box), powers_of_two=powers_of_two)
+    rows = torch.arange(len(values), device=values.device)
+    return cast_rows(values, factors, box, rows), factors
 
 
 def quantise(
@@ -137,9 +169,7 @@ def quantise(
         if not changed.any():
             continue
         blocks = _by_column_blocks(values[rows].float())
-        factors = blocks.abs().amax(dim=(0, 2)).clamp(_LEAST_AMAX) / _LARGEST
-        if powers_of_two:
-            factors = torch.pow(2.0, torch.ceil(torch.log2(factors)))
+        factors = factors_of(blocks.abs().amax(dim=(0, 2)), powers_of_two=powers_of_two)
         factors = factors.to(scales.dtype)
         quantised = (blocks * (1.0 / factors.float())[:, None]).to(weight.dtype)
         merged = torch.where(

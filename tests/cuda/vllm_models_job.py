@@ -29,7 +29,9 @@ from mcore_rl.hybrid_engine.plan.buckets import cut  # noqa: E402
 from mcore_rl.hybrid_engine.vllm.live_layers import _Layer  # noqa: E402
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor  # noqa: E402
 from mcore_rl.model.boxes import extent  # noqa: E402
-from mcore_rl.model.config_json import read_model_shape  # noqa: E402
+from mcore_rl.model.config_json import model_shape, read_model_shape  # noqa: E402
+from mcore_rl.model.float8_blocks import Float8Weights, float8_weights  # noqa: E402
+from mcore_rl.model.layout import RolloutLayout  # noqa: E402
 from mcore_rl.moe.routing import RoutedLayers  # noqa: E402
 from scripts.make_tiny_deepseek import hf_config  # noqa: E402
 from tests.cuda.reachable import Place, reachable  # noqa: E402
@@ -43,10 +45,12 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         case.pop("arch"),
         case.pop("size", "micro"),
         tie_word_embeddings=case.pop("tied", False),
-    )
+    ) | case.pop("fields", {})
+    if case.get("float8"):
+        case["float8"] = in_float8(config, case)
     checkpoints = [folder / "first", folder / "second"]
     first, second = (
-        vllm_model.write_checkpoint(path, config, seed=seed)
+        vllm_model.write_checkpoint(path, config, seed=seed, float8=case.get("float8"))
         for seed, path in enumerate(checkpoints)
     )
     with vllm_model.build(checkpoints[0], load_format="auto", **case) as engine:
@@ -58,6 +62,15 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     with vllm_model.build(checkpoints[0], routed_layers=routed, **case) as engine:
         found = reloaded(engine, expected, first, second)
         return {**chosen(engine), "settings": settings(engine), **found}
+
+
+def in_float8(config: Mapping[str, Any], case: Mapping[str, Any]) -> Float8Weights:
+    """The weights that the engine of `case` holds in FP8 blocks."""
+    tp_size, dp_size = case.get("tp_size", 1), case.get("dp_size", 1)
+    layout = RolloutLayout(
+        tp_size * dp_size, tp_size, bool(case.get("expert_parallel")), dp_size=dp_size
+    )
+    return float8_weights(model_shape(config, Path("config.json"), for_planning=True), layout)
 
 
 def reloaded(
@@ -117,14 +130,21 @@ def slices(weights: Weights, needs: Mapping[str, Any]) -> Iterator[tuple[str, to
 
 def chosen(engine: Any) -> dict[str, Any]:
     """Which kernels vLLM has chosen."""
-    experts, attention = set(), set()
+    experts, attention, linear = set(), set(), set()
     for module in engine.model.modules():
         method = getattr(module, "quant_method", None)
-        if hasattr(method, "unquantized_backend"):
-            experts.add(f"{method.unquantized_backend.name} {method.experts_cls.__name__}")
+        backend = getattr(method, "unquantized_backend", getattr(method, "fp8_backend", None))
+        if backend is not None:
+            experts.add(f"{backend.name} {method.experts_cls.__name__}")
+        if hasattr(method, "fp8_linear"):
+            linear.add(type(method.fp8_linear).__name__)
         if hasattr(module, "impl"):
             attention.add(type(module.impl).__name__)
-    return {"experts": sorted(experts), "attention": sorted(attention)}
+    return {
+        "experts": sorted(experts),
+        "attention": sorted(attention),
+        "float8_linear": sorted(linear),
+    }
 
 
 def settings(engine: Any) -> dict[str, Any]:

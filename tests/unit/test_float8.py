@@ -28,6 +28,7 @@ from mcore_rl.megatron.hf_checkpoint import (
 )
 from mcore_rl.model.boxes import full_box
 from mcore_rl.model.config_json import read_model_shape
+from mcore_rl.model.float8_blocks import blocks_of
 from tests.float8_checkpoint import in_blocks, make_float8, weight_dequant
 from tests.shards import Shards
 
@@ -54,7 +55,7 @@ def test_any_slice_is_that_of_the_whole_tensor(shape: tuple[int, int]) -> None:
         box = tuple(sorted(draw.sample(range(size + 1), 2)) for size in shape)
         box = tuple((start, stop) for start, stop in box)
         at = tuple(slice(start, stop) for start, stop in box)
-        factors = scales[tuple(slice(start, stop) for start, stop in float8.blocks_of(box))]
+        factors = scales[tuple(slice(start, stop) for start, stop in blocks_of(box))]
         assert bits_equal(float8.dequantise(weight[at], factors, box), whole[at].contiguous())
 
 

@@ -13,6 +13,7 @@ from mcore_rl.hybrid_engine.vllm.needs import (
     Loader,
     LoadRecord,
     WriteRecorder,
+    has_kv_cache_scales,
     loadable_parameters,
     loader_of,
 )
@@ -93,6 +94,7 @@ class Layers:
     def finish(self, dtype: torch.dtype) -> None:
         """Process the remaining layers. All needed tensors must have been loaded."""
         from vllm.model_executor.layers.attention import is_deferred_attention_layer
+        from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 
         for layer in self._layers:
             if layer.loaded and not layer.done:  # padded, or loaded before needs were learned
@@ -107,6 +109,9 @@ class Layers:
         for module in self._model.modules():
             if is_deferred_attention_layer(module):
                 module.process_weights_after_loading(dtype)
+                if has_kv_cache_scales(module):
+                    # vLLM expects a checkpoint to set them, and dummy weights are random.
+                    set_default_quant_scales(module)
 
 
 class _Layer:
@@ -197,8 +202,10 @@ class _Layer:
         # Quantisation methods set it so that they do not run twice on one set of weights.
         vars(module).pop("_already_called_process_weights_after_loading", None)
         method = getattr(module, "quant_method", None)
+        kernel = _float8_kernel(method)
         if isinstance(method, QuantizeMethodBase):
             method.process_weights_after_loading(module)
+            vars(method).update(kernel)
             if hasattr(module, "update_param_tp_status"):
                 module.update_param_tp_status()
         self.drop()
@@ -224,6 +231,16 @@ def _copy_back(processed: dict[str, torch.Tensor | None], live: Mapping[str, tor
         if found is not None and found is not tensor:
             tensor.data.copy_(found)
         processed[key] = tensor
+
+
+def _float8_kernel(method: Any) -> dict[str, Any]:
+    """Return what experts in FP8 blocks compute with, which processing weights replaces.
+
+    It refers to the live scales, whose addresses CUDA graphs have captured. A new one would refer
+    to those that processing returns, beside the live ones.
+    """
+    names = ("moe_kernel", "moe_quant_config") if hasattr(method, "fp8_backend") else ()
+    return {name: getattr(method, name) for name in names}
 
 
 def _loadable_elements(parameter: torch.Tensor) -> int:

@@ -59,7 +59,7 @@ def learn(
 
     Call it in a context in which `load_weights` may be called. `tensor_metadata` uses the Hugging
     Face checkpoint's names, in any order. Modules `shared` with another model need nothing.
-    Supports unquantised checkpoints (one tensor per weight, in a floating dtype).
+    Supports unquantised weights, in a floating dtype, and FP8 blocks with their factors.
 
     Raises RuntimeError naming a tensor that has no place in the model, or a parameter, and the part
     of it, that the tensors leave unfilled.
@@ -187,6 +187,8 @@ def loadable_parameters(module: torch.nn.Module) -> dict[str, LoadableParameter]
     )
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
+    if has_kv_cache_scales(module):
+        return {}
     built = get_layerwise_info(module).restore_metadata[0]
     skipped = SKIP_TENSORS if type(module).__name__ not in SKIP_MODULES else module._parameters
     # Parameters that vLLM does not record still have the shape in which they are loaded.
@@ -196,6 +198,14 @@ def loadable_parameters(module: torch.nn.Module) -> dict[str, LoadableParameter]
     return {
         key: restore_layer_refs(to_meta_tensor(tensor), module) for key, tensor in tensors.items()
     }
+
+
+def has_kv_cache_scales(module: torch.nn.Module) -> bool:
+    """Return whether an attention layer of a quantised model has parameters for scales of its KV
+    cache. They have an effect only if that is quantised, too."""
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    return isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod)
 
 
 def loader_of(parameter: torch.Tensor) -> Loader:

@@ -32,8 +32,12 @@ from mcore_rl.hybrid_engine.vllm.sliced_tensor import Pieces, SlicedTensor, Writ
 from mcore_rl.model.boxes import Box, intersect, relative, show, slices, uncovered, volume
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-# vLLM's kernels of unquantised experts that tests have reloaded; others store weights differently.
-_RELOADABLE = ("TRITON", "BATCHED_TRITON", "FLASHINFER_CUTLASS", "FLASHINFER_TRTLLM", "CPU")
+# vLLM's kernels of experts, unquantised or in FP8 blocks, that tests have reloaded; others store
+# weights differently.
+_RELOADABLE = (
+    *("TRITON", "BATCHED_TRITON", "FLASHINFER_CUTLASS", "FLASHINFER_TRTLLM", "CPU"),
+    *("DEEPGEMM", "BATCHED_DEEPGEMM"),
+)
 
 
 class Reloader:
@@ -160,7 +164,8 @@ class Reloader:
 def _require_reloadable(model: torch.nn.Module) -> None:
     """Raise UsageError for expert kernels that are not known to reload in place."""
     for name, module in model.named_modules():
-        backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
+        method = getattr(module, "quant_method", None)
+        backend = getattr(method, "unquantized_backend", getattr(method, "fp8_backend", None))
         if backend is not None and backend.name not in _RELOADABLE:
             raise UsageError(
                 f"vLLM has chosen the {backend.name} kernels for the experts of {name}, whose "

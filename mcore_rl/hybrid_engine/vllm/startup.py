@@ -27,6 +27,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.garbage import nothing_collected
 from mcore_rl.model.config_json import read_config_json
 from mcore_rl.model.families import FAMILIES, left_to_defaults
+from mcore_rl.model.float8_blocks import Float8Weights
 from mcore_rl.model.quantization import QUANTIZATION
 from mcore_rl.model.speculation import MTP, NGRAM, Speculation
 from mcore_rl.moe.routing import RoutedLayers
@@ -50,8 +51,9 @@ class EngineConfig:
 
     `load_format` is "dummy" (`reload` brings the weights) or "auto" (from `model_dir`, reading only
     safetensors files). A folder of quantised weights is served as the dequantised model in `dtype`,
-    and requires "dummy". `trust_remote_code` allows code in that folder to run. `kv_cache_bytes` is
-    per rank; None leaves it to `gpu_memory_utilization`, a share of the device, on GPUs, and to
+    and requires "dummy". With `float8`, these weights are held in FP8 blocks; `dtype` is that of the
+    others and of activations. `trust_remote_code` allows code in that folder to run.
+    `kv_cache_bytes` is per rank; None leaves it to `gpu_memory_utilization`, a share of the device, on GPUs, and to
     VLLM_CPU_KVCACHE_SPACE or 1 GiB on CPU.
 
     With `keeps_kv`, for engines that never sleep, keys and values survive a `reload`; requests that
@@ -72,6 +74,7 @@ class EngineConfig:
     enable_expert_parallel: bool = False
     all2all_backend: str = ""  # for experts over data-parallel ranks; empty: vLLM's default
     dtype: str = "bfloat16"
+    float8: Float8Weights | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
@@ -243,7 +246,9 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
     """Return the arguments of vLLM's engine, except the model."""
     config_json = read_config_json(config.model_dir)
     overrides = left_to_defaults(config_json)
-    if config_json.get(QUANTIZATION) is not None:
+    if config.float8 is not None:
+        overrides[QUANTIZATION] = config.float8.quantization_config()
+    elif config_json.get(QUANTIZATION) is not None:
         # The hand-over brings dequantised weights, since these are trained. vLLM's own loader would
         # take FP8 blocks for weights.
         if config.load_format != "dummy":

@@ -30,6 +30,7 @@ from mcore_rl.environments.options import EnvironmentOptions
 from mcore_rl.hybrid_engine.options import EngineOptions, WeightSyncOptions
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout
+from mcore_rl.model.quantization import FP8
 from mcore_rl.observe.options import AlarmOptions, RunOptions
 from mcore_rl.rewards.options import RewardOptions
 from mcore_rl.rollout.options import EvaluationOptions, RolloutOptions
@@ -38,9 +39,6 @@ if TYPE_CHECKING:  # torch, which flags do not need
     from mcore_rl.algorithms.recipes import Algorithm
     from mcore_rl.batching.accounting import BatchAccounting
     from mcore_rl.batching.rows import MicroBatching
-
-
-FLOAT8 = "fp8"  # of --rl-export-dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,7 @@ class TrainerOptions(Parameters):
         "auto",
         "dtype of the export; auto: that of --rl-hf-checkpoint, with bfloat16 for FP8 blocks; fp8: "
         "FP8 blocks, unchanged where training did not change them",
-        choices=("auto", FLOAT8),
+        choices=("auto", FP8),
     )
     verify_out: str | None = param(None, "JSON file for the result of mcore_rl.verify")
 

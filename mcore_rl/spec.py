@@ -10,8 +10,10 @@ from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.config import RLConfig
 from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
-from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.config_json import ModelShape, read_config_json
+from mcore_rl.model.float8_blocks import Float8Weights, float8_weights
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
+from mcore_rl.model.quantization import POWERS_OF_TWO, QUANTIZATION
 from mcore_rl.model.roles import Roles
 from mcore_rl.moe.routing import RoutedLayers, routed_layers
 from mcore_rl.rewards.specs import RewardSpec
@@ -77,6 +79,19 @@ class JobSpec:
         if self.reward_model is not None:
             found["--rl-reward-model"] = self.reward_model.checkpoint
         return found
+
+    @property
+    def float8(self) -> Float8Weights | None:
+        """The weights that engines hold in FP8 blocks; None: none."""
+        if not self.rollout_layout.float8:
+            return None
+        published = read_config_json(self.checkpoint.folder).get(QUANTIZATION) or {}
+        return float8_weights(
+            self.shape,
+            self.rollout_layout,
+            published=frozenset(self.checkpoint.float8) or None,
+            powers_of_two=published.get("scale_fmt") == POWERS_OF_TWO,
+        )
 
     @property
     def routed_layers(self) -> RoutedLayers | None:

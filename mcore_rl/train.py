@@ -33,12 +33,12 @@ from mcore_rl.common.errors import RunStopped
 from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.common.run_output import log_file, setup_logging
 from mcore_rl.common.spawning import main_script_left_out
-from mcore_rl.config import FLOAT8
 from mcore_rl.flags.parser import with_rl_args
 from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.hybrid_engine.vllm.generation import Sampling, seed_of
 from mcore_rl.job.inputs import check_data
 from mcore_rl.job.start import job_from_args, start
+from mcore_rl.model.quantization import FP8
 from mcore_rl.model.roles import ACTOR
 from mcore_rl.observe.progress import run_facts
 from mcore_rl.rollout.collector import Collected
@@ -220,7 +220,7 @@ class Run:
                 self.parts.models.shards,
                 self.job.spec.checkpoint,
                 Path(config.trainer.export_hf),
-                as_float8=config.trainer.export_dtype == FLOAT8,
+                as_float8=config.trainer.export_dtype == FP8,
                 apart_from=(config.run.directory, self._saver.folder),
             )
         tensorboard = self.job.args.tensorboard_dir

@@ -40,6 +40,7 @@ from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, ReshardReport, log_
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.job.start import start
 from mcore_rl.megatron.adapter import TrainState
+from mcore_rl.megatron.float8 import quantised_weights
 from mcore_rl.megatron.hf_checkpoint import read_tensor
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.roles import ACTOR
@@ -110,6 +111,7 @@ def compare_loads(job: Job, state: TrainState, shards: ModelShards) -> Verificat
         with offloader.all_offloaded():
             by_us = (
                 job.spec.shape.quantization is not None
+                or job.spec.float8 is not None
                 or not job.spec.checkpoint.is_all_that_vllm_reads
             )
             engine = VLLMEngine(engine_config(job, load_format="dummy" if by_us else "auto"))
@@ -153,9 +155,12 @@ def overwrite_with_zeros(engine: VLLMEngine, job: Job, expected: Mapping[str, st
     the engine's ranks.
     """
     engine.wake_weights()
+    served = dict(_served(engine, job))
+    if engine.float8 is not None:
+        served = engine.float8.in_blocks(served)
     engine.reload(
         (name, torch.zeros(info.shape, dtype=getattr(torch, info.dtype)))
-        for name, info in _served(engine, job)
+        for name, info in served.items()
     )
     left = [
         name
@@ -178,9 +183,10 @@ def _served(engine: VLLMEngine, job: Job) -> Iterator[tuple[str, TensorInfo]]:
 
 
 def _whole_tensors(engine: VLLMEngine, job: Job) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield complete tensors for vLLM's own loaders, with FP8 blocks dequantised."""
-    for name, _ in _served(engine, job):
-        yield name, read_tensor(job.spec.checkpoint, name)
+    """Yield complete tensors for vLLM's own loaders. FP8 blocks of the checkpoint are dequantised;
+    weights that the engine holds in FP8 blocks are quantised."""
+    served = ((name, read_tensor(job.spec.checkpoint, name)) for name, _ in _served(engine, job))
+    return served if engine.float8 is None else quantised_weights(served, engine.float8)
 
 
 def _differing(expected: Mapping[str, str], stored: Mapping[str, str]) -> list[str]:

@@ -118,7 +118,7 @@ class Float8Shards:
     def _views(
         self, vector: torch.Tensor, weight: str, box: Box
     ) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Yield the parts of `box`, in blocks, that this rank has in `vector`, and views of them."""
+        """Yield the parts of `box`, in blocks, that `vector` has, and views of them."""
         for held, offset in self._places.get(weight, ()):
             part = intersect(held, box)
             if part is not None:

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from mcore_rl.common.parameters import Parameters, param
+from mcore_rl.model.quantization import FP8
 
 # Unless the launcher reports it: the number on most machines with GPUs.
 _USUAL_RANKS_PER_NODE = 8
@@ -38,6 +39,15 @@ class EngineOptions(Parameters):
         above=0,
         most=1,
         advice="it is a share of the GPU's memory",
+    )
+    rollout_dtype: str = param(
+        "auto",
+        "dtype of the engines' weights; auto: of the actor; fp8: linear layers in FP8 blocks "
+        "(E4M3, 128 x 128), quantised by the sender of a weight sync",
+        choices=("auto", FP8),
+    )
+    accept_rollout_mismatch: bool = param(
+        False, "accept --rl-rollout-dtype fp8 without --rl-mismatch-correction"
     )
     rollout_enforce_eager: bool = param(False, "disable CUDA graphs in vLLM (always on CPU)")
     speculate: str = param("off", "speculative decoding: mtp:N, ngram:N (N draft tokens), or off")

@@ -29,7 +29,6 @@ from mcore_rl.megatron.carried import CarriedTensors
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.boxes import Box, Boxes, intersect, uncovered, volume
 from mcore_rl.model.config_json import ModelShape
-from mcore_rl.model.float8_blocks import Float8Weights
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.model.tensors import TensorInfo, checkpoint_tensors, is_mtp_tensor, mtp_tensors
 from mcore_rl.model.weight_map import layer_order
@@ -41,8 +40,7 @@ class HandOverOptions:
 
     Weights travel in `dtype`. With `delta` only changes travel, and everything every `full_every`
     times. `bucket_bytes` caps what is in flight on a rank. `ranks_per_node` consecutive ranks are
-    near each other; None: all ranks. `attest` is a mode of `proof.attest`. Engines hold the weights
-    `float8` in FP8 blocks; None: none. The sender quantises them, whatever `dtype`.
+    near each other; None: all ranks. `attest` is a mode of `proof.attest`.
 
     Example: `HandOverOptions(seed=1, bucket_bytes=512 << 20, dtype="bf16", delta=True)`.
     """
@@ -54,7 +52,6 @@ class HandOverOptions:
     delta: bool = False
     full_every: int = 20
     attest: str = FULL
-    float8: Float8Weights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +124,9 @@ class WeightStream:
         served = _served(tensors, shards)
         also = {} if carried is None else dict(carried.tensors)
         self.tensors = with_transfer_dtype({**served, **also}, options.dtype, shards.shape)
-        if options.float8 is not None:
-            self._float8 = Float8Shards(shards, served, options.float8)
-            self.tensors = options.float8.in_blocks(self.tensors)
+        if engine.float8 is not None:
+            self._float8 = Float8Shards(shards, served, engine.float8)
+            self.tensors = engine.float8.in_blocks(self.tensors)
         self.need = engine.learn_needs(
             {name: (i.shape, getattr(torch, i.dtype)) for name, i in self.tensors.items()}
         )

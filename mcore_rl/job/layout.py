@@ -20,6 +20,7 @@ from mcore_rl.model.layout import (
     layers_of_chunks,
     pipeline_layers,
 )
+from mcore_rl.model.quantization import FP8
 
 # The latent sizes for which vLLM's CPU attention is compiled.
 CPU_LATENT = (512, 64)
@@ -250,6 +251,7 @@ def check_rollout(
         tp_size=tp_size,
         dp_size=dp_size,
         all2all_backend=options.rollout_all2all_backend,
+        float8=options.rollout_dtype == FP8,
         expert_parallel=bool(
             shape.experts
             and (layout.ep_size > 1 or dp_size > 1)

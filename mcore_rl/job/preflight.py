@@ -15,7 +15,7 @@ from mcore_rl.common.errors import CORRECT, UsageError, as_flag, check_output_fi
 from mcore_rl.common.megatron_version import check_megatron
 from mcore_rl.common.readers import parse_yaml
 from mcore_rl.common.user_code import import_user_file
-from mcore_rl.config import FLOAT8, RLConfig, TrainerOptions
+from mcore_rl.config import RLConfig, TrainerOptions
 from mcore_rl.flags.classes import check_numbers, check_order, check_refused
 from mcore_rl.flags.packages import check_packages
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
@@ -23,7 +23,9 @@ from mcore_rl.megatron.hf_files import EXPORT_MARKER
 from mcore_rl.megatron.policy_head import named_spec
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.families import family_of
-from mcore_rl.model.layout import PipelineLayers
+from mcore_rl.model.float8_blocks import BLOCK, float8_weights
+from mcore_rl.model.layout import PipelineLayers, RolloutLayout
+from mcore_rl.model.quantization import FP8
 from mcore_rl.model.tensors import mtp_tensors
 from mcore_rl.moe.balance import check_bias_dtypes
 from mcore_rl.moe.routing import OFF
@@ -160,7 +162,7 @@ def _check_export(config: RLConfig, folder: str, *, resumes: bool) -> None:
 
 def check_export_dtype(options: TrainerOptions, checkpoint: HFCheckpoint) -> None:
     """Check that the checkpoint has FP8 blocks, if they are to be written."""
-    if options.export_dtype != FLOAT8:
+    if options.export_dtype != FP8:
         return
     flag = f"--rl-export-dtype {options.export_dtype}"
     if options.export_hf is None:
@@ -173,6 +175,55 @@ def check_export_dtype(options: TrainerOptions, checkpoint: HFCheckpoint) -> Non
             f"{checkpoint.folder} has none",
             flag=flag,
             remedy="drop it, or start from the checkpoint as it was published in FP8",
+        )
+
+
+def check_rollout_dtype(
+    config: RLConfig,
+    shape: ModelShape,
+    checkpoint: HFCheckpoint | None,
+    rollout: RolloutLayout,
+    *,
+    has_cuda: bool,
+) -> None:
+    """Check that engines can hold weights in FP8 blocks, and that training corrects for that."""
+    flag = "--rl-rollout-dtype fp8"
+    if not rollout.float8:
+        if config.engine.accept_rollout_mismatch:
+            raise UsageError(
+                f"has no effect without {flag}",
+                flag="--rl-accept-rollout-mismatch",
+                remedy="drop it",
+            )
+        return
+    if not has_cuda:
+        raise UsageError(
+            "needs a GPU: vLLM has no kernels for FP8 blocks on CPUs", flag=flag, remedy="drop it"
+        )
+    if config.trainer.precision != "bf16":
+        raise UsageError(
+            "needs bf16: vLLM's kernels for FP8 blocks return bfloat16",
+            flag=f"{flag} with --rl-precision {config.trainer.precision}",
+            remedy="drop one of them",
+        )
+    published = frozenset(checkpoint.float8) if checkpoint is not None else frozenset()
+    is_stacked = family_of(shape.architecture).stacked_experts
+    if is_stacked or not float8_weights(shape, rollout, published=published or None).weights:
+        raise UsageError(
+            f"quantises no weight of {shape.architecture} with --rl-rollout-tp-size "
+            f"{rollout.tp_size}: vLLM needs linear layers whose shards are multiples of "
+            f"{BLOCK} x {BLOCK}, and experts that are not stacked",
+            flag=flag,
+            remedy="drop it or lower --rl-rollout-tp-size",
+        )
+    corrects = config.recipe.mismatch_config.correction != "none"
+    if not corrects and not config.engine.accept_rollout_mismatch:
+        raise UsageError(
+            "samples from another policy than the trained one, which loses accuracy without a "
+            "correction",
+            flag=flag,
+            remedy="add --rl-mismatch-correction, for example token_tis, or "
+            "--rl-accept-rollout-mismatch",
         )
 
 

@@ -262,6 +262,12 @@ class _Examiner:
         facts.rollout = refusals.value(
             check_rollout, config.engine, shape, layout, layers, has_cuda=source.platform.cuda
         )
+        if facts.rollout is not None:
+            refusals.passes(
+                preflight.check_rollout_dtype,
+                *(config, shape, facts.checkpoint, facts.rollout),
+                has_cuda=source.platform.cuda,
+            )
         if source.checks_batches and refusals.knows(BATCH):
             facts.batches_are_right = refusals.passes(check_batches, config, layout, layers, values)
         if facts.rollout is not None and self._fits_together:

@@ -11,7 +11,7 @@ unchanged, and quantises the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import torch
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.model.boxes import Box, full_box
-from mcore_rl.model.float8_blocks import BLOCK, FLOAT8, grid, scales_of
+from mcore_rl.model.float8_blocks import BLOCK, FLOAT8, Float8Weights, grid, scales_of
 from mcore_rl.model.tensors import TensorInfo
 
 _CAST_ELEMENTS = 16 << 20  # cast at once, in float32
@@ -143,6 +143,19 @@ def quantise_whole(
     factors = factors_of(largest_by_block(values, box), powers_of_two=powers_of_two)
     rows = torch.arange(len(values), device=values.device)
     return cast_rows(values, factors, box, rows), factors
+
+
+def quantised_weights(
+    weights: Iterable[tuple[str, torch.Tensor]], quantised: Float8Weights
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield full tensors by name, with `quantised` ones in float8, followed by their factors."""
+    for name, values in weights:
+        if name in quantised.weights:
+            weight, factors = quantise_whole(values, powers_of_two=quantised.powers_of_two)
+            yield name, weight
+            yield scales_of(name), factors
+        else:
+            yield name, values
 
 
 def quantise(

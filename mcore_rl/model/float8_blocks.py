@@ -50,11 +50,6 @@ def blocks_of(box: Box) -> Box:
     return tuple((start // BLOCK, -(-stop // BLOCK)) for start, stop in box)
 
 
-def float8_bytes(shape: tuple[int, ...]) -> int:
-    """Return the bytes of a weight of `shape` in FP8 blocks, with its factors."""
-    return math.prod(shape) + _SCALE_BYTES * math.prod(grid(shape))
-
-
 @dataclass(frozen=True, slots=True)
 class Float8Weights:
     """The weights of a model that engines hold in FP8 blocks, and what vLLM must know about them.
@@ -117,7 +112,7 @@ def float8_weights(
     return Float8Weights(frozenset(weights), tuple(dict.fromkeys(kept)), powers_of_two)
 
 
-def quantised_specs(
+def specs_in_float8(
     shape: ModelShape, rollout: RolloutLayout, *, is_moe: bool
 ) -> frozenset[TensorSpec]:
     """Return the specs of a layer's weights that `float8_weights` selects by layout alone."""

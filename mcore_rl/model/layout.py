@@ -224,7 +224,8 @@ class RolloutLayout:
     Slots are vLLM's positions, in its order: engine, then DP rank, then TP rank (innermost). With
     `expert_parallel` experts are distributed over all slots of an engine, so that EP = `tp_size` x
     `dp_size`; without it `dp_size` is 1. `rank_map[slot]` is the torch rank at a slot; empty means
-    the identity. `all2all_backend` is vLLM's; empty means its default.
+    the identity. `all2all_backend` is vLLM's; empty means its default. With `float8`, engines hold
+    linear layers in FP8 blocks (see `float8_blocks`).
 
     Example: `RolloutLayout(4, tp_size=2, expert_parallel=True, rank_map=(0, 2, 1, 3))`: two
     engines.
@@ -236,6 +237,7 @@ class RolloutLayout:
     dp_size: int = 1
     rank_map: tuple[int, ...] = ()
     all2all_backend: str = ""
+    float8: bool = False
 
     def __post_init__(self) -> None:
         if self.tp_size < 1 or self.world_size % self.tp_size:

@@ -92,11 +92,14 @@ def rollout_layouts(case: Case) -> Iterator[RolloutLayout]:
         if world % tp or not tp_divides(shape, tp, copies_kv_heads=True):
             continue
         if experts is None or experts.hidden_size % tp == 0:
-            yield RolloutLayout(world, tp, False)
+            yield RolloutLayout(world, tp, False, float8=case.rollout.float8)
         for ep in divisors(experts.num_experts) if experts else []:
             if ep > 1 and ep % tp == 0 and world % ep == 0:
-                backend = case.rollout.all2all_backend
-                yield RolloutLayout(world, tp, True, ep // tp, all2all_backend=backend)
+                yield RolloutLayout(
+                    *(world, tp, True, ep // tp),
+                    all2all_backend=case.rollout.all2all_backend,
+                    float8=case.rollout.float8,
+                )
 
 
 def tp_divides(shape: ModelShape, tp_size: int, *, copies_kv_heads: bool = False) -> bool:

@@ -43,10 +43,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mcore_rl.megatron.float8 import quantise_whole
+from mcore_rl.megatron.float8 import quantised_weights
 from mcore_rl.model.config_json import model_shape
 from mcore_rl.model.families import FAMILIES
-from mcore_rl.model.float8_blocks import Float8Weights, scales_of
+from mcore_rl.model.float8_blocks import Float8Weights
 from mcore_rl.model.tensors import embedding_specs, head_specs, layer_specs
 from tests.cuda import standins
 
@@ -319,27 +319,12 @@ def write_checkpoint(
         for name, (shape, dtype) in metadata_of(config_json).items()
     }
     if float8 is not None:
-        weights = in_blocks(weights, float8)
+        weights = dict(quantised_weights(weights.items(), float8))
     stored = weights
     if FAMILIES[config_json["model_type"]].stacked_experts:
         stored = stacked(weights, config_json["num_local_experts"])
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     return weights
-
-
-def in_blocks(
-    weights: Mapping[str, torch.Tensor], float8: Float8Weights
-) -> dict[str, torch.Tensor]:
-    """The same with weights `float8` quantised as a whole."""
-    found = {}
-    for name, weight in weights.items():
-        if name in float8.weights:
-            found[name], found[scales_of(name)] = quantise_whole(
-                weight, powers_of_two=float8.powers_of_two
-            )
-        else:
-            found[name] = weight
-    return found
 
 
 def stacked(weights: Mapping[str, torch.Tensor], num_experts: int) -> dict[str, torch.Tensor]:

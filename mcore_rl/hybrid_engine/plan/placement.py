@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from mcore_rl.model.boxes import Box, full_box, volume
 from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.float8_blocks import FLOAT8, blocks_of, grid, scales_of, specs_in_float8
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.model.tensors import (
     TensorInfo,
@@ -53,13 +54,19 @@ class FusedTensor:
     spec: TensorSpec
     stages: tuple[int, ...]  # one stage; first and last for a tied embedding
     num_layers: int
+    in_float8: bool = False  # in FP8 blocks for rollout
+    has_factors: bool = False  # the factors of tensors `spec` in FP8 blocks
 
     @property
     def info(self) -> TensorInfo:
         """The `TensorInfo` of the fused tensor `[layers, experts, *shape]`."""
-        itemsize = 4 if self.spec.dtype == "float32" else 2
-        shape = (self.num_layers, max(1, self.spec.num_experts), *self.spec.shape)
-        return TensorInfo(shape, self.spec.dtype, itemsize)
+        layers, experts = self.num_layers, max(1, self.spec.num_experts)
+        if self.has_factors:
+            return TensorInfo((layers, experts, *grid(self.spec.shape)), "float32", 4)
+        shape = (layers, experts, *self.spec.shape)
+        if self.in_float8:
+            return TensorInfo(shape, FLOAT8, 1)
+        return TensorInfo(shape, self.spec.dtype, 4 if self.spec.dtype == "float32" else 2)
 
 
 class Placement:
@@ -77,7 +84,7 @@ class Placement:
         rollout: RolloutLayout,
     ) -> None:
         self.shape, self.train, self.layers, self.rollout = shape, train, layers, rollout
-        self.tensors = {tensor.name: tensor for tensor in _fused(shape, layers)}
+        self.tensors = {tensor.name: tensor for tensor in _fused(shape, layers, rollout)}
         self.infos = {name: tensor.info for name, tensor in self.tensors.items()}
         self._boxes: dict[tuple[Any, ...], tuple[Box, ...]] = {}
 
@@ -171,7 +178,7 @@ class Placement:
         vocabulary_rows: int,
     ) -> Box:
         spec = tensor.spec
-        box = list(full_box(tensor.info.shape))
+        box = list(full_box((tensor.num_layers, max(1, spec.num_experts), *spec.shape)))
         if spec.num_experts:
             part = spec.num_experts // expert[1]
             box[1] = (expert[0] * part, (expert[0] + 1) * part)
@@ -181,6 +188,8 @@ class Placement:
         if found is not None:
             dim, start, stop = found
             box[2 + dim] = (start, stop)
+        if tensor.has_factors and volume(tuple(box)):
+            box[2:] = blocks_of(tuple(box[2:]))
         return tuple(box)
 
     # bytes
@@ -283,7 +292,9 @@ def _shared_elements(held: Bytes, needed: Bytes) -> Bytes:
     return shared
 
 
-def _fused(shape: ModelShape, layers: PipelineLayers) -> Iterator[FusedTensor]:
+def _fused(
+    shape: ModelShape, layers: PipelineLayers, rollout: RolloutLayout
+) -> Iterator[FusedTensor]:
     last = len(layers) - 1
     ends = (0, last) if shape.tied_embeddings and last else (0,)
     for spec in embedding_specs(shape):
@@ -292,8 +303,12 @@ def _fused(shape: ModelShape, layers: PipelineLayers) -> Iterator[FusedTensor]:
         numbers = [layer for chunk in chunks for layer in chunk]
         for is_moe, count in sorted(Counter(shape.is_moe_layer[n] for n in numbers).items()):
             kind = "moe" if is_moe else "dense"
+            quantised = specs_in_float8(shape, rollout, is_moe=is_moe) if rollout.float8 else ()
             for spec in layer_specs(shape, is_moe=is_moe):
-                yield FusedTensor(f"stage{stage}.{kind}.{spec.name}", spec, (stage,), count)
+                name = f"stage{stage}.{kind}.{spec.name}"
+                yield FusedTensor(name, spec, (stage,), count, in_float8=spec in quantised)
+                if spec in quantised:
+                    yield FusedTensor(scales_of(name), spec, (stage,), count, has_factors=True)
     for spec in head_specs(shape):
         yield FusedTensor(spec.name, spec, (last,), 1)
 

@@ -11,6 +11,7 @@ or closing an engine changes neither the process's random state nor its process 
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from mcore_rl.hybrid_engine.vllm.needs import Metadata, Needs
 from mcore_rl.hybrid_engine.vllm.reload import Reloader
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import WriteObserver
 from mcore_rl.hybrid_engine.vllm.startup import EngineConfig, on_cuda, start_llm
+from mcore_rl.model.float8_blocks import Float8Weights
 from mcore_rl.moe.routing_capture import SlotCapture
 
 _DRAFTER = "drafter."
@@ -176,6 +178,20 @@ class VLLMEngine:
         ]
 
     # Weights
+
+    @property
+    def float8(self) -> Float8Weights | None:
+        """The weights that it holds in FP8 blocks; None: none.
+
+        Where DeepGEMM computes with factors that are powers of two, the sender must round factors
+        up to these. vLLM would else do so, and quantise the weights a second time.
+        """
+        from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+        quantised = self.config.float8
+        if quantised is None or not is_deep_gemm_e8m0_used():
+            return quantised
+        return dataclasses.replace(quantised, powers_of_two=True)
 
     def learn_needs(self, tensor_metadata: Metadata) -> Needs:
         """Call `Reloader.learn_needs`; `reload` then knows when a layer is complete."""

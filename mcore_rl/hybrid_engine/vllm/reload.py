@@ -38,6 +38,13 @@ _RELOADABLE = (
     *("TRITON", "BATCHED_TRITON", "FLASHINFER_CUTLASS", "FLASHINFER_TRTLLM", "CPU"),
     *("DEEPGEMM", "BATCHED_DEEPGEMM"),
 )
+# vLLM's kernels of linear layers in FP8 blocks that tests have reloaded.
+_RELOADABLE_FLOAT8 = (
+    "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
+    "DeepGemmFp8BlockScaledMMKernel",
+    "CutlassFp8BlockScaledMMKernel",
+    "TritonFp8BlockScaledMMKernel",
+)
 
 
 class Reloader:
@@ -162,8 +169,15 @@ class Reloader:
 
 
 def _require_reloadable(model: torch.nn.Module) -> None:
-    """Raise UsageError for expert kernels that are not known to reload in place."""
+    """Raise UsageError for kernels that are not known to reload in place."""
     for name, module in model.named_modules():
+        kernel = type(getattr(getattr(module, "quant_method", None), "fp8_linear", None)).__name__
+        if kernel not in ("NoneType", *_RELOADABLE_FLOAT8):
+            raise UsageError(
+                f"lets vLLM choose {kernel} for {name}, whose weights cannot be exchanged in place",
+                flag="--rl-rollout-dtype fp8",
+                remedy="drop it: FP8 blocks need a GPU of compute capability 9.0 or 10.0",
+            )
         method = getattr(module, "quant_method", None)
         backend = getattr(method, "unquantized_backend", getattr(method, "fp8_backend", None))
         if backend is not None and backend.name not in _RELOADABLE:

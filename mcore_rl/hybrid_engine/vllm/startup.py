@@ -51,10 +51,10 @@ class EngineConfig:
 
     `load_format` is "dummy" (`reload` brings the weights) or "auto" (from `model_dir`, reading only
     safetensors files). A folder of quantised weights is served as the dequantised model in `dtype`,
-    and requires "dummy". With `float8`, these weights are held in FP8 blocks; `dtype` is that of the
-    others and of activations. `trust_remote_code` allows code in that folder to run.
-    `kv_cache_bytes` is per rank; None leaves it to `gpu_memory_utilization`, a share of the device, on GPUs, and to
-    VLLM_CPU_KVCACHE_SPACE or 1 GiB on CPU.
+    and requires "dummy". With `float8`, the engine holds these weights in FP8 blocks; `dtype` is
+    that of the others and of activations. `trust_remote_code` allows code in that folder to run.
+    `kv_cache_bytes` is per rank; None leaves it to `gpu_memory_utilization`, a share of the device,
+    on GPUs, and to VLLM_CPU_KVCACHE_SPACE or 1 GiB on CPU.
 
     With `keeps_kv`, for engines that never sleep, keys and values survive a `reload`; requests that
     must not share them across it need a different `Request.cache_name`.

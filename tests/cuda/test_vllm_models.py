@@ -64,6 +64,55 @@ BLACKWELL = {
 }
 CASES = [("9.0", name) for name in HOPPER] + [("10.0", name) for name in BLACKWELL]
 
+# In FP8 blocks: vLLM's own load of a folder in that format, and reloads of the same blocks.
+_MLA = dict(arch="deepseek_v3", float8=True,
+            fields=dict(hidden_size=256, moe_intermediate_size=256, q_lora_rank=128))  # fmt: skip
+_GQA = dict(float8=True, fields=dict(hidden_size=256, moe_intermediate_size=256,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=128))  # fmt: skip
+FLOAT8 = {
+    "deepseek_v3": dict(**_MLA, **EP2),
+    "deepseek_v3, experts split": dict(**_MLA, **TP2),
+    "deepseek_v3, EP over DP": dict(**_MLA, tp_size=2, dp_size=2, rank=3, expert_parallel=True),
+    "deepseek_v3, deep_gemm": dict(**_MLA, **TP2, moe_backend="deep_gemm"),
+    "deepseek_v3, triton": dict(**_MLA, **EP2, moe_backend="triton"),
+    "qwen3_moe": dict(arch="qwen3_moe", **_GQA, **TP2),
+    "qwen3": dict(arch="qwen3", **_GQA, **TP2),
+}
+# capability -> kernels of linear layers, and of experts by case. "without DeepGEMM": on a machine
+# where vLLM's other kernels cannot be used either.
+FLOAT8_KERNELS = {
+    "9.0": (
+        "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
+        {
+            "deepseek_v3": "FLASHINFER_CUTLASS FlashInferExperts",
+            "deepseek_v3, experts split": "TRITON TritonExperts",
+            "deepseek_v3, EP over DP": "FLASHINFER_CUTLASS FlashInferExperts",
+            "deepseek_v3, deep_gemm": "DEEPGEMM TritonOrDeepGemmExperts",
+            "qwen3_moe": "TRITON TritonExperts",
+            "qwen3": None,
+        },
+    ),
+    "9.0 without DeepGEMM": (
+        "TritonFp8BlockScaledMMKernel",
+        {"deepseek_v3": "FLASHINFER_CUTLASS FlashInferExperts", "qwen3": None},
+    ),
+    "10.0": (
+        "DeepGemmFp8BlockScaledMMKernel",
+        {
+            "deepseek_v3": "FLASHINFER_TRTLLM TrtLlmFp8ExpertsMonolithic",
+            "deepseek_v3, deep_gemm": "DEEPGEMM TritonOrDeepGemmExperts",
+            "deepseek_v3, triton": "TRITON TritonExperts",
+            "qwen3_moe": "FLASHINFER_TRTLLM TrtLlmFp8ExpertsMonolithic",
+        },
+    ),
+}
+FLOAT8_CASES = [(on, case) for on, (_, experts) in FLOAT8_KERNELS.items() for case in experts]
+_WITHOUT = {
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_DISABLED_KERNELS": "CutlassFp8BlockScaledMMKernel,B12xFp8BlockScaledMMKernel,"
+    "MarlinFP8ScaledMMLinearKernel,HummingFP8ScaledMMLinearKernel",
+}
+
 
 @pytest.fixture(scope="module")
 def found(cuda_stack: Stack) -> dict[str, dict[str, Any]]:
@@ -74,11 +123,42 @@ def found(cuda_stack: Stack) -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.fixture(scope="module")
+def in_float8(cuda_stack: Stack) -> dict[str, dict[str, Any]]:
+    """The results of the cases in FP8 blocks."""
+    return {
+        on: cuda_stack.run(
+            "vllm_models_job",
+            *(on.split()[0], json.dumps({case: FLOAT8[case] for case in experts})),
+            timeout=900,
+            **(_WITHOUT if "without" in on else {}),
+        )
+        for on, (_, experts) in FLOAT8_KERNELS.items()
+    }
+
+
+@pytest.mark.parametrize(("on", "case"), FLOAT8_CASES)
+def test_reload_of_float8_blocks(in_float8: dict[str, Any], on: str, case: str) -> None:
+    seen = in_float8[on][case]
+    _assert_reloaded(seen)
+    if on.startswith("9.0"):
+        assert seen["loaded_beside_the_model"] == [], "memory was taken for a second copy"
+    linear, experts = FLOAT8_KERNELS[on]
+    assert seen["float8_linear"] == [linear]
+    assert seen["experts"] == [experts[case]] * (experts[case] is not None)
+    assert seen["quantised_once"], "vLLM's rounding of factors changes values"
+
+
 @pytest.mark.parametrize(("capability", "case"), CASES)
 def test_reload_leaves_the_bytes_of_vllms_own_load_where_they_were(
     found: dict[str, Any], capability: str, case: str
 ) -> None:
     seen = found[capability][case]
+    _assert_reloaded(seen)
+    assert seen["loaded_beside_the_model"] == [], "memory was taken for a second copy"
+
+
+def _assert_reloaded(seen: dict[str, Any]) -> None:
     assert "error" not in seen, seen
     assert seen["differing"] == [], "after the first reload"
     assert seen["differing_at_last"] == [], "after another set of weights"
@@ -86,7 +166,6 @@ def test_reload_leaves_the_bytes_of_vllms_own_load_where_they_were(
     assert seen["moved"] == [], "another address, shape, stride or dtype"
     assert seen["replaced"] == [], "another object where a kernel may hold the first"
     assert seen["only_reloaded"] == []
-    assert seen["loaded_beside_the_model"] == [], "memory was taken for a second copy"
     assert seen["tensors"] > 20
 
 

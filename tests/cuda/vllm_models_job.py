@@ -28,7 +28,8 @@ import torch  # noqa: E402
 from mcore_rl.hybrid_engine.plan.buckets import cut  # noqa: E402
 from mcore_rl.hybrid_engine.vllm.live_layers import _Layer  # noqa: E402
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor  # noqa: E402
-from mcore_rl.model.boxes import extent  # noqa: E402
+from mcore_rl.megatron.float8 import dequantise, quantise_whole  # noqa: E402
+from mcore_rl.model.boxes import extent, full_box  # noqa: E402
 from mcore_rl.model.config_json import model_shape, read_model_shape  # noqa: E402
 from mcore_rl.model.float8_blocks import Float8Weights, float8_weights  # noqa: E402
 from mcore_rl.model.layout import RolloutLayout  # noqa: E402
@@ -61,6 +62,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         routed = RoutedLayers(shape.moe_layers, shape.experts.topk, shape.experts.num_experts)
     with vllm_model.build(checkpoints[0], routed_layers=routed, **case) as engine:
         found = reloaded(engine, expected, first, second)
+        found["quantised_once"] = case.get("float8") is None or quantised_once(engine)
         return {**chosen(engine), "settings": settings(engine), **found}
 
 
@@ -71,6 +73,21 @@ def in_float8(config: Mapping[str, Any], case: Mapping[str, Any]) -> Float8Weigh
         tp_size * dp_size, tp_size, bool(case.get("expert_parallel")), dp_size=dp_size
     )
     return float8_weights(model_shape(config, Path("config.json"), for_planning=True), layout)
+
+
+def quantised_once(engine: Any) -> bool:
+    """Whether weights quantised for `engine` keep their values where vLLM rounds factors."""
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
+    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+    if not is_deep_gemm_e8m0_used():
+        return True
+    values = torch.randn(300, 260, generator=torch.Generator().manual_seed(3)).bfloat16()
+    weight, factors = quantise_whole(values, powers_of_two=engine.float8.powers_of_two)
+    box = full_box(tuple(values.shape))
+    before = dequantise(weight, factors, box)
+    requant_weight_ue8m0_inplace(weight, factors)
+    return torch.equal(dequantise(weight, factors, box), before)
 
 
 def reloaded(

@@ -110,9 +110,10 @@ class Source:
     # Prompts are scored without responses: --rl-max-response-tokens is then 1, the token that vLLM
     # generates whenever it scores.
     scores_only: bool = False
-    # Return the size of this rank's device and this machine's host memory. `device_bytes` is called
-    # only with CUDA, and late: the environment may be changed for CUDA before.
+    # Return the size and the compute capability of this rank's device, and this machine's host
+    # memory. A device is asked only with CUDA, and late: the environment may be changed before.
     device_bytes: Callable[[], int] | None = None
+    device_capability: Callable[[], tuple[int, int]] | None = None
     host_memory: Callable[[], MachineMemory] | None = None
     read_shape: ReadShape = read_shape_of
     has_files: bool = True  # whether weights and other files that the flags name can be read

@@ -178,6 +178,17 @@ def check_export_dtype(options: TrainerOptions, checkpoint: HFCheckpoint) -> Non
         )
 
 
+def check_float8_device(capability: tuple[int, int]) -> None:
+    """Check that vLLM has kernels for FP8 blocks on devices of this compute capability."""
+    if capability < (9, 0):
+        raise UsageError(
+            f"needs a GPU of compute capability 9.0 or higher, and this one has "
+            f"{capability[0]}.{capability[1]}",
+            flag="--rl-rollout-dtype fp8",
+            remedy="drop it",
+        )
+
+
 def check_rollout_dtype(
     config: RLConfig,
     shape: ModelShape,
@@ -205,6 +216,12 @@ def check_rollout_dtype(
             "needs bf16: vLLM's kernels for FP8 blocks return bfloat16",
             flag=f"{flag} with --rl-precision {config.trainer.precision}",
             remedy="drop one of them",
+        )
+    if config.engine.speculate.startswith("mtp"):
+        raise UsageError(
+            "drafts with layers that are not in FP8 blocks, which vLLM does not combine",
+            flag=f"--rl-speculate {config.engine.speculate} with {flag}",
+            remedy="drop one of them, or give --rl-speculate ngram:N",
         )
     published = frozenset(checkpoint.float8) if checkpoint is not None else frozenset()
     is_stacked = family_of(shape.architecture).stacked_experts

@@ -304,6 +304,9 @@ class _Examiner:
             critic, facts.critic = self._value_model(options, config, shape)
         if (options := reward_options(config)) is not None:
             reward_model, _ = self._value_model(options, config, shape)
+        ask = self.source.device_capability
+        if facts.rollout is not None and facts.rollout.float8 and self.source.platform.cuda and ask:
+            self.refusals.passes(preflight.check_float8_device, ask())
         memory_notes = self.refusals.value(self._check_memory, config)
         is_complete = not self.refusals.count and not self.refusals.left_out
         if memory_notes is not None and is_complete and self.source.has_files:

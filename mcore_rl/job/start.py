@@ -64,6 +64,7 @@ def start(
         scores_only=scores_only,
         extra_args=extra_args,
         device_bytes=_device_bytes,
+        device_capability=_device_capability,
         host_memory=machine_memory,
     )
     checked = _agreed_spec(source, also_check, store)
@@ -98,6 +99,7 @@ def job_from_args(
         platform=find_platform(),
         world_size=args.world_size,
         device_bytes=_device_bytes,
+        device_capability=_device_capability,
         host_memory=machine_memory,
     )
     checked = _agreed_spec(source, also_check, store)
@@ -152,8 +154,19 @@ def _device_bytes() -> int:
     """Return the total bytes of the device that Megatron will use for this rank."""
     import torch
 
-    device = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
-    return torch.cuda.mem_get_info(device)[1]
+    return torch.cuda.mem_get_info(_device())[1]
+
+
+def _device_capability() -> tuple[int, int]:
+    import torch
+
+    return torch.cuda.get_device_capability(_device())
+
+
+def _device() -> int:
+    import torch
+
+    return int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
 
 
 def hold_folders(checked: JobSpec, store: dist.Store | None) -> JobSpec:

@@ -1,11 +1,12 @@
 """What every slot of an engine needs of the checkpoint, by the loaders of vLLM's model for CUDA.
 
-    python -m tests.cuda.needs_job CONFIG TP DP FOLDER [SLOT ...]
+    python -m tests.cuda.needs_job CONFIG TP DP FOLDER [float8] [SLOT ...]
 
 Writes a pickle to FOLDER/needs: for each slot, checkpoint tensor -> boxes, as `learn_needs` has
 them. Every slot is built with two layers of full width, a dense one and one with experts; the needs
 of the model's other layers are taken to be those of the layer of the same kind. The SLOTs named are
-built with all their layers, and their needs are compared with that.
+built with all their layers, and their needs are compared with that. With `float8`, linear layers
+are in FP8 blocks.
 """
 
 from __future__ import annotations
@@ -22,8 +23,14 @@ from tests.cuda import vllm_model
 
 vllm_model.pretend((9, 0))
 
+import torch  # noqa: E402
+
 from mcore_rl.model.boxes import Box  # noqa: E402
+from mcore_rl.model.config_json import model_shape  # noqa: E402
 from mcore_rl.model.families import FAMILIES  # noqa: E402
+from mcore_rl.model.float8_blocks import float8_weights  # noqa: E402
+from mcore_rl.model.layout import RolloutLayout  # noqa: E402
+from mcore_rl.model.tensors import TensorInfo  # noqa: E402
 from tests.model_shapes import CONFIGS  # noqa: E402
 
 Needs = dict[str, tuple[Box, ...]]
@@ -31,12 +38,17 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
 
 def main() -> None:
-    config, tp_size, dp_size, folder, *whole_slots = sys.argv[1:]
+    config, tp_size, dp_size, folder, *options = sys.argv[1:]
+    whole_slots = [option for option in options if option != "float8"]
     published = json.loads((CONFIGS / f"{config}.json").read_text())
     # Without it vLLM takes the model for one that embeds texts, and leaves its head out.
     published["architectures"] = [FAMILIES[published["model_type"]].class_name]
     short = {**published, "num_hidden_layers": 2, "first_k_dense_replace": 1}
-    layout = {"tp_size": int(tp_size), "dp_size": int(dp_size)}
+    layout = {
+        "tp_size": int(tp_size),
+        "dp_size": int(dp_size),
+        "in_float8": "float8" in options,
+    }
     needs, unlike = [], []
     for slot in range(int(tp_size) * int(dp_size)):
         learned = learn(short, Path(folder) / "short", slot, **layout)
@@ -49,12 +61,35 @@ def main() -> None:
     print(json.dumps({"unlike": unlike[:10]}))
 
 
-def learn(config_json: Mapping[str, Any], folder: Path, slot: int, **layout: int) -> Needs:
+def learn(
+    config_json: Mapping[str, Any],
+    folder: Path,
+    slot: int,
+    *,
+    tp_size: int,
+    dp_size: int,
+    in_float8: bool,
+) -> Needs:
     model_dir = vllm_model.write_config(folder, config_json)
+    metadata, float8 = vllm_model.metadata_of(config_json), None
+    if in_float8:
+        shape = model_shape(config_json, Path("config.json"), for_planning=True)
+        float8 = float8_weights(shape, RolloutLayout(tp_size * dp_size, tp_size, True, dp_size))
+        infos = {n: TensorInfo(size, str(d)[6:], d.itemsize) for n, (size, d) in metadata.items()}
+        metadata = {
+            name: (info.shape, getattr(torch, info.dtype))
+            for name, info in float8.in_blocks(infos).items()
+        }
     with vllm_model.build(
-        model_dir, **layout, expert_parallel=True, rank=slot, large_on_meta=True
+        model_dir,
+        tp_size=tp_size,
+        dp_size=dp_size,
+        expert_parallel=True,
+        rank=slot,
+        large_on_meta=True,
+        float8=float8,
     ) as engine:
-        return engine.learn_needs(vllm_model.metadata_of(config_json))
+        return engine.learn_needs(metadata)
 
 
 def of_all_layers(short: Needs, config_json: Mapping[str, Any]) -> Needs:

@@ -11,7 +11,9 @@ the ranks of a stage, and the layers of one kind in vLLM's.
 
 from __future__ import annotations
 
+import functools
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,8 @@ import pytest
 
 from mcore_rl.hybrid_engine.plan.transfer_plan import Plan, make_plan
 from mcore_rl.hybrid_engine.weight_stream import Holdings
-from mcore_rl.model.boxes import Boxes, volume
+from mcore_rl.model.boxes import Boxes, disjoint, volume
+from mcore_rl.model.float8_blocks import Float8Weights, blocks_of, float8_weights, scales_of
 from mcore_rl.model.tensors import TensorInfo
 from mcore_rl.model.weight_map import layer_order
 from mcore_rl.planner.links import neighbourhoods
@@ -33,6 +36,7 @@ from tests.cuda.stack import Stack
 
 # preset -> published config, ranks
 PRESETS = {"v2-lite": ("deepseek-v2-lite", 8), "v3": ("deepseek-v3", 256)}
+FLOAT8 = ["--rl-rollout-dtype", "fp8", "--rl-mismatch-correction", "token_tis"]
 
 
 @dataclass(frozen=True)
@@ -46,33 +50,59 @@ class Planned:
     of_models: dict[str, Any]  # what the jobs say of themselves
 
 
-@pytest.fixture(scope="module", params=list(PRESETS))
+@pytest.fixture(scope="module")
+def held_by(
+    cuda_stack: Stack, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Any, list[Boxes]]]:
+    """What holdings_job.py says of a preset, and what each rank holds."""
+
+    @functools.cache
+    def held_by(preset: str) -> tuple[Any, list[Boxes]]:
+        config, world_size = PRESETS[preset]
+        file = tmp_path_factory.mktemp(preset) / "held"
+        said = cuda_stack.run(
+            "holdings_job",
+            *(config, str(world_size), str(file)),
+            *(["all"] if cuda_stack.name == "full" else []),  # it takes its time
+            *("--", *preset_flags(preset)),
+            timeout=3000,
+        )
+        return said, pickle.loads(file.read_bytes())
+
+    return held_by
+
+
+@pytest.fixture(scope="module", params=["v2-lite", "v3", "v3 float8"])
 def planned(
-    request: pytest.FixtureRequest, cuda_stack: Stack, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    cuda_stack: Stack,
+    tmp_path_factory: pytest.TempPathFactory,
+    held_by: Callable[[str], tuple[Any, list[Boxes]]],
 ) -> Planned:
-    config, world_size = PRESETS[request.param]
-    flags, folder = preset_flags(request.param), tmp_path_factory.mktemp(request.param)
-    named = ["--hf-config", str(ROOT / "scripts" / "presets" / f"{request.param}.json")]
+    preset, *in_float8 = request.param.split()
+    config, world_size = PRESETS[preset]
+    flags, folder = preset_flags(preset), tmp_path_factory.mktemp(preset)
+    flags += FLOAT8 if in_float8 else []
+    named = ["--hf-config", str(ROOT / "scripts" / "presets" / f"{preset}.json")]
     case = read_command_line([*named, "--world-size", str(world_size), *flags]).case
     rollout = case.rollout
-    is_full = cuda_stack.name == "full"  # it takes its time
-    held = cuda_stack.run(
-        "holdings_job",
-        *(config, str(world_size), str(folder / "held"), *(["all"] if is_full else [])),
-        *("--", *flags),
-        timeout=3000,
-    )
+    is_full = cuda_stack.name == "full"
+    held, have = held_by(preset)
     slots = range(rollout.slots_per_engine) if is_full else [rollout.slots_per_engine - 1]
     sizes = (str(rollout.tp_size), str(rollout.dp_size))
     needed = cuda_stack.run(
-        "needs_job", config, *sizes, str(folder), *map(str, slots), timeout=7200
+        "needs_job", config, *sizes, str(folder), *in_float8, *map(str, slots), timeout=7200
     )
-    have = pickle.loads((folder / "held").read_bytes())
     needs = [
         {name: boxes for name, boxes in needs.items() if boxes}
         for needs in pickle.loads((folder / "needs").read_bytes())
     ]
-    tensors = tensor_infos(trainable_shape(config))
+    shape = trainable_shape(config)
+    tensors = tensor_infos(shape)
+    if in_float8:
+        quantised = float8_weights(shape, rollout)
+        have = [with_factors(boxes, quantised) for boxes in have]
+        tensors = quantised.in_blocks(tensors)
     ranks = range(world_size)
     holdings = Holdings(
         have=tuple(have),
@@ -86,6 +116,15 @@ def planned(
         near=neighbourhoods(case.train, case.machine.ranks_per_node),
     )
     return Planned(tensors, holdings, plan, plan_case(case), {"held": held, "needed": needed})
+
+
+def with_factors(boxes: Boxes, quantised: Float8Weights) -> Boxes:
+    """A rank's boxes with those of its weights' factors, as `Float8Shards` has them."""
+    return dict(boxes) | {
+        scales_of(name): disjoint(map(blocks_of, some))
+        for name, some in boxes.items()
+        if name in quantised.weights
+    }
 
 
 @pytest.mark.timeout(10800)

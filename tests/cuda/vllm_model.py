@@ -214,7 +214,7 @@ def build(
     `options` are those of its `EngineConfig`; `load_format="auto"` lets vLLM load the folder.
     One at a time; within, everything that is asked for on CUDA is made on the CPU.
     """
-    from vllm.model_executor.model_loader import dummy_loader
+    from vllm.model_executor.model_loader import base_loader, dummy_loader
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     from mcore_rl.hybrid_engine.vllm.startup import EngineConfig, engine_arguments
@@ -232,8 +232,11 @@ def build(
     draw: Any = (
         (lambda *_, **__: None) if large_on_meta else dummy_loader.initialize_single_dummy_weight
     )
+    # FP8 blocks on meta cannot be processed with their factors, which are small enough to be real.
+    unprocessed = (lambda *_: None) if large_on_meta else base_loader.process_weights_after_loading
     with (
         _fake_world(rank, tp_size * dp_size),
+        patch.object(base_loader, "process_weights_after_loading", unprocessed),
         patch.object(model_only, "engine_arguments", lambda c: {**engine_arguments(c), **given}),
         patch.object(dummy_loader, "initialize_single_dummy_weight", draw),
         _OnCpu(large_on_meta),

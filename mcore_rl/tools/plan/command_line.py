@@ -247,10 +247,13 @@ def _notes(placement: Placement, config: RLConfig, values: Mapping[str, Any]) ->
 
     shape, rollout = placement.shape, placement.rollout
     if shape.quantization:
+        how = "read and trained" if rollout.float8 else "read, trained and handed over"
         yield (
             f"config.json describes weights in {shape.quantization}; the plan is for bfloat16, in "
-            "which they are read, trained and handed over"
+            f"which they are {how}"
         )
+    if rollout.float8:
+        yield "engines hold linear layers in FP8 blocks, quantised by the sender"
     if carried := shape.num_mtp_layers - (values.get("mtp_num_layers") or 0):
         yield (
             f"{carried} multi-token-prediction layer(s) are not trained; engines hold "

@@ -28,6 +28,13 @@ def test_versions_of_setup_env_fit() -> None:
     check_versions()  # those of the tests
 
 
+def test_cuda_compiler_is_of_the_version_of_its_headers() -> None:
+    # Kernels that FlashInfer compiles while a run starts refuse headers of another version.
+    found = pinned("requirements-cuda.txt")
+    parts = ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-cccl", "cuda-runtime", "cuda-nvrtc")
+    assert {found[f"nvidia-{part}"].rpartition(".")[0] for part in parts} == {"13.0"}
+
+
 @pytest.mark.parametrize(
     ("versions", "torch_cuda", "says"),
     [

@@ -42,6 +42,12 @@ say "[3/4] $megatron"
 logged "$new/bin/python" "${pip[@]}" --no-deps --ignore-requires-python "$megatron" ||
   explain "$megatron"
 if [[ $stack == cuda ]]; then
+  # The packages have lib/libcudart.so.13. The linker looks for libcudart.so, and FlashInfer, which
+  # compiles kernels while a run starts, lets it look in lib64.
+  for library in "$new"/lib/python3.*/site-packages/nvidia/cu13/lib/lib*.so.*; do
+    ln -sf "$(basename "$library")" "${library%%.so.*}.so"
+    ln -sfn lib "$(dirname "$library")64"
+  done
   say "      Transformer Engine, whose extension is compiled (25 minutes of one core)"
   logged bash "$parts/transformer_engine.sh" "$new/bin/python" "$te_requirements" "$rest" \
     "$state/te_wheels" "$uv" pip install "${uv_flags[@]}" || { show_log && say "Transformer Engine \

@@ -18,15 +18,11 @@ pip=("$python" -m pip --no-input --disable-pip-version-check)
 
 # Uses the headers and libraries of torch's CUDA packages, not of an installed CUDA.
 compile() {
-  local cuda=$site/nvidia/cu13 links=$TMPDIR/lib library
-  mkdir -p "$links" "$wheels"
-  # The packages contain libcudart.so.13; the linker looks for libcudart.so.
-  for library in "$cuda"/lib/lib*.so.*; do
-    ln -sf "$library" "$links/$(basename "${library%%.so.*}").so"
-  done
+  local cuda=$site/nvidia/cu13
+  mkdir -p "$wheels"
   # Otherwise its version would contain the commit of this checkout, which pip refuses.
   NVTE_NO_LOCAL_VERSION=1 NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE \
-    NVTE_WITH_NCCL_EP=0 CUDA_HOME=$cuda LIBRARY_PATH=$links "${pip[@]}" --retries 3 wheel \
+    NVTE_WITH_NCCL_EP=0 CUDA_HOME=$cuda LIBRARY_PATH=$cuda/lib "${pip[@]}" --retries 3 wheel \
     --progress-bar off --no-deps --no-cache-dir --no-build-isolation --wheel-dir "$wheels" \
     "transformer-engine-torch==$version"
 }

@@ -1,8 +1,8 @@
 # The CUDA stack: torch, vLLM, Megatron-core and Transformer Engine in the versions of
 # scripts/requirements-cuda.txt and requirements-te.txt, and mcore_rl.
 #
-# WRITTEN, NOT BUILT: no Docker was at hand. A test checks that its commands are valid and that the
-# files it names are there; scripts/test_cuda_stack.sh checks what scripts/setup_env.sh installs.
+# NOT BUILT with Docker, which was not available. scripts/test_dockerfile.py carries out its
+# instructions on a Debian without Docker, and checks the result.
 #
 #     docker build -t mcore_rl .
 #     docker run --gpus all --ipc=host --ulimit memlock=-1 -v /data:/data mcore_rl \
@@ -13,9 +13,12 @@ FROM ubuntu:24.04
 
 # A compiler and Python's headers: Triton and FlashInfer compile kernels while a run starts.
 # bubblewrap confines code of python_sandbox where the container may make user namespaces.
+# Ubuntu's archive keeps only the newest version of a package, so none can be pinned.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
-        bubblewrap build-essential ca-certificates git python3.12 python3.12-dev python3.12-venv \
+        bubblewrap build-essential ca-certificates git procps \
+        python3.12 python3.12-dev python3.12-venv \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/mcore_rl
@@ -34,11 +37,20 @@ RUN MCORE_RL_STACK=cuda MAX_JOBS=$MAX_JOBS bash scripts/setup_env.sh \
 
 COPY scripts scripts
 COPY examples examples
+# For scripts/gpu_trial.sh
+COPY benchmarks benchmarks
+COPY tests tests
 
+# The CUDA toolkit of the packages. Without CUDA_HOME, vLLM disables FlashInfer's kernels.
+ENV CUDA_HOME=/opt/mcore_rl/.venv-cuda/lib/python3.12/site-packages/nvidia/cu13
 # Scripts take the python in PATH, and set nothing up.
-ENV PATH=/opt/mcore_rl/.venv-cuda/bin:$PATH \
+ENV PATH=/opt/mcore_rl/.venv-cuda/bin:$CUDA_HOME/bin:$PATH \
     MCORE_RL_SKIP_SETUP=1 \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
+
+# Fails if the packages no longer have the toolkit there.
+RUN nvcc --version \
+    && python -c 'from vllm.utils.flashinfer import has_flashinfer; assert has_flashinfer()'
 
 CMD ["mcore-rl", "doctor"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import email
-import json
 import re
 import shutil
 import subprocess
@@ -96,50 +95,3 @@ def test_versions_name_missing_packages(
 def test_changelog_begins_with_current_version() -> None:
     found = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert mcore_rl.__version__ in found[:2]  # above it there may be what is not released
-
-
-# ----------------------------------------------------------------------------------- the Dockerfile
-
-
-def instructions() -> list[tuple[str, str]]:
-    """Instructions of the Dockerfile with their arguments; continued lines are joined."""
-    text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
-    lines = text.replace("\\\n", " ").splitlines()
-    return [(word, rest) for word, _, rest in (line.partition(" ") for line in lines if line)]
-
-
-def test_dockerfile_is_valid_and_names_existing_files() -> None:
-    found = instructions()
-    assert found[0][0] == "FROM" and found[-1][0] == "CMD"
-    assert json.loads(found[-1][1]) == ["mcore-rl", "doctor"]
-    ignored = (ROOT / ".dockerignore").read_text().splitlines()
-    copied = set()
-    for word, rest in found:
-        assert word in {"FROM", "ARG", "RUN", "WORKDIR", "COPY", "ENV", "CMD"}, word
-        if word == "COPY":
-            *sources, target = rest.split()
-            assert target.endswith("/") or len(sources) == 1
-            for source in sources:
-                assert (ROOT / source).exists(), source
-                assert f"!{source.split('/')[0]}" in ignored, source
-            copied |= set(sources)
-        elif word == "RUN":
-            assert subprocess.run(["bash", "-n", "-c", rest]).returncode == 0, rest
-        elif word == "ENV":
-            assert all(re.fullmatch(r"[A-Z_]+=\S+", pair) for pair in rest.split()), rest
-    assert copied >= {*SOURCES, "scripts", "examples"}
-    (path,) = re.findall(r"PATH=(\S+?)/(?=\.venv)", dict(found)["ENV"])
-    assert path == dict(found)["WORKDIR"]
-    assert "NOT BUILT" in (ROOT / "Dockerfile").read_text()
-
-
-def test_dockerfile_copies_files_before_setup_reads_them() -> None:
-    found = instructions()
-    (at,) = [at for at, (_, rest) in enumerate(found) if "bash scripts/setup_env.sh" in rest]
-    assert "MCORE_RL_STACK=cuda" in found[at][1]
-    there = " ".join(rest for word, rest in found[:at] if word == "COPY")
-    script = (ROOT / "scripts" / "setup_env.sh").read_text()
-    for file in ("scripts/requirements-cuda.txt", "scripts/requirements-te.txt", "setup.py"):
-        assert file in there and "scripts/setup_env " in there
-        assert Path(file).name.replace("cuda", "$stack") in script
-    assert "folder=.venv-cuda" in script and "/.venv-cuda/bin" in dict(found)["ENV"]

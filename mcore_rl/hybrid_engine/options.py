@@ -50,6 +50,9 @@ class EngineOptions(Parameters):
         False, "accept --rl-rollout-dtype fp8 without --rl-mismatch-correction"
     )
     rollout_enforce_eager: bool = param(False, "disable CUDA graphs in vLLM (always on CPU)")
+    rollout_offload_cuda_graphs: bool = param(
+        False, "move vLLM's CUDA graphs to host memory during training"
+    )
     speculate: str = param("off", "speculative decoding: mtp:N, ngram:N (N draft tokens), or off")
     ranks_per_node: int = param(
         0,

@@ -9,6 +9,7 @@ from typing import Any
 from mcore_rl.common.errors import CORRECT, UsageError, as_flag
 from mcore_rl.hybrid_engine.options import EngineOptions, ranks_per_node
 from mcore_rl.hybrid_engine.plan.placement import Placement, with_rank_map
+from mcore_rl.hybrid_engine.vllm.all_reduce import Obstacle, all_reduce_obstacle
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.families import family_of
 from mcore_rl.model.layout import (
@@ -347,6 +348,19 @@ def note_on_experts(options: EngineOptions, placement: Placement) -> list[str]:
         f"{note}, with Megatron's EP {least:.3g} GB; vLLM spreads experts over data-parallel ranks "
         "of an engine on GPUs only"
     ]
+
+
+def own_all_reduce_obstacle(
+    options: EngineOptions, rollout: RolloutLayout, environment: Mapping[str, str]
+) -> Obstacle | None:
+    """Return what prevents vLLM's own all-reduce in the engines of a job on GPUs."""
+    return all_reduce_obstacle(
+        rollout.tp_size,
+        rollout.rank_map,
+        environment,
+        captures_graphs=not options.rollout_enforce_eager,
+        offloads_graphs=options.rollout_offload_cuda_graphs,
+    )
 
 
 def _rank_map(rollout: RolloutLayout) -> Sequence[int]:

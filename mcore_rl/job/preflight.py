@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.common.allocator import vllm_offloads_graphs
 from mcore_rl.common.errors import CORRECT, UsageError, as_flag, check_output_file
 from mcore_rl.common.megatron_version import check_megatron
 from mcore_rl.common.readers import parse_yaml
@@ -18,6 +19,7 @@ from mcore_rl.common.user_code import import_user_file
 from mcore_rl.config import RLConfig, TrainerOptions
 from mcore_rl.flags.classes import check_numbers, check_order, check_refused
 from mcore_rl.flags.packages import check_packages
+from mcore_rl.hybrid_engine.options import EngineOptions
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.megatron.hf_files import EXPORT_MARKER
 from mcore_rl.megatron.policy_head import named_spec
@@ -42,6 +44,26 @@ def check_versions() -> None:
     """Check that Megatron, torch, vLLM and other packages are installed in versions that fit."""
     check_megatron()
     check_packages()
+
+
+def check_graphs(options: EngineOptions) -> None:
+    """Check that there are CUDA graphs to offload, and that the installed vLLM can do it."""
+    flag = "--rl-rollout-offload-cuda-graphs"
+    if not options.rollout_offload_cuda_graphs:
+        return
+    if options.rollout_enforce_eager:
+        raise UsageError(
+            "has no effect with --rl-rollout-enforce-eager: there are no CUDA graphs",
+            flag=flag,
+            remedy="drop one of the two",
+        )
+    if not vllm_offloads_graphs():
+        raise UsageError(
+            "needs a vLLM whose sleep mode offloads CUDA graphs, such as 0.32.0, and the "
+            "installed one does not",
+            flag=flag,
+            remedy="drop it, or install the version that scripts/setup_env.sh does",
+        )
 
 
 def check_ranges(config: RLConfig) -> None:

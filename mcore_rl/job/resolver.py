@@ -14,10 +14,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from mcore_rl.common.allocator import check_allocator
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.config import RLConfig, config_from
-from mcore_rl.flags.allocator import check_allocator
 from mcore_rl.flags.classes import check_critic_rate, notes
 from mcore_rl.flags.derived import DerivedFlags, derive_flags, values_of, with_effect
 from mcore_rl.flags.fsdp import check_fsdp, check_fsdp_machine
@@ -36,6 +36,7 @@ from mcore_rl.job.layout import (
     check_rollout,
     check_stages,
     note_on_experts,
+    own_all_reduce_obstacle,
 )
 from mcore_rl.job.validation import check_megatron_accepts
 from mcore_rl.job.value_models import (
@@ -228,6 +229,8 @@ class _Examiner:
         if self.facts.checkpoint is not None:
             refusals.passes(preflight.check_biases, self.facts.checkpoint, shape, values)
         refusals.passes(check_critic_rate, config.critic.lr, values)
+        if source.is_here:
+            refusals.passes(preflight.check_graphs, config.engine)
         if source.is_here and platform.cuda:
             refusals.passes(check_allocator, os.environ)
         if source.is_here and source.args is None and values.get("use_megatron_fsdp"):
@@ -457,6 +460,9 @@ class _Examiner:
         yield from notes(self.facts.given, parser, unread=derived.unread)
         placement = Placement(actor.shape, actor.layout, actor.layers, rollout)
         yield from note_on_experts(config.engine, placement)
+        obstacle = own_all_reduce_obstacle(config.engine, rollout, os.environ)
+        if self.source.platform.cuda and obstacle is not None:
+            yield f"engines reduce by NCCL, without vLLM's own all-reduce: {obstacle.found}"
         if checkpoint.mtp:
             drafts = config.engine.speculate.startswith("mtp")
             yield (

@@ -394,6 +394,7 @@ def engine_config(job: Job, *, load_format: str = "dummy") -> EngineConfig:
         kv_cache_bytes=int(config.engine.rollout_kv_cache_gib * 2**30) if on_cpu else None,
         gpu_memory_utilization=config.engine.rollout_gpu_memory_utilization,
         enforce_eager=on_cpu or config.engine.rollout_enforce_eager,
+        offload_graphs=config.engine.rollout_offload_cuda_graphs,
         seed=job.args.seed,
         speculation=parse_speculation(config.engine.speculate),
         keeps_kv=config.rollout.keeps_kv,

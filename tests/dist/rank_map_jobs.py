@@ -6,6 +6,7 @@ import weakref
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
@@ -124,6 +125,29 @@ def order_of_groups() -> dict[str, Any]:
     return found
 
 
+def graph_handles() -> dict[str, Any]:
+    """The IPC handles that vLLM's own all-reduce registers on this rank after it has captured
+    graphs, by the order of the group's ranks; handles are the numbers of their ranks."""
+    from vllm.distributed.device_communicators import custom_all_reduce
+
+    rank, found = dist.get_rank(), {}
+    for ranks in ([0, 2, 3], [2, 0, 3]):
+        with ranks_in_given_order():
+            group = dist.new_group(ranks)
+        if rank not in ranks:
+            continue
+        ops = Mock()  # of CUDA alone
+        ops.get_graph_buffer_ipc_meta.return_value = [rank], [0]
+        communicator: Any = object.__new__(custom_all_reduce.CustomAllreduce)
+        communicator.group, communicator.rank = group, dist.get_rank(group)
+        communicator._ptr, communicator.disabled = 0, True
+        with patch.object(custom_all_reduce, "ops", ops):
+            communicator.register_graph_buffers()
+        (_, handles, _), _ = ops.register_graph_buffers.call_args
+        found[str(ranks)] = handles
+    return found
+
+
 def run(checkpoints: dict[str, str]) -> dict[str, Any]:
     """Everything, on this rank. `checkpoints` maps architectures to directories."""
     paths = {name: Path(path) for name, path in checkpoints.items()}
@@ -148,4 +172,5 @@ def run(checkpoints: dict[str, str]) -> dict[str, Any]:
         "qwen3 TP2": hold(qwen3, tp_size=2),
         "qwen3 TP2 mapped": hold(qwen3, tp_size=2, rank_map=(0, 2, 1, 3)),
     }
+    result["handles"] = graph_handles()
     return result

@@ -154,6 +154,13 @@ def test_process_groups_keep_the_order_of_their_ranks(results):
             assert results[rank]["order"][by_argument] == [[2, 0, 3], [2, 0, 3], [0, 2, 3]]
 
 
+def test_own_all_reduce_gets_the_handles_of_ascending_ranks_only(results):
+    """Why `all_reduce_obstacle` finds ranks in another order; drop that once vLLM is corrected."""
+    for rank in (0, 2, 3):
+        assert results[rank]["handles"]["[0, 2, 3]"] == [[0], [2], [3]]
+        assert None in results[rank]["handles"]["[2, 0, 3]"]
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [

@@ -29,6 +29,7 @@ from mcore_rl.job.inputs import check_data
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.planner.plan import Outcome
 from mcore_rl.rewards.specs import RewardSpec, parse_rewards
+from mcore_rl.tools.doctor import job as doctor_job
 from mcore_rl.tools.doctor import reward as reward_checks
 from mcore_rl.tools.doctor.checkpoint import check_load
 from mcore_rl.tools.doctor.examination import examine_machine
@@ -171,6 +172,19 @@ def test_queues_are_refused_where_megatron_asserts(
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
     reds = read(good, flags).reds
     assert any("CUDA_DEVICE_MAX_CONNECTIONS" in red for red in reds) == is_refused, reds
+
+
+def test_expandable_segments_that_slow_the_engines_are_yellow(passed: Job) -> None:
+    assert passed.facts.config is not None
+    job = doctor_job.Job(passed.facts, passed.facts.config)
+    assert passed.facts.rollout is not None and passed.facts.rollout.tp_size == 2
+    usual = {"HF_HUB_OFFLINE": "1"}
+    setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    (found,) = job.check_network({**usual, **setting}, [(9, 0)])
+    assert found.level == "yellow" and "all-reduce" in found.found
+    assert "take expandable_segments out of it" in found.remedy
+    assert not list(job.check_network(usual, [(9, 0)]))
+    assert not list(job.check_network({**usual, **setting}, []))  # no GPU
 
 
 def test_flags_without_effect_or_given_twice_are_yellow(good: Path) -> None:

@@ -21,9 +21,11 @@ import psutil
 import pytest
 from packaging.requirements import Requirement
 
+from mcore_rl.common import allocator
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.machine import MachineMemory
-from mcore_rl.flags import allocator
+from mcore_rl.hybrid_engine.options import EngineOptions
+from mcore_rl.job.preflight import check_graphs
 from mcore_rl.patches import registry
 from mcore_rl.patches.registry import Patch, require
 from mcore_rl.planner.host import HostPhase
@@ -505,12 +507,15 @@ def test_machines_must_reach_each_other(
         assert_one(check(environment, devices), None)
 
 
-def test_expandable_segments_are_refused_where_the_installed_vllm_refuses_them(
+def test_the_installed_vllms_sleep_decides_on_expandable_segments_and_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setting = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}
     # The installed one turns them off around its pool; that is read from its source.
     assert_one(check(setting), None)
+    check_graphs(EngineOptions(rollout_offload_cuda_graphs=True))
+    with pytest.raises(UsageError, match="--rl-rollout-offload-cuda-graphs .*enforce-eager"):
+        check_graphs(EngineOptions(rollout_offload_cuda_graphs=True, rollout_enforce_eager=True))
     both = {**setting, "PYTORCH_ALLOC_CONF": "expandable_segments:1"}
     assert_one(check(both), "yellow", "PYTORCH_CUDA_ALLOC_CONF")
     assert allocator.expandable_segments(both) == "PYTORCH_ALLOC_CONF=expandable_segments:1"
@@ -521,6 +526,8 @@ def test_expandable_segments_are_refused_where_the_installed_vllm_refuses_them(
     monkeypatch.setattr(allocator.importlib.metadata, "distribution", lambda name: older)
     with pytest.raises(UsageError, match="expandable_segments out of it"):
         check(setting)
+    with pytest.raises(UsageError, match="--rl-rollout-offload-cuda-graphs needs a vLLM"):
+        check_graphs(EngineOptions(rollout_offload_cuda_graphs=True))
     assert_one(check({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}), None)
     assert_one(check({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}), None)
 

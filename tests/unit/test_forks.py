@@ -103,6 +103,17 @@ def test_parsed_arguments_are_checked_against_the_device_size(checkpoint: Path) 
         resolve(Source(args=args, platform=has_cuda, device_bytes=lambda: 100_000))
 
 
+def test_a_start_says_that_engines_lack_the_own_all_reduce(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    tokens = tokens_of(checkpoint, "--tensor-model-parallel-size", "2")
+    has_cuda = Platform(cuda=True, fused_weight_gradients=True)
+    for platform, says in (has_cuda, True), (WITHOUT_CUDA, False):
+        notes = resolve(Source(tokens=tokens, platform=platform, world_size=2)).notes
+        assert any("own all-reduce" in note for note in notes) == says, notes
+
+
 def test_flags_of_a_fork_are_named_as_on_a_command_line(checkpoint: Path) -> None:
     """By the names that a command line gives them, Megatron's and ours."""
     flags = resolve(

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.garbage import nothing_collected
+from mcore_rl.hybrid_engine.vllm.all_reduce import Obstacle, all_reduce_obstacle
 from mcore_rl.model.config_json import read_config_json
 from mcore_rl.model.families import FAMILIES, left_to_defaults
 from mcore_rl.model.float8_blocks import Float8Weights
@@ -83,6 +84,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     keeps_kv: bool = False
     enforce_eager: bool = True
+    offload_graphs: bool = False  # CUDA graphs leave the device while the engine sleeps
     seed: int = 0
     speculation: Speculation | None = None
     load_format: str = "dummy"
@@ -308,13 +310,26 @@ def _platform_options(config: EngineConfig, config_json: Mapping[str, Any]) -> d
         # wait. Their collective then meets a different one: gloo aborts at the end of the first
         # generation.
         "async_scheduling": config.dp_size == 1,
+        "disable_custom_all_reduce": _all_reduce_obstacle(config) is not None,
     }
     if config.dtype == "float16":
         # Otherwise vLLM chooses TRTLLM's experts on Blackwell, which support only bfloat16.
         options["moe_backend"] = "triton"
     if config.routed_layers is not None:
         options["enable_return_routed_experts"] = True
+    if config.offload_graphs:
+        options["sleep_mode_offload_cudagraph"] = True
     return options
+
+
+def _all_reduce_obstacle(config: EngineConfig) -> Obstacle | None:
+    return all_reduce_obstacle(
+        config.tp_size,
+        config.rank_map,
+        os.environ,
+        captures_graphs=not config.enforce_eager,
+        offloads_graphs=config.offload_graphs,
+    )
 
 
 def _max_model_len(config: EngineConfig, config_json: Mapping[str, Any]) -> int | None:

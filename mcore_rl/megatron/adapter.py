@@ -56,7 +56,7 @@ def prepare() -> None:
     imported before the first call.
     """
     check_megatron()
-    find_platform()
+    # Before CUDA is asked for devices: the driver may read these variables when it starts.
     # Megatron needs this for TP overlap on CUDA, and asserts it everywhere.
     if _QUEUES not in os.environ:
         os.environ[_QUEUES] = "1"
@@ -64,6 +64,7 @@ def prepare() -> None:
     # One queue orders the kernels, but copies from an offload would then delay the engine's
     # kernels. From compute capability 8.0 on, copies can have queues of their own.
     os.environ.setdefault(_COPY_QUEUES, "8")
+    find_platform()
     megatron_patches.apply()
 
 

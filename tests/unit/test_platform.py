@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,3 +74,32 @@ def test_packages_are_not_searched_without_cuda(
     write_engine(site, "raise FileNotFoundError")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert find_platform() == WITHOUT_CUDA
+
+
+QUERIES = """
+import json, os, sys
+import torch
+
+seen = []
+def recorded(name, ask):
+    def query(*args, **options):
+        seen.append([name, os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")])
+        return ask(*args, **options)
+    return query
+
+for name in ("is_available", "device_count", "_lazy_init", "current_device", "mem_get_info",
+             "get_device_properties", "get_device_capability"):
+    setattr(torch.cuda, name, recorded(name, getattr(torch.cuda, name)))
+import mcore_rl.train
+print(json.dumps(seen))
+"""
+
+
+@pytest.mark.slow
+def test_queues_are_set_before_cuda_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    done = subprocess.run(
+        [sys.executable, "-c", QUERIES], capture_output=True, text=True, check=True, timeout=300
+    )
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert "is_available" in dict(seen) and {queues for _, queues in seen} == {"1"}, seen

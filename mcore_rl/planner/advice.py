@@ -119,8 +119,12 @@ def _changes(case: Case, memory: Memory, where: str) -> Iterator[Change]:
 
 
 def _of_training(case: Case) -> Iterator[Change]:
-    """Yield changes of training settings, which a critic shares with the actor."""
-    critic = case.critic
+    """Yield changes of what is on the device while the engine sleeps. A critic shares the actor's
+    training settings."""
+    critic, engine = case.critic, case.engine
+    if engine.graph_bytes and not engine.offloads_graphs:
+        offloads = replace(engine, offloads_graphs=True)
+        yield "--rl-rollout-offload-cuda-graphs", replace(case, engine=offloads)
     for flags, change in _settings(case.training):
         other = None if critic is None else replace(critic, training=change(critic.training))
         yield flags, replace(case, training=change(case.training), critic=other)
@@ -146,7 +150,7 @@ def _settings(
         yield "--grad-reduce-in-bf16", lambda it: replace(it, gradient_bytes=2)
     if now.optimizer_bytes == 12:
         flags = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
-        yield flags, lambda it: replace(it, optimizer_bytes=8)
+        yield flags, lambda it: replace(it, optimizer_bytes=8, moment_bytes=4)
     if not now.optimizer_host_share:
         yield "--optimizer-cpu-offload", lambda it: replace(it, optimizer_host_share=1.0)
 

@@ -13,7 +13,17 @@ from mcore_rl.common.machine import MachineMemory
 from mcore_rl.planner.advice import Problem, problems_of
 from mcore_rl.planner.host import HostPhase, host_phases
 from mcore_rl.planner.memory import Memory, memory_of, resident_of
-from mcore_rl.planner.phases import BUILD, CANARY, FIRST_SWITCH, NCCL, ROLLOUT, START, Case, Phase
+from mcore_rl.planner.phases import (
+    BUILD,
+    CANARY,
+    FIRST_SWITCH,
+    GRAPHS,
+    NCCL,
+    ROLLOUT,
+    START,
+    Case,
+    Phase,
+)
 
 MOST_REMEDIES = 3
 # Phases of mcore_rl.verify, which updates nothing.
@@ -50,7 +60,7 @@ def check_device(case: Case, *, scores_only: bool = False) -> tuple[str, ...]:
 def _refusal(case: Case, phase: Phase, problem: Problem) -> UsageError:
     size = shown_bytes(case.machine.gpu_bytes)
     with_engine = phase.name in (START, ROLLOUT)
-    engine = {"rollout weights", "activations", "KV cache"} if with_engine else set()
+    engine = {"rollout weights", "activations", GRAPHS, "KV cache"} if with_engine else set()
     held = [
         f"{part} {shown_bytes(num_bytes)}"
         for part, num_bytes in phase.parts.items()

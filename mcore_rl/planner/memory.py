@@ -173,6 +173,7 @@ def _actors_host_bytes(case: Case, traffic_bytes: int, routed: Mapping[str, int]
     return {
         "copies for delta": traffic_bytes if engine.delta else 0,
         "drafter's weights": 0 if is_drafter_trained else case.drafter_bytes,
+        "offloaded CUDA graphs": engine.graph_bytes if engine.offloads_graphs else 0,
         "samples": sampled_bytes(case),
         **routed,
         "file being exported": exported_file_bytes(case) if engine.exports else 0,

@@ -17,8 +17,9 @@
     export        all of training, and the bucket
 
 vLLM always takes its complete share of the device: it refuses to start with less, and from then on
-everything but weights and activations is KV cache. So start and rollout hold that share, and
-everything else has to fit into the rest.
+everything but weights, activations and CUDA graphs is KV cache. So start and rollout hold that
+share, and everything else has to fit into the rest. CUDA graphs stay in all later phases, with
+--rl-rollout-offload-cuda-graphs only in hand-overs.
 
 Actor and critic take turns on the same ranks: in every phase a rank holds its part of both, and
 the activations of one.
@@ -53,6 +54,7 @@ TRAIN, LOG_PROBS, HAND_OVER, ROLLOUT = "train", "log-probs", "hand-over", "rollo
 TRAIN_CRITIC, VALUES, BUILD_CRITIC = "train critic", "values", "build critic"
 EXPORT = "export"
 NCCL = "NCCL"  # the part of its communicators, outside of torch
+GRAPHS = "CUDA graphs"  # of the engine
 # A hand-over needs less than this many buckets besides both sets of weights.
 BUCKETS = 2
 CANARY_TOKENS = 64  # of a prompt, which has a separate micro-batch
@@ -203,13 +205,20 @@ class _Planning:
         case = self._case
         start = self._with_engine(START, self._first, case.engine.away_at_start)
         rollout = self._with_engine(ROLLOUT, self._trained, case.engine.offloaded)
-        engine_parts = ("rollout weights", "activations", "KV cache")
+        engine_parts = ("rollout weights", "activations", GRAPHS, "KV cache")
         beside = max(
-            phase.total_bytes - max(case.share_bytes, sum(phase.parts[p] for p in engine_parts))
+            phase.total_bytes
+            - max(case.share_bytes, sum(phase.parts.get(part, 0) for part in engine_parts))
             for phase in (start, rollout)
         )
         kv_cache = KVCache(
-            num_bytes=max(0, case.share_bytes - self._engine_used - int(self._resident.max())),
+            num_bytes=max(
+                0,
+                case.share_bytes
+                - self._engine_used
+                - case.engine.graph_bytes
+                - int(self._resident.max()),
+            ),
             bytes_per_token=case.kv_bytes_per_token,
             useful_utilization=max(0, case.machine.usable_bytes - beside) / case.machine.gpu_bytes,
         )
@@ -234,12 +243,20 @@ class _Planning:
             yield self._pass(name, self._trained, model, train_activation_bytes(model))
         yield self._switch(HAND_OVER, self._trained)
         if engine.exports:
-            parts = {**self._staying(self._trained, actor), "bucket": self._bucket}
+            parts = {
+                **self._staying(self._trained, actor),
+                "bucket": self._bucket,
+                **self._graphs(actor),
+            }
             yield self._phase(EXPORT, parts, actor)
 
     def _pass(self, name: str, states: States, model: TrainedModel, used: list[int]) -> Phase:
         """Return the phase of one model's pass, with the activations `used` by stage."""
-        parts = {**self._staying(states, model), "activations": model.of_ranks(used)}
+        parts = {
+            **self._staying(states, model),
+            "activations": model.of_ranks(used),
+            **self._graphs(model),
+        }
         return self._phase(name, parts, model)
 
     def _canary_bytes(self) -> list[int]:
@@ -253,23 +270,37 @@ class _Planning:
         """Return a hand-over's phase, during which the parameters stay on the device."""
         actor = self._case.actor
         left = self._staying(states, actor, self._case.engine.offloaded - {"parameters"})
-        parts = {**left, "rollout weights": self._resident, "bucket": self._bucket}
+        graphs = self._graphs(actor, sleeps=False)
+        parts = {**left, "rollout weights": self._resident, "bucket": self._bucket, **graphs}
         return self._phase(name, parts, actor)
+
+    def _graphs(self, model: TrainedModel, *, sleeps: bool = True) -> Parts:
+        """Return the CUDA graphs on the ranks of `model` while the engine sleeps, or is awake."""
+        engine = self._case.engine
+        is_away = sleeps and engine.offloads_graphs
+        if not engine.graph_bytes or is_away or model.ranks != self._case.actor.ranks:
+            return {}
+        return {GRAPHS: np.full(model.train.world_size, engine.graph_bytes, dtype=np.int64)}
 
     def _with_engine(self, name: str, states: States, away: frozenset[str]) -> Phase:
         """Return a phase with the engine, whose KV cache takes the rest of its share."""
         case, share = self._case, self._case.share_bytes
         left = self._staying(states, case.actor, away)
         used = np.full_like(self._resident, self._engine_used)
-        cache = np.maximum(0, share - self._resident - used)
-        engine = {"rollout weights": self._resident, "activations": used, "KV cache": cache}
-        phase = self._phase(name, {**left, **engine}, case.actor, share=share)
+        graphs = self._graphs(case.actor, sleeps=False)
+        cache = np.maximum(0, share - self._resident - used - case.engine.graph_bytes)
+        engine = {"rollout weights": self._resident, "activations": used, **graphs}
+        parts = {**left, **engine, "KV cache": cache}
+        phase = self._phase(name, parts, case.actor, share=share)
         # The share must hold its weights and activations, and a complete sample in the KV cache.
         sample = case.engine.max_model_tokens * case.kv_bytes_per_token
         surely_short = int(self._resident.max()) - share
         return replace(
             phase,
-            lacking_bytes=max(phase.lacking_bytes, surely_short + self._engine_used + sample),
+            lacking_bytes=max(
+                phase.lacking_bytes,
+                surely_short + self._engine_used + case.engine.graph_bytes + sample,
+            ),
             surely_lacking_bytes=max(phase.surely_lacking_bytes, surely_short),
         )
 

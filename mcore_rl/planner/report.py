@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mcore_rl.model.roles import ACTOR, CRITIC
-from mcore_rl.planner.phases import BUCKETS, NCCL, Phase, communicators_of
+from mcore_rl.planner.phases import BUCKETS, GRAPHS, NCCL, Phase, communicators_of
 from mcore_rl.planner.plan import Outcome
 from mcore_rl.planner.search import CRITERIA, Found
 from mcore_rl.planner.settings import GB, MB, MIB
@@ -18,9 +18,12 @@ _PLAIN_WIDTH = 100
 # Order of the columns; a phase has some of them.
 _PARTS = (
     *("weights", "gradients", "optimizer", "activations"),
-    *("rollout weights", "bucket", "KV cache", NCCL),
+    *("rollout weights", "bucket", "KV cache", GRAPHS, NCCL),
 )
-_HEADINGS = {"gradients": "grads", "optimizer": "optim.", "activations": "activ."}
+_HEADINGS = {
+    **{"gradients": "grads", "optimizer": "optim", "activations": "activ"},
+    GRAPHS: "CUDA graph",
+}
 # Heading of a row -> name in `Outcome.rank_bytes`.
 _TRAFFIC = {
     "received": "received",
@@ -169,7 +172,8 @@ def _print_memory_facts(outcome: Outcome, console: Console) -> None:
     console.print(
         f"limit: {machine.gpu_bytes / GB:g} GB less {machine.reserved_bytes / GB:g} GB reserved; "
         f"bucket: {BUCKETS} x {engine.bucket_bytes / MIB:g} MiB. Exact: weights, gradients, "
-        "optimizer, rollout weights, hand-over. By formula: activations."
+        "optimizer, rollout weights, hand-over. By formula: activations. Assumed: "
+        f"{engine.graph_bytes / GB:g} GB of CUDA graphs."
     )
     counts = communicators_of(case.train, case.rollout)
     if case.machine.communicator_bytes and any(counts.values()):

@@ -11,6 +11,7 @@ MIB = 1 << 20
 # Defaults of a plan.
 GPU_RESERVED_GB = 4.0
 COMMUNICATOR_MB = 100.0
+CUDA_GRAPHS_GB = 1.0  # an assumption: depends on the model and the sizes that vLLM captures
 BATCHED_TOKENS = 16384  # in one step of vLLM
 USUAL_RANKS_PER_NODE = 8
 
@@ -114,6 +115,8 @@ class EngineSettings:
     sampled_tokens: int = 0
     sampled_tokens_in_all: int = 0
     replays_experts: bool = False  # --rl-routing-replay r3
+    graph_bytes: int = 0  # of vLLM's CUDA graphs on a device; 0: eager
+    offloads_graphs: bool = False  # while the engine sleeps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +125,7 @@ class Machine:
 
     ranks_per_node: int
     gpu_bytes: int
-    reserved_bytes: int  # of a device: contexts, CUDA graphs, fragmentation
+    reserved_bytes: int  # of a device: contexts, fragmentation
     communicator_bytes: int = 0  # of a device, for each of NCCL's communicators
     host_bytes: int  # of a node
     own_node_rate: float

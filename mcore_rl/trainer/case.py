@@ -25,6 +25,7 @@ from mcore_rl.planner.phases import Case
 from mcore_rl.planner.settings import (
     BATCHED_TOKENS,
     COMMUNICATOR_MB,
+    CUDA_GRAPHS_GB,
     GB,
     GPU_RESERVED_GB,
     MB,
@@ -202,6 +203,7 @@ def _engine_settings(
     samples = math.ceil(config.trainer.num_prompts_per_step / rollout.num_tp_groups)
     speculation = parse_speculation(config.engine.speculate)
     drafts = speculation is not None and speculation.has_drafter
+    has_graphs = has_cuda and not config.engine.rollout_enforce_eager
     return EngineSettings(
         gpu_memory_utilization=config.engine.rollout_gpu_memory_utilization,
         max_num_seqs=config.engine.rollout_max_num_seqs,
@@ -223,6 +225,8 @@ def _engine_settings(
         sampled_tokens=samples * config.samples_per_prompt * length,
         sampled_tokens_in_all=config.samples_per_step * length,
         replays_experts=config.trainer.routing_replay == R3,
+        graph_bytes=int(CUDA_GRAPHS_GB * GB) if has_graphs else 0,
+        offloads_graphs=config.engine.rollout_offload_cuda_graphs,
     )
 
 

@@ -392,6 +392,22 @@ def test_engine_takes_its_whole_share(phase: str) -> None:
     assert at_useful.phase(ROLLOUT).total_bytes == pytest.approx(75 * GB, abs=200)
 
 
+@pytest.mark.parametrize("offloads", [False, True])
+def test_graphs_are_in_the_share_and_stay_unless_they_are_offloaded(offloads: bool) -> None:
+    phases = dict(has_canary=True, exports=True)
+    eager = plan_case(llama(**phases)).memory
+    memory = plan_case(llama(**phases, graph_bytes=2 * GB, offloads_graphs=offloads)).memory
+    awake, asleep = {FIRST_SWITCH, HAND_OVER}, {CANARY, LOG_PROBS, TRAIN, EXPORT}
+    for phase in memory.phases:
+        held = 2 * GB if phase.name in awake or (phase.name in asleep and not offloads) else 0
+        assert phase.total_bytes == eager.phase(phase.name).total_bytes + held, phase.name
+    assert memory.phase(ROLLOUT).parts["KV cache"] == eager.phase(ROLLOUT).parts["KV cache"] - 2e9
+    assert memory.kv_cache.num_bytes == eager.kv_cache.num_bytes - 2 * GB
+    assert memory.kv_cache.useful_utilization == eager.kv_cache.useful_utilization
+    on_host = memory.host_bytes.get("offloaded CUDA graphs", 0)
+    assert on_host == (8 * 2 * GB if offloads else 0)
+
+
 def test_state_that_stays_at_start_is_beside_engine() -> None:
     """Before the first update the actor has no moments unless they are loaded."""
     case = llama()

@@ -78,7 +78,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--top", type=int, default=10, help="with --search, how many to show")
     add("--gpu-memory-gb", type=float, default=80.0, help="of a device")
     add("--gpu-reserved-gb", type=float, default=GPU_RESERVED_GB, help="of it, not available to "
-        "tensors: contexts, CUDA graphs, fragmentation")  # fmt: skip
+        "tensors: contexts, fragmentation")  # fmt: skip
     add("--communicator-mb", type=float, default=COMMUNICATOR_MB, help="of a device, what NCCL "
         "takes for each communicator: an assumption, 50 to 200 by estimate")  # fmt: skip
     add("--host-memory-gb", type=float, default=2000.0, help="of a node")

@@ -26,6 +26,10 @@ _NUMBERS = {
     "GROUP_WORLD_SIZE": (1, _MAX_RANKS),
     "MASTER_PORT": (0, 65535),
 }
+_SHOW_ALL = (
+    "make all of them visible to each process: no CUDA_VISIBLE_DEVICES with fewer, and srun "
+    "--gpus-per-node in place of --gpus-per-task or --gpu-bind"
+)
 _REMEDY = "start with mcore_rl.launch or torchrun, or set what they set"
 # Variables with the number of tasks that a command was started as, and the program that sets them.
 _TASK_COUNTS = {
@@ -49,12 +53,14 @@ def open_store() -> Store | None:
             del os.environ[name]  # torch and Megatron would parse it as a number
     present = [name for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
     try:
-        if not present or (present == ["WORLD_SIZE"] and os.environ["WORLD_SIZE"].strip() == "1"):
+        if not present or (present == ["WORLD_SIZE"] and _num_ranks() == "1"):
             # MASTER_PORT is not read here; a Kubernetes service may have set it.
             _check_numbers("LOCAL_RANK", "LOCAL_WORLD_SIZE")
             check_num_tasks(1)
             return None
-        if missing := [name for name in _NEEDED if not os.environ.get(name)]:
+        # Without it, all ranks of a machine would take its first device.
+        needed = (*_NEEDED, "LOCAL_RANK") if _num_ranks() != "1" else _NEEDED
+        if missing := [name for name in needed if not os.environ.get(name)]:
             found = f"the environment has {' and '.join(present)} but lacks {' and '.join(missing)}"
             raise UsageError(found, remedy=_REMEDY)
         _check_numbers(*_NUMBERS)
@@ -65,6 +71,10 @@ def open_store() -> Store | None:
         return _store()
     except UsageError as error:
         leave_with(error)
+
+
+def _num_ranks() -> str:
+    return os.environ.get("WORLD_SIZE", "").strip()
 
 
 def _store() -> Store:
@@ -109,6 +119,26 @@ def _check_place() -> None:
             "is not a host name or an IP address",
             flag=f"MASTER_ADDR '{address}'",
             remedy="drop brackets, blanks and the port, which is MASTER_PORT",
+        )
+
+
+def check_devices(
+    visible: int, *, local_rank: int, ranks_per_node: int, rollout_tp_size: int
+) -> None:
+    """Raise UsageError if a rank that sees that many GPUs lacks its own, or one that vLLM would
+    look for. vLLM takes the GPU of another rank of a TP group for a visible one."""
+    if local_rank >= visible:
+        raise UsageError(
+            f"numbers a GPU from 0, and this process sees {visible}",
+            flag=f"LOCAL_RANK {local_rank}",
+            remedy=f"{_SHOW_ALL}, or start fewer processes on a machine",
+        )
+    if rollout_tp_size > 1 and visible < ranks_per_node:
+        raise UsageError(
+            f"needs the GPUs of all {ranks_per_node} ranks of a machine visible to each of them, "
+            f"and this process sees {visible}",
+            flag=f"--rl-rollout-tp-size {rollout_tp_size}",
+            remedy=f"{_SHOW_ALL}, or give the ranks of a machine by --rl-ranks-per-node",
         )
 
 

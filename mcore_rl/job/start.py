@@ -21,7 +21,7 @@ from mcore_rl.common.machine import machine_memory
 from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.common.platform import find_platform
 from mcore_rl.flags.parser import all_args
-from mcore_rl.job.environment import open_store
+from mcore_rl.job.environment import check_devices, open_store
 from mcore_rl.job.facts import Source
 from mcore_rl.job.resolver import resolve
 from mcore_rl.megatron import adapter as megatron_adapter
@@ -117,12 +117,25 @@ def _agreed_spec(
         checked = resolve(source)
         if also_check is not None:
             also_check(checked)
+        if source.platform.cuda:
+            _check_devices(checked)
         _check_copies(checked)
         return checked
 
     checked = agreed(check, store, stage="input")
     check_alike(_shared_facts(checked), store)
     return checked
+
+
+def _check_devices(spec: JobSpec) -> None:
+    import torch
+
+    check_devices(
+        torch.cuda.device_count(),
+        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+        ranks_per_node=spec.ranks_per_node,
+        rollout_tp_size=spec.rollout_layout.tp_size,
+    )
 
 
 def _check_copies(spec: JobSpec) -> None:

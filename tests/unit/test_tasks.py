@@ -13,14 +13,17 @@ import pytest
 
 from mcore_rl.common.agreement import report
 from mcore_rl.common.errors import UsageError
-from mcore_rl.job.environment import check_num_tasks, open_store
+from mcore_rl.job.environment import check_devices, check_num_tasks, open_store
 
 NAMES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
     *("SLURM_STEP_NUM_TASKS", "PMI_SIZE"),
 )
-COMPLETE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+COMPLETE = {
+    **{"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+    **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +55,10 @@ def test_one_task_is_a_run_of_one_process(count, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "lacks"),
     [
-        ({"RANK": "0"}, "WORLD_SIZE and MASTER_ADDR and MASTER_PORT"),
-        ({"WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK"),
-        ({"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "a"}, "MASTER_PORT"),
+        ({"RANK": "0"}, "WORLD_SIZE and MASTER_ADDR and MASTER_PORT and LOCAL_RANK"),
+        ({"WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK and LOCAL_RANK"),
+        ({"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "a"}, "MASTER_PORT and LOCAL_RANK"),
+        ({k: v for k, v in COMPLETE.items() if k != "LOCAL_RANK"}, "LOCAL_RANK"),
     ],
 )
 def test_incomplete_variables_of_a_launcher_are_refused(given, lacks, monkeypatch):
@@ -171,3 +175,36 @@ def test_one_launcher_per_node_is_accepted(monkeypatch):
     check_num_tasks(2)
     with pytest.raises(UsageError):
         check_num_tasks(1)
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "ranks_per_node", "rollout_tp_size", "flag"),
+    [
+        (8, 7, 8, 8, None),
+        (8, 0, 2, 2, None),
+        # `srun --gpus-per-task=1`: each process numbers its only GPU 0.
+        (1, 0, 8, 1, None),
+        (1, 1, 8, 1, "LOCAL_RANK 1"),
+        (1, 0, 8, 2, "--rl-rollout-tp-size 2"),
+        (1, 1, 8, 2, "LOCAL_RANK 1"),
+        (4, 3, 8, 2, "--rl-rollout-tp-size 2"),
+        (1, 0, 1, 2, None),  # machines with one GPU
+    ],
+)
+def test_each_rank_must_see_the_gpus_that_it_and_vllm_use(
+    visible, local_rank, ranks_per_node, rollout_tp_size, flag
+):
+    def check() -> None:
+        check_devices(
+            visible,
+            local_rank=local_rank,
+            ranks_per_node=ranks_per_node,
+            rollout_tp_size=rollout_tp_size,
+        )
+
+    if flag is None:
+        check()
+        return
+    with pytest.raises(UsageError, match=f"^{flag} ") as caught:
+        check()
+    assert "--gpus-per-node" in caught.value.remedy

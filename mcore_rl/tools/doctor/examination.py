@@ -27,6 +27,8 @@ from mcore_rl.tools.doctor.finding import (
     Finding,
     Report,
     Request,
+    green,
+    plural,
     red,
 )
 from mcore_rl.tools.doctor.gpus import Gpus, find_gpus
@@ -136,6 +138,8 @@ def examine_machine(
     report.add(LIMITS, lambda: _limits(world_size, gpus))
     report.add(SPACE, lambda: _space(job, ranks))
     report.add(NETWORK, lambda: _network(job, gpus, ranks, world_size, environment))
+    if gpus.devices:
+        report.add(NETWORK, lambda: _visible_devices(job, ranks, environment))
 
 
 def _limits(world_size: int, gpus: Gpus) -> Iterator[Finding]:
@@ -154,6 +158,27 @@ def _space(job: Job | None, ranks: int) -> Iterator[Finding]:
         phase = job.fullest_on_host(ranks)
         if phase is not None:
             yield check_host_memory(phase, machine_memory(), ranks=ranks)
+
+
+def _visible_devices(
+    job: Job | None, ranks: int, environment: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Compare the GPUs that a process sees with the ranks of the job on this machine."""
+    import torch
+
+    from mcore_rl.job.environment import check_devices
+
+    visible = torch.cuda.device_count()
+    rollout = job.facts.rollout if job else None
+    # The launcher numbers its ranks; in a task of Slurm's, the number is there.
+    local_rank = environment.get("LOCAL_RANK") or str(ranks - 1)
+    check_devices(
+        visible,
+        local_rank=int(local_rank),
+        ranks_per_node=ranks,
+        rollout_tp_size=rollout.tp_size if rollout else 1,
+    )
+    yield green(NETWORK, f"each process sees {plural(visible, 'GPU')}, for {plural(ranks, 'rank')}")
 
 
 def _network(

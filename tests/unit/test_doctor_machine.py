@@ -34,6 +34,7 @@ from mcore_rl.tools.doctor.command import as_json
 from mcore_rl.tools.doctor.finding import FLAGS, Finding, green, red, refusal, yellow
 from mcore_rl.tools.doctor.gpus import Device, Gpus
 from mcore_rl.tools.doctor.network import Devices
+from tests.model_shapes import published_shape
 
 GB = 10**9
 
@@ -174,6 +175,24 @@ class _Nvml:
             "nvmlSystemGetDriverVersion": b"570.1",
         }
         return lambda *args: answers.get(name)
+
+
+@pytest.mark.parametrize(
+    ("model", "capability", "has_flash_attention", "level"),
+    [
+        ("deepseek-v3", (8, 0), False, "yellow"),
+        ("deepseek-v3", (8, 0), True, None),
+        ("deepseek-v3", (9, 0), False, None),
+        ("llama-3.1-8b", (8, 0), False, None),
+    ],
+)
+def test_latent_attention_without_a_fused_kernel_is_yellow(
+    model: str, capability: tuple[int, int], has_flash_attention: bool, level: str | None
+) -> None:
+    devices = Gpus((Device("GPU", 80 * GB, 0, capability),))
+    shape = published_shape(model)
+    found = versions.check_attention(shape, devices, has_flash_attention=has_flash_attention)
+    assert_one(found, level, "192 and 128" if level else "")
 
 
 def test_gpus_are_read_through_functions_that_nvml_has(monkeypatch: pytest.MonkeyPatch) -> None:

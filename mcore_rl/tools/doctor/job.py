@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ from mcore_rl.tools.doctor.plan import (
 from mcore_rl.tools.doctor.prompts import check_prompts
 from mcore_rl.tools.doctor.reward import asks_loopback, check_reward
 from mcore_rl.tools.doctor.space import Saves, num_kept
+from mcore_rl.tools.doctor.versions import check_attention
 from mcore_rl.trainer.resume.folders import checkpoint_folder
 
 
@@ -70,6 +72,9 @@ def examine_job(
     if facts is None or facts.config is None:
         return None
     job = Job(facts, facts.config)
+    shape, has_flash_attention = facts.shape, importlib.util.find_spec("flash_attn") is not None
+    if shape is not None:
+        report.findings += check_attention(shape, gpus, has_flash_attention=has_flash_attention)
     resumed = _examine_checkpoints(report, job)
     if facts.batches_are_right:
         report.add(BATCHES, lambda: check_batches(facts))

@@ -23,6 +23,7 @@ from mcore_rl.flags.packages import (
     find_misfit,
     installed_version,
 )
+from mcore_rl.model.config_json import ModelShape
 from mcore_rl.tools.doctor.finding import (
     VERSIONS,
     Finding,
@@ -159,6 +160,23 @@ def _extras(versions: Mapping[str, str]) -> Iterator[Finding]:
     has_apex = importlib.util.find_spec("amp_C") is not None
     without = "Apex is not installed: --no-gradient-accumulation-fusion is set"
     yield green(VERSIONS, "Apex with its kernels" if has_apex else without)
+
+
+def check_attention(
+    shape: ModelShape, gpus: Gpus, *, has_flash_attention: bool
+) -> Iterator[Finding]:
+    """Check for a fused kernel of latent attention, whose keys are wider than its values: cuDNN's
+    backward pass and FlashAttention 3 need Hopper, and FlashAttention 2 is not in the pins."""
+    latent = shape.latent
+    is_older = any((8, 0) <= device.capability < (9, 0) for device in gpus.devices)
+    if latent is None or not is_older or has_flash_attention:
+        return
+    keys = latent.qk_nope_head_dim + latent.qk_rope_head_dim
+    if keys != latent.v_head_dim:
+        what = f"no fused attention for heads of {keys} and {latent.v_head_dim} on GPUs before "
+        what += "Hopper: training computes it in parts, with memory that grows with the square of "
+        what += "the length"
+        yield yellow(VERSIONS, what, "install flash-attn, version 2, or use Hopper or newer GPUs")
 
 
 def _devices(gpus: Gpus) -> Iterator[Finding]:

@@ -13,12 +13,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from mcore_rl.cli import main
 from mcore_rl.tools.doctor import examination
 from mcore_rl.tools.doctor.examination import examine_machine
 from mcore_rl.tools.doctor.finding import Finding, Report, Request, green
-from mcore_rl.tools.doctor.gpus import Gpus
+from mcore_rl.tools.doctor.gpus import Device, Gpus
 from tests.bad_input_cases import Case, tokens_of
 from tests.bad_input_folder import make_good_folder
 from tests.e2e.recipe import task_flags
@@ -167,6 +168,25 @@ def test_failing_check_is_red_and_others_still_run(monkeypatch: pytest.MonkeyPat
     assert (before.found, first.area, first.level) == ("found before", "ports", "red")
     assert "OSError: [Errno 5] no such register" in first.found
     assert {each.area for each in others} == {"shared memory", "limits", "space", "network"}
+
+
+@pytest.mark.parametrize(
+    ("visible", "environment", "level"),
+    [
+        (2, {}, "green"),
+        (1, {}, "red"),  # of CUDA_VISIBLE_DEVICES, or of Slurm's cgroup
+        (1, {"LOCAL_RANK": "0"}, "green"),  # in a task with one GPU, for engines of TP1
+        (1, {"LOCAL_RANK": "1"}, "red"),
+    ],
+)
+def test_visible_gpus_are_compared_with_the_ranks_of_a_machine(
+    visible: int, environment: dict[str, str], level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    report, device = Report(), Device("H100", 80 << 30, 0, (9, 0))
+    examine_machine(report, Request(world_size=2), None, Gpus((device, device)), environment)
+    assert report.findings[-1].level == level
+    assert ("sees" if level == "green" else "LOCAL_RANK 1") in report.findings[-1].found
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,8 @@ OTHERS_FLAGS = frozenset(
     (
         "--no-deps --ignore-requires-python --index-url --extra-index-url --error-unmatch --always"
         " --dirty --abbrev --gpus --ipc --ulimit --shm-size --privileged --security-opt"
-        " --ntasks-per-node --no-install-recommends --logdir --strict --die-with-parent --size"
+        " --ntasks-per-node --gpus-per-node --gpus-per-task --gpu-bind --no-install-recommends"
+        " --logdir --strict --die-with-parent --size"
         " --unshare-all --unshare-user --new-session --cap-drop --hostname --info-fd --tmpfs"
         " --remount-ro --chdir --clearenv --ro-bind --dev-bind --setenv --symlink"
         " --help --version"

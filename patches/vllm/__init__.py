@@ -3,7 +3,8 @@
 vLLM calls it in its front end, engine core and workers. Most repairs are for the CPU build (one is
 torch's) and are not applied on CUDA. Of the others, `loaders_without_a_name` is applied if a reload
 uses names, `rank_map` if an engine is started with a rank map, and `answers_after_failure`,
-`routes_on_every_rank`, `step_without_drafts` and `experts_one_by_one` to the versions they name.
+`routes_on_every_rank`, `step_without_drafts`, `experts_one_by_one` and `aborts_in_order` to the
+versions they name.
 `VLLM_PLUGINS=` starts vLLM without them.
 """
 
@@ -16,6 +17,7 @@ def patches() -> tuple[Patch, ...]:
     """Return all repairs of vLLM, in the order in which they are applied."""
     from mcore_rl.patches.torch import narrow_products
     from mcore_rl.patches.vllm import (
+        aborts_in_order,
         answers_after_failure,
         expanded_sampling_options,
         expert_parallel_on_cpu,
@@ -54,6 +56,7 @@ def patches() -> tuple[Patch, ...]:
         routes_on_every_rank,
         step_without_drafts,
         experts_one_by_one,
+        aborts_in_order,
     )
     return tuple(module.PATCH for module in modules)
 

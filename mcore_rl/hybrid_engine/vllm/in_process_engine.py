@@ -275,10 +275,10 @@ class VLLMEngine:
         self._asleep.remove(what)
 
     def _free(self, keep_weights: bool) -> None:
+        if not self._drop_kv_cache():
+            raise RuntimeError("the KV cache could not be dropped; a request is still running")
         if on_cuda():
             self._llm.sleep(level=1 if keep_weights else 2)
-        elif not self._drop_kv_cache():
-            raise RuntimeError("the KV cache could not be dropped; a request is still running")
 
     def _allocate(self, what: str) -> None:
         if on_cuda():
@@ -326,8 +326,15 @@ class VLLMEngine:
 
     def _drop_kv_cache(self) -> bool:
         """Drop what the old weights computed; return False if a request is still running."""
+        engine = self._llm.llm_engine
+        if engine.get_num_unfinished_requests():
+            return False
+        # If the last requests ended by a stop token or were dropped, vLLM has scheduled one more
+        # step. Its routes must be read before the cache is reset; the next step fails otherwise.
+        while engine.engine_core.engine_core.batch_queue:
+            engine.step()
         if self.config.keeps_kv:
-            return not self._llm.llm_engine.has_unfinished_requests()
+            return True
         if not self._llm.reset_prefix_cache():
             return False
         if self._capture is not None:

@@ -33,9 +33,10 @@ setup(
         "Programming Language :: Python :: 3 :: Only",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
-    python_requires=">=3.11,<3.13",
+    python_requires=">=3.11,<3.14",  # scripts/setup_env reads it here
     packages=[
         *find_packages(include=["mcore_rl", "mcore_rl.*"]),
         "mcore_rl.patches",

@@ -6,15 +6,21 @@ Isolated (-I), so that mcore_rl is found only if it is installed, not through th
 """
 
 # ruff: noqa: F401
+import re
 import sys
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
+from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 requirements, stack, extent = sys.argv[1:]
-if sys.version_info[:2] not in ((3, 11), (3, 12)):
-    sys.exit("Python " + sys.version.split()[0] + " is neither 3.11 nor 3.12")
+setup_py = Path(__file__).parents[2].joinpath("setup.py").read_text(encoding="utf-8")
+(pythons,) = re.findall('python_requires="(.+?)"', setup_py)
+python = "{}.{}".format(*sys.version_info)
+if python not in SpecifierSet(pythons):
+    sys.exit(f"Python {python} is not {pythons}")
 for line in open(requirements, encoding="utf-8"):
     text = line.split("#")[0].strip()
     if not text:

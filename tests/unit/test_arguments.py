@@ -159,7 +159,7 @@ def test_given_values_are_those_on_the_command_line() -> None:
         ("--num-layers 3 4", "'4' belongs to no flag"),
         ("--num-layers", "--num-layers: expected one argument; see --help"),
         ("--num-layers two", "--num-layers: invalid int value: 'two'; see --help"),
-        ("--rl-kl-estimator k9", "--rl-kl-estimator: invalid choice: 'k9' (choose from 'k1', "),
+        ("--rl-kl-estimator k9", "--rl-kl-estimator: invalid choice: 'k9' (choose from "),
         ("--attention-backend slow", "--attention-backend: invalid value: 'slow'; see --help"),
         ("--moe-layer-freq [0,a]", "--moe-layer-freq: invalid value: '[0,a]'; see --help"),
     ],

@@ -25,6 +25,9 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+from mcore_rl.tools.doctor import versions
+from tests.python_versions import supported_pythons
+
 REQUIREMENTS = ("scripts/requirements-cpu.txt", "scripts/requirements-cuda.txt")
 ENGINE_REQUIREMENTS = "scripts/requirements-te.txt"
 PROGRAMS = """awk basename bash cut date df dirname flock grep mkdir mv rm sed sha256sum sleep tac
@@ -32,7 +35,7 @@ tail timeout uname""".split()
 without_gpu = pytest.mark.skipif(
     any(Path("/dev").glob("nvidia[0-9]*")), reason="this machine has a GPU"
 )
-PYTHON_NAMES = ("python3.11", "python3.12", "python3", "python")
+PYTHON_NAMES = (*(f"python{version}" for version in supported_pythons()), "python3", "python")
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,7 @@ def make_small(checkout: Checkout) -> None:
 @pytest.mark.parametrize(
     ("prepare", "environment", "exit_code", "words"),
     [
-        (make_old, {}, 2, ["Python 3.11 or 3.12 is needed", "(3.9)"]),
+        (make_old, {}, 2, ["Python 3.11 to 3.13 is needed", "(3.9)"]),
         (lambda c: c.program("python3", "exit 127"), {}, 2, ["python3 (does not run)"]),
         (lambda c: (c.programs / "python3").unlink(), {}, 2, ["PATH has no Python"]),
         (
@@ -210,6 +213,22 @@ def test_unsuitable_machine_or_setting_is_refused(prepare, environment, exit_cod
 
 
 @without_gpu
+@pytest.mark.parametrize("minor", range(10, 15))
+def test_only_pythons_of_setup_py_are_used(minor: int, checkout: Checkout) -> None:
+    checkout.python("python3", f"import sys; sys.version_info = (3, {minor}, 0, 'final', 0)")
+    checkout.little_disk()
+    if f"3.{minor}" in supported_pythons():
+        assert "1 MiB free" in checkout.fails(1)
+    else:
+        assert f"(3.{minor})" in checkout.fails(2)
+
+
+def test_doctor_and_classifiers_name_the_pythons_of_setup_py() -> None:
+    (oldest, end), pattern = versions.PYTHON, r"Python :: (3\.\d+)"
+    assert [f"3.{minor}" for minor in range(oldest[1], end[1])] == supported_pythons()
+    assert re.findall(pattern, (ROOT / "setup.py").read_text()) == supported_pythons()
+
+
 def test_cuda_stack_is_built_beside_the_environment_of_a_machine_without_a_gpu(checkout):
     checkout.make_complete_venv()
     process = checkout.start(MCORE_RL_STACK="cuda")  # refused by the index

@@ -35,7 +35,7 @@ from mcore_rl.tools.doctor.finding import (
 )
 from mcore_rl.tools.doctor.gpus import Gpus
 
-_PYTHON = ((3, 11), (3, 13))  # from, below
+PYTHON = ((3, 11), (3, 14))  # from, below; as in setup.py
 _SHOWN = ("torch", MEGATRON, *VLLM_PACKAGES, "transformers", "tokenizers", "safetensors")
 _NEEDED = (MEGATRON, "transformers", "safetensors")
 # Only these requirements of vLLM are checked: the others do not affect a run, and torch is checked
@@ -94,9 +94,11 @@ def check_versions(
 
 def _python() -> Finding:
     here = f"Python {'.'.join(map(str, sys.version_info[:3]))}"
-    if _PYTHON[0] <= sys.version_info[:2] < _PYTHON[1]:
+    (oldest, end) = PYTHON
+    if oldest <= sys.version_info[:2] < end:
         return green(VERSIONS, here)
-    return red(VERSIONS, f"{here} is not supported", f"use Python 3.11 or 3.12 and {SETUP}")
+    remedy = f"use Python 3.{oldest[1]} to 3.{end[1] - 1} and {SETUP}"
+    return red(VERSIONS, f"{here} is not supported", remedy)
 
 
 def _misfits(versions: Mapping[str, str], torch_cuda: str | None) -> Iterator[Finding]:

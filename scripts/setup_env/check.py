@@ -39,18 +39,20 @@ if stack == "cpu":
         if find_spec(name):
             sys.exit(f"{name} is installed, with which vLLM cannot be imported")
 if extent == "all":
-    import torch
-
-    if stack == "cpu" and torch.version.cuda:
-        sys.exit(f"torch {torch.__version__} is a CUDA build")
-    if stack == "cuda" and not torch.version.cuda:
-        sys.exit(f"torch {torch.__version__} is not a CUDA build")
     if find_spec("megatron.training") is None:
         sys.exit("megatron-core " + version("megatron-core") + " came without megatron.training")
     if find_spec("mcore_rl") is None:
         sys.exit("mcore_rl is not installed")
     if "mcore_rl" not in entry_points(group="vllm.general_plugins").names:
         sys.exit("mcore_rl is not registered as a vLLM plugin")
+    # Here and not before the installation, so that a start and this call one check.
+    from mcore_rl.common.errors import UsageError
+    from mcore_rl.flags.packages import check_packages
+
+    try:
+        check_packages()
+    except UsageError as error:
+        sys.exit(str(error))
     if stack == "cpu":
         # Before Megatron, which it patches. The imports also compile the bytecode once, before all
         # ranks do at their first start.

@@ -71,8 +71,19 @@ def test_misfit_is_named_with_supported_version(
 
 def test_build_labels_are_ignored() -> None:
     engine = {"transformer-engine": "2.20.2+a1b2c3d"}
-    assert packages.find_misfit({**CUDA, "vllm": "0.32.0+cu130", **engine}, "13.0") is None
-    assert packages.find_misfit({"torch": "2.13.0+cpu", "vllm": "0.32.0+cpu"}, None) is None
+    cuda = {**CUDA, "vllm": "0.32.0+cu130", **engine}
+    cpu = {"torch": "2.13.0+cpu", "vllm": "0.32.0+cpu"}
+    assert packages.find_misfit(cuda, "13.0") is None
+    assert packages.find_misfit(cpu, None) is None
+
+
+def test_library_of_the_kernels_of_vllm_for_cpu_is_checked(monkeypatch) -> None:
+    assert packages.find_library_misfit(CPU) is None
+    monkeypatch.setattr(packages, "_KERNEL_LIBRARY", "libnone.so.1")
+    misfit = packages.find_library_misfit(CPU)
+    assert misfit is not None and "need libnone.so.1" in misfit.found
+    assert "libnuma1" in misfit.remedy
+    assert packages.find_library_misfit(CUDA) is None
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from mcore_rl.flags.packages import (
     SETUP,
     VLLM_PACKAGES,
     find_apex_misfit,
+    find_library_misfit,
     find_misfit,
     installed_version,
 )
@@ -106,7 +107,8 @@ def _misfits(versions: Mapping[str, str], torch_cuda: str | None) -> Iterator[Fi
     for package in _NEEDED:
         if package not in versions:
             yield red(VERSIONS, f"{package} is not installed", SETUP)
-    for misfit in (find_misfit(versions, torch_cuda), find_apex_misfit()):
+    packages = find_misfit(versions, torch_cuda)
+    for misfit in (packages, find_library_misfit(versions), find_apex_misfit()):
         if misfit is not None:
             yield refusal(VERSIONS, misfit)
 

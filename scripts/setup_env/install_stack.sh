@@ -32,8 +32,17 @@ else
 fi
 if ! logged "$uv" pip install "${uv_flags[@]}" "${deps[@]}" -r "$rest"; then
   [[ $stack == cpu && $(missing) == "$torch" ]] || explain "$(basename "$requirements")"
-  logged "$uv" pip install "${uv_flags[@]}" "${deps[@]}" --index "$torch_cpu_index" -r "$rest" ||
-    explain "$torch" "$torch_cpu_index"
+  if ! logged "$uv" pip install "${uv_flags[@]}" "${deps[@]}" --index "$torch_cpu_index" -r "$rest"
+  then
+    [[ -n ${MCORE_RL_ACCEPT_CUDA_TORCH:-} ]] || explain "$torch" "$torch_cpu_index"
+    say "      $torch is in no index; MCORE_RL_ACCEPT_CUDA_TORCH is set, so the build for CUDA follows"
+    # What is checked in the end. torch needs CUDA's libraries, and pins an older triton.
+    requirements=$state/tmp/accepted.txt
+    sed -E 's/^(torch==.*)\+cpu$/\1/' "$root/scripts/requirements-cpu.txt" >"$requirements"
+    grep -v '^megatron-core==' "$requirements" >"$rest"
+    { logged "$uv" pip install "${uv_flags[@]}" "${torch%+cpu}" &&
+      logged "$uv" pip install "${uv_flags[@]}" "${deps[@]}" -r "$rest"; } || explain "${torch%+cpu}"
+  fi
 fi
 
 say "[3/4] $megatron"

@@ -44,7 +44,8 @@ explain() { # what was to be installed, [the index that was asked after the conf
     fail 1 "the disk filled up while installing $1: make room and run this again."
   elif [[ $said =~ $no_connection && -n ${2:-} ]]; then
     fail 1 "$1 is not in the package index, and $2, where it can be had, cannot be reached: check \
-the network and the proxy, or give pip an index that has it (index-url or find-links)."
+the network and the proxy, give pip an index that has it (index-url or find-links), or accept its \
+build for CUDA with MCORE_RL_ACCEPT_CUDA_TORCH=1."
   elif [[ $said =~ $no_connection ]]; then
     fail 1 "the package index cannot be reached to install $1: check the network, the proxy and \
 pip's index-url, and run this again (log: $log)."

@@ -23,8 +23,8 @@ def pinned(file: str) -> dict[str, str]:
 
 def test_versions_of_setup_env_fit() -> None:
     cuda = {**pinned("requirements-cuda.txt"), **pinned("requirements-te.txt")}
-    assert packages.find_misfit(cuda, "13.0") is None
-    assert packages.find_misfit(pinned("requirements-cpu.txt"), None) is None
+    assert packages.find_misfit(cuda, "13.0", has_gpu=True) is None
+    assert packages.find_misfit(pinned("requirements-cpu.txt"), None, has_gpu=False) is None
     check_versions()  # those of the tests
 
 
@@ -64,7 +64,7 @@ def test_cuda_compiler_is_of_the_version_of_its_headers() -> None:
 def test_misfit_is_named_with_supported_version(
     versions: dict[str, str], torch_cuda: str | None, says: str
 ) -> None:
-    misfit = packages.find_misfit(versions, torch_cuda)
+    misfit = packages.find_misfit(versions, torch_cuda, has_gpu=True)
     assert misfit is not None and says in misfit.found
     assert "scripts/setup_env.sh" in misfit.remedy
 
@@ -73,8 +73,12 @@ def test_build_labels_are_ignored() -> None:
     engine = {"transformer-engine": "2.20.2+a1b2c3d"}
     cuda = {**CUDA, "vllm": "0.32.0+cu130", **engine}
     cpu = {"torch": "2.13.0+cpu", "vllm": "0.32.0+cpu"}
-    assert packages.find_misfit(cuda, "13.0") is None
-    assert packages.find_misfit(cpu, None) is None
+    assert packages.find_misfit(cuda, "13.0", has_gpu=True) is None
+    assert packages.find_misfit(cpu, None, has_gpu=False) is None
+
+
+def test_torch_for_cuda_serves_vllm_for_cpu_without_a_gpu() -> None:
+    assert packages.find_misfit({**CPU, "torch": "2.13.0"}, "13.0", has_gpu=False) is None
 
 
 def test_library_of_the_kernels_of_vllm_for_cpu_is_checked(monkeypatch) -> None:

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +25,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
 from mcore_rl.tools.doctor import versions
 from tests.python_versions import supported_pythons
 
+ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ("scripts/requirements-cpu.txt", "scripts/requirements-cuda.txt")
 ENGINE_REQUIREMENTS = "scripts/requirements-te.txt"
 PROGRAMS = """awk basename bash cut date df dirname flock grep mkdir mv rm sed sha256sum sleep tac
@@ -212,7 +213,6 @@ def test_unsuitable_machine_or_setting_is_refused(prepare, environment, exit_cod
     assert checkout.environments() == []
 
 
-@without_gpu
 @pytest.mark.parametrize("minor", range(10, 15))
 def test_only_pythons_of_setup_py_are_used(minor: int, checkout: Checkout) -> None:
     checkout.python("python3", f"import sys; sys.version_info = (3, {minor}, 0, 'final', 0)")
@@ -229,6 +229,7 @@ def test_doctor_and_classifiers_name_the_pythons_of_setup_py() -> None:
     assert re.findall(pattern, (ROOT / "setup.py").read_text()) == supported_pythons()
 
 
+@without_gpu
 def test_cuda_stack_is_built_beside_the_environment_of_a_machine_without_a_gpu(checkout):
     checkout.make_complete_venv()
     process = checkout.start(MCORE_RL_STACK="cuda")  # refused by the index
@@ -259,6 +260,37 @@ def test_failed_installation_is_explained_and_keeps_the_previous_environment(
         sentence = checkout.fails(1, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(checkout.programs))
         assert f"no wheel of {pin} for Python 3." in sentence
     checkout.assert_unchanged()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("accepted", "fails"),
+    [
+        ("", "no wheel of torch==2.9+cpu for Python 3."),
+        ("1", "installing megatron-core==0.1 failed"),  # what comes after torch
+    ],
+)
+def test_torch_for_cuda_is_installed_where_it_is_accepted(
+    accepted: str, fails: str, checkout: Checkout, made_venv: Path
+) -> None:
+    copying = f'mkdir -p "${{4%/*}}" && exec {shutil.which("cp")} -a {made_venv} "$4"'
+    checkout.python("python3", making_venv=copying)
+    (checkout.programs / "uv").symlink_to(Path(sys.executable).with_name("uv"))
+    make_wheel(checkout.path, "torch", "2.9")
+    (checkout.path / REQUIREMENTS[0]).write_text("torch==2.9+cpu\nmegatron-core==0.1\n")
+    environment = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(checkout.path)}
+    assert fails in checkout.fails(1, **environment, MCORE_RL_ACCEPT_CUDA_TORCH=accepted)
+
+
+def make_wheel(folder: Path, package: str, version: str) -> None:
+    """An empty one."""
+    record = f"{package}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{package}-{version}-py3-none-any.whl", "w") as wheel:
+        metadata = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
+        wheel.writestr(f"{record}/METADATA", metadata)
+        tags = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        wheel.writestr(f"{record}/WHEEL", tags)
+        wheel.writestr(f"{record}/RECORD", "")
 
 
 def test_settings_of_pip_apply_to_uv(tmp_path, monkeypatch):

@@ -76,7 +76,10 @@ def check_versions(
     """Check `versions`, the installed ones, against each other. `torch_cuda` is the CUDA that torch
     was built for (None: CPU), `vllm_wants` the installed vLLM's requirements, by package."""
     yield _python()
-    problems = [*_misfits(versions, torch_cuda), *_unlike_tested(versions, vllm_wants)]
+    problems = [
+        *_misfits(versions, torch_cuda, bool(gpus.devices)),
+        *_unlike_tested(versions, vllm_wants),
+    ]
     shown = ", ".join(f"{name} {versions[name]}" for name in _SHOWN if name in versions)
     yield from problems or [green(VERSIONS, shown)]
     yield from _builds(versions, torch_cuda)
@@ -102,12 +105,14 @@ def _python() -> Finding:
     return red(VERSIONS, f"{here} is not supported", remedy)
 
 
-def _misfits(versions: Mapping[str, str], torch_cuda: str | None) -> Iterator[Finding]:
+def _misfits(
+    versions: Mapping[str, str], torch_cuda: str | None, has_gpu: bool
+) -> Iterator[Finding]:
     """Report what a start refuses."""
     for package in _NEEDED:
         if package not in versions:
             yield red(VERSIONS, f"{package} is not installed", SETUP)
-    packages = find_misfit(versions, torch_cuda)
+    packages = find_misfit(versions, torch_cuda, has_gpu=has_gpu)
     for misfit in (packages, find_library_misfit(versions), find_apex_misfit()):
         if misfit is not None:
             yield refusal(VERSIONS, misfit)

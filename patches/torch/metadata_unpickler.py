@@ -228,6 +228,8 @@ _CALLS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch.serialization", "_get_layout"): _layout,
     ("pathlib", "PosixPath"): _path(PosixPath),
     ("pathlib", "PurePosixPath"): _path(PurePosixPath),
+    ("pathlib._local", "PosixPath"): _path(PosixPath),  # as Python 3.13 names it
+    ("pathlib._local", "PurePosixPath"): _path(PurePosixPath),
     ("collections", "OrderedDict"): _ordered,
     ("builtins", "getattr"): _member,
     ("__builtin__", "getattr"): _member,  # as protocol 2 names it

@@ -85,6 +85,16 @@ def test_members_of_enums_are_read_as_python_before_3_11_4_stores_them() -> None
     assert found.all_local_plans[0].items[0].type is planner.WriteItemType.SHARD
 
 
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_paths_are_read_as_each_python_stores_them(module: str) -> None:
+    content = pickle.dumps(sound(), protocol=4)
+    here = short(Path.__module__)
+    assert content.count(here) == 1
+    found = read(content.replace(here, short(module)))
+    assert found.storage_meta == sound().storage_meta
+    assert type(found.storage_meta.checkpoint_id) is type(Path())
+
+
 @pytest.mark.parametrize("name", ["mro", "__subclasses__", "name", "from_bytes"])
 @pytest.mark.parametrize("owner", [planner.WriteItemType, torch.Size])
 def test_other_attributes_are_not_read(owner: type, name: str) -> None:

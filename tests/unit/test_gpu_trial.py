@@ -294,7 +294,7 @@ def test_installation_outlives_stage_at_limit(tmp_path: Path) -> None:
         assert process.is_running() and not is_gone(process.pid)
         assert "start the trial again" in (tmp_path / "log").read_text()
     finally:
-        for each in [*process.children(), process]:
+        for each in [process, *process.children()]:
             each.kill()
     setup.write_text("echo no disk; exit 1\n")
     assert stage(lambda: 0.0)["exit_code"] == 1

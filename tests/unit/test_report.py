@@ -308,7 +308,7 @@ def test_command_imports_neither_megatron_nor_torch(folder, tmp_path):
         (["{run}", "{run}"], "are both {run}; name another run"),
         (["{run}", "-o", "{here}/a/b.html"], "--output {here}/a/b.html cannot be written"),
         ([], "RUN_DIR; see mcore-rl report --help"),
-        (["{run}", "--outptu", "x"], "unrecognized arguments: --outptu x"),
+        (["{run}", "--outptu", "x"], "unrecognized arguments: --outptu"),
     ],
 )
 def test_mistake_is_one_sentence_and_exit_code_2(tokens, sentence, folder, tmp_path, capsys):

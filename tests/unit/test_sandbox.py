@@ -456,7 +456,7 @@ def test_unknown_protection_cannot_be_accepted():
 
 def test_numbers_of_calls_match_the_kernel_headers():
     folder = Path("/usr/include")
-    found = [*folder.glob("*/asm/unistd_64.h"), *folder.glob("asm/unistd_64.h")]
+    found = [*folder.glob("x86_64-*/asm/unistd_64.h"), *folder.glob("asm/unistd_64.h")]
     if platform.machine() != "x86_64" or not found:
         pytest.skip("there are no such headers")
     numbers = dict(re.findall(r"#define __NR_(\w+) (\d+)", found[0].read_text()))

@@ -16,7 +16,9 @@ from hypothesis import HealthCheck, settings
 
 from tests.rank_pool import ENVIRONMENT, ROOT, RankPool
 
-pytest.register_assert_rewrite("tests.bad_input_cases", "tests.dist.checkpoints")
+pytest.register_assert_rewrite(
+    "tests.bad_input_cases", "tests.dist.checkpoints", "tests.versions.tiny_job"
+)
 
 os.environ.update({name: value for name, value in ENVIRONMENT.items() if name != "MASTER_ADDR"})
 

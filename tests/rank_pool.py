@@ -126,12 +126,12 @@ def free_port() -> int:
 class RankPool:
     """Runs one job at a time. The importing process starts with the first.
 
-    `megatron` is a folder whose Megatron is imported in place of the installed one.
+    `first_on_path` is a folder whose packages are imported in place of the installed ones.
     """
 
-    def __init__(self, megatron: Path | None = None) -> None:
+    def __init__(self, first_on_path: Path | None = None) -> None:
         self._parent: subprocess.Popen | None = None
-        self._path = {} if megatron is None else {"PYTHONPATH": str(megatron)}
+        self._path = {} if first_on_path is None else {"PYTHONPATH": str(first_on_path)}
         self._folder = Path(tempfile.mkdtemp(prefix="mcore_rl_ranks_"))
         self._num_jobs = 0
 

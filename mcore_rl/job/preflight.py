@@ -16,6 +16,13 @@ from mcore_rl.common.errors import CORRECT, UsageError, as_flag, check_output_fi
 from mcore_rl.common.megatron_version import check_megatron
 from mcore_rl.common.readers import parse_yaml
 from mcore_rl.common.user_code import import_user_file
+from mcore_rl.common.vllm_version import (
+    LATENT_ATTENTION,
+    ROUTED_EXPERTS,
+    STACKED_EXPERTS,
+    UNGROUPED_SIGMOID,
+    require_capability,
+)
 from mcore_rl.config import RLConfig, TrainerOptions
 from mcore_rl.flags.classes import check_numbers, check_order, check_refused
 from mcore_rl.flags.packages import check_packages
@@ -30,7 +37,7 @@ from mcore_rl.model.layout import PipelineLayers, RolloutLayout
 from mcore_rl.model.quantization import FP8
 from mcore_rl.model.tensors import mtp_tensors
 from mcore_rl.moe.balance import check_bias_dtypes
-from mcore_rl.moe.routing import OFF
+from mcore_rl.moe.routing import OFF, R3
 from mcore_rl.moe.routing_replay import replay_obstacle
 from mcore_rl.rewards.functions import ENVIRONMENT
 
@@ -64,6 +71,22 @@ def check_graphs(options: EngineOptions) -> None:
             flag=flag,
             remedy="drop it, or install the version that scripts/setup_env.sh does",
         )
+
+
+def check_engine(config: RLConfig, shape: ModelShape, *, cuda: bool) -> None:
+    """Check that the installed vLLM has what the model and the flags need of it."""
+    replay, family = config.trainer.routing_replay, family_of(shape.architecture)
+    if replay == R3 and shape.experts is not None:
+        flag, remedy = f"--rl-routing-replay {replay}", "give r2 or off"
+        require_capability(ROUTED_EXPERTS, cuda=cuda, flag=flag, remedy=remedy)
+    needs = {
+        LATENT_ATTENTION: shape.latent is not None,
+        STACKED_EXPERTS: family.stacked_experts,
+        UNGROUPED_SIGMOID: family.router is not None and family.router.is_ungrouped_sigmoid,
+    }
+    for capability in (capability for capability, needed in needs.items() if needed):
+        flag, remedy = f"--rl-hf-checkpoint {config.trainer.hf_checkpoint}", "choose another model"
+        require_capability(capability, cuda=cuda, flag=flag, remedy=remedy)
 
 
 def check_ranges(config: RLConfig) -> None:

@@ -188,6 +188,8 @@ class _Examiner:
         if facts.checkpoint is not None:
             refusals.passes(preflight.check_export_dtype, config.trainer, facts.checkpoint)
         refusals.passes(_check_speculation, config, shape, facts.checkpoint)
+        if self.source.is_here:
+            refusals.passes(preflight.check_engine, config, shape, cuda=self.source.platform.cuda)
         if refusals.knows(LENGTHS):
             self._lengths_are_right = refusals.passes(
                 check_lengths,

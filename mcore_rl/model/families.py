@@ -29,6 +29,11 @@ class Router:
     # first_k_dense_replace.
     layer_types: str | None = None
 
+    @property
+    def is_ungrouped_sigmoid(self) -> bool:
+        """Whether vLLM builds a router with sigmoid scores that has no groups of experts."""
+        return self.score_function == "sigmoid" and not self.methods
+
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:

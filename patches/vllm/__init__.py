@@ -19,6 +19,7 @@ def patches() -> tuple[Patch, ...]:
     from mcore_rl.patches.vllm import (
         aborts_in_order,
         answers_after_failure,
+        draft_kernels_on_cpu,
         expanded_sampling_options,
         expert_parallel_on_cpu,
         experts_one_by_one,
@@ -46,6 +47,7 @@ def patches() -> tuple[Patch, ...]:
         rotary_embedding_of_heads,
         mla_prefill_together,
         model_info_here,
+        draft_kernels_on_cpu,
         expanded_sampling_options,
         seeds_of_cut_prompts,
         kernels_beside_numba,

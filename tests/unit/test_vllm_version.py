@@ -1,0 +1,59 @@
+"""What older supported versions of vLLM lack is refused by name."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+
+import pytest
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.config import RLConfig
+from mcore_rl.job.preflight import check_engine
+from mcore_rl.model.config_json import model_shape
+from tests.model_shapes import CONFIGS
+
+# model, version, on CUDA, --rl-routing-replay -> the start of the refusal; "" if there is none
+CASES = [
+    ("deepseek-v3", "0.28.0", False, "off", "--rl-hf-checkpoint folder needs vllm 0.29.0 or newer"),
+    ("deepseek-v3", "0.28.0", True, "off", ""),
+    ("deepseek-v3", "0.29.0", False, "off", ""),
+    ("deepseek-v3", "0.29.0", False, "r3", "--rl-routing-replay r3 needs vllm 0.30.0 or newer"),
+    ("deepseek-v3", "0.30.0", False, "r3", ""),
+    ("deepseek-v3", "0.30.0+cu130", True, "r3", "--rl-routing-replay r3 needs vllm 0.31.0 or"),
+    ("deepseek-v3", "0.31.0", True, "r3", ""),
+    ("qwen3-30b-a3b", "0.28.0", False, "r2", ""),
+    ("gpt-oss-20b", "0.28.0", True, "off", "--rl-hf-checkpoint folder needs vllm 0.29.0 or newer"),
+    ("gpt-oss-20b", "0.29.0", True, "off", ""),
+    ("minimax-m2", "0.29.0", False, "off", "--rl-hf-checkpoint folder needs vllm 0.30.0 or newer"),
+    ("glm-4.5", "0.28.0", False, "off", ""),
+    ("minimax-m2", "0.29.0", True, "off", ""),
+    ("qwen3-0.6b", "0.28.0", False, "off", ""),
+]
+
+
+@pytest.mark.parametrize(("model", "version", "cuda", "replay", "refusal"), CASES)
+def test_what_a_version_lacks_is_refused_by_name(
+    model: str,
+    version: str,
+    cuda: bool,
+    replay: str,
+    refusal: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def installed(package: str) -> str:
+        if package != "vllm":
+            raise importlib.metadata.PackageNotFoundError
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    file = CONFIGS / f"{model}.json"
+    shape = model_shape(json.loads(file.read_text()), file)
+    config = RLConfig.of(hf_checkpoint="folder", routing_replay=replay)
+    if not refusal:
+        check_engine(config, shape, cuda=cuda)
+        return
+    with pytest.raises(UsageError, match=refusal) as refused:
+        check_engine(config, shape, cuda=cuda)
+    assert f"the installed {version} cannot" in refused.value.found
+    assert "scripts/setup_env.sh, which installs 0.32.0, or" in refused.value.remedy

@@ -66,6 +66,24 @@ def drafting(checkpoint: str, modes: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def greedily(checkpoint: str, modes: Sequence[str]) -> dict[str, Any]:
+    """The greedy tokens of an engine of each mode, and how many of them were drafted.
+
+    In float32, where checking drafts in a batch hardly rounds otherwise.
+    """
+    dist.init_process_group("gloo")
+    found = {}
+    for mode in modes:
+        config = small_engine(
+            Path(checkpoint), dtype="float32", speculation=parse_speculation(mode)
+        )
+        engine = VLLMEngine(config)
+        tokens = _greedy(engine)
+        found[mode] = {"tokens": tokens, "accepted": engine.take_draft_counts().num_accepted}
+        engine.close()
+    return found
+
+
 def _engine(checkpoint: Path, mode: str, dtype: str) -> VLLMEngine:
     config = small_engine(
         checkpoint,

@@ -78,8 +78,18 @@ def test_a_run_resumes_bit_for_bit(job: TinyJob) -> None:
     assert_resumed(job)
 
 
-def test_drafts_are_accepted(job: TinyJob) -> None:
-    assert max(metrics["rollout/draft_acceptance"] for metrics in job.steps.values()) > 0
+def test_greedy_tokens_are_those_without_drafts(
+    pool: RankPool, checkpoint_factory: Callable[..., Path]
+) -> None:
+    checkpoint = checkpoint_factory("qwen3_moe")
+    (found,) = pool.run(
+        "tests.dist.speculation_jobs:greedily",
+        world_size=1,
+        checkpoint=checkpoint,
+        modes=["off", "ngram:3"],
+    )
+    assert found["ngram:3"]["tokens"] == found["off"]["tokens"]
+    assert found["ngram:3"]["accepted"] > 0
 
 
 def test_summary_names_the_packages_that_ran_and_they_fit(version: str, job: TinyJob) -> None:

@@ -18,6 +18,7 @@ standins.cuda_device()
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
+from mcore_rl.common import vllm_version  # noqa: E402
 from mcore_rl.hybrid_engine.vllm.startup import EngineConfig, engine_arguments  # noqa: E402
 from mcore_rl.model.speculation import Speculation  # noqa: E402
 from mcore_rl.patches.vllm import patches, platform, rank_map  # noqa: E402
@@ -63,5 +64,6 @@ def unknown_arguments() -> list[tuple[str, str, str]]:
 found = unknown_arguments()
 with mock.patch.object(type(current_platform), "is_cpu", lambda self: True):
     with mock.patch.object(platform, "is_supported", lambda version: True):
-        found += unfit_patches()
+        with mock.patch.object(vllm_version, "PACKAGES", ("vllm",)):  # not the environment's
+            found += unfit_patches()
 print(json.dumps(found))

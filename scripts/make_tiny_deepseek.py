@@ -27,12 +27,14 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/ is not a package
 
-import tiny_task  # noqa: E402
-
 from mcore_rl.common.errors import UsageError  # noqa: E402
 
 if TYPE_CHECKING:
     import torch
+
+    from scripts import tiny_task
+else:
+    import tiny_task
 
 # Values of --arch: a model_type, or (the last two) a model whose config.json differs from others of
 # its model_type in more than sizes.
@@ -306,7 +308,7 @@ def _write_checkpoint(folder: Path, config: dict[str, Any], *, warm_up: bool, se
     ).save_pretrained(folder)
 
 
-def _empty_model(config: Mapping[str, Any]) -> torch.nn.Module:
+def _empty_model(config: Mapping[str, Any]) -> Any:
     """Make the model in float32, with the model_type of its class, which decides its saved form."""
     import transformers
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +134,8 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Return the ids of each prompt in the chat template, as in the trainer."""
     chats = [[{"role": "user", "content": problem.prompt}] for problem in problems]
-    return tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
+    encoded: Any = tokenizer.apply_chat_template(chats, add_generation_prompt=True)
+    return encoded["input_ids"]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -173,7 +174,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def initialize(model: torch.nn.Module, seed: int) -> None:
+def initialize(model: Any, seed: int) -> None:
     """Set the weights for the fastest warm-up: fan-in scaled, branches damped."""
     import torch
 
@@ -250,7 +251,8 @@ def _matrices_and_others(
     model: torch.nn.Module,
 ) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
     """Return the matrices for Muon, including stacks of experts' matrices, and the rest."""
-    matrices, others = [], []
+    matrices: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
         no_matrix = any(part in name for part in ("embed_tokens", "lm_head", "mlp.gate.weight"))
         (others if parameter.dim() == 1 or no_matrix else matrices).append(parameter)
@@ -351,7 +353,7 @@ def sample_accuracy(
     num_right = 0
     for problem, row in zip(problems, token_ids[:, num_prompt_tokens:].tolist(), strict=True):
         end = row.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in row else len(row)
-        integers = re.findall(r"\d+", tokenizer.decode(row[:end]))
+        integers = re.findall(r"\d+", str(tokenizer.decode(row[:end])))
         num_right += bool(integers) and integers[-1] == problem.answer
     return num_right / len(problems)
 

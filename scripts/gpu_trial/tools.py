@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path.insert(0, str(ROOT))
 
 LARGEST_MEAN_DIFFERENCE = 0.1  # of log-probs
 # Sizes that replace those of benchmarks/cases.py: on a GPU 1.7 GB dense and 1.5 GB with experts, so
@@ -37,9 +37,8 @@ _MEASURED_ENDINGS = ("_seconds", "_peak_bytes")
 
 
 def sized(kind: str, folder: str) -> str | None:
-    from make_tiny_deepseek import make_checkpoint
-
     from benchmarks.cases import DENSE, MOE
+    from scripts.make_tiny_deepseek import make_checkpoint
 
     model = DENSE if kind == "dense" else MOE
     sizes = _ON_GPU[kind] if os.environ["HAS_CUDA"] == "1" else _ON_CPU

@@ -16,7 +16,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tests.cuda import megatron_models
 
@@ -75,11 +75,11 @@ def built(job: megatron_models.Job, rank: int, everywhere: dict[str, list[Box]])
         shards = ModelShards([model], job.shape, layout, rank, tensor_infos(job.shape))
         for tensor in shards.tensors():
             everywhere[tensor].extend(shards.boxes(tensor))
-        weights = dict(model.named_parameters())
+        weights: dict[str, torch.Tensor] = dict(model.named_parameters())
         weights |= {name: b for name, b in model.named_buffers() if name in model.state_dict()}
         by_megatron = {
             name: shards_of(entry)
-            for name, entry in model.sharded_state_dict().items()
+            for name, entry in cast(Any, model).sharded_state_dict().items()
             if name in weights
         }
 

@@ -56,7 +56,8 @@ def set_apex(has_apex: bool) -> None:
     for name in ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"):
         setattr(module, name, standins.needs_gpu(f"{_APEX}.{name}"))
     sys.modules[_APEX] = module if has_apex else None  # type: ignore[assignment]
-    if layers := sys.modules.get("megatron.core.tensor_parallel.layers"):
+    layers: Any = sys.modules.get("megatron.core.tensor_parallel.layers")
+    if layers is not None:
         layers._grad_accum_fusion_available = has_apex
 
 

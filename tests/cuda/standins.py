@@ -55,8 +55,9 @@ def transformer_engine_extension() -> bool:
 
     constants = Path(common.__file__).parents[1] / "pytorch" / "constants.py"
     names = re.findall(r"^    (k\w+) = int\(tex\.DType\.", constants.read_text(), re.MULTILINE)
-    module = _CompiledModule("transformer_engine_torch")
-    module.DType = enum.IntEnum("DType", [(name, _TE_TYPES[name]) for name in names])
+    module: Any = _CompiledModule("transformer_engine_torch")
+    members = [(name, _TE_TYPES[name]) for name in names]
+    module.DType = enum.IntEnum("DType", members)  # type: ignore[misc]
     module.get_cudnn_version = lambda: 92000
     sys.modules["transformer_engine_torch"] = module
     common.load_framework_extension = lambda framework: None
@@ -147,7 +148,7 @@ def vllm_libraries() -> bool:
         module = ModuleType(f"vllm.{name}")
         module.__spec__ = ModuleSpec(module.__name__, None)
         sys.modules[module.__name__] = module
-    namespace = type(torch.ops._C)
+    namespace: Any = type(torch.ops._C)
     found = namespace.__getattr__
 
     def operator(self: Any, name: str) -> Any:
@@ -157,7 +158,7 @@ def vllm_libraries() -> bool:
             if self.name not in _OPERATORS or name.startswith("__"):
                 raise
         answers = "support" in name or name.startswith("get_")
-        stand_in = (lambda *_, **__: "support" in name) if answers else None
+        stand_in: Any = (lambda *_, **__: "support" in name) if answers else None
         stand_in = stand_in or needs_gpu(f"torch.ops.{self.name}.{name}")
         stand_in.default = stand_in.out = stand_in
         return stand_in
@@ -271,8 +272,8 @@ def cuda_device(capability: tuple[int, int] = (9, 0)) -> None:
     for question in ("set_device_index", "empty_cache", "synchronize"):
         setattr(torch.accelerator, question, _always(None))
     torch.accelerator.is_available = _always(True)
-    torch.cuda.Stream = torch.cuda.Event = Stream
-    torch.cuda.current_stream = torch.cuda.stream = torch.cuda.default_stream = Stream
+    for made in ("Stream", "Event", "current_stream", "stream", "default_stream"):
+        setattr(torch.cuda, made, Stream)
 
 
 def _nvml(capability: tuple[int, int]) -> None:

@@ -69,7 +69,7 @@ def pretend(capability: tuple[int, int]) -> None:
         spec = ModuleSpec("flashinfer.comm", None, is_package=True)
         sys.modules[spec.name] = module_from_spec(spec)
         # And by which the ranks of MiniMax-M2's norms do; as between devices that cannot, without.
-        fused = ModuleType("vllm.model_executor.layers.minimax_rms_norm.lamport_workspace")
+        fused: Any = ModuleType("vllm.model_executor.layers.minimax_rms_norm.lamport_workspace")
         fused.get_allreduce_workspace = standins.needs_gpu("get_allreduce_workspace")
         sys.modules[fused.__name__] = fused
     torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
@@ -155,11 +155,11 @@ def _map_memory() -> None:
             yield SimpleNamespace(snapshot=lambda: []), allocations
 
     wrapper.CudaRTLibrary = _Runtime
-    library = import_module("vllm.cumem_allocator")
+    library: Any = import_module("vllm.cumem_allocator")
     library.init_module = None
     library.python_create_and_map = lambda *_: None
     library.python_unmap_and_release = unmap
-    cumem = import_module("vllm.device_allocator.cumem")
+    cumem: Any = import_module("vllm.device_allocator.cumem")
     cumem.use_memory_pool_with_allocator = pool
     cumem.current_alloc_conf = lambda: ""
 

@@ -20,8 +20,8 @@ from unittest.mock import Mock, patch
 
 from tests.cuda import vllm_model
 
-capability = tuple(int(number) for number in sys.argv[1].split("."))
-vllm_model.pretend(capability)
+major, minor = map(int, sys.argv[1].split("."))
+vllm_model.pretend((major, minor))
 
 import torch  # noqa: E402
 
@@ -100,7 +100,7 @@ def reloaded(
     moved: set[str] = set()
     replaced: set[str] = set()
     differing = []
-    copies = []
+    copies: list[Any] = []
     for weights in (first, second, first):
         engine._worker.sleep(level=2)
         engine._worker.wake_up(["weights"])
@@ -149,7 +149,7 @@ def chosen(engine: Any) -> dict[str, Any]:
     """Which kernels vLLM has chosen."""
     experts, attention, linear = set(), set(), set()
     for module in engine.model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         backend = getattr(method, "unquantized_backend", getattr(method, "fp8_backend", None))
         if backend is not None:
             experts.add(f"{backend.name} {method.experts_cls.__name__}")
@@ -221,7 +221,7 @@ def place(tensors: Mapping[str, torch.Tensor], path: str) -> Place | None:
 
 def digest(tensor: torch.Tensor) -> str:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(data.numpy(), digest_size=16).hexdigest()
+    return hashlib.blake2b(data.numpy().data, digest_size=16).hexdigest()
 
 
 found = {}

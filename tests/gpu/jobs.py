@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from mcore_rl.batching.types import Prompt
 from mcore_rl.hybrid_engine.switch_report import ReshardReport
 from mcore_rl.hybrid_engine.transfer.transfer import Transfer
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.model.boxes import Box
 from mcore_rl.trainer.build import build_manager, build_offloader, engine_config
 from mcore_rl.verify import stored_digests
 from tests.dist.jobs import first_mini_batch, random_tokens, rank_batch, started
@@ -146,10 +148,8 @@ def transfers_and_objects(num_plans: int) -> dict[str, Any]:
         world = World(seed)
         for bucket_bytes in (100, 1 << 20):
             transfer = Transfer(world.plan, world.tensors, bucket_bytes=bucket_bytes, device=device)
-            arriving = transfer.stream(
-                lambda name, box, world=world: world.read(name, box).to(device)
-            )
-            found: dict[str, list] = {}
+            arriving = transfer.stream(partial(_read_to, device, world))
+            found: dict[str, list[Any]] = {}
             for name, pieces in arriving:
                 assert all(data.device.type == device.type for _, data in pieces)
                 found.setdefault(name, []).extend((box, data.cpu()) for box, data in pieces)
@@ -164,6 +164,10 @@ def transfers_and_objects(num_plans: int) -> dict[str, Any]:
     dist.destroy_process_group()
     ranks = [found["rank"] for found in gathered]
     return {"num_plans": num_plans, "ranks": ranks, "taken": taken}
+
+
+def _read_to(device: torch.device, world: World, name: str, box: Box) -> torch.Tensor:
+    return world.read(name, box).to(device)
 
 
 def reference_swaps(flags: list[str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -46,7 +47,7 @@ def in_use() -> tuple[int, int]:
     return torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
 
 
-def offloader(tensors: dict, **options) -> Offloader:
+def offloader(tensors: dict[str, list[tuple[str, torch.Tensor]]], **options: Any) -> Offloader:
     device = torch.device("cuda", torch.cuda.current_device()) if HAS_CUDA else DEVICE
     return Offloader(lambda: tensors, ALL, device=device, chunk_bytes=32 * MIB, **options)
 

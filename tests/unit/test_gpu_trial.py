@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,26 @@ def test_commands_are_valid_shell() -> None:
         for word in code.split():
             if word.startswith(("scripts/", "tests/", "benchmarks/")) and word.endswith(".py"):
                 assert (ROOT / word).is_file(), word
+
+
+FAULTS = """
+from mcore_rl.job import preflight
+from scripts import kill_test
+preflight.check_vllm_version = lambda: None
+def ending_of(ending: kill_test.Ending, kill: kill_test.Kill) -> list[str]:
+    return kill_test.faults_of_kill(ending, kill)
+"""
+
+
+@pytest.mark.slow
+def test_type_checker_finds_missing_names_and_arguments(tmp_path: Path) -> None:
+    """Faults of this kind ended stages of the trial that no CPU had run."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    assert {"scripts", "tests/gpu", "tests/cuda"} <= set(settings["files"])
+    (tmp_path / "faults.py").write_text(FAULTS)
+    command = [sys.executable, "-m", "mypy", str(tmp_path / "faults.py")]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    assert '"check_vllm_version"' in said and 'argument "folder" in call to' in said, said
 
 
 def test_ratios_of_switch_are_medians_of_slowest_rank(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from mcore_rl.common.admitted_torch import is_admitted
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.megatron_version import NEWEST, OLDEST, find_megatron
 from mcore_rl.common.megatron_version import PACKAGE as MEGATRON
@@ -72,7 +73,7 @@ def apply_patch(patch: Patch) -> bool:
     if patch.name in _applied or not is_needed(patch):
         return False
     package, version = installed(patch)
-    if not patch.supports(version):
+    if not patch.supports(version) and not (package == "torch" and is_admitted(version)):
         raise UsageError(
             f"patch {patch.name} ({patch.reason}) knows {package} {patch.supported}, not the "
             f"installed {version}",

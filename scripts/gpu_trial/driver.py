@@ -4,11 +4,15 @@
     --from STAGE           begin with this stage; --only STAGE ... : only these
     --model DIR            a real small model in addition to the tiny ones (with --prompts)
     --out DIR              folder of the results (default: a new folder in runs/)
+    --parts DIR            install from the parts of scripts/gpu_trial/pack.py that are in DIR, and
+                           run what has not run yet; may be called again as parts arrive
+    --seconds N            time for all stages together
 
 A stage is a shell command of `stages.py` with a limit of at most 8 minutes, after which it ends
 with everything that it started. A stage that fails does not stop the next one. Each writes
-`OUT/NN-STAGE.json` and `OUT/NN-STAGE.log`; `OUT/trial.md` is the page of results, rewritten after
-every stage. Without a GPU everything runs on the CPU by the same commands, with the CPU's figures.
+`OUT/NN-STAGE.json` and `OUT/NN-STAGE.log`; after every stage, and at a signal, `OUT/trial.md`, the
+page of results, and `OUT/trial.json`, all of them in one file, are written anew. Without a GPU
+everything runs on the CPU by the same commands, with the CPU's figures.
 
 Exit code: the number of stages that failed; 64 for a mistake in the arguments; 130 and 143 if ended
 by a signal. Only the standard library is used, because the environment may have to be made first.
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
@@ -31,8 +36,16 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.gpu_trial.page import FAILED, PASSED, SKIPPED, page  # noqa: E402
-from scripts.gpu_trial.processes import run_limited  # noqa: E402
+from scripts.gpu_trial.page import (  # noqa: E402
+    FAILED,
+    INTERRUPTED,
+    PASSED,
+    SKIPPED,
+    WAITING,
+    page,
+)
+from scripts.gpu_trial.parts import Manifest  # noqa: E402
+from scripts.gpu_trial.processes import MARK, run_limited  # noqa: E402
 from scripts.gpu_trial.stages import (  # noqa: E402
     ENVIRONMENT,
     MOST_SECONDS,
@@ -40,12 +53,14 @@ from scripts.gpu_trial.stages import (  # noqa: E402
     STAGES,
     Stage,
     missing,
+    waits_for,
 )
 
 EXIT_USAGE = 64
 MOST_FAILED = 63
 TAIL_CHARACTERS = 6000
 MOST_SHOWN = 40
+LEAST_SECONDS = 15.0  # in which a stage can show something
 COMMANDS = ROOT / "scripts" / "gpu_trial" / "commands.sh"
 _ERROR = re.compile(r"mcore_rl: error: |^\s*(\[rank\d+\]: ?)?[\w.]*(Error|Exception|Interrupt)\b")
 Json = dict[str, Any]
@@ -77,6 +92,11 @@ def read_options(tokens: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSONL for --model")
     devices = "GPUs to use, or processes where there is none (default: all GPUs, or the cores)"
     parser.add_argument("--devices", type=int, metavar="N", help=devices)
+    parts = "wheels for a machine without a registry, by pack.py; stages that have run are left out"
+    parser.add_argument("--parts", type=Path, metavar="DIR", help=parts)
+    parser.add_argument(
+        "--seconds", type=float, metavar="N", help="time for all stages (default: no limit)"
+    )
     limit = f"of every stage, instead of its own (at most {MOST_SECONDS})"
     parser.add_argument("--limit", type=float, metavar="SECONDS", help=limit)
     options = parser.parse_args(tokens)
@@ -86,6 +106,16 @@ def read_options(tokens: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--devices {options.devices} must be at least 1")
     if options.limit is not None and not 0 < options.limit <= MOST_SECONDS:
         parser.error(f"--limit {options.limit:g} must be above 0 and at most {MOST_SECONDS}")
+    if options.seconds is not None and options.seconds <= 0:
+        parser.error(f"--seconds {options.seconds:g} must be above 0")
+    if options.parts is not None:
+        try:
+            options.torch = Manifest.read(options.parts).torch
+        except (OSError, ValueError, KeyError, TypeError) as fault:
+            parser.error(
+                f"--parts {options.parts} has no list of parts ({fault}); name the folder "
+                "that scripts/gpu_trial/pack.py wrote"
+            )
     if options.model is not None and not (options.model / "config.json").is_file():
         parser.error(f"--model {options.model} has no config.json; name a Hugging Face folder")
     if options.prompts is not None and not options.prompts.is_file():
@@ -102,6 +132,7 @@ class Trial:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.stages = options, options.stages
+        self.deadline = time.monotonic() + (options.seconds or math.inf)
         moment = time.strftime("%Y%m%d-%H%M%S")
         self.out = (options.out or ROOT / "runs" / f"gpu-trial-{moment}").absolute()
         self.work = (options.work or self.out / "work").absolute()
@@ -119,32 +150,61 @@ class Trial:
 
     def run(self) -> int:
         """Run all stages; return the number that failed."""
-        for stage in self.stages:
+        if self.options.parts and self.options.torch:
+            say(f"torch {self.options.torch} is admitted, whatever mcore_rl supports")
+        stages = [stage for stage in self.stages if not self._has_run(stage)]
+        for stage in stages:
             say(f"{stage.name}: {stage.shows}")
-            result = self.results[stage.name] = self._result(stage)
-            self._file(stage, "json").write_text(json.dumps(result, indent=1) + "\n")
-            ordered = [self.results.get(name, {"stage": name}) for name in NAMES]
-            (self.out / "trial.md").write_text(page(ordered, self.facts))
-            why = result.get("why") or ""
-            say(f"{stage.name}: {result['status']} after {result['seconds']} s  {why}")
+            started = time.monotonic()
+            try:
+                self._write(stage, self._result(stage))
+            except SystemExit as end:  # of a signal
+                seconds = round(time.monotonic() - started, 1)
+                why = f"ended by signal {int(end.code or 0) - 128}"
+                self._write(stage, {**self._about(stage, INTERRUPTED, why), "seconds": seconds})
+                raise
         say(f"the page is {self.out / 'trial.md'}")
-        failed = [s for s in self.stages if self.results[s.name]["status"] == FAILED]
+        failed = [s for s in stages if self.results[s.name]["status"] == FAILED]
         return min(len(failed), MOST_FAILED)
+
+    def _has_run(self, stage: Stage) -> bool:
+        """Return whether an earlier visit has run a stage that need not be run again."""
+        if not self.options.parts or self.options.only or stage.name == ENVIRONMENT:
+            return False
+        return self.results.get(stage.name, {}).get("status") in (PASSED, FAILED)
+
+    def _write(self, stage: Stage, result: Json) -> None:
+        """Write a stage's result, and the page and the file of all results."""
+        self.results[stage.name] = result
+        self._file(stage, "json").write_text(json.dumps(result, indent=1) + "\n")
+        ordered = [self.results.get(name, {"stage": name}) for name in NAMES]
+        (self.out / "trial.json").write_text(json.dumps(ordered, indent=1) + "\n")
+        (self.out / "trial.md").write_text(page(ordered, self.facts))
+        why = result.get("why") or ""
+        say(f"{stage.name}: {result['status']} after {result['seconds']} s  {why}")
+
+    def _about(self, stage: Stage, status: str, why: str | None = None) -> Json:
+        facts: Json = {"stage": stage.name, "shows": stage.shows, "ended": time.time()}
+        return {**facts, "status": status, "seconds": 0.0, **({"why": why} if why else {})}
 
     def _result(self, stage: Stage) -> Json:
         """Run a stage, or skip it with the reason."""
-        about: Json = {"stage": stage.name, "shows": stage.shows, "started": time.time()}
+        left = self.deadline - time.monotonic()
+        if left < LEAST_SECONDS:
+            return self._about(stage, SKIPPED, f"--seconds {self.options.seconds:g} are over")
         if stage.name != ENVIRONMENT:
             self.facts = self.facts or self._read_facts()
+            if parts := waits_for(stage, self.facts):
+                return self._about(stage, WAITING, f"for {parts}")
             if reason := missing(stage, self.facts):
-                return {**about, "status": SKIPPED, "why": reason, "seconds": 0.0}
+                return self._about(stage, SKIPPED, reason)
         log = self._file(stage, "log")
         outcome = run_limited(
             shell(f"{stage.command}\nexit $failed"),
             cwd=ROOT,
             log=log,
             environment=self._environment(),
-            limit_seconds=self.options.limit or stage.limit_seconds,
+            limit_seconds=min(left, self.options.limit or stage.limit_seconds),
         )
         if stage.name == ENVIRONMENT:
             self.facts = self._read_facts()
@@ -152,9 +212,8 @@ class Trial:
         why = fault(stage, outcome, text)
         shown = [m[0] for p in stage.expects for m in re.finditer(p, text, re.MULTILINE)]
         result = {
-            **about,
+            **self._about(stage, FAILED if why else PASSED),
             **outcome,
-            "status": FAILED if why else PASSED,
             "command": stage.command,
             "commands": re.findall(r"^\+ (.*)", text.replace(f"{ROOT}/", ""), re.MULTILINE),
             "found": [line.strip() for line in shown[:MOST_SHOWN]],
@@ -165,34 +224,38 @@ class Trial:
 
     def _environment(self) -> dict[str, str]:
         """Return the environment of a stage, with the variables of `commands.sh`."""
-        model, prompts = self.options.model, self.options.prompts
+        model, prompts, parts = self.options.model, self.options.prompts, self.options.parts
+        admitted = {"MCORE_RL_ADMIT_TORCH": self.options.torch} if parts else {}
         return {
+            **admitted,
             **os.environ,
             "OUT": str(self.out),
             "WORK": str(self.work),
             "HAS_CUDA": str(int(self.facts.get("has_cuda", False))),
             "MODEL": str(model.absolute()) if model else "",
             "PROMPTS": str(prompts.absolute()) if prompts else "",
+            "PARTS": str(parts.absolute()) if parts else "",
         }
 
     def _read_facts(self) -> Json:
         """Return what `facts.py` finds in the environment of the stages."""
         code = "[[ -n $BASE ]] && python scripts/gpu_trial/facts.py"
+        environment = {**self._environment(), MARK: "facts"}
         done = subprocess.run(
-            shell(code), cwd=ROOT, env=self._environment(), capture_output=True, text=True
+            shell(code), cwd=ROOT, env=environment, capture_output=True, text=True
         )
         if done.returncode:
             why = done.stderr.strip() or "no Python with torch and megatron.core was found"
-            return {"has_cuda": False, "devices": 0, "missing": {"torch": why[-400:]}}
-        facts = json.loads(done.stdout.splitlines()[-1])
+            return {"has_cuda": False, "devices": 0, "missing": {"torch": why[-400:]}, "waits": {}}
+        facts: Json = json.loads(done.stdout.splitlines()[-1])
         if self.options.devices is not None:
             most = facts["devices"] if facts["has_cuda"] else self.options.devices
             facts["devices"] = min(self.options.devices, most)
         return facts
 
 
-def has_environment() -> bool:
-    variables = {**os.environ, "HAS_CUDA": "0"}
+def has_environment(parts: Path | None) -> bool:
+    variables = {**os.environ, "HAS_CUDA": "0", "PARTS": str(parts or "")}
     return not subprocess.run(shell("[[ -n $BASE ]]"), cwd=ROOT, env=variables).returncode
 
 
@@ -242,7 +305,8 @@ def main(tokens: Sequence[str] | None = None) -> int:
         print_stages()
         return 0
     try:
-        if ENVIRONMENT not in [stage.name for stage in options.stages] and not has_environment():
+        names = [stage.name for stage in options.stages]
+        if ENVIRONMENT not in names and not has_environment(options.parts):
             raise OSError(
                 "no Python with torch and Megatron is here; begin with the stage environment, or "
                 "name an environment by MCORE_RL_ENV=DIR"

@@ -1,5 +1,6 @@
 """Print what is installed next to this Python, as JSON: `has_cuda`, `devices` (GPUs, or cores
-without one), and `missing` (required module -> why it cannot be imported)."""
+without one), `missing` (required module -> why it cannot be imported), and `waits` (required module
+-> the parts that bring it and have not arrived)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.gpu_trial.parts import waiting  # noqa: E402
 
 # Imported in a process of its own, because some builds crash it.
 _IMPORTED = {"torch": "import torch", "vllm": "from vllm import LLM, SamplingParams"}
@@ -37,7 +43,9 @@ def facts() -> dict[str, Any]:
 
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     cores = len(os.sched_getaffinity(0))
-    return {"has_cuda": devices > 0, "devices": devices or cores, "missing": missing}
+    waits = waiting(Path(parts)) if (parts := os.environ.get("PARTS")) else {}
+    found = {"has_cuda": devices > 0, "devices": devices or cores}
+    return {**found, "missing": missing, "waits": waits}
 
 
 if __name__ == "__main__":

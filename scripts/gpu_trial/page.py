@@ -6,7 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
-_MARKS = {PASSED: "passed", FAILED: "**FAILED**", SKIPPED: "skipped", None: "not run"}
+WAITING = "waiting"  # for parts
+INTERRUPTED = "interrupted"  # by a signal, as at the end of a visit
+STATUSES = (PASSED, FAILED, SKIPPED, WAITING, INTERRUPTED)
+_MARKS = {**dict(zip(STATUSES, STATUSES)), FAILED: "**FAILED**"}  # noqa: B905 (Python 3.9)
 _TAIL_LINES = 40
 
 
@@ -14,7 +17,11 @@ def page(results: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
     """Return the complete page. A result without `status` was not run."""
     facts = next((r["facts"] for r in results if r.get("facts")), {}) | dict(facts)
     kind = "GPUs" if facts.get("has_cuda") else "processes on the CPU; **no GPU: figures of a CPU**"
-    counts = [f"{_count(results, status)} {status}" for status in (PASSED, FAILED, SKIPPED)]
+    counts = [
+        f"{count} {status}"
+        for status in STATUSES
+        if (count := _count(results, status)) or status in (PASSED, FAILED, SKIPPED)
+    ]
     failed = [result["stage"] for result in results if result.get("status") == FAILED]
     lines = [
         "# GPU trial",
@@ -32,7 +39,7 @@ def page(results: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
         "in use before the stage; of several devices the highest.",
     ]
     for result in results:
-        if result.get("status") in (PASSED, FAILED):
+        if result.get("status") in (PASSED, FAILED, INTERRUPTED):
             lines += ["", f"## {result['stage']}: {result['status']}", "", *_stage(result)]
     return "\n".join(lines) + "\n"
 
@@ -47,7 +54,7 @@ def _row(result: Mapping[str, Any]) -> str:
     peak = max((highest - before for highest, before in pairs), default=None)
     cells = (
         result["stage"],
-        _MARKS[result.get("status")],
+        _MARKS.get(result.get("status", ""), "not run"),
         str(result.get("seconds", "-")),
         str(result.get("limit_seconds", "-")),
         "-" if peak is None else f"{peak / 1e9:.2f}",

@@ -1,7 +1,9 @@
 """The stages of the trial: a table of shell commands. Pure; standard library only.
 
-Commands use the functions of `commands.sh`. A stage passes if its command ends with 0 and the
-output has a match for each pattern of `expects`; the page shows the matching lines.
+The order is that of information per minute: first what needs no vLLM, then the engine, whole jobs,
+figures, and several devices. Commands use the functions of `commands.sh`. A stage passes if its
+command ends with 0 and the output has a match for each pattern of `expects`; the page shows the
+matching lines.
 """
 
 from __future__ import annotations
@@ -68,19 +70,13 @@ STAGES = (
         packages=(),
     ),
     Stage(
-        "doctor",
-        "mcore-rl doctor on the tiny job",
-        "doctor",
-        limit_seconds=240,
-        packages=("torch",),
-    ),
-    Stage(
         "gpu-tests",
         "tests/gpu, what needs no engine: offload, Megatron's side alone, NCCL, Megatron-FSDP",
         f"gpu_tests {_NO_ENGINE_TESTS} tests/gpu",
         (r"^=+ .*\d+ passed.*",),
         packages=("torch", "megatron.training", "pytest"),
     ),
+    Stage("doctor", "mcore-rl doctor on the tiny job", "doctor", limit_seconds=240),
     Stage(
         "gpu-engine",
         "tests/gpu, the engine: sleep and wake, reload in place under graphs, training beside it",
@@ -97,35 +93,21 @@ STAGES = (
     Stage("verify-graphs", "the same with CUDA graphs", _verify_each(""), _VERIFIED),
     Stage(
         "train",
-        "three GRPO steps, everything offloaded, proved in full, exported",
+        "three GRPO steps whose responses end by EOS, experts of the engine replayed (r3), "
+        "everything offloaded, proved in full, exported",
         f"""exported=$(fresh exported)/hf
-train "everything offloaded" "$(tiny)" 1 --rl-num-steps 3 {_OFFLOAD} \\
-    --rl-attest full --rl-export-hf "$exported"
+train "everything offloaded" "$(ending)" 1 --rl-num-steps 3 {_OFFLOAD} --rl-attest full \\
+    --rl-routing-replay r3 --rl-max-response-tokens 64 --rl-export-hf "$exported"
+tool ended "$RUN"
 grep "[[]Offload[]]" "$RUN/run.log" | tail -n 1
 tool names "$(tiny)" "$exported" """,
-        (*_TRAINED, r"^.*\[Offload\].*", r"^\d+ tensors exported"),
+        (*_TRAINED, r"^\d+ of \d+ responses .*", r"^.*\[Offload\].*", r"^\d+ tensors exported"),
     ),
     Stage(
         "resume",
         "a run is killed and goes on; metrics and weights bit for bit",
         "resume",
         (r"^1 of 1 kills went as they should", r"^\d+ metrics equal"),
-    ),
-    Stage(
-        "switch",
-        "seconds and bytes a second of a switch beside a copy on the device",
-        f"""dense=${{MODEL:-$(sized dense)}}
-switch "dense, no proof" "$dense" 1 --rl-attest off --rl-offload none
-switch "dense" "$dense" 1 --rl-offload none
-switch "MoE" "$(sized moe)" 1 --rl-offload none
-switch "dense, all proved, all offloaded" "$dense" 1 --rl-attest full {_OFFLOAD}""",
-        _SWITCHED,
-    ),
-    Stage(
-        "step-time",
-        "seconds of a step, beside TRL with vLLM colocated where it is installed",
-        "step_time",
-        (r"^step of .*",),
     ),
     Stage(
         "trace",
@@ -140,6 +122,22 @@ for queues in 1 8; do
     cat "$RUN/trace/table.txt"
 done""",
         _TRAINED,
+    ),
+    Stage(
+        "step-time",
+        "seconds of a step, beside TRL with vLLM colocated where it is installed",
+        "step_time",
+        (r"^step of .*",),
+    ),
+    Stage(
+        "switch",
+        "seconds and bytes a second of a switch beside a copy on the device",
+        f"""dense=${{MODEL:-$(sized dense)}}
+switch "dense, no proof" "$dense" 1 --rl-attest off --rl-offload none
+switch "dense" "$dense" 1 --rl-offload none
+switch "MoE" "$(sized moe)" 1 --rl-offload none
+switch "dense, all proved, all offloaded" "$dense" 1 --rl-attest full {_OFFLOAD}""",
+        _SWITCHED,
     ),
     Stage(
         "two-pp",
@@ -175,6 +173,13 @@ switch "TP2 EP4 -> TP2 DP2 EP4" "$(sized moe)" 4 {_EP_DP}""",
     ),
 )
 NAMES = tuple(stage.name for stage in STAGES)
+
+
+def waits_for(stage: Stage, facts: Mapping[str, Any]) -> str | None:
+    """Return the parts to come that bring what the stage lacks; None if they do not."""
+    lacking = [package for package in stage.packages if package in facts["missing"]]
+    to_come = [facts.get("waits", {}).get(package) for package in lacking]
+    return "; ".join(dict.fromkeys(to_come)) if to_come and all(to_come) else None
 
 
 def missing(stage: Stage, facts: Mapping[str, Any]) -> str | None:

@@ -1,6 +1,8 @@
 """Small checks for the stages' commands; each prints what it found and exits with 1 if it is wrong.
 
 python scripts/gpu_trial/tools.py sized dense|moe FOLDER      make a checkpoint
+python scripts/gpu_trial/tools.py ending CHECKPOINT FOLDER    a copy whose responses end by EOS
+python scripts/gpu_trial/tools.py ended RUN_DIR               whether all responses of a step did
 python scripts/gpu_trial/tools.py verified NAME FILE          the result of mcore_rl.verify
 python scripts/gpu_trial/tools.py names CHECKPOINT EXPORTED   tensor names of two checkpoints
 python scripts/gpu_trial/tools.py metrics RUN_DIR RUN_DIR     steps of two runs, bit for bit
@@ -10,7 +12,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 LARGEST_MEAN_DIFFERENCE = 0.1  # of log-probs
+EOS_SCALE = 8.0
 # Sizes that replace those of benchmarks/cases.py: on a GPU 1.7 GB dense and 1.5 GB with experts, so
 # that a copy takes milliseconds; on a CPU small, so that steps take seconds.
 _ON_CPU: dict[str, Any] = dict(num_hidden_layers=4)
@@ -45,6 +50,31 @@ def sized(kind: str, folder: str) -> str | None:
     overrides = {**model.overrides, **sizes}
     make_checkpoint(folder, arch=model.arch, size=model.size, overrides=overrides)
     return None
+
+
+def ending(checkpoint: str, folder: str) -> str | None:
+    """Scale the head's row of EOS, whose logit is then large for a fifth of the tokens."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
+    file = Path(folder, "model.safetensors")
+    weights = load_file(file)
+    end = json.loads(Path(folder, "config.json").read_text())["eos_token_id"]
+    weights["lm_head.weight"][end] *= EOS_SCALE
+    save_file(weights, file, metadata={"format": "pt"})
+    return None
+
+
+def ended(run: str) -> str | None:
+    """So the last response of a rollout has ended by EOS, which leaves a scheduled step behind."""
+    steps: dict[int, list[str]] = {}
+    for line in Path(run, "rollouts.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        steps.setdefault(row["step"], []).append(row["finish_reason"])
+    reasons = [reason for step in steps.values() for reason in step]
+    print(f"{reasons.count('stop')} of {len(reasons)} responses ended by EOS")
+    by_eos = [step for step, found in steps.items() if set(found) == {"stop"}]
+    return None if by_eos else f"in each step of {run} some response ended by its length"
 
 
 def verified(name: str, file: str) -> str | None:
@@ -96,11 +126,11 @@ def _of_seed(step: dict[str, float]) -> dict[str, float]:
     }
 
 
+TOOLS: tuple[Callable[..., str | None], ...] = (sized, ending, ended, verified, names, metrics)
+
 if __name__ == "__main__":
     tool, *arguments = sys.argv[1:]
-    fault = {"sized": sized, "verified": verified, "names": names, "metrics": metrics}[tool](
-        *arguments
-    )
+    fault = {function.__name__: function for function in TOOLS}[tool](*arguments)
     if fault:
         print(f"gpu_trial: error: {fault}")
     sys.exit(fault is not None)

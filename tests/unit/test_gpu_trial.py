@@ -79,6 +79,7 @@ def test_stages_without_environment_are_refused(
         ("train", {"missing": {"vllm": "ImportError: libcuda"}}, "needs vllm, which cannot"),
         ("train", {"missing": {"megatron.training": "x"}}, "needs megatron.training"),
         ("gpu-tests", {"missing": {"vllm": "it is not installed"}}, None),
+        ("doctor", {"missing": {"vllm": "it is not installed"}}, "needs vllm"),
     ],
 )
 def test_stage_that_cannot_run_names_requirement(
@@ -155,7 +156,7 @@ def test_failed_stage_does_not_stop_next_stage(
 ) -> None:
     monkeypatch.setenv("MCORE_RL_ENV", sys.prefix)
     assert trial(tmp_path, monkeypatch, *SMALL) == 3
-    files = {f.name[3:-5]: json.loads(f.read_text()) for f in sorted(tmp_path.glob("*.json"))}
+    files = {f.name[3:-5]: json.loads(f.read_text()) for f in sorted(tmp_path.glob("*-*.json"))}
     assert {name: (file["status"], file.get("why")) for name, file in files.items()} == {
         "environment": ("passed", None),
         "doctor": ("failed", "ended with 1: mcore_rl: error: --lr is odd"),
@@ -166,7 +167,7 @@ def test_failed_stage_does_not_stop_next_stage(
     }
     assert files["train"]["commands"] == ["echo step 1 | 2 of 3"]
     assert files["train"]["found"] == ["step 1 | 2 of 3"]
-    assert (tmp_path / "02-doctor.log").read_text() == files["doctor"]["log_tail"]
+    assert (tmp_path / "03-doctor.log").read_text() == files["doctor"]["log_tail"]
     text = (tmp_path / "trial.md").read_text()
     for line in (
         "2 passed, 3 failed, 1 skipped, of 15 stages. Failed: doctor, verify-eager, resume.",
@@ -176,6 +177,9 @@ def test_failed_stage_does_not_stop_next_stage(
         "\nthe last words\n",
     ):
         assert line in text, line
+    whole = json.loads((tmp_path / "trial.json").read_text())
+    assert [result["stage"] for result in whole] == list(NAMES)
+    assert [r.get("status") for r in whole].count("failed") == 3
     # A later call for other stages keeps the results of this one.
     assert trial(tmp_path, monkeypatch, Stage("doctor", "passes now", "true")) == 0
     assert "3 passed, 2 failed, 1 skipped" in (tmp_path / "trial.md").read_text()

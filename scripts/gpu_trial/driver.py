@@ -204,7 +204,7 @@ class Trial:
             cwd=ROOT,
             log=log,
             environment=self._environment(),
-            limit_seconds=min(left, self.options.limit or stage.limit_seconds),
+            limit_seconds=min(left, self.options.limit or self._own_limit(stage)),
         )
         if stage.name == ENVIRONMENT:
             self.facts = self._read_facts()
@@ -221,6 +221,10 @@ class Trial:
             "facts": self.facts,
         }
         return {**result, "why": why, "log_tail": text[-TAIL_CHARACTERS:]} if why else result
+
+    def _own_limit(self, stage: Stage) -> float:
+        is_on_cpu = stage.name != ENVIRONMENT and not self.facts["has_cuda"]
+        return MOST_SECONDS if is_on_cpu else stage.limit_seconds
 
     def _environment(self) -> dict[str, str]:
         """Return the environment of a stage, with the variables of `commands.sh`."""
@@ -286,13 +290,18 @@ def say(line: str) -> None:
     print(f"gpu_trial: {time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
-def print_stages() -> None:
-    """Print the table of --list."""
+def table() -> list[str]:
+    """Return the stages as a table of Markdown, for --list and docs/using/gpu.md."""
+    lines = [
+        "| stage | limit, s | GPUs | needs | what it shows |",
+        "| --- | ---: | ---: | --- | --- |",
+    ]
     for stage in STAGES:
-        gpus = f"{stage.num_devices} GPUs" if stage.num_devices > 1 else ""
-        needs = ", ".join(filter(None, [gpus, *stage.packages, "CUDA" * stage.only_cuda]))
-        print(f"{stage.name:15} {stage.limit_seconds:4} s  {stage.shows}")
-        print(f"{'':23}needs {needs or 'nothing'}")
+        needs = ", ".join([*stage.packages, *["CUDA"] * bool(stage.why_cuda)]) or "-"
+        gpus = stage.num_devices if stage.packages else 0
+        cells = (f"`{stage.name}`", stage.limit_seconds, gpus, needs, stage.shows)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
 
 
 def _end(number: int, frame: object) -> NoReturn:
@@ -302,7 +311,7 @@ def _end(number: int, frame: object) -> NoReturn:
 def main(tokens: Sequence[str] | None = None) -> int:
     options = read_options(tokens)
     if options.list:
-        print_stages()
+        print(*table(), sep="\n")
         return 0
     try:
         names = [stage.name for stage in options.stages]

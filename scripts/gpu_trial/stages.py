@@ -33,9 +33,11 @@ _SWITCHED = (r"^switch of .*",)
 class Stage:
     """One stage, for example
 
-    Stage("doctor", "mcore-rl doctor on the tiny job", "doctor", limit_seconds=240)
+    Stage("doctor", "mcore-rl doctor on the tiny job", "doctor", limit_seconds=120)
 
     `packages` are the required modules, `num_devices` the required GPUs, or processes without one.
+    `why_cuda` says what a stage that needs CUDA would show without it. The limit is for a GPU;
+    without one it is MOST_SECONDS.
     """
 
     name: str
@@ -45,7 +47,7 @@ class Stage:
     limit_seconds: int = MOST_SECONDS
     num_devices: int = 1
     packages: tuple[str, ...] = _BOTH
-    only_cuda: bool = False
+    why_cuda: str = ""
 
 
 def _verify_each(flags: str) -> str:
@@ -75,8 +77,9 @@ STAGES = (
         f"gpu_tests {_NO_ENGINE_TESTS} tests/gpu",
         (r"^=+ .*\d+ passed.*",),
         packages=("torch", "megatron.training", "pytest"),
+        limit_seconds=300,
     ),
-    Stage("doctor", "mcore-rl doctor on the tiny job", "doctor", limit_seconds=240),
+    Stage("doctor", "mcore-rl doctor on the tiny job", "doctor", limit_seconds=120),
     Stage(
         "gpu-engine",
         "tests/gpu, the engine: sleep and wake, reload in place under graphs, training beside it",
@@ -89,8 +92,16 @@ STAGES = (
         "hand-over bit for bit and log-probs, tiny MoE and dense, TP1, eager",
         _verify_each(_EAGER),
         _VERIFIED,
+        limit_seconds=180,
     ),
-    Stage("verify-graphs", "the same with CUDA graphs", _verify_each(""), _VERIFIED),
+    Stage(
+        "verify-graphs",
+        "the same with CUDA graphs",
+        _verify_each(""),
+        _VERIFIED,
+        limit_seconds=240,
+        why_cuda="without graphs it is the stage before",
+    ),
     Stage(
         "train",
         "three GRPO steps whose responses end by EOS, experts of the engine replayed (r3), "
@@ -102,12 +113,14 @@ tool ended "$RUN"
 grep "[[]Offload[]]" "$RUN/run.log" | tail -n 1
 tool names "$(tiny)" "$exported" """,
         (*_TRAINED, r"^\d+ of \d+ responses .*", r"^.*\[Offload\].*", r"^\d+ tensors exported"),
+        limit_seconds=180,
     ),
     Stage(
         "resume",
         "a run is killed and goes on; metrics and weights bit for bit",
         "resume",
         (r"^1 of 1 kills went as they should", r"^\d+ metrics equal"),
+        limit_seconds=300,
     ),
     Stage(
         "trace",
@@ -115,29 +128,36 @@ tool names "$(tiny)" "$exported" """,
         f"""if [[ -n $MODEL ]]; then checkpoint=$MODEL
 elif ((HAS_CUDA)); then checkpoint=$(sized dense)
 else checkpoint=$(tiny); fi
-for queues in 1 8; do
+queues=1
+if ((HAS_CUDA)); then queues="1 8"; fi
+for queues in $queues; do
     export CUDA_DEVICE_MAX_CONNECTIONS=$queues
     train "queues $queues" "$checkpoint" 1 --rl-num-steps 3 --rl-trace 2 \\
         --save-interval 1000 {_OFFLOAD} $EAGER
     cat "$RUN/trace/table.txt"
 done""",
         _TRAINED,
+        limit_seconds=240,
     ),
     Stage(
         "step-time",
         "seconds of a step, beside TRL with vLLM colocated where it is installed",
         "step_time",
         (r"^step of .*",),
+        limit_seconds=240,
     ),
     Stage(
         "switch",
         "seconds and bytes a second of a switch beside a copy on the device",
         f"""dense=${{MODEL:-$(sized dense)}}
-switch "dense, no proof" "$dense" 1 --rl-attest off --rl-offload none
-switch "dense" "$dense" 1 --rl-offload none
+if ((HAS_CUDA)); then
+    switch "dense, no proof" "$dense" 1 --rl-attest off --rl-offload none
+    switch "dense" "$dense" 1 --rl-offload none
+fi
 switch "MoE" "$(sized moe)" 1 --rl-offload none
 switch "dense, all proved, all offloaded" "$dense" 1 --rl-attest full {_OFFLOAD}""",
         _SWITCHED,
+        limit_seconds=300,
     ),
     Stage(
         "two-pp",
@@ -145,6 +165,7 @@ switch "dense, all proved, all offloaded" "$dense" 1 --rl-attest full {_OFFLOAD}
         _several("PP2", _PP2),
         (*_VERIFIED, *_TRAINED, *_SWITCHED),
         num_devices=2,
+        limit_seconds=300,
     ),
     Stage(
         "two-tp",
@@ -152,6 +173,7 @@ switch "dense, all proved, all offloaded" "$dense" 1 --rl-attest full {_OFFLOAD}
         _several("TP2 EP2", _TP2_EP2),
         (*_VERIFIED, *_TRAINED, *_SWITCHED),
         num_devices=2,
+        limit_seconds=300,
     ),
     Stage(
         "four-tp",
@@ -161,6 +183,7 @@ switch "dense, all proved, all offloaded" "$dense" 1 --rl-attest full {_OFFLOAD}
 done""",
         _VERIFIED,
         num_devices=4,
+        limit_seconds=300,
     ),
     Stage(
         "four-ep-dp",
@@ -169,7 +192,8 @@ done""",
 switch "TP2 EP4 -> TP2 DP2 EP4" "$(sized moe)" 4 {_EP_DP}""",
         (*_VERIFIED, *_SWITCHED),
         num_devices=4,
-        only_cuda=True,
+        why_cuda="vLLM on CPU does not run experts over its own data-parallel ranks",
+        limit_seconds=300,
     ),
 )
 NAMES = tuple(stage.name for stage in STAGES)
@@ -187,8 +211,8 @@ def missing(stage: Stage, facts: Mapping[str, Any]) -> str | None:
     for package in stage.packages:
         if package in facts["missing"]:
             return f"needs {package}, which cannot be imported: {facts['missing'][package]}"
-    if stage.only_cuda and not facts["has_cuda"]:
-        return "needs CUDA: vLLM on CPU does not run experts over its own data-parallel ranks"
+    if stage.why_cuda and not facts["has_cuda"]:
+        return f"needs CUDA: {stage.why_cuda}"
     if facts["devices"] < stage.num_devices:
         kind = "GPUs" if facts["has_cuda"] else "processes (one a core, without a GPU)"
         return f"needs {stage.num_devices} {kind}; here: {facts['devices']}"

@@ -75,7 +75,8 @@ def test_stages_without_environment_are_refused(
         ("two-pp", {}, None),
         ("two-pp", {"devices": 1}, "needs 2 GPUs; here: 1"),
         ("four-tp", {"devices": 2, "has_cuda": False}, "needs 4 processes"),
-        ("four-ep-dp", {"has_cuda": False}, "needs CUDA"),
+        ("four-ep-dp", {"has_cuda": False}, "needs CUDA: vLLM on CPU"),
+        ("verify-graphs", {"has_cuda": False}, "needs CUDA: without graphs"),
         ("train", {"missing": {"vllm": "ImportError: libcuda"}}, "needs vllm, which cannot"),
         ("train", {"missing": {"megatron.training": "x"}}, "needs megatron.training"),
         ("gpu-tests", {"missing": {"vllm": "it is not installed"}}, None),
@@ -326,9 +327,12 @@ def test_installation_outlives_stage_at_limit(tmp_path: Path) -> None:
     assert "no disk" in (tmp_path / "log").read_text()
 
 
-def test_list_prints_stages() -> None:
+def test_list_prints_stages_as_documented() -> None:
     done = subprocess.run(
         ["bash", str(ROOT / "scripts" / "gpu_trial.sh"), "--list"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()[::2]] == list(NAMES)
+    rows = done.stdout.splitlines()
+    assert [row.split("`")[1] for row in rows[2:]] == list(NAMES)
+    documented = (ROOT / "docs" / "using" / "gpu.md").read_text()
+    assert done.stdout in documented, f"the table there must be\n{done.stdout}"

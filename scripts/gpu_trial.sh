@@ -5,6 +5,7 @@
 #     bash scripts/gpu_trial.sh --list               # the stages, their limits and what they need
 #     bash scripts/gpu_trial.sh --from train         # this stage and those after it
 #     bash scripts/gpu_trial.sh --only doctor train  # these stages
+#     bash scripts/gpu_trial.sh --parts DIR          # installs from parts: no registry is needed
 #
 # It starts scripts/gpu_trial/driver.py with any Python from 3.9 on; --help lists all options. The
 # stages run in the existing environment (MCORE_RL_ENV, an active one, .venv, the python3 in PATH),

@@ -14,7 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.gpu_trial.parts import waiting  # noqa: E402
+from scripts.gpu_trial.parts import KEPT, waiting  # noqa: E402
 
 # Imported in a process of its own, because some builds crash it.
 _IMPORTED = {"torch": "import torch", "vllm": "from vllm import LLM, SamplingParams"}
@@ -43,7 +43,7 @@ def facts() -> dict[str, Any]:
 
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     cores = len(os.sched_getaffinity(0))
-    waits = waiting(Path(parts)) if (parts := os.environ.get("PARTS")) else {}
+    waits = waiting(Path(sys.prefix) / KEPT) if os.environ.get("PARTS") else {}
     found = {"has_cuda": devices > 0, "devices": devices or cores}
     return {**found, "missing": missing, "waits": waits}
 

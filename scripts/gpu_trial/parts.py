@@ -1,6 +1,7 @@
 """Parts: the wheels that a machine without a registry lacks, as files of a limited size.
 
-    python scripts/gpu_trial/parts.py FOLDER STATE    installs what has arrived, into this Python
+    python scripts/gpu_trial/parts.py FOLDER STATE    installs what has arrived, into this Python;
+                                                      STATE remembers, and keeps earlier parts
 
 `pack.py` writes a folder of `parts.json` and `part-1` to `part-N`. The parts are one stream of
 bytes, all wheels one after the other, cut at equal distances: a wheel can be installed as soon as
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
@@ -23,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 MANIFEST = "parts.json"
+KEPT, _INSTALLED = "parts", "installed.json"  # in the folder STATE
 MEGATRON, ENGINE = "megatron", "engine"
 # What the groups bring that stages need, as facts.py names it.
 PROVIDES = {MEGATRON: ("megatron.training", "pytest"), ENGINE: ("vllm",)}
@@ -89,7 +92,10 @@ def arrived(folder: Path, manifest: Manifest) -> list[int]:
 
 
 def waiting(folder: Path) -> dict[str, str]:
-    """Return the parts that are still to come, as text, by the module that they bring."""
+    """Return the parts that are still to come, as text, by the module that they bring; nothing
+    without a list of parts."""
+    if not (folder / MANIFEST).is_file():
+        return {}
     manifest = Manifest.read(folder)
     there = {n for n in range(1, len(manifest.part_sha256) + 1) if (folder / f"part-{n}").is_file()}
     found = {}
@@ -119,32 +125,45 @@ def unpack(folder: Path, target: Path, but: Collection[str] = ()) -> Iterator[Pa
         yield target / wheel.file
 
 
-def check_python(manifest: Manifest) -> None:
-    """Raise ValueError if the parts are for another Python than this one."""
+def keep(folder: Path, state: Path) -> Manifest:
+    """Copy what has arrived into `state`, so that earlier parts need not be carried again.
+
+    Parts of another list, and the memory of what was installed from them, are dropped. Raises
+    OSError, and ValueError for damaged parts, or parts for another Python than this one.
+    """
+    manifest, kept = Manifest.read(folder), state / KEPT
     here = ".".join(map(str, sys.version_info[:2]))
     if manifest.python != here:
         raise ValueError(
             f"the parts are for Python {manifest.python}, and {sys.executable} is Python {here}: "
             f"pack with --python {here}"
         )
+    if not (kept / MANIFEST).is_file() or Manifest.read(kept) != manifest:
+        shutil.rmtree(kept, ignore_errors=True)
+        (state / _INSTALLED).unlink(missing_ok=True)
+        kept.mkdir(parents=True)
+        manifest.write(kept)
+    for number in arrived(folder, manifest):
+        if not (kept / f"part-{number}").is_file():
+            shutil.copyfile(folder / f"part-{number}", kept / f"part-{number}")
+    return manifest
 
 
 def install(folder: Path, state: Path) -> int:
     """Install the wheels that have arrived since the last call, which `state` remembers."""
-    record, wheels = state / "installed.json", state / "wheels"
+    record, wheels = state / _INSTALLED, state / "wheels"
     wheels.mkdir(parents=True, exist_ok=True)
-    installed = json.loads(record.read_text()) if record.is_file() else []
     try:
-        manifest = Manifest.read(folder)
-        check_python(manifest)
-        there = ", ".join(map(str, arrived(folder, manifest))) or "none"
-        new = list(unpack(folder, wheels, but=installed))
+        manifest = keep(folder, state)
+        installed = json.loads(record.read_text()) if record.is_file() else []
+        there = ", ".join(map(str, arrived(state / KEPT, manifest))) or "none"
+        new = list(unpack(state / KEPT, wheels, but=installed))
     except (OSError, ValueError) as fault:
         print(f"gpu_trial: error: {fault}")
         return 1
     if new:
         # Bytecode is written on import: of thousands of modules few are imported.
-        options = "--no-index --no-deps --no-compile --no-cache-dir --disable-pip-version-check"
+        options = "--no-index --no-deps --no-compile --no-cache-dir --force-reinstall"
         command = [sys.executable, "-m", "pip", "--no-input", "install", "-q", *options.split()]
         if code := subprocess.run([*command, *map(str, new)]).returncode:
             return code

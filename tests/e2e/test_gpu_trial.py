@@ -1,43 +1,145 @@
-"""Two stages of scripts/gpu_trial.sh on the CPU; tests/unit/test_gpu_trial.py tests the driver."""
+"""The whole trial of scripts/gpu_trial.sh on the CPU, from parts, on a machine without a registry.
+
+The machine is an environment with the packages of the tests but for those in the parts: pytest,
+which Megatron's side is tested by, and openai, without which vLLM cannot be imported. They arrive
+in two visits. tests/unit/test_gpu_trial*.py test the driver and the parts by themselves.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Iterator
+from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from scripts.gpu_trial import pack
+from scripts.gpu_trial.parts import ENGINE, MEGATRON, Manifest
+from scripts.gpu_trial.stages import ENVIRONMENT, STAGES
 from tests.rank_pool import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+OF_MEGATRON = {"setuptools", "pytest", "pytest-timeout", "pluggy", "iniconfig"}
+CARRIED = OF_MEGATRON | {"openai"}
+NUM_DEVICES = 2
+ON_CPU = [stage for stage in STAGES if not stage.why_cuda and stage.num_devices <= NUM_DEVICES]
+Results = dict[str, dict[str, Any]]
 
 
-def test_the_trial_uses_the_environment_and_trains_three_steps(tmp_path: Path) -> None:
-    stages = ("environment", "train")
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An environment without mcore_rl and what the parts carry."""
+    folder = tmp_path_factory.mktemp("machine")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    left_out = {
+        file.parts[0]
+        for package in distributions()
+        if pack.canonical(package.name) in CARRIED
+        for file in package.files or ()
+    }
+    (site,) = folder.glob("lib/python*/site-packages")
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if entry.name not in left_out and "mcore_rl" not in entry.name:
+            (site / entry.name).symlink_to(entry)
+    yield folder
+    name = hashlib.sha256(str(folder / "bin" / "python").encode()).hexdigest()[:12]
+    shutil.rmtree(ROOT / ".cache" / "gpu_trial" / name)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the machine lacks, in parts of 1 MiB."""
+    folder = tmp_path_factory.mktemp("parts")
+    wanted = {name for group in pack.WANTED.values() for name in group}
+    (folder / "machine.txt").write_text("\n".join(sorted(wanted - CARRIED)))
+    tokens = ["--torch", "2.13", "--python", ".".join(map(str, sys.version_info[:2]))]
+    tokens += ["--part-mib", "1", "--machine", str(folder / "machine.txt")]
+    assert pack.main([*tokens, "--out", str(folder / "parts")]) == 0
+    return folder / "parts"
+
+
+@pytest.fixture(scope="module")
+def visits(
+    machine: Path, parts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Results, Results]:
+    """Results by stage, of a visit with the first group of wheels and of one with all."""
+    out, later = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("later")
+    manifest = Manifest.read(parts)
+    engine = set(manifest.parts_of(ENGINE)) - set(manifest.parts_of(MEGATRON))
+    assert engine
+    for number in engine:
+        (parts / f"part-{number}").rename(later / f"part-{number}")
+    first = _visit(machine, parts, out)
+    for part in later.iterdir():
+        part.rename(parts / part.name)
+    return first, _visit(machine, parts, out)
+
+
+def _visit(machine: Path, parts: Path, out: Path) -> Results:
+    given = {n: value for n, value in os.environ.items() if n not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    no_registry = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null", "PIP_FIND_LINKS": ""}
+    folders = ["--parts", str(parts), "--out", str(out)]
     done = subprocess.run(
-        ["bash", "scripts/gpu_trial.sh", "--only", *stages, "--out", str(tmp_path)],
+        ["bash", "scripts/gpu_trial.sh", *folders, "--devices", str(NUM_DEVICES)],
         cwd=ROOT,
-        env={**os.environ, "MCORE_RL_ENV": sys.prefix},
+        env={**given, **no_registry, "MCORE_RL_ENV": str(machine)},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    environment, train = (
-        json.loads(next(tmp_path.glob(f"*-{stage}.json")).read_text()) for stage in stages
-    )
-    assert f"environment: {sys.prefix}/bin/python" in environment["found"]
-    assert any(line.startswith("megatron-core==") for line in environment["found"])
-    assert environment["facts"]["devices"] >= 1 and environment["facts"]["missing"] == {}
-    assert train["status"] == "passed"
+    print(done.stdout, done.stderr)
+    return {result["stage"]: result for result in json.loads((out / "trial.json").read_text())}
+
+
+def test_first_visit_runs_megatron_side_and_waits_for_engine(
+    visits: tuple[Results, Results],
+) -> None:
+    first, _ = visits
+    assert first["gpu-tests"]["status"] == "passed", first["gpu-tests"]
+    for stage in STAGES:
+        if "vllm" in stage.packages:
+            assert first[stage.name]["status"] == "waiting", first[stage.name]
+            assert re.fullmatch(r"for part [\d, ]+ of \d", first[stage.name]["why"])
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+def test_stage_passes_on_cpu(stage: Any, visits: tuple[Results, Results]) -> None:
+    result = visits[1][stage.name]
+    assert result["status"] == ("passed" if stage in ON_CPU else "skipped"), json.dumps(result)
+    assert "passed" not in result["status"] or not result["left_processes"]
+
+
+def test_stage_that_passed_is_not_run_in_next_visit(visits: tuple[Results, Results]) -> None:
+    first, second = visits
+    assert first["gpu-tests"] == second["gpu-tests"]
+    assert first[ENVIRONMENT] != second[ENVIRONMENT]
+
+
+def test_environment_lies_above_that_of_machine(
+    visits: tuple[Results, Results], machine: Path
+) -> None:
+    found = visits[1][ENVIRONMENT]["found"]
+    assert f"environment: {machine}/bin/python" in found
+    assert any(line.startswith("megatron-core==") for line in found)
+    assert visits[1][ENVIRONMENT]["facts"]["missing"] == {}
+
+
+def test_training_ends_responses_by_eos_and_exports(visits: tuple[Results, Results]) -> None:
+    train = visits[1]["train"]
     found = "\n".join(train["found"])
     assert re.findall(r"^step (\d+) .* tok/s", found, re.MULTILINE) == ["0", "1", "2"]
+    ((ended, drawn),) = re.findall(r"^(\d+) of (\d+) responses ended by EOS", found, re.MULTILINE)
+    assert int(ended) == int(drawn) == 96
     (exported,) = re.findall(r"^(\d+) tensors exported", found, re.MULTILINE)
-    assert int(exported) > 100
-    assert "[Offload]" in found
+    assert int(exported) > 100 and "[Offload]" in found
     (command,) = train["commands"]
     assert command.startswith("python -m mcore_rl.launch ") and str(ROOT) not in command
-    assert "three GRPO steps" in (tmp_path / "trial.md").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import json
 import subprocess
@@ -212,10 +213,18 @@ def test_visits_install_what_has_arrived_and_run_what_has_not_run(
 
     assert visit() == "parts 1, 2 of 3: 1 wheels installed\n"
     assert has("first_of_a_test") and not has("vllm_of_a_test")
+    assert parts.waiting(state / parts.KEPT) == {"vllm": "part 3 of 3"}
+    (packed / "part-1").unlink()
+    (packed / "part-2").unlink()
     assert visit() == "parts 1, 2 of 3: 0 wheels installed\n"
     (tmp_path / "later").rename(packed / "part-3")
     assert visit() == "parts 1, 2, 3 of 3: 1 wheels installed\n"
-    assert has("vllm_of_a_test")
+    assert has("vllm_of_a_test") and parts.waiting(state / parts.KEPT) == {}
+    # Packed anew, for another machine.
+    manifest = dataclasses.replace(parts.Manifest.read(packed), torch="2.12")
+    manifest.write(packed)
+    assert visit() == "parts 3 of 3: 0 wheels installed\n"
+    assert parts.waiting(state / parts.KEPT)["vllm"] == "part 1, 2 of 3"
 
 
 def test_driver_with_parts_leaves_out_what_has_run(

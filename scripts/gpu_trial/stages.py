@@ -79,6 +79,14 @@ STAGES = (
         packages=("torch", "megatron.training", "pytest"),
         limit_seconds=300,
     ),
+    Stage(
+        "libraries",
+        "vLLM's compiled modules load beside this torch",
+        "tool libraries",
+        (r"^vllm\S* (loads|does not load).*",),
+        limit_seconds=120,
+        why_cuda="vLLM for CPU has other modules",
+    ),
     Stage("doctor", "mcore-rl doctor on the tiny job", "doctor", limit_seconds=120),
     Stage(
         "gpu-engine",

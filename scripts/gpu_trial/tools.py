@@ -1,6 +1,7 @@
 """Small checks for the stages' commands; each prints what it found and exits with 1 if it is wrong.
 
 python scripts/gpu_trial/tools.py sized dense|moe FOLDER      make a checkpoint
+python scripts/gpu_trial/tools.py libraries                   import vLLM's compiled modules
 python scripts/gpu_trial/tools.py ending CHECKPOINT FOLDER    a copy whose responses end by EOS
 python scripts/gpu_trial/tools.py ended RUN_DIR               whether all responses of a step did
 python scripts/gpu_trial/tools.py verified NAME FILE          the result of mcore_rl.verify
@@ -10,9 +11,11 @@ python scripts/gpu_trial/tools.py metrics RUN_DIR RUN_DIR     steps of two runs,
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 LARGEST_MEAN_DIFFERENCE = 0.1  # of log-probs
 EOS_SCALE = 8.0
+NEEDED_LIBRARIES = ("_C_stable_libtorch", "_moe_C_stable_libtorch", "cumem_allocator")
 # Sizes that replace those of benchmarks/cases.py: on a GPU 1.7 GB dense and 1.5 GB with experts, so
 # that a copy takes milliseconds; on a CPU small, so that steps take seconds.
 _ON_CPU: dict[str, Any] = dict(num_hidden_layers=4)
@@ -50,6 +54,23 @@ def sized(kind: str, folder: str) -> str | None:
     overrides = {**model.overrides, **sizes}
     make_checkpoint(folder, arch=model.arch, size=model.size, overrides=overrides)
     return None
+
+
+def libraries() -> str | None:
+    """Fail only for those that every run needs: others are for some cards or models."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.submodule_search_locations
+    root, failed = Path(spec.submodule_search_locations[0]), []
+    for file in sorted(root.rglob("*.so")):
+        module = ".".join([root.name, *file.relative_to(root).parts]).split(".abi3")[0]
+        done = subprocess.run(
+            [sys.executable, "-c", f"import torch, {module}"], capture_output=True, text=True
+        )
+        says = done.stderr.strip().splitlines()[-1:] if done.returncode else []
+        print(f"{module} " + (f"does not load: {says}" if done.returncode else "loads"))
+        failed += [module] if done.returncode else []
+    needed = [module for module in NEEDED_LIBRARIES if f"vllm.{module}" in failed]
+    return f"vLLM cannot run without {', '.join(needed)}" if needed else None
 
 
 def ending(checkpoint: str, folder: str) -> str | None:
@@ -126,7 +147,8 @@ def _of_seed(step: dict[str, float]) -> dict[str, float]:
     }
 
 
-TOOLS: tuple[Callable[..., str | None], ...] = (sized, ending, ended, verified, names, metrics)
+Tool = Callable[..., str | None]
+TOOLS: tuple[Tool, ...] = (sized, libraries, ending, ended, verified, names, metrics)
 
 if __name__ == "__main__":
     tool, *arguments = sys.argv[1:]

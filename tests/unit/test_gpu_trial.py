@@ -168,10 +168,10 @@ def test_failed_stage_does_not_stop_next_stage(
     }
     assert files["train"]["commands"] == ["echo step 1 | 2 of 3"]
     assert files["train"]["found"] == ["step 1 | 2 of 3"]
-    assert (tmp_path / "03-doctor.log").read_text() == files["doctor"]["log_tail"]
+    assert (tmp_path / "04-doctor.log").read_text() == files["doctor"]["log_tail"]
     text = (tmp_path / "trial.md").read_text()
     for line in (
-        "2 passed, 3 failed, 1 skipped, of 15 stages. Failed: doctor, verify-eager, resume.",
+        "2 passed, 3 failed, 1 skipped, of 16 stages. Failed: doctor, verify-eager, resume.",
         "| doctor | **FAILED** |",
         "| switch | not run |",
         "Devices: 1 GPUs.",

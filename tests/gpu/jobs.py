@@ -149,11 +149,9 @@ def transfers_and_objects(num_plans: int) -> dict[str, Any]:
         for bucket_bytes in (100, 1 << 20):
             transfer = Transfer(world.plan, world.tensors, bucket_bytes=bucket_bytes, device=device)
             arriving = transfer.stream(partial(_read_to, device, world))
-            found: dict[str, list[Any]] = {}
-            for name, pieces in arriving:
-                assert all(data.device.type == device.type for _, data in pieces)
-                found.setdefault(name, []).extend((box, data.cpu()) for box, data in pieces)
-            world.check(found)
+            found = world.collect(arriving)
+            assert all(d.device.type == device.type for pieces in found.values() for _, d in pieces)
+            world.check({name: [(box, d.cpu()) for box, d in found[name]] for name in found})
             transfer.close()
     group = dist.new_group(backend="gloo")
     before = free_bytes()

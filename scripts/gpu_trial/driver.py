@@ -8,11 +8,11 @@
                            run what has not run yet; may be called again as parts arrive
     --seconds N            time for all stages together
 
-A stage is a shell command of `stages.py` with a limit of at most 8 minutes, after which it ends
-with everything that it started. A stage that fails does not stop the next one. Each writes
-`OUT/NN-STAGE.json` and `OUT/NN-STAGE.log`; after every stage, and at a signal, `OUT/trial.md`, the
-page of results, and `OUT/trial.json`, all of them in one file, are written anew. Without a GPU
-everything runs on the CPU by the same commands, with the CPU's figures.
+A stage is a shell command of `stages.py` with a limit of at most 8 minutes (without a GPU half an
+hour), after which it ends with everything that it started. A stage that fails does not stop the
+next one. Each writes `OUT/NN-STAGE.json` and `OUT/NN-STAGE.log`; after every stage, and at a
+signal, `OUT/trial.md`, the page of results, and `OUT/trial.json`, all of them in one file, are
+written anew. Without a GPU everything runs on the CPU by the same commands, with its figures.
 
 Exit code: the number of stages that failed; 64 for a mistake in the arguments; 130 and 143 if ended
 by a signal. Only the standard library is used, because the environment may have to be made first.
@@ -47,6 +47,7 @@ from scripts.gpu_trial.page import (  # noqa: E402
 from scripts.gpu_trial.parts import Manifest  # noqa: E402
 from scripts.gpu_trial.processes import MARK, run_limited  # noqa: E402
 from scripts.gpu_trial.stages import (  # noqa: E402
+    CPU_SECONDS,
     ENVIRONMENT,
     MOST_SECONDS,
     NAMES,
@@ -224,7 +225,7 @@ class Trial:
 
     def _own_limit(self, stage: Stage) -> float:
         is_on_cpu = stage.name != ENVIRONMENT and not self.facts["has_cuda"]
-        return MOST_SECONDS if is_on_cpu else stage.limit_seconds
+        return CPU_SECONDS if is_on_cpu else stage.limit_seconds
 
     def _environment(self) -> dict[str, str]:
         """Return the environment of a stage, with the variables of `commands.sh`."""

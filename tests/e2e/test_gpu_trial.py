@@ -27,7 +27,7 @@ from scripts.gpu_trial.parts import ENGINE, MEGATRON, Manifest
 from scripts.gpu_trial.stages import ENVIRONMENT, STAGES
 from tests.rank_pool import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 OF_MEGATRON = {"setuptools", "pytest", "pytest-timeout", "pluggy", "iniconfig"}
 CARRIED = OF_MEGATRON | {"openai"}

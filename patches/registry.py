@@ -59,9 +59,12 @@ class Patch:
         return versions.removeprefix("==")
 
     def supports(self, version: str) -> bool:
+        """Return whether the patch was tried with a version, or the version is admitted."""
         if self.versions is None:  # a fork's version may be any text
             return True
-        return SpecifierSet(self.versions).contains(Version(version).public, prereleases=True)
+        if SpecifierSet(self.versions).contains(Version(version).public, prereleases=True):
+            return True
+        return self.packages == ("torch",) and is_admitted(version)
 
 
 def apply_patch(patch: Patch) -> bool:
@@ -73,7 +76,7 @@ def apply_patch(patch: Patch) -> bool:
     if patch.name in _applied or not is_needed(patch):
         return False
     package, version = installed(patch)
-    if not patch.supports(version) and not (package == "torch" and is_admitted(version)):
+    if not patch.supports(version):
         raise UsageError(
             f"patch {patch.name} ({patch.reason}) knows {package} {patch.supported}, not the "
             f"installed {version}",

@@ -14,6 +14,7 @@ from mcore_rl.flags import packages
 from mcore_rl.job.preflight import check_versions
 from mcore_rl.patches import registry
 from mcore_rl.patches.registry import Patch, apply_patch
+from mcore_rl.tools.doctor import patches as doctor_patches
 from mcore_rl.tools.doctor import versions
 from mcore_rl.tools.doctor.gpus import Gpus
 from mcore_rl.trainer import recorder
@@ -143,7 +144,7 @@ def test_admitted_torch_is_shown_wherever_versions_are(
     assert [finding.found for finding in found if finding.level == "yellow"] == [note]
     assert recorder._versions()["MCORE_RL_ADMIT_TORCH"] == "2.13.0"
     patch = Patch("of torch", "", lambda: None, packages=("torch",), versions="==2.12.0")
-    assert apply_patch(patch)
+    assert apply_patch(patch) and doctor_patches._is_to_apply(patch, apply=False)
     monkeypatch.delenv("MCORE_RL_ADMIT_TORCH")
     with pytest.raises(UsageError, match="not the installed 2.13.0"):
         apply_patch(dataclasses.replace(patch, name="again"))

@@ -60,6 +60,12 @@ UNGROUPED_SIGMOID = Capability(
     since_cpu="0.30.0",
     since_cuda=OLDEST,
 )
+FLOAT8_BLOCKS = Capability(
+    # Older ones were not tried.
+    "exchange weights in FP8 blocks in place",
+    since_cpu="0.32.0",
+    since_cuda="0.32.0",
+)
 
 
 def installed_vllm() -> tuple[str, str] | None:

@@ -17,6 +17,7 @@ from mcore_rl.common.megatron_version import check_megatron
 from mcore_rl.common.readers import parse_yaml
 from mcore_rl.common.user_code import import_user_file
 from mcore_rl.common.vllm_version import (
+    FLOAT8_BLOCKS,
     LATENT_ATTENTION,
     ROUTED_EXPERTS,
     STACKED_EXPERTS,
@@ -256,6 +257,7 @@ def check_rollout_dtype(
         raise UsageError(
             "needs a GPU: vLLM has no kernels for FP8 blocks on CPUs", flag=flag, remedy="drop it"
         )
+    require_capability(FLOAT8_BLOCKS, cuda=has_cuda, flag=flag, remedy="drop it")
     if config.trainer.precision != "bf16":
         raise UsageError(
             "needs bf16: vLLM's kernels for FP8 blocks return bfloat16",

@@ -44,7 +44,7 @@ def main() -> None:
     # Without it vLLM takes the model for one that embeds texts, and leaves its head out.
     published["architectures"] = [FAMILIES[published["model_type"]].class_name]
     short = {**published, "num_hidden_layers": 2, "first_k_dense_replace": 1}
-    layout = {
+    layout: dict[str, Any] = {
         "tp_size": int(tp_size),
         "dp_size": int(dp_size),
         "in_float8": "float8" in options,

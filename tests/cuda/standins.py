@@ -183,7 +183,7 @@ def deep_gemm(capability: tuple[int, int]) -> None:
     column 16 bytes aligned. Linear layers compute what their kernel would from that layout, since
     vLLM multiplies by the identity to dequantise kv_b_proj.
     """
-    module = _CompiledModule("deep_gemm")
+    module: Any = _CompiledModule("deep_gemm")
     module.__spec__ = ModuleSpec(module.__name__, None)
     sys.modules[module.__name__] = module
 

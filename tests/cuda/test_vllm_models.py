@@ -80,7 +80,7 @@ FLOAT8 = {
 }
 # capability -> kernels of linear layers, and of experts by case. "without DeepGEMM": on a machine
 # where vLLM's other kernels cannot be used either.
-FLOAT8_KERNELS = {
+FLOAT8_KERNELS: dict[str, tuple[str, dict[str, str | None]]] = {
     "9.0": (
         "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
         {

@@ -15,6 +15,7 @@ standins.cuda_device()
 import torch  # noqa: E402
 import transformer_engine  # noqa: E402
 import transformer_engine.pytorch  # noqa: E402
+import transformer_engine_torch as compiled  # noqa: E402
 import vllm  # noqa: E402
 from megatron.core.extensions import transformer_engine as extension  # noqa: E402
 from vllm import _custom_ops  # noqa: E402
@@ -28,6 +29,7 @@ print(
             "vllm": [vllm.__version__, vllm.__file__],
             "transformer_engine": [transformer_engine.__version__, transformer_engine.__file__],
             "have_te": extension.HAVE_TE,
+            "extension": [getattr(compiled, "__file__", None), len(dir(compiled))],
             "platform": [
                 type(current_platform).__name__,
                 current_platform.device_type,

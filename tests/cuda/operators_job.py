@@ -1,7 +1,9 @@
-"""Loads the libraries of vLLM and Transformer Engine, and holds vLLM's calls against them.
+"""Loads vLLM's libraries, and holds all its calls of their operators against the schemas.
 
-vllm/_custom_ops.py calls operators that the libraries register; each that is there must take as
-many arguments as it is called with. Only the full stack has libraries.
+    python -m tests.cuda.operators_job [FILE ...]
+
+Each operator that is there must take as many arguments as it is called with, by those names; in all
+of vLLM's modules and in the FILEs.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,44 +22,44 @@ LIBRARIES = ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch", "vllm.cum
 NAMESPACES = ("_C", "_moe_C", "_C_cache_ops", "_C_custom_ar", "_C_cuda_utils")
 
 
-def operator_calls(file: Path) -> list[tuple[str, str, int]]:
-    """Namespace, name and number of positional arguments of each call of `torch.ops`."""
-    found = []
+def operator_calls(file: Path) -> Iterator[tuple[str, str, int, set[str]]]:
+    """Namespace, name, number of positional arguments and keywords of each call of `torch.ops`."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Call) and not any(isinstance(a, ast.Starred) for a in node.args):
             path = ast.unparse(node.func).split(".")
             if path[:2] == ["torch", "ops"] and path[2] in NAMESPACES and len(path) == 4:
-                found.append((path[2], path[3], len(node.args)))
-    return found
+                keywords = {word.arg for word in node.keywords if word.arg is not None}
+                yield path[2], path[3], len(node.args), keywords
+
+
+def misfit(packet: Any, count: int, keywords: set[str]) -> str | None:
+    """Why none of the operator's overloads can be called so."""
+    schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
+    for schema in schemas:
+        rest = {argument.name for argument in schema.arguments[count:]}
+        if count <= len(schema.arguments) and keywords <= rest:
+            return None
+    return f"is called with {count} arguments and {sorted(keywords)}: {schemas[0]}"
 
 
 def main() -> dict[str, Any]:
     for library in LIBRARIES:
         importlib.import_module(library)
-    from vllm import _custom_ops
+    import vllm
 
     absent, unfit, fit = set(), [], set()
-    for namespace, name, count in operator_calls(Path(_custom_ops.__file__)):
-        packet = getattr(getattr(torch.ops, namespace), name, None)
-        if packet is None:
-            absent.add(f"{namespace}.{name}")
-            continue
-        longest = max(len(getattr(packet, o)._schema.arguments) for o in packet.overloads())
-        if count > longest:
-            unfit.append(f"{namespace}.{name} is called with {count} arguments and takes {longest}")
-        else:
-            fit.add(f"{namespace}.{name}")
-    engine = importlib.import_module("transformer_engine.pytorch")
-    extension = importlib.import_module("transformer_engine_torch")
-    return {
-        "absent": sorted(absent),
-        "unfit": unfit,
-        "fit": sorted(fit),
-        "engine": engine.__name__,
-        "extension": extension.__file__,
-        "cudnn": extension.get_cudnn_version(),
-        "names": len(dir(extension)),
-    }
+    modules = sorted(Path(vllm.__file__).parent.rglob("*.py"))
+    for file in [*modules, *map(Path, sys.argv[1:])]:
+        for namespace, operator, count, keywords in operator_calls(file):
+            name = f"{namespace}.{operator}"
+            packet = getattr(getattr(torch.ops, namespace), operator, None)
+            if packet is None:
+                absent.add(name)
+            elif reason := misfit(packet, count, keywords):
+                unfit.append(f"{file.name}: {name} {reason}")
+            else:
+                fit.add(name)
+    return {"absent": sorted(absent), "unfit": unfit, "fit": sorted(fit)}
 
 
 if __name__ == "__main__":

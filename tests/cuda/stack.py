@@ -3,8 +3,8 @@
 Two stacks with the same interface. The light one is a folder of CUDA packages, unpacked, that comes
 before site-packages of the environment that the tests run in, with its torch for CPU:
 
-    .cuda/light/site   vLLM's CUDA wheel without its libraries, Transformer Engine's pure wheel,
-                       and what that imports
+    .cuda/light/site   vLLM's CUDA wheel with the libraries of its own operators, Transformer
+                       Engine's pure wheel, and what they import
 
 The full one is .venv-cuda, as `MCORE_RL_STACK=cuda scripts/setup_env.sh` builds it: torch for CUDA,
 vLLM's libraries, and Transformer Engine with its compiled extension. tests/cuda/standins.py stands
@@ -29,8 +29,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,17 @@ FOLDER = ROOT / ".cuda"
 TIER = "MCORE_RL_CUDA_STACK"
 # What the light stack takes of the pins: what torch for CPU can import, and the CPU stack lacks.
 _LIGHT = """vllm transformer-engine onnx onnx-ir onnxscript ml-dtypes nvdlfw-inspect lazy-importer
-importlib-metadata zipp flashinfer-python nvidia-ml-py click einops tabulate""".split()
-# Libraries are made for another torch, and FlashInfer's sources are compiled on a GPU machine.
-_LEFT_OUT = re.compile(r"vllm/.*\.so$|flashinfer/data/")
+importlib-metadata zipp flashinfer-python nvidia-ml-py click einops tabulate
+nvidia-cuda-runtime""".split()
+# vLLM's other libraries (FlashAttention: 450 MB), sources that are compiled on a GPU machine, and
+# headers but for the driver's.
+_LEFT_OUT = re.compile(
+    r"vllm/(?!(_C_stable_libtorch|_moe_C_stable_libtorch|cumem_allocator)\.).*\.so$"
+    r"|flashinfer/data/|nvidia/cu13/include/(?!cuda\.h$)"
+)
+# What vLLM's libraries, of torch's stable ABI, call in the part of torch that is for CUDA.
+_TORCH_FOR_CUDA = """aoti_torch_get_current_cuda_stream torch_get_current_cuda_blas_handle
+torch_c10_cuda_check_msg torch_c10_cuda_free_error_msg cublasHgemm""".split()
 _REQUIREMENTS = ("requirements-cuda.txt", "requirements-te.txt")
 
 
@@ -133,7 +142,11 @@ def light() -> Stack:
             for name, version in wanted.items():
                 unpack(name, version, site)
             stamp.write_text(json.dumps(wanted))
-    return Stack("light", Path(sys.executable), site, {"PYTHONPATH": str(site)})
+    folders = [] if _has_driver() else [driver_stub(site)]
+    if not _has_torch_for_cuda():
+        folders += [torch_stub(), site / "nvidia" / "cu13" / "lib"]
+    environment = {"PYTHONPATH": str(site), **_library_path(folders)}
+    return Stack("light", Path(sys.executable), site, environment)
 
 
 def unpack(package: str, version: str, folder: Path) -> None:
@@ -158,8 +171,8 @@ def full() -> Stack:
     (site,) = (folder / "lib").glob("python3.*/site-packages")
     if not (site / "nvidia" / "cu13").is_dir():
         raise RuntimeError(f"{folder} has no CUDA: run scripts/test_cuda_stack.sh")
-    driver = {} if _has_driver() else {"LD_LIBRARY_PATH": str(driver_stub(site))}
-    return Stack("full", folder / "bin" / "python", site, driver)
+    driver = [] if _has_driver() else [driver_stub(site)]
+    return Stack("full", folder / "bin" / "python", site, _library_path(driver))
 
 
 def _has_driver() -> bool:
@@ -170,23 +183,46 @@ def _has_driver() -> bool:
     return True
 
 
+def _has_torch_for_cuda() -> bool:
+    torch = find_spec("torch")
+    assert torch is not None and torch.origin is not None
+    return (Path(torch.origin).parent / "lib" / "libtorch_cuda.so").exists()
+
+
+def _library_path(folders: Sequence[Path]) -> dict[str, str]:
+    return {"LD_LIBRARY_PATH": ":".join(map(str, folders))} if folders else {}
+
+
 def driver_stub(site: Path) -> Path:
     """A folder with a libcuda.so.1 whose functions all report that there is no device.
 
     Libraries for CUDA are linked with the driver's, which only machines with a GPU have. It has the
     names that cuda.h of the installed CUDA has, and is never put into the environment.
     """
-    folder = FOLDER / "driver"
-    folder.mkdir(parents=True, exist_ok=True)
     header = (site / "nvidia" / "cu13" / "include" / "cuda.h").read_text()
-    names = sorted(set(re.findall(r"\bcu[A-Z]\w*", header)))
-    no_device = 100  # CUDA_ERROR_NO_DEVICE
-    source = "".join(f"int {name}(void) {{ return {no_device}; }}\n" for name in names)
+    return _stub("driver", ["libcuda.so.1"], sorted(set(re.findall(r"\bcu[A-Z]\w*", header))))
+
+
+def torch_stub() -> Path:
+    """The same for libraries that only torch for CUDA has, or brings: by it vLLM's libraries load
+    beside torch for CPU, and register the schemas of their operators."""
+    return _stub("torch", ["libtorch_cuda.so", "libc10_cuda.so", "libnvrtc.so.13"], _TORCH_FOR_CUDA)
+
+
+def _stub(name: str, libraries: Sequence[str], functions: Sequence[str]) -> Path:
+    """A folder with libraries of functions that all return CUDA_ERROR_NO_DEVICE."""
+    folder = FOLDER / name
+    folder.mkdir(parents=True, exist_ok=True)
+    no_device = 100
+    source = "".join(f"int {function}(void) {{ return {no_device}; }}\n" for function in functions)
+    stub = folder / "stub.c"
     with FileLock(folder / "lock"):
-        if not (folder / "stub.c").is_file() or (folder / "stub.c").read_text() != source:
-            (folder / "stub.c").write_text(source)
-            command = "gcc -shared -fPIC -Wl,-soname,libcuda.so.1 -o libcuda.so.1 stub.c"
-            subprocess.run(command.split(), cwd=folder, check=True)
+        if not stub.is_file() or stub.read_text() != source:
+            stub.unlink(missing_ok=True)
+            for library in libraries:
+                command = f"gcc -shared -fPIC -Wl,-soname,{library} -o {library} -x c -"
+                subprocess.run(command.split(), cwd=folder, input=source, text=True, check=True)
+            stub.write_text(source)
     return folder
 
 

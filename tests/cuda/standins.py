@@ -129,18 +129,18 @@ def needs_gpu(name: str) -> Callable[..., Any]:
 
 # -------------------------------------------------------------------------------------- vLLM
 
-_LIBRARIES = """_C_stable_libtorch _moe_C_stable_libtorch cumem_allocator _flashmla_C
-_flashmla_extension_C _qutlass_C _deepselect_C _flashkda_C vllm_flash_attn._vllm_fa2_C
-vllm_flash_attn._vllm_fa3_C""".split()
-_OPERATORS = """_C _moe_C _C_cache_ops _C_cuda_utils _C_custom_ar _vllm_fa2_C _vllm_fa3_C""".split()
+_LIBRARIES = """_flashmla_C _flashmla_extension_C _qutlass_C _deepselect_C _flashkda_C
+vllm_flash_attn._vllm_fa2_C vllm_flash_attn._vllm_fa3_C""".split()
+_OPERATORS = """_vllm_fa2_C _vllm_fa3_C""".split()
 
 
 def vllm_libraries() -> bool:
     """Let vLLM for CUDA be imported on torch for CPU; whether that was needed.
 
-    Stands in for vLLM's shared libraries and the operators that they register. "Is this supported"
-    is answered by yes, for the pretended capability decides; an operator that does not exist is
-    found all the same.
+    Stands in for the libraries that the light stack leaves out and the operators that they register.
+    "Is this supported" is answered by yes, for the pretended capability decides; an operator that
+    does not exist is found all the same. Libraries that are there register their operators with
+    their schemas and no kernel for the CPU.
     """
     if torch.version.cuda is not None:
         return False
@@ -237,7 +237,6 @@ def cuda_device(capability: tuple[int, int] = (9, 0)) -> None:
     streams and events. There is no memory and no device: what is made on "cuda" must go elsewhere,
     as by `CudaOnMeta`.
     """
-    _nvml(capability)
     name, total = _CAPABILITIES[capability], 80 * GIB
     properties = SimpleNamespace(
         major=capability[0],
@@ -253,7 +252,7 @@ def cuda_device(capability: tuple[int, int] = (9, 0)) -> None:
         uuid="0",
         gcnArchName="",
     )
-    nothing = "set_device synchronize empty_cache reset_peak_memory_stats ipc_collect".split()
+    nothing = "set_device set_stream synchronize empty_cache reset_peak_memory_stats ipc_collect".split()
     answers = {
         **dict.fromkeys(nothing),
         **dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_allocated"), 0),
@@ -274,6 +273,7 @@ def cuda_device(capability: tuple[int, int] = (9, 0)) -> None:
     torch.accelerator.is_available = _always(True)
     for made in ("Stream", "Event", "current_stream", "stream", "default_stream"):
         setattr(torch.cuda, made, Stream)
+    _nvml(capability)  # the first import of vLLM, which keeps some of the above
 
 
 def _nvml(capability: tuple[int, int]) -> None:

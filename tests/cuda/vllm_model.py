@@ -58,6 +58,9 @@ def pretend(capability: tuple[int, int]) -> None:
     """Let vLLM, which must not be imported yet, start its worker here as on such a device."""
     standins.vllm_libraries()
     standins.cuda_device(capability)
+    from vllm.platforms import current_platform
+
+    type(current_platform).dispatch_key = "CPU"  # of operators that vLLM registers in Python
     # An engine freezes the imported modules at its start. A worker that shuts down would unfreeze
     # them before it collects garbage many times, which took two thirds of a build's time.
     gc.unfreeze = lambda: None

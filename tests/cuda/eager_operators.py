@@ -20,8 +20,9 @@ def register() -> None:
         importlib.import_module(f"vllm.{name}_stable_libtorch")
         _libraries.append(torch.library.Library(name, "IMPL", "CPU"))
     activations, experts = _libraries[-2:]
-    activations.impl("silu_and_mul", silu_and_mul)
-    for operator in (grouped_topk, moe_align_block_size, moe_sum, topk_softmax):
+    for operator in (silu_and_mul, swigluoai_and_mul):
+        activations.impl(operator.__name__, operator)
+    for operator in (grouped_topk, moe_align_block_size, moe_sum, topk_sigmoid, topk_softmax):
         experts.impl(operator.__name__, operator)
 
 
@@ -29,6 +30,14 @@ def silu_and_mul(result: torch.Tensor, input: torch.Tensor) -> None:
     """The first half of the last dimension is the gate."""
     gate, up = input.chunk(2, dim=-1)
     result.copy_(torch.nn.functional.silu(gate.float()).to(up.dtype) * up)
+
+
+def swigluoai_and_mul(
+    result: torch.Tensor, input: torch.Tensor, alpha: float = 1.702, limit: float = 7.0
+) -> None:
+    """Gate and up in turn, as gpt-oss has them."""
+    gate, up = input[..., ::2].float().clamp(max=limit), input[..., 1::2].float()
+    result.copy_((up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate))
 
 
 def topk_softmax(
@@ -43,6 +52,26 @@ def topk_softmax(
     assert bias is None and is_padding is None
     weights, experts = gating_output.float().softmax(-1).topk(topk_indices.shape[1])
     topk_weights.copy_(weights / weights.sum(-1, keepdim=True) if renormalize else weights)
+    topk_indices.copy_(experts)
+
+
+def topk_sigmoid(
+    topk_weights: torch.Tensor,
+    topk_indices: torch.Tensor,
+    token_expert_indices: torch.Tensor,
+    gating_output: torch.Tensor,
+    renormalize: bool,
+    bias: torch.Tensor | None,
+    routed_scaling_factor: float,
+    is_padding: torch.Tensor | None,
+) -> None:
+    """Chosen with the bias, weighted without it."""
+    assert is_padding is None
+    scores = gating_output.float().sigmoid()
+    experts = (scores if bias is None else scores + bias).topk(topk_indices.shape[1]).indices
+    weights = scores.gather(1, experts)
+    weights = weights / weights.sum(-1, keepdim=True) if renormalize else weights
+    topk_weights.copy_(weights * routed_scaling_factor)
     topk_indices.copy_(experts)
 
 

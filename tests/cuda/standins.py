@@ -8,8 +8,8 @@ A job installs those it needs at its head, before it imports vllm, megatron or m
     standins.cuda_device(capability=(9, 0))
 
 Each does nothing where the real thing can be imported, so that the same job runs on the light and
-on the full stack. None of them computes anything: a kernel that is called raises RuntimeError. So
-no job can show what a kernel returns, what NCCL sends, what the device's allocator does (sleep,
+on the full stack. None of them computes anything, but for `triton_interpreter`. So no job can show
+what a compiled kernel returns, what NCCL sends, what the device's allocator does (sleep,
 peaks, fragmentation), nor what CUDA graphs and streams change.
 """
 
@@ -131,16 +131,13 @@ def needs_gpu(name: str) -> Callable[..., Any]:
 
 _LIBRARIES = """_flashmla_C _flashmla_extension_C _qutlass_C _deepselect_C _flashkda_C
 vllm_flash_attn._vllm_fa2_C vllm_flash_attn._vllm_fa3_C""".split()
-_OPERATORS = """_vllm_fa2_C _vllm_fa3_C""".split()
 
 
 def vllm_libraries() -> bool:
     """Let vLLM for CUDA be imported on torch for CPU; whether that was needed.
 
-    Stands in for the libraries that the light stack leaves out and the operators that they register.
-    "Is this supported" is answered by yes, for the pretended capability decides; an operator that
-    does not exist is found all the same. Libraries that are there register their operators with
-    their schemas and no kernel for the CPU.
+    Stands in for the libraries that the light stack leaves out. Those that are there register their
+    operators with their schemas and without a kernel for the CPU.
     """
     if torch.version.cuda is not None:
         return False
@@ -148,30 +145,6 @@ def vllm_libraries() -> bool:
         module = ModuleType(f"vllm.{name}")
         module.__spec__ = ModuleSpec(module.__name__, None)
         sys.modules[module.__name__] = module
-    namespace: Any = type(torch.ops._C)
-    found = namespace.__getattr__
-
-    def operator(self: Any, name: str) -> Any:
-        try:
-            return found(self, name)
-        except AttributeError:
-            if self.name not in _OPERATORS or name.startswith("__"):
-                raise
-        answers = "support" in name or name.startswith("get_")
-        stand_in: Any = (lambda *_, **__: "support" in name) if answers else None
-        stand_in = stand_in or needs_gpu(f"torch.ops.{self.name}.{name}")
-        stand_in.default = stand_in.out = stand_in
-        return stand_in
-
-    namespace.__getattr__ = operator
-    register = torch.library.register_fake
-
-    def register_fake(op: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(op, str) and op.split("::")[0] in _OPERATORS:
-            return lambda function: function
-        return register(op, *args, **kwargs)
-
-    torch.library.register_fake = register_fake
     return True
 
 
@@ -227,6 +200,34 @@ def deep_gemm(capability: tuple[int, int]) -> None:
     kernels.Fp8BlockScaledMMLinearKernel.apply_weights = product
 
 
+def triton_interpreter() -> None:
+    """Run vLLM's Triton kernels on tensors of the CPU, by Triton's interpreter.
+
+    Two gaps of the interpreter are filled: `tl.dot` multiplies the bits of bfloat16, and `tl.range`
+    counts in integers, where compiled kernels have tensors.
+    """
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else vLLM looks for Triton's driver
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    dot = interpreter.InterpreterBuilder.create_dot
+    set_attr = interpreter._LangPatchScope.set_attr
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        a, b = (self.create_fp_ext(x, tl.float32) if x.dtype == tl.bfloat16 else x for x in (a, b))
+        return dot(self, a, b, *rest)
+
+    def set_attr_with_tensors(self: Any, target: Any, name: str, value: Any) -> None:
+        def tensors(*args: Any, **kwargs: Any) -> Any:
+            return map(interpreter.interpreter_semantic.to_tensor, value(*args, **kwargs))
+
+        set_attr(self, target, name, tensors if name == "range" else value)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+    interpreter._LangPatchScope.set_attr = set_attr_with_tensors
+
+
 # ------------------------------------------------------------------------------------- a device
 
 
@@ -252,7 +253,9 @@ def cuda_device(capability: tuple[int, int] = (9, 0)) -> None:
         uuid="0",
         gcnArchName="",
     )
-    nothing = "set_device set_stream synchronize empty_cache reset_peak_memory_stats ipc_collect".split()
+    nothing = (
+        "set_device set_stream synchronize empty_cache reset_peak_memory_stats ipc_collect".split()
+    )
     answers = {
         **dict.fromkeys(nothing),
         **dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_allocated"), 0),

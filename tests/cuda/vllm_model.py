@@ -43,7 +43,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mcore_rl.hybrid_engine.plan.buckets import cut
+from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor
 from mcore_rl.megatron.float8 import quantised_weights
+from mcore_rl.model.boxes import extent
 from mcore_rl.model.config_json import model_shape
 from mcore_rl.model.families import FAMILIES
 from mcore_rl.model.float8_blocks import Float8Weights
@@ -185,11 +188,17 @@ class _OnCpu(TorchFunctionMode):
         kwargs = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
         kwargs.pop("pin_memory", None)
         args = tuple(map(_on_cpu, args)) if func is torch.Tensor.to else args
-        if self._large_on_meta and func in (torch.empty, torch.zeros, torch.ones):
+        factories = (torch.empty, torch.zeros, torch.ones)
+        if self._large_on_meta and func in factories and not _is_fake():
             size = args[0] if args and isinstance(args[0], Sequence) else args
             if math.prod(size or kwargs.get("size", ())) > _LARGE_ELEMENTS:
                 kwargs["device"] = "meta"
         return func(*args, **kwargs)
+
+
+def _is_fake() -> bool:
+    """Whether a FakeTensorMode is active, in which no tensor takes memory."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _on_cpu(value: Any) -> Any:
@@ -331,6 +340,19 @@ def write_checkpoint(
         stored = stacked(weights, config_json["num_local_experts"])
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     return weights
+
+
+def slices(
+    weights: Mapping[str, torch.Tensor], needs: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What this rank needs, each box of it in two items, as a transfer in buckets brings them."""
+    for name, boxes in needs.items():
+        whole = weights[name]
+        for box in boxes:
+            size = torch.Size(extent(box)).numel()
+            for part in cut(box, -(-size // 2)):
+                data = whole[tuple(slice(*ends) for ends in part)].clone()
+                yield name, SlicedTensor(name, whole.shape, whole.dtype, [(part, data)])
 
 
 def stacked(weights: Mapping[str, torch.Tensor], num_experts: int) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -25,11 +25,9 @@ vllm_model.pretend((major, minor))
 
 import torch  # noqa: E402
 
-from mcore_rl.hybrid_engine.plan.buckets import cut  # noqa: E402
 from mcore_rl.hybrid_engine.vllm.live_layers import _Layer  # noqa: E402
-from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor  # noqa: E402
 from mcore_rl.megatron.float8 import dequantise, quantise_whole  # noqa: E402
-from mcore_rl.model.boxes import extent, full_box  # noqa: E402
+from mcore_rl.model.boxes import full_box  # noqa: E402
 from mcore_rl.model.config_json import model_shape, read_model_shape  # noqa: E402
 from mcore_rl.model.float8_blocks import Float8Weights, float8_weights  # noqa: E402
 from mcore_rl.model.layout import RolloutLayout  # noqa: E402
@@ -105,7 +103,7 @@ def reloaded(
         engine._worker.sleep(level=2)
         engine._worker.wake_up(["weights"])
         with patch.object(_Layer, "_new_target", noting(copies)):
-            engine.reload(slices(weights, needs))
+            engine.reload(vllm_model.slices(weights, needs))
         now = reachable(engine.model)
         moved |= {p for p in places.keys() | now.keys() if place(now, p) != places.get(p)}
         replaced |= {path for path in now if now[path] is not at_start.get(path)}
@@ -132,17 +130,6 @@ def noting(copies: list[str]) -> Any:
         return make(layer, key)
 
     return new_target
-
-
-def slices(weights: Weights, needs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What this rank needs, each box of it in two items, as a transfer in buckets brings them."""
-    for name, boxes in needs.items():
-        whole = weights[name]
-        for box in boxes:
-            size = torch.Size(extent(box)).numel()
-            for part in cut(box, -(-size // 2)):
-                data = whole[tuple(slice(*ends) for ends in part)].clone()
-                yield name, SlicedTensor(name, whole.shape, whole.dtype, [(part, data)])
 
 
 def chosen(engine: Any) -> dict[str, Any]:

@@ -92,7 +92,9 @@ class Stack:
                 raise
             stderr += f"\nended after {timeout} s"
         if job.returncode:
-            said = "\n".join((stdout + stderr).splitlines()[-60:])
+            lines = (stdout + stderr).splitlines()
+            # At its end Triton's library tells which of its objects are left.
+            said = "\n".join([line for line in lines if " - leaked " not in line][-60:])
             raise RuntimeError(f"{' '.join(command)} on the {self.name} stack:\n{said}")
         return json.loads(stdout.splitlines()[-1])
 

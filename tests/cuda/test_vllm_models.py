@@ -5,10 +5,13 @@ it chooses on CUDA and all families; each engine starts with dummy weights, as a
 and is reloaded from slices of two sets of weights in turn. Compared is every tensor that the model
 can reach, be it a parameter, a buffer, or what a kernel object or a closure has kept.
 
+Models of published sizes also run forward without data, to hold every call of an operator of vLLM's
+libraries against its schema; test_triton_kernels.py computes.
+
 Out of reach here:
 - BATCHED_TRITON, which vLLM takes with DeepEP's or NIXL's low-latency all-to-all alone, and whose
   libraries are not in the CUDA stack; it keeps weights as TRITON does (one function prepares both).
-- What the kernels compute from these bytes, and that captured CUDA graphs read these addresses.
+- What compiled kernels compute from these bytes; that captured CUDA graphs read these addresses.
 - FlashInfer's compiled kernels: vLLM is told that they are there. On a GPU machine without them
   (neither `flashinfer-cubin` nor nvcc) it chooses TRITON on every device.
 - Memory: what the driver maps when an engine wakes, and what a reload takes beside the model.
@@ -223,3 +226,47 @@ def test_experts_over_data_parallel_ranks_are_not_scheduled_ahead(found: dict[st
     assert over_dp["collectives_of_an_idle_step"] == 0
     assert over_dp["async_scheduling"] is False
     assert found["9.0"]["deepseek_v3"]["settings"]["async_scheduling"] is True
+
+
+TP4 = dict(tp_size=4, expert_parallel=True)
+TP8 = dict(tp_size=8, expert_parallel=True)
+# Published config -> layout, routers' operator, launches of the experts' kernel.
+FORWARD: dict[str, tuple[dict[str, Any], str | None, int]] = {
+    "deepseek-v3": (TP8, "grouped_topk", 2),
+    "deepseek-v2-lite": (TP8, "topk_softmax", 2),
+    "moonlight-16b-a3b": (TP8, "grouped_topk", 2),
+    "glm-4.5-air": (TP8, "grouped_topk", 2),
+    "glm-4.7-flash": (TP4, "grouped_topk", 2),
+    "minimax-m2": (TP8, "topk_sigmoid", 4),
+    "qwen3-30b-a3b": (TP4, "topk_softmax", 4),
+    "qwen1.5-moe-a2.7b": (TP4, "topk_softmax", 4),
+    "olmoe-1b-7b-0924": (TP4, "topk_softmax", 4),
+    "mixtral-8x7b": (dict(tp_size=2), "topk_softmax", 4),
+    "gpt-oss-20b": (TP4, "topk_softmax", 4),
+    "qwen2.5-7b": (dict(tp_size=4), None, 0),
+    "llama-3.2-1b": (dict(tp_size=4), None, 0),
+}
+
+
+@pytest.fixture(scope="module")
+def forward(cuda_stack: Stack) -> dict[str, dict[str, Any]]:
+    layouts = {config: layout for config, (layout, *_) in FORWARD.items()}
+    return cuda_stack.run("forward_job", json.dumps(layouts), timeout=900)
+
+
+@pytest.mark.parametrize("config", FORWARD)
+def test_operators_take_what_models_of_published_sizes_give_them(
+    forward: dict[str, Any], config: str
+) -> None:
+    _, router, launches = FORWARD[config]
+    seen = forward[config]
+    hidden_size, vocab_size = seen["expected"]
+    assert seen["hidden"] == [[24, hidden_size], "torch.bfloat16"]
+    assert seen["logits"] == [24, vocab_size]
+    assert seen["launches"] == launches
+    expected = {"_C.rms_norm", "_C.fused_add_rms_norm", "_C.vocab_parallel_embedding"}
+    if router is not None:
+        expected |= {f"_moe_C.{name}" for name in (router, "moe_align_block_size", "moe_sum")}
+    assert expected <= set(seen["operators"])
+    attention = ("vllm.unified_attention_with_output", "vllm.unified_mla_attention_with_output")
+    assert any(name in seen["operators"] for name in attention)

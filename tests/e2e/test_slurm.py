@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import stat
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.recipe import SMALL, metrics_of, task_flags
+from tests.e2e.recipe import SMALL, task_flags
 from tests.rank_pool import ENVIRONMENT, ROOT, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -85,13 +84,16 @@ STARTS = {
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_tasks_of_slurm_are_one_run(start: str, tmp_path: Path, warmed_checkpoint: Path) -> None:
+def test_tasks_of_slurm_are_one_world(start: str, tmp_path: Path, warmed_checkpoint: Path) -> None:
+    """Of two ranks, which agree on a mistake that depends on their number."""
     flags, command = STARTS[start]
-    run = tmp_path / "run"
-    code, said = srun(tmp_path, flags, command, task_flags(warmed_checkpoint, run, *STEP))
-    assert code == 0, said[-6000:]
-    assert len(metrics_of(run)) == 1
-    assert json.loads((run / "summary.json").read_text())
+    wrong = ("--tensor-model-parallel-size", "4")
+    tokens = task_flags(warmed_checkpoint, tmp_path / "run", *STEP, *wrong)
+    code, said = srun(tmp_path, flags, command, tokens)
+    assert code == 2, said[-6000:]
+    errors = {line for line in said.splitlines() if "mcore_rl: error: " in line}
+    assert len(errors) == 1 and "the world of 2 processes" in errors.pop(), said[-3000:]
+    assert "on rank" not in said  # all ranks have found it
 
 
 REFUSED = {
@@ -108,7 +110,7 @@ REFUSED = {
     "one GPU for each task": (
         ["--ntasks-per-node=2", "--gpus-per-task=1"],
         f"{RANKS.format(local_rank=0)} exec {PYTHON} -m tests.e2e.gpu_of_task "
-        '--tensor-model-parallel-size 2 "$@" --tensor-model-parallel-size 2',
+        '"$@" --tensor-model-parallel-size 2',
         ("--rl-rollout-tp-size 2", "--gpus-per-node"),
     ),
     "one GPU for each task, numbered on": (

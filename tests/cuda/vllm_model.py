@@ -40,8 +40,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mcore_rl.hybrid_engine.plan.buckets import cut
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor
@@ -51,6 +49,7 @@ from mcore_rl.model.config_json import model_shape
 from mcore_rl.model.families import FAMILIES
 from mcore_rl.model.float8_blocks import Float8Weights
 from mcore_rl.model.tensors import embedding_specs, head_specs, layer_specs
+from tests.allocations import Allocations
 from tests.cuda import standins
 
 Metadata = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -110,37 +109,6 @@ def pretend(capability: tuple[int, int]) -> None:
 # ------------------------------------------------------------------------- the sleep mode's memory
 
 
-class _Allocations(TorchDispatchMode):
-    """Tells vLLM's allocator of what is made within, as the device's pool does."""
-
-    def __init__(self, tell: Any) -> None:
-        super().__init__()
-        self.kept: list[torch.UntypedStorage] = []
-        self._tell = tell
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        known = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if _has_memory(leaf)}
-        result = func(*args, **kwargs)
-        for leaf in tree_leaves(result):
-            if _has_memory(leaf) and _address(leaf) not in known:
-                storage = leaf.untyped_storage()
-                self.kept.append(storage)  # so that no address comes twice
-                self._tell((0, storage.nbytes(), storage.data_ptr(), 0))
-        return result
-
-
-def _has_memory(value: Any) -> bool:
-    return type(value) in _PLAIN and not value.is_meta and value.untyped_storage().nbytes() > 0
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 class _Runtime:
     """The part of libcudart that vLLM's allocator uses."""
 
@@ -157,8 +125,14 @@ def _map_memory() -> None:
 
     @contextmanager
     def pool(allocated: Any, freed: Any) -> Iterator[tuple[Any, Any]]:
-        with _Allocations(allocated) as allocations:
-            yield SimpleNamespace(snapshot=lambda: []), allocations
+        kept = []  # so that no address comes twice
+
+        def made(storage: torch.UntypedStorage) -> None:
+            kept.append(storage)
+            allocated((0, storage.nbytes(), storage.data_ptr(), 0))
+
+        with Allocations(made):
+            yield SimpleNamespace(snapshot=lambda: []), kept
 
     wrapper.CudaRTLibrary = _Runtime
     library: Any = import_module("vllm.cumem_allocator")

@@ -2,9 +2,10 @@
 an engine starts.
 
 On CUDA a sleeping engine's weights and KV cache have no memory behind them: reading them ends the
-process, and what comes back holds anything. Here, on CPU, the same tensors' storages are emptied,
-which ends the process that reads one as well (some operations raise), and refilled with what is a
-nan in every dtype of a weight.
+process, and what comes back holds anything. That is all that was made while the model was loaded,
+be it a parameter or what a layer or kernel keeps beside; vLLM brings back buffers alone. Here, on
+CPU, the same tensors' storages are emptied, which ends the process that reads one as well (some
+operations raise), and refilled with what is a nan in every dtype of a weight.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mcore_rl.hybrid_engine.memory.offload import Offloader
 from mcore_rl.hybrid_engine.vllm import in_process_engine as vllm_engine
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.megatron.rng import RngState
+from tests.allocations import Allocations
 
 Gone = list[tuple[torch.UntypedStorage, torch.Tensor | int]]  # and its bytes, or how many
 
@@ -36,8 +39,12 @@ class SleepLog:
 @contextmanager
 def memory_gone_while_asleep() -> Iterator[SleepLog]:
     """In which it is as on CUDA, for every engine of this process."""
+    from vllm.v1.worker.gpu_worker import Worker
+
     log = SleepLog()
     gone: dict[str, Gone] = {}
+    made: list[StorageWeakRef] = []  # while models were loaded
+    load_model = Worker.load_model
     free, allocate, give_back = (
         VLLMEngine._free,
         VLLMEngine._allocate,
@@ -46,19 +53,21 @@ def memory_gone_while_asleep() -> Iterator[SleepLog]:
     reload = VLLMEngine.reload
 
     def freed(engine: VLLMEngine, keep_weights: bool) -> None:
+        assert made, "the engine was started before"
         free(engine, keep_weights)
         log.events.append("sleep")
         # First: layers point to it, too.
         gone["kv_cache"] = list(_emptied(engine._worker.model_runner.kv_caches, keep=False))
-        modules = list(engine.model.modules())
-        weights = [p for module in modules for p in module._parameters.values()]
-        # Absorbed weights and the like; vLLM brings back buffers.
-        weights += [v for module in modules for v in vars(module).values()]
-        buffers = [b for module in modules for b in module._buffers.values()]
-        gone["weights"] = [*_emptied(weights, keep_weights), *_emptied(buffers, keep=True)]
+        buffers = [buffer for each in _models(engine) for buffer in each.buffers()]
+        gone["weights"] = list(_emptied(buffers, keep=True))
+        gone["weights"] += _emptied(_alive(made), keep_weights)
         for what, storages in gone.items():
             sizes = [size if isinstance(size, int) else len(size) for _, size in storages]
             log.num_gone[what] = sum(sizes)
+
+    def loaded(worker: Any, **options: Any) -> None:
+        with Allocations(lambda storage: made.append(StorageWeakRef(storage))):
+            load_model(worker, **options)
 
     def allocated(engine: VLLMEngine, what: str) -> None:
         allocate(engine, what)
@@ -79,12 +88,25 @@ def memory_gone_while_asleep() -> Iterator[SleepLog]:
         give_back()
 
     with (
+        mock.patch.object(Worker, "load_model", loaded),
         mock.patch.object(VLLMEngine, "_free", freed),
         mock.patch.object(VLLMEngine, "_allocate", allocated),
         mock.patch.object(VLLMEngine, "reload", reloaded),
         mock.patch.object(vllm_engine, "give_back_cached", given_back),
     ):
         yield log
+
+
+def _models(engine: VLLMEngine) -> list[torch.nn.Module]:
+    return [engine.model] if engine.drafter is None else [engine.model, engine.drafter]
+
+
+def _alive(storages: Iterable[StorageWeakRef]) -> Iterator[torch.Tensor]:
+    """Those that something still holds, as tensors of bytes."""
+    for weak in storages:
+        storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+        if storage is not None:
+            yield _bytes_of(storage)
 
 
 def _emptied(values: Iterable[Any], keep: bool) -> Iterator[tuple[torch.UntypedStorage, Any]]:

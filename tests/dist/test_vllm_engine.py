@@ -57,6 +57,20 @@ def test_slices_leave_what_the_own_loader_leaves_bit_for_bit(results, case):
 
 
 @pytest.mark.parametrize("case", HAND_OVERS)
+def test_all_that_a_sleep_discards_comes_back_by_a_reload(results, case):
+    """Discarded is all that vLLM made while it loaded the model, but for buffers. Scales that it
+    makes anew with every load are on the host on CUDA, too."""
+    for rank in results:
+        found = rank["hand_over"][case]
+        assert found["lost"] == []
+        assert found["after_sleep"] == [[], False]
+        assert found["sampled_after_sleep"]
+        assert [p for p in found["kept_asleep"] if not p.endswith("_scale_cpu")] == []
+        absorbed = {"W_UV", "W_UK_T"} if "deepseek" in case else set()  # of latent attention
+        assert {"weight", *absorbed} <= set(found["overwritten"])
+
+
+@pytest.mark.parametrize("case", HAND_OVERS)
 def test_an_observer_hears_of_each_needed_element_once_as_it_was_stored(results, case):
     for rank in results:
         found = rank["hand_over"][case]

@@ -27,6 +27,8 @@ from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.hybrid_engine.vllm.reload import Reloader
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor
 from mcore_rl.model.boxes import Box, volume
+from tests.cuda.reachable import reachable
+from tests.dist.sleeping import digest, memory_gone_while_asleep
 from tests.engine_place import EnginePlace
 from tests.engine_samples import sample_responses, small_engine
 
@@ -115,11 +117,13 @@ def weights_of(checkpoint: Path) -> tuple[Weights, Weights]:
     return {n: t for n, t in weights.items() if n not in mtp}, mtp
 
 
+@memory_gone_while_asleep()
 def hand_over(checkpoint: Path, **config: Any) -> dict[str, Any]:
-    """Load from disk, learn, load zeros, load slices: what is stored after each."""
+    """Load from disk, learn, load zeros, load slices, sleep: what is stored after each."""
     weights, mtp = weights_of(checkpoint)
     engine = VLLMEngine(small_engine(checkpoint, **config))
-    stored, scores = snapshot(engine), engine.prompt_log_probs(SEQUENCES)
+    as_loaded, stored = reached(engine), snapshot(engine)
+    scores, sampled = engine.prompt_log_probs(SEQUENCES), as_json(seeded(engine))
 
     def scores_differ() -> bool:
         return any(
@@ -145,9 +149,38 @@ def hand_over(checkpoint: Path, **config: Any) -> dict[str, Any]:
     result["after_halves"] = [differing(engine, stored), scores_differ()]
     result["witnessed"] = [witness.elements, witness.wrong]
     result["learnt_again_differs"] = differing_needs(engine, weights, needs)
-    result["num_stored"] = len(stored)
+    engine.sleep()
+    asleep = reached(engine)
+    engine.wake_weights()
+    overwritten = [p for p, d in reached(engine).items() if not asleep.get(p) and d != as_loaded[p]]
+    engine.reload(slices(weights, needs).items())
+    engine.wake_kv_cache()
+    now = reached(engine)
+    result["overwritten"] = sorted({path.rpartition(".")[2] for path in overwritten})
+    result["kept_asleep"] = sorted(path for path, digest in asleep.items() if digest)
+    result["lost"] = sorted(path for path in as_loaded if now.get(path) != as_loaded[path])
+    result["after_sleep"] = [differing(engine, stored), scores_differ()]
+    result["sampled_after_sleep"] = as_json(seeded(engine)) == sampled
+    result["num_stored"], result["num_reached"] = len(stored), len(as_loaded)
     result["close"] = close(engine)
     return result
+
+
+def reached(engine: VLLMEngine) -> dict[str, str]:
+    """Every tensor that the model can read, by its path, as a digest; "" without memory.
+
+    But for keys and values, and for addresses of packed weights, which are compared by what they
+    compute (`stored_tensors`).
+    """
+    return {
+        path: digest(tensor) if tensor.untyped_storage().nbytes() else ""
+        for path, tensor in reachable(engine.model).items()
+        if tensor.numel() and not path.endswith(("kv_cache", "handler_tensor"))
+    }
+
+
+def seeded(engine: VLLMEngine) -> list[Rollout]:
+    return sample_responses(engine, prompts(), **sampling(num_samples=2, seed=5))
 
 
 def differing_needs(

@@ -61,7 +61,7 @@ def test_rollouts_end_in_every_way(found: dict[str, Any]) -> None:
     if found["case"].endswith("few blocks"):
         assert found["num_preempted"] > 5 and found["num_evicted"] > 100
     steps_left = sum(each["steps_left"] for each in found["rollouts"])
-    assert steps_left > 50 if found["case"] in AHEAD else steps_left == 0
+    assert steps_left > 30 if found["case"] in AHEAD else steps_left == 0
 
 
 def test_ranks_differ_without_the_patch(

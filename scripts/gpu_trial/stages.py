@@ -122,7 +122,7 @@ train "everything offloaded" "$(ending)" 1 --rl-num-steps 3 {_OFFLOAD} --rl-atte
 tool ended "$RUN"
 grep "[[]Offload[]]" "$RUN/run.log" | tail -n 1
 tool names "$(tiny)" "$exported" """,
-        (*_TRAINED, r"^\d+ of \d+ responses .*", r"^.*\[Offload\].*", r"^\d+ tensors exported"),
+        (*_TRAINED, r"^ended by EOS: .*", r"^.*\[Offload\].*", r"^\d+ tensors exported"),
         limit_seconds=180,
     ),
     Stage(

@@ -3,7 +3,7 @@
 python scripts/gpu_trial/tools.py sized dense|moe FOLDER      make a checkpoint
 python scripts/gpu_trial/tools.py libraries                   import vLLM's compiled modules
 python scripts/gpu_trial/tools.py ending CHECKPOINT FOLDER    a copy whose responses end by EOS
-python scripts/gpu_trial/tools.py ended RUN_DIR               whether all responses of a step did
+python scripts/gpu_trial/tools.py ended RUN_DIR               whether all responses of a step did so
 python scripts/gpu_trial/tools.py verified NAME FILE          the result of mcore_rl.verify
 python scripts/gpu_trial/tools.py names CHECKPOINT EXPORTED   tensor names of two checkpoints
 python scripts/gpu_trial/tools.py metrics RUN_DIR RUN_DIR     steps of two runs, bit for bit
@@ -15,7 +15,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 LARGEST_MEAN_DIFFERENCE = 0.1  # of log-probs
-EOS_SCALE = 8.0
+EOS_SCALE = 16.0
 NEEDED_LIBRARIES = ("_C_stable_libtorch", "_moe_C_stable_libtorch", "cumem_allocator")
 # Sizes that replace those of benchmarks/cases.py: on a GPU 1.7 GB dense and 1.5 GB with experts, so
 # that a copy takes milliseconds; on a CPU small, so that steps take seconds.
@@ -60,17 +59,30 @@ def libraries() -> str | None:
     """Fail only for those that every run needs: others are for some cards or models."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.submodule_search_locations
-    root, failed = Path(spec.submodule_search_locations[0]), []
-    for file in sorted(root.rglob("*.so")):
-        module = ".".join([root.name, *file.relative_to(root).parts]).split(".abi3")[0]
-        done = subprocess.run(
-            [sys.executable, "-c", f"import torch, {module}"], capture_output=True, text=True
-        )
-        says = done.stderr.strip().splitlines()[-1:] if done.returncode else []
-        print(f"{module} " + (f"does not load: {says}" if done.returncode else "loads"))
-        failed += [module] if done.returncode else []
-    needed = [module for module in NEEDED_LIBRARIES if f"vllm.{module}" in failed]
+    root = Path(spec.submodule_search_locations[0])
+    files = [file.relative_to(root.parent) for file in sorted(root.rglob("*.so"))]
+    modules = [".".join(file.parts).partition(".abi3")[0] for file in files]
+    importlib.import_module("torch")  # once: every child has it
+    failed = [module for module in modules if not _loads(module)]
+    needed = [name for name in NEEDED_LIBRARIES if f"vllm.{name}" in failed]
     return f"vLLM cannot run without {', '.join(needed)}" if needed else None
+
+
+def _loads(module: str) -> bool:
+    """Import a module in a child, which a module for another torch may crash; print the outcome."""
+    sys.stdout.flush()
+    if child := os.fork():
+        _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status):
+            print(f"{module} does not load: signal {os.WTERMSIG(status)}")
+        return status == 0
+    try:
+        importlib.import_module(module)
+        print(f"{module} loads", flush=True)
+        os._exit(0)
+    except BaseException as error:
+        print(f"{module} does not load: {error}", flush=True)
+        os._exit(1)
 
 
 def ending(checkpoint: str, folder: str) -> str | None:
@@ -87,15 +99,15 @@ def ending(checkpoint: str, folder: str) -> str | None:
 
 
 def ended(run: str) -> str | None:
-    """So the last response of a rollout has ended by EOS, which leaves a scheduled step behind."""
-    steps: dict[int, list[str]] = {}
-    for line in Path(run, "rollouts.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        steps.setdefault(row["step"], []).append(row["finish_reason"])
-    reasons = [reason for step in steps.values() for reason in step]
-    print(f"{reasons.count('stop')} of {len(reasons)} responses ended by EOS")
-    by_eos = [step for step, found in steps.items() if set(found) == {"stop"}]
-    return None if by_eos else f"in each step of {run} some response ended by its length"
+    """All of a rollout with another behind it: the last one, too, which leaves a scheduled step."""
+    from mcore_rl.observe.run_directory import read_metrics
+
+    metrics = read_metrics(Path(run) / "metrics.jsonl")
+    cut = [metrics[step]["response_tokens/cut_share"] for step in sorted(metrics) if step >= 0]
+    print(
+        f"ended by EOS: {', '.join(f'{1 - share:.0%}' for share in cut)} of the responses, by step"
+    )
+    return None if 0 in cut[:-1] else f"in each step of {run} some response ended by its length"
 
 
 def verified(name: str, file: str) -> str | None:

@@ -137,8 +137,8 @@ def test_training_ends_responses_by_eos_and_exports(visits: tuple[Results, Resul
     train = visits[1]["train"]
     found = "\n".join(train["found"])
     assert re.findall(r"^step (\d+) .* tok/s", found, re.MULTILINE) == ["0", "1", "2"]
-    ((ended, drawn),) = re.findall(r"^(\d+) of (\d+) responses ended by EOS", found, re.MULTILINE)
-    assert int(ended) == int(drawn) == 96
+    (ended,) = re.findall(r"^ended by EOS: (.*) of the responses", found, re.MULTILINE)
+    assert "100%" in ended.split(", ")[:-1]
     (exported,) = re.findall(r"^(\d+) tensors exported", found, re.MULTILINE)
     assert int(exported) > 100 and "[Offload]" in found
     (command,) = train["commands"]

@@ -279,6 +279,24 @@ def test_metrics_of_two_runs_may_differ_in_seconds(
     assert "loss" in str(tools.metrics(*map(str, runs)))
 
 
+def test_compiled_modules_that_do_not_load_are_named(tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    for name in ("_C_stable_libtorch", "for_another_card"):
+        (tmp_path / "vllm" / f"{name}.abi3.so").write_text("not compiled")
+
+    def libraries() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "scripts/gpu_trial/tools.py", "libraries"]
+        path = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        return subprocess.run(command, cwd=ROOT, env=path, capture_output=True, text=True)
+
+    done = libraries()
+    assert (done.returncode, done.stdout.count(" does not load: ")) == (1, 2), done
+    assert "cannot run without _C_stable_libtorch\n" in done.stdout
+    (tmp_path / "vllm" / "_C_stable_libtorch.abi3.so").unlink()
+    assert libraries().returncode == 0
+
+
 ENVIRONMENT = f'. "{driver.COMMANDS}"\n'
 VARIABLES = {"HAS_CUDA": "0", "MODEL": "", "PROMPTS": ""}
 

@@ -9,10 +9,11 @@ that is not here still raises NotImplementedError.
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import torch
 
-_libraries = []  # what a library registers ends with it
+_libraries: list[torch.library.Library] = []  # what a library registers ends with it
 
 
 def register() -> None:
@@ -20,10 +21,13 @@ def register() -> None:
         importlib.import_module(f"vllm.{name}_stable_libtorch")
         _libraries.append(torch.library.Library(name, "IMPL", "CPU"))
     activations, experts = _libraries[-2:]
-    for operator in (silu_and_mul, swigluoai_and_mul):
-        activations.impl(operator.__name__, operator)
-    for operator in (grouped_topk, moe_align_block_size, moe_sum, topk_sigmoid, topk_softmax):
-        experts.impl(operator.__name__, operator)
+    operators: dict[torch.library.Library, tuple[Any, ...]] = {
+        activations: (silu_and_mul, swigluoai_and_mul),
+        experts: (grouped_topk, moe_align_block_size, moe_sum, topk_sigmoid, topk_softmax),
+    }
+    for library, functions in operators.items():
+        for function in functions:
+            library.impl(function.__name__, function)
 
 
 def silu_and_mul(result: torch.Tensor, input: torch.Tensor) -> None:

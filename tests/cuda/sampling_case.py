@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-SAMPLING = (
+SAMPLING: tuple[dict[str, Any], ...] = (
     dict(temperature=1.0),
     dict(temperature=0.7),
     dict(temperature=1.0, top_p=0.9),

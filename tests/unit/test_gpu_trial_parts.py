@@ -192,6 +192,7 @@ def test_stage_waits_for_parts_that_bring_what_it_lacks() -> None:
     assert waits_for(STAGE["train"], {**facts, "missing": {"vllm": "x", "torch": "x"}}) is None
 
 
+@pytest.mark.slow
 def test_visits_install_what_has_arrived_and_run_what_has_not_run(
     packed: Path, tmp_path: Path
 ) -> None:

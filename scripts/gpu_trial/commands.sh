@@ -48,7 +48,7 @@ tiny() { # [architecture]
   echo "$WORK/tiny_${1:-deepseek_v3}"
 }
 ending() { tool ending "$(tiny)" "$WORK/ending" && echo "$WORK/ending"; } # with early EOS
-sized() { tool sized "$1" "$WORK/$1" && echo "$WORK/$1"; } # dense or moe; takes a while to move
+sized() { tool sized "$1" "$WORK/$1" >&2 && echo "$WORK/$1"; } # dense or moe; takes a while to move
 
 task() { # checkpoint; sets TASK, the flags of a job with short prompts and responses
   local prompts=$1/prompts/train.jsonl length=24

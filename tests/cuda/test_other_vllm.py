@@ -1,4 +1,4 @@
-"""The table of what does not fit another vLLM, on the pinned one with a few changes."""
+"""What does not fit another vLLM: on the pinned one with a few changes, and on the oldest one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
+
+from mcore_rl.common.vllm_version import OLDEST
 from tests.cuda import other_vllm, stack
+from tests.cuda.test_names import IS_FULL, unaccepted
+from tests.vllm_releases import RELEASES, release
 
 # Each is found in another way: by the type checker, by the fields of a class, by a patch.
 CHANGES = {
@@ -36,3 +41,22 @@ def test_table_has_what_differs_and_nothing_else(cuda_stack: stack.Stack, tmp_pa
     assert len(rows) == len(ROWS), rows
     for row, parts in zip(rows, ROWS, strict=True):
         assert all(part in row for part in parts), row
+
+
+# What patches repair in newer versions only.
+ABSENT = {
+    ("experts_one_by_one.py", '"GptOssRoutedExperts" is unknown import symbol'),
+    ("experts_one_by_one.py", 'Cannot access attribute "_try_load_streamed_expert"'),
+    ("kernels_beside_numba.py", '"dispatcher" is unknown import symbol'),
+    ("mla_prefill_together.py", 'Import "vllm.v1.attention.backends.mla.prefill.cpu_sdpa"'),
+    ("routes_on_every_rank.py", 'Import "vllm.distributed.aux_output_connector"'),
+    ("sigmoid_router_on_cpu.py", 'Import "vllm.model_executor.layers.fused_moe.router.cpu_router"'),
+}
+
+
+@pytest.mark.parametrize("version", [*RELEASES] if IS_FULL else [OLDEST])
+def test_supported_vllms_have_what_we_use(
+    version: str, cuda_stack: stack.Stack, tmp_path: Path
+) -> None:
+    found = other_vllm.names_that_differ(release(version), cuda_stack.site, tmp_path)
+    assert unaccepted(found, ABSENT) == []

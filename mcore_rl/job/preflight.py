@@ -11,34 +11,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.common.allocator import vllm_offloads_graphs
 from mcore_rl.common.errors import CORRECT, UsageError, as_flag, check_output_file
 from mcore_rl.common.megatron_version import check_megatron
 from mcore_rl.common.readers import parse_yaml
 from mcore_rl.common.user_code import import_user_file
-from mcore_rl.common.vllm_version import (
-    FLOAT8_BLOCKS,
-    LATENT_ATTENTION,
-    ROUTED_EXPERTS,
-    STACKED_EXPERTS,
-    UNGROUPED_SIGMOID,
-    require_capability,
-)
 from mcore_rl.config import RLConfig, TrainerOptions
 from mcore_rl.flags.classes import check_numbers, check_order, check_refused
 from mcore_rl.flags.packages import check_packages
-from mcore_rl.hybrid_engine.options import EngineOptions
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.megatron.hf_files import EXPORT_MARKER
 from mcore_rl.megatron.policy_head import named_spec
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.families import family_of
-from mcore_rl.model.float8_blocks import BLOCK, float8_weights
-from mcore_rl.model.layout import PipelineLayers, RolloutLayout
+from mcore_rl.model.layout import PipelineLayers
 from mcore_rl.model.quantization import FP8
 from mcore_rl.model.tensors import mtp_tensors
 from mcore_rl.moe.balance import check_bias_dtypes
-from mcore_rl.moe.routing import OFF, R3
+from mcore_rl.moe.routing import OFF
 from mcore_rl.moe.routing_replay import replay_obstacle
 from mcore_rl.rewards.functions import ENVIRONMENT
 
@@ -52,42 +41,6 @@ def check_versions() -> None:
     """Check that Megatron, torch, vLLM and other packages are installed in versions that fit."""
     check_megatron()
     check_packages()
-
-
-def check_graphs(options: EngineOptions) -> None:
-    """Check that there are CUDA graphs to offload, and that the installed vLLM can do it."""
-    flag = "--rl-rollout-offload-cuda-graphs"
-    if not options.rollout_offload_cuda_graphs:
-        return
-    if options.rollout_enforce_eager:
-        raise UsageError(
-            "has no effect with --rl-rollout-enforce-eager: there are no CUDA graphs",
-            flag=flag,
-            remedy="drop one of the two",
-        )
-    if not vllm_offloads_graphs():
-        raise UsageError(
-            "needs a vLLM whose sleep mode offloads CUDA graphs, such as 0.32.0, and the "
-            "installed one does not",
-            flag=flag,
-            remedy="drop it, or install the version that scripts/setup_env.sh does",
-        )
-
-
-def check_engine(config: RLConfig, shape: ModelShape, *, cuda: bool) -> None:
-    """Check that the installed vLLM has what the model and the flags need of it."""
-    replay, family = config.trainer.routing_replay, family_of(shape.architecture)
-    if replay == R3 and shape.experts is not None:
-        flag, remedy = f"--rl-routing-replay {replay}", "give r2 or off"
-        require_capability(ROUTED_EXPERTS, cuda=cuda, flag=flag, remedy=remedy)
-    needs = {
-        LATENT_ATTENTION: shape.latent is not None,
-        STACKED_EXPERTS: family.stacked_experts,
-        UNGROUPED_SIGMOID: family.router is not None and family.router.is_ungrouped_sigmoid,
-    }
-    for capability in (capability for capability, needed in needs.items() if needed):
-        flag, remedy = f"--rl-hf-checkpoint {config.trainer.hf_checkpoint}", "choose another model"
-        require_capability(capability, cuda=cuda, flag=flag, remedy=remedy)
 
 
 def check_ranges(config: RLConfig) -> None:
@@ -221,73 +174,6 @@ def check_export_dtype(options: TrainerOptions, checkpoint: HFCheckpoint) -> Non
             f"{checkpoint.folder} has none",
             flag=flag,
             remedy="drop it, or start from the checkpoint as it was published in FP8",
-        )
-
-
-def check_float8_device(capability: tuple[int, int]) -> None:
-    """Check that vLLM has kernels for FP8 blocks on devices of this compute capability."""
-    if capability < (9, 0):
-        raise UsageError(
-            f"needs a GPU of compute capability 9.0 or higher, and this one has "
-            f"{capability[0]}.{capability[1]}",
-            flag="--rl-rollout-dtype fp8",
-            remedy="drop it",
-        )
-
-
-def check_rollout_dtype(
-    config: RLConfig,
-    shape: ModelShape,
-    checkpoint: HFCheckpoint | None,
-    rollout: RolloutLayout,
-    *,
-    has_cuda: bool,
-) -> None:
-    """Check that engines can hold weights in FP8 blocks, and that training corrects for that."""
-    flag = "--rl-rollout-dtype fp8"
-    if not rollout.float8:
-        if config.engine.accept_rollout_mismatch:
-            raise UsageError(
-                f"has no effect without {flag}",
-                flag="--rl-accept-rollout-mismatch",
-                remedy="drop it",
-            )
-        return
-    if not has_cuda:
-        raise UsageError(
-            "needs a GPU: vLLM has no kernels for FP8 blocks on CPUs", flag=flag, remedy="drop it"
-        )
-    require_capability(FLOAT8_BLOCKS, cuda=has_cuda, flag=flag, remedy="drop it")
-    if config.trainer.precision != "bf16":
-        raise UsageError(
-            "needs bf16: vLLM's kernels for FP8 blocks return bfloat16",
-            flag=f"{flag} with --rl-precision {config.trainer.precision}",
-            remedy="drop one of them",
-        )
-    if config.engine.speculate.startswith("mtp"):
-        raise UsageError(
-            "drafts with layers that are not in FP8 blocks, which vLLM does not combine",
-            flag=f"--rl-speculate {config.engine.speculate} with {flag}",
-            remedy="drop one of them, or give --rl-speculate ngram:N",
-        )
-    published = frozenset(checkpoint.float8) if checkpoint is not None else frozenset()
-    is_stacked = family_of(shape.architecture).stacked_experts
-    if is_stacked or not float8_weights(shape, rollout, published=published or None).weights:
-        raise UsageError(
-            f"quantises no weight of {shape.architecture} with --rl-rollout-tp-size "
-            f"{rollout.tp_size}: vLLM needs linear layers whose shards are multiples of "
-            f"{BLOCK} x {BLOCK}, and experts that are not stacked",
-            flag=flag,
-            remedy="drop it or lower --rl-rollout-tp-size",
-        )
-    corrects = config.recipe.mismatch_config.correction != "none"
-    if not corrects and not config.engine.accept_rollout_mismatch:
-        raise UsageError(
-            "samples from another policy than the trained one, which loses accuracy without a "
-            "correction",
-            flag=flag,
-            remedy="add --rl-mismatch-correction, for example token_tis, or "
-            "--rl-accept-rollout-mismatch",
         )
 
 

@@ -28,7 +28,7 @@ from mcore_rl.flags.parser import HELP_RL
 from mcore_rl.hybrid_engine.memory.offload import offload_kinds
 from mcore_rl.hybrid_engine.options import ranks_per_node
 from mcore_rl.hybrid_engine.plan.placement import Placement
-from mcore_rl.job import preflight, reading
+from mcore_rl.job import engines, preflight, reading
 from mcore_rl.job.batches import check_batches, check_lengths
 from mcore_rl.job.facts import BATCH, LAYOUT, LENGTHS, Facts, Refusals, Source
 from mcore_rl.job.layout import (
@@ -189,7 +189,7 @@ class _Examiner:
             refusals.passes(preflight.check_export_dtype, config.trainer, facts.checkpoint)
         refusals.passes(_check_speculation, config, shape, facts.checkpoint)
         if self.source.is_here:
-            refusals.passes(preflight.check_engine, config, shape, cuda=self.source.platform.cuda)
+            refusals.passes(engines.check_engine, config, shape, cuda=self.source.platform.cuda)
         if refusals.knows(LENGTHS):
             self._lengths_are_right = refusals.passes(
                 check_lengths,
@@ -232,7 +232,7 @@ class _Examiner:
             refusals.passes(preflight.check_biases, self.facts.checkpoint, shape, values)
         refusals.passes(check_critic_rate, config.critic.lr, values)
         if source.is_here:
-            refusals.passes(preflight.check_graphs, config.engine)
+            refusals.passes(engines.check_graphs, config.engine)
         if source.is_here and platform.cuda:
             refusals.passes(check_allocator, os.environ)
         if source.is_here and source.args is None and values.get("use_megatron_fsdp"):
@@ -269,7 +269,7 @@ class _Examiner:
         )
         if facts.rollout is not None:
             refusals.passes(
-                preflight.check_rollout_dtype,
+                engines.check_rollout_dtype,
                 *(config, shape, facts.checkpoint, facts.rollout),
                 has_cuda=source.platform.cuda,
             )
@@ -311,7 +311,7 @@ class _Examiner:
             reward_model, _ = self._value_model(options, config, shape)
         ask = self.source.device_capability
         if facts.rollout is not None and facts.rollout.float8 and self.source.platform.cuda and ask:
-            self.refusals.passes(preflight.check_float8_device, ask())
+            self.refusals.passes(engines.check_float8_device, ask())
         memory_notes = self.refusals.value(self._check_memory, config)
         is_complete = not self.refusals.count and not self.refusals.left_out
         if memory_notes is not None and is_complete and self.source.has_files:

@@ -25,7 +25,7 @@ from mcore_rl.common import allocator
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.machine import MachineMemory
 from mcore_rl.hybrid_engine.options import EngineOptions
-from mcore_rl.job.preflight import check_graphs
+from mcore_rl.job.engines import check_graphs
 from mcore_rl.patches import registry
 from mcore_rl.patches.registry import Patch, require
 from mcore_rl.planner.host import HostPhase

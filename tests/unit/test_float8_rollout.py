@@ -14,8 +14,8 @@ import pytest
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import Platform
 from mcore_rl.hybrid_engine.plan.placement import Placement, choose_rank_map
+from mcore_rl.job.engines import check_float8_device
 from mcore_rl.job.facts import Source
-from mcore_rl.job.preflight import check_float8_device
 from mcore_rl.job.resolver import resolve
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.float8_blocks import float8_weights

@@ -13,7 +13,7 @@ from mcore_rl.common import vllm_version
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.vllm_version import Capability
 from mcore_rl.config import RLConfig
-from mcore_rl.job.preflight import check_engine
+from mcore_rl.job.engines import check_engine
 from mcore_rl.model.config_json import model_shape
 from tests.model_shapes import CONFIGS
 

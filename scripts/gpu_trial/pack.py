@@ -5,7 +5,7 @@
 
 The wheels are those of scripts/requirements-cuda.txt that the trial needs, without those that the
 machine has: --machine is its `python3 -m pip list --format freeze`, or names alone, by default
-scripts/gpu_trial/torch-<version>.txt. pip downloads them for --python and --platform. vLLM's wheel
+torch-<version>.txt in this folder. pip downloads them for --python and --platform. vLLM's wheel
 is packed without what a trial does not use, and its compiled modules are compressed by LZMA (xz).
 
 Every part is read back: the wheels must be those that were packed, and each file in them must have
@@ -73,7 +73,7 @@ def read_options(tokens: list[str] | None) -> argparse.Namespace:
         help="megatron or engine alone (default: both)",
     )  # fmt: skip
     options = parser.parse_args(tokens)
-    options.machine = options.machine or ROOT / f"scripts/gpu_trial/torch-{options.torch}.txt"
+    options.machine = options.machine or Path(__file__).with_name(f"torch-{options.torch}.txt")
     if not options.machine.is_file():
         parser.error(f"--torch {options.torch}: {options.machine} is missing; name --machine FILE")
     if options.out.exists() and any(options.out.iterdir()):

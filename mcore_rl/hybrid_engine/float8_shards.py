@@ -1,6 +1,6 @@
 """A rank's share of the model, with the weights that engines hold in FP8 blocks quantised.
 
-A slice may cut a block, whose factor depends on the complete block. Before a hand-over, every rank
+A slice may cut a block, whose scale depends on the complete block. Before a hand-over, every rank
 therefore computes the largest |value| of each block's part that it holds, and the ranks exchange
 those of the blocks that any of them holds in part. Slices are cast when they are read: no rank
 holds a quantised copy of its share.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl.megatron.float8 import cast_rows, factors_of, largest_by_block
+from mcore_rl.megatron.float8 import cast_rows, largest_by_block, scales_from
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.boxes import (
     Box,
@@ -27,17 +27,17 @@ from mcore_rl.model.boxes import (
     slices,
     volume,
 )
-from mcore_rl.model.float8_blocks import BLOCK, Float8Weights, blocks_of, scales_of
+from mcore_rl.model.float8_blocks import BLOCK, Float8Weights, blocks_of, scale_name
 from mcore_rl.model.tensors import TensorInfo
 
 _Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Float8Shards:
-    """`ModelShards` with `quantised` weights in FP8 blocks, and their factors as tensors.
+    """`ModelShards` with `quantised` weights in FP8 blocks, and their scales as tensors.
 
     Call `share` once, with all ranks' boxes, and `prepare` after every change of the parameters.
-    `read` then casts: float8_e4m3fn(value x (1 / factor)), as DeepGEMM and vLLM do.
+    `read` then casts: float8_e4m3fn(value x (1 / scale)), as DeepGEMM and vLLM do.
     """
 
     def __init__(
@@ -46,17 +46,17 @@ class Float8Shards:
         """`tensors` are the checkpoint's, before quantisation."""
         self._shards, self._powers_of_two = shards, quantised.powers_of_two
         self._shapes = {name: tensors[name].shape for name in quantised.weights if name in tensors}
-        self._weight_of = {scales_of(name): name for name in self._shapes}
+        self._weight_of = {scale_name(name): name for name in self._shapes}
         held = [name for name in shards.tensors() if name in self._shapes]
-        # This rank's factors in one vector, and the boxes of each weight's factors in it.
-        self._places, self._num_factors = _places({n: self.boxes(scales_of(n)) for n in held})
-        self._factors = torch.empty(0)
+        # This rank's scales in one vector, and the boxes of each weight's scales in it.
+        self._places, self._num_scales = _places({n: self.boxes(scale_name(n)) for n in held})
+        self._scales = torch.empty(0)
         # Positions, in the vector of shared blocks and in this rank's, of those that both have.
         self._num_shared = 0
         self._shared = self._own = torch.empty(0, dtype=torch.int64)
 
     def boxes(self, tensor: str) -> tuple[Box, ...]:
-        """Return the boxes of `tensor` on this rank; factors are held with each part of a block."""
+        """Return the boxes of `tensor` on this rank; scales are held with each part of a block."""
         if tensor not in self._weight_of:
             return self._shards.boxes(tensor)
         return disjoint(map(blocks_of, self._shards.boxes(self._weight_of[tensor])))
@@ -75,9 +75,9 @@ class Float8Shards:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Compute the factors of this rank's blocks. Collective if any block is cut."""
+        """Compute the scales of this rank's blocks. Collective if any block is cut."""
         device = self._shards.device
-        largest = torch.zeros(self._num_factors, dtype=torch.float32, device=device)
+        largest = torch.zeros(self._num_scales, dtype=torch.float32, device=device)
         for name in self._places:
             for box in self._shards.boxes(name):
                 found = largest_by_block(self._shards.read(name, box), box)
@@ -88,7 +88,7 @@ class Float8Shards:
             shared[self._shared] = largest[self._own]
             dist.all_reduce(shared, op=dist.ReduceOp.MAX)
             largest[self._own] = shared[self._shared]
-        self._factors = factors_of(largest, powers_of_two=self._powers_of_two)
+        self._scales = scales_from(largest, powers_of_two=self._powers_of_two)
 
     def read(self, tensor: str, box: Box, at: Any = ...) -> torch.Tensor:
         """Return the values of `box`, which must lie in one held box, or those that `at` selects.
@@ -96,21 +96,21 @@ class Float8Shards:
         `at` is an index into the rows of a quantised weight.
         """
         if tensor in self._weight_of:
-            return self._factors_in(self._weight_of[tensor], box)[at]
+            return self._scales_in(self._weight_of[tensor], box)[at]
         values = self._shards.read(tensor, box, at)
         if tensor not in self._shapes:
             return values
         rows = torch.arange(*box[0], device=values.device)[at]
-        return cast_rows(values, self._factors_in(tensor, blocks_of(box)), box, rows)
+        return cast_rows(values, self._scales_in(tensor, blocks_of(box)), box, rows)
 
-    def _factors_in(self, weight: str, box: Box) -> torch.Tensor:
-        """Return the factors of `box`, in blocks."""
-        found = list(self._views(self._factors, weight, box))
+    def _scales_in(self, weight: str, box: Box) -> torch.Tensor:
+        """Return the scales of `box`, in blocks."""
+        found = list(self._views(self._scales, weight, box))
         if sum(volume(part) for part, _ in found) != volume(box):
-            raise RuntimeError(f"factors of {weight} were read on a rank that does not hold them")
+            raise RuntimeError(f"scales of {weight} were read on a rank that does not hold them")
         if len(found) == 1:
             return found[0][1]
-        whole = torch.empty(extent(box), dtype=torch.float32, device=self._factors.device)
+        whole = torch.empty(extent(box), dtype=torch.float32, device=self._scales.device)
         for part, view in found:
             whole[slices(relative(part, box))] = view
         return whole
@@ -126,7 +126,7 @@ class Float8Shards:
                 yield part, whole[slices(relative(part, held))]
 
     def _position(self, weight: str, row: int, column: int) -> int | None:
-        """Return where the vector of this rank's factors has a block's."""
+        """Return where the vector of this rank's scales has a block's."""
         block = ((row, row + 1), (column, column + 1))
         for held, offset in self._places.get(weight, ()):
             if contains(held, block):

@@ -31,7 +31,7 @@ from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.boxes import Box, Boxes, extent, full_box, slices
 from mcore_rl.model.config_json import read_config_json
 from mcore_rl.model.families import left_to_defaults
-from mcore_rl.model.float8_blocks import scales_of
+from mcore_rl.model.float8_blocks import scale_name
 from mcore_rl.model.quantization import POWERS_OF_TWO, QUANTIZATION
 from mcore_rl.model.tensors import TensorInfo, is_mtp_tensor
 from mcore_rl.model.weight_map import layer_order
@@ -157,7 +157,7 @@ def _as_published(
     """Read an unchanged tensor, and its scales if it stays in FP8 blocks."""
     if not as_float8 or tensor not in checkpoint.float8:
         return {tensor: read_tensor(checkpoint, tensor)}
-    return {name: _stored(checkpoint, name) for name in (tensor, scales_of(tensor))}
+    return {name: _stored(checkpoint, name) for name in (tensor, scale_name(tensor))}
 
 
 def _stored(checkpoint: HFCheckpoint, name: str) -> torch.Tensor:
@@ -228,7 +228,7 @@ def _add(
             filled[part.stored] = torch.empty(shape, dtype=full.dtype)
         part.write(filled[part.stored], full)
     elif quantization is not None and tensor in checkpoint.float8:
-        scales = scales_of(tensor)
+        scales = scale_name(tensor)
         filled[tensor], filled[scales] = float8.quantise(
             full,
             _stored(checkpoint, tensor),
@@ -286,7 +286,7 @@ def _write_rest(
     total = sum(info.num_bytes for info in checkpoint.everything.values())
     if as_float8:
         total = checkpoint.stored_bytes
-        weight_map |= {scales_of(t): weight_map[t] for t in checkpoint.float8}
+        weight_map |= {scale_name(t): weight_map[t] for t in checkpoint.float8}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
     origin = {"exported_from": str(checkpoint.folder)}

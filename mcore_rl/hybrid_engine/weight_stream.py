@@ -162,7 +162,7 @@ class WeightStream:
         )
         rank = dist.get_rank()
         self.lower_bound_bytes = self.holdings.lower_bound_bytes(rank, self.tensors)
-        before = {name: info.itemsize for name, info in served.items()}  # factors are added
+        before = {name: info.itemsize for name, info in served.items()}  # scales are added
         self._saved_by_dtype = sum(
             (before.get(move.tensor, 0) - self.tensors[move.tensor].itemsize) * volume(move.box)
             for move in plan.moves

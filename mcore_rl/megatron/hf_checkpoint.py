@@ -29,7 +29,7 @@ from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.boxes import Box, full_box, slices
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.families import family_of
-from mcore_rl.model.float8_blocks import blocks_of, scales_of
+from mcore_rl.model.float8_blocks import blocks_of, scale_name
 from mcore_rl.model.quantization import FP8, MXFP4
 from mcore_rl.model.tensors import (
     TensorInfo,
@@ -163,7 +163,7 @@ def open_checkpoint(
     for head in tied:
         repeated.append(Copy(head, files[head], EMBEDDING, files[EMBEDDING]))
         if head in scales and EMBEDDING in scales:
-            names = scales_of(head), scales_of(EMBEDDING)
+            names = scale_name(head), scale_name(EMBEDDING)
             repeated.append(Copy(names[0], files[names[0]], names[1], files[names[1]]))
         scales.pop(head, None)
     return HFCheckpoint(folder, files, tensors, mtp, scales, stack, repeated=tuple(repeated))
@@ -214,7 +214,7 @@ def fingerprint(checkpoint: HFCheckpoint) -> str:
     of_file: dict[str, list[str]] = {}
     stored = [
         *(tensor for tensor in checkpoint.tensors if tensor not in checkpoint.stack.parts),
-        *map(scales_of, checkpoint.float8),
+        *map(scale_name, checkpoint.float8),
         *checkpoint.stack.stored,
     ]
     for tensor in sorted(stored)[rank::world_size]:
@@ -337,14 +337,14 @@ def _reading(
             yield lambda box: part.read(box, lambda name, of: stored(name)(of))
             return
         weight = stored(tensor)
-        scales = stored(scales_of(tensor)) if tensor in checkpoint.float8 else None
+        scales = stored(scale_name(tensor)) if tensor in checkpoint.float8 else None
 
         def read(box: Box) -> tuple[torch.Tensor, int]:
             data = weight(box)
             if scales is None:
                 return data, data.nbytes
-            factors = scales(blocks_of(box))
-            return float8.dequantise(data, factors, box), data.nbytes + factors.nbytes
+            own = scales(blocks_of(box))
+            return float8.dequantise(data, own, box), data.nbytes + own.nbytes
 
         yield read
 

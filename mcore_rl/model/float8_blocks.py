@@ -1,6 +1,6 @@
 """FP8 blocks: the format of a weight, and which weights of a model engines hold in it.
 
-A weight `[r, c]` is float8_e4m3fn. Each of its blocks of 128 x 128 has a float32 factor in
+A weight `[r, c]` is float8_e4m3fn. Each of its blocks of 128 x 128 has a float32 scale in
 `<weight>_scale_inv` `[ceil(r / 128), ceil(c / 128)]`. DeepSeek-V3 is published in this format.
 
 With `--rl-rollout-dtype fp8`, engines hold the linear layers of attention, of dense feed-forward
@@ -35,8 +35,8 @@ _MERGED = (
 )
 
 
-def scales_of(weight: str) -> str:
-    """Return the name of a weight's factors."""
+def scale_name(weight: str) -> str:
+    """Return the name of a weight's scales."""
     return f"{weight}_scale_inv"
 
 
@@ -46,7 +46,7 @@ def grid(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def blocks_of(box: Box) -> Box:
-    """Return the box of the factors that a weight's `box` needs."""
+    """Return the box of the scales that a weight's `box` needs."""
     return tuple((start // BLOCK, -(-stop // BLOCK)) for start, stop in box)
 
 
@@ -60,7 +60,7 @@ class Float8Weights:
 
     weights: frozenset[str]  # names in the checkpoint
     kept_modules: tuple[str, ...]  # modules of the layers that keep their dtype
-    powers_of_two: bool = False  # factors are powers of two: scale_fmt ue8m0
+    powers_of_two: bool = False  # scales are powers of two: scale_fmt ue8m0
 
     def quantization_config(self) -> dict[str, Any]:
         """Return the field of config.json that describes these weights."""
@@ -73,12 +73,12 @@ class Float8Weights:
         }
 
     def in_blocks(self, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-        """Return `tensors` with these weights in FP8 blocks, each followed by its factors."""
+        """Return `tensors` with these weights in FP8 blocks, each followed by its scales."""
         found: dict[str, TensorInfo] = {}
         for name, info in tensors.items():
             if name in self.weights:
                 found[name] = replace(info, dtype=FLOAT8, itemsize=1)
-                found[scales_of(name)] = TensorInfo(grid(info.shape), "float32", _SCALE_BYTES)
+                found[scale_name(name)] = TensorInfo(grid(info.shape), "float32", _SCALE_BYTES)
             else:
                 found[name] = info
         return found

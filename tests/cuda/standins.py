@@ -151,7 +151,7 @@ def vllm_libraries() -> bool:
 def deep_gemm(capability: tuple[int, int]) -> None:
     """Let vLLM choose DeepGEMM, and lay out scales as DeepGEMM does.
 
-    Written after csrc/utils/layout.hpp of DeepGEMM 2: Hopper's kernels read float32 factors as they
+    Written after csrc/utils/layout.hpp of DeepGEMM 2: Hopper's kernels read float32 scales as they
     are. Blackwell's read one for each row, as an exponent, four in an int32, column by column, each
     column 16 bytes aligned. Linear layers compute what their kernel would from that layout, since
     vLLM multiplies by the identity to dequantise kv_b_proj.
@@ -162,13 +162,13 @@ def deep_gemm(capability: tuple[int, int]) -> None:
 
     def transform(sf: torch.Tensor, mn: int, k: int, recipe: Any, **_: Any) -> torch.Tensor:
         assert recipe == (1, 128, 128) and sf.dtype is torch.float32
-        assert sf.shape[-2:] == (-(-mn // 128), -(-k // 128)), "factors of other blocks"
+        assert sf.shape[-2:] == (-(-mn // 128), -(-k // 128)), "scales of other blocks"
         return packed(sf[..., torch.arange(mn) // 128, :]) if capability[0] == 10 else sf
 
-    def packed(factors: torch.Tensor) -> torch.Tensor:
+    def packed(scales: torch.Tensor) -> torch.Tensor:
         """`[..., rows, blocks]` float32 as `[..., rows, ceil(blocks / 4)]` int32."""
-        bits = factors.contiguous().view(torch.int32)
-        assert not (bits & 0x007FFFFF).any(), "a factor that is not a power of two"
+        bits = scales.contiguous().view(torch.int32)
+        assert not (bits & 0x007FFFFF).any(), "a scale that is not a power of two"
         exponents = torch.nn.functional.pad(bits >> 23, (0, -bits.shape[-1] % 4)).to(torch.uint8)
         words = exponents.contiguous().view(torch.int32)
         *outer, rows, columns = words.shape
@@ -187,10 +187,10 @@ def deep_gemm(capability: tuple[int, int]) -> None:
         weight, scale = layer.weight, layer.weight_scale_inv
         rows, columns = weight.shape
         if scale.dtype is torch.int32:
-            factors = unpacked(scale, -(-columns // 128))
+            scales = unpacked(scale, -(-columns // 128))
         else:
-            factors = scale[torch.arange(rows) // 128]
-        values = weight.float() * factors[:, torch.arange(columns) // 128]
+            scales = scale[torch.arange(rows) // 128]
+        values = weight.float() * scales[:, torch.arange(columns) // 128]
         return (x.float() @ values.T).to(x.dtype)
 
     module.transform_sf_into_required_layout = transform

@@ -23,7 +23,7 @@ import pytest
 from mcore_rl.hybrid_engine.plan.transfer_plan import Plan, make_plan
 from mcore_rl.hybrid_engine.weight_stream import Holdings
 from mcore_rl.model.boxes import Boxes, disjoint, volume
-from mcore_rl.model.float8_blocks import Float8Weights, blocks_of, float8_weights, scales_of
+from mcore_rl.model.float8_blocks import Float8Weights, blocks_of, float8_weights, scale_name
 from mcore_rl.model.tensors import TensorInfo
 from mcore_rl.model.weight_map import layer_order
 from mcore_rl.planner.links import neighbourhoods
@@ -101,7 +101,7 @@ def planned(
     tensors = tensor_infos(shape)
     if in_float8:
         quantised = float8_weights(shape, rollout)
-        have = [with_factors(boxes, quantised) for boxes in have]
+        have = [with_scales(boxes, quantised) for boxes in have]
         tensors = quantised.in_blocks(tensors)
     ranks = range(world_size)
     holdings = Holdings(
@@ -118,10 +118,10 @@ def planned(
     return Planned(tensors, holdings, plan, plan_case(case), {"held": held, "needed": needed})
 
 
-def with_factors(boxes: Boxes, quantised: Float8Weights) -> Boxes:
-    """A rank's boxes with those of its weights' factors, as `Float8Shards` has them."""
+def with_scales(boxes: Boxes, quantised: Float8Weights) -> Boxes:
+    """A rank's boxes with those of its weights' scales, as `Float8Shards` has them."""
     return dict(boxes) | {
-        scales_of(name): disjoint(map(blocks_of, some))
+        scale_name(name): disjoint(map(blocks_of, some))
         for name, some in boxes.items()
         if name in quantised.weights
     }

@@ -149,7 +149,7 @@ def test_reload_of_float8_blocks(in_float8: dict[str, Any], on: str, case: str) 
     linear, experts = FLOAT8_KERNELS[on]
     assert seen["float8_linear"] == [linear]
     assert seen["experts"] == [experts[case]] * (experts[case] is not None)
-    assert seen["quantised_once"], "vLLM's rounding of factors changes values"
+    assert seen["quantised_once"], "vLLM's rounding of scales changes values"
 
 
 @pytest.mark.parametrize(("capability", "case"), CASES)

@@ -218,7 +218,7 @@ def build(
     draw: Any = (
         (lambda *_, **__: None) if large_on_meta else dummy_loader.initialize_single_dummy_weight
     )
-    # FP8 blocks on meta cannot be processed with their factors, which are small enough to be real.
+    # FP8 blocks on meta cannot be processed with their scales, which are small enough to be real.
     unprocessed = (lambda *_: None) if large_on_meta else base_loader.process_weights_after_loading
     with (
         _fake_world(rank, tp_size * dp_size),

@@ -74,18 +74,18 @@ def in_float8(config: Mapping[str, Any], case: Mapping[str, Any]) -> Float8Weigh
 
 
 def quantised_once(engine: Any) -> bool:
-    """Whether weights quantised for `engine` keep their values where vLLM rounds factors."""
+    """Whether weights quantised for `engine` keep their values where vLLM rounds scales."""
     from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
     if not is_deep_gemm_e8m0_used():
         return True
     values = torch.randn(300, 260, generator=torch.Generator().manual_seed(3)).bfloat16()
-    weight, factors = quantise_whole(values, powers_of_two=engine.float8.powers_of_two)
+    weight, scales = quantise_whole(values, powers_of_two=engine.float8.powers_of_two)
     box = full_box(tuple(values.shape))
-    before = dequantise(weight, factors, box)
-    requant_weight_ue8m0_inplace(weight, factors)
-    return torch.equal(dequantise(weight, factors, box), before)
+    before = dequantise(weight, scales, box)
+    requant_weight_ue8m0_inplace(weight, scales)
+    return torch.equal(dequantise(weight, scales, box), before)
 
 
 def reloaded(

@@ -88,7 +88,7 @@ def test_weights_that_were_not_published_in_blocks_are_kept() -> None:
     }
 
 
-def test_plan_counts_blocks_with_their_factors() -> None:
+def test_plan_counts_blocks_with_their_scales() -> None:
     train = TrainLayout(256, tp_size=8, pp_size=8, ep_size=32)
     layers = pipeline_layers(61, 8, last=5)
     rollout = RolloutLayout(256, 8, True, 4, all2all_backend="flashinfer_nvlink_two_sided")

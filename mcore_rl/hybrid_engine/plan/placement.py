@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from mcore_rl.model.boxes import Box, full_box, volume
 from mcore_rl.model.config_json import ModelShape
-from mcore_rl.model.float8_blocks import FLOAT8, blocks_of, grid, scales_of, specs_in_float8
+from mcore_rl.model.float8_blocks import FLOAT8, blocks_of, grid, scale_name, specs_in_float8
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.model.tensors import (
     TensorInfo,
@@ -55,13 +55,13 @@ class FusedTensor:
     stages: tuple[int, ...]  # one stage; first and last for a tied embedding
     num_layers: int
     in_float8: bool = False  # in FP8 blocks for rollout
-    has_factors: bool = False  # the factors of tensors `spec` in FP8 blocks
+    has_scales: bool = False  # the scales of tensors `spec` in FP8 blocks
 
     @property
     def info(self) -> TensorInfo:
         """The `TensorInfo` of the fused tensor `[layers, experts, *shape]`."""
         layers, experts = self.num_layers, max(1, self.spec.num_experts)
-        if self.has_factors:
+        if self.has_scales:
             return TensorInfo((layers, experts, *grid(self.spec.shape)), "float32", 4)
         shape = (layers, experts, *self.spec.shape)
         if self.in_float8:
@@ -188,7 +188,7 @@ class Placement:
         if found is not None:
             dim, start, stop = found
             box[2 + dim] = (start, stop)
-        if tensor.has_factors and volume(tuple(box)):
+        if tensor.has_scales and volume(tuple(box)):
             box[2:] = blocks_of(tuple(box[2:]))
         return tuple(box)
 
@@ -308,7 +308,7 @@ def _fused(
                 name = f"stage{stage}.{kind}.{spec.name}"
                 yield FusedTensor(name, spec, (stage,), count, in_float8=spec in quantised)
                 if spec in quantised:
-                    yield FusedTensor(scales_of(name), spec, (stage,), count, has_factors=True)
+                    yield FusedTensor(scale_name(name), spec, (stage,), count, has_scales=True)
     for spec in head_specs(shape):
         yield FusedTensor(spec.name, spec, (last,), 1)
 

@@ -183,15 +183,16 @@ class VLLMEngine:
     def float8(self) -> Float8Weights | None:
         """The weights that it holds in FP8 blocks; None: none.
 
-        Where DeepGEMM computes with factors that are powers of two, the sender must round factors
+        Where DeepGEMM computes with scales that are powers of two, the sender must round scales
         up to these. vLLM would else do so, and quantise the weights a second time.
         """
+        quantised = self.config.float8
+        if quantised is None:
+            return None
         from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
-        quantised = self.config.float8
-        if quantised is None or not is_deep_gemm_e8m0_used():
-            return quantised
-        return dataclasses.replace(quantised, powers_of_two=True)
+        rounds = quantised.powers_of_two or is_deep_gemm_e8m0_used()
+        return dataclasses.replace(quantised, powers_of_two=rounds)
 
     def learn_needs(self, tensor_metadata: Metadata) -> Needs:
         """Call `Reloader.learn_needs`; `reload` then knows when a layer is complete."""

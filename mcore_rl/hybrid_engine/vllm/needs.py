@@ -59,7 +59,7 @@ def learn(
 
     Call it in a context in which `load_weights` may be called. `tensor_metadata` uses the Hugging
     Face checkpoint's names, in any order. Modules `shared` with another model need nothing.
-    Supports unquantised weights, in a floating dtype, and FP8 blocks with their factors.
+    Supports unquantised weights, in a floating dtype, and FP8 blocks with their scales.
 
     Raises RuntimeError naming a tensor that has no place in the model, or a parameter, and the part
     of it, that the tensors leave unfilled.

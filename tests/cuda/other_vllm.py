@@ -52,7 +52,7 @@ def differences(site: Path) -> list[Difference]:
     for line in found:
         place, _, message = line.partition(": ")
         rows.append(Difference("name or signature", place, message))
-    path = {"PYTHONPATH": f"{site}:{light.site}"}
+    path = {**light.environment, "PYTHONPATH": f"{site}:{light.site}"}
     other = stack.Stack("light", light.python, site, path)
     try:
         said = other.run("fit_job")

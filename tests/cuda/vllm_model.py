@@ -219,7 +219,8 @@ def build(
         (lambda *_, **__: None) if large_on_meta else dummy_loader.initialize_single_dummy_weight
     )
     # FP8 blocks on meta cannot be processed with their scales, which are small enough to be real.
-    unprocessed = (lambda *_: None) if large_on_meta else base_loader.process_weights_after_loading
+    is_unreal = large_on_meta and config.float8 is not None
+    unprocessed: Any = (lambda *_: None) if is_unreal else base_loader.process_weights_after_loading
     with (
         _fake_world(rank, tp_size * dp_size),
         patch.object(base_loader, "process_weights_after_loading", unprocessed),

@@ -13,7 +13,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Allocations(TorchDispatchMode):
-    """Calls `tell` with the storage of each tensor that is made within and is no view of another;
+    """Calls `tell` with the storage of each tensor that is made within and does not view another;
     not of meta tensors, nor of subclasses."""
 
     def __init__(self, tell: Callable[[torch.UntypedStorage], None]) -> None:

@@ -85,7 +85,7 @@ def is_supported(version: str) -> bool:
 
 
 def has_capability(capability: Capability, *, cuda: bool) -> bool:
-    """Return whether the installed vLLM has a capability, or there is none that could lack it."""
+    """Return whether the installed vLLM has a capability; True without vLLM."""
     installed, since = installed_vllm(), capability.since(cuda)
     if since == NEVER:
         return False

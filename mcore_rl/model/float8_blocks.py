@@ -99,7 +99,7 @@ def float8_weights(
     kept: list[str] = []
     for layer, is_moe in enumerate(shape.is_moe_layer):
         prefix = f"model.layers.{layer}."
-        for modules in _layers_of_vllm(shape, layer_specs(shape, is_moe=is_moe)):
+        for modules in _layers_of_vllm(layer_specs(shape, is_moe=is_moe)):
             names = [prefix + name for spec in modules for name in _names(spec)]
             fits = _is_quantised(shape, modules) and _has_whole_blocks(shape, rollout, modules)
             if fits and (published is None or published.issuperset(names)):
@@ -116,7 +116,7 @@ def specs_in_float8(
     shape: ModelShape, rollout: RolloutLayout, *, is_moe: bool
 ) -> frozenset[TensorSpec]:
     """Return the specs of a layer's weights that `float8_weights` selects by layout alone."""
-    groups = _layers_of_vllm(shape, layer_specs(shape, is_moe=is_moe))
+    groups = _layers_of_vllm(layer_specs(shape, is_moe=is_moe))
     return frozenset(
         spec
         for modules in groups
@@ -125,7 +125,7 @@ def specs_in_float8(
     )
 
 
-def _layers_of_vllm(shape: ModelShape, specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
+def _layers_of_vllm(specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
     """Yield the weight matrices of a layer, grouped as vLLM merges them."""
     groups: dict[tuple[str, str], list[TensorSpec]] = {}
     for spec in specs:

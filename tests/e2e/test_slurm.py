@@ -85,7 +85,7 @@ STARTS = {
 
 @pytest.mark.parametrize("start", STARTS)
 def test_tasks_of_slurm_are_one_world(start: str, tmp_path: Path, warmed_checkpoint: Path) -> None:
-    """Of two ranks, which agree on a mistake that depends on their number."""
+    """The case of two ranks, which agree on a mistake that depends on their number."""
     flags, command = STARTS[start]
     wrong = ("--tensor-model-parallel-size", "4")
     tokens = task_flags(warmed_checkpoint, tmp_path / "run", *STEP, *wrong)

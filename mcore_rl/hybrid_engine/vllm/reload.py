@@ -36,13 +36,12 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 # weights differently.
 _RELOADABLE = (
     *("TRITON", "BATCHED_TRITON", "FLASHINFER_CUTLASS", "FLASHINFER_TRTLLM", "CPU"),
-    *("DEEPGEMM", "BATCHED_DEEPGEMM"),
+    "DEEPGEMM",
 )
 # vLLM's kernels of linear layers in FP8 blocks that tests have reloaded.
 _RELOADABLE_FLOAT8 = (
     "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
     "DeepGemmFp8BlockScaledMMKernel",
-    "CutlassFp8BlockScaledMMKernel",
     "TritonFp8BlockScaledMMKernel",
 )
 

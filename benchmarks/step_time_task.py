@@ -229,8 +229,8 @@ def _teach(folder: Path, workload: Workload) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     config_text = (folder / "config.json").read_text()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     teaching = workload.teaching
     assert teaching is not None
     (filler,) = tokenizer.encode(FILLER)
@@ -309,8 +309,9 @@ def held_out_accuracy(checkpoint: Path, heldout: Path, workload: Workload) -> fl
 
     if not workload.num_eval_prompts:
         return None
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).float().eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    model = model.float().eval()
     rows = rows_of(heldout)[: workload.num_eval_prompts]
     chats = [[{"role": "user", "content": row["prompt"]}] for row in rows]
     asked = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]

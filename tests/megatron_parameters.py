@@ -111,6 +111,7 @@ def _latent_attention(
     share = tp_size if spec.split_down_projections else 1
     fused_down = spec.fused_down_projections and rank is not None
     if fused_down:
+        assert rank is not None
         yield "self_attention.linear_qkv_down_proj.layer_norm_weight", (hidden,)
         yield "self_attention.linear_qkv_down_proj.weight", ((rank + kv_down) // share, hidden)
     else:

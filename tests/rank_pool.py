@@ -91,7 +91,11 @@ def remember_sources() -> None:
     """
     read = inspect.getsource
     of_class = functools.cache(read)
-    inspect.getsource = lambda thing: of_class(thing) if isinstance(thing, type) else read(thing)
+
+    def read_once(object: Any) -> str:  # noqa: A002 (the name of the parameter that it replaces)
+        return of_class(object) if isinstance(object, type) else read(object)
+
+    inspect.getsource = read_once
 
 
 @functools.cache
@@ -130,7 +134,7 @@ class RankPool:
     """
 
     def __init__(self, first_on_path: Path | None = None) -> None:
-        self._parent: subprocess.Popen | None = None
+        self._parent: subprocess.Popen[str] | None = None
         self._path = {} if first_on_path is None else {"PYTHONPATH": str(first_on_path)}
         self._folder = Path(tempfile.mkdtemp(prefix="mcore_rl_ranks_"))
         self._num_jobs = 0

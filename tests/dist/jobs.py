@@ -247,6 +247,7 @@ def _hand_over(flags: list[str], log: SleepLog) -> dict[str, Any]:
 def _biases_of_trainer(actor: Actor) -> dict[str, tuple[str, list[float]]]:
     """Dtype and values of all layers' expert biases, by the engine's names."""
     mine = {}
+    chunk: Any
     for chunk in actor.state.chunks:
         for layer in chunk.decoder.layers:
             bias = getattr(getattr(layer.mlp, "router", None), "expert_bias", None)

@@ -107,7 +107,7 @@ def _step(actor: Actor, reference: ReferencePolicy, batch: Any) -> list[Any]:
     with reference:
         of_reference = digest(actor.log_probs(batch))
     return [
-        stats.sums.policy_loss.item().hex(),
+        float(stats.sums.policy_loss).hex(),
         stats.result.grad_norm.hex(),
         digest(actor.log_probs(batch)),
         of_reference,
@@ -137,6 +137,7 @@ def _aliases_hold(state: megatron_adapter.TrainState) -> bool:
         return 0 <= offset <= whole.nbytes - view.nbytes and whole.data_ptr() != 0
 
     inside = True
+    chunk: Any
     for chunk in state.model:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             for parameter in buffer.params:

@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mcore_rl.hybrid_engine.memory import usage
 from mcore_rl.hybrid_engine.memory.offload import Offloader
 from mcore_rl.hybrid_engine.vllm import in_process_engine as vllm_engine
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
@@ -48,7 +49,7 @@ def memory_gone_while_asleep() -> Iterator[SleepLog]:
     free, allocate, give_back = (
         VLLMEngine._free,
         VLLMEngine._allocate,
-        vllm_engine.give_back_cached,
+        usage.give_back_cached,
     )
     reload = VLLMEngine.reload
 
@@ -164,7 +165,8 @@ def starts_watched() -> Iterator[list[dict[str, Any]]]:
 
 
 def _sizes(offloader: Offloader) -> dict[str, int]:
-    found, counted = {}, set()
+    found: dict[str, int] = {}
+    counted: set[int] = set()
     for kind, tensors in offloader._find().items():
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for _, t in tensors}
         found[kind] = sum(s.nbytes() for key, s in storages.items() if key not in counted)

@@ -55,7 +55,8 @@ class Trickle:
     def schedule(self, num_running: int) -> StreamActions:
         submit = tuple(itertools.islice(self._waiting, max(self._at_once - num_running, 0)))
         self._left -= len(submit)
-        end, drop = (), ()
+        end: tuple[int, ...] = ()
+        drop: tuple[int, ...] = ()
         if len(self.completions) >= 4 and (self._end or self._drop):
             end, drop, self._end, self._drop = self._end, self._drop, (), ()
         return StreamActions(submit, end, drop, more=self._left > 0)

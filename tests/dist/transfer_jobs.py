@@ -101,15 +101,15 @@ class World:
                 rows = torch.rand(len(flat), generator=self.generator) < share
                 flat[rows, 0] ^= 1
 
-    def collect(self, arriving: Iterator) -> dict[str, list]:
+    def collect(self, arriving: Iterator[Any]) -> dict[str, list[Any]]:
         """Everything that arrives, copied at once. The parts of a tensor are consecutive."""
-        found: dict[str, list] = {}
+        found: dict[str, list[Any]] = {}
         for tensor, pieces in arriving:
             assert tensor not in found or tensor == next(reversed(found)), tensor
             found.setdefault(tensor, []).extend((box, data.clone()) for box, data in pieces)
         return found
 
-    def check(self, found: dict[str, list]) -> None:
+    def check(self, found: dict[str, list[Any]]) -> None:
         """Every element that the plan brings here came exactly once, bit for bit."""
         rank = dist.get_rank()
         mine = [m for m in self.plan.moves if rank in m.receivers]

@@ -14,7 +14,7 @@
 #   MCORE_RL_PYTHON=PATH      the interpreter, instead of the first suitable one in PATH
 #   MCORE_RL_ACCEPT_CUDA_TORCH=1
 #                             for the cpu stack, where no index has torch's build for CPU: its build
-#                             for CUDA, which computes the same without a GPU and takes 5 GiB more
+#                             for CUDA, which computes the same without a GPU and takes 3 GiB more
 #
 # Exit codes: 0 .venv is ready; 2 the chosen Python or stack cannot be used; 1 any other failure.
 # Every failure ends in one sentence on stderr.

@@ -153,7 +153,7 @@ def main() -> int:
     parser.add_argument("--with-te", action="store_true")
     options = parser.parse_args()
     root = options.folder.absolute()
-    if not root.exists():
+    if not (root / "bin").exists():
         subprocess.run(["debootstrap", "--variant=minbase", options.suite, str(root)], check=True)
     image = Image(root, network(root))
     if not options.with_te:  # setup_env.sh goes on without it

@@ -99,9 +99,8 @@ def float8_weights(
     kept: list[str] = []
     for layer, is_moe in enumerate(shape.is_moe_layer):
         prefix = f"model.layers.{layer}."
-        for modules in _layers_of_vllm(layer_specs(shape, is_moe=is_moe)):
+        for modules, fits in _layers_that_fit(shape, rollout, is_moe=is_moe):
             names = [prefix + name for spec in modules for name in _names(spec)]
-            fits = _is_quantised(shape, modules) and _has_whole_blocks(shape, rollout, modules)
             if fits and (published is None or published.issuperset(names)):
                 weights.update(names)
             else:
@@ -116,13 +115,19 @@ def specs_in_float8(
     shape: ModelShape, rollout: RolloutLayout, *, is_moe: bool
 ) -> frozenset[TensorSpec]:
     """Return the specs of a layer's weights that `float8_weights` selects by layout alone."""
-    groups = _layers_of_vllm(layer_specs(shape, is_moe=is_moe))
-    return frozenset(
-        spec
-        for modules in groups
-        if _is_quantised(shape, modules) and _has_whole_blocks(shape, rollout, modules)
-        for spec in modules
-    )
+    groups = _layers_that_fit(shape, rollout, is_moe=is_moe)
+    return frozenset(spec for modules, fits in groups if fits for spec in modules)
+
+
+def _layers_that_fit(
+    shape: ModelShape, rollout: RolloutLayout, *, is_moe: bool
+) -> Iterator[tuple[list[TensorSpec], bool]]:
+    """Yield the layers of vLLM within a decoder layer, and whether they can be in FP8 blocks."""
+    for modules in _layers_of_vllm(layer_specs(shape, is_moe=is_moe)):
+        yield (
+            modules,
+            _is_quantised(shape, modules) and _has_whole_blocks(shape, rollout, modules),
+        )
 
 
 def _layers_of_vllm(specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:

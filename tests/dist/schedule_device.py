@@ -187,7 +187,7 @@ class Device(WorkerBase):
         return _Output(output, pending)
 
     def _prompt_log_probs(self, ids: list[str]) -> dict[str, LogprobsTensors]:
-        """Of the requests that ask for them and whose prompt is complete, one a token."""
+        """Return one log-prob per token of each request that asks for them, once its prompt is done."""
         found = {}
         for each in ids:
             if (request := self._running[each]).scores_prompt:

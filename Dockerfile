@@ -49,6 +49,9 @@ ENV PATH=/opt/mcore_rl/.venv-cuda/bin:$CUDA_HOME/bin:$PATH \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
+# setup_env.sh goes on without Transformer Engine if its compilation fails. An image must not.
+RUN python -m pip show --quiet transformer-engine-torch
+
 # Fails if the packages no longer have the toolkit there.
 RUN nvcc --version \
     && python -c 'from vllm.utils.flashinfer import has_flashinfer; assert has_flashinfer()'

@@ -187,7 +187,7 @@ class Device(WorkerBase):
         return _Output(output, pending)
 
     def _prompt_log_probs(self, ids: list[str]) -> dict[str, LogprobsTensors]:
-        """Return one log-prob per token of each request that asks for them, once its prompt is done."""
+        """Return a log-prob per token of each complete prompt whose request asks for them."""
         found = {}
         for each in ids:
             if (request := self._running[each]).scores_prompt:

@@ -13,6 +13,7 @@ import pytest
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.rewards.functions import python_sandbox
+from mcore_rl.sandbox import runner
 from mcore_rl.sandbox.assertions import Check, Do
 from mcore_rl.sandbox.code_rows import check_code_rows
 from mcore_rl.sandbox.code_tests import Call, Program, Suite, Text, is_blank, suite_of
@@ -206,6 +207,12 @@ FORMS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("exit codes", "if add(1, 2) != 3:\n    raise SystemExit(1)", {}, ADD),
 ]
 WRONG = {ADD: "def add(a, b):\n    return a - b\n", SUM: "print(1)\n"}
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code takes longer where the cores are busy."""
+    monkeypatch.setattr(runner, "CODE_SECONDS", PATIENT_SECONDS)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,8 @@ def test_image_gets_the_files_of_the_trial_and_no_caches(tmp_path: Path) -> None
     home = tmp_path / "opt" / "mcore_rl"
     carried_out(tmp_path, "WORKDIR", "COPY")
     commands = [stage.command for stage in STAGES]
-    commands += [file.read_text() for file in (ROOT / "scripts" / "gpu_trial").iterdir()]
+    trial = ROOT / "scripts" / "gpu_trial"
+    commands += [file.read_text() for file in trial.iterdir() if file.is_file()]
     named = set(re.findall(r"\b(?:tests|benchmarks|scripts)/[\w./-]*\w", "\n".join(commands)))
     assert len(named) > 8 and "tests/gpu" in named
     assert {name for name in named if not (home / name).exists()} == set()

@@ -209,18 +209,14 @@ FORMS: list[tuple[str, Any, dict[str, Any], str]] = [
 WRONG = {ADD: "def add(a, b):\n    return a - b\n", SUM: "print(1)\n"}
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code takes longer where the cores are busy."""
-    monkeypatch.setattr(runner, "CODE_SECONDS", PATIENT_SECONDS)
-
-
 @pytest.mark.parametrize(
     ("answer", "row", "right"), [form[1:] for form in FORMS], ids=[form[0] for form in FORMS]
 )
 def test_public_forms_reward_correct_code_only(
-    answer: Any, row: dict[str, Any], right: str
+    answer: Any, row: dict[str, Any], right: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(runner, "CODE_SECONDS", PATIENT_SECONDS)  # the cores may be busy
+
     def paid(code: str) -> float:
         response = f"So:\n```python\n{code}```\n"
         return python_sandbox(prompt="Add.", response=response, answer=answer, row=row)

@@ -92,7 +92,7 @@ def remember_sources() -> None:
     read = inspect.getsource
     of_class = functools.cache(read)
 
-    def read_once(object: Any) -> str:  # noqa: A002 (the name of the parameter that it replaces)
+    def read_once(object: Any) -> str:  # as inspect names it
         return of_class(object) if isinstance(object, type) else read(object)
 
     inspect.getsource = read_once

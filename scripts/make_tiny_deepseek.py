@@ -57,7 +57,7 @@ SIZES: dict[str, dict[str, int]] = {
     "tiny": dict(
         hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=4,
         num_attention_heads=4, num_experts=8, num_experts_per_tok=2, q_lora_rank=64,
-        latent_head_dim=16,  # the published 128 would take most of a warm-up
+        latent_head_dim=16,
     ),
     "small": dict(
         hidden_size=256, intermediate_size=768, moe_intermediate_size=128, num_hidden_layers=8,
@@ -72,7 +72,7 @@ def hf_config(
     """Return config.json of `arch`, under the keys that published checkpoints use."""
     shape = dict(SIZES[size])
     num_experts, q_lora_rank = shape.pop("num_experts"), shape.pop("q_lora_rank")
-    latent_head_dim = shape.pop("latent_head_dim", 128)  # without the rotary part
+    latent_head_dim = _latent_head_dim(shape)
     num_heads = shape["num_attention_heads"]
     common: dict[str, Any] = dict(
         model_type=arch, vocab_size=tiny_task.VOCAB_SIZE, max_position_embeddings=2048,
@@ -178,6 +178,18 @@ def hf_config(
 
 
 _OF_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
+_PUBLISHED_HEAD_DIM = 128
+
+
+def _latent_head_dim(shape: dict[str, int]) -> int:
+    """Remove and return the size of MLA's heads without their rotary part.
+
+    vLLM's MLA kernels for CUDA support only published sizes, which take most of a warm-up on a CPU.
+    """
+    import torch
+
+    on_cpu = shape.pop("latent_head_dim", _PUBLISHED_HEAD_DIM)
+    return _PUBLISHED_HEAD_DIM if torch.cuda.is_available() else on_cpu
 
 
 def _yarn(*, beta_fast: float = 32.0, mscale: float = 1.0) -> dict[str, Any]:

@@ -44,8 +44,9 @@ WANTED = {
         sortedcontainers tensorboard tensorboard-data-server tokenizers tqdm transformers typer
         typing-extensions werkzeug yarl""".split(),
     ENGINE: """annotated-types anyio apache-tvm-ffi blake3 cachetools cbor2 certifi
-        charset-normalizer click cloudpickle depyf dill dnspython email-validator fastapi h11
-        httpcore2 httpx2 jiter llguidance llvmlite msgspec ninja numba openai oss-harmony
+        charset-normalizer click cloudpickle compressed-tensors depyf dill dnspython
+        email-validator fastapi h11 httpcore2 httpx2 jiter llguidance llvmlite loguru msgspec ninja
+        numba openai oss-harmony
         partial-json-parser pillow prometheus-client py-cpuinfo pybase64 pydantic pydantic-core
         pydantic-extra-types python-multipart pyzmq requests sentencepiece setproctitle sniffio
         starlette tiktoken truststore typing-inspection urllib3 uvloop xgrammar vllm""".split(),

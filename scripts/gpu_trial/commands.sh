@@ -6,6 +6,8 @@ set -euo pipefail
 failed=0 EAGER='' PARTS=${PARTS:-}
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false} PYTHONUNBUFFERED=1
+# Parts lack FlashInfer, which vLLM's sampler imports, and DeepGEMM's compiled module.
+[[ -z $PARTS ]] || export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_DEEP_GEMM=0
 if ((HAS_CUDA)); then
   EAGER=--rl-rollout-enforce-eager
 else # processes share the cores, and compiling C++ for them takes minutes

@@ -286,22 +286,28 @@ class LocalRMSNorm(torch.nn.Module):
     """RMSNorm (arXiv 1910.07467) that supports sequence parallelism.
 
     `weight` `[hidden_size]` is replicated over TP. Under sequence parallelism each TP rank has its
-    share of the positions; the weight's attribute makes Megatron sum the partial gradients.
+    share of the positions; the weight's attribute makes Megatron sum the partial gradients. With
+    --apply-layernorm-1p the factor is 1 + weight, added in float32.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
-        if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
+        if config.normalization != "RMSNorm":
             raise ValueError(
                 f"--normalization {config.normalization} is not supported without Transformer "
-                "Engine; it must be RMSNorm without --apply-layernorm-1p"
+                "Engine; it must be RMSNorm"
             )
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
+        start = torch.zeros if self.is_zero_centered else torch.ones
+        self.weight = torch.nn.Parameter(start(hidden_size))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of `x`."""
+        if self.is_zero_centered:
+            factor = 1.0 + self.weight.float()
+            return F.rms_norm(x.float(), (x.shape[-1],), factor, self.eps).to(x.dtype)
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
@@ -396,7 +402,7 @@ def _replace_norm() -> None:
     def make_norm(
         cls: Any, config: Any, hidden_size: Any, eps: Any = 1e-5, *unused: Any, **by_name: Any
     ) -> Any:
-        if config.normalization == "RMSNorm" and not config.layernorm_zero_centered_gamma:
+        if config.normalization == "RMSNorm":
             return LocalRMSNorm(config, hidden_size, eps)
         return make(cls, config, hidden_size, eps, *unused, **by_name)
 

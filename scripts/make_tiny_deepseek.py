@@ -39,8 +39,8 @@ else:
 # Values of --arch: a model_type, or (the last two) a model whose config.json differs from others of
 # its model_type in more than sizes.
 ARCHS = (
-    "deepseek_v3 deepseek_v2 kimi_k2 glm4_moe glm4_moe_lite minimax_m2 qwen3_moe qwen2_moe olmoe "
-    "gpt_oss mixtral qwen3 qwen2 llama moonlight deepseek_v2_large"
+    "deepseek_v3 deepseek_v2 kimi_k2 glm4_moe glm4_moe_lite minimax_m2 qwen3_moe qwen2_moe "
+    "qwen3_next qwen3_5_text qwen3_5_moe_text olmoe gpt_oss mixtral qwen3 qwen2 llama moonlight deepseek_v2_large"
 ).split()
 WITH_MTP = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite")
 DEFAULT_SEED = 1234
@@ -98,6 +98,13 @@ def hf_config(
     # For families without head_dim in config.json; vLLM's CPU attention takes 32 but not 16.
     of_heads = dict(hidden_size=32 * num_heads)
     dense = {name: value for name, value in gqa.items() if name not in _OF_EXPERTS}
+    # vLLM's delta net on CPU takes heads of 64 or 128. An interval of 2 puts attention into the last
+    # layer of all sizes.
+    delta_net = dict(
+        head_dim=32, full_attention_interval=2, partial_rotary_factor=0.25,
+        linear_conv_kernel_dim=4, linear_key_head_dim=64, linear_value_head_dim=64,
+        linear_num_key_heads=2, linear_num_value_heads=4,
+    )  # fmt: skip
     configs = {
         "deepseek_v3": v3,
         "deepseek_v2": v2,
@@ -137,6 +144,16 @@ def hf_config(
             architectures=["Qwen2MoeForCausalLM"], num_experts=num_experts, norm_topk_prob=False,
             shared_expert_intermediate_size=128, decoder_sparse_step=1, mlp_only_layers=[],
             qkv_bias=True, use_sliding_window=False, **of_heads,
+        ),
+        "qwen3_next": gqa | delta_net | dict(
+            architectures=["Qwen3NextForCausalLM"], num_experts=num_experts, norm_topk_prob=True,
+            shared_expert_intermediate_size=128, decoder_sparse_step=1, mlp_only_layers=[],
+            use_sliding_window=False,
+        ),
+        "qwen3_5_text": dense | delta_net | dict(architectures=["Qwen3_5ForCausalLM"]),
+        "qwen3_5_moe_text": gqa | delta_net | dict(
+            architectures=["Qwen3_5MoeForCausalLM"], num_experts=num_experts,
+            shared_expert_intermediate_size=128,
         ),
         "olmoe": gqa | dict(
             architectures=["OlmoeForCausalLM"], num_experts=num_experts, norm_topk_prob=False,

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mcore_rl.model.config_json import LatentAttention, ModelShape
+from mcore_rl.model.delta_net import DeltaNet
 from mcore_rl.model.tensors import trained_vocabulary_rows
 
 Named = Iterator[tuple[str, tuple[int, ...]]]
@@ -60,7 +61,11 @@ def stage_parameters(
         found["embedding.word_embeddings.weight"] = vocabulary
     for local, layer in enumerate(layers):
         parts = [
-            *_attention(shape, spec, tp_size),
+            *(
+                _delta_net(shape, shape.delta_net, spec, tp_size)
+                if shape.layer_kinds[layer].is_linear and shape.delta_net
+                else _attention(shape, spec, tp_size)
+            ),
             *(
                 _experts(shape, spec, tp_size, ep_size, etp_size)
                 if shape.is_moe_layer[layer]
@@ -84,7 +89,8 @@ def _attention(shape: ModelShape, spec: Spec, tp_size: int) -> Named:
         yield "self_attention.linear_qkv.layer_norm_weight", (hidden,)
     else:
         yield "input_layernorm.weight", (hidden,)
-    rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim // tp_size
+    queries = shape.num_heads * (2 if shape.output_gate else 1)
+    rows = (queries + 2 * shape.num_kv_heads) * shape.head_dim // tp_size
     yield "self_attention.linear_qkv.weight", (rows, hidden)
     if shape.qkv_bias:
         yield "self_attention.linear_qkv.bias", (rows,)
@@ -99,6 +105,21 @@ def _attention(shape: ModelShape, spec: Spec, tp_size: int) -> Named:
     yield "self_attention.linear_proj.weight", (hidden, columns)
     if shape.linear_biases:
         yield "self_attention.linear_proj.bias", (hidden,)
+
+
+def _delta_net(shape: ModelShape, delta_net: DeltaNet, spec: Spec, tp_size: int) -> Named:
+    at, hidden, heads = "self_attention.", shape.hidden_size, delta_net.num_value_heads // tp_size
+    yield at + "in_proj.layer_norm_weight" if spec.fused_norms else "input_layernorm.weight", (
+        hidden,
+    )
+    keys = delta_net.num_key_heads * delta_net.key_head_dim // tp_size
+    values = heads * delta_net.value_head_dim
+    yield at + "in_proj.weight", (2 * keys + 2 * values + 2 * heads, hidden)
+    yield at + "conv1d.weight", (2 * keys + values, 1, delta_net.conv_width)
+    yield at + "dt_bias", (heads,)
+    yield at + "A_log", (heads,)
+    yield at + "out_norm.weight", (delta_net.value_head_dim,)
+    yield at + "out_proj.weight", (hidden, values)
 
 
 def _latent_attention(

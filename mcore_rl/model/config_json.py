@@ -16,6 +16,7 @@ from mcore_rl.common.errors import UsageError, unreadable
 from mcore_rl.common.parameters import Bounds
 from mcore_rl.common.readers import InvalidData, parse_json
 from mcore_rl.model.config_fields import Fields
+from mcore_rl.model.delta_net import DeltaNet, linear_layers, read_delta_net
 from mcore_rl.model.experts import Experts, moe_layers, read_experts
 from mcore_rl.model.families import FAMILIES, MISSING, Family
 from mcore_rl.model.quantization import (
@@ -40,6 +41,19 @@ class LatentAttention:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class LayerKind:
+    """What decides which tensors a decoder layer has."""
+
+    is_moe: bool  # experts instead of an MLP
+    is_linear: bool = False  # a gated delta net instead of attention
+
+    @property
+    def name(self) -> str:
+        """The kind as part of a name: "moe", "dense", "linear_moe" or "linear_dense"."""
+        return ("linear_" if self.is_linear else "") + ("moe" if self.is_moe else "dense")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +89,19 @@ class ModelShape:
     # Positions that a token sees, its own included, in every other layer from the first.
     sliding_window: int | None = None
     clamps_glu: bool = False  # gpt-oss's SwiGLU
+    delta_net: DeltaNet | None = None
+    is_linear_layer: tuple[bool, ...] = ()  # whether each has a delta net; empty: none
+    output_gate: bool = False  # of attention
+    zero_centered_norms: bool = False
     # `score.weight` `[1, h]` instead of `lm_head.weight`: a critic, or a reward model.
     value_head: bool = False
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of every decoder layer."""
+        is_linear = self.is_linear_layer or (False,) * self.num_layers
+        pairs = zip(self.is_moe_layer, is_linear, strict=True)
+        return tuple(LayerKind(*pair) for pair in pairs)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -159,7 +184,7 @@ def model_shape(
         architecture=family.model_type,
         num_layers=num_layers,
         hidden_size=fields.count("hidden_size"),
-        ffn_hidden_size=fields.count("intermediate_size"),
+        ffn_hidden_size=fields.count(family.dense_size),
         vocab_size=fields.count("vocab_size"),
         num_heads=num_heads,
         num_kv_heads=num_heads if latent else fields.count("num_key_value_heads", num_heads),
@@ -180,6 +205,10 @@ def model_shape(
         attention_sinks=family.attention_sinks,
         sliding_window=_sliding_window(fields, num_layers) if family.alternates_windows else None,
         clamps_glu=family.clamps_glu,
+        delta_net=read_delta_net(fields, family),
+        is_linear_layer=linear_layers(fields, family, num_layers),
+        output_gate=family.output_gate,
+        zero_centered_norms=family.zero_centered_norms,
     )
     if name := unmapped_field(values, family.class_name, fields.read):
         raise fields.refuse(f"{name} (vLLM would compute it, Megatron would not)")
@@ -293,6 +322,8 @@ def megatron_flags(shape: ModelShape) -> list[str]:
         "--disable-bias-linear": not shape.linear_biases,
         "--qk-layernorm": shape.qk_norm,
         "--add-qkv-bias": shape.qkv_bias,
+        "--attention-output-gate": shape.output_gate,
+        "--apply-layernorm-1p": shape.zero_centered_norms,
         "--untie-embeddings-and-output-weights": not shape.tied_embeddings,
     }
     if shape.latent:
@@ -305,6 +336,8 @@ def megatron_flags(shape: ModelShape) -> list[str]:
             flags |= {"--group-query-attention": True, "--num-query-groups": shape.num_kv_heads}
     if shape.attention_sinks:
         flags["--softmax-type"] = "learnable"
+    if shape.delta_net:
+        flags |= _delta_net_flags(shape.delta_net, shape.is_linear_layer)
     if shape.sliding_window:
         flags["--window-size"] = f"{shape.sliding_window - 1},0"  # positions before and after
         flags["--window-attn-skip-freq"] = 2
@@ -331,6 +364,23 @@ def _yarn_flags(rope: Mapping[str, Any]) -> dict[str, Any]:
         "--yarn-beta-fast": rope["beta_fast"],
         "--yarn-beta-slow": rope["beta_slow"],
         f"--{'' if rounds else 'no-'}yarn-correction-range-round-to-int": True,
+    }
+
+
+def _per_layer(values: tuple[bool, ...]) -> str:
+    """Return Megatron's notation for a value of 0 or 1 for every layer."""
+    return "([" + ",".join(str(int(x)) for x in values) + "])"
+
+
+def _delta_net_flags(delta_net: DeltaNet, is_linear_layer: tuple[bool, ...]) -> dict[str, Any]:
+    return {
+        "--experimental-attention-variant": "gated_delta_net",
+        "--linear-attention-freq": _per_layer(is_linear_layer),
+        "--linear-conv-kernel-dim": delta_net.conv_width,
+        "--linear-key-head-dim": delta_net.key_head_dim,
+        "--linear-value-head-dim": delta_net.value_head_dim,
+        "--linear-num-key-heads": delta_net.num_key_heads,
+        "--linear-num-value-heads": delta_net.num_value_heads,
     }
 
 
@@ -361,7 +411,7 @@ def _expert_flags(experts: Experts, is_moe_layer: tuple[bool, ...]) -> dict[str,
         "--num-experts": experts.num_experts,
         "--moe-router-topk": experts.topk,
         "--moe-ffn-hidden-size": experts.hidden_size,
-        "--moe-layer-freq": "([" + ",".join(str(int(x)) for x in is_moe_layer) + "])",
+        "--moe-layer-freq": _per_layer(is_moe_layer),
         "--moe-shared-expert-intermediate-size": experts.shared_hidden_size,
         "--moe-shared-expert-gate": experts.has_shared_gate,
         "--moe-router-score-function": experts.score_function,

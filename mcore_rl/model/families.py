@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,14 @@ class Family:
     alternates_windows: bool = False
     # gpt-oss's SwiGLU: both halves clamped, a gain in the sigmoid, 1 added to the other half.
     clamps_glu: bool = False
+    # Layers of the type "linear_attention" have a gated delta net, the others attention. The value
+    # is how the rows of its input projections are ordered in a checkpoint (see `delta_net`).
+    delta_net: Literal["by_key_head", "by_part"] | None = None
+    # The output of attention is multiplied by the sigmoid of a gate; q_proj has both, head by head.
+    output_gate: bool = False
+    # Norms multiply by 1 + weight, except for the one in the delta net.
+    zero_centered_norms: bool = False
+    dense_size: str = "intermediate_size"  # name of the field
     # One tensor of the folder holds all experts of a layer, with rows of gate and up-projection
     # alternating; `names` are then mcore_rl's names for its parts.
     stacked_experts: bool = False
@@ -119,6 +127,8 @@ class Family:
     # Share of each head; the default if config.json has no value. With 1 no other value is allowed.
     # None: config.json must contain it, or rotary_dim, the number of elements.
     partial_rotary_factor: float | None = 1.0
+    # Fields of rope_parameters that change nothing where all positions are of text.
+    rope_of_images: tuple[str, ...] = ()
     has_drafter: bool = False  # vLLM can draft with the checkpoint's MTP layers
 
 
@@ -136,6 +146,24 @@ _DEEPSEEK_V3 = Family(  # and Moonlight, which uses this model_type
     router=_V3_ROUTER,
     rope_types=("default", "yarn"),
     has_drafter=True,
+)
+
+_DELTA_NET_SIZES = (
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
+)
+_QWEN3_NEXT_ROUTER = Router("num_experts", gated_shared_size="shared_expert_intermediate_size")
+_QWEN3_5 = Family(  # the text model of Qwen3.5
+    model_type="qwen3_5_text",
+    class_name="Qwen3_5ForCausalLM",
+    spelt_out=("num_key_value_heads", "head_dim", *_DELTA_NET_SIZES),
+    fixed={"attn_output_gate": True},
+    qk_norm=True,
+    delta_net="by_part",
+    output_gate=True,
+    zero_centered_norms=True,
+    partial_rotary_factor=0.25,
+    rope_of_images=("mrope_section", "mrope_interleaved"),
 )
 
 _PUBLISHED = (
@@ -213,6 +241,29 @@ _PUBLISHED = (
         router=Router("num_experts", gated_shared_size="shared_expert_intermediate_size"),
         names=TensorNames(shared="shared_expert."),
     ),
+    Family(  # Qwen3-Next-80B-A3B
+        model_type="qwen3_next",
+        class_name="Qwen3NextForCausalLM",
+        spelt_out=("num_key_value_heads", "head_dim", "norm_topk_prob", *_DELTA_NET_SIZES),
+        fixed={"attn_output_gate": True},
+        qk_norm=True,
+        delta_net="by_key_head",
+        output_gate=True,
+        zero_centered_norms=True,
+        router=_QWEN3_NEXT_ROUTER,
+        names=TensorNames(shared="shared_expert."),
+        partial_rotary_factor=0.25,
+    ),
+    _QWEN3_5,
+    replace(
+        _QWEN3_5,
+        model_type="qwen3_5_moe_text",
+        class_name="Qwen3_5MoeForCausalLM",
+        fixed={"attn_output_gate": True, "norm_topk_prob": True},
+        dense_size="moe_intermediate_size",  # there are no dense layers
+        router=replace(_QWEN3_NEXT_ROUTER, always_normalizes=True),
+        names=TensorNames(shared="shared_expert."),
+    ),
     Family(
         model_type="olmoe",
         class_name="OlmoeForCausalLM",
@@ -277,17 +328,15 @@ _PUBLISHED = (
 
 FAMILIES = {family.model_type: family for family in _PUBLISHED}
 
-_NO_DELTA_NET = (
-    "gated delta net: Megatron has it only with Transformer Engine and flash-linear-attention, "
-    "which need CUDA"
-)
+_NOT_TEXT = "a vision tower, which neither training nor the hand-over has; its text model is"
 _NO_SPARSE_ATTENTION = (
     "sparse attention (DSA): Megatron has it only with Transformer Engine, and vLLM's CPU build "
     "lacks it"
 )
 # model_type -> the component that a host lacks, so that nothing can be tested here.
 MISSING: Mapping[str, str] = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), _NO_DELTA_NET),
+    "qwen3_5": f"{_NOT_TEXT} qwen3_5_text",
+    "qwen3_5_moe": f"{_NOT_TEXT} qwen3_5_moe_text",
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _NO_SPARSE_ATTENTION),
 }
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mcore_rl.model.boxes import Box
-from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.config_json import LayerKind, ModelShape
+from mcore_rl.model.delta_net import BLOCK as DELTA_NET
 from mcore_rl.model.families import family_of
 from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.model.tensors import Cut, TensorInfo, TensorSpec, layer_specs, mtp_layer_specs
@@ -97,9 +98,9 @@ def float8_weights(
     """
     weights: set[str] = set()
     kept: list[str] = []
-    for layer, is_moe in enumerate(shape.is_moe_layer):
+    for layer, kind in enumerate(shape.layer_kinds):
         prefix = f"model.layers.{layer}."
-        for modules, fits in _layers_that_fit(shape, rollout, is_moe=is_moe):
+        for modules, fits in _layers_that_fit(shape, rollout, kind):
             names = [prefix + name for spec in modules for name in _names(spec)]
             if fits and (published is None or published.issuperset(names)):
                 weights.update(names)
@@ -112,18 +113,18 @@ def float8_weights(
 
 
 def specs_in_float8(
-    shape: ModelShape, rollout: RolloutLayout, *, is_moe: bool
+    shape: ModelShape, rollout: RolloutLayout, kind: LayerKind
 ) -> frozenset[TensorSpec]:
     """Return the specs of a layer's weights that `float8_weights` selects by layout alone."""
-    groups = _layers_that_fit(shape, rollout, is_moe=is_moe)
+    groups = _layers_that_fit(shape, rollout, kind)
     return frozenset(spec for modules, fits in groups if fits for spec in modules)
 
 
 def _layers_that_fit(
-    shape: ModelShape, rollout: RolloutLayout, *, is_moe: bool
+    shape: ModelShape, rollout: RolloutLayout, kind: LayerKind
 ) -> Iterator[tuple[list[TensorSpec], bool]]:
     """Yield the layers of vLLM within a decoder layer, and whether they can be in FP8 blocks."""
-    for modules in _layers_of_vllm(layer_specs(shape, is_moe=is_moe)):
+    for modules in _layers_of_vllm(layer_specs(shape, kind)):
         yield (
             modules,
             _is_quantised(shape, modules) and _has_whole_blocks(shape, rollout, modules),
@@ -155,7 +156,9 @@ def _names(spec: TensorSpec) -> Iterator[str]:
 
 def _is_quantised(shape: ModelShape, modules: list[TensorSpec]) -> bool:
     names = family_of(shape.architecture).names
-    return modules[0].name not in (names.router, names.shared_gate)
+    first = modules[0].name
+    # vLLM has no FP8 blocks for the narrow projections of a delta net; the others stay with them.
+    return first not in (names.router, names.shared_gate) and not first.startswith(DELTA_NET)
 
 
 def _has_whole_blocks(shape: ModelShape, rollout: RolloutLayout, modules: list[TensorSpec]) -> bool:

@@ -47,7 +47,11 @@ def read_rope(fields: Fields, family: Family) -> dict[str, Any]:
     given = fields.get(where) or {}
     if not isinstance(given, dict):
         raise fields.refuse(f"rope scaling {given!r}")
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {
+        name: value
+        for name, value in given.items()
+        if value is not None and name not in family.rope_of_images
+    }
     inside = fields.within(where, dict(given))
     rope_type = given.pop("type", None)
     rope_type = given.pop("rope_type", rope_type) or "default"

@@ -9,11 +9,13 @@ compares both with this table.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from mcore_rl.model.config_json import LatentAttention, ModelShape
+from mcore_rl.model.config_json import LatentAttention, LayerKind, ModelShape
+from mcore_rl.model.delta_net import BLOCK, CONVOLUTION, DeltaNet
 from mcore_rl.model.families import TensorNames, bias_of, family_of
 
 _VLLM_VOCABULARY_MULTIPLE = 64
@@ -63,6 +65,7 @@ class TensorSpec:
     num_experts: int = 0
     dtype: str = "bfloat16"
     is_shared_expert: bool = False
+    parts: tuple[int, ...] = ()  # rows of each stacked tensor, if they are cut separately
 
     @property
     def num_bytes(self) -> int:
@@ -88,20 +91,39 @@ def head_specs(shape: ModelShape) -> list[TensorSpec]:
     return specs
 
 
-def layer_specs(shape: ModelShape, *, is_moe: bool) -> list[TensorSpec]:
+def layer_specs(shape: ModelShape, kind: LayerKind) -> list[TensorSpec]:
     """Return the tensors of one decoder layer."""
     hidden = (shape.hidden_size,)
-    attention = (
-        _latent_attention(shape, shape.latent) if shape.latent else _grouped_attention(shape)
-    )
     feed_forward = (
-        _experts(shape) if is_moe else _gated("mlp.", shape.hidden_size, shape.ffn_hidden_size)
+        _experts(shape) if kind.is_moe else _gated("mlp.", shape.hidden_size, shape.ffn_hidden_size)
     )
     return [
         TensorSpec("input_layernorm.weight", hidden, Cut.REPLICATED),
-        *attention,
+        *_mixer(shape, kind),
         TensorSpec("post_attention_layernorm.weight", hidden, Cut.REPLICATED),
         *feed_forward,
+    ]
+
+
+def _mixer(shape: ModelShape, kind: LayerKind) -> list[TensorSpec]:
+    """Return the tensors of what mixes positions."""
+    if kind.is_linear and shape.delta_net:
+        return _delta_net(shape.hidden_size, shape.delta_net)
+    return _latent_attention(shape, shape.latent) if shape.latent else _grouped_attention(shape)
+
+
+def _delta_net(hidden: int, delta_net: DeltaNet) -> list[TensorSpec]:
+    heads, parts = (delta_net.num_value_heads,), delta_net.conv_parts
+    return [
+        *(
+            TensorSpec(name, (sum(rows), hidden), Cut.ROWS, parts=rows if len(rows) > 1 else ())
+            for name, rows in delta_net.projections().items()
+        ),
+        TensorSpec(CONVOLUTION, (sum(parts), 1, delta_net.conv_width), Cut.ROWS, parts=parts),
+        TensorSpec(BLOCK + "A_log", heads, Cut.ROWS),
+        TensorSpec(BLOCK + "dt_bias", heads, Cut.ROWS),
+        TensorSpec(BLOCK + "norm.weight", (delta_net.value_head_dim,), Cut.REPLICATED),
+        TensorSpec(BLOCK + "out_proj.weight", (hidden, delta_net.value_size), Cut.COLUMNS),
     ]
 
 
@@ -109,7 +131,9 @@ def _grouped_attention(shape: ModelShape) -> list[TensorSpec]:
     hidden, head = shape.hidden_size, shape.head_dim
     queries, keys = shape.num_heads * head, shape.num_kv_heads * head
     specs = [
-        TensorSpec("self_attn.q_proj.weight", (queries, hidden), Cut.ROWS),
+        TensorSpec(
+            "self_attn.q_proj.weight", (queries * (1 + shape.output_gate), hidden), Cut.ROWS
+        ),
         TensorSpec("self_attn.k_proj.weight", (keys, hidden), Cut.KV_ROWS),
         TensorSpec("self_attn.v_proj.weight", (keys, hidden), Cut.KV_ROWS),
         TensorSpec("self_attn.o_proj.weight", (hidden, queries), Cut.COLUMNS),
@@ -205,8 +229,8 @@ def checkpoint_tensors(shape: ModelShape) -> Iterator[tuple[str, TensorSpec]]:
     """Yield (full name, spec) of every tensor of the model, without MTP layers."""
     for spec in (*embedding_specs(shape), *head_specs(shape)):
         yield spec.name, spec
-    for layer, is_moe in enumerate(shape.is_moe_layer):
-        yield from _in_layer(layer, layer_specs(shape, is_moe=is_moe))
+    for layer, kind in enumerate(shape.layer_kinds):
+        yield from _in_layer(layer, layer_specs(shape, kind))
 
 
 def _in_layer(layer: int, specs: Iterable[TensorSpec]) -> Iterator[tuple[str, TensorSpec]]:
@@ -269,7 +293,7 @@ def mtp_layer_specs(shape: ModelShape) -> list[TensorSpec]:
     return [
         *(TensorSpec(name, (width,), Cut.REPLICATED) for name in norms),
         TensorSpec("eh_proj.weight", (width, 2 * width), Cut.REPLICATED),
-        *layer_specs(shape, is_moe=shape.is_moe_layer[-1]),
+        *layer_specs(shape, shape.layer_kinds[-1]),
     ]
 
 
@@ -299,15 +323,27 @@ def served_vocabulary_rows(vocab_size: int, tp_size: int) -> int:
     return math.ceil(vocab_size / multiple) * multiple // tp_size
 
 
+def parts_of(spec: TensorSpec) -> list[TensorSpec]:
+    """Return the parts of a tensor that are cut separately, each as a tensor; else itself."""
+    if not spec.parts:
+        return [spec]
+    return [
+        replace(spec, name=f"{spec.name}[{nth}]", shape=(rows, *spec.shape[1:]), parts=())
+        for nth, rows in enumerate(spec.parts)
+    ]
+
+
 def cut_range(
     spec: TensorSpec, rank: int, size: int, *, kv_heads: int, vocabulary_rows: int
 ) -> tuple[int, int, int] | None:
     """Return (dimension, start, stop) of the part on `rank` in a group of `size`; None: all of it.
 
-    `job.layout` refuses uneven sizes earlier; here they are a bug.
+    `job.layout` refuses uneven sizes earlier; here they are a bug. A tensor of several parts has no
+    such range: ask for each of its `parts_of`.
     """
     if spec.cut is Cut.REPLICATED or size == 1:
         return None
+    assert not spec.parts, f"{spec.name} is cut by parts"
     if spec.cut is Cut.VOCABULARY:
         start = min(rank * vocabulary_rows, spec.shape[0])
         return 0, start, min(start + vocabulary_rows, spec.shape[0])
@@ -325,8 +361,8 @@ def active_parameters(shape: ModelShape) -> int:
     if shape.tied_embeddings:
         total += shape.vocab_size * shape.hidden_size
     topk = shape.experts.topk if shape.experts else 0
-    for is_moe in set(shape.is_moe_layer):
-        specs = layer_specs(shape, is_moe=is_moe)
+    for kind, count in Counter(shape.layer_kinds).items():
+        specs = layer_specs(shape, kind)
         layer = sum(math.prod(s.shape) * (topk if s.num_experts else 1) for s in specs)
-        total += layer * shape.is_moe_layer.count(is_moe)
+        total += layer * count
     return total

@@ -41,6 +41,9 @@ OF_CLASS: Mapping[str, frozenset[str]] = {
         "Qwen2ForCausalLM": "qk_norm",
         "Qwen3ForCausalLM": "qk_norm",
         "Qwen3MoeForCausalLM": "shared_expert_intermediate_size",
+        "Qwen3NextForCausalLM": "layer_scale qkv_bias",
+        "Qwen3_5ForCausalLM": "layer_scale qk_norm qkv_bias",
+        "Qwen3_5MoeForCausalLM": "layer_scale qk_norm qkv_bias",
     }.items()
 }
 # Values that equal vLLM's default, in addition to null, false, 0 and empty values of any field.

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 from mcore_rl.model.boxes import Box, full_box, intersect, relative
 from mcore_rl.model.config_json import LatentAttention, ModelShape
+from mcore_rl.model.delta_net import BLOCK, DeltaNet, Rows
 from mcore_rl.model.experts import Experts
 from mcore_rl.model.families import bias_of, family_of
 from mcore_rl.model.layout import TrainLayout
@@ -144,6 +145,20 @@ def _stacked(*parts: tuple[str, int]) -> _Rule:
     return rule
 
 
+def _listed(rows: Callable[[int, int], Iterable[Rows]]) -> _Rule:
+    """Return a rule for rows of several tensors in the order that `rows(rank, size)` lists."""
+
+    def rule(p: _Parameter) -> list[Piece]:
+        pieces, local = [], 0
+        for part in rows(p.rank, p.size):
+            pieces.append(_rows(p.prefix + part.tensor, p.shape, part.first, local, part.count))
+            local += part.count
+        assert local == p.shape[0], (p.name, p.shape)
+        return pieces
+
+    return rule
+
+
 def _gate_and_up(gate: str, up: str) -> _Rule:
     """Return a rule for SwiGLU's first layer: this rank's gate rows, then its up rows."""
 
@@ -159,22 +174,28 @@ def _gate_and_up(gate: str, up: str) -> _Rule:
 
 
 def _qkv(kind: str, shape: ModelShape) -> _Rule:
-    """Return a rule for Megatron's interleaving: [query heads, key, value] per key/value group."""
-    head = shape.head_dim
-    queries = shape.num_heads // shape.num_kv_heads * head
+    """Return a rule for Megatron's interleaving: [query heads, key, value] per key/value group.
 
-    def rule(p: _Parameter) -> list[Piece]:
-        groups = shape.num_kv_heads // p.size
-        assert p.shape[0] == groups * (queries + 2 * head), (p.name, p.shape)
-        pieces, local = [], 0
-        for group in range(p.rank * groups, (p.rank + 1) * groups):
-            for name, count in (("q", queries), ("k", head), ("v", head)):
-                tensor = f"{p.prefix}self_attn.{name}_proj.{kind}"
-                pieces.append(_rows(tensor, p.shape, group * count, local, count))
-                local += count
-        return pieces
+    With an output gate it is [query heads, gates, key, value], and q_proj has [query, gate] per
+    head."""
+    head, heads = shape.head_dim, shape.num_heads // shape.num_kv_heads
 
-    return rule
+    def rows_of(name: str, first: int, count: int) -> Rows:
+        return Rows(f"self_attn.{name}_proj.{kind}", first, count)
+
+    def rows(rank: int, size: int) -> Iterator[Rows]:
+        groups = shape.num_kv_heads // size
+        for group in range(rank * groups, (rank + 1) * groups):
+            if shape.output_gate:
+                for is_gate in range(2):
+                    for nth in range(group * heads, (group + 1) * heads):
+                        yield rows_of("q", (2 * nth + is_gate) * head, head)
+            else:
+                yield rows_of("q", group * heads * head, heads * head)
+            yield rows_of("k", group * head, head)
+            yield rows_of("v", group * head, head)
+
+    return _listed(rows)
 
 
 def _norm_of_heads(name: str, width: int) -> _Rule:
@@ -239,6 +260,8 @@ def _layer_rules(shape: ModelShape) -> dict[str, _Rule]:
         rules |= _latent_attention_rules(shape.latent)
     else:
         rules |= _grouped_attention_rules(shape)
+    if shape.delta_net:
+        rules |= _delta_net_rules(shape.delta_net)
     if shape.experts:
         rules |= _expert_rules(shape, shape.experts)
     return rules
@@ -265,6 +288,19 @@ def _grouped_attention_rules(shape: ModelShape) -> dict[str, _Rule]:
         rules[at + "q_layernorm.weight"] = _norm_of_heads("self_attn.q_norm.weight", queries)
         rules[at + "k_layernorm.weight"] = _norm_of_heads("self_attn.k_norm.weight", keys)
     return rules
+
+
+def _delta_net_rules(delta_net: DeltaNet) -> dict[str, _Rule]:
+    at = "self_attention."
+    return {
+        at + "in_proj.layer_norm_weight": _INPUT_NORM,
+        at + "in_proj.weight": _listed(delta_net.projection_rows),
+        at + "conv1d.weight": _listed(delta_net.convolution_rows),
+        at + "A_log": _column(BLOCK + "A_log"),
+        at + "dt_bias": _column(BLOCK + "dt_bias"),
+        at + "out_norm.weight": _replicated(BLOCK + "norm.weight"),
+        at + "out_proj.weight": _row(BLOCK + "out_proj.weight"),
+    }
 
 
 def _latent_attention_rules(latent: LatentAttention) -> dict[str, _Rule]:

@@ -15,12 +15,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mcore_rl.model.config_json import LatentAttention
+from mcore_rl.model.config_json import LatentAttention, LayerKind
+from mcore_rl.model.delta_net import DeltaNet
 from mcore_rl.model.experts import Experts
 from mcore_rl.planner.models import TrainedModel
 from mcore_rl.planner.settings import Recompute
 
 _FLOAT32 = 4
+_CHUNK = 64  # positions that a delta net computes at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +44,25 @@ def _rank_tokens(model: TrainedModel) -> float:
     return model.training.micro_batch_tokens / model.train.cp_size
 
 
-def layer_terms(model: TrainedModel, *, is_moe: bool) -> Iterator[Term]:
+def layer_terms(model: TrainedModel, kind: LayerKind) -> Iterator[Term]:
     """Yield the terms that one layer keeps for its backward pass; its input comes first."""
     shape, item, tp = model.shape, model.training.weight_bytes, model.train.tp_size
     hidden = item * shape.hidden_size * _token_share(model)
     yield Term("input", hidden)
     yield Term("normed input", hidden, frozenset({"layernorm"}))
-    if shape.latent:
-        yield from _latent_terms(model, shape.latent)
+    if kind.is_linear and shape.delta_net:
+        yield from _delta_net_terms(model, shape.delta_net)
     else:
-        yield from _grouped_terms(model)
-    # A number per head, instead of the scores.
-    statistics = _FLOAT32 * shape.num_heads / tp
-    yield Term("softmax statistics", statistics, frozenset({"core_attn"}))
+        if shape.latent:
+            yield from _latent_terms(model, shape.latent)
+        else:
+            yield from _grouped_terms(model)
+        # A number per head, instead of the scores.
+        statistics = _FLOAT32 * shape.num_heads / tp
+        yield Term("softmax statistics", statistics, frozenset({"core_attn"}))
     yield Term("attention residual", hidden)
     yield Term("normed residual", hidden, frozenset({"layernorm"}))
-    if is_moe and shape.experts:
+    if kind.is_moe and shape.experts:
         yield from _expert_terms(model, shape.experts)
     else:
         width = item * shape.ffn_hidden_size / tp
@@ -68,10 +73,25 @@ def _grouped_terms(model: TrainedModel) -> Iterator[Term]:
     shape, item, tp = model.shape, model.training.weight_bytes, model.train.tp_size
     queries = item * shape.num_heads * shape.head_dim / tp
     keys = item * shape.num_kv_heads * shape.head_dim / tp
-    yield Term("queries, keys, values", queries + 2 * keys)
+    gates = queries if shape.output_gate else 0.0
+    yield Term("queries, keys, values", queries + 2 * keys + gates)
     if shape.qk_norm:
         yield Term("queries and keys before their norms", queries + keys)
     yield Term("attention output", queries)
+
+
+def _delta_net_terms(model: TrainedModel, delta_net: DeltaNet) -> Iterator[Term]:
+    """Yield what flash-linear-attention keeps: it recomputes the states of chunks."""
+    item, heads = model.training.weight_bytes / model.train.tp_size, delta_net.num_value_heads
+    keys, values = delta_net.key_size, delta_net.value_size
+    yield Term("projections", item * (2 * keys + 2 * values + 2 * heads))
+    yield Term("convolved queries, keys, values", item * (2 * keys + values))
+    # Normed, and repeated for every value head.
+    yield Term("queries and keys of heads", item * 2 * heads * delta_net.key_head_dim)
+    yield Term("decays and strengths", 2 * _FLOAT32 * heads / model.train.tp_size)
+    yield Term("systems of chunks", item * heads * _CHUNK)
+    yield Term("states' output", item * values)
+    yield Term("gated output", item * values, frozenset({"gdn_norm_out"}))
 
 
 def _latent_terms(model: TrainedModel, latent: LatentAttention) -> Iterator[Term]:
@@ -110,14 +130,14 @@ class _LayerBytes:
     everything: float  # kept without recomputation
 
 
-def _layer_sizes(model: TrainedModel) -> dict[bool, _LayerBytes]:
-    """Return whether a layer has experts -> its bytes, for the kinds in the model."""
-    return {is_moe: _layer_bytes(model, is_moe) for is_moe in set(model.shape.is_moe_layer)}
+def _layer_sizes(model: TrainedModel) -> dict[LayerKind, _LayerBytes]:
+    """Return the bytes of a layer of each kind in the model."""
+    return {kind: _layer_bytes(model, kind) for kind in set(model.shape.layer_kinds)}
 
 
-def _layer_bytes(model: TrainedModel, is_moe: bool) -> _LayerBytes:
+def _layer_bytes(model: TrainedModel, kind: LayerKind) -> _LayerBytes:
     tokens, recompute = _rank_tokens(model), model.training.recompute
-    terms = list(layer_terms(model, is_moe=is_moe))
+    terms = list(layer_terms(model, kind))
     dropping = recompute.modules if recompute.granularity == "selective" else frozenset()
     saved = sum(t.bytes_per_token for t in terms if not t.dropped_by & dropping)
     spread = recompute.spread_over_tp and not model.training.sequence_parallel
@@ -160,8 +180,8 @@ def train_activation_bytes(model: TrainedModel) -> list[int]:
             num_micro_batches=training.num_micro_batches,
         )
         kept, group = _kept_by_stage(model, sizes, stage)
-        is_moe = model.shape.is_moe_layer
-        gradients = max(sizes[is_moe[n]].everything for chunk in chunks for n in chunk)
+        kinds = model.shape.layer_kinds
+        gradients = max(sizes[kinds[n]].everything for chunk in chunks for n in chunk)
         total = kept * in_flight + group + gradients
         if stage == pp_size - 1:
             total += head_bytes(model, with_gradients=True)
@@ -183,9 +203,9 @@ def log_prob_activation_bytes(model: TrainedModel) -> list[int]:
 
     A layer counts with all that it would keep for a backward pass, although this is freed earlier.
     """
-    sizes, is_moe = _layer_sizes(model), model.shape.is_moe_layer
+    sizes, kinds = _layer_sizes(model), model.shape.layer_kinds
     found = [
-        max(sizes[is_moe[n]].everything for chunk in chunks for n in chunk)
+        max(sizes[kinds[n]].everything for chunk in chunks for n in chunk)
         for chunks in model.layers
     ]
     found[-1] = max(found[-1], head_bytes(model, with_gradients=False))
@@ -193,12 +213,12 @@ def log_prob_activation_bytes(model: TrainedModel) -> list[int]:
 
 
 def _kept_by_stage(
-    model: TrainedModel, sizes: dict[bool, _LayerBytes], stage: int
+    model: TrainedModel, sizes: dict[LayerKind, _LayerBytes], stage: int
 ) -> tuple[float, float]:
     """Return (bytes kept of a micro-batch until its backward pass, largest recomputed group)."""
     kept, group = 0.0, 0.0
     for kinds in model.layer_kinds(stage):
-        more, largest = _kept([sizes[is_moe] for is_moe in kinds], model.training.recompute)
+        more, largest = _kept([sizes[kind] for kind in kinds], model.training.recompute)
         kept, group = kept + more, max(group, largest)
     return kept, group
 

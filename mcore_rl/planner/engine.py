@@ -24,7 +24,9 @@ def kv_bytes_per_token(shape: ModelShape, tp_size: int, *, drafter_layers: int =
         width = shape.latent.kv_lora_rank + shape.latent.qk_rope_head_dim
     else:
         width = 2 * max(1, shape.num_kv_heads // tp_size) * shape.head_dim
-    return width * _BFLOAT16 * (shape.num_layers + drafter_layers)
+    # A delta net has a state per sequence instead, whatever its length.
+    attention = shape.num_layers - sum(shape.is_linear_layer)
+    return width * _BFLOAT16 * (attention + drafter_layers)
 
 
 def absorbed_bytes(shape: ModelShape, tp_size: int, *, drafter_layers: int = 0) -> int:

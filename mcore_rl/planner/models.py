@@ -8,13 +8,14 @@ lcm(DP, 128) per bucket.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.config_json import LayerKind, ModelShape
 from mcore_rl.model.layout import PipelineLayers, TrainLayout
 from mcore_rl.model.roles import ACTOR
 from mcore_rl.model.tensors import (
@@ -53,13 +54,13 @@ class TrainedModel:
             return trained_vocabulary_rows(self.shape.vocab_size, tp_size)
         return math.ceil(self.shape.vocab_size / (multiple * tp_size)) * multiple
 
-    def layer_kinds(self, stage: int) -> list[list[bool]]:
-        """Return whether each layer of a stage's chunks has experts. Trained MTP layers follow the
-        last layer, and are of its kind."""
-        is_moe = self.shape.is_moe_layer
-        kinds = [[is_moe[layer] for layer in chunk] for chunk in self.layers[stage]]
+    def layer_kinds(self, stage: int) -> list[list[LayerKind]]:
+        """Return the kind of each layer of a stage's chunks. Trained MTP layers follow the last
+        layer, and are of its kind."""
+        of_layer = self.shape.layer_kinds
+        kinds = [[of_layer[layer] for layer in chunk] for chunk in self.layers[stage]]
         if stage == len(self.layers) - 1:
-            kinds[-1] += [is_moe[-1]] * self.training.mtp_layers
+            kinds[-1] += [of_layer[-1]] * self.training.mtp_layers
         return kinds
 
     def of_ranks(self, of_stages: Sequence[int]) -> Bytes:
@@ -97,11 +98,11 @@ def stage_parameters(model: TrainedModel) -> list[StageParameters]:
     head = head_specs(shape)
     if last and (shape.tied_embeddings or mtp_layers):
         head += embedding_specs(shape)  # Megatron keeps a copy of it on the last stage
-    kinds = set(shape.is_moe_layer)
-    of_kind = {is_moe: _count(model, layer_specs(shape, is_moe=is_moe)) for is_moe in kinds}
+    kinds = shape.layer_kinds
+    of_kind = {kind: _count(model, layer_specs(shape, kind)) for kind in set(kinds)}
     found = []
     for stage, chunks in enumerate(model.layers):
-        parts = [of_kind[shape.is_moe_layer[n]] for chunk in chunks for n in chunk]
+        parts = [of_kind[kinds[n]] for chunk in chunks for n in chunk]
         if stage == 0:
             parts.append(_count(model, embedding_specs(shape)))
         if stage == last:
@@ -176,8 +177,8 @@ def largest_tensor(model: TrainedModel) -> int:
     one weight, and so are Q, K and V of attention."""
     shape, tp_size = model.shape, model.train.tp_size
     sizes = [model.vocabulary_rows * shape.hidden_size]
-    for is_moe in set(shape.is_moe_layer):
-        for spec in layer_specs(shape, is_moe=is_moe):
+    for kind in set(shape.layer_kinds):
+        for spec in layer_specs(shape, kind):
             ranks = model.train.etp_size if spec.num_experts else tp_size
             fused = 1 if spec.cut is Cut.COLUMNS or shape.latent else 3
             if "gate_proj" in spec.name or "up_proj" in spec.name:
@@ -191,6 +192,6 @@ def largest_tensor(model: TrainedModel) -> int:
 def sum_over_layers(shape: ModelShape, size: Callable[[Sequence[TensorSpec]], int]) -> int:
     """Return the sum of `size` over the tensors of all decoder layers."""
     return sum(
-        size(layer_specs(shape, is_moe=is_moe)) * shape.is_moe_layer.count(is_moe)
-        for is_moe in set(shape.is_moe_layer)
+        size(layer_specs(shape, kind)) * count
+        for kind, count in Counter(shape.layer_kinds).items()
     )

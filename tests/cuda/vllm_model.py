@@ -287,8 +287,8 @@ def metadata_of(config_json: Mapping[str, Any]) -> Metadata:
                 found[name] = (spec.shape, getattr(torch, spec.dtype))
 
     add("", embedding_specs(shape))
-    for layer, is_moe in enumerate(shape.is_moe_layer):
-        add(f"model.layers.{layer}.", layer_specs(shape, is_moe=is_moe))
+    for layer, kind in enumerate(shape.layer_kinds):
+        add(f"model.layers.{layer}.", layer_specs(shape, kind))
     add("", head_specs(shape))
     return found
 

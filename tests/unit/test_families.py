@@ -39,6 +39,11 @@ SIZES = {
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-0.6b": 596_049_920,
     "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-next-80b-a3b": 79_674_391_296,
+    # Text models: numbers of transformers' classes.
+    "qwen3.5-35b-a3b": 34_660_610_688,
+    "qwen3.5-397b-a17b": 396_346_350_336,
+    "qwen3.5-9b": 8_953_803_264,
 }
 
 
@@ -50,8 +55,8 @@ def tiny(arch: str, tied: bool = False) -> ModelShape:
 def test_published_model_has_its_published_size(name: str) -> None:
     shape = read_model_shape(CONFIGS / f"{name}.json", for_planning=True)
     specs = [*embedding_specs(shape), *head_specs(shape)]
-    for is_moe in shape.is_moe_layer:
-        specs += layer_specs(shape, is_moe=is_moe)
+    for kind in shape.layer_kinds:
+        specs += layer_specs(shape, kind)
     assert sum(math.prod(s.shape) * max(1, s.num_experts) for s in specs) == SIZES[name]
 
 

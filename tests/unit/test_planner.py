@@ -14,7 +14,7 @@ from mcore_rl.batching.sample_exchange import Moves, Shares
 from mcore_rl.hybrid_engine.plan.placement import Placement, with_rank_map
 from mcore_rl.hybrid_engine.plan.transfer_plan import make_plan
 from mcore_rl.hybrid_engine.plan.trees import KnownGroups
-from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.config_json import LayerKind, ModelShape
 from mcore_rl.model.layout import RolloutLayout, TrainLayout, pipeline_layers
 from mcore_rl.moe.routing import Routes
 from mcore_rl.planner.activations import (
@@ -284,7 +284,7 @@ def test_optimizer_state_is_split_over_data_parallel_ranks() -> None:
 
 def _layer_bytes(shape: ModelShape, train: TrainLayout, **changes: Any) -> float:
     model = dataclasses.replace(model_of("llama-3.1-8b", train, **changes), shape=shape)
-    return sum(t.bytes_per_token for t in layer_terms(model, is_moe=False))
+    return sum(t.bytes_per_token for t in layer_terms(model, LayerKind(is_moe=False)))
 
 
 def test_activations_of_dense_layer_follow_published_formula() -> None:

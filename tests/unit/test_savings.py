@@ -12,7 +12,7 @@ from mcore_rl.batching.accounting import batch_accounting
 from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.config import RLConfig
 from mcore_rl.megatron.log_probs import vocab_parallel_log_probs
-from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.config_json import LayerKind, ModelShape
 from mcore_rl.model.layout import TrainLayout, pipeline_layers
 from mcore_rl.planner.activations import layer_terms, logits_bytes, train_activation_bytes
 from mcore_rl.planner.models import TrainedModel
@@ -68,7 +68,7 @@ def test_each_switch_has_its_own_line():
 def test_full_recomputation_saves_layers_without_their_inputs():
     values = {"micro_batch_size": 2, "sequence_parallel": True, **FULL}
     model = model_of_args(config(), values, SHAPE, TRAIN, LAYERS)
-    terms = list(layer_terms(model, is_moe=True))
+    terms = list(layer_terms(model, LayerKind(is_moe=True)))
     tokens = 2 * 2048
     saving = recompute_saving(model)
     assert saving.stage == 1  # all of its seven layers have experts

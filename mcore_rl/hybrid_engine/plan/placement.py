@@ -37,6 +37,7 @@ from mcore_rl.model.tensors import (
     embedding_specs,
     head_specs,
     layer_specs,
+    parts_of,
     served_vocabulary_rows,
     trained_vocabulary_rows,
 )
@@ -301,11 +302,10 @@ def _fused(
         yield FusedTensor(spec.name, spec, ends, 1)
     for stage, chunks in enumerate(layers):
         numbers = [layer for chunk in chunks for layer in chunk]
-        for is_moe, count in sorted(Counter(shape.is_moe_layer[n] for n in numbers).items()):
-            kind = "moe" if is_moe else "dense"
-            quantised = specs_in_float8(shape, rollout, is_moe=is_moe) if rollout.float8 else ()
-            for spec in layer_specs(shape, is_moe=is_moe):
-                name = f"stage{stage}.{kind}.{spec.name}"
+        for kind, count in sorted(Counter(shape.layer_kinds[n] for n in numbers).items()):
+            quantised = specs_in_float8(shape, rollout, kind) if rollout.float8 else ()
+            for spec in chain.from_iterable(map(parts_of, layer_specs(shape, kind))):
+                name = f"stage{stage}.{kind.name}.{spec.name}"
                 yield FusedTensor(name, spec, (stage,), count, in_float8=spec in quantised)
                 if spec in quantised:
                     yield FusedTensor(scale_name(name), spec, (stage,), count, has_scales=True)

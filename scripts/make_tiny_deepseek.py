@@ -98,10 +98,13 @@ def hf_config(
     # For families without head_dim in config.json; vLLM's CPU attention takes 32 but not 16.
     of_heads = dict(hidden_size=32 * num_heads)
     dense = {name: value for name, value in gqa.items() if name not in _OF_EXPERTS}
-    # vLLM's delta net on CPU takes heads of 64 or 128. An interval of 2 puts attention into the last
-    # layer of all sizes.
+    # vLLM's delta net on CPU takes heads of 64 or 128.
     delta_net = dict(
-        head_dim=32, full_attention_interval=2, partial_rotary_factor=0.25,
+        layer_types=[
+            "full_attention" if i % 2 else "linear_attention"
+            for i in range(shape["num_hidden_layers"])
+        ],
+        head_dim=32, partial_rotary_factor=0.25,
         linear_conv_kernel_dim=4, linear_key_head_dim=64, linear_value_head_dim=64,
         linear_num_key_heads=2, linear_num_value_heads=4,
     )  # fmt: skip

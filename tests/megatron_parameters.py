@@ -109,8 +109,9 @@ def _attention(shape: ModelShape, spec: Spec, tp_size: int) -> Named:
 
 def _delta_net(shape: ModelShape, delta_net: DeltaNet, spec: Spec, tp_size: int) -> Named:
     at, hidden, heads = "self_attention.", shape.hidden_size, delta_net.num_value_heads // tp_size
-    yield at + "in_proj.layer_norm_weight" if spec.fused_norms else "input_layernorm.weight", (
-        hidden,
+    yield (
+        at + "in_proj.layer_norm_weight" if spec.fused_norms else "input_layernorm.weight",
+        (hidden,),
     )
     keys = delta_net.num_key_heads * delta_net.key_head_dim // tp_size
     values = heads * delta_net.value_head_dim

@@ -192,6 +192,5 @@ def largest_tensor(model: TrainedModel) -> int:
 def sum_over_layers(shape: ModelShape, size: Callable[[Sequence[TensorSpec]], int]) -> int:
     """Return the sum of `size` over the tensors of all decoder layers."""
     return sum(
-        size(layer_specs(shape, kind)) * count
-        for kind, count in Counter(shape.layer_kinds).items()
+        size(layer_specs(shape, kind)) * count for kind, count in Counter(shape.layer_kinds).items()
     )

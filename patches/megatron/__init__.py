@@ -6,6 +6,7 @@ import sys
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.patches.megatron import (
+    attention_variant_spec,
     biased_experts,
     common_state_reading,
     cpu_torch,
@@ -45,6 +46,7 @@ PATCHES = (
     local_layers.PATCH,
     local_delta_net.PATCH,
     delta_net_norm.PATCH,
+    attention_variant_spec.PATCH,
     biased_experts.PATCH,
     mla_direct_query.PATCH,
     groups_by_best_expert.PATCH,

@@ -1,25 +1,22 @@
 """The kernels of Megatron's gated delta net, for machines without CUDA.
 
 Symptom: without flash-linear-attention `GatedDeltaNet` raises ImportError, and that package needs
-CUDA. `--transformer-impl local` with `--experimental-attention-variant gated_delta_net` ends in an
-assertion about Transformer Engine. Megatron's own torch path (`--deterministic-mode`) takes no
-packed samples, and its norm is flash-linear-attention's.
+CUDA. Megatron's own torch path (`--deterministic-mode`) takes no packed samples, and its norm is
+flash-linear-attention's.
 
 Cause: `causal_conv1d`, `l2norm` and `chunk_gated_delta_rule` are imported from
-flash-linear-attention alone; the spec of the attention variants knows only Transformer Engine's
-layers.
+flash-linear-attention alone.
 
 Why safe: the layer stays Megatron's: parameters, their cuts over TP, the all-to-all of context
 parallelism, and the names in checkpoints. The three names are bound to functions in torch with the
 same arguments and formulas. Packed rows are computed sample by sample: no state and no convolution
 crosses a border, except from a prompt to the samples that share it (`mcore_rl.batching.rows`). The
-local spec norms before the projection instead of in it, and stores the norm under the name that
-Transformer Engine's layers use. The gate's decay is computed in float32 from A_log, as vLLM and
-flash-linear-attention do; Megatron takes the exponential in the dtype of the parameter.
+gate's decay is computed in float32 from A_log, as in vLLM and transformers; Megatron takes the
+exponential in the dtype of the parameter.
 
 Upstream: no issue; the variants are experimental.
 
-Drop when: Megatron's torch path takes `cu_seqlens`, and its spec has local layers.
+Drop when: Megatron's torch path takes `cu_seqlens` and needs no other package.
 
 Versions: megatron-core 0.19 and 0.20; earlier ones have no `gated_delta_net` package.
 
@@ -30,7 +27,6 @@ segments of a row.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,7 +236,7 @@ def needed() -> bool:
 
 
 def apply() -> None:
-    """Bind the kernels in Megatron's modules, and let its spec use local layers."""
+    """Bind the kernels in Megatron's modules."""
     from megatron.core.ssm.gated_delta_net import common, gdn
 
     require_source(common._GDNBase.__init__, "if not HAVE_FLA:")
@@ -254,76 +250,6 @@ def apply() -> None:
         module.chunk_gated_delta_rule = chunk_gated_delta_rule
     common.l2norm = l2norm
     common._GDNBase._compute_g_and_beta = _decay_and_gain
-    _allow_local_layers()
-
-
-def _allow_local_layers() -> None:
-    from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
-
-    provider, delta_net = specs._get_backend_spec_provider, specs.get_gated_delta_net_module_spec
-    attention = specs._get_self_attention_module_spec
-    layers = specs.get_transformer_layer_with_experimental_attention_variant_spec
-    for make in (provider, delta_net, attention, layers):
-        require_parameters(make, "config" if make is provider else "config backend")
-
-    def is_local(config: Any) -> bool:
-        return bool(config.transformer_impl == "local")
-
-    @functools.wraps(provider)
-    def make_provider(config: Any) -> Any:
-        return LocalSpecProvider() if is_local(config) else provider(config)
-
-    @functools.wraps(delta_net)
-    def make_delta_net(config: Any, backend: Any = None) -> Any:
-        backend = backend or make_provider(config)
-        spec = delta_net(config, backend)
-        if spec.submodules.in_proj is None:  # the backend has no layer that norms first
-            spec.submodules.in_proj = backend.column_parallel_linear()
-            spec.metainfo["fuse_input_layernorm"] = False
-        return spec
-
-    @functools.wraps(attention)
-    def make_attention(config: Any, backend: Any = None) -> Any:
-        return _local_attention(config) if is_local(config) else attention(config, backend)
-
-    @functools.wraps(layers)
-    def make_layers(config: Any, backend: Any = None) -> Any:
-        made = layers(config, backend)
-        for layer in made if is_local(config) else ():
-            layer.submodules.sharded_state_dict_keys_map = _fused_names(layer.submodules)
-        return made
-
-    specs._get_backend_spec_provider = make_provider
-    specs.get_gated_delta_net_module_spec = make_delta_net
-    specs._get_self_attention_module_spec = make_attention
-    specs.get_transformer_layer_with_experimental_attention_variant_spec = make_layers
-
-
-def _local_attention(config: Any) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
-
-    spec = get_gpt_layer_local_submodules(
-        qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=config.multi_latent_attention,
-        normalization=config.normalization,
-        qk_l2_norm=config.qk_l2_norm,
-    ).self_attention
-    spec.metainfo["fuse_input_layernorm"] = False
-    return spec
-
-
-def _fused_names(layer: Any) -> dict[str, str]:
-    """Return the names under which Transformer Engine's layers store a layer's norms."""
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-    from megatron.core.transformer.mlp import MLP
-
-    is_delta_net = layer.self_attention.module is GatedDeltaNet
-    projection = "in_proj" if is_delta_net else "linear_qkv"
-    names = {"input_layernorm.": f"self_attention.{projection}.layer_norm_"}
-    if getattr(layer.mlp, "func", None) == MLP.as_mlp_submodule:  # experts norm before the router
-        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-    return names
 
 
 PATCH = Patch(

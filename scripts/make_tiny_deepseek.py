@@ -36,13 +36,17 @@ if TYPE_CHECKING:
 else:
     import tiny_task
 
-# Values of --arch: a model_type, or (the last two) a model whose config.json differs from others of
-# its model_type in more than sizes.
+# Values of --arch: a model_type, or (the last three) a model whose config.json differs from others
+# of its model_type in more than sizes.
 ARCHS = (
     "deepseek_v3 deepseek_v2 kimi_k2 glm4_moe glm4_moe_lite minimax_m2 qwen3_moe qwen2_moe "
-    "qwen3_next qwen3_5_text qwen3_5_moe_text olmoe gpt_oss mixtral qwen3 qwen2 llama moonlight deepseek_v2_large"
+    "qwen3_next qwen3_5_text qwen3_5_moe_text olmoe gpt_oss mixtral qwen3 qwen2 llama "
+    "deepseek_v32 glm_moe_dsa moonlight deepseek_v2_large glm_5_2"
 ).split()
-WITH_MTP = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite")
+WITH_MTP = (
+    *("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite"),
+    *("deepseek_v32", "glm_moe_dsa", "glm_5_2"),
+)
 DEFAULT_SEED = 1234
 MARKER = "complete.json"
 RANDOM_STD = 0.05
@@ -113,6 +117,14 @@ def hf_config(
         "deepseek_v2": v2,
         "kimi_k2": v3 | dict(
             rope_theta=50000.0, rope_scaling=_yarn(beta_fast=1.0), routed_scaling_factor=2.827
+        ),
+        # A query sees fewer keys than a sample has.
+        "deepseek_v32": v3 | _indexer("DeepseekV32ForCausalLM") | dict(rope_scaling=_yarn()),
+        "glm_moe_dsa": v3 | _indexer("GlmMoeDsaForCausalLM") | _GLM_5,
+        # Every other layer uses the choice of the one before it.
+        "glm_5_2": v3 | _indexer("GlmMoeDsaForCausalLM") | _GLM_5 | dict(
+            model_type="glm_moe_dsa", num_hidden_layers=4, index_topk_freq=2,
+            index_skip_topk_offset=1, indexer_types=["full", "shared"] * 2,
         ),
         "moonlight": v3 | dict(
             model_type="deepseek_v3", q_lora_rank=None, n_shared_experts=2, rope_theta=50000.0,
@@ -210,6 +222,13 @@ def _latent_head_dim(shape: dict[str, int]) -> int:
 
     on_cpu = shape.pop("latent_head_dim", _PUBLISHED_HEAD_DIM)
     return _PUBLISHED_HEAD_DIM if torch.cuda.is_available() else on_cpu
+
+
+_GLM_5 = dict(rope_theta=1000000.0, rms_norm_eps=1e-5, indexer_rope_interleave=True)
+
+
+def _indexer(class_name: str) -> dict[str, Any]:
+    return dict(architectures=[class_name], index_n_heads=8, index_head_dim=128, index_topk=6)
 
 
 def _yarn(*, beta_fast: float = 32.0, mscale: float = 1.0) -> dict[str, Any]:

@@ -9,7 +9,7 @@ against a living model by tests/dist/test_families.py; Transformer Engine needs 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mcore_rl.model.config_json import LatentAttention, ModelShape
 from mcore_rl.model.delta_net import DeltaNet
@@ -66,6 +66,7 @@ def stage_parameters(
                 if shape.layer_kinds[layer].is_linear and shape.delta_net
                 else _attention(shape, spec, tp_size)
             ),
+            *_indexer(shape, layer),
             *(
                 _experts(shape, spec, tp_size, ep_size, etp_size)
                 if shape.is_moe_layer[layer]
@@ -82,6 +83,8 @@ def stage_parameters(
 
 def _attention(shape: ModelShape, spec: Spec, tp_size: int) -> Named:
     hidden = shape.hidden_size
+    if shape.indexer:  # it reads both normed latents, so that nothing is fused
+        spec = replace(spec, fused_norms=False, fused_down_projections=False)
     if shape.latent:
         yield from _latent_attention(shape, shape.latent, spec, tp_size)
         return
@@ -156,6 +159,19 @@ def _latent_attention(
         else:
             yield f"self_attention.{name}_layernorm.weight", (size,)
     yield "self_attention.linear_proj.weight", (hidden, heads * latent.v_head_dim)
+
+
+def _indexer(shape: ModelShape, layer: int) -> Named:
+    indexer, latent = shape.indexer, shape.latent
+    if indexer is None or latent is None or not indexer.in_layer[layer]:
+        return
+    at = "self_attention.core_attention.indexer."
+    rows = indexer.num_heads * indexer.head_dim
+    yield at + "linear_wq_b.weight", (rows, latent.q_lora_rank or shape.hidden_size)
+    yield at + "linear_wk.weight", (indexer.head_dim, shape.hidden_size)
+    yield at + "k_norm.weight", (indexer.head_dim,)
+    yield at + "k_norm.bias", (indexer.head_dim,)
+    yield at + "linear_weights_proj.weight", (indexer.num_heads, shape.hidden_size)
 
 
 def _dense(shape: ModelShape, spec: Spec, tp_size: int) -> Named:

@@ -42,9 +42,18 @@ def read_by_class(class_name: str) -> frozenset[str]:
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
     modules: set[str] = set()
-    _add_modules(_TEXT_GENERATION_MODELS[class_name][0], modules)
+    module = _TEXT_GENERATION_MODELS[class_name][0]
+    package = vllm_folder().joinpath(*module.split(".")[1:])
+    if module.startswith("vllm.") and package.is_dir():  # with a module for each platform
+        files = [file for file in package.rglob("*.py") if "amd" not in file.parts]
+        for file in files:
+            _add_imported(file, modules)
+        own = frozenset().union(*(_reads(file, _HOLDERS | {"config"}) for file in files))
+    else:
+        own = frozenset()
+        _add_modules(module, modules)
     found = (_reads(_model_file(name), _HOLDERS | {"config"}) for name in modules)
-    return frozenset().union(*found)
+    return own.union(*found)
 
 
 def _model_file(name: str) -> Path:
@@ -55,7 +64,11 @@ def _add_modules(name: str, found: set[str]) -> None:
     if name in found or name in _SHARED or not _model_file(name).is_file():
         return
     found.add(name)
-    for node in ast.walk(_tree(_model_file(name))):
+    _add_imported(_model_file(name), found)
+
+
+def _add_imported(file: Path, found: set[str]) -> None:
+    for node in ast.walk(_tree(file)):
         if isinstance(node, ast.ImportFrom):
             module = node.module or ""
             package = "vllm.model_executor.models."

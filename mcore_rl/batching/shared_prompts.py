@@ -34,6 +34,8 @@ def obstacle(values: Mapping[str, Any], max_tokens: int) -> str:
         return "--transformer-impl transformer_engine supports attention to whole samples only"
     if (cp_size := values.get("context_parallel_size", 1)) > 1:
         return f"--context-parallel-size {cp_size} cuts every sample into chunks"
+    if variant := values.get("experimental_attention_variant"):
+        return f"--experimental-attention-variant {variant} attends to whole samples only"
     for dest in ("hidden_dropout", "attention_dropout"):
         if values.get(dest, 0.1):  # Megatron's default
             return f"{_flag(dest)} {values.get(dest, 0.1)} drops other elements in each sample"

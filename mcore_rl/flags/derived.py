@@ -130,6 +130,7 @@ def derive_flags(
         )
     _refuse_what_is_not_here(given, names, platform)
     _refuse_what_sinks_lack(shape, given, platform)
+    _refuse_what_indexers_lack(shape, given, names)
     tokens = _defaults(shape, config, given, platform, has_detached_mtp="mtp_detach_heads" in names)
     defaults = given_values(tokens, parser)
     check_derived_count(given, defaults)
@@ -166,6 +167,8 @@ def machine_flags(shape: ModelShape, platform: Platform) -> dict[str, list[str]]
     found = {}
     if platform.transformer_engine is None:
         found["a machine without Transformer Engine"] = _LOCAL_FLAGS
+    elif shape.indexer:
+        found["sparse attention"] = ["--no-rope-fusion"]
     elif shape.latent and shape.rope["rope_type"] != "yarn":
         found["latent attention without YaRN"] = ["--no-rope-fusion"]
     if shape.experts and shape.linear_biases and platform.transformer_engine is not None:
@@ -190,6 +193,7 @@ def check_fits_machine(
     """
     _refuse_what_is_not_here(given, FlagNames(parser), platform)
     _refuse_what_sinks_lack(shape, given, platform)
+    _refuse_what_indexers_lack(shape, given, FlagNames(parser))
     for source, tokens in machine_flags(shape, platform).items() if platform.cuda else ():
         for dest, value in given_values(tokens, parser).items():
             if getattr(args, dest) != value:
@@ -247,6 +251,30 @@ def _refuse_what_sinks_lack(
             "other context parallelism",
             flag=f"--context-parallel-size {cp_size}",
             remedy="add that, or drop the flag",
+        )
+
+
+def _refuse_what_indexers_lack(
+    shape: ModelShape, given: Mapping[str, Any], names: FlagNames
+) -> None:
+    """Refuse what Megatron's sparse attention does not support."""
+    if shape.indexer is None:
+        return
+    if "dsa_indexer_k_norm_epsilon" not in names:
+        raise UsageError(
+            f"describes {shape.architecture}'s sparse attention, for which this Megatron has no "
+            "flags",
+            flag="config.json",
+            remedy="install megatron-core 0.19 or newer",
+        )
+    kinds = given.get("cp_comm_type", ["allgather"])
+    if given.get("context_parallel_size", 1) > 1 and any(
+        kind.replace("_", "") != "allgather" for kind in kinds
+    ):
+        raise UsageError(
+            "is not a way in which sparse attention exchanges keys: Megatron only gathers them",
+            flag=f"--cp-comm-type {' '.join(kinds)}",
+            remedy="drop the flag, it is derived",
         )
 
 
@@ -330,6 +358,8 @@ def _defaults(
     if given.get("tensor_model_parallel_size", 1) > 1:
         # MoE with TP needs it, and dense models lose nothing.
         tokens.append("--sequence-parallel")
+    if shape.indexer and given.get("context_parallel_size", 1) > 1:
+        tokens += ["--cp-comm-type", "allgather"]
     if shape.experts:
         tokens += [
             *("--moe-token-dispatcher-type", "alltoall"),

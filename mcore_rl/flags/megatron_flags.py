@@ -118,7 +118,8 @@ HONOURED: Mapping[str, str] = {
         attention_softmax_in_fp32 test_mode padded_vocab_size pad_vocab_size
         moe_router_load_balancing_type moe_aux_loss_coeff mla_down_proj_fusion
         cuda_graph_scope_deprecated cuda_graph_modules te_precision_config_file spec
-        mtp_num_layers mtp_loss_scaling_factor mtp_detach_heads
+        mtp_num_layers mtp_loss_scaling_factor mtp_detach_heads dsa_indexer_loss_coeff
+        dsa_indexer_use_sparse_loss dsa_kernel_backend dsa_indexer_k_norm_fp32
     """,
 }
 
@@ -127,7 +128,10 @@ HONOURED: Mapping[str, str] = {
 ARCHITECTURE = frozenset(
     """
     activation_func_clamp_value add_bias_linear add_qkv_bias
-    apply_residual_connection_post_layernorm attention_output_gate experimental_attention_variant
+    apply_residual_connection_post_layernorm attention_output_gate dsa_indexer_head_dim
+    dsa_indexer_k_norm_epsilon dsa_indexer_n_heads dsa_indexer_rope_interleaved
+    dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset
+    dsa_indexer_topk dsa_indexer_topk_freq experimental_attention_variant
     ffn_hidden_size glu_linear_offset group_query_attention heterogeneous_layers_config_encoded_json
     heterogeneous_layers_config_path hidden_size hybrid_layer_pattern hybrid_override_pattern
     kv_channels kv_lora_rank layernorm_epsilon layernorm_zero_centered_gamma linear_attention_freq
@@ -262,10 +266,6 @@ WITHOUT_EFFECT: Mapping[str, str] = {
         init_method_std embedding_init_method_std init_method_xavier_uniform
     """,
     "the model has no such part": """
-        dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_topk_freq
-        dsa_indexer_skip_topk_offset dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
-        dsa_kernel_backend dsa_indexer_rope_interleaved dsa_indexer_rotate_activation
-        dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32
         linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
         linear_num_value_heads mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
         mamba_training_ssm_states_dtype use_mamba_mem_eff_path is_hybrid_model mrope_section

@@ -41,6 +41,17 @@ def check_engine(config: RLConfig, shape: ModelShape, *, cuda: bool) -> None:
         require_capability(capability, cuda=cuda, flag=flag, remedy=remedy)
 
 
+def check_attention(shape: ModelShape, *, cuda: bool) -> None:
+    """Check that engines can compute the model's attention on this machine."""
+    if shape.indexer and not cuda:
+        raise UsageError(
+            f"is a {shape.architecture} checkpoint, whose sparse attention vLLM runs on GPUs only",
+            flag="--rl-hf-checkpoint",
+            remedy="use a machine with CUDA, or mcore_rl.verify --rl-verify-megatron-only, which "
+            "starts no engine",
+        )
+
+
 def check_graphs(options: EngineOptions) -> None:
     """Check that there are CUDA graphs to offload, and that the installed vLLM can do it."""
     flag = "--rl-rollout-offload-cuda-graphs"

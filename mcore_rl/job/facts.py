@@ -118,6 +118,7 @@ class Source:
     read_shape: ReadShape = read_shape_of
     has_files: bool = True  # whether weights and other files that the flags name can be read
     is_here: bool = True  # whether this machine will run the job
+    has_engine: bool = True  # whether the job has an engine; otherwise Megatron runs alone
     checks_batches: bool = True
 
 

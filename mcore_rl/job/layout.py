@@ -22,6 +22,7 @@ from mcore_rl.model.layout import (
     pipeline_layers,
 )
 from mcore_rl.model.quantization import FP8
+from mcore_rl.model.sparse_attention import Indexer
 
 # The latent sizes for which vLLM's CPU attention is compiled.
 CPU_LATENT = (512, 64)
@@ -133,6 +134,27 @@ def _check_divides(flag: str, degree: int, sizes: Mapping[str, int]) -> None:
 
 def check_stages(shape: ModelShape, pp_size: int, values: Mapping[str, Any]) -> PipelineLayers:
     """Return the layers of every pipeline stage and model chunk."""
+    stages = _stages(shape, pp_size, values)
+    if shape.indexer:
+        _check_choices_stay(shape.indexer, stages, pp_size)
+    return stages
+
+
+def _check_choices_stay(indexer: Indexer, stages: PipelineLayers, pp_size: int) -> None:
+    """Refuse a chunk whose first layers need the choice of keys of a layer in another chunk."""
+    for chunk in (chunk for stage in stages for chunk in stage):
+        apart = [layer for layer in chunk if indexer.source_of(layer) not in chunk]
+        if apart:
+            raise UsageError(
+                f"separates layer {apart[0]} from layer {indexer.source_of(apart[0])}, whose "
+                "indexer chooses its keys: Megatron does not send the choice to another stage",
+                flag=f"--pipeline-model-parallel-size {pp_size}",
+                remedy="let every stage begin at a layer with an indexer, by another size or "
+                "--pipeline-model-parallel-layout",
+            )
+
+
+def _stages(shape: ModelShape, pp_size: int, values: Mapping[str, Any]) -> PipelineLayers:
     flag = f"--pipeline-model-parallel-size {pp_size}"
     if pp_size > shape.num_layers:
         raise UsageError(

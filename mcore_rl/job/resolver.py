@@ -190,6 +190,8 @@ class _Examiner:
         refusals.passes(_check_speculation, config, shape, facts.checkpoint)
         if self.source.is_here:
             refusals.passes(engines.check_engine, config, shape, cuda=self.source.platform.cuda)
+        if self.source.has_engine:
+            refusals.passes(engines.check_attention, shape, cuda=self.source.platform.cuda)
         if refusals.knows(LENGTHS):
             self._lengths_are_right = refusals.passes(
                 check_lengths,

@@ -47,6 +47,7 @@ def start(
     program: str = "mcore_rl.train",
     writes: bool = False,
     scores_only: bool = False,
+    has_engine: bool = True,
     extra_args: ExtraArgs = all_args,
     megatron_options: Mapping[str, Any] | None = None,
 ) -> Job:
@@ -54,7 +55,8 @@ def start(
 
     `also_check` adds an entry point's own checks, under the same agreement. With `writes` the run
     directory and the checkpoints' folder are reserved for this run from here on. With `scores_only`
-    there are no responses, and no space for them is required. A user's mistake ends every rank with
+    there are no responses, and no space for them is required; without `has_engine` no engine will be
+    started, so that models pass that none can run here. A user's mistake ends every rank with
     exit code 2. Megatron's own output goes to `log`. `extra_args` adds all flags that are not
     Megatron's own, `megatron_options` are for its `initialize_megatron`.
     """
@@ -63,6 +65,7 @@ def start(
         tokens=tokens,
         platform=find_platform(),
         scores_only=scores_only,
+        has_engine=has_engine,
         extra_args=extra_args,
         device_bytes=_device_bytes,
         device_capability=_device_capability,

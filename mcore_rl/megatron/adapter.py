@@ -187,6 +187,12 @@ def block_spec(config: Any, vp_stage: int | None) -> Any:
     """Return the spec of this stage's decoder layers, from Transformer Engine if it is used."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
+    if getattr(config, "experimental_attention_variant", None):  # from 0.16 on
+        from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
+
+        return specs.get_transformer_block_with_experimental_attention_variant_spec(
+            config, vp_stage=vp_stage
+        )
     return get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=config.transformer_impl == "transformer_engine",

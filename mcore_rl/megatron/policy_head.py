@@ -31,6 +31,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.log_probs import vocab_parallel_log_probs
 from mcore_rl.megatron.projection_norms import set_projection_norms
+from mcore_rl.megatron.sparse_attention import freeze_indexers
 from mcore_rl.model.config_json import ModelShape
 
 # Keyword arguments of Megatron's `_postprocess` that MTP layers take.
@@ -323,9 +324,9 @@ def make_policy_provider(provider: Any, *, real_vocab_size: int, chunk_tokens: i
 
     @functools.wraps(provider)
     def policy_provider(*args: Any, **kwargs: Any) -> torch.nn.Module:
-        return as_policy(
-            provider(*args, **kwargs), real_vocab_size=real_vocab_size, chunk_tokens=chunk_tokens
-        )
+        model = provider(*args, **kwargs)
+        freeze_indexers(model)
+        return as_policy(model, real_vocab_size=real_vocab_size, chunk_tokens=chunk_tokens)
 
     return policy_provider
 

@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.megatron.policy_head import make_actor_provider
 from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.megatron.sparse_attention import freeze_indexers
 from mcore_rl.megatron.world import MegatronWorld
 from mcore_rl.model.config_json import ModelShape, settings_without_flag
 
@@ -86,6 +87,7 @@ def make_critic_provider(provider: Any) -> Any:
     @functools.wraps(provider)
     def critic_provider(*args: Any, **kwargs: Any) -> torch.nn.Module:
         model: Any = provider(*args, **kwargs)  # with the attributes of Megatron's class
+        freeze_indexers(model)
         if model.share_embeddings_and_output_weights:
             raise RuntimeError("a critic is built without tied embeddings; the model has them")
         if model.post_process:

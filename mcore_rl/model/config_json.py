@@ -26,6 +26,12 @@ from mcore_rl.model.quantization import (
     unsupported_quantization,
 )
 from mcore_rl.model.rope import YARN_WITHOUT_FLAG, read_rope
+from mcore_rl.model.sparse_attention import (
+    ROPE_INTERLEAVED,
+    Indexer,
+    read_indexer,
+    sparse_attention_flags,
+)
 from mcore_rl.model.vllm_fields import unmapped_field
 
 _MOST_EXPERTS = 500_000  # in all layers; each has its own name; Kimi-K2 has 23,424
@@ -49,11 +55,13 @@ class LayerKind:
 
     is_moe: bool  # experts instead of an MLP
     is_linear: bool = False  # a gated delta net instead of attention
+    has_indexer: bool = False  # of sparse attention
 
     @property
     def name(self) -> str:
-        """The kind as part of a name: "moe", "dense", "linear_moe" or "linear_dense"."""
-        return ("linear_" if self.is_linear else "") + ("moe" if self.is_moe else "dense")
+        """The kind as part of a name, such as "moe", "linear_dense" or "indexer_moe"."""
+        attention = "linear_" if self.is_linear else "indexer_" if self.has_indexer else ""
+        return attention + ("moe" if self.is_moe else "dense")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +101,17 @@ class ModelShape:
     is_linear_layer: tuple[bool, ...] = ()  # whether each has a delta net; empty: none
     output_gate: bool = False  # of attention
     zero_centered_norms: bool = False
+    indexer: Indexer | None = None  # of sparse attention
     # `score.weight` `[1, h]` instead of `lm_head.weight`: a critic, or a reward model.
     value_head: bool = False
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of every decoder layer."""
-        is_linear = self.is_linear_layer or (False,) * self.num_layers
-        pairs = zip(self.is_moe_layer, is_linear, strict=True)
-        return tuple(LayerKind(*pair) for pair in pairs)
+        none = (False,) * self.num_layers
+        has_indexer = self.indexer.in_layer if self.indexer else none
+        features = zip(self.is_moe_layer, self.is_linear_layer or none, has_indexer, strict=True)
+        return tuple(LayerKind(*each) for each in features)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -209,6 +219,9 @@ def model_shape(
         is_linear_layer=linear_layers(fields, family, num_layers),
         output_gate=family.output_gate,
         zero_centered_norms=family.zero_centered_norms,
+        indexer=read_indexer(fields, family.fixed[ROPE_INTERLEAVED], num_layers)
+        if family.sparse_attention
+        else None,
     )
     if name := unmapped_field(values, family.class_name, fields.read):
         raise fields.refuse(f"{name} (vLLM would compute it, Megatron would not)")
@@ -334,6 +347,8 @@ def megatron_flags(shape: ModelShape) -> list[str]:
         flags["--kv-channels"] = shape.head_dim
         if shape.num_kv_heads != shape.num_heads:
             flags |= {"--group-query-attention": True, "--num-query-groups": shape.num_kv_heads}
+    if shape.indexer:
+        flags |= sparse_attention_flags(shape.indexer)
     if shape.attention_sinks:
         flags["--softmax-type"] = "learnable"
     if shape.delta_net:

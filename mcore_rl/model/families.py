@@ -97,6 +97,9 @@ class Family:
     # Fields for which a host uses one fixed value, whatever config.json contains.
     fixed: Mapping[str, Any] = field(default_factory=dict)
     latent_attention: bool = False
+    # Indexers choose the keys that a query sees (DSA); `fixed` tells whether their rope is
+    # interleaved.
+    sparse_attention: bool = False
     # Norms of the heads, or of the latents with latent attention. This and the biases are True,
     # False, or the name of the config.json field that decides.
     qk_norm: bool | str = False
@@ -148,6 +151,16 @@ _DEEPSEEK_V3 = Family(  # and Moonlight, which uses this model_type
     has_drafter=True,
 )
 
+_DEEPSEEK_V32 = replace(  # DeepSeek-V3.2 and V3.2-Exp
+    _DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    class_name="DeepseekV32ForCausalLM",
+    fixed={"indexer_rope_interleave": False},
+    sparse_attention=True,
+    router=replace(_V3_ROUTER, layer_types="mlp_layer_types"),
+    has_drafter=False,
+)
+
 _DELTA_NET_SIZES = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads"),
@@ -178,6 +191,14 @@ _PUBLISHED = (
         rope_types=("default", "yarn"),
     ),
     replace(_DEEPSEEK_V3, model_type="kimi_k2", has_drafter=False),
+    _DEEPSEEK_V32,
+    replace(  # GLM-5, 5.1 and 5.2
+        _DEEPSEEK_V32,
+        model_type="glm_moe_dsa",
+        class_name="GlmMoeDsaForCausalLM",
+        fixed={"indexer_rope_interleave": True},
+        rope_types=("default",),
+    ),
     Family(  # GLM-4.5, 4.6 and 4.7; Air has no head norms
         model_type="glm4_moe",
         class_name="Glm4MoeForCausalLM",
@@ -329,15 +350,10 @@ _PUBLISHED = (
 FAMILIES = {family.model_type: family for family in _PUBLISHED}
 
 _NOT_TEXT = "a vision tower, which neither training nor the hand-over has; its text model is"
-_NO_SPARSE_ATTENTION = (
-    "sparse attention (DSA): Megatron has it only with Transformer Engine, and vLLM's CPU build "
-    "lacks it"
-)
 # model_type -> the component that a host lacks, so that nothing can be tested here.
 MISSING: Mapping[str, str] = {
     "qwen3_5": f"{_NOT_TEXT} qwen3_5_text",
     "qwen3_5_moe": f"{_NOT_TEXT} qwen3_5_moe_text",
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _NO_SPARSE_ATTENTION),
 }
 
 
@@ -375,7 +391,7 @@ def left_to_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     if router is None:
         return changed
     added = dict(family.fixed)
-    if family.class_name.startswith("Deepseek"):
+    if family.class_name.startswith("Deepseek") or family.sparse_attention:
         added |= {
             "topk_method": router.methods[0],
             "scoring_func": router.score_function,
@@ -384,6 +400,8 @@ def left_to_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
         }
     if router.layer_types and (types := values.get(router.layer_types)):
         added["first_k_dense_replace"] = types.count("dense")
+    if "shared" in (types := values.get("indexer_types") or ()):
+        added["index_topk_pattern"] = "".join(kind[0].upper() for kind in types)
     rope = values.get("rope_parameters") or {}
     if family.partial_rotary_factor is None and "partial_rotary_factor" in rope:
         added["rotary_dim"] = int(values["head_dim"] * rope["partial_rotary_factor"])

@@ -17,6 +17,7 @@ from enum import Enum
 from mcore_rl.model.config_json import LatentAttention, LayerKind, ModelShape
 from mcore_rl.model.delta_net import BLOCK, CONVOLUTION, DeltaNet
 from mcore_rl.model.families import TensorNames, bias_of, family_of
+from mcore_rl.model.sparse_attention import Indexer
 
 _VLLM_VOCABULARY_MULTIPLE = 64
 VALUE_HEAD = "score.weight"  # of a critic or a reward model, `[1, h]`
@@ -109,7 +110,13 @@ def _mixer(shape: ModelShape, kind: LayerKind) -> list[TensorSpec]:
     """Return the tensors of what mixes positions."""
     if kind.is_linear and shape.delta_net:
         return _delta_net(shape.hidden_size, shape.delta_net)
-    return _latent_attention(shape, shape.latent) if shape.latent else _grouped_attention(shape)
+    if not shape.latent:
+        return _grouped_attention(shape)
+    indexer = shape.indexer if kind.has_indexer else None
+    return [
+        *_latent_attention(shape, shape.latent),
+        *(_indexer(shape.hidden_size, shape.latent, indexer) if indexer else ()),
+    ]
 
 
 def _delta_net(hidden: int, delta_net: DeltaNet) -> list[TensorSpec]:
@@ -182,6 +189,19 @@ def _latent_attention(shape: ModelShape, latent: LatentAttention) -> list[Tensor
         TensorSpec("self_attn.kv_b_proj.weight", (heads * value, compressed), Cut.ROWS),
         TensorSpec("self_attn.o_proj.weight", (hidden, heads * latent.v_head_dim), Cut.COLUMNS),
     ]
+
+
+def _indexer(hidden: int, latent: LatentAttention, indexer: Indexer) -> list[TensorSpec]:
+    """Return the tensors of a sparse attention's indexer, which is replicated on both sides."""
+    at, heads, head = "self_attn.indexer.", indexer.num_heads, indexer.head_dim
+    sizes = {
+        "wq_b.weight": (heads * head, latent.q_lora_rank or hidden),
+        "wk.weight": (head, hidden),
+        "k_norm.weight": (head,),
+        "k_norm.bias": (head,),
+        "weights_proj.weight": (heads, hidden),
+    }
+    return [TensorSpec(at + name, size, Cut.REPLICATED) for name, size in sizes.items()]
 
 
 def _gated(
@@ -286,14 +306,15 @@ def copied_by_mtp(name: str, *, tied: bool) -> str | None:
 def mtp_layer_specs(shape: ModelShape) -> list[TensorSpec]:
     """Return the tensors of one multi-token-prediction layer (arXiv 2412.19437, section 2.2).
 
-    It has the tensors of the last decoder layer, three norms and a projection. Its copies of
-    embedding and head are omitted."""
+    It has the tensors of the last decoder layer, an indexer of its own in sparse attention, three
+    norms and a projection. Its copies of embedding and head are omitted."""
     width = shape.hidden_size
+    kind = replace(shape.layer_kinds[-1], has_indexer=shape.indexer is not None)
     norms = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
     return [
         *(TensorSpec(name, (width,), Cut.REPLICATED) for name in norms),
         TensorSpec("eh_proj.weight", (width, 2 * width), Cut.REPLICATED),
-        *layer_specs(shape, shape.layer_kinds[-1]),
+        *layer_specs(shape, kind),
     ]
 
 

@@ -36,7 +36,9 @@ OF_CLASS: Mapping[str, frozenset[str]] = {
     for name, fields in {
         "DeepseekV2ForCausalLM": _OF_DEEPSEEK,
         "DeepseekV3ForCausalLM": _OF_DEEPSEEK,
+        "DeepseekV32ForCausalLM": _OF_DEEPSEEK,
         "Glm4MoeLiteForCausalLM": _OF_DEEPSEEK,
+        "GlmMoeDsaForCausalLM": _OF_DEEPSEEK,
         "LlamaForCausalLM": "bias logit_scale qkv_bias",
         "Qwen2ForCausalLM": "qk_norm",
         "Qwen3ForCausalLM": "qk_norm",

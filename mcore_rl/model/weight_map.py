@@ -258,6 +258,7 @@ def _layer_rules(shape: ModelShape) -> dict[str, _Rule]:
     }
     if shape.latent:
         rules |= _latent_attention_rules(shape.latent)
+        rules |= _INDEXER_RULES if shape.indexer else {}
     else:
         rules |= _grouped_attention_rules(shape)
     if shape.delta_net:
@@ -330,6 +331,18 @@ def _latent_attention_rules(latent: LatentAttention) -> dict[str, _Rule]:
         at + "linear_qkv_down_proj.layer_norm_weight": _INPUT_NORM,
         at + "linear_qkv_down_proj.weight": _stacked(q_down, kv_down),
     }
+
+
+_INDEXER_RULES = {
+    f"self_attention.core_attention.indexer.{ours}": _replicated(f"self_attn.indexer.{theirs}")
+    for ours, theirs in {
+        "linear_wq_b.weight": "wq_b.weight",
+        "linear_wk.weight": "wk.weight",
+        "k_norm.weight": "k_norm.weight",
+        "k_norm.bias": "k_norm.bias",
+        "linear_weights_proj.weight": "weights_proj.weight",
+    }.items()
+}
 
 
 def _expert_rules(shape: ModelShape, experts: Experts) -> dict[str, _Rule]:

@@ -61,7 +61,7 @@ def started(flags: list[str], *, in_float32: bool = False) -> tuple[Job, Actor, 
     """Megatron running with a checkpoint in it; with `in_float32` exports are exact."""
     setup_logging()
     with open("/dev/null", "w") as log:
-        job = start(flags, log=log)
+        job = start(flags, log=log, has_engine=False)
         if in_float32:
             job = as_float32(job)
         state, shards = build_actor(job, log=log)

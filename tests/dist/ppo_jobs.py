@@ -133,7 +133,7 @@ def build_models(flags: list[str], point: ResumePoint | None = None) -> Models:
     """Megatron running, with the checkpoint in actor and critic; resumed from `point` if given."""
     setup_logging()
     with open("/dev/null", "w") as log:
-        return models_of(as_float32(start(flags, log=log)), point)
+        return models_of(as_float32(start(flags, log=log, has_engine=False)), point)
 
 
 def models_of(job: Job, point: ResumePoint | None = None) -> Models:

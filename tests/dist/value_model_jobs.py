@@ -23,7 +23,7 @@ def _built(flags: list[str]) -> tuple[Job, Critic]:
     """Megatron running, with a critic and no actor, whose layout and batches the critic has."""
     setup_logging()
     with open("/dev/null", "w") as log:
-        job = start(flags, log=log)
+        job = start(flags, log=log, has_engine=False)
         assert job.spec.critic is not None
         loaded = NUM_SAVED_STEPS if job.args.load else 0
         critic = build_critic(
@@ -75,7 +75,7 @@ def refuses_another_step(flags: list[str]) -> str:
     """The error of a critic beside an actor of a later step."""
     setup_logging()
     with open("/dev/null", "w") as log:
-        job = start(flags, log=log)
+        job = start(flags, log=log, has_engine=False)
         assert job.spec.critic is not None
         step = NUM_SAVED_STEPS + 1
         with pytest.raises(RuntimeError) as raised:

@@ -130,6 +130,8 @@ def shape_of(name: str, **fields: Any) -> ModelShape:
         ("deepseek-v3", "moe_router_dtype", "bfloat16"),
         ("deepseek-v2-lite", "llama_4_scaling", {"beta": 0.1}),
         ("glm-4.7-flash", "index_topk_freq", 4),
+        ("deepseek-v3.2", "llama_4_scaling", {"beta": 0.1}),
+        ("glm-5", "index_kpool", 4),
         ("mixtral-8x7b", "attention_chunk_size", 8192),
     ],
 )
@@ -143,7 +145,7 @@ def test_field_that_only_vllm_supports_is_refused(name, field, value):
 def test_values_without_an_effect_are_accepted(name):
     expected = shape_of(name)
     plain = {"layer_types": ["full_attention"] * PUBLISHED[name]["num_hidden_layers"]}
-    if expected.sliding_window or expected.delta_net:
+    if expected.sliding_window or expected.delta_net or expected.indexer:
         plain = {}
     assert expected == shape_of(
         name,

@@ -1,0 +1,113 @@
+"""Sparse attention (DSA) in Megatron, for which vLLM has no kernels here: against transformers.
+
+What `test_families.py` shows with engines is shown by `tests/cuda/test_vllm_models.py` instead.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_rl.model.config_json import read_model_shape
+from tests.dist.checkpoints import (
+    assert_log_probs_equal_transformers,
+    differing,
+    loaded,
+    log_probs_of,
+)
+from tests.dist.jobs import random_tokens
+from tests.dist.layouts import SPLITS, job_flags
+from tests.dist.test_families import saved_by_transformers
+from tests.rank_pool import RankPool
+
+pytestmark = pytest.mark.timeout(400)
+
+# arch -> options. With few heads many scores are 0, and which of equal ones are taken is undefined.
+CASES: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {"num_mtp_layers": 1, "overrides": {"index_n_heads": 13, "index_topk": 7}},
+    "glm_moe_dsa": {"num_mtp_layers": 1, "overrides": {"index_head_dim": 81, "index_topk": 5}},
+    "glm_5_2": {},
+}
+CP2 = ("--context-parallel-size", "2")
+PACKED = ("--micro-batch-size", "1", "--rl-max-tokens-per-microbatch", "128")
+WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "alone": ("tp1_pp1_ep1", ()),
+    "TP2 PP2 EP2": ("tp2_pp2_ep2", ()),
+    "CP2": ("dp2", CP2),
+    "packed": ("tp1_pp1_ep1", PACKED),
+    "packed, TP2": ("tp2_pp1_ep1", PACKED),
+    "packed, CP2": ("dp2", (*CP2, *PACKED)),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint_of(checkpoint_factory: Callable[..., Path]) -> Callable[[str], Path]:
+    return lambda arch: checkpoint_factory(arch, **CASES[arch])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("arch", CASES)
+def test_log_probs_equal_transformers_and_export_the_checkpoint(
+    arch: str,
+    way: str,
+    checkpoint_of: Callable[[str], Path],
+    ranks: RankPool,
+    tmp_path: Path,
+) -> None:
+    checkpoint, (split, more) = checkpoint_of(arch), WAYS[way]
+    log_probs = ranks.run(
+        "tests.dist.jobs:log_probs_and_export",
+        world_size=SPLITS[split][3],
+        flags=job_flags(checkpoint, split, *more),
+        target=tmp_path / "exported",
+    )
+    assert_log_probs_equal_transformers(log_probs, checkpoint)
+    mtp_layer = f"model.layers.{read_model_shape(checkpoint).num_layers}."
+    assert [
+        name
+        for name in differing(checkpoint, tmp_path / "exported")
+        if not name.startswith(mtp_layer)
+    ] == []
+    loaded(tmp_path / "exported")
+
+
+@pytest.mark.parametrize("arch", CASES)
+def test_choice_of_keys_is_part_of_what_is_compared(
+    arch: str, checkpoint_of: Callable[[str], Path]
+) -> None:
+    """Log-probs of these models differ from those of dense attention, and of another choice."""
+    folder = checkpoint_of(arch)
+    model = loaded(folder)
+    tokens = random_tokens(model.config.vocab_size)
+    sparse = log_probs_of(model, tokens)
+    indexers = [layer.self_attn.indexer for layer in model.model.layers]
+    for indexer in filter(None, indexers):
+        torch.nn.init.normal_(indexer.wq_b.weight)
+    another = log_probs_of(model, tokens)
+    for indexer in filter(None, indexers):
+        indexer.index_topk = tokens.shape[1]
+    dense = log_probs_of(model, tokens)
+    assert (sparse - dense).abs().max() > 0.01
+    assert (sparse - another).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("arch", CASES)
+def test_folder_saved_by_transformers_is_read_as_the_published_one(
+    arch: str, checkpoint_of: Callable[[str], Path], ranks: RankPool, tmp_path: Path
+) -> None:
+    saved = saved_by_transformers(checkpoint_of(arch), tmp_path)
+    assert "indexer_rope_interleave" not in json.loads((saved / "config.json").read_text())
+    flags = job_flags(saved, "tp1_pp1_ep1")
+    log_probs = ranks.run(
+        "tests.dist.jobs:log_probs_and_export",
+        world_size=1,
+        flags=flags,
+        target=tmp_path / "exported",
+    )
+    assert_log_probs_equal_transformers(log_probs, checkpoint_of(arch))
+    assert differing(saved, tmp_path / "exported") == []

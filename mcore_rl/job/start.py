@@ -55,8 +55,8 @@ def start(
 
     `also_check` adds an entry point's own checks, under the same agreement. With `writes` the run
     directory and the checkpoints' folder are reserved for this run from here on. With `scores_only`
-    there are no responses, and no space for them is required; without `has_engine` no engine will be
-    started, so that models pass that none can run here. A user's mistake ends every rank with
+    there are no responses, and no space for them is required. Without `has_engine` none will be
+    started, so that models pass that no engine can run here. A user's mistake ends every rank with
     exit code 2. Megatron's own output goes to `log`. `extra_args` adds all flags that are not
     Megatron's own, `megatron_options` are for its `initialize_megatron`.
     """

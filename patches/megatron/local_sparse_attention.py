@@ -76,7 +76,7 @@ def apply() -> None:
     )
 
     class LocalProvider(LocalSpecProvider):
-        def linear(self) -> type:
+        def linear(self) -> Any:
             return DuplicatedLinear
 
         def layer_norm(self, rms_norm: bool = False, **unused: Any) -> Any:

@@ -41,6 +41,12 @@ HOPPER = {
     "deepseek_v2_large": dict(arch="deepseek_v2_large", **EP2),
     "kimi_k2": dict(arch="kimi_k2", **EP2),
     "moonlight": dict(arch="moonlight", **EP2),
+    "deepseek_v32": dict(arch="deepseek_v32", **EP2),
+    "deepseek_v32, EP over DP": dict(
+        arch="deepseek_v32", tp_size=2, dp_size=2, rank=3, expert_parallel=True
+    ),
+    "glm_moe_dsa": dict(arch="glm_moe_dsa", **EP2),
+    "glm_5_2": dict(arch="glm_5_2", **TP2),
     "qwen3_moe": dict(arch="qwen3_moe", **EP2),
     "mixtral": dict(arch="mixtral", **TP2),
     "glm4_moe": dict(arch="glm4_moe", **EP2),
@@ -61,6 +67,8 @@ BLACKWELL = {
     "deepseek_v3, cutlass": dict(**MLA, **EP2, moe_backend="flashinfer_cutlass"),
     "deepseek_v3, triton": dict(**MLA, **EP2, moe_backend="triton"),
     "deepseek_v3, float16": dict(**MLA, **EP2, dtype="float16"),
+    "deepseek_v32": dict(arch="deepseek_v32", **EP2),
+    "glm_5_2": dict(arch="glm_5_2", **EP2),
     "qwen3_moe": dict(arch="qwen3_moe", **EP2),
     "mixtral": dict(arch="mixtral", **TP2),
     "qwen3, tied": dict(arch="qwen3", **TP2, tied=True),

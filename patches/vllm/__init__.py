@@ -35,6 +35,7 @@ def patches() -> tuple[Patch, ...]:
         shared_memory_names,
         sigmoid_router_on_cpu,
         step_without_drafts,
+        text_models_without_torchvision,
         wide_linear,
     )
 
@@ -47,6 +48,7 @@ def patches() -> tuple[Patch, ...]:
         rotary_embedding_of_heads,
         mla_prefill_together,
         model_info_here,
+        text_models_without_torchvision,
         draft_kernels_on_cpu,
         expanded_sampling_options,
         seeds_of_cut_prompts,

@@ -18,7 +18,7 @@ from mcore_rl.common.readers import InvalidData, parse_json
 from mcore_rl.model.config_fields import Fields
 from mcore_rl.model.delta_net import DeltaNet, linear_layers, read_delta_net
 from mcore_rl.model.experts import Experts, moe_layers, read_experts
-from mcore_rl.model.families import FAMILIES, MISSING, Family
+from mcore_rl.model.families import FAMILIES, Family
 from mcore_rl.model.quantization import (
     GIVE_FP8_BLOCKS,
     GIVE_MXFP4,
@@ -32,6 +32,7 @@ from mcore_rl.model.sparse_attention import (
     read_indexer,
     sparse_attention_flags,
 )
+from mcore_rl.model.unsupported import why_unsupported
 from mcore_rl.model.vllm_fields import unmapped_field
 
 _MOST_EXPERTS = 500_000  # in all layers; each has its own name; Kimi-K2 has 23,424
@@ -177,7 +178,7 @@ def model_shape(
 ) -> ModelShape:
     """Do `read_model_shape` for a parsed config.json; `path` is for messages."""
     fields = Fields(values, path, flag)
-    family = _family(fields, path, flag)
+    family = _family(fields, values, path, flag)
     fields.check_spelt_out(family.spelt_out)
     what = unsupported_quantization(values, stacked_experts=family.stacked_experts)
     if what and not for_planning:
@@ -228,7 +229,7 @@ def model_shape(
     return shape
 
 
-def _family(fields: Fields, path: Path, flag: str) -> Family:
+def _family(fields: Fields, values: Mapping[str, Any], path: Path, flag: str) -> Family:
     """Return the family of the model_type; raise UsageError if it is not supported."""
     if not isinstance(fields["model_type"], str):
         raise fields.invalid("model_type", fields["model_type"], "a text")
@@ -238,10 +239,10 @@ def _family(fields: Fields, path: Path, flag: str) -> Family:
     fields.read.discard("layer_types")  # only its type was checked
     family = FAMILIES.get(fields["model_type"])
     if family is None:
-        missing = MISSING.get(fields["model_type"])
+        reason = why_unsupported(values)
         raise UsageError(
-            f": {path} has model_type '{fields['model_type']}'"
-            + (f", which needs {missing}" if missing else ""),
+            f": {path} has model_type '{fields['model_type']}', which is not supported"
+            + (f" ({reason})" if reason else ""),
             flag=flag,
             remedy=f"supported are {', '.join(FAMILIES)}; give a checkpoint of one of these",
         )

@@ -349,13 +349,6 @@ _PUBLISHED = (
 
 FAMILIES = {family.model_type: family for family in _PUBLISHED}
 
-_NOT_TEXT = "a vision tower, which neither training nor the hand-over has; its text model is"
-# model_type -> the component that a host lacks, so that nothing can be tested here.
-MISSING: Mapping[str, str] = {
-    "qwen3_5": f"{_NOT_TEXT} qwen3_5_text",
-    "qwen3_5_moe": f"{_NOT_TEXT} qwen3_5_moe_text",
-}
-
 
 def family(table: Family) -> Family:
     """Register a user's family by its `model_type`; raise ValueError if that one exists.

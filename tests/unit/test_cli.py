@@ -218,8 +218,8 @@ def test_output_is_plain_where_it_is_piped(capsys: pytest.CaptureFixture[str]) -
         ({}, "--gpu-reserved-gb 80", "--gpu-reserved-gb 80.0 leaves nothing"),
         ({}, "--rl-num-prompts-per-step 3", "samples do not divide into"),
         ({}, "--json /nonexistent/plan.json", "must name a file in a folder that exists"),
-        ({"model_type": "gpt2"}, "", "has model_type 'gpt2'; supported are"),
-        ({"model_type": "qwen3_next"}, "", "'qwen3_next', which needs gated delta net: Megatron"),
+        ({"model_type": "gpt2"}, "", "has model_type 'gpt2', which is not supported; supp"),
+        ({"model_type": "qwen3_next"}, "", "not supported (Qwen3NextForCausalLM: gated delta"),
         ({"quantization_config": {"quant_method": "awq"}}, "", "awq"),
     ],
 )

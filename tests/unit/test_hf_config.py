@@ -21,7 +21,7 @@ from mcore_rl.model.config_json import (
     read_model_shape,
     settings_without_flag,
 )
-from mcore_rl.model.families import FAMILIES, MISSING, left_to_defaults
+from mcore_rl.model.families import FAMILIES, left_to_defaults
 from tests import model_shapes
 from tests.model_shapes import CONFIGS, made_values, model_class
 
@@ -358,20 +358,28 @@ def test_missing_field_without_default_is_refused(published: str, tmp_path: Path
                 read(tmp_path, text, **{name: ...})
 
 
-def test_unsupported_family_is_refused_with_missing_part(tmp_path: Path) -> None:
-    parts = {
-        "qwen3_5": "a vision tower.*qwen3_5_text",
-        "qwen3_5_moe": "a vision tower.*qwen3_5_moe_text",
-    }
-    assert parts.keys() == MISSING.keys() and not MISSING.keys() & FAMILIES.keys()
-    for model_type, part in parts.items():
-        says = f"config.json has model_type '{model_type}', which needs {part}.*; supported are "
-        with pytest.raises(UsageError, match=says):
-            read(tmp_path, "{}", model_type=model_type)
+UNSUPPORTED = {
+    ("kimi_linear", None): "KimiLinearForCausalLM: Megatron has no Kimi delta attention",
+    ("gemma3_text", "Gemma3ForCausalLM"): "Gemma3ForCausalLM: Megatron has no norms after",
+    ("dots1", "Dots1ForCausalLM"): "Dots1ForCausalLM: vLLM has removed its class",
+    ("mistral3", "Mistral3ForConditionalGeneration"): "Mistral3F.*: it is multi.*text model alone",
+    ("bert", "BertModel"): "BertModel: it is a pooling model",
+}
+
+
+@pytest.mark.parametrize(("model_type", "architecture"), UNSUPPORTED)
+def test_unsupported_family_is_refused_with_missing_part(
+    model_type: str, architecture: str | None, tmp_path: Path
+) -> None:
+    named = {"architectures": [architecture]} if architecture else {}
+    part = UNSUPPORTED[model_type, architecture]
+    says = rf"has model_type '{model_type}', which is not supported \({part}.*\); supported are "
+    with pytest.raises(UsageError, match=says):
+        read(tmp_path, "{}", model_type=model_type, **named)
 
 
 REFUSED = {
-    "architecture": (QWEN3_600M, {"model_type": "gpt2"}, "model_type 'gpt2'; supported are deep"),
+    "architecture": (QWEN3_600M, {"model_type": "gpt2"}, "model_type 'gpt2', which is not supp"),
     "per_tensor": (
         DEEPSEEK_V3,
         {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},

@@ -19,6 +19,7 @@ def patches() -> tuple[Patch, ...]:
     from mcore_rl.patches.vllm import (
         aborts_in_order,
         answers_after_failure,
+        constants_through_sleep,
         draft_kernels_on_cpu,
         expanded_sampling_options,
         expert_parallel_on_cpu,
@@ -61,6 +62,7 @@ def patches() -> tuple[Patch, ...]:
         step_without_drafts,
         experts_one_by_one,
         aborts_in_order,
+        constants_through_sleep,
     )
     return tuple(module.PATCH for module in modules)
 

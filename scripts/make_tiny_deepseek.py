@@ -40,8 +40,8 @@ else:
 # of its model_type in more than sizes.
 ARCHS = (
     "deepseek_v3 deepseek_v2 kimi_k2 glm4_moe glm4_moe_lite minimax_m2 qwen3_moe qwen2_moe "
-    "qwen3_next qwen3_5_text qwen3_5_moe_text olmoe gpt_oss mixtral qwen3 qwen2 llama "
-    "deepseek_v32 glm_moe_dsa moonlight deepseek_v2_large glm_5_2"
+    "qwen3_next qwen3_5_text qwen3_5_moe_text olmoe gpt_oss hy_v3 mixtral qwen3 qwen2 llama "
+    "mistral seed_oss deepseek_v32 glm_moe_dsa moonlight deepseek_v2_large glm_5_2"
 ).split()
 WITH_MTP = (
     *("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite"),
@@ -187,6 +187,12 @@ def hf_config(
                 for i in range(shape["num_hidden_layers"])
             ],
         ),
+        "hy_v3": gqa | dict(
+            architectures=["HYV3ForCausalLM"], head_dim=32, num_experts=num_experts,
+            num_shared_experts=1, first_k_dense_replace=1, router_scaling_factor=2.826,
+            expert_hidden_dim=shape["moe_intermediate_size"], qk_norm=True, route_norm=True,
+            rope_theta=11158840.0,
+        ),
         "mixtral": {n: v for n, v in gqa.items() if n != "moe_intermediate_size"} | dict(
             architectures=["MixtralForCausalLM"], num_local_experts=num_experts,
             sliding_window=None, rope_theta=1000000.0, **of_heads,
@@ -204,6 +210,14 @@ def hf_config(
                 rope_type="llama3", factor=2.0, low_freq_factor=1.0, high_freq_factor=4.0,
                 original_max_position_embeddings=8192,
             ),
+        ),
+        "mistral": dense | dict(
+            architectures=["MistralForCausalLM"], head_dim=32, sliding_window=None,
+            rope_theta=100000000.0,
+        ),
+        "seed_oss": dense | dict(
+            architectures=["SeedOssForCausalLM"], head_dim=32, attention_bias=True,
+            attention_out_bias=False, mlp_bias=False, residual_dropout=0.0, rope_theta=10000000.0,
         ),
     }  # fmt: skip
     return configs[arch]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
+
+import transformers
 
 # Names of the configuration in vLLM's code.
 _HOLDERS = frozenset({"hf_config", "hf_text_config", "text_config", "pretrained_config"})
@@ -38,11 +41,15 @@ def read_of_all_models() -> frozenset[str]:
 
 
 def read_by_class(class_name: str) -> frozenset[str]:
-    """Fields that the module of a model's class reads, and the modules it imports classes from."""
-    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+    """Fields that the module of a model's class reads, and the modules it imports classes from.
 
+    Where vLLM runs the class of transformers, those that this one reads."""
+    from vllm.model_executor.models.registry import _VLLM_MODELS
+
+    module = _VLLM_MODELS[class_name][0]
+    if module == "transformers":
+        return _reads(Path(inspect.getfile(getattr(transformers, class_name))), {"config"})
     modules: set[str] = set()
-    module = _TEXT_GENERATION_MODELS[class_name][0]
     package = vllm_folder().joinpath(*module.split(".")[1:])
     if module.startswith("vllm.") and package.is_dir():  # with a module for each platform
         files = [file for file in package.rglob("*.py") if "amd" not in file.parts]

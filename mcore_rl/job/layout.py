@@ -116,8 +116,8 @@ def _split_over_tp(shape: ModelShape) -> dict[str, int]:
         sizes["intermediate_size"] = shape.ffn_hidden_size
     if shape.experts and shape.experts.shared_hidden_size:
         router = family_of(shape.architecture).router
-        of_gated = router.gated_shared_size if router else None
-        name = of_gated or "n_shared_experts x moe_intermediate_size"
+        assert router is not None, "experts without a router"
+        name = router.gated_shared_size or f"{router.shared_experts} x {router.expert_size}"
         sizes[name] = shape.experts.shared_hidden_size
     return sizes
 

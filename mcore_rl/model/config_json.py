@@ -289,6 +289,11 @@ def _refuse_features(fields: Fields, family: Family) -> None:
                 f"{name} {fields.get(name)} with model_type '{family.model_type}' "
                 f"(vLLM has {value})"
             )
+    for of_vllm, saved in family.vllm_names.items():
+        if fields.get(of_vllm, fields[saved]) != fields[saved]:
+            raise fields.refuse(
+                f"{of_vllm} {fields[of_vllm]} beside {saved} {fields[saved]} (vLLM reads the first)"
+            )
     if not fields.get("rope_interleave", True):
         raise fields.refuse("rotary positions that are not interleaved (rope_interleave false)")
 

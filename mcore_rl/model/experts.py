@@ -52,7 +52,7 @@ def read_experts(fields: Fields, router: Router) -> Experts:
         has_bias=is_sigmoid,
         normalize_topk=normalize,
         scaling_factor=(
-            fields.number("routed_scaling_factor", 1.0, bounds=Bounds(above=0)) if method else 1.0
+            fields.number(router.scaling_factor, 1.0, bounds=Bounds(above=0)) if method else 1.0
         ),
         num_groups=num_groups,
         topk_groups=topk_groups,
@@ -64,7 +64,7 @@ def _shared_size(fields: Fields, router: Router, hidden_size: int) -> int:
     """Return the hidden size of all shared experts together; `hidden_size` is per routed expert."""
     if router.gated_shared_size:
         return fields.count(router.gated_shared_size)
-    return fields.count("n_shared_experts", 0, least=0) * hidden_size if router.methods else 0
+    return fields.count(router.shared_experts, 0, least=0) * hidden_size if router.methods else 0
 
 
 def _num_experts(fields: Fields, router: Router) -> int:

@@ -28,6 +28,9 @@ class Router:
     # Name of the field that tells transformers for each layer whether it is dense. vLLM uses
     # first_k_dense_replace.
     layer_types: str | None = None
+    # Names of fields that are read if there are `methods`.
+    shared_experts: str = "n_shared_experts"
+    scaling_factor: str = "routed_scaling_factor"
 
     @property
     def is_ungrouped_sigmoid(self) -> bool:
@@ -127,6 +130,8 @@ class Family:
     names: TensorNames = field(default_factory=TensorNames)
     rope_types: tuple[str, ...] = ("default",)
     default_rope_theta: float | None = 10000.0  # None: config.json must contain it
+    # vLLM's name of a field -> the name under which transformers saves it.
+    vllm_names: Mapping[str, str] = field(default_factory=dict)
     # Share of each head; the default if config.json has no value. With 1 no other value is allowed.
     # None: config.json must contain it, or rotary_dim, the number of elements.
     partial_rotary_factor: float | None = 1.0
@@ -218,6 +223,7 @@ _PUBLISHED = (
         spelt_out=("num_key_value_heads",),
         qk_norm=True,
         router=Router("num_experts", also_called="num_local_experts"),
+        rope_types=("default", "yarn"),
     ),
     Family(  # GLM-4.7-Flash; only the experts are GLM-4.5's
         model_type="glm4_moe_lite",
@@ -294,6 +300,25 @@ _PUBLISHED = (
         norms_whole_projection=True,
         router=Router("num_experts", expert_size="intermediate_size"),
     ),
+    Family(  # Hy3
+        model_type="hy_v3",
+        class_name="HYV3ForCausalLM",
+        spelt_out=("num_key_value_heads", "head_dim", "num_shared_experts"),
+        fixed={"qk_norm": True, "route_norm": True},  # in transformers
+        qk_norm=True,
+        router=Router(
+            "num_experts",
+            shared_experts="num_shared_experts",
+            scaling_factor="router_scaling_factor",
+            score_function="sigmoid",
+            always_normalizes=True,
+            methods=("noaux_tc",),
+            layer_types="mlp_layer_types",
+        ),
+        names=TensorNames(shared="shared_mlp.", bias="expert_bias", scorer="router.gate."),
+        default_rope_theta=None,
+        vllm_names={"expert_hidden_dim": "moe_intermediate_size"},
+    ),
     Family(  # gpt-oss
         model_type="gpt_oss",
         class_name="GptOssForCausalLM",
@@ -333,12 +358,29 @@ _PUBLISHED = (
         class_name="Qwen3ForCausalLM",
         spelt_out=("num_key_value_heads", "head_dim"),
         qk_norm=True,
+        rope_types=("default", "yarn"),
     ),
     Family(
         model_type="qwen2",
         class_name="Qwen2ForCausalLM",
         spelt_out=("num_key_value_heads",),
         qkv_bias=True,
+        rope_types=("default", "yarn"),
+    ),
+    Family(  # Mistral 7B from 0.3 on, Mistral-Small up to 2501
+        model_type="mistral",
+        class_name="MistralForCausalLM",
+        spelt_out=("num_key_value_heads", "sliding_window"),
+        also_refused=("sliding_window",),  # Mistral has no use_sliding_window
+        default_rope_theta=None,
+    ),
+    Family(
+        model_type="seed_oss",
+        class_name="SeedOssForCausalLM",
+        spelt_out=("num_key_value_heads", "head_dim", "attention_bias"),
+        also_refused=("attention_out_bias",),
+        qkv_bias="attention_bias",
+        default_rope_theta=None,
     ),
     Family(
         model_type="llama",
@@ -395,6 +437,7 @@ def left_to_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
         added["first_k_dense_replace"] = types.count("dense")
     if "shared" in (types := values.get("indexer_types") or ()):
         added["index_topk_pattern"] = "".join(kind[0].upper() for kind in types)
+    added |= {of_vllm: values[saved] for of_vllm, saved in family.vllm_names.items()}
     rope = values.get("rope_parameters") or {}
     if family.partial_rotary_factor is None and "partial_rotary_factor" in rope:
         added["rotary_dim"] = int(values["head_dim"] * rope["partial_rotary_factor"])

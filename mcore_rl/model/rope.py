@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from mcore_rl.common.parameters import Bounds
@@ -21,8 +22,9 @@ YARN_WITHOUT_FLAG = {
     "beta_slow": 1,
     "original_max_position_embeddings": 4096,
 }
-# YaRN of grouped attention: vLLM reads each field; no other attention factor can be given.
-_YARN_SPELT_OUT = ("factor", *YARN_WITHOUT_FLAG)
+# YaRN of grouped attention; no other attention factor can be given. The hosts agree on the defaults
+# of the other fields, except where a family always uses YaRN.
+_YARN_SPELT_OUT = ("factor", "original_max_position_embeddings")
 _ROPE_FIELDS = {
     "default": frozenset[str](),
     "llama3": frozenset({"factor", *_LLAMA3_FIXED}),
@@ -63,36 +65,42 @@ def read_rope(fields: Fields, family: Family) -> dict[str, Any]:
     if theta != int(theta):
         raise fields.refuse(f"rope_theta {theta} (Megatron's --rotary-base is an integer)")
     of_heads = rope_type == "yarn" and not family.latent_attention
-    if of_heads and "yarn" not in family.rope_types:
-        raise fields.refuse("yarn rope scaling outside latent attention")
     if rope_type not in family.rope_types:
         raise fields.refuse(
             f"rope scaling of type '{rope_type}' with model_type '{family.model_type}'"
         )
     share = _partial_rotary_factor(fields, family, given)
-    known = {*_YARN_SPELT_OUT, "truncate"} if of_heads else _ROPE_FIELDS[rope_type]
+    known = {"factor", *YARN_WITHOUT_FLAG, "truncate"} if of_heads else _ROPE_FIELDS[rope_type]
     for name in given.keys() - known:
         raise fields.refuse(f"{rope_type} rope scaling with {name} {given[name]}")
     if rope_type != "default" and "factor" not in given:
         raise fields.refuse(f"{rope_type} rope scaling without a factor")
-    for name in _YARN_SPELT_OUT if of_heads else ():
-        if name not in given:
-            raise fields.refuse(f"yarn rope scaling without {name}")
-    for name in given:
+    if of_heads:
+        given = _yarn_of_heads(fields, family, given)
+    for name, value in given.items():
         if name in _BOUNDS:
-            inside.number(name, bounds=_BOUNDS[name])
+            inside.number(name, value, bounds=_BOUNDS[name])
         elif name == "truncate":
             inside.switch(name)
         else:
-            inside.count(name)
+            inside.count(name, value)
     fast, slow = (given.get(name, YARN_WITHOUT_FLAG[name]) for name in ("beta_fast", "beta_slow"))
     if slow > fast:
         raise inside.invalid("beta_slow", slow, f"at most beta_fast, which is {fast}")
     if rope_type == "llama3":
-        for name, value in _LLAMA3_FIXED.items():
-            if given.get(name, value) != value:
-                raise fields.refuse(f"llama3 rope with {name} {given[name]} (Megatron has {value})")
+        for name, fixed in _LLAMA3_FIXED.items():
+            if given.get(name, fixed) != fixed:
+                raise fields.refuse(f"llama3 rope with {name} {given[name]} (Megatron has {fixed})")
     return {"rope_type": rope_type, "rope_theta": theta, **given, **share}
+
+
+def _yarn_of_heads(fields: Fields, family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return YaRN's fields with the defaults of those that may be left out."""
+    is_optional = "default" in family.rope_types
+    for name in _YARN_SPELT_OUT if is_optional else ("factor", *YARN_WITHOUT_FLAG):
+        if name not in given:
+            raise fields.refuse(f"yarn rope scaling without {name}")
+    return {**YARN_WITHOUT_FLAG, **given}
 
 
 def _partial_rotary_factor(

@@ -30,6 +30,7 @@ _OF_DEEPSEEK = (
     "index_skip_topk_offset index_topk_freq index_topk_pattern indexer_rope_interleave "
     "llama_4_scaling moe_router_dtype"
 )
+_OF_LLAMA = "bias logit_scale qkv_bias"
 # Read by a model's class: class name -> fields.
 OF_CLASS: Mapping[str, frozenset[str]] = {
     name: frozenset(fields.split())
@@ -39,7 +40,10 @@ OF_CLASS: Mapping[str, frozenset[str]] = {
         "DeepseekV32ForCausalLM": _OF_DEEPSEEK,
         "Glm4MoeLiteForCausalLM": _OF_DEEPSEEK,
         "GlmMoeDsaForCausalLM": _OF_DEEPSEEK,
-        "LlamaForCausalLM": "bias logit_scale qkv_bias",
+        "LlamaForCausalLM": _OF_LLAMA,
+        "MistralForCausalLM": (
+            f"{_OF_LLAMA} ada_rms_norm_t_cond ada_rms_norm_t_cond_dim llama_4_scaling"
+        ),
         "Qwen2ForCausalLM": "qk_norm",
         "Qwen3ForCausalLM": "qk_norm",
         "Qwen3MoeForCausalLM": "shared_expert_intermediate_size",

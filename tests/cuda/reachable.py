@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-# They lead out of the model, into all of vLLM.
+# They lead out of the model, into all of vLLM; modules are followed, whosever they are.
 _LEFT_OUT = ("vllm.config", "vllm.v1.worker", "vllm.v1.core", "vllm.distributed", "transformers.")
 
 
@@ -56,6 +56,8 @@ def reachable(root: Any) -> dict[str, torch.Tensor]:
 def _leads_nowhere(value: Any) -> bool:
     if value is None or isinstance(value, (bool, int, float, str, bytes, type, ModuleType)):
         return True
+    if isinstance(value, torch.nn.Module):
+        return False
     return type(value).__module__.startswith(_LEFT_OUT) or isinstance(value, RemovableHandle)
 
 

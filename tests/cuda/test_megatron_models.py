@@ -26,9 +26,11 @@ EXPERTS = "--expert-model-parallel-size 2".split()
 MOE = (
     "deepseek-v3 deepseek-v2 deepseek-v2-lite kimi-k2-instruct-0905 moonlight-16b-a3b "
     "qwen3-30b-a3b mixtral-8x7b glm-4.5 glm-4.5-air glm-4.7-flash minimax-m2 "
-    "qwen1.5-moe-a2.7b olmoe-1b-7b-0924 gpt-oss-20b"
+    "qwen1.5-moe-a2.7b olmoe-1b-7b-0924 gpt-oss-20b hy3-preview"
 ).split()
-DENSE = "qwen3-0.6b qwen2.5-7b llama-3.2-1b llama-3.1-8b".split()
+DENSE = (
+    "qwen3-0.6b qwen2.5-7b llama-3.2-1b llama-3.1-8b mistral-small-24b-2501 seed-oss-36b"
+).split()
 
 
 def first_layers(config: str, *more: str, **case: Any) -> dict[str, Any]:

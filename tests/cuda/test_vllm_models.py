@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.model.families import FAMILIES
 from tests.cuda.stack import Stack
 
 pytestmark = pytest.mark.timeout(1900)
@@ -59,6 +60,9 @@ HOPPER = {
     "qwen3, tied": dict(arch="qwen3", **TP2, tied=True),
     "qwen2": dict(arch="qwen2", **TP2),
     "llama, tied": dict(arch="llama", tied=True),
+    "hy_v3": dict(arch="hy_v3", **EP2),
+    "mistral": dict(arch="mistral", **TP2),
+    "seed_oss": dict(arch="seed_oss", **TP2),
 }
 BLACKWELL = {
     "deepseek_v3": dict(**MLA, **EP2),
@@ -221,7 +225,8 @@ def test_chosen_experts_are_reported_with_every_kernel(found: dict[str, Any]) ->
     for cases in found.values():
         for name, seen in cases.items():
             settings = seen["settings"]
-            is_dense = name.startswith(("qwen3,", "qwen2", "llama")) and "moe" not in name
+            family = FAMILIES.get(name.split(",")[0])
+            is_dense = family is not None and family.router is None
             assert settings["reports_experts"] is not is_dense, name
             assert settings["cannot_report"] is None, name
 

@@ -44,6 +44,9 @@ from tests.rank_pool import RankPool
 
 MOE, DENSE = "tp2_pp2_ep2", "tp2_pp2_ep1"
 
+# From 64 positions on, so that few tokens show it; with the fields that Qwen's model cards name.
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64}
+
 # name -> (--arch of make_tiny_deepseek, options, split)
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "deepseek_v3": (
@@ -68,10 +71,14 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3_5_moe_text": ("qwen3_5_moe_text", {}, MOE),
     "olmoe": ("olmoe", {}, MOE),
     "gpt_oss": ("gpt_oss", {}, MOE),
+    "hy_v3": ("hy_v3", {}, MOE),
     "mixtral": ("mixtral", {}, MOE),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}, DENSE),
+    "qwen3_yarn": ("qwen3", {"overrides": {"rope_scaling": YARN}}, DENSE),
     "qwen2": ("qwen2", {}, DENSE),
     "llama": ("llama", {"tie_word_embeddings": True}, DENSE),
+    "mistral": ("mistral", {}, DENSE),
+    "seed_oss": ("seed_oss", {}, DENSE),
 }
 
 

@@ -20,7 +20,8 @@ from tests.model_shapes import CONFIGS
 from tests.plans import covers_once
 
 # Published counts of parameters, without MTP layers. What is published of GLM counts these, too,
-# and of MiniMax-M2 the scales of its float8: there they are those of transformers' class.
+# and of MiniMax-M2 the scales of its float8: there, and of Hy3, they are those of transformers'
+# class.
 SIZES = {
     "deepseek-v2": 235_741_434_880,
     "deepseek-v2-lite": 15_706_484_224,
@@ -32,9 +33,11 @@ SIZES = {
     "glm-5": 743_911_199_232 + 75 * 256,
     "gpt-oss-120b": 116_829_156_672,
     "gpt-oss-20b": 20_914_757_184,
+    "hy3-preview": 295_033_528_320 + 79 * 192,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.2-1b": 1_235_814_400,
     "minimax-m2": 228_689_748_992 + 62 * 256,
+    "mistral-small-24b-2501": 23_572_403_200,
     "mixtral-8x7b": 46_702_792_704,
     "olmoe-1b-7b-0924": 6_919_161_856,
     "qwen1.5-moe-a2.7b": 14_315_784_192,
@@ -46,6 +49,7 @@ SIZES = {
     "qwen3.5-35b-a3b": 34_660_610_688,
     "qwen3.5-397b-a17b": 396_346_350_336,
     "qwen3.5-9b": 8_953_803_264,
+    "seed-oss-36b": 36_151_104_512,
 }
 
 

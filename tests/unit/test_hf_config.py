@@ -47,6 +47,8 @@ def trainable(name: str) -> str:
 
 TRAINABLE = {name: trainable(name) for name in PUBLISHED}
 DEEPSEEK_V3, DEEPSEEK_V2_LITE = TRAINABLE["deepseek-v3"], TRAINABLE["deepseek-v2-lite"]
+HY3, MISTRAL = TRAINABLE["hy3-preview"], TRAINABLE["mistral-small-24b-2501"]
+SEED_OSS = TRAINABLE["seed-oss-36b"]
 DEEPSEEK_V2, KIMI_K2 = TRAINABLE["deepseek-v2"], TRAINABLE["kimi-k2-instruct-0905"]
 QWEN3_30B_A3B, QWEN3_600M = TRAINABLE["qwen3-30b-a3b"], TRAINABLE["qwen3-0.6b"]
 QWEN2_MOE, OLMOE = TRAINABLE["qwen1.5-moe-a2.7b"], TRAINABLE["olmoe-1b-7b-0924"]
@@ -57,6 +59,7 @@ MIXTRAL, GLM4_LITE = TRAINABLE["mixtral-8x7b"], TRAINABLE["glm-4.7-flash"]
 GLM4, GLM4_AIR = TRAINABLE["glm-4.5"], TRAINABLE["glm-4.5-air"]
 YARN = json.loads(DEEPSEEK_V3)["rope_scaling"]
 YARN_ALONE = {"rope_type": "yarn", "factor": 2.0}
+YARN_OF_QWEN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 LLAMA3 = json.loads(LLAMA_1B)["rope_scaling"]
 FLOAT8 = json.loads(PUBLISHED["deepseek-v3"])["quantization_config"]
 
@@ -275,6 +278,12 @@ def test_defaults_of_transformers_are_passed_to_vllm(tmp_path: Path) -> None:
         "olmoe-1b-7b-0924": {},
         "glm-4.5": {},
         "minimax-m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
+        "hy3-preview": {
+            "expert_hidden_dim": 1536,
+            "first_k_dense_replace": 1,
+            "qk_norm": True,
+            "route_norm": True,
+        },
         "llama-3.2-1b": {},
     }.items():
         values = json.loads(TRAINABLE[name])
@@ -337,12 +346,19 @@ def test_missing_field_without_default_is_refused(published: str, tmp_path: Path
                 "partial_rotary_factor", "rope_parameters",
             },
         ),
+        "hy_v3": {"expert_hidden_dim", "qk_norm", "route_norm", "router_scaling_factor"},
+        "mistral": {"attention_dropout", "head_dim"},
+        "seed_oss": {"attention_dropout", "attention_out_bias", "residual_dropout"},
     }.get(json.loads(text)["model_type"], set())  # fmt: skip
     if '"greedy"' in text:
         may_be_left_out |= {"n_group", "topk_group"}
     if "kimi" in published or "moonlight" in published:
         may_be_left_out |= {"topk_group"}  # of one group
-    if '"mixtral"' in text or '"minimax_m2"' in text:
+    if '"seed_oss"' in text:
+        may_be_left_out -= {"attention_bias"}  # it means those of queries, keys and values
+    if '"mistral"' in text:
+        may_be_left_out -= {"sliding_window"}  # without it transformers has one of 4096
+    if any(f'"{each}"' in text for each in ("mixtral", "minimax_m2", "mistral", "seed_oss")):
         may_be_left_out -= {"rope_theta"}  # transformers has another default
     if '"glm4_moe"' in text:
         may_be_left_out -= {"attention_bias"}  # it means those of queries, keys and values
@@ -354,7 +370,9 @@ def test_missing_field_without_default_is_refused(published: str, tmp_path: Path
         if name in may_be_left_out:
             read(tmp_path, text, **{name: ...})
         else:
-            with pytest.raises(UsageError, match=f"config.json has no field '{name}', .*; use"):
+            # transformers 5 has rope_theta in it.
+            missing = name.replace("rope_parameters", "rope_theta")
+            with pytest.raises(UsageError, match=f"config.json has no field '{missing}', .*; use"):
                 read(tmp_path, text, **{name: ...})
 
 
@@ -410,6 +428,13 @@ REFUSED = {
     "activation": (QWEN3_600M, {"hidden_act": "gelu"}, "the activation 'gelu'"),
     "bias": (QWEN3_600M, {"attention_bias": True}, "biases"),
     "bias_of_llama": (LLAMA_1B, {"mlp_bias": True}, "biases"),
+    "experts_of_hy3": (
+        HY3,
+        {"expert_hidden_dim": 1024},
+        r"expert_hidden_dim 1024 beside moe_intermediate_size 1536 \(vLLM reads the first\)",
+    ),
+    "window_of_mistral": (MISTRAL, {"sliding_window": 4096}, "sliding_window 4096 with model_type"),
+    "output_bias_of_seed_oss": (SEED_OSS, {"attention_out_bias": True}, "attention_out_bias True"),
     "window_of_mixtral": (MIXTRAL, {"sliding_window": 4096}, "sliding_window 4096 with model_type"),
     "window_of_qwen2": (QWEN2_7B, {"use_sliding_window": True}, "sliding-window attention"),
     "window": (QWEN3_600M, {"use_sliding_window": True}, "sliding-window attention"),
@@ -461,7 +486,13 @@ REFUSED = {
         "yarn rope scaling with attention_factor 1.2",
     ),
     "rope_theta": (QWEN3_600M, {"rope_theta": 10000.5}, "rope_theta 10000.5"),
-    "yarn_without_latent": (QWEN3_600M, {"rope_scaling": YARN}, "outside latent attention"),
+    "yarn_of_llama": (LLAMA_1B, {"rope_scaling": YARN}, "of type 'yarn' with model_type 'llama'"),
+    "yarn_of_qwen3": (QWEN3_600M, {"rope_scaling": YARN_ALONE}, "without original_max_position_e"),
+    "attention_of_qwen3": (
+        QWEN3_600M,
+        {"rope_scaling": {**YARN_OF_QWEN, "attention_factor": 1.0}},
+        "yarn rope scaling with attention_factor 1.0",
+    ),
     "yarn_factor": (DEEPSEEK_V3, {"rope_scaling": {"type": "yarn"}}, "without a factor"),
     "llama3_factor": (LLAMA_1B, {"rope_scaling": {"rope_type": "llama3"}}, "without a factor"),
     "llama3_frequencies": (

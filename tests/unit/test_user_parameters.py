@@ -261,7 +261,8 @@ FIELDS = {
     "DualClip": "clip_eps_lower clip_eps_upper dual_clip",
     "Family": "model_type class_name spelt_out also_refused fixed latent_attention qk_norm "
     "qkv_bias norms_whole_projection linear_biases attention_sinks alternates_windows clamps_glu "
-    "stacked_experts router names rope_types default_rope_theta partial_rotary_factor has_drafter",
+    "stacked_experts router names rope_types default_rope_theta vllm_names partial_rotary_factor "
+    "has_drafter",
     "Parameters": "",
     "PolicyLossInputs": "log_probs old_log_probs advantages loss_mask lengths",
     "Prompt": "index text answer token_ids row",
@@ -272,7 +273,7 @@ FIELDS = {
     "Rollout": "prompt sample_index text response_token_ids rollout_log_probs finish_reason "
     "weight_version routes failure is_generated weight_versions turn_rewards",
     "Router": "num_experts also_called expert_size score_function always_normalizes methods "
-    "gated_shared_size layer_types",
+    "gated_shared_size layer_types shared_experts scaling_factor",
     "ScoredRollout": "rollout reward failure parts baseline",
     "Segments": "sample_ids loss_mask counts",
     "StepResult": "observation reward done",
@@ -376,7 +377,7 @@ def test_user_family_is_read_by_its_table(tmp_path):
     published = ROOT / "tests" / "data" / "configs" / "qwen3-0.6b.json"
     values = json.loads(published.read_text()) | {"model_type": "qwen3_mine"}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(UsageError, match="model_type 'qwen3_mine'; supported are"):
+    with pytest.raises(UsageError, match="model_type 'qwen3_mine'.*supported are"):
         read_model_shape(tmp_path)
     heads = ("num_key_value_heads", "head_dim")
     names = {"model_type": "qwen3_mine", "class_name": "MineForCausalLM"}

@@ -37,6 +37,9 @@ _REASONS = {
         mtp_num_experts_per_tok mtp_num_hidden_layers n_predict num_lookahead_tokens num_mtp_modules
         pard_token ptd_token_id sample_from_anchor target_layer_count target_layer_ids
     """,
+    "of the classes of transformers that vLLM runs: training, and the choice of attention": """
+        _attn_implementation attention_dropout pad_token_id residual_dropout
+    """,
     "read beside another field, which decides": """
         kv_lora_rank max_window_layers num_layers qk_nope_head_dim qk_rope_head_dim topk_group
         v_head_dim
@@ -122,6 +125,8 @@ def shape_of(name: str, **fields: Any) -> ModelShape:
         ("qwen3-30b-a3b", "dual_chunk_attention_config", {"chunk_size": 1024}),
         ("qwen3-30b-a3b", "shared_expert_intermediate_size", 768),
         ("qwen3-0.6b", "text_config", {"hidden_size": 1024}),
+        ("mistral-small-24b-2501", "llama_4_scaling", {"beta": 0.1}),
+        ("mistral-small-24b-2501", "ada_rms_norm_t_cond", True),
         ("llama-3.2-1b", "sliding_window", 4096),
         ("llama-3.2-1b", "logit_scale", 0.25),
         ("llama-3.2-1b", "qkv_bias", True),

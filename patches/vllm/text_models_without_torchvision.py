@@ -74,6 +74,4 @@ def _empty_torchvision() -> Iterator[None]:
             sys.modules.pop(name, None)
 
 
-PATCH = vllm_patch(
-    "vllm.text_models_without_torchvision", "text models of Qwen3.5 import", apply
-)
+PATCH = vllm_patch("vllm.text_models_without_torchvision", "text models of Qwen3.5 import", apply)

@@ -111,9 +111,7 @@ def reloaded(
         replaced |= {path for path in now if now[path] is not at_start.get(path)}
         found = {path: digest(tensor) for path, tensor in now.items()}
         differing.append(
-            sorted(
-                p for p in expected if expected[p] != found.get(p) and not p.endswith(_SCRATCH)
-            )
+            sorted(p for p in expected if expected[p] != found.get(p) and not p.endswith(_SCRATCH))
         )
     return {
         "tensors": len(places),

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from benchmarks.destination import Destination
 from benchmarks.paths import OnDestination, Setting
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.megatron.policy_head import make_actor_provider
+from mcore_rl.megatron.model_provider import make_actor_provider
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.layout import TrainLayout
 

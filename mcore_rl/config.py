@@ -66,6 +66,12 @@ class TrainerOptions(Parameters):
     precision: str = param(
         "bf16", "precision of the trained parameters", choices=("bf16", "fp16", "fp32")
     )
+    model_class: str = param(
+        "auto",
+        "Megatron's class for actor, critic and reward model: GPTModel or HybridModel; auto: "
+        "GPTModel while the installed Megatron has it. Checkpoints fit both",
+        choices=("auto", "gpt", "hybrid"),
+    )
     no_moe_grouped_gemm: bool = param(
         False,
         "run each expert separately instead of Transformer Engine's grouped GEMM",

@@ -35,6 +35,12 @@ _CALLED = {
     "megatron/core/tokenizers/utils/build_tokenizer.py": ("build_tokenizer",),
     "megatron/core/models/gpt/gpt_layer_specs.py": ("get_gpt_decoder_block_spec",),
 }
+# Values of --rl-model-class, and the classes of Megatron.
+AUTO, GPT, HYBRID = "auto", "gpt", "hybrid"
+_CLASSES = {
+    GPT: ("megatron/core/models/gpt/gpt_model.py", "GPTModel"),
+    HYBRID: ("megatron/core/models/hybrid/hybrid_model.py", "HybridModel"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +115,33 @@ def check_megatron() -> MegatronSource:
             f"{PACKAGE}=={_INSTALLED}, or put a checkout of one of them first on PYTHONPATH",
         )
     return source
+
+
+def model_class(requested: str) -> str:
+    """Return the model class for a value of --rl-model-class: `GPT` or `HYBRID`.
+
+    `AUTO` is GPTModel while the installed Megatron has it. Raises UsageError if it lacks the class.
+    """
+    source = check_megatron()
+    found = [name for name, place in _CLASSES.items() if _defines(source.folder, *place)]
+    if requested == AUTO and found:
+        return found[0]
+    if requested in found:
+        return requested
+    raise UsageError(
+        f"is a class that {PACKAGE} {source.version} lacks ({_CLASSES[requested][1]})",
+        flag=f"--rl-model-class {requested}",
+        remedy=f"give {' or '.join(found)}",
+    )
+
+
+def _defines(folder: Path, file: str, name: str) -> bool:
+    place = folder / file
+    return (
+        place.is_file()
+        and re.search(rf"^class {name}\b", place.read_text(encoding="utf-8"), re.MULTILINE)
+        is not None
+    )
 
 
 def _folder_of(spec: ModuleSpec) -> Path | None:

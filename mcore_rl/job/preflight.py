@@ -20,7 +20,7 @@ from mcore_rl.flags.classes import check_numbers, check_order, check_refused
 from mcore_rl.flags.packages import check_packages
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.megatron.hf_files import EXPORT_MARKER
-from mcore_rl.megatron.policy_head import named_spec
+from mcore_rl.megatron.model_provider import named_spec
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.families import family_of
 from mcore_rl.model.layout import PipelineLayers

@@ -28,6 +28,7 @@ from mcore_rl.common.platform import find_platform
 from mcore_rl.common.spans import MegatronTimers
 from mcore_rl.megatron import fsdp_buffers as megatron_fsdp
 from mcore_rl.megatron.fsdp_buffers import local_weights
+from mcore_rl.model.hybrid_pattern import numbered_layers
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.moe.balance import expert_biases
 from mcore_rl.patches import megatron as megatron_patches
@@ -481,8 +482,8 @@ def _add_gradients(
 
 
 def stage_layers(chunk: Any) -> tuple[int, ...]:
-    """Return the global numbers, from 0, of the decoder layers in a model chunk."""
-    return tuple(layer.layer_number - 1 for layer in chunk.decoder.layers)
+    """Return the global numbers, from 0, of the transformer layers of a chunk's decoder layers."""
+    return tuple(number for number, _ in numbered_layers(chunk))
 
 
 def model_parallel_groups() -> dict[str, torch.distributed.ProcessGroup]:

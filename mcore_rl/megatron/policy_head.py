@@ -10,34 +10,26 @@ Shape legend: b samples, s positions (of this context-parallel rank), h hidden, 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import functools
-import importlib
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.spec_utils import ModuleSpec
 
-from mcore_rl.common.errors import UsageError
-from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.log_probs import vocab_parallel_log_probs
-from mcore_rl.megatron.projection_norms import set_projection_norms
 from mcore_rl.megatron.sparse_attention import freeze_indexers
-from mcore_rl.model.config_json import ModelShape
 
-# Keyword arguments of Megatron's `_postprocess` that MTP layers take.
+# Keyword arguments that Megatron passes to MTP layers, and that these need here.
 _TAKEN_BY_MTP = frozenset(
-    "position_ids attention_mask rotary_pos_emb rotary_pos_cos rotary_pos_sin packed_seq_params "
-    "sequence_len_offset".split()  # not padding_mask, which each TP rank would shift on its own
+    "hidden_states input_ids position_ids attention_mask rotary_pos_emb rotary_pos_cos "
+    # not padding_mask, which each TP rank would shift on its own
+    "rotary_pos_sin packed_seq_params sequence_len_offset embedding".split()
 )
 
 
@@ -54,7 +46,6 @@ class PolicyHead:
     chunk_tokens: int
     # Attributes of the model, which is super() (mypy takes it for object).
     config: Any
-    embedding: Any
     mtp: Any
     output_layer: Any
     pg_collection: Any
@@ -83,9 +74,11 @@ class PolicyHead:
         score = functools.partial(
             self._score, target_ids=target_ids, temperature=temperature, with_entropy=with_entropy
         )
-        with self._output_layer_as(score), self._own_postprocess():
+        with self._output_layer_as(score), self._without_mtp() as mtp_inputs:
             scored: torch.Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
-            return scored
+        if mtp_inputs and self.training:
+            scored = torch.cat((scored, self._mtp_log_probs(**mtp_inputs)), dim=-1)
+        return scored
 
     @contextlib.contextmanager
     def _output_layer_as(self, function: Any) -> Iterator[None]:
@@ -99,46 +92,34 @@ class PolicyHead:
             del layer.forward
 
     @contextlib.contextmanager
-    def _own_postprocess(self) -> Iterator[None]:
-        # Megatron's also runs MTP layers in evaluation, and divides their loss by the tokens of a
+    def _without_mtp(self) -> Iterator[dict[str, Any]]:
+        """Leave MTP layers out of a forward, and collect their inputs; nothing without them."""
+        # Megatron also runs them in evaluation, and divides their loss by the tokens of a
         # micro-batch, so that it would depend on the split.
+        inputs: dict[str, Any] = {}
         if not getattr(self, "mtp_process", False):
-            yield
+            yield inputs
             return
-        self._postprocess = functools.partial(self._postprocess_with_mtp, super()._postprocess)  # type: ignore[misc]
-        try:
-            yield
-        finally:
-            del self._postprocess
 
-    def _postprocess_with_mtp(
-        self, postprocess: Any, hidden_states: torch.Tensor, **inputs: Any
-    ) -> torch.Tensor:
-        """Run Megatron's `_postprocess` as without MTP layers, and append their log-probs."""
+        def keep(**given: Any) -> torch.Tensor:
+            inputs.update({n: value for n, value in given.items() if n in _TAKEN_BY_MTP})
+            hidden_states: torch.Tensor = given["hidden_states"]
+            return hidden_states
+
         config = self.config
         self.config = copy.copy(config)
         self.config.mtp_num_layers = None
+        self.mtp.forward = keep
         try:
-            scores: torch.Tensor = postprocess(
-                hidden_states, **inputs | {"mtp_in_postprocess": False}
-            )
+            yield inputs
         finally:
+            del self.mtp.forward
             self.config = config
-        if not self.training:
-            return scores
-        return torch.cat((scores, self._mtp_log_probs(hidden_states, **inputs)), dim=-1)
 
-    def _mtp_log_probs(
-        self, hidden_states: torch.Tensor, *, input_ids: torch.Tensor, **inputs: Any
-    ) -> torch.Tensor:
+    def _mtp_log_probs(self, *, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
         """Return `[b, s, n]` float32, undefined where the predicted token is beyond the sample."""
-        block = {name: value for name, value in inputs.items() if name in _TAKEN_BY_MTP}
-        of_layers = self.mtp(
-            input_ids=input_ids,
-            hidden_states=hidden_states,
-            embedding=self.embedding,
-            **block,
-        ).chunk(1 + self.config.mtp_num_layers)[1:]
+        of_layers = self.mtp(input_ids=input_ids, **inputs)
+        of_layers = of_layers.chunk(1 + self.config.mtp_num_layers)[1:]
         weight = (
             self.shared_embedding_or_output_weight()
             if self.share_embeddings_and_output_weights
@@ -233,92 +214,6 @@ def as_policy(
     return model
 
 
-def named_spec(spec: Sequence[str]) -> Any:
-    """Import the object of `--spec MODULE NAME`: a layer or block spec, or a function making one.
-
-    Raises UsageError if there are not two names, the import fails, or it is a function and this
-    Megatron lacks the configuration to call it with.
-    """
-    flag = f"--spec {' '.join(spec)}"
-    if len(spec) != 2:
-        raise UsageError(
-            "must be a module and a name in it", flag=flag, remedy="correct it or drop the flag"
-        )
-    try:
-        named = getattr(importlib.import_module(spec[0]), spec[1])
-    except Exception as error:  # the module may raise anything
-        raise UsageError(
-            f"cannot be imported ({type(error).__name__}: {error})",
-            flag=flag,
-            remedy="correct it, or put the module's folder on PYTHONPATH",
-        ) from error
-    from megatron.training import argument_utils
-
-    is_function = callable(named) and not isinstance(named, ModuleSpec)
-    if is_function and not hasattr(argument_utils, "gpt_config_from_args"):
-        raise UsageError(
-            "is a function, which Megatron calls from 0.19 on only",
-            flag=flag,
-            remedy="name a ModuleSpec, or install megatron-core 0.19 or later",
-        )
-    return named
-
-
-def _layer_spec(args: argparse.Namespace, config: Any, vp_stage: int | None) -> Any:
-    """Return the spec of `--spec`, used as Megatron's GPT builder uses it, or the default."""
-    if not args.spec:
-        return megatron_adapter.block_spec(config, vp_stage)
-    spec = named_spec(args.spec)
-    if isinstance(spec, ModuleSpec) or not callable(spec):
-        return spec
-    from megatron.training.argument_utils import gpt_config_from_args  # as `named_spec` checked
-
-    stage = {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(spec).parameters else {}
-    return spec(gpt_config_from_args(args, config), **stage)
-
-
-def make_actor_provider(args: argparse.Namespace, shape: ModelShape) -> Any:
-    """Return Megatron's `model_provider` for a checkpoint of this shape."""
-
-    def provider(
-        pre_process: bool = True,
-        post_process: bool = True,
-        vp_stage: int | None = None,
-        config: Any = None,
-        pg_collection: Any = None,
-    ) -> torch.nn.Module:
-        config = config or megatron_adapter.transformer_config(args)
-        spec = _layer_spec(args, config, vp_stage)
-        if shape.norms_whole_projection and not args.spec:
-            set_projection_norms(spec)
-        model: torch.nn.Module = GPTModel(
-            config=config,
-            transformer_layer_spec=spec,
-            mtp_block_spec=_mtp_block_spec(config, spec, vp_stage),
-            vocab_size=args.padded_vocab_size,
-            max_sequence_length=args.max_position_embeddings,
-            pre_process=pre_process,
-            post_process=post_process,
-            parallel_output=True,
-            share_embeddings_and_output_weights=shape.tied_embeddings,
-            position_embedding_type=args.position_embedding_type,
-            rotary_percent=args.rotary_percent,
-            rotary_base=args.rotary_base,
-            rope_scaling=args.use_rope_scaling,
-            rope_scaling_factor=args.rope_scaling_factor,
-            vp_stage=vp_stage,
-            pg_collection=pg_collection,
-        )
-        for name, parameter in model.named_parameters():
-            if name.endswith("softmax_offset"):
-                # Transformer Engine does not set it. Without it only the first rank's gradient
-                # would count in the norm, though each rank has its own heads.
-                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # Megatron's
-        return model
-
-    return provider
-
-
 def make_policy_provider(provider: Any, *, real_vocab_size: int, chunk_tokens: int) -> Any:
     """Wrap a Megatron `model_provider` so that it builds a policy."""
 
@@ -329,20 +224,3 @@ def make_policy_provider(provider: Any, *, real_vocab_size: int, chunk_tokens: i
         return as_policy(model, real_vocab_size=real_vocab_size, chunk_tokens=chunk_tokens)
 
     return policy_provider
-
-
-def _mtp_block_spec(config: Any, decoder_spec: Any, vp_stage: int | None) -> Any:
-    """Return the spec of this stage's MTP layers, made like its last decoder layer, or None.
-
-    `decoder_spec` comes from `megatron_adapter.block_spec`.
-    """
-    if not config.mtp_num_layers:
-        return None
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
-
-    return get_gpt_mtp_block_spec(
-        config,
-        decoder_spec,
-        use_transformer_engine=config.transformer_impl == "transformer_engine",
-        vp_stage=vp_stage,
-    )

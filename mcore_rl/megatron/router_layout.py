@@ -55,8 +55,10 @@ class RouterLayout:
 
     def padding_for(self, chunk: torch.nn.Module, padding: torch.Tensor) -> torch.Tensor:
         """Return `padding` in the form that a model chunk takes.
-        Megatron splits it with the embeddings; later stages, whose inputs are split, do not."""
-        return padding if chunk.pre_process else self._of_this_rank(padding.t()).t()
+        GPTModel splits it with the embeddings; HybridModel does not, nor do later stages."""
+        if chunk.pre_process and not hasattr(chunk, "hybrid_layer_pattern"):
+            return padding
+        return self._of_this_rank(padding.t()).t()
 
     def _of_this_rank(self, of_rows: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of `[s, b]` under sequence parallelism."""

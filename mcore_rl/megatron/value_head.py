@@ -21,8 +21,9 @@ from mcore_rl.megatron import adapter  # noqa: F401  # isort: skip  (first: it a
 
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
+from mcore_rl.common.megatron_version import AUTO
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
-from mcore_rl.megatron.policy_head import make_actor_provider
+from mcore_rl.megatron.model_provider import make_actor_provider
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.megatron.sparse_attention import freeze_indexers
 from mcore_rl.megatron.world import MegatronWorld
@@ -105,19 +106,21 @@ def build_value_model(
     setup: Callable[[Any], adapter.TrainState],
     provider: Callable[..., Any] | None = None,
     *,
+    requested_class: str = AUTO,
     log: TextIO | None = None,
 ) -> tuple[MegatronWorld, adapter.TrainState, ModelShards]:
     """Build the model in its own world, without reading weights. Collective.
 
     `args` are its Megatron arguments; `setup` builds it with or without an optimizer; `provider` is
-    a fork's own.
+    a fork's own; `requested_class` is `--rl-model-class`.
     """
     for name, value in settings_without_flag(shape).items():
         setattr(args, name, value)
     with adapter.megatron_output_to(log):
         world = MegatronWorld(args)
         with world:
-            state = setup(make_critic_provider(provider or make_actor_provider(args, shape)))
+            provider = provider or make_actor_provider(args, shape, requested_class)
+            state = setup(make_critic_provider(provider))
             shards = ModelShards(
                 state.chunks, shape, world.layout, dist.get_rank(), checkpoint.tensors
             )

@@ -5,7 +5,8 @@ parameter. Pieces are used forwards to load a checkpoint into Megatron and backw
 Their intersections with the needs of a vLLM rank are the source of the hand-over.
 
 The rules know the Megatron names of both spec families: local layers, and Transformer Engine with
-grouped experts and with norms fused into the following linear layer. Checkpoint names are common to
+grouped experts and with norms fused into the following linear layer. They serve GPTModel, and
+HybridModel, in which two decoder layers are one transformer layer. Checkpoint names are common to
 all model families, except for the experts' names, which `families` defines.
 
 With Megatron-FSDP, which shards parameters over data parallelism, a rank holds only some rows. The
@@ -59,7 +60,7 @@ class ShardCoordinates:
     ep_size: int
     etp_rank: int
     etp_size: int
-    layers: tuple[int, ...]  # global number (from 0) of each local decoder layer
+    layers: tuple[int, ...]  # transformer layer (global, from 0) of each local decoder layer
 
     @classmethod
     def of(cls, layout: TrainLayout, rank: int, layers: tuple[int, ...]) -> ShardCoordinates:
@@ -238,6 +239,7 @@ def _top_rules(shape: ModelShape) -> dict[str, _Rule]:
     return {
         "embedding.word_embeddings.weight": embedding,
         "decoder.final_layernorm.weight": _replicated("model.norm.weight"),
+        "decoder.final_norm.weight": _replicated("model.norm.weight"),  # in a HybridModel
         "output_layer.weight": head,
     }
 
@@ -377,7 +379,8 @@ _MTP_RULES: dict[str, _Rule] = {
     "final_layernorm.weight": _replicated("shared_head.norm.weight"),
 }
 
-_MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(?:mtp_model_layer\.)?(.+)")
+# In a HybridModel a layer of two halves, as in its decoder.
+_MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(?:mtp_model_layer\.(?:layers\.[01]\.)?)?(.+)")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # An expert is a separate module, or one weight of Transformer Engine's grouped layer.
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")

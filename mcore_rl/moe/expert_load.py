@@ -5,6 +5,7 @@ Shape legend: m layers with experts, of the complete model; e experts.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl.moe.routing import RoutedLayers
+from mcore_rl.moe.routing import RoutedLayers, routers_of
 from mcore_rl.moe.routing_replay import RoutingReplay
 
 
@@ -40,17 +41,20 @@ class ExpertLoad:
         self._device = next(chunks[0].parameters()).device
         self._counts = self._zeros(routed.num_experts)
         for chunk in chunks:
-            for layer in chunk.decoder.layers:  # type: ignore[union-attr]
-                router = getattr(layer.mlp, "router", None)
-                if router is not None:
-                    router.register_forward_hook(self._count)
+            for layer, router in routers_of(chunk):
+                row = routed.layers.index(layer)
+                router.register_forward_hook(functools.partial(self._count, row))
 
     def _zeros(self, *shape: int) -> torch.Tensor:
         size = (len(self._routed.layers), *shape)
         return torch.zeros(size, dtype=torch.float64, device=self._device)
 
     def _count(
-        self, router: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
+        self,
+        row: int,
+        router: Any,
+        inputs: tuple[Any, ...],
+        output: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         # A forward pass without gradients is not part of an update, or is repeated for backward.
         if not (router.training and torch.is_grad_enabled()):
@@ -59,7 +63,6 @@ class ExpertLoad:
         _, *padding = inputs  # [s, b] bool, or None
         if padding and padding[0] is not None:
             chosen = chosen & ~padding[0].reshape(-1, 1)
-        row = self._routed.layers.index(router.layer_number - 1)
         self._counts[row] += chosen.sum(dim=0)
 
     def metrics(self) -> dict[str, float]:

@@ -12,13 +12,15 @@ ascending order; k choices per token; e experts.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.hybrid_pattern import numbered_layers
 
 OFF, R2, R3 = "off", "r2", "r3"  # values of --rl-routing-replay
 
@@ -55,6 +57,13 @@ def routed_layers(shape: ModelShape) -> RoutedLayers | None:
     if shape.experts is None:
         return None
     return RoutedLayers(shape.moe_layers, shape.experts.topk, shape.experts.num_experts)
+
+
+def routers_of(chunk: Any) -> Iterator[tuple[int, Any]]:
+    """Yield the routers of a model chunk, without MTP layers, each with its layer's number."""
+    for layer, module in numbered_layers(chunk):
+        if (router := getattr(getattr(module, "mlp", None), "router", None)) is not None:
+            yield layer, router
 
 
 @dataclass(frozen=True, slots=True)

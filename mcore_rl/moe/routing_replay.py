@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from mcore_rl.moe.balance import cuda_graph_flag
-from mcore_rl.moe.routing import RoutedLayers
+from mcore_rl.moe.routing import RoutedLayers, routers_of
 
 TopK = tuple[torch.Tensor, torch.Tensor]  # [n, k] scores and experts
 
@@ -53,9 +53,7 @@ class RoutingReplay:
         """
         routers: dict[int, Any] = {}
         for chunk in chunks:
-            for layer in chunk.decoder.layers:  # type: ignore[union-attr]
-                if (router := getattr(layer.mlp, "router", None)) is not None:
-                    routers[layer.layer_number - 1] = router
+            routers.update(routers_of(chunk))
         layers = tuple(sorted(routers))
         self.routed = RoutedLayers(layers, routed.topk, routed.num_experts)
         self._now: Choices | None = None

@@ -20,7 +20,8 @@ from mcore_rl.common.kills import note_stage
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.hf_checkpoint import check_complete, load_into_megatron
-from mcore_rl.megatron.policy_head import make_actor_provider, make_policy_provider
+from mcore_rl.megatron.model_provider import make_actor_provider
+from mcore_rl.megatron.policy_head import make_policy_provider
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.roles import CRITIC, REWARD
 from mcore_rl.moe.routing import OFF, R3
@@ -57,7 +58,8 @@ def build_actor(
             remedy="drop it; MTP layers are then carried as they are",
         )
     provider = make_policy_provider(
-        model_provider or make_actor_provider(job.args, job.spec.shape),
+        model_provider
+        or make_actor_provider(job.args, job.spec.shape, job.config.trainer.model_class),
         real_vocab_size=job.spec.shape.vocab_size,
         chunk_tokens=job.config.trainer.log_prob_chunk_tokens,
     )

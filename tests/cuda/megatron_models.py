@@ -127,7 +127,7 @@ def build(job: Job) -> torch.nn.Module:
     """This rank's model, as a start builds it, on `meta`. Within `as_rank`."""
     from megatron.core import parallel_state
 
-    from mcore_rl.megatron.policy_head import make_actor_provider
+    from mcore_rl.megatron.model_provider import make_actor_provider
     from mcore_rl.megatron.value_head import make_critic_provider
 
     provider: Any = make_actor_provider(job.args, job.shape)

@@ -19,11 +19,12 @@ from tests.dist.ppo_jobs import ChosenExperts, build_models, export_models, take
 def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
     """Whole steps from given rollouts, the training state going away before each as in rollout.
 
-    Returns what they measured, and what shows that the flags had their effect: the
-    `offloaded` kinds, of each model the `forwards` per layer and micro-batch of an update (2 with
-    recomputation), the numbers of micro-batches in which samples share a prompt (`sharing`) and in
-    which data-parallel ranks have different numbers of tokens (`uneven`), and of how many given
-    choices of experts the scoring pass made how many (`replayed`). The weights go to `target`.
+    Returns what they measured, and what shows that the flags had their effect: the classes of the
+    decoders (`stacks`), the `offloaded` kinds, of each model the `forwards` per layer and
+    micro-batch of an update (2 with recomputation), the numbers of micro-batches in which samples
+    share a prompt (`sharing`) and in which data-parallel ranks have different numbers of tokens
+    (`uneven`), and of how many given choices of experts the scoring pass made how many
+    (`replayed`). The weights go to `target`.
     """
     models = build_models(flags)
     job, learner = models.job, models.learner
@@ -52,8 +53,10 @@ def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
         for counter, part in zip(forwards, learnt_from, strict=True):
             counter.expect(part)
     export_models(models, Path(target))
+    chunks = [*models.state.chunks, *(models.critic.state.chunks if models.critic else [])]
     found = {
         "steps": steps,
+        "stacks": sorted({type(chunk.decoder).__name__ for chunk in chunks}),
         "offloaded": sorted(offloader.what),
         "forwards": [counter.per_micro_batch() for counter in forwards],
         "sharing": float(learner.actor.runner.global_sum(torch.tensor([float(sharing)]))),
@@ -105,9 +108,11 @@ class Forwards:
     def __init__(self, chunks: list[torch.nn.Module], num_epochs: int) -> None:
         self._found = self._expected = 0
         self._num_epochs = num_epochs
-        self._layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
+        attention = [layer.self_attention for chunk in chunks for layer in chunk.decoder.layers]
+        # In a HybridModel every other layer has none.
+        self._layers = [each.core_attention for each in attention if hasattr(each, "linear_proj")]
         for layer in self._layers:
-            layer.self_attention.core_attention.register_forward_pre_hook(self._count)
+            layer.register_forward_pre_hook(self._count)
 
     def _count(self, module: torch.nn.Module, _: Any) -> None:
         self._found += module.training  # scoring is done in evaluation mode

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 from unittest import mock
 
@@ -12,44 +11,15 @@ import torch.distributed as dist
 from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.megatron.policy_head import as_policy, make_actor_provider
+from mcore_rl.megatron.model_provider import make_actor_provider
+from mcore_rl.megatron.policy_head import as_policy
 from mcore_rl.trainer.actor import Actor
 from tests.dist.jobs import first_mini_batch, random_tokens, rank_batch, started
 
 # After the patches, which mcore_rl.megatron.adapter applies.
 from megatron.core import parallel_state  # isort: skip
-from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules  # isort: skip
-from megatron.core.models.hybrid.hybrid_model import HybridModel  # isort: skip
 from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip
-from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp  # isort: skip
-from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_layer import TransformerLayer  # isort: skip
-
-
-def _hybrid_model(args: Any, config: Any) -> HybridModel:
-    """Attention and MLP layers in turn, from the layers that a GPTModel would have."""
-    layer = megatron_adapter.block_spec(config, None).layer_specs[0].submodules
-    attention, mlp = copy.copy(layer), copy.copy(layer)
-    attention.mlp = attention.pre_mlp_layernorm = IdentityOp
-    attention.mlp_bda = IdentityFuncOp
-    mlp.self_attention = mlp.input_layernorm = IdentityOp
-    mlp.self_attn_bda = IdentityFuncOp
-    stack = ModuleSpec(
-        module=HybridStack,
-        submodules=HybridStackSubmodules(
-            attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
-            mlp_layer=ModuleSpec(module=TransformerLayer, submodules=mlp),
-        ),
-    )
-    return HybridModel(
-        config=config,
-        hybrid_stack_spec=stack,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=64,
-        hybrid_layer_pattern="*-" * (config.num_layers // 2),
-        position_embedding_type="rope",
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-    )
 
 
 class LayerOfFork(TransformerLayer):
@@ -94,14 +64,11 @@ def policy_against_logits(flags: list[str], model_class: str) -> dict[str, Any]:
     """Log-probs, entropy and gradients of a policy, and the same from its own full logits."""
     job, _, _ = started(flags)
     # Of its own and not under DDP, which would take the gradients away.
-    if model_class == "HybridModel":
-        base = _hybrid_model(job.args, megatron_adapter.transformer_config(job.args))
-    else:
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        base = make_actor_provider(job.args, job.spec.shape)(pg_collection=groups)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    base = make_actor_provider(job.args, job.spec.shape, model_class)(pg_collection=groups)
     built = type(base)
     model = as_policy(base, real_vocab_size=job.spec.shape.vocab_size, chunk_tokens=7)
-    assert built.__name__ == model_class and isinstance(model, built)
+    assert isinstance(model, built)
     # Padding rows must not count, whatever is in them.
     if dist.get_rank() == dist.get_world_size() - 1:
         padding = job.args.padded_vocab_size - job.spec.shape.vocab_size
@@ -142,6 +109,7 @@ def policy_against_logits(flags: list[str], model_class: str) -> dict[str, Any]:
         "gradient_difference": max(difference.values()),
         "gradient": max(float(g.abs().max()) for g in gradient.values()),
         "num_gradients": len(difference),
+        "stack": type(model.decoder).__name__,
         "same_parameters": set(gradient) == set(difference),
     }
     dist.destroy_process_group()

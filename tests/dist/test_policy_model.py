@@ -8,13 +8,18 @@ from pathlib import Path
 import pytest
 
 from tests.dist.layouts import job_flags
+from tests.dist.test_model_class import CLASSES
 from tests.rank_pool import RankPool
 
 
 @pytest.mark.parametrize("split", ["tp1_pp1_ep1", "tp2_pp1_ep1"])
-@pytest.mark.parametrize("model_class", ["GPTModel", "HybridModel"])
+@pytest.mark.parametrize(("model_class", "stack"), CLASSES.items())
 def test_policy_equals_softmax_of_logits_in_value_and_gradient(
-    model_class: str, split: str, checkpoint_factory: Callable[..., Path], ranks: RankPool
+    model_class: str,
+    stack: str,
+    split: str,
+    checkpoint_factory: Callable[..., Path],
+    ranks: RankPool,
 ) -> None:
     results = ranks.run(
         "tests.dist.policy_jobs:policy_against_logits",
@@ -23,6 +28,7 @@ def test_policy_equals_softmax_of_logits_in_value_and_gradient(
         model_class=model_class,
     )
     for result in results:
+        assert result["stack"] == stack
         assert result["shape"] == [2, 32, 2] and result["dtype"] == "torch.float32"
         assert result["same_parameters"] and result["num_gradients"] > 10
         assert result["difference"] <= 1e-5

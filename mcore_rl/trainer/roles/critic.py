@@ -188,7 +188,13 @@ def build_critic(
     _load_from_beside(args, actor_iteration)
     args.iteration = 0
     world, state, shards = build_value_model(
-        spec.shape, spec.checkpoint, args, megatron_adapter.setup, provider, log=log
+        spec.shape,
+        spec.checkpoint,
+        args,
+        megatron_adapter.setup,
+        provider,
+        requested_class=config.trainer.model_class,
+        log=log,
     )
     with world:
         if state.iteration == 0:

@@ -116,7 +116,12 @@ def build_reward_model(
     assert spec.tokens is not None, "a reward model has a command line of its own"
     args = parsed_args(spec.tokens, spec.extra_args, actor_args, log=log)
     world, state, shards = build_value_model(
-        spec.shape, spec.checkpoint, args, megatron_adapter.setup_without_optimizer, log=log
+        spec.shape,
+        spec.checkpoint,
+        args,
+        megatron_adapter.setup_without_optimizer,
+        requested_class=config.trainer.model_class,
+        log=log,
     )
     with world:
         num_bytes = agreed_in_world(lambda: load_into_megatron(spec.checkpoint, shards))

@@ -1,0 +1,211 @@
+"""A transformer as Megatron's HybridModel, from the description that GPTModel takes.
+
+HybridModel has two layers where GPTModel has one: attention with its norm, then MLP or experts with
+theirs. Both halves get the number of the transformer layer that they are of. So everything that
+goes by layers is as with GPTModel: windows and lists in the configuration, routers, and the names
+in a checkpoint, which either class reads.
+
+Import it on use: Megatron has HybridModel from 0.19 on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.parallel_state import get_pipeline_model_parallel_rank
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
+from megatron.core.transformer.utils import sharded_state_dict_default
+
+from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.hybrid_pattern import ATTENTION, LATENT_ATTENTION, hybrid_pattern
+from mcore_rl.model.layout import PipelineLayers, layers_of_chunks
+from mcore_rl.patches.megatron import hybrid_checkpoints
+from mcore_rl.patches.registry import apply_patch
+
+
+class _HalfLayer:
+    """A layer of HybridModel that has the number of its transformer layer."""
+
+    def __init__(self, *args: Any, layer_number: int, **kwargs: Any) -> None:
+        number = (layer_number + 1) // 2
+        super().__init__(*args, layer_number=number, **kwargs)  # type: ignore[call-arg]  # mixin
+
+
+class AttentionLayer(_HalfLayer, TransformerLayer):
+    """The first half of a transformer layer."""
+
+
+class DenseLayer(_HalfLayer, MLPLayer):
+    """The second half of a transformer layer without experts."""
+
+
+class ExpertLayer(_HalfLayer, MoETransformerLayer):
+    """The second half of a transformer layer with experts."""
+
+
+class TransformerStack(HybridStack):
+    """A stack of such halves, stored under the names of GPTModel's layers."""
+
+    is_stored_as_gpt = True  # and numbered as one
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the stack's tensors, for a checkpoint of either class."""
+        found: dict[str, Any] = {}
+        has_axis = not self.is_mtp_layer and _stores_layers_as_axis(self.config, metadata)
+        for index, layer in enumerate(self.layers):
+            here = f"{prefix}layers.{index}."
+            number = layer.layer_number - 1
+            offsets = [(0, number, self.config.num_layers)] if has_axis else []
+            stored = layer.sharded_state_dict(here, offsets, metadata)
+            name = f"{prefix}layers." if has_axis else f"{prefix}layers.{number}."
+            if self.is_mtp_layer:
+                name = prefix.replace("mtp_model_layer", "transformer_layer")
+            replace_prefix_for_sharding(stored, here, name)
+            found.update(stored)
+        if hasattr(self, "final_norm"):
+            here = f"{prefix}final_norm."
+            stored = sharded_state_dict_default(
+                self.final_norm, here, (), metadata, tp_group=self.tp_group
+            )
+            replace_prefix_for_sharding(stored, here, f"{prefix}final_layernorm.")
+            found.update(stored)
+        return found
+
+
+def _stores_layers_as_axis(config: Any, metadata: dict[str, Any] | None) -> bool:
+    """Return whether GPTModel stores a weight of all layers as one tensor, as its block decides."""
+    frequencies = (config.moe_layer_freq, config.linear_attention_freq)
+    are_alike = not any(isinstance(f, list) or (f is not None and f > 1) for f in frequencies)
+    by_layer = ("non_homogeneous_layers", "singleton_local_shards")
+    return (
+        are_alike
+        and not config.hetereogenous_dist_checkpoint
+        and not any((metadata or {}).get(name) for name in by_layer)
+    )
+
+
+class TransformerModel(HybridModel):
+    """A HybridModel of transformer layers, stored as a GPTModel."""
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return this stage's tensors, for a checkpoint of either class."""
+        found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        found.pop(f"{prefix}output_layer._extra_state", None)  # empty; GPTModel leaves it out
+        return found
+
+
+def build_hybrid_model(
+    args: argparse.Namespace,
+    shape: ModelShape,
+    config: Any,
+    decoder_spec: Any,
+    mtp_spec: Any,
+    **common: Any,
+) -> torch.nn.Module:
+    """Build this stage of a HybridModel.
+
+    `decoder_spec` and `mtp_spec` are those of GPTModel for this stage, `common` the arguments that
+    both classes take."""
+    apply_patch(hybrid_checkpoints.PATCH)
+    layers = _layers_of_stages(config)
+    here = layers[get_pipeline_model_parallel_rank()][common["vp_stage"] or 0]
+    is_moe_layer = [shape.is_moe_layer[layer] for layer in here]
+    attention = LATENT_ATTENTION if config.multi_latent_attention else ATTENTION
+    model: Any = TransformerModel(
+        config=_hybrid_config(config),
+        hybrid_stack_spec=_stack_spec(decoder_spec, mtp_spec, is_moe_layer),
+        hybrid_layer_pattern=hybrid_pattern(shape, layers, attention, config.mtp_num_layers or 0),
+        **common,
+    )
+    if hasattr(model, "rotary_pos_emb") and args.position_embedding_type == "rope":
+        model.rotary_pos_emb = _rotary_embedding(args, model)
+    if model.mtp_process:
+        for layer in model.mtp.layers:
+            layer.mtp_model_layer.__class__ = TransformerStack  # Megatron builds its own
+    built: torch.nn.Module = model
+    return built
+
+
+def _layers_of_stages(config: Any) -> PipelineLayers:
+    """Return the layers of all stages and chunks, as Megatron divides them for GPTModel."""
+    chunks = config.virtual_pipeline_model_parallel_size
+    counts = [
+        [
+            get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)
+            for chunk in (range(chunks) if chunks else (None,))
+        ]
+        for stage in range(config.pipeline_model_parallel_size)
+    ]
+    return layers_of_chunks(counts)
+
+
+def _hybrid_config(config: Any) -> Any:
+    """Return the configuration with counts of layers as HybridModel reads them."""
+    config = copy.copy(config)
+    # The pattern says which layers a stage has.
+    config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
+    if config.recompute_num_layers is not None:
+        config.recompute_num_layers *= 2
+    return config
+
+
+def _stack_spec(decoder_spec: Any, mtp_spec: Any, is_moe_layer: Sequence[bool]) -> ModuleSpec:
+    """Split the layers of GPTModel's block spec."""
+    kinds: dict[str, ModuleSpec] = {}
+    for layer, is_moe in zip(decoder_spec.layer_specs, is_moe_layer, strict=True):
+        whole = layer.submodules
+        attention = dataclasses.replace(
+            whole, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp
+        )
+        rest = dataclasses.replace(
+            whole,
+            input_layernorm=IdentityOp,
+            self_attention=IdentityOp,
+            self_attn_bda=IdentityFuncOp,
+        )
+        kinds["attention_layer"] = ModuleSpec(module=AttentionLayer, submodules=attention)
+        if is_moe:
+            kinds["moe_layer"] = ModuleSpec(module=ExpertLayer, submodules=rest)
+        else:
+            kinds["mlp_layer"] = ModuleSpec(module=DenseLayer, submodules=rest)
+    if "attention_layer" in kinds:
+        kinds["mla_layer"] = kinds["attention_layer"]
+    submodules = HybridStackSubmodules(mtp_block_spec=mtp_spec, **kinds)
+    return ModuleSpec(module=TransformerStack, submodules=submodules)
+
+
+def _rotary_embedding(args: argparse.Namespace, model: Any) -> RotaryEmbedding:
+    """Return the rotary embedding of GPTModel; HybridModel's own cannot scale or interleave."""
+    return RotaryEmbedding(
+        kv_channels=model.config.kv_channels,
+        rotary_percent=args.rotary_percent,
+        rotary_interleaved=model.config.rotary_interleaved,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        use_cpu_initialization=model.config.use_cpu_initialization,
+        cp_group=model.pg_collection.cp,
+    )

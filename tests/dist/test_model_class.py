@@ -1,0 +1,165 @@
+"""HybridModel and GPTModel are the same model: the same updates, and checkpoints of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.checkpoints import tensors_of
+from tests.dist.layouts import SPLITS, job_flags
+from tests.dist.test_family_invariance import CP2, EP2, FLAGS, FSDP, PP2, TP2
+from tests.dist.test_fsdp import ENVIRONMENT, RATES, fsdp
+from tests.dist.test_invariance import ALGORITHMS, JOB, RECOMPUTE, STAGES
+from tests.dist.test_other_layout import FLAGS as PPO_FLAGS
+from tests.dist.updates import TOLERANCE, Outcome, assert_alike, differences_of, learnt
+from tests.rank_pool import RankPool
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+
+CLASSES = {"gpt": "TransformerBlock", "hybrid": "TransformerStack"}
+PACKED = ("--rl-max-tokens-per-microbatch", "128")
+MTP = ("--mtp-num-layers", "1")
+VIRTUAL = STAGES["2 x 2"]
+PPO = (*ALGORITHMS["ppo"].split(), "--rl-kl-coef", "0")
+DEEPSEEK, QWEN_MOE, QWEN = "deepseek_v3", "qwen3_moe", "qwen3"
+
+
+@dataclass(frozen=True)
+class Case:
+    arch: str
+    num_processes: int = 1
+    flags: tuple[str, ...] = ()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the checkpoint."""
+        return {
+            "num_mtp_layers": 1 if MTP[0] in self.flags else 0,
+            "overrides": {"num_hidden_layers": 4} if VIRTUAL[2] in self.flags else None,
+        }
+
+
+UPDATES = {
+    "deepseek, one process": Case(DEEPSEEK),
+    "deepseek, TP2 EP2": Case(DEEPSEEK, 2, (*TP2, *EP2)),
+    "deepseek, PP2 EP2 MTP": Case(DEEPSEEK, 4, (*PP2, *EP2, *MTP)),
+    "deepseek, CP2": Case(DEEPSEEK, 2, CP2),
+    "deepseek, packed, replayed, TP2": Case(
+        DEEPSEEK, 2, (*PACKED, *TP2, *ALGORITHMS["grpo"].split())
+    ),
+    "deepseek, recomputed": Case(DEEPSEEK, 1, tuple(RECOMPUTE["full"].split())),
+    "deepseek, PPO, EP2": Case(DEEPSEEK, 2, (*EP2, *PPO)),
+    "qwen3-moe, TP2 PP2 EP2": Case(QWEN_MOE, 4, (*TP2, *PP2, *EP2)),
+    "qwen3-moe, virtual stages": Case(QWEN_MOE, 2, VIRTUAL),
+    "qwen3-moe, packed, replayed by the trainer, CP2": Case(
+        QWEN_MOE, 2, (*PACKED, *CP2, *ALGORITHMS["gspo"].split())
+    ),
+    "qwen3, TP2 PP2": Case(QWEN, 4, (*TP2, *PP2)),
+    "qwen3, one process": Case(QWEN),
+    "llama, scaled rotation": Case("llama"),
+    "gpt-oss, alternating windows": Case("gpt_oss", 2, PP2),
+    "minimax-m2, norms over heads": Case("minimax_m2", 2, TP2),
+    # Megatron-FSDP reduces the halves of a layer apart, so sums have another order.
+    "deepseek, FSDP EP2": Case(DEEPSEEK, 2, (*EP2, *FSDP)),
+    "qwen3, FSDP": Case(QWEN, 2, FSDP),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_updates_are_those_of_gpt_model_bit_for_bit(
+    name: str, checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path: Path
+) -> None:
+    case = UPDATES[name]
+    checkpoint = checkpoint_factory(case.arch, **case.options)
+    is_sharded = "--use-megatron-fsdp" in case.flags
+    expected, found = (
+        learnt(
+            ranks,
+            ["--rl-hf-checkpoint", str(checkpoint), *FLAGS, *case.flags, *of_class(name)],
+            case.num_processes,
+            tmp_path / name,
+            job=JOB,
+            num_steps=1,
+            environment=ENVIRONMENT if is_sharded else None,
+        )
+        for name in CLASSES
+    )
+    for outcome, stack in zip((expected, found), CLASSES.values(), strict=True):
+        assert outcome.found.pop("stacks") == [stack]
+    if is_sharded:
+        differences_of(found, expected).assert_small()
+        return
+    assert found.found == expected.found
+    assert all(torch.equal(found.weights[n], w) for n, w in expected.weights.items())
+
+
+def of_class(name: str) -> tuple[str, ...]:
+    return ("--rl-model-class", name)
+
+
+# model, options of its checkpoint, flags, layout that saves, layout that loads
+RESUMES = {
+    # actor and critic, all layers by number
+    "deepseek, actor and critic": (DEEPSEEK, {}, PPO_FLAGS, "tp2_pp2_ep2", "tp1_pp1_ep2"),
+    "deepseek, MTP": (DEEPSEEK, {"num_mtp_layers": 1}, (*RATES, *MTP), "tp1_pp2_ep1", "dp2"),
+    # GPTModel stores a weight of all layers as one tensor.
+    "qwen3": (QWEN, {}, RATES, "tp1_pp2_ep1", "tp2_pp1_ep1"),
+}
+
+
+@pytest.mark.parametrize("saves", CLASSES)
+@pytest.mark.parametrize("name", RESUMES)
+def test_the_next_step_is_the_same_with_the_other_class(
+    name: str,
+    saves: str,
+    checkpoint_factory: Callable[..., Path],
+    ranks: RankPool,
+    tmp_path: Path,
+) -> None:
+    arch, options, flags, before, after = RESUMES[name]
+    checkpoint = checkpoint_factory(arch, **options)
+    (loads,) = CLASSES.keys() - {saves}
+
+    def run(job: str, split: str, target: Path, *more: str) -> Outcome:
+        results = ranks.run(
+            f"tests.dist.ppo_jobs:{job}",
+            world_size=SPLITS[split][3],
+            flags=job_flags(checkpoint, split, *flags, *more, micro_batch_size=1),
+            target=target,
+        )
+        return Outcome.of([{"steps": [results[0]]}], target)
+
+    expected = run("learn_save_and_learn", before, tmp_path / "a", *of_class(saves))
+    load = ("--load", str(tmp_path / "a" / "saved"))
+    found = run("load_and_learn", after, tmp_path / "b", *of_class(loads), *load)
+    assert_alike(found, expected)
+
+
+@pytest.mark.parametrize("saves", CLASSES)
+def test_a_sharded_checkpoint_resumes_with_the_other_class(
+    saves: str, checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path: Path
+) -> None:
+    (loads,) = CLASSES.keys() - {saves}
+    jobs = {"save_and_continue": (saves, "iter_0000001"), "load_and_continue": (loads, 1)}
+    for job, (name, result) in jobs.items():
+        flags = job_flags(
+            checkpoint_factory(DEEPSEEK),
+            "tp1_pp1_ep1",
+            *(*RATES, *fsdp("optim_grads_params"), *of_class(name)),
+        )
+        found = ranks.run(
+            f"tests.dist.fsdp_jobs:{job}",
+            world_size=2,
+            flags=flags,
+            target=tmp_path,
+            environment=ENVIRONMENT,
+        )
+        assert found == [result] * 2
+    continued, resumed = tensors_of(tmp_path / "continued"), tensors_of(tmp_path / "resumed")
+    for tensor, value in continued.items():
+        assert (resumed[tensor] - value).abs().max() < TOLERANCE, tensor

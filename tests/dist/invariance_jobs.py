@@ -103,14 +103,20 @@ def as_given(choices: list[torch.Tensor], batch: TrainBatch) -> torch.Tensor:
 
 
 class Forwards:
-    """Counts how often an update runs the attention of a layer, beside how often it must."""
+    """Counts how often an update runs the attention of a layer, beside how often it must.
+
+    A gated delta net has an input projection instead."""
 
     def __init__(self, chunks: list[torch.nn.Module], num_epochs: int) -> None:
         self._found = self._expected = 0
         self._num_epochs = num_epochs
         attention = [layer.self_attention for chunk in chunks for layer in chunk.decoder.layers]
-        # In a HybridModel every other layer has none.
-        self._layers = [each.core_attention for each in attention if hasattr(each, "linear_proj")]
+        counted = (
+            getattr(each, "core_attention", None) or getattr(each, "in_proj", None)
+            for each in attention
+        )
+        # In a HybridModel every other layer has neither.
+        self._layers = [module for module in counted if module is not None]
         for layer in self._layers:
             layer.register_forward_pre_hook(self._count)
 

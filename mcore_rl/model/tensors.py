@@ -67,6 +67,7 @@ class TensorSpec:
     dtype: str = "bfloat16"
     is_shared_expert: bool = False
     parts: tuple[int, ...] = ()  # rows of each stacked tensor, if they are cut separately
+    is_indexer: bool = False  # of sparse attention
 
     @property
     def num_bytes(self) -> int:
@@ -201,7 +202,9 @@ def _indexer(hidden: int, latent: LatentAttention, indexer: Indexer) -> list[Ten
         "k_norm.bias": (head,),
         "weights_proj.weight": (heads, hidden),
     }
-    return [TensorSpec(at + name, size, Cut.REPLICATED) for name, size in sizes.items()]
+    return [
+        TensorSpec(at + name, size, Cut.REPLICATED, is_indexer=True) for name, size in sizes.items()
+    ]
 
 
 def _gated(

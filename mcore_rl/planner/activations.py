@@ -53,7 +53,9 @@ def layer_terms(model: TrainedModel, kind: LayerKind) -> Iterator[Term]:
     if kind.is_linear and shape.delta_net:
         yield from _delta_net_terms(model, shape.delta_net)
     else:
-        if shape.latent:
+        if shape.latent and shape.indexer:
+            yield from _sparse_terms(model, shape.latent)
+        elif shape.latent:
             yield from _latent_terms(model, shape.latent)
         else:
             yield from _grouped_terms(model)
@@ -103,6 +105,27 @@ def _latent_terms(model: TrainedModel, latent: LatentAttention) -> Iterator[Term
     up = heads * (2 * (nope + rope) + nope + value)
     yield Term("queries, keys, values", up, frozenset({"mla_up_proj"}))
     yield Term("attention output", heads * value)
+
+
+def _sparse_terms(model: TrainedModel, latent: LatentAttention) -> Iterator[Term]:
+    """Yield the terms of sparse attention, which absorbs the key projection into queries.
+
+    Megatron's torch path keeps a score of each head for every pair of a query and a key of the row:
+    three copies, two of them in float32. Kernels keep none.
+    """
+    item, training = model.training.weight_bytes, model.training
+    heads = model.shape.num_heads / model.train.tp_size
+    rank, rope = latent.kv_lora_rank, latent.qk_rope_head_dim
+    compressed = 2 * rank + rope + 2 * (latent.q_lora_rank or 0)
+    yield Term("latents and normed latents", item * compressed * _token_share(model))
+    yield Term("gathered latents", item * (rank + rope))
+    queries = latent.qk_nope_head_dim + rope + rank + rope
+    yield Term("queries, absorbed queries", item * heads * queries, frozenset({"mla_up_proj"}))
+    core = frozenset({"core_attn"})
+    if training.keeps_sparse_scores:
+        keys = training.packed_tokens or training.positions
+        yield Term("scores", (2 * _FLOAT32 + item) * heads * keys, core)
+    yield Term("latent and attention output", item * heads * (rank + latent.v_head_dim), core)
 
 
 def _expert_terms(model: TrainedModel, experts: Experts) -> Iterator[Term]:

@@ -26,7 +26,12 @@ def kv_bytes_per_token(shape: ModelShape, tp_size: int, *, drafter_layers: int =
         width = 2 * max(1, shape.num_kv_heads // tp_size) * shape.head_dim
     # A delta net has a state per sequence instead, whatever its length.
     attention = shape.num_layers - sum(shape.is_linear_layer)
-    return width * _BFLOAT16 * (attention + drafter_layers)
+    found = width * _BFLOAT16 * (attention + drafter_layers)
+    if shape.indexer:  # a key in FP8, with a float32 scale for every 128 elements
+        head = shape.indexer.head_dim
+        layers = sum(shape.indexer.in_layer) + drafter_layers
+        found += (head + head // 128 * _FLOAT32) * layers
+    return found
 
 
 def absorbed_bytes(shape: ModelShape, tp_size: int, *, drafter_layers: int = 0) -> int:

@@ -82,12 +82,17 @@ class TrainedModel:
 class StageParameters:
     """Parameters of each rank of a pipeline stage, the same number on all its ranks."""
 
-    dense: int
+    dense: int  # the frozen ones included
     experts: int
+    frozen: int = 0  # without gradient and optimizer state: indexers of sparse attention
 
     @property
     def total(self) -> int:
         return self.dense + self.experts
+
+    @property
+    def trained(self) -> int:
+        return self.total - self.frozen
 
 
 def stage_parameters(model: TrainedModel) -> list[StageParameters]:
@@ -108,7 +113,13 @@ def stage_parameters(model: TrainedModel) -> list[StageParameters]:
         if stage == last:
             parts.append(_count(model, head))
             parts += [_count(model, _trained_mtp_specs(shape))] * mtp_layers
-        found.append(StageParameters(sum(p.dense for p in parts), sum(p.experts for p in parts)))
+        found.append(
+            StageParameters(
+                dense=sum(p.dense for p in parts),
+                experts=sum(p.experts for p in parts),
+                frozen=sum(p.frozen for p in parts),
+            )
+        )
     return found
 
 
@@ -122,7 +133,7 @@ def _trained_mtp_specs(shape: ModelShape) -> list[TensorSpec]:
 
 def _count(model: TrainedModel, specs: Iterable[TensorSpec]) -> StageParameters:
     train = model.train
-    dense = experts = 0
+    dense = experts = frozen = 0
     for spec in specs:
         if spec.dtype == "float32":
             continue  # the router's bias
@@ -133,7 +144,9 @@ def _count(model: TrainedModel, specs: Iterable[TensorSpec]) -> StageParameters:
             dense += model.vocabulary_rows * spec.shape[1]
         else:
             dense += size // (1 if spec.cut is Cut.REPLICATED else train.tp_size)
-    return StageParameters(dense, experts)
+        if spec.is_indexer and not model.training.trains_indexers:
+            frozen += size
+    return StageParameters(dense, experts, frozen)
 
 
 def optimizer_parameters(model: TrainedModel) -> list[int]:
@@ -142,9 +155,9 @@ def optimizer_parameters(model: TrainedModel) -> list[int]:
     """
     train, copies = model.train, model.training.optimizer_instances
     if not model.training.distributed_optimizer:
-        return [parameters.total for parameters in stage_parameters(model)]
+        return [parameters.trained for parameters in stage_parameters(model)]
     return [
-        math.ceil(parameters.dense * copies / (train.dp_size * train.cp_size))
+        math.ceil((parameters.dense - parameters.frozen) * copies / (train.dp_size * train.cp_size))
         + math.ceil(parameters.experts * copies / train.edp_size)
         for parameters in stage_parameters(model)
     ]
@@ -165,7 +178,7 @@ def stage_state(model: TrainedModel, *, with_moments: bool = True) -> list[dict[
     return [
         {
             "weights": parameters.total * training.weight_bytes,
-            "gradients": parameters.total * training.gradient_bytes,
+            "gradients": parameters.trained * training.gradient_bytes,
             "optimizer": math.ceil(state * (1 - training.optimizer_host_share)),
         }
         for parameters, state in zip(stage_parameters(model), optimizer, strict=True)

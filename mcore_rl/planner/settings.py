@@ -57,6 +57,9 @@ class TrainSettings:
     chunk_tokens: int  # tokens whose logits exist at once
     expert_load: float  # tokens of the busiest rank's experts over the mean
     mtp_layers: int = 0  # --mtp-num-layers: trained ones, on the last stage
+    trains_indexers: bool = False  # --dsa-indexer-loss-coeff
+    # Whether sparse attention keeps its scores: without --dsa-kernel-backend.
+    keeps_sparse_scores: bool = True
     gradient_bytes: int = 0
     optimizer_bytes: int = 0  # main parameter and moments
     moment_bytes: int = 0  # the part of these that --load or the first update creates

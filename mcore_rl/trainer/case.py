@@ -153,6 +153,8 @@ def activation_settings(
         chunk_tokens=config.trainer.log_prob_chunk_tokens,
         expert_load=expert_load,
         mtp_layers=values.get("mtp_num_layers") or 0,
+        trains_indexers=bool(values.get("dsa_indexer_loss_coeff")),
+        keeps_sparse_scores=values.get("dsa_kernel_backend", "none") == "none",
     )
     mini_batch = config.samples_per_step // config.trainer.num_mini_batches
     group = values.get("microbatch_group_size_per_vp_stage") or train.pp_size

@@ -210,6 +210,7 @@ def test_engines_run_on_a_gpu_as_we_ask_them_to(found: dict[str, Any]) -> None:
             assert settings["runner"] == "vllm.v1.worker.gpu.model_runner", f"{name}: runner V2"
             assert settings["logprobs_mode"] == ["processed_logprobs"] * 2, name
             assert settings["launcher"] == "external_launcher", name
+            assert settings["kv_cache_dtype"] in ("auto", "bfloat16"), f"{name}: as trained"
             assert settings["sleep_mode"] and settings["prefix_caching"], name
             assert not settings["load_balancing"], f"{name}: experts would move by themselves"
     graphs = found["9.0"]["deepseek_v3, CUDA graphs"]["settings"]

@@ -163,6 +163,7 @@ def settings(engine: Any) -> dict[str, Any]:
         "async_scheduling": config.scheduler_config.async_scheduling,
         "runner": type(runner).__module__,
         "logprobs_mode": [config.model_config.logprobs_mode, runner.model_config.logprobs_mode],
+        "kv_cache_dtype": config.cache_config.cache_dtype,
         "sleep_mode": config.model_config.enable_sleep_mode,
         "cudagraph_mode": config.compilation_config.cudagraph_mode.name,
         "prefix_caching": config.cache_config.enable_prefix_caching,

@@ -312,6 +312,9 @@ def _platform_options(config: EngineConfig, config_json: Mapping[str, Any]) -> d
         "async_scheduling": config.dp_size == 1,
         "disable_custom_all_reduce": _all_reduce_obstacle(config) is not None,
     }
+    if "index_topk" in config_json and config.dtype == "bfloat16":
+        # Otherwise vLLM stores GLM-5's keys and values in FP8 on Blackwell, without a word.
+        options["kv_cache_dtype"] = "bfloat16"
     if config.dtype == "float16":
         # Otherwise vLLM chooses TRTLLM's experts on Blackwell, which support only bfloat16.
         options["moe_backend"] = "triton"

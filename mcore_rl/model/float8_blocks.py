@@ -33,6 +33,7 @@ _MERGED = (
     ("q_proj", "k_proj", "v_proj"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
     ("gate_proj", "up_proj"),
+    ("wk", "weights_proj"),
 )
 
 
@@ -156,9 +157,12 @@ def _names(spec: TensorSpec) -> Iterator[str]:
 
 def _is_quantised(shape: ModelShape, modules: list[TensorSpec]) -> bool:
     names = family_of(shape.architecture).names
-    first = modules[0].name
+    first = modules[0]
+    if first.is_indexer and len(modules) > 1:  # vLLM merges its keys and head weights in bfloat16
+        return False
     # vLLM has no FP8 blocks for the narrow projections of a delta net; the others stay with them.
-    return first not in (names.router, names.shared_gate) and not first.startswith(DELTA_NET)
+    is_kept = first.name in (names.router, names.shared_gate) or first.name.startswith(DELTA_NET)
+    return not is_kept
 
 
 def _has_whole_blocks(shape: ModelShape, rollout: RolloutLayout, modules: list[TensorSpec]) -> bool:

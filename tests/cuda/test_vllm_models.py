@@ -90,6 +90,7 @@ FLOAT8 = {
     "deepseek_v3, EP over DP": dict(**_MLA, tp_size=2, dp_size=2, rank=3, expert_parallel=True),
     "deepseek_v3, deep_gemm": dict(**_MLA, **TP2, moe_backend="deep_gemm"),
     "deepseek_v3, triton": dict(**_MLA, **EP2, moe_backend="triton"),
+    "deepseek_v32": dict(_MLA, **EP2, arch="deepseek_v32"),
     "qwen3_moe": dict(arch="qwen3_moe", **_GQA, **TP2),
     "qwen3": dict(arch="qwen3", **_GQA, **TP2),
 }
@@ -103,6 +104,7 @@ FLOAT8_KERNELS: dict[str, tuple[str, dict[str, str | None]]] = {
             "deepseek_v3, experts split": "TRITON TritonExperts",
             "deepseek_v3, EP over DP": "FLASHINFER_CUTLASS FlashInferExperts",
             "deepseek_v3, deep_gemm": "DEEPGEMM TritonOrDeepGemmExperts",
+            "deepseek_v32": "FLASHINFER_CUTLASS FlashInferExperts",
             "qwen3_moe": "TRITON TritonExperts",
             "qwen3": None,
         },

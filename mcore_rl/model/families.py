@@ -92,6 +92,7 @@ class Family:
 
     model_type: str
     class_name: str  # in transformers and in vLLM; the `architectures` of config.json
+    models: str = ""  # published ones, for docs/using/families.md
     # Fields that must be present, null or not. For a missing field transformers fills in the value
     # of a published model and vLLM sometimes another; mcore_rl refuses it. transformers writes all
     # these fields; fields that it does not write have one value per family (`Router.methods`).
@@ -142,9 +143,10 @@ class Family:
 
 _V3_ROUTER = Router("n_routed_experts", score_function="sigmoid", methods=("noaux_tc",))
 
-_DEEPSEEK_V3 = Family(  # and Moonlight, which uses this model_type
+_DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     class_name="DeepseekV3ForCausalLM",
+    models="DeepSeek-V3, R1, Moonlight",
     spelt_out=(
         *("q_lora_rank", "n_shared_experts", "first_k_dense_replace", "n_group"),
         *("norm_topk_prob", "routed_scaling_factor"),
@@ -156,10 +158,11 @@ _DEEPSEEK_V3 = Family(  # and Moonlight, which uses this model_type
     has_drafter=True,
 )
 
-_DEEPSEEK_V32 = replace(  # DeepSeek-V3.2 and V3.2-Exp
+_DEEPSEEK_V32 = replace(
     _DEEPSEEK_V3,
     model_type="deepseek_v32",
     class_name="DeepseekV32ForCausalLM",
+    models="DeepSeek-V3.2, V3.2-Exp",
     fixed={"indexer_rope_interleave": False},
     sparse_attention=True,
     router=replace(_V3_ROUTER, layer_types="mlp_layer_types"),
@@ -174,6 +177,7 @@ _QWEN3_NEXT_ROUTER = Router("num_experts", gated_shared_size="shared_expert_inte
 _QWEN3_5 = Family(  # the text model of Qwen3.5
     model_type="qwen3_5_text",
     class_name="Qwen3_5ForCausalLM",
+    models="Qwen3.5 0.8B to 27B, text",
     spelt_out=("num_key_value_heads", "head_dim", *_DELTA_NET_SIZES),
     fixed={"attn_output_gate": True},
     qk_norm=True,
@@ -186,27 +190,30 @@ _QWEN3_5 = Family(  # the text model of Qwen3.5
 
 _PUBLISHED = (
     _DEEPSEEK_V3,
-    Family(  # V2 and V2-Lite
+    Family(
         model_type="deepseek_v2",
         class_name="DeepseekV2ForCausalLM",
+        models="DeepSeek-V2, V2.5, V2-Lite",
         spelt_out=("q_lora_rank", "n_shared_experts"),
         latent_attention=True,
         qk_norm=True,
         router=Router("n_routed_experts", methods=("greedy", "group_limited_greedy")),
         rope_types=("default", "yarn"),
     ),
-    replace(_DEEPSEEK_V3, model_type="kimi_k2", has_drafter=False),
+    replace(_DEEPSEEK_V3, model_type="kimi_k2", models="Kimi-K2", has_drafter=False),
     _DEEPSEEK_V32,
-    replace(  # GLM-5, 5.1 and 5.2
+    replace(
         _DEEPSEEK_V32,
         model_type="glm_moe_dsa",
         class_name="GlmMoeDsaForCausalLM",
+        models="GLM-5, 5.1, 5.2",
         fixed={"indexer_rope_interleave": True},
         rope_types=("default",),
     ),
-    Family(  # GLM-4.5, 4.6 and 4.7; Air has no head norms
+    Family(  # Air has no head norms
         model_type="glm4_moe",
         class_name="Glm4MoeForCausalLM",
+        models="GLM-4.5 to 4.7, Air",
         spelt_out=(
             *("num_key_value_heads", "head_dim", "attention_bias", "use_qk_norm", "n_group"),
             *("n_shared_experts", "first_k_dense_replace", "norm_topk_prob"),
@@ -220,14 +227,16 @@ _PUBLISHED = (
     Family(
         model_type="qwen3_moe",
         class_name="Qwen3MoeForCausalLM",
+        models="Qwen3-30B-A3B, 235B-A22B",
         spelt_out=("num_key_value_heads",),
         qk_norm=True,
         router=Router("num_experts", also_called="num_local_experts"),
         rope_types=("default", "yarn"),
     ),
-    Family(  # GLM-4.7-Flash; only the experts are GLM-4.5's
+    Family(  # only the experts are GLM-4.5's
         model_type="glm4_moe_lite",
         class_name="Glm4MoeLiteForCausalLM",
+        models="GLM-4.7-Flash",
         spelt_out=(
             *("q_lora_rank", "n_group", "n_shared_experts", "norm_topk_prob"),
             "routed_scaling_factor",
@@ -236,9 +245,10 @@ _PUBLISHED = (
         qk_norm=True,
         router=replace(_V3_ROUTER, layer_types="mlp_layer_types"),
     ),
-    Family(  # M2, M2.1 and M2.5
+    Family(
         model_type="minimax_m2",
         class_name="MiniMaxM2ForCausalLM",
+        models="MiniMax-M2, M2.1, M2.5",
         spelt_out=("num_key_value_heads", "head_dim"),
         fixed={"scoring_func": "sigmoid", "use_routing_bias": True},
         qk_norm=True,
@@ -259,9 +269,10 @@ _PUBLISHED = (
         default_rope_theta=None,
         partial_rotary_factor=None,
     ),
-    Family(  # Qwen1.5-MoE, Qwen2-57B-A14B
+    Family(
         model_type="qwen2_moe",
         class_name="Qwen2MoeForCausalLM",
+        models="Qwen1.5-MoE, Qwen2-57B-A14B",
         spelt_out=("num_key_value_heads",),
         fixed={"qkv_bias": True},  # in vLLM
         qkv_bias=True,
@@ -271,6 +282,7 @@ _PUBLISHED = (
     Family(  # Qwen3-Next-80B-A3B
         model_type="qwen3_next",
         class_name="Qwen3NextForCausalLM",
+        models="Qwen3-Next-80B-A3B",
         spelt_out=("num_key_value_heads", "head_dim", "norm_topk_prob", *_DELTA_NET_SIZES),
         fixed={"attn_output_gate": True},
         qk_norm=True,
@@ -286,6 +298,7 @@ _PUBLISHED = (
         _QWEN3_5,
         model_type="qwen3_5_moe_text",
         class_name="Qwen3_5MoeForCausalLM",
+        models="Qwen3.5-35B-A3B to 397B-A17B, text",
         fixed={"attn_output_gate": True, "norm_topk_prob": True},
         dense_size="moe_intermediate_size",  # there are no dense layers
         router=replace(_QWEN3_NEXT_ROUTER, always_normalizes=True),
@@ -294,15 +307,17 @@ _PUBLISHED = (
     Family(
         model_type="olmoe",
         class_name="OlmoeForCausalLM",
+        models="OLMoE-1B-7B",
         also_refused=("clip_qkv",),
         fixed={"rms_norm_eps": 1e-5, "norm_topk_prob": False},
         qk_norm=True,
         norms_whole_projection=True,
         router=Router("num_experts", expert_size="intermediate_size"),
     ),
-    Family(  # Hy3
+    Family(
         model_type="hy_v3",
         class_name="HYV3ForCausalLM",
+        models="Hy3",
         spelt_out=("num_key_value_heads", "head_dim", "num_shared_experts"),
         fixed={"qk_norm": True, "route_norm": True},  # in transformers
         qk_norm=True,
@@ -319,9 +334,10 @@ _PUBLISHED = (
         default_rope_theta=None,
         vllm_names={"expert_hidden_dim": "moe_intermediate_size"},
     ),
-    Family(  # gpt-oss
+    Family(
         model_type="gpt_oss",
         class_name="GptOssForCausalLM",
+        models="gpt-oss 20B, 120B",
         spelt_out=("num_key_value_heads", "head_dim", "sliding_window"),
         # Fixed in vLLM; the first also in transformers' class.
         fixed={
@@ -345,6 +361,7 @@ _PUBLISHED = (
     Family(
         model_type="mixtral",
         class_name="MixtralForCausalLM",
+        models="Mixtral 8x7B, 8x22B",
         spelt_out=("num_key_value_heads",),
         also_refused=("sliding_window",),  # Mixtral has no use_sliding_window
         router=Router("num_local_experts", expert_size="intermediate_size", always_normalizes=True),
@@ -356,6 +373,7 @@ _PUBLISHED = (
     Family(
         model_type="qwen3",
         class_name="Qwen3ForCausalLM",
+        models="Qwen3 0.6B to 32B",
         spelt_out=("num_key_value_heads", "head_dim"),
         qk_norm=True,
         rope_types=("default", "yarn"),
@@ -363,13 +381,15 @@ _PUBLISHED = (
     Family(
         model_type="qwen2",
         class_name="Qwen2ForCausalLM",
+        models="Qwen2, Qwen2.5",
         spelt_out=("num_key_value_heads",),
         qkv_bias=True,
         rope_types=("default", "yarn"),
     ),
-    Family(  # Mistral 7B from 0.3 on, Mistral-Small up to 2501
+    Family(
         model_type="mistral",
         class_name="MistralForCausalLM",
+        models="Mistral 7B from 0.3 on, Mistral-Small to 2501",
         spelt_out=("num_key_value_heads", "sliding_window"),
         also_refused=("sliding_window",),  # Mistral has no use_sliding_window
         default_rope_theta=None,
@@ -377,6 +397,7 @@ _PUBLISHED = (
     Family(
         model_type="seed_oss",
         class_name="SeedOssForCausalLM",
+        models="Seed-OSS-36B",
         spelt_out=("num_key_value_heads", "head_dim", "attention_bias"),
         also_refused=("attention_out_bias",),
         qkv_bias="attention_bias",
@@ -385,6 +406,7 @@ _PUBLISHED = (
     Family(
         model_type="llama",
         class_name="LlamaForCausalLM",
+        models="Llama 2, 3, 3.1 to 3.3",
         rope_types=("default", "llama3"),
     ),
 )

@@ -48,8 +48,8 @@ _NAMES: Mapping[str, str] = {
         LongcatFlashForCausalLM LongcatFlashNgramForCausalLM
     """,
     "Megatron does not run its layers in a loop": "HrmTextForCausalLM IQuestLoopCoderForCausalLM",
-    "Megatron has one rotation and one shape of attention for all layers": """
-        K2HorizonForCausalLM LagunaForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM
+    "Megatron rotates queries and keys of all layers alike": """
+        LagunaForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM
         MiMoV2ForCausalLM Step3p5ForCausalLM
     """,
     "Megatron has no norm inside the projection of queries": "Step3TextForCausalLM",
@@ -73,7 +73,7 @@ _NAMES: Mapping[str, str] = {
     "Megatron has no sparse attention but DSA, and no hyper-connections": """
         DeepseekV4ForCausalLM HYV4ForCausalLM MiniMaxM3SparseForCausalLM Qwen4ExpForCausalLM
     """,
-    "mcore_rl maps neither LayerNorm with biases nor feed-forward layers without a gate": """
+    "mcore_rl maps neither LayerNorm nor feed-forward layers without a gate": """
         ArceeForCausalLM DbrxForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM Jais2ForCausalLM
         NemotronForCausalLM OlmoForCausalLM OPTForCausalLM OrionForCausalLM PhiMoEForCausalLM
         StableLmForCausalLM Starcoder2ForCausalLM
@@ -87,13 +87,13 @@ _NAMES: Mapping[str, str] = {
     "mcore_rl does not map a checkpoint's stacked projections (qkv_proj, gate_up_proj)": """
         Phi3ForCausalLM
     """,
-    "Megatron's layers are alike, and these are of different sizes": "DeciLMForCausalLM",
+    "mcore_rl does not map layers of different sizes": "DeciLMForCausalLM",
     "transformers, with which every family is compared, has no class of it": """
         BailingMoeForCausalLM BailingMoeV2ForCausalLM DeepseekForCausalLM ExaoneForCausalLM
-        InternLM2ForCausalLM InternLM3ForCausalLM IQuestCoderForCausalLM LLaMAForCausalLM
-        MiMoForCausalLM NanbeigeForCausalLM PanguEmbeddedForCausalLM Param2MoEForCausalLM
-        SarvamMLAForCausalLM SarvamMoEForCausalLM SolarForCausalLM TeleChat2ForCausalLM
-        TeleChat3ForCausalLM
+        IQuestCoderForCausalLM InternLM2ForCausalLM InternLM3ForCausalLM K2HorizonForCausalLM
+        LLaMAForCausalLM MiMoForCausalLM NanbeigeForCausalLM PanguEmbeddedForCausalLM
+        Param2MoEForCausalLM SarvamMLAForCausalLM SarvamMoEForCausalLM SolarForCausalLM
+        TeleChat2ForCausalLM TeleChat3ForCausalLM
     """,
     "vLLM has removed its class": """
         AquilaForCausalLM AquilaModel ArcticForCausalLM BaiChuanForCausalLM BaichuanForCausalLM

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from mcore_rl.batching.sample_exchange import Moves, Shares
 from mcore_rl.hybrid_engine.plan.placement import Placement, with_rank_map
 from mcore_rl.hybrid_engine.plan.transfer_plan import make_plan
 from mcore_rl.hybrid_engine.plan.trees import KnownGroups
-from mcore_rl.model.config_json import LayerKind, ModelShape
+from mcore_rl.model.config_json import LayerKind, ModelShape, model_shape
 from mcore_rl.model.layout import RolloutLayout, TrainLayout, pipeline_layers
 from mcore_rl.moe.routing import Routes
 from mcore_rl.planner.activations import (
@@ -59,6 +60,7 @@ from mcore_rl.planner.settings import (
     Recompute,
     TrainSettings,
 )
+from scripts.make_tiny_deepseek import ARCHS, hf_config
 from tests.model_shapes import published_shape, small_shape
 
 FULL = Recompute(granularity="full", method="uniform")
@@ -233,6 +235,21 @@ def test_traffic_equals_that_of_plan(
     train = TrainLayout(8, tp_size=4, pp_size=2, ep_size=2)
     rollout = RolloutLayout(8, 1, True, 4, rank_map)
     placement = Placement(small_shape(tied=tied), train, pipeline_layers(4, 2), rollout)
+    assert_traffic_is_that_of_plan(placement, ranks_per_node)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_traffic_of_family_equals_that_of_plan(arch: str) -> None:
+    shape = model_shape(hf_config(arch), Path("config.json"))
+    train = TrainLayout(8, tp_size=2, pp_size=2, ep_size=2 if shape.experts else 1)
+    rollout = RolloutLayout(8, 2, shape.experts is not None)
+    placement = Placement(shape, train, pipeline_layers(shape.num_layers, 2), rollout)
+    assert_traffic_is_that_of_plan(placement, ranks_per_node=4)
+
+
+def assert_traffic_is_that_of_plan(placement: Placement, ranks_per_node: int) -> None:
+    """What the planner counts per rank is what the moves of the hand-over's own plan carry."""
+    train, rollout = placement.train, placement.rollout
     near = neighbourhoods(train, ranks_per_node)
     plan = make_plan(
         placement.infos,
@@ -249,9 +266,10 @@ def test_traffic_equals_that_of_plan(
             sent[int(any(away)), leg.sender] += move.num_bytes
             for rank, is_away in zip(leg.receivers, away, strict=True):
                 received[int(is_away), rank] += move.num_bytes
-    traffic = traffic_of(placement, rank_map, machine(ranks_per_node=ranks_per_node))
+    traffic = traffic_of(placement, rollout.rank_map, machine(ranks_per_node=ranks_per_node))
     assert np.array_equal(received, [traffic.received_own_node, traffic.received_other_nodes])
     assert np.array_equal(sent, [traffic.sent_own_node, traffic.sent_other_nodes])
+    assert received.any()
 
 
 def test_traffic_is_zero_without_moves() -> None:

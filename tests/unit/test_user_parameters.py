@@ -259,7 +259,7 @@ FIELDS = {
     "Discount": "gamma",
     "EnvironmentPrompt": "text answer row seed",
     "DualClip": "clip_eps_lower clip_eps_upper dual_clip",
-    "Family": "model_type class_name spelt_out also_refused fixed latent_attention qk_norm "
+    "Family": "model_type class_name models spelt_out also_refused fixed latent_attention qk_norm "
     "qkv_bias norms_whole_projection linear_biases attention_sinks alternates_windows clamps_glu "
     "stacked_experts router names rope_types default_rope_theta vllm_names partial_rotary_factor "
     "has_drafter",

@@ -91,8 +91,12 @@ def families_table() -> Iterator[str]:
 
 
 def _layers(family: Family) -> str:
-    attention = "latent" if family.latent_attention else "grouped"
-    return f"{attention} attention, {'dense' if family.router is None else 'experts'}"
+    attention = "latent attention" if family.latent_attention else "grouped attention"
+    if family.sparse_attention:
+        attention = f"sparse {attention}"
+    if family.delta_net:
+        attention = f"gated delta nets and {attention}"
+    return f"{attention}, {'dense' if family.router is None else 'experts'}"
 
 
 def _specifics(family: Family) -> Iterator[str]:
@@ -115,6 +119,10 @@ def _specifics(family: Family) -> Iterator[str]:
         yield f"biases of queries, keys and values{_if(family.qkv_bias)}"
     if family.linear_biases:
         yield "biases of every linear layer"
+    if family.output_gate:
+        yield "attention with an output gate"
+    if family.zero_centered_norms:
+        yield "zero-centred norms"
     if family.attention_sinks:
         yield "attention sinks"
     if family.alternates_windows:

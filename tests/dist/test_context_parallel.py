@@ -43,8 +43,8 @@ def test_attention_is_that_over_whole_samples(
 
 
 @pytest.mark.parametrize("division", ["padded", "packed"])
-# Yarn and latent; grouped; yarn and grouped, with windows and sinks.
-@pytest.mark.parametrize("arch", ["kimi_k2", "qwen3_moe", "gpt_oss"])
+# Yarn and latent; grouped; yarn and grouped, with windows and sinks; delta nets.
+@pytest.mark.parametrize("arch", ["kimi_k2", "qwen3_moe", "gpt_oss", "qwen3_next"])
 def test_log_probs_equal_transformers_in_float32(
     arch: str,
     division: str,

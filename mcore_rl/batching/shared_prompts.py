@@ -32,6 +32,9 @@ def obstacle(values: Mapping[str, Any], max_tokens: int) -> str:
         return "--rl-max-tokens-per-microbatch 0 packs no samples"
     if values.get("transformer_impl") != "local":
         return "--transformer-impl transformer_engine supports attention to whole samples only"
+    variant = values.get("experimental_attention_variant")
+    if variant and values.get("distributed_backend") != "gloo":
+        return f"--experimental-attention-variant {variant} keeps no state of a prompt on GPUs"
     if (cp_size := values.get("context_parallel_size", 1)) > 1:
         return f"--context-parallel-size {cp_size} cuts every sample into chunks"
     if variant := values.get("experimental_attention_variant"):

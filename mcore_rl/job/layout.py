@@ -26,6 +26,8 @@ from mcore_rl.model.sparse_attention import Indexer
 
 # The latent sizes for which vLLM's CPU attention is compiled.
 CPU_LATENT = (512, 64)
+# Sizes of a delta net's heads for which they are.
+CPU_DELTA_NET = (64, 128)
 
 _DEGREES = (
     "tensor_model_parallel_size",
@@ -56,6 +58,10 @@ def check_layout(shape: ModelShape, values: Mapping[str, Any], world_size: int) 
         etp_size=values.get("expert_tensor_parallel_size") or tp_size,
     )
     _check_divides(f"--tensor-model-parallel-size {tp_size}", tp_size, _split_over_tp(shape))
+    if shape.delta_net:
+        flag = f"--context-parallel-size {layout.cp_size} x {as_flag(_DEGREES[0], tp_size)}"
+        heads = {"linear_num_key_heads": shape.delta_net.num_key_heads}
+        _check_divides(flag, layout.cp_size * tp_size, heads)
     if shape.experts is None and layout.ep_size > 1:
         raise UsageError(
             f"needs a model with experts and {shape.architecture} has none",
@@ -112,6 +118,8 @@ def _check_dispatcher(values: Mapping[str, Any]) -> None:
 def _split_over_tp(shape: ModelShape) -> dict[str, int]:
     """Return the sizes that tensor parallelism splits evenly, by their names in config.json."""
     sizes = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
+    if shape.delta_net:  # which divides that of value heads
+        sizes["linear_num_key_heads"] = shape.delta_net.num_key_heads
     if not all(shape.is_moe_layer):
         sizes["intermediate_size"] = shape.ffn_hidden_size
     if shape.experts and shape.experts.shared_hidden_size:
@@ -297,6 +305,16 @@ def check_rollout(
             raise UsageError(
                 f": kv_lora_rank {latent[0]} with qk_rope_head_dim {latent[1]}: without a GPU vLLM "
                 f"runs latent attention of {CPU_LATENT[0]} and {CPU_LATENT[1]} only",
+                flag="--rl-hf-checkpoint",
+                remedy="use such a checkpoint or a machine with a GPU",
+            )
+    if shape.delta_net and not has_cuda:
+        heads = {shape.delta_net.key_head_dim, shape.delta_net.value_head_dim}
+        if not heads <= {*CPU_DELTA_NET}:
+            raise UsageError(
+                f": linear_key_head_dim or linear_value_head_dim {min(heads - {*CPU_DELTA_NET})}: "
+                f"without a GPU vLLM runs delta nets with heads of {CPU_DELTA_NET[0]} or "
+                f"{CPU_DELTA_NET[1]} only",
                 flag="--rl-hf-checkpoint",
                 remedy="use such a checkpoint or a machine with a GPU",
             )

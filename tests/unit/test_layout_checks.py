@@ -21,6 +21,7 @@ from mcore_rl.job.layout import (
     note_on_experts,
     ranks_per_node,
 )
+from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import (
     ALL2ALL_BACKENDS,
     NOT_RELOADABLE,
@@ -63,6 +64,33 @@ def laid_out(world_size: int, *, ep_size: int, has_cuda: bool, **given: Any) -> 
 def test_impossible_rollout_layout_is_refused(world_size: int, given: dict, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         rollout(world_size, **given)
+
+
+def delta_net(**sizes: int) -> ModelShape:
+    shape = published_shape("qwen3.5-9b")
+    assert shape.delta_net is not None
+    return replace(shape, delta_net=replace(shape.delta_net, **sizes))
+
+
+def test_degrees_that_split_a_delta_nets_head_are_refused() -> None:
+    degrees = {"tensor_model_parallel_size": 4, "context_parallel_size": 8}
+    sentence = r"--context-parallel-size 8 x --tensor-.* 4 .*linear_num_key_heads 16; choose"
+    with pytest.raises(UsageError, match=sentence):
+        check_layout(delta_net(), degrees, 32)
+    with pytest.raises(UsageError, match="--tensor-.* 4 .*linear_num_key_heads 6; choose"):
+        check_layout(delta_net(num_key_heads=6), {"tensor_model_parallel_size": 4}, 4)
+
+
+def test_heads_for_which_vllm_has_no_kernel_on_cpu_are_refused() -> None:
+    layout, layers = TrainLayout(1), pipeline_layers(32, 1)
+
+    def check(has_cuda: bool) -> None:
+        shape = delta_net(value_head_dim=32)
+        check_rollout(EngineOptions(), shape, layout, layers, has_cuda=has_cuda)
+
+    check(has_cuda=True)
+    with pytest.raises(UsageError, match="linear_value_head_dim 32: .*64 or 128 only; use"):
+        check(has_cuda=False)
 
 
 def test_all_to_all_backends_equal_those_of_vllm() -> None:

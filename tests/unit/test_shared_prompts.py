@@ -387,6 +387,10 @@ POSSIBLE = {"transformer_impl": "local", "hidden_dropout": 0.0, "attention_dropo
         ({"moe_aux_loss_coeff": [0.0, 0.02]}, "--moe-aux-loss-coeff 0.02"),
         ({"moe_router_enable_expert_bias": True}, "--moe-router-bias-update-rate 0.001"),
         ({"mtp_num_layers": 1}, "--mtp-num-layers 1"),
+        (
+            {"experimental_attention_variant": "gated_delta_net", "distributed_backend": "nccl"},
+            "--experimental-attention-variant gated_delta_net",
+        ),
     ],
 )
 def test_obstacle_names_the_flag(values: dict[str, object], named: str) -> None:

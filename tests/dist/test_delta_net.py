@@ -5,8 +5,14 @@ That whole models agree, test_families shows, and their updates test_family_inva
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
+from tests.dist.test_family_invariance import CP2, FLAGS, TP2
+from tests.dist.test_invariance import JOB
+from tests.dist.updates import Outcome, differences_of, learnt
 from tests.rank_pool import RankPool
 
 TOLERANCE = 1e-5  # relative, in float32
@@ -34,3 +40,29 @@ def test_output_and_gradients_equal_transformers(split: str, packed: bool, ranks
     for found in results:
         assert found.pop("unequal", 0.0) == 0.0  # bit for bit, sample by sample
         assert len(found) == 2 + 6 and max(found.values()) < TOLERANCE, found
+
+
+PACKED = ("--rl-max-tokens-per-microbatch", "128", "--rl-share-prompts")
+UPDATES = {
+    "packed": (1, (*PACKED, "off")),
+    "packed, with shared prompts": (1, (*PACKED, "on")),
+    "packed, TP2": (2, (*PACKED, "off", *TP2)),
+    "packed, CP2": (2, (*PACKED, "off", *CP2)),
+}
+
+
+@pytest.mark.slow
+def test_update_on_packed_rows_is_that_on_padded_ones(
+    checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path: Path
+) -> None:
+    def learn(num_processes: int, *flags: str) -> Outcome:
+        checkpoint = checkpoint_factory("qwen3_next")
+        target = tmp_path / str(len(list(tmp_path.iterdir())))
+        common = ["--rl-hf-checkpoint", str(checkpoint), *FLAGS, *flags]
+        return learnt(ranks, common, num_processes, target, job=JOB, num_steps=1)
+
+    expected = learn(1)
+    for name, (num_processes, flags) in UPDATES.items():
+        outcome = learn(num_processes, *flags)
+        assert bool(outcome.found["sharing"]) == ("shared" in name)
+        differences_of(outcome, expected).assert_small()

@@ -58,7 +58,7 @@ def _empty_torchvision() -> Iterator[None]:
     if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is not None:
         yield
         return
-    from transformers.utils import is_torchvision_available
+    from transformers.utils.import_utils import is_torchvision_available
 
     is_torchvision_available()  # it keeps the answer
     modules = {name: ModuleType(name) for name in _EMPTY}

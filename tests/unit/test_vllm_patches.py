@@ -5,6 +5,7 @@ Each probe runs in a process of its own, because a patch stays applied.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -258,3 +259,35 @@ print("same")
 @pytest.mark.slow
 def test_wide_linear_products_are_float32_rounded_once_and_others_are_left_to_vllm():
     assert output_of(WIDE_LINEAR)[-1] == "same"
+
+
+TEXT_MODEL = """
+import importlib, json, sys
+sys.modules["torchvision"] = None  # as if it were not installed
+from vllm.model_executor.models.registry import ModelRegistry
+from mcore_rl.patches.registry import apply_patch
+from mcore_rl.patches.vllm import text_models_without_torchvision
+from transformers.utils.import_utils import is_torchvision_available
+
+def tried():
+    try:
+        return ModelRegistry.models["Qwen3_5ForCausalLM"].load_model_cls().__name__
+    except ImportError as error:
+        return type(error).__name__
+
+before = tried()
+del sys.modules["torchvision"]
+assert apply_patch(text_models_without_torchvision.PATCH)
+print(json.dumps([before, tried()]))
+left = [name for name in sys.modules if name.partition(".")[0] == "torchvision"]
+print(json.dumps([left, is_torchvision_available()]))
+"""
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed"
+)
+def test_text_model_of_qwen3_5_needs_the_patch():
+    loaded, left = before_and_after(TEXT_MODEL)
+    assert loaded == ["ModuleNotFoundError", "Qwen3_5ForCausalLM"]
+    assert left == [[], False]

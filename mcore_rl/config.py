@@ -110,6 +110,11 @@ class TrainerOptions(Parameters):
         choices=("auto", FP8),
     )
     verify_out: str | None = param(None, "JSON file for the result of mcore_rl.verify")
+    verify_megatron_only: bool = param(
+        False,
+        "mcore_rl.verify starts no engine: it exports what Megatron has read to --rl-export-hf and "
+        "compares",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,10 @@ dequantised). It hashes what vLLM stores and overwrites it with zeros; then the 
 hands Megatron's weights over. What vLLM stores must be equal, bit for bit, and both must give the
 same prompts similar log-probs. As in a run, actor and engine take turns on a device.
 
-Exit code 0 if the stored weights are equal, 1 if not, 2 for bad input.
+With `--rl-verify-megatron-only`, for models that no engine here can run, Megatron's weights are
+exported to `--rl-export-hf` and compared with the checkpoint instead.
+
+Exit code 0 if the weights are equal, 1 if not, 2 for bad input.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from mcore_rl.common import objects
 from mcore_rl.common.run_output import log_file, patient_stdout, setup_logging
 from mcore_rl.config import RLConfig
 from mcore_rl.data.prompts import PromptDataset, load_prompts, prompt_source
+from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.hybrid_engine.proof.canary import differences, megatron_log_probs
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, ReshardReport, log_reshard
@@ -41,7 +45,7 @@ from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.job.start import start
 from mcore_rl.megatron.adapter import TrainState
 from mcore_rl.megatron.float8 import quantised_weights
-from mcore_rl.megatron.hf_checkpoint import read_tensor
+from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, open_checkpoint, read_tensor
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.roles import ACTOR
 from mcore_rl.model.tensors import TensorInfo, is_mtp_copy
@@ -100,6 +104,50 @@ def verify(job: Job, *, log: Any = None) -> Verification:
         raise
 
 
+@dataclass(frozen=True, slots=True)
+class MegatronVerification:
+    """The content of `--rl-verify-out` with `--rl-verify-megatron-only`; lists as in
+    `Verification`."""
+
+    token_ids: list[list[int]]
+    megatron_log_probs: list[list[float]]
+    num_tensors: int  # of the checkpoint
+    differing: list[str]  # tensors that are not exported as they were read
+
+
+def verify_megatron(job: Job, *, log: Any = None) -> MegatronVerification:
+    """Export what Megatron has read, compare it with the checkpoint bit for bit, and score prompts.
+    Collective; same result on all ranks."""
+    state, shards = build_actor(job, log=log)
+    checkpoint, target = job.spec.checkpoint, job.config.trainer.export_hf
+    assert target is not None, "checked by the resolver"
+    export(shards, checkpoint, Path(target))
+    written = open_checkpoint(
+        Path(target), dataclasses.replace(job.spec.shape, quantization=None), flag="--rl-export-hf"
+    )
+    names = sorted(checkpoint.everything.keys() | written.everything.keys())
+    mine = names[dist.get_rank() :: dist.get_world_size()]
+    differing = [name for name in mine if not _is_equal(checkpoint, written, name)]
+    token_ids = _token_ids(job)
+    batching = job.micro_batching()
+    log_probs = megatron_log_probs(
+        Actor(job, state).log_probs, token_ids, count_multiple_of=batching.count_multiple_of
+    )
+    return MegatronVerification(
+        token_ids=token_ids,
+        megatron_log_probs=[values.tolist() for values in log_probs],
+        num_tensors=len(names),
+        differing=sorted(name for part in objects.all_gather(differing) for name in part),
+    )
+
+
+def _is_equal(a: HFCheckpoint, b: HFCheckpoint, name: str) -> bool:
+    if name not in a.files or name not in b.files:
+        return False
+    left, right = read_tensor(a, name), read_tensor(b, name)
+    return left.dtype == right.dtype and torch.equal(left, right)
+
+
 def compare_loads(job: Job, state: TrainState, shards: ModelShards) -> Verification:
     """Compare the loads, given the actor. Collective.
 
@@ -135,8 +183,7 @@ def _hand_over_and_compare(
     actor = Actor(job, state)
     reports: list[ReshardReport] = []
     manager.on_reshard_end.append(reports.append)
-    rows = _prompts(job.config, job.spec.checkpoint.folder, trusts=job.args.trust_remote_code)
-    token_ids = [rows[i].token_ids.tolist() for i in range(min(MAX_PROMPTS, len(rows)))]
+    token_ids = _token_ids(job)
     with manager:
         differing = _differing(expected, stored_digests(engine))
         vllm = engine.prompt_log_probs(token_ids)
@@ -245,6 +292,23 @@ def show(result: Verification, job: Job) -> None:
         console.print(f"  differs on {name}", soft_wrap=True, highlight=False)
 
 
+def show_megatron(result: MegatronVerification, job: Job) -> None:
+    """Print the result of `verify_megatron`."""
+    console = Console(file=patient_stdout())
+    means = [np.mean(values) for values in result.megatron_log_probs if values]
+    lines = {
+        "train layout": job.spec.train_layout.describe(),
+        "mean log-prob of prompts": f"{np.mean(means):.4f}",
+        f"{result.num_tensors} tensors, export against checkpoint": (
+            f"{len(result.differing)} DIFFERENT" if result.differing else "equal, bit for bit"
+        ),
+    }
+    for name, value in lines.items():
+        console.print(f"{name}: {value}", soft_wrap=True, highlight=False)
+    for name in result.differing[:10]:
+        console.print(f"  differs: {name}", soft_wrap=True, highlight=False)
+
+
 def check_prompts_given(checked: JobSpec) -> None:
     """Raise UsageError without readable prompts; neither rewards nor a run directory are needed."""
     _prompts(checked.config, checked.checkpoint.folder, trusts=checked.trust_remote_code)
@@ -253,6 +317,11 @@ def check_prompts_given(checked: JobSpec) -> None:
 def _prompts(config: RLConfig, folder: Path, *, trusts: bool) -> PromptDataset:
     source = prompt_source(config.data, config.data.required_prompts(), trust_remote_code=trusts)
     return load_prompts(source, folder, cache_dir=config.data.cache_dir)
+
+
+def _token_ids(job: Job) -> list[list[int]]:
+    rows = _prompts(job.config, job.spec.checkpoint.folder, trusts=job.args.trust_remote_code)
+    return [rows[i].token_ids.tolist() for i in range(min(MAX_PROMPTS, len(rows)))]
 
 
 def start_verification(tokens: Sequence[str], *, log: Any = None) -> Job:
@@ -274,14 +343,23 @@ def main(tokens: list[str] | None = None) -> int:
         job = start_verification(tokens, log=log)
         if job.world.role != ACTOR:
             return 0  # other roles are not verified
-        result = verify(job, log=log)
+        result: Verification | MegatronVerification
+        if job.config.trainer.verify_megatron_only:
+            result = verify_megatron(job, log=log)
+            is_equal = not result.differing
+        else:
+            result = verify(job, log=log)
+            is_equal = result.stored_equal
     if dist.get_rank() == 0:
-        show(result, job)
+        if isinstance(result, Verification):
+            show(result, job)
+        else:
+            show_megatron(result, job)
         if job.config.trainer.verify_out:
             text = json.dumps(dataclasses.asdict(result)) + "\n"
             Path(job.config.trainer.verify_out).write_text(text, encoding="utf-8")
     dist.destroy_process_group()
-    return 0 if result.stored_equal else 1
+    return 0 if is_equal else 1
 
 
 if __name__ == "__main__":

@@ -99,6 +99,13 @@ def derive_flags(
             flag="config.json",
             remedy="install megatron-core 0.19 or newer",
         )
+    if shape.indexer and "dsa_indexer_k_norm_epsilon" not in names:
+        raise UsageError(
+            f"describes {shape.architecture}'s sparse attention, for which this Megatron has no "
+            "flags",
+            flag="config.json",
+            remedy="install megatron-core 0.19 or newer",
+        )
     wanted = given_values(architecture, parser)
     unread = frozenset(
         dest
@@ -130,7 +137,7 @@ def derive_flags(
         )
     _refuse_what_is_not_here(given, names, platform)
     _refuse_what_sinks_lack(shape, given, platform)
-    _refuse_what_indexers_lack(shape, given, names)
+    _refuse_what_indexers_lack(shape, given)
     tokens = _defaults(shape, config, given, platform, has_detached_mtp="mtp_detach_heads" in names)
     defaults = given_values(tokens, parser)
     check_derived_count(given, defaults)
@@ -193,7 +200,7 @@ def check_fits_machine(
     """
     _refuse_what_is_not_here(given, FlagNames(parser), platform)
     _refuse_what_sinks_lack(shape, given, platform)
-    _refuse_what_indexers_lack(shape, given, FlagNames(parser))
+    _refuse_what_indexers_lack(shape, given)
     for source, tokens in machine_flags(shape, platform).items() if platform.cuda else ():
         for dest, value in given_values(tokens, parser).items():
             if getattr(args, dest) != value:
@@ -254,19 +261,10 @@ def _refuse_what_sinks_lack(
         )
 
 
-def _refuse_what_indexers_lack(
-    shape: ModelShape, given: Mapping[str, Any], names: FlagNames
-) -> None:
+def _refuse_what_indexers_lack(shape: ModelShape, given: Mapping[str, Any]) -> None:
     """Refuse what Megatron's sparse attention does not support."""
     if shape.indexer is None:
         return
-    if "dsa_indexer_k_norm_epsilon" not in names:
-        raise UsageError(
-            f"describes {shape.architecture}'s sparse attention, for which this Megatron has no "
-            "flags",
-            flag="config.json",
-            remedy="install megatron-core 0.19 or newer",
-        )
     kinds = given.get("cp_comm_type", ["allgather"])
     if given.get("context_parallel_size", 1) > 1 and any(
         kind.replace("_", "") != "allgather" for kind in kinds

@@ -47,8 +47,8 @@ def check_attention(shape: ModelShape, *, cuda: bool) -> None:
         raise UsageError(
             f"is a {shape.architecture} checkpoint, whose sparse attention vLLM runs on GPUs only",
             flag="--rl-hf-checkpoint",
-            remedy="use a machine with CUDA, or mcore_rl.verify --rl-verify-megatron-only, which "
-            "starts no engine",
+            remedy="use a machine with CUDA; mcore-rl plan and mcore_rl.verify "
+            "--rl-verify-megatron-only work here",
         )
 
 

@@ -120,6 +120,12 @@ def check_outputs(config: RLConfig, given: Mapping[str, Any]) -> None:
         _check_writable(Path(given["save"]), f"--save {given['save']}")
     if config.trainer.export_hf:
         _check_export(config, config.trainer.export_hf, resumes=bool(given.get("load")))
+    if config.trainer.verify_megatron_only and not config.trainer.export_hf:
+        raise UsageError(
+            "compares what it exports with the checkpoint, and --rl-export-hf is not given",
+            flag="--rl-verify-megatron-only",
+            remedy="add --rl-export-hf DIR, for a copy of the checkpoint",
+        )
     if out := config.trainer.verify_out:
         check_output_file(Path(out), f"--rl-verify-out {out}")
         _check_writable(Path(out).absolute().parent, f"--rl-verify-out {out}")

@@ -190,7 +190,9 @@ class _Examiner:
         refusals.passes(_check_speculation, config, shape, facts.checkpoint)
         if self.source.is_here:
             refusals.passes(engines.check_engine, config, shape, cuda=self.source.platform.cuda)
-        if self.source.has_engine:
+        if self.source.has_engine and not (
+            self.source.scores_only and config.trainer.verify_megatron_only
+        ):
             refusals.passes(engines.check_attention, shape, cuda=self.source.platform.cuda)
         if refusals.knows(LENGTHS):
             self._lengths_are_right = refusals.passes(

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mcore_rl import verify
 from mcore_rl.batching.assignment import plan_step
 from mcore_rl.batching.train_batches import batch_of_tokens, split_mini_batches, take
 from mcore_rl.batching.types import Prompt, TrainBatch
@@ -166,6 +167,20 @@ def log_probs_and_export(flags: list[str], target: str) -> list[list[float]]:
     export(shards, job.spec.checkpoint, Path(target), max_file_bytes=1 << 17, bucket_bytes=1 << 14)
     dist.destroy_process_group()
     return log_probs.tolist()
+
+
+def verify_megatron(flags: list[str], *, spoilt: str | None = None) -> int:
+    """`-m mcore_rl.verify`; returns its exit code. `spoilt` is a parameter that changes before its
+    export."""
+
+    def build(job: Job, **options: Any) -> Any:
+        state, shards = build_actor(job, **options)
+        for name, parameter in state.chunks[0].named_parameters():
+            parameter.data += name == spoilt
+        return state, shards
+
+    with mock.patch.object(verify, "build_actor", build):
+        return verify.main(flags)
 
 
 def hand_over(flags: list[str]) -> dict[str, Any]:

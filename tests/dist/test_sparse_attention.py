@@ -111,3 +111,27 @@ def test_folder_saved_by_transformers_is_read_as_the_published_one(
     )
     assert_log_probs_equal_transformers(log_probs, checkpoint_of(arch))
     assert differing(saved, tmp_path / "exported") == []
+
+
+def test_megatron_is_verified_without_an_engine(
+    checkpoint_of: Callable[[str], Path], ranks: RankPool, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    out = tmp_path / "out.json"
+    flags = [
+        *job_flags(checkpoint_of("glm_5_2"), "tp2_pp1_ep1", precision="bf16"),
+        *("--rl-prompts", str(prompts), "--rl-no-chat-template", "--rl-verify-megatron-only"),
+        *("--rl-verify-out", str(out), "--rl-cache-dir", str(tmp_path / "cache"), "--rl-export-hf"),
+    ]
+    job = "tests.dist.jobs:verify_megatron"
+    assert ranks.run(job, world_size=2, flags=[*flags, str(tmp_path / "a")]) == [0, 0]
+    found = json.loads(out.read_text())
+    assert found["differing"] == [] and found["num_tensors"] > 100
+    assert all(value < 0 for value in found["megatron_log_probs"][0])
+
+    spoilt = "decoder.layers.2.self_attention.core_attention.indexer.k_norm.bias"
+    flags.append(str(tmp_path / "b"))
+    assert ranks.run(job, world_size=2, flags=flags, spoilt=spoilt) == [1, 1]
+    expected = "model.layers.2.self_attn.indexer.k_norm.bias"
+    assert json.loads(out.read_text())["differing"] == [expected]

@@ -199,6 +199,12 @@ CHANGES_OUTPUTS = {
 OUTPUTS = [
     *parse_cases(OUTPUTS_TEXT, CHANGES_OUTPUTS),
     Case(
+        "verify_without_engine_and_without_export",
+        ["--rl-verify-megatron-only compares what it exports", "add --rl-export-hf DIR"],
+        more="--rl-verify-megatron-only",
+        entry="mcore_rl.verify",
+    ),
+    Case(
         "verify_out_in_no_folder",
         ["--rl-verify-out {here}/nowhere/out.json must name a file in a folder that exists"],
         more="--rl-verify-out {here}/nowhere/out.json",

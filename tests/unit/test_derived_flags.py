@@ -181,6 +181,19 @@ def test_context_parallelism_that_sinks_lack_is_refused() -> None:
             derive(shape, tokens + more, platform=WHOLE)
 
 
+def test_sparse_attention_gathers_keys_under_context_parallelism() -> None:
+    shape = shape_of(TRAINABLE["glm-5"])
+    assert "--cp-comm-type" not in derive(shape).defaults
+    derived = derive(shape, "--context-parallel-size 2").defaults
+    assert derived[derived.index("--cp-comm-type") + 1] == "allgather"
+    derive(shape, "--context-parallel-size 2 --cp-comm-type all_gather")
+    says = "--cp-comm-type a2a is not a way in which sparse attention .*; drop"
+    with pytest.raises(UsageError, match=says):
+        derive(shape, "--context-parallel-size 2 --cp-comm-type a2a")
+    with pytest.raises(UsageError, match="sparse attention, .*; install megatron-core 0.19"):
+        derive_flags(shape, RLConfig(), {}, parser=argparse.ArgumentParser(), platform=WITHOUT_CUDA)
+
+
 def test_machine_flags_are_accepted_and_left_out_with_cuda() -> None:
     alone = derive(QWEN3_600M)
     assert derive(QWEN3_600M, " ".join(alone.machine)) == alone
@@ -193,6 +206,7 @@ def test_machine_flags_are_accepted_and_left_out_with_cuda() -> None:
     [
         ("deepseek-v3", WHOLE, ""),
         ("moonlight-16b-a3b", WHOLE, "--no-rope-fusion"),  # latent attention without YaRN
+        ("deepseek-v3.2", WHOLE, "--no-rope-fusion"),  # sparse attention
         ("gpt-oss-20b", WHOLE, "--no-bias-dropout-fusion"),  # experts with biases
         ("llama-3.2-1b", WITHOUT_APEX, "--no-gradient-accumulation-fusion"),
         ("moonlight-16b-a3b", WITHOUT_APEX, "--no-rope-fusion --no-gradient-accumulation-fusion"),

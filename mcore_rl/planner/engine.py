@@ -34,6 +34,17 @@ def kv_bytes_per_token(shape: ModelShape, tp_size: int, *, drafter_layers: int =
     return found
 
 
+def state_bytes(shape: ModelShape, tp_size: int) -> int:
+    """Return the bytes that a rank caches per sequence, whatever its length: of each delta net the
+    state, in bfloat16 as vLLM's default is, and the inputs that its convolution still needs."""
+    delta_net = shape.delta_net
+    if delta_net is None:
+        return 0
+    state = delta_net.num_value_heads * delta_net.key_head_dim * delta_net.value_head_dim
+    inputs = sum(delta_net.conv_parts) * (delta_net.conv_width - 1)
+    return (state + inputs) // tp_size * _BFLOAT16 * sum(shape.is_linear_layer)
+
+
 def absorbed_bytes(shape: ModelShape, tp_size: int, *, drafter_layers: int = 0) -> int:
     """Return the bytes that latent attention adds to the checkpoint's tensors: a second copy of
     both halves of kv_b_proj, by which decoding multiplies."""

@@ -42,6 +42,7 @@ from mcore_rl.planner.engine import (
     drafter_bytes,
     engine_activation_bytes,
     kv_bytes_per_token,
+    state_bytes,
 )
 from mcore_rl.planner.models import Bytes, TrainedModel, stage_state
 from mcore_rl.planner.settings import EngineSettings, Machine, TrainSettings
@@ -93,6 +94,12 @@ class Case:
         """Bytes that a rank of the engine caches per token."""
         layers = self.engine.drafter_layers
         return kv_bytes_per_token(self.shape, self.rollout.tp_size, drafter_layers=layers)
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes that a rank of the engine caches for a sample of the greatest length."""
+        state = state_bytes(self.shape, self.rollout.tp_size)
+        return self.engine.max_model_tokens * self.kv_bytes_per_token + state
 
     @property
     def drafter_bytes(self) -> int:
@@ -293,13 +300,12 @@ class _Planning:
         parts = {**left, **engine, "KV cache": cache}
         phase = self._phase(name, parts, case.actor, share=share)
         # The share must hold its weights and activations, and a complete sample in the KV cache.
-        sample = case.engine.max_model_tokens * case.kv_bytes_per_token
         surely_short = int(self._resident.max()) - share
         return replace(
             phase,
             lacking_bytes=max(
                 phase.lacking_bytes,
-                surely_short + self._engine_used + case.engine.graph_bytes + sample,
+                surely_short + self._engine_used + case.engine.graph_bytes + case.sample_bytes,
             ),
             surely_lacking_bytes=max(phase.surely_lacking_bytes, surely_short),
         )

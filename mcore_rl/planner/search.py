@@ -243,7 +243,7 @@ def _communication(model: TrainedModel, machine: Machine, samples: int) -> float
 def _rollout_seconds(case: Case, memory: Memory, step: Step) -> float:
     rollout, engine = case.rollout, case.engine
     share = math.ceil(step.samples / rollout.num_tp_groups)  # of one data-parallel rank
-    cached = memory.kv_cache.tokens // engine.max_model_tokens
+    cached = memory.kv_cache.num_bytes // case.sample_bytes
     at_once = max(1, min(engine.max_num_seqs, cached, share))
     waves = math.ceil(share / at_once)
     weights = memory.phase(ROLLOUT).parts["rollout weights"]

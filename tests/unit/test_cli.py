@@ -219,7 +219,7 @@ def test_output_is_plain_where_it_is_piped(capsys: pytest.CaptureFixture[str]) -
         ({}, "--rl-num-prompts-per-step 3", "samples do not divide into"),
         ({}, "--json /nonexistent/plan.json", "must name a file in a folder that exists"),
         ({"model_type": "gpt2"}, "", "has model_type 'gpt2', which is not supported; supp"),
-        ({"model_type": "qwen3_next"}, "", "not supported (Qwen3NextForCausalLM: gated delta"),
+        ({"model_type": "kimi_linear"}, "", "not supported (KimiLinearForCausalLM: Megatron has"),
         ({"quantization_config": {"quant_method": "awq"}}, "", "awq"),
     ],
 )

@@ -24,7 +24,7 @@ from mcore_rl.planner.activations import (
     train_activation_bytes,
 )
 from mcore_rl.planner.advice import HOST, Problem
-from mcore_rl.planner.engine import kv_bytes_per_token
+from mcore_rl.planner.engine import kv_bytes_per_token, state_bytes
 from mcore_rl.planner.layouts import stages_for
 from mcore_rl.planner.links import neighbourhoods, traffic_of
 from mcore_rl.planner.memory import EXPORTED_FILE_BYTES, routed_bytes, sampled_bytes
@@ -194,6 +194,14 @@ def test_latent_cache_is_whole_on_every_rank() -> None:
 def test_cache_of_grouped_attention_is_split_by_heads(tp_size: int, heads: int) -> None:
     shape = published_shape("llama-3.1-8b")
     assert kv_bytes_per_token(shape, tp_size) == 2 * heads * 128 * 2 * 32
+
+
+def test_delta_nets_cache_a_state_per_sequence_and_nothing_per_token() -> None:
+    shape = published_shape("qwen3-next-80b-a3b")  # 12 layers of 48 have attention
+    assert kv_bytes_per_token(shape, 2) == 2 * 256 * 2 * 12
+    assert state_bytes(shape, 2) == 36 * 2 * (16 * 128 * 128 + 3 * (2 * 8 + 16) * 128)
+    assert state_bytes(published_shape("llama-3.1-8b"), 1) == 0
+
 
 
 @pytest.mark.parametrize("name", ["deepseek-v2-lite", "qwen3-0.6b", "mixtral-8x7b"])

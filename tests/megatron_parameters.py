@@ -1,6 +1,7 @@
 """What Megatron-core 0.19.2 calls the parameters of a rank, and their shapes, written out by hand.
 
 From its sources: models/gpt/gpt_layer_specs.py (which module is what in either spec family),
+models/hybrid/hybrid_block.py and hybrid_layer_specs.py (HybridModel),
 transformer/moe/experts.py (SequentialMLP, TEGroupedMLP), extensions/transformer_engine.py
 (layer_norm_weight, weight0 ..) and transformer/multi_latent_attention.py. The local names are held
 against a living model by tests/dist/test_families.py; Transformer Engine needs CUDA.
@@ -26,6 +27,18 @@ class Spec:
     grouped_experts: bool  # TEGroupedMLP instead of SequentialMLP
     fused_down_projections: bool = False  # --mla-down-proj-fusion
     split_down_projections: bool = False  # column-parallel, as in Megatron's own local spec
+    halves: bool = False  # a HybridModel, with attention and MLP in layers of their own
+
+    def numbered(self, layers: tuple[int, ...]) -> tuple[int, ...]:
+        """The transformer layers of a stage's decoder layers, given the stage's."""
+        return tuple(sorted(layers * 2)) if self.halves else layers
+
+    def place(self, local: int, name: str) -> str:
+        """What a parameter of a transformer layer, by its number in the stage, is called."""
+        if self.halves:
+            is_second = name.startswith(("mlp.", "pre_mlp_layernorm."))
+            local = 2 * local + is_second
+        return f"decoder.layers.{local}.{name}"
 
 
 SPECS = {
@@ -41,6 +54,8 @@ SPECS = {
         fused_down_projections=True,
         split_down_projections=True,
     ),
+    "local, hybrid": Spec(fused_norms=False, grouped_experts=False, halves=True),
+    "transformer_engine, hybrid": Spec(fused_norms=True, grouped_experts=True, halves=True),
 }
 
 
@@ -73,9 +88,10 @@ def stage_parameters(
                 else _dense(shape, spec, tp_size)
             ),
         ]
-        found |= {f"decoder.layers.{local}.{name}": size for name, size in parts}
+        found |= {spec.place(local, name): size for name, size in parts}
     if last:
-        found["decoder.final_layernorm.weight"] = (shape.hidden_size,)
+        norm = "final_norm" if spec.halves else "final_layernorm"
+        found[f"decoder.{norm}.weight"] = (shape.hidden_size,)
         if not (shape.tied_embeddings and first):
             found["output_layer.weight"] = vocabulary
     return found

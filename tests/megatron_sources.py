@@ -16,6 +16,15 @@ from mcore_rl.common.megatron_version import OLDEST
 
 # Those that were tried, but for the installed one.
 RELEASES = (OLDEST, "0.17.1", "0.18.0", "0.18.2", "0.19.0")
+GPT_PACKAGE = "megatron/core/models/gpt/__init__.py"
+GPT_MODEL = "megatron/core/models/gpt/gpt_model.py"
+_WRAPPERS = "megatron/core/inference/model_inference_wrappers"
+IMPORT_GPT_MODEL = {
+    f"{_WRAPPERS}/abstract_model_inference_wrapper.py": "gpt.gpt_model",
+    f"{_WRAPPERS}/gpt/gpt_inference_wrapper.py": "gpt",
+    "megatron/core/models/multimodal/llava_model.py": "gpt",
+    "megatron/training/models/gpt.py": "gpt.gpt_model",
+}
 ROTATION = "megatron/core/models/common/embeddings/rope_utils.py"
 
 
@@ -35,10 +44,13 @@ def write_version(folder: Path, version: str) -> None:
     file.write_text(f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = ''\n")
 
 
-def megatron_on_the_path(folder: Path, version: str, *, changed: bool = False) -> None:
+def megatron_on_the_path(
+    folder: Path, version: str, *, changed: bool = False, has_gpt_model: bool = True
+) -> None:
     """The installed Megatron again, linked file by file, that calls itself `version`.
 
-    With `changed`, a function that a patch replaces takes a parameter that no release has.
+    With `changed`, a function that a patch replaces takes a parameter that no release has. Without
+    `has_gpt_model` the class has another name, also where other modules import it.
     """
     source = installed_megatron()
     for kept, _, files in os.walk(source / "megatron"):
@@ -51,6 +63,12 @@ def megatron_on_the_path(folder: Path, version: str, *, changed: bool = False) -
     if changed:
         place = "def _apply_rotary_pos_emb_thd(\n    t: Tensor,"
         _rewrite(folder / ROTATION, (place, f"{place}\n    a_parameter_of_a_fork: int,"))
+    if not has_gpt_model:
+        _rewrite(folder / GPT_MODEL, ("class GPTModel(", "class RemovedModel("))
+        _rewrite(folder / GPT_PACKAGE, ("from .gpt_model import GPTModel", ""))
+        for file, module in IMPORT_GPT_MODEL.items():
+            new = "from megatron.core.models.gpt.gpt_model import RemovedModel as GPTModel"
+            _rewrite(folder / file, (f"from megatron.core.models.{module} import GPTModel", new))
 
 
 def _version_lines(source: Path, version: str) -> list[tuple[str, str]]:

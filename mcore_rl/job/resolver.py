@@ -236,6 +236,7 @@ class _Examiner:
             refusals.passes(preflight.check_biases, self.facts.checkpoint, shape, values)
         refusals.passes(check_critic_rate, config.critic.lr, values)
         if source.is_here:
+            refusals.passes(preflight.check_model_class, config.trainer.model_class, values)
             refusals.passes(engines.check_graphs, config.engine)
         if source.is_here and platform.cuda:
             refusals.passes(check_allocator, os.environ)

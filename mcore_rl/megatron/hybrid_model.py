@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,13 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer, Tra
 from megatron.core.transformer.utils import sharded_state_dict_default
 
 from mcore_rl.model.config_json import ModelShape
-from mcore_rl.model.hybrid_pattern import ATTENTION, LATENT_ATTENTION, hybrid_pattern
+from mcore_rl.model.hybrid_pattern import (
+    ATTENTION,
+    LATENT_ATTENTION,
+    hybrid_pattern,
+    is_transformer,
+    transformer_layers,
+)
 from mcore_rl.model.layout import PipelineLayers, layers_of_chunks
 from mcore_rl.patches.megatron import hybrid_checkpoints
 from mcore_rl.patches.registry import apply_patch
@@ -38,6 +45,8 @@ from mcore_rl.patches.registry import apply_patch
 
 class _HalfLayer:
     """A layer of HybridModel that has the number of its transformer layer."""
+
+    has_transformer_number = True
 
     def __init__(self, *args: Any, layer_number: int, **kwargs: Any) -> None:
         number = (layer_number + 1) // 2
@@ -57,9 +66,10 @@ class ExpertLayer(_HalfLayer, MoETransformerLayer):
 
 
 class TransformerStack(HybridStack):
-    """A stack of such halves, stored under the names of GPTModel's layers."""
+    """A stack of halves of transformer layers, stored under the names of GPTModel's layers."""
 
-    is_stored_as_gpt = True  # and numbered as one
+    is_stored_as_gpt = True
+    num_transformer_layers: int  # of all stages
 
     def sharded_state_dict(
         self,
@@ -73,7 +83,9 @@ class TransformerStack(HybridStack):
         for index, layer in enumerate(self.layers):
             here = f"{prefix}layers.{index}."
             number = layer.layer_number - 1
-            offsets = [(0, number, self.config.num_layers)] if has_axis else []
+            if not isinstance(layer, _HalfLayer):  # a fork's, numbered by position
+                number //= 2
+            offsets = [(0, number, self.num_transformer_layers)] if has_axis else []
             stored = layer.sharded_state_dict(here, offsets, metadata)
             name = f"{prefix}layers." if has_axis else f"{prefix}layers.{number}."
             if self.is_mtp_layer:
@@ -102,8 +114,8 @@ def _stores_layers_as_axis(config: Any, metadata: dict[str, Any] | None) -> bool
     )
 
 
-class TransformerModel(HybridModel):
-    """A HybridModel of transformer layers, stored as a GPTModel."""
+class _StoredAsGPT:
+    """Mixin to place before HybridModel."""
 
     def sharded_state_dict(
         self,
@@ -112,9 +124,30 @@ class TransformerModel(HybridModel):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return this stage's tensors, for a checkpoint of either class."""
-        found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        found: dict[str, Any]
+        found = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         found.pop(f"{prefix}output_layer._extra_state", None)  # empty; GPTModel leaves it out
         return found
+
+
+@functools.cache
+def _stored_as_gpt(base: type) -> type:
+    return type(base.__name__, (_StoredAsGPT, base), {})
+
+
+def store_as_gpt(model: Any) -> None:
+    """Let checkpoints of a HybridModel, in place, fit GPTModel, if its layers are whole transformer
+    layers in Megatron's own stack; others keep Megatron's names."""
+    if type(model.decoder) is not HybridStack or not is_transformer(model.hybrid_layer_pattern):
+        return
+    apply_patch(hybrid_checkpoints.PATCH)
+    base: Any = type(model)  # mypy: not Hashable
+    model.__class__ = _stored_as_gpt(base)
+    model.decoder.__class__ = TransformerStack
+    model.decoder.num_transformer_layers = 1 + transformer_layers(model.hybrid_layer_pattern)[-1]
+    if model.mtp_process:
+        for layer in model.mtp.layers:
+            layer.mtp_model_layer.__class__ = TransformerStack
 
 
 def build_hybrid_model(
@@ -129,12 +162,11 @@ def build_hybrid_model(
 
     `decoder_spec` and `mtp_spec` are those of GPTModel for this stage, `common` the arguments that
     both classes take."""
-    apply_patch(hybrid_checkpoints.PATCH)
     layers = _layers_of_stages(config)
     here = layers[get_pipeline_model_parallel_rank()][common["vp_stage"] or 0]
     is_moe_layer = [shape.is_moe_layer[layer] for layer in here]
     attention = LATENT_ATTENTION if config.multi_latent_attention else ATTENTION
-    model: Any = TransformerModel(
+    model: Any = HybridModel(
         config=_hybrid_config(config),
         hybrid_stack_spec=_stack_spec(decoder_spec, mtp_spec, is_moe_layer),
         hybrid_layer_pattern=hybrid_pattern(shape, layers, attention, config.mtp_num_layers or 0),
@@ -142,9 +174,7 @@ def build_hybrid_model(
     )
     if hasattr(model, "rotary_pos_emb") and args.position_embedding_type == "rope":
         model.rotary_pos_emb = _rotary_embedding(args, model)
-    if model.mtp_process:
-        for layer in model.mtp.layers:
-            layer.mtp_model_layer.__class__ = TransformerStack  # Megatron builds its own
+    store_as_gpt(model)
     built: torch.nn.Module = model
     return built
 
@@ -163,10 +193,11 @@ def _layers_of_stages(config: Any) -> PipelineLayers:
 
 
 def _hybrid_config(config: Any) -> Any:
-    """Return the configuration with counts of layers as HybridModel reads them."""
+    """Return the configuration as HybridModel is to read it."""
     config = copy.copy(config)
     # The pattern says which layers a stage has.
     config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
+    config.mla_down_proj_fusion = False  # the specs are fused
     if config.recompute_num_layers is not None:
         config.recompute_num_layers *= 2
     return config
@@ -194,7 +225,7 @@ def _stack_spec(decoder_spec: Any, mtp_spec: Any, is_moe_layer: Sequence[bool]) 
     if "attention_layer" in kinds:
         kinds["mla_layer"] = kinds["attention_layer"]
     submodules = HybridStackSubmodules(mtp_block_spec=mtp_spec, **kinds)
-    return ModuleSpec(module=TransformerStack, submodules=submodules)
+    return ModuleSpec(module=HybridStack, submodules=submodules)
 
 
 def _rotary_embedding(args: argparse.Namespace, model: Any) -> RotaryEmbedding:

@@ -146,6 +146,15 @@ def _built(
     return model
 
 
+def as_in_checkpoints(model: torch.nn.Module) -> torch.nn.Module:
+    """Let checkpoints of a model, a fork's too, fit both classes where they can; in place."""
+    if hasattr(model, "hybrid_layer_pattern"):
+        from mcore_rl.megatron.hybrid_model import store_as_gpt  # as in `_built`
+
+        store_as_gpt(model)
+    return model
+
+
 def _mtp_block_spec(config: Any, decoder_spec: Any, vp_stage: int | None) -> Any:
     """Return the spec of this stage's MTP layers, made like its last decoder layer, or None.
 

@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from mcore_rl.megatron.log_probs import vocab_parallel_log_probs
+from mcore_rl.megatron.model_provider import as_in_checkpoints
 from mcore_rl.megatron.sparse_attention import freeze_indexers
 
 # Keyword arguments that Megatron passes to MTP layers, and that these need here.
@@ -219,7 +220,7 @@ def make_policy_provider(provider: Any, *, real_vocab_size: int, chunk_tokens: i
 
     @functools.wraps(provider)
     def policy_provider(*args: Any, **kwargs: Any) -> torch.nn.Module:
-        model = provider(*args, **kwargs)
+        model = as_in_checkpoints(provider(*args, **kwargs))
         freeze_indexers(model)
         return as_policy(model, real_vocab_size=real_vocab_size, chunk_tokens=chunk_tokens)
 

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 
 from mcore_rl.common.megatron_version import AUTO
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
-from mcore_rl.megatron.model_provider import make_actor_provider
+from mcore_rl.megatron.model_provider import as_in_checkpoints, make_actor_provider
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.megatron.sparse_attention import freeze_indexers
 from mcore_rl.megatron.world import MegatronWorld
@@ -87,7 +87,8 @@ def make_critic_provider(provider: Any) -> Any:
 
     @functools.wraps(provider)
     def critic_provider(*args: Any, **kwargs: Any) -> torch.nn.Module:
-        model: Any = provider(*args, **kwargs)  # with the attributes of Megatron's class
+        # With the attributes of Megatron's class.
+        model: Any = as_in_checkpoints(provider(*args, **kwargs))
         freeze_indexers(model)
         if model.share_embeddings_and_output_weights:
             raise RuntimeError("a critic is built without tied embeddings; the model has them")

@@ -7,6 +7,7 @@ stages, with one MTP layer: `+-|+E/+E`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,11 @@ def hybrid_pattern(
     return "|".join(parts) + f"/{pairs[-1]}" * num_mtp_layers
 
 
+def is_transformer(pattern: str) -> bool:
+    """Return whether a pattern is of whole transformer layers, with or without MTP layers."""
+    return re.fullmatch(r"([*+][-E])+(/[*+][-E])*", pattern.replace("|", "")) is not None
+
+
 def transformer_layers(pattern: str) -> list[int]:
     """Return the number, from 0, of the transformer layer at each position, without MTP layers."""
     number, found = -1, []
@@ -44,10 +50,9 @@ def numbered_layers(chunk: Any) -> Iterator[tuple[int, Any]]:
 
     The two halves of a transformer layer in a HybridModel have the same number."""
     pattern = getattr(chunk, "hybrid_layer_pattern", None)
-    if pattern is not None and not getattr(chunk.decoder, "is_stored_as_gpt", False):
-        numbers = transformer_layers(pattern)  # a fork's, numbered by position
-        for layer in chunk.decoder.layers:
-            yield numbers[layer.layer_number - 1], layer
-        return
+    by_position = None if pattern is None else transformer_layers(pattern)
     for layer in chunk.decoder.layers:
-        yield layer.layer_number - 1, layer
+        number = layer.layer_number - 1
+        if by_position is not None and not hasattr(layer, "has_transformer_number"):
+            number = by_position[number]  # a fork's
+        yield number, layer

@@ -58,19 +58,23 @@ def examined(case: Mapping[str, Any]) -> dict[str, Any]:
                 megatron_models.build(job)
     assert case["world_size"] - 1 in case["ranks"]
     everywhere: dict[str, list[Box]] = defaultdict(list)
-    ranks = {rank: built(job, rank, everywhere) for rank in case["ranks"]}
+    ranks = {rank: built(job, rank, "gpt", everywhere) for rank in case["ranks"]}
+    ends = {case["ranks"][0], case["ranks"][-1]}  # the first stage and the last
+    hybrid = {rank: built(job, rank, "hybrid", defaultdict(list)) for rank in sorted(ends)}
     lacking = [
         name
         for name, info in tensor_infos(shape).items()
         if uncovered(full_box(info.shape), disjoint(everywhere[name]))
     ]
-    return {"derived": derived, "ranks": ranks, "lacking": lacking}
+    return {"derived": derived, "ranks": ranks, "hybrid": hybrid, "lacking": lacking}
 
 
-def built(job: megatron_models.Job, rank: int, everywhere: dict[str, list[Box]]) -> dict[str, Any]:
+def built(
+    job: megatron_models.Job, rank: int, model_class: str, everywhere: dict[str, list[Box]]
+) -> dict[str, Any]:
     """One rank's model; what it holds of the checkpoint is added to `everywhere`."""
     with megatron_models.as_rank(job, rank):
-        model = megatron_models.build(job)
+        model = megatron_models.build(job, model_class)
         layout, layers = job.layout, stage_layers(model)
         shards = ModelShards([model], job.shape, layout, rank, tensor_infos(job.shape))
         for tensor in shards.tensors():
@@ -89,7 +93,9 @@ def built(job: megatron_models.Job, rank: int, everywhere: dict[str, list[Box]])
             return [
                 name
                 for name, weight in weights.items()
-                if not is_same_place(
+                # Megatron stores its two parts.
+                if ".linear_qkv_down_proj." not in name
+                and not is_same_place(
                     name,
                     map_parameter(name, tuple(weight.shape), job.shape, at),
                     by_megatron[name],

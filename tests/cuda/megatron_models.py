@@ -2,7 +2,7 @@
 
 `prepare` comes first in a job, before anything imports megatron or mcore_rl. Groups are those of
 torch's fake process group, which sends nothing. The command line is derived, parsed and validated
-as a run's; the model is what `mcore_rl.megatron.policy_head` makes of it, without its weights.
+as a run's; the model is what `mcore_rl.megatron.model_provider` makes of it, without its weights.
 """
 
 from __future__ import annotations
@@ -123,14 +123,15 @@ def as_rank(job: Job, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def build(job: Job) -> torch.nn.Module:
-    """This rank's model, as a start builds it, on `meta`. Within `as_rank`."""
+def build(job: Job, model_class: str = "auto") -> torch.nn.Module:
+    """This rank's model, as a start builds it, on `meta`. Within `as_rank`.
+    `model_class` is --rl-model-class."""
     from megatron.core import parallel_state
 
     from mcore_rl.megatron.model_provider import make_actor_provider
     from mcore_rl.megatron.value_head import make_critic_provider
 
-    provider: Any = make_actor_provider(job.args, job.shape)
+    provider: Any = make_actor_provider(job.args, job.shape, model_class)
     if job.shape.value_head:
         provider = make_critic_provider(provider)
     # Transformer Engine names CUDA itself.

@@ -11,6 +11,7 @@ weight gradients); the optimizer's own kernels and what DDP's buffers take; NCCL
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -45,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{config: first_layers(config) for config in (*MOE, *DENSE)},
     "critic": first_layers("qwen3-30b-a3b", value_head=True),
     "experts apart": first_layers("deepseek-v3", "--rl-no-moe-grouped-gemm"),
+    "fused down projections": first_layers("deepseek-v3", "--mla-down-proj-fusion"),
     "tiny": {
         "config": "moonlight-16b-a3b",  # as the tiny model, without YaRN
         "num_layers": 4,
@@ -67,6 +69,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+# With Transformer Engine; local layers know neither.
+OTHER_SPECS = {
+    "experts apart": "transformer_engine_sequential",
+    "fused down projections": "transformer_engine_fused_down",
+}
 # Of those flags, as `stage_parameters` takes them.
 _DEGREES = {
     "tiny": {"tp_size": 2, "ep_size": 2},
@@ -139,14 +146,17 @@ def test_parameters_are_those_that_the_weight_map_expects(
     for name, case in found["cases"].items():
         if name == "critic":
             continue
-        apart = layers == "transformer_engine" and name == "experts apart"
-        spec = SPECS["transformer_engine_sequential" if apart else layers]
+        spec = SPECS[OTHER_SPECS.get(name, layers) if layers == "transformer_engine" else layers]
         shape, degrees = shape_of(CASES[name]), degrees_of(name)
-        for rank, built in case["ranks"].items():
-            assert built["devices"] == ["meta"]
-            expected = stage_parameters(shape, spec, **degrees, layers=tuple(built["layers"]))
-            shapes = {key: tuple(size) for key, size in built["shapes"].items()}
-            assert shapes == expected, (name, rank)
+        halves = dataclasses.replace(spec, halves=True)
+        for of_class, ranks in ((spec, case["ranks"]), (halves, case["hybrid"])):
+            for rank, built in ranks.items():
+                assert built["devices"] == ["meta"]
+                stage = tuple(sorted(set(built["layers"])))
+                assert tuple(built["layers"]) == of_class.numbered(stage)
+                expected = stage_parameters(shape, of_class, **degrees, layers=stage)
+                shapes = {key: tuple(size) for key, size in built["shapes"].items()}
+                assert shapes == expected, (name, rank)
 
 
 def test_weight_map_places_parameters_where_megatrons_checkpoints_do(
@@ -155,13 +165,20 @@ def test_weight_map_places_parameters_where_megatrons_checkpoints_do(
     """Every box of the checkpoint is that of Megatron's `sharded_state_dict`; a neighbour's is not.
     Together the ranks hold everything, and the optimizer knows the experts."""
     for name, case in found["cases"].items():
-        for rank, built in case["ranks"].items():
+        for rank, built in (*case["ranks"].items(), *case["hybrid"].items()):
             assert built["elsewhere"] == [], (name, rank)
             assert built["of_neighbour_elsewhere"] > 0, (name, rank)
             assert built["wrong_optimizer"] == [], (name, rank)
             assert built["sinks_not_split"] == [], (name, rank)
         if name != "v3":  # of which there are a few ranks
             assert case["lacking"] == [], name
+
+
+def test_checkpoints_do_not_depend_on_the_model_class(found: dict[str, Any]) -> None:
+    for name, case in found["cases"].items():
+        for rank, built in case["hybrid"].items():
+            keys = case["ranks"][rank]["checkpoint_keys"]
+            assert built["checkpoint_keys"] == keys, (name, rank)
 
 
 def test_checkpoints_do_not_depend_on_how_experts_are_computed(

@@ -58,14 +58,17 @@ def handed_over_from_disk(
     return engine, manager, reports, from_disk, handed_over
 
 
-def started(flags: list[str], *, in_float32: bool = False) -> tuple[Job, Actor, Any]:
-    """Megatron running with a checkpoint in it; with `in_float32` exports are exact."""
+def started(
+    flags: list[str], *, in_float32: bool = False, provider: Any = None
+) -> tuple[Job, Actor, Any]:
+    """Megatron running with a checkpoint in it; with `in_float32` exports are exact.
+    `provider` is a fork's."""
     setup_logging()
     with open("/dev/null", "w") as log:
         job = start(flags, log=log, has_engine=False)
         if in_float32:
             job = as_float32(job)
-        state, shards = build_actor(job, log=log)
+        state, shards = build_actor(job, provider, log=log)
     return job, Actor(job, state), shards
 
 

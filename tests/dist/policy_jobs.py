@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,16 +12,90 @@ import torch.distributed as dist
 
 from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.batching.types import TrainBatch
+from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron import saving
 from mcore_rl.megatron.model_provider import make_actor_provider
 from mcore_rl.megatron.policy_head import as_policy
+from mcore_rl.moe.routing import routers_of
 from mcore_rl.trainer.actor import Actor
 from tests.dist.jobs import first_mini_batch, random_tokens, rank_batch, started
 
 # After the patches, which mcore_rl.megatron.adapter applies.
 from megatron.core import parallel_state  # isort: skip
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules  # isort: skip
+from megatron.core.models.hybrid.hybrid_model import HybridModel  # isort: skip
+from megatron.core.ssm.mlp_layer import MLPLayer  # isort: skip
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp  # isort: skip
+from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
+from megatron.training.global_vars import get_args  # isort: skip
 from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip
-from megatron.core.transformer.transformer_layer import TransformerLayer  # isort: skip
+from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer  # isort: skip
+
+
+def hybrid_provider(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> torch.nn.Module:
+    """A fork's: a HybridModel of Megatron's own layers, which are numbered by position."""
+    args = get_args()
+    config = config or megatron_adapter.transformer_config(args)
+    block = megatron_adapter.block_spec(config, vp_stage)
+    config.num_layers_in_last_pipeline_stage = None  # says the pattern
+    dense, moe = block.layer_specs[0].submodules, block.layer_specs[-1].submodules
+
+    def second_half(module: type, layer: Any) -> ModuleSpec:
+        of_attention = {"input_layernorm": IdentityOp, "self_attention": IdentityOp}
+        half = dataclasses.replace(layer, **of_attention, self_attn_bda=IdentityFuncOp)
+        return ModuleSpec(module=module, submodules=half)
+
+    attention = dataclasses.replace(
+        moe, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp
+    )
+    stack = HybridStackSubmodules(
+        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+        mlp_layer=second_half(MLPLayer, dense),
+        moe_layer=second_half(MoETransformerLayer, moe),
+    )
+    return HybridModel(
+        config=config,
+        hybrid_stack_spec=ModuleSpec(module=HybridStack, submodules=stack),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        hybrid_layer_pattern="*-*E" if args.num_experts else "*-*-",
+        pre_process=pre_process,
+        post_process=post_process,
+        position_embedding_type="rope",
+        rotary_base=args.rotary_base,
+        pg_collection=pg_collection,
+        vp_stage=vp_stage,
+    )
+
+
+def learn_in_fork(flags: list[str], target: str, provider: str | None = None) -> dict[str, Any]:
+    """An update and a checkpoint in `saved`, or `--load`; then another update, whose weights go to
+    `weights`. `provider` is the fork's, None for mcore_rl's own."""
+    job, actor, shards = started(
+        flags, in_float32=True, provider=globals()[provider] if provider else None
+    )
+    first, second = split_mini_batches(rank_batch(job))
+    if "--load" not in flags:
+        actor.update(first)
+        with open("/dev/null", "w") as log, megatron_adapter.megatron_output_to(log):
+            saving.save_checkpoint(job.args, actor.state, 1, Path(target) / "saved")
+    actor.update(second)
+    export(shards, job.spec.checkpoint, Path(target) / "weights")
+    (chunk,) = actor.state.chunks
+    found = {
+        "layer": type(chunk.decoder.layers[0]).__name__,
+        "layers": megatron_adapter.stage_layers(chunk),
+        "routers": [layer for layer, _ in routers_of(chunk)],
+    }
+    dist.destroy_process_group()
+    return found
 
 
 class LayerOfFork(TransformerLayer):

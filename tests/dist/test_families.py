@@ -82,8 +82,15 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+# The others are a GPTModel.
+HYBRID_MODELS = (
+    "deepseek_v3 deepseek_v2_lite kimi_k2 glm4_moe_lite minimax_m2 qwen3_moe gpt_oss qwen3 llama"
+).split()
+
+
 @dataclass(frozen=True)
 class Outcome:
+    spec: str  # of `SPECS`
     checkpoint: Path  # as published
     saved: Path  # by transformers
     exported: Path
@@ -106,8 +113,11 @@ def outcome(
     saved = saved_by_transformers(checkpoint, folder)
     # As many as the model has positions, less the one that scoring takes.
     longest = ("--rl-max-prompt-tokens", str(read_model_shape(saved).max_positions - 1))
-    results = run_all_ways(ranks, saved, split, folder, *longest, published=checkpoint)
-    return Outcome(checkpoint, saved, folder / "exported", results)
+    is_hybrid = request.param in HYBRID_MODELS
+    of_class = ("--rl-model-class", "hybrid" if is_hybrid else "gpt")
+    results = run_all_ways(ranks, saved, split, folder, *longest, *of_class, published=checkpoint)
+    spec = "local, hybrid" if is_hybrid else "local"
+    return Outcome(spec, checkpoint, saved, folder / "exported", results)
 
 
 def saved_by_transformers(published: Path, folder: Path) -> Path:
@@ -202,13 +212,14 @@ def test_parameters_are_called_as_the_unit_tests_say(outcome: Outcome) -> None:
     for rank, result in enumerate(outcome.results):
         expected = stage_parameters(
             shape,
-            SPECS["local"],
+            SPECS[outcome.spec],
             tp_size=2,
             ep_size=2 if shape.experts else 1,
             layers=(rank // 2,),  # one a stage
         )
         parameters = {name: tuple(size) for name, size in result["parameters"].items()}
-        expected.pop("decoder.layers.0.mlp.router.expert_bias", None)  # a buffer
+        buffer = SPECS[outcome.spec].place(0, "mlp.router.expert_bias")
+        expected.pop(buffer, None)
         assert parameters == expected
 
 

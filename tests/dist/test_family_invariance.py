@@ -2,7 +2,8 @@
 
 `test_invariance.py` varies everything else, with one family. Here each family makes a step of two
 updates in each split, and its losses, gradient norms and weights are compared with those of one
-process. The largest differences are written to build/family_invariance.md.
+process. The splits are of a HybridModel and of a GPTModel in turn, the process has a GPTModel. The
+largest differences are written to build/family_invariance.md.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.common.megatron_version import GPT, HYBRID
 from mcore_rl.model.families import FAMILIES
 from tests.conftest import load_script
 from tests.dist.test_fsdp import ENVIRONMENT, fsdp
@@ -97,8 +99,8 @@ def rows() -> Iterator[list[str]]:
     rows = [
         f"Largest differences to one process, in float32; allowed is {TOLERANCE:.0e}.",
         "",
-        "| model | split | loss | gradient norm | weights |",
-        "|---|---|---|---|---|",
+        "| model | split | class | loss | gradient norm | weights |",
+        "|---|---|---|---|---|---|",
     ]
     yield rows
     TABLE.parent.mkdir(exist_ok=True)
@@ -106,23 +108,27 @@ def rows() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("arch", "split"),
+    ("arch", "split", "model_class"),
     [
-        pytest.param(arch, split, id=f"{arch} {split}")
-        for arch, splits in SPLITS.items()
-        for split in splits
+        pytest.param(arch, split, name := (HYBRID, GPT)[(i + k) % 2], id=f"{arch} {split} {name}")
+        for i, (arch, splits) in enumerate(SPLITS.items())
+        for k, split in enumerate(splits)
     ],
 )
 def test_update_is_that_of_one_process(
     arch: str,
     split: str,
+    model_class: str,
     learn: Callable[..., Outcome],
     reference_of: Callable[[str], Outcome],
     rows: list[str],
 ) -> None:
-    found = differences_of(learn(arch, 2, *SPLITS[arch][split]), reference_of(arch))
+    flags = (*SPLITS[arch][split], "--rl-model-class", model_class)
+    found = differences_of(learn(arch, 2, *flags), reference_of(arch))
     measured = (found.loss, found.grad_norm, found.weight)
-    rows.append(f"| {arch} | {split} | {' | '.join(f'{value:.1e}' for value in measured)} |")
+    rows.append(
+        f"| {arch} | {split} | {model_class} | {' | '.join(f'{value:.1e}' for value in measured)} |"
+    )
     found.assert_small()
 
 

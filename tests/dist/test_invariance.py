@@ -1,4 +1,4 @@
-"""GRPO's and PPO's updates do not depend on layout, division, recomputation or offload.
+"""GRPO's and PPO's updates do not depend on layout, division, recomputation, offload or class.
 
 A covering set: every two values of two factors that can go together meet in some case, and each
 case is compared with one process that has the whole model, samples padded one by one, nothing
@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.common.megatron_version import GPT, HYBRID
 from tests.dist.checkpoints import tensors_of
 from tests.dist.updates import TOLERANCE, Differences, Outcome, differences_of, learnt
 from tests.rank_pool import ROOT, RankPool
@@ -97,6 +98,7 @@ class Case:
     recompute: str
     offload: bool
     dispatcher: str = ALL_TO_ALL  # of tokens to experts
+    model_class: str = GPT
 
     @property
     def num_processes(self) -> int:
@@ -161,6 +163,7 @@ class Case:
             *division,
             *RECOMPUTE[self.recompute].split(),
             *("--rl-offload", "gradients,optimizer,parameters" if self.offload else "none"),
+            *("--rl-model-class", self.model_class),
         ]
 
 
@@ -176,6 +179,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "recompute": tuple(RECOMPUTE),
     "offload": (False, True),
     "dispatcher": (ALL_TO_ALL, ALL_GATHER),
+    "model_class": (GPT, HYBRID),
 }
 
 
@@ -215,7 +219,8 @@ CASES = [*COVERING, *FURTHER]
 def name_of(case: Case) -> str:
     offload = "offload" if case.offload else "stay"
     dispatcher = f" {case.dispatcher}" if case.dispatcher == ALL_GATHER else ""
-    return f"{case.algorithm} {case.layout} {case.division} {case.recompute} {offload}{dispatcher}"
+    name = f"{case.algorithm} {case.layout} {case.division} {case.recompute} {offload}{dispatcher}"
+    return f"{name} {case.model_class}"
 
 
 @dataclass
@@ -234,6 +239,7 @@ class Table:
             case.recompute,
             "all" if case.offload else "none",
             case.dispatcher,
+            case.model_class,
             *(f"{d:.1e}" for d in (differences.loss, differences.grad_norm, differences.weight)),
         )
         self.rows.append(f"| {' | '.join(cells)} |")
@@ -241,7 +247,7 @@ class Table:
     def text(self) -> str:
         names = (
             *("algorithm", "processes", "layout", "packing", "micro-batch", "recompute"),
-            *("offload", "dispatcher", "loss", "gradient norm", "weights"),
+            *("offload", "dispatcher", "class", "loss", "gradient norm", "weights"),
         )
         return "\n".join(
             [
@@ -249,10 +255,10 @@ class Table:
                 "",
                 "Largest differences to one process with the whole model, samples padded one by",
                 "one, nothing recomputed, nothing offloaded: after 2 steps of 2 updates each, in",
-                f"float32, of a DeepSeek-V3 of 4 layers. Allowed is {TOLERANCE:.0e}. For losses",
-                "(the mean over tokens of each term, and all metrics) it is relative for values",
-                "above 1, for gradient norms relative, for weights absolute. Of PPO actor and",
-                "critic are compared.",
+                "float32, of a DeepSeek-V3 of 4 layers as a GPTModel. Allowed is",
+                f"{TOLERANCE:.0e}. For losses (the mean over tokens of each term, and all metrics)",
+                "it is relative for values above 1, for gradient norms relative, for weights",
+                "absolute. Of PPO actor and critic are compared.",
                 "",
                 f"| {' | '.join(names)} |",
                 f"|{'---|' * len(names)}",

@@ -140,6 +140,37 @@ def test_the_next_step_is_the_same_with_the_other_class(
     assert_alike(found, expected)
 
 
+@pytest.mark.parametrize("fork_saves", [False, True])
+@pytest.mark.parametrize(("arch", "layers", "routers"), [(DEEPSEEK, 2, [1]), (QWEN, 2, [])])
+def test_a_fork_may_build_a_hybrid_model(
+    arch: str,
+    layers: int,
+    routers: list[int],
+    fork_saves: bool,
+    checkpoint_factory: Callable[..., Path],
+    ranks: RankPool,
+    tmp_path: Path,
+) -> None:
+    """Its layers are numbered by position. It resumes what GPTModel has saved, and the reverse."""
+
+    def learn(name: str, in_fork: bool, *more: str) -> Path:
+        found = ranks.run(
+            "tests.dist.policy_jobs:learn_in_fork",
+            world_size=2,
+            flags=job_flags(checkpoint_factory(arch), "tp2_pp1_ep1", *RATES, *more),
+            target=tmp_path / name,
+            provider="hybrid_provider" if in_fork else None,
+        )
+        for rank in found:
+            assert rank["layer"] == "TransformerLayer" and rank["routers"] == routers
+            assert rank["layers"] == sorted([*range(layers)] * (1 + in_fork))
+        return tmp_path / name / "weights"
+
+    expected = tensors_of(learn("a", fork_saves))
+    found = tensors_of(learn("b", not fork_saves, "--load", str(tmp_path / "a" / "saved")))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 @pytest.mark.parametrize("saves", CLASSES)
 def test_a_sharded_checkpoint_resumes_with_the_other_class(
     saves: str, checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path: Path

@@ -106,6 +106,9 @@ samples_instead_of_steps: --train-samples 100
     --train-samples counts differently ... --rl-num-steps
 other_normalisation: --calculate-per-token-loss
     --calculate-per-token-loss switches on another normalisation ... drop it
+layers_of_the_other_class: --rl-model-class hybrid --spec tests.dist.policy_jobs spec_of_fork
+    --rl-model-class hybrid is not possible with --spec tests.dist.policy_jobs spec_of_fork, which
+    describes the layers of a GPTModel; drop one of the two
 async_save: --async-save
     --async-save is not supported yet ... drop it
 half_a_checkpoint: --no-save-optim

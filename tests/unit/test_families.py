@@ -80,16 +80,16 @@ def test_parameters_of_all_ranks_are_the_checkpoint(arch: str, spec: str) -> Non
     found: dict[str, set] = defaultdict(set)
     for rank in range(tp_size * ep_size * etp_size):
         tp_rank, etp_rank, ep_rank = rank % tp_size, rank // tp_size % etp_size, rank // 4
-        at = ShardCoordinates(
-            tp_rank, tp_size, ep_rank, ep_size, etp_rank, etp_size, tuple(range(shape.num_layers))
-        )
+        layers = tuple(range(shape.num_layers))
+        numbered = SPECS[spec].numbered(layers)
+        at = ShardCoordinates(tp_rank, tp_size, ep_rank, ep_size, etp_rank, etp_size, numbered)
         parameters = stage_parameters(
             shape,
             SPECS[spec],
             tp_size=tp_size,
             ep_size=ep_size,
             etp_size=etp_size,
-            layers=at.layers,
+            layers=layers,
         )
         for name, size in parameters.items():
             pieces = map_parameter(name, size, shape, at)

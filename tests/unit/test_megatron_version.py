@@ -6,6 +6,7 @@ The search for modules runs in a separate process: this one has imported its Meg
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -133,3 +134,40 @@ def test_file_without_version_is_refused(text: str, tmp_path: Path) -> None:
     file.write_text(text)
     with pytest.raises(UsageError, match=f"{file} does not say which Megatron it is"):
         _stated_version(file)
+
+
+SAY_CLASSES = """
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.megatron_version import model_class
+for requested in ("auto", "gpt", "hybrid"):
+    try:
+        print(model_class(requested))
+    except UsageError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("has_gpt_model", "has_hybrid_model", "said"),
+    [
+        (True, True, ["gpt", "gpt", "hybrid"]),
+        (
+            False,
+            True,
+            ["hybrid", "--rl-model-class gpt asks for .*GPTModel; give hybrid", "hybrid"],
+        ),
+        (True, False, ["gpt", "gpt", "--rl-model-class hybrid asks for .*HybridModel.*; give gpt"]),
+    ],
+)
+def test_model_class_is_one_that_megatron_has(
+    has_gpt_model: bool, has_hybrid_model: bool, said: list[str], tmp_path: Path
+) -> None:
+    megatron_on_the_path(tmp_path, "0.19.7", has_gpt_model=has_gpt_model)
+    if not has_hybrid_model:
+        (tmp_path / "megatron/core/models/hybrid/hybrid_layer_allocation.py").unlink()
+    found = python("-c", SAY_CLASSES, path=tmp_path)
+    lines = found.stdout.splitlines()
+    assert len(lines) == len(said), found.stderr
+    assert all(re.fullmatch(pattern, line) for pattern, line in zip(said, lines, strict=True)), (
+        lines
+    )

@@ -142,6 +142,13 @@ def test_parameters_of_trained_mtp_layers_tile_their_tensors(world_size):
         ("final_layernorm.weight", (16,), "shared_head.norm.weight"),
         ("mtp_model_layer.input_layernorm.weight", (16,), "input_layernorm.weight"),
         ("mtp_model_layer.mlp.linear_fc2.weight", (16, 24 // world_size), "mlp.down_proj.weight"),
+        # in a HybridModel
+        ("mtp_model_layer.layers.0.input_layernorm.weight", (16,), "input_layernorm.weight"),
+        (
+            "mtp_model_layer.layers.1.mlp.linear_fc2.weight",
+            (16, 24 // world_size),
+            "mlp.down_proj.weight",
+        ),
     ):
         for rank in range(world_size):
             at = ShardCoordinates(rank, world_size, 0, 1, 0, 1, layers=(1,))

@@ -99,6 +99,7 @@ REPLICATED = {
     L0 + "self_attention.kv_layernorm.weight": H0 + "self_attn.kv_a_layernorm.weight",
     L1 + "mlp.router.expert_bias": H1 + "mlp.gate.e_score_correction_bias",
     "decoder.final_layernorm.weight": "model.norm.weight",
+    "decoder.final_norm.weight": "model.norm.weight",
 }
 
 

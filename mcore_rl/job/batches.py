@@ -27,6 +27,8 @@ def check_batches(
             remedy="set it to 1, or the latter to 0",
         )
     shares_prompts(config.trainer.share_prompts, values, config.trainer.max_tokens_per_microbatch)
+    if not config.trainer.max_tokens_per_microbatch:
+        _check_padded_indexers(layout, values)
     samples = config.samples_per_step
     parts = config.trainer.num_mini_batches * layout.dp_size * micro_batch_size
     if parts < 1 or samples < 1 or samples % parts:
@@ -48,6 +50,27 @@ def check_batches(
         )
     if layout.pp_size > 1 and len(layers[0]) > 1:
         _check_interleaving(config, layout, values, samples // parts)
+
+
+def _check_padded_indexers(layout: TrainLayout, values: Mapping[str, Any]) -> None:
+    """Refuse what Megatron's sparse attention does wrong in padded rows.
+
+    Its loss counts padding, and the choice that layers share is kept in the configuration, where
+    another micro-batch of a pipeline replaces it before it is recomputed."""
+    remedy = "give --rl-max-tokens-per-microbatch, which packs samples"
+    if values.get("dsa_indexer_loss_coeff"):
+        raise UsageError(
+            "would count padding in the loss of indexers",
+            flag=f"--dsa-indexer-loss-coeff {values['dsa_indexer_loss_coeff']}",
+            remedy=remedy,
+        )
+    recompute, frequency = values.get("recompute_granularity"), values.get("dsa_indexer_topk_freq")
+    if recompute and (frequency or 1) > 1 and layout.pp_size > 1:
+        raise UsageError(
+            "would recompute layers with the keys that an indexer chose for another micro-batch",
+            flag=f"--recompute-granularity {recompute}",
+            remedy=remedy,
+        )
 
 
 def _check_interleaving(

@@ -239,6 +239,16 @@ def check_model_class(requested: str, values: Mapping[str, Any]) -> None:
             )
 
 
+def check_indexer_loss(shape: ModelShape, values: Mapping[str, Any]) -> None:
+    """Refuse the loss of indexers for a model that has none."""
+    if values.get("dsa_indexer_loss_coeff") and shape.indexer is None:
+        raise UsageError(
+            f"trains the indexers of sparse attention, and {shape.architecture} has none",
+            flag=f"--dsa-indexer-loss-coeff {values['dsa_indexer_loss_coeff']}",
+            remedy="drop the flag",
+        )
+
+
 def check_routing(replay: str, shape: ModelShape, values: Mapping[str, Any]) -> None:
     """Check that experts can be replayed: the model has some, and all choices go through routers
     that accept given ones. `replay` is --rl-routing-replay."""

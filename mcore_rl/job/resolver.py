@@ -230,6 +230,7 @@ class _Examiner:
         """Check combinations of flags, except those that concern layouts."""
         source, refusals, platform = self.source, self.refusals, self.source.platform
         refusals.passes(preflight.check_together, values)
+        refusals.passes(preflight.check_indexer_loss, shape, values)
         refusals.passes(preflight.check_routing, config.trainer.routing_replay, shape, values)
         refusals.passes(check_balancing, values, config.trainer.max_tokens_per_microbatch)
         if self.facts.checkpoint is not None:

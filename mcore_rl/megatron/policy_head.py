@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
 
 from mcore_rl.megatron.log_probs import vocab_parallel_log_probs
 from mcore_rl.megatron.model_provider import as_in_checkpoints
-from mcore_rl.megatron.sparse_attention import freeze_indexers
+from mcore_rl.megatron.sparse_attention import prepare_indexers
 
 # Keyword arguments that Megatron passes to MTP layers, and that these need here.
 _TAKEN_BY_MTP = frozenset(
@@ -221,7 +221,7 @@ def make_policy_provider(provider: Any, *, real_vocab_size: int, chunk_tokens: i
     @functools.wraps(provider)
     def policy_provider(*args: Any, **kwargs: Any) -> torch.nn.Module:
         model = as_in_checkpoints(provider(*args, **kwargs))
-        freeze_indexers(model)
+        prepare_indexers(model)
         return as_policy(model, real_vocab_size=real_vocab_size, chunk_tokens=chunk_tokens)
 
     return policy_provider

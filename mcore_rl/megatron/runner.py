@@ -31,6 +31,7 @@ from mcore_rl.batching.train_batches import split_micro_batches
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.common import objects
 from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron import sparse_attention
 from mcore_rl.megatron.router_layout import RouterLayout, passes_padding
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.moe.routing_replay import RoutingReplay
@@ -48,6 +49,10 @@ class LossSums:
 
     sums: torch.Tensor  # `[m]` float64 on the CPU: the loss's sums to report
     nonfinite_ranks: tuple[int, ...]  # whose part of the loss is not finite
+    # Of all layers, a mean over tokens; None: indexers are not trained.
+    indexer_loss: float | None = None
+    # Share of the keys chosen in a micro-batch that FP8 scores, as an engine's, would replace.
+    indexer_replaced: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,9 @@ class ModelRunner:
         self.device = state.device
         self._routers = RouterLayout.of(args, self.groups, self.device)
         self._passes_padding = passes_padding(args, state.chunks)
+        self._trains_indexers = sparse_attention.trains_indexers(args)
+        self._has_indexers = sparse_attention.has_indexers(args)
+        self._choices = sparse_attention.Choices()
 
     @property
     def _is_last_stage(self) -> bool:
@@ -158,6 +166,7 @@ class ModelRunner:
         # multiplies by their number.
         scale = num_micro_batches * self._layout.dp_size
         megatron_adapter.zero_gradients(self.state)
+        num_tokens = self._scale_indexer_losses(batch, num_micro_batches)
         scaled = functools.partial(_scaled, loss, scale)
         collected = self._run(self._work(batch), scaled, forward_only=False)
         # Some sums are sums of squares; float32 would lose their variance.
@@ -171,7 +180,39 @@ class ModelRunner:
         nonfinite: list[bool] = []
         if not torch.isfinite(total[0]):
             nonfinite = objects.all_gather(not torch.isfinite(mine[0]).item())
-        return LossSums(total[1:], tuple(r for r, is_so in enumerate(nonfinite) if is_so))
+        return LossSums(
+            total[1:],
+            tuple(r for r, is_so in enumerate(nonfinite) if is_so),
+            self._indexer_loss(num_tokens) if self._trains_indexers else None,
+            self._replaced_share() if self._has_indexers else None,
+        )
+
+    def _scale_indexer_losses(self, batch: TrainBatch, num_micro_batches: int) -> float:
+        """Prepare the losses of indexers, if they are trained; return the global tokens."""
+        if not self._trains_indexers:
+            return 0.0
+        num_tokens = float(self.global_sum(torch.tensor(batch.num_tokens, dtype=torch.float64)))
+        sparse_attention.scale_indexer_losses(
+            self.state.chunks,
+            num_micro_batches=num_micro_batches,
+            dp_size=self._layout.dp_size,
+            num_tokens=num_tokens,
+        )
+        return num_tokens
+
+    def _replaced_share(self) -> float | None:
+        counts = torch.tensor([self._choices.replaced, self._choices.chosen], dtype=torch.float64)
+        total = counts.to(self.device)
+        dist.all_reduce(total)
+        replaced, chosen = total.tolist()
+        self._choices = sparse_attention.Choices()
+        return replaced / chosen if chosen else None
+
+    def _indexer_loss(self, num_tokens: float) -> float:
+        loss = sparse_attention.taken_indexer_losses(self.device)
+        loss *= self._layout.tp_rank(self._rank) == 0  # alike on these ranks
+        dist.all_reduce(loss)
+        return float(loss) / num_tokens
 
     def global_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum values over the data-parallel ranks, and return them on the CPU."""
@@ -211,14 +252,13 @@ class ModelRunner:
         def forward_step(data: Iterator[_Work], model: torch.nn.Module) -> tuple[Any, Any]:
             """Run one micro-batch through this stage; return its output and its loss function."""
             now = next(data)
-            with self._routing(now):
+            is_first = now is work[0] and not forward_only
+            with self._routing(now), self._comparing(is_first):
                 output = model(
                     now.rows.token_ids,
                     now.rows.position_ids,
                     None,  # causal, and padding is on the right
-                    packed_seq_params=megatron_adapter.packed_samples(
-                        now.rows.cu_seqlens, now.rows.longest, now.rows.prefix_of
-                    ),
+                    packed_seq_params=self._packed_samples(now.rows),
                     **self._keywords(now.rows),
                     **self._padding(now, model),
                 )
@@ -233,6 +273,22 @@ class ModelRunner:
                 micro_batch_size=work[0].rows.token_ids.shape[0],
                 forward_only=forward_only,
             )
+
+    def _comparing(self, is_first: bool) -> contextlib.AbstractContextManager[None]:
+        """Return a context that compares the choices of an update's first micro-batch."""
+        if not (self._has_indexers and is_first):
+            return contextlib.nullcontext()
+        return sparse_attention.comparing_choices(self._choices)
+
+    def _packed_samples(self, rows: ModelRows) -> Any:
+        found = megatron_adapter.packed_samples(rows.cu_seqlens, rows.longest, rows.prefix_of)
+        if self._trains_indexers:
+            share = rows.token_ids.shape[1]
+            first = self.groups["cp"].rank() * share
+            mine = rows.places[(rows.places >= first) & (rows.places < first + share)] - first
+            found.real_token_mask_q = torch.zeros(share, dtype=torch.bool, device=self.device)
+            found.real_token_mask_q[mine] = True
+        return found
 
     def _padding(self, now: _Work, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         if now.padding is None:

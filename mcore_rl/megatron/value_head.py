@@ -25,7 +25,7 @@ from mcore_rl.common.megatron_version import AUTO
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.megatron.model_provider import as_in_checkpoints, make_actor_provider
 from mcore_rl.megatron.shards import ModelShards
-from mcore_rl.megatron.sparse_attention import freeze_indexers
+from mcore_rl.megatron.sparse_attention import prepare_indexers
 from mcore_rl.megatron.world import MegatronWorld
 from mcore_rl.model.config_json import ModelShape, settings_without_flag
 
@@ -89,7 +89,7 @@ def make_critic_provider(provider: Any) -> Any:
     def critic_provider(*args: Any, **kwargs: Any) -> torch.nn.Module:
         # With the attributes of Megatron's class.
         model: Any = as_in_checkpoints(provider(*args, **kwargs))
-        freeze_indexers(model)
+        prepare_indexers(model)
         if model.share_embeddings_and_output_weights:
             raise RuntimeError("a critic is built without tied embeddings; the model has them")
         if model.post_process:

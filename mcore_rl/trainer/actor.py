@@ -34,6 +34,8 @@ class UpdateStats:
     result: UpdateResult
     mismatch: MismatchSums | None = None  # if the update itself scored the samples first
     mtp: MTPSums | None = None  # if MTP layers are trained
+    indexer_loss: float | None = None  # if indexers of sparse attention are trained
+    indexer_replaced: float | None = None  # with sparse attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,10 @@ class Actor:
         megatron_adapter.finish_param_sync(self._args, self.state)
         mismatch = MismatchSums.from_stacked(of_mismatch) if scores_first else None
         mtp = MTPSums(float(of_mtp), sum(mtp_counts)) if mtp_counts else None
-        return UpdateStats(PolicyLossSums.from_stacked(sums), result, mismatch, mtp)
+        policy = PolicyLossSums.from_stacked(sums)
+        return UpdateStats(
+            policy, result, mismatch, mtp, total.indexer_loss, total.indexer_replaced
+        )
 
     def _mtp_counts(self, batch: TrainBatch) -> list[float]:
         """Return how many tokens of the global mini-batch each MTP layer is trained on."""

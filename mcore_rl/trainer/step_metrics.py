@@ -61,6 +61,7 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         "skipped_updates": float(sum(u.result.skipped for u in updates)),
         **(mismatch_metrics(updates[0].mismatch) if updates[0].mismatch is not None else {}),
         **_mtp_metrics(updates),
+        **_indexer_metrics(updates),
     }
 
 
@@ -69,6 +70,18 @@ def _mtp_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
     if not found:
         return {}
     return {"loss/mtp": sum(m.loss for m in found) / max(sum(m.num_tokens for m in found), 1.0)}
+
+
+def _indexer_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
+    of_updates = {
+        "loss/indexer": [update.indexer_loss for update in updates],
+        "mismatch/indexer_replaced": [update.indexer_replaced for update in updates],
+    }
+    found = {
+        name: [value for value in values if value is not None]
+        for name, values in of_updates.items()
+    }
+    return {name: float(np.mean(values)) for name, values in found.items() if values}
 
 
 def mismatch_metrics(sums: MismatchSums) -> dict[str, float]:

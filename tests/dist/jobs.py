@@ -29,6 +29,7 @@ from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_manager, engine_config
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.models import build_actor
+from mcore_rl.trainer.step_metrics import update_metrics
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 from tests.dist.sleeping import SleepLog, memory_gone_while_asleep
 from tests.engine_samples import sample_responses
@@ -170,6 +171,15 @@ def log_probs_and_export(flags: list[str], target: str) -> list[list[float]]:
     export(shards, job.spec.checkpoint, Path(target), max_file_bytes=1 << 17, bucket_bytes=1 << 14)
     dist.destroy_process_group()
     return log_probs.tolist()
+
+
+def metrics_of_updates(flags: list[str], num_updates: int = 8) -> list[dict[str, float]]:
+    """What a run measures in updates on one mini-batch."""
+    job, actor, _ = started(flags)
+    batch = first_mini_batch(job, has_reference=False)
+    found = [update_metrics([actor.update(batch)]) for _ in range(num_updates)]
+    dist.destroy_process_group()
+    return found
 
 
 def verify_megatron(flags: list[str], *, spoilt: str | None = None) -> int:

@@ -269,6 +269,8 @@ def take_step(
             found.update(mismatch_metrics(stats.mismatch))
     for number, stats in enumerate([*learnt.actor, *learnt.critic]):
         found[f"{number} grad_norm"] = stats.result.grad_norm
+        if getattr(stats, "indexer_loss", None) is not None:
+            found[f"{number} indexer_loss"] = stats.indexer_loss
         for name in type(stats.sums).__slots__:
             mean = getattr(stats.sums, name) / stats.sums.num_tokens
             found[f"{number} {name}"] = float(mean)

@@ -19,10 +19,14 @@ from tests.dist.checkpoints import (
     differing,
     loaded,
     log_probs_of,
+    tensors_of,
 )
 from tests.dist.jobs import random_tokens
 from tests.dist.layouts import SPLITS, job_flags
 from tests.dist.test_families import saved_by_transformers
+from tests.dist.test_family_invariance import FLAGS
+from tests.dist.test_invariance import JOB
+from tests.dist.updates import Outcome, assert_alike, learnt
 from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.timeout(400)
@@ -135,3 +139,90 @@ def test_megatron_is_verified_without_an_engine(
     assert ranks.run(job, world_size=2, flags=flags, spoilt=spoilt) == [1, 1]
     expected = "model.layers.2.self_attn.indexer.k_norm.bias"
     assert json.loads(out.read_text())["differing"] == [expected]
+
+
+RECOMPUTED = (
+    *("--recompute-granularity", "full", "--recompute-method", "uniform"),
+    *("--recompute-num-layers", "1"),
+)
+SPARSE_LOSS = ("--dsa-indexer-loss-coeff", "0.5", "--dsa-indexer-use-sparse-loss")
+# Splits, and other micro-batches.
+LEARNT: dict[str, tuple[int, tuple[str, ...]]] = {
+    "longer rows": (1, ("--rl-max-tokens-per-microbatch", "512")),
+    "TP2": (2, ("--tensor-model-parallel-size", "2")),
+    "PP2": (2, ("--pipeline-model-parallel-size", "2")),
+    "CP2": (2, CP2),
+    "DP2 EP2": (2, ("--expert-model-parallel-size", "2")),
+    "PP2 recomputed": (2, ("--pipeline-model-parallel-size", "2", *RECOMPUTED)),
+}
+
+
+@pytest.fixture(scope="module")
+def learn(
+    checkpoint_factory: Callable[..., Path],
+    ranks: RankPool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., Outcome]:
+    checkpoint = checkpoint_factory("glm_5_2")
+
+    def learn(num_processes: int, *flags: str) -> Outcome:
+        return learnt(
+            ranks,
+            ["--rl-hf-checkpoint", str(checkpoint), *FLAGS, *PACKED, *flags],
+            num_processes,
+            tmp_path_factory.mktemp("learnt"),
+            job=JOB,
+            num_steps=1,
+        )
+
+    return learn
+
+
+@pytest.fixture(scope="module")
+def reference(learn: Callable[..., Outcome]) -> Outcome:
+    return learn(1, *SPARSE_LOSS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", LEARNT)
+def test_trained_indexers_are_those_of_one_process(
+    way: str, learn: Callable[..., Outcome], reference: Outcome
+) -> None:
+    num_processes, flags = LEARNT[way]
+    assert_alike(learn(num_processes, *SPARSE_LOSS, *flags), reference)
+
+
+@pytest.mark.slow
+def test_indexers_are_frozen_unless_they_have_a_loss(
+    learn: Callable[..., Outcome], reference: Outcome, checkpoint_factory: Callable[..., Path]
+) -> None:
+    """Weight decay, too, leaves frozen ones alone; the loss of indexers leaves all others alone."""
+    frozen, other = learn(1, "--weight-decay", "0.5"), learn(1)
+    before = tensors_of(checkpoint_factory("glm_5_2"))
+    moved = 0
+    for name, weight in reference.weights.items():
+        same = torch.equal(weight, other.weights[name])
+        if ".indexer." in name:
+            published = before[name.removeprefix("actor/")].float()
+            assert torch.equal(other.weights[name].float(), published), name
+            assert torch.equal(frozen.weights[name].float(), published), name
+            moved += not same
+        else:
+            assert torch.allclose(weight, other.weights[name], atol=1e-6), name
+    assert moved == 10  # five in each of two layers
+
+
+def test_loss_of_indexers_falls_and_replaced_choices_are_measured(
+    checkpoint_of: Callable[[str], Path], ranks: RankPool
+) -> None:
+    job, rate = "tests.dist.jobs:metrics_of_updates", ("--lr", "0.01")
+    split = "tp2_pp1_ep1"
+    flags = job_flags(checkpoint_of("glm_5_2"), split, *PACKED, *rate)
+    (trained, alike), (frozen, _) = (
+        ranks.run(job, world_size=2, flags=[*flags, *more]) for more in (SPARSE_LOSS, ())
+    )
+    assert trained == alike
+    assert trained[-1]["loss/indexer"] < 0.8 * trained[0]["loss/indexer"]
+    assert "loss/indexer" not in frozen[0]
+    for metrics in (*trained, *frozen):
+        assert 0 < metrics["mismatch/indexer_replaced"] < 0.2

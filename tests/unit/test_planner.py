@@ -203,7 +203,6 @@ def test_delta_nets_cache_a_state_per_sequence_and_nothing_per_token() -> None:
     assert state_bytes(published_shape("llama-3.1-8b"), 1) == 0
 
 
-
 @pytest.mark.parametrize("name", ["deepseek-v2-lite", "qwen3-0.6b", "mixtral-8x7b"])
 @pytest.mark.parametrize(("tp_size", "dp_size"), [(1, 1), (4, 1), (8, 1), (1, 4), (4, 2)])
 def test_first_slot_holds_most_rollout_weights(name: str, tp_size: int, dp_size: int) -> None:

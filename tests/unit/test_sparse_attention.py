@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import GlmMoeDsaConfig
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.job.engines import check_attention
 from mcore_rl.job.layout import check_stages
-from mcore_rl.megatron import adapter  # noqa: F401  (it applies patches)
+from mcore_rl.megatron import adapter, sparse_attention  # noqa: F401  (it applies patches)
 from mcore_rl.model.config_json import ModelShape, megatron_flags, model_shape
 from mcore_rl.model.families import left_to_defaults
 from mcore_rl.model.sparse_attention import Indexer
 from tests.model_shapes import CONFIGS
 
+from megatron.core.transformer.experimental_attention_variant import dsa  # isort: skip
 from megatron.core.transformer.experimental_attention_variant.dsa import (  # isort: skip
     is_dsa_skip_topk_layer,
     source_dsa_compute_layer,
@@ -119,3 +122,49 @@ def test_stages_that_separate_a_layer_from_its_indexer_are_refused() -> None:
     stages = check_stages(shape, 2, {"decoder_first_pipeline_num_layers": 38})
     assert [len(chunks[0]) for chunks in stages] == [38, 40]
     assert check_stages(glm(), 2, {}) is not None
+
+
+def test_choices_that_fp8_scores_replace_are_counted() -> None:
+    """Against sets of keys, chosen by scores computed one by one."""
+    generator = torch.Generator().manual_seed(3)
+    num, heads, head, topk = 24, 16, 128, 5
+    q = torch.randn(num, 1, heads, head, generator=generator)
+    k = torch.randn(num, 1, head, generator=generator)
+    weights = torch.randn(num, 1, heads, generator=generator)
+    starts, ends = torch.zeros(num, dtype=torch.int64), torch.arange(1, num + 1)
+    found = sparse_attention.Choices()
+    with sparse_attention.comparing_choices(found):
+        _, chosen = dsa.fused_qk_topk_naive(
+            q, k, weights, topk, varlen_starts=starts, varlen_ends=ends
+        )
+
+    def best(query: int, *parts: torch.Tensor) -> set[int]:
+        queries, keys = (part[:, 0] for part in parts)
+        scores = [
+            sum(
+                float(weights[query, 0, h] * (queries[query, h] @ keys[t]).relu())
+                for h in range(heads)
+            )
+            for t in range(query + 1)
+        ]
+        return set(sorted(range(query + 1), key=lambda t: -scores[t])[:topk])
+
+    replaced = 0
+    for query in range(topk, num):
+        exact = best(query, q, k)
+        assert exact == set(chosen[0, query].tolist())
+        replaced += len(exact - best(query, rounded(q), rounded(k)))
+    assert found.chosen == topk * (num - topk)
+    assert found.replaced == replaced > 0
+    assert dsa.fused_qk_topk_naive.__module__ == dsa.__name__, "the original is back"
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """By the smallest power of two with which every element is at most 448."""
+    found = torch.empty_like(x)
+    for place in itertools.product(*map(range, x.shape[:-1])):
+        values, scale = x[place], 2.0**-20
+        while values.abs().max() / scale > 448:
+            scale *= 2
+        found[place] = (values / scale).to(torch.float8_e4m3fn).float() * scale
+    return found

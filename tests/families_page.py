@@ -67,7 +67,7 @@ def splits() -> dict[str, list[str]]:
     """model_type -> splits of `test_family_invariance`, of all its models together."""
     found: dict[str, list[str]] = {}
     test = test_family_invariance.test_update_is_that_of_one_process
-    for arch, split in parameters_of(test):
+    for arch, split, *_ in parameters_of(test):
         of_family = found.setdefault(_model_type(arch), [])
         if split not in of_family:
             of_family.append(split)

@@ -215,14 +215,14 @@ def test_indexers_are_frozen_unless_they_have_a_loss(
 def test_loss_of_indexers_falls_and_replaced_choices_are_measured(
     checkpoint_of: Callable[[str], Path], ranks: RankPool
 ) -> None:
-    job, rate = "tests.dist.jobs:metrics_of_updates", ("--lr", "0.01")
+    job, rate = "tests.dist.jobs:metrics_of_updates", ("--lr", "1e-4")
     split = "tp2_pp1_ep1"
     flags = job_flags(checkpoint_of("glm_5_2"), split, *PACKED, *rate)
     (trained, alike), (frozen, _) = (
         ranks.run(job, world_size=2, flags=[*flags, *more]) for more in (SPARSE_LOSS, ())
     )
     assert trained == alike
-    assert trained[-1]["loss/indexer"] < 0.8 * trained[0]["loss/indexer"]
+    assert trained[-1]["loss/indexer"] < 0.95 * trained[0]["loss/indexer"]
     assert "loss/indexer" not in frozen[0]
     for metrics in (*trained, *frozen):
         assert 0 < metrics["mismatch/indexer_replaced"] < 0.2

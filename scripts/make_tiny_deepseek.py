@@ -36,13 +36,7 @@ if TYPE_CHECKING:
 else:
     import tiny_task
 
-# Values of --arch: a model_type, or (the last three) a model whose config.json differs from others
-# of its model_type in more than sizes.
-ARCHS = (
-    "deepseek_v3 deepseek_v2 kimi_k2 glm4_moe glm4_moe_lite minimax_m2 qwen3_moe qwen2_moe "
-    "qwen3_next qwen3_5_text qwen3_5_moe_text olmoe gpt_oss hy_v3 mixtral qwen3 qwen2 llama "
-    "mistral seed_oss deepseek_v32 glm_moe_dsa moonlight deepseek_v2_large glm_5_2"
-).split()
+_OF_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
 WITH_MTP = (
     *("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite"),
     *("deepseek_v32", "glm_moe_dsa", "glm_5_2"),
@@ -74,12 +68,23 @@ def hf_config(
     arch: str, size: str = "tiny", *, num_mtp_layers: int = 0, tie_word_embeddings: bool = False
 ) -> dict[str, Any]:
     """Return config.json of `arch`, under the keys that published checkpoints use."""
+    return _configs(size, num_mtp_layers, tie_word_embeddings)[arch]
+
+
+def _configs(
+    size: str, num_mtp_layers: int = 0, tie_word_embeddings: bool = False
+) -> dict[str, dict[str, Any]]:
+    """Return the config.json of each value of --arch.
+
+    A value is a model_type, or a model whose config.json differs from others of its model_type in
+    more than sizes.
+    """
     shape = dict(SIZES[size])
     num_experts, q_lora_rank = shape.pop("num_experts"), shape.pop("q_lora_rank")
     latent_head_dim = _latent_head_dim(shape)
     num_heads = shape["num_attention_heads"]
     common: dict[str, Any] = dict(
-        model_type=arch, vocab_size=tiny_task.VOCAB_SIZE, max_position_embeddings=2048,
+        vocab_size=tiny_task.VOCAB_SIZE, max_position_embeddings=2048,
         rope_theta=10000.0, rope_scaling=None, rms_norm_eps=1e-6, hidden_act="silu",
         tie_word_embeddings=tie_word_embeddings, bos_token_id=1, eos_token_id=2, pad_token_id=0,
         attention_bias=False, attention_dropout=0.0, initializer_range=0.02, use_cache=True,
@@ -220,10 +225,9 @@ def hf_config(
             attention_out_bias=False, mlp_bias=False, residual_dropout=0.0, rope_theta=10000000.0,
         ),
     }  # fmt: skip
-    return configs[arch]
+    return {arch: {"model_type": arch} | config for arch, config in configs.items()}
 
 
-_OF_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
 _PUBLISHED_HEAD_DIM = 128
 
 
@@ -251,6 +255,9 @@ def _yarn(*, beta_fast: float = 32.0, mscale: float = 1.0) -> dict[str, Any]:
         type="yarn", factor=32.0, beta_fast=beta_fast, beta_slow=1.0, mscale=mscale,
         mscale_all_dim=mscale, original_max_position_embeddings=64,
     )  # fmt: skip
+
+
+ARCHS = tuple(_configs("tiny"))
 
 
 def make_checkpoint(

@@ -14,6 +14,7 @@ from mcore_rl.model.config_json import LatentAttention, ModelShape, read_model_s
 from mcore_rl.model.experts import Experts
 from mcore_rl.model.families import FAMILIES
 from mcore_rl.planner.settings import GB, Machine
+from scripts.make_tiny_deepseek import hf_config
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 # Written out, so that reading config.json can be compared with it.
@@ -132,6 +133,16 @@ def made_values(config_json: Mapping[str, Any]) -> dict[str, Any]:
     # Which are understood all the same.
     fields |= {"rope_scaling", "rope_theta", "head_dim", "rotary_dim"}
     return {name: value for name, value in values.items() if name in fields}
+
+
+def has_experts(arch: str) -> bool:
+    """Whether an --arch of make_tiny_deepseek has experts."""
+    return FAMILIES[hf_config(arch)["model_type"]].router is not None
+
+
+def has_indexer(arch: str) -> bool:
+    """Whether an --arch of make_tiny_deepseek has sparse attention."""
+    return FAMILIES[hf_config(arch)["model_type"]].sparse_attention
 
 
 def model_class(model_type: str) -> Any:

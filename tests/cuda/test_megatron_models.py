@@ -21,29 +21,23 @@ from mcore_rl.model.families import FAMILIES
 from tests.cuda.presets import preset_flags, shape_of
 from tests.cuda.stack import Stack
 from tests.megatron_parameters import SPECS, stage_parameters
+from tests.model_shapes import CONFIGS, published_shape
 
 SPLIT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
 EXPERTS = "--expert-model-parallel-size 2".split()
-MOE = (
-    "deepseek-v3 deepseek-v2 deepseek-v2-lite kimi-k2-instruct-0905 moonlight-16b-a3b "
-    "qwen3-30b-a3b mixtral-8x7b glm-4.5 glm-4.5-air glm-4.7-flash minimax-m2 "
-    "qwen1.5-moe-a2.7b olmoe-1b-7b-0924 gpt-oss-20b hy3-preview"
-).split()
-DENSE = (
-    "qwen3-0.6b qwen2.5-7b llama-3.2-1b llama-3.1-8b mistral-small-24b-2501 seed-oss-36b"
-).split()
+MODELS = sorted({file.stem for file in CONFIGS.iterdir()} - {"gpt-oss-120b"})  # as 20B
 
 
 def first_layers(config: str, *more: str, **case: Any) -> dict[str, Any]:
     """Four layers, two a stage; the first of them dense where the model has such."""
-    experts = EXPERTS if config in MOE else []
+    experts = EXPERTS if published_shape(config).experts else []
     flags = [*SPLIT, *experts, *more]
     whole_world = {"world_size": 4, "ranks": list(range(4))}
     return {"config": config, "num_layers": 4, "flags": flags, **whole_world, **case}
 
 
 CASES: dict[str, dict[str, Any]] = {
-    **{config: first_layers(config) for config in (*MOE, *DENSE)},
+    **{config: first_layers(config) for config in MODELS},
     "critic": first_layers("qwen3-30b-a3b", value_head=True),
     "experts apart": first_layers("deepseek-v3", "--rl-no-moe-grouped-gemm"),
     "fused down projections": first_layers("deepseek-v3", "--mla-down-proj-fusion"),
@@ -83,7 +77,7 @@ _DEGREES = {
 
 
 def degrees_of(name: str) -> dict[str, int]:
-    experts = CASES[name]["config"] in MOE
+    experts = published_shape(CASES[name]["config"]).experts
     return _DEGREES.get(name, {"tp_size": 2, "ep_size": 2 if experts else 1})
 
 

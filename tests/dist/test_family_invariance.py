@@ -19,6 +19,7 @@ from tests.conftest import load_script
 from tests.dist.test_fsdp import ENVIRONMENT, fsdp
 from tests.dist.test_invariance import COMMON_FLAGS, JOB
 from tests.dist.updates import TOLERANCE, Outcome, differences_of, learnt
+from tests.model_shapes import has_experts
 from tests.rank_pool import ROOT, RankPool
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
@@ -52,8 +53,7 @@ FEWER = {
 
 
 def splits_of(arch: str) -> dict[str, tuple[str, ...]]:
-    of_dense = arch in FAMILIES and FAMILIES[arch].router is None
-    splits = OF_DENSE if of_dense else OF_EXPERTS
+    splits = OF_EXPERTS if has_experts(arch) else OF_DENSE
     return {split: splits[split] for split in FEWER.get(arch, splits)}
 
 

@@ -192,6 +192,11 @@ def _configs(
                 for i in range(shape["num_hidden_layers"])
             ],
         ),
+        "dots1": gqa | dict(
+            architectures=["Dots1ForCausalLM"], n_routed_experts=num_experts, n_shared_experts=2,
+            n_group=1, topk_group=1, first_k_dense_replace=1, norm_topk_prob=True,
+            routed_scaling_factor=2.5, sliding_window=None, rope_theta=10000000.0, **of_heads,
+        ),
         "hy_v3": gqa | dict(
             architectures=["HYV3ForCausalLM"], head_dim=32, num_experts=num_experts,
             num_shared_experts=1, first_k_dense_replace=1, router_scaling_factor=2.826,

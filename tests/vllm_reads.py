@@ -46,7 +46,7 @@ def read_by_class(class_name: str) -> frozenset[str]:
     Where vLLM runs the class of transformers, those that this one reads."""
     from vllm.model_executor.models.registry import _VLLM_MODELS
 
-    module = _VLLM_MODELS[class_name][0]
+    module, _ = _VLLM_MODELS.get(class_name, ("transformers", class_name))
     if module == "transformers":
         return _reads(Path(inspect.getfile(getattr(transformers, class_name))), {"config"})
     modules: set[str] = set()

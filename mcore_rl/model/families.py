@@ -335,6 +335,19 @@ _PUBLISHED = (
         vllm_names={"expert_hidden_dim": "moe_intermediate_size"},
     ),
     Family(
+        model_type="dots1",
+        class_name="Dots1ForCausalLM",
+        models="dots.llm1",
+        spelt_out=(
+            *("num_key_value_heads", "n_shared_experts", "first_k_dense_replace", "n_group"),
+            *("norm_topk_prob", "routed_scaling_factor", "sliding_window"),
+        ),
+        also_refused=("sliding_window",),
+        qk_norm=True,
+        router=replace(_V3_ROUTER, also_called="num_local_experts"),
+        default_rope_theta=None,
+    ),
+    Family(
         model_type="gpt_oss",
         class_name="GptOssForCausalLM",
         models="gpt-oss 20B, 120B",

@@ -97,7 +97,7 @@ _NAMES: Mapping[str, str] = {
     """,
     "vLLM has removed its class": """
         AquilaForCausalLM AquilaModel ArcticForCausalLM BaiChuanForCausalLM BaichuanForCausalLM
-        BambaForCausalLM Cheers Dots1ForCausalLM Fairseq2LlamaForCausalLM FuyuForCausalLM GritLM
+        BambaForCausalLM Cheers Fairseq2LlamaForCausalLM FuyuForCausalLM GritLM
         Grok1ForCausalLM Grok1ModelForCausalLM HCXVisionForCausalLM InternLM2VEForCausalLM
         InternLMForCausalLM JAISLMHeadModel MPTForCausalLM MiniMaxForCausalLM MiniMaxM1ForCausalLM
         MiniMaxText01ForCausalLM MotifForCausalLM MptForCausalLM OuroForCausalLM

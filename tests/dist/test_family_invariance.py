@@ -46,6 +46,7 @@ OF_EXPERTS = {**OF_ALL, "TP2 EP2": (*TP2, *EP2), "DP2 EP2": EP2, "DP2 EP2 FSDP":
 ARCHS: tuple[str, ...] = load_script("make_tiny_deepseek").ARCHS
 # Megatron builds them of modules that another model has in all splits.
 FEWER = {
+    "dots1": ("PP2", "TP2 EP2"),
     "hy_v3": ("PP2", "CP2", "TP2 EP2"),
     "mistral": ("TP2", "PP2"),
     "seed_oss": ("TP2", "PP2"),

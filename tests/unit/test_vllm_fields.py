@@ -38,7 +38,7 @@ _REASONS = {
         pard_token ptd_token_id sample_from_anchor target_layer_count target_layer_ids
     """,
     "of the classes of transformers that vLLM runs: training, and the choice of attention": """
-        _attn_implementation attention_dropout pad_token_id residual_dropout
+        _attn_implementation attention_dropout initializer_range pad_token_id residual_dropout
     """,
     "read beside another field, which decides": """
         kv_lora_rank max_window_layers num_layers qk_nope_head_dim qk_rope_head_dim topk_group

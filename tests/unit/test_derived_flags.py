@@ -450,7 +450,19 @@ def test_token_dispatcher_supports_uneven_token_counts() -> None:
         assert pads not in derive(shape, tokens, platform=WHOLE).defaults
 
 
-@pytest.mark.parametrize("text", TRAINABLE.values(), ids=TRAINABLE)
+# As the model card of Qwen3 describes it.
+WITH_YARN = {
+    "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+    },
+}
+BUILT = {**TRAINABLE, "qwen3 yarn": json.dumps({**json.loads(QWEN3_600M), **WITH_YARN})}
+
+
+@pytest.mark.parametrize("text", BUILT.values(), ids=BUILT)
 def test_megatron_builds_the_published_architecture(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -492,6 +504,13 @@ def test_megatron_builds_the_published_architecture(
             **{"yarn_original_max_position_embeddings": 4096, "yarn_beta_fast": 32.0},
             **{"yarn_beta_slow": 1.0, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0},
             "yarn_correction_range_round_to_int": False,
+        }
+    elif rope["rope_type"] == "yarn" and not shape.latent:
+        expected |= {
+            **{"yarn_rotary_scaling_factor": 4.0, "yarn_beta_fast": 32, "yarn_beta_slow": 1},
+            "yarn_original_max_position_embeddings": 32768,
+            **{"yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0},
+            "yarn_correction_range_round_to_int": True,
         }
     if shape.latent:
         expected |= {

@@ -147,7 +147,7 @@ def _if(of_family: bool | str) -> str:
 def refusals_table() -> Iterator[str]:
     yield _row(["reason", "architectures"])
     yield _row(["---"] * 2)
-    for reason, names in unsupported._NAMES.items():
+    for reason, names in unsupported.NAMES.items():
         yield _row([reason, ", ".join(f"`{name}`" for name in sorted(names.split()))])
 
 

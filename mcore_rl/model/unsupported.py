@@ -15,7 +15,7 @@ _DRAFTER = "it is a drafter, which is not trained"
 _POOLING = "it is a pooling model, which generates nothing"
 _ENCODER_DECODER = "it has an encoder, and mcore_rl trains decoders"
 # Reason -> architectures.
-_NAMES: Mapping[str, str] = {
+NAMES: Mapping[str, str] = {
     "Megatron has no norms after attention and feed-forward layers": """
         AfmoeForCausalLM AXK1ForCausalLM Exaone4ForCausalLM FlexOlmoForCausalLM Gemma2ForCausalLM
         Gemma3ForCausalLM Gemma3nForCausalLM Gemma4ForCausalLM Glm4ForCausalLM
@@ -121,9 +121,9 @@ _NAMES: Mapping[str, str] = {
     """,
     _POOLING: "HF_ColBERT ColQwen3 ColQwen3_5 Terratorch",
 }
-_REASONS = {name: reason for reason, names in _NAMES.items() for name in names.split()}
+REASONS = {name: reason for reason, names in NAMES.items() for name in names.split()}
 # Of names that are not above; the first pattern that matches the whole name counts.
-_PATTERNS = (
+PATTERNS = (
     (r"Transformers\w+", "it is vLLM's wrapper: name the class of transformers"),
     (r"\w+ForConditionalGeneration|\w+OCR2?ForCausalLM|\w+VL?ChatModel", _MULTIMODAL),
     (r"NemotronH_\w+", _MULTIMODAL),
@@ -140,8 +140,8 @@ def why_unsupported(values: Mapping[str, Any]) -> str | None:
         reason = reason_of(named[0])
         return None if reason is None else f"{named[0]}: {reason}"
     wanted = _plain(str(values.get("model_type")).removesuffix("_text"))
-    names = (name for name in _REASONS if _plain(name.removesuffix("ForCausalLM")) == wanted)
-    return next((f"{name}: {_REASONS[name]}" for name in names), None)
+    names = (name for name in REASONS if _plain(name.removesuffix("ForCausalLM")) == wanted)
+    return next((f"{name}: {REASONS[name]}" for name in names), None)
 
 
 def _plain(name: str) -> str:
@@ -150,7 +150,7 @@ def _plain(name: str) -> str:
 
 def reason_of(architecture: str) -> str | None:
     """Return what an architecture lacks, and in which host; None if it is in no table."""
-    if architecture in _REASONS:
-        return _REASONS[architecture]
-    found = (reason for pattern, reason in _PATTERNS if re.fullmatch(pattern, architecture))
+    if architecture in REASONS:
+        return REASONS[architecture]
+    found = (reason for pattern, reason in PATTERNS if re.fullmatch(pattern, architecture))
     return next(found, None)

@@ -42,7 +42,7 @@ OTHERS = "pooling model|multimodal|has an encoder|drafter|wrapper|removed"
 def test_every_architecture_of_vllm_is_supported_or_has_a_reason() -> None:
     without = {name for name in KNOWN - SUPPORTED if reason_of(name) is None}
     assert without == set()
-    assert {name for name in SUPPORTED if name in unsupported._REASONS} == set()
+    assert {name for name in SUPPORTED if name in unsupported.REASONS} == set()
 
 
 @pytest.mark.parametrize("table", OF_TABLE)
@@ -68,10 +68,10 @@ def test_models_of_text_have_a_reason_of_their_own() -> None:
 
 
 def test_tables_have_no_name_that_vllm_does_not_know() -> None:
-    counts = Counter(name for names in unsupported._NAMES.values() for name in names.split())
+    counts = Counter(name for names in unsupported.NAMES.values() for name in names.split())
     assert [name for name, count in counts.items() if count > 1] == []
     assert counts.keys() - KNOWN == set()
-    for pattern, reason in unsupported._PATTERNS:
+    for pattern, reason in unsupported.PATTERNS:
         assert any(re.fullmatch(pattern, name) for name in KNOWN), reason
 
 
@@ -112,5 +112,5 @@ def test_reason_without_a_class_in_transformers_is_true() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     lacking = "transformers, with which every family is compared, has no class of it"
-    names = unsupported._NAMES[lacking].split()
+    names = unsupported.NAMES[lacking].split()
     assert names and not {*names} & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}

@@ -80,6 +80,7 @@ class TransformerStack(HybridStack):
         """Return the stack's tensors, for a checkpoint of either class."""
         found: dict[str, Any] = {}
         has_axis = not self.is_mtp_layer and _stores_layers_as_axis(self.config, metadata)
+        layer: Any  # torch takes it for any module
         for index, layer in enumerate(self.layers):
             here = f"{prefix}layers.{index}."
             number = layer.layer_number - 1

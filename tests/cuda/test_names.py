@@ -45,7 +45,7 @@ ACCEPTED = {
 # Names behind a question in our code ("is there such a module?") that older releases lack.
 ABSENT = {
     ("adapter.py", '"parse_and_validate_args" is not a known attribute'),
-    ("policy_head.py", '"gpt_config_from_args" is unknown import symbol'),
+    ("model_provider.py", '"gpt_config_from_args" is unknown import symbol'),
     ("local_layers.py", 'Import "megatron.core.transformer.mla_qk_norm_config"'),
     ("mla_direct_query.py", 'Import "megatron.core.transformer.mla_qk_norm_config"'),
 }

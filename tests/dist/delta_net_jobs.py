@@ -46,14 +46,14 @@ def compare_with_transformers(
     for out, gradient in zip(expected, of_outputs, strict=True):
         out.backward(gradient)
 
-    row = _Rows(lengths, packed, layer.pg_collection)
+    row = Rows(lengths, packed, layer.pg_collection)
     mine = row.share(inputs).requires_grad_()
     out, _ = layer(mine, None, packed_seq_params=row.samples)
     out.backward(row.share(of_outputs))
     input_gradients = [x.grad for x in alone if x.grad is not None]
     found = {
-        "output": _difference(out, row.share(expected)),
-        "input": _difference(mine.grad, row.share(input_gradients)),
+        "output": difference(out, row.share(expected)),
+        "input": difference(mine.grad, row.share(input_gradients)),
         **_of_weights(layer, peer, place),
     }
     if packed and dist.get_world_size() == 1:
@@ -140,7 +140,7 @@ def _of_weights(
     for name, parameter in layer.named_parameters():
         dist.all_reduce(parameter.grad, group=layer.pg_collection.cp)
         found[name] = max(
-            _difference(
+            difference(
                 parameter.grad[slices(piece.local_box)], _of_peer(peer, piece, gradient=True)
             )
             for piece in _pieces(name, parameter, place)
@@ -148,12 +148,12 @@ def _of_weights(
     return found
 
 
-def _difference(found: torch.Tensor | None, expected: torch.Tensor) -> float:
+def difference(found: torch.Tensor | None, expected: torch.Tensor) -> float:
     assert found is not None
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1.0))
 
 
-class _Rows:
+class Rows:
     """Samples as Megatron's rows, `[s, b, h]`, and a rank's share of them."""
 
     def __init__(self, lengths: list[int], packed: bool, groups: Any) -> None:

@@ -7,11 +7,8 @@ import torch
 from transformers.models.qwen3_next import modeling_qwen3_next as peer
 
 from mcore_rl.batching.rows import set_prefixes
-from mcore_rl.patches.megatron.local_delta_net import (
-    causal_conv1d,
-    chunk_gated_delta_rule,
-    l2norm,
-)
+from mcore_rl.patches.megatron.local_delta_net import chunk_gated_delta_rule, l2norm
+from mcore_rl.patches.megatron.sample_scans import causal_conv1d
 
 LENGTHS = (1, 64, 130, 3, 65, 63)  # shorter than a convolution, equal to chunks, and between
 HEADS, KEY, VALUE, WIDTH = 3, 20, 12, 4

@@ -17,7 +17,7 @@ from mcore_rl.model.families import FAMILIES, Family
 from scripts.make_tiny_deepseek import hf_config
 from tests.cuda import test_megatron_models, test_vllm_models
 from tests.cuda.presets import shape_of
-from tests.dist import test_families, test_family_invariance
+from tests.dist import test_families, test_family_invariance, test_sparse_attention
 from tests.unit import test_planner
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "using" / "families.md"
@@ -45,6 +45,8 @@ def _model_type(arch: str) -> str:
 def proofs() -> Proofs:
     """Column -> model_types that its tests cover."""
     transformers = _of_outcomes(test_families.test_log_probs_equal_transformers_in_float32)
+    sparse = test_sparse_attention.test_log_probs_equal_transformers_and_export_the_checkpoint
+    transformers |= {_model_type(arch) for arch in parameters_of(sparse)}
     hand_over = _of_outcomes(test_families.test_verify_finds_equal_what_transformers_saved)
     hand_over &= _of_outcomes(test_families.test_export_is_the_checkpoint_bit_for_bit)
     reloads = parameters_of(

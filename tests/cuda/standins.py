@@ -231,6 +231,14 @@ def triton_interpreter() -> None:
 # ------------------------------------------------------------------------------------- a device
 
 
+def _triton_device() -> None:
+    """Let Triton's driver answer what vLLM's gated delta net asks when it is imported."""
+    from triton.runtime import driver
+
+    properties = {"max_shared_mem": 232448, "multiprocessor_count": 132}
+    driver.active.utils.get_device_properties = _always(properties)
+
+
 def cuda_device(capability: tuple[int, int] = (9, 0)) -> None:
     """Let vLLM and Megatron believe in devices of that compute capability (9.0 H100, 10.0 B200).
 
@@ -274,9 +282,11 @@ def cuda_device(capability: tuple[int, int] = (9, 0)) -> None:
     for question in ("set_device_index", "empty_cache", "synchronize"):
         setattr(torch.accelerator, question, _always(None))
     torch.accelerator.is_available = _always(True)
+    torch.accelerator.current_device_index = _always(0)
     for made in ("Stream", "Event", "current_stream", "stream", "default_stream"):
         setattr(torch.cuda, made, Stream)
     _nvml(capability)  # the first import of vLLM, which keeps some of the above
+    _triton_device()
 
 
 def _nvml(capability: tuple[int, int]) -> None:

@@ -161,6 +161,8 @@ class _OnCpu(TorchFunctionMode):
             return args[0]
         kwargs = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
         kwargs.pop("pin_memory", None)
+        if isinstance(kwargs.get("device"), int):  # a CUDA device
+            kwargs["device"] = "cpu"
         args = tuple(map(_on_cpu, args)) if func is torch.Tensor.to else args
         factories = (torch.empty, torch.zeros, torch.ones)
         if self._large_on_meta and func in factories and not _is_fake():

@@ -12,6 +12,9 @@ def test_page_of_families_is_current() -> None:
 
 
 def test_every_family_has_every_proof() -> None:
+    """But for those with sparse attention, whose engines need a GPU."""
+    on_gpu = {name for name, family in FAMILIES.items() if family.sparse_attention}
     for column, covered in families_page.proofs().items():
-        assert covered == FAMILIES.keys(), column
+        expected = FAMILIES.keys() - (on_gpu if column in ("hand-over", "vLLM on CPU") else set())
+        assert covered == expected, column
     assert families_page.splits().keys() == FAMILIES.keys()

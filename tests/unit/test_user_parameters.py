@@ -259,10 +259,11 @@ FIELDS = {
     "Discount": "gamma",
     "EnvironmentPrompt": "text answer row seed",
     "DualClip": "clip_eps_lower clip_eps_upper dual_clip",
-    "Family": "model_type class_name models spelt_out also_refused fixed latent_attention qk_norm "
-    "qkv_bias norms_whole_projection linear_biases attention_sinks alternates_windows clamps_glu "
+    "Family": "model_type class_name models spelt_out also_refused fixed latent_attention "
+    "sparse_attention qk_norm qkv_bias norms_whole_projection linear_biases attention_sinks "
+    "alternates_windows clamps_glu delta_net output_gate zero_centered_norms dense_size "
     "stacked_experts router names rope_types default_rope_theta vllm_names partial_rotary_factor "
-    "has_drafter",
+    "rope_of_images has_drafter",
     "Parameters": "",
     "PolicyLossInputs": "log_probs old_log_probs advantages loss_mask lengths",
     "Prompt": "index text answer token_ids row",

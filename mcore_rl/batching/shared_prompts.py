@@ -33,12 +33,12 @@ def obstacle(values: Mapping[str, Any], max_tokens: int) -> str:
     if values.get("transformer_impl") != "local":
         return "--transformer-impl transformer_engine supports attention to whole samples only"
     variant = values.get("experimental_attention_variant")
+    if variant == "dsa":
+        return f"--experimental-attention-variant {variant} attends to whole samples only"
     if variant and values.get("distributed_backend") != "gloo":
         return f"--experimental-attention-variant {variant} keeps no state of a prompt on GPUs"
     if (cp_size := values.get("context_parallel_size", 1)) > 1:
         return f"--context-parallel-size {cp_size} cuts every sample into chunks"
-    if variant := values.get("experimental_attention_variant"):
-        return f"--experimental-attention-variant {variant} attends to whole samples only"
     for dest in ("hidden_dropout", "attention_dropout"):
         if values.get(dest, 0.1):  # Megatron's default
             return f"{_flag(dest)} {values.get(dest, 0.1)} drops other elements in each sample"

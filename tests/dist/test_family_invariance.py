@@ -19,7 +19,7 @@ from tests.conftest import load_script
 from tests.dist.test_fsdp import ENVIRONMENT, fsdp
 from tests.dist.test_invariance import COMMON_FLAGS, JOB
 from tests.dist.updates import TOLERANCE, Outcome, differences_of, learnt
-from tests.model_shapes import has_experts
+from tests.model_shapes import has_experts, has_variant
 from tests.rank_pool import ROOT, RankPool
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
@@ -108,10 +108,15 @@ def rows() -> Iterator[list[str]]:
     TABLE.write_text("\n".join(rows) + "\n")
 
 
+def class_of(arch: str, number: int) -> str:
+    """Return one class after the other, where a model can be both."""
+    return GPT if has_variant(arch) else (HYBRID, GPT)[number % 2]
+
+
 @pytest.mark.parametrize(
     ("arch", "split", "model_class"),
     [
-        pytest.param(arch, split, name := (HYBRID, GPT)[(i + k) % 2], id=f"{arch} {split} {name}")
+        pytest.param(arch, split, name := class_of(arch, i + k), id=f"{arch} {split} {name}")
         for i, (arch, splits) in enumerate(SPLITS.items())
         for k, split in enumerate(splits)
     ],

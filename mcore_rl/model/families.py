@@ -457,9 +457,14 @@ def left_to_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     is_named = values.get("architectures") == [family.class_name]
     changed = {} if is_named else {"architectures": [family.class_name]}
-    router = family.router
-    if router is None:
-        return changed
+    added = {of_vllm: values.get(saved) for of_vllm, saved in family.vllm_names.items()}
+    if family.router is not None:
+        added |= _left_by_router(family, family.router, values)
+    return changed | {name: value for name, value in added.items() if values.get(name) is None}
+
+
+def _left_by_router(family: Family, router: Router, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return vLLM's fields of a family with experts."""
     added = dict(family.fixed)
     if family.class_name.startswith("Deepseek") or family.sparse_attention:
         added |= {
@@ -472,8 +477,7 @@ def left_to_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
         added["first_k_dense_replace"] = types.count("dense")
     if "shared" in (types := values.get("indexer_types") or ()):
         added["index_topk_pattern"] = "".join(kind[0].upper() for kind in types)
-    added |= {of_vllm: values[saved] for of_vllm, saved in family.vllm_names.items()}
     rope = values.get("rope_parameters") or {}
     if family.partial_rotary_factor is None and "partial_rotary_factor" in rope:
         added["rotary_dim"] = int(values["head_dim"] * rope["partial_rotary_factor"])
-    return changed | {name: value for name, value in added.items() if values.get(name) is None}
+    return added

@@ -84,7 +84,7 @@ class TransformerStack(HybridStack):
         for index, layer in enumerate(self.layers):
             here = f"{prefix}layers.{index}."
             number = layer.layer_number - 1
-            if not isinstance(layer, _HalfLayer):  # a fork's, numbered by position
+            if not hasattr(layer, "has_transformer_number"):  # a fork's, numbered by position
                 number //= 2
             offsets = [(0, number, self.num_transformer_layers)] if has_axis else []
             stored = layer.sharded_state_dict(here, offsets, metadata)

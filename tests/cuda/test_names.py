@@ -46,6 +46,8 @@ ACCEPTED = {
 ABSENT = {
     ("adapter.py", '"parse_and_validate_args" is not a known attribute'),
     ("model_provider.py", '"gpt_config_from_args" is unknown import symbol'),
+    ("hybrid_model.py", 'Import "megatron.core.models.hybrid.'),
+    ("hybrid_checkpoints.py", '"_maybe_setup_gpt_to_hybrid_load" is not a known attribute'),
     ("local_layers.py", 'Import "megatron.core.transformer.mla_qk_norm_config"'),
     ("mla_direct_query.py", 'Import "megatron.core.transformer.mla_qk_norm_config"'),
 }

@@ -25,8 +25,31 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+
 from mcore_rl.patches.megatron.delta_net_norm import has_delta_net
+from mcore_rl.patches.megatron.local_layers import DuplicatedLinear, LocalRMSNorm
 from mcore_rl.patches.registry import Patch, require_parameters
+
+
+class LocalLayerNorm(torch.nn.Module):
+    """LayerNorm (arXiv 1607.06450) of the last dimension, in float32.
+
+    `weight` and `bias` `[hidden_size]` are replicated over TP. Under sequence parallelism the input
+    is the full sequence, as the indexer's is.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
+        self.bias = torch.nn.Parameter(torch.zeros(hidden_size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension of `x`."""
+        weight, bias = self.weight.float(), self.bias.float()
+        return F.layer_norm(x.float(), weight.shape, weight, bias, self.eps).to(x.dtype)
 
 
 def apply() -> None:
@@ -63,12 +86,19 @@ def _allow_local_layers() -> None:
     for make in (provider, delta_net, attention, layers):
         require_parameters(make, "config" if make is provider else "config backend")
 
+    class LocalProvider(LocalSpecProvider):
+        def linear(self) -> Any:
+            return DuplicatedLinear
+
+        def layer_norm(self, rms_norm: bool = False, **unused: Any) -> Any:
+            return LocalRMSNorm if rms_norm else LocalLayerNorm
+
     def is_local(config: Any) -> bool:
         return bool(config.transformer_impl == "local")
 
     @functools.wraps(provider)
     def make_provider(config: Any) -> Any:
-        return LocalSpecProvider() if is_local(config) else provider(config)
+        return LocalProvider() if is_local(config) else provider(config)
 
     @functools.wraps(delta_net)
     def make_delta_net(config: Any, backend: Any = None) -> Any:

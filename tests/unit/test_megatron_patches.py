@@ -127,13 +127,14 @@ with tempfile.TemporaryDirectory() as folder:
     assert apply_patch(dataset_helpers.PATCH)
     utils.compile_helpers()
 """
-SPARSE_ATTENTION_HAS_LOCAL_LAYERS = """
+VARIANTS_HAVE_LOCAL_LAYERS = """
 from types import SimpleNamespace
 import pytest
 from mcore_rl.patches import megatron
-from mcore_rl.patches.megatron import local_sparse_attention as patch
+from mcore_rl.patches.megatron import attention_variant_spec, local_sparse_attention
 from mcore_rl.patches.registry import apply_patch
-megatron.PATCHES = [each for each in megatron.PATCHES if each is not patch.PATCH]
+patches = [attention_variant_spec.PATCH, local_sparse_attention.PATCH]
+megatron.PATCHES = [each for each in megatron.PATCHES if each not in patches]
 megatron.apply()
 from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
 from megatron.core.transformer.experimental_attention_variant import absorbed_mla
@@ -142,10 +143,11 @@ config = SimpleNamespace(transformer_impl="local", use_kitchen=False)
 with pytest.raises(AssertionError, match="only supports transformer engine"):
     specs._get_backend_spec_provider(config)
 assert absorbed_mla.TELinear is None
-assert apply_patch(patch.PATCH)
+assert all(map(apply_patch, patches))
 layers = specs._get_backend_spec_provider(config)
-assert layers.linear() is absorbed_mla.TELinear is patch.DuplicatedLinear
-assert layers.layer_norm(rms_norm=False, for_qk=True) is patch.LocalLayerNorm
+assert layers.linear() is absorbed_mla.TELinear is attention_variant_spec.DuplicatedLinear
+norm = layers.layer_norm(rms_norm=False, for_qk=True)
+assert norm is attention_variant_spec.LocalLayerNorm
 """
 LOCAL_SPEC_HAS_LAYERS_FOR_THE_CPU = """
 from mcore_rl.megatron import adapter as megatron_adapter

@@ -31,9 +31,8 @@ def shape_of(case: Mapping[str, Any]) -> ModelShape:
         shape,
         num_layers=num_layers,
         is_moe_layer=shape.is_moe_layer[:num_layers],
-        indexer=shape.indexer and dataclasses.replace(
-            shape.indexer, in_layer=shape.indexer.in_layer[:num_layers]
-        ),
+        indexer=shape.indexer
+        and dataclasses.replace(shape.indexer, in_layer=shape.indexer.in_layer[:num_layers]),
         value_head=case.get("value_head", False),
         tied_embeddings=shape.tied_embeddings and not case.get("value_head", False),
         quantization=None,

@@ -18,16 +18,26 @@ pytestmark = anywhere
 TOLERANCE = 1e-3 if HAS_CUDA else 1e-4
 
 
-@pytest.mark.parametrize("arch", ["deepseek_v3", "qwen3"])
+@pytest.mark.parametrize(
+    ("arch", "model_class"),
+    [
+        ("deepseek_v3", "gpt"),
+        ("deepseek_v3", "hybrid"),
+        ("qwen3", "gpt"),
+        ("qwen3_next", "gpt"),
+        ("qwen3_5_moe_text", "gpt"),
+        ("deepseek_v32", "gpt"),
+    ],
+)
 def test_log_probs_and_export_equal_transformers(
-    arch: str, checkpoint_factory: Callable[..., Path], tmp_path: Path
+    arch: str, model_class: str, checkpoint_factory: Callable[..., Path], tmp_path: Path
 ) -> None:
     checkpoint = checkpoint_factory(arch)
     exported = tmp_path / "exported"
     found = play(
         "tests.dist.jobs:log_probs_and_export",
         tmp_path,
-        flags=job_flags(checkpoint, "tp1_pp1_ep1"),
+        flags=job_flags(checkpoint, "tp1_pp1_ep1", "--rl-model-class", model_class),
         target=exported,
         environment={"NVIDIA_TF32_OVERRIDE": "0"},
     )

@@ -1,8 +1,8 @@
-"""The kernels of Megatron's gated delta net, for machines without CUDA.
+"""The kernels of Megatron's gated delta net, without flash-linear-attention.
 
 Symptom: without flash-linear-attention `GatedDeltaNet` raises ImportError, and that package needs
 CUDA. Megatron's own torch path (`--deterministic-mode`) takes no packed samples, and its norm is
-flash-linear-attention's.
+flash-linear-attention's. With CUDA and that package nothing is replaced.
 
 Cause: `causal_conv1d`, `l2norm` and `chunk_gated_delta_rule` are imported from
 flash-linear-attention alone.
@@ -92,8 +92,12 @@ def _decay_and_gain(
 
 
 def needed() -> bool:
-    """Return whether this Megatron has the layer, and this machine cannot have its kernels."""
-    return not torch.cuda.is_available() and has_delta_net()
+    """Return whether this Megatron has the layer, and this machine lacks its kernels."""
+    if not has_delta_net():
+        return False
+    from megatron.core.ssm.gated_delta_net import common
+
+    return not (torch.cuda.is_available() and common.HAVE_FLA)
 
 
 def apply() -> None:
@@ -114,5 +118,8 @@ def apply() -> None:
 
 
 PATCH = Patch(
-    "megatron.local_delta_net", "the gated delta net can be computed without CUDA", apply, needed
+    "megatron.local_delta_net",
+    "the gated delta net is computed by torch, without flash-linear-attention",
+    apply,
+    needed,
 )

@@ -90,8 +90,9 @@ def _allow_local_layers() -> None:
         def linear(self) -> Any:
             return DuplicatedLinear
 
-        def layer_norm(self, rms_norm: bool = False, **unused: Any) -> Any:
-            return LocalRMSNorm if rms_norm else LocalLayerNorm
+        def layer_norm(self, *args: Any, **kwargs: Any) -> Any:
+            is_rms_norm = args[0] if args else kwargs.get("rms_norm", False)
+            return LocalRMSNorm if is_rms_norm else LocalLayerNorm
 
     def is_local(config: Any) -> bool:
         return bool(config.transformer_impl == "local")
@@ -103,7 +104,7 @@ def _allow_local_layers() -> None:
     @functools.wraps(delta_net)
     def make_delta_net(config: Any, backend: Any = None) -> Any:
         backend = backend or make_provider(config)
-        spec = delta_net(config, backend)
+        spec: Any = delta_net(config, backend)
         if spec.submodules.in_proj is None:  # the backend has no layer that norms first
             spec.submodules.in_proj = backend.column_parallel_linear()
             spec.metainfo["fuse_input_layernorm"] = False
@@ -115,7 +116,7 @@ def _allow_local_layers() -> None:
 
     @functools.wraps(layers)
     def make_layers(config: Any, backend: Any = None) -> Any:
-        made = layers(config, backend)
+        made: Any = layers(config, backend)
         for layer in made if is_local(config) else ():
             layer.submodules.sharded_state_dict_keys_map = _fused_names(layer.submodules)
         return made

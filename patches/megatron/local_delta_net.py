@@ -85,10 +85,15 @@ def chunk_gated_delta_rule(
 
 
 def _decay_and_gain(
-    self: Any, A_log: torch.Tensor, dt_bias: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor
+    self: Any,
+    A_log_local_cp: torch.Tensor,
+    dt_bias_local_cp: torch.Tensor,
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return g in float32 and beta; upstream's takes the exponential in A_log's dtype."""
-    return -A_log.float().exp() * F.softplus(alpha.float() + dt_bias), beta.sigmoid()
+    decay = A_log_local_cp.float().exp()
+    return -decay * F.softplus(alpha.float() + dt_bias_local_cp), beta.sigmoid()
 
 
 def needed() -> bool:
@@ -110,7 +115,8 @@ def apply() -> None:
         common._GDNBase._compute_g_and_beta, "self A_log_local_cp dt_bias_local_cp alpha beta"
     )
     common.HAVE_FLA = True
-    for module in (common, gdn):
+    modules: tuple[Any, ...] = (common, gdn)
+    for module in modules:
         module.causal_conv1d = causal_conv1d
         module.chunk_gated_delta_rule = chunk_gated_delta_rule
     common.l2norm = l2norm

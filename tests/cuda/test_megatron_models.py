@@ -113,7 +113,7 @@ def test_derived_flags_pass_megatrons_validation(found: dict[str, Any], layers: 
     for name, case in found["cases"].items():
         shape = shape_of(CASES[name])
         expected = set(local.split()) if layers == "local" else set()
-        if shape.latent and shape.rope["rope_type"] != "yarn":
+        if shape.indexer or (shape.latent and shape.rope["rope_type"] != "yarn"):
             expected.add("--no-rope-fusion")
         if shape.linear_biases and layers != "local":
             expected.add("--no-bias-dropout-fusion")

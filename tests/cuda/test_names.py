@@ -44,6 +44,14 @@ ACCEPTED = {
 }
 # Names behind a question in our code ("is there such a module?") that older releases lack.
 ABSENT = {
+    (
+        "attention_variant_spec.py",
+        '"get_transformer_layer_with_experimental_attention_variant_spec" is not a known attribute',
+    ),
+    ("attention_variant_spec.py", 'Cannot access attribute "as_mlp_submodule"'),
+    ("delta_net_norm.py", '"common" is unknown import symbol'),
+    ("local_delta_net.py", '"common" is unknown import symbol'),
+    ("local_delta_net.py", '"gdn" is unknown import symbol'),
     ("adapter.py", '"parse_and_validate_args" is not a known attribute'),
     ("model_provider.py", '"gpt_config_from_args" is unknown import symbol'),
     ("hybrid_model.py", 'Import "megatron.core.models.hybrid.'),

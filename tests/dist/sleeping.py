@@ -194,4 +194,4 @@ def digest(tensor: torch.Tensor) -> str:
     """sha256 of a tensor's elements."""
     # Of a copy: memory that numpy has once seen torch resizes no more.
     data = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
-    return hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(data.view(torch.uint8).cpu().numpy().tobytes()).hexdigest()

@@ -94,7 +94,8 @@ def export(
                 filled |= _as_published(checkpoint, tensor, as_float8=as_float8)
         if filled:
             path = partial / names[first + rank]
-            save_file(filled, path, metadata={"format": "pt"})
+            stored = {checkpoint.stored_name(name): tensor for name, tensor in filled.items()}
+            save_file(stored, path, metadata={"format": "pt"})
             _set_usual_mode(path)
         transfer.close()
     objects.barrier()  # every file is complete before the folder takes its name
@@ -163,7 +164,7 @@ def _as_published(
 def _stored(checkpoint: HFCheckpoint, name: str) -> torch.Tensor:
     """Read a tensor as the source stores it."""
     with safe_open(checkpoint.folder / checkpoint.files[name], framework="pt") as file:
-        tensor: torch.Tensor = file.get_tensor(name)
+        tensor: torch.Tensor = file.get_tensor(checkpoint.stored_name(name))
         return tensor
 
 
@@ -287,6 +288,7 @@ def _write_rest(
     if as_float8:
         total = checkpoint.stored_bytes
         weight_map |= {scale_name(t): weight_map[t] for t in checkpoint.float8}
+    weight_map = {checkpoint.stored_name(t): name for t, name in weight_map.items()}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
     origin = {"exported_from": str(checkpoint.folder)}

@@ -41,6 +41,8 @@ from mcore_rl.model.tensors import (
 from mcore_rl.model.weight_map import layer_order
 
 EMBEDDING = "model.embed_tokens.weight"
+# Names of a text model that transformers has saved from a multimodal one begin so.
+_NESTED, _PLAIN = "model.language_model.", "model."
 # Last parts of the names under which a folder with tied embeddings repeats the embedding.
 _HEADS = (["lm_head", "weight"], ["embed_out", "weight"], ["output", "weight"])
 # Position tables, of any dtype, are not weights; vLLM skips them as well.
@@ -72,6 +74,12 @@ class HFCheckpoint:
     copies: Mapping[str, str] = field(default_factory=dict)
     # Duplicates in the folder, which are not read.
     repeated: tuple[Copy, ...] = ()
+    # Tensor -> its name in the files, where that is another one.
+    stored_names: Mapping[str, str] = field(default_factory=dict)
+
+    def stored_name(self, tensor: str) -> str:
+        """Return the name of a tensor in the folder's files."""
+        return self.stored_names.get(tensor, tensor)
 
     @property
     def everything(self) -> dict[str, TensorInfo]:
@@ -90,9 +98,14 @@ class HFCheckpoint:
             copies=copies,
             repeated=(
                 *self.repeated,
-                *(Copy(t, self.files[t], of, self.files[of]) for t, of in copies.items()),
+                *(self.repetition(t, of) for t, of in copies.items()),
             ),
         )
+
+    def repetition(self, tensor: str, of: str) -> Copy:
+        """Return the locations of a tensor and of the one that it repeats."""
+        names = self.stored_name(tensor), self.stored_name(of)
+        return Copy(names[0], self.files[tensor], names[1], self.files[of])
 
     @property
     def is_all_that_vllm_reads(self) -> bool:
@@ -147,6 +160,10 @@ def open_checkpoint(
         for tensor, (first, *others) in places.items()
         for name in others
     ]
+    stored_names = {_PLAIN + t.removeprefix(_NESTED): t for t in found if t.startswith(_NESTED)}
+    plain = {stored: tensor for tensor, stored in stored_names.items()}
+    found = {plain.get(tensor, tensor): info for tensor, info in found.items()}
+    files = {plain.get(tensor, tensor): name for tensor, name in files.items()}
     scales: dict[str, TensorInfo] = {}
     if shape.quantization == FP8:
         found, scales = float8.split_scales(found, folder, flag)
@@ -160,13 +177,13 @@ def open_checkpoint(
     mtp = {tensor: info for tensor, info in found.items() if tensor in of_mtp}
     tied = _tied_heads(shape, found)
     tensors = {t: info for t, info in found.items() if t not in mtp and t not in tied}
+    checkpoint = HFCheckpoint(folder, files, tensors, mtp, scales, stack, stored_names=stored_names)
     for head in tied:
-        repeated.append(Copy(head, files[head], EMBEDDING, files[EMBEDDING]))
+        repeated.append(checkpoint.repetition(head, EMBEDDING))
         if head in scales and EMBEDDING in scales:
-            names = scale_name(head), scale_name(EMBEDDING)
-            repeated.append(Copy(names[0], files[names[0]], names[1], files[names[1]]))
+            repeated.append(checkpoint.repetition(scale_name(head), scale_name(EMBEDDING)))
         scales.pop(head, None)
-    return HFCheckpoint(folder, files, tensors, mtp, scales, stack, repeated=tuple(repeated))
+    return replace(checkpoint, repeated=tuple(repeated))
 
 
 def _tied_heads(shape: ModelShape, found: Mapping[str, TensorInfo]) -> list[str]:
@@ -218,7 +235,7 @@ def fingerprint(checkpoint: HFCheckpoint) -> str:
         *checkpoint.stack.stored,
     ]
     for tensor in sorted(stored)[rank::world_size]:
-        of_file.setdefault(checkpoint.files[tensor], []).append(tensor)
+        of_file.setdefault(checkpoint.files[tensor], []).append(checkpoint.stored_name(tensor))
     total = sum(
         int.from_bytes(digest, "little")
         for name, tensors in of_file.items()
@@ -329,7 +346,8 @@ def _reading(
         @functools.cache
         def stored(name: str) -> Callable[[Box], torch.Tensor]:
             path = checkpoint.folder / checkpoint.files[name]
-            view = files.enter_context(safe_open(path, framework="pt")).get_slice(name)
+            file = files.enter_context(safe_open(path, framework="pt"))
+            view = file.get_slice(checkpoint.stored_name(name))
             return lambda box: view[slices(box)]
 
         if tensor in checkpoint.stack.parts:

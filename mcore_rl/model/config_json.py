@@ -160,7 +160,8 @@ def read_model_shape(
     Raises UsageError for a missing folder, file or field, an unsupported family, and unsupported
     features of a supported family (biases, other activations). Weights in FP8 blocks are described
     as the bfloat16 weights they represent, and `quantization` names the published method. Other
-    quantised weights are refused, except with `for_planning`.
+    quantised weights are refused, except with `for_planning`, which also reads the text model of a
+    multimodal one.
     """
     if source.is_file():
         values, path = _read_json_object(source, flag), source
@@ -177,6 +178,9 @@ def model_shape(
     for_planning: bool = False,
 ) -> ModelShape:
     """Do `read_model_shape` for a parsed config.json; `path` is for messages."""
+    text = _text_model(values)
+    if text and for_planning:
+        values = text
     fields = Fields(values, path, flag)
     family = _family(fields, values, path, flag)
     fields.check_spelt_out(family.spelt_out)
@@ -240,13 +244,28 @@ def _family(fields: Fields, values: Mapping[str, Any], path: Path, flag: str) ->
     family = FAMILIES.get(fields["model_type"])
     if family is None:
         reason = why_unsupported(values)
+        remedy = f"supported are {', '.join(FAMILIES)}; give a checkpoint of one of these"
+        if _text_model(values):
+            remedy = (
+                "save its text model, which is supported, by transformers: "
+                "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+            )
         raise UsageError(
             f": {path} has model_type '{fields['model_type']}', which is not supported"
             + (f" ({reason})" if reason else ""),
             flag=flag,
-            remedy=f"supported are {', '.join(FAMILIES)}; give a checkpoint of one of these",
+            remedy=remedy,
         )
     return family
+
+
+def _text_model(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the config.json of a multimodal model's text model if its family is supported."""
+    text = values.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type") not in FAMILIES:
+        return None
+    shared = ("tie_word_embeddings",)
+    return {name: values[name] for name in shared if name in values} | text
 
 
 def _sliding_window(fields: Fields, num_layers: int) -> int:

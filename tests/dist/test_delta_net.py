@@ -5,11 +5,17 @@ That whole models agree, test_families shows, and their updates test_family_inva
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from mcore_rl.common.errors import UsageError
+from mcore_rl.model.config_json import read_model_shape
+from scripts.make_tiny_deepseek import hf_config
+from tests.dist.checkpoints import assert_log_probs_equal_transformers, differing
+from tests.dist.layouts import job_flags
 from tests.dist.test_family_invariance import CP2, FLAGS, TP2
 from tests.dist.test_invariance import JOB
 from tests.dist.updates import Outcome, differences_of, learnt
@@ -66,3 +72,34 @@ def test_update_on_packed_rows_is_that_on_padded_ones(
         outcome = learn(num_processes, *flags)
         assert bool(outcome.found["sharing"]) == ("shared" in name)
         differences_of(outcome, expected).assert_small()
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_text_model_saved_from_a_multimodal_one(
+    arch: str, checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path: Path
+) -> None:
+    """As the refusal of the multimodal one says. Its names keep their prefix in an export."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    text, vision = hf_config(arch), {"depth": 1, "hidden_size": 32, "num_heads": 2}
+    config = AutoConfig.for_model(
+        arch.removesuffix("_text"),
+        text_config=text,
+        vision_config={**vision, "intermediate_size": 32, "out_hidden_size": text["hidden_size"]},
+    )
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "whole")
+    with pytest.raises(UsageError, match=r"AutoModelForCausalLM.from_pretrained\(FOLDER\)"):
+        read_model_shape(tmp_path / "whole")
+    assert read_model_shape(tmp_path / "whole", for_planning=True).architecture == arch
+
+    checkpoint = shutil.copytree(checkpoint_factory(arch), tmp_path / "text")  # for its tokenizer
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    model.save_pretrained(checkpoint)
+    found = ranks.run(
+        "tests.dist.jobs:log_probs_and_export",
+        world_size=2,
+        flags=job_flags(checkpoint, "tp2_pp1_ep1"),
+        target=str(tmp_path / "exported"),
+    )
+    assert_log_probs_equal_transformers(found, checkpoint)
+    assert differing(checkpoint, tmp_path / "exported") == []

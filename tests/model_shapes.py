@@ -145,12 +145,6 @@ def has_indexer(arch: str) -> bool:
     return FAMILIES[hf_config(arch)["model_type"]].sparse_attention
 
 
-def has_variant(arch: str) -> bool:
-    """Whether an --arch has attention that Megatron calls an experimental variant."""
-    family = FAMILIES[hf_config(arch)["model_type"]]
-    return family.sparse_attention or family.delta_net is not None
-
-
 def model_class(model_type: str) -> Any:
     """Return transformers' class of a family."""
     return getattr(transformers, FAMILIES[model_type].class_name)

@@ -221,7 +221,6 @@ _WITHOUT_HYBRID = {
     "spec": "which describes the layers of a GPTModel",
     "cpu_offloading_num_layers": "which GPTModel's block does",
     "first_last_layers_bf16": "whose layers HybridModel counts in two ways",
-    "experimental_attention_variant": "which mcore_rl builds as a GPTModel only",
 }
 
 

@@ -33,7 +33,12 @@ from megatron.core.transformer.utils import sharded_state_dict_default
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.hybrid_pattern import (
     ATTENTION,
+    DELTA_NET,
+    DENSE,
+    EXPERTS,
     LATENT_ATTENTION,
+    SPARSE_ATTENTION,
+    halves,
     hybrid_pattern,
     is_transformer,
     transformer_layers,
@@ -165,12 +170,11 @@ def build_hybrid_model(
     both classes take."""
     layers = _layers_of_stages(config)
     here = layers[get_pipeline_model_parallel_rank()][common["vp_stage"] or 0]
-    is_moe_layer = [shape.is_moe_layer[layer] for layer in here]
-    attention = LATENT_ATTENTION if config.multi_latent_attention else ATTENTION
+    pairs = halves(shape)
     model: Any = HybridModel(
         config=_hybrid_config(config),
-        hybrid_stack_spec=_stack_spec(decoder_spec, mtp_spec, is_moe_layer),
-        hybrid_layer_pattern=hybrid_pattern(shape, layers, attention, config.mtp_num_layers or 0),
+        hybrid_stack_spec=_stack_spec(decoder_spec, mtp_spec, [pairs[layer] for layer in here]),
+        hybrid_layer_pattern=hybrid_pattern(pairs, layers, config.mtp_num_layers or 0),
         **common,
     )
     if hasattr(model, "rotary_pos_emb") and args.position_embedding_type == "rope":
@@ -204,10 +208,21 @@ def _hybrid_config(config: Any) -> Any:
     return config
 
 
-def _stack_spec(decoder_spec: Any, mtp_spec: Any, is_moe_layer: Sequence[bool]) -> ModuleSpec:
-    """Split the layers of GPTModel's block spec."""
+# The classes of the halves, and Megatron's names for their specs.
+_LAYERS: dict[str, tuple[type, str]] = {
+    ATTENTION: (AttentionLayer, "attention_layer"),
+    LATENT_ATTENTION: (AttentionLayer, "mla_layer"),
+    SPARSE_ATTENTION: (AttentionLayer, "dsa_layer"),
+    DELTA_NET: (AttentionLayer, "gdn_layer"),
+    DENSE: (DenseLayer, "mlp_layer"),
+    EXPERTS: (ExpertLayer, "moe_layer"),
+}
+
+
+def _stack_spec(decoder_spec: Any, mtp_spec: Any, pairs: Sequence[str]) -> ModuleSpec:
+    """Split the layers of GPTModel's block spec, whose `halves` are `pairs`."""
     kinds: dict[str, ModuleSpec] = {}
-    for layer, is_moe in zip(decoder_spec.layer_specs, is_moe_layer, strict=True):
+    for layer, pair in zip(decoder_spec.layer_specs, pairs, strict=True):
         whole = layer.submodules
         attention = dataclasses.replace(
             whole, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp
@@ -218,13 +233,9 @@ def _stack_spec(decoder_spec: Any, mtp_spec: Any, is_moe_layer: Sequence[bool]) 
             self_attention=IdentityOp,
             self_attn_bda=IdentityFuncOp,
         )
-        kinds["attention_layer"] = ModuleSpec(module=AttentionLayer, submodules=attention)
-        if is_moe:
-            kinds["moe_layer"] = ModuleSpec(module=ExpertLayer, submodules=rest)
-        else:
-            kinds["mlp_layer"] = ModuleSpec(module=DenseLayer, submodules=rest)
-    if "attention_layer" in kinds:
-        kinds["mla_layer"] = kinds["attention_layer"]
+        for symbol, half in zip(pair, (attention, rest), strict=True):
+            module, name = _LAYERS[symbol]
+            kinds[name] = ModuleSpec(module=module, submodules=half)
     submodules = HybridStackSubmodules(mtp_block_spec=mtp_spec, **kinds)
     return ModuleSpec(module=HybridStack, submodules=submodules)
 

@@ -1,28 +1,36 @@
 """Transformer layers in Megatron's HybridModel, which counts attention and MLP separately.
 
-A pattern has one symbol per layer: `*` attention, `+` latent attention, `-` MLP, `E` experts. `|`
-separates the parts of pipeline stages, `/` precedes each MTP layer. Two DeepSeek-V3 layers on two
-stages, with one MTP layer: `+-|+E/+E`.
+A pattern has one symbol per layer: `*` attention, `+` latent attention, `D` sparse attention, `G`
+gated delta net, `-` MLP, `E` experts. `|` separates the parts of pipeline stages, `/` precedes each
+MTP layer. Two DeepSeek-V3 layers on two stages, with one MTP layer: `+-|+E/+E`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers
 
-ATTENTION, LATENT_ATTENTION, DENSE, EXPERTS = "*+-E"
+ATTENTION, LATENT_ATTENTION, SPARSE_ATTENTION, DELTA_NET, DENSE, EXPERTS = "*+DG-E"
 _SECOND_HALVES = (DENSE, EXPERTS)  # any other symbol begins a transformer layer
 
 
-def hybrid_pattern(
-    shape: ModelShape, layers: PipelineLayers, attention: str, num_mtp_layers: int = 0
-) -> str:
-    """Return the pattern of a transformer whose stages and chunks have `layers`."""
-    pairs = [attention + (EXPERTS if is_moe else DENSE) for is_moe in shape.is_moe_layer]
+def halves(shape: ModelShape) -> list[str]:
+    """Return the two symbols of each transformer layer, such as `+E`."""
+    default = SPARSE_ATTENTION if shape.indexer else LATENT_ATTENTION if shape.latent else ATTENTION
+    is_linear_layer = shape.is_linear_layer or (False,) * shape.num_layers
+    return [
+        (DELTA_NET if is_linear else default) + (EXPERTS if is_moe else DENSE)
+        for is_linear, is_moe in zip(is_linear_layer, shape.is_moe_layer, strict=True)
+    ]
+
+
+def hybrid_pattern(pairs: Sequence[str], layers: PipelineLayers, num_mtp_layers: int = 0) -> str:
+    """Return the pattern of a transformer with these `halves`, whose stages and chunks have
+    `layers`."""
     parts = [
         "".join(pairs[layer] for layer in stage[chunk])
         for chunk in range(len(layers[0]))  # of all stages, then the next chunk of all
@@ -33,7 +41,7 @@ def hybrid_pattern(
 
 def is_transformer(pattern: str) -> bool:
     """Return whether a pattern is of whole transformer layers, with or without MTP layers."""
-    return re.fullmatch(r"([*+][-E])+(/[*+][-E])*", pattern.replace("|", "")) is not None
+    return re.fullmatch(r"([*+DG][-E])+(/[*+DG][-E])*", pattern.replace("|", "")) is not None
 
 
 def transformer_layers(pattern: str) -> list[int]:

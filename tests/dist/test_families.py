@@ -65,7 +65,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 # The others are a GPTModel.
 HYBRID_MODELS = (
-    "deepseek_v3 deepseek_v2 kimi_k2 glm4_moe_lite minimax_m2 qwen3_moe gpt_oss qwen3 llama"
+    "deepseek_v3 deepseek_v2 kimi_k2 glm4_moe_lite minimax_m2 qwen3_moe qwen3_next gpt_oss qwen3 "
+    "llama"
 ).split()
 
 

@@ -24,9 +24,11 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 CLASSES = {"gpt": "TransformerBlock", "hybrid": "TransformerStack"}
 PACKED = ("--rl-max-tokens-per-microbatch", "128")
 MTP = ("--mtp-num-layers", "1")
+INDEXERS = ("--dsa-indexer-loss-coeff", "0.01")
 VIRTUAL = STAGES["2 x 2"]
 PPO = (*ALGORITHMS["ppo"].split(), "--rl-kl-coef", "0")
 DEEPSEEK, QWEN_MOE, QWEN = "deepseek_v3", "qwen3_moe", "qwen3"
+QWEN_NEXT, DEEPSEEK_32 = "qwen3_next", "deepseek_v32"
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,13 @@ UPDATES = {
     "llama, scaled rotation": Case("llama"),
     "gpt-oss, alternating windows": Case("gpt_oss", 2, PP2),
     "minimax-m2, norms over heads": Case("minimax_m2", 2, TP2),
+    "qwen3-next, one process": Case(QWEN_NEXT),
+    "qwen3-next, packed, TP2 PP2 EP2": Case(QWEN_NEXT, 4, (*PACKED, *TP2, *PP2, *EP2)),
+    "qwen3.5, CP2": Case("qwen3_5_text", 2, CP2),
+    "deepseek-v3.2, one process": Case(DEEPSEEK_32),
+    "deepseek-v3.2, packed, TP2 PP2 EP2": Case(DEEPSEEK_32, 4, (*PACKED, *TP2, *PP2, *EP2)),
+    "deepseek-v3.2, indexers trained": Case(DEEPSEEK_32, 1, (*PACKED, *INDEXERS)),
+    "glm-5.2, shared choices, recomputed": Case("glm_5_2", 1, tuple(RECOMPUTE["full"].split())),
     # Megatron-FSDP reduces the halves of a layer apart, so sums have another order.
     "deepseek, FSDP EP2": Case(DEEPSEEK, 2, (*EP2, *FSDP)),
     "qwen3, FSDP": Case(QWEN, 2, FSDP),
@@ -109,6 +118,8 @@ RESUMES = {
     "deepseek, MTP": (DEEPSEEK, {"num_mtp_layers": 1}, (*RATES, *MTP), "tp1_pp2_ep1", "dp2"),
     # GPTModel stores a weight of all layers as one tensor.
     "qwen3": (QWEN, {}, RATES, "tp1_pp2_ep1", "tp2_pp1_ep1"),
+    "qwen3-next": (QWEN_NEXT, {}, RATES, "tp1_pp2_ep1", "tp2_pp1_ep1"),
+    "deepseek-v3.2": (DEEPSEEK_32, {}, RATES, "tp1_pp2_ep1", "tp2_pp1_ep1"),
 }
 
 

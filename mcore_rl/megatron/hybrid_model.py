@@ -179,6 +179,9 @@ def build_hybrid_model(
     )
     if hasattr(model, "rotary_pos_emb") and args.position_embedding_type == "rope":
         model.rotary_pos_emb = _rotary_embedding(args, model)
+    if model.mtp_process:
+        for layer in model.mtp.layers:
+            _recompute_once(layer, config.recompute_num_layers)
     store_as_gpt(model)
     built: torch.nn.Module = model
     return built
@@ -206,6 +209,16 @@ def _hybrid_config(config: Any) -> Any:
     if config.recompute_num_layers is not None:
         config.recompute_num_layers *= 2
     return config
+
+
+def _recompute_once(mtp_layer: Any, num_layers: int | None) -> None:
+    """Let an MTP layer recompute itself, as in a GPTModel, and not its stack again within."""
+    mtp_layer.config = copy.copy(mtp_layer.config)
+    mtp_layer.config.recompute_num_layers = num_layers  # it accepts 1 only
+    stack = mtp_layer.mtp_model_layer
+    stack.config = copy.copy(stack.config)
+    if stack.config.recompute_granularity == "full":
+        stack.config.recompute_granularity = None
 
 
 # The classes of the halves, and Megatron's names for their specs.

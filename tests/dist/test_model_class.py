@@ -25,6 +25,7 @@ CLASSES = {"gpt": "TransformerBlock", "hybrid": "TransformerStack"}
 PACKED = ("--rl-max-tokens-per-microbatch", "128")
 MTP = ("--mtp-num-layers", "1")
 INDEXERS = ("--dsa-indexer-loss-coeff", "0.01")
+MODULES = tuple("--recompute-modules core_attn mlp moe".split())
 VIRTUAL = STAGES["2 x 2"]
 PPO = (*ALGORITHMS["ppo"].split(), "--rl-kl-coef", "0")
 DEEPSEEK, QWEN_MOE, QWEN = "deepseek_v3", "qwen3_moe", "qwen3"
@@ -55,6 +56,8 @@ UPDATES = {
         DEEPSEEK, 2, (*PACKED, *TP2, *ALGORITHMS["grpo"].split())
     ),
     "deepseek, recomputed": Case(DEEPSEEK, 1, tuple(RECOMPUTE["full"].split())),
+    "deepseek, MTP, recomputed": Case(DEEPSEEK, 1, (*MTP, *RECOMPUTE["full"].split())),
+    "deepseek, modules recomputed": Case(DEEPSEEK, 1, (*RECOMPUTE["selective"].split(), *MODULES)),
     "deepseek, PPO, EP2": Case(DEEPSEEK, 2, (*EP2, *PPO)),
     "qwen3-moe, TP2 PP2 EP2": Case(QWEN_MOE, 4, (*TP2, *PP2, *EP2)),
     "qwen3-moe, virtual stages": Case(QWEN_MOE, 2, VIRTUAL),

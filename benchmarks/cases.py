@@ -73,6 +73,7 @@ class Case:
         """Return the command line of a run in this layout."""
         return [
             *("--rl-hf-checkpoint", checkpoint),
+            *("--rl-model-class", "gpt"),  # whose names mbridge knows
             *("--rl-num-prompts-per-step", "8", "--rl-num-samples-per-prompt", "2"),
             *("--rl-max-prompt-tokens", "32", "--rl-max-response-tokens", "32"),
             *("--rl-reshard-bucket-mb", str(bucket_mb)),

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from benchmarks.destination import Destination
 from benchmarks.paths import OnDestination, Setting
 from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron.model_class import GPT
 from mcore_rl.megatron.model_provider import make_actor_provider
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.layout import TrainLayout
@@ -213,7 +214,7 @@ def _model_in(setting: Setting, layout: TrainLayout) -> torch.nn.Module:
     args.expert_tensor_parallel_num_weight_shards = layout.etp_size
     args.sequence_parallel = layout.tp_size > 1 and args.sequence_parallel
     config = megatron_adapter.transformer_config(args)
-    provider = make_actor_provider(args, setting.job.spec.shape)
+    provider = make_actor_provider(args, setting.job.spec.shape, GPT)
     model = provider(True, True, config=config, pg_collection=_groups(layout))
     return model.bfloat16().requires_grad_(False)
 

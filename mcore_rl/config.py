@@ -69,7 +69,8 @@ class TrainerOptions(Parameters):
     model_class: str = param(
         "auto",
         "Megatron's class for actor, critic and reward model: GPTModel or HybridModel; auto: "
-        "GPTModel while the installed Megatron has it. Checkpoints fit both",
+        "HybridModel if Megatron has deprecated GPTModel and no other flag needs that. Checkpoints "
+        "fit both",
         choices=("auto", "gpt", "hybrid"),
     )
     no_moe_grouped_gemm: bool = param(

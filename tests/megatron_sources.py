@@ -45,12 +45,18 @@ def write_version(folder: Path, version: str) -> None:
 
 
 def megatron_on_the_path(
-    folder: Path, version: str, *, changed: bool = False, has_gpt_model: bool = True
+    folder: Path,
+    version: str,
+    *,
+    changed: bool = False,
+    has_gpt_model: bool = True,
+    deprecates_gpt_model: bool = True,
 ) -> None:
     """The installed Megatron again, linked file by file, that calls itself `version`.
 
     With `changed`, a function that a patch replaces takes a parameter that no release has. Without
-    `has_gpt_model` the class has another name, also where other modules import it.
+    `has_gpt_model` the class has another name, also where other modules import it. Without
+    `deprecates_gpt_model` it logs no deprecation.
     """
     source = installed_megatron()
     for kept, _, files in os.walk(source / "megatron"):
@@ -63,6 +69,8 @@ def megatron_on_the_path(
     if changed:
         place = "def _apply_rotary_pos_emb_thd(\n    t: Tensor,"
         _rewrite(folder / ROTATION, (place, f"{place}\n    a_parameter_of_a_fork: int,"))
+    if not deprecates_gpt_model:
+        _rewrite(folder / GPT_MODEL, ("GPTModel IS DEPRECATED. ", ""))
     if not has_gpt_model:
         _rewrite(folder / GPT_MODEL, ("class GPTModel(", "class RemovedModel("))
         _rewrite(folder / GPT_PACKAGE, ("from .gpt_model import GPTModel", ""))

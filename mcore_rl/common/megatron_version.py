@@ -35,17 +35,6 @@ _CALLED = {
     "megatron/core/tokenizers/utils/build_tokenizer.py": ("build_tokenizer",),
     "megatron/core/models/gpt/gpt_layer_specs.py": ("get_gpt_decoder_block_spec",),
 }
-# Values of --rl-model-class. Of a model class: a line that shows that Megatron has it, its file,
-# and what it is called in messages.
-AUTO, GPT, HYBRID = "auto", "gpt", "hybrid"
-_CLASSES = {
-    GPT: ("class GPTModel(", "megatron/core/models/gpt/gpt_model.py", "GPTModel"),
-    HYBRID: (
-        '    MLA = "+"',
-        "megatron/core/models/hybrid/hybrid_layer_allocation.py",
-        "a HybridModel with latent attention",  # 0.18 has one without
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,29 +109,6 @@ def check_megatron() -> MegatronSource:
             f"{PACKAGE}=={_INSTALLED}, or put a checkout of one of them first on PYTHONPATH",
         )
     return source
-
-
-def model_class(requested: str) -> str:
-    """Return the model class for a value of --rl-model-class: `GPT` or `HYBRID`.
-
-    `AUTO` is GPTModel while the installed Megatron has it. Raises UsageError if it lacks the class.
-    """
-    source = check_megatron()
-    found = [name for name, (line, file, _) in _CLASSES.items() if _has(source, file, line)]
-    if requested == AUTO and found:
-        return found[0]
-    if requested in found:
-        return requested
-    raise UsageError(
-        f"asks for what {PACKAGE} {source.version} lacks, {_CLASSES[requested][2]}",
-        flag=f"--rl-model-class {requested}",
-        remedy=f"give {' or '.join(found)}",
-    )
-
-
-def _has(source: MegatronSource, file: str, line: str) -> bool:
-    place = source.folder / file
-    return place.is_file() and f"\n{line}" in place.read_text(encoding="utf-8")
 
 
 def _folder_of(spec: ModuleSpec) -> Path | None:

@@ -21,6 +21,7 @@ from mcore_rl.flags.parser import all_args
 from mcore_rl.job.reading import ReadShape, read_shape_of
 from mcore_rl.job.value_models import Folder
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
+from mcore_rl.megatron.model_class import ModelClass
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.model.roles import Roles
@@ -136,6 +137,7 @@ class Facts:
     checkpoint: HFCheckpoint | None = None
     derived: DerivedFlags | None = None
     values: Mapping[str, Any] | None = None  # given and derived flags, by destination
+    model_class: ModelClass | None = None
     roles: Roles | None = None
     actor: LaidOut | None = None
     rollout: RolloutLayout | None = None

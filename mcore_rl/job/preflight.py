@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.common.errors import CORRECT, UsageError, as_flag, check_output_file
-from mcore_rl.common.megatron_version import HYBRID, check_megatron, model_class
+from mcore_rl.common.megatron_version import check_megatron
 from mcore_rl.common.readers import parse_yaml
 from mcore_rl.common.user_code import import_user_file
 from mcore_rl.config import RLConfig, TrainerOptions
@@ -214,29 +214,6 @@ def check_switches(given: Mapping[str, Any]) -> None:
         )
     if given.get("spec"):
         named_spec(given["spec"])
-
-
-# What HybridModel does not do, by Megatron's arguments.
-_WITHOUT_HYBRID = {
-    "spec": "which describes the layers of a GPTModel",
-    "cpu_offloading_num_layers": "which GPTModel's block does",
-    "first_last_layers_bf16": "whose layers HybridModel counts in two ways",
-}
-
-
-def check_model_class(requested: str, values: Mapping[str, Any]) -> None:
-    """Check that Megatron has the class of --rl-model-class, and that it supports the flags."""
-    if model_class(requested) != HYBRID:
-        return
-    for dest, reason in _WITHOUT_HYBRID.items():
-        if value := values.get(dest):
-            given = value if isinstance(value, list) else [] if value is True else [value]
-            against = " ".join(map(str, [as_flag(dest), *given]))
-            raise UsageError(
-                f"is not possible with {against}, {reason}",
-                flag=f"--rl-model-class {requested}",
-                remedy="drop one of the two",
-            )
 
 
 def check_indexer_loss(shape: ModelShape, values: Mapping[str, Any]) -> None:

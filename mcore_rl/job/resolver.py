@@ -53,6 +53,7 @@ from mcore_rl.job.value_models import (
 )
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
+from mcore_rl.megatron.model_class import choose_model_class
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.model.roles import REWARD, Roles, describe_ranks, parse_roles
@@ -237,7 +238,8 @@ class _Examiner:
             refusals.passes(preflight.check_biases, self.facts.checkpoint, shape, values)
         refusals.passes(check_critic_rate, config.critic.lr, values)
         if source.is_here:
-            refusals.passes(preflight.check_model_class, config.trainer.model_class, values)
+            requested = config.trainer.model_class
+            self.facts.model_class = refusals.value(choose_model_class, requested, values)
             refusals.passes(engines.check_graphs, config.engine)
         if source.is_here and platform.cuda:
             refusals.passes(check_allocator, os.environ)
@@ -458,6 +460,9 @@ class _Examiner:
         """Describe what a start decides that is not in the command line."""
         if derived.architecture:
             yield f"derived from config.json: {' '.join(derived.architecture)}"
+        if self.facts.model_class is not None:
+            chosen = self.facts.model_class.describe()
+            yield f"models, unless a model_provider builds them, are a {chosen}"
         if derived.machine:
             lacks = self.source.platform.lacks
             why = f"no {lacks} here, so " if lacks else ""

@@ -16,8 +16,8 @@ import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.megatron_version import AUTO, HYBRID, model_class
 from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron.model_class import AUTO, HYBRID, choose_model_class
 from mcore_rl.megatron.projection_norms import set_projection_norms
 from mcore_rl.model.config_json import ModelShape
 
@@ -73,6 +73,7 @@ def make_actor_provider(
 
     `requested_class` is `--rl-model-class`.
     """
+    chosen = choose_model_class(requested_class, vars(args))
 
     def provider(
         pre_process: bool = True,
@@ -88,7 +89,7 @@ def make_actor_provider(
         model = _built(
             args,
             shape,
-            model_class(requested_class),
+            chosen.name,
             config=config,
             decoder_spec=spec,
             mtp_spec=_mtp_block_spec(config, spec, vp_stage),

@@ -21,8 +21,8 @@ from mcore_rl.megatron import adapter  # noqa: F401  # isort: skip  (first: it a
 
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-from mcore_rl.common.megatron_version import AUTO
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
+from mcore_rl.megatron.model_class import AUTO
 from mcore_rl.megatron.model_provider import as_in_checkpoints, make_actor_provider
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.megatron.sparse_attention import prepare_indexers

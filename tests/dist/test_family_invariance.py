@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.common.megatron_version import GPT, HYBRID
+from mcore_rl.megatron.model_class import GPT, HYBRID
 from mcore_rl.model.families import FAMILIES
 from tests.conftest import load_script
 from tests.dist.test_fsdp import ENVIRONMENT, fsdp

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.common.megatron_version import GPT, HYBRID
+from mcore_rl.megatron.model_class import GPT, HYBRID
 from tests.dist.checkpoints import tensors_of
 from tests.dist.updates import TOLERANCE, Differences, Outcome, differences_of, learnt
 from tests.rank_pool import ROOT, RankPool

@@ -171,7 +171,9 @@ def test_a_fork_may_build_a_hybrid_model(
         found = ranks.run(
             "tests.dist.policy_jobs:learn_in_fork",
             world_size=2,
-            flags=job_flags(checkpoint_factory(arch), "tp2_pp1_ep1", *RATES, *more),
+            flags=job_flags(
+                checkpoint_factory(arch), "tp2_pp1_ep1", *RATES, *of_class("gpt"), *more
+            ),
             target=tmp_path / name,
             provider="hybrid_provider" if in_fork else None,
         )

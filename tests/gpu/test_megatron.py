@@ -25,8 +25,10 @@ TOLERANCE = 1e-3 if HAS_CUDA else 1e-4
         ("deepseek_v3", "hybrid"),
         ("qwen3", "gpt"),
         ("qwen3_next", "gpt"),
+        ("qwen3_next", "hybrid"),
         ("qwen3_5_moe_text", "gpt"),
         ("deepseek_v32", "gpt"),
+        ("deepseek_v32", "hybrid"),
     ],
 )
 def test_log_probs_and_export_equal_transformers(

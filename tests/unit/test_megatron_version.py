@@ -10,11 +10,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.megatron_version import MegatronSource, _stated_version
+from mcore_rl.megatron.model_class import AUTO, HYBRID, choose_model_class
 from tests.megatron_sources import installed_megatron, megatron_on_the_path, write_version
 
 SAY_WHAT_IS_FOUND = """
@@ -138,31 +140,72 @@ def test_file_without_version_is_refused(text: str, tmp_path: Path) -> None:
 
 SAY_CLASSES = """
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.megatron_version import model_class
+from mcore_rl.megatron.model_class import choose_model_class
 for requested in ("auto", "gpt", "hybrid"):
-    try:
-        print(model_class(requested))
-    except UsageError as error:
-        print(error)
+    for values in ({}, {"spec": ["module", "name"]}):
+        try:
+            print(choose_model_class(requested, values).describe())
+        except UsageError as error:
+            print(error)
 """
+GIVEN = {name: f"{name}, as --rl-model-class .* is given" for name in ("GPTModel", "HybridModel")}
+NOT_WITH_SPEC = "--rl-model-class {} is not possible with --spec module name, which .*; drop {}"
+NO_HYBRID = "--rl-model-class hybrid asks for .*HybridModel.*; give gpt"
+NO_GPT = "--rl-model-class gpt asks for .*GPTModel; give hybrid"
 
 
 @pytest.mark.parametrize(
-    ("has_gpt_model", "has_hybrid_model", "said"),
+    ("has_gpt_model", "deprecates_gpt_model", "has_hybrid_model", "said"),
     [
-        (True, True, ["gpt", "gpt", "hybrid"]),
         (
-            False,
-            True,
-            ["hybrid", "--rl-model-class gpt asks for .*GPTModel; give hybrid", "hybrid"],
+            *(True, True, True),
+            [
+                "HybridModel, as megatron-core 0.19.7 has deprecated GPTModel",
+                "GPTModel, as --spec module name is given, which .*",
+                *(GIVEN["GPTModel"], GIVEN["GPTModel"]),
+                *(GIVEN["HybridModel"], NOT_WITH_SPEC.format("hybrid", "one of the two")),
+            ],
         ),
-        (True, False, ["gpt", "gpt", "--rl-model-class hybrid asks for .*HybridModel.*; give gpt"]),
+        (
+            *(True, False, True),
+            [
+                *["GPTModel, as megatron-core 0.19.7 has not deprecated it"] * 2,
+                *(GIVEN["GPTModel"], GIVEN["GPTModel"]),
+                *(GIVEN["HybridModel"], NOT_WITH_SPEC.format("hybrid", "one of the two")),
+            ],
+        ),
+        (
+            *(False, True, True),
+            [
+                "HybridModel, as megatron-core 0.19.7 has no GPTModel",
+                NOT_WITH_SPEC.format("auto", "--spec .*"),
+                *(NO_GPT, NO_GPT),
+                *(GIVEN["HybridModel"], NOT_WITH_SPEC.format("hybrid", "--spec .*")),
+            ],
+        ),
+        (
+            *(True, True, False),
+            [
+                *["GPTModel, as megatron-core 0.19.7 has no HybridModel .*"] * 2,
+                *(GIVEN["GPTModel"], GIVEN["GPTModel"]),
+                *(NO_HYBRID, NO_HYBRID),
+            ],
+        ),
     ],
 )
-def test_model_class_is_one_that_megatron_has(
-    has_gpt_model: bool, has_hybrid_model: bool, said: list[str], tmp_path: Path
+def test_model_class_is_what_megatron_recommends_and_the_flags_allow(
+    has_gpt_model: bool,
+    deprecates_gpt_model: bool,
+    has_hybrid_model: bool,
+    said: list[str],
+    tmp_path: Path,
 ) -> None:
-    megatron_on_the_path(tmp_path, "0.19.7", has_gpt_model=has_gpt_model)
+    megatron_on_the_path(
+        tmp_path,
+        "0.19.7",
+        has_gpt_model=has_gpt_model,
+        deprecates_gpt_model=deprecates_gpt_model,
+    )
     if not has_hybrid_model:
         (tmp_path / "megatron/core/models/hybrid/hybrid_layer_allocation.py").unlink()
     found = python("-c", SAY_CLASSES, path=tmp_path)
@@ -171,3 +214,23 @@ def test_model_class_is_one_that_megatron_has(
     assert all(re.fullmatch(pattern, line) for pattern, line in zip(said, lines, strict=True)), (
         lines
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({}, "hybrid"),
+        ({"cpu_offloading_num_layers": 2}, "gpt"),
+        ({"first_last_layers_bf16": True}, "gpt"),
+        ({"te_precision_config_file": "recipe.yaml"}, "gpt"),
+        ({"ckpt_format": "torch"}, "gpt"),
+        ({"ckpt_format": "fsdp_dtensor", "cpu_offloading_num_layers": 0}, "hybrid"),
+    ],
+)
+def test_flags_that_hybrid_model_does_not_support_choose_the_other_class(
+    values: dict[str, Any], name: str
+) -> None:
+    assert choose_model_class(AUTO, values).name == name
+    if name == "gpt":
+        with pytest.raises(UsageError, match="--rl-model-class hybrid is not possible with --"):
+            choose_model_class(HYBRID, values)

@@ -339,7 +339,7 @@ _PUBLISHED = (
         class_name="Dots1ForCausalLM",
         models="dots.llm1",
         spelt_out=(
-            *("num_key_value_heads", "n_shared_experts", "first_k_dense_replace", "n_group"),
+            *("num_key_value_heads", "n_shared_experts", "first_k_dense_replace"),
             *("norm_topk_prob", "routed_scaling_factor", "sliding_window"),
         ),
         also_refused=("sliding_window",),

@@ -6,7 +6,8 @@ A weight `[r, c]` is float8_e4m3fn. Each of its blocks of 128 x 128 has a float3
 With `--rl-rollout-dtype fp8`, engines hold the linear layers of attention, of dense feed-forward
 layers and of experts in FP8 blocks. Router, norms, embedding, head and MTP layers keep their dtype,
 and so does every weight that a published `quantization_config` leaves out. vLLM merges some linear
-layers and splits others over TP, and requires that no block is cut. A merged layer, or the experts
+layers and splits others over TP, and requires that no block is cut. It quantises the input of a
+layer in groups of 128 elements, and on a rank requires whole groups. A merged layer, or the experts
 of a layer, for which that does not hold keeps its dtype as a whole.
 """
 
@@ -169,15 +170,17 @@ def _has_whole_blocks(shape: ModelShape, rollout: RolloutLayout, modules: list[T
     """Return whether vLLM's ranks hold whole blocks of these merged layers, as it requires."""
     if modules[0].num_experts:
         width = shape.experts.hidden_size if shape.experts else 0
-        return width // (1 if rollout.expert_parallel else rollout.tp_size) % BLOCK == 0
+        on_rank = width // (1 if rollout.expert_parallel else rollout.tp_size)
+        return on_rank % BLOCK == shape.hidden_size % BLOCK == 0
     whole = modules[0].is_shared_expert and rollout.has_whole_shared_experts
     tp_size = 1 if whole else rollout.tp_size
     rows = [_rows(shape, spec, tp_size) for spec in modules]
     is_split = tp_size > 1 and modules[0].cut is not Cut.REPLICATED
-    if is_split and modules[0].cut is Cut.COLUMNS:
-        return modules[0].shape[1] // tp_size % BLOCK == 0
+    by_input = is_split and modules[0].cut is Cut.COLUMNS
+    columns = modules[0].shape[1] // (tp_size if by_input else 1)
     # The last of merged layers may end with a part of a block, unless they are split.
-    return all(count % BLOCK == 0 for count in (rows if is_split else rows[:-1]))
+    checked = rows if is_split and not by_input else rows[:-1]
+    return not any(size % BLOCK for size in (columns, *checked))
 
 
 def _rows(shape: ModelShape, spec: TensorSpec, tp_size: int) -> int:

@@ -17,11 +17,11 @@ from mcore_rl.hybrid_engine.plan.placement import Placement, choose_rank_map
 from mcore_rl.job.engines import check_float8_device
 from mcore_rl.job.facts import Source
 from mcore_rl.job.resolver import resolve
-from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.config_json import ModelShape, model_shape
 from mcore_rl.model.float8_blocks import float8_weights
 from mcore_rl.model.layout import RolloutLayout, TrainLayout, pipeline_layers
 from mcore_rl.model.tensors import checkpoint_tensors
-from tests.model_shapes import DEEPSEEK_V3, published_shape
+from tests.model_shapes import CONFIGS, DEEPSEEK_V3, published_shape
 
 V2_LITE = published_shape("deepseek-v2-lite")
 QWEN3_MOE = published_shape("qwen3-30b-a3b")
@@ -75,7 +75,35 @@ def test_merged_layers_are_kept_as_a_whole() -> None:
     first = float8_weights(V2_LITE, RolloutLayout(1, 1, False))
     assert not any(".layers.0.mlp.gate_proj" in name for name in first.weights)
     assert {"model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"} < {*first.kept_modules}
-    assert "model.layers.0.mlp.down_proj.weight" in first.weights
+    assert "model.layers.1.mlp.shared_experts.up_proj.weight" in first.weights
+
+
+@pytest.mark.parametrize(
+    ("fields", "tp_size", "ep", "kept"),
+    [
+        ({"q_lora_rank": 1600}, 1, False, {"q_a_proj", "kv_a_proj_with_mqa", "q_b_proj"}),
+        ({"kv_lora_rank": 576}, 1, False, {"kv_b_proj"}),
+        ({"v_head_dim": 96, "num_attention_heads": 2}, 1, False, {"o_proj"}),
+        ({"v_head_dim": 96, "num_attention_heads": 8}, 1, False, set()),
+        ({"v_head_dim": 96, "num_attention_heads": 8}, 4, True, {"o_proj", "kv_b_proj"}),
+        ({"moe_intermediate_size": 64}, 1, False, {"experts", "gate_proj", "up_proj", "down_proj"}),
+        ({"moe_intermediate_size": 256}, 4, True, {"gate_proj", "up_proj", "down_proj"}),
+        ({"moe_intermediate_size": 256}, 2, False, set()),
+        (
+            {"hidden_size": 7200}, 1, False,
+            {"q_a_proj", "kv_a_proj_with_mqa", "gate_proj", "up_proj", "experts"},
+        ),
+    ],
+)  # fmt: skip
+def test_layers_with_a_part_of_a_group_of_inputs_are_kept(
+    fields: dict[str, int], tp_size: int, ep: bool, kept: set[str]
+) -> None:
+    """vLLM asserts it of each input on a rank, in its first forward pass."""
+    values = json.loads((CONFIGS / "deepseek-v3.json").read_text()) | fields
+    shape = model_shape(values, Path("config.json"), for_planning=True)
+    everything = {name.split(".")[-2] for name in MLA | MLP} | {"experts"}
+    found = {name.removesuffix(".weight").split(".")[-1] for name in in_blocks(shape, tp_size, ep)}
+    assert everything - found == kept
 
 
 def test_weights_that_were_not_published_in_blocks_are_kept() -> None:

@@ -306,3 +306,38 @@ def test_page_of_671b_is_what_the_command_prints() -> None:
         printed = "\n".join(line.rstrip() for line in process.stdout.splitlines())
         assert printed == expected.strip("\n"), "regenerate plan_671b.md with this command"
     assert "PLANNED, NOT RUN" in page
+
+
+def planned_rows() -> dict[str, tuple[list[str], str, str]]:
+    """Model -> tokens of its command and what it prints, of the section in planner.md."""
+    page = (ROOT / "docs" / "using" / "planner.md").read_text()
+    section = page.partition("## Layouts of large models\n")[2].partition("\n## ")[0]
+    command = section.partition("    mcore-rl ")[2].partition("\n\n")[0].replace("\\\n", " ")
+    rows = {}
+    for row in re.findall(
+        r"^\| `(.+)` \| (\d+) \| `(.+)` \| ([\d.]+) \| ([\d,]+) \|$", section, re.M
+    ):
+        model, world_size, flags, *printed = row
+        filled = command.replace("MODEL", model).replace("GPUS", world_size).replace("FLAGS", flags)
+        rows[model] = (filled.split(), *printed)
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", planned_rows())
+def test_large_model_fits_in_the_layout_of_the_page(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, fullest, cached = planned_rows()[model]
+    monkeypatch.chdir(ROOT)
+    assert main([*tokens, "--json", str(tmp_path / "plan.json")]) == 0
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["fits"] and not plan["problems"]
+    assert f"{max(phase['total_bytes'] for phase in plan['phases']) / 1e9:.2f}" == fullest
+    assert f"{plan['kv_cache_tokens']:,}" == cached
+
+
+def test_page_has_layouts_of_the_largest_models_of_new_families() -> None:
+    assert planned_rows().keys() == {
+        *("qwen3-next-80b-a3b", "qwen3.5-397b-a17b", "deepseek-v3.2", "glm-5", "glm-5.2"),
+    }

@@ -81,6 +81,19 @@ def test_log_probs_equal_transformers_and_export_the_checkpoint(
 
 
 @pytest.mark.parametrize("arch", CASES)
+def test_packed_samples_are_computed_as_padded_ones(
+    arch: str, checkpoint_of: Callable[[str], Path], ranks: RankPool
+) -> None:
+    """Some samples are longer than the keys that a query may see. Queries, keys and choices are
+    equal bit for bit; Megatron's torch path multiplies all rows at once, and rounds by their
+    number."""
+    job, lengths = "tests.dist.sparse_attention_jobs:packed_against_padded", [1, 33, 3, 64, 27]
+    flags = job_flags(checkpoint_of(arch), "tp1_pp1_ep1", *PACKED)
+    (differences,) = ranks.run(job, world_size=1, flags=flags, lengths=lengths)
+    assert len(differences) == len(lengths) and max(differences) < 2e-6
+
+
+@pytest.mark.parametrize("arch", CASES)
 def test_choice_of_keys_is_part_of_what_is_compared(
     arch: str, checkpoint_of: Callable[[str], Path]
 ) -> None:

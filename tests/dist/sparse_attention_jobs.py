@@ -16,7 +16,11 @@ def packed_against_padded(flags: list[str], lengths: list[int]) -> list[float]:
     """For each sample of a packed row the largest difference to the same sample in padded rows,
     relative to the largest number: of the attention of all layers, and of its input's gradients."""
     _, actor, _ = started(flags)
-    layers = actor.state.chunks[0].decoder.layers
+    layers = [  # a HybridModel has others in between
+        layer
+        for layer in actor.state.chunks[0].decoder.layers
+        if hasattr(layer.self_attention, "pg_collection")
+    ]
     torch.manual_seed(3)
     width = layers[0].config.hidden_size
     inputs, of_outputs = ([torch.randn(1, size, width) for size in lengths] for _ in range(2))

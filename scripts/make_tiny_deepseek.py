@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 else:
     import tiny_task
 
+# Fields that Nemotron-H does not have.
+_OF_ROTATED = ("rms_norm_eps", "rope_theta", "rope_scaling", "hidden_act")
 _OF_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
 WITH_MTP = (
     *("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite"),
@@ -116,6 +118,15 @@ def _configs(
         head_dim=32, partial_rotary_factor=0.25,
         linear_conv_kernel_dim=4, linear_key_head_dim=64, linear_value_head_dim=64,
         linear_num_key_heads=2, linear_num_value_heads=4,
+    )  # fmt: skip
+    num_blocks = 2 * shape["num_hidden_layers"]
+    nemotron = {name: value for name, value in dense.items() if name not in _OF_ROTATED} | dict(
+        architectures=["NemotronHForCausalLM"], num_hidden_layers=num_blocks, head_dim=32,
+        layer_norm_epsilon=1e-5, mlp_hidden_act="relu2", mamba_hidden_act="silu", mlp_bias=False,
+        use_bias=False, use_conv_bias=True, mamba_num_heads=8, mamba_head_dim=16, n_groups=2,
+        ssm_state_size=16, conv_kernel=4, expand=2, chunk_size=128, time_step_min=0.001,
+        time_step_max=0.1, time_step_floor=1e-4, time_step_limit=[0.0, float("inf")],
+        residual_in_fp32=False,
     )  # fmt: skip
     configs = {
         "deepseek_v3": v3,
@@ -202,6 +213,15 @@ def _configs(
             num_shared_experts=1, first_k_dense_replace=1, router_scaling_factor=2.826,
             expert_hidden_dim=shape["moe_intermediate_size"], qk_norm=True, route_norm=True,
             rope_theta=11158840.0,
+        ),
+        "nemotron_h": nemotron | dict(hybrid_override_pattern="M-*M" * (num_blocks // 4)),
+        "nemotron_3": nemotron | dict(
+            model_type="nemotron_h", hybrid_override_pattern="ME*E" * (num_blocks // 4),
+            n_routed_experts=num_experts, n_shared_experts=1, n_group=1, topk_group=1,
+            norm_topk_prob=True, routed_scaling_factor=2.5,
+            num_experts_per_tok=shape["num_experts_per_tok"],
+            moe_intermediate_size=shape["moe_intermediate_size"],
+            moe_shared_expert_intermediate_size=2 * shape["moe_intermediate_size"],
         ),
         "mixtral": {n: v for n, v in gqa.items() if n != "moe_intermediate_size"} | dict(
             architectures=["MixtralForCausalLM"], num_local_experts=num_experts,

@@ -98,6 +98,8 @@ def _layers(family: Family) -> str:
         attention = f"sparse {attention}"
     if family.delta_net:
         attention = f"gated delta nets and {attention}"
+    if family.one_block_a_layer:
+        return f"one block each: Mamba-2, {attention}, dense or experts"
     return f"{attention}, {'dense' if family.router is None else 'experts'}"
 
 
@@ -113,7 +115,7 @@ def _specifics(family: Family) -> Iterator[str]:
         if router.gated_shared_size:
             yield "a shared expert behind a gate"
         if family.names.block != "mlp.":
-            yield f"experts are called `{family.names.block}experts.N.{family.names.gate}`"
+            yield f"experts are called `{family.names.block}experts.N.{_first(family)}`"
     if family.qk_norm and not family.latent_attention:
         what = "over all heads at once" if family.norms_whole_projection else "of each head"
         yield f"norms of queries and keys {what}{_if(family.qk_norm)}"
@@ -121,6 +123,10 @@ def _specifics(family: Family) -> Iterator[str]:
         yield f"biases of queries, keys and values{_if(family.qkv_bias)}"
     if family.linear_biases:
         yield "biases of every linear layer"
+    if family.squared_relu:
+        yield "squared ReLU without a gate"
+    if not family.rope_types:
+        yield "no rotation of heads"
     if family.output_gate:
         yield "attention with an output gate"
     if family.zero_centered_norms:
@@ -140,6 +146,10 @@ def _specifics(family: Family) -> Iterator[str]:
             yield f"rope scaling of type `{kind}`"
     if family.has_drafter:
         yield "MTP layers are trained or draft on demand"
+
+
+def _first(family: Family) -> str:
+    return family.names.up if family.squared_relu else family.names.gate
 
 
 def _if(of_family: bool | str) -> str:

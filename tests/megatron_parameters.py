@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from mcore_rl.model.config_json import LatentAttention, ModelShape
 from mcore_rl.model.delta_net import DeltaNet
+from mcore_rl.model.mamba import Mamba
 from mcore_rl.model.tensors import trained_vocabulary_rows
 
 Named = Iterator[tuple[str, tuple[int, ...]]]
@@ -28,6 +29,7 @@ class Spec:
     fused_down_projections: bool = False  # --mla-down-proj-fusion
     split_down_projections: bool = False  # column-parallel, as in Megatron's own local spec
     halves: bool = False  # a HybridModel, with attention and MLP in layers of their own
+    blocks: bool = False  # a HybridModel of layers that have one block each
 
     def numbered(self, layers: tuple[int, ...]) -> tuple[int, ...]:
         """The transformer layers of a stage's decoder layers, given the stage's."""
@@ -54,6 +56,8 @@ SPECS = {
         fused_down_projections=True,
         split_down_projections=True,
     ),
+    "local, blocks": Spec(fused_norms=False, grouped_experts=False, blocks=True),
+    "transformer_engine, blocks": Spec(fused_norms=True, grouped_experts=True, blocks=True),
     "local, hybrid": Spec(fused_norms=False, grouped_experts=False, halves=True),
     "transformer_engine, hybrid": Spec(fused_norms=True, grouped_experts=True, halves=True),
 }
@@ -75,22 +79,21 @@ def stage_parameters(
     if first:
         found["embedding.word_embeddings.weight"] = vocabulary
     for local, layer in enumerate(layers):
-        parts = [
-            *(
-                _delta_net(shape, shape.delta_net, spec, tp_size)
-                if shape.layer_kinds[layer].is_linear and shape.delta_net
-                else _attention(shape, spec, tp_size)
-            ),
-            *_indexer(shape, layer),
-            *(
-                _experts(shape, spec, tp_size, ep_size, etp_size)
-                if shape.is_moe_layer[layer]
-                else _dense(shape, spec, tp_size)
-            ),
-        ]
+        kind = shape.layer_kinds[layer]
+        parts: list[tuple[str, tuple[int, ...]]] = []
+        if kind.is_linear and shape.delta_net:
+            parts += _delta_net(shape, shape.delta_net, spec, tp_size)
+        elif kind.has_mamba and shape.mamba:
+            parts += _mamba(shape, shape.mamba, spec, tp_size)
+        elif kind.has_attention:
+            parts += [*_attention(shape, spec, tp_size), *_indexer(shape, layer)]
+        if kind.is_moe:
+            parts += _experts(shape, spec, tp_size, ep_size, etp_size)
+        elif kind.has_dense:
+            parts += _dense(shape, spec, tp_size)
         found |= {spec.place(local, name): size for name, size in parts}
     if last:
-        norm = "final_norm" if spec.halves else "final_layernorm"
+        norm = "final_norm" if spec.halves or spec.blocks else "final_layernorm"
         found[f"decoder.{norm}.weight"] = (shape.hidden_size,)
         if not (shape.tied_embeddings and first):
             found["output_layer.weight"] = vocabulary
@@ -140,6 +143,19 @@ def _delta_net(shape: ModelShape, delta_net: DeltaNet, spec: Spec, tp_size: int)
     yield at + "A_log", (heads,)
     yield at + "out_norm.weight", (delta_net.value_head_dim,)
     yield at + "out_proj.weight", (hidden, values)
+
+
+def _mamba(shape: ModelShape, mamba: Mamba, spec: Spec, tp_size: int) -> Named:
+    hidden, heads = shape.hidden_size, mamba.num_heads // tp_size
+    inner, state = heads * mamba.head_dim, mamba.num_groups * mamba.state_size // tp_size
+    yield ("mixer.in_proj.layer_norm_weight" if spec.fused_norms else "norm.weight"), (hidden,)
+    yield "mixer.in_proj.weight", (2 * inner + 2 * state + heads, hidden)
+    yield "mixer.conv1d_weight", (inner + 2 * state, 1, mamba.conv_width)
+    yield "mixer.conv1d_bias", (inner + 2 * state,)
+    for name in ("dt_bias", "A_log", "D"):
+        yield f"mixer.{name}", (heads,)
+    yield "mixer.norm.weight", (inner,)
+    yield "mixer.out_proj.weight", (hidden, inner)
 
 
 def _latent_attention(
@@ -194,7 +210,7 @@ def _dense(shape: ModelShape, spec: Spec, tp_size: int) -> Named:
     hidden, width = shape.hidden_size, shape.ffn_hidden_size // tp_size
     norm = "mlp.linear_fc1.layer_norm_weight" if spec.fused_norms else "pre_mlp_layernorm.weight"
     yield norm, (hidden,)
-    yield "mlp.linear_fc1.weight", (2 * width, hidden)
+    yield "mlp.linear_fc1.weight", ((1 if shape.squared_relu else 2) * width, hidden)
     yield "mlp.linear_fc2.weight", (hidden, width)
 
 
@@ -207,19 +223,19 @@ def _experts(shape: ModelShape, spec: Spec, tp_size: int, ep_size: int, etp_size
         yield "mlp.router.bias", (experts.num_experts,)
     if experts.has_bias:
         yield "mlp.router.expert_bias", (experts.num_experts,)
-    width = experts.hidden_size // etp_size
+    width, first = experts.hidden_size // etp_size, 1 if shape.squared_relu else 2
     for local in range(experts.num_experts // ep_size):
         form = "mlp.experts.{}.{}" + str(local)
         if not spec.grouped_experts:
             form = f"mlp.experts.local_experts.{local}.{{}}.{{}}"
-        yield form.format("linear_fc1", "weight"), (2 * width, hidden)
+        yield form.format("linear_fc1", "weight"), (first * width, hidden)
         yield form.format("linear_fc2", "weight"), (hidden, width)
         if shape.linear_biases:
-            yield form.format("linear_fc1", "bias"), (2 * width,)
+            yield form.format("linear_fc1", "bias"), (first * width,)
             yield form.format("linear_fc2", "bias"), (hidden,)
     if experts.shared_hidden_size:
         width = experts.shared_hidden_size // tp_size
-        yield "mlp.shared_experts.linear_fc1.weight", (2 * width, hidden)
+        yield "mlp.shared_experts.linear_fc1.weight", (first * width, hidden)
         yield "mlp.shared_experts.linear_fc2.weight", (hidden, width)
     if experts.has_shared_gate:
         yield "mlp.shared_experts.gate_weight", (1, hidden)

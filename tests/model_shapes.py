@@ -10,7 +10,8 @@ from typing import Any
 
 import transformers
 
-from mcore_rl.model.config_json import LatentAttention, ModelShape, read_model_shape
+from mcore_rl.job.engines import needs_gpu
+from mcore_rl.model.config_json import LatentAttention, ModelShape, model_shape, read_model_shape
 from mcore_rl.model.experts import Experts
 from mcore_rl.model.families import FAMILIES
 from mcore_rl.planner.settings import GB, Machine
@@ -131,18 +132,28 @@ def made_values(config_json: Mapping[str, Any]) -> dict[str, Any]:
         del values["n_group"], values["topk_group"]  # no groups are its defaults
     fields = {*config_class.__dataclass_fields__, *config_class.attribute_map.values()}
     # Which are understood all the same.
-    fields |= {"rope_scaling", "rope_theta", "head_dim", "rotary_dim"}
+    fields |= {"rope_scaling", "rope_theta", "head_dim", "rotary_dim", "hybrid_override_pattern"}
     return {name: value for name, value in values.items() if name in fields}
 
 
 def has_experts(arch: str) -> bool:
     """Whether an --arch of make_tiny_deepseek has experts."""
-    return FAMILIES[hf_config(arch)["model_type"]].router is not None
+    return tiny_shape(arch).experts is not None
 
 
-def has_indexer(arch: str) -> bool:
-    """Whether an --arch of make_tiny_deepseek has sparse attention."""
-    return FAMILIES[hf_config(arch)["model_type"]].sparse_attention
+def tiny_shape(arch: str) -> ModelShape:
+    """The shape of an --arch of make_tiny_deepseek."""
+    return model_shape(hf_config(arch), CONFIGS)
+
+
+def has_engine_on_cpu(arch: str) -> bool:
+    """Whether vLLM runs an --arch without a GPU."""
+    return needs_gpu(tiny_shape(arch)) is None
+
+
+def has_one_block_a_layer(arch: str) -> bool:
+    """Whether an --arch has layers of one block, which only a HybridModel has."""
+    return bool(tiny_shape(arch).blocks)
 
 
 def model_class(model_type: str) -> Any:

@@ -37,13 +37,15 @@ def _is_unread(dest: str, shape: ModelShape, given: Mapping[str, Any]) -> bool:
     if dest in _OF_EXPERTS:
         return _is_unread_by_router(dest, value, shape)
     if dest == "ffn_hidden_size":  # of dense layers
-        return all(shape.is_moe_layer)
+        return not any(kind.has_dense for kind in shape.layer_kinds)
     if dest == "window_attn_skip_freq":
         return shape.sliding_window is None and given.get("window_size") is None
     if dest == "rope_scaling_factor":
         return shape.rope["rope_type"] != "llama3" and not given.get("use_rope_scaling")
     if dest == "rotary_seq_len_interpolation_factor":
         return bool(value == 1)
+    if dest in ("rotary_base", "rotary_percent") and shape.rope["rope_type"] == "none":
+        return True
     has_yarn = shape.rope["rope_type"] == "yarn"
     if dest in _OF_YARN:
         return bool(shape.latent) or not has_yarn

@@ -62,6 +62,9 @@ def check_layout(shape: ModelShape, values: Mapping[str, Any], world_size: int) 
         flag = f"--context-parallel-size {layout.cp_size} x {as_flag(_DEGREES[0], tp_size)}"
         heads = {"linear_num_key_heads": shape.delta_net.num_key_heads}
         _check_divides(flag, layout.cp_size * tp_size, heads)
+    if shape.mamba:
+        flag = f"--context-parallel-size {layout.cp_size} x {as_flag(_DEGREES[0], tp_size)}"
+        _check_divides(flag, layout.cp_size * tp_size, {"mamba_num_heads": shape.mamba.num_heads})
     if shape.experts is None and layout.ep_size > 1:
         raise UsageError(
             f"needs a model with experts and {shape.architecture} has none",
@@ -120,12 +123,18 @@ def _split_over_tp(shape: ModelShape) -> dict[str, int]:
     sizes = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
     if shape.delta_net:  # which divides that of value heads
         sizes["linear_num_key_heads"] = shape.delta_net.num_key_heads
-    if not all(shape.is_moe_layer):
+    if shape.mamba:  # groups divide heads
+        sizes["n_groups"] = shape.mamba.num_groups
+    if any(kind.has_dense for kind in shape.layer_kinds):
         sizes["intermediate_size"] = shape.ffn_hidden_size
     if shape.experts and shape.experts.shared_hidden_size:
         router = family_of(shape.architecture).router
         assert router is not None, "experts without a router"
-        name = router.gated_shared_size or f"{router.shared_experts} x {router.expert_size}"
+        name = (
+            router.gated_shared_size
+            or router.shared_size
+            or f"{router.shared_experts} x {router.expert_size}"
+        )
         sizes[name] = shape.experts.shared_hidden_size
     return sizes
 

@@ -194,7 +194,7 @@ class _Examiner:
         if self.source.has_engine and not (
             self.source.scores_only and config.trainer.verify_megatron_only
         ):
-            refusals.passes(engines.check_attention, shape, cuda=self.source.platform.cuda)
+            refusals.passes(engines.check_layers, shape, cuda=self.source.platform.cuda)
         if refusals.knows(LENGTHS):
             self._lengths_are_right = refusals.passes(
                 check_lengths,

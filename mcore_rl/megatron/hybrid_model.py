@@ -23,6 +23,8 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.parallel_state import get_pipeline_model_parallel_rank
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -32,10 +34,7 @@ from megatron.core.transformer.utils import sharded_state_dict_default
 
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.hybrid_pattern import (
-    ATTENTION,
     DELTA_NET,
-    DENSE,
-    EXPERTS,
     LATENT_ATTENTION,
     SPARSE_ATTENTION,
     halves,
@@ -44,6 +43,7 @@ from mcore_rl.model.hybrid_pattern import (
     transformer_layers,
 )
 from mcore_rl.model.layout import PipelineLayers, layers_of_chunks
+from mcore_rl.model.mamba import ATTENTION, DENSE, EXPERTS, MAMBA
 from mcore_rl.patches.megatron import hybrid_checkpoints
 from mcore_rl.patches.registry import apply_patch
 
@@ -172,7 +172,7 @@ def build_hybrid_model(
     here = layers[get_pipeline_model_parallel_rank()][common["vp_stage"] or 0]
     pairs = halves(shape)
     model: Any = HybridModel(
-        config=_hybrid_config(config),
+        config=_hybrid_config(config, len(pairs[0])),
         hybrid_stack_spec=_stack_spec(decoder_spec, mtp_spec, [pairs[layer] for layer in here]),
         hybrid_layer_pattern=hybrid_pattern(pairs, layers, config.mtp_num_layers or 0),
         **common,
@@ -200,14 +200,14 @@ def _layers_of_stages(config: Any) -> PipelineLayers:
     return layers_of_chunks(counts)
 
 
-def _hybrid_config(config: Any) -> Any:
-    """Return the configuration as HybridModel is to read it."""
+def _hybrid_config(config: Any, layers_each: int) -> Any:
+    """Return the configuration as HybridModel is to read it, with `layers_each` for a layer."""
     config = copy.copy(config)
     # The pattern says which layers a stage has.
     config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
     config.mla_down_proj_fusion = False  # the specs are fused
     if config.recompute_num_layers is not None:
-        config.recompute_num_layers *= 2
+        config.recompute_num_layers *= layers_each
     return config
 
 
@@ -230,6 +230,12 @@ _LAYERS: dict[str, tuple[type, str]] = {
     DENSE: (DenseLayer, "mlp_layer"),
     EXPERTS: (ExpertLayer, "moe_layer"),
 }
+# The classes where a layer is one block.
+_BLOCKS: dict[str, tuple[type, str]] = {
+    ATTENTION: (TransformerLayer, "attention_layer"),
+    DENSE: (MLPLayer, "mlp_layer"),
+    EXPERTS: (MoETransformerLayer, "moe_layer"),
+}
 
 
 def _stack_spec(decoder_spec: Any, mtp_spec: Any, pairs: Sequence[str]) -> ModuleSpec:
@@ -246,11 +252,29 @@ def _stack_spec(decoder_spec: Any, mtp_spec: Any, pairs: Sequence[str]) -> Modul
             self_attention=IdentityOp,
             self_attn_bda=IdentityFuncOp,
         )
-        for symbol, half in zip(pair, (attention, rest), strict=True):
-            module, name = _LAYERS[symbol]
+        for symbol in pair:
+            if symbol == MAMBA:
+                kinds["mamba_layer"] = _mamba_spec(whole)
+                continue
+            module, name = (_LAYERS if len(pair) == 2 else _BLOCKS)[symbol]
+            half = rest if symbol in (DENSE, EXPERTS) else attention
             kinds[name] = ModuleSpec(module=module, submodules=half)
     submodules = HybridStackSubmodules(mtp_block_spec=mtp_spec, **kinds)
     return ModuleSpec(module=HybridStack, submodules=submodules)
+
+
+def _mamba_spec(transformer: Any) -> ModuleSpec:
+    """Return the spec of a Mamba-2 layer with the norm and the linear layers of attention."""
+    linear = transformer.self_attention.submodules
+    mixer = MambaMixerSubmodules(in_proj=linear.linear_qkv, out_proj=linear.linear_proj)
+    return ModuleSpec(
+        module=MambaLayer,
+        submodules=MambaLayerSubmodules(
+            norm=transformer.input_layernorm,
+            mixer=ModuleSpec(module=MambaMixer, submodules=mixer),
+            mamba_bda=transformer.self_attn_bda,
+        ),
+    )
 
 
 def _rotary_embedding(args: argparse.Namespace, model: Any) -> RotaryEmbedding:

@@ -55,7 +55,16 @@ def choose_model_class(requested: str, values: Mapping[str, Any]) -> ModelClass:
     source = check_megatron()
     found = [name for name, (line, file, _) in _CLASSES.items() if _has(source, file, line)]
     chosen = _recommended(source, found)
-    if requested != AUTO:
+    has_mamba = bool(values.get("mamba_num_heads"))
+    if has_mamba and requested == GPT:
+        raise UsageError(
+            "has no Mamba-2 layers, which the model has",
+            flag=f"--rl-model-class {requested}",
+            remedy=f"give {AUTO} or {HYBRID}",
+        )
+    if has_mamba:
+        requested, chosen = HYBRID, ModelClass(HYBRID, "GPTModel has no Mamba-2 layers")
+    elif requested != AUTO:
         chosen = ModelClass(requested, f"--rl-model-class {requested} is given")
     if chosen.name not in found:
         raise UsageError(
@@ -72,7 +81,7 @@ def choose_model_class(requested: str, values: Mapping[str, Any]) -> ModelClass:
     raise UsageError(
         f"is not possible with {flag}, {reason}",
         flag=f"--rl-model-class {requested}",
-        remedy="drop one of the two" if GPT in found else f"drop {flag}",
+        remedy="drop one of the two" if GPT in found and not has_mamba else f"drop {flag}",
     )
 
 

@@ -19,6 +19,7 @@ from mcore_rl.model.config_fields import Fields
 from mcore_rl.model.delta_net import DeltaNet, linear_layers, read_delta_net
 from mcore_rl.model.experts import Experts, moe_layers, read_experts
 from mcore_rl.model.families import FAMILIES, Family
+from mcore_rl.model.mamba import ATTENTION, DENSE, EXPERTS, MAMBA, Mamba, read_blocks, read_mamba
 from mcore_rl.model.quantization import (
     GIVE_FP8_BLOCKS,
     GIVE_MXFP4,
@@ -57,12 +58,36 @@ class LayerKind:
     is_moe: bool  # experts instead of an MLP
     is_linear: bool = False  # a gated delta net instead of attention
     has_indexer: bool = False  # of sparse attention
+    block: str = ""  # the only block of the layer, by its symbol; "": attention and feed-forward
+
+    @property
+    def has_mamba(self) -> bool:
+        return self.block == MAMBA
+
+    @property
+    def has_attention(self) -> bool:
+        return not self.is_linear and self.block in ("", ATTENTION)
+
+    @property
+    def has_mixer(self) -> bool:
+        """Whether it has a block that mixes positions."""
+        return self.block in ("", MAMBA, ATTENTION)
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether it has a feed-forward layer without experts."""
+        return not self.is_moe and self.block in ("", DENSE)
 
     @property
     def name(self) -> str:
         """The kind as part of a name, such as "moe", "linear_dense" or "indexer_moe"."""
+        if self.block:
+            return _BLOCK_NAMES[self.block]
         attention = "linear_" if self.is_linear else "indexer_" if self.has_indexer else ""
         return attention + ("moe" if self.is_moe else "dense")
+
+
+_BLOCK_NAMES = {MAMBA: "mamba", ATTENTION: "attention", DENSE: "dense", EXPERTS: "moe"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +128,11 @@ class ModelShape:
     output_gate: bool = False  # of attention
     zero_centered_norms: bool = False
     indexer: Indexer | None = None  # of sparse attention
+    mamba: Mamba | None = None
+    blocks: str = (
+        ""  # the symbol of each layer's only block; "": attention and feed-forward in each
+    )
+    squared_relu: bool = False  # instead of SwiGLU: feed-forward layers without a gate
     # `score.weight` `[1, h]` instead of `lm_head.weight`: a critic, or a reward model.
     value_head: bool = False
 
@@ -111,7 +141,10 @@ class ModelShape:
         """The kind of every decoder layer."""
         none = (False,) * self.num_layers
         has_indexer = self.indexer.in_layer if self.indexer else none
-        features = zip(self.is_moe_layer, self.is_linear_layer or none, has_indexer, strict=True)
+        blocks = self.blocks or ("",) * self.num_layers
+        features = zip(
+            self.is_moe_layer, self.is_linear_layer or none, has_indexer, blocks, strict=True
+        )
         return tuple(LayerKind(*each) for each in features)
 
     @property
@@ -189,10 +222,13 @@ def model_shape(
         remedy = GIVE_MXFP4 if family.stacked_experts else GIVE_FP8_BLOCKS
         raise fields.refuse(f"quantised weights ({what})", remedy)
     _refuse_features(fields, family)
-    num_layers = fields.count("num_hidden_layers")
+    blocks = read_blocks(fields, family)
+    num_layers = len(blocks) or fields.count("num_hidden_layers")
+    is_moe_layer = moe_layers(fields, family, num_layers, blocks)
     num_heads = fields.count("num_attention_heads")
     latent = _latent_attention(fields) if family.latent_attention else None
-    experts = read_experts(fields, family.router) if family.router else None
+    has_experts = family.router and (any(is_moe_layer) or not blocks)
+    experts = read_experts(fields, family.router) if family.router and has_experts else None
     if experts is not None and num_layers * experts.num_experts > _MOST_EXPERTS:
         raise fields.refuse(f"{experts.num_experts} experts in each of {num_layers} layers")
     shape = ModelShape(
@@ -206,11 +242,11 @@ def model_shape(
         head_dim=_head_dim(fields, num_heads, latent),
         latent=latent,
         experts=experts,
-        is_moe_layer=moe_layers(fields, family, num_layers),
+        is_moe_layer=is_moe_layer,
         qk_norm=_switch(fields, family.qk_norm),
         qkv_bias=_switch(fields, family.qkv_bias),
         tied_embeddings=fields.switch("tie_word_embeddings"),
-        norm_epsilon=fields.number("rms_norm_eps", bounds=Bounds(above=0, below=1)),
+        norm_epsilon=fields.number(family.norm_epsilon, bounds=Bounds(above=0, below=1)),
         rope=read_rope(fields, family),
         max_positions=fields.count("max_position_embeddings"),
         num_mtp_layers=fields.count("num_nextn_predict_layers", 0, least=0),
@@ -227,6 +263,9 @@ def model_shape(
         indexer=read_indexer(fields, family.fixed[ROPE_INTERLEAVED], num_layers)
         if family.sparse_attention
         else None,
+        mamba=read_mamba(fields, family),
+        blocks=blocks,
+        squared_relu=family.squared_relu,
     )
     if name := unmapped_field(values, family.class_name, fields.read):
         raise fields.refuse(f"{name} (vLLM would compute it, Megatron would not)")
@@ -340,6 +379,7 @@ def settings_without_flag(shape: ModelShape) -> dict[str, Any]:
 def megatron_flags(shape: ModelShape) -> list[str]:
     """Return the architecture of `shape` as Megatron command-line tokens."""
     yarn = shape.rope["rope_type"] == "yarn" and not shape.latent
+    rotates = shape.rope["rope_type"] != "none"
     # True: a flag without a value. None and False: the flag is left out.
     flags: dict[str, Any] = {
         "--num-layers": shape.num_layers,
@@ -349,11 +389,12 @@ def megatron_flags(shape: ModelShape) -> list[str]:
         "--max-position-embeddings": shape.max_positions,
         "--normalization": "RMSNorm",
         "--norm-epsilon": shape.norm_epsilon,
-        "--position-embedding-type": "yarn" if yarn else "rope",
-        "--rotary-base": int(shape.rope["rope_theta"]),
+        "--position-embedding-type": "yarn" if yarn else "rope" if rotates else "none",
+        "--rotary-base": int(shape.rope["rope_theta"]) if rotates else None,
         "--rotary-percent": shape.rope.get("partial_rotary_factor"),
         "--vocab-size": shape.vocab_size,
-        "--swiglu": not shape.clamps_glu,
+        "--swiglu": not shape.clamps_glu and not shape.squared_relu,
+        "--squared-relu": shape.squared_relu,
         "--quick-geglu": shape.clamps_glu,
         "--glu-linear-offset": 1.0 if shape.clamps_glu else None,
         "--activation-func-clamp-value": CLAMPED_AT if shape.clamps_glu else None,
@@ -378,6 +419,8 @@ def megatron_flags(shape: ModelShape) -> list[str]:
         flags["--softmax-type"] = "learnable"
     if shape.delta_net:
         flags |= _delta_net_flags(shape.delta_net, shape.is_linear_layer)
+    if shape.mamba:
+        flags |= _mamba_flags(shape.mamba)
     if shape.sliding_window:
         flags["--window-size"] = f"{shape.sliding_window - 1},0"  # positions before and after
         flags["--window-attn-skip-freq"] = 2
@@ -421,6 +464,15 @@ def _delta_net_flags(delta_net: DeltaNet, is_linear_layer: tuple[bool, ...]) -> 
         "--linear-value-head-dim": delta_net.value_head_dim,
         "--linear-num-key-heads": delta_net.num_key_heads,
         "--linear-num-value-heads": delta_net.num_value_heads,
+    }
+
+
+def _mamba_flags(mamba: Mamba) -> dict[str, Any]:
+    return {
+        "--mamba-num-heads": mamba.num_heads,
+        "--mamba-head-dim": mamba.head_dim,
+        "--mamba-num-groups": mamba.num_groups,
+        "--mamba-state-dim": mamba.state_size,
     }
 
 

@@ -73,7 +73,7 @@ class DeltaNet:
         """Yield the rows of Megatron's input projection on a TP rank, in its order."""
         if not self.by_key_head:
             for name, parts in self.projections().items():
-                yield from _share(name, parts, rank, size)
+                yield from share_of_parts(name, parts, rank, size)
             return
         groups = self.num_key_heads // size
         heads = range(rank * groups, (rank + 1) * groups)
@@ -89,10 +89,11 @@ class DeltaNet:
 
     def convolution_rows(self, rank: int, size: int) -> Iterator[Rows]:
         """Yield the rows of Megatron's convolution on a TP rank, in its order."""
-        yield from _share(CONVOLUTION, self.conv_parts, rank, size)
+        yield from share_of_parts(CONVOLUTION, self.conv_parts, rank, size)
 
 
-def _share(tensor: str, parts: tuple[int, ...], rank: int, size: int) -> Iterator[Rows]:
+def share_of_parts(tensor: str, parts: tuple[int, ...], rank: int, size: int) -> Iterator[Rows]:
+    """Yield a TP rank's rows of each of the stacked `parts` of a tensor."""
     first = 0
     for part in parts:
         count = part // size

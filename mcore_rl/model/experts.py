@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mcore_rl.common.parameters import Bounds
 from mcore_rl.model.config_fields import Fields
 from mcore_rl.model.families import Family, Router
+from mcore_rl.model.mamba import EXPERTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ def read_experts(fields: Fields, router: Router) -> Experts:
 
 def _shared_size(fields: Fields, router: Router, hidden_size: int) -> int:
     """Return the hidden size of all shared experts together; `hidden_size` is per routed expert."""
-    if router.gated_shared_size:
-        return fields.count(router.gated_shared_size)
+    if name := router.gated_shared_size or router.shared_size:
+        return fields.count(name)
     return fields.count(router.shared_experts, 0, least=0) * hidden_size if router.methods else 0
 
 
@@ -112,8 +113,13 @@ def _expert_groups(fields: Fields, method: str, topk: int) -> tuple[int | None, 
     return num_groups, topk_groups
 
 
-def moe_layers(fields: Fields, family: Family, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has experts; a missing field keeps no layer dense."""
+def moe_layers(
+    fields: Fields, family: Family, num_layers: int, blocks: str = ""
+) -> tuple[bool, ...]:
+    """Return for each layer whether it has experts; a missing field keeps no layer dense. `blocks`
+    are the symbols of layers that have one block each."""
+    if blocks:
+        return tuple(block == EXPERTS for block in blocks)
     if family.router is None:
         return (False,) * num_layers
     first = _first_with_experts(fields, family.router, num_layers)

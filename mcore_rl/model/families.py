@@ -25,6 +25,8 @@ class Router:
     methods: tuple[str, ...] = ()
     # Name of the field with the size of a shared expert that has its own gate.
     gated_shared_size: str | None = None
+    # Name of the field with the size of a shared expert, where it differs from a routed one's.
+    shared_size: str | None = None
     # Name of the field that tells transformers for each layer whether it is dense. vLLM uses
     # first_k_dense_replace.
     layer_types: str | None = None
@@ -40,9 +42,16 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Names of a layer's expert tensors, after `model.layers.N.`; other names are common to all."""
+    """Names of tensors in which families differ; those of a layer follow `layers` and "N."."""
 
-    block: str = "mlp."
+    layers: str = "model.layers."
+    embedding: str = "model.embed_tokens.weight"
+    final_norm: str = "model.norm.weight"
+    input_norm: str = "input_layernorm.weight"
+    mlp_norm: str = "post_attention_layernorm.weight"
+    attention: str = "self_attn."
+    dense: str = "mlp."
+    block: str = "mlp."  # of experts
     gate: str = "gate_proj.weight"
     up: str = "up_proj.weight"
     down: str = "down_proj.weight"
@@ -121,6 +130,11 @@ class Family:
     delta_net: Literal["by_key_head", "by_part"] | None = None
     # The output of attention is multiplied by the sigmoid of a gate; q_proj has both, head by head.
     output_gate: bool = False
+    # A layer has one block: a Mamba-2 layer, attention or feed-forward (see `mamba`).
+    one_block_a_layer: bool = False
+    # Feed-forward layers and experts square the ReLU of up_proj; there is no gate.
+    squared_relu: bool = False
+    norm_epsilon: str = "rms_norm_eps"  # name of the field
     # Norms multiply by 1 + weight, except for the one in the delta net.
     zero_centered_norms: bool = False
     dense_size: str = "intermediate_size"  # name of the field
@@ -129,7 +143,7 @@ class Family:
     stacked_experts: bool = False
     router: Router | None = None
     names: TensorNames = field(default_factory=TensorNames)
-    rope_types: tuple[str, ...] = ("default",)
+    rope_types: tuple[str, ...] = ("default",)  # empty: heads are not rotated
     default_rope_theta: float | None = 10000.0  # None: config.json must contain it
     # vLLM's name of a field -> the name under which transformers saves it.
     vllm_names: Mapping[str, str] = field(default_factory=dict)
@@ -370,6 +384,40 @@ _PUBLISHED = (
         names=TensorNames(gate="w1.weight", up="w3.weight", down="w2.weight", scorer="router."),
         rope_types=("yarn",),
         default_rope_theta=None,
+    ),
+    Family(  # Nemotron-H has feed-forward layers, Nemotron-3 experts
+        model_type="nemotron_h",
+        class_name="NemotronHForCausalLM",
+        models="Nemotron-H, Nemotron-Nano-v2, Nemotron-3-Nano",
+        spelt_out=("num_key_value_heads", "head_dim"),
+        also_refused=("moe_latent_size", "use_bias", "mamba_proj_bias"),
+        fixed={
+            "mamba_hidden_act": "silu",
+            "mlp_hidden_act": "relu2",
+            "n_shared_experts": 1,  # transformers ignores the field
+            "norm_topk_prob": True,
+            "tie_word_embeddings": False,
+            "use_conv_bias": True,
+        },
+        one_block_a_layer=True,
+        squared_relu=True,
+        norm_epsilon="layer_norm_epsilon",
+        router=replace(
+            _V3_ROUTER,
+            always_normalizes=True,
+            shared_size="moe_shared_expert_intermediate_size",
+        ),
+        names=TensorNames(
+            layers="backbone.layers.",
+            embedding="backbone.embeddings.weight",
+            final_norm="backbone.norm_f.weight",
+            input_norm="norm.weight",
+            mlp_norm="norm.weight",
+            attention="mixer.",
+            dense="mixer.",
+            block="mixer.",
+        ),
+        rope_types=(),
     ),
     Family(
         model_type="mixtral",

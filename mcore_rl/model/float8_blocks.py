@@ -100,8 +100,9 @@ def float8_weights(
     """
     weights: set[str] = set()
     kept: list[str] = []
+    layers = family_of(shape.architecture).names.layers
     for layer, kind in enumerate(shape.layer_kinds):
-        prefix = f"model.layers.{layer}."
+        prefix = f"{layers}{layer}."
         for modules, fits in _layers_that_fit(shape, rollout, kind):
             names = [prefix + name for spec in modules for name in _names(spec)]
             if fits and (published is None or published.issuperset(names)):
@@ -110,7 +111,7 @@ def float8_weights(
                 kept += [prefix + _module(spec) for spec in modules]
     for layer in range(shape.num_layers, shape.num_layers + shape.num_mtp_layers):
         linear = [spec for spec in mtp_layer_specs(shape) if len(spec.shape) == 2]
-        kept += [f"model.layers.{layer}.{_module(spec)}" for spec in linear]
+        kept += [f"{layers}{layer}.{_module(spec)}" for spec in linear]
     return Float8Weights(frozenset(weights), tuple(dict.fromkeys(kept)), powers_of_two)
 
 

@@ -1,8 +1,9 @@
-"""Transformer layers in Megatron's HybridModel, which counts attention and MLP separately.
+"""Layers in Megatron's HybridModel, which counts attention and MLP of a transformer separately.
 
 A pattern has one symbol per layer: `*` attention, `+` latent attention, `D` sparse attention, `G`
-gated delta net, `-` MLP, `E` experts. `|` separates the parts of pipeline stages, `/` precedes each
-MTP layer. Two DeepSeek-V3 layers on two stages, with one MTP layer: `+-|+E/+E`.
+gated delta net, `M` Mamba-2, `-` MLP, `E` experts. `|` separates the parts of pipeline stages, `/`
+precedes each MTP layer. Two DeepSeek-V3 layers on two stages, with one MTP layer: `+-|+E/+E`. A
+layer of a model with Mamba-2 has one symbol, as `hybrid_override_pattern` has.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from typing import Any
 
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers
+from mcore_rl.model.mamba import ATTENTION, DENSE, EXPERTS, MAMBA
 
-ATTENTION, LATENT_ATTENTION, SPARSE_ATTENTION, DELTA_NET, DENSE, EXPERTS = "*+DG-E"
+LATENT_ATTENTION, SPARSE_ATTENTION, DELTA_NET = "+DG"
 _SECOND_HALVES = (DENSE, EXPERTS)  # any other symbol begins a transformer layer
 
 
 def halves(shape: ModelShape) -> list[str]:
-    """Return the two symbols of each transformer layer, such as `+E`."""
+    """Return the two symbols of each transformer layer, such as `+E`, or the one of a block."""
+    if shape.blocks:
+        return list(shape.blocks)
     default = SPARSE_ATTENTION if shape.indexer else LATENT_ATTENTION if shape.latent else ATTENTION
     is_linear_layer = shape.is_linear_layer or (False,) * shape.num_layers
     return [
@@ -45,12 +49,18 @@ def is_transformer(pattern: str) -> bool:
 
 
 def transformer_layers(pattern: str) -> list[int]:
-    """Return the number, from 0, of the transformer layer at each position, without MTP layers."""
+    """Return the number, from 0, of the model's layer at each position, without MTP layers."""
     number, found = -1, []
+    second = () if MAMBA in pattern else _SECOND_HALVES
     for symbol in pattern.partition("/")[0].replace("|", ""):
-        number += symbol not in _SECOND_HALVES
+        number += symbol not in second
         found.append(number)
     return found
+
+
+def has_mamba(chunk: Any) -> bool:
+    """Return whether a model, of which `chunk` is a part, has Mamba-2 layers."""
+    return MAMBA in (getattr(chunk, "hybrid_layer_pattern", None) or "")
 
 
 def numbered_layers(chunk: Any) -> Iterator[tuple[int, Any]]:

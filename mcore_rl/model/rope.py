@@ -41,9 +41,14 @@ _BOUNDS = {
 
 def read_rope(fields: Fields, family: Family) -> dict[str, Any]:
     """Read rope_type, rope_theta, the type's fields, and partial_rotary_factor if it is not 1.
+    Without rotation the type is "none".
 
     Raises UsageError for a type or a value that the family or Megatron does not support.
     """
+    if not family.rope_types:  # in no host, whatever these fields contain
+        for name in ("rope_parameters", "rope_scaling", "rope_theta"):
+            fields.get(name)
+        return {"rope_type": "none"}
     # transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling.
     where = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
     given = fields.get(where) or {}

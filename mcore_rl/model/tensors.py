@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from mcore_rl.model import mamba
 from mcore_rl.model.config_json import LatentAttention, LayerKind, ModelShape
 from mcore_rl.model.delta_net import BLOCK, CONVOLUTION, DeltaNet
 from mcore_rl.model.families import TensorNames, bias_of, family_of
@@ -79,12 +80,14 @@ class TensorSpec:
 def embedding_specs(shape: ModelShape) -> list[TensorSpec]:
     """Return the tensors before the layers; tied embeddings also serve as the head."""
     vocabulary = (shape.vocab_size, shape.hidden_size)
-    return [TensorSpec("model.embed_tokens.weight", vocabulary, Cut.VOCABULARY)]
+    name = family_of(shape.architecture).names.embedding
+    return [TensorSpec(name, vocabulary, Cut.VOCABULARY)]
 
 
 def head_specs(shape: ModelShape) -> list[TensorSpec]:
     """Return the tensors after the layers."""
-    specs = [TensorSpec("model.norm.weight", (shape.hidden_size,), Cut.REPLICATED)]
+    name = family_of(shape.architecture).names.final_norm
+    specs = [TensorSpec(name, (shape.hidden_size,), Cut.REPLICATED)]
     if shape.value_head:
         specs.append(TensorSpec(VALUE_HEAD, (1, shape.hidden_size), Cut.REPLICATED))
     elif not shape.tied_embeddings:
@@ -95,22 +98,27 @@ def head_specs(shape: ModelShape) -> list[TensorSpec]:
 
 def layer_specs(shape: ModelShape, kind: LayerKind) -> list[TensorSpec]:
     """Return the tensors of one decoder layer."""
-    hidden = (shape.hidden_size,)
-    feed_forward = (
-        _experts(shape) if kind.is_moe else _gated("mlp.", shape.hidden_size, shape.ffn_hidden_size)
-    )
-    return [
-        TensorSpec("input_layernorm.weight", hidden, Cut.REPLICATED),
-        *_mixer(shape, kind),
-        TensorSpec("post_attention_layernorm.weight", hidden, Cut.REPLICATED),
-        *feed_forward,
-    ]
+    hidden, names = (shape.hidden_size,), family_of(shape.architecture).names
+    specs: list[TensorSpec] = []
+    if kind.has_mixer:
+        specs.append(TensorSpec(names.input_norm, hidden, Cut.REPLICATED))
+        specs += _mixer(shape, kind)
+    if kind.is_moe or kind.has_dense:
+        specs.append(TensorSpec(names.mlp_norm, hidden, Cut.REPLICATED))
+        specs += (
+            _experts(shape)
+            if kind.is_moe
+            else _feed_forward(shape, names.dense, shape.ffn_hidden_size)
+        )
+    return specs
 
 
 def _mixer(shape: ModelShape, kind: LayerKind) -> list[TensorSpec]:
     """Return the tensors of what mixes positions."""
     if kind.is_linear and shape.delta_net:
         return _delta_net(shape.hidden_size, shape.delta_net)
+    if kind.has_mamba and shape.mamba:
+        return _mamba(shape.hidden_size, shape.mamba)
     if not shape.latent:
         return _grouped_attention(shape)
     indexer = shape.indexer if kind.has_indexer else None
@@ -135,32 +143,43 @@ def _delta_net(hidden: int, delta_net: DeltaNet) -> list[TensorSpec]:
     ]
 
 
+def _mamba(hidden: int, sizes: mamba.Mamba) -> list[TensorSpec]:
+    at, parts, rows = mamba.BLOCK, sizes.conv_parts, sizes.projection_parts
+    return [
+        TensorSpec(mamba.PROJECTION, (sum(rows), hidden), Cut.ROWS, parts=rows),
+        TensorSpec(mamba.CONVOLUTION, (sum(parts), 1, sizes.conv_width), Cut.ROWS, parts=parts),
+        TensorSpec(mamba.CONVOLUTION_BIAS, (sum(parts),), Cut.ROWS, parts=parts),
+        *(TensorSpec(at + name, (sizes.num_heads,), Cut.ROWS) for name in mamba.BY_HEAD),
+        TensorSpec(at + "norm.weight", (sizes.inner_size,), Cut.ROWS),
+        TensorSpec(at + "out_proj.weight", (hidden, sizes.inner_size), Cut.COLUMNS),
+    ]
+
+
 def _grouped_attention(shape: ModelShape) -> list[TensorSpec]:
     hidden, head = shape.hidden_size, shape.head_dim
+    at = family_of(shape.architecture).names.attention
     queries, keys = shape.num_heads * head, shape.num_kv_heads * head
     specs = [
-        TensorSpec(
-            "self_attn.q_proj.weight", (queries * (1 + shape.output_gate), hidden), Cut.ROWS
-        ),
-        TensorSpec("self_attn.k_proj.weight", (keys, hidden), Cut.KV_ROWS),
-        TensorSpec("self_attn.v_proj.weight", (keys, hidden), Cut.KV_ROWS),
-        TensorSpec("self_attn.o_proj.weight", (hidden, queries), Cut.COLUMNS),
+        TensorSpec(at + "q_proj.weight", (queries * (1 + shape.output_gate), hidden), Cut.ROWS),
+        TensorSpec(at + "k_proj.weight", (keys, hidden), Cut.KV_ROWS),
+        TensorSpec(at + "v_proj.weight", (keys, hidden), Cut.KV_ROWS),
+        TensorSpec(at + "o_proj.weight", (hidden, queries), Cut.COLUMNS),
     ]
     if shape.qkv_bias:
         specs += [
-            TensorSpec("self_attn.q_proj.bias", (queries,), Cut.ROWS),
-            TensorSpec("self_attn.k_proj.bias", (keys,), Cut.KV_ROWS),
-            TensorSpec("self_attn.v_proj.bias", (keys,), Cut.KV_ROWS),
+            TensorSpec(at + "q_proj.bias", (queries,), Cut.ROWS),
+            TensorSpec(at + "k_proj.bias", (keys,), Cut.KV_ROWS),
+            TensorSpec(at + "v_proj.bias", (keys,), Cut.KV_ROWS),
         ]
     if shape.linear_biases:
-        specs.append(TensorSpec("self_attn.o_proj.bias", (hidden,), Cut.REPLICATED))
+        specs.append(TensorSpec(at + "o_proj.bias", (hidden,), Cut.REPLICATED))
     if shape.attention_sinks:
-        specs.append(TensorSpec("self_attn.sinks", (shape.num_heads,), Cut.ROWS))
+        specs.append(TensorSpec(at + "sinks", (shape.num_heads,), Cut.ROWS))
     if shape.qk_norm:
         normed = (queries, keys) if shape.norms_whole_projection else (head, head)
         specs += [
-            TensorSpec("self_attn.q_norm.weight", (normed[0],), Cut.REPLICATED),
-            TensorSpec("self_attn.k_norm.weight", (normed[1],), Cut.REPLICATED),
+            TensorSpec(at + "q_norm.weight", (normed[0],), Cut.REPLICATED),
+            TensorSpec(at + "k_norm.weight", (normed[1],), Cut.REPLICATED),
         ]
     return specs
 
@@ -207,16 +226,17 @@ def _indexer(hidden: int, latent: LatentAttention, indexer: Indexer) -> list[Ten
     ]
 
 
-def _gated(
+def _feed_forward(
+    shape: ModelShape,
     prefix: str,
-    hidden: int,
     width: int,
     num_experts: int = 0,
     names: TensorNames = TensorNames(),  # noqa: B008 (frozen)
 ) -> list[TensorSpec]:
+    hidden = shape.hidden_size
+    first = (names.up,) if shape.squared_relu else (names.gate, names.up)
     return [
-        TensorSpec(prefix + names.gate, (width, hidden), Cut.ROWS, num_experts),
-        TensorSpec(prefix + names.up, (width, hidden), Cut.ROWS, num_experts),
+        *(TensorSpec(prefix + name, (width, hidden), Cut.ROWS, num_experts) for name in first),
         TensorSpec(prefix + names.down, (hidden, width), Cut.COLUMNS, num_experts),
     ]
 
@@ -229,7 +249,7 @@ def _experts(shape: ModelShape) -> list[TensorSpec]:
     specs = [TensorSpec(names.router, (count, hidden), Cut.REPLICATED)]
     if experts.has_bias:
         specs.append(TensorSpec(names.router_bias, (count,), Cut.REPLICATED, dtype="float32"))
-    specs += _gated(names.expert, hidden, experts.hidden_size, count, names)
+    specs += _feed_forward(shape, names.expert, experts.hidden_size, count, names)
     if shape.linear_biases:
         specs.append(TensorSpec(names.scorer_bias, (count,), Cut.REPLICATED))
         gate, up, down = (
@@ -241,7 +261,7 @@ def _experts(shape: ModelShape) -> list[TensorSpec]:
             TensorSpec(down, (hidden,), Cut.REPLICATED, count),
         ]
     if experts.shared_hidden_size:
-        shared = _gated(names.shared_experts, hidden, experts.shared_hidden_size)
+        shared = _feed_forward(shape, names.shared_experts, experts.shared_hidden_size)
         specs += [replace(spec, is_shared_expert=True) for spec in shared]
     if experts.has_shared_gate:
         specs.append(TensorSpec(names.shared_gate, (1, hidden), Cut.REPLICATED))
@@ -253,13 +273,16 @@ def checkpoint_tensors(shape: ModelShape) -> Iterator[tuple[str, TensorSpec]]:
     for spec in (*embedding_specs(shape), *head_specs(shape)):
         yield spec.name, spec
     for layer, kind in enumerate(shape.layer_kinds):
-        yield from _in_layer(layer, layer_specs(shape, kind))
+        yield from _in_layer(shape, layer, layer_specs(shape, kind))
 
 
-def _in_layer(layer: int, specs: Iterable[TensorSpec]) -> Iterator[tuple[str, TensorSpec]]:
+def _in_layer(
+    shape: ModelShape, layer: int, specs: Iterable[TensorSpec]
+) -> Iterator[tuple[str, TensorSpec]]:
+    prefix = family_of(shape.architecture).names.layers
     for spec in specs:
         for expert in range(max(1, spec.num_experts)):
-            yield f"model.layers.{layer}.{spec.name.format(expert=expert)}", spec
+            yield f"{prefix}{layer}.{spec.name.format(expert=expert)}", spec
 
 
 # Suffixes of an MTP layer's copies of the model's tensors, and the originals. Engines share the
@@ -329,7 +352,7 @@ def mtp_tensors(
     `num_layers` limits the layers; None: all."""
     count = shape.num_mtp_layers if num_layers is None else num_layers
     for layer in range(shape.num_layers, shape.num_layers + count):
-        yield from _in_layer(layer, mtp_layer_specs(shape))
+        yield from _in_layer(shape, layer, mtp_layer_specs(shape))
 
 
 def trained_vocabulary_rows(vocab_size: int, tp_size: int) -> int:

@@ -60,9 +60,8 @@ NAMES: Mapping[str, str] = {
         FalconH1ForCausalLM FalconMambaForCausalLM JambaForCausalLM MambaForCausalLM
         Zamba2ForCausalLM
     """,
-    "Mamba-2 layers: mcore_rl does not map those of Megatron": """
-        GraniteMoeHybridForCausalLM Mamba2ForCausalLM NemotronHForCausalLM
-        NemotronHPuzzleForCausalLM
+    "mcore_rl maps Mamba-2 layers of Nemotron-H only, with layers of one size": """
+        GraniteMoeHybridForCausalLM Mamba2ForCausalLM NemotronHPuzzleForCausalLM
     """,
     "gated delta net: Megatron has it only with Transformer Engine and flash-linear-attention": """
         OlmoHybridForCausalLM

@@ -32,6 +32,8 @@ from mcore_rl.model.delta_net import BLOCK, DeltaNet, Rows
 from mcore_rl.model.experts import Experts
 from mcore_rl.model.families import bias_of, family_of
 from mcore_rl.model.layout import TrainLayout
+from mcore_rl.model.mamba import BLOCK as MIXER
+from mcore_rl.model.mamba import BY_HEAD, Mamba
 from mcore_rl.model.tensors import VALUE_HEAD
 
 
@@ -180,9 +182,10 @@ def _qkv(kind: str, shape: ModelShape) -> _Rule:
     With an output gate it is [query heads, gates, key, value], and q_proj has [query, gate] per
     head."""
     head, heads = shape.head_dim, shape.num_heads // shape.num_kv_heads
+    at = family_of(shape.architecture).names.attention
 
     def rows_of(name: str, first: int, count: int) -> Rows:
-        return Rows(f"self_attn.{name}_proj.{kind}", first, count)
+        return Rows(f"{at}{name}_proj.{kind}", first, count)
 
     def rows(rank: int, size: int) -> Iterator[Rows]:
         groups = shape.num_kv_heads // size
@@ -229,7 +232,8 @@ def _vocabulary(name: str, vocab_size: int) -> _Rule:
 
 def _top_rules(shape: ModelShape) -> dict[str, _Rule]:
     """Return the rules outside the decoder layers."""
-    embedding = _vocabulary("model.embed_tokens.weight", shape.vocab_size)
+    names = family_of(shape.architecture).names
+    embedding = _vocabulary(names.embedding, shape.vocab_size)
     if shape.value_head:
         head = _replicated(VALUE_HEAD)
     elif shape.tied_embeddings:  # the last pipeline stage holds a second copy of the embedding
@@ -238,8 +242,8 @@ def _top_rules(shape: ModelShape) -> dict[str, _Rule]:
         head = _vocabulary("lm_head.weight", shape.vocab_size)
     return {
         "embedding.word_embeddings.weight": embedding,
-        "decoder.final_layernorm.weight": _replicated("model.norm.weight"),
-        "decoder.final_norm.weight": _replicated("model.norm.weight"),  # in a HybridModel
+        "decoder.final_layernorm.weight": _replicated(names.final_norm),
+        "decoder.final_norm.weight": _replicated(names.final_norm),  # in a HybridModel
         "output_layer.weight": head,
     }
 
@@ -249,14 +253,15 @@ def _layer_rules(shape: ModelShape) -> dict[str, _Rule]:
 
     Each norm has two names, local and fused. "N" stands for an expert's number.
     """
-    mlp_norm = _replicated("post_attention_layernorm.weight")
+    names = family_of(shape.architecture).names
+    input_norm, mlp_norm = _replicated(names.input_norm), _replicated(names.mlp_norm)
     rules = {
-        "input_layernorm.weight": _INPUT_NORM,
+        "input_layernorm.weight": input_norm,
         "pre_mlp_layernorm.weight": mlp_norm,
-        "self_attention.linear_proj.weight": _row("self_attn.o_proj.weight"),
+        "self_attention.linear_proj.weight": _row(names.attention + "o_proj.weight"),
         "mlp.linear_fc1.layer_norm_weight": mlp_norm,
-        "mlp.linear_fc1.weight": _gate_and_up("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        "mlp.linear_fc2.weight": _row("mlp.down_proj.weight"),
+        "mlp.linear_fc1.weight": _first_layer(shape, names.dense),
+        "mlp.linear_fc2.weight": _row(names.dense + "down_proj.weight"),
     }
     if shape.latent:
         rules |= _latent_attention_rules(shape.latent)
@@ -265,6 +270,8 @@ def _layer_rules(shape: ModelShape) -> dict[str, _Rule]:
         rules |= _grouped_attention_rules(shape)
     if shape.delta_net:
         rules |= _delta_net_rules(shape.delta_net)
+    if shape.mamba:
+        rules |= _mamba_rules(shape.mamba, input_norm)
     if shape.experts:
         rules |= _expert_rules(shape, shape.experts)
     return rules
@@ -273,10 +280,19 @@ def _layer_rules(shape: ModelShape) -> dict[str, _Rule]:
 _INPUT_NORM = _replicated("input_layernorm.weight")
 
 
+def _first_layer(
+    shape: ModelShape, at: str, gate: str = "gate_proj.weight", up: str = "up_proj.weight"
+) -> _Rule:
+    """Return the rule for the first linear layer of a feed-forward layer."""
+    return _column(at + up) if shape.squared_relu else _gate_and_up(at + gate, at + up)
+
+
 def _grouped_attention_rules(shape: ModelShape) -> dict[str, _Rule]:
     at = "self_attention."
     rules = {
-        at + "linear_qkv.layer_norm_weight": _INPUT_NORM,
+        at + "linear_qkv.layer_norm_weight": _replicated(
+            family_of(shape.architecture).names.input_norm
+        ),
         at + "linear_qkv.weight": _qkv("weight", shape),
     }
     if shape.qkv_bias:
@@ -303,6 +319,19 @@ def _delta_net_rules(delta_net: DeltaNet) -> dict[str, _Rule]:
         at + "dt_bias": _column(BLOCK + "dt_bias"),
         at + "out_norm.weight": _replicated(BLOCK + "norm.weight"),
         at + "out_proj.weight": _row(BLOCK + "out_proj.weight"),
+    }
+
+
+def _mamba_rules(mamba: Mamba, norm: _Rule) -> dict[str, _Rule]:
+    return {
+        "norm.weight": norm,
+        "mixer.in_proj.layer_norm_weight": norm,
+        "mixer.in_proj.weight": _listed(mamba.projection_rows),
+        "mixer.conv1d_weight": _listed(mamba.convolution_rows),
+        "mixer.conv1d_bias": _listed(mamba.bias_rows),
+        **{f"mixer.{name}": _column(MIXER + name) for name in BY_HEAD},
+        "mixer.norm.weight": _column(MIXER + "norm.weight"),
+        "mixer.out_proj.weight": _row(MIXER + "out_proj.weight"),
     }
 
 
@@ -351,7 +380,7 @@ def _expert_rules(shape: ModelShape, experts: Experts) -> dict[str, _Rule]:
     names = family_of(shape.architecture).names
     rules = {
         "mlp.router.weight": _replicated(names.router),
-        "mlp.experts.N.linear_fc1.weight": _gate_and_up(names.gate, names.up),
+        "mlp.experts.N.linear_fc1.weight": _first_layer(shape, "", names.gate, names.up),
         "mlp.experts.N.linear_fc2.weight": _row(names.down),
     }
     if shape.linear_biases:
@@ -363,8 +392,7 @@ def _expert_rules(shape: ModelShape, experts: Experts) -> dict[str, _Rule]:
         rules["mlp.router.expert_bias"] = _replicated(names.router_bias)
     if experts.shared_hidden_size:
         at = names.shared_experts
-        gate, up = at + "gate_proj.weight", at + "up_proj.weight"
-        rules["mlp.shared_experts.linear_fc1.weight"] = _gate_and_up(gate, up)
+        rules["mlp.shared_experts.linear_fc1.weight"] = _first_layer(shape, at)
         rules["mlp.shared_experts.linear_fc2.weight"] = _row(at + "down_proj.weight")
     if experts.has_shared_gate:
         rules["mlp.shared_experts.gate_weight"] = _replicated(names.shared_gate)
@@ -411,10 +439,11 @@ def map_parameter(
         rules = _layer_rules(shape) | (_MTP_RULES if mtp else {})
         rest, local_expert = _split_expert(match[2])
         index = int(match[1])
-        prefix = f"model.layers.{shape.num_layers + index if mtp else at.layers[index]}."
+        names = family_of(shape.architecture).names
+        prefix = f"{names.layers}{shape.num_layers + index if mtp else at.layers[index]}."
         if local_expert is not None and shape.experts is not None:
             expert = at.ep_rank * (shape.experts.num_experts // at.ep_size) + local_expert
-            prefix += family_of(shape.architecture).names.expert.format(expert=expert)
+            prefix += names.expert.format(expert=expert)
             split = at.etp_rank, at.etp_size
     if rest not in rules:
         raise RuntimeError(
@@ -433,7 +462,7 @@ def layer_order(tensors: Iterable[str]) -> list[str]:
 
     def key(name: str) -> tuple[int, int, int, str]:
         numbers = [int(n) for n in re.findall(r"\d{1,9}", name)]
-        if name.startswith("model.layers."):
+        if re.match(r"\w+\.layers\.\d", name):
             expert = numbers[1] if ".experts." in name and len(numbers) > 1 else -1
             return (1, numbers[0], expert, name)
         return (0 if "embed" in name else 2, 0, 0, name)

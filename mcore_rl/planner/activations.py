@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from mcore_rl.model.config_json import LatentAttention, LayerKind
 from mcore_rl.model.delta_net import DeltaNet
 from mcore_rl.model.experts import Experts
+from mcore_rl.model.mamba import Mamba
 from mcore_rl.planner.models import TrainedModel
 from mcore_rl.planner.settings import Recompute
 
@@ -52,7 +53,9 @@ def layer_terms(model: TrainedModel, kind: LayerKind) -> Iterator[Term]:
     yield Term("normed input", hidden, frozenset({"layernorm"}))
     if kind.is_linear and shape.delta_net:
         yield from _delta_net_terms(model, shape.delta_net)
-    else:
+    elif kind.has_mamba and shape.mamba:
+        yield from _mamba_terms(model, shape.mamba)
+    elif kind.has_attention:
         if shape.latent and shape.indexer:
             yield from _sparse_terms(model, shape.latent)
         elif shape.latent:
@@ -62,13 +65,17 @@ def layer_terms(model: TrainedModel, kind: LayerKind) -> Iterator[Term]:
         # A number per head, instead of the scores.
         statistics = _FLOAT32 * shape.num_heads / tp
         yield Term("softmax statistics", statistics, frozenset({"core_attn"}))
-    yield Term("attention residual", hidden)
-    yield Term("normed residual", hidden, frozenset({"layernorm"}))
+    if not kind.block:
+        yield Term("attention residual", hidden)
+        yield Term("normed residual", hidden, frozenset({"layernorm"}))
     if kind.is_moe and shape.experts:
         yield from _expert_terms(model, shape.experts)
-    else:
+    elif kind.has_dense:
         width = item * shape.ffn_hidden_size / tp
-        yield Term("gate, up and their product", 3 * width, frozenset({"mlp"}))
+        what, copies = (
+            ("up and its square", 2) if shape.squared_relu else ("gate, up and their product", 3)
+        )
+        yield Term(what, copies * width, frozenset({"mlp"}))
 
 
 def _grouped_terms(model: TrainedModel) -> Iterator[Term]:
@@ -94,6 +101,14 @@ def _delta_net_terms(model: TrainedModel, delta_net: DeltaNet) -> Iterator[Term]
     yield Term("systems of chunks", item * heads * _CHUNK)
     yield Term("states' output", item * values)
     yield Term("gated output", item * values, frozenset({"gdn_norm_out"}))
+
+
+def _mamba_terms(model: TrainedModel, mamba: Mamba) -> Iterator[Term]:
+    """Yield what the kernel of mamba-ssm keeps: it recomputes convolution and states of chunks."""
+    item = model.training.weight_bytes / model.train.tp_size
+    yield Term("projections", item * sum(mamba.projection_parts))
+    yield Term("states' output", item * mamba.inner_size)
+    yield Term("gated output and its norm", item * 2 * mamba.inner_size)
 
 
 def _latent_terms(model: TrainedModel, latent: LatentAttention) -> Iterator[Term]:
@@ -137,10 +152,11 @@ def _expert_terms(model: TrainedModel, experts: Experts) -> Iterator[Term]:
     copies = experts.topk * own * train.etp_size * model.training.expert_load
     width = item * experts.hidden_size / train.etp_size
     yield Term("tokens of experts", item * model.shape.hidden_size * copies, moe)
-    yield Term("gate and up of experts", 2 * width * copies, moe)
-    yield Term("their product", width * copies, frozenset({"moe", "moe_act"}))
+    first = 1 if model.shape.squared_relu else 2
+    yield Term("up or gate and up of experts", first * width * copies, moe)
+    yield Term("their square or product", width * copies, frozenset({"moe", "moe_act"}))
     if experts.shared_hidden_size:
-        shared = 3 * item * experts.shared_hidden_size / train.tp_size
+        shared = (first + 1) * item * experts.shared_hidden_size / train.tp_size
         yield Term("shared experts", shared, frozenset({"moe", "shared_experts"}))
 
 

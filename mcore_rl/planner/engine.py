@@ -24,8 +24,8 @@ def kv_bytes_per_token(shape: ModelShape, tp_size: int, *, drafter_layers: int =
         width = shape.latent.kv_lora_rank + shape.latent.qk_rope_head_dim
     else:
         width = 2 * max(1, shape.num_kv_heads // tp_size) * shape.head_dim
-    # A delta net has a state per sequence instead, whatever its length.
-    attention = shape.num_layers - sum(shape.is_linear_layer)
+    # Other layers have a state per sequence instead, whatever its length, or none.
+    attention = sum(kind.has_attention for kind in shape.layer_kinds)
     found = width * _BFLOAT16 * (attention + drafter_layers)
     if shape.indexer:  # a key in FP8, with a float32 scale for every 128 elements
         head = shape.indexer.head_dim
@@ -35,14 +35,20 @@ def kv_bytes_per_token(shape: ModelShape, tp_size: int, *, drafter_layers: int =
 
 
 def state_bytes(shape: ModelShape, tp_size: int) -> int:
-    """Return the bytes that a rank caches per sequence, whatever its length: of each delta net the
-    state, in bfloat16 as vLLM's default is, and the inputs that its convolution still needs."""
-    delta_net = shape.delta_net
-    if delta_net is None:
-        return 0
-    state = delta_net.num_value_heads * delta_net.key_head_dim * delta_net.value_head_dim
-    inputs = sum(delta_net.conv_parts) * (delta_net.conv_width - 1)
-    return (state + inputs) // tp_size * _BFLOAT16 * sum(shape.is_linear_layer)
+    """Return the bytes that a rank caches per sequence, whatever its length: of each delta net and
+    Mamba-2 layer the state, and the inputs that its convolution still needs, in bfloat16. vLLM's
+    default for the state is bfloat16, too; for Mamba-2 config.json decides."""
+    found = 0
+    if net := shape.delta_net:
+        state = net.num_value_heads * net.key_head_dim * net.value_head_dim * _BFLOAT16
+        inputs = sum(net.conv_parts) * (net.conv_width - 1) * _BFLOAT16
+        found += (state + inputs) // tp_size * sum(shape.is_linear_layer)
+    if mamba := shape.mamba:
+        state = mamba.inner_size * mamba.state_size * mamba.state_bytes
+        inputs = sum(mamba.conv_parts) * (mamba.conv_width - 1) * _BFLOAT16
+        num_layers = sum(kind.has_mamba for kind in shape.layer_kinds)
+        found += (state + inputs) // tp_size * num_layers
+    return found
 
 
 def absorbed_bytes(shape: ModelShape, tp_size: int, *, drafter_layers: int = 0) -> int:

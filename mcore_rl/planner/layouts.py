@@ -109,7 +109,9 @@ def tp_divides(shape: ModelShape, tp_size: int, *, copies_kv_heads: bool = False
         sizes.append(shape.num_kv_heads)
     elif tp_size % shape.num_kv_heads:
         return False
-    if not all(shape.is_moe_layer):
+    if shape.mamba:
+        sizes.append(shape.mamba.num_groups)
+    if any(kind.has_dense for kind in shape.layer_kinds):
         sizes.append(shape.ffn_hidden_size)
     if shape.experts and shape.experts.shared_hidden_size:
         sizes.append(shape.experts.shared_hidden_size)

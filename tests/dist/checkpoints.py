@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tests.dist.jobs import random_tokens
 from tests.dist.layouts import SPLITS, job_flags
@@ -48,7 +48,8 @@ def differing(a: Path, b: Path, at_least: int = 20) -> list[str]:
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The checkpoint in transformers, by the class of its family, whatever its model_type."""
-    config = json.loads((folder / "config.json").read_text())
+    # By the class's own reader, which knows how it writes infinite numbers.
+    config, _ = PreTrainedConfig.get_config_dict(folder)
     found = model_class(config.pop("model_type"))
     model, info = found.from_pretrained(
         folder,

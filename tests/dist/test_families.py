@@ -40,7 +40,13 @@ from tests.dist.checkpoints import (
     tensors_of,
 )
 from tests.megatron_parameters import SPECS, stage_parameters
-from tests.model_shapes import has_experts, has_indexer, made_values, model_class
+from tests.model_shapes import (
+    has_engine_on_cpu,
+    has_experts,
+    has_one_block_a_layer,
+    made_values,
+    model_class,
+)
 from tests.rank_pool import RankPool
 
 # From 64 positions on, so that few tokens show it; with the fields that Qwen's model cards name.
@@ -55,10 +61,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite"), {"num_mtp_layers": 1}),
     **dict.fromkeys(("qwen3", "llama"), {"tie_word_embeddings": True}),
 }
-# name -> (--arch of make_tiny_deepseek, options). vLLM has no sparse attention on CPU: see
-# test_sparse_attention.py.
+# name -> (--arch of make_tiny_deepseek, options). vLLM runs the others on GPUs only: see
+# test_sparse_attention.py and test_nemotron.py.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{arch: (arch, OPTIONS.get(arch, {})) for arch in ARCHS if not has_indexer(arch)},
+    **{arch: (arch, OPTIONS.get(arch, {})) for arch in ARCHS if has_engine_on_cpu(arch)},
     "qwen3_yarn": ("qwen3", {"overrides": {"rope_scaling": YARN}}),
 }
 
@@ -96,10 +102,11 @@ def outcome(
     saved = saved_by_transformers(checkpoint, folder)
     # As many as the model has positions, less the one that scoring takes.
     longest = ("--rl-max-prompt-tokens", str(read_model_shape(saved).max_positions - 1))
-    is_hybrid = request.param in HYBRID_MODELS
+    has_blocks = has_one_block_a_layer(arch)
+    is_hybrid = has_blocks or request.param in HYBRID_MODELS
     of_class = ("--rl-model-class", "hybrid" if is_hybrid else "gpt")
     results = run_all_ways(ranks, saved, split, folder, *longest, *of_class, published=checkpoint)
-    spec = "local, hybrid" if is_hybrid else "local"
+    spec = "local, blocks" if has_blocks else "local, hybrid" if is_hybrid else "local"
     return Outcome(spec, checkpoint, saved, folder / "exported", results)
 
 
@@ -192,13 +199,15 @@ def test_engine_computes_the_same_model(outcome: Outcome) -> None:
 
 def test_parameters_are_called_as_the_unit_tests_say(outcome: Outcome) -> None:
     shape = read_model_shape(outcome.checkpoint)
+    per_stage = shape.num_layers // 2
     for rank, result in enumerate(outcome.results):
+        first = rank // 2 * per_stage
         expected = stage_parameters(
             shape,
             SPECS[outcome.spec],
             tp_size=2,
             ep_size=2 if shape.experts else 1,
-            layers=(rank // 2,),  # one a stage
+            layers=tuple(range(first, first + per_stage)),
         )
         parameters = {name: tuple(size) for name, size in result["parameters"].items()}
         buffer = SPECS[outcome.spec].place(0, "mlp.router.expert_bias")

@@ -467,6 +467,7 @@ def test_megatron_builds_the_published_architecture(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own validation and its TransformerConfig, from the derived flags."""
+    from megatron.core.activations import squared_relu
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.training.arguments import parse_args, validate_args
 
@@ -496,6 +497,12 @@ def test_megatron_builds_the_published_architecture(
         "softmax_type": "vanilla",
         "num_moe_experts": None,
     }
+    if mamba := shape.mamba:
+        expected |= {
+            **{"gated_linear_unit": False, "activation_func": squared_relu},
+            **{"mamba_num_heads": mamba.num_heads, "mamba_head_dim": mamba.head_dim},
+            **{"mamba_num_groups": mamba.num_groups, "mamba_state_dim": mamba.state_size},
+        }
     if shape.sliding_window:  # of gpt-oss
         expected |= {
             **{"window_size": (127, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"},
@@ -543,7 +550,9 @@ def test_megatron_builds_the_published_architecture(
     assert {name: getattr(config, name) for name in expected} == expected
     assert args.use_rope_scaling == (rope["rope_type"] == "llama3")
     assert args.untie_embeddings_and_output_weights is not shape.tied_embeddings
-    assert args.rotary_base == rope["rope_theta"]
+    kind = "none" if rope["rope_type"] == "none" else args.position_embedding_type
+    assert args.position_embedding_type == kind
+    assert kind == "none" or args.rotary_base == rope["rope_theta"]
 
 
 def test_tokenizer_with_too_few_tokens_is_refused(tmp_path: Path) -> None:

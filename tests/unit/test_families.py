@@ -41,6 +41,9 @@ SIZES = {
     "minimax-m2": 228_689_748_992 + 62 * 256,
     "mistral-small-24b-2501": 23_572_403_200,
     "mixtral-8x7b": 46_702_792_704,
+    # Numbers of the class of transformers, and the biases of its routers.
+    "nemotron-3-nano-30b-a3b": 31_577_937_344 + 23 * 128,
+    "nemotron-h-8b": 8_100_852_736,
     "olmoe-1b-7b-0924": 6_919_161_856,
     "qwen1.5-moe-a2.7b": 14_315_784_192,
     "qwen2.5-7b": 7_615_616_512,

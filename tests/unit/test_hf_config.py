@@ -362,6 +362,12 @@ def test_missing_field_without_default_is_refused(published: str, tmp_path: Path
             "qk_norm", "route_norm", "router_scaling_factor",
         },
         "mistral": {"attention_dropout", "head_dim"},
+        "nemotron_h": {
+            "chunk_size", "expand", "mamba_hidden_act", "mamba_proj_bias", "mamba_ssm_cache_dtype",
+            "mlp_hidden_act", "n_group", "norm_topk_prob", "n_shared_experts", "num_hidden_layers",
+            "residual_in_fp32", "routed_scaling_factor", "time_step_floor", "time_step_limit",
+            "time_step_max", "time_step_min", "topk_group", "use_bias", "use_conv_bias",
+        },
         "seed_oss": {"attention_dropout", "attention_out_bias", "residual_dropout"},
     }.get(json.loads(text)["model_type"], set())  # fmt: skip
     if '"greedy"' in text:

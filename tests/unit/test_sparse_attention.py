@@ -12,7 +12,7 @@ import torch
 from transformers import GlmMoeDsaConfig
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.job.engines import check_attention
+from mcore_rl.job.engines import check_layers
 from mcore_rl.job.layout import check_stages
 from mcore_rl.megatron import adapter, sparse_attention  # noqa: F401  (it applies patches)
 from mcore_rl.model.config_json import ModelShape, megatron_flags, model_shape
@@ -110,8 +110,8 @@ def test_rope_of_the_indexer_is_told_to_vllm() -> None:
 def test_engines_without_cuda_are_refused() -> None:
     says = "glm_moe_dsa .* vLLM runs on GPUs only; use .*--rl-verify-megatron-only"
     with pytest.raises(UsageError, match=says):
-        check_attention(glm(), cuda=False)
-    check_attention(glm(), cuda=True)
+        check_layers(glm(), cuda=False)
+    check_layers(glm(), cuda=True)
 
 
 def test_stages_that_separate_a_layer_from_its_indexer_are_refused() -> None:

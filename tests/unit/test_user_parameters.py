@@ -261,7 +261,8 @@ FIELDS = {
     "DualClip": "clip_eps_lower clip_eps_upper dual_clip",
     "Family": "model_type class_name models spelt_out also_refused fixed latent_attention "
     "sparse_attention qk_norm qkv_bias norms_whole_projection linear_biases attention_sinks "
-    "alternates_windows clamps_glu delta_net output_gate zero_centered_norms dense_size "
+    "alternates_windows clamps_glu delta_net output_gate one_block_a_layer squared_relu "
+    "norm_epsilon zero_centered_norms dense_size "
     "stacked_experts router names rope_types default_rope_theta vllm_names partial_rotary_factor "
     "rope_of_images has_drafter",
     "Parameters": "",
@@ -274,11 +275,12 @@ FIELDS = {
     "Rollout": "prompt sample_index text response_token_ids rollout_log_probs finish_reason "
     "weight_version routes failure is_generated weight_versions turn_rewards",
     "Router": "num_experts also_called expert_size score_function always_normalizes methods "
-    "gated_shared_size layer_types shared_experts scaling_factor",
+    "gated_shared_size shared_size layer_types shared_experts scaling_factor",
     "ScoredRollout": "rollout reward failure parts baseline",
     "Segments": "sample_ids loss_mask counts",
     "StepResult": "observation reward done",
-    "TensorNames": "block gate up down shared bias scorer",
+    "TensorNames": "layers embedding final_norm input_norm mlp_norm attention dense block gate up "
+    "down shared bias scorer",
     "TokenLosses": "loss clipped_lower clipped_upper",
 }
 METHODS = {  # of Environment and ToolEnvironment

@@ -19,8 +19,8 @@ from tests.vllm_reads import read_by_class, read_of_all_models
 # Read by vLLM without effect on the model's computation: reason -> fields.
 _REASONS = {
     "methods of the configuration, and fields that vLLM makes by itself": """
-        get get_text_config items to_dict update model method max_model_len
-        quantization_config_dict_json quantization_config_file name_or_path
+        get get_nemotron_h_config_for_layer get_text_config items to_dict update model method
+        max_model_len quantization_config_dict_json quantization_config_file name_or_path
     """,
     "dtypes, lengths and files, which engines here are told": """
         architectures dtype model_max_length quantization_config
@@ -150,7 +150,7 @@ def test_field_that_only_vllm_supports_is_refused(name, field, value):
 def test_values_without_an_effect_are_accepted(name):
     expected = shape_of(name)
     plain = {"layer_types": ["full_attention"] * PUBLISHED[name]["num_hidden_layers"]}
-    if expected.sliding_window or expected.delta_net or expected.indexer:
+    if expected.sliding_window or expected.delta_net or expected.indexer or expected.blocks:
         plain = {}
     assert expected == shape_of(
         name,

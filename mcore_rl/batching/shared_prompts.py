@@ -37,6 +37,8 @@ def obstacle(values: Mapping[str, Any], max_tokens: int) -> str:
         return f"--experimental-attention-variant {variant} attends to whole samples only"
     if variant and values.get("distributed_backend") != "gloo":
         return f"--experimental-attention-variant {variant} keeps no state of a prompt on GPUs"
+    if (heads := values.get("mamba_num_heads")) and values.get("distributed_backend") != "gloo":
+        return f"--mamba-num-heads {heads} keeps no state of a prompt on GPUs"
     if (cp_size := values.get("context_parallel_size", 1)) > 1:
         return f"--context-parallel-size {cp_size} cuts every sample into chunks"
     for dest in ("hidden_dropout", "attention_dropout"):

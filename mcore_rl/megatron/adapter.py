@@ -323,13 +323,17 @@ def forward_backward(
 
 
 def packed_samples(
-    cu_seqlens: torch.Tensor | None, longest: int, prefix_of: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None,
+    longest: int,
+    prefix_of: torch.Tensor | None = None,
+    row_tokens: int | None = None,
 ) -> Any:
     """Return Megatron's `PackedSeqParams` for a packed row; None if `cu_seqlens` is None.
 
     `cu_seqlens` is `[k + 1]` int32, from 0 to the length of the row; `longest` is the length of the
     longest sample. Under context parallelism both describe the full row. Both include the samples'
     padding. `prefix_of` is as in `ModelRows`, for the layers of `patches/megatron` only.
+    Mamba-2 kernels separate samples only if `row_tokens`, the length of the full row, is given.
     """
     if cu_seqlens is None:
         return None
@@ -343,6 +347,8 @@ def packed_samples(
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        # Releases without HybridModel lack the field.
+        **({} if row_tokens is None else {"total_tokens": row_tokens}),
     )
 
 

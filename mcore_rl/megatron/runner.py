@@ -33,6 +33,7 @@ from mcore_rl.common import objects
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import sparse_attention
 from mcore_rl.megatron.router_layout import RouterLayout, passes_padding
+from mcore_rl.model.hybrid_pattern import has_mamba
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.moe.routing_replay import RoutingReplay
 
@@ -105,6 +106,7 @@ class ModelRunner:
         self._passes_padding = passes_padding(args, state.chunks)
         self._trains_indexers = sparse_attention.trains_indexers(args)
         self._has_indexers = sparse_attention.has_indexers(args)
+        self._has_mamba = has_mamba(state.chunks[0])
         self._choices = sparse_attention.Choices()
 
     @property
@@ -281,7 +283,10 @@ class ModelRunner:
         return sparse_attention.comparing_choices(self._choices)
 
     def _packed_samples(self, rows: ModelRows) -> Any:
-        found = megatron_adapter.packed_samples(rows.cu_seqlens, rows.longest, rows.prefix_of)
+        row_tokens = rows.token_ids.shape[1] * self._layout.cp_size if self._has_mamba else None
+        found = megatron_adapter.packed_samples(
+            rows.cu_seqlens, rows.longest, rows.prefix_of, row_tokens
+        )
         if self._trains_indexers:
             share = rows.token_ids.shape[1]
             first = self.groups["cp"].rank() * share

@@ -391,6 +391,7 @@ POSSIBLE = {"transformer_impl": "local", "hidden_dropout": 0.0, "attention_dropo
             {"experimental_attention_variant": "gated_delta_net", "distributed_backend": "nccl"},
             "--experimental-attention-variant gated_delta_net",
         ),
+        ({"mamba_num_heads": 64, "distributed_backend": "nccl"}, "--mamba-num-heads 64"),
     ],
 )
 def test_obstacle_names_the_flag(values: dict[str, object], named: str) -> None:

@@ -102,6 +102,13 @@ def check_rollout_dtype(
             "needs a GPU: vLLM has no kernels for FP8 blocks on CPUs", flag=flag, remedy="drop it"
         )
     require_capability(FLOAT8_BLOCKS, cuda=has_cuda, flag=flag, remedy="drop it")
+    if shape.mamba:
+        raise UsageError(
+            f"is not supported for {shape.architecture}, whose projections of Mamba-2 layers and "
+            "experts without a gate have not been tried in FP8",
+            flag=flag,
+            remedy="drop it",
+        )
     if config.trainer.precision != "bf16":
         raise UsageError(
             "needs bf16: vLLM's kernels for FP8 blocks return bfloat16",

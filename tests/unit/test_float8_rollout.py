@@ -166,6 +166,15 @@ def test_jobs_that_cannot_roll_out_in_float8_are_refused(
         accepted([*tokens, *more], has_cuda=has_cuda, capability=capability)
 
 
+def test_families_that_were_not_tried_in_float8_are_refused(
+    tokens: list[str], checkpoint_factory: Callable[..., Path]
+) -> None:
+    more = ["--rl-hf-checkpoint", str(checkpoint_factory("nemotron_h")), *TIS]
+    says = "--rl-rollout-dtype fp8 is not supported for nemotron_h, .*; drop it"
+    with pytest.raises(UsageError, match=says):
+        accepted([*tokens, *more])
+
+
 @pytest.mark.parametrize("more", [TIS, ["--rl-accept-rollout-mismatch"]])
 def test_job_has_the_weights_for_vllm(tokens: list[str], more: list[str]) -> None:
     found = accepted([*tokens, *more]).float8

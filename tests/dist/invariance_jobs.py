@@ -105,12 +105,13 @@ def as_given(choices: list[torch.Tensor], batch: TrainBatch) -> torch.Tensor:
 class Forwards:
     """Counts how often an update runs the attention of a layer, beside how often it must.
 
-    A gated delta net has an input projection instead."""
+    A gated delta net and a Mamba-2 layer have an input projection instead."""
 
     def __init__(self, chunks: list[torch.nn.Module], num_epochs: int) -> None:
         self._found = self._expected = 0
         self._num_epochs = num_epochs
-        attention = [layer.self_attention for chunk in chunks for layer in chunk.decoder.layers]
+        layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
+        attention = [getattr(each, "self_attention", None) or each.mixer for each in layers]
         counted = (
             getattr(each, "core_attention", None) or getattr(each, "in_proj", None)
             for each in attention

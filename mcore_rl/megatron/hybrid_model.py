@@ -26,6 +26,7 @@ from megatron.core.parallel_state import get_pipeline_model_parallel_rank
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -189,6 +190,10 @@ def build_hybrid_model(
 
 def _layers_of_stages(config: Any) -> PipelineLayers:
     """Return the layers of all stages and chunks, as Megatron divides them for GPTModel."""
+    if layout := config.pipeline_model_parallel_layout:
+        # Megatron's function would return this rank's number for every stage.
+        stages = ((chunk.count(LayerType.decoder) for chunk in stage) for stage in layout.layout)
+        return layers_of_chunks([list(stage) for stage in stages])
     chunks = config.virtual_pipeline_model_parallel_size
     counts = [
         [

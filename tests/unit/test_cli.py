@@ -318,7 +318,8 @@ def planned_rows() -> dict[str, tuple[list[str], str, str]]:
         r"^\| `(.+)` \| (\d+) \| `(.+)` \| ([\d.]+) \| ([\d,]+) \|$", section, re.M
     ):
         model, world_size, flags, *printed = row
-        filled = command.replace("MODEL", model).replace("GPUS", world_size).replace("FLAGS", flags)
+        filled = command.replace("MODEL", f"tests/data/configs/{model}.json")
+        filled = filled.replace("GPUS", world_size).replace("FLAGS", flags)
         rows[model] = (filled.split(), *printed)
     return rows
 

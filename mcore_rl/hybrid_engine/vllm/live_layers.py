@@ -39,8 +39,19 @@ class Layers:
         shared: frozenset[str] = frozenset(),
     ) -> None:
         self._model, self._elements_read = model, elements_read
+        # Of Mamba-2 layers: views of the convolution's loaded weight, which a CPU packs elsewhere.
+        views = {
+            id(module.conv1d): module._buffers["conv_weights"]
+            for module in model.modules()
+            if "conv_weights" in module._buffers
+        }
         self._layers = [
-            _Layer(name, module, None if record is None else record.elements.get(name, 0))
+            _Layer(
+                name,
+                module,
+                None if record is None else record.elements.get(name, 0),
+                views.get(id(module)),
+            )
             for name, module in model.named_modules()
             if any(tensor is not None for tensor in module._parameters.values())
         ]
@@ -117,8 +128,14 @@ class Layers:
 class _Layer:
     """One module with its own parameters."""
 
-    def __init__(self, name: str, module: torch.nn.Module, expected: int | None) -> None:
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        module: torch.nn.Module,
+        expected: int | None,
+        view: torch.Tensor | None = None,
+    ) -> None:
+        self.name, self._view = name, view
         self.module: Any = module  # with the attributes of its class in vLLM
         self.live: dict[str, torch.Tensor] = {
             key: p for key, p in module._parameters.items() if p is not None
@@ -197,6 +214,8 @@ class _Layer:
         from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
         module = self.module
+        if self._view is not None:
+            self._view.copy_(self._targets["weight"].data.view_as(self._view))
         module._parameters.update(self._targets)
         buffers = dict(module._buffers)
         # Quantisation methods set it so that they do not run twice on one set of weights.

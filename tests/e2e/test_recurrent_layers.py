@@ -1,4 +1,5 @@
-"""A run on a model with gated delta nets: it learns, and its engines sample from the same model."""
+"""Runs on models with gated delta nets or Mamba-2 layers: they learn, and their engines sample from
+the same model."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 NUM_STEPS = 16
 
 
-@pytest.mark.parametrize("arch", ["qwen3_next", "qwen3_5_text"])
+@pytest.mark.parametrize("arch", ["qwen3_next", "qwen3_5_text", "nemotron_h"])
 def test_reward_of_random_model_rises(
     arch: str, checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path: Path
 ) -> None:
-    experts = arch != "qwen3_5_text"
+    experts = arch == "qwen3_next"
     flags = task_flags(
         checkpoint_factory(arch),
         tmp_path / "run",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -143,6 +144,10 @@ class _Layer:
         self._saved = dict(module._parameters)
         self.stand_ins = loadable_parameters(module)
         self.loaders = {key: loader_of(stand_in) for key, stand_in in self.stand_ins.items()}
+        self._conversions = {
+            key: parts for key, loader in self.loaders.items() if (parts := _composed(loader))
+        }
+        self.loaders |= {key: loader for key, (loader, _) in self._conversions.items()}
         self.expected = expected
         if expected is None:
             self.expected = sum(_loadable_elements(t) for t in self.stand_ins.values())
@@ -214,6 +219,8 @@ class _Layer:
         from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
         module = self.module
+        for key, (_, convert) in self._conversions.items():
+            self._targets[key].data.copy_(convert(self._targets[key].data))
         if self._view is not None:
             self._view.copy_(self._targets["weight"].data.view_as(self._view))
         module._parameters.update(self._targets)
@@ -241,6 +248,19 @@ class _Layer:
     def drop(self) -> None:
         """Release the loaded tensors."""
         self._targets.clear()
+
+
+def _composed(loader: Loader) -> tuple[Loader, Callable[[torch.Tensor], torch.Tensor]] | None:
+    """Return the loader and the conversion in vLLM's `composed_weight_loader`, else None.
+
+    It converts the whole parameter at each call: a tensor that arrives in parts would be converted
+    several times.
+    """
+    name = "composed_weight_loader.<locals>.composed_loader"
+    if getattr(loader, "__qualname__", "") != name:
+        return None
+    inner = inspect.getclosurevars(loader).nonlocals
+    return inner["loader"], inner["fn"]
 
 
 def _copy_back(processed: dict[str, torch.Tensor | None], live: Mapping[str, torch.Tensor]) -> None:

@@ -129,9 +129,8 @@ class ModelShape:
     zero_centered_norms: bool = False
     indexer: Indexer | None = None  # of sparse attention
     mamba: Mamba | None = None
-    blocks: str = (
-        ""  # the symbol of each layer's only block; "": attention and feed-forward in each
-    )
+    # The symbol of each layer's only block; "": each layer has attention and feed-forward.
+    blocks: str = ""
     squared_relu: bool = False  # instead of SwiGLU: feed-forward layers without a gate
     # `score.weight` `[1, h]` instead of `lm_head.weight`: a critic, or a reward model.
     value_head: bool = False
@@ -227,8 +226,8 @@ def model_shape(
     is_moe_layer = moe_layers(fields, family, num_layers, blocks)
     num_heads = fields.count("num_attention_heads")
     latent = _latent_attention(fields) if family.latent_attention else None
-    has_experts = family.router and (any(is_moe_layer) or not blocks)
-    experts = read_experts(fields, family.router) if family.router and has_experts else None
+    router = family.router if any(is_moe_layer) or not blocks else None
+    experts = read_experts(fields, router) if router else None
     if experts is not None and num_layers * experts.num_experts > _MOST_EXPERTS:
         raise fields.refuse(f"{experts.num_experts} experts in each of {num_layers} layers")
     shape = ModelShape(
@@ -303,8 +302,8 @@ def _text_model(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
     text = values.get("text_config")
     if not isinstance(text, dict) or text.get("model_type") not in FAMILIES:
         return None
-    shared = ("tie_word_embeddings",)
-    return {name: values[name] for name in shared if name in values} | text
+    shared = {name: value for name, value in values.items() if name == "tie_word_embeddings"}
+    return shared | text
 
 
 def _sliding_window(fields: Fields, num_layers: int) -> int:

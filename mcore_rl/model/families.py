@@ -132,7 +132,7 @@ class Family:
     output_gate: bool = False
     # A layer has one block: a Mamba-2 layer, attention or feed-forward (see `mamba`).
     one_block_a_layer: bool = False
-    # Feed-forward layers and experts square the ReLU of up_proj; there is no gate.
+    # Feed-forward layers and experts square the ReLU of up_proj, without a gate.
     squared_relu: bool = False
     norm_epsilon: str = "rms_norm_eps"  # name of the field
     # Norms multiply by 1 + weight, except for the one in the delta net.

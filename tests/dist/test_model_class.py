@@ -40,7 +40,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the checkpoint."""
+        """Options of the checkpoint."""
         return {
             "num_mtp_layers": 1 if MTP[0] in self.flags else 0,
             "overrides": {"num_hidden_layers": 4} if VIRTUAL[2] in self.flags else None,

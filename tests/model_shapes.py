@@ -10,7 +10,6 @@ from typing import Any
 
 import transformers
 
-from mcore_rl.job.engines import needs_gpu
 from mcore_rl.model.config_json import LatentAttention, ModelShape, model_shape, read_model_shape
 from mcore_rl.model.experts import Experts
 from mcore_rl.model.families import FAMILIES
@@ -148,7 +147,7 @@ def tiny_shape(arch: str) -> ModelShape:
 
 def has_engine_on_cpu(arch: str) -> bool:
     """Whether vLLM runs an --arch without a GPU."""
-    return needs_gpu(tiny_shape(arch)) is None
+    return tiny_shape(arch).needs_gpu is None
 
 
 def has_one_block_a_layer(arch: str) -> bool:

@@ -41,16 +41,9 @@ def check_engine(config: RLConfig, shape: ModelShape, *, cuda: bool) -> None:
         require_capability(capability, cuda=cuda, flag=flag, remedy=remedy)
 
 
-def needs_gpu(shape: ModelShape) -> str | None:
-    """Return what vLLM computes on GPUs only, or None."""
-    if shape.indexer:
-        return "sparse attention"
-    return "experts without a gate" if shape.experts and shape.squared_relu else None
-
-
 def check_layers(shape: ModelShape, *, cuda: bool) -> None:
     """Check that engines can compute the model's layers on this machine."""
-    if not cuda and (what := needs_gpu(shape)):
+    if not cuda and (what := shape.needs_gpu):
         raise UsageError(
             f"is a {shape.architecture} checkpoint, whose {what} vLLM runs on GPUs only",
             flag="--rl-hf-checkpoint",

@@ -147,6 +147,13 @@ class ModelShape:
         return tuple(LayerKind(*each) for each in features)
 
     @property
+    def needs_gpu(self) -> str | None:
+        """What of the model vLLM computes on GPUs only, or None."""
+        if self.indexer:
+            return "sparse attention"
+        return "experts without a gate" if self.experts and self.squared_relu else None
+
+    @property
     def moe_layers(self) -> tuple[int, ...]:
         """Global numbers (from 0) of the layers with experts."""
         return tuple(layer for layer, is_moe in enumerate(self.is_moe_layer) if is_moe)

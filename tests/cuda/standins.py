@@ -232,11 +232,13 @@ def triton_interpreter() -> None:
 
 
 def _triton_device() -> None:
-    """Let Triton's driver answer what vLLM's gated delta net asks when it is imported."""
+    """Let Triton's driver answer what vLLM's gated delta net asks when it is imported, and what
+    Triton asks when it compiles a kernel."""
     from triton.runtime import driver
 
     properties = {"max_shared_mem": 232448, "multiprocessor_count": 132}
     driver.active.utils.get_device_properties = _always(properties)
+    driver.active.get_current_stream = _always(0)
 
 
 def cuda_device(capability: tuple[int, int] = (9, 0)) -> None:
@@ -285,6 +287,7 @@ def cuda_device(capability: tuple[int, int] = (9, 0)) -> None:
     torch.accelerator.current_device_index = _always(0)
     for made in ("Stream", "Event", "current_stream", "stream", "default_stream"):
         setattr(torch.cuda, made, Stream)
+    torch.Event = Stream  # type: ignore[misc,assignment]
     _nvml(capability)  # the first import of vLLM, which keeps some of the above
     _triton_device()
 

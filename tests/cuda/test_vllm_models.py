@@ -6,7 +6,7 @@ and is reloaded from slices of two sets of weights in turn. Compared is every te
 can reach, be it a parameter, a buffer, or what a kernel object or a closure has kept.
 
 Models of published sizes also run forward without data, to hold every call of an operator of vLLM's
-libraries against its schema; test_triton_kernels.py computes.
+libraries against its schema, and to compile every Triton kernel; test_triton_kernels.py computes.
 
 Out of reach here:
 - BATCHED_TRITON, which vLLM takes with DeepEP's or NIXL's low-latency all-to-all alone, and whose
@@ -227,21 +227,44 @@ def test_experts_over_data_parallel_ranks_are_not_scheduled_ahead(found: dict[st
 
 TP4 = dict(tp_size=4, expert_parallel=True)
 TP8 = dict(tp_size=8, expert_parallel=True)
-# Published config -> layout, routers' operator, launches of the experts' kernel.
-FORWARD: dict[str, tuple[dict[str, Any], str | None, int]] = {
-    "deepseek-v3": (TP8, "grouped_topk", 2),
-    "deepseek-v2-lite": (TP8, "topk_softmax", 2),
-    "moonlight-16b-a3b": (TP8, "grouped_topk", 2),
-    "glm-4.5-air": (TP8, "grouped_topk", 2),
-    "glm-4.7-flash": (TP4, "grouped_topk", 2),
-    "minimax-m2": (TP8, "topk_sigmoid", 4),
-    "qwen3-30b-a3b": (TP4, "topk_softmax", 4),
-    "qwen1.5-moe-a2.7b": (TP4, "topk_softmax", 4),
-    "olmoe-1b-7b-0924": (TP4, "topk_softmax", 4),
-    "mixtral-8x7b": (dict(tp_size=2), "topk_softmax", 4),
-    "gpt-oss-20b": (TP4, "topk_softmax", 4),
-    "qwen2.5-7b": (dict(tp_size=4), None, 0),
-    "llama-3.2-1b": (dict(tp_size=4), None, 0),
+_NORMS = ("_C.rms_norm", "_C.fused_add_rms_norm")
+_ATTENTION = "vllm.unified_attention_with_output"
+GROUPED = (*_NORMS, _ATTENTION)
+LATENT = (*_NORMS, "vllm.unified_mla_attention_with_output")
+# Its own operators need metadata of a batch, and FlashMLA and DeepGEMM.
+SPARSE = (*_NORMS, "_fused_norm_rope_kernel", "_fused_q_kernel")
+DELTA = ("vllm.qwen_gdn_attention_core", "layer_norm_fwd_kernel")
+GATED = (_ATTENTION, "_fused_qk_rmsnorm_rope_gate_kernel")
+MAMBA = ("vllm.mamba_mixer2", "_C.relu_squared")
+# Classes for which vLLM runs the code of transformers.
+BY_TRANSFORMERS = ("_C.rms_norm", _ATTENTION)
+# Published config -> layout, operators and Triton kernels of its layers, routers' operator,
+# launches of the experts' kernel.
+FORWARD: dict[str, tuple[dict[str, Any], tuple[str, ...], str | None, int]] = {
+    "deepseek-v3": (TP8, LATENT, "grouped_topk", 2),
+    "deepseek-v2-lite": (TP8, LATENT, "topk_softmax", 2),
+    "moonlight-16b-a3b": (TP8, LATENT, "grouped_topk", 2),
+    "glm-4.5-air": (TP8, GROUPED, "grouped_topk", 2),
+    "glm-4.7-flash": (TP4, LATENT, "grouped_topk", 2),
+    "minimax-m2": (TP8, GROUPED, "topk_sigmoid", 4),
+    "qwen3-30b-a3b": (TP4, GROUPED, "topk_softmax", 4),
+    "qwen1.5-moe-a2.7b": (TP4, GROUPED, "topk_softmax", 4),
+    "olmoe-1b-7b-0924": (TP4, GROUPED, "topk_softmax", 4),
+    "mixtral-8x7b": (dict(tp_size=2), GROUPED, "topk_softmax", 4),
+    "gpt-oss-20b": (TP4, GROUPED, "topk_softmax", 4),
+    "qwen2.5-7b": (dict(tp_size=4), GROUPED, None, 0),
+    "llama-3.2-1b": (dict(tp_size=4), GROUPED, None, 0),
+    "hy3-preview": (TP8, GROUPED, "grouped_topk", 2),
+    "dots.llm1": (TP4, BY_TRANSFORMERS, "grouped_topk", 2),
+    "mistral-small-24b-2501": (dict(tp_size=4), GROUPED, None, 0),
+    "seed-oss-36b": (dict(tp_size=4), BY_TRANSFORMERS, None, 0),
+    "deepseek-v3.2": (TP8, SPARSE, "grouped_topk", 2),
+    "glm-5.2": (TP8, SPARSE, "grouped_topk", 2),
+    "qwen3-next-80b-a3b": (TP4, (*DELTA, *GATED), "topk_softmax", 4),
+    "qwen3.5-35b-a3b": (TP4, (*DELTA, *GATED), "topk_softmax", 4),
+    "qwen3.5-9b": (dict(tp_size=4), (*DELTA, *GATED), None, 0),
+    "nemotron-h-8b": (dict(tp_size=4), (*GROUPED, *MAMBA), None, 0),
+    "nemotron-3-nano-30b-a3b": (TP4, (*GROUPED, *MAMBA), "grouped_topk", 2),
 }
 
 
@@ -255,15 +278,13 @@ def forward(cuda_stack: Stack) -> dict[str, dict[str, Any]]:
 def test_operators_take_what_models_of_published_sizes_give_them(
     forward: dict[str, Any], config: str
 ) -> None:
-    _, router, launches = FORWARD[config]
+    _, layers, router, launches = FORWARD[config]
     seen = forward[config]
     hidden_size, vocab_size = seen["expected"]
     assert seen["hidden"] == [[24, hidden_size], "torch.bfloat16"]
     assert seen["logits"] == [24, vocab_size]
-    assert seen["launches"] == launches
-    expected = {"_C.rms_norm", "_C.fused_add_rms_norm", "_C.vocab_parallel_embedding"}
+    assert seen["launches"].get("fused_moe_kernel", 0) == launches
+    expected = {"_C.vocab_parallel_embedding", *layers}
     if router is not None:
         expected |= {f"_moe_C.{name}" for name in (router, "moe_align_block_size", "moe_sum")}
-    assert expected <= set(seen["operators"])
-    attention = ("vllm.unified_attention_with_output", "vllm.unified_mla_attention_with_output")
-    assert any(name in seen["operators"] for name in attention)
+    assert expected <= {*seen["operators"], *seen["launches"]}

@@ -77,6 +77,11 @@ def pretend(capability: tuple[int, int]) -> None:
         fused: Any = ModuleType("vllm.model_executor.layers.minimax_rms_norm.lamport_workspace")
         fused.get_allreduce_workspace = standins.needs_gpu("get_allreduce_workspace")
         sys.modules[fused.__name__] = fused
+    if find_spec("cutlass") is None:  # in whose language vLLM writes kernels for Blackwell
+        cutedsl: Any = ModuleType("vllm.models.deepseek_v32.nvidia.ops.fused_q_cutedsl")
+        cutedsl.is_fused_q_cutedsl_supported = lambda *_, **__: capability >= (10, 0)
+        cutedsl.fused_q_cutedsl = standins.needs_gpu("fused_q_cutedsl")
+        sys.modules[cutedsl.__name__] = cutedsl
     torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda *_, **__: None
     torch.cuda.manual_seed = torch.cuda.manual_seed_all = lambda *_: None

@@ -57,6 +57,7 @@ ABSENT = {
     ("hybrid_model.py", 'Import "megatron.core.models.hybrid.'),
     ("hybrid_checkpoints.py", '"_maybe_setup_gpt_to_hybrid_load" is not a known attribute'),
     ("local_layers.py", 'Import "megatron.core.transformer.mla_qk_norm_config"'),
+    ("local_sparse_attention.py", '"_unfused_absorbed_dsa_fn" is not a known attribute'),
     ("mla_direct_query.py", 'Import "megatron.core.transformer.mla_qk_norm_config"'),
 }
 

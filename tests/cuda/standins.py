@@ -203,8 +203,8 @@ def deep_gemm(capability: tuple[int, int]) -> None:
 def triton_interpreter() -> None:
     """Run vLLM's Triton kernels on tensors of the CPU, by Triton's interpreter.
 
-    Two gaps of the interpreter are filled: `tl.dot` multiplies the bits of bfloat16, and `tl.range`
-    counts in integers, where compiled kernels have tensors.
+    Three gaps of the interpreter are filled: `tl.dot` multiplies the bits of bfloat16, `tl.range`
+    counts in integers, where compiled kernels have tensors, and float8 is not rounded to nearest.
     """
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else vLLM looks for Triton's driver
@@ -213,6 +213,7 @@ def triton_interpreter() -> None:
 
     dot = interpreter.InterpreterBuilder.create_dot
     set_attr = interpreter._LangPatchScope.set_attr
+    convert = interpreter.InterpreterBuilder.create_fp_to_fp
 
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         a, b = (self.create_fp_ext(x, tl.float32) if x.dtype == tl.bfloat16 else x for x in (a, b))
@@ -224,7 +225,14 @@ def triton_interpreter() -> None:
 
         set_attr(self, target, name, tensors if name == "range" else value)
 
+    def convert_rounded(self: Any, value: Any, to: Any, rounding: Any) -> Any:
+        if value.dtype.scalar != tl.float32 or to.scalar != tl.float8e4nv:
+            return convert(self, value, to, rounding)
+        rounded = torch.tensor(value.data).to(torch.float8_e4m3fn).view(torch.uint8)
+        return interpreter.TensorHandle(rounded.numpy(), to.scalar)
+
     interpreter.InterpreterBuilder.create_dot = create_dot
+    interpreter.InterpreterBuilder.create_fp_to_fp = convert_rounded
     interpreter._LangPatchScope.set_attr = set_attr_with_tensors
 
 

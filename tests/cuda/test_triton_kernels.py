@@ -2,7 +2,8 @@
 
 Triton's interpreter runs them, on the CPU, in a model that was reloaded as a run does it. Experts
 are compared with the layer of transformers on the same checkpoint; sampled tokens, the kept part of
-the vocabulary and log-probs with the references below.
+the vocabulary and log-probs with the references below; the choices of sparse attention's indexers
+with what `mismatch/indexer_replaced` counts.
 
 Out of reach here: the code that Triton compiles from these kernels, and FlashInfer's experts.
 """
@@ -19,8 +20,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from mcore_rl.megatron import adapter, sparse_attention  # noqa: F401  (it applies patches)
 from tests.cuda.sampling_case import POSITIONS, SAMPLING, SEEDS, VOCAB_SIZE, logits
 from tests.cuda.stack import Stack
+
+from megatron.core.transformer.experimental_attention_variant import dsa  # isort: skip
 
 EP2 = dict(tp_size=2, expert_parallel=True)
 EXPERTS = {
@@ -143,3 +147,43 @@ def rotated(value: int, bits: int) -> int:
 def test_hash_is_the_published_one() -> None:
     """By the digest of "test" in the reference implementation's tests."""
     assert murmur3(b"test") == 0xBA6BD213
+
+
+# ------------------------------------------------------------------- indexers of sparse attention
+
+
+@pytest.mark.parametrize("case", ["indexer", "indexer, interleaved"])
+def test_measured_choices_are_those_of_vllms_kernels(outputs: dict[str, Any], case: str) -> None:
+    """The keys that Megatron counts as replaced are exactly those that an engine does not choose
+    for the same queries and keys. What the engine's products round beyond FP8 is not part of it."""
+    found, topk = outputs[case], 12
+    num, num_heads, size = found["projected"].shape
+    queries = rotated_heads(found["projected"], found["rotations"], case.endswith("interleaved"))
+    weights = found["weights"] * num_heads**-0.5 * size**-0.5
+    count = sparse_attention.Choices()
+    with sparse_attention.comparing_choices(count):
+        _, chosen = dsa.fused_qk_topk_naive(
+            *(x.unsqueeze(1) for x in (queries, found["normed"], weights)),
+            topk,
+            varlen_starts=torch.zeros(num, dtype=torch.int64),
+            varlen_ends=torch.arange(1, num + 1),
+        )
+    scores = torch.einsum("shd,td->hst", found["queries"], found["keys"]).relu()
+    scores = (scores * found["scaled weights"].T[:, :, None]).sum(0)
+    replaced = 0
+    for query in range(topk, num):
+        by_engine = scores[query, : query + 1].topk(topk).indices.tolist()
+        replaced += len(set(chosen[0, query].tolist()) - set(by_engine))
+    assert count.chosen == topk * (num - topk)
+    assert count.replaced == replaced > 0
+    assert torch.equal(sparse_attention.in_float8(found["normed"]), found["keys"])
+
+
+def rotated_heads(x: torch.Tensor, rotations: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """`[s, h, d]` with the first elements rotated: neighbours, or halves, make a pair."""
+    cos, sin = rotations[:, None].chunk(2, dim=-1)
+    head, rest = x.split([rotations.shape[1], x.shape[2] - rotations.shape[1]], dim=-1)
+    a, b = (head[..., ::2], head[..., 1::2]) if interleaved else head.chunk(2, dim=-1)
+    pairs = (a * cos - b * sin, b * cos + a * sin)
+    turned = torch.stack(pairs, dim=-1).flatten(-2) if interleaved else torch.cat(pairs, dim=-1)
+    return torch.cat((turned, rest), dim=-1)

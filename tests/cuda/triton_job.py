@@ -4,7 +4,8 @@
 
 Writes FOLDER/outputs: for each case the output of the last layer with experts, computed by vLLM's
 own layer of its build for CUDA (the router, the experts' Triton kernel, the shared experts) after a
-reload with the weights in FOLDER/<case>; and what its sampler of model runner V2 makes of logits.
+reload with the weights in FOLDER/<case>; what its sampler of model runner V2 makes of logits; and
+what its indexers of sparse attention make of queries and keys.
 What vLLM's compiled operators do between the kernels is computed by eager_operators.py.
 """
 
@@ -164,10 +165,70 @@ class _OnCuda(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+# ------------------------------------------------------------------- indexers of sparse attention
+
+
+def run_indexer(*, interleaved: bool) -> Outputs:
+    """Queries `[t, h, d]`, their weights `[t, h]` and keys `[t, d]` of one sample: as projections
+    give them, and as the kernels of DeepSeek-V3.2's layers leave them for the scores, in FP8."""
+    from vllm.models.deepseek_v32.common import kernels
+    from vllm.platforms import current_platform
+
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    num, num_heads, size, rotated = 2 * NUM_TOKENS, 8, 128, 64
+    positions, rope = torch.arange(num), rotations(num, rotated)
+    queries, keys = draw(num, num_heads, size).bfloat16(), draw(num, size).bfloat16()
+    weights = draw(num, num_heads).bfloat16()
+    norm, bias = 1 + 0.1 * draw(size), 0.1 * draw(size)
+    cache = torch.zeros(1, num, size + 4, dtype=torch.uint8)  # the last four: a scale for each key
+    normed = torch.empty(num, size)
+    # Of the attention itself, which is not looked at.
+    others = draw(num, size).bfloat16(), torch.ones(size), 1e-6
+    heads = draw(num, 2, rotated).bfloat16()
+    with patch.object(current_platform, "is_arch_support_pdl", lambda: False):
+        kernels.fused_norm_rope(
+            *(positions, *others, *others, heads[:, 0], rope),
+            *(keys, norm, bias, 1e-6, rope, torch.zeros(num, 1, dtype=torch.int32)),
+            slot_mapping=positions,
+            indexer_k_cache=cache,
+            index_rope_interleave=interleaved,
+            index_k_out=normed,
+        )
+        in_float8, scaled_weights, _ = kernels.fused_q(
+            *(positions, heads, rope, queries, rope, heads, torch.ones(1), weights),
+            *(size**-0.5, num_heads**-0.5),
+            index_rope_interleave=interleaved,
+            quantize_mqa=False,
+        )
+    stored = cache.flatten()
+    keys_in_float8 = stored[: num * size].view(torch.float8_e4m3fn).view(num, size).float()
+    return {
+        "projected": queries.float(),
+        "weights": weights.float(),
+        "rotations": rope,
+        "queries": in_float8.float(),
+        "scaled weights": scaled_weights,
+        "normed": normed,
+        "keys": keys_in_float8 * stored[num * size :].view(torch.float32)[:, None],
+    }
+
+
+def rotations(num: int, size: int) -> torch.Tensor:
+    """Cosines and sines `[positions, size]`."""
+    angles = torch.arange(num)[:, None] / 10000 ** (torch.arange(0, size, 2) / size)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
 def main() -> None:
     folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
     outputs = {name: run_experts(case, folder / name) for name, case in cases.items()}
     outputs["sampling"] = run_sampling(folder / "sampling")
+    outputs["indexer"] = run_indexer(interleaved=False)
+    outputs["indexer, interleaved"] = run_indexer(interleaved=True)
     torch.save(outputs, folder / "outputs")
     print(json.dumps({"cases": list(outputs)}))
 

@@ -12,6 +12,7 @@ import torch
 
 from mcore_rl.common import objects
 from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.model.hybrid_pattern import has_mamba
 
 
 def loads_checkpoint(args: argparse.Namespace) -> bool:
@@ -30,7 +31,7 @@ def save_checkpoint(
 
     args.iteration = args.curr_iteration = iteration
     # Megatron reads the folder, and what to delete in it, from the arguments.
-    with _set(args, save=str(folder), save_retain_interval=None):
+    with _set(args, save=str(folder), save_retain_interval=None, **_pattern_of(state)):
         save(iteration, state.model, state.optimizer, state.scheduler, 0)
     state.iteration = iteration
 
@@ -41,9 +42,18 @@ def save_weights(
     """Write only the weights as a Megatron checkpoint below `folder`. Collective."""
     from megatron.training.checkpointing import save_checkpoint as save
 
-    alone = {"no_save_optim": True, "no_save_rng": True}
+    alone = {"no_save_optim": True, "no_save_rng": True, **_pattern_of(state)}
     with _set(args, save=str(folder), save_retain_interval=None, **alone):
         save(iteration, state.model, None, None, 0)
+
+
+def _pattern_of(state: megatron_adapter.TrainState) -> dict[str, str]:
+    """Return the argument without which Megatron takes a checkpoint for a GPTModel's, and refuses
+    to load it into a model with Mamba-2 layers."""
+    chunk: Any = state.chunks[0]
+    if not has_mamba(chunk):
+        return {}
+    return {"hybrid_layer_pattern": chunk.hybrid_layer_pattern.replace("|", "")}
 
 
 def load_weights(

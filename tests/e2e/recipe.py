@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.observe.run_directory import read_metrics
 from tests.rank_pool import ROOT, RankOutcome, RankPool
 
 HOOKS = ROOT / "tests" / "e2e"  # files for --rl-import
@@ -16,6 +18,8 @@ SMALL = (
     *("--rl-num-prompts-per-step", "4", "--rl-num-samples-per-prompt", "4"),
     *("--rl-eval-interval", "0", "--rl-max-response-tokens", "8"),
 )
+# By a clock or the kernel: no function of the seed.
+MEASURED = ("time/", "throughput/", "memory/", "health/", "reshard/peak_extra_bytes_max")
 
 
 def task_flags(checkpoint: Path, run_dir: Path, *more: str) -> list[str]:
@@ -57,3 +61,27 @@ def run_job(
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def seeded_metrics(run_dir: Path) -> dict[int, dict[str, float]]:
+    """Each step's metrics, except what a clock or the kernel measured."""
+
+    def is_measured(name: str) -> bool:
+        return name.startswith(MEASURED) or name.endswith(("_seconds", "_peak_bytes"))
+
+    return {
+        step: {name: v for name, v in metrics.items() if not is_measured(name)}
+        for step, metrics in read_metrics(run_dir / "metrics.jsonl").items()
+    }
+
+
+def assert_same_metrics(found: dict[str, float], expected: dict[str, float]) -> None:
+    """Both are `seeded_metrics` of one step."""
+    differing = {n: (v, found.get(n)) for n, v in expected.items() if found.get(n) != v}
+    assert not differing and found.keys() == expected.keys(), differing
+
+
+def exported_weights(run_dir: Path) -> dict[str, str]:
+    """A hash of each file in `exported`."""
+    files = sorted((run_dir / "exported").glob("*.safetensors"))
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +11,19 @@ from typing import Any
 import pytest
 
 from mcore_rl.observe import own_folders
-from mcore_rl.observe.run_directory import read_config, read_metrics
-from tests.e2e.recipe import HOOKS, run_job, task_flags
+from mcore_rl.observe.run_directory import read_config
+from tests.e2e.recipe import (
+    HOOKS,
+    assert_same_metrics,
+    exported_weights,
+    run_job,
+    seeded_metrics,
+    task_flags,
+)
 from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-# By a clock or the kernel: no function of the seed.
-MEASURED = ("time/", "throughput/", "memory/", "health/", "reshard/peak_extra_bytes_max")
 NUM_STEPS, SAVED_AT, KILLED_AFTER = 4, 2, 2  # the third step is done twice
 COMMON = (
     *("--rl-num-steps", str(NUM_STEPS), "--save-interval", str(SAVED_AT)),
@@ -85,20 +89,11 @@ class Run:
 
     @property
     def metrics(self) -> dict[int, dict[str, float]]:
-        """Each step's metrics, except what a clock or the kernel measured."""
-
-        def is_measured(name: str) -> bool:
-            return name.startswith(MEASURED) or name.endswith(("_seconds", "_peak_bytes"))
-
-        return {
-            step: {name: v for name, v in metrics.items() if not is_measured(name)}
-            for step, metrics in read_metrics(self.folder / "metrics.jsonl").items()
-        }
+        return seeded_metrics(self.folder)
 
     @property
     def weights(self) -> dict[str, str]:
-        files = sorted((self.folder / "exported").glob("*.safetensors"))
-        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+        return exported_weights(self.folder)
 
 
 def run(
@@ -158,10 +153,7 @@ def test_metrics_and_weights_are_those_of_an_undisturbed_run(runs: tuple[Run, Ru
     whole, _, resumed = runs
     assert whole.metrics.keys() == resumed.metrics.keys() == set(range(NUM_STEPS + 1))
     for step, metrics in whole.metrics.items():
-        other = resumed.metrics[step]
-        differing = {n: (v, other.get(n)) for n, v in metrics.items() if other.get(n) != v}
-        assert not differing, (step, differing)
-        assert metrics.keys() == other.keys()
+        assert_same_metrics(resumed.metrics[step], metrics)
     assert whole.weights == resumed.weights and whole.weights
 
 

@@ -3,13 +3,12 @@ checkpoint, and `mcore_rl.verify`; and what must come of them on every release."
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.recipe import task_flags
+from tests.e2e.recipe import exported_weights, task_flags
 from tests.rank_pool import RankPool
 
 SMALL = (
@@ -74,14 +73,9 @@ def assert_resumed(job: TinyJob) -> None:
     (last,) = resumed
     same = ("reward/mean", "loss/policy", "grad_norm", "entropy", "kl/rollout_actor")
     assert {name: first[last][name] for name in same} == {n: resumed[last][n] for n in same}
-    assert _exported(job.first) == _exported(job.resumed) != {}
+    assert exported_weights(job.first) == exported_weights(job.resumed) != {}
 
 
 def _steps_of(run_dir: Path) -> dict[int, dict[str, float]]:
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return {metrics["step"]: metrics for metrics in map(json.loads, lines)}
-
-
-def _exported(run_dir: Path) -> dict[str, str]:
-    files = sorted((run_dir / "exported").glob("*.safetensors"))
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}

@@ -3,7 +3,8 @@
 `test_invariance.py` varies everything else, with one family. Here each family makes a step of two
 updates in each split, and its losses, gradient norms and weights are compared with those of one
 process. The splits are of a HybridModel and of a GPTModel in turn, the process has a GPTModel. The
-largest differences are written to build/family_invariance.md.
+largest differences are written to build/family_invariance.md. Models whose layers keep a state also
+make that step with recomputed activations.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from mcore_rl.megatron.model_class import GPT, HYBRID
 from mcore_rl.model.families import FAMILIES
@@ -138,6 +140,34 @@ def test_update_is_that_of_one_process(
         f"| {arch} | {split} | {model_class} | {' | '.join(f'{value:.1e}' for value in measured)} |"
     )
     found.assert_small()
+
+
+# Of HybridModels with layers that keep a state.
+RECOMPUTED = {
+    "nemotron_h": ("full uniform 1", "full uniform 3", "full block 2", "core_attn mlp"),
+    "nemotron_3": ("full uniform 1", "core_attn moe", "core_attn shared_experts"),
+    "qwen3_next": ("full uniform 1", "core_attn moe"),
+}
+
+
+@pytest.mark.parametrize(
+    ("arch", "what"), [(arch, what) for arch, cases in RECOMPUTED.items() for what in cases]
+)
+def test_update_with_recomputed_activations_is_the_same_bit_for_bit(
+    arch: str, what: str, learn: Callable[..., Outcome], reference_of: Callable[[str], Outcome]
+) -> None:
+    granularity, *more = what.split()
+    if granularity == "full":
+        method, num_layers = more
+        flags = f"full --recompute-method {method} --recompute-num-layers {num_layers}"
+    else:
+        flags = f"selective --recompute-modules {what}"
+    found = learn(arch, 1, "--rl-model-class", HYBRID, *f"--recompute-granularity {flags}".split())
+    expected = reference_of(arch)
+    (forwards,) = found.found["forwards"]
+    assert forwards == 2 if "uniform" in what else 1 < forwards < 2
+    assert found.found["steps"] == expected.found["steps"]
+    assert all(torch.equal(found.weights[name], w) for name, w in expected.weights.items())
 
 
 def test_every_family_is_there() -> None:

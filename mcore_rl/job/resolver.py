@@ -239,7 +239,9 @@ class _Examiner:
         refusals.passes(check_critic_rate, config.critic.lr, values)
         if source.is_here:
             requested = config.trainer.model_class
-            self.facts.model_class = refusals.value(choose_model_class, requested, values)
+            self.facts.model_class = refusals.value(
+                choose_model_class, requested, values, has_mamba=shape.mamba is not None
+            )
             refusals.passes(engines.check_graphs, config.engine)
         if source.is_here and platform.cuda:
             refusals.passes(check_allocator, os.environ)

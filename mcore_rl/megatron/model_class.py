@@ -45,17 +45,19 @@ class ModelClass:
         return f"{'HybridModel' if self.name == HYBRID else 'GPTModel'}, as {self.reason}"
 
 
-def choose_model_class(requested: str, values: Mapping[str, Any]) -> ModelClass:
+def choose_model_class(
+    requested: str, values: Mapping[str, Any], *, has_mamba: bool = False
+) -> ModelClass:
     """Return the class for a value of --rl-model-class and Megatron's flags, by destination.
 
     `AUTO` is HybridModel where the installed Megatron has it and has deprecated or removed
-    GPTModel, unless other flags need a GPTModel. Raises UsageError if Megatron lacks the class, or
-    if other flags do not work with it.
+    GPTModel, unless other flags need a GPTModel. A model that has Mamba-2 layers (`has_mamba`) is
+    always one. Raises UsageError if Megatron lacks the class, or if other flags do not work with
+    it.
     """
     source = check_megatron()
     found = [name for name, (line, file, _) in _CLASSES.items() if _has(source, file, line)]
     chosen = _recommended(source, found)
-    has_mamba = bool(values.get("mamba_num_heads"))
     if has_mamba and requested == GPT:
         raise UsageError(
             "has no Mamba-2 layers, which the model has",

@@ -73,7 +73,7 @@ def make_actor_provider(
 
     `requested_class` is `--rl-model-class`.
     """
-    chosen = choose_model_class(requested_class, vars(args))
+    chosen = choose_model_class(requested_class, vars(args), has_mamba=shape.mamba is not None)
 
     def provider(
         pre_process: bool = True,

@@ -63,13 +63,13 @@ def test_layers_of_the_pattern_are_the_models_layers() -> None:
 
 
 def test_class_without_such_layers_is_refused() -> None:
-    values = {"mamba_num_heads": 64}
-    assert choose_model_class("auto", values).name == "hybrid"
+    assert choose_model_class("auto", {}, has_mamba=True).name == "hybrid"
+    assert choose_model_class("gpt", {"mamba_num_heads": 8}).name == "gpt"  # a fork's default
     with pytest.raises(UsageError, match="--rl-model-class gpt has no Mamba-2 .*; give auto or"):
-        choose_model_class("gpt", values)
+        choose_model_class("gpt", {}, has_mamba=True)
     says = "--rl-model-class hybrid is not possible with --spec a b, .*; drop --spec a b"
     with pytest.raises(UsageError, match=says):
-        choose_model_class("auto", {**values, "spec": ["a", "b"]})
+        choose_model_class("auto", {"spec": ["a", "b"]}, has_mamba=True)
 
 
 def test_degrees_that_split_a_group_or_a_head_are_refused() -> None:

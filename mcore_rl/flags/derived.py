@@ -48,18 +48,19 @@ _NEEDS_CUDA = {
     "enable_cuda_graph": (True,),
     "external_cuda_graph": (True,),
     "cpu_offloading_num_layers": range(1, 1 << 30),
+    "mamba_training_ssm_states_dtype": ("bf16", "fp32"),
     "moe_token_dispatcher_type": ("flex",),
 }
 # Flags that fail likewise, or have no effect, without Transformer Engine.
 _NEEDS_TRANSFORMER_ENGINE = frozenset(
     """
     cpu_offloading_num_layers fp4 fp8 moe_grouped_gemm moe_permute_fusion moe_router_fusion
-    te_rng_tracker use_grouped_gemm_for_shared_expert use_precision_aware_optimizer
-    use_te_activation_func use_transformer_engine_op_fuser
+    te_rng_tracker use_fused_weighted_squared_relu use_grouped_gemm_for_shared_expert
+    use_precision_aware_optimizer use_te_activation_func use_transformer_engine_op_fuser
     """.split()
 )
 # Their checkpointing drops the output, by a function that Megatron imports with Transformer Engine.
-_RECOMPUTED_BY_TRANSFORMER_ENGINE = ("layernorm", "mla_up_proj", "moe_act")
+_RECOMPUTED_BY_TRANSFORMER_ENGINE = ("gdn_norm_out", "layernorm", "mla_up_proj", "moe_act")
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,7 @@ HONOURED: Mapping[str, str] = {
         cuda_graph_scope_deprecated cuda_graph_modules te_precision_config_file spec
         mtp_num_layers mtp_loss_scaling_factor mtp_detach_heads dsa_indexer_loss_coeff
         dsa_indexer_use_sparse_loss dsa_kernel_backend dsa_indexer_k_norm_fp32
+        mamba_training_ssm_states_dtype use_fused_weighted_squared_relu
     """,
 }
 
@@ -135,6 +136,8 @@ ARCHITECTURE = frozenset(
     ffn_hidden_size glu_linear_offset group_query_attention heterogeneous_layers_config_encoded_json
     heterogeneous_layers_config_path hidden_size hybrid_layer_pattern hybrid_override_pattern
     kv_channels kv_lora_rank layernorm_epsilon layernorm_zero_centered_gamma linear_attention_freq
+    linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads
+    linear_value_head_dim mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim
     moe_apply_probs_on_input moe_ffn_hidden_size moe_latent_size
     moe_layer_freq moe_mlp_glu_interleave_size moe_router_enable_expert_bias moe_router_group_topk
     moe_router_num_groups moe_router_pre_softmax moe_router_score_function moe_router_topk
@@ -266,10 +269,8 @@ WITHOUT_EFFECT: Mapping[str, str] = {
         init_method_std embedding_init_method_std init_method_xavier_uniform
     """,
     "the model has no such part": """
-        linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
-        linear_num_value_heads mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
-        mamba_training_ssm_states_dtype use_mamba_mem_eff_path is_hybrid_model mrope_section
-        relative_attention_num_buckets relative_attention_max_distance add_position_embedding
+        is_hybrid_model mrope_section relative_attention_num_buckets
+        relative_attention_max_distance add_position_embedding
         bert_binary_head output_bert_embeddings bert_embedder_type decoder_num_layers
         mtp_use_repeated_layer mtp_standalone mtp_hybrid_override_pattern
         use_grouped_gemm_for_dense_mlp moe_single_grouped_bias
@@ -283,7 +284,10 @@ WITHOUT_EFFECT: Mapping[str, str] = {
         vision_pretraining_type vision_backbone_type swin_backbone_type mask_type mask_factor
         iter_per_epoch dino_local_img_size dino_local_crops_number dino_head_hidden_size
         dino_bottleneck_size dino_freeze_last_layer dino_norm_last_layer dino_warmup_teacher_temp
-        dino_teacher_temp dino_warmup_teacher_temp_epochs use_fused_weighted_squared_relu
+        dino_teacher_temp dino_warmup_teacher_temp_epochs
+    """,
+    "without that kernel of Mamba-2 layers Megatron takes no packed rows": """
+        use_mamba_mem_eff_path
     """,
     "it belongs to a flag that is refused": """
         qk_clip_alpha qk_clip_threshold max_seqlen_per_dp_cp_rank use_mp_args_from_checkpoint_args

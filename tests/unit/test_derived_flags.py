@@ -43,6 +43,7 @@ from tests.unit.test_hf_config import (
 )
 
 MOONLIGHT, GLM_FLASH = TRAINABLE["moonlight-16b-a3b"], TRAINABLE["glm-4.7-flash"]
+NEMOTRON_H = TRAINABLE["nemotron-h-8b"]
 WHOLE = Platform(cuda=True, transformer_engine=(2, 20, 2), fused_weight_gradients=True)
 WITHOUT_APEX = dataclasses.replace(WHOLE, fused_weight_gradients=False)
 WITHOUT_ENGINE = dataclasses.replace(WHOLE, transformer_engine=None)
@@ -106,6 +107,9 @@ def test_architecture_flags_are_flags_of_megatron() -> None:
         (MIXTRAL, "--moe-router-pre-softmax", "--moe-router-pre-softmax .* no such part"),
         (DEEPSEEK_V2, "--moe-router-fusion", "--moe-router-fusion ranks .* by its best one; drop"),
         (DEEPSEEK_V3, "--moe-mlp-glu-interleave-size 32", "interleave-size 32 .* no such part"),
+        (QWEN3_600M, "--mamba-num-heads 8", "--mamba-num-heads 8 .* no such part"),
+        (QWEN3_600M, "--linear-num-key-heads 8", "--linear-num-key-heads 8 .* no such part"),
+        (NEMOTRON_H, "--mamba-num-heads 8", "--mamba-num-heads 8 .* needs --mamba-num-heads 128"),
     ],
 )
 def test_contradiction_of_config_names_both_values(text: str, tokens: str, says: str) -> None:
@@ -147,6 +151,8 @@ def test_same_architecture_in_other_words_is_accepted(text: str, tokens: str) ->
         ("--cpu-offloading-num-layers 3", "--cpu-offloading-num-layers 3 needs CUDA"),
         ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex needs CUDA"),
         ("--recompute-modules core_attn layernorm", "--recompute-modules layernorm needs Trans"),
+        ("--recompute-modules gdn_norm_out", "--recompute-modules gdn_norm_out needs Transformer"),
+        ("--mamba-training-ssm-states-dtype fp32", "--mamba-training-.* fp32 needs CUDA"),
     ],
 )
 def test_contradiction_of_the_machine_is_an_error_only_there(tokens: str, says: str) -> None:

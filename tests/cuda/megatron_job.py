@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +31,7 @@ from mcore_rl.megatron.adapter import stage_layers  # noqa: E402
 from mcore_rl.megatron.shards import ModelShards  # noqa: E402
 from mcore_rl.model.boxes import Box, disjoint, full_box, uncovered  # noqa: E402
 from mcore_rl.model.config_json import ModelShape  # noqa: E402
+from mcore_rl.model.delta_net import DeltaNet  # noqa: E402
 from mcore_rl.model.weight_map import Piece, ShardCoordinates, map_parameter  # noqa: E402
 from tests.cuda.presets import shape_of, tensor_infos  # noqa: E402
 from tests.model_shapes import published_shape  # noqa: E402
@@ -58,9 +59,11 @@ def examined(case: Mapping[str, Any]) -> dict[str, Any]:
                 megatron_models.build(job)
     assert case["world_size"] - 1 in case["ranks"]
     everywhere: dict[str, list[Box]] = defaultdict(list)
-    ranks = {rank: built(job, rank, "gpt", everywhere) for rank in case["ranks"]}
+    of_class = "hybrid" if shape.blocks else "gpt"
+    ranks = {rank: built(job, rank, of_class, everywhere) for rank in case["ranks"]}
     ends = {case["ranks"][0], case["ranks"][-1]}  # the first stage and the last
-    hybrid = {rank: built(job, rank, "hybrid", defaultdict(list)) for rank in sorted(ends)}
+    again = sorted(ends) if of_class == "gpt" else []
+    hybrid = {rank: built(job, rank, "hybrid", defaultdict(list)) for rank in again}
     lacking = [
         name
         for name, info in tensor_infos(shape).items()
@@ -137,15 +140,20 @@ def is_same_place(
 
     Megatron speaks of the whole parameter: gate over up projection; queries, keys and values of one
     group after the other; the padded vocabulary; experts and layers in dimensions of their own.
+    Stacked parts that TP cuts, of layers that keep a state, it stores one by one.
     """
     boxes = [piece.checkpoint_box for piece in pieces]
+    if len(shards) > 2 and shape.delta_net and shape.delta_net.by_key_head and "in_proj" in name:
+        return are_rows_of_same_heads(pieces, shards, shape.delta_net)
+    if len(shards) > 2:
+        return boxes == boxes_of_parts(pieces, shards)
     if len(shards) == 2:
         gate, up = map(box_of, shards)
         half = global_shape(shards[0])[0] // 2
         return boxes == [gate, ((up[0][0] - half, up[0][1] - half), *up[1:])]
     box, whole = box_of(shards[0]), global_shape(shards[0])
     if "linear_qkv." in name and "norm" not in name:
-        queries = shape.num_heads * shape.head_dim
+        queries = shape.num_heads * shape.head_dim * (2 if shape.output_gate else 1)
         starts_alike = boxes[0][0][0] * whole[0] == box[0][0] * queries
         rows = sum(piece[0][1] - piece[0][0] for piece in boxes)
         return starts_alike and rows == box[0][1] - box[0][0] and boxes[0][1:] == box[1:]
@@ -153,6 +161,33 @@ def is_same_place(
         box = ((box[0][0], min(box[0][1], shape.vocab_size)), *box[1:])
         return boxes == ([box] if box[0][0] < box[0][1] else [])
     return boxes == [box]
+
+
+def boxes_of_parts(pieces: tuple[Piece, ...], shards: list[Any]) -> list[Box]:
+    """In the checkpoint's tensors, where a part follows the one before."""
+    boxes, first = [], Counter[str]()
+    for piece, shard in zip(pieces, shards, strict=True):
+        (begin, end), *others = box_of(shard)
+        start = first[piece.tensor]
+        boxes.append(((start + begin, start + end), *others))
+        first[piece.tensor] += global_shape(shard)[0]
+    return boxes
+
+
+def are_rows_of_same_heads(
+    pieces: tuple[Piece, ...], shards: list[Any], delta_net: DeltaNet
+) -> bool:
+    """Qwen3-Next's projections have all rows of a head together, so that a rank has one range."""
+    (begin, end), whole = box_of(shards[0])[0], global_shape(shards[0])[0]
+    rows = {name: sum(parts) for name, parts in delta_net.projections().items()}
+    num_rows = 0
+    for piece in pieces:
+        (of_tensor,) = (size for name, size in rows.items() if piece.tensor.endswith(name))
+        first, last = (row * whole for row in piece.checkpoint_box[0])
+        if first < begin * of_tensor or last > end * of_tensor:
+            return False
+        num_rows += (last - first) // whole
+    return num_rows == sum(end - begin for (begin, end), *_ in map(box_of, shards))
 
 
 def box_of(shard: Any) -> Box:

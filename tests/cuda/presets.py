@@ -32,6 +32,7 @@ def shape_of(case: Mapping[str, Any]) -> ModelShape:
         num_layers=num_layers,
         is_moe_layer=shape.is_moe_layer[:num_layers],
         blocks=shape.blocks[:num_layers],
+        is_linear_layer=shape.is_linear_layer[:num_layers],
         indexer=shape.indexer
         and dataclasses.replace(shape.indexer, in_layer=shape.indexer.in_layer[:num_layers]),
         value_head=case.get("value_head", False),

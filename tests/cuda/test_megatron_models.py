@@ -28,19 +28,17 @@ EXPERTS = "--expert-model-parallel-size 2".split()
 MODELS = [
     name
     for name in sorted(file.stem for file in CONFIGS.iterdir())
-    # Megatron's delta net needs flash-linear-attention, Mamba-2 mamba-ssm, which this stack lacks.
-    if published_shape(name).delta_net is None
-    and published_shape(name).mamba is None
-    and name != "gpt-oss-120b"  # as 20B
+    if name not in ("gpt-oss-120b", "qwen3.5-397b-a17b")  # as smaller ones
 ]
 
 
 def first_layers(config: str, *more: str, **case: Any) -> dict[str, Any]:
-    """Four layers, two a stage; the first of them dense where the model has such."""
-    experts = EXPERTS if published_shape(config).experts else []
-    flags = [*SPLIT, *experts, *more]
+    """Two layers a stage, the first of them dense where the model has such; or four blocks."""
+    shape = published_shape(config)
+    flags = [*SPLIT, *(EXPERTS if shape.experts else []), *more]
     whole_world = {"world_size": 4, "ranks": list(range(4))}
-    return {"config": config, "num_layers": 4, "flags": flags, **whole_world, **case}
+    num_layers = 8 if shape.blocks else 4
+    return {"config": config, "num_layers": num_layers, "flags": flags, **whole_world, **case}
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -103,12 +101,7 @@ def found(
 
 
 def test_every_family_is_examined() -> None:
-    others = {
-        name
-        for name, family in FAMILIES.items()
-        if family.delta_net is None and not family.one_block_a_layer
-    }
-    assert {shape_of(CASES[name]).architecture for name in CASES} == others
+    assert {shape_of(CASES[name]).architecture for name in CASES} == FAMILIES.keys()
 
 
 @pytest.mark.timeout(1900)
@@ -154,6 +147,7 @@ def test_parameters_are_those_that_the_weight_map_expects(
             continue
         spec = SPECS[OTHER_SPECS.get(name, layers) if layers == "transformer_engine" else layers]
         shape, degrees = shape_of(CASES[name]), degrees_of(name)
+        spec = dataclasses.replace(spec, blocks=bool(shape.blocks))
         halves = dataclasses.replace(spec, halves=True)
         for of_class, ranks in ((spec, case["ranks"]), (halves, case["hybrid"])):
             for rank, built in ranks.items():

@@ -93,20 +93,7 @@ def derive_flags(
     architecture = megatron_flags(shape)
     machine = machine_flags(shape, platform)
     names = FlagNames(parser)
-    if "yarn" in architecture and not shape.latent and "yarn_beta_fast" not in names:
-        raise UsageError(
-            f"asks for {shape.architecture}'s yarn of grouped attention, for which this Megatron "
-            "has no flags",
-            flag="config.json",
-            remedy="install megatron-core 0.19 or newer",
-        )
-    if shape.indexer and "dsa_indexer_k_norm_epsilon" not in names:
-        raise UsageError(
-            f"describes {shape.architecture}'s sparse attention, for which this Megatron has no "
-            "flags",
-            flag="config.json",
-            remedy="install megatron-core 0.19 or newer",
-        )
+    _refuse_what_megatron_lacks(shape, names)
     wanted = given_values(architecture, parser)
     unread = frozenset(
         dest
@@ -146,6 +133,23 @@ def derive_flags(
     on_machine = [token for tokens in machine.values() for token in tokens]
     as_tokens = tuple(_as_tokens(kept, names))
     return DerivedFlags(tuple(architecture), tuple(on_machine), as_tokens, unread)
+
+
+def _refuse_what_megatron_lacks(shape: ModelShape, names: FlagNames) -> None:
+    """Refuse parts of a model that came with 0.19; each shows by a flag that came then, too."""
+    yarn = shape.rope["rope_type"] == "yarn" and not shape.latent
+    for part, is_there, dest in (
+        ("yarn of grouped attention", yarn, "yarn_beta_fast"),
+        ("sparse attention", shape.indexer, "dsa_indexer_k_norm_epsilon"),
+        ("gated delta nets", shape.delta_net, "dsa_indexer_k_norm_epsilon"),
+        ("Mamba-2 layers", shape.mamba, "mamba_training_ssm_states_dtype"),
+    ):
+        if is_there and dest not in names:
+            raise UsageError(
+                f"describes {shape.architecture}'s {part}, which this Megatron lacks",
+                flag="config.json",
+                remedy="install megatron-core 0.19 or newer",
+            )
 
 
 def effective_of(given: Mapping[str, Any], unread: Collection[str]) -> dict[str, Any]:

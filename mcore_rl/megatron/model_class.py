@@ -72,7 +72,7 @@ def choose_model_class(
         raise UsageError(
             f"asks for what {PACKAGE} {source.version} lacks, {_CLASSES[chosen.name][2]}",
             flag=f"--rl-model-class {requested}",
-            remedy=f"give {' or '.join(found)}",
+            remedy="install megatron-core 0.19" if has_mamba else f"give {' or '.join(found)}",
         )
     obstacle = _obstacle(values)
     if chosen.name == GPT or obstacle is None:

@@ -96,6 +96,20 @@ def _decay_and_gain(
     return -decay * F.softplus(alpha.float() + dt_bias_local_cp), beta.sigmoid()
 
 
+def _gates(
+    self: Any,
+    A_log_local_cp: torch.Tensor,
+    dt_bias_local_cp: torch.Tensor,
+    batch: int,
+    seq_len: int,
+    *gate_feats: torch.Tensor,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the same for 0.20, where beta comes before alpha."""
+    beta, alpha = gate_feats
+    decay, gain = _decay_and_gain(self, A_log_local_cp, dt_bias_local_cp, alpha, beta)
+    return decay, {"beta": gain.contiguous()}
+
+
 def needed() -> bool:
     """Return whether this Megatron has the layer, and this machine lacks its kernels."""
     if not has_delta_net():
@@ -111,16 +125,20 @@ def apply() -> None:
 
     require_source(common._GDNBase.__init__, "if not HAVE_FLA:")
     require_source(gdn.GatedDeltaNet.forward, "qkv, _ = causal_conv1d(")
-    require_parameters(
-        common._GDNBase._compute_g_and_beta, "self A_log_local_cp dt_bias_local_cp alpha beta"
-    )
+    layer: Any = gdn.GatedDeltaNet  # a release has one of the two methods
+    own = "self A_log_local_cp dt_bias_local_cp"
+    if hasattr(layer, "_compute_gates"):
+        require_parameters(layer._compute_gates, f"{own} batch seq_len gate_feats")
+        layer._compute_gates = _gates
+    else:
+        require_parameters(layer._compute_g_and_beta, f"{own} alpha beta")
+        layer._compute_g_and_beta = _decay_and_gain
     common.HAVE_FLA = True
     modules: tuple[Any, ...] = (common, gdn)
     for module in modules:
         module.causal_conv1d = causal_conv1d
         module.chunk_gated_delta_rule = chunk_gated_delta_rule
     common.l2norm = l2norm
-    common._GDNBase._compute_g_and_beta = _decay_and_gain
 
 
 PATCH = Patch(

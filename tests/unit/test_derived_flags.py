@@ -161,18 +161,20 @@ def test_contradiction_of_the_machine_is_an_error_only_there(tokens: str, says: 
     derive(DEEPSEEK_V3, tokens, platform=WHOLE)
 
 
-def test_yarn_that_an_older_megatron_has_no_flags_for_is_refused() -> None:
-    says = (
-        "config.json asks for gpt_oss's yarn of grouped attention, .*; install megatron-core 0.19"
-    )
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        (GPT_OSS, "gpt_oss's yarn of grouped attention"),
+        (TRAINABLE["glm-5"], "glm_moe_dsa's sparse attention"),
+        (TRAINABLE["qwen3.5-9b"], "qwen3_5_text's gated delta nets"),
+        (NEMOTRON_H, "nemotron_h's Mamba-2 layers"),
+    ],
+)
+def test_part_that_an_older_megatron_lacks_is_refused(text: str, part: str) -> None:
+    older, shape = argparse.ArgumentParser(), shape_of(text)
+    says = f"config.json describes {part}, .*; install megatron-core 0.19"
     with pytest.raises(UsageError, match=says):
-        derive_flags(
-            shape_of(GPT_OSS),
-            RLConfig(),
-            {},
-            parser=argparse.ArgumentParser(),
-            platform=WITHOUT_CUDA,
-        )
+        derive_flags(shape, RLConfig(), {}, parser=older, platform=WITHOUT_CUDA)
 
 
 def test_context_parallelism_that_sinks_lack_is_refused() -> None:
@@ -196,8 +198,6 @@ def test_sparse_attention_gathers_keys_under_context_parallelism() -> None:
     says = "--cp-comm-type a2a is not a way in which sparse attention .*; drop"
     with pytest.raises(UsageError, match=says):
         derive(shape, "--context-parallel-size 2 --cp-comm-type a2a")
-    with pytest.raises(UsageError, match="sparse attention, .*; install megatron-core 0.19"):
-        derive_flags(shape, RLConfig(), {}, parser=argparse.ArgumentParser(), platform=WITHOUT_CUDA)
 
 
 def test_machine_flags_are_accepted_and_left_out_with_cuda() -> None:

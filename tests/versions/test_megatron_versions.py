@@ -8,13 +8,15 @@ main.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.dist.checkpoints import assert_log_probs_equal_transformers, differing
+from tests.dist.layouts import job_flags
 from tests.megatron_sources import RELEASES, git, other_sources, release
 from tests.rank_pool import RankPool
 from tests.versions.tiny_job import (
@@ -37,10 +39,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @dataclass(frozen=True)
 class Tried:
-    """What a Megatron has left behind. `commit` is that of its checkout, None where it is none."""
+    """A Megatron and what it has left behind. `commit` is that of its checkout, None where it is
+    none."""
 
     version: str | None
     commit: str | None
+    pool: RankPool
     job: TinyJob
 
 
@@ -50,14 +54,14 @@ def tried(request: Any, warmed_checkpoint: Path, tmp_path_factory: Any) -> Itera
     source = release(name) if name in RELEASES else Path(name)
     pool = RankPool(first_on_path=source)
     try:
-        job = run_tiny_job(pool, warmed_checkpoint, tmp_path_factory.mktemp("versions"))
+        yield Tried(
+            version=name if name in RELEASES else None,
+            commit=git(source, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"),
+            pool=pool,
+            job=run_tiny_job(pool, warmed_checkpoint, tmp_path_factory.mktemp("versions")),
+        )
     finally:
         pool.close()
-    yield Tried(
-        version=name if name in RELEASES else None,
-        commit=git(source, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"),
-        job=job,
-    )
 
 
 def test_every_hand_over_is_proven_and_the_models_agree(tried: Tried) -> None:
@@ -77,3 +81,27 @@ def test_the_summary_names_the_code_that_ran(tried: Tried) -> None:
     assert versions.get("megatron-core commit") == tried.commit
     if tried.version is not None:
         assert versions["megatron-core"] == tried.version
+
+
+@pytest.mark.parametrize(
+    ("arch", "part"), [("nemotron_3", "Mamba-2 layers"), ("qwen3_next", "gated delta nets")]
+)
+def test_layers_that_keep_a_state_are_computed_or_refused(
+    arch: str, part: str, tried: Tried, checkpoint_factory: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Megatron has them from 0.19 on, under the names that the weight map expects."""
+    checkpoint = checkpoint_factory(arch)
+    outcomes = tried.pool.run_raw(
+        "tests.dist.jobs:log_probs_and_export",
+        world_size=2,
+        flags=job_flags(checkpoint, "tp2_pp1_ep1"),
+        target=tmp_path / "exported",
+    )
+    said = "".join(outcome.output for outcome in outcomes)
+    if tried.version is not None and tried.version < "0.19":
+        assert [outcome.exit_code for outcome in outcomes] == [2, 2]
+        assert f"{part}, which this Megatron lacks; install megatron-core 0.19" in said
+        return
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0], said[-4000:]
+    assert_log_probs_equal_transformers([outcome.result for outcome in outcomes], checkpoint)
+    assert differing(checkpoint, tmp_path / "exported") == []

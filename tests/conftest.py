@@ -21,6 +21,9 @@ pytest.register_assert_rewrite(
 )
 
 os.environ.update({name: value for name, value in ENVIRONMENT.items() if name != "MASTER_ADDR"})
+# Hundreds of processes import the same packages; each would compile them anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])

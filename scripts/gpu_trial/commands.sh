@@ -44,13 +44,17 @@ launch() { run python -m mcore_rl.launch --nproc-per-node "$1" -m "${@:2}"; } # 
 fresh() { mktemp -d "$WORK/$1.XXXXXX"; }
 
 # Checkpoints: the path of one with random weights, made once.
+made() { # folder, the command that makes it and leaves nothing if it fails
+  [[ -d $1 ]] || "${@:2}" >&2 || return
+  echo "$1"
+}
 tiny() { # [architecture]
-  python scripts/make_tiny_deepseek.py --out "$WORK/tiny_${1:-deepseek_v3}" \
-    --arch "${1:-deepseek_v3}" --no-warm-up >&2
-  echo "$WORK/tiny_${1:-deepseek_v3}"
+  local folder=$WORK/tiny_${1:-deepseek_v3}
+  made "$folder" python scripts/make_tiny_deepseek.py --out "$folder" \
+    --arch "${1:-deepseek_v3}" --no-warm-up
 }
 ending() { tool ending "$(tiny)" "$WORK/ending" && echo "$WORK/ending"; } # with early EOS
-sized() { tool sized "$1" "$WORK/$1" >&2 && echo "$WORK/$1"; } # dense or moe; takes a while to move
+sized() { made "$WORK/$1" tool sized "$1" "$WORK/$1"; } # dense or moe; takes a while to move
 
 task() { # checkpoint; sets TASK, the flags of a job with short prompts and responses
   local prompts=$1/prompts/train.jsonl length=24

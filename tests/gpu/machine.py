@@ -1,7 +1,8 @@
 """What these tests run on, and the processes in which ranks play their jobs.
 
 They wait for a GPU. Those that are `anywhere` also run without one where MCORE_RL_GPU_TESTS=cpu
-asks for it, as `scripts/gpu_trial.sh` does: the same calls, without what only a device can show.
+asks for it, as `scripts/gpu_trial.sh` does: the same calls, without what only a device can show,
+and without the cases that are `not_on_cpu`.
 
     python -m torch.distributed.run ... tests/gpu/machine.py FOLDER     plays what is ordered there
 """
@@ -34,6 +35,9 @@ anywhere = [
         reason="needs a CUDA device, or MCORE_RL_GPU_TESTS=cpu to do the same without one",
     ),
 ]
+not_on_cpu = pytest.mark.skipif(
+    not HAS_CUDA, reason="needs a CUDA device: on CPUs tests/dist shows it, and one case the calls"
+)
 with_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="needs vLLM, which is not installed"
 )

@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.machine import HAS_CUDA, anywhere, play
+from tests.gpu.machine import HAS_CUDA, anywhere, not_on_cpu, play
 
 pytestmark = anywhere
 
 NUM_PLANS = 4
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "num_ranks", [pytest.param(1, marks=not_on_cpu), 2, pytest.param(4, marks=not_on_cpu)]
+)
 def test_bytes_travel_on_the_device_and_objects_beside_it(num_ranks: int, tmp_path: Path) -> None:
     num_devices = torch.cuda.device_count()
     if HAS_CUDA and num_devices < num_ranks:

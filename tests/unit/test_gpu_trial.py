@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -17,10 +18,13 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.cases import MOE
+from mcore_rl.tools.plan.command_line import read_command_line
 from scripts.gpu_trial import driver, tools
 from scripts.gpu_trial.page import page
 from scripts.gpu_trial.processes import run_limited
 from scripts.gpu_trial.stages import MOST_SECONDS, NAMES, STAGES, Stage, missing
+from scripts.make_tiny_deepseek import hf_config
 from tests.rank_pool import ROOT
 
 STAGE = {stage.name: stage for stage in STAGES}
@@ -209,6 +213,21 @@ def test_commands_are_valid_shell() -> None:
         for word in code.split():
             if word.startswith(("scripts/", "tests/", "benchmarks/")) and word.endswith(".py"):
                 assert (ROOT / word).is_file(), word
+
+
+@pytest.mark.parametrize("stage", [s for s in STAGES if s.num_devices > 1], ids=lambda s: s.name)
+def test_layouts_of_several_devices_fit_the_models(stage: Stage, tmp_path: Path) -> None:
+    """All of them, while without a GPU only `two-pp` runs."""
+    sized = {**MOE.overrides, **tools._ON_GPU["moe"]}
+    configs = {"tiny": hf_config("deepseek_v3"), "sized moe": hf_config(MOE.arch) | sized}
+    jobs = re.findall(r'(?:verify|switch) ".*" "\$\((.*)\)" (\d) (.*)', stage.command)
+    assert jobs
+    for model, world_size, flags in jobs:
+        (tmp_path / "config.json").write_text(json.dumps(configs[model]))
+        given = ["--hf-config", str(tmp_path / "config.json"), "--world-size", world_size]
+        for size in ("1", "4") if "$size" in flags else ("",):
+            case = read_command_line([*given, *flags.replace("$size", size).split()]).case
+            assert case.train.world_size == stage.num_devices
 
 
 FAULTS = """

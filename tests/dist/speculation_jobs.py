@@ -89,6 +89,7 @@ def _engine(checkpoint: Path, mode: str, dtype: str) -> VLLMEngine:
         checkpoint,
         dtype=dtype,
         max_model_len=PROMPT_TOKENS + NEW_TOKENS,  # not one more, as in a run
+        max_num_seqs=128,  # steps cost little more than with few sequences
         speculation=parse_speculation(mode),
         routed_layers=routed_layers(read_model_shape(checkpoint)),
     )

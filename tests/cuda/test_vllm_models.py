@@ -115,31 +115,39 @@ _WITHOUT = {
 
 
 @pytest.fixture(scope="module")
-def found(cuda_stack: Stack) -> dict[str, dict[str, Any]]:
-    """The results of each capability's cases."""
-    return {
-        capability: cuda_stack.run("vllm_models_job", capability, json.dumps(cases), timeout=900)
-        for capability, cases in (("9.0", HOPPER), ("10.0", BLACKWELL))
-    }
-
-
-@pytest.fixture(scope="module")
-def in_float8(cuda_stack: Stack) -> dict[str, dict[str, Any]]:
-    """The results of the cases in FP8 blocks."""
+def results(cuda_stack: Stack) -> dict[str, dict[str, Any]]:
+    """The results of all cases, those in FP8 blocks by `in_blocks`: a process on each device."""
+    unquantised: dict[str, dict[str, Any]] = {"9.0": HOPPER, "10.0": {**BLACKWELL}}
     return {
         on: cuda_stack.run(
             "vllm_models_job",
-            *(on.split()[0], json.dumps({case: FLOAT8[case] for case in experts})),
-            timeout=900,
+            on.split()[0],
+            json.dumps(
+                {**unquantised.get(on, {}), **{in_blocks(case): FLOAT8[case] for case in experts}}
+            ),
+            timeout=1800,
             **(_WITHOUT if "without" in on else {}),
         )
         for on, (_, experts) in FLOAT8_KERNELS.items()
     }
 
 
+def in_blocks(case: str) -> str:
+    return f"{case}, in FP8 blocks"
+
+
+@pytest.fixture(scope="module")
+def found(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The results of each capability's cases that are not in FP8 blocks."""
+    return {
+        capability: {case: results[capability][case] for case in cases}
+        for capability, cases in (("9.0", HOPPER), ("10.0", BLACKWELL))
+    }
+
+
 @pytest.mark.parametrize(("on", "case"), FLOAT8_CASES)
-def test_reload_of_float8_blocks(in_float8: dict[str, Any], on: str, case: str) -> None:
-    seen = in_float8[on][case]
+def test_reload_of_float8_blocks(results: dict[str, Any], on: str, case: str) -> None:
+    seen = results[on][in_blocks(case)]
     _assert_reloaded(seen)
     if on.startswith("9.0"):
         assert seen["loaded_beside_the_model"] == [], "memory was taken for a second copy"

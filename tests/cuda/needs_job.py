@@ -1,12 +1,12 @@
 """What every slot of an engine needs of the checkpoint, by the loaders of vLLM's model for CUDA.
 
-    python -m tests.cuda.needs_job CONFIG TP DP FOLDER [float8] [SLOT ...]
+    python -m tests.cuda.needs_job CONFIG TP DP FOLDER FORMATS [SLOT ...]
 
-Writes a pickle to FOLDER/needs: for each slot, checkpoint tensor -> boxes, as `learn_needs` has
-them. Every slot is built with two layers of full width, a dense one and one with experts; the needs
-of the model's other layers are taken to be those of the layer of the same kind. The SLOTs named are
-built with all their layers, and their needs are compared with that. With `float8`, linear layers
-are in FP8 blocks.
+Writes a pickle to FOLDER for each of FORMATS, under its name: for each slot, checkpoint tensor ->
+boxes, as `learn_needs` has them. Every slot is built with two layers of full width, a dense one and
+one with experts; the needs of the model's other layers are taken to be those of the layer of the
+same kind. The SLOTs named are built with all their layers, and their needs are compared with that.
+FORMATS are `bfloat16,float8` or one of them; in `float8` linear layers are in FP8 blocks.
 """
 
 from __future__ import annotations
@@ -38,27 +38,26 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
 
 def main() -> None:
-    config, tp_size, dp_size, folder, *options = sys.argv[1:]
-    whole_slots = [option for option in options if option != "float8"]
+    config, tp_size, dp_size, folder, formats, *whole_slots = sys.argv[1:]
     published = json.loads((CONFIGS / f"{config}.json").read_text())
     # Without it vLLM takes the model for one that embeds texts, and leaves its head out.
     published["architectures"] = [FAMILIES[published["model_type"]].class_name]
     short = {**published, "num_hidden_layers": 2, "first_k_dense_replace": 1}
-    layout: dict[str, Any] = {
-        "tp_size": int(tp_size),
-        "dp_size": int(dp_size),
-        "in_float8": "float8" in options,
-    }
-    needs, unlike = [], []
-    for slot in range(int(tp_size) * int(dp_size)):
-        learned = learn(short, Path(folder) / "short", slot, **layout)
-        needs.append(of_all_layers(learned, published))
-    for slot in map(int, whole_slots):
-        learnt = learn(published, Path(folder) / "whole", slot, **layout)
-        unlike += [name for name in learnt if learnt[name] != needs[slot].get(name)]
-        unlike += [name for name in needs[slot] if name not in learnt]
-    (Path(folder) / "needs").write_bytes(pickle.dumps(needs))
-    print(json.dumps({"unlike": unlike[:10]}))
+    layout: dict[str, Any] = {"tp_size": int(tp_size), "dp_size": int(dp_size)}
+    said = {}
+    for name in formats.split(","):
+        layout["in_float8"] = name == "float8"
+        needs, unlike = [], []
+        for slot in range(int(tp_size) * int(dp_size)):
+            learned = learn(short, Path(folder) / "short", slot, **layout)
+            needs.append(of_all_layers(learned, published))
+        for slot in map(int, whole_slots):
+            learnt = learn(published, Path(folder) / "whole", slot, **layout)
+            unlike += [tensor for tensor in learnt if learnt[tensor] != needs[slot].get(tensor)]
+            unlike += [tensor for tensor in needs[slot] if tensor not in learnt]
+        (Path(folder) / name).write_bytes(pickle.dumps(needs))
+        said[name] = {"unlike": unlike[:10]}
+    print(json.dumps(said))
 
 
 def learn(

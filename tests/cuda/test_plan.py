@@ -6,7 +6,7 @@ Between them there is the code of a run as well: `Holdings` and `make_plan`. All
 collected here, as torch's fake process group, in which the models are built, exchanges none.
 
 Shared is what holdings_job.py and needs_job.py say and compare: a build of Megatron's model between
-the ranks of a stage, and the layers of one kind in vLLM's.
+the ranks of a stage, and the layers of one kind in vLLM's. Each runs once a preset.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import functools
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from tests.cuda.stack import Stack
 
 # preset -> published config, ranks
 PRESETS = {"v2-lite": ("deepseek-v2-lite", 8), "v3": ("deepseek-v3", 256)}
+FORMATS = {"v2-lite": ("bfloat16",), "v3": ("bfloat16", "float8")}  # of engines
 FLOAT8 = ["--rl-rollout-dtype", "fp8", "--rl-mismatch-correction", "token_tis"]
 
 
@@ -72,30 +74,49 @@ def held_by(
     return held_by
 
 
-@pytest.fixture(scope="module", params=["v2-lite", "v3", "v3 float8"])
+@pytest.fixture(scope="module")
+def needed_by(
+    cuda_stack: Stack, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, int, int], tuple[Any, Path]]:
+    """What needs_job.py says of a preset, and the folder of what each slot needs."""
+
+    @functools.cache
+    def needed_by(preset: str, tp_size: int, dp_size: int) -> tuple[Any, Path]:
+        folder, num_slots = tmp_path_factory.mktemp(preset), tp_size * dp_size
+        slots = range(num_slots) if cuda_stack.name == "full" else [num_slots - 1]
+        said = cuda_stack.run(
+            "needs_job",
+            *(PRESETS[preset][0], str(tp_size), str(dp_size), str(folder)),
+            *(",".join(FORMATS[preset]), *map(str, slots)),
+            timeout=7200,
+        )
+        return said, folder
+
+    return needed_by
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(preset, name) for preset in FORMATS for name in FORMATS[preset]],
+    ids=" ".join,
+)
 def planned(
     request: pytest.FixtureRequest,
-    cuda_stack: Stack,
-    tmp_path_factory: pytest.TempPathFactory,
     held_by: Callable[[str], tuple[Any, list[Boxes]]],
+    needed_by: Callable[[str, int, int], tuple[Any, Path]],
 ) -> Planned:
-    preset, *in_float8 = request.param.split()
+    preset, format = request.param
+    in_float8 = format == "float8"
     config, world_size = PRESETS[preset]
-    flags, folder = preset_flags(preset), tmp_path_factory.mktemp(preset)
-    flags += FLOAT8 if in_float8 else []
+    flags = preset_flags(preset) + (FLOAT8 if in_float8 else [])
     named = ["--hf-config", str(ROOT / "scripts" / "presets" / f"{preset}.json")]
     case = read_command_line([*named, "--world-size", str(world_size), *flags]).case
     rollout = case.rollout
-    is_full = cuda_stack.name == "full"
     held, have = held_by(preset)
-    slots = range(rollout.slots_per_engine) if is_full else [rollout.slots_per_engine - 1]
-    sizes = (str(rollout.tp_size), str(rollout.dp_size))
-    needed = cuda_stack.run(
-        "needs_job", config, *sizes, str(folder), *in_float8, *map(str, slots), timeout=7200
-    )
+    needed, folder = needed_by(preset, rollout.tp_size, rollout.dp_size)
     needs = [
         {name: boxes for name, boxes in needs.items() if boxes}
-        for needs in pickle.loads((folder / "needs").read_bytes())
+        for needs in pickle.loads((folder / format).read_bytes())
     ]
     shape = trainable_shape(config)
     tensors = tensor_infos(shape)
@@ -115,7 +136,9 @@ def planned(
         need=holdings.need,
         near=neighbourhoods(case.train, case.machine.ranks_per_node),
     )
-    return Planned(tensors, holdings, plan, plan_case(case), {"held": held, "needed": needed})
+    return Planned(
+        tensors, holdings, plan, plan_case(case), {"held": held, "needed": needed[format]}
+    )
 
 
 def with_scales(boxes: Boxes, quantised: Float8Weights) -> Boxes:

@@ -30,7 +30,7 @@ export CUDA_DEVICE_MAX_CONNECTIONS=1
 export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 
 # Two tests at once: most keep one core busy, or wait for each other's ranks.
-# In the order of collection, so that complete runs come first.
+# In the order of collection, which tests/conftest.py arranges.
 two=(--numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 20)
 failed=()
 
@@ -55,8 +55,7 @@ if [[ $# == 1 && $1 == --all ]]; then
   fi
   # Downloads hundreds of megabytes the first time, so not within a test's time limit.
   check "the CUDA packages of tests/cuda" python -m tests.cuda.stack
-  check "pytest, unit tests" python -m pytest "${two[@]}" tests/unit
-  check "pytest, the others" python -m pytest "${two[@]}" --ignore tests/unit
+  check "pytest" python -m pytest "${two[@]}"
 elif (($#)); then
   check "pytest" python -m pytest "$@"
 else

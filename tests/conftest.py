@@ -114,12 +114,11 @@ def warmed_checkpoint() -> Path:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Unit tests are quick unless they are slow or want a model that takes a minute to make.
 
-    Whole runs come first, then jobs: of two workers one would end with them, long after the other.
+    Files of minutes come first and unit tests last, so that two workers end at about the same time.
     """
     for item in items:
         is_slow = item.get_closest_marker("slow") or "warmed_checkpoint" in item.fixturenames
         if item.nodeid.startswith("tests/unit/") and not is_slow:
             item.add_marker(pytest.mark.quick)
-    folders = ("tests/e2e/", "tests/dist/")
-    items.sort(key=lambda item: not item.nodeid.startswith(folders[0]))
-    items.sort(key=lambda item: not item.nodeid.startswith(folders))
+    order = ("tests/e2e/", "tests/cuda/", "tests/versions/", "tests/dist/", "")
+    items.sort(key=lambda item: [item.nodeid.startswith(folder) for folder in order].index(True))

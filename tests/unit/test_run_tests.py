@@ -52,8 +52,7 @@ def run_tests(folder: Path, *arguments: str, fails: str = "nothing") -> tuple[in
             ("--all",),
             [
                 "python -m tests.cuda.stack",
-                f"python -m pytest {TWO} tests/unit",
-                f"python -m pytest {TWO} --ignore tests/unit",
+                f"python -m pytest {TWO}",
             ],
         ),
         (
@@ -70,7 +69,7 @@ def test_each_tier_runs_its_commands(arguments, tests, tmp_path):
 
 def test_failed_check_is_named_and_the_others_run(tmp_path):
     code, output, calls = run_tests(tmp_path, "--all", fails="ruff format")
-    assert code == 1 and len(calls) == len(CHECKS) + 3
+    assert code == 1 and len(calls) == len(CHECKS) + 2
     assert output.splitlines()[-1] == "== failed: ruff format"
 
 

@@ -117,6 +117,11 @@ def read_help_once() -> None:
     ArgumentGroupFactory._get_field_docstrings = read_once
 
 
+def execute(code: str) -> None:
+    """Job that executes a script, for which it has Megatron imported and patched."""
+    exec(code, {"__name__": "__main__"})
+
+
 def free_port() -> int:
     """Below the ports that Linux gives to whoever asks for any: of those, one that is free now may
     be another program's by the time that it is used."""

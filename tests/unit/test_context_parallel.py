@@ -7,8 +7,6 @@ needs a GPU, so that its index is written down here.
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from hypothesis import strategies as st
 from mcore_rl.batching.rows import positions_on_cp_rank
 from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.given import given_values
+from tests.rank_pool import RankPool
 
 SETUP = """
 from mcore_rl.megatron import adapter as megatron_adapter
@@ -98,11 +97,8 @@ for cp_size in (1, 2, 3, 4):
 @pytest.mark.parametrize(
     "code", [PADDED_ROWS, POSITIONS, YARN_CACHE], ids=["rows", "positions", "yarn"]
 )
-def test_rows_are_cut_and_rotated_as_megatron_does(code: str) -> None:
-    process = subprocess.run(
-        [sys.executable, "-c", SETUP + code], capture_output=True, text=True, timeout=500
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
+def test_rows_are_cut_and_rotated_as_megatron_does(code: str, ranks: RankPool) -> None:
+    ranks.run("tests.rank_pool:execute", world_size=1, code=SETUP + code)
 
 
 def test_attention_backend_without_context_parallelism_is_refused() -> None:

@@ -5,14 +5,10 @@ That it runs, saves and loads is shown by tests/dist/test_fsdp.py.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.rank_pool import RankPool
 
 ITS_DEVICE_IS_THE_CPU = """
 from mcore_rl.megatron import adapter as megatron_adapter
@@ -76,8 +72,5 @@ assert torch.equal(optimizer.state[parameters[1]]["exp_avg"], moments)
     + [STATE_IS_COMPLETED],
     ids=["devices", "sums", "adam"],
 )
-def test_fsdp_repair_has_its_effect(code: str) -> None:
-    process = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=500
-    )
-    assert process.returncode == 0, process.stderr[-2000:]
+def test_fsdp_repair_has_its_effect(code: str, ranks: RankPool) -> None:
+    ranks.run("tests.rank_pool:execute", world_size=1, code=code)

@@ -8,6 +8,7 @@ process per rank; what its ranks return, or how they died, goes to OUT.json unde
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.patches import registry
 from mcore_rl.patches.vllm import register, shared_memory_names
 from tests.engine_samples import small_engine
+from tests.rank_pool import IMPORTED_BY_ENGINES
 
 TOKENS = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
 CASE_SECONDS = 180  # what hangs ends with them
@@ -198,6 +200,8 @@ def main() -> None:
     # For all the forks: the engine, and the kernels with the communicator's operators.
     from vllm import LLM, _custom_ops  # noqa: F401
 
+    for module in IMPORTED_BY_ENGINES:
+        importlib.import_module(module)
     results: dict[str, Any] = {
         "has shared memory": hasattr(torch.ops._C, "init_shm_manager"),
     }

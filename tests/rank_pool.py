@@ -117,6 +117,17 @@ def read_help_once() -> None:
     ArgumentGroupFactory._get_field_docstrings = read_once
 
 
+def keep_imports_frozen() -> None:
+    """Have garbage collections of children walk through their own objects only.
+
+    vLLM collects a dozen times in the life of an engine, and unfreezes all objects in it: more than
+    half of an engine's start and end would be spent on what was imported, which is copied thereby.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
+
+
 def execute(code: str) -> None:
     """Job that executes a script, for which it has Megatron imported and patched."""
     exec(code, {"__name__": "__main__"})
@@ -242,9 +253,7 @@ def _serve() -> None:
     remember_sources()
     read_help_once()
     adapter.make_parser(add_rl_args)
-    # Children would walk through, and thereby copy, all that was imported.
-    gc.collect()
-    gc.freeze()
+    keep_imports_frozen()
     for line in sys.stdin:
         order = json.loads(line)
         pids = []

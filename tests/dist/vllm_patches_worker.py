@@ -27,7 +27,7 @@ from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.patches import registry
 from mcore_rl.patches.vllm import register, shared_memory_names
 from tests.engine_samples import small_engine
-from tests.rank_pool import IMPORTED_BY_ENGINES
+from tests.rank_pool import IMPORTED_BY_ENGINES, keep_imports_frozen
 
 TOKENS = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
 CASE_SECONDS = 180  # what hangs ends with them
@@ -202,6 +202,7 @@ def main() -> None:
 
     for module in IMPORTED_BY_ENGINES:
         importlib.import_module(module)
+    keep_imports_frozen()
     results: dict[str, Any] = {
         "has shared memory": hasattr(torch.ops._C, "init_shm_manager"),
     }

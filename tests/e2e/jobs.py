@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from typing import Any
 
@@ -13,24 +12,13 @@ from mcore_rl import verify as verify_module
 from tests.dist.sleeping import memory_gone_while_asleep, starts_watched
 
 
-def leave_imports_frozen() -> None:
-    """Have the end of a run walk through its own objects only.
-
-    An engine that closes thaws the heap and collects twice: what was imported before the fork would
-    be walked through and thereby copied, for a second of a run's three.
-    """
-    gc.unfreeze = lambda: None
-
-
 def train(tokens: list[str]) -> None:
     """`-m mcore_rl.train`."""
-    leave_imports_frozen()
     train_module.main(tokens)
 
 
 def watched_train(tokens: list[str]) -> list[dict[str, Any]]:
     """`-m mcore_rl.train`; what `starts_watched` has seen."""
-    leave_imports_frozen()
     with starts_watched() as seen:
         train_module.main(tokens)
     return seen

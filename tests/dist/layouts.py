@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 # (TP, PP, EP, world size)
 SPLITS = {
     "tp1_pp1_ep1": (1, 1, 1, 1),
@@ -26,6 +28,8 @@ def job_flags(
 ) -> list[str]:
     """Flags of a job of 8 samples in 2 mini-batches on a checkpoint."""
     tp_size, pp_size, ep_size, _ = SPLITS[split]
+    # The default of 1 GiB is filled with zeros at each start of an engine.
+    cache = () if torch.cuda.is_available() else ("--rl-rollout-kv-cache-gib", "0.1")
     return [
         *("--rl-hf-checkpoint", str(checkpoint)),
         *("--rl-precision", precision),
@@ -38,5 +42,6 @@ def job_flags(
         *("--tensor-model-parallel-size", str(tp_size)),
         *("--pipeline-model-parallel-size", str(pp_size)),
         *("--expert-model-parallel-size", str(ep_size)),
+        *cache,
         *more,
     ]

@@ -45,8 +45,7 @@ with_vllm = pytest.mark.skipif(
 
 def bf16_flags(checkpoint: Path, *more: str) -> list[str]:
     """Flags of a small job on one device."""
-    flags = job_flags(checkpoint, "tp1_pp1_ep1", "--lr", "1e-2", *more, precision="bf16")
-    return flags if HAS_CUDA else [*flags, "--rl-rollout-kv-cache-gib", "0.1"]
+    return job_flags(checkpoint, "tp1_pp1_ep1", "--lr", "1e-2", *more, precision="bf16")
 
 
 def play(

@@ -47,12 +47,21 @@ OF_DENSE = {**OF_ALL, "DP2": (), "DP2 FSDP": FSDP}
 OF_EXPERTS = {**OF_ALL, "TP2 EP2": (*TP2, *EP2), "DP2 EP2": EP2, "DP2 EP2 FSDP": (*EP2, *FSDP)}
 
 ARCHS: tuple[str, ...] = load_script("make_tiny_deepseek").ARCHS
-# Megatron builds them of modules that another model has in all splits.
+# Megatron builds them of modules that another model, named behind it, has in all splits.
 FEWER = {
-    "dots1": ("PP2", "TP2 EP2"),
-    "hy_v3": ("PP2", "CP2", "TP2 EP2"),
-    "mistral": ("TP2", "PP2"),
-    "seed_oss": ("TP2", "PP2"),
+    "deepseek_v2_large": ("PP2", "CP2", "TP2 EP2"),  # deepseek_v2, deepseek_v3
+    "kimi_k2": ("PP2", "TP2 EP2"),  # deepseek_v3, deepseek_v32
+    "moonlight": ("PP2", "TP2 EP2"),  # deepseek_v2, deepseek_v3
+    "glm4_moe_lite": ("PP2", "TP2 EP2"),  # deepseek_v3
+    "glm_moe_dsa": ("PP2", "CP2", "TP2 EP2"),  # deepseek_v32, glm_5_2
+    "mixtral": ("PP2", "TP2 EP2"),  # qwen3_moe
+    "dots1": ("PP2", "TP2 EP2"),  # qwen3_moe, glm4_moe
+    "hy_v3": ("PP2", "CP2", "TP2 EP2"),  # qwen3_moe, glm4_moe
+    "qwen3_5_moe_text": ("PP2", "CP2", "TP2 EP2"),  # qwen3_next
+    "qwen3_5_text": ("TP2", "PP2", "CP2"),  # qwen3_next, qwen3
+    "qwen2": ("TP2", "PP2"),  # llama, qwen2_moe
+    "mistral": ("TP2", "PP2"),  # llama
+    "seed_oss": ("TP2", "PP2"),  # llama, qwen2_moe
 }
 
 

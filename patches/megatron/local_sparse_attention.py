@@ -44,8 +44,13 @@ Attend = Callable[..., torch.Tensor]
 
 
 def needed() -> bool:
-    """Return whether Transformer Engine is missing, and this Megatron has absorbed attention."""
-    return lacks_transformer_engine() and importlib.util.find_spec(_ABSORBED) is not None
+    """Return whether Transformer Engine is missing, and this Megatron has absorbed attention in the
+    form that is patched."""
+    if not lacks_transformer_engine() or importlib.util.find_spec(_ABSORBED) is None:
+        return False
+    from megatron.core.transformer.experimental_attention_variant import dsa
+
+    return hasattr(dsa, "_unfused_absorbed_dsa_fn")
 
 
 def apply() -> None:

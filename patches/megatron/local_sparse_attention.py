@@ -28,29 +28,24 @@ Shape legend: s positions of a row, b rows, n heads, d size of a head, k chosen 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
+from mcore_rl.patches.megatron.delta_net_norm import has_delta_net
 from mcore_rl.patches.megatron.local_layers import DuplicatedLinear
 from mcore_rl.patches.megatron.local_layers import needed as lacks_transformer_engine
 from mcore_rl.patches.registry import Patch, require_parameters, require_source
 
-_ABSORBED = "megatron.core.transformer.experimental_attention_variant.absorbed_mla"
 _MULTIPLE = 64  # of positions: whole vectors and blocks of torch's sums and products
 Attend = Callable[..., torch.Tensor]
 
 
 def needed() -> bool:
-    """Return whether Transformer Engine is missing, and this Megatron has absorbed attention in the
-    form that is patched."""
-    if not lacks_transformer_engine() or importlib.util.find_spec(_ABSORBED) is None:
-        return False
-    from megatron.core.transformer.experimental_attention_variant import dsa
-
-    return hasattr(dsa, "_unfused_absorbed_dsa_fn")
+    """Return whether Transformer Engine is missing, and this Megatron is 0.19 or later, which came
+    with the package of delta nets and with sparse attention in the form that is patched."""
+    return bool(lacks_transformer_engine() and has_delta_net())
 
 
 def apply() -> None:

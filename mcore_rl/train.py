@@ -23,11 +23,9 @@ if __name__ == "__main__":
     # The imports create millions of objects and no garbage: collect only after them.
     gc.disable()
 
-import numpy as np
 import torch.distributed as dist
 
 from mcore_rl.batching.types import StepBatch
-from mcore_rl.common import objects
 from mcore_rl.common.agreement import EXIT_ALARM, EXIT_FAILED, leave_reason, leave_together
 from mcore_rl.common.errors import RunStopped
 from mcore_rl.common.parameters import ExtraArgs
@@ -35,15 +33,13 @@ from mcore_rl.common.run_output import log_file, setup_logging
 from mcore_rl.common.spawning import main_script_left_out
 from mcore_rl.flags.parser import with_rl_args
 from mcore_rl.hybrid_engine.hf_export import export
-from mcore_rl.hybrid_engine.vllm.generation import Sampling, seed_of
 from mcore_rl.job.inputs import check_data
 from mcore_rl.job.start import job_from_args, start
 from mcore_rl.model.quantization import FP8
 from mcore_rl.model.roles import ACTOR
 from mcore_rl.observe.progress import run_facts
 from mcore_rl.rollout.collector import Collected
-from mcore_rl.rollout.dispatch import SamplingTarget
-from mcore_rl.rollout.groups import GroupPlan, GroupScheduler
+from mcore_rl.rollout.evaluation import is_due
 from mcore_rl.trainer.build import Parts, build
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Updates
@@ -76,10 +72,10 @@ def train(run: Run) -> None:
 def _do_steps(run: Run) -> None:
     for step in range(run.first_step, run.config.trainer.num_steps):
         with run.manager as engine:  # hands the weights to the engines; training is back on exit
-            evaluation = run.sample_eval(step, engine.weight_version)
+            run.sample_eval(step, engine.weight_version)
             collected = run.collect(engine.weight_version)
         run.require_rewards(step, collected)
-        run.evaluate(evaluation)
+        run.evaluate()
         batch = run.with_log_probs(run.make_batch(step, collected))
         batch = run.with_advantages(collected, batch)
         updates = run.update(step, batch)
@@ -96,37 +92,21 @@ class Run:
         self.job, self.config, self.parts = job, job.config, parts
         self.first_step, self.manager = parts.models.state.iteration, parts.rollouts.manager
         self._learner, self._saver = parts.models.learner, parts.saver
-        self._workers, self._collector = parts.rollouts.workers, parts.rollouts.collector
+        self._rollouts = parts.rollouts
         self._monitors, self._timers = parts.monitors, parts.monitors.timers
         self._accuracy: float | None = None
 
-    def sample_eval(self, step: int, weight_version: int) -> GroupScheduler | None:
-        """Sample this engine's held-out prompts if an evaluation is due; in rollout mode."""
-        config, prompts = self.config, self.parts.inputs.eval_prompts
-        interval = config.evaluation.eval_interval
-        due = interval > 0 and (step % interval == 0 or step == config.trainer.num_steps)
-        if prompts is None or not due:
-            return None
-        plan = GroupPlan(
-            num_samples=1,
-            sampling=Sampling(config.evaluation.eval_temperature, stop=config.rollout.stop),
-            max_tokens=config.rollout.max_response_tokens,
-            seed=seed_of(self.job.args.seed, "evaluation", step),
-            first_draw=0,
-            weight_version=weight_version,
-        )
-        count = min(config.evaluation.num_eval_prompts, len(prompts))
-        with self._timers("eval"):
-            groups = self._workers.sample(
-                plan, SamplingTarget.of(count), prompts.__getitem__, key=f"evaluation {step}"
-            )
-            groups.wait()  # a step's reward tickets begin after those of an evaluation
-            objects.barrier()  # the wait for stragglers counts as evaluation, not as rollout
-        return groups
+    def sample_eval(self, step: int, weight_version: int) -> None:
+        """Sample held-out prompts if an evaluation is due; in rollout mode."""
+        config = self.config
+        if self.parts.inputs.eval_prompts is not None and is_due(
+            config.evaluation, step, config.trainer.num_steps
+        ):
+            self._rollouts.sample_eval(step, weight_version)
 
     def collect(self, weight_version: int) -> Collected:
         """Return a step's samples with their rewards; in rollout mode."""
-        return self._collector.collect(weight_version, self.manager.prefetch)
+        return self._rollouts.collect(weight_version)
 
     def require_rewards(self, step: int, collected: Collected) -> None:
         """Raise RunStopped on all ranks, after a checkpoint of the steps before, if the step has no
@@ -135,7 +115,7 @@ class Run:
         if None in why_not_valid:
             return
         # A resumed run repeats this step and draws the same prompts.
-        self._collector.undo()
+        self._rollouts.undo()
         self.manager.weight_version -= 1
         saved = ""
         if step:
@@ -152,13 +132,10 @@ class Run:
             )
         raise RunStopped(EXIT_FAILED)
 
-    def evaluate(self, groups: GroupScheduler | None) -> float | None:
-        """Return the held-out accuracy: the share of samples whose reward is at least 1."""
-        self._accuracy = None
-        if groups is not None:
-            with self._timers("eval"):
-                table, _ = self._workers.settle(groups, lambda seconds: None)
-            self._accuracy = float(np.mean(table.rewards >= 1.0))
+    def evaluate(self) -> float | None:
+        """Return the held-out accuracy of `sample_eval`: the share of samples whose reward is at
+        least 1; None if no evaluation was due."""
+        self._accuracy = self._rollouts.evaluate()
         return self._accuracy
 
     def make_batch(self, step: int, collected: Collected) -> StepBatch:
@@ -212,8 +189,8 @@ class Run:
         """Evaluate the final policy, save, export, and write the summary."""
         config = self.config
         with self.manager as engine:
-            groups = self.sample_eval(config.trainer.num_steps, engine.weight_version)
-        accuracy = self.evaluate(groups)
+            self.sample_eval(config.trainer.num_steps, engine.weight_version)
+        accuracy = self.evaluate()
         self._saver.save(config.trainer.num_steps)
         if config.trainer.export_hf:
             export(
@@ -231,6 +208,7 @@ class Run:
 
     def abandon(self) -> None:
         """Prepare `close` on a rank that has failed: do not wait for any other."""
+        self._rollouts.abandon()
         for role in self.parts.roles:
             role.abandon()
 
@@ -240,8 +218,7 @@ class Run:
         self._monitors.tracer.close()
         for role in self.parts.roles:
             role.close()
-        self._workers.close()
-        self.parts.rollouts.engine.close()
+        self._rollouts.close()
         self._monitors.recorder.close()
 
 

@@ -51,9 +51,10 @@ from mcore_rl.model.roles import ACTOR
 from mcore_rl.model.tensors import TensorInfo, is_mtp_copy
 from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.actor import Actor
-from mcore_rl.trainer.build import build_manager, build_offloader, engine_config
+from mcore_rl.trainer.build import build_manager, build_offloader
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.models import build_actor
+from mcore_rl.trainer.rollouts import engine_config
 
 logger = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.families import family_of
 from mcore_rl.model.float8_blocks import BLOCK, float8_weights
 from mcore_rl.model.layout import RolloutLayout
+from mcore_rl.model.roles import REWARD, ROLLOUT, Roles
 from mcore_rl.moe.routing import R3
 
 
@@ -49,6 +50,32 @@ def check_layers(shape: ModelShape, *, cuda: bool) -> None:
             flag="--rl-hf-checkpoint",
             remedy="use a machine with CUDA; mcore-rl plan and mcore_rl.verify "
             "--rl-verify-megatron-only work here",
+        )
+
+
+def check_apart(config: RLConfig, roles: Roles) -> None:
+    """Check flags that engines on ranks of their own leave without effect, or need."""
+    if not roles.is_apart(ROLLOUT):
+        return
+    apart = f"--rl-rollout-ranks {config.rollout.rollout_ranks}"
+    offload = config.weight_sync.offload
+    without_effect = {
+        f"--rl-offload {offload}": offload not in ("auto", "none"),
+        "--rl-rollout-offload-cuda-graphs": config.engine.rollout_offload_cuda_graphs,
+    }
+    for flag, is_given in without_effect.items():
+        if is_given:
+            raise UsageError(
+                f"has no effect with {apart}: engines and training do not share devices",
+                flag=flag,
+                remedy="drop it",
+            )
+    if config.rewards.reward_model is not None and not roles.is_apart(REWARD):
+        raise UsageError(
+            f"cannot run on the actor's ranks with {apart}, because engines call it while the "
+            "actor trains",
+            flag=f"--rl-reward-model {config.rewards.reward_model}",
+            remedy="give it ranks of its own by --rl-reward-ranks",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -265,12 +266,14 @@ def check_rollout(
     layout: TrainLayout,
     layers: PipelineLayers,
     *,
+    num_own_ranks: int = 0,
     has_cuda: bool,
 ) -> RolloutLayout:
     """Return the engines' layout with the best rank map; refuse what the engine cannot run.
 
     By default engines have Megatron's TP and EP, so that experts stay where they are, where vLLM
-    supports that; `note_on_experts` reports where it does not.
+    supports that; `note_on_experts` reports where it does not. Engines on `num_own_ranks` ranks of
+    their own (0: on the actor's) have the largest divisors of both that divide these ranks.
     """
     if options.rollout_all2all_backend == NOT_RELOADABLE:
         raise UsageError(
@@ -284,10 +287,11 @@ def check_rollout(
             flag=f"--rl-rollout-all2all-backend {options.rollout_all2all_backend}",
             remedy=f"choose one of {', '.join(ALL2ALL_BACKENDS)}, or leave the flag out",
         )
-    tp_size = options.rollout_tp_size or layout.tp_size
-    dp_size = _engine_dp_size(options, shape, layout, tp_size, has_cuda=has_cuda)
+    world_size = num_own_ranks or layout.world_size
+    tp_size = options.rollout_tp_size or math.gcd(layout.tp_size, world_size)
+    dp_size = _engine_dp_size(options, shape, layout, tp_size, world_size, has_cuda=has_cuda)
     rollout = RolloutLayout(
-        world_size=layout.world_size,
+        world_size=world_size,
         tp_size=tp_size,
         dp_size=dp_size,
         all2all_backend=options.rollout_all2all_backend,
@@ -335,19 +339,27 @@ def check_rollout(
             remedy=f"drop it or raise --rl-rollout-tp-size to {rollout.ep_size}",
         )
     _check_node(options, rollout)
+    if num_own_ranks:
+        return rollout  # its ranks hold no weights of the actor, so no map is better
     placement = Placement(shape, layout, layers, rollout)
     return with_rank_map(placement, ranks_per_node=ranks_per_node(options, layout.world_size))
 
 
 def _engine_dp_size(
-    options: EngineOptions, shape: ModelShape, layout: TrainLayout, tp_size: int, *, has_cuda: bool
+    options: EngineOptions,
+    shape: ModelShape,
+    layout: TrainLayout,
+    tp_size: int,
+    world_size: int,
+    *,
+    has_cuda: bool,
 ) -> int:
     """Return an engine's data-parallel ranks; experts are spread over these and TP."""
     ep_size = options.rollout_ep_size
     if not ep_size:
         may_spread = has_cuda and shape.experts and not options.rollout_no_expert_parallel
         keeps = may_spread and layout.ep_size % tp_size == 0
-        return layout.ep_size // tp_size if keeps else 1
+        return math.gcd(layout.ep_size // tp_size, world_size // tp_size) if keeps else 1
     flag = f"--rl-rollout-ep-size {ep_size}"
     if shape.experts is None:
         raise UsageError(

@@ -82,6 +82,7 @@ def check_needs_no_command_line(args: argparse.Namespace, config: RLConfig) -> N
         "--rl-critic-pp-size": critic.pp_size,
         "--rl-critic-ep-size": critic.ep_size,
         "--rl-critic-ranks": critic.ranks,
+        "--rl-rollout-ranks": config.rollout.rollout_ranks,
     }
     for flag, value in flags.items():
         if value is not None:

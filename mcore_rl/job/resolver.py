@@ -56,7 +56,7 @@ from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.megatron.model_class import choose_model_class
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
-from mcore_rl.model.roles import REWARD, Roles, describe_ranks, parse_roles
+from mcore_rl.model.roles import REWARD, ROLLOUT, Roles, describe_ranks, parse_roles
 from mcore_rl.model.speculation import check_drafter, check_drafter_weights, parse_speculation
 from mcore_rl.moe.balance import check_balancing
 from mcore_rl.planner.checks import check_device, check_host
@@ -261,7 +261,10 @@ class _Examiner:
                 source.world_size,
                 config.critic.ranks,
                 config.rewards.reward_ranks,
+                config.rollout.rollout_ranks,
             )
+            if facts.roles is not None:
+                refusals.passes(engines.check_apart, config, facts.roles)
             pp_size = values.get("pipeline_model_parallel_size", 1)
             if facts.roles is not None:
                 layout = refusals.value(_layout_of_actor, shape, values, facts.roles)
@@ -275,7 +278,10 @@ class _Examiner:
             return
         facts.actor = LaidOut(shape, layout, layers, values, self._tokens_of_actor())
         facts.rollout = refusals.value(
-            check_rollout, config.engine, shape, layout, layers, has_cuda=source.platform.cuda
+            check_rollout,
+            *(config.engine, shape, layout, layers),
+            num_own_ranks=len(facts.roles.rollout) if facts.roles is not None else 0,
+            has_cuda=source.platform.cuda,
         )
         if facts.rollout is not None:
             refusals.passes(
@@ -399,6 +405,8 @@ class _Examiner:
             return ()
         if actor is None or rollout is None or roles is None or not self._fits_together:
             return ()
+        if roles.is_apart(ROLLOUT):
+            return ()
         critic = None if facts.critic is None else trained_critic(config, facts.critic, roles)
         size = source.device_bytes() if source.platform.cuda and source.device_bytes else None
         has_device = size is not None
@@ -473,8 +481,9 @@ class _Examiner:
             yield f"defaults for RL: {' '.join(derived.defaults)}"
         parser = megatron_adapter.make_parser()  # without a fork's flags
         yield from notes(self.facts.given, parser, unread=derived.unread)
-        placement = Placement(actor.shape, actor.layout, actor.layers, rollout)
-        yield from note_on_experts(config.engine, placement)
+        if rollout.world_size == actor.layout.world_size:
+            placement = Placement(actor.shape, actor.layout, actor.layers, rollout)
+            yield from note_on_experts(config.engine, placement)
         obstacle = own_all_reduce_obstacle(config.engine, rollout, os.environ)
         if self.source.platform.cuda and obstacle is not None:
             yield f"engines reduce by NCCL, without vLLM's own all-reduce: {obstacle.found}"

@@ -10,9 +10,11 @@ import importlib.metadata
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 import torch.distributed as dist
 
 from mcore_rl.common import objects
@@ -22,13 +24,14 @@ from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.common.platform import find_platform
 from mcore_rl.flags.packages import note_of_admitted_torch
 from mcore_rl.flags.parser import all_args
+from mcore_rl.job import reading
 from mcore_rl.job.environment import check_devices, open_store
 from mcore_rl.job.facts import Source
 from mcore_rl.job.resolver import resolve
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_files import check_copies
 from mcore_rl.model.config_json import settings_without_flag
-from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, describe_ranks
+from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, ROLLOUT, describe_ranks
 from mcore_rl.observe import own_folders
 from mcore_rl.spec import JobSpec, ValueModelSpec
 from mcore_rl.trainer.job import Job, RoleWorld, enter_role
@@ -76,6 +79,8 @@ def start(
         checked = hold_folders(checked, store)
     _log_start(checked)
     world = enter_role(checked.roles, store)
+    if world.role == ROLLOUT:
+        return _start_engine_rank(checked, world, extra_args)
     of_role = _of_role(checked, world).tokens
     assert of_role is not None, "a role with ranks of its own has a command line"
     with megatron_adapter.megatron_output_to(log):
@@ -90,6 +95,29 @@ def start(
             **(megatron_options or {}),
         )
     return _job(args, checked, world)
+
+
+def _start_engine_rank(checked: JobSpec, world: RoleWorld, extra_args: ExtraArgs) -> Job:
+    """Start torch.distributed on the ranks of engines, without Megatron. Collective over these.
+
+    The job's `args` are the actor's, parsed and not validated."""
+    args = reading.make_parser(extra_args).parse_args(list(checked.tokens))
+    args.rank, args.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    args.rl_run_dir = checked.config.run.run_dir
+    device = None
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend="gloo" if device is None else "nccl",
+        store=world.store,
+        rank=args.rank,
+        world_size=args.world_size,
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        device_id=device,
+    )
+    objects.start()
+    return Job(checked, args, world)
 
 
 def job_from_args(
@@ -132,8 +160,6 @@ def _agreed_spec(
 
 
 def _check_devices(spec: JobSpec) -> None:
-    import torch
-
     check_devices(
         torch.cuda.device_count(),
         local_rank=int(os.environ.get("LOCAL_RANK", 0)),
@@ -169,20 +195,14 @@ def _shared_facts(spec: JobSpec) -> dict[str, str]:
 
 def _device_bytes() -> int:
     """Return the total bytes of the device that Megatron will use for this rank."""
-    import torch
-
     return torch.cuda.mem_get_info(_device())[1]
 
 
 def _device_capability() -> tuple[int, int]:
-    import torch
-
     return torch.cuda.get_device_capability(_device())
 
 
 def _device() -> int:
-    import torch
-
     return int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
 
 
@@ -240,11 +260,12 @@ def _log_start(checked: JobSpec) -> None:
 def _placement(checked: JobSpec) -> str:
     """Return which ranks run which models, in one line."""
     roles = checked.roles
-    here = [
-        f"actor ({checked.train_layout.describe()})",
-        f"engines ({checked.rollout_layout.describe()})",
-    ]
-    apart = []
+    here, apart = [f"actor ({checked.train_layout.describe()})"], []
+    engines = f"engines ({checked.rollout_layout.describe()})"
+    if roles.is_apart(ROLLOUT):
+        apart.append(f"{engines} on {describe_ranks(roles.rollout)}")
+    else:
+        here.append(engines)
     for role, name, model in (
         (CRITIC, "critic", checked.critic),
         (REWARD, "reward model", checked.reward_model),
@@ -255,5 +276,6 @@ def _placement(checked: JobSpec) -> str:
                 apart.append(f"{text} on {describe_ranks(roles.ranks(role))}")
             else:
                 here.append(text)
-    here_text = f"{', '.join(here)} in turn on {describe_ranks(roles.actor)}"
+    in_turn = " in turn" if len(here) > 1 else ""
+    here_text = f"{', '.join(here)}{in_turn} on {describe_ranks(roles.actor)}"
     return f"placement: {'; '.join([here_text, *apart])}"

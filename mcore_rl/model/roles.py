@@ -1,16 +1,17 @@
-"""The ranks of actor, critic and reward model: all roles in turn, or each on ranks of its own.
+"""The ranks of actor, critic, reward model and engines: in turn, or each on ranks of its own.
 
 The ranks of a role are a world of their own: torch.distributed, Megatron and vLLM see no others.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 
 from mcore_rl.common.errors import UsageError
 
-ACTOR, CRITIC, REWARD = "actor", "critic", "reward"
+ACTOR, CRITIC, REWARD, ROLLOUT = "actor", "critic", "reward", "rollout"
 # Degrees in which a critic or a reward model may differ from the actor, and Megatron's flags.
 DEGREE_FLAGS = {
     "tp_size": "--tensor-model-parallel-size",
@@ -27,17 +28,17 @@ class Roles:
     world_size: int
     critic: tuple[int, ...] = ()
     reward: tuple[int, ...] = ()
+    rollout: tuple[int, ...] = ()  # of the engines
 
     @property
     def actor(self) -> tuple[int, ...]:
-        """The ranks of actor and engines: all without another role."""
-        others = {*self.critic, *self.reward}
+        """The ranks of the actor: all without another role."""
+        others = {*self.critic, *self.reward, *self.rollout}
         return tuple(rank for rank in range(self.world_size) if rank not in others)
 
     def ranks(self, role: str) -> tuple[int, ...]:
         """Return the ranks of a role; the actor's if it has none of its own."""
-        own = {ACTOR: self.actor, CRITIC: self.critic, REWARD: self.reward}[role]
-        return own or self.actor
+        return self._own(role) or self.actor
 
     def is_apart(self, role: str) -> bool:
         """Return whether a role has ranks of its own."""
@@ -45,35 +46,53 @@ class Roles:
 
     def role_of(self, rank: int) -> str:
         """Return the role that a rank's process runs."""
-        return CRITIC if rank in self.critic else REWARD if rank in self.reward else ACTOR
+        others = (role for role in (CRITIC, REWARD, ROLLOUT) if rank in self._own(role))
+        return next(others, ACTOR)
+
+    def _own(self, role: str) -> tuple[int, ...]:
+        return {
+            ACTOR: self.actor,
+            CRITIC: self.critic,
+            REWARD: self.reward,
+            ROLLOUT: self.rollout,
+        }[role]
 
 
-def parse_roles(world_size: int, critic: str | None = None, reward: str | None = None) -> Roles:
-    """Parse `--rl-critic-ranks` and `--rl-reward-ranks`: ranges like "4-7" or "4-5,8".
+def parse_roles(
+    world_size: int,
+    critic: str | None = None,
+    reward: str | None = None,
+    rollout: str | None = None,
+) -> Roles:
+    """Parse `--rl-critic-ranks`, `--rl-reward-ranks` and `--rl-rollout-ranks`: ranges like "4-7" or
+    "4-5,8".
 
     Raises UsageError for text that is not a range, ranks outside the world, ranks with two roles,
     and if no rank is left for the actor.
     """
-    flags = {"--rl-critic-ranks": critic, "--rl-reward-ranks": reward}
+    flags = {
+        "--rl-critic-ranks": critic,
+        "--rl-reward-ranks": reward,
+        "--rl-rollout-ranks": rollout,
+    }
     ranks = {
         flag: _parsed(flag, text, world_size) for flag, text in flags.items() if text is not None
     }
-    of_critic, of_reward = (ranks.get(flag, ()) for flag in flags)
-    both = set(of_critic) & set(of_reward)
-    if both:
-        raise UsageError(
-            f"rank {min(both)} is in {{flag}} and in --rl-reward-ranks {reward}",
-            flag=f"--rl-critic-ranks {critic}",
-            remedy="give each role ranks of its own",
-        )
-    if len(of_critic) + len(of_reward) == world_size:
+    for (flag, some), (other, others) in itertools.combinations(ranks.items(), 2):
+        if both := set(some) & set(others):
+            raise UsageError(
+                f"rank {min(both)} is in {{flag}} and in {other} {flags[other]}",
+                flag=f"{flag} {flags[flag]}",
+                remedy="give each role ranks of its own",
+            )
+    if sum(map(len, ranks.values())) == world_size:
         given = " and ".join(f"{flag} {flags[flag]}" for flag in ranks)
         raise UsageError(
             f"leave none of the {world_size} ranks to the actor",
             flag=given,
             remedy="give fewer, or drop the flag to let all ranks take all roles in turn",
         )
-    return Roles(world_size, of_critic, of_reward)
+    return Roles(world_size, *(ranks.get(flag, ()) for flag in flags))
 
 
 def _parsed(flag: str, text: str, world_size: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters, param
 
-_MAX_STALENESS = 4
+_MAX_STALENESS, _MAX_STALENESS_APART = 4, 1
 _OVERSAMPLE_PARTIAL = 1.5
 # vLLM samples at these temperatures as given (vllm/sampling_params.py).
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
@@ -45,6 +45,10 @@ class RolloutOptions(Parameters):
         512, "maximum number of generated tokens per response", above=0
     )
     stop: tuple[str, ...] = param((), "text that ends a response; can be repeated")
+    rollout_ranks: str | None = param(
+        None,
+        "ranks that only run vLLM engines, while the other ranks train, for example 4-7",
+    )
     deterministic: bool = param(
         False,
         "assign prompts to engines in a fixed order instead of by free capacity, so that two runs "
@@ -64,8 +68,9 @@ class RolloutOptions(Parameters):
     )
     max_staleness: int | None = param(
         None,
-        "with --rl-partial-rollouts, maximum number of weight versions between a sample's oldest "
-        "token and the step that trains on it; default: 4",
+        "with --rl-partial-rollouts or --rl-rollout-ranks, maximum number of weight versions "
+        "between a sample's oldest token and the step that trains on it; default: 4, with "
+        "--rl-rollout-ranks 1; 0 finishes every response in the step that started it",
         least=0,
         advice="0 finishes every response in the step that started it",
     )
@@ -77,7 +82,7 @@ class RolloutOptions(Parameters):
     kv_after_update: str = param(
         "recompute",
         "KV cache of responses that continue after an update: recompute it with the new weights, "
-        "or keep it (without a GPU only)",
+        "or keep it (on GPUs only with --rl-rollout-ranks)",
         choices=("recompute", "keep"),
     )
 
@@ -87,18 +92,25 @@ class RolloutOptions(Parameters):
 
     @property
     def keeps_unfinished(self) -> bool:
-        """Whether responses may continue in a later step."""
+        """Whether responses may continue in a later step, of engines on the actor's ranks."""
         return self.partial_rollouts and self.max_staleness != 0
+
+    @property
+    def samples_ahead(self) -> bool:
+        """Whether engines on ranks of their own sample later steps while the actor trains."""
+        return self.rollout_ranks is not None and self.staleness_limit > 0
 
     @property
     def keeps_kv(self) -> bool:
         """Whether keys and values are kept after an update."""
-        return self.keeps_unfinished and self.kv_after_update == "keep"
+        return (self.keeps_unfinished or self.samples_ahead) and self.kv_after_update == "keep"
 
     @property
     def staleness_limit(self) -> int:
         """`max_staleness` or its default."""
-        return _MAX_STALENESS if self.max_staleness is None else self.max_staleness
+        if self.max_staleness is not None:
+            return self.max_staleness
+        return _MAX_STALENESS if self.rollout_ranks is None else _MAX_STALENESS_APART
 
     @property
     def groups_at_a_time(self) -> float:
@@ -109,11 +121,13 @@ class RolloutOptions(Parameters):
 
     def check_unfinished(self) -> None:
         """Check the flags of responses that may continue in a later step."""
-        if not self.partial_rollouts and self.max_staleness is not None:
+        if self.rollout_ranks is not None:
+            self._check_apart()
+        elif not self.partial_rollouts and self.max_staleness is not None:
             raise UsageError(
-                "has no effect without --rl-partial-rollouts",
+                "has no effect without --rl-partial-rollouts or --rl-rollout-ranks",
                 flag=f"--rl-max-staleness {self.max_staleness}",
-                remedy="add that, or drop it",
+                remedy="add one of them, or drop it",
             )
         flag = f"--rl-oversample {self.groups_at_a_time:g}"
         if self.keeps_unfinished and self.groups_at_a_time == 1.0:
@@ -131,18 +145,46 @@ class RolloutOptions(Parameters):
                 remedy="choose 2 or less",
             )
 
+    def _check_apart(self) -> None:
+        """Check the flags of engines on ranks of their own."""
+        apart = f"--rl-rollout-ranks {self.rollout_ranks}"
+        if self.partial_rollouts:
+            raise UsageError(
+                f"is for engines on the actor's ranks; with {apart} responses continue across "
+                "updates if --rl-max-staleness is 1 or more",
+                flag="--rl-partial-rollouts",
+                remedy="drop it",
+            )
+        if not self.samples_ahead:
+            return
+        ahead = f"--rl-max-staleness {self.staleness_limit}"
+        if self.groups_at_a_time > 1.0:
+            raise UsageError(
+                f"drops groups that finish late, and with {apart} and {ahead} no group has to be "
+                "dropped",
+                flag=f"--rl-oversample {self.groups_at_a_time:g}",
+                remedy="drop it, or give --rl-max-staleness 0",
+            )
+        if self.deterministic:
+            raise UsageError(
+                f"cannot be combined with {apart} and {ahead}: which tokens new weights sample "
+                "depends on the speed of training",
+                flag="--rl-deterministic",
+                remedy="drop it, or give --rl-max-staleness 0",
+            )
+
     def check_kv_after_update(self, *, has_cuda: bool) -> None:
         """Check that kept keys and values are used, and that their memory is not needed."""
         if self.kv_after_update == "recompute":
             return
         flag = f"--rl-kv-after-update {self.kv_after_update}"
-        if not self.keeps_unfinished:
+        if not self.keeps_kv:
             raise UsageError(
                 "has no effect, because no response continues after an update",
                 flag=flag,
                 remedy="add --rl-partial-rollouts, or drop it",
             )
-        if has_cuda:
+        if has_cuda and not self.samples_ahead:
             raise UsageError(
                 "is not possible on GPUs, where engines give the memory of keys and values to "
                 "training",

@@ -1,5 +1,7 @@
 """Storage of samples on the ranks that sampled them, and delivery to the ranks that train on them.
 
+These are the same ranks, or engines have ranks of their own (`JointRanks`).
+
 All ranks have a table with a few numbers per sample. Tokens, log-probs and chosen experts stay on
 the ranks of the sampling engine until the assignment of samples to training ranks is known. Then
 each rank receives its samples once, as bytes, with the experts of its pipeline stage only. All
@@ -13,11 +15,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch.distributed as dist
 
-from mcore_rl.batching.sample_exchange import Moves, RowExchange, Shares
+from mcore_rl.batching.sample_exchange import Exchange, Moves, RowExchange, Shares
 from mcore_rl.batching.table import SampleTable, SampleTokens, tokens_to_rows
 from mcore_rl.batching.types import ScoredRollout
 from mcore_rl.common import objects
@@ -30,8 +33,36 @@ _TURN_BYTES = 4  # with environments: the reward of the turn that ends with the 
 _GENERATED, _KNOWN = 1, 2
 
 
+@dataclass(frozen=True, slots=True)
+class JointRanks:
+    """The ranks of training and engines together, and this rank among them.
+
+    If both have the same ranks, these are the ranks of the world. Otherwise the ranks of training
+    come first, and engine rank e is joint rank `first_engine` + e.
+
+    Example: on engine rank 1, beside 4 ranks of training: `JointRanks(5, 6, 4, group.exchange)`.
+    """
+
+    rank: int
+    num_ranks: int
+    first_engine: int
+    exchange: Exchange  # collective over all of them
+
+    @classmethod
+    def of_world(cls) -> JointRanks:
+        """Return the ranks of the world, where training and engines have the same ranks."""
+        return cls(dist.get_rank(), dist.get_world_size(), 0, objects.exchange)
+
+    @property
+    def engine_rank(self) -> int | None:
+        """This rank among those of the engines; None if it has none."""
+        return self.rank - self.first_engine if self.rank >= self.first_engine else None
+
+
 class SampleStore:
-    """The current step's samples of this rank's engine."""
+    """The current step's samples of this rank's engine.
+
+    On a rank without an engine it is empty, and only `deliver` and `of_stage` may be called."""
 
     def __init__(
         self,
@@ -41,15 +72,19 @@ class SampleStore:
         routed: RoutedLayers | None = None,
         *,
         has_turns: bool = False,
+        ranks: JointRanks | None = None,
     ) -> None:
         """`layers` are the layers of each stage and chunk. `routed` describes the experts of the
         complete model, if samples carry their experts. `has_turns`: samples carry the rewards of
-        their turns."""
+        their turns. `ranks` are by default those of the world."""
         self._has_turns = has_turns
         self.routed, self._train, self._rollout = routed, train, rollout
-        self._rank = dist.get_rank()
-        group = rollout.tp_group_index(self._rank)
-        self.home = rollout.rank(group * rollout.tp_size)
+        self._ranks = ranks or JointRanks.of_world()
+        self._trains = self._ranks.rank < train.world_size
+        self.home = -1
+        if (engine_rank := self._ranks.engine_rank) is not None:
+            group = rollout.tp_group_index(engine_rank)
+            self.home = rollout.rank(group * rollout.tp_size)
         self._samples: list[ScoredRollout] = []
         shape = (0, 0) if routed is None else (len(routed.layers), routed.num_experts)
         self._load = np.zeros(shape, dtype=np.int64)
@@ -65,7 +100,7 @@ class SampleStore:
     def of_stage(self, stage: int | None = None) -> RoutedLayers:
         """Return the layers with experts of a pipeline stage, by default of this rank's."""
         assert self.routed is not None, "samples come without their experts"
-        columns = self._columns[self._train.pp_rank(self._rank) if stage is None else stage]
+        columns = self._columns[self._train.pp_rank(self._ranks.rank) if stage is None else stage]
         layers = tuple(self.routed.layers[column] for column in columns)
         return RoutedLayers(layers, self.routed.topk, self.routed.num_experts)
 
@@ -81,7 +116,7 @@ class SampleStore:
         ranks of a TP group, of which only the first may know rewards."""
         first = len(self._samples)
         self._samples += scored
-        if self.routed is not None and self.home == self._rank:
+        if self.routed is not None and self._is_home:
             for sample in scored:
                 if sample.rollout.routes is not None:
                     self._load += load_of(sample.rollout.routes, self.routed.num_experts)
@@ -131,11 +166,16 @@ class SampleStore:
 
     # Delivery
 
+    @property
+    def _is_home(self) -> bool:
+        return self.home == self._ranks.engine_rank
+
     def deliver(self, table: SampleTable, wanted: Shares) -> dict[int, SampleTokens]:
         """Return this rank's samples of `wanted`, by their row in the table, with the experts of
-        its stage. Collective over the world."""
-        moves = Moves.of(self._rank, len(table), self._sampled(table), wanted)
-        outgoing = [_NOTHING] * dist.get_world_size()
+        its stage. Collective over the joint ranks."""
+        sampled = self._sampled(table).counted_from(self._ranks.first_engine)
+        moves = Moves.of(self._ranks.rank, len(table), sampled, wanted)
+        outgoing = [_NOTHING] * self._ranks.num_ranks
         packed: dict[tuple[int, int | None], np.ndarray] = {}
         for rank, samples in moves.outgoing.items():
             stage = None if self.routed is None else self._train.pp_rank(rank)
@@ -144,11 +184,13 @@ class SampleStore:
                 kept = (self._samples[number] for number in table.numbers[samples].tolist())
                 packed[key] = np.concatenate([self._packed(each, stage) for each in kept])
             outgoing[rank] = packed[key]
-        stage = None if self.routed is None else self._train.pp_rank(self._rank)
+        stage = None
+        if self.routed is not None and self._trains:
+            stage = self._train.pp_rank(self._ranks.rank)
         width, incoming = self._width(stage), [0] * len(outgoing)
         for rank, samples in moves.incoming.items():
             incoming[rank] = int(table.lengths[samples].sum()) * width
-        received = objects.exchange(outgoing, incoming)
+        received = self._ranks.exchange(outgoing, incoming)
         tokens: dict[int, SampleTokens] = {}
         for rank, samples in moves.incoming.items():
             lengths = table.lengths[samples]
@@ -158,35 +200,35 @@ class SampleStore:
         return tokens
 
     def row_exchange(self, table: SampleTable, wanted: Shares) -> RowExchange:
-        """Return the tokens of samples as the rows of `tokens_to_rows`, for ranks outside the
-        actor, in any world. Local."""
+        """Return the tokens of samples as the rows of `tokens_to_rows`, from the ranks of the
+        engines in their world, for ranks of any world. Local."""
         sampled = self._sampled(table)
-        numbers = table.numbers[sampled.of(self._rank)].tolist()
+        numbers = table.numbers[sampled.of(dist.get_rank())].tolist()
         rows = tokens_to_rows([SampleTokens.of(self._samples[number]) for number in numbers])
         return RowExchange(table.lengths, sampled, wanted, rows)
 
     def _sampled(self, table: SampleTable) -> Shares:
-        """Return which samples the ranks of each TP group store."""
-        slots = np.arange(dist.get_world_size()).reshape(-1, self._rollout.tp_size)
+        """Return which samples the ranks of each TP group store, by their ranks as engines."""
+        slots = np.arange(self._rollout.world_size).reshape(-1, self._rollout.tp_size)
         ranks = [tuple(self._rollout.rank(slot) for slot in group) for group in slots.tolist()]
         return Shares(
             tuple(np.flatnonzero(table.homes == place[0]) for place in ranks), tuple(ranks)
         )
 
     def on_first_rank(self, table: SampleTable, rows: Sequence[int]) -> list[ScoredRollout]:
-        """Return these samples with texts and rewards on rank 0, an empty list on the others.
-        Collective over the world."""
+        """Return these samples with texts and rewards on rank 0 of the engines, an empty list on
+        the others. Collective over the engines' ranks."""
         samples_here = {}
-        if self.home == self._rank:
+        if self._is_home:
             samples_here = {
                 row: self._samples[int(table.numbers[row])]
                 for row in rows
-                if table.homes[row] == self._rank
+                if table.homes[row] == self.home
             }
         samples: dict[int, ScoredRollout] = {}
         for part in objects.gather(samples_here) or []:
             samples |= part
-        return [samples[row] for row in rows] if self._rank == 0 else []
+        return [samples[row] for row in rows] if dist.get_rank() == 0 else []
 
     def _width(self, stage: int | None) -> int:
         """Return the bytes per token."""

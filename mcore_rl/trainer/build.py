@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,29 +25,21 @@ from mcore_rl.common.kills import note_stage
 from mcore_rl.config import RLConfig
 from mcore_rl.data.prompts import PromptDataset, load_prompt_files
 from mcore_rl.data.tokenizer_process import close_all
-from mcore_rl.environments.conversation import ConversationTokens
-from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.hybrid_engine.memory.offload import Offloader, kinds_at_start, offload_kinds
 from mcore_rl.hybrid_engine.proof.canary import NUM_PROMPTS, Canary
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
-from mcore_rl.hybrid_engine.vllm.startup import EngineConfig
 from mcore_rl.hybrid_engine.weight_stream import HandOverOptions
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.carried import CarriedTensors
 from mcore_rl.megatron.hf_checkpoint import fingerprint
 from mcore_rl.megatron.shards import ModelShards
-from mcore_rl.model.speculation import parse_speculation
 from mcore_rl.moe.expert_load import ExpertLoad
-from mcore_rl.moe.routing import R3
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.trace import Tracer
 from mcore_rl.observe.watchdog import StageWatchdog, own_connection
 from mcore_rl.planner.savings import memory_lines
-from mcore_rl.rollout.collector import Collector
-from mcore_rl.rollout.conversations import Conversations
-from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.case import model_of_args
@@ -65,7 +56,13 @@ from mcore_rl.trainer.recorder import RunRecorder
 from mcore_rl.trainer.resume.point import ROLLOUT, ResumePoint, find_resume_point
 from mcore_rl.trainer.resume.trainer_state import LOADED, date_of_checkpoints
 from mcore_rl.trainer.roles.remote import LocalRole, Role
-from mcore_rl.trainer.roles.reward_model import ModelReward
+from mcore_rl.trainer.rollouts import (
+    LocalRollouts,
+    Rollouts,
+    Start,
+    build_sampling,
+    engine_config,
+)
 from mcore_rl.trainer.saver import RunSaver
 
 logger = logging.getLogger(__name__)
@@ -81,6 +78,16 @@ class Inputs:
     point: ResumePoint | None  # None: nothing is resumed
     began_with: str  # see `TrainerState`
 
+    def start(self, job: Job, num_steps: int) -> Start:
+        """Return what sampling begins with after `num_steps` steps."""
+        point = self.point
+        position = num_steps * job.config.trainer.num_prompts_per_step
+        folder = None
+        if point is not None:
+            position = point.state.sampler_position
+            folder = point.folder / ROLLOUT if point.same_prompts else None
+        return Start(self.prompts, self.eval_prompts, self.day, position, folder)
+
 
 @dataclass(frozen=True, slots=True)
 class Models:
@@ -91,17 +98,6 @@ class Models:
     critic: Role | None
     learner: Learner
     sample_store: SampleStore
-
-
-@dataclass(frozen=True, slots=True)
-class Rollouts:
-    """The engine of this rank, and what samples with it."""
-
-    engine: VLLMEngine
-    manager: MegatronVLLMShardingManager
-    reward_model: Role | None
-    workers: RolloutWorkers
-    collector: Collector
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +148,7 @@ def build(
         job,
         state=models.state,
         learner=models.learner,
-        manager=rollouts.manager,
-        collector=rollouts.collector,
+        rollouts=rollouts,
         prompts=inputs.prompts,
         eval_prompts=inputs.eval_prompts,
         timers=timers,
@@ -208,8 +203,7 @@ def build_models(
 def build_rollouts(
     job: Job, inputs: Inputs, models: Models, timers: StageTimers, *, log: TextIO | None = None
 ) -> Rollouts:
-    """Start the engine, which sleeps from here on, and build what samples with it. Collective."""
-    config, point, sample_store = job.config, inputs.point, models.sample_store
+    """Start the engines, which sleep from here on, and build what samples with them. Collective."""
     offloader = build_offloader(job, models.state, models.critic)
     canary = build_canary(job, models.state, inputs.prompts)
     logger.info("the model is built; vLLM is imported and its engines are started")
@@ -217,53 +211,12 @@ def build_rollouts(
     with offloader.all_offloaded():
         engine = VLLMEngine(engine_config(job))
         manager = build_manager(job, models.shards, engine, canary=canary, offloader=offloader)
+    if inputs.point is not None:
+        manager.weight_version = inputs.point.state.weight_version
     reward_model = reward_role(job, log=log)
-    environment = job.spec.environment
-    workers = RolloutWorkers(
-        engine,
-        job.spec.rollout_layout,
-        config.rollout,
-        job.spec.rewards,
-        sample_store,
-        None if reward_model is None else ModelReward(reward_model).outcomes,
-        None if environment is None else partial(_conversations, job, environment, inputs.day),
-        config.environments.max_turn_tokens,
-    )
-    position = models.state.iteration * config.trainer.num_prompts_per_step
-    if point is not None:
-        manager.weight_version = point.state.weight_version
-        position = point.state.sampler_position
-    collector = Collector(
-        workers,
-        inputs.prompts,
-        config.recipe,
-        config.rollout,
-        num_prompts_per_step=config.trainer.num_prompts_per_step,
-        seed=job.args.seed,
-        timers=timers,
-        position=position,
-        sample_store=sample_store,
-    )
-    if point is not None and point.same_prompts:
-        agreed_in_world(partial(collector.restore, point.folder / ROLLOUT))
-    return Rollouts(engine, manager, reward_model, workers, collector)
-
-
-def _conversations(job: Job, spec: EnvironmentSpec, day: str) -> Conversations:
-    """Build the environments of a TP group's samples, on its first rank."""
-    config = job.config
-    return Conversations(
-        spec,
-        ConversationTokens.of_model(
-            job.spec.checkpoint.folder,
-            config.data,
-            trust_remote_code=job.spec.trust_remote_code,
-            date=day,
-        ),
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_tokens=config.rollout.max_response_tokens,
-        waits=config.rollout.deterministic,
-    )
+    start = inputs.start(job, models.state.iteration)
+    sampling = build_sampling(job, engine, models.sample_store, reward_model, start, timers)
+    return LocalRollouts(sampling, manager, models.sample_store, reward_model)
 
 
 def _date(job: Job) -> str:
@@ -373,36 +326,6 @@ def _log_sizes(job: Job, models: Models) -> None:
         lines += memory_lines(model_of_args(config, args, *trained, name="critic"))
     for line in (*describe(accounting), *lines):
         logger.info("%s", line)
-
-
-def engine_config(job: Job, *, load_format: str = "dummy") -> EngineConfig:
-    """Return the engines' configuration, from the flags."""
-    config = job.config
-    on_cpu = not torch.cuda.is_available()
-    return EngineConfig(
-        model_dir=job.spec.checkpoint.folder,
-        tp_size=job.spec.rollout_layout.tp_size,
-        dp_size=job.spec.rollout_layout.dp_size,
-        rank_map=job.spec.rollout_layout.rank_map,
-        all2all_backend=job.spec.rollout_layout.all2all_backend,
-        enable_expert_parallel=job.spec.rollout_layout.expert_parallel,
-        # A float32 actor samples in bfloat16, too: vLLM's CPU experts support nothing else.
-        dtype="float16" if config.trainer.precision == "fp16" else "bfloat16",
-        float8=job.spec.float8,
-        max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
-        max_num_seqs=config.engine.rollout_max_num_seqs,
-        kv_cache_bytes=int(config.engine.rollout_kv_cache_gib * 2**30) if on_cpu else None,
-        gpu_memory_utilization=config.engine.rollout_gpu_memory_utilization,
-        enforce_eager=on_cpu or config.engine.rollout_enforce_eager,
-        offload_graphs=config.engine.rollout_offload_cuda_graphs,
-        seed=job.args.seed,
-        speculation=parse_speculation(config.engine.speculate),
-        keeps_kv=config.rollout.keeps_kv,
-        load_format=load_format,
-        routed_layers=job.spec.routed_layers if config.trainer.routing_replay == R3 else None,
-        trust_remote_code=job.args.trust_remote_code,
-        timeout_seconds=60 * job.args.distributed_timeout_minutes,
-    )
 
 
 def build_manager(

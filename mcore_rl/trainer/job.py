@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.config import RLConfig
-from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, Roles
+from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, ROLLOUT, Roles
 from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.roles.remote import Bridge, JointGroup
 
@@ -42,14 +42,16 @@ class RoleWorld:
 
     role: str
     store: dist.Store | None  # of the role's world; None: a process without a launcher
-    # The actor's first rank has an end to each role on ranks of its own, which have the other ends.
+    # A role on ranks of its own is called by another one: each of its ranks has an end of a bridge,
+    # and so has the first rank of the caller.
     bridges: dict[str, Bridge]
-    joint_groups: dict[str, JointGroup]  # on all ranks of the actor and of such a role
+    joint_groups: dict[str, JointGroup]  # on all ranks of the caller and of such a role
+    weights_store: dist.Store | None = None  # at which the actor and engines on other ranks meet
 
 
 def enter_role(roles: Roles, store: dist.Store | None) -> RoleWorld:
     """Become a rank of this process's role, and connect the roles. Collective over the job."""
-    apart = [role for role in (CRITIC, REWARD) if roles.is_apart(role)]
+    apart = [role for role in (CRITIC, REWARD, ROLLOUT) if roles.is_apart(role)]
     if not apart:
         return RoleWorld(ACTOR, store, {}, {})
     assert store is not None, "a job of several ranks has a store"
@@ -59,18 +61,26 @@ def enter_role(roles: Roles, store: dist.Store | None) -> RoleWorld:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(ranks)))
     bridges, joint_groups = {}, {}
     for other in apart:
-        if role in (other, ACTOR):
+        # Engines call the reward model: they have the responses.
+        caller = ROLLOUT if other == REWARD and roles.is_apart(ROLLOUT) else ACTOR
+        if role in (other, caller):
             joint_groups[other] = JointGroup(
                 dist.PrefixStore(f"mcore_rl/joint_group/{other}", store),
-                is_near=role == ACTOR,
+                is_near=role == caller,
                 rank=rank,
-                num_near_ranks=len(roles.actor),
+                num_near_ranks=len(roles.ranks(caller)),
                 num_far_ranks=len(roles.ranks(other)),
             )
-        if role == other or (role == ACTOR and rank == 0):
+        if role == other or (role == caller and rank == 0):
             bridges[other] = Bridge(
                 dist.PrefixStore(f"mcore_rl/bridge/{other}", store),
-                place=0 if role == ACTOR else 1 + rank,
+                place=0 if role == caller else 1 + rank,
                 num_far_ranks=len(roles.ranks(other)),
             )
-    return RoleWorld(role, dist.PrefixStore(f"mcore_rl/role/{role}", store), bridges, joint_groups)
+    return RoleWorld(
+        role,
+        dist.PrefixStore(f"mcore_rl/role/{role}", store),
+        bridges,
+        joint_groups,
+        dist.PrefixStore("mcore_rl/weights", store),
+    )

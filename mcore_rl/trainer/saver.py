@@ -12,11 +12,9 @@ import torch.distributed as dist
 
 from mcore_rl.common import objects
 from mcore_rl.data.prompts import PromptDataset
-from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.observe.stage_timers import StageTimers
-from mcore_rl.rollout.collector import Collector
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.resume import folders
@@ -24,6 +22,7 @@ from mcore_rl.trainer.resume.checkpoint_writer import write_checkpoint
 from mcore_rl.trainer.resume.folders import iteration_name
 from mcore_rl.trainer.resume.point import REFERENCE, ROLLOUT
 from mcore_rl.trainer.resume.trainer_state import LOADED, TrainerState, trainer_writer
+from mcore_rl.trainer.rollouts import Rollouts
 
 
 class RunSaver:
@@ -39,8 +38,7 @@ class RunSaver:
         *,
         state: megatron_adapter.TrainState,
         learner: Learner,
-        manager: MegatronVLLMShardingManager,
-        collector: Collector,
+        rollouts: Rollouts,
         prompts: PromptDataset,
         eval_prompts: PromptDataset | None,
         timers: StageTimers,
@@ -53,7 +51,7 @@ class RunSaver:
         `TrainerState`'s `began_with` and `date`."""
         self.folder = folders.checkpoint_folder(job.args.save, job.config.run.directory)
         self._job, self._state, self._timers, self._log = job, state, timers, log
-        self._learner, self._manager, self._collector = learner, manager, collector
+        self._learner, self._rollouts = learner, rollouts
         self._prompts, self._eval_prompts = prompts, eval_prompts
         self._saved_at = state.iteration if has_loaded else -1
         self._began_with, self._day = began_with, day
@@ -93,7 +91,7 @@ class RunSaver:
             megatron_checkpoint.save_checkpoint(args, self._state, num_steps, saving)
 
         def write_rollout(saving: Path) -> None:
-            self._collector.save(saving / iteration_name(num_steps) / ROLLOUT)
+            self._rollouts.save(saving / iteration_name(num_steps) / ROLLOUT)
 
         writers = [write_actor, trainer_writer(self._trainer_state(num_steps)), write_rollout]
         # Otherwise it is in the Hugging Face folder.
@@ -111,8 +109,8 @@ class RunSaver:
         return TrainerState(
             step=num_steps,
             layout=self._job.spec.train_layout.describe(),
-            weight_version=self._manager.weight_version,
-            sampler_position=self._collector.position,
+            weight_version=self._rollouts.manager.weight_version,
+            sampler_position=self._rollouts.position,
             prompts=self._prompts.fingerprint,
             eval_prompts="" if self._eval_prompts is None else self._eval_prompts.fingerprint,
             kl_controller=self._learner.kl_controller.state_dict(),

@@ -59,7 +59,7 @@ template_of_one_turn: --rl-environment calculator
 ENVIRONMENTS = parse_cases(ENVIRONMENTS_TEXT, {"template_of_one_turn": template_of_one_turn})
 FIRST_FINISHED = parse_cases("""
 age_of_nothing: --rl-max-staleness 2
-    --rl-max-staleness 2 has no effect without --rl-partial-rollouts; add that, or drop it
+    --rl-max-staleness 2 has no effect without --rl-partial-rollouts or --rl-rollout-ranks; add one
 nothing_to_stop: --rl-partial-rollouts --rl-oversample 1
     --rl-oversample 1 leaves --rl-partial-rollouts nothing to stop ... for example 1.5
 too_many_unfinished: --rl-partial-rollouts --rl-oversample 2.5

@@ -263,6 +263,7 @@ class Run:
             store = SharedCounters()
             fake = SimpleNamespace(
                 get_rank=lambda: self.world.rank,
+                get_world_size=lambda: size,
                 PrefixStore=lambda prefix, store: store,
                 distributed_c10d=SimpleNamespace(_get_default_store=lambda: store),
             )

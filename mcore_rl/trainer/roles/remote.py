@@ -28,7 +28,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -51,6 +51,7 @@ _PATIENCE = timedelta(days=7)
 _NEAR, _FAR = 0, 1  # the actor's first rank, and the role's
 # Names of messages besides those of methods.
 _BUILD, _CLOSE, _ANSWER, _NO_ANSWER, _FAILURE = "build", "close", "answer", "no answer", "failure"
+_NUM_SENT = "num_sent"  # the store's counter of a bridge's messages to the role
 
 
 class Role(abc.ABC):
@@ -179,14 +180,32 @@ class RemoteRole(Role):
         return Message(_FAILURE, {"reason": f"its ranks are gone ({self._lost})"})
 
 
-def serve(name: str, bridge: Bridge, group: JointGroup, build: Callable[..., Any]) -> None:
-    """Be a rank of a role until the actor closes it. Collective over the role's ranks.
+@runtime_checkable
+class WorksBetweenCalls(Protocol):
+    """A served object that has work of its own while no call runs."""
+
+    def work_until(self, is_called: Callable[[], bool]) -> None:
+        """Work until a call has begun. `is_called` is a request to a store."""
+
+
+def serve(name: str, bridge: Bridge, group: JointGroup, build: Callable[..., Any]) -> Any:
+    """Be a rank of a role until its caller closes it, and return the served object. Collective over
+    the role's ranks.
 
     `build` makes the object whose methods are called, from the arguments of `RemoteRole`. An
-    exception in it or in a method ends this rank, after a message to the actor.
+    exception in it or in a method ends this rank, after a message to the caller.
     """
     served: Any = None
-    while (message := bridge.receive()).name != _CLOSE:
+    while True:
+        if isinstance(served, WorksBetweenCalls):
+            try:
+                served.work_until(bridge.is_called)
+            except Exception as error:
+                _leave_failure(name, error)
+                raise  # no call waits for an answer; the launcher ends the others
+        message = bridge.receive()
+        if message.name == _CLOSE:
+            return served
         values = _delivered(message.values, functools.partial(group.delivered, to_role=True))
         try:
             if message.name == _BUILD:
@@ -194,14 +213,19 @@ def serve(name: str, bridge: Bridge, group: JointGroup, build: Callable[..., Any
             else:
                 answer = getattr(served, message.name)(**values)
         except Exception as error:
-            # Now, since the launcher ends this process while others are still being torn down.
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            leave_reason(f"the {name} failed: {reason}")
-            logger.exception("rank %s of the %s failed", os.environ.get("RANK", "0"), name)
-            bridge.send_answer(Message(_FAILURE, {"reason": reason}))
+            bridge.send_answer(Message(_FAILURE, {"reason": _leave_failure(name, error)}))
             raise
         bridge.send_answer(Message(_NO_ANSWER) if answer is None else Message(_ANSWER, answer))
         _delivered(answer or {}, functools.partial(group.delivered, to_role=False))
+
+
+def _leave_failure(name: str, error: Exception) -> str:
+    """Log why this rank fails and leave it to the launcher, which ends this process while others
+    are still being torn down. Return the reason."""
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    leave_reason(f"the {name} failed: {reason}")
+    logger.exception("rank %s of the %s failed", os.environ.get("RANK", "0"), name)
+    return reason
 
 
 def _delivered(values: Values, deliver: Callable[[RowExchange], np.ndarray]) -> dict[str, Any]:
@@ -269,26 +293,32 @@ class Bridge:
     """One end of a bridge: the actor's first rank, or one of the role's ranks.
 
     Creating one is collective over these processes. The actor's messages reach all ranks of the
-    role; the role's first rank sends the answers. Raises RuntimeError if a process at another end
-    is gone.
+    role; the role's first rank sends the answers. A counter in the store tells ranks that do not
+    wait that a message has been sent. Raises RuntimeError if a process at another end is gone.
     """
 
     def __init__(self, store: dist.Store, *, place: int, num_far_ranks: int) -> None:
         """`place` is 0 for the actor's end, else 1 + the rank within the role."""
-        self._place = place
+        self._place, self._store, self._num_received = place, store, 0
         # Any: torch's stub leaves out its operations.
         self._group: Any = dist.ProcessGroupGloo(store, place, 1 + num_far_ranks, _PATIENCE)
 
     def send(self, message: Message) -> None:
         """Send from the actor to all ranks of the role."""
         assert self._place == _NEAR
+        self._store.add(_NUM_SENT, 1)
         for part in _encoded(message):
             self._broadcast(part)
 
     def receive(self) -> Message:
         """Receive the actor's message; on every rank of the role."""
         assert self._place != _NEAR
+        self._num_received += 1
         return _decoded(self._broadcast)
+
+    def is_called(self) -> bool:
+        """Return whether a message waits to be received; on a rank of the role. Does not block."""
+        return self._store.add(_NUM_SENT, 0) > self._num_received
 
     def send_answer(self, message: Message) -> None:
         """Send from the role's first rank to the actor; called on every rank of the role."""

@@ -58,11 +58,11 @@ def gather(mine: Any) -> list[Any] | None:
     return everyone
 
 
-def broadcast(mine: Any, source: int = 0) -> Any:
+def broadcast(mine: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
     """Return rank `source`'s object on all ranks; the others' objects are ignored."""
     shared = [mine]
-    with span("broadcast_object_list", WORLD):
-        dist.broadcast_object_list(shared, src=source, group=start())
+    with span("broadcast_object_list", COLLECTIVE if group else WORLD):
+        dist.broadcast_object_list(shared, src=source, group=group or start())
     return shared[0]
 
 

@@ -18,27 +18,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch.distributed as dist
 
 from mcore_rl.common.spans import STAGE, span
+from mcore_rl.hybrid_engine.hand_over import HandOver
 from mcore_rl.hybrid_engine.memory.offload import Offloader
-from mcore_rl.hybrid_engine.memory.usage import PeakMemory
-from mcore_rl.hybrid_engine.proof.attest import OFF, Attestor
 from mcore_rl.hybrid_engine.proof.canary import Canary
-from mcore_rl.hybrid_engine.proof.proof import Proof
 from mcore_rl.hybrid_engine.switch_report import (
     TO_ROLLOUT,
     TO_TRAIN,
     Hook,
     ReshardReport,
 )
-from mcore_rl.hybrid_engine.transfer.gather import GatherPath
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
-from mcore_rl.hybrid_engine.weight_stream import HandOverOptions, WeightStream
+from mcore_rl.hybrid_engine.weight_stream import HandOverOptions
 from mcore_rl.megatron.carried import CarriedTensors
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.megatron.shards import ModelShards
@@ -70,49 +67,38 @@ class MegatronVLLMShardingManager:
         canary: Canary | None = None,
         carried: CarriedTensors | None = None,
     ) -> None:
-        self._engine, self._rollout = engine, rollout_layout
-        self._options, self._device = options, shards.device
+        self._engine, self._rollout, self._seed = engine, rollout_layout, options.seed
         self._rank = dist.get_rank()
-        self.stream = WeightStream(shards, engine, tensors, train_layout, options, carried)
-        engine.sleep()  # training comes first
-        self._gather = GatherPath(
-            self.stream.tensors,
-            order=self.stream.order,
-            have=self.stream.holdings.have,
-            wanted=[name for name, boxes in self.stream.need.items() if boxes],
-            bucket_bytes=options.bucket_bytes,
+        self._hand_over = HandOver(
+            tensors,
+            train_layout,
+            options,
+            shards=shards,
+            engine=engine,
+            shape=shards.shape,
             device=shards.device,
-        )
-        self._offloader = offloader or Offloader(dict, frozenset(), device=shards.device)
-        self._proof = Proof(
-            engine,
-            attestor=None if options.attest == OFF else self._attestor(),
-            gather=self._gather,
             canary=canary,
-            on_repeat=self._before_repetition,
-            on_repeated=partial(self._offloader.offload, "parameters"),
+            carried=carried,
+            room=self._room_for_repetition,
         )
+        self.stream = self._hand_over.stream
+        engine.sleep()  # training comes first
+        self._offloader = offloader or Offloader(dict, frozenset(), device=shards.device)
         self._rng: RngState | None = None
         self.weight_version = 0
         self.on_reshard_start: list[Hook] = []
         self.on_reshard_end: list[Hook] = []
 
-    def _before_repetition(self) -> None:
-        """Bring the parameters back to be read again, and discard the base of the next delta."""
-        self.stream.transfer.invalidate()
+    @contextlib.contextmanager
+    def _room_for_repetition(self) -> Iterator[None]:
+        """Bring the parameters back to be read again; the KV cache may occupy their memory."""
+        self._engine.sleep()
+        self._engine.wake_weights()
         if "parameters" in self._offloader.offloaded:
             self._offloader.onload("parameters")
-
-    def _attestor(self) -> Attestor:
-        return Attestor(
-            self.stream.tensors,
-            self.stream.holdings.have,
-            self.stream.holdings.need,
-            rank=self._rank,
-            mode=self._options.attest,
-            seed=self._options.seed,
-            device=self._device,
-        )
+        yield
+        self._offloader.offload("parameters")
+        self._engine.wake_kv_cache()
 
     @span("reshard_to_rollout", STAGE)
     def __enter__(self) -> MegatronVLLMShardingManager:
@@ -122,39 +108,21 @@ class MegatronVLLMShardingManager:
         self.weight_version += 1
         begin = ReshardReport(TO_ROLLOUT, self.weight_version, 0.0)
         _call(self.on_reshard_start, begin)
-        self._proof.score_canary(self.weight_version)  # while the parameters are in place
+        self._hand_over.score_canary(self.weight_version)
         started = time.perf_counter()
         with contextlib.ExitStack() as undo:
             # A failed hand-over must not leave training without its state.
             undo.callback(self._bring_training_back)
             self._offloader.offload("gradients", "optimizer")  # before the engine allocates
-            with PeakMemory() as peak:
-                self.stream.prepare()
-                self._proof.begin(self.weight_version, self.stream.read)
-                self._engine.wake_weights()
-                attestation = self._proof.reload(self.stream.weights(), self.stream.read)
+            self._hand_over.move(self.weight_version, wake=self._engine.wake_weights)
             self._offloader.offload("parameters")  # after they are read, before the KV cache wakes
             self._engine.wake_kv_cache()
             seconds = time.perf_counter() - started
-            self._proof.check_canary(self.stream.read)
+            self._hand_over.check_canary()
             undo.pop_all()
         self._seed_rollout()
-        gathered = self._gather.received_bytes if self._proof.repeated else 0
-        report = ReshardReport(
-            TO_ROLLOUT,
-            self.weight_version,
-            duration_seconds=seconds,
-            received_bytes=self.stream.transfer.stats.received_bytes + gathered,
-            saved_bytes=self.stream.saved_bytes,
-            hidden_share=self.stream.transfer.stats.hidden_share,
-            lower_bound_bytes=self.stream.lower_bound_bytes,
-            peak_extra_bytes=peak.extra_bytes,
-            num_tensors=sum(bool(boxes) for boxes in self.stream.need.values()),
-            attested=attestation is not None,  # a failed attestation raises
-            repeated=self._proof.repeated,
-            offloaded=self._offloader.stats.of(self._offloader.offloaded),
-        )
-        _call(self.on_reshard_end, report)
+        offloaded = self._offloader.stats.of(self._offloader.offloaded)
+        _call(self.on_reshard_end, replace(self._hand_over.report(seconds), offloaded=offloaded))
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *exc: object) -> None:
@@ -197,7 +165,7 @@ class MegatronVLLMShardingManager:
     def _seed_rollout(self) -> None:
         """Seed sampling by TP group and weight version: the ranks of a group draw equal tokens."""
         group = self._rollout.tp_group_index(self._rank)
-        entropy = [self._options.seed, self.weight_version, group]
+        entropy = [self._seed, self.weight_version, group]
         seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
         self._engine.seed_sampling(seed)
 

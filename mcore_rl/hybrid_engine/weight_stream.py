@@ -2,7 +2,7 @@
 
 This module joins what Megatron holds (`megatron.shards`), what the engine needs (`vllm.needs`), the
 plan between them, and the transfer that executes it. Everything except the weights themselves is
-computed once, from the two layouts.
+computed once, from the two layouts. A rank may have both sides or one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mcore_rl.common import objects
 from mcore_rl.hybrid_engine.float8_shards import Float8Shards
@@ -22,13 +21,15 @@ from mcore_rl.hybrid_engine.plan.transfer_plan import Plan, make_plan
 from mcore_rl.hybrid_engine.plan.trees import KnownGroups, Neighbourhoods
 from mcore_rl.hybrid_engine.proof.attest import FULL
 from mcore_rl.hybrid_engine.transfer.transfer import Transfer
+from mcore_rl.hybrid_engine.transfer.worlds import DefaultWorld, World
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.carried import CarriedTensors
 from mcore_rl.megatron.shards import ModelShards
-from mcore_rl.model.boxes import Box, Boxes, intersect, uncovered, volume
+from mcore_rl.model.boxes import Box, Boxes, intersect, show, uncovered, volume
 from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.float8_blocks import Float8Weights
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.model.tensors import TensorInfo, checkpoint_tensors, is_mtp_tensor, mtp_tensors
 from mcore_rl.model.weight_map import layer_order
@@ -66,16 +67,20 @@ class Holdings:
 
     def lower_bound_bytes(self, rank: int, tensors: Mapping[str, TensorInfo]) -> int:
         """Return the minimum that `rank` must receive, over all ranks' places in rollout."""
-        places = {id(need): need for need in self.need}
+        if not self.need[rank]:
+            return 0  # it has no place in rollout
+        places = {id(need): need for need in self.need if need}
         return min(missing_bytes(tensors, self.have[rank], need) for need in places.values())
 
 
-def exchange(have: Mapping[str, Sequence[Box]], need: Mapping[str, Sequence[Box]]) -> Holdings:
-    """Exchange with all ranks what each has and needs. Collective over the world."""
+def exchange(
+    have: Mapping[str, Sequence[Box]], need: Mapping[str, Sequence[Box]], world: World
+) -> Holdings:
+    """Exchange with all ranks what each has and needs. Collective over `world`."""
     mine = tuple(
         {name: tuple(some) for name, some in boxes.items() if some} for boxes in (have, need)
     )
-    everybody = objects.all_gather(mine)
+    everybody = objects.all_gather(mine, world.control)
     known: dict[frozenset[Any], Boxes] = {}
 
     def only_one(boxes: Boxes) -> Boxes:
@@ -108,59 +113,70 @@ class WeightStream:
 
     `tensors` are the checkpoint's. Those that training holds on any rank travel. MTP layers come
     last; if they are not trained, they are `carried` for a drafter, and each rank reads its own.
+    `world` and the other arguments are those of `HandOver`.
     """
 
     def __init__(
         self,
-        shards: ModelShards,
-        engine: VLLMEngine,
         tensors: Mapping[str, TensorInfo],
         layout: TrainLayout,
         options: HandOverOptions,
+        *,
+        shards: ModelShards | None,
+        engine: VLLMEngine | None,
+        shape: ModelShape,
+        device: torch.device,
+        world: World | None = None,
         carried: CarriedTensors | None = None,
     ) -> None:
-        self._shards, self._carried = shards, carried
+        # Megatron's groups and pipelines are of the ranks of this process's default world.
+        known_layout = layout if world is None else None
+        world = world or DefaultWorld(device)
+        self._shards, self._carried, self._device = shards, carried, device
         self._float8: Float8Shards | None = None
-        served = _served(tensors, shards)
+        served = _served(tensors, shards, world)
         also = {} if carried is None else dict(carried.tensors)
-        self.tensors = with_transfer_dtype({**served, **also}, options.dtype, shards.shape)
-        if engine.float8 is not None:
-            self._float8 = Float8Shards(shards, served, engine.float8)
-            self.tensors = engine.float8.in_blocks(self.tensors)
-        self.need = engine.learn_needs(
-            {name: (i.shape, getattr(torch, i.dtype)) for name, i in self.tensors.items()}
-        )
+        self.tensors = with_transfer_dtype({**served, **also}, options.dtype, shape)
+        quantised = _quantised(engine, world)
+        if quantised is not None:
+            self.tensors = quantised.in_blocks(self.tensors)
+            if shards is not None:
+                self._float8 = Float8Shards(shards, served, quantised)
+        self.need: Boxes = {}
+        if engine is not None:
+            self.need = engine.learn_needs(
+                {name: (i.shape, getattr(torch, i.dtype)) for name, i in self.tensors.items()}
+            )
         if carried is not None:
             carried.hold(self.need)
-        self.holdings = exchange(
-            {name: self._holder(name).boxes(name) for name in self.tensors}, self.need
-        )
+        self.holdings = exchange({n: self._boxes(n) for n in self.tensors}, self.need, world)
         if self._float8 is not None:
             self._float8.share(self.holdings.have)
         # A drafter's copies of tensors that the model has are carried, too, but no rank needs them.
         also = {n: i for n, i in also.items() if any(n in need for need in self.holdings.need)}
         unused = (carried.tensors.keys() if carried is not None else set()) - also.keys()
         self.tensors = {n: i for n, i in self.tensors.items() if n not in unused}
-        drafters = {n for n in self.tensors if is_mtp_tensor(n, shards.shape.num_layers)}
+        drafters = {n for n in self.tensors if is_mtp_tensor(n, shape.num_layers)}
         self.order = [*layer_order(self.tensors.keys() - drafters), *layer_order(drafters)]
         plan = make_plan(
             self.tensors,
             order=self.order,
             have=self.holdings.have,
             need=self.holdings.need,
-            near=_near(layout, options.ranks_per_node or layout.world_size),
-            groups=KnownGroups(layout.groups().values()),
+            near=_near(world.size, options.ranks_per_node or world.size, known_layout),
+            groups=None if known_layout is None else KnownGroups(known_layout.groups().values()),
         )
         self.transfer = Transfer(
             plan,
             self.tensors,
-            bucket_bytes=min(options.bucket_bytes, _enough_to_overlap(plan, layout.world_size)),
+            bucket_bytes=min(options.bucket_bytes, _enough_to_overlap(plan, world.size)),
             delta=options.delta,
             full_every=options.full_every,
-            groups=_groups(layout),
-            device=shards.device,
+            groups=None if known_layout is None else _groups(known_layout),
+            world=world,
+            device=device,
         )
-        rank = dist.get_rank()
+        rank = world.rank
         self.lower_bound_bytes = self.holdings.lower_bound_bytes(rank, self.tensors)
         before = {name: info.itemsize for name, info in served.items()}  # scales are added
         self._saved_by_dtype = sum(
@@ -184,7 +200,7 @@ class WeightStream:
 
         Collective; must be exhausted. Yields only tensors that this rank needs, one after the
         other, each in one or more parts: the slices held here, then those of each bucket. A part is
-        valid until the next one is requested.
+        valid until the next one is requested. On a rank without an engine it yields nothing.
         """
         with contextlib.closing(self.transfer.stream(self.read)) as arriving:
             ahead = next(arriving, None)
@@ -200,8 +216,8 @@ class WeightStream:
     def _own_pieces(self, name: str) -> list[tuple[Box, torch.Tensor]]:
         """Return what this rank needs and holds already, each element once."""
         found: list[tuple[Box, torch.Tensor]] = []
-        for needed in self.need[name]:
-            for held in self._holder(name).boxes(name):
+        for needed in self.need.get(name, ()):
+            for held in self._boxes(name):
                 shared = intersect(needed, held)
                 rest = [] if shared is None else uncovered(shared, [box for box, _ in found])
                 found.extend((box, self.read(name, box)) for box in rest)
@@ -213,11 +229,17 @@ class WeightStream:
 
     def read(self, name: str, box: Box, at: Any = ...) -> torch.Tensor:
         """Return a slice that this rank holds, or its part `at`, in the dtype it travels in."""
-        values = self._holder(name).read(name, box, at)
-        return values.to(self._shards.device, getattr(torch, self.tensors[name].dtype))
+        holder = self._holder(name)
+        if holder is None:
+            raise RuntimeError(f"{name}{show(box)} was read on a rank without Megatron")
+        return holder.read(name, box, at).to(self._device, getattr(torch, self.tensors[name].dtype))
 
-    def _holder(self, name: str) -> ModelShards | Float8Shards | CarriedTensors:
-        """Return the holder of this rank's slices of a tensor."""
+    def _boxes(self, name: str) -> tuple[Box, ...]:
+        holder = self._holder(name)
+        return () if holder is None else holder.boxes(name)
+
+    def _holder(self, name: str) -> ModelShards | Float8Shards | CarriedTensors | None:
+        """Return the holder of this rank's slices of a tensor; None: it can hold none."""
         if self._carried is not None and name in self._carried.tensors:
             return self._carried
         return self._float8 or self._shards
@@ -242,18 +264,28 @@ def _groups(layout: TrainLayout) -> dict[frozenset[int], Any]:
     return found
 
 
-def _near(layout: TrainLayout, ranks_per_node: int) -> Neighbourhoods:
-    ranks = range(layout.world_size)
+def _near(world_size: int, ranks_per_node: int, layout: TrainLayout | None) -> Neighbourhoods:
+    ranks = range(world_size)
     return Neighbourhoods(
         node=tuple(rank // ranks_per_node for rank in ranks),
-        pipeline=tuple(layout.pp_group(rank)[0] for rank in ranks),
+        pipeline=tuple(0 if layout is None else layout.pp_group(rank)[0] for rank in ranks),
     )
 
 
-def _served(tensors: Mapping[str, TensorInfo], shards: ModelShards) -> dict[str, TensorInfo]:
+def _served(
+    tensors: Mapping[str, TensorInfo], shards: ModelShards | None, world: World
+) -> dict[str, TensorInfo]:
     """Return the tensors that travel: those that training holds on any rank."""
-    trained = set().union(*objects.all_gather(shards.tensors()))
+    held = () if shards is None else shards.tensors()
+    trained = set().union(*objects.all_gather(held, world.control))
     return {name: info for name, info in tensors.items() if name in trained}
+
+
+def _quantised(engine: VLLMEngine | None, world: World) -> Float8Weights | None:
+    """Return the engines' weights in FP8 blocks on all ranks; the last one has an engine."""
+    mine = None if engine is None else engine.float8
+    found: Float8Weights | None = objects.broadcast(mine, world.size - 1, world.control)
+    return found
 
 
 def with_transfer_dtype(

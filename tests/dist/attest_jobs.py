@@ -17,6 +17,7 @@ from mcore_rl.hybrid_engine.proof.canary import Canary
 from mcore_rl.hybrid_engine.proof.proof import Proof
 from mcore_rl.hybrid_engine.transfer.gather import GatherPath
 from mcore_rl.hybrid_engine.transfer.transfer import Transfer
+from mcore_rl.hybrid_engine.transfer.worlds import DefaultWorld
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.hybrid_engine.weight_stream import _near, exchange
 from mcore_rl.model.boxes import full_box, volume
@@ -66,9 +67,9 @@ class Bench:
         self.engine = VLLMEngine(engine_config(self.job, load_format="auto"))
         self.from_disk = stored_digests(self.engine)
         self.manager = manager = build_manager(self.job, self.shards, self.engine)
-        self.holdings = exchange(
-            {name: self.shards.boxes(name) for name in manager.stream.tensors}, manager.stream.need
-        )
+        self.world = DefaultWorld(self.shards.device)
+        held = {name: self.shards.boxes(name) for name in manager.stream.tensors}
+        self.holdings = exchange(held, manager.stream.need, self.world)
         tokens = random_tokens(self.job.spec.shape.vocab_size).tolist()
         self.canary = Canary(actor.log_probs, tokens, interval=1, tolerance=CANARY_TOLERANCE)
         self.gather = GatherPath(
@@ -89,7 +90,6 @@ class Bench:
             self.manager.stream.tensors,
             self.holdings.have,
             self.holdings.need,
-            rank=dist.get_rank(),
             mode=mode,
         )
         finish = attestor.finish
@@ -105,11 +105,20 @@ class Bench:
 
         self.proof = Proof(
             self.engine,
+            world=self.world,
             attestor=attestor,
             gather=self.gather,
             canary=self.canary if with_canary else None,
             on_repeat=invalidate,
+            room=self.engine_reloadable,
         )
+
+    @contextlib.contextmanager
+    def engine_reloadable(self) -> Iterator[None]:
+        self.engine.sleep()
+        self.engine.wake_weights()
+        yield
+        self.engine.wake_kv_cache()
 
     def switch(self, fault: Fault | None = None) -> dict[str, Any]:
         """One hand-over, with a fault in it; everything that is to be known of it."""
@@ -198,7 +207,7 @@ class Bench:
             order=manager.stream.order,
             have=self.holdings.have,
             need=[*need[1:], need[0]],
-            near=_near(self.job.spec.train_layout, dist.get_world_size()),
+            near=_near(self.world.size, self.world.size, self.job.spec.train_layout),
         )
         stale = Transfer(plan, manager.stream.tensors, bucket_bytes=1 << 20, device="cpu")
         patch = mock.patch.object(manager.stream, "transfer", stale)

@@ -44,7 +44,13 @@ def hand_overs(flags: list[str], powers_of_two: bool) -> dict[str, Any]:
     options = HandOverOptions(seed=1, delta=True, full_every=100)
     streams = {
         name: WeightStream(
-            shards, GivenNeeds(float8), job.spec.checkpoint.tensors, job.spec.train_layout, options
+            job.spec.checkpoint.tensors,
+            job.spec.train_layout,
+            options,
+            shards=shards,
+            engine=GivenNeeds(float8),
+            shape=shards.shape,
+            device=shards.device,
         )
         for name, float8 in (("float8", quantised), ("bf16", None))
     }
@@ -61,7 +67,6 @@ def hand_overs(flags: list[str], powers_of_two: bool) -> dict[str, Any]:
         stream.tensors,
         stream.holdings.have,
         stream.holdings.need,
-        rank=dist.get_rank(),
         mode=FULL,
     )
     found: dict[str, Any] = {

@@ -305,7 +305,7 @@ def world_of_one() -> Iterator[None]:
 def test_loaded_parts_add_up_to_the_hashes_of_the_cells(boxes: list[Box]) -> None:
     data, box_of_all = values((12, 8)), whole((12, 8))
     need: list = [{"w": [box_of_all]}, {}, {}]
-    attestor = Attestor(INFO, HAVE, need, rank=0, mode="full")
+    attestor = Attestor(INFO, HAVE, need, mode="full")
     attestor.begin(1, cut_of(data))
     disjoint: list[Box] = []
     for box in boxes:

@@ -30,6 +30,7 @@ from mcore_rl.common import objects
 from mcore_rl.hybrid_engine.plan.buckets import cut
 from mcore_rl.hybrid_engine.plan.cells import Cell, make_cells
 from mcore_rl.hybrid_engine.proof.slice_hash import HostBits, Place, Sample, host_bits, tensor_key
+from mcore_rl.hybrid_engine.transfer.worlds import DefaultWorld, World
 from mcore_rl.model.boxes import Box, Boxes, contains, intersect, relative, show, slices, volume
 from mcore_rl.model.tensors import TensorInfo
 
@@ -99,8 +100,9 @@ class Attestor:
         engine.reload(weights, attestor.note)            hash what the loaders took
         attestor.finish(fault)                           compare: collective over the world
 
-    `have` and `need` are the boxes of all ranks, as they are exchanged for planning. The
-    collective's tensor is on `device`. `mode` FULL hashes every element, SAMPLE one row of 32 (see
+    The world is by default the job's; the ranks in an `Attestation` are ranks of it. `have` and
+    `need` are the boxes of all ranks, as they are exchanged for planning. The collective's tensor
+    is on `device`. `mode` FULL hashes every element, SAMPLE one row of 32 (see
     `slice_hash.Sample`); both check that every needed element was read.
     """
 
@@ -110,15 +112,17 @@ class Attestor:
         have: Sequence[Boxes],
         need: Sequence[Boxes],
         *,
-        rank: int,
         mode: str,
         seed: int = 0,
         device: torch.device | str = "cpu",
+        world: World | None = None,
     ) -> None:
         assert mode in (FULL, SAMPLE), mode
         self.mode = mode
-        self._tensors, self._rank, self._seed = tensors, rank, seed
+        self._tensors, self._seed = tensors, seed
         self._device = torch.device(device)
+        self._world = world or DefaultWorld(self._device)
+        self._rank = rank = self._world.rank
         cells = make_cells(tensors, have, need)
         self._num_cells = sum(map(len, cells.values()))
         self._owned = [
@@ -163,7 +167,7 @@ class Attestor:
             self._fault = str(error)
         self._expected = self._source.sums(self._num_cells, self._device)
         # int64 wraps around, as the hashes do
-        self._exchange = dist.all_reduce(self._expected, async_op=True)
+        self._exchange = dist.all_reduce(self._expected, group=self._world.everyone, async_op=True)
 
     def repeat(self) -> None:
         """Restart with the same version, and discard the hashes of what was loaded so far."""
@@ -212,10 +216,11 @@ class Attestor:
         mine = self._mismatches(expected)
         faults = [text for text in (self._fault, fault) if text is not None]
         count = torch.tensor([len(mine) + len(faults)], device=self._device)
-        dist.all_reduce(count)
+        dist.all_reduce(count, group=self._world.everyone)
         reports: list[Any] = []
         if count.item():
-            reports = objects.all_gather((len(mine), mine[:_SHOWN], faults))
+            mine_and_faults = (len(mine), mine[:_SHOWN], faults)
+            reports = objects.all_gather(mine_and_faults, self._world.control)
         return Attestation(
             mode=self.mode,
             weight_version=self._version,

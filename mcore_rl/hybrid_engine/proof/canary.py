@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike
 from mcore_rl.batching.train_batches import batch_of_tokens
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.common import objects
+from mcore_rl.hybrid_engine.transfer.worlds import World
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 
 LogProbs = Callable[[TrainBatch], torch.Tensor]  # [t] float32, as `Actor.log_probs`
@@ -60,14 +61,15 @@ class Canary:
 
     `tolerance` limits the mean |difference| of a prompt's log-probs, in nats; with 0 only a nan
     exceeds it. `log_probs` is Megatron's scoring without temperature (see `megatron_log_probs`,
-    also for `count_multiple_of`). `prompts` are token ids, the same on all ranks. Call `score`
-    while Megatron's parameters are in place, that is before rollout mode, and `compare` once the
-    engine can generate; both are collective over the world.
+    also for `count_multiple_of`); None on ranks without Megatron, which get the scores of rank 0.
+    `prompts` are token ids, the same on all ranks. Call `score` while Megatron's parameters are in
+    place, that is before rollout mode, and `compare` once the engine can generate. `score` is
+    collective over Megatron's ranks, `compare` over the world.
     """
 
     def __init__(
         self,
-        log_probs: LogProbs,
+        log_probs: LogProbs | None,
         prompts: Sequence[Sequence[int]],
         *,
         interval: int,
@@ -89,16 +91,24 @@ class Canary:
         return (weight_version - 1) % self._interval == 0
 
     def score(self) -> None:
-        """Score the prompts with Megatron, for the next `compare`."""
-        self._megatron = megatron_log_probs(
-            self._log_probs, self._prompts, count_multiple_of=self._count_multiple_of
-        )
+        """Score the prompts with Megatron, if it is here, for the next `compare`."""
+        if self._log_probs is not None:
+            self._megatron = megatron_log_probs(
+                self._log_probs, self._prompts, count_multiple_of=self._count_multiple_of
+            )
 
-    def compare(self, engine: VLLMEngine, weight_version: int) -> CanaryResult:
-        """Score the prompts with every engine, and compare with the last `score`."""
-        assert self._megatron, "compare before score"
-        means, largest = differences(self._megatron, engine.prompt_log_probs(self._prompts))
-        everywhere = objects.all_gather((means, largest))
+    def compare(self, engine: VLLMEngine | None, weight_version: int, world: World) -> CanaryResult:
+        """Score the prompts with every engine, and compare with the last `score`.
+
+        `engine` is None on ranks without one. Rank 0 of `world` has Megatron.
+        """
+        of_first = objects.broadcast(self._megatron, group=world.control)
+        ours = self._megatron or of_first
+        assert ours, "compare before score"
+        mine = None
+        if engine is not None:
+            mine = differences(ours, engine.prompt_log_probs(self._prompts))
+        everywhere = [found for found in objects.all_gather(mine, world.control) if found]
         return CanaryResult(
             weight_version=weight_version,
             mean_abs_differences=_worst([found for found, _ in everywhere]),

@@ -9,14 +9,16 @@ All ranks reach the same result and take the same path.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
-import torch.distributed as dist
-
+from mcore_rl.common import objects
 from mcore_rl.hybrid_engine.proof.attest import Attestation, Attestor, ReadSlice
 from mcore_rl.hybrid_engine.proof.canary import Canary, CanaryResult
 from mcore_rl.hybrid_engine.transfer.gather import GatherPath
+from mcore_rl.hybrid_engine.transfer.worlds import World
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.hybrid_engine.vllm.reload import Weights
 
@@ -24,27 +26,29 @@ logger = logging.getLogger(__name__)
 
 
 class Proof:
-    """Reload of an engine with proof. All methods are collective over the world.
+    """Reload of the engines of `world` with proof. All methods are collective over it.
 
-    Without an attestor nothing is hashed, and errors are raised unchanged. `on_repeat` is called on
-    all ranks before a hand-over is repeated: the other path's copies of the last version must not
-    be used again. `on_repeated` is called after a repetition that canaries caused: as after the
-    first hand-over, no parameter is read any more, and the KV cache wakes next.
+    `engine` is None on ranks that only send. Without an attestor nothing is hashed; an error is
+    raised unchanged where it occurred, and as RuntimeError on the other ranks. `on_repeat` is
+    called on all ranks before a hand-over is repeated: the other path's copies of the last version
+    must not be used again. `room` is entered around a repetition that canaries caused, which reads
+    the parameters again and reloads an engine that is ready to generate.
     """
 
     def __init__(
         self,
-        engine: VLLMEngine,
+        engine: VLLMEngine | None,
         *,
+        world: World,
         attestor: Attestor | None,
         gather: GatherPath,
         canary: Canary | None = None,
         on_repeat: Callable[[], None] = lambda: None,
-        on_repeated: Callable[[], None] = lambda: None,
+        room: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        self._engine, self._attestor, self._gather = engine, attestor, gather
-        self._canary = canary
-        self._on_repeat, self._on_repeated = on_repeat, on_repeated
+        self._engine, self._world = engine, world
+        self._attestor, self._gather, self._canary = attestor, gather, canary
+        self._on_repeat, self._room = on_repeat, room
         self._version = 0
         self.repeated = False  # whether the last hand-over was repeated by the plain gather
 
@@ -79,12 +83,8 @@ class Proof:
             return None
         result = self._compared(self._canary)
         if not result.ok and not self.repeated:
-            # The KV cache may occupy the memory of the parameters that are read.
-            self._engine.sleep()
-            self._engine.wake_weights()
-            self._repeat(str(result), read)
-            self._on_repeated()
-            self._engine.wake_kv_cache()
+            with self._room():
+                self._repeat(str(result), read)
             result = self._compared(self._canary)
         if not result.ok:
             raise RuntimeError(
@@ -95,13 +95,13 @@ class Proof:
         return result
 
     def _compared(self, canary: Canary) -> CanaryResult:
-        result = canary.compare(self._engine, self._version)
-        if dist.get_rank() == 0:
+        result = canary.compare(self._engine, self._version, self._world)
+        if self._world.rank == 0:
             logger.info("[Canary] %s", result)
         return result
 
     def _repeat(self, reason: str, read: ReadSlice) -> Attestation | None:
-        if dist.get_rank() == 0:
+        if self._world.rank == 0:
             logger.warning("%s; the hand-over is repeated by the plain gather", reason)
         self.repeated = True
         self._on_repeat()
@@ -113,13 +113,24 @@ class Proof:
         return attestation
 
     def _load(self, weights: Weights) -> Attestation | None:
-        if self._attestor is None:
-            self._engine.reload(weights)
-            return None
-        fault: str | None = None
+        fault: Exception | None = None
         try:
-            self._engine.reload(weights, self._attestor.note)
+            if self._engine is None:
+                for _ in weights:  # yields nothing here, and sends what this rank holds
+                    pass
+            else:
+                note = None if self._attestor is None else self._attestor.note
+                self._engine.reload(weights, note)
         except Exception as error:  # of any type: it must be reported to all ranks
             logger.debug("a hand-over failed on this rank", exc_info=True)
-            fault = str(error) or repr(error)
-        return self._attestor.finish(fault)
+            fault = error
+        text = None if fault is None else str(fault) or repr(fault)
+        if self._attestor is not None:
+            return self._attestor.finish(text)
+        texts = objects.all_gather(text, self._world.control)
+        if fault is not None:
+            raise fault
+        for rank, other in enumerate(texts):
+            if other is not None:
+                raise RuntimeError(f"the hand-over failed on rank {rank}: {other}")
+        return None

@@ -18,12 +18,13 @@ import torch.distributed as dist
 
 from mcore_rl.hybrid_engine.plan.buckets import cut
 from mcore_rl.hybrid_engine.transfer.transfer import ReadSlice
+from mcore_rl.hybrid_engine.transfer.worlds import DefaultWorld, World
 from mcore_rl.model.boxes import Box, Boxes, extent, full_box, show, slices, uncovered, volume
 from mcore_rl.model.tensors import TensorInfo
 
 
 class GatherPath:
-    """A source of complete tensors for the engines. Constructing it is not collective.
+    """A source of complete tensors for the engines, by default over the job's world.
 
     `order` names the tensors in the order in which they travel; `have[rank]` are that rank's boxes;
     `wanted` are the tensors that this rank's engine reads. A message is at most `bucket_bytes`, or
@@ -39,10 +40,12 @@ class GatherPath:
         wanted: Collection[str],
         bucket_bytes: int,
         device: torch.device | str,
+        world: World | None = None,
     ) -> None:
         self._tensors, self._order, self._have = tensors, order, have
         self._wanted, self._bucket_bytes, self._device = frozenset(wanted), bucket_bytes, device
-        self._rank = dist.get_rank()
+        self._world = world or DefaultWorld(torch.device(device))
+        self._rank = self._world.rank
         self.received_bytes = 0  # in the last run, counted at the calls
 
     def weights(self, read: ReadSlice) -> Iterator[tuple[str, torch.Tensor]]:
@@ -95,6 +98,7 @@ class GatherPath:
 
     def _broadcast(self, data: torch.Tensor, source: int) -> None:
         # As bytes: gloo does not support every dtype.
-        dist.broadcast(data.view(-1).view(torch.uint8), src=source)
+        flat = data.view(-1).view(torch.uint8)
+        dist.broadcast(flat, src=source, group=self._world.everyone)
         if source != self._rank:
             self.received_bytes += data.nbytes

@@ -33,12 +33,16 @@ _POLL_SECONDS = (0.002, 0.25)  # first and longest pause between two polls of th
 class World(Protocol):
     """Ranks 0 to `size - 1`; this process is `rank`.
 
-    `control` is a gloo group of all ranks, for messages other than weights.
+    `control` is a gloo group of all ranks, for messages other than weights; `everyone` is one for
+    tensors on the device, of which the first use is collective.
     """
 
     rank: int
     size: int
     control: Any
+
+    @property
+    def everyone(self) -> Any: ...
 
     def new_group(self, ranks: Sequence[int]) -> Any:
         """Create a process group over `ranks`; its calls' `src` and `dst` are ranks of this world.
@@ -55,7 +59,7 @@ class DefaultWorld:
     def __init__(self, device: torch.device) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._backend = "gloo" if device.type == "cpu" else None
-        self.control = objects.start()
+        self.control, self.everyone = objects.start(), dist.group.WORLD
 
     def new_group(self, ranks: Sequence[int]) -> Any:
         # torch's default is 30 minutes for gloo and 10 for NCCL, whatever the world's timeout is.
@@ -71,7 +75,7 @@ class JoinedWorld:
     """Processes of several jobs that meet in a store, in addition to their default process groups.
 
     Constructing it is collective over `size` processes with the same `store` and `name`. `backend`
-    is that of the groups of `new_group`, "gloo" or "nccl"; `exchange` always uses gloo. No wait is
+    is that of `everyone` and `new_group`, "gloo" or "nccl"; `exchange` always uses gloo. No wait is
     longer than `timeout_seconds`. `check`, which may also be set later, is called while this rank
     waits in `meet`; an exception from it fails the world. After a failure only `close` is possible.
 
@@ -98,6 +102,13 @@ class JoinedWorld:
         self._num_groups = self._num_meetings = 0
         self.meet()
         self.control = self._make_group(range(size), "gloo")
+        self._everyone: Any = None
+
+    @property
+    def everyone(self) -> Any:
+        if self._everyone is None:
+            self._everyone = self.new_group(range(self.size))
+        return self._everyone
 
     def new_group(self, ranks: Sequence[int]) -> Any:
         return self._make_group(ranks, self._backend)
@@ -190,7 +201,7 @@ class JoinedWorld:
                 dist.destroy_process_group(group)
         self._groups.clear()
         # The sockets close with the last reference, here or in objects made from a group.
-        self.control = None
+        self.control = self._everyone = None
 
 
 def host_store(address: str, port: int, timeout_seconds: float) -> dist.TCPStore:

@@ -36,11 +36,12 @@ from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.job.inputs import check_data
 from mcore_rl.job.start import job_from_args, start
 from mcore_rl.model.quantization import FP8
-from mcore_rl.model.roles import ACTOR
+from mcore_rl.model.roles import ACTOR, ROLLOUT
 from mcore_rl.observe.progress import run_facts
 from mcore_rl.rollout.collector import Collected
 from mcore_rl.rollout.evaluation import is_due
 from mcore_rl.trainer.build import Parts, build
+from mcore_rl.trainer.engine_ranks import serve_engines
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Updates
 from mcore_rl.trainer.models import serve_role
@@ -265,7 +266,10 @@ def _run_role(
 ) -> None:
     if job.world.role != ACTOR:
         setup_logging(quiet=True)
-        serve_role(job, model_provider, log=log)
+        if job.world.role == ROLLOUT:
+            serve_engines(job, log=log)
+        else:
+            serve_role(job, model_provider, log=log)
         return
     setup_logging()  # the actor's first rank may differ from the job's
     train(Run(job, build(job, model_provider, log=log)))

@@ -120,7 +120,7 @@ class MegatronVLLMShardingManager:
             seconds = time.perf_counter() - started
             self._hand_over.check_canary()
             undo.pop_all()
-        self._seed_rollout()
+        seed_sampling(self._engine, self._rollout, self._seed, self.weight_version)
         offloaded = self._offloader.stats.of(self._offloader.offloaded)
         _call(self.on_reshard_end, replace(self._hand_over.report(seconds), offloaded=offloaded))
         return self
@@ -162,12 +162,14 @@ class MegatronVLLMShardingManager:
         self._rng.restore()
         self._rng = None
 
-    def _seed_rollout(self) -> None:
-        """Seed sampling by TP group and weight version: the ranks of a group draw equal tokens."""
-        group = self._rollout.tp_group_index(self._rank)
-        entropy = [self._seed, self.weight_version, group]
-        seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
-        self._engine.seed_sampling(seed)
+
+def seed_sampling(
+    engine: VLLMEngine, layout: RolloutLayout, seed: int, weight_version: int
+) -> None:
+    """Seed sampling by TP group and weight version: the ranks of a group draw equal tokens. On the
+    ranks of engines, whose world `layout` divides."""
+    entropy = [seed, weight_version, layout.tp_group_index(dist.get_rank())]
+    engine.seed_sampling(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
 
 
 def _call(hooks: list[Hook], report: ReshardReport) -> None:

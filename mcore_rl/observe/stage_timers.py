@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from mcore_rl.common.spans import STAGE, span
 from mcore_rl.observe.watchdog import StageWatchdog
 
-STAGES = ("data", "rollout", "reward", "log_probs", "advantages", "train", "checkpoint", "eval")
+STAGES = (
+    *("data", "rollout", "reward", "log_probs", "advantages", "train", "checkpoint", "eval"),
+    *("reshard_to_rollout", "reshard_to_train"),
+)
 
 
 class StageTimers:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,15 +27,15 @@ from mcore_rl.config import RLConfig
 from mcore_rl.data.prompts import PromptDataset, load_prompt_files
 from mcore_rl.data.tokenizer_process import close_all
 from mcore_rl.hybrid_engine.memory.offload import Offloader, kinds_at_start, offload_kinds
-from mcore_rl.hybrid_engine.proof.canary import NUM_PROMPTS, Canary
+from mcore_rl.hybrid_engine.proof.canary import Canary
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
-from mcore_rl.hybrid_engine.weight_stream import HandOverOptions
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.carried import CarriedTensors
 from mcore_rl.megatron.hf_checkpoint import fingerprint
 from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.model.roles import ROLLOUT
 from mcore_rl.moe.expert_load import ExpertLoad
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.trace import Tracer
@@ -53,17 +54,21 @@ from mcore_rl.trainer.models import (
     reward_role,
 )
 from mcore_rl.trainer.recorder import RunRecorder
-from mcore_rl.trainer.resume.point import ROLLOUT, ResumePoint, find_resume_point
+from mcore_rl.trainer.resume import point as resume_point
+from mcore_rl.trainer.resume.point import ResumePoint, find_resume_point
 from mcore_rl.trainer.resume.trainer_state import LOADED, date_of_checkpoints
-from mcore_rl.trainer.roles.remote import LocalRole, Role
+from mcore_rl.trainer.roles.remote import LocalRole, RemoteRole, Role
 from mcore_rl.trainer.rollouts import (
     LocalRollouts,
     Rollouts,
     Start,
     build_sampling,
     engine_config,
+    hand_over_options,
+    make_canary,
 )
 from mcore_rl.trainer.saver import RunSaver
+from mcore_rl.trainer.separate import RemoteSampleStore, connect_engines, start_engines
 
 logger = logging.getLogger(__name__)
 
@@ -78,14 +83,19 @@ class Inputs:
     point: ResumePoint | None  # None: nothing is resumed
     began_with: str  # see `TrainerState`
 
-    def start(self, job: Job, num_steps: int) -> Start:
+    @property
+    def weight_version(self) -> int:
+        """The number of hand-overs before."""
+        return 0 if self.point is None else self.point.state.weight_version
+
+    def start(self, job: Job, num_steps: int = 0) -> Start:
         """Return what sampling begins with after `num_steps` steps."""
         point = self.point
         position = num_steps * job.config.trainer.num_prompts_per_step
         folder = None
         if point is not None:
             position = point.state.sampler_position
-            folder = point.folder / ROLLOUT if point.same_prompts else None
+            folder = point.folder / resume_point.ROLLOUT if point.same_prompts else None
         return Start(self.prompts, self.eval_prompts, self.day, position, folder)
 
 
@@ -140,10 +150,16 @@ def build(
     started = time.perf_counter()
     note_stage("building the models")
     inputs = read_inputs(job)
-    models = build_models(job, inputs, model_provider, log=log)
+    engines = None
+    if job.spec.roles.is_apart(ROLLOUT):
+        engines = start_engines(job, inputs.start(job).fingerprints, inputs.day)
+    models = build_models(job, inputs, model_provider, engines, log=log)
     watchdog = _watchdog(job)
     timers = StageTimers(watchdog)
-    rollouts = build_rollouts(job, inputs, models, timers, log=log)
+    if engines is None:
+        rollouts = build_rollouts(job, inputs, models, timers, log=log)
+    else:
+        rollouts = connect_rollouts(job, inputs, models, timers, engines)
     saver = RunSaver(
         job,
         state=models.state,
@@ -184,14 +200,18 @@ def build_models(
     job: Job,
     inputs: Inputs,
     model_provider: Callable[..., Any] | None = None,
+    engines: RemoteRole | None = None,
     *,
     log: TextIO | None = None,
 ) -> Models:
-    """Build actor, critic and learner. Collective."""
+    """Build actor, critic and learner. Collective. `engines` are given if they have ranks of their
+    own."""
     state, shards = build_actor(job, model_provider, log=log)
     # On ranks of its own it is built while the engines start.
     critic = critic_role(job, model_provider, iteration=state.iteration, log=log)
     sample_store = new_sample_store(job)
+    if engines is not None:
+        sample_store = new_sample_store(job, partial(RemoteSampleStore, engines))
     learner = build_learner(
         job, state, shards, critic, inputs.point, log=log, sample_store=sample_store
     )
@@ -211,12 +231,26 @@ def build_rollouts(
     with offloader.all_offloaded():
         engine = VLLMEngine(engine_config(job))
         manager = build_manager(job, models.shards, engine, canary=canary, offloader=offloader)
-    if inputs.point is not None:
-        manager.weight_version = inputs.point.state.weight_version
+    manager.weight_version = inputs.weight_version
     reward_model = reward_role(job, log=log)
     start = inputs.start(job, models.state.iteration)
     sampling = build_sampling(job, engine, models.sample_store, reward_model, start, timers)
     return LocalRollouts(sampling, manager, models.sample_store, reward_model)
+
+
+def connect_rollouts(
+    job: Job, inputs: Inputs, models: Models, timers: StageTimers, engines: RemoteRole
+) -> Rollouts:
+    """Plan the hand-over with engines on ranks of their own. Collective; waits for these."""
+    canary = build_canary(job, models.state, inputs.prompts)
+    assert isinstance(models.sample_store, RemoteSampleStore)
+    start = inputs.start(job, models.state.iteration)
+    note_stage("waiting for the engines")
+    rollouts = connect_engines(
+        job, engines, models.shards, models.sample_store, canary, start, timers
+    )
+    rollouts.manager.weight_version = inputs.weight_version
+    return rollouts
 
 
 def _date(job: Job) -> str:
@@ -337,24 +371,13 @@ def build_manager(
     offloader: Offloader | None = None,
 ) -> MegatronVLLMShardingManager:
     """Build the sharding manager of a job; the engine sleeps from here on. Collective."""
-    dtype = job.config.weight_sync.reshard_dtype
-    if job.config.trainer.precision == "fp16" and dtype == "checkpoint":
-        dtype = "fp16"  # of actor and engines: the checkpoint's bf16 has three bits less
     return MegatronVLLMShardingManager(
         shards,
         engine,
         job.spec.checkpoint.tensors,
         job.spec.train_layout,
         job.spec.rollout_layout,
-        HandOverOptions(
-            seed=job.args.seed,
-            bucket_bytes=job.config.weight_sync.reshard_bucket_mb << 20,
-            ranks_per_node=job.spec.ranks_per_node,
-            dtype=dtype,
-            delta=job.config.weight_sync.reshard_delta,
-            full_every=job.config.weight_sync.reshard_full_interval,
-            attest=job.config.weight_sync.attest,
-        ),
+        hand_over_options(job),
         offloader=offloader,
         canary=canary,
         carried=None if engine.drafter is None else CarriedTensors(job.spec.checkpoint),
@@ -388,15 +411,6 @@ def build_canary(
     job: Job, state: megatron_adapter.TrainState, prompts: PromptDataset
 ) -> Canary | None:
     """Build the canary of `--rl-canary-interval`, over the first of `prompts`."""
-    interval = job.config.weight_sync.canary_interval
-    if interval == 0:
-        return None
-    rows = [prompts[row] for row in range(min(NUM_PROMPTS, len(prompts)))]
-    return Canary(
-        # vLLM scores prompts untempered, at any sampling temperature of the policy.
-        Actor(job, state, temperature=1.0).log_probs,
-        [prompt.token_ids.tolist() for prompt in rows],
-        interval=interval,
-        tolerance=job.config.weight_sync.canary_tolerance,
-        count_multiple_of=job.micro_batching().count_multiple_of,
-    )
+    # vLLM scores prompts untempered, at any sampling temperature of the policy.
+    log_probs = Actor(job, state, temperature=1.0).log_probs
+    return make_canary(job, log_probs, prompts, job.micro_batching().count_multiple_of)

@@ -23,10 +23,10 @@ from mcore_rl.megatron.hf_checkpoint import check_complete, load_into_megatron
 from mcore_rl.megatron.model_provider import make_actor_provider
 from mcore_rl.megatron.policy_head import make_policy_provider
 from mcore_rl.megatron.shards import ModelShards
-from mcore_rl.model.roles import CRITIC, REWARD
+from mcore_rl.model.roles import CRITIC, REWARD, ROLLOUT
 from mcore_rl.moe.routing import OFF, R3
 from mcore_rl.moe.routing_replay import RoutingReplay
-from mcore_rl.rollout.sample_store import SampleStore
+from mcore_rl.rollout.sample_store import JointRanks, SampleStore
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Learner
@@ -113,15 +113,26 @@ def build_learner(
     )
 
 
-def new_sample_store(job: Job) -> SampleStore:
-    """Return an empty store of a step's samples, and of their experts if training uses them."""
+def new_sample_store(job: Job, make: Callable[..., SampleStore] = SampleStore) -> SampleStore:
+    """Return an empty store of a step's samples, and of their experts if training uses them; `make`
+    is a subclass."""
     routed = job.spec.routed_layers if job.config.trainer.routing_replay == R3 else None
-    return SampleStore(
+    ranks, roles = None, job.spec.roles
+    if roles.is_apart(ROLLOUT):
+        num_trainers, is_engine = len(roles.actor), job.world.role == ROLLOUT
+        ranks = JointRanks(
+            dist.get_rank() + num_trainers * is_engine,
+            num_trainers + len(roles.rollout),
+            num_trainers,
+            job.world.joint_groups[ROLLOUT].exchange,
+        )
+    return make(
         job.spec.train_layout,
         job.spec.rollout_layout,
         job.spec.layers,
         routed,
         has_turns=job.config.environments.environment is not None,
+        ranks=ranks,
     )
 
 

@@ -13,15 +13,23 @@ from types import TracebackType
 from typing import Protocol, Self
 
 import torch
+import torch.distributed as dist
 
 from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.data.prompts import PromptDataset
 from mcore_rl.environments.conversation import ConversationTokens
 from mcore_rl.environments.interface import EnvironmentSpec
+from mcore_rl.hybrid_engine.hand_over import HandOver
+from mcore_rl.hybrid_engine.proof.canary import NUM_PROMPTS, Canary, LogProbs
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.switch_report import Hook
+from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.hybrid_engine.vllm.startup import EngineConfig
+from mcore_rl.hybrid_engine.weight_stream import HandOverOptions
+from mcore_rl.megatron.carried import CarriedTensors
+from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.model.roles import ROLLOUT
 from mcore_rl.model.speculation import parse_speculation
 from mcore_rl.moe.routing import R3
 from mcore_rl.observe.stage_timers import StageTimers
@@ -33,6 +41,9 @@ from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.roles.remote import Role
 from mcore_rl.trainer.roles.reward_model import ModelReward
+
+# Engines take minutes to start. A process that is gone ends the connections of the others.
+_PATIENCE_SECONDS = 7.0 * 24 * 3600
 
 
 class WeightSync(Protocol):
@@ -161,8 +172,13 @@ class Start:
     prompts: PromptDataset
     eval_prompts: PromptDataset | None
     day: str  # for chat templates
-    position: int  # prompts drawn before
+    position: int = 0  # prompts drawn before
     folder: Path | None = None  # what `Rollouts.save` wrote, if the run resumes
+
+    @property
+    def fingerprints(self) -> list[str]:
+        """The fingerprints of the prompts that are given."""
+        return [each.fingerprint for each in (self.prompts, self.eval_prompts) if each is not None]
 
 
 def build_sampling(
@@ -256,3 +272,79 @@ def engine_config(job: Job, *, load_format: str = "dummy") -> EngineConfig:
         trust_remote_code=job.args.trust_remote_code,
         timeout_seconds=60 * job.args.distributed_timeout_minutes,
     )
+
+
+def hand_over(
+    job: Job,
+    *,
+    shards: ModelShards | None = None,
+    engine: VLLMEngine | None = None,
+    canary: Canary | None = None,
+) -> HandOver:
+    """Return the hand-over between the actor's ranks, which give `shards`, and engines on ranks of
+    their own, which give `engine`. Collective over both."""
+    is_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+    roles, store = job.spec.roles, job.world.weights_store
+    assert store is not None, "the engines have no ranks of their own"
+    world = JoinedWorld(
+        store,
+        rank=joint_rank(job),
+        size=len(roles.actor) + len(roles.rollout),
+        name="hand_over",
+        backend="nccl" if is_cuda else "gloo",
+        timeout_seconds=_PATIENCE_SECONDS,
+    )
+    speculation = parse_speculation(job.config.engine.speculate)
+    drafts = speculation is not None and speculation.has_drafter
+    return HandOver(
+        job.spec.checkpoint.tensors,
+        job.spec.train_layout,
+        hand_over_options(job),
+        shards=shards,
+        engine=engine,
+        shape=job.spec.shape,
+        device=device,
+        world=world,
+        canary=canary,
+        carried=CarriedTensors(job.spec.checkpoint) if drafts else None,
+    )
+
+
+def hand_over_options(job: Job) -> HandOverOptions:
+    """Return the options of a job's hand-overs, from the flags."""
+    options, dtype = job.config.weight_sync, job.config.weight_sync.reshard_dtype
+    if job.config.trainer.precision == "fp16" and dtype == "checkpoint":
+        dtype = "fp16"  # of actor and engines: the checkpoint's bf16 has three bits less
+    return HandOverOptions(
+        seed=job.args.seed,
+        bucket_bytes=options.reshard_bucket_mb << 20,
+        ranks_per_node=job.spec.ranks_per_node,
+        dtype=dtype,
+        delta=options.reshard_delta,
+        full_every=options.reshard_full_interval,
+        attest=options.attest,
+    )
+
+
+def make_canary(
+    job: Job, log_probs: LogProbs | None, prompts: PromptDataset, count_multiple_of: int = 1
+) -> Canary | None:
+    """Return the canary of `--rl-canary-interval`, over the first of `prompts`; see `Canary`."""
+    options = job.config.weight_sync
+    if options.canary_interval == 0:
+        return None
+    rows = [prompts[row] for row in range(min(NUM_PROMPTS, len(prompts)))]
+    return Canary(
+        log_probs,
+        [prompt.token_ids.tolist() for prompt in rows],
+        interval=options.canary_interval,
+        tolerance=options.canary_tolerance,
+        count_multiple_of=count_multiple_of,
+    )
+
+
+def joint_rank(job: Job) -> int:
+    """Return this rank among the actor's and the engines', the actor's first."""
+    first = len(job.spec.roles.actor) if job.world.role == ROLLOUT else 0
+    return first + dist.get_rank()

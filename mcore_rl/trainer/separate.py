@@ -1,0 +1,176 @@
+"""Engines on ranks of their own, as the actor's ranks call them; `engine_ranks` is their side."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from mcore_rl.batching.sample_exchange import RowExchange, Shares
+from mcore_rl.batching.table import SampleTable, SampleTokens, tokens_to_rows
+from mcore_rl.batching.types import ScoredRollout
+from mcore_rl.hybrid_engine.hand_over import HandOver
+from mcore_rl.hybrid_engine.proof.canary import Canary
+from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, Hook, ReshardReport
+from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.model.roles import ROLLOUT
+from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.rollout.collector import Collected
+from mcore_rl.rollout.sample_store import SampleStore
+from mcore_rl.trainer.engine_ranks import NAME, EngineRanks, unpacked
+from mcore_rl.trainer.job import Job
+from mcore_rl.trainer.roles.remote import RemoteRole
+from mcore_rl.trainer.rollouts import Rollouts, Start, hand_over
+
+
+class SeparateEngines:
+    """The weight sync of engines on ranks of their own: `with engines:` gives them new weights.
+
+    Nothing sleeps and nothing is offloaded. Bytes in its reports are the largest of any engine."""
+
+    def __init__(self, role: RemoteRole, hand_over: HandOver) -> None:
+        self._role, self._hand_over = role, hand_over
+        self.weight_version = 0
+        self.on_reshard_start: list[Hook] = []
+        self.on_reshard_end: list[Hook] = []
+
+    def __enter__(self) -> Self:
+        self.weight_version += 1
+        for hook in self.on_reshard_start:
+            hook(ReshardReport(TO_ROLLOUT, self.weight_version, 0.0))
+        started = time.perf_counter()
+        finish = self._role.begin(EngineRanks.update, weight_version=self.weight_version)
+        report = self._hand_over.run(self.weight_version)
+        received = finish()
+        seconds = time.perf_counter() - started
+        for hook in self.on_reshard_end:
+            hook(replace(report, duration_seconds=seconds, **received))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing: engines keep their weights and may keep sampling."""
+
+
+class RemoteSampleStore(SampleStore):
+    """The samples of engines on ranks of their own, as the actor's ranks see them."""
+
+    _delivered: tuple[Shares, dict[int, SampleTokens]]
+    _load_of_step: np.ndarray
+
+    def __init__(self, role: RemoteRole, *args: Any, **options: Any) -> None:
+        """`role` calls the engines; the other arguments are those of `SampleStore`."""
+        super().__init__(*args, **options)
+        self._role = role
+
+    def deliver(self, table: SampleTable, wanted: Shares) -> dict[int, SampleTokens]:
+        finish = self._role.begin(EngineRanks.deliver, wanted=wanted)
+        tokens = super().deliver(table, wanted)
+        finish()
+        self._delivered = wanted, tokens
+        return tokens
+
+    def row_exchange(self, table: SampleTable, wanted: Shares) -> RowExchange:
+        """Return the rows of the samples that `deliver` brought to the actor's ranks."""
+        held, tokens = self._delivered
+        mine = held.of(self._ranks.rank).tolist()
+        rows = tokens_to_rows([tokens[sample] for sample in mine])
+        return RowExchange(table.lengths, held, wanted, rows)
+
+    def on_first_rank(self, table: SampleTable, rows: Sequence[int]) -> list[ScoredRollout]:
+        answer = self._role.call(EngineRanks.samples, rows=list(rows))
+        samples: list[ScoredRollout] = []
+        if self._ranks.rank == 0:
+            samples = pickle.loads(answer["samples"].rows.tobytes())
+        return samples
+
+    def set_load(self, load: np.ndarray) -> None:
+        """Set the step's load of all engines."""
+        self._load_of_step = load
+
+    def load(self) -> np.ndarray:
+        """Return the load of all engines on rank 0, zeros on the others."""
+        return self._load_of_step if self._ranks.rank == 0 else 0 * self._load_of_step
+
+
+class RemoteRollouts(Rollouts):
+    """Engines on ranks of their own. Methods are collective over the actor's ranks."""
+
+    sample_store: RemoteSampleStore
+
+    def __init__(
+        self,
+        role: RemoteRole,
+        manager: SeparateEngines,
+        sample_store: RemoteSampleStore,
+        timers: StageTimers,
+        position: int,
+    ) -> None:
+        self._role, self._timers, self._position = role, timers, position
+        self.manager, self.sample_store = manager, sample_store
+
+    @property
+    def position(self) -> int:
+        return self._position
+
+    def sample_eval(self, step: int, weight_version: int) -> None:
+        with self._timers("eval"):
+            self._role.call(EngineRanks.sample_eval, step=step, weight_version=weight_version)
+
+    def evaluate(self) -> float | None:
+        with self._timers("eval"):
+            accuracy: float | None = self._role.call(EngineRanks.evaluate)["accuracy"]
+        return accuracy
+
+    def collect(self, weight_version: int) -> Collected:
+        with self._timers("rollout"):
+            answer = self._role.call(EngineRanks.collect, weight_version=weight_version)
+        self._timers.add("rollout", -answer["reward_seconds"])
+        self._timers.add("reward", answer["reward_seconds"])
+        self._position = answer["position"]
+        self.sample_store.set_load(answer["load"].numpy())
+        collected: Collected = unpacked(answer["collected"])
+        return collected
+
+    def undo(self) -> None:
+        self._position = self._role.call(EngineRanks.undo)["position"]
+
+    def save(self, folder: Path) -> None:
+        self._role.call(EngineRanks.save, folder=str(folder))
+
+    def abandon(self) -> None:
+        self._role.abandon()
+
+    def close(self) -> None:
+        self._role.close()
+
+
+def start_engines(job: Job, fingerprints: list[str], day: str) -> RemoteRole:
+    """Make the engines' ranks start their engines. Collective over the actor's; does not wait.
+
+    `fingerprints` are those of the actor's prompts, `day` is for chat templates."""
+    world = job.world
+    bridge, group = world.bridges.get(ROLLOUT), world.joint_groups[ROLLOUT]
+    return RemoteRole(NAME, bridge, group, day=day, prompts=fingerprints)
+
+
+def connect_engines(
+    job: Job,
+    role: RemoteRole,
+    shards: ModelShards,
+    sample_store: RemoteSampleStore,
+    canary: Canary | None,
+    start: Start,
+    timers: StageTimers,
+) -> RemoteRollouts:
+    """Plan the hand-over with engines that `start_engines` has started. Collective over the actor's
+    ranks; waits for the engines."""
+    folder = None if start.folder is None else str(start.folder)
+    finish = role.begin(EngineRanks.connect, position=start.position, folder=folder)
+    manager = SeparateEngines(role, hand_over(job, shards=shards, canary=canary))
+    finish()
+    return RemoteRollouts(role, manager, sample_store, timers, start.position)

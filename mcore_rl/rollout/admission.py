@@ -1,0 +1,219 @@
+"""Admission of draws, and the choice of the groups that each step trains on, for engines that
+sample while the trainers train.
+
+A step begins when the weights of its version are in place, and trains on N groups. With a maximum
+staleness of K, a group that started with version v has the deadline v + K: the last step that may
+train on it. Versions are those of consecutive steps. At version `now`, the groups in flight, the
+finished groups that wait, and the draws that may start number at most
+
+    N (K + 1)   from the beginning of the step to its decision,
+    N K         from the decision to the next step.
+
+Feasibility. Groups can be trained in steps s, s + 1, ..., N in each, each by its deadline, if and
+only if, for every step w >= s, at most N (w - s + 1) of them have a deadline of w or earlier. In
+other words: sorted by deadline, group i (from 0) has a deadline of s + i // N or later.
+
+Choice. A step is decided once N finished groups can be chosen such that the others, finished or
+not, remain feasible from now + 1 on. The N finished groups with the earliest deadlines are such a
+choice if there is any. Proof by exchange: let a choice hold group g but not the finished group f,
+which has an earlier deadline. With f in place of g, one group fewer remains with a deadline of at
+least f's and before g's, and the other numbers stay the same, so the others remain feasible.
+Repeated, this leads to the earliest deadlines. Deadlines have the order of versions.
+
+No deadlock. When a step begins at `now`, all groups are feasible from `now` on: `begin_step` drops
+what is not in the first step of a resumed run. By induction: after a decision the groups left were
+feasible from now + 1 on. Until the next step, groups only leave, or start with version `now` and
+the deadline now + K. For w >= now + K the condition holds because there are at most N K groups in
+all; for earlier w such a start does not count. In the step, new groups have the deadline now + K
+again, and there are at most N (K + 1) groups in all. Hence, once all groups have finished, `decide`
+returns a choice: there are at least N groups, as draws fill any room; and of x groups with a
+deadline of w or earlier, all but the N earliest, max(0, x - N), are left, at most N (w - now).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionCounts:
+    """The counts of a run since its start or resumption.
+
+    Example: of 40 started groups 32 were trained, one was replaced, two are in flight and five
+    wait: `AdmissionCounts(started=40, uninformative=1, stale=0, in_flight=2, waiting=5)`.
+    """
+
+    started: int  # without the groups of a resumed run
+    uninformative: int  # dropped, each for one more draw: the refills
+    stale: int  # dropped because of their age
+    in_flight: int  # started but not finished, or resumed
+    waiting: int  # finished but not trained
+
+
+class Admission:
+    """Decides which draws may start, and which finished groups each step trains on.
+
+    In one process; does not block. The result depends only on the order of the calls. Each step is
+    one `begin_step` and, after some calls of `decide`, one decision. Every draw below `limit` must
+    start and finish in the end, unless `begin_step` drops it.
+    """
+
+    def __init__(
+        self,
+        *,
+        groups_per_step: int,
+        max_staleness: int,
+        next_draw: int,
+        max_refills: int | None = None,
+        drops_stale: bool = False,
+        groups: Mapping[int, int] | None = None,
+    ) -> None:
+        """`next_draw` is the first draw that has never been admitted. `groups` maps the draws that
+        a resumed run continues to the version that they started with; they are in flight. They may
+        be at or above `next_draw`, and their versions may be those of a lost continuation.
+
+        With `max_refills` R, groups without information are replaced by other draws, N R times per
+        step that has begun; None replaces none. With `drops_stale`, decisions do not wait for
+        deadlines. A group that misses its deadline is dropped.
+        """
+        assert groups_per_step > 0 and max_staleness >= 0, "not a step of groups"
+        self._groups_per_step, self._max_staleness = groups_per_step, max_staleness
+        self._max_refills, self._drops_stale = max_refills, drops_stale
+        self._versions = dict(groups or {})  # of groups in flight or waiting, by draw
+        self._resumed = frozenset(self._versions)
+        self._informative: dict[int, bool] = {}  # of waiting groups, by draw
+        self._unstarted: set[int] = set()  # draws below the limit
+        self._stale: set[int] = set()
+        self._limit = next_draw
+        self._version: int | None = None
+        self._is_open = False  # a step has begun and is not decided
+        self._num_steps = self._num_started = self._num_uninformative = 0
+
+    @property
+    def limit(self) -> int:
+        """Draws below this number may start, except those of `groups`, which have started. Never
+        decreases; increases in `begin_step`, and in `finish` if it discards a group."""
+        return self._limit
+
+    @property
+    def outstanding(self) -> dict[int, int]:
+        """The admitted draws that are neither trained nor dropped, with the versions that they
+        started with; for those that have not started, the next version.
+
+        With `limit` as `next_draw`, these are the `groups` of a run that resumes from here.
+        """
+        next_version = (self._version or 0) + 1
+        return self._versions | dict.fromkeys(sorted(self._unstarted), next_version)
+
+    def begin_step(self, weight_version: int) -> tuple[int, ...]:
+        """Begin a step with weights of this version; the previous step must be decided.
+
+        Returns the draws that are dropped because of their age, sorted. Without `drops_stale` these
+        are only groups of a resumed run that cannot all be trained in time, or groups whose
+        deadline was skipped by a version without a step.
+        """
+        assert not self._is_open, "the previous step is not decided"
+        assert self._version is None or weight_version > self._version, "versions do not increase"
+        self._version, self._is_open = weight_version, True
+        self._num_steps += 1
+        # Versions of a lost continuation count as this one, the last that both have in common.
+        self._versions = {draw: min(v, weight_version) for draw, v in self._versions.items()}
+        late = sorted(self._late(self._versions, weight_version, waits=not self._drops_stale))
+        for draw in late:
+            self._remove(draw)
+        self._stale |= set(late)
+        self._admit()
+        return tuple(late)
+
+    def start(self, draw: int, weight_version: int) -> None:
+        """Record that a draw below `limit` started. `weight_version` must be that of the last
+        `begin_step`: starts are recorded before the weights change."""
+        assert draw in self._unstarted, f"draw {draw} may not start, or has started"
+        assert weight_version == self._version, f"draw {draw} started with other weights"
+        self._unstarted.remove(draw)
+        self._versions[draw] = weight_version
+        self._num_started += 1
+
+    def finish(self, draw: int, *, is_informative: bool = True) -> bool:
+        """Record that a group has all its responses and rewards. Returns whether it is kept.
+
+        A group without information is discarded, and another draw admitted, while refills are left;
+        otherwise it is kept. False also for a group that `begin_step` has dropped.
+        """
+        if draw in self._stale:
+            return False
+        assert draw in self._versions, f"draw {draw} is not in flight"
+        assert draw not in self._informative, f"draw {draw} has finished already"
+        max_refills = self._groups_per_step * (self._max_refills or 0) * self._num_steps
+        if not is_informative and self._num_uninformative < max_refills:
+            self._num_uninformative += 1
+            self._remove(draw)
+            self._admit()
+            return False
+        self._informative[draw] = is_informative or self._max_refills is None
+        return True
+
+    def decide(self) -> tuple[int, ...] | None:
+        """Return the draws that the step trains on, sorted, and end the step; None while other
+        groups must finish first.
+
+        Takes the oldest finished groups. Among those of one version, groups without information
+        come last, then the order of draws decides.
+        """
+        assert self._is_open and self._version is not None, "no step has begun"
+        if len(self._informative) < self._groups_per_step:
+            return None
+        chosen = sorted(self._informative, key=self._priority)[: self._groups_per_step]
+        if not self._drops_stale:
+            left = self._versions.keys() - set(chosen)
+            if self._late(left, self._version + 1, waits=True):
+                return None
+        for draw in chosen:
+            self._remove(draw)
+        self._is_open = False
+        return tuple(sorted(chosen))
+
+    def counts(self) -> AdmissionCounts:
+        """Return the counts so far."""
+        return AdmissionCounts(
+            started=self._num_started,
+            uninformative=self._num_uninformative,
+            stale=len(self._stale),
+            in_flight=len(self._versions) - len(self._informative),
+            waiting=len(self._informative),
+        )
+
+    # Internal
+
+    def _priority(self, draw: int) -> tuple[int, int, int]:
+        """Order groups by version; of one version, groups that have not finished come last."""
+        is_informative = self._informative.get(draw)
+        rank = 2 if is_informative is None else int(not is_informative)
+        return self._versions[draw], rank, draw
+
+    def _late(self, draws: Iterable[int], step: int, *, waits: bool) -> list[int]:
+        """Return the fewest of these groups without which the others are feasible from `step` on.
+        If no step `waits` for groups, only those whose deadline has passed, and those above the
+        maximum number."""
+        late: list[int] = []
+        num_kept, most = 0, self._groups_per_step * (self._max_staleness + 1)
+        for draw in sorted(draws, key=self._priority):
+            trained_in = step + num_kept // self._groups_per_step if waits else step
+            if self._versions[draw] + self._max_staleness < trained_in or num_kept == most:
+                late.append(draw)
+            else:
+                num_kept += 1
+        return late
+
+    def _admit(self) -> None:
+        """Raise the limit while there is room for more groups."""
+        most = self._groups_per_step * (self._max_staleness + self._is_open)
+        while len(self._versions) + len(self._unstarted) < most:
+            if self._limit not in self._resumed:
+                self._unstarted.add(self._limit)
+            self._limit += 1
+
+    def _remove(self, draw: int) -> None:
+        del self._versions[draw]
+        self._informative.pop(draw, None)

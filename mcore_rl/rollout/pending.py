@@ -1,6 +1,7 @@
-"""Unfinished groups in a checkpoint: one file per TP group.
+"""Groups of responses as files and bytes: the unfinished groups of a checkpoint, one file per TP
+group, and the encoding of one group, for the bank.
 
-Arrays are stored in a safetensors file, other fields as JSON in its header. Reading never
+Arrays are stored in the safetensors format, other fields as JSON in its header. Reading never
 unpickles.
 """
 
@@ -14,9 +15,9 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load, save, save_file
 
-from mcore_rl.batching.types import Prompt, Rollout
+from mcore_rl.batching.types import Prompt, Rollout, TurnReward
 from mcore_rl.common.errors import not_held
 from mcore_rl.common.readers import integer_within, number, parse_json
 from mcore_rl.moe.routing import Routes
@@ -26,34 +27,24 @@ from mcore_rl.rollout.segments import OpenGroup
 _NAME = "group_{:05d}.safetensors"
 _ARRAYS = ("response_token_ids", "rollout_log_probs", "is_generated", "weight_versions")
 _ALL_ARRAYS = (*_ARRAYS, "routes", "routes_known", "prompt_token_ids")
-_FIELDS = ("text", "finish_reason", "weight_version", "failure")
+_FIELDS = ("text", "finish_reason", "weight_version", "failure", "turn_rewards")
 _DTYPES = dict.fromkeys(("response_token_ids", "prompt_token_ids", "weight_versions"), np.int32) | {
     "rollout_log_probs": np.float32,
     "is_generated": np.bool_,
 }
 _MAX_COUNT = 1 << 53
+# What reading raises for content of another form.
+MALFORMED = (
+    *(SafetensorError, AttributeError, LookupError),
+    *(OSError, OverflowError, TypeError, ValueError),
+)
 
 
 def write_groups(groups: Sequence[OpenGroup], folder: Path, tp_group: int) -> None:
     """Write the groups of a TP group; on its first rank, which has their rewards."""
-    arrays: dict[str, np.ndarray] = {"empty": np.empty(0, np.uint8)}  # a file needs at least one
-    facts = []
-    for group in groups:
-        samples: list[dict[str, Any] | None] = []
-        for index, rollout in enumerate(group.rollouts):
-            if rollout is None:
-                samples.append(None)
-                continue
-            samples.append({name: getattr(rollout, name) for name in _FIELDS})
-            for name, array in _arrays_of(rollout).items():
-                arrays[f"{group.draw}/{index}/{name}"] = np.ascontiguousarray(array)
-        outcomes = {
-            str(index): {name: [each.reward, each.kind, each.detail] for name, each in by.items()}
-            for index, by in group.outcomes.items()
-        }
-        facts.append({"draw": group.draw, "samples": samples, "outcomes": outcomes})
+    arrays, metadata = _encoded(groups)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(arrays, folder / _NAME.format(tp_group), {"groups": json.dumps(facts)})
+    save_file(arrays, folder / _NAME.format(tp_group), metadata)
 
 
 def read_groups(
@@ -72,6 +63,44 @@ def read_groups(
     return sorted(groups, key=lambda group: group.draw)[tp_group::num_tp_groups]
 
 
+def group_to_bytes(group: OpenGroup) -> bytes:
+    """Encode a group with its rewards, like a file of this group alone."""
+    return save(*_encoded([group]))
+
+
+def group_from_bytes(data: bytes, prompt_of: Callable[[int], Prompt]) -> OpenGroup:
+    """Decode a group; `prompt_of` returns the prompt of its draw. Raises one of `MALFORMED` for
+    other content."""
+    arrays = load(data)
+    header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    (facts,) = parse_json(header["__metadata__"]["groups"])
+    return _group(facts, prompt_of, set(arrays), arrays.__getitem__)
+
+
+def _encoded(groups: Sequence[OpenGroup]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Return the arrays and the metadata of a safetensors file."""
+    arrays: dict[str, np.ndarray] = {"empty": np.empty(0, np.uint8)}  # a file needs at least one
+    facts = []
+    for group in groups:
+        samples: list[dict[str, Any] | None] = []
+        for index, rollout in enumerate(group.rollouts):
+            if rollout is None:
+                samples.append(None)
+                continue
+            samples.append({name: getattr(rollout, name) for name in _FIELDS})
+            for name, array in _arrays_of(rollout).items():
+                arrays[f"{group.draw}/{index}/{name}"] = np.ascontiguousarray(array)
+        facts.append(
+            {
+                "draw": group.draw,
+                "samples": samples,
+                "outcomes": {index: dict(by) for index, by in group.outcomes.items()},
+                "environment_outcomes": group.environment_outcomes,
+            }
+        )
+    return arrays, {"groups": json.dumps(facts)}
+
+
 def _arrays_of(rollout: Rollout) -> dict[str, np.ndarray]:
     arrays = {name: getattr(rollout, name) for name in _ARRAYS}
     if rollout.routes is not None:
@@ -88,10 +117,7 @@ def _read(file: Path, prompt_of: Callable[[int], Prompt]) -> list[OpenGroup]:
                 _group(facts, prompt_of, names, tensors.get_tensor)
                 for facts in parse_json(tensors.metadata()["groups"])
             ]
-    except (
-        *(SafetensorError, AttributeError, LookupError),
-        *(OSError, OverflowError, TypeError, ValueError),
-    ) as error:
+    except MALFORMED as error:
         why = f"{type(error).__name__}: {error}"
         raise not_held(file, "unfinished groups of samples", why) from error
 
@@ -115,9 +141,12 @@ def _group(
         int(index): {name: _outcome(*each) for name, each in by.items()}
         for index, by in facts["outcomes"].items()
     }
-    if not outcomes.keys() <= set(range(len(rollouts))):
+    of_environments = {  # earlier versions did not write them
+        int(index): _outcome(*each) for index, each in facts.get("environment_outcomes", {}).items()
+    }
+    if not outcomes.keys() | of_environments.keys() <= set(range(len(rollouts))):
         raise ValueError("there are outcomes of samples outside the group")
-    return OpenGroup(facts["draw"], rollouts, outcomes)
+    return OpenGroup(facts["draw"], rollouts, outcomes, of_environments)
 
 
 def _count(value: Any) -> int:
@@ -133,7 +162,14 @@ def _outcome(reward: Any, kind: Any, detail: Any) -> Outcome:
     return Outcome(reward, kind, detail)
 
 
+def _turn(num_response: int, end: Any, reward: Any) -> TurnReward:
+    if integer_within(end, 0, num_response) is None or number(reward) is None:
+        raise ValueError(f"{repr([end, reward])[:60]} is not the reward of a turn")
+    return TurnReward(end, reward)
+
+
 def _rollout(prompt: Prompt, index: int, facts: dict[str, Any], arrays: dict[str, Any]) -> Rollout:
+    facts = {"turn_rewards": []} | facts  # earlier versions did not write them
     _count(facts["weight_version"])
     if not all(isinstance(facts[name], str) for name in ("text", "finish_reason")) or not (
         isinstance(facts["failure"], str | None) and facts.keys() == {*_FIELDS}
@@ -145,6 +181,8 @@ def _rollout(prompt: Prompt, index: int, facts: dict[str, Any], arrays: dict[str
         kind = (array.dtype, array.shape)
         if name in num_tokens and kind != (np.dtype(_DTYPES[name]), (num_tokens[name],)):
             raise ValueError(f"{name} of sample {index} is {array.shape} of {array.dtype}")
+    num_response = len(arrays["response_token_ids"])
+    facts["turn_rewards"] = tuple(_turn(num_response, *each) for each in facts["turn_rewards"])
     prompt = dataclasses.replace(prompt, token_ids=arrays.pop("prompt_token_ids"))
     routes = None
     if "routes" in arrays:

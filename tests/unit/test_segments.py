@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from mcore_rl.batching.table import SampleTokens
-from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
+from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, TurnReward
 from mcore_rl.common.errors import UsageError
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling
 from mcore_rl.moe.routing import Routes
@@ -80,9 +81,15 @@ def test_failure_of_one_part_fails_the_response() -> None:
 
 
 def groups() -> list[OpenGroup]:
-    finished = dataclasses.replace(in_three_parts(), text="1 and 2")
+    turns = (TurnReward(2, 0.1), TurnReward(7, -1.0))
+    finished = dataclasses.replace(in_three_parts(), text="1 and 2", turn_rewards=turns)
     return [
-        OpenGroup(draw, [finished, None, part(new_rollout(PROMPT, 2, 1), [draw], 1)], {0: outcomes})
+        OpenGroup(
+            draw,
+            [finished, None, part(new_rollout(PROMPT, 2, 1), [draw], 1)],
+            {0: outcomes},
+            {0: Outcome(0.2, "no answer", "in 2 s")},
+        )
         for draw, outcomes in (
             (7, {"length": Outcome(0.1)}),
             (4, {"length": Outcome(0.0, "raised KeyError", "'x'")}),
@@ -93,9 +100,8 @@ def groups() -> list[OpenGroup]:
 
 def plain(group: OpenGroup) -> str:
     """Return the group as text, exact to the last bit."""
-    return repr(
-        [group.draw, group.outcomes, [each and dataclasses.asdict(each) for each in group.rollouts]]
-    )
+    rollouts = [each and dataclasses.asdict(each) for each in group.rollouts]
+    return repr([group.draw, group.outcomes, group.environment_outcomes, rollouts])
 
 
 @pytest.mark.parametrize("num_tp_groups", [1, 2, 3])
@@ -140,6 +146,8 @@ def read_again(file: Path) -> list[OpenGroup]:
         *[('"failure": null', f'"failure": {value}') for value in ("5", '"", "more": 1')],
         *[("[0.1, null", f"[{value}, null") for value in ('"0.1"', "null", "true")],
         *[('"0": {', '"9": {'), ('"0": {', '"x": {'), ('"outcomes": {', '"outcomes": [], "x": {')],
+        *[("[[2, 0.1]", f"[[{value}]") for value in ("2", "8, 0.1", "-1, 0.1", '2, "0.1"')],
+        *[("[0.2, ", f"[{value}, ") for value in ("null", '"0.2"')],
         *[("[{", "[" * 100 + "{"), ("[{", "{"), ("}]", "")],
     ],
 )
@@ -149,6 +157,21 @@ def test_groups_with_wrong_values_are_refused(tmp_path: Path, old: str, new: str
     save_file(arrays, file, {"groups": facts.replace(old, new)})
     with pytest.raises(UsageError, match=f"--load: {file} does not hold unfinished.*load another"):
         read_again(file)
+
+
+def test_groups_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    file, arrays, facts = written(tmp_path)
+    earlier = json.loads(facts)
+    del earlier[0]["environment_outcomes"]
+    for sample in earlier[0]["samples"]:
+        if sample is not None:
+            del sample["turn_rewards"]
+    save_file(arrays, file, {"groups": json.dumps(earlier)})
+    expected = groups()[0]
+    assert expected.rollouts[0] is not None
+    expected.rollouts[0] = dataclasses.replace(expected.rollouts[0], turn_rewards=())
+    expected.environment_outcomes = {}
+    assert [plain(each) for each in read_again(file)] == [plain(expected)]
 
 
 @pytest.mark.parametrize("change", ["missing", "longer", "wider", "other"])

@@ -19,13 +19,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mcore_rl.common.disk import sync
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.readers import InvalidData, integer_within, parse_json, plain_file_name
 
@@ -247,7 +247,7 @@ def sealed(folder: Path, files: Sequence[Path]) -> dict[str, str]:
     found = {}
     for file in files:
         found[file.as_posix()] = _sha256(folder / file)
-        _sync(folder / file)
+        sync(folder / file)
     return found
 
 
@@ -263,7 +263,7 @@ def complete(folder: Path, step: int, digests: Mapping[str, str]) -> Path:
         raise RuntimeError(f"{sorted(missing)[0]} of {written} is not there, or has no digest")
     sizes = {name: (written / name).stat().st_size for name in digests}
     for path in _folders_of(written):
-        _sync(path)
+        sync(path)
     _write(written / INTEGRITY, {"algorithm": "sha256", "files": dict(sorted(digests.items()))})
     _write(written / COMPLETE, {"format": _FORMAT, "step": step, "bytes": sizes})
     target = _move_into_place(folder, step)
@@ -302,7 +302,7 @@ def _move_into_place(folder: Path, step: int) -> Path:
         shutil.rmtree(replaced, ignore_errors=True)
         target.rename(replaced)
     written.rename(target)
-    _sync(folder)
+    sync(folder)
     shutil.rmtree(replaced, ignore_errors=True)
     (saving_folder(folder) / TRACKER).unlink(missing_ok=True)  # Megatron writes one there
     with contextlib.suppress(OSError):  # a killed run may have left another step there
@@ -403,15 +403,6 @@ def _write_text(path: Path, text: str) -> None:
     """Replace a file atomically."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
-    _sync(partial)
+    sync(partial)
     partial.replace(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(path.parent)

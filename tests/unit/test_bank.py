@@ -1,0 +1,374 @@
+"""The bank: bit for bit, after damage at any place, and after kills."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_rl.batching.types import Prompt, Rollout, TurnReward
+from mcore_rl.moe.routing import Routes
+from mcore_rl.rewards.worker import Outcome
+from mcore_rl.rollout.bank import Bank, read_bank
+from mcore_rl.rollout.segments import OpenGroup
+from tests.rank_pool import ROOT
+
+RUN = "tokens:5f2a, seed 1, 2 samples"
+MAGIC = b"\x89RLBANK\n"
+
+
+def prompt_of(draw: int) -> Prompt:
+    token_ids = np.arange(draw % 1000, draw % 1000 + 3, dtype=np.int32)
+    return Prompt(draw % 5, f"prompt {draw}", ["é", draw], token_ids, row='{"a": 1}')
+
+
+def rollout(draw: int, index: int, rng: np.random.Generator, num_tokens: int) -> Rollout:
+    """A response of two versions and two turns. An environment has changed its prompt."""
+    prompt = prompt_of(draw)
+    prompt = dataclasses.replace(prompt, token_ids=np.append(prompt.token_ids, 9).astype(np.int32))
+    num_routed = len(prompt.token_ids) + num_tokens - 1
+    ids = rng.integers(0, 300, (num_routed, 2, 3)).astype(np.int16)
+    return Rollout(
+        prompt=prompt,
+        sample_index=index,
+        text='turn\n"two" \ud800 \x00 ' + MAGIC.decode("latin1"),
+        response_token_ids=rng.integers(0, 2**31, num_tokens).astype(np.int32),
+        rollout_log_probs=-rng.random(num_tokens, dtype=np.float32),
+        finish_reason="length",
+        weight_version=4,
+        routes=Routes(ids, rng.random(num_routed) < 0.5),
+        failure=None if index else "no experts",
+        is_generated=rng.random(num_tokens) < 0.5,
+        weight_versions=rng.integers(3, 5, num_tokens).astype(np.int32),
+        turn_rewards=(TurnReward(1, 0.1), TurnReward(num_tokens, -1e-300)),
+    )
+
+
+def group_of(draw: int, seed: int = 0, num_tokens: int = 3) -> OpenGroup:
+    """A finished group: a response with all fields, and one with the necessary ones."""
+    rng = np.random.default_rng([draw, seed])
+    plain = Rollout(
+        prompt=prompt_of(draw),
+        sample_index=1,
+        text="",
+        response_token_ids=np.array([seed, 2], np.int32),
+        rollout_log_probs=np.array([-0.1, 0.0], np.float32),
+        finish_reason="stop",
+        weight_version=3,
+    )
+    outcomes: dict[int, Mapping[str, Outcome]] = {
+        0: {"exact": Outcome(0.1 + 0.2), "environment": Outcome(0.5, "raised KeyError", "'x'")},
+        1: {"exact": Outcome(1), "environment": Outcome(0.0)},
+    }
+    of_environments = {0: Outcome(0.5, "raised KeyError", "'x'"), 1: Outcome(0.0)}
+    return OpenGroup(draw, [rollout(draw, 0, rng, num_tokens), plain], outcomes, of_environments)
+
+
+def exact(value: Any) -> Any:
+    """All bits of a value, with its types."""
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, value.tobytes()
+    if dataclasses.is_dataclass(value):
+        return {each.name: exact(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return [(key, exact(each)) for key, each in sorted(value.items())]
+    if isinstance(value, list | tuple):
+        return type(value), [exact(each) for each in value]
+    return repr(value)
+
+
+def bank_of(folder: Path, owner: int = 0, num_owners: int = 1, fingerprint: str = RUN) -> Bank:
+    return Bank(folder, owner=owner, num_owners=num_owners, fingerprint=fingerprint)
+
+
+def read(folder: Path) -> tuple[dict[int, OpenGroup], list[str]]:
+    return read_bank(folder, prompt_of, fingerprint=RUN)
+
+
+def check(found: dict[int, OpenGroup], expected: Mapping[int, int]) -> None:
+    """Compare the groups with those that were written: the seed of each draw."""
+    assert found.keys() == expected.keys()
+    for draw, seed in expected.items():
+        assert exact(found[draw]) == exact(group_of(draw, seed))
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def three_records(folder: Path) -> tuple[Path, bytes, list[int]]:
+    """A file with draws 0, 1, 2, its bytes, and where its header and records end."""
+    bank, file = bank_of(folder), folder / "group_00000_1.bank"
+    ends = []
+    for draw in range(3):
+        bank.append(group_of(draw))
+        ends.append(file.stat().st_size)
+    data = file.read_bytes()
+    return file, data, [data.index(b"\n") + 1, *ends]
+
+
+def test_groups_are_read_as_they_were_written(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "bank"
+    banks = [bank_of(folder, owner, 2) for owner in range(2)]
+    for draw in (7, 4, 2**40):
+        banks[draw % 2].append(group_of(draw, seed=draw % 3))
+    assert files(folder) == ["group_00000_1.bank", "group_00001_1.bank"]
+    found, skipped = read(folder)
+    check(found, {draw: draw % 3 for draw in (7, 4, 2**40)})
+    assert skipped == []
+
+
+def test_unfinished_group_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="draw 3 has not finished"):
+        bank_of(tmp_path).append(OpenGroup.new(3, 2))
+
+
+def test_bank_without_files_is_empty(tmp_path: Path) -> None:
+    assert read(tmp_path / "bank") == ({}, [])
+
+
+def test_truncation_keeps_all_complete_records(tmp_path: Path) -> None:
+    file, data, (header, *ends) = three_records(tmp_path)
+    for size in range(len(data) + 1):
+        file.write_bytes(data[:size])
+        found, skipped = read(tmp_path)
+        assert found.keys() == {draw for draw in range(3) if ends[draw] <= size}, size
+        assert bool(skipped) == (size not in (header, *ends)), size
+    check(found, {0: 0, 1: 0, 2: 0})
+
+
+@given(st.integers(0, 2**32 - 1).map(random.Random))
+@settings(max_examples=300)
+def test_flipped_bits_lose_only_the_records_that_have_them(
+    tmp_path_factory: pytest.TempPathFactory, rng: random.Random
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "flipped"
+    file, data, ends = three_records(folder)
+    damaged, places = bytearray(data), set()
+    for _ in range(rng.randint(1, 3)):
+        place = rng.choice([rng.randrange(len(data)), rng.choice(ends) + rng.randrange(-8, 28)])
+        places.add(place := min(place, len(data) - 1))
+        damaged[place] ^= 1 << rng.randrange(8)
+    changed = {place for place in places if damaged[place] != data[place]}
+    file.write_bytes(damaged)
+    found, skipped = read(folder)
+    check(found, dict.fromkeys(found, 0))
+    intact = {
+        draw
+        for draw in range(3)
+        if not any(ends[draw] <= place < ends[draw + 1] for place in changed)
+    }
+    assert found.keys() == intact
+    assert bool(skipped) == bool(changed)
+    file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "lost", "why"),
+    [
+        ("zeros", {1}, "bytes to [0-9]+ are not a record"),
+        ("garbage before", set(), "bytes to [0-9]+ are not a record"),
+        ("magic before", set(), "it has [0-9]+ of [0-9]+ bytes"),
+        ("torn", {1}, "it has [0-9]+ of [0-9]+ bytes|its checksum differs"),
+        ("zeros after", set(), "bytes to [0-9]+ are not a record"),
+        ("header", set(), "its header is damaged"),
+        ("no header", set(), "its header is damaged"),
+    ],
+)
+def test_damage_is_named_and_later_records_are_found(
+    tmp_path: Path, damage: str, lost: set[int], why: str
+) -> None:
+    file, data, (header, first, second, _) = three_records(tmp_path)
+    file.write_bytes(
+        {
+            "zeros": data[:first] + bytes(second - first) + data[second:],
+            "garbage before": data[:first] + b"\x00garbage" + data[first:],
+            "magic before": data[:first] + MAGIC + data[first:],
+            "torn": data[: second - 20] + data[second:],
+            "zeros after": data + bytes(4096),
+            "header": data[: header - 3] + b"x" + data[header - 2 :],
+            "no header": data[header:],
+        }[damage]
+    )
+    found, skipped = read(tmp_path)
+    check(found, dict.fromkeys({0, 1, 2} - lost, 0))
+    assert len(skipped) == 1 and re.fullmatch(
+        rf"group_00000_1.bank: (record at byte [0-9]+: )?({why})", skipped[0]
+    )
+    if "header" not in damage:
+        place = len(data) if "after" in damage else first
+        assert f"record at byte {place}: " in skipped[0]
+
+
+def test_append_after_a_torn_record_is_found(tmp_path: Path) -> None:
+    bank = bank_of(tmp_path)
+    bank.append(group_of(0))
+    with (tmp_path / "group_00000_1.bank").open("ab") as file:
+        file.write(MAGIC + bytes(3))
+    bank.append(group_of(1))
+    found, skipped = read(tmp_path)
+    check(found, {0: 0, 1: 0})
+    assert len(skipped) == 1
+
+
+def test_magic_within_tokens_is_not_a_record(tmp_path: Path) -> None:
+    bank, group, file = bank_of(tmp_path), group_of(0), tmp_path / "group_00000_1.bank"
+    assert group.rollouts[1] is not None
+    tokens = np.frombuffer(MAGIC * 20, np.int32)
+    group.rollouts[1] = dataclasses.replace(
+        group.rollouts[1], response_token_ids=tokens, rollout_log_probs=np.zeros(40, np.float32)
+    )
+    bank.append(group)
+    bank.append(group_of(1))
+    found, skipped = read(tmp_path)
+    assert exact(found.pop(0)) == exact(group) and skipped == []
+    check(found, {1: 0})
+    data = file.read_bytes()
+    file.write_bytes(data.replace(MAGIC, b"x" + MAGIC[1:], 1))
+    check(read(tmp_path)[0], {1: 0})
+
+
+def test_groups_are_on_the_disk_when_append_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[Path, int]] = []
+
+    def fsync(handle: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        synced.append((path, path.stat().st_size if path.is_file() else 0))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    folder = tmp_path / "bank"
+    bank, file = bank_of(folder), folder / "group_00000_1.bank"
+    assert synced == [(tmp_path, 0)]
+    for draw in range(2):
+        synced.clear()
+        bank.append(group_of(draw))
+        assert synced == [(file, file.stat().st_size)] + [(folder, 0)] * (draw == 0)
+    synced.clear()
+    bank.forget({0})
+    partial = folder / "group_00000_1.bank.partial"
+    assert synced == [(partial, file.stat().st_size), (folder, 0)]
+
+
+def test_files_of_another_run_are_ignored_and_kept(tmp_path: Path) -> None:
+    bank_of(tmp_path, fingerprint="seed 2").append(group_of(0))
+    bank = bank_of(tmp_path)
+    bank.append(group_of(1))
+    found, skipped = read(tmp_path)
+    check(found, {1: 0})
+    assert skipped == ["group_00000_1.bank: it belongs to a run with other prompts or settings"]
+    bank.forget({0, 1})
+    assert files(tmp_path) == ["group_00000_1.bank"]
+
+
+def test_records_of_another_run_are_skipped_if_the_header_is_damaged(tmp_path: Path) -> None:
+    bank_of(tmp_path, fingerprint="seed 2").append(group_of(0))
+    file = tmp_path / "group_00000_1.bank"
+    file.write_bytes(b"x" + file.read_bytes())
+    found, skipped = read(tmp_path)
+    assert not found and len(skipped) == 2
+    bank_of(tmp_path).forget({0})
+    assert files(tmp_path) == [file.name]
+
+
+def test_last_intact_record_of_a_draw_counts(tmp_path: Path) -> None:
+    """The third process records draw 5 for another owner; its record is then damaged."""
+    for owner, seed in ((1, 10), (0, 11), (2, 12)):
+        bank_of(tmp_path, owner, 3).append(group_of(5, seed))
+    names = ["group_00000_2.bank", "group_00001_1.bank", "group_00002_3.bank"]
+    assert files(tmp_path) == names
+    check(read(tmp_path)[0], {5: 12})
+    file = tmp_path / names[2]
+    file.write_bytes(file.read_bytes()[:-1])
+    found, skipped = read(tmp_path)
+    check(found, {5: 11})
+    assert len(skipped) == 1
+
+
+def test_forget_removes_only_these_draws(tmp_path: Path) -> None:
+    banks = [bank_of(tmp_path, owner, 2) for owner in range(2)]
+    for draw in range(6):
+        banks[draw % 2].append(group_of(draw))
+    banks[0].forget({0, 1, 9})
+    assert read(tmp_path)[0].keys() == {1, 2, 3, 4, 5}, "draw 1 is in the file of owner 1"
+    banks[1].forget({1, 3, 5})
+    assert files(tmp_path) == ["group_00000_1.bank"]
+    for draw in (7, 8):
+        banks[draw % 2].append(group_of(draw))
+    found, skipped = read(tmp_path)
+    check(found, dict.fromkeys((2, 4, 7, 8), 0))
+    assert skipped == []
+
+
+def test_forget_drops_what_is_damaged(tmp_path: Path) -> None:
+    file, data, (_, first, *_) = three_records(tmp_path)
+    file.write_bytes(data[: first + 50] + b"??" + data[first + 52 :])
+    bank_of(tmp_path).forget({0})
+    found, skipped = read(tmp_path)
+    check(found, {2: 0})
+    assert skipped == []
+
+
+def test_files_of_lost_owners_are_passed_on(tmp_path: Path) -> None:
+    """Four owners become two; the files of the others are read and emptied."""
+    for owner in range(4):
+        bank_of(tmp_path, owner, 4).append(group_of(owner))
+    (tmp_path / "group_00003_4.bank.partial").write_bytes(b"of a killed process")
+    assert read(tmp_path)[0].keys() == {0, 1, 2, 3}
+    banks = [bank_of(tmp_path, owner, 2) for owner in range(2)]
+    banks[0].forget(range(4))
+    assert read(tmp_path)[0].keys() == {1, 3}
+    banks[1].forget(range(4))
+    assert files(tmp_path) == []
+
+
+def append_for_ever(folder: str) -> None:
+    """Append groups, and sometimes forget some; say before what is forgotten, after what is
+    written."""
+    bank = bank_of(Path(folder))
+    first = 1 + max(read(Path(folder))[0], default=-1)
+    for draw in range(first, first + 10**6):
+        bank.append(group_of(draw, num_tokens=20_000))
+        print("wrote", draw, flush=True)
+        if draw % 5 == 4:
+            print("forget", *range(draw - 4, draw - 1), flush=True)
+            bank.forget(range(draw - 4, draw - 1))
+
+
+def test_killed_process_loses_nothing_that_it_has_written(tmp_path: Path) -> None:
+    code = f"from tests.unit.test_bank import append_for_ever; append_for_ever({str(tmp_path)!r})"
+    wrote: set[int] = set()
+    forgotten: set[int] = set()
+    for num_lines in (7, 10):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(num_lines)]
+            process.kill()
+            lines += process.stdout.readlines()
+        assert process.returncode == -9
+        for line in lines:
+            what, *draws = line.split()
+            (wrote if what == "wrote" else forgotten).update(map(int, draws))
+        found, _ = read(tmp_path)
+        assert wrote - forgotten <= found.keys()
+        for draw, group in found.items():
+            assert exact(group) == exact(group_of(draw, num_tokens=20_000))

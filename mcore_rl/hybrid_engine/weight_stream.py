@@ -67,9 +67,7 @@ class Holdings:
 
     def lower_bound_bytes(self, rank: int, tensors: Mapping[str, TensorInfo]) -> int:
         """Return the minimum that `rank` must receive, over all ranks' places in rollout."""
-        if not self.need[rank]:
-            return 0  # it has no place in rollout
-        places = {id(need): need for need in self.need if need}
+        places = {id(need): need for need in self.need}
         return min(missing_bytes(tensors, self.have[rank], need) for need in places.values())
 
 
@@ -177,7 +175,12 @@ class WeightStream:
             device=device,
         )
         rank = world.rank
-        self.lower_bound_bytes = self.holdings.lower_bound_bytes(rank, self.tensors)
+        if known_layout is not None:
+            self.lower_bound_bytes = self.holdings.lower_bound_bytes(rank, self.tensors)
+        else:  # engines hold nothing: another order of their ranks would save none of them bytes
+            self.lower_bound_bytes = missing_bytes(
+                self.tensors, self.holdings.have[rank], self.holdings.need[rank]
+            )
         before = {name: info.itemsize for name, info in served.items()}  # scales are added
         self._saved_by_dtype = sum(
             (before.get(move.tensor, 0) - self.tensors[move.tensor].itemsize) * volume(move.box)

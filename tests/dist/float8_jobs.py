@@ -79,13 +79,13 @@ def hand_overs(flags: list[str], powers_of_two: bool) -> dict[str, Any]:
         "received": [],
     }
     for version in (1, 2):
-        expected = dict(quantised_weights(_whole(shards).items(), quantised))
+        expected = dict(quantised_weights(whole_weights(shards).items(), quantised))
         stream.prepare()
         attestor.begin(version, stream.read)
-        arrived = _collected(stream, attestor)
+        arrived = collected(stream, attestor)
         found["attested"].append(str(attestor.finish(None)))
-        found["equal"].append(_unlike(arrived, expected))
-        found["gathered_equal"].append(_unlike(dict(gather.weights(stream.read)), expected))
+        found["equal"].append(unlike(arrived, expected))
+        found["gathered_equal"].append(unlike(dict(gather.weights(stream.read)), expected))
         stats = stream.transfer.stats
         found["received"].append(stats.received_bytes - stats.header_bytes)
         actor.update(batch)
@@ -93,7 +93,7 @@ def hand_overs(flags: list[str], powers_of_two: bool) -> dict[str, Any]:
     return found
 
 
-def _collected(stream: WeightStream, attestor: Attestor) -> dict[str, torch.Tensor]:
+def collected(stream: WeightStream, attestor: Attestor) -> dict[str, torch.Tensor]:
     """The complete tensors that arrive."""
     found: dict[str, torch.Tensor] = {}
     for name, part in stream.weights():
@@ -104,7 +104,7 @@ def _collected(stream: WeightStream, attestor: Attestor) -> dict[str, torch.Tens
     return found
 
 
-def _whole(shards: Any) -> dict[str, torch.Tensor]:
+def whole_weights(shards: Any) -> dict[str, torch.Tensor]:
     """The model's complete tensors, by all ranks' shares."""
 
     def held() -> Iterator[tuple[str, Box, torch.Tensor]]:
@@ -120,7 +120,7 @@ def _whole(shards: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def _unlike(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
+def unlike(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
     """Names of tensors that only one side has, or that differ in dtype or in any byte."""
     return sorted(
         name

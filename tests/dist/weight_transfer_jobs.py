@@ -14,11 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import requests
+import torch
 import torch.distributed as dist
 
 from mcore_rl.hybrid_engine.hf_export import export
@@ -33,6 +35,7 @@ from tests.dist.jobs import first_mini_batch, started
 NUM_TRAINERS = 4
 PROMPTS = [list(range(5 + i, 15 + 2 * i)) for i in range(4)]
 LONG_TOKENS = 300
+FLIPPED = "model.norm.weight"  # held by the second stage
 
 
 def play(
@@ -271,6 +274,14 @@ def fail_in_every_way(
     source.shards.read = read  # type: ignore[method-assign]
     recover("read")
 
+    # Another bit travels than the one that is hashed.
+    transfer = trainer._session._transfer
+    stream = transfer.stream
+    if rank == 3:
+        transfer.stream = lambda _: stream(partial(_flipped, read))  # type: ignore[method-assign]
+    failing("bit", lambda: trainer.send_weights("5"))
+    recover("bit")
+
     name = "lm_head.weight"
     (rows, columns), tensors = source.tensors[name].shape, dict(source.tensors)
     tensors[name] = dataclasses.replace(tensors[name], shape=(rows + 1, columns))
@@ -282,10 +293,17 @@ def fail_in_every_way(
     recover("shape")
 
     if rank == 3:
-        source.shards.read = lambda tensor, box: os._exit(3)  # type: ignore[method-assign]
-    failing("death", lambda: trainer.send_weights("5"))
+        source.shards.read = lambda *_: os._exit(3)  # type: ignore[method-assign]
+    failing("death", lambda: trainer.send_weights("6"))
     return found
 
 
-def _failing_read(tensor: str, box: Any) -> Any:
+def _failing_read(tensor: str, box: Any, at: Any = ...) -> Any:
     raise OSError("the disk is on fire")
+
+
+def _flipped(read: Callable[..., Any], tensor: str, box: Any) -> Any:
+    data = read(tensor, box).clone()
+    if tensor == FLIPPED:
+        data.view(-1)[:1].view(torch.uint8)[0] ^= 1
+    return data

@@ -84,13 +84,17 @@ class Attestation:
     def ok(self) -> bool:
         return not self.faults and self.num_mismatches == 0
 
+    @property
+    def findings(self) -> str:
+        """The first faults and mismatches."""
+        found = [*self.faults[:2], *map(str, self.mismatches[:3])]
+        more = self.num_mismatches + len(self.faults) - len(found)
+        return "; ".join(found) + (f" (and {more} more)" if more else "")
+
     def __str__(self) -> str:
         if self.ok:
             return f"version {self.weight_version} arrived as it was held ({self.mode})"
-        found = [*self.faults[:2], *map(str, self.mismatches[:3])]
-        more = self.num_mismatches + len(self.faults) - len(found)
-        rest = f" (and {more} more)" if more else ""
-        return f"version {self.weight_version} did not arrive: {'; '.join(found)}{rest}"
+        return f"version {self.weight_version} did not arrive: {self.findings}"
 
 
 class Attestor:
@@ -163,8 +167,8 @@ class Attestor:
                 rows = part.place.rows(sample)
                 data = read(part.tensor, part.box, part.place.index(rows))
                 self._source.add(part, part.place.hash(data, key, rows), len(rows))
-        except RuntimeError as error:
-            self._fault = str(error)
+        except Exception as error:  # of any type: `finish` reports it to all ranks
+            self._fault = str(error) or repr(error)
         self._expected = self._source.sums(self._num_cells, self._device)
         # int64 wraps around, as the hashes do
         self._exchange = dist.all_reduce(self._expected, group=self._world.everyone, async_op=True)

@@ -30,7 +30,7 @@ from mcore_rl.hybrid_engine.remote.session import Session
 from mcore_rl.hybrid_engine.transfer.transfer import Pieces
 from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld, reach_store
 from mcore_rl.hybrid_engine.vllm.reload import Reloader
-from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor
+from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor, WriteObserver
 from mcore_rl.model.boxes import Boxes
 from mcore_rl.model.tensors import TensorInfo
 
@@ -185,7 +185,7 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
         logger.info("mcore_rl: weight version %s is loaded", self._loaded)
         self._loaded = None
 
-    def _load(self, arriving: Iterator[tuple[str, Pieces]]) -> None:
+    def _load(self, arriving: Iterator[tuple[str, Pieces]], on_write: WriteObserver | None) -> None:
         """Write the arriving slices into the model, each before the next is requested.
 
         Raises RuntimeError naming a tensor that is missing or not loaded completely.
@@ -197,7 +197,8 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
             info = tensors[name]
             return SlicedTensor(name, info.shape, getattr(torch, info.dtype), pieces)
 
-        self._reloader.load((name, stand_in(name, pieces)) for name, pieces in arriving)
+        weights = ((name, stand_in(name, pieces)) for name, pieces in arriving)
+        self._reloader.load(weights, on_write)
 
     def shutdown(self) -> None:
         """Disconnect from the trainer; the model does not change. May be called again."""

@@ -5,7 +5,7 @@ report what they hold, workers what their loaders read, and every rank makes the
 update all ranks agree on the start, stream the slices, and agree on the end.
 
     Session(...)   hello and holdings -> needs -> plan -> are all plans the same?
-    update(...)    same plan, same version? -> slices -> did everyone succeed?
+    update(...)    same plan, same version? -> slices -> did everyone succeed? -> attest
 
 Failures are reported before any rank leaves. A rank whose own work fails (a loader, a read) takes
 part until the end of the stream and then reports the failure to all. Only a lost connection ends a
@@ -14,6 +14,7 @@ stream early: the rank then closes its own connections, which ends the other ran
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import socket
@@ -26,15 +27,17 @@ import torch
 
 from mcore_rl.hybrid_engine.plan.transfer_plan import Plan, make_plan
 from mcore_rl.hybrid_engine.plan.trees import Neighbourhoods, Tree
-from mcore_rl.hybrid_engine.transfer.transfer import Pieces, ReadSlice, Transfer
+from mcore_rl.hybrid_engine.proof.attest import OFF, Attestor, ReadSlice
+from mcore_rl.hybrid_engine.transfer.transfer import Pieces, Transfer
 from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld, PeerFailure
+from mcore_rl.hybrid_engine.vllm.sliced_tensor import WriteObserver
 from mcore_rl.model.boxes import Box, Boxes, show, volume
 from mcore_rl.model.tensors import TensorInfo
 from mcore_rl.model.weight_map import layer_order
 
-PROTOCOL = 2  # version of a session's messages; raise it with every change
+PROTOCOL = 3  # version of a session's messages; raise it with every change
 LearnNeeds = Callable[[Mapping[str, TensorInfo]], Boxes]
-Load = Callable[[Iterator[tuple[str, Pieces]]], None]
+Load = Callable[[Iterator[tuple[str, Pieces]], WriteObserver | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,8 @@ class Session:
     """A plan agreed in a joined world. The constructor and `update` are collective over the world.
 
     Trainers give `tensors`, the same on each, and `have`, the boxes this rank holds; workers give
-    `learn`, which returns what this rank needs of the tensors that exist.
+    `learn`, which returns what this rank needs of the tensors that exist. `attest` is a mode of
+    `proof.attest`; trainer rank 0's applies.
 
     Raises RuntimeError on all ranks, naming the one at fault, if a worker's model does not fit the
     tensors, if the ranks' protocols, tensors or plans differ, or if no rank holds what a worker
@@ -70,9 +74,10 @@ class Session:
         tensors: Mapping[str, TensorInfo] | None = None,
         have: Boxes | None = None,
         learn: LearnNeeds | None = None,
+        attest: str = OFF,
     ) -> None:
         self._world, self._updates = world, 0
-        holdings, self.tensors, near = self._holdings(tensors, have)
+        holdings, self.tensors, near, attest = self._holdings(tensors, have, attest)
         need = self._needs(learn)
         self.need: Boxes = need[world.rank]
         self._needed_bytes = tuple(_num_bytes(boxes, self.tensors) for boxes in need)
@@ -92,17 +97,24 @@ class Session:
             device=device,
             world=world,
         )
+        self._attestor: Attestor | None = None
+        if attest != OFF:
+            self._attestor = Attestor(
+                self.tensors, holdings, need, mode=attest, device=device, world=world
+            )
 
     def _holdings(
-        self, tensors: Mapping[str, TensorInfo] | None, have: Boxes | None
-    ) -> tuple[list[Boxes], dict[str, TensorInfo], Neighbourhoods]:
-        """Return each rank's holdings, the tensors that any rank holds, and the neighbourhoods."""
+        self, tensors: Mapping[str, TensorInfo] | None, have: Boxes | None, attest: str
+    ) -> tuple[list[Boxes], dict[str, TensorInfo], Neighbourhoods, str]:
+        """Return each rank's holdings, the tensors that any rank holds, the neighbourhoods, and the
+        mode of attestation."""
         mine = {
             "protocol": PROTOCOL,
             "tensors": _described(tensors or {}) if self._world.rank == 0 else None,
             "described": _digest(_described(tensors)) if tensors is not None else None,
             "have": have or {},
             "host": socket.gethostname(),
+            "attest": attest,
         }
         everyone = self._world.exchange(mine)
         _require_same([reply["protocol"] for reply in everyone], "version of the protocol")
@@ -117,7 +129,7 @@ class Session:
         }
         hosts = [reply["host"] for reply in everyone]
         near = Neighbourhoods(tuple(map(hosts.index, hosts)), (0,) * len(hosts))
-        return holdings, infos, near
+        return holdings, infos, near, everyone[0]["attest"]
 
     def _needs(self, learn: LearnNeeds | None) -> list[Boxes]:
         def mine() -> Boxes:
@@ -132,8 +144,10 @@ class Session:
         """Move the weights once. Collective; all ranks give the same version and plan.
 
         Trainers give `read`, workers `load`, which takes (tensor, some of its pieces) in the order
-        of the layers; pieces are valid until it requests the next item. Raises RuntimeError on all
-        ranks, naming the first that failed, or its subclass PeerFailure if the connection is lost.
+        of the layers, and what to call with each element that it has written; pieces are valid
+        until it requests the next item. Raises RuntimeError on all ranks, naming the first that
+        failed or a slice that did not arrive, or its subclass PeerFailure if the connection is
+        lost.
         """
         self._updates += 1
         mine = [self.plan_id, plan_id, weight_version, self._updates]
@@ -143,7 +157,17 @@ class Session:
             _require_same([reply[at] for reply in everyone], name)
         if plan_id != self.plan_id:
             raise RuntimeError(f"the update is of plan {plan_id}, all ranks have {self.plan_id}")
+        if self._attestor is not None:
+            with self._or_fail("the attestation"):
+                self._attestor.begin(self._updates, read or _no_source)
         sent, received = zip(*self._agree(lambda: self._move(read, load)), strict=True)
+        if self._attestor is not None:
+            with self._or_fail("the attestation"):
+                attestation = self._attestor.finish()
+            if not attestation.ok:
+                raise RuntimeError(
+                    f"weight version {weight_version} did not arrive: {attestation.findings}"
+                )
         return UpdateReport(weight_version, sent, received, self._needed_bytes)
 
     def _move(self, read: ReadSlice | None, load: Load | None) -> tuple[int, int]:
@@ -153,7 +177,7 @@ class Session:
         arriving = self._arriving(read or _no_source)
         try:
             if load is not None:
-                load(arriving)
+                load(arriving, None if self._attestor is None else self._attestor.note)
         except PeerFailure:
             raise
         except Exception as error:  # reported to the other ranks after the stream
@@ -167,15 +191,21 @@ class Session:
     def _arriving(self, read: ReadSlice) -> Iterator[tuple[str, Pieces]]:
         """Yield the transfer's stream; an error in it ends the connection."""
         assert self._transfer is not None
-        try:
+        with self._or_fail("the transfer"):
             yield from self._transfer.stream(read)
+
+    @contextlib.contextmanager
+    def _or_fail(self, what: str) -> Iterator[None]:
+        """Within it an error ends the connection."""
+        try:
+            yield
         except Exception as error:  # `fail` reports it to the other ranks
-            self._transfer = None
+            self._transfer = self._attestor = None
             # The frames of the failed calls hold the process groups, which keep open the
             # connections that the other ranks wait on.
             traceback.clear_frames(error.__traceback__)
-            what = str(error).split(". This is typically")[0]  # without gloo's guesses
-            raise PeerFailure(self._world.fail(f"the transfer broke: {what}")) from None
+            reason = str(error).split(". This is typically")[0]  # without gloo's guesses
+            raise PeerFailure(self._world.fail(f"{what} broke: {reason}")) from None
 
     def _agree(self, work: Callable[[], Any]) -> list[Any]:
         """Run `work`, whose result is JSON, and return its result on each rank.
@@ -198,7 +228,7 @@ class Session:
 
     def close(self) -> None:
         """Release the transfer and close the connections. Not collective."""
-        self._transfer = None
+        self._transfer = self._attestor = None
         self._world.close()
 
 
@@ -212,7 +242,7 @@ def _require_same(values: Sequence[Any], what: str) -> Any:
     return values[0]
 
 
-def _no_source(tensor: str, box: Box) -> torch.Tensor:
+def _no_source(tensor: str, box: Box, at: Any = ...) -> torch.Tensor:
     raise RuntimeError(f"{tensor}{show(box)} was requested from an engine, which only receives")
 
 

@@ -31,6 +31,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from mcore_rl.common import objects
+from mcore_rl.hybrid_engine.proof.attest import SAMPLE
 from mcore_rl.hybrid_engine.remote.engine import (
     BACKEND,
     MegatronInitInfo,
@@ -52,7 +53,8 @@ class MegatronTrainerInitInfo(TrainerInitInfo):
     `master_address` must reach trainer rank 0 from every worker; the default is its host name.
     `master_port` 0 takes a free port. `bucket_bytes` bounds what is in flight on a rank. No wait is
     longer than `timeout_seconds`. `pause_mode` is a mode of `EngineClient.pause`; None leaves
-    pausing and the prefix cache to the caller.
+    pausing and the prefix cache to the caller. `attest` is how much of an update is verified:
+    "full", "sample" (one row of 32, different rows each time) or "off".
     """
 
     backend: ClassVar[str] = BACKEND
@@ -63,6 +65,7 @@ class MegatronTrainerInitInfo(TrainerInitInfo):
     bucket_bytes: int = 512 << 20
     timeout_seconds: float = 300.0
     pause_mode: str | None = "keep"
+    attest: str = SAMPLE
 
 
 class ShardSource(WeightSource):
@@ -199,6 +202,7 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
             device=shards.device,
             tensors=self._source.tensors,
             have={tensor: shards.boxes(tensor) for tensor in shards.tensors()},
+            attest=info.attest,
         )
         self._wait_for_calls()
 

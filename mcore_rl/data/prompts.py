@@ -230,6 +230,12 @@ def prompt_indices(num_rows: int, *, start: int, count: int, seed: int) -> np.nd
     return np.concatenate(pieces)
 
 
+def prompt_of_draw(prompts: PromptDataset, draw: int, *, seed: int) -> Prompt:
+    """Return the prompt of one of a run's draws."""
+    row = prompt_indices(len(prompts), start=draw, count=1, seed=seed)[0]
+    return prompts[int(row)]
+
+
 @lru_cache(maxsize=4)  # this epoch and the next, for training and for evaluation
 def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     # Sort raw bits: numpy guarantees a bit generator's bits across versions, not `permutation`.

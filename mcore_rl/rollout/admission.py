@@ -106,6 +106,12 @@ class Admission:
         next_version = (self._version or 0) + 1
         return self._versions | dict.fromkeys(sorted(self._unstarted), next_version)
 
+    def skip_versions(self, count: int) -> None:
+        """Count `count` versions as if they were not, because no step began with them; before the
+        first step of a resumed run."""
+        assert self._version is None, "a step has begun"
+        self._versions = {draw: version + count for draw, version in self._versions.items()}
+
     def begin_step(self, weight_version: int) -> tuple[int, ...]:
         """Begin a step with weights of this version; the previous step must be decided.
 

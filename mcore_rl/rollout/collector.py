@@ -23,10 +23,11 @@ from mcore_rl.algorithms.estimators import select_informative_groups
 from mcore_rl.algorithms.recipes import Algorithm
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Prompt, ScoredRollout
-from mcore_rl.common.errors import not_held
-from mcore_rl.data.prompts import PromptDataset, prompt_indices
+from mcore_rl.common.errors import UsageError, not_held
+from mcore_rl.data.prompts import PromptDataset, prompt_indices, prompt_of_draw
 from mcore_rl.hybrid_engine.vllm.generation import Sampling
 from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.rollout.ahead_state import AheadState
 from mcore_rl.rollout.dispatch import SamplingTarget
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.groups import GroupPlan, StepCounts
@@ -46,6 +47,7 @@ class Collected:
     table: SampleTable
     num_generated_tokens: int  # includes dropped samples and baselines
     metrics: dict[str, float] = field(default_factory=dict)
+    sampling_seconds: float | None = None  # None: as the actor's ranks measure
 
 
 class Collector:
@@ -147,6 +149,7 @@ class Collector:
         has other content."""
         if not folder.is_dir():
             return  # an earlier version wrote the checkpoint
+        _require_nothing_outstanding(folder)
         self.lengths[:] = lengths_in(folder / _LENGTHS, len(self.lengths))
         recipe = self._recipe
         num_responses = recipe.num_samples_per_prompt + recipe.needs_greedy_baseline
@@ -187,12 +190,7 @@ class Collector:
         options, recipe = self._options, self._recipe
         plan = GroupPlan(
             num_samples=recipe.num_samples_per_prompt,
-            sampling=Sampling(
-                temperature=options.temperature,
-                top_p=1.0 if options.top_p is None else options.top_p,
-                top_k=options.top_k or -1,
-                stop=options.stop,
-            ),
+            sampling=sampling_of(options),
             max_tokens=options.max_response_tokens,
             seed=self._seed,
             first_draw=self.position,
@@ -208,7 +206,7 @@ class Collector:
                 target,
                 self._prompt_of,
                 key=f"{self._num_calls}",
-                differs=_rewards_differ if target.compares else None,
+                differs=rewards_differ if target.compares else None,
                 order_of=self._longest_first,
                 when_few_are_left=when_few_are_left,
             )
@@ -238,10 +236,21 @@ class Collector:
 
     def _prompt_of(self, draw: int) -> Prompt:
         """Return the prompt of one of the run's draws."""
-        return self._prompts[int(self._prompt_rows(draw, 1)[0])]
+        return prompt_of_draw(self._prompts, draw, seed=self._seed)
 
     def _prompt_rows(self, draw: int, count: int) -> np.ndarray:
         return prompt_indices(len(self._prompts), start=draw, count=count, seed=self._seed)
+
+
+def _require_nothing_outstanding(folder: Path) -> None:
+    """Refuse a checkpoint with groups that only a run that samples ahead continues."""
+    if outstanding := AheadState.read(folder, 0).outstanding:
+        raise UsageError(
+            f"has {len(outstanding)} groups that were sampled ahead, which only a run that does so "
+            "continues",
+            flag=f"--load {folder.parent}",
+            remedy="give --rl-rollout-ranks and --rl-max-staleness 1 or more",
+        )
 
 
 def lengths_in(path: Path, num_rows: int) -> np.ndarray:
@@ -276,7 +285,18 @@ def _first_finished_metrics(table: SampleTable, counts: StepCounts) -> dict[str,
     }
 
 
-def _rewards_differ(scored: Sequence[ScoredRollout]) -> bool:
+def sampling_of(options: RolloutOptions) -> Sampling:
+    """Return how training samples are drawn, from the flags."""
+    return Sampling(
+        temperature=options.temperature,
+        top_p=1.0 if options.top_p is None else options.top_p,
+        top_k=options.top_k or -1,
+        stop=options.stop,
+    )
+
+
+def rewards_differ(scored: Sequence[ScoredRollout]) -> bool:
+    """Return whether the responses to a prompt differ in reward."""
     return _differ(SampleTable.of(scored))
 
 

@@ -71,13 +71,13 @@ class RolloutWorkers:
         """`reward_model` scores the samples in `sample_store`, collectively. `conversations`
         creates a TP group's conversations, if samples have environments."""
         self._engine, self._layout, self._options = engine, layout, options
-        self._max_turn_tokens = max_turn_tokens
+        self.max_turn_tokens = max_turn_tokens
         self._rank = dist.get_rank()
         self._is_scorer = layout.tp_rank(self._rank) == 0
-        self._rewards = RewardStack(rewards)
+        self.rewards = RewardStack(rewards)
         self._reward_names = [name for name in rewards.names if name != REWARD_MODEL]
-        self._has_environments = conversations is not None
-        self._conversations = conversations() if conversations and self._is_scorer else None
+        self.has_environments = conversations is not None
+        self.conversations = conversations() if conversations and self._is_scorer else None
         self._reward_model, self._sample_store = reward_model, sample_store
         # Groups that this TP group's engine resumes in the next step; the same on all its ranks.
         self.pending: list[OpenGroup] = []
@@ -126,8 +126,8 @@ class RolloutWorkers:
         """
         plan = dataclasses.replace(
             plan,
-            has_environments=self._has_environments,
-            max_turn_tokens=self._max_turn_tokens,
+            has_environments=self.has_environments,
+            max_turn_tokens=self.max_turn_tokens,
             keeps_kv=self._options.keeps_kv,
         )
         group, num_groups = self._layout.tp_group_index(self._rank), self._layout.num_tp_groups
@@ -155,14 +155,14 @@ class RolloutWorkers:
             plan,
             prompt_of,
             dispatcher=dispatcher if self._is_scorer else None,
-            rewards=self._rewards if self._is_scorer else None,
+            rewards=self.rewards if self._is_scorer else None,
             differs=differs,
             at_once=self._num_at_once(resumed, plan.size, num_groups),
             pending=resumed.groups,
             reserved=resumed.reserved,
             stale=resumed.stale,
             waits=splits_target and differs is not None,
-            conversations=self._conversations,
+            conversations=self.conversations,
         )
         run_stream(self._engine, groups, when_few_are_left=when_few_are_left)
         return groups
@@ -266,12 +266,29 @@ class RolloutWorkers:
         taken, pending = groups.partition(self._engine.of_first_rank(decision))
         if plan.keeps_unfinished:
             self.pending = pending
+        seconds = time.perf_counter() - started
+        return self.score(plan, taken, counts, groups.error, seconds=seconds, waited=waited)
+
+    def score(
+        self,
+        plan: GroupPlan,
+        taken: Sequence[OpenGroup],
+        counts: StepCounts,
+        error: Exception | None,
+        *,
+        seconds: float,
+        waited: Callable[[float], object],
+    ) -> tuple[SampleTable, StepCounts]:
+        """Return the table of the samples of `taken` of all TP groups, in the order of the draws,
+        and the total counts. `counts` are this TP group's, given on its first rank, like `error`,
+        which all ranks raise. `seconds` is the time that this rank has waited for rewards; for
+        `waited` see `settle`."""
         # Greedy responses last: only the samples are trained on.
         places = [(group, index) for index in range(plan.size) for group in taken]
         places.sort(key=lambda place: (plan.is_greedy(place[1]), place[0].draw))
         rollouts = [group.rollouts[index] for group, index in places]
         outcomes: dict[str, list[Outcome]] = {}
-        if self._is_scorer and groups.error is None:
+        if self._is_scorer and error is None:
             outcomes_by_sample = [group.outcomes[index] for group, index in places]
             outcomes = {
                 name: [each[name] for each in outcomes_by_sample] for name in self._reward_names
@@ -281,8 +298,8 @@ class RolloutWorkers:
             [group.draw for group, _ in places],
             len(taken) * plan.num_samples,
             outcomes,
-            groups.error,
-            seconds=time.perf_counter() - started,
+            error,
+            seconds=seconds,
             counts=counts,
             waited=waited,
         )
@@ -312,7 +329,7 @@ class RolloutWorkers:
             outcomes[REWARD_MODEL] = [scores[row] for row in in_order]
             seconds, waited = 0.0, lambda seconds: None
         if self._is_scorer and error is None:
-            weighed = self._rewards.weigh(rollouts, outcomes)
+            weighed = self.rewards.weigh(rollouts, outcomes)
             self._sample_store.set_rewards(first, with_baselines(weighed, num_samples))
         samples = self._sample_store.table(first, draws[:num_samples])
         return self._join_tables(samples, error, seconds, counts, waited)
@@ -343,6 +360,6 @@ class RolloutWorkers:
 
     def close(self) -> None:
         """End the processes of rewards and environments of this rank."""
-        self._rewards.close()
-        if self._conversations is not None:
-            self._conversations.close()
+        self.rewards.close()
+        if self.conversations is not None:
+            self.conversations.close()

@@ -31,7 +31,7 @@ class Evaluator:
         seed: int,
         timers: StageTimers,
     ) -> None:
-        self._workers, self._prompts, self._options = workers, prompts, options
+        self.workers, self._prompts, self._options = workers, prompts, options
         self._rollout, self._seed, self._timers = rollout, seed, timers
         self._groups: GroupScheduler | None = None
 
@@ -47,7 +47,7 @@ class Evaluator:
         )
         count = min(self._options.num_eval_prompts, len(self._prompts))
         with self._timers("eval"):
-            self._groups = self._workers.sample(
+            self._groups = self.workers.sample(
                 plan,
                 SamplingTarget.of(count),
                 self._prompts.__getitem__,
@@ -63,5 +63,5 @@ class Evaluator:
         if groups is None:
             return None
         with self._timers("eval"):
-            table, _ = self._workers.settle(groups, lambda seconds: None)
+            table, _ = self.workers.settle(groups, lambda seconds: None)
         return float((table.rewards >= 1.0).mean())

@@ -80,8 +80,15 @@ class GroupPlan:
         engine."""
         return seed_of(seed_of(self.seed, "draw", draw), index)
 
-    def request(self, draw: int, so_far: Rollout, observed: np.ndarray = _NO_TOKENS) -> Request:
-        """Build the request that starts a response, or continues it after `observed`.
+    def request(
+        self,
+        draw: int,
+        so_far: Rollout,
+        observed: np.ndarray = _NO_TOKENS,
+        num_turn_tokens: int = 0,
+    ) -> Request:
+        """Build the request that starts a response, or continues it after `observed`, or after
+        `num_turn_tokens` tokens of a turn.
 
         Each sample has its own random stream for each number of tokens so far.
         """
@@ -95,17 +102,19 @@ class GroupPlan:
             token_ids=np.concatenate(
                 [so_far.prompt.token_ids, so_far.response_token_ids, observed], dtype=np.int32
             ),
-            max_tokens=left if self.max_turn_tokens is None else min(left, self.max_turn_tokens),
+            max_tokens=left
+            if self.max_turn_tokens is None
+            else min(left, self.max_turn_tokens - num_turn_tokens),
             sampling=self.sampling
             if is_sample
             else Sampling(temperature=0.0, stop=self.sampling.stop),
             seed=seed_of(seed, "after", num_tokens) if num_tokens else seed,
             with_routes=self.with_routes and is_sample,
-            cache_name=self._cache_name(so_far) if self.keeps_kv else "",
+            cache_name=self.cache_name(so_far) if self.keeps_kv else "",
             num_own=0 if len(observed) else _num_generated_last(so_far),
         )
 
-    def _cache_name(self, so_far: Rollout) -> str:
+    def cache_name(self, so_far: Rollout) -> str:
         """Name the KV cache by the version that a response began with. A resumed response finds its
         own keys and values. A new response finds none of earlier weights."""
         oldest = so_far.oldest_version if len(so_far.response_token_ids) else self.weight_version
@@ -204,6 +213,7 @@ class GroupScheduler:
         self._finish_ranks: dict[int, int] = {}  # order in which groups finished, by draw
         self._running: set[int] = set()
         self._starting: set[int] = set()  # samples whose environments are being created
+        self._turn_starts: dict[int, int] = {}  # response tokens before a sample's turn
         self._queue: deque[Request] = deque()
         self._is_ending = False
         if dispatcher is not None:
@@ -262,8 +272,9 @@ class GroupScheduler:
         # A turn: its environment decides whether more follow.
         rollout = group.rollouts[index] = replace(rollout, finish_reason=UNFINISHED)
         if self._conversations is not None:
-            text = self._engine.text_of(completion.token_ids)
-            self._conversations.turn(completion, rollout, text)
+            turn = rollout.response_token_ids[self._turn_starts.get(completion.number, 0) :]
+            completion = replace(completion, token_ids=turn)
+            self._conversations.turn(completion, rollout, self._engine.text_of(turn))
 
     def dropped(self, request: Request, num_tokens: int) -> None:
         """Count the tokens of a dropped request, which are not trained on."""
@@ -275,6 +286,9 @@ class GroupScheduler:
         # Observed tokens count as part of the response, as in finished responses.
         prompt_and_response = len(so_far.prompt.token_ids) + len(so_far.response_token_ids)
         self._counts.left_tokens += len(request.token_ids) - prompt_and_response + num_tokens
+
+    def restored(self, draws: Sequence[int]) -> None:
+        """Not called: a step has no bank."""
 
     def between_steps(self, num_running: int = 0, step_seconds: float = 0.0) -> None:
         """Collect outcomes of rewards and continue conversations; on the first rank."""
@@ -307,14 +321,17 @@ class GroupScheduler:
             return GroupDecision()
         taken = self._taken_draws()
         others = sorted(self.open.keys() - taken)
-        turns = {
+        pending = tuple(others) if self.plan.keeps_unfinished else ()
+        return GroupDecision(tuple(sorted(taken)), pending, self._turns(taken))
+
+    def _turns(self, draws: Iterable[int]) -> dict[tuple[int, int], tuple[TurnReward, ...]]:
+        """Return the rewards of environments in groups of these draws."""
+        return {
             (draw, index): rollout.turn_rewards
-            for draw in taken
+            for draw in draws
             for index, rollout in enumerate(self.open[draw].rollouts)
             if rollout is not None and rollout.turn_rewards
         }
-        pending = tuple(others) if self.plan.keeps_unfinished else ()
-        return GroupDecision(tuple(sorted(taken)), pending, turns)
 
     def partition(self, decision: GroupDecision) -> tuple[list[OpenGroup], list[OpenGroup]]:
         """Return the taken groups and the pending groups; on all ranks."""
@@ -378,11 +395,16 @@ class GroupScheduler:
         rollouts = [self._response(group, index) for index in range(self.plan.size)]
         if self._conversations is None:
             return [self.plan.request(draw, so_far) for so_far in rollouts]
-        for index, so_far in enumerate(rollouts):
-            number, seed = draw * self.plan.size + index, self.plan.seed_of_sample(draw, index)
-            self._conversations.start(number, so_far, seed_of(seed, "environment"))
-            self._starting.add(number)
+        for so_far in rollouts:
+            self._start_conversation(draw, so_far)
         return []
+
+    def _start_conversation(self, draw: int, so_far: Rollout) -> None:
+        assert self._conversations is not None
+        index = so_far.sample_index
+        number, seed = draw * self.plan.size + index, self.plan.seed_of_sample(draw, index)
+        self._conversations.start(number, so_far, seed_of(seed, "environment"))
+        self._starting.add(number)
 
     def _continue_conversations(self, num_running: int, step_seconds: float) -> None:
         """Continue or finish the samples whose environments have answered."""
@@ -394,8 +416,11 @@ class GroupScheduler:
             group = self.open[draw]
             if isinstance(event, NextTurn):
                 group.rollouts[index] = event.so_far
+                num_tokens = len(event.so_far.response_token_ids) + len(event.observed)
+                self._turn_starts[event.number] = num_tokens
                 self._queue.append(self.plan.request(draw, event.so_far, event.observed))
             else:
+                self._turn_starts.pop(event.number, None)
                 group.environment_outcomes[index] = event.outcome
                 self._store_response(group, event.rollout)
 

@@ -9,16 +9,17 @@ requests may come.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
 from mcore_rl.common.spans import span
-from mcore_rl.hybrid_engine.vllm.generation import Completion, Request
+from mcore_rl.hybrid_engine.vllm.generation import Completion, Generation, Request
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 
-_IDLE_SECONDS = 0.001
+# Pauses between polls while nothing runs: of rewards at first, of stores with many clients later.
+_IDLE_SECONDS, _MOST_IDLE_SECONDS = 0.001, 0.005
 _FIRST_STEP_SECONDS = 0.03  # assumed duration of a step before one is measured
 _STEPS_BETWEEN_SCHEDULES = 4
 
@@ -34,6 +35,8 @@ class StreamActions:
     end: tuple[int, ...] = ()  # numbers of requests that end with their next token
     drop: tuple[int, ...] = ()  # numbers of requests that are dropped
     more: bool = False  # more may come, even if nothing runs
+    restore: tuple[int, ...] = ()  # draws whose groups are read from the bank
+    stop: bool = False  # return to the caller, whatever runs
 
 
 class RequestScheduler(Protocol):
@@ -47,6 +50,9 @@ class RequestScheduler(Protocol):
 
     def dropped(self, request: Request, num_tokens: int) -> None:
         """Handle a request dropped after `num_tokens`; on all ranks of the TP group."""
+
+    def restored(self, draws: Sequence[int]) -> None:
+        """Read groups from the bank; on all ranks of the TP group."""
 
     def between_steps(self, num_running: int, step_seconds: float) -> None:
         """Process rewards and environments; on the first rank. Must not wait for anything slower
@@ -65,10 +71,22 @@ def run_stream(
     most a quarter of the sequences that fit are running. A trace shows the time before as "first
     responses" and the time after as "last responses".
     """
+    with engine.generation() as generation:
+        step_engine(engine, scheduler, generation, when_few_are_left)
+
+
+def step_engine(
+    engine: VLLMEngine,
+    scheduler: RequestScheduler,
+    generation: Generation,
+    when_few_are_left: Callable[[], object] | None = None,
+) -> float:
+    """Do what `run_stream` does with the requests of `generation`, or until the scheduler stops.
+    Returns the seconds in steps with requests."""
     few = max(1, engine.config.max_num_seqs // 4)
     actions, must_schedule, num_steps = StreamActions(more=True), True, 0
-    step_seconds = _FIRST_STEP_SECONDS
-    with ExitStack() as traced, engine.generation() as generation:
+    step_seconds, idle_seconds, busy_seconds = _FIRST_STEP_SECONDS, _IDLE_SECONDS, 0.0
+    with ExitStack() as traced:
         traced.enter_context(span("first responses"))
         while True:
             if must_schedule:
@@ -76,30 +94,39 @@ def run_stream(
                     scheduler.schedule(generation.num_running) if engine.tp_rank == 0 else None
                 )
                 actions = engine.of_first_rank(decided)
-                for request in actions.submit:
-                    generation.submit(request)
-                generation.end_soon(actions.end)
-                for request, num_tokens in generation.drop(actions.drop):
-                    scheduler.dropped(request, num_tokens)
+                _apply(actions, scheduler, generation)
             if when_few_are_left is not None and not actions.more and generation.num_running <= few:
                 traced.close()
                 with span("prefetch"):
                     when_few_are_left()
                 when_few_are_left = None
                 traced.enter_context(span("last responses"))
-            if not engine.any_rank(generation.num_running > 0 or actions.more):
-                return
+            goes_on = generation.num_running > 0 or actions.more
+            if not engine.any_rank(goes_on and not actions.stop):
+                return busy_seconds
             ended = []
             if generation.num_running or engine.config.dp_size > 1:
-                began = time.perf_counter()
+                is_busy, began = generation.num_running > 0, time.perf_counter()
                 ended = generation.step()
-                step_seconds = time.perf_counter() - began
+                step_seconds, idle_seconds = time.perf_counter() - began, _IDLE_SECONDS
+                busy_seconds += step_seconds if is_busy else 0.0
                 num_steps += 1
                 for completion in ended:
                     scheduler.finished(completion)
             else:
-                time.sleep(_IDLE_SECONDS)  # wait for an environment or a reward
+                time.sleep(idle_seconds)  # wait for an environment, a reward or a draw
+                idle_seconds = min(_MOST_IDLE_SECONDS, 1.1 * idle_seconds)
             if engine.tp_rank == 0:
                 scheduler.between_steps(generation.num_running, step_seconds)
             is_time = not generation.num_running or num_steps % _STEPS_BETWEEN_SCHEDULES == 0
             must_schedule = bool(ended) or (actions.more and is_time)
+
+
+def _apply(actions: StreamActions, scheduler: RequestScheduler, generation: Generation) -> None:
+    if actions.restore:
+        scheduler.restored(actions.restore)
+    for request in actions.submit:
+        generation.submit(request)
+    generation.end_soon(actions.end)
+    for request, num_tokens in generation.drop(actions.drop):
+        scheduler.dropped(request, num_tokens)

@@ -7,12 +7,14 @@
     deliver ── message ─── tokens of the samples ◄───── SampleStore
     save, undo, close ── message ─────────────────────► state of the sampling
 
-The actor waits for each answer. Between two calls engines wait for the next one.
+The actor waits for each answer. Between two calls engines wait for the next one, or, with
+--rl-max-staleness 1 or more, sample ahead (`rollout.ahead`).
 """
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +36,8 @@ from mcore_rl.hybrid_engine.sharding_manager import seed_sampling
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.model.roles import ROLLOUT
 from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.rollout.ahead import AheadSampler
+from mcore_rl.rollout.collector import Collector
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.models import new_sample_store, reward_role
 from mcore_rl.trainer.roles.remote import serve
@@ -64,6 +68,7 @@ class EngineRanks:
         self._reward_model = reward_role(job, log=log)
         self._timers = StageTimers()
         self._table: SampleTable | None = None  # of the last step
+        self._ahead: AheadSampler | None = None
 
     def connect(self, *, position: int, folder: str | None) -> None:
         """Plan the hand-over, with the actor's ranks, and prepare the sampling of a run that has
@@ -77,10 +82,14 @@ class EngineRanks:
         self._sampling = build_sampling(
             job, self._engine, self._sample_store, self._reward_model, start, self._timers
         )
+        if isinstance(self._sampling.collector, AheadSampler):
+            self._ahead = self._sampling.collector
 
     def update(self, *, weight_version: int) -> dict[str, Any]:
         """Receive the actor's weights, with the actor's ranks. Returns the largest numbers of bytes
         and tensors of any engine."""
+        if self._ahead is not None:
+            self._ahead.pause()
         report = self._hand_over.run(weight_version)
         layout, seed = self._job.spec.rollout_layout, self._job.args.seed
         seed_sampling(self._engine, layout, seed, weight_version)
@@ -103,7 +112,11 @@ class EngineRanks:
         """Sample a step. Returns a `Collected` for all ranks, and the seconds that rewards took
         beyond sampling."""
         self._timers.finish_step()
-        collected = self._sampling.collector.collect(weight_version, lambda: None)
+        if self._ahead is not None:
+            collected = self._ahead.collect(weight_version)
+        else:
+            assert isinstance(self._sampling.collector, Collector)
+            collected = self._sampling.collector.collect(weight_version, lambda: None)
         self._table = collected.table
         return {
             "collected": packed(collected),
@@ -143,6 +156,16 @@ class EngineRanks:
     def save(self, *, folder: str) -> None:
         """Write the state of the sampling."""
         self._sampling.collector.save(Path(folder))
+
+    def saved(self) -> None:
+        """Remove from the bank what the checkpoint that is now complete has trained on."""
+        if self._ahead is not None:
+            self._ahead.saved()
+
+    def work_until(self, is_called: Callable[[], bool]) -> None:
+        """Sample ahead until a call has begun."""
+        if self._ahead is not None:
+            self._ahead.work_until(is_called)
 
     def close(self) -> None:
         """End the engine, and processes of rewards and environments. Not called by the actor."""

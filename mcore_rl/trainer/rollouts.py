@@ -33,6 +33,7 @@ from mcore_rl.model.roles import ROLLOUT
 from mcore_rl.model.speculation import parse_speculation
 from mcore_rl.moe.routing import R3
 from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.rollout.ahead import AheadSampler
 from mcore_rl.rollout.collector import Collected, Collector
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.engines import RolloutWorkers
@@ -97,6 +98,10 @@ class Rollouts(abc.ABC):
         """Write what later steps depend on, besides the position."""
 
     @abc.abstractmethod
+    def saved(self) -> None:
+        """Remove what nothing needs any more once the checkpoint of `save` is complete."""
+
+    @abc.abstractmethod
     def abandon(self) -> None:
         """Make `close` wait for no other rank, because this one has failed. Local."""
 
@@ -111,11 +116,15 @@ class Sampling:
 
     engine: VLLMEngine
     workers: RolloutWorkers
-    collector: Collector
+    collector: Collector | AheadSampler
     evaluator: Evaluator | None  # None without held-out prompts
 
     def close(self) -> None:
         """End the engine, and processes of rewards and environments."""
+        if isinstance(self.collector, AheadSampler):
+            self.collector.close()
+        if self.evaluator is not None:
+            self.evaluator.workers.close()
         self.workers.close()
         self.engine.close()
 
@@ -131,11 +140,13 @@ class LocalRollouts(Rollouts):
         reward_model: Role | None,
     ) -> None:
         self.sampling, self.manager, self.sample_store = sampling, manager, sample_store
-        self.reward_model, self._prefetch = reward_model, manager.prefetch
+        assert isinstance(sampling.collector, Collector), "engines here cannot sample ahead"
+        self.reward_model, self._collector = reward_model, sampling.collector
+        self._prefetch = manager.prefetch
 
     @property
     def position(self) -> int:
-        return self.sampling.collector.position
+        return self._collector.position
 
     def sample_eval(self, step: int, weight_version: int) -> None:
         assert self.sampling.evaluator is not None, "there are no held-out prompts"
@@ -146,13 +157,16 @@ class LocalRollouts(Rollouts):
         return None if evaluator is None else evaluator.accuracy()
 
     def collect(self, weight_version: int) -> Collected:
-        return self.sampling.collector.collect(weight_version, self._prefetch)
+        return self._collector.collect(weight_version, self._prefetch)
 
     def undo(self) -> None:
-        self.sampling.collector.undo()
+        self._collector.undo()
 
     def save(self, folder: Path) -> None:
-        self.sampling.collector.save(folder)
+        self._collector.save(folder)
+
+    def saved(self) -> None:
+        """Do nothing: nothing else has what the checkpoint has."""
 
     def abandon(self) -> None:
         """Do nothing: `close` does not wait."""
@@ -190,23 +204,56 @@ def build_sampling(
     timers: StageTimers,
 ) -> Sampling:
     """Build what samples with the engines. Collective over their ranks."""
-    config, environment = job.config, job.spec.environment
-    workers = RolloutWorkers(
+    workers = _workers(job, engine, sample_store, reward_model, start.day)
+    if job.config.rollout.samples_ahead:
+        collector: Collector | AheadSampler = _ahead(job, engine, workers, sample_store, start)
+    else:
+        collector = _collector(job, workers, sample_store, start, timers)
+    evaluator = None
+    if start.eval_prompts is not None:
+        evaluator = Evaluator(
+            # While training samples are in flight, an evaluation needs rewards of its own.
+            _workers(job, engine, sample_store, reward_model, start.day)
+            if job.config.rollout.samples_ahead
+            else workers,
+            start.eval_prompts,
+            job.config.evaluation,
+            job.config.rollout,
+            seed=job.args.seed,
+            timers=timers,
+        )
+    return Sampling(engine, workers, collector, evaluator)
+
+
+def _workers(
+    job: Job, engine: VLLMEngine, sample_store: SampleStore, reward_model: Role | None, day: str
+) -> RolloutWorkers:
+    environment = job.spec.environment
+    return RolloutWorkers(
         engine,
         job.spec.rollout_layout,
-        config.rollout,
+        job.config.rollout,
         job.spec.rewards,
         sample_store,
         None if reward_model is None else ModelReward(reward_model).outcomes,
-        None if environment is None else partial(_conversations, job, environment, start.day),
-        config.environments.max_turn_tokens,
+        None if environment is None else partial(_conversations, job, environment, day),
+        job.config.environments.max_turn_tokens,
     )
+
+
+def _collector(
+    job: Job,
+    workers: RolloutWorkers,
+    sample_store: SampleStore,
+    start: Start,
+    timers: StageTimers,
+) -> Collector:
     collector = Collector(
         workers,
         start.prompts,
-        config.recipe,
-        config.rollout,
-        num_prompts_per_step=config.trainer.num_prompts_per_step,
+        job.config.recipe,
+        job.config.rollout,
+        num_prompts_per_step=job.config.trainer.num_prompts_per_step,
         seed=job.args.seed,
         timers=timers,
         position=start.position,
@@ -214,17 +261,30 @@ def build_sampling(
     )
     if start.folder is not None:
         agreed_in_world(partial(collector.restore, start.folder))
-    evaluator = None
-    if start.eval_prompts is not None:
-        evaluator = Evaluator(
-            workers,
-            start.eval_prompts,
-            config.evaluation,
-            config.rollout,
-            seed=job.args.seed,
-            timers=timers,
-        )
-    return Sampling(engine, workers, collector, evaluator)
+    return collector
+
+
+def _ahead(
+    job: Job,
+    engine: VLLMEngine,
+    workers: RolloutWorkers,
+    sample_store: SampleStore,
+    start: Start,
+) -> AheadSampler:
+    return AheadSampler(
+        engine,
+        workers,
+        start.prompts,
+        job.config.recipe,
+        job.config.rollout,
+        job.spec.rollout_layout,
+        num_prompts_per_step=job.config.trainer.num_prompts_per_step,
+        seed=job.args.seed,
+        position=start.position,
+        sample_store=sample_store,
+        bank=job.config.run.directory / "bank",
+        folder=start.folder,
+    )
 
 
 def _conversations(job: Job, spec: EnvironmentSpec, day: str) -> Conversations:

@@ -74,6 +74,7 @@ class RunSaver:
             if critic is not None:
                 critic.save(num_steps, self.folder)
             write_checkpoint(self.folder, num_steps, self._writers(num_steps))
+            self._rollouts.saved()
             self._prune(num_steps)
         self._saved_at = num_steps
 

@@ -142,6 +142,9 @@ class RemoteRollouts(Rollouts):
     def save(self, folder: Path) -> None:
         self._role.call(EngineRanks.save, folder=str(folder))
 
+    def saved(self) -> None:
+        self._role.call(EngineRanks.saved)
+
     def abandon(self) -> None:
         self._role.abandon()
 

@@ -118,7 +118,9 @@ def measured(
     """
     host_peak_bytes, device_peak_bytes = highest_bytes()
     give_back_cached()  # as the next switch does; if the rest grows, it is a leak
-    rollout_seconds, train_seconds = timers["rollout"], timers["train"]
+    train_seconds, rollout_seconds = timers["train"], timers["rollout"]
+    if collected.sampling_seconds is not None:
+        rollout_seconds = collected.sampling_seconds
     mine = {
         "reshard/received_bytes_max": report.received_bytes,
         "reshard/lower_bound_bytes_max": report.lower_bound_bytes,

@@ -1,0 +1,337 @@
+"""Sampling ahead: engines on ranks of their own sample later steps while the actor trains.
+
+    the actor ── update(version) ──► pause: running requests end; new weights; the next step begins
+              ── collect ──────────► sample until the step's groups are decided; they leave
+                                     between calls: sample what may start
+
+Groups start, finish and are taken by the rules of `admission.Admission`, across all TP groups.
+Finished groups are in a `Bank` on the disk, for a run that is killed between two checkpoints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch.distributed as dist
+
+from mcore_rl.algorithms.recipes import Algorithm
+from mcore_rl.batching.types import Prompt
+from mcore_rl.common import objects
+from mcore_rl.data.prompts import PromptDataset, prompt_of_draw
+from mcore_rl.hybrid_engine.vllm.generation import Generation
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.model.layout import RolloutLayout
+from mcore_rl.rollout.admission import Admission
+from mcore_rl.rollout.ahead_state import AheadMetrics, AheadState
+from mcore_rl.rollout.bank import Bank, read_bank
+from mcore_rl.rollout.collector import Collected, rewards_differ, sampling_of
+from mcore_rl.rollout.continuous import ContinuousScheduler
+from mcore_rl.rollout.engines import RolloutWorkers
+from mcore_rl.rollout.groups import GroupPlan, StepCounts
+from mcore_rl.rollout.options import RolloutOptions
+from mcore_rl.rollout.pending import read_groups, write_groups
+from mcore_rl.rollout.sample_store import SampleStore
+from mcore_rl.rollout.segments import OpenGroup
+from mcore_rl.rollout.shared_draws import SharedDraws, StepDecision
+from mcore_rl.rollout.stream import step_engine
+
+logger = logging.getLogger(__name__)
+
+
+class AheadSampler:
+    """The engines' sampling of a run. Methods are collective over the engines' ranks."""
+
+    def __init__(
+        self,
+        engine: VLLMEngine,
+        workers: RolloutWorkers,
+        prompts: PromptDataset,
+        recipe: Algorithm,
+        options: RolloutOptions,
+        layout: RolloutLayout,
+        *,
+        num_prompts_per_step: int,
+        seed: int,
+        position: int,
+        sample_store: SampleStore,
+        bank: Path,
+        folder: Path | None = None,
+    ) -> None:
+        """`position` is the number of prompts drawn before, `bank` the folder of finished groups.
+        `folder` is what `save` wrote, if a run resumes; UsageError if it has other content."""
+        self._engine, self._workers, self._sample_store = engine, workers, sample_store
+        self._prompts, self._recipe, self._options, self._seed = prompts, recipe, options, seed
+        rank = dist.get_rank()
+        self._tp_group, self._num_tp_groups = layout.tp_group_index(rank), layout.num_tp_groups
+        self._is_leader = layout.tp_rank(rank) == 0
+        self._metrics = AheadMetrics()
+        self._taken: dict[int, int] = {}  # draws of the last step, and their oldest versions
+        self._undone: dict[int, int] = {}  # the same, if the step is to be repeated
+        self._stale: tuple[int, ...] = ()  # draws that were dropped at the beginning of the step
+        self._is_paused = True
+        self._context = ExitStack()  # of the generation
+        self._generation: Generation | None = None
+        state = AheadState.read(folder, position)
+        fingerprint = self._fingerprint()
+        banked, skipped = read_bank(bank, self._prompt_of, fingerprint=fingerprint)
+        objects.barrier()  # all have read it before the first file is rewritten
+        self._log_bank(banked, skipped)
+        self._resumed = self._held(folder, state, banked)
+        self._last_version = state.weight_version
+        outstanding = self._outstanding(state)
+        # Draws that are trained on or dropped, and whose groups are in the bank.
+        self._done = {d for d in banked if d < state.next_draw and d not in outstanding}
+        self._draws = self._make_draws(state.next_draw, outstanding, num_prompts_per_step)
+        most_groups = (options.staleness_limit + 1) * num_prompts_per_step
+        self._scheduler = ContinuousScheduler(
+            engine,
+            self._plan(),
+            self._prompt_of,
+            draws=self._draws,
+            bank=self._make_bank(bank, fingerprint),
+            rewards=workers.rewards if self._is_leader else None,
+            differs=rewards_differ if recipe.dynamic_sampling else None,
+            most_groups=math.ceil(most_groups / self._num_tp_groups),
+            conversations=workers.conversations,
+            banked={draw: each for draw, each in banked.items() if draw >= state.next_draw},
+        )
+
+    def _make_draws(
+        self, next_draw: int, outstanding: Mapping[int, int], groups_per_step: int
+    ) -> SharedDraws | None:
+        """Return this TP group's access to the draws, on its first rank."""
+        if not self._is_leader:
+            return None
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.distributed_c10d._get_default_store()
+        store = dist.PrefixStore(f"mcore_rl/ahead/{attempt}", store)
+        admission = None
+        if self._tp_group == 0:
+            recipe, options = self._recipe, self._options
+            admission = Admission(
+                groups_per_step=groups_per_step,
+                max_staleness=options.staleness_limit,
+                next_draw=next_draw,
+                max_refills=recipe.max_refills if recipe.dynamic_sampling else None,
+                drops_stale=options.stale_rollouts == "drop",
+                groups=outstanding,
+            )
+        return SharedDraws(store, next_draw, admission)
+
+    def _make_bank(self, folder: Path, fingerprint: str) -> Bank | None:
+        if not self._is_leader:
+            return None
+        owners = self._tp_group, self._num_tp_groups
+        return Bank(folder, owner=owners[0], num_owners=owners[1], fingerprint=fingerprint)
+
+    # What a run does
+
+    def pause(self) -> None:
+        """End running requests with their next token, before the weights change."""
+        self._is_paused = True
+        self._scheduler.pause()
+        if self._generation is not None:
+            self._run(lambda: False)
+        self._context.close()
+        self._generation = None
+
+    def work_until(self, is_called: Callable[[], bool]) -> None:
+        """Sample until a call has begun; does nothing after `pause`."""
+        if not self._is_paused:
+            self._run(is_called)
+
+    def collect(self, weight_version: int) -> Collected:
+        """Begin a step with weights of this version, after `pause`. Sample until its groups are
+        decided, and return them."""
+        self._begin_step(weight_version)
+        decided: list[StepDecision] = []
+
+        def is_decided() -> bool:
+            assert self._draws is not None
+            if not decided and (decision := self._draws.decision()) is not None:
+                decided.append(decision)
+            return bool(decided)
+
+        self._run(is_decided)
+        decision = self._engine.of_first_rank(decided[0] if decided else None)
+        here = self._scheduler.take(decision.taken) if self._is_leader else None
+        taken, _ = self._scheduler.partition(self._engine.of_first_rank(here))
+        self._scheduler.forget({*decision.taken, *decision.dropped})
+        self._done |= {*decision.taken, *decision.dropped, *self._stale}
+        self._sample_store.clear()
+        counts = StepCounts()
+        if self._is_leader:
+            counts.generated_tokens = self._scheduler.take_generated_tokens()
+        table, counts = self._workers.score(
+            self._scheduler.plan, taken, counts, None, seconds=0.0, waited=lambda seconds: None
+        )
+        self._taken = dict(zip(table.draws.tolist(), table.oldest_versions.tolist(), strict=True))
+        admitted = None if self._admission is None else self._admission.counts()
+        metrics = self._metrics.of_step(
+            table, weight_version, objects.broadcast(admitted), taken if self._is_leader else []
+        )
+        return Collected(
+            table,
+            counts.generated_tokens,
+            metrics | self._workers.draft_metrics(),
+            sampling_seconds=self._metrics.sampling_seconds,
+        )
+
+    def undo(self) -> None:
+        """Count the last step's draws as not sampled: a run that resumes samples them again."""
+        self._scheduler.forget_banked(self._taken)
+        self._undone = dict(self._taken)
+
+    @property
+    def position(self) -> int:
+        """The first draw that has never been admitted, on the first rank; 0 on others."""
+        return 0 if self._admission is None else self._admission.limit
+
+    def save(self, folder: Path) -> None:
+        """Write what a resumed run continues from."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._draws is not None:
+            self._draws.flush()
+        objects.barrier()
+        outstanding: dict[int, int] = {}
+        if self._admission is not None and self._draws is not None:
+            self._draws.flush()  # reads what the others have sent
+            outstanding = self._admission.outstanding | self._undone
+            AheadState(self._admission.limit, outstanding, self._last_version).write(folder)
+        outstanding = objects.broadcast(outstanding)
+        if self._is_leader:
+            write_groups(self._continuing(outstanding), folder, self._tp_group)
+
+    def saved(self) -> None:
+        """Remove from the bank what the checkpoint that is now complete has trained on."""
+        self._scheduler.forget_banked(self._done)
+        self._done = set()
+
+    def close(self) -> None:
+        """Stop sampling."""
+        self._context.close()
+        self._scheduler.close()
+
+    # Internal
+
+    def _begin_step(self, weight_version: int) -> None:
+        if self._draws is not None:
+            self._draws.flush()
+        objects.barrier()  # all TP groups have flushed
+        stale: tuple[int, ...] = ()
+        if self._admission is not None and self._draws is not None:
+            if self._last_version is not None and self._metrics.num_steps == 0:
+                # Versions without a step, such as that of the last evaluation of a run.
+                self._admission.skip_versions(weight_version - 1 - self._last_version)
+            stale = self._draws.begin_step(weight_version)
+        self._stale = objects.broadcast(stale)
+        self._scheduler.forget(self._stale)
+        self._scheduler.resume(weight_version)
+        resumed, self._resumed = self._resumed, []
+        self._scheduler.load([each for each in resumed if each.draw not in self._stale])
+        self._metrics.num_steps += 1
+        self._last_version, self._is_paused = weight_version, False
+
+    @property
+    def _admission(self) -> Admission | None:
+        """On the coordinator, the first rank."""
+        return None if self._draws is None else self._draws.admission
+
+    def _run(self, until: Callable[[], bool]) -> None:
+        """Step the engine until `until` is true on the first rank of each TP group, or, while
+        pausing, until no request runs."""
+        if self._generation is None:
+            self._generation = self._context.enter_context(self._engine.generation())
+        self._scheduler.until = until
+        self._metrics.busy_seconds += step_engine(self._engine, self._scheduler, self._generation)
+        error = self._engine.of_first_rank(
+            None if self._scheduler.error is None else str(self._scheduler.error)
+        )
+        if error is not None:
+            raise RuntimeError(f"sampling failed: {error}") from self._scheduler.error
+
+    def _plan(self) -> GroupPlan:
+        return GroupPlan(
+            num_samples=self._recipe.num_samples_per_prompt,
+            sampling=sampling_of(self._options),
+            max_tokens=self._options.max_response_tokens,
+            seed=self._seed,
+            first_draw=0,
+            weight_version=0,
+            with_routes=self._sample_store.routed is not None,
+            with_greedy=self._recipe.needs_greedy_baseline,
+            has_environments=self._workers.has_environments,
+            max_turn_tokens=self._workers.max_turn_tokens,
+            keeps_kv=self._options.keeps_kv,
+        )
+
+    def _prompt_of(self, draw: int) -> Prompt:
+        return prompt_of_draw(self._prompts, draw, seed=self._seed)
+
+    def _fingerprint(self) -> str:
+        """Return a line that names what a finished group depends on, besides weights."""
+        options = dataclasses.asdict(self._options)
+        kept = ("temperature", "top_p", "top_k", "max_response_tokens", "stop")
+        facts = [self._prompts.fingerprint, self._seed, self._plan().size]
+        return json.dumps([*facts, *(options[name] for name in kept)])
+
+    def _log_bank(self, banked: Mapping[int, OpenGroup], skipped: Sequence[str]) -> None:
+        if dist.get_rank():
+            return
+        for text in skipped:
+            logger.warning("[Resume] the bank of finished groups: skipped %s", text)
+        if banked:
+            logger.info("[Resume] the bank has %d finished groups", len(banked))
+
+    def _held(
+        self, folder: Path | None, state: AheadState, banked: Mapping[int, OpenGroup]
+    ) -> list[OpenGroup]:
+        """Return the groups that this TP group continues: those of a checkpoint that have not been
+        trained on, in the newest state that is on the disk."""
+        size = self._plan().size
+        groups: list[OpenGroup] = []
+        if folder is not None and folder.is_dir():
+            groups = read_groups(
+                folder,
+                self._prompt_of,
+                tp_group=self._tp_group,
+                num_tp_groups=self._num_tp_groups,
+            )
+        found = {
+            each.draw: each
+            for each in groups
+            if len(each.rollouts) == size
+            and (state.outstanding is None or each.draw in state.outstanding)
+        }
+        held = objects.all_gather(list(found) if self._is_leader else [])
+        missing = (state.outstanding or {}).keys() - {draw for some in held for draw in some}
+        for draw in sorted(missing)[self._tp_group :: self._num_tp_groups]:
+            found[draw] = OpenGroup.new(draw, size)
+        return [banked.get(draw, found[draw]) for draw in sorted(found)]
+
+    def _outstanding(self, state: AheadState) -> dict[int, int]:
+        """Return the draws that the run continues, with the versions that they started with."""
+        if state.outstanding is not None:
+            return state.outstanding
+        # Partial responses of engines on the actor's ranks.
+        mine = {each.draw: each.oldest_version or 0 for each in self._resumed}
+        everywhere = objects.all_gather(mine if self._is_leader else {})
+        return {draw: version for some in everywhere for draw, version in some.items()}
+
+    def _continuing(self, outstanding: Collection[int]) -> list[OpenGroup]:
+        """Return the groups here whose responses a checkpoint holds. The processes of environments
+        end with the run, so responses that are in conversation start again."""
+        groups = [self._scheduler.open[draw] for draw in sorted(self._scheduler.open)]
+        return [
+            group
+            for group in groups
+            if group.draw in outstanding
+            and (group.is_sampled or not self._workers.has_environments)
+        ]

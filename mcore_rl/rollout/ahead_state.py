@@ -1,0 +1,107 @@
+"""The state of sampling ahead in a checkpoint, and its metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from mcore_rl.batching.table import SampleTable
+from mcore_rl.common import objects
+from mcore_rl.common.errors import not_held
+from mcore_rl.common.readers import InvalidData, integer_within, parse_json
+from mcore_rl.rollout.admission import AdmissionCounts
+from mcore_rl.rollout.segments import OpenGroup
+
+_NAME = "ahead.json"
+_MOST_DRAWS = 1 << 53
+
+
+@dataclass(frozen=True, slots=True)
+class AheadState:
+    """The draws of a run at a checkpoint.
+
+    Example: draws 0 to 39 were admitted, of which 36 and 38 have not been trained on:
+    `AheadState(40, {36: 8, 38: 9}, weight_version=9)`.
+    """
+
+    next_draw: int  # the first that has never been admitted
+    outstanding: dict[int, int] | None  # version at the start; None: nothing was sampled ahead
+    weight_version: int | None = None  # of the last step
+
+    def write(self, folder: Path) -> None:
+        """Write the state into the folder of a checkpoint."""
+        (folder / _NAME).write_text(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path | None, position: int) -> AheadState:
+        """Read the state of a checkpoint. `position` is the number of prompts that a run has drawn
+        if it did not sample ahead; `folder` is None for a new run. Raises UsageError."""
+        if folder is None:
+            return cls(position, {})
+        path = folder / _NAME
+        if not path.is_file():
+            return cls(position, None)
+        try:
+            facts = parse_json(path.read_text())
+            outstanding = {int(draw): version for draw, version in facts["outstanding"].items()}
+            found = cls(facts["next_draw"], outstanding, facts["weight_version"])
+            for number in (
+                *(found.next_draw, found.weight_version),
+                *(*outstanding, *outstanding.values()),
+            ):
+                if integer_within(number, 0, _MOST_DRAWS) is None:
+                    raise ValueError(f"{repr(number)[:60]} is not a draw or a version")
+        except (
+            *(InvalidData, AttributeError, LookupError),
+            *(OSError, TypeError, ValueError),
+        ) as error:
+            raise not_held(path, "draws in flight", f"{type(error).__name__}: {error}") from error
+        return found
+
+
+@dataclass(slots=True)
+class AheadMetrics:
+    """What is measured between two steps, on a rank of engines."""
+
+    num_steps: int = 0
+    busy_seconds: float = 0.0  # in the engine's steps, since the last step was taken
+    sampling_seconds: float = 0.0  # the same before that, mean of all engines
+    _since: float = field(default_factory=time.perf_counter)
+    _counted: AdmissionCounts = field(default_factory=lambda: AdmissionCounts(0, 0, 0, 0, 0))
+
+    def of_step(
+        self,
+        table: SampleTable,
+        weight_version: int,
+        admitted: AdmissionCounts,
+        taken: Sequence[OpenGroup],
+    ) -> dict[str, float]:
+        """Return the metrics of a step whose groups have been taken. Collective over the engines'
+        ranks; `taken` are the groups here, on the first rank of each TP group."""
+        now = time.perf_counter()
+        rollouts = [each for group in taken for each in group.rollouts if each is not None]
+        versions = [len(np.unique(each.token_versions)) for each in rollouts]
+        measured = self.busy_seconds, now - self._since, sum(versions), len(versions)
+        everywhere = np.array(objects.all_gather(measured))
+        busy, elapsed, num_versions, num_rollouts = everywhere.sum(axis=0)
+        before, self._counted = self._counted, admitted
+        self.sampling_seconds = float(busy) / len(everywhere)
+        self.busy_seconds, self._since = 0.0, now
+        staleness = np.maximum(0, weight_version - table.oldest_versions)
+        return {
+            "rollout/staleness_mean": float(staleness.mean()),
+            "rollout/staleness_max": float(staleness.max()),
+            "rollout/versions_per_sample": float(num_versions / max(1, num_rollouts)),
+            "rollout/groups_in_flight": float(admitted.in_flight),
+            "rollout/groups_waiting": float(admitted.waiting),
+            "rollout/started_groups": float(admitted.started - before.started),
+            "rollout/uninformative_groups": float(admitted.uninformative - before.uninformative),
+            "rollout/stale_groups": float(admitted.stale - before.stale),
+            "idle/engines": 1.0 - float(busy / max(elapsed, 1e-9)),
+        }

@@ -1,0 +1,239 @@
+"""Groups of an engine that samples ahead: they outlive steps and weights.
+
+`ContinuousScheduler` differs from its base in what ends: a step takes groups while others go on.
+Before the weights change, running requests end with their next token (`pause`). They are submitted
+again from their tokens (`resume`), whose keys and values the new weights compute.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+from mcore_rl.batching.types import Prompt, ScoredRollout
+from mcore_rl.hybrid_engine.vllm.generation import Completion, Request
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.rewards.stack import RewardStack
+from mcore_rl.rollout.bank import Bank
+from mcore_rl.rollout.conversations import Conversations
+from mcore_rl.rollout.groups import Differs, GroupDecision, GroupPlan, GroupScheduler
+from mcore_rl.rollout.segments import OpenGroup, is_finished
+from mcore_rl.rollout.shared_draws import SharedDraws
+from mcore_rl.rollout.stream import StreamActions
+
+
+class _EndlessDraws:
+    """`SharedDraws` as the base class calls its dispatcher."""
+
+    takes_first = is_exhausted = is_undecided = False
+
+    def __init__(self, draws: SharedDraws) -> None:
+        self.next_draw = draws.next_draw
+
+    def fail(self) -> None:
+        """Do nothing: the error ends this process."""
+
+
+class ContinuousScheduler(GroupScheduler):
+    """The open groups of a TP group; on all its ranks, but decisions are made on the first."""
+
+    def __init__(
+        self,
+        engine: VLLMEngine,
+        plan: GroupPlan,
+        prompt_of: Callable[[int], Prompt],
+        *,
+        draws: SharedDraws | None,
+        bank: Bank | None,
+        rewards: RewardStack | None,
+        differs: Differs | None,
+        most_groups: int,
+        conversations: Conversations | None = None,
+        banked: dict[int, OpenGroup],
+    ) -> None:
+        """`draws`, `bank`, `rewards` and `conversations` are given on the first rank only. At most
+        `most_groups` groups are being sampled here. `banked` holds groups that an earlier process
+        has finished; they finish when their draw starts."""
+        super().__init__(
+            engine,
+            plan,
+            prompt_of,
+            dispatcher=None if draws is None else _EndlessDraws(draws),  # type: ignore[arg-type]
+            rewards=rewards,
+            differs=_always if differs is None else differs,
+            at_once=engine.config.max_num_seqs,
+            conversations=conversations,
+        )
+        self._draws, self._bank, self._banked = draws, bank, banked
+        self._most_groups = most_groups
+        self._submitted: dict[int, Request] = {}
+        self._cut: list[int] = []  # numbers of responses that `pause` has ended
+        self._to_restore: list[int] = []
+        self._writer = ThreadPoolExecutor(1) if bank is not None else None
+        self._written: deque[tuple[Future[None], int, bool]] = deque()
+        self._finished: set[int] = set()  # draws
+        self._is_pausing = False
+        self.until: Callable[[], bool] = lambda: False
+
+    # Between streams
+
+    def pause(self) -> None:
+        """Make the next stream end all running requests with their next token."""
+        self._is_pausing = True
+
+    def resume(self, weight_version: int) -> None:
+        """Submit in the next stream what `pause` has ended, with weights of this version."""
+        self._is_pausing = False
+        self.plan = replace(self.plan, weight_version=weight_version)
+        again = []
+        for number in self._cut:
+            draw, index = divmod(number, self.plan.size)
+            so_far = self._response(self.open[draw], index)
+            num_turn_tokens = len(so_far.response_token_ids) - self._turn_starts.get(number, 0)
+            again.append(self.plan.request(draw, so_far, num_turn_tokens=num_turn_tokens))
+        # A request without a token was dropped: it may hold an observation that no response has.
+        again += [*self._submitted.values(), *self._queue]
+        self._queue = deque(self._renamed(request) for request in again)
+        self._cut, self._submitted, self._running = [], {}, set()
+
+    def _renamed(self, request: Request) -> Request:
+        if not self.plan.keeps_kv:
+            return request
+        draw, index = divmod(request.number, self.plan.size)
+        name = self.plan.cache_name(self._response(self.open[draw], index))
+        return replace(request, cache_name=name)
+
+    def load(self, groups: Sequence[OpenGroup]) -> None:
+        """Continue groups of a resumed run, whose starts are recorded."""
+        for group in groups:
+            self.open[group.draw] = group
+            if self._draws is not None:
+                self._continue(group)
+
+    def _continue(self, group: OpenGroup) -> None:
+        for index in range(self.plan.size):
+            rollout = self._response(group, index)
+            if not is_finished(rollout):
+                if self._conversations is None:
+                    self._queue.append(self.plan.request(group.draw, rollout))
+                else:
+                    self._start_conversation(group.draw, rollout)
+            elif index not in group.outcomes and self._rewards is not None:
+                number = group.draw * self.plan.size + index
+                self._tickets[self._rewards.begin(rollout)] = number
+        if self._is_rewarded(group):
+            self._compare(group)
+
+    def take(self, draws: Collection[int]) -> GroupDecision:
+        """Return which of these draws are here; on the first rank."""
+        here = sorted(self.open.keys() & set(draws))
+        return GroupDecision(tuple(here), turns=self._turns(here))
+
+    def forget(self, draws: Collection[int]) -> list[OpenGroup]:
+        """Remove groups, with what is still running of them, and return them; on all ranks, while
+        no request runs or for groups that have finished."""
+        gone = [self.open.pop(draw) for draw in sorted(self.open.keys() & set(draws))]
+        numbers = {
+            group.draw * self.plan.size + index for group in gone for index in range(self.plan.size)
+        }
+        self._end_conversations(numbers & self._unfinished_numbers())
+        self._queue = deque(each for each in self._queue if each.number not in numbers)
+        self._cut = [number for number in self._cut if number not in numbers]
+        self._submitted = {n: each for n, each in self._submitted.items() if n not in numbers}
+        self._finished -= set(draws)
+        return gone
+
+    def _unfinished_numbers(self) -> set[int]:
+        return set(self._turn_starts) | self._starting
+
+    @property
+    def num_sampling(self) -> int:
+        """The number of groups here that have not all responses and rewards."""
+        return len(self.open) - len(self._finished)
+
+    def take_generated_tokens(self) -> int:
+        """Return the number of tokens generated since the last call."""
+        count, self._counts.generated_tokens = self._counts.generated_tokens, 0
+        return count
+
+    def forget_banked(self, draws: Collection[int]) -> None:
+        """Remove groups from the bank; waits for the disk."""
+        if self._writer is not None and self._bank is not None and draws:
+            self._writer.submit(self._bank.forget, draws).result()
+
+    def close(self) -> None:
+        """Wait for groups that are being written to the bank."""
+        if self._writer is not None:
+            self._writer.shutdown()
+
+    # Called by `step_engine`
+
+    def schedule(self, num_running: int) -> StreamActions:
+        assert self._draws is not None, "not the first rank of its TP group"
+        self._report_written()
+        if self._is_pausing and self.error is None:
+            return StreamActions(end=tuple(sorted(self._running)))
+        if self.until():
+            return StreamActions(stop=True)
+        actions = super().schedule(num_running)
+        self._submitted |= {each.number: each for each in actions.submit}
+        restore, self._to_restore = tuple(self._to_restore), []
+        self._draws.flush()
+        return replace(actions, restore=restore)
+
+    def finished(self, completion: Completion) -> None:
+        self._submitted.pop(completion.number, None)
+        if completion.is_cut_short:
+            self._cut.append(completion.number)
+        super().finished(completion)
+
+    def restored(self, draws: Sequence[int]) -> None:
+        for draw in draws:
+            group = self.open[draw] = self._banked.pop(draw)
+            if self._draws is not None:
+                self._compare(group)
+
+    # Internal
+
+    def _has_room(self) -> bool:
+        return super()._has_room() and self.num_sampling < self._most_groups
+
+    def _begin_group(self, draw: int) -> list[Request]:
+        assert self._draws is not None
+        self._draws.start(draw, self.plan.weight_version)
+        if draw in self._banked:
+            self._to_restore.append(draw)
+            return []
+        return super()._begin_group(draw)
+
+    def _store_outcomes(self, number: int, outcomes) -> None:  # type: ignore[no-untyped-def]
+        if number // self.plan.size in self.open:  # else it was dropped
+            super()._store_outcomes(number, outcomes)
+
+    def _finish_group(
+        self, group: OpenGroup, *, differs: bool = True, is_valid: bool = True
+    ) -> None:
+        self._finished.add(group.draw)
+        if self._writer is None or self._bank is None:
+            self._report(group.draw, differs)
+            return
+        written = self._writer.submit(self._bank.append, group)
+        self._written.append((written, group.draw, differs))
+
+    def _report_written(self) -> None:
+        """Report groups that are on the disk."""
+        while self._written and self._written[0][0].done():
+            written, draw, differs = self._written.popleft()
+            written.result()
+            self._report(draw, differs)
+
+    def _report(self, draw: int, differs: bool) -> None:
+        assert self._draws is not None
+        if draw in self.open:
+            self._draws.finish(draw, is_informative=differs)
+
+
+def _always(scored: Sequence[ScoredRollout]) -> bool:
+    return True

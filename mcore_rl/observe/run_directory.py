@@ -3,7 +3,7 @@
 Only rank 0 writes. The names of files and metrics are a contract with users: `metrics.jsonl` (one
 object per step), `rollouts.jsonl`, `run.log`, `config.yaml`, `summary.json`, `tensorboard/`.
 Failures do not stop training: lines are buffered until they can be written, and other failures are
-logged once. `metric_sinks` writes to TensorBoard and Weights & Biases.
+logged once. `metric_sinks` writes metrics and samples to TensorBoard and Weights & Biases.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mcore_rl.common.readers import (
     parse_json,
     parse_yaml,
 )
-from mcore_rl.observe.metric_sinks import WandbRun, tensorboard_sink, wandb_sink
+from mcore_rl.observe.metric_sinks import WandbRun, table_rows, tensorboard_sink, wandb_sink
 
 if TYPE_CHECKING:  # it imports torch, which `mcore-rl report` avoids
     from mcore_rl.batching.types import ScoredRollout, StepStats
@@ -160,7 +160,8 @@ class RunDirectory:
                 noted["best"] = min(noted.get("best", value), value)
 
     def write_rollouts(self, step: int, rollouts: Sequence[ScoredRollout]) -> None:
-        """Append sampled texts with their rewards and weight versions to rollouts.jsonl."""
+        """Append sampled texts with their rewards and weight versions to rollouts.jsonl, and send
+        them to each sink as a table."""
         lines = []
         for scored in rollouts:
             rollout = scored.rollout
@@ -178,6 +179,9 @@ class RunDirectory:
             }
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")
         self._rollouts.write("".join(lines))
+        rows = table_rows(step, rollouts)
+        for sink in self._sinks if rows else ():
+            sink.write_table(step, rows)
 
     def write_summary(self, facts: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         """Write `facts` and the main metrics' first and last values, and best where defined.

@@ -26,6 +26,7 @@ from mcore_rl.observe.run_directory import (
     read_metrics,
 )
 from mcore_rl.spec import JobSpec
+from tests.report_runs import scored
 
 
 @pytest.fixture(autouse=True)
@@ -219,7 +220,7 @@ def test_unfinished_last_line_is_not_damage(tmp_path):
     assert damaged == []
 
 
-@pytest.mark.parametrize("method", ["add_scalar", "close", "__init__"])
+@pytest.mark.parametrize("method", ["add_scalar", "add_text", "close", "__init__"])
 def test_failing_tensorboard_is_left_out(tmp_path, monkeypatch, caplog, method):
     from torch.utils.tensorboard import SummaryWriter
 
@@ -230,8 +231,10 @@ def test_failing_tensorboard_is_left_out(tmp_path, monkeypatch, caplog, method):
     directory = RunDirectory(tmp_path, RunConfig())
     for step in range(3):
         directory.write_step(StepStats(step, {"a": 1.0}))
+        directory.write_rollouts(step, [scored("96", 1.0)])
     directory.close()
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
+    assert len((tmp_path / "rollouts.jsonl").read_text().splitlines()) == 3
     (message,) = caplog.messages
     assert str(tmp_path / "tensorboard") in message and "the event file is gone" in message
     assert message.endswith("; metrics.jsonl has them all")

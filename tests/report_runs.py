@@ -15,9 +15,12 @@ from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, StepStats
 from mcore_rl.config import RLConfig
 from mcore_rl.observe.run_directory import RunConfig, RunDirectory
 from mcore_rl.observe.stage_timers import STAGES
+from mcore_rl.observe.timeline import ENGINES, TRAINER, Timeline
 
 GB = 10**9
 SECONDS = dict(zip(STAGES, (0.01, 1.2, 0.15, 0.4, 0.02, 1.1, 0.0, 0.0), strict=True))
+BEGAN = 1_790_000_000.0  # seconds since 1970
+STEP_SECONDS = 3.0
 
 
 def step_metrics(step: int, num_steps: int, rng: random.Random) -> dict[str, float]:
@@ -70,6 +73,18 @@ def step_metrics(step: int, num_steps: int, rng: random.Random) -> dict[str, flo
     return metrics
 
 
+def add_spans(timeline: Timeline, step: int, *, engines: bool) -> None:
+    """A step of 3 seconds. Engines wait 10 % of the time."""
+    at = BEGAN + STEP_SECONDS * step
+    if engines:
+        spans = {"update": 0.3, "sampling": 2.4, "idle": 0.3}
+        for what, start in zip(spans, (at, at + 0.3, at + 2.7), strict=True):
+            timeline.add(ENGINES, step, what, start, start + spans[what])
+    for what, seconds in {"reshard_to_rollout": 0.1, **SECONDS}.items():
+        timeline.add(TRAINER, step, what, at, at + seconds)
+        at += seconds
+
+
 def scored(text: str, reward: float, *, prompt: str = "19+77", answer: str = "96") -> ScoredRollout:
     ids = np.arange(3, dtype=np.int32)
     rollout = Rollout(
@@ -88,6 +103,7 @@ def write_run(
     config: Mapping[str, Any] | None = None,
     about: Mapping[str, Any] | None = None,
     finish: bool = True,
+    engines: bool = False,
 ) -> Path:
     """A run of `num_steps` steps of `asked`, with `rollouts` at every fifth step."""
     rng = random.Random(seed)
@@ -96,6 +112,7 @@ def write_run(
     settings = {"lr": 1e-6, "tensor_model_parallel_size": 8, **fields, "rl_kl_coef": 0.01}
     settings |= {"rl_num_steps": asked or num_steps, **(config or {})}
     directory = RunDirectory(folder, RunConfig(resolved=settings, about=about or {}))
+    timeline = Timeline(folder / "timeline.jsonl")
     logger.warning("a step: 4 prompts x 2 samples = 8 sequences")
     for step in range(num_steps):
         if step == 30:
@@ -104,12 +121,15 @@ def write_run(
                 "(0.9) (over 10 steps): lower --lr, raise --rl-entropy-coef"
             )
         directory.write_step(StepStats(step, step_metrics(step, num_steps, rng)))
+        add_spans(timeline, step, engines=engines)
+        timeline.write_step(step)
         if step % 5 == 0:
             directory.write_rollouts(step, rollouts or [scored("96", 1.0), scored("16 86", 0.0)])
     if finish:
         directory.write_step(StepStats(num_steps, {"eval/accuracy": 0.81}))
         versions = {"mcore_rl": "0.1.0", "torch": "2.13.0"}
         directory.write_summary({"train_layout": "TP8 x PP8", "versions": versions})
+    timeline.close()
     directory.close()
     return folder
 
@@ -142,6 +162,11 @@ def write_hostile_run(place: Path) -> Path:
         directory.write_rollouts(step, [rollout])
         logging.getLogger("mcore_rl").warning("[Health] step %d, entropy: %s", step, _ACTS)
         logging.getLogger("mcore_rl").warning("[Resume] %s", HOSTILE_TEXTS[1])
+    timeline = Timeline(folder / "timeline.jsonl")
+    for role in (TRAINER, _ACTS):
+        timeline.add(role, 2, _ACTS, BEGAN, BEGAN + 1)
+        timeline.add(role, 2, "idle", BEGAN + 1, BEGAN + 2)
+    timeline.close()
     directory.write_summary({_ACTS: _ACTS, "versions": {_ACTS: _ACTS}})
     directory.close()
     return folder

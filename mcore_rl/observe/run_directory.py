@@ -1,7 +1,8 @@
 """The run directory: metrics, samples, configuration, summary.
 
 Only rank 0 writes. The names of files and metrics are a contract with users: `metrics.jsonl` (one
-object per step), `rollouts.jsonl`, `run.log`, `config.yaml`, `summary.json`, `tensorboard/`.
+object per step), `rollouts.jsonl`, `run.log`, `config.yaml`, `summary.json`, `tensorboard/`, and
+`timeline.jsonl` of `mcore_rl.observe.timeline`.
 Failures do not stop training: lines are buffered until they can be written, and other failures are
 logged once. `metric_sinks` writes metrics and samples to TensorBoard and Weights & Biases.
 """
@@ -13,7 +14,7 @@ import io
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ HIGHEST_IS_BEST = (
     "critic/explained_variance",
 )
 LOWEST_IS_BEST = ("kl/rollout_actor", "time/step_seconds")
-_MAX_LINE_BYTES = 1 << 20  # of metrics.jsonl
+_MAX_LINE_BYTES = 1 << 20  # of metrics.jsonl and timeline.jsonl
 _MAX_STEP = (1 << 31) - 1
 
 
@@ -144,7 +145,7 @@ class RunDirectory:
         damaged: list[int] = []
         found = read_metrics(self.folder / "metrics.jsonl", damaged)
         if damaged:
-            logger.warning("%s", damage_note(damaged))
+            logger.warning("%s", damage_note("metrics.jsonl", damaged))
         return {step: found[step] for step in sorted(found) if step < first_step}
 
     def _note_main(self, metrics: Mapping[str, float]) -> None:
@@ -292,18 +293,7 @@ def read_metrics(path: Path, damaged: list[int] | None = None) -> dict[int, dict
     last step has a separate line, whose step no other line has.
     """
     found: dict[int, dict[str, float]] = {}
-    if not path.is_file():
-        return found
-    for line_number, line in enumerate(lines_of(path, _MAX_LINE_BYTES), start=1):
-        fields: Any = None
-        with contextlib.suppress(InvalidData):
-            fields = parse_json(line)
-        step = integer_within(fields.get("step"), 0, _MAX_STEP) if type(fields) is dict else None
-        if step is None:
-            # A line without a newline was left incomplete by a killed run.
-            if line.strip() and line.endswith(b"\n") and damaged is not None:
-                damaged.append(line_number)
-            continue
+    for line_number, step, fields in step_lines(path, damaged):
         values = {name: number(value) for name, value in fields.items() if name != "step"}
         found[step] = {name: value for name, value in values.items() if value is not None}
         if None in values.values() and damaged is not None:
@@ -311,10 +301,27 @@ def read_metrics(path: Path, damaged: list[int] | None = None) -> dict[int, dict
     return found
 
 
-def damage_note(damaged: Sequence[int]) -> str:
-    """Return a sentence about the lines of metrics.jsonl that could not be read."""
+def step_lines(path: Path, damaged: list[int] | None) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield the number (from 1), the step and the fields of each line with a "step"; nothing if the
+    file is missing. The numbers of other lines are appended to `damaged`."""
+    if not path.is_file():
+        return
+    for line_number, line in enumerate(lines_of(path, _MAX_LINE_BYTES), start=1):
+        fields: Any = None
+        with contextlib.suppress(InvalidData):
+            fields = parse_json(line)
+        step = integer_within(fields.get("step"), 0, _MAX_STEP) if type(fields) is dict else None
+        if step is not None:
+            yield line_number, step, fields
+        # A line without a newline was left incomplete by a killed run.
+        elif line.strip() and line.endswith(b"\n") and damaged is not None:
+            damaged.append(line_number)
+
+
+def damage_note(name: str, damaged: Sequence[int]) -> str:
+    """Return a sentence about the lines of a file that could not be read."""
     lines = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
-    return f"metrics.jsonl is damaged in line {lines}; what cannot be read there is left out"
+    return f"{name} is damaged in line {lines}; what cannot be read there is left out"
 
 
 def _plain(value: Any) -> Any:

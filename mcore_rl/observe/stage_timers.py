@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mcore_rl.common.spans import STAGE, span
 from mcore_rl.observe.watchdog import StageWatchdog
@@ -18,11 +18,13 @@ STAGES = (
 class StageTimers:
     """Seconds spent in each stage of a step; `--rl-trace` records them as spans as well.
 
-    A `watchdog` is notified of each stage, too.
+    A `watchdog` is notified of each stage, too. Each of `on_stage_end` is called with a stage, and
+    its begin and end in seconds of time.time().
     """
 
     def __init__(self, watchdog: StageWatchdog | None = None) -> None:
         self._watchdog = watchdog
+        self.on_stage_end: list[Callable[[str, float, float], object]] = []
         self._seconds: dict[str, float] = {}
         self._started = time.perf_counter()
 
@@ -38,7 +40,10 @@ class StageTimers:
         finally:
             if self._watchdog is not None:
                 self._watchdog.leave()
-        self.add(stage, time.perf_counter() - started)
+        seconds, end = time.perf_counter() - started, time.time()
+        self.add(stage, seconds)
+        for observe in self.on_stage_end:
+            observe(stage, end - seconds, end)
 
     def add(self, stage: str, seconds: float) -> None:
         """Add seconds, which may be negative, to a stage, which may still be running."""

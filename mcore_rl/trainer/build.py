@@ -318,6 +318,7 @@ def _monitors(
         expert_load=expert_load,
         sample_store=sample_store,
     )
+    timers.on_stage_end.append(recorder.note_stage)
     tracer = _tracer(job, first_step)
     manager = rollouts.manager
     manager.on_reshard_start += [

@@ -8,6 +8,7 @@ import logging
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from mcore_rl.observe.options import AlarmOptions
 from mcore_rl.observe.progress import RunProgress
 from mcore_rl.observe.run_directory import RunConfig, RunDirectory
 from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.observe.timeline import TRAINER, Timeline
 from mcore_rl.observe.user_metrics import has_metrics, user_metrics
 from mcore_rl.rewards.parts import WaitLog, part_metrics
 from mcore_rl.rollout.collector import Collected
@@ -91,6 +93,7 @@ class RunRecorder:
         """`rates` returns the schedules' values, `device` is the groups' communication device,
         `sample_store` has the step's samples."""
         self._job, self._first_step, self._device = job, first_step, device
+        self._step = first_step
         self._timers, self._rates, self._expert_load = timers, rates, expert_load
         self._reward_names, self._sample_store = job.spec.rewards.names, sample_store
         self._reshards: dict[str, ReshardReport] = {}
@@ -106,6 +109,7 @@ class RunRecorder:
                 tensorboard=job.args.tensorboard_dir,
                 wandb=WandbRun.from_flags(vars(job.args)),
             )
+        self.timeline = Timeline(job.config.run.directory / "timeline.jsonl" if is_first else None)
         self._progress = RunProgress(
             num_steps=job.config.trainer.num_steps, first_step=first_step, enabled=is_first
         )
@@ -119,8 +123,14 @@ class RunRecorder:
         self._reshards[report.direction] = report
         name = "rollout" if report.direction == TO_ROLLOUT else "train"
         self._timers.add(f"reshard_to_{name}", report.duration_seconds)
+        end = time.time()
+        self.note_stage(f"reshard_to_{name}", end - report.duration_seconds, end)
         if line := self._offload_log.line(report):
             logger.info("%s", line)
+
+    def note_stage(self, stage: str, start: float, end: float) -> None:
+        """Note a stage's begin and end; called at the end of each."""
+        self.timeline.add(TRAINER, self._step, stage, start, end)
 
     def record(
         self,
@@ -148,6 +158,8 @@ class RunRecorder:
             metrics["eval/accuracy"] = accuracy
         if self._expert_load is not None:
             metrics.update(self._expert_load.metrics())
+        self.timeline.write_step(step)
+        self._step = step + 1
         stop = self._health.observe(step, metrics)
         logged = range(min(self._job.config.run.num_logged_rollouts, len(table)))
         # A user's metric may read every sample.
@@ -182,6 +194,7 @@ class RunRecorder:
         if self._directory is None:
             return
         num_steps = self._job.config.trainer.num_steps
+        self.timeline.write_step(num_steps)
         if accuracy is not None:
             self._directory.write_step(StepStats(num_steps, {"eval/accuracy": accuracy}))
         main = self._directory.write_summary(
@@ -197,6 +210,7 @@ class RunRecorder:
     def close(self) -> None:
         """End the progress bar and close the files. Idempotent."""
         self._progress.close()
+        self.timeline.close()
         if self._directory is not None:
             self._directory.close()
             self._directory = None

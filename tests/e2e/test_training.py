@@ -16,6 +16,7 @@ from mcore_rl.job.reading import make_parser
 from mcore_rl.model.config_json import megatron_flags, read_model_shape
 from mcore_rl.observe import own_folders
 from mcore_rl.observe.run_directory import read_config
+from mcore_rl.observe.timeline import TRAINER, read_timeline
 from tests.e2e.recipe import metrics_of, run_job, task_flags
 from tests.rank_pool import ROOT, RankPool
 
@@ -88,6 +89,23 @@ def test_run_directory_holds_what_its_contract_names(short_run: Path) -> None:
     assert any((short_run / "checkpoints").glob("iter_0000012"))
     shown = (short_run / "stdout.txt").read_text()
     assert "what was learned" in shown and "continue" in shown and "[Reshard]" in shown
+
+
+def test_timeline_has_the_stages_of_metrics(short_run: Path) -> None:
+    *steps, last = read_timeline(short_run / "timeline.jsonl")
+    assert [(line.role, line.step) for line in steps] == [(TRAINER, step) for step in range(12)]
+    assert last.step == 12 and "eval" in {span.what for span in last.spans}
+    for metrics, line in zip(metrics_of(short_run)[:-1], steps, strict=True):
+        seconds: dict[str, float] = {}
+        for what, start, end in line.spans:
+            stage = {"reward": "rollout"}.get(what, what)  # its wait for an engine is rollout
+            seconds[stage] = seconds.get(stage, 0.0) + end - start
+        expected = {what: metrics[f"time/{what}_seconds"] for what in seconds}
+        expected["rollout"] += metrics["time/reward_seconds"]
+        assert seconds.keys() >= {"reshard_to_rollout", "rollout", "reshard_to_train", "train"}
+        assert seconds == pytest.approx(expected, abs=2e-3)
+        # One after the other; a clock that is set does not run evenly.
+        assert all(one.end <= other.start + 0.1 for one, other in pairwise(line.spans))
 
 
 def test_trace_has_passes_and_the_prefetch_during_the_rollout(short_run: Path) -> None:

@@ -21,6 +21,7 @@ import pytest
 from mcore_rl.cli import main
 from mcore_rl.observe.alarms import RULES
 from mcore_rl.observe.stage_timers import STAGES
+from mcore_rl.observe.timeline import TRAINER, Timeline
 from mcore_rl.tools.report.charts import MAX_BARS, charts_of
 from mcore_rl.tools.report.command import read_runs
 from mcore_rl.tools.report.panels import SECTIONS
@@ -87,7 +88,7 @@ def test_every_metric_is_in_a_chart_or_in_the_table(page):
     constant |= {"Host memory of the largest rank", "Device memory of the largest rank"}
     asked = {"Reward", "Held-out accuracy", "KL to the reference", "Entropy", "Stages of a step"}
     asked |= {"Mismatch of engine and actor", "Length of responses", "Throughput", "Gradient norm"}
-    asked |= {"Value loss", "Load of the busiest expert", "Alarms that last"}
+    asked |= {"Timeline", "Value loss", "Load of the busiest expert", "Alarms that last"}
     assert asked <= page.charts.keys() <= PANELS.keys() - constant
     assert "not drawn" in page.text and "memory/host_bytes 52.0 GB" in page.text
     assert "clip_fraction 0.04" in page.text and "skipped_updates" not in page.text
@@ -103,6 +104,10 @@ def test_every_panel_draws_its_metrics_with_their_labels(tmp_path):
         for step in range(3):
             metrics = {name: rng.random() for name in parts} | {"time/step_seconds": 20.0 + step}
             file.write(json.dumps({"step": step, **metrics}) + "\n")
+    timeline = Timeline(tmp_path / "timeline.jsonl")
+    for number, what in enumerate(PANELS["Timeline"].series):
+        timeline.add(TRAINER, 0, what, number, number + 1)
+    timeline.close()
     charts = report(tmp_path).charts
     assert list(charts) == list(PANELS)
     for title, panel in PANELS.items():

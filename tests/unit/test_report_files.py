@@ -70,6 +70,7 @@ def test_shorter_run_than_asked_is_still_running(tmp_path, finish):
     [
         ("metrics.jsonl", "metrics.jsonl"),
         ("rollouts.jsonl", "rollouts.jsonl"),
+        ("timeline.jsonl", "timeline.jsonl"),
         ("summary.json", "summary.json is empty or truncated"),
         ("config.yaml", None),
         ("run.log", None),
@@ -79,19 +80,23 @@ def test_truncated_file_is_read_up_to_the_cut(folder, tmp_path, name, size, mess
     here = copy(folder, tmp_path / "run")
     (here / name).write_bytes((folder / name).read_bytes()[:size])
     run = read(here)
-    if message and not (name == "rollouts.jsonl" and size == 0):
+    if message and not (name in ("rollouts.jsonl", "timeline.jsonl") and size == 0):
         assert any(message in note for note in run.notes), run.notes
     assert run.series("reward/mean")[0].size == (40 if name != "metrics.jsonl" or size < 0 else 0)
     whole = read(folder)
-    for part in ("config", "summary", "samples", "events"):
+    for part in ("config", "summary", "samples", "events", "timeline"):
         others = {"config.yaml": "config", "summary.json": "summary"}
-        others |= {"rollouts.jsonl": "samples", "run.log": "events"}
+        others |= {"rollouts.jsonl": "samples", "run.log": "events", "timeline.jsonl": "timeline"}
         if others.get(name) != part:
             assert getattr(run, part) == getattr(whole, part)
 
 
 @pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "rollouts.jsonl", "summary.json", "config.yaml", "run.log"]
+    "name",
+    [
+        *("metrics.jsonl", "rollouts.jsonl", "timeline.jsonl"),
+        *("summary.json", "config.yaml", "run.log"),
+    ],
 )
 def test_missing_file_is_noted(folder, tmp_path, name):
     run = read(copy(folder, tmp_path / "run", name))
@@ -236,6 +241,8 @@ def test_thinned_means_keep_the_sum():
         ("rollouts.jsonl", '{"step": ' + "1" * 5000 + ', "prompt": "x"}'),
         ("rollouts.jsonl", '{"step": 39, "prompt": 1, "parts": 2, "reward": ' + "9" * 400 + "}"),
         ("rollouts.jsonl", '{"step": 39, "prompt": ' + "[" * 200_000),
+        ("timeline.jsonl", '{"step": 41, "role": "trainer", "spans": [["train", 1, 1e999]]}'),
+        ("timeline.jsonl", '{"step": 41, "role": "trainer", "spans": [["train", -1e308, 1e308]]}'),
         ("run.log", "2026-01-01 00:00:00,000 [Health] step " + "9" * 5000 + ", entropy: x"),
         ("config.yaml", "# " + "[" * 20_000),
         (
@@ -247,7 +254,7 @@ def test_thinned_means_keep_the_sum():
         ("summary.json", "[" * 200_000),
         ("summary.json", '{"metrics": 7, "versions": [1], "train_layout": {}}'),
     ],
-    ids=range(13),
+    ids=range(15),
 )
 def test_page_is_rendered_despite_a_damaged_line(folder, tmp_path, file, damage):
     run = copy(folder, tmp_path / "run", *([file] if file == "summary.json" else []))

@@ -14,16 +14,15 @@ import numpy as np
 from plotly import graph_objects
 
 from mcore_rl.observe.alarms import RULES
-from mcore_rl.tools.report.panels import SECTIONS, Panel
+from mcore_rl.tools.report.panels import COLORS, SECTIONS, Panel
 from mcore_rl.tools.report.run_files import Run
 from mcore_rl.tools.report.texts import clean, shown
+from mcore_rl.tools.report.timeline_chart import timeline_figure
 
-# Each has a contrast of at least 3 on the light and on the dark background.
-COLORS = (
-    "#3d7fd6", "#d9731a", "#22976b", "#b059c4", "#d94f5c", "#12919e", "#8f7a2d", "#7a83e0",
-    "#c2558d", "#6f8a2b", "#8a8f98",
-)  # fmt: skip
-_BAND_COLORS = ("rgba(61, 127, 214, 0.18)", "rgba(217, 115, 26, 0.18)")  # the first two, pale
+_BAND_COLORS = (
+    "rgba(61, 127, 214, 0.18)",
+    "rgba(217, 115, 26, 0.18)",
+)  # the first two of COLORS, pale
 # For the first and the second run. Lower bounds are dashed, or an equal curve would hide them.
 _DASHES, _BOUND_DASHES = ("solid", "dot"), ("dash", "dashdot")
 MAX_BARS = 200  # a chart is about 500 pixels wide
@@ -59,7 +58,15 @@ class Chart:
 
 
 def charts_of(panel: Panel, runs: Sequence[Run]) -> list[Chart]:
-    """Return a panel's charts: one, or one per run for "stack" and "map"; none without a value."""
+    """Return a panel's charts: one, or one per run for "stack", "map" and "timeline"; none without
+    a value."""
+    if panel.kind == "timeline":
+        found = {run.name: timeline_figure(panel, run, _LAYOUT) for run in runs}
+        return [
+            Chart(panel, figure, name if len(runs) > 1 else "")
+            for name, figure in found.items()
+            if figure is not None
+        ]
     metrics = metrics_of(panel, runs)
     if not (panel.expected or any(run.series(m)[1].any() for run in runs for m in metrics)):
         return []

@@ -22,8 +22,8 @@ from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 
 from mcore_rl.common.version import VERSION
-from mcore_rl.tools.report.charts import COLORS, charts_of, remarks_on
-from mcore_rl.tools.report.panels import SECTIONS
+from mcore_rl.tools.report.charts import charts_of, remarks_on
+from mcore_rl.tools.report.panels import COLORS, SECTIONS
 from mcore_rl.tools.report.run_files import Run
 from mcore_rl.tools.report.tables import facts_of, headlines, metric_rows, settings_of, subjects_of
 

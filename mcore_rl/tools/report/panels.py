@@ -6,6 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+# Each has a contrast of at least 3 on the light and on the dark background.
+COLORS = (
+    "#3d7fd6", "#d9731a", "#22976b", "#b059c4", "#d94f5c", "#12919e", "#8f7a2d", "#7a83e0",
+    "#c2558d", "#6f8a2b", "#8a8f98",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Panel:
@@ -13,7 +19,8 @@ class Panel:
 
     "lines" draws one line per metric. "band" takes a mean and a standard deviation. "stack" stacks
     the metrics; the last one is the total, and its bar shows the remainder. "map" draws one row per
-    matching metric, in the order of their numbers.
+    matching metric, in the order of their numbers. "timeline" draws the spans of timeline.jsonl,
+    one row per role; its keys are names of spans.
 
     Example: `Panel("Entropy", {"entropy": "entropy"}, "Mean over tokens, in nats.", expected=True)`
     """
@@ -22,7 +29,7 @@ class Panel:
     series: Mapping[str, str]
     note: str = ""
     unit: Literal["number", "share", "bytes", "seconds"] = "number"
-    kind: Literal["lines", "band", "stack", "map"] = "lines"
+    kind: Literal["lines", "band", "stack", "map", "timeline"] = "lines"
     expected: bool = False  # reported if it has no value; other panels are then hidden, also at 0
     from_zero: bool = False  # always so for bytes and seconds
     exact: bool = False  # no moving average: rare measurements, or a schedule
@@ -44,6 +51,11 @@ _STAGES = {
     "time/log_probs_seconds": "log-probs", "time/advantages_seconds": "advantages",
     "time/train_seconds": "train", "time/checkpoint_seconds": "checkpoint",
     "time/step_seconds": "other",
+}  # fmt: skip
+# Stages and engine spans by the labels above, and so in the same colors.
+_SPANS = {
+    **{name[len("time/") : -len("_seconds")]: label for name, label in [*_STAGES.items()][:-1]},
+    "update": "hand-over to rollout", "sampling": "rollout", "idle": "idle",
 }  # fmt: skip
 _EVEN = "Times the mean of its layer; 1 is even."
 
@@ -100,6 +112,8 @@ SECTIONS = (
     Section("time", "Time", (
         Panel("Stages of a step", _STAGES, "On the first rank's clock; they add up to the "
             "step.", "seconds", "stack", expected=True),
+        Panel("Timeline", _SPANS, "The last steps; a number is at the beginning of its step.",
+            kind="timeline"),
         Panel("Throughput", {"throughput/rollout_tokens_per_second": "rollout",
             "throughput/train_tokens_per_second": "training"}, "Tokens per second of the stage, "
             "all ranks together.", from_zero=True, expected=True),

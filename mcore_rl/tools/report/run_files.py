@@ -21,6 +21,7 @@ import numpy as np
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.readers import InvalidData, finite_number, parse_json
 from mcore_rl.observe.run_directory import RunConfig, damage_note, read_config, read_metrics
+from mcore_rl.observe.timeline import RoleStep, read_timeline
 from mcore_rl.tools.report.texts import clean
 
 _Read = TypeVar("_Read")
@@ -32,6 +33,7 @@ _ABSENT = {
     "summary.json": "summary.json (versions, layouts) is missing: a run writes it at its end",
     "rollouts.jsonl": "rollouts.jsonl is missing, and with it the samples",
     "run.log": "run.log is missing, and with it alarms and events",
+    "timeline.jsonl": "timeline.jsonl is missing, and with it the timeline",
 }
 # Time, first line and further lines of a message.
 _TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
@@ -110,6 +112,7 @@ class Run:
     summary: Mapping[str, Any]
     samples: tuple[StepSamples, ...]
     events: tuple[Event, ...]
+    timeline: tuple[RoleStep, ...]
     notes: tuple[str, ...]  # sentences about parts that could not be read
     last_written: datetime
 
@@ -128,10 +131,7 @@ def read_run(folder: Path, *, name: str) -> Run:
         remedy = "name the folder (--rl-run-dir) of a run that has begun"
         raise UsageError(found, flag=f"RUN_DIR {folder}", remedy=remedy)
     notes: list[str] = []
-    damaged: list[int] = []
-    metrics = _read(folder / "metrics.jsonl", lambda path: read_metrics(path, damaged), notes)
-    if damaged:
-        notes.append(damage_note(damaged))
+    metrics = _read_lines(folder / "metrics.jsonl", read_metrics, notes)
     if metrics == {}:
         notes.append("metrics.jsonl has no step yet, so there are no charts")
     metrics = dict(sorted((metrics or {}).items()))
@@ -148,6 +148,7 @@ def read_run(folder: Path, *, name: str) -> Run:
         summary=_read(folder / "summary.json", _read_mapping, notes) or {},
         samples=_read(folder / "rollouts.jsonl", read_samples, notes) or (),
         events=_read(folder / "run.log", read_events, notes) or (),
+        timeline=_read_lines(folder / "timeline.jsonl", read_timeline, notes) or (),
         notes=tuple(notes),
         last_written=datetime.fromtimestamp(max(times)),
     )
@@ -171,6 +172,17 @@ def _read(path: Path, parse: Callable[[Path], _Read], notes: list[str]) -> _Read
         return None
     if is_cut and path.suffix == ".jsonl":
         notes.append(f"{path.name} ends in an incomplete line, which is left out")
+    return found
+
+
+def _read_lines(
+    path: Path, parse: Callable[[Path, list[int]], _Read], notes: list[str]
+) -> _Read | None:
+    """As `_read`, with a note about damaged lines."""
+    damaged: list[int] = []
+    found = _read(path, lambda path: parse(path, damaged), notes)
+    if damaged:
+        notes.append(damage_note(path.name, damaged))
     return found
 
 

@@ -12,6 +12,7 @@ from mcore_rl.common.parameters import flag_of
 from mcore_rl.config import RLConfig, frozen, run_flags
 from mcore_rl.flags.megatron_flags import OWN_RL
 from mcore_rl.observe.run_directory import HIGHEST_IS_BEST, LOWEST_IS_BEST, MAIN_METRICS
+from mcore_rl.observe.timeline import IDLE
 from mcore_rl.tools.report.run_files import Run
 from mcore_rl.tools.report.texts import clean, shown
 
@@ -132,14 +133,15 @@ _SUBJECTS: Mapping[str, Callable[[Run], Any]] = {
 
 
 def facts_of(runs: Sequence[Run]) -> list[Row]:
-    """Return folders, layouts and versions, from the summaries."""
+    """Return folders, layouts and versions, from the summaries, and idle times."""
     rows = [
         Row("folder", tuple(clean(str(run.folder)) for run in runs)),
         Row("last written", tuple(f"{run.last_written:%Y-%m-%d %H:%M:%S}" for run in runs)),
     ]
     facts = [{k: v for k, v in run.summary.items() if k not in _NOT_FACTS} for run in runs]
     versions = [_versions(run) for run in runs]
-    for table, separator in ((facts, " "), (versions, "_")):
+    idle = [_idle_shares(run) for run in runs]
+    for table, separator in ((facts, " "), (idle, " "), (versions, "_")):
         for name in dict.fromkeys(name for found in table for name in found):
             values = [found.get(name) for found in table]
             values = [_NOTHING if value is None else value for value in values]
@@ -150,6 +152,21 @@ def facts_of(runs: Sequence[Run]) -> list[Row]:
 def _versions(run: Run) -> dict[str, Any]:
     both = (run.about.get("versions"), run.summary.get("versions"))
     return {name: v for found in both if isinstance(found, dict) for name, v in found.items()}
+
+
+def _idle_shares(run: Run) -> dict[str, str]:
+    """Return the share of each role's spans in which it only waited, if it says so."""
+    seconds: dict[str, list[float]] = {}  # role -> in all, idle
+    for line in run.timeline:
+        found = seconds.setdefault(line.role, [0.0, 0.0])
+        for what, start, end in line.spans:
+            found[0] += end - start
+            found[1] += (end - start) * (what == IDLE)
+    return {
+        f"idle share of {role}": shown("_share", idle / total)
+        for role, (total, idle) in seconds.items()
+        if idle
+    }
 
 
 class Headline(NamedTuple):

@@ -23,8 +23,8 @@ from mcore_rl.observe.alarms import RULES
 from mcore_rl.observe.stage_timers import STAGES
 from mcore_rl.observe.timeline import TRAINER, Timeline
 from mcore_rl.tools.report.charts import MAX_BARS, charts_of
-from mcore_rl.tools.report.command import read_runs
 from mcore_rl.tools.report.panels import SECTIONS
+from mcore_rl.tools.report.run_files import read_runs
 from mcore_rl.tools.report.tables import headlines, metric_rows, settings_of
 from tests.report_runs import step_metrics, write_hostile_run, write_run
 

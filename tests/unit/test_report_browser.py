@@ -1,4 +1,4 @@
-"""The page of `mcore-rl report` in a real browser, from a file and without a network.
+"""The page of `mcore-rl report` in a real browser, without a network: from a file, and of --live.
 
 Chromium shows it in a frame as wide as a phone or a desktop. A probe script in the test's copy of
 the page reports what was drawn.
@@ -12,13 +12,15 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mcore_rl.tools.report.command import read_runs
+from mcore_rl.tools.report.live import LivePage, LiveServer
 from mcore_rl.tools.report.page import render
+from mcore_rl.tools.report.run_files import read_runs
 from tests.report_runs import write_hostile_run, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -93,21 +95,31 @@ def open_page(
     browser: str, page: str, place: Path, *, width: int = 1280, more: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """What the probe reports of the page in a frame of `width`; the console must be empty."""
+    (place / "page.html").write_text(with_script(page, PROBE), "utf-8")
+    (place / "frame.html").write_text(FRAME.format(width=width), "utf-8")
+    return report_of(browser, (place / "frame.html").as_uri(), place, more=more)
+
+
+def with_script(page: str, script: str) -> str:
     nonce = re.search(r'<script nonce="([^"]+)"', page)
     assert nonce is not None
-    probe = f'<script nonce="{nonce[1]}">{PROBE}</script>'
-    (place / "page.html").write_text(page.replace("<style>", f"{probe}<style>", 1), "utf-8")
-    (place / "frame.html").write_text(FRAME.format(width=width), "utf-8")
+    return page.replace("<style>", f'<script nonce="{nonce[1]}">{script}</script><style>', 1)
+
+
+def report_of(
+    browser: str, address: str, place: Path, *, more: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The JSON that the page of an address leaves in its #report; the console must be empty."""
     process = subprocess.run(
         [
             browser,
             *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
             *("--no-first-run", "--disable-background-networking", "--disable-extensions"),
-            *("--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={place / 'profile'}"),
-            *("--enable-logging=stderr", "--window-size=1400,1000"),
-            *("--virtual-time-budget=60000", "--dump-dom"),
+            "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+            *(f"--user-data-dir={place / 'profile'}", "--enable-logging=stderr"),
+            *("--window-size=1400,1000", "--virtual-time-budget=60000", "--dump-dom"),
             *more,
-            (place / "frame.html").as_uri(),
+            address,
         ],
         capture_output=True,
         text=True,
@@ -153,7 +165,8 @@ def test_comparison_draws_both_runs(browser, folders, tmp_path):
     assert_no_fault(report, 1280)
     assert report["charts"]["KL to the reference"] == 4  # a curve and its points for each run
     # The legend with long names takes no room from the plot.
-    plots = [height for key, height in report["plots"].items() if not key.startswith("Stages")]
+    others = ("Stages", "Timeline")  # of other heights
+    plots = [height for key, height in report["plots"].items() if not key.startswith(others)]
     assert len(plots) >= 12 and min(plots) > 0.9 * max(plots) > 150
     assert all(report["charts"][f"Stages of a step, {name}"] for name in ("first", LONG_NAME))
 
@@ -179,6 +192,102 @@ def test_page_of_a_new_run_has_no_error(browser, tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     report = open_page(browser, render(read_runs([tmp_path])), tmp_path)
     assert report["charts"] == {} and report["errors"] == [] and report["failure"]
+
+
+LIVE_PROBE = """
+{
+  const states = [];
+  addEventListener("error", (event) => states.push(String(event.message || event.target)), true);
+  addEventListener("unhandledrejection", (event) => states.push(String(event.reason)));
+  const chart = () => document.querySelector(".chart[aria-label='Gradient norm']");
+  const folds = () => [...document.querySelectorAll("#samples > details")];
+  const drag = () => {
+    const { left, top } = chart().querySelector(".nsewdrag").getBoundingClientRect();
+    const events = [["mousedown", 40, 20], ["mousemove", 140, 90], ["mouseup", 140, 90]];
+    for (const [type, x, y] of events) {
+      const place = document.querySelector(".dragcover") ?? chart().querySelector(".nsewdrag");
+      const where = { clientX: left + x, clientY: top + y, buttons: 1 };
+      place.dispatchEvent(new MouseEvent(type, { bubbles: true, view: window, ...where }));
+    }
+  };
+  const see = () => {
+    states.push({
+      zoom: chart()._fullLayout.xaxis.range.map((end) => end.toFixed(3)),
+      steps: document.querySelector(".headline .value").textContent,
+      points: chart()._fullData[0].x.length,
+      is_same_chart: chart().dataset.mark === "set",
+      open: folds().map((fold) => fold.open),
+      scrolled: scrollY,
+      found: [...document.querySelectorAll(".settings tbody tr")]
+        .filter((row) => row.checkVisibility()).map((row) => row.cells[0].textContent),
+      note: document.querySelector("header .note").textContent,
+      lost: document.getElementById("lost").hidden,
+      failure: document.getElementById("failure").hidden,
+    });
+    if (states.length > 1) return;
+    chart().dataset.mark = "set";
+    folds().forEach((fold, place) => (fold.open = place === 2));
+    const box = document.getElementById("search");
+    box.value = "kl-COEF";
+    box.dispatchEvent(new Event("input"));
+    scrollTo(0, 3000);
+    drag();
+    states[0].zoomed = chart()._fullLayout.xaxis.range.map((end) => end.toFixed(3));
+  };
+  addEventListener("load", () => {
+    const changes = { attributeFilter: ["data-drawn"] };
+    new MutationObserver(see).observe(document.documentElement, changes);
+  });
+  setTimeout(() => {
+    const report = document.createElement("pre");
+    report.id = "report";
+    report.textContent = JSON.stringify({ states });
+    document.body.append(report);
+  }, 50000);
+}
+"""
+
+
+class LivePageOfGrowingRun(LivePage):
+    """After the first answer the run writes a step, after the second one its summary."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__([folder])
+        self.num_answers, self._folder = 0, folder
+
+    def current(self) -> tuple[str, str]:
+        tag, page = super().current()
+        self.num_answers += 1
+        if self.num_answers == 1:
+            line = {"step": 40, "reward/mean": 0.5, "grad_norm": 1.5}
+            with (self._folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        elif self.num_answers == 2:
+            (self._folder / "summary.json").write_text('{"train_layout": "TP1"}')
+        return tag, with_script(page, LIVE_PROBE)
+
+
+def test_live_page_follows_the_run_and_keeps_what_is_open(browser, tmp_path):
+    page = LivePageOfGrowingRun(write_run(tmp_path / "run", num_steps=40, asked=60, finish=False))
+    with LiveServer(page) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            states = report_of(browser, server.url, tmp_path)["states"]
+        finally:
+            server.shutdown()
+            thread.join()
+    first, second, third = states
+    assert page.num_answers == 3
+    assert (first["steps"], first["points"]) == ("40 of 60", 40) and "Live." in first["note"]
+    assert first["open"] != second["open"] and first["scrolled"] == 0
+    assert (second["steps"], second["points"]) == ("41 of 60", 41) and "Live." in second["note"]
+    assert (third["steps"], third["points"]) == ("41 of 60", 41) and "Ended." in third["note"]
+    for state in (second, third):
+        assert state["open"] == [place == 2 for place in range(8)]
+        assert state["scrolled"] == 3000 and state["found"] == ["--rl-kl-coef"]
+        assert first["zoom"] != first["zoomed"] == state["zoom"]
+        assert state["is_same_chart"] and state["lost"] and state["failure"]
 
 
 def test_probe_detects_faults(browser, tmp_path):

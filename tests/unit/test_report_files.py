@@ -14,9 +14,8 @@ from mcore_rl.observe.run_directory import RunConfig, RunDirectory
 from mcore_rl.rewards.parts import FailureLog
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.tools.report.charts import thin_means
-from mcore_rl.tools.report.command import read_runs
 from mcore_rl.tools.report.page import render
-from mcore_rl.tools.report.run_files import Run, read_events, read_run, read_samples
+from mcore_rl.tools.report.run_files import Run, read_events, read_run, read_runs, read_samples
 from mcore_rl.tools.report.tables import Headline, headlines
 from mcore_rl.tools.report.texts import clean
 from tests.report_runs import scored, write_run

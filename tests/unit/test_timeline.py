@@ -20,8 +20,8 @@ from mcore_rl.observe.timeline import (
     read_timeline,
 )
 from mcore_rl.tools.report.charts import charts_of
-from mcore_rl.tools.report.command import read_runs
 from mcore_rl.tools.report.panels import SECTIONS
+from mcore_rl.tools.report.run_files import read_runs
 from mcore_rl.tools.report.tables import facts_of
 from tests import hostile
 from tests.report_runs import SECONDS, STEP_SECONDS, write_run

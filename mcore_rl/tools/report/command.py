@@ -1,4 +1,4 @@
-"""`mcore-rl report`: read the command line and the run directories, write the page."""
+"""`mcore-rl report`: read the command line and the run directories, write or serve the page."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ from pathlib import Path
 
 from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError
+from mcore_rl.tools.report.live import serve
 from mcore_rl.tools.report.page import render
-from mcore_rl.tools.report.run_files import Run, read_run
+from mcore_rl.tools.report.run_files import read_runs
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the command's own flags."""
     parser.description = (
         "Write a run directory, finished or still being written, as one HTML page that loads "
-        "nothing; or compare two."
+        "nothing; or compare two. With --live, show it while the run writes."
     )
     add, page = parser.add_argument, "the page (default: RUN_DIR/report.html)"
     add("run_dir", metavar="RUN_DIR", help="--rl-run-dir of a run")
     add("other_run_dir", metavar="OTHER_RUN_DIR", nargs="?", help="another, to compare with")
     add("-o", "--output", metavar="FILE", help=page)
+    live = "serve the page on 127.0.0.1 instead; it follows the run until its end"
+    add("--live", action="store_true", help=live)
+    add("--port", type=int, help="of --live (default: a free one)")
 
 
 def main(options: argparse.Namespace, others: Sequence[str]) -> int:
@@ -33,6 +37,15 @@ def main(options: argparse.Namespace, others: Sequence[str]) -> int:
     if len({folder.resolve() for folder in folders}) < len(folders):
         both, remedy = "RUN_DIR and OTHER_RUN_DIR", "name another run to compare with, or only one"
         raise UsageError(f"are both {folders[0].resolve()}", flag=both, remedy=remedy)
+    if options.live:
+        if options.output:
+            flag, remedy = f"--output {options.output}", "leave out one of them"
+            raise UsageError("is not written with --live", flag=flag, remedy=remedy)
+        serve(folders, options.port or 0)
+        return 0
+    if options.port is not None:
+        flag, remedy = f"--port {options.port}", "add --live or leave it out"
+        raise UsageError("has an effect with --live only", flag=flag, remedy=remedy)
     target = Path(options.output) if options.output else folders[0] / "report.html"
     runs = read_runs(folders)
     page = render(runs).encode("utf-8", errors="replace")
@@ -47,15 +60,3 @@ def main(options: argparse.Namespace, others: Sequence[str]) -> int:
             print(f"{run.name}: {note}")
     print(f"{target} ({shown_bytes(len(page))})")
     return 0
-
-
-def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read runs, each named by the shortest end of its path that is unique among them."""
-    paths = [folder.absolute().resolve() for folder in folders]
-    depth = 1
-    while len({path.parts[-depth:] for path in paths}) < len(paths):
-        depth += 1
-    return [
-        read_run(folder, name="/".join(path.parts[-depth:]))
-        for folder, path in zip(folders, paths, strict=True)
-    ]

@@ -24,7 +24,7 @@ from plotly.offline import get_plotlyjs
 from mcore_rl.common.version import VERSION
 from mcore_rl.tools.report.charts import charts_of, remarks_on
 from mcore_rl.tools.report.panels import COLORS, SECTIONS
-from mcore_rl.tools.report.run_files import Run
+from mcore_rl.tools.report.run_files import NO_SUMMARY, Run
 from mcore_rl.tools.report.tables import facts_of, headlines, metric_rows, settings_of, subjects_of
 
 _FOLDED_FROM, _FOLDED_LINES = 400, 8  # visible characters and lines of a folded text
@@ -32,8 +32,9 @@ _TEMPLATES = Path(__file__).with_name("templates")
 
 
 @np.errstate(all="ignore")  # metrics may exceed what a curve can show
-def render(runs: Sequence[Run]) -> str:
-    """Render the page of one run, or of two side by side."""
+def render(runs: Sequence[Run], *, live: str = "") -> str:
+    """Render the page of one run, or of two side by side. With `live`, an ETag, it asks its server
+    for updates until the runs have ended."""
     sections = [
         (section, [chart for panel in section.panels for chart in charts_of(panel, runs)])
         for section in SECTIONS
@@ -51,6 +52,9 @@ def render(runs: Sequence[Run]) -> str:
     json = to_json_plotly(figures).replace("<", "\\u003c").replace("&", "\\u0026")
     return environment.get_template("page.html").render(
         runs=runs,
+        live=live,
+        natural_notes=[NO_SUMMARY] if live else [],  # of a run that goes on
+        has_ended=all(run.has_ended for run in runs),
         colors=COLORS,
         subjects=subjects_of(runs),
         headlines=headlines(runs),
@@ -63,11 +67,16 @@ def render(runs: Sequence[Run]) -> str:
         figures=Markup(json),
         plotly=_packed_plotly(),
         versions=f"mcore_rl {VERSION}, plotly {plotly.__version__}",
-        written=datetime.now().strftime("%Y-%m-%d %H:%M"),
+        written=datetime.now().strftime("%Y-%m-%d %H:%M:%S"),
         nonce=secrets.token_urlsafe(16),
         css=Markup((_TEMPLATES / "page.css").read_text(encoding="utf-8")),
         script=Markup((_TEMPLATES / "page.js").read_text(encoding="utf-8")),
     )
+
+
+def without_plotly(page: str) -> str:
+    """Return a page for a browser that has plotly.js from an earlier one: a tenth of the size."""
+    return page.replace(_packed_plotly(), "", 1)
 
 
 def _beginning(text: str) -> str:

@@ -10,7 +10,7 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -35,6 +35,8 @@ _ABSENT = {
     "run.log": "run.log is missing, and with it alarms and events",
     "timeline.jsonl": "timeline.jsonl is missing, and with it the timeline",
 }
+FILES = tuple(_ABSENT)
+NO_SUMMARY = _ABSENT["summary.json"]
 # Time, first line and further lines of a message.
 _TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 _MESSAGE = re.compile(rf"^({_TIME}),\d+ (.*)((?:\n(?!{_TIME},\d+ ).*)*)", re.MULTILINE)
@@ -115,12 +117,25 @@ class Run:
     timeline: tuple[RoleStep, ...]
     notes: tuple[str, ...]  # sentences about parts that could not be read
     last_written: datetime
+    has_ended: bool  # with a summary; one from before a resume does not count
 
     def series(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the steps with a finite value, and these values."""
         values = self.values.get(metric, np.full(self.steps.size, math.nan))
         there = np.isfinite(values)
         return self.steps[there], values[there]
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Read runs, each named by the shortest end of its path that is unique among them."""
+    paths = [folder.absolute().resolve() for folder in folders]
+    depth = 1
+    while len({path.parts[-depth:] for path in paths}) < len(paths):
+        depth += 1
+    return [
+        read_run(folder, name="/".join(path.parts[-depth:]))
+        for folder, path in zip(folders, paths, strict=True)
+    ]
 
 
 def read_run(folder: Path, *, name: str) -> Run:
@@ -137,7 +152,8 @@ def read_run(folder: Path, *, name: str) -> Run:
     metrics = dict(sorted((metrics or {}).items()))
     names = dict.fromkeys(name for found in metrics.values() for name in found)
     config = _read(folder / "config.yaml", read_config, notes) or RunConfig()
-    times = [file.stat().st_mtime for name in _ABSENT if (file := folder / name).is_file()]
+    summary = _read(folder / "summary.json", _read_mapping, notes) or {}
+    times = {name: file.stat().st_mtime for name in FILES if (file := folder / name).is_file()}
     return Run(
         folder=folder,
         name=name,
@@ -145,12 +161,14 @@ def read_run(folder: Path, *, name: str) -> Run:
         values={n: np.array([m.get(n, math.nan) for m in metrics.values()]) for n in names},
         config=config.resolved,
         about=config.about,
-        summary=_read(folder / "summary.json", _read_mapping, notes) or {},
+        summary=summary,
         samples=_read(folder / "rollouts.jsonl", read_samples, notes) or (),
         events=_read(folder / "run.log", read_events, notes) or (),
         timeline=_read_lines(folder / "timeline.jsonl", read_timeline, notes) or (),
         notes=tuple(notes),
-        last_written=datetime.fromtimestamp(max(times)),
+        last_written=datetime.fromtimestamp(max(times.values())),
+        # A run writes its configuration at each start, and its summary at the end.
+        has_ended=bool(summary) and times["summary.json"] >= times.get("config.yaml", 0),
     )
 
 

@@ -10,6 +10,7 @@ call creates the group; `start` creates it at a chosen place.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -82,6 +83,16 @@ def exchange(outgoing: Sequence[np.ndarray], incoming_bytes: Sequence[int]) -> l
             group=start(),
         )
     return np.split(received.numpy(), np.cumsum(incoming_bytes)[:-1])
+
+
+def as_bytes(value: Any) -> np.ndarray:
+    """Return an object as `[n]` uint8, for other ranks of the job. Local."""
+    return np.frombuffer(pickle.dumps(value), dtype=np.uint8)
+
+
+def from_bytes(data: np.ndarray) -> Any:
+    """Return the object of `as_bytes` of a rank of this job. Local."""
+    return pickle.loads(data.tobytes())
 
 
 def barrier() -> None:

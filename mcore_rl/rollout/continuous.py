@@ -74,6 +74,7 @@ class ContinuousScheduler(GroupScheduler):
         self._writer = ThreadPoolExecutor(1) if bank is not None else None
         self._written: deque[tuple[Future[None], int, bool]] = deque()
         self._finished: set[int] = set()  # draws
+        self._on_disk: set[int] = set()  # draws that are not written to the bank again
         self._is_pausing = False
         self.until: Callable[[], bool] = lambda: False
 
@@ -109,6 +110,8 @@ class ContinuousScheduler(GroupScheduler):
         """Continue groups of a resumed run, whose starts are recorded."""
         for group in groups:
             self.open[group.draw] = group
+            if len(group.outcomes) == self.plan.size:
+                self._on_disk.add(group.draw)
             if self._draws is not None:
                 self._continue(group)
 
@@ -143,6 +146,7 @@ class ContinuousScheduler(GroupScheduler):
         self._cut = [number for number in self._cut if number not in numbers]
         self._submitted = {n: each for n, each in self._submitted.items() if n not in numbers}
         self._finished -= set(draws)
+        self._on_disk -= set(draws)
         return gone
 
     def _unfinished_numbers(self) -> set[int]:
@@ -192,6 +196,7 @@ class ContinuousScheduler(GroupScheduler):
     def restored(self, draws: Sequence[int]) -> None:
         for draw in draws:
             group = self.open[draw] = self._banked.pop(draw)
+            self._on_disk.add(draw)
             if self._draws is not None:
                 self._compare(group)
 
@@ -216,7 +221,7 @@ class ContinuousScheduler(GroupScheduler):
         self, group: OpenGroup, *, differs: bool = True, is_valid: bool = True
     ) -> None:
         self._finished.add(group.draw)
-        if self._writer is None or self._bank is None:
+        if self._writer is None or self._bank is None or group.draw in self._on_disk:
             self._report(group.draw, differs)
             return
         written = self._writer.submit(self._bank.append, group)

@@ -13,7 +13,6 @@ The actor waits for each answer. Between two calls engines wait for the next one
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -119,7 +118,7 @@ class EngineRanks:
             collected = self._sampling.collector.collect(weight_version, lambda: None)
         self._table = collected.table
         return {
-            "collected": packed(collected),
+            "collected": torch.from_numpy(objects.as_bytes(collected).copy()),
             "position": self._sampling.collector.position,
             "reward_seconds": self._timers["reward"],
             "load": self._load(),
@@ -141,7 +140,7 @@ class EngineRanks:
         """Return samples of the last step, pickled, to the actor's first rank."""
         assert self._table is not None, "no step has been sampled"
         samples = self._sample_store.on_first_rank(self._table, rows)
-        data = np.frombuffer(pickle.dumps(samples), dtype=np.uint8)
+        data = objects.as_bytes(samples)
         size = np.array([objects.broadcast(len(data))])
         first = Shares((np.array([0]),), ((0,),))
         return {
@@ -172,16 +171,6 @@ class EngineRanks:
         if self._reward_model is not None:
             self._reward_model.close()
         self._sampling.close()
-
-
-def packed(value: Any) -> torch.Tensor:
-    """Return an object as bytes, for a message between ranks of one job."""
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-
-
-def unpacked(data: torch.Tensor) -> Any:
-    """Return the object that `packed` has turned into bytes."""
-    return pickle.loads(data.numpy().tobytes())
 
 
 def serve_engines(job: Job, *, log: TextIO | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ import numpy as np
 from mcore_rl.batching.sample_exchange import RowExchange, Shares
 from mcore_rl.batching.table import SampleTable, SampleTokens, tokens_to_rows
 from mcore_rl.batching.types import ScoredRollout
+from mcore_rl.common import objects
 from mcore_rl.hybrid_engine.hand_over import HandOver
 from mcore_rl.hybrid_engine.proof.canary import Canary
 from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, Hook, ReshardReport
@@ -22,7 +22,7 @@ from mcore_rl.model.roles import ROLLOUT
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.collector import Collected
 from mcore_rl.rollout.sample_store import SampleStore
-from mcore_rl.trainer.engine_ranks import NAME, EngineRanks, unpacked
+from mcore_rl.trainer.engine_ranks import NAME, EngineRanks
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.roles.remote import RemoteRole
 from mcore_rl.trainer.rollouts import Rollouts, Start, hand_over
@@ -85,7 +85,7 @@ class RemoteSampleStore(SampleStore):
         answer = self._role.call(EngineRanks.samples, rows=list(rows))
         samples: list[ScoredRollout] = []
         if self._ranks.rank == 0:
-            samples = pickle.loads(answer["samples"].rows.tobytes())
+            samples = objects.from_bytes(answer["samples"].rows)
         return samples
 
     def set_load(self, load: np.ndarray) -> None:
@@ -133,7 +133,7 @@ class RemoteRollouts(Rollouts):
         self._timers.add("reward", answer["reward_seconds"])
         self._position = answer["position"]
         self.sample_store.set_load(answer["load"].numpy())
-        collected: Collected = unpacked(answer["collected"])
+        collected: Collected = objects.from_bytes(answer["collected"].numpy())
         return collected
 
     def undo(self) -> None:

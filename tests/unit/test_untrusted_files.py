@@ -169,6 +169,8 @@ ALLOWED = {
     ("mcore_rl/common/readers.py", "yaml.load"),  # a SafeLoader that refuses repeated keys
     ("mcore_rl/sandbox/inside.py", "exec"),  # the policy's code, in the sandbox
     ("mcore_rl/isolation/confine.py", "exec"),  # our own program in a confined process
+    # Between ranks of one job, as torch's own exchange of objects.
+    ("mcore_rl/common/objects.py", "pickle.loads"),
 }
 
 

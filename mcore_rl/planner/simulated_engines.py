@@ -1,0 +1,348 @@
+"""Engines in simulated time, and the groups that they sample; `simulation` runs jobs on them.
+
+An engine is one TP group. All its running sequences get a token in each of its steps, so that it
+counts the tokens of a sequence that never ends, and a request ends at a known count. Between two
+events (a request starts or ends, an update) the duration of a step is constant. An engine therefore
+has an event per request, not per token.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import simpy
+
+_ROUNDING = 1e-6  # of a token
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseLengths:
+    """The distribution of response lengths: recorded ones, or log-normal with this mean.
+
+    Example: `ResponseLengths(most=8192, mean=1500.0, sigma=1.0)`, or with the lengths of a run
+    `ResponseLengths(most=8192, recorded=(812, 1530, 77))`.
+    """
+
+    most: int  # longer responses are cut
+    mean: float = 0.0
+    sigma: float = 0.0  # standard deviation of the logarithm; 0: all have the mean
+    recorded: tuple[int, ...] = ()
+
+    def of_draw(self, draw: int, count: int, seed: int) -> list[int]:
+        """Return the tokens of `count` responses, which depend on nothing but the arguments."""
+        random = np.random.default_rng((seed, draw))
+        if self.recorded:
+            lengths = random.choice(self.recorded, count)
+        else:
+            center = np.log(self.mean) - self.sigma**2 / 2
+            lengths = np.rint(random.lognormal(center, self.sigma, count))
+        found: list[int] = np.clip(lengths, 1, self.most).astype(int).tolist()
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The samples of a step. Each response has `turns` parts of equal length, and waits for a tool
+    after each part but the last.
+
+    Example: Workload(groups_per_step=128, samples_per_group=16, prompt_tokens=300,
+    lengths=ResponseLengths(8192, 1500.0, 1.0), turns=4, tool_seconds=1.0)
+    """
+
+    groups_per_step: int
+    samples_per_group: int
+    prompt_tokens: float
+    lengths: ResponseLengths
+    turns: int = 1
+    tool_seconds: float = 0.0
+    reward_seconds: float = 0.0  # of a response; any number of rewards run at the same time
+    seed: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpeed:
+    """Seconds of an engine's step by the number of running sequences, and its prefill.
+
+    Example: EngineSpeed(running=(1, 64), step_seconds=(0.010, 0.018), prefill_rate=40_000.0)
+    """
+
+    running: tuple[int, ...]  # ascending
+    step_seconds: tuple[float, ...]
+    prefill_rate: float  # tokens per second
+
+    def table(self, most: int) -> list[float]:
+        """Return the seconds of a step with 0 to `most` sequences: linear between two measured
+        numbers, and beyond the last as between the last two."""
+        numbers, seconds = np.array(self.running), np.array(self.step_seconds)
+        wanted = np.arange(most + 1)
+        found = np.interp(wanted, numbers, seconds)
+        if len(numbers) > 1 and most > numbers[-1]:
+            slope = (seconds[-1] - seconds[-2]) / (numbers[-1] - numbers[-2])
+            found += np.maximum(wanted - numbers[-1], 0) * max(slope, 0.0)
+        return [float(each) for each in found]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A response that is being sampled."""
+
+    group: Group
+    parts: deque[float]  # tokens of the current turn that are left, and of each later turn
+    done_tokens: float = 0.0  # before `parts`
+    cached_at: int = -1  # update of the engine for which it has keys and values of its tokens
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """All responses to one draw, on one engine."""
+
+    draw: int
+    engine: Engine
+    prompt_tokens: float
+    lengths: Sequence[int]
+    version: int | None  # of the weights with which it began; None: no token yet
+    requests: list[Request] = field(default_factory=list)  # those that have not ended
+    num_unrewarded: int = 0
+    cached_at: int = -1  # as in `Request`, of the prompt
+
+    @property
+    def is_sampled(self) -> bool:
+        return not self.requests
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether any token was sampled; only of a stopped group."""
+        some = len(self.requests) < len(self.lengths)
+        return some or any(request.done_tokens for request in self.requests)
+
+    @property
+    def num_tokens(self) -> float:
+        """Tokens to train on: prompts and responses."""
+        return self.prompt_tokens * len(self.lengths) + sum(self.lengths)
+
+
+class Engine:
+    """One TP group of an engine."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        speed: EngineSpeed,
+        most_running: int,
+        ended: Callable[[Request], None],
+    ) -> None:
+        """`ended` is called with each request whose current turn has ended."""
+        self._env, self._ended = env, ended
+        self._prefill_rate = speed.prefill_rate
+        self._step_seconds = speed.table(most_running)
+        self._most_running = most_running
+        # Heap of (count at the end of the current turn, order of submission, request).
+        self._running: list[tuple[float, int, Request]] = []
+        self._waiting: deque[Request] = deque()
+        self._count = 0.0  # tokens of a sequence that never ends
+        self._prefill_seconds = 0.0  # left before the next token
+        self._at = env.now
+        self._num_submitted = self._num_wakes = 0
+        self._is_paused = False
+        self._updates = 0
+        self._busy_seconds = 0.0
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that run or wait for a place."""
+        return len(self._running) + len(self._waiting)
+
+    def busy_seconds(self) -> float:
+        """Return the seconds so far in which it computed."""
+        self._advance()
+        return self._busy_seconds
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Start the requests as soon as there is room."""
+        self._waiting.extend(requests)
+        self._go_on()
+
+    def pause(self) -> None:
+        """Stop between two steps."""
+        self._advance()
+        self._is_paused = True
+
+    def update(self) -> None:
+        """Continue with new weights: keys and values of running requests are computed anew."""
+        self._advance()
+        self._is_paused = False
+        self._updates += 1
+        self._prefill_seconds = 0.0
+        for ends_at, _, request in self._running:
+            self._prefill(request, ends_at - self._count)
+        self._go_on()
+
+    def stop(self, keep: Container[int] = ()) -> None:
+        """End the current step for all requests but those of the draws in `keep`. Stopped requests
+        can be submitted again."""
+        self._advance()
+        kept = [entry for entry in self._running if entry[2].group.draw in keep]
+        for ends_at, _, request in self._running:
+            if request.group.draw not in keep:
+                left = max(0.0, ends_at - self._count)
+                request.done_tokens += request.parts[0] - left
+                request.parts[0] = left
+        heapq.heapify(kept)
+        self._running = kept
+        self._waiting = deque(each for each in self._waiting if each.group.draw in keep)
+        self._go_on()
+
+    def _advance(self) -> None:
+        """Bring the state to the present."""
+        seconds, self._at = self._env.now - self._at, self._env.now
+        if self._is_paused or not self._running:
+            return
+        self._busy_seconds += seconds
+        prefill = min(seconds, self._prefill_seconds)
+        self._prefill_seconds -= prefill
+        self._count += (seconds - prefill) / self._step_seconds[len(self._running)]
+
+    def _prefill(self, request: Request, left: float) -> None:
+        """Add the prefill of what has no keys and values, if `left` tokens of the current turn are
+        left. Responses share those of a prompt."""
+        tokens, group = 0.0, request.group
+        if group.cached_at != self._updates:
+            tokens += group.prompt_tokens
+        if request.cached_at != self._updates:
+            tokens += request.done_tokens + request.parts[0] - left
+        group.cached_at = request.cached_at = self._updates
+        self._prefill_seconds += tokens / self._prefill_rate
+
+    def _go_on(self) -> None:
+        """Start what waits, and plan the next event."""
+        self._advance()
+        while self._waiting and len(self._running) < self._most_running:
+            request = self._waiting.popleft()
+            self._prefill(request, request.parts[0])
+            self._num_submitted += 1
+            ends_at = self._count + request.parts[0]
+            heapq.heappush(self._running, (ends_at, self._num_submitted, request))
+        if self._is_paused or not self._running:
+            return
+        steps = max(0.0, self._running[0][0] - self._count)
+        seconds = self._prefill_seconds + steps * self._step_seconds[len(self._running)]
+        self._num_wakes += 1
+        wake = self._env.timeout(seconds, self._num_wakes)
+        assert wake.callbacks is not None, "it is new"
+        wake.callbacks.append(self._wake)
+
+    def _wake(self, event: simpy.Event) -> None:
+        if event.value != self._num_wakes or self._is_paused or not self._running:
+            return  # something else happened in between
+        self._advance()
+        self._count = max(self._count, self._running[0][0])  # without the error of rounding
+        ended = []
+        while self._running and self._running[0][0] <= self._count + _ROUNDING:
+            request = heapq.heappop(self._running)[2]
+            request.done_tokens += request.parts.popleft()
+            ended.append(request)
+        self._go_on()
+        for request in ended:
+            self._ended(request)
+
+
+class Sampling:
+    """All engines of a job, the groups on them, and the assignment of draws.
+
+    An engine takes the next draw below `limit` when it has room for a request, as in
+    `rollout.dispatch`; engines with fewer requests come first.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        workload: Workload,
+        speed: EngineSpeed,
+        num_engines: int,
+        most_running: int,
+    ) -> None:
+        self._env, self._workload = env, workload
+        self.most_running = self.room = most_running
+        self.engines = [Engine(env, speed, most_running, self._ended) for _ in range(num_engines)]
+        self.limit = self.next_draw = 0
+        self.version = 1
+        self.started: Callable[[Group], None] = lambda group: None
+        self.sampled: Callable[[Group], None] = lambda group: None  # all responses have ended
+        self.finished: Callable[[Group], None] = lambda group: None  # and have their rewards
+
+    def offer(self, limit: int, groups_at_once: float) -> None:
+        """Let draws below `limit` start. Engines share `groups_at_once` groups evenly."""
+        self.limit = limit
+        share = max(1, int(np.ceil(groups_at_once / len(self.engines))))
+        self.room = min(self.most_running, share * self._workload.samples_per_group)
+        loads = [(engine.num_requests, number) for number, engine in enumerate(self.engines)]
+        heapq.heapify(loads)
+        while self.next_draw < self.limit and loads and loads[0][0] < self.room:
+            number = loads[0][1]
+            self._start_group(self.engines[number])
+            heapq.heapreplace(loads, (self.engines[number].num_requests, number))
+
+    def resume(self, group: Group) -> None:
+        """Continue a stopped group on its engine."""
+        if group.version is None:
+            group.version = self.version
+        if group.is_sampled:
+            self.sampled(group)
+        else:
+            group.engine.submit(group.requests)
+
+    def busy_seconds(self) -> float:
+        """Return the seconds that an engine computed so far, on average."""
+        return sum(engine.busy_seconds() for engine in self.engines) / len(self.engines)
+
+    def _start_group(self, engine: Engine) -> None:
+        workload = self._workload
+        lengths = workload.lengths.of_draw(
+            self.next_draw, workload.samples_per_group, workload.seed
+        )
+        group = Group(
+            self.next_draw,
+            engine,
+            workload.prompt_tokens,
+            lengths,
+            self.version,
+            num_unrewarded=len(lengths),
+        )
+        group.requests = [
+            Request(group, deque([length / workload.turns] * workload.turns)) for length in lengths
+        ]
+        self.next_draw += 1
+        self.started(group)
+        engine.submit(group.requests)
+
+    def _ended(self, request: Request) -> None:
+        group = request.group
+        if request.parts:
+            self._after(self._workload.tool_seconds, lambda: group.engine.submit([request]))
+        else:
+            group.requests.remove(request)
+            self._after(self._workload.reward_seconds, lambda: self._rewarded(group))
+            if group.is_sampled:
+                self.sampled(group)
+        while self.next_draw < self.limit and group.engine.num_requests < self.room:
+            self._start_group(group.engine)
+
+    def _rewarded(self, group: Group) -> None:
+        group.num_unrewarded -= 1
+        if not group.num_unrewarded:
+            self.finished(group)
+
+    def _after(self, seconds: float, call: Callable[[], None]) -> None:
+        if not seconds:
+            call()
+            return
+        event = self._env.timeout(seconds)
+        assert event.callbacks is not None, "it is new"
+        event.callbacks.append(lambda _: call())

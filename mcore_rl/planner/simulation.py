@@ -1,0 +1,355 @@
+"""Simulation of whole runs: colocated, with partial rollouts, and with engines on separate ranks.
+
+The events are those of a run. What a step samples, how draws go to engines, which groups a step
+takes and when the two sides wait for each other follow `rollout`. Durations come from measured or
+planned speeds (`Speeds`), and engines are those of `simulated_engines`. All candidates sample the
+same lengths for the same draws. See docs/using/planner.md for what is left out.
+
+    colocated   hand-over; N groups are sampled and rewarded; all ranks train on them
+    partial     as colocated, with 1.5 N groups; the first N that finish are trained on, the others
+                continue in later steps
+    separate    engine ranks sample up to (K + 1) N groups ahead; trainers train on N as soon as
+                they have them; then both take part in the hand-over
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Collection, Generator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mcore_rl.planner.simulated_engines import EngineSpeed, Group, Sampling, Workload
+
+if TYPE_CHECKING:
+    import simpy
+
+    Events = Generator[simpy.Event, object, None]
+
+COLOCATED, PARTIAL, SEPARATE = "colocated", "partial", "separate"
+MODES = (COLOCATED, PARTIAL, SEPARATE)  # the simplest first
+# Defaults of --rl-partial-rollouts.
+OVERSAMPLE, PARTIAL_STALENESS = 1.5, 4
+# Steps that do not count, and those that do: fewer of them if a step has many responses.
+WARM_UP_STEPS = 6
+_LEAST_STEPS, _MOST_STEPS, _RESPONSES = 6, 20, 40_000
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A way to use the ranks of a job.
+
+    Example, 16 engines of TP2 on half of 64 ranks:
+
+        Candidate("separate", num_ranks=64, num_trainers=32, num_engines=16, most_running=256,
+                  hand_over_seconds=0.8, max_staleness=1)
+    """
+
+    mode: str
+    num_ranks: int
+    num_trainers: int  # all ranks, unless separate
+    num_engines: int  # TP groups
+    most_running: int  # sequences on an engine at the same time
+    hand_over_seconds: float  # of a step; if colocated, of both switches
+    max_staleness: int = 0
+
+    @property
+    def name(self) -> str:
+        """The name in tables."""
+        if self.mode != SEPARATE:
+            return {COLOCATED: "colocated", PARTIAL: "partial rollouts"}[self.mode]
+        trainers = self.num_trainers
+        return f"{trainers} trainers + {self.num_ranks - trainers} engines, K={self.max_staleness}"
+
+    @property
+    def flags(self) -> str:
+        """The flags that select it; without any, a job is colocated."""
+        if self.mode == PARTIAL:
+            return f"--rl-partial-rollouts --rl-oversample {OVERSAMPLE:g}"
+        if self.mode == SEPARATE:
+            ranks = f"{self.num_trainers}-{self.num_ranks - 1}"
+            return f"--rl-rollout-ranks {ranks} --rl-max-staleness {self.max_staleness}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Example: Speeds(engine=EngineSpeed((1, 64), (0.010, 0.018), 40_000.0), train_rate=3000.0)"""
+
+    engine: EngineSpeed
+    train_rate: float  # tokens of prompts and responses per second and trainer, all passes included
+
+    def train_seconds(self, groups: Sequence[Group], num_trainers: int) -> float:
+        """Return the seconds of a step's training."""
+        return sum(group.num_tokens for group in groups) / (self.train_rate * num_trainers)
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A candidate's run, on average over the measured steps. Samples and tokens are those trained
+    on; tokens are of responses. Idle ranks neither compute nor take part in a hand-over."""
+
+    candidate: Candidate
+    samples_per_second: float
+    tokens_per_second: float
+    step_seconds: float
+    trainer_idle: float  # share of the time; colocated ranks have one share for both sides
+    engine_idle: float
+    staleness_mean: float  # versions between a group's first token and the step that trains on it
+    staleness_max: int
+    trained: tuple[int, ...]  # draws of all simulated steps, in order
+
+    @property
+    def samples_per_second_and_rank(self) -> float:
+        return self.samples_per_second / self.candidate.num_ranks
+
+
+def simulate(
+    candidate: Candidate,
+    workload: Workload,
+    speeds: Speeds,
+    *,
+    warm_up_steps: int = WARM_UP_STEPS,
+    steps: int | None = None,
+) -> Simulated:
+    """Simulate a run; the first `warm_up_steps` do not count. Deterministic. Raises ValueError for
+    partial rollouts with tools, which a run refuses."""
+    import simpy  # late: only this command needs it
+
+    if candidate.mode == PARTIAL and workload.turns > 1:
+        raise ValueError("environments do not outlive a step of partial rollouts")
+    if steps is None:
+        responses = workload.groups_per_step * workload.samples_per_group
+        steps = max(_LEAST_STEPS, min(_MOST_STEPS, _RESPONSES // responses))
+    env = simpy.Environment()
+    run = _Run(env, candidate, workload, speeds, warm_up_steps + steps)
+    ways = {COLOCATED: run.colocated, PARTIAL: run.partial, SEPARATE: run.separate}
+    env.run(until=env.process(ways[candidate.mode]()))
+    return run.result(warm_up_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The end of a step, and what it trained on."""
+
+    ended_at: float
+    train_seconds: float
+    busy_seconds: float  # of an engine so far, on average
+    groups: tuple[Group, ...]
+    staleness: tuple[int, ...]
+
+
+class _Window:
+    """The draws that may start, and the groups that a step trains on, with separate engines.
+
+    At most (K + 1) N groups are in flight, or finished and not trained on. A group that began with
+    version v is trained on at the latest with version v + K, the oldest finished group first.
+    """
+
+    def __init__(self, groups_per_step: int, max_staleness: int) -> None:
+        self._num, self._max_staleness = groups_per_step, max_staleness
+        self._num_begun = self._version = 0
+        self._deadlines: dict[int, int] = {}  # of draws that are not trained on yet
+        self._finished: list[tuple[int, int]] = []  # (deadline, draw)
+
+    @property
+    def limit(self) -> int:
+        """Draws below this number may start."""
+        return (self._num_begun + self._max_staleness) * self._num
+
+    def begin_step(self, version: int) -> None:
+        """Begin a step with weights of this version."""
+        self._num_begun, self._version = self._num_begun + 1, version
+
+    def start(self, draw: int, version: int) -> None:
+        """Note a group that starts with weights of this version."""
+        self._deadlines[draw] = version + self._max_staleness
+
+    def finish(self, draw: int) -> None:
+        """Note that a group has all its rewards."""
+        self._finished.append((self._deadlines[draw], draw))
+
+    def decide(self) -> tuple[int, ...] | None:
+        """Return the draws of the step, or None if it is too early: those with the earliest
+        deadlines among the finished, once all others can still meet theirs in later steps."""
+        if len(self._finished) < self._num:
+            return None
+        self._finished.sort()
+        taken = {draw for _, draw in self._finished[: self._num]}
+        left = Counter(at for draw, at in self._deadlines.items() if draw not in taken)
+        due = 0
+        for deadline in sorted(left):
+            due += left[deadline]
+            if due > self._num * (deadline - self._version):
+                return None
+        for draw in taken:
+            del self._deadlines[draw]
+        del self._finished[: self._num]
+        return tuple(sorted(taken))
+
+
+class _PartialStep:
+    """The groups that a step of partial rollouts takes: those in `reserved`, and of the others
+    those that are sampled first."""
+
+    def __init__(self, num_groups: int, reserved: Collection[int]) -> None:
+        self._places, self.reserved = num_groups - len(reserved), frozenset(reserved)
+        self._first: list[int] = []
+        self._left = set(reserved)
+
+    def sampled(self, draw: int) -> None:
+        """Note a group whose responses have all ended."""
+        if draw in self.reserved:
+            self._left.remove(draw)
+        elif len(self._first) < self._places:
+            self._first.append(draw)
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether no group is needed besides the reserved ones."""
+        return len(self._first) == self._places
+
+    @property
+    def taken(self) -> set[int] | None:
+        """The draws of the step; None: not all are sampled."""
+        return None if self._left or not self.has_enough else {*self._first, *self.reserved}
+
+
+class _Run:
+    """A run in simulated time."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        candidate: Candidate,
+        workload: Workload,
+        speeds: Speeds,
+        num_steps: int,
+    ) -> None:
+        self._env, self._candidate, self._workload = env, candidate, workload
+        self._speeds, self._num_steps = speeds, num_steps
+        self._sampling = Sampling(
+            env, workload, speeds.engine, candidate.num_engines, candidate.most_running
+        )
+        self._sampling.finished = self._finish
+        self._finished: set[int] = set()  # draws with all rewards that are not trained on
+        self._opened: dict[int, Group] = {}  # all draws that are not trained on
+        self._sampling.started = self._open
+        self._window: _Window | None = None  # with separate engines
+        self._steps: list[_Step] = []
+        self._changed = env.event()  # a group is sampled or finished
+
+    def colocated(self) -> Events:
+        num = self._workload.groups_per_step
+        for number in range(1, self._num_steps + 1):
+            yield from self._hand_over()
+            self._sampling.offer(number * num, num)
+            while len(self._finished) < num:
+                yield self._changed
+            yield from self._train(tuple(sorted(self._finished)))
+
+    def partial(self) -> Events:
+        num, sampling = self._workload.groups_per_step, self._sampling
+        for _ in range(self._num_steps):
+            yield from self._hand_over()
+            pending = sorted(self._opened.values(), key=lambda each: (-self._age(each), each.draw))
+            aged = [group.draw for group in pending if self._age(group) >= PARTIAL_STALENESS]
+            step = _PartialStep(num, aged[:num])
+            sampling.sampled = functools.partial(self._sampled, step)
+            for group in pending:
+                sampling.resume(group)
+            most = max(math.ceil(num * OVERSAMPLE), len(pending))
+            sampling.offer(sampling.next_draw + most - len(pending), most)
+            while not step.has_enough:
+                yield self._changed
+            self._stop(step.reserved)
+            while (taken := step.taken) is None or not taken <= self._finished:
+                yield self._changed
+            yield from self._train(tuple(sorted(taken)))
+
+    def separate(self) -> Events:
+        num, ahead = self._workload.groups_per_step, self._candidate.max_staleness
+        window = self._window = _Window(num, ahead)
+        for _ in range(self._num_steps):
+            window.begin_step(self._sampling.version)
+            self._sampling.offer(window.limit, (1 + ahead) * num)
+            while (taken := window.decide()) is None:
+                yield self._changed
+            yield from self._train(taken)
+            yield from self._hand_over()
+
+    def _hand_over(self) -> Events:
+        for engine in self._sampling.engines:
+            engine.pause()
+        yield self._env.timeout(self._candidate.hand_over_seconds)
+        self._sampling.version += 1
+        for engine in self._sampling.engines:
+            engine.update()
+
+    def _train(self, draws: Sequence[int]) -> Events:
+        groups = tuple(self._opened.pop(draw) for draw in draws)
+        self._finished -= set(draws)
+        seconds = self._speeds.train_seconds(groups, self._candidate.num_trainers)
+        staleness = tuple(self._age(group) for group in groups)
+        yield self._env.timeout(seconds)
+        busy = self._sampling.busy_seconds()
+        self._steps.append(_Step(self._env.now, seconds, busy, groups, staleness))
+
+    def _stop(self, keep: Collection[int]) -> None:
+        """End all groups but those in `keep`; those without a token have not begun."""
+        self._sampling.limit = self._sampling.next_draw
+        for engine in self._sampling.engines:
+            engine.stop(keep)
+        for group in self._opened.values():
+            if group.draw not in keep and not group.has_tokens:
+                group.version = None
+
+    def _age(self, group: Group) -> int:
+        return 0 if group.version is None else self._sampling.version - group.version
+
+    def _open(self, group: Group) -> None:
+        self._opened[group.draw] = group
+        if self._window is not None:
+            self._window.start(group.draw, self._sampling.version)
+
+    def _sampled(self, step: _PartialStep, group: Group) -> None:
+        step.sampled(group.draw)
+        self._wake()
+
+    def _finish(self, group: Group) -> None:
+        self._finished.add(group.draw)
+        if self._window is not None:
+            self._window.finish(group.draw)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.succeed()
+        self._changed = self._env.event()
+
+    def result(self, warm_up_steps: int) -> Simulated:
+        """Return the averages from the end of step `warm_up_steps` on."""
+        measured = self._steps[warm_up_steps:]
+        before = self._steps[warm_up_steps - 1] if warm_up_steps else _Step(0.0, 0.0, 0.0, (), ())
+        seconds = measured[-1].ended_at - before.ended_at
+        groups = [group for step in measured for group in step.groups]
+        staleness = [age for step in measured for age in step.staleness]
+        size, switches = self._workload.samples_per_group, len(measured)
+        training = sum(step.train_seconds for step in measured)
+        sampling = measured[-1].busy_seconds - before.busy_seconds
+        moving = self._candidate.hand_over_seconds * switches
+        is_separate = self._candidate.mode == SEPARATE
+        trainers_busy = training + moving + (0.0 if is_separate else sampling)
+        engines_busy = sampling + moving + (0.0 if is_separate else training)
+        return Simulated(
+            self._candidate,
+            samples_per_second=len(groups) * size / seconds,
+            tokens_per_second=sum(sum(group.lengths) for group in groups) / seconds,
+            step_seconds=seconds / switches,
+            trainer_idle=max(0.0, 1 - trainers_busy / seconds),
+            engine_idle=max(0.0, 1 - engines_busy / seconds),
+            staleness_mean=sum(staleness) / len(staleness),
+            staleness_max=max(staleness),
+            trained=tuple(group.draw for step in self._steps for group in step.groups),
+        )

@@ -56,7 +56,7 @@ from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.megatron.model_class import choose_model_class
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
-from mcore_rl.model.roles import REWARD, ROLLOUT, Roles, describe_ranks, parse_roles
+from mcore_rl.model.roles import REWARD, Roles, describe_ranks, parse_roles
 from mcore_rl.model.speculation import check_drafter, check_drafter_weights, parse_speculation
 from mcore_rl.moe.balance import check_balancing
 from mcore_rl.planner.checks import check_device, check_host
@@ -405,18 +405,22 @@ class _Examiner:
             return ()
         if actor is None or rollout is None or roles is None or not self._fits_together:
             return ()
-        if roles.is_apart(ROLLOUT):
-            return ()
         critic = None if facts.critic is None else trained_critic(config, facts.critic, roles)
         size = source.device_bytes() if source.platform.cuda and source.device_bytes else None
         has_device = size is not None
         model = (actor.shape, actor.layout, actor.layers)
-        case = case_of_run(config, actor.values, model, rollout, critic, device_bytes=size)
+        case = case_of_run(
+            *(config, actor.values, model, rollout, critic),
+            engine_ranks=roles.rollout,
+            device_bytes=size,
+        )
         if case is None:
             return ()
         lines = check_device(case, scores_only=source.scores_only) if has_device else ()
         if source.host_memory is None or has_device != source.platform.cuda or source.scores_only:
             return lines
+        if case.is_apart and not has_device:
+            return lines  # machines may have ranks of both kinds, whose sum is not planned
         return lines + check_host(
             case,
             source.host_memory(),

@@ -19,7 +19,7 @@ from mcore_rl.planner.layouts import (
 )
 from mcore_rl.planner.memory import Memory, memory_of
 from mcore_rl.planner.models import Bytes
-from mcore_rl.planner.phases import ROLLOUT, START, Case
+from mcore_rl.planner.phases import ROLLOUT, START, UPDATE, Case
 from mcore_rl.planner.settings import MIB, Recompute, TrainSettings
 
 HOST = "host memory"
@@ -108,7 +108,7 @@ def _changes(case: Case, memory: Memory, where: str) -> Iterator[Change]:
         yield from _on_host(case)
         return
     # Flags of training do not reduce anything that is on the device with the engine.
-    with_engine = where in (START, ROLLOUT)
+    with_engine = where in (START, ROLLOUT, UPDATE)
     if with_engine or "rollout weights" in memory.phase(where).parts:
         yield from _of_engine(case, memory)
     else:
@@ -174,7 +174,7 @@ def _train_layouts(case: Case) -> Iterator[Change]:
         if other is None:
             continue
         flags = f"--expert-model-parallel-size {layout.ep_size}"
-        if rollout.expert_parallel:
+        if rollout.expert_parallel and not case.is_apart:
             # Engines follow by default, so the flags state the planned degree explicitly.
             if rollout.ep_size == train.ep_size and engine.may_spread_experts:
                 wider = replace(rollout, dp_size=2 * rollout.dp_size, rank_map=())

@@ -21,6 +21,7 @@ from mcore_rl.planner.phases import (
     NCCL,
     ROLLOUT,
     START,
+    UPDATE,
     Case,
     Phase,
 )
@@ -59,7 +60,7 @@ def check_device(case: Case, *, scores_only: bool = False) -> tuple[str, ...]:
 
 def _refusal(case: Case, phase: Phase, problem: Problem) -> UsageError:
     size = shown_bytes(case.machine.gpu_bytes)
-    with_engine = phase.name in (START, ROLLOUT)
+    with_engine = phase.name in (START, ROLLOUT, UPDATE)
     engine = {"rollout weights", "activations", GRAPHS, "KV cache"} if with_engine else set()
     held = [
         f"{part} {shown_bytes(num_bytes)}"

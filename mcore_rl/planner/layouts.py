@@ -86,7 +86,7 @@ def train_layouts(
 
 def rollout_layouts(case: Case) -> Iterator[RolloutLayout]:
     """Yield every layout of engines: without EP, or with experts sharded over TP' x DP'."""
-    shape, world = case.shape, case.train.world_size
+    shape, world = case.shape, case.rollout.world_size
     experts = shape.experts
     for tp in divisors(case.machine.ranks_per_node):
         if world % tp or not tp_divides(shape, tp, copies_kv_heads=True):
@@ -185,6 +185,7 @@ def in_layout(
 
 
 def most_resident_bytes(case: Case, rollout: RolloutLayout) -> Bytes:
-    """Return `[ranks]`: the bytes that the fullest slot of `rollout` holds, for every rank."""
+    """Return `[ranks of engines]`: the bytes that the fullest slot of `rollout` holds, for every
+    rank."""
     most = Placement(case.shape, case.train, case.layers, rollout).most_resident_bytes
-    return np.full(case.train.world_size, most, dtype=np.int64)
+    return np.full(rollout.world_size, most, dtype=np.int64)

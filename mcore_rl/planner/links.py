@@ -31,7 +31,8 @@ from mcore_rl.planner.settings import Machine
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes of one hand-over, each `[ranks]` int64.
+    """Bytes of one hand-over, each `[ranks]` int64; the trainers are first if engines have ranks of
+    their own.
 
     A receiver counts bytes from another node as such, even if a neighbour receives the same
     broadcast. A sender counts a broadcast once, whatever the number of receivers, and as sent to
@@ -85,24 +86,37 @@ class Traffic:
         return float(np.maximum(own, other / machine.other_nodes_rate).max())
 
 
-def neighbourhoods(train: TrainLayout, ranks_per_node: int) -> Neighbourhoods:
-    """Return each rank's node and pipeline, as in a run: a node has consecutive ranks."""
-    ranks = range(train.world_size)
+def neighbourhoods(
+    train: TrainLayout, ranks_per_node: int, num_engine_ranks: int = 0
+) -> Neighbourhoods:
+    """Return each rank's node and pipeline, as in a run: a node has consecutive ranks. Where
+    `num_engine_ranks` follow the trainers, pipelines do not count."""
+    ranks = range(train.world_size + num_engine_ranks)
     return Neighbourhoods(
         node=tuple(rank // ranks_per_node for rank in ranks),
-        pipeline=tuple(train.pp_group(rank)[0] for rank in ranks),
+        pipeline=tuple(0 if num_engine_ranks else train.pp_group(rank)[0] for rank in ranks),
     )
 
 
-def plan_moves(placement: Placement, rank_map: Sequence[int], near: Neighbourhoods) -> Plan:
-    """Return the moves of all ranks under slot -> rank, in the order of the stages."""
+def plan_moves(
+    placement: Placement,
+    rank_map: Sequence[int],
+    near: Neighbourhoods,
+    *,
+    is_apart: bool = False,
+) -> Plan:
+    """Return the moves of all ranks under slot -> rank, in the order of the stages. If engines
+    have ranks of their own, these follow the trainers, and `rank_map` counts from the first."""
     slot_of = dict(zip(rank_map, range(len(rank_map)), strict=True))
     ranks = range(placement.train.world_size)
-    groups = KnownGroups(placement.train.groups().values())
+    groups = _groups(placement, is_apart)
     stage_of = [placement.train.pp_rank(rank) for rank in ranks]
-    slot_class = [placement.slot_class[slot_of[rank]] for rank in ranks]
+    slot_class = [placement.slot_class[slot_of[rank]] for rank in range(len(rank_map))]
     nothing: Boxes = {}
-    load = [0] * placement.train.world_size
+    # What the other side holds, or needs.
+    of_engines = [nothing] * len(rank_map) if is_apart else []
+    of_trainers = [nothing] * len(ranks) if is_apart else []
+    load = [0] * len(near.node)
     moves: list[Move] = []
     for stages, tensors in _by_holders(placement).items():
         needed = {
@@ -115,8 +129,9 @@ def plan_moves(placement: Placement, rank_map: Sequence[int], near: Neighbourhoo
             have=[
                 placement.held[placement.train_class[rank]] if stage_of[rank] in stages else nothing
                 for rank in ranks
-            ],
-            need=[needed[at] for at in slot_class],
+            ]
+            + of_engines,
+            need=of_trainers + [needed[at] for at in slot_class],
             near=near,
             groups=groups,
             load=load,
@@ -135,25 +150,39 @@ def _by_holders(placement: Placement) -> dict[tuple[int, ...], list[str]]:
     return found
 
 
-def traffic_of(placement: Placement, rank_map: Sequence[int], machine: Machine) -> Traffic:
-    """Return each rank's traffic under slot -> rank; an empty map is the identity."""
-    world = placement.train.world_size
-    rank_map = rank_map or range(world)
-    near = neighbourhoods(placement.train, machine.ranks_per_node)
-    plan = plan_moves(placement, rank_map, near)
+def traffic_of(
+    placement: Placement, rank_map: Sequence[int], machine: Machine, *, is_apart: bool = False
+) -> Traffic:
+    """Return each rank's traffic under slot -> rank; an empty map is the identity.
+
+    If engines have ranks of their own, these follow the trainers. They hold nothing of training, so
+    that each must receive everything it needs."""
+    num_engine_ranks = placement.rollout.world_size
+    rank_map = rank_map or range(num_engine_ranks)
+    near = neighbourhoods(
+        placement.train, machine.ranks_per_node, num_engine_ranks if is_apart else 0
+    )
+    plan = plan_moves(placement, rank_map, near, is_apart=is_apart)
     received, sent = _over_links(plan, np.array(near.node))
-    resident = np.empty(world, dtype=np.int64)
+    resident = np.empty(num_engine_ranks, dtype=np.int64)
     resident[np.array(rank_map)] = placement.resident_bytes
-    known = KnownGroups(placement.train.groups().values()).sets
+    if is_apart:
+        resident = np.concatenate([np.zeros(placement.train.world_size, np.int64), resident])
+    known = _groups(placement, is_apart).sets
     return Traffic(
         received[0],
         received[1],
         sent[0],
         sent[1],
-        placement.lower_bound_bytes,
+        resident if is_apart else placement.lower_bound_bytes,
         resident,
-        tuple(connections((move.tree for move in plan.moves), known, world)),
+        tuple(connections((move.tree for move in plan.moves), known, len(near.node))),
     )
+
+
+def _groups(placement: Placement, is_apart: bool) -> KnownGroups:
+    """Return Megatron's groups; between trainers and engines none is of use."""
+    return KnownGroups() if is_apart else KnownGroups(placement.train.groups().values())
 
 
 def _over_links(plan: Plan, node: npt.NDArray[np.int64]) -> tuple[Bytes, Bytes]:
@@ -178,7 +207,10 @@ def _over_links(plan: Plan, node: npt.NDArray[np.int64]) -> tuple[Bytes, Bytes]:
     return received, sent
 
 
-def gather_bytes(placement: Placement) -> Bytes:
+def gather_bytes(placement: Placement, *, is_apart: bool = False) -> Bytes:
     """Return `[ranks]`: received bytes if every rank gathers every complete tensor."""
     whole = sum(info.num_bytes for info in placement.infos.values())
-    return whole - placement.trained_bytes
+    held = placement.trained_bytes
+    if is_apart:
+        held = np.concatenate([held, np.zeros(placement.rollout.world_size, np.int64)])
+    return whole - held

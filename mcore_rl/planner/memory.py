@@ -48,8 +48,8 @@ def placement_of(case: Case) -> Placement:
 
 
 def resident_of(case: Case) -> Bytes:
-    """Return `[ranks]`: bytes that each rank holds for rollout."""
-    resident = np.empty(case.train.world_size, dtype=np.int64)
+    """Return `[ranks of engines]`: bytes that each rank holds for rollout."""
+    resident = np.empty(case.rollout.world_size, dtype=np.int64)
     resident[list(case.rollout.rank_map) or slice(None)] = placement_of(case).resident_bytes
     return resident
 
@@ -57,8 +57,10 @@ def resident_of(case: Case) -> Bytes:
 def memory_of(case: Case, resident_bytes: Bytes, traffic_bytes: int = 0) -> Memory:
     """Plan the memory of a case.
 
-    `resident_bytes` `[ranks]` is what each rank holds for rollout; `traffic_bytes` is the most that
-    a rank sends and receives in sum, of which delta transfers keep copies.
+    `resident_bytes` `[ranks of engines]` is what each holds for rollout; `traffic_bytes` is the
+    most that a rank sends and receives in sum, of which delta transfers keep copies. With engines
+    on ranks of their own, the host memory is that of a node of trainers, with the engines' part:
+    more than a node of either takes.
     """
     device = device_memory(case, resident_bytes)
     host = _host(case, traffic_bytes, routed_bytes(case, device.kv_cache.tokens))

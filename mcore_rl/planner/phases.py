@@ -15,6 +15,7 @@
     hand-over     weights of training and of rollout, the bucket; gradients and optimizer unless
                   offloaded
     export        all of training, and the bucket
+    update        with engines on ranks of their own: their share, and the bucket
 
 vLLM always takes its complete share of the device: it refuses to start with less, and from then on
 everything but weights, activations and CUDA graphs is KV cache. So start and rollout hold that
@@ -22,7 +23,9 @@ share, and everything else has to fit into the rest. CUDA graphs stay in all lat
 --rl-rollout-offload-cuda-graphs only in hand-overs.
 
 Actor and critic take turns on the same ranks: in every phase a rank holds its part of both, and
-the activations of one.
+the activations of one. With engines on ranks of their own, start, rollout and update are phases of
+these ranks, which hold nothing of training; the others are phases of the trainers, from which
+nothing is offloaded.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ States = Mapping[str, list[dict[str, int]]]  # model -> stage -> part -> bytes o
 BUILD, RESUME, START, CANARY, FIRST_SWITCH = "build", "resume", "start", "canary", "first switch"
 TRAIN, LOG_PROBS, HAND_OVER, ROLLOUT = "train", "log-probs", "hand-over", "rollout"
 TRAIN_CRITIC, VALUES, BUILD_CRITIC = "train critic", "values", "build critic"
-EXPORT = "export"
+EXPORT, UPDATE = "export", "update"
 NCCL = "NCCL"  # the part of its communicators, outside of torch
 GRAPHS = "CUDA graphs"  # of the engine
 # A hand-over needs less than this many buckets besides both sets of weights.
@@ -69,10 +72,17 @@ class Case:
     train: TrainLayout
     layers: PipelineLayers
     rollout: RolloutLayout  # with its rank map
+    # Ranks of the world that only run engines, `rollout.world_size` of them; empty: the actor's.
+    engine_ranks: tuple[int, ...] = ()
     training: TrainSettings
     engine: EngineSettings
     machine: Machine
     critic: TrainedModel | None = None
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether engines have ranks of their own."""
+        return bool(self.engine_ranks)
 
     @property
     def actor(self) -> TrainedModel:
@@ -159,8 +169,11 @@ class DeviceMemory:
         return next(phase for phase in self.phases if phase.name == name)
 
 
-def communicators_of(train: TrainLayout, rollout: RolloutLayout) -> dict[str, int]:
+def communicators_of(
+    train: TrainLayout, rollout: RolloutLayout, *, is_apart: bool = False
+) -> dict[str, int]:
     """Return the maximum number of a rank's NCCL communicators: Megatron's, engine's, hand-over's.
+    A rank has all of them; if engines are on ranks of their own, it has those of its role.
 
     A communicator is created at the first collective of its group, if it has several ranks. Its
     size is an assumption (`Machine.communicator_bytes`): NVIDIA gives no formula
@@ -180,12 +193,13 @@ def communicators_of(train: TrainLayout, rollout: RolloutLayout) -> dict[str, in
     return {
         "Megatron": sum(size > 1 for size in megatron),
         "engine": 2 * sum(size > 1 for size in engine),
-        "hand-over": int(train.world_size > 1),
+        "hand-over": int(train.world_size > 1 or is_apart),
     }
 
 
 def device_memory(case: Case, resident_bytes: Bytes) -> DeviceMemory:
-    """Plan the device memory of a case; `resident_bytes` `[ranks]` are held for rollout."""
+    """Plan the device memory of a case; `resident_bytes` `[ranks of engines]` are held for
+    rollout."""
     return _Planning(case, resident_bytes).memory()
 
 
@@ -200,13 +214,14 @@ class _Planning:
         )
         self._resident = resident + absorbed + case.drafter_bytes
         self._engine_used = engine_activation_bytes(case.shape, case.rollout, case.engine)
-        self._bucket = np.full_like(resident, BUCKETS * case.engine.bucket_bytes)
+        self._bucket = np.full(
+            case.train.world_size, BUCKETS * case.engine.bucket_bytes, dtype=np.int64
+        )
         self._trained: States = {m.name: stage_state(m) for m in case.models}
         self._first = self._trained
         if not case.engine.loads_checkpoint:
             self._first = {m.name: stage_state(m, with_moments=False) for m in case.models}
-        per_rank = sum(communicators_of(case.train, case.rollout).values())
-        self._nccl = per_rank * case.machine.communicator_bytes
+        self._communicators = communicators_of(case.train, case.rollout, is_apart=case.is_apart)
 
     def memory(self) -> DeviceMemory:
         case = self._case
@@ -249,6 +264,8 @@ class _Planning:
             name = TRAIN if model.name == ACTOR else TRAIN_CRITIC
             yield self._pass(name, self._trained, model, train_activation_bytes(model))
         yield self._switch(HAND_OVER, self._trained)
+        if self._case.is_apart:
+            yield self._with_engine(UPDATE, self._trained, frozenset())
         if engine.exports:
             parts = {
                 **self._staying(self._trained, actor),
@@ -276,6 +293,10 @@ class _Planning:
     def _switch(self, name: str, states: States) -> Phase:
         """Return a hand-over's phase, during which the parameters stay on the device."""
         actor = self._case.actor
+        if self._case.is_apart:
+            return self._phase(
+                name, {**self._staying(states, actor), "bucket": self._bucket}, actor
+            )
         left = self._staying(states, actor, self._case.engine.offloaded - {"parameters"})
         graphs = self._graphs(actor, sleeps=False)
         parts = {**left, "rollout weights": self._resident, "bucket": self._bucket, **graphs}
@@ -285,20 +306,25 @@ class _Planning:
         """Return the CUDA graphs on the ranks of `model` while the engine sleeps, or is awake."""
         engine = self._case.engine
         is_away = sleeps and engine.offloads_graphs
-        if not engine.graph_bytes or is_away or model.ranks != self._case.actor.ranks:
+        beside_engine = model.ranks == self._case.actor.ranks and not self._case.is_apart
+        if not engine.graph_bytes or is_away or not beside_engine:
             return {}
         return {GRAPHS: np.full(model.train.world_size, engine.graph_bytes, dtype=np.int64)}
 
     def _with_engine(self, name: str, states: States, away: frozenset[str]) -> Phase:
         """Return a phase with the engine, whose KV cache takes the rest of its share."""
         case, share = self._case, self._case.share_bytes
-        left = self._staying(states, case.actor, away)
+        left = {} if case.is_apart else self._staying(states, case.actor, away)
         used = np.full_like(self._resident, self._engine_used)
-        graphs = self._graphs(case.actor, sleeps=False)
+        graphs: Parts = {}
+        if case.engine.graph_bytes:
+            graphs = {GRAPHS: np.full_like(self._resident, case.engine.graph_bytes)}
+        if name == UPDATE:
+            left = {"bucket": np.full_like(self._resident, BUCKETS * case.engine.bucket_bytes)}
         cache = np.maximum(0, share - self._resident - used - case.engine.graph_bytes)
         engine = {"rollout weights": self._resident, "activations": used, **graphs}
         parts = {**left, **engine, "KV cache": cache}
-        phase = self._phase(name, parts, case.actor, share=share)
+        phase = self._phase(name, parts, None if case.is_apart else case.actor, share=share)
         # The share must hold its weights and activations, and a complete sample in the KV cache.
         surely_short = int(self._resident.max()) - share
         return replace(
@@ -324,24 +350,35 @@ class _Planning:
             if kind.get(part, part) not in away
         }
 
-    def _phase(self, name: str, parts: Parts, model: TrainedModel, *, share: int = 0) -> Phase:
+    def _phase(
+        self, name: str, parts: Parts, model: TrainedModel | None, *, share: int = 0
+    ) -> Phase:
         """Return the phase of the fullest rank among the ranks of `model`, with its stage in
-        `model`. The engine takes all of its `share` of the device."""
+        `model`; None: among the engines' own ranks. The engine takes all of its `share` of the
+        device."""
         machine = self._case.machine
-        if self._nccl:
-            parts[NCCL] = np.full(model.train.world_size, self._nccl, dtype=np.int64)
+        if nccl := self._nccl_bytes(model):
+            parts[NCCL] = np.full_like(next(iter(parts.values())), nccl)
         total: Bytes = np.stack(list(parts.values())).sum(axis=0)
         at = int(np.argmax(total))
         exact = {m.part_name(part) for m in self._case.models for part in m.training.exact}
         exact |= set() if share else {"rollout weights"}
         sure = [sizes for part, sizes in parts.items() if part in exact]
         surely = share + (int(np.stack(sure).sum(axis=0).max()) if sure else 0)
+        ranks = self._case.engine_ranks if model is None else model.ranks
         return Phase(
             name,
-            rank=model.ranks[at] if model.ranks else at,
-            stage=model.train.pp_rank(at),
+            rank=ranks[at] if ranks else at,
+            stage=0 if model is None else model.train.pp_rank(at),
             parts={part: int(sizes[at]) for part, sizes in parts.items()},
             limit_bytes=machine.usable_bytes,
             lacking_bytes=max(0, int(total[at]) - machine.usable_bytes),
             surely_lacking_bytes=max(0, surely - machine.gpu_bytes),
         )
+
+    def _nccl_bytes(self, model: TrainedModel | None) -> int:
+        """Return the bytes of a rank's communicators; None: of an engine's own rank."""
+        counts = dict(self._communicators)
+        if self._case.is_apart:
+            del counts["engine" if model is not None else "Megatron"]
+        return sum(counts.values()) * self._case.machine.communicator_bytes

@@ -8,7 +8,7 @@ from typing import Any
 
 from mcore_rl.planner.advice import Problem, problems_of
 from mcore_rl.planner.links import Traffic, gather_bytes, traffic_of
-from mcore_rl.planner.memory import Memory, memory_of, placement_of
+from mcore_rl.planner.memory import Memory, memory_of, placement_of, resident_of
 from mcore_rl.planner.models import Bytes, TrainedModel
 from mcore_rl.planner.phases import Case, Phase, communicators_of
 
@@ -41,7 +41,8 @@ class Outcome:
 
     @property
     def rank_bytes(self) -> dict[str, Bytes]:
-        """The bytes of a hand-over by name, each `[ranks]`."""
+        """The bytes of a hand-over by name, each `[ranks]`. Engines on ranks of their own follow
+        the trainers, and trainers neither receive nor hold anything for rollout."""
         traffic = self.traffic
         return {
             "received": traffic.received,
@@ -59,11 +60,13 @@ class Outcome:
 def plan_case(case: Case) -> Outcome:
     """Plan the memory and the traffic of a case."""
     placement = placement_of(case)
-    traffic = traffic_of(placement, case.rollout.rank_map, case.machine)
+    traffic = traffic_of(placement, case.rollout.rank_map, case.machine, is_apart=case.is_apart)
     copied = int((traffic.received + traffic.sent).max())
-    memory = memory_of(case, traffic.resident, copied)
-    problems = problems_of(case, memory, traffic.resident, copied)
-    return Outcome(case, memory, traffic, gather_bytes(placement), tuple(problems))
+    resident = resident_of(case)
+    memory = memory_of(case, resident, copied)
+    problems = problems_of(case, memory, resident, copied)
+    gathered = gather_bytes(placement, is_apart=case.is_apart)
+    return Outcome(case, memory, traffic, gathered, tuple(problems))
 
 
 def as_json(outcome: Outcome, notes: Sequence[str] = ()) -> dict[str, Any]:
@@ -79,7 +82,7 @@ def as_json(outcome: Outcome, notes: Sequence[str] = ()) -> dict[str, Any]:
         settings = {"critic": asdict(case.critic.training)}
     return {
         "status": "planned, not run",
-        "world_size": case.train.world_size,
+        "world_size": case.train.world_size + len(case.engine_ranks),
         "model": _model(case.actor),
         "train": _train(case.actor),
         "rollout": _rollout(case),
@@ -92,7 +95,9 @@ def as_json(outcome: Outcome, notes: Sequence[str] = ()) -> dict[str, Any]:
         "communicators_in_all": traffic.num_communicators_in_all,
         "communicators_not_megatrons": traffic.num_own_groups,
         "peers_max": int(traffic.num_peers.max()),
-        "communicators_counted_as_memory": communicators_of(case.train, case.rollout),
+        "communicators_counted_as_memory": communicators_of(
+            case.train, case.rollout, is_apart=case.is_apart
+        ),
         "phases": [_phase(phase) for phase in memory.phases],
         "kv_cache_bytes": memory.kv_cache.num_bytes,
         "kv_cache_tokens": memory.kv_cache.tokens,
@@ -140,7 +145,8 @@ def _rollout(case: Case) -> dict[str, Any]:
         "tp_size": rollout.tp_size,
         "dp_size": rollout.dp_size,
         "ep_size": rollout.ep_size,
-        "rank_map": list(rollout.rank_map or range(rollout.world_size)),  # slot -> rank
+        # slot -> rank
+        "rank_map": list(rollout.rank_map or case.engine_ranks or range(rollout.world_size)),
         "kv_bytes_per_token": case.kv_bytes_per_token,
     }
 

@@ -80,7 +80,10 @@ def _print_layouts(outcome: Outcome, console: Console) -> None:
 
 def _rank_map(outcome: Outcome) -> str:
     """Describe which rank takes which slot."""
-    rollout = outcome.case.rollout
+    case, rollout = outcome.case, outcome.case.rollout
+    if case.is_apart:
+        first, last = min(case.engine_ranks), max(case.engine_ranks)
+        return f"engines have {len(case.engine_ranks)} ranks of their own, from {first} to {last}"
     if rollout.is_identity:
         return "every rank takes the slot of its number (the identity)"
     ranks = ",".join(map(str, rollout.rank_map[:_SHOWN_RANKS]))
@@ -151,10 +154,8 @@ def _print_memory_facts(outcome: Outcome, console: Console) -> None:
         f"{engine.max_model_tokens:,}; the engine's share is {_gb(case.share_bytes)} GB "
         f"(--rl-rollout-gpu-memory-utilization {engine.gpu_memory_utilization:g})"
     )
-    away, at_start = (
-        ", ".join(sorted(kinds)) or "nothing" for kinds in (engine.offloaded, engine.away_at_start)
-    )
-    console.print(f"off the device during rollout: {away}; while engines start: {at_start}")
+    if not case.is_apart:
+        _print_offloaded(outcome, console)
     console.print("mcore_rl.verify runs the phases build, start, first switch, rollout, log-probs")
     for model in case.models:
         training = model.training
@@ -175,13 +176,24 @@ def _print_memory_facts(outcome: Outcome, console: Console) -> None:
         "optimizer, rollout weights, hand-over. By formula: activations. Assumed: "
         f"{engine.graph_bytes / GB:g} GB of CUDA graphs."
     )
-    counts = communicators_of(case.train, case.rollout)
+    counts = communicators_of(case.train, case.rollout, is_apart=case.is_apart)
     if case.machine.communicator_bytes and any(counts.values()):
         whose = ", ".join(f"{count} of {name}" for name, count in counts.items() if count)
+        most = sum(counts.values())
+        if case.is_apart:  # a rank has those of one side
+            most -= min(counts["Megatron"], counts["engine"])
         console.print(
-            f"NCCL: up to {sum(counts.values())} communicators of a rank ({whose}), each taken as "
+            f"NCCL: up to {most} communicators of a rank ({whose}), each taken as "
             f"{case.machine.communicator_bytes / MB:g} MB: an assumption, --communicator-mb"
         )
+
+
+def _print_offloaded(outcome: Outcome, console: Console) -> None:
+    engine = outcome.case.engine
+    away, at_start = (
+        ", ".join(sorted(kinds)) or "nothing" for kinds in (engine.offloaded, engine.away_at_start)
+    )
+    console.print(f"off the device during rollout: {away}; while engines start: {at_start}")
 
 
 def _print_problems(outcome: Outcome, console: Console) -> None:

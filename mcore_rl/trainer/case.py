@@ -51,18 +51,20 @@ def case_of(
     critic: TrainedModel | None,
     machine: Machine,
     *,
+    engine_ranks: tuple[int, ...] = (),
     has_cuda: bool,
     expert_load: float = 1.0,
     batched_tokens: int = BATCHED_TOKENS,
 ) -> Case:
-    """Return the case of a job on machines like `machine`. Raises UsageError for an optimizer that
-    the planner does not know."""
+    """Return the case of a job on machines like `machine`; `engine_ranks` only run engines, if
+    any. Raises UsageError for an optimizer that the planner does not know."""
     shape, train, layers = model
     return Case(
         shape=shape,
         train=train,
         layers=layers,
         rollout=rollout,
+        engine_ranks=engine_ranks,
         training=_train_settings(config, values, train, layers, expert_load),
         critic=critic,
         engine=_engine_settings(
@@ -79,6 +81,7 @@ def case_of_run(
     rollout: RolloutLayout,
     critic: TrainedModel | None,
     *,
+    engine_ranks: tuple[int, ...] = (),
     device_bytes: int | None,
 ) -> Case | None:
     """Return the case of a run on devices of that size (None: without devices). Returns None if the
@@ -95,7 +98,16 @@ def case_of_run(
         other_nodes_rate=1.0,
     )
     has_cuda = device_bytes is not None
-    return case_of(config, values, model, rollout, critic, machine, has_cuda=has_cuda)
+    return case_of(
+        config,
+        values,
+        model,
+        rollout,
+        critic,
+        machine,
+        engine_ranks=engine_ranks,
+        has_cuda=has_cuda,
+    )
 
 
 def trained_critic(
@@ -205,6 +217,7 @@ def _engine_settings(
     samples = math.ceil(config.trainer.num_prompts_per_step / rollout.num_tp_groups)
     speculation = parse_speculation(config.engine.speculate)
     drafts = speculation is not None and speculation.has_drafter
+    is_apart = config.rollout.rollout_ranks is not None
     has_graphs = has_cuda and not config.engine.rollout_enforce_eager
     return EngineSettings(
         gpu_memory_utilization=config.engine.rollout_gpu_memory_utilization,
@@ -215,8 +228,11 @@ def _engine_settings(
         bucket_bytes=config.weight_sync.reshard_bucket_mb * MIB,
         delta=config.weight_sync.reshard_delta,
         may_spread_experts=not config.engine.rollout_no_expert_parallel,
-        offloaded=offload_kinds(config.weight_sync.offload, values, has_cuda=has_cuda),
-        away_at_start=kinds_at_start(values),
+        # Engines on ranks of their own leave the devices of training alone.
+        offloaded=frozenset()
+        if is_apart
+        else offload_kinds(config.weight_sync.offload, values, has_cuda=has_cuda),
+        away_at_start=frozenset() if is_apart else kinds_at_start(values),
         keeps_gradients=config.weight_sync.offload_keep_gradients,
         keeps_reference=config.recipe.needs_reference,
         saves_checkpoints=True,  # the last step's, by default

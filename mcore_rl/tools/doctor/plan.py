@@ -13,7 +13,7 @@ from mcore_rl.job.facts import Facts
 from mcore_rl.planner.advice import Problem
 from mcore_rl.planner.checks import MOST_REMEDIES, host_needs
 from mcore_rl.planner.host import HostPhase
-from mcore_rl.planner.phases import ROLLOUT, START
+from mcore_rl.planner.phases import ROLLOUT, START, UPDATE
 from mcore_rl.planner.plan import Outcome, plan_case
 from mcore_rl.planner.settings import GB
 from mcore_rl.spec import LaidOut
@@ -64,7 +64,7 @@ def check_plan(outcome: Outcome, memory: DeviceMemory) -> Iterator[Finding]:
     """Report the plan's figures, or what does not fit."""
     phases = outcome.memory.phases
     if memory.total_bytes is None:  # without a device, there is no share of it for an engine
-        phases = tuple(phase for phase in phases if phase.name not in (START, ROLLOUT))
+        phases = tuple(phase for phase in phases if phase.name not in (START, ROLLOUT, UPDATE))
     fullest = max(phases, key=lambda phase: phase.total_bytes)
     takes = f"{fullest.name} needs {shown_bytes(fullest.total_bytes)} on the fullest rank"
     received = shown_bytes(int(outcome.traffic.received.max()))

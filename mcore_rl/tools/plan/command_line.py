@@ -180,6 +180,7 @@ def _case(facts: Facts, options: argparse.Namespace) -> Case:
         rollout,
         critic,
         machine,
+        engine_ranks=roles.rollout,
         has_cuda=True,
         expert_load=options.expert_load,
         batched_tokens=options.batched_tokens,
@@ -263,13 +264,16 @@ def _notes(placement: Placement, config: RLConfig, values: Mapping[str, Any]) ->
         backends = SPLITS_SHARED_EXPERTS
         other = replace(rollout, all2all_backend=backends[0])
         split = Placement(shape, placement.train, placement.layers, other)
+        is_apart = config.rollout.rollout_ranks is not None
+        least = split.resident_bytes if is_apart else split.lower_bound_bytes
         yield (
             "in this layout vLLM keeps shared experts whole on every rank; "
             f"--rl-rollout-all2all-backend with one of {', '.join(backends)} splits them, where "
             f"the machine can run it: then {split.resident_bytes.max() / GB:.2f} GB are resident "
-            f"and at least {split.lower_bound_bytes.mean() / GB:.2f} GB received on average"
+            f"and at least {least.mean() / GB:.2f} GB received on average"
         )
-    yield from note_on_experts(config.engine, placement)
+    if config.rollout.rollout_ranks is None:
+        yield from note_on_experts(config.engine, placement)
     if values.get("use_megatron_fsdp"):
         yield (
             "--use-megatron-fsdp: weights, gradients and what travels are counted as if every "

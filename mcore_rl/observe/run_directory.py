@@ -176,6 +176,7 @@ class RunDirectory:
                 "parts": dict(scored.parts),
                 "failure": scored.failure,
                 "finish_reason": rollout.finish_reason,
+                "response_tokens": len(rollout.response_token_ids),
                 "weight_version": rollout.weight_version,
             }
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")

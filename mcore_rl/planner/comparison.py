@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mcore_rl.planner.simulated_engines import Workload
+from mcore_rl.model.tensors import active_parameters
+from mcore_rl.planner.memory import Memory
+from mcore_rl.planner.phases import ROLLOUT, Case
+from mcore_rl.planner.search import Step
+from mcore_rl.planner.simulated_engines import EngineSpeed, Workload
 from mcore_rl.planner.simulation import (
     MODES,
     SEPARATE,
@@ -24,7 +28,7 @@ _NOTABLE = 0.1  # share of the time
 class Comparison:
     """All simulated candidates, and what was left out.
 
-    Example: `Comparison(rows, left_out=("56 trainers + 8 engines: ... lacks 12.00 GB",))`.
+    Example: `Comparison(rows, left_out=("8 + 56: phase train lacks 12.00 GB",))`.
     """
 
     rows: tuple[Simulated, ...]
@@ -41,10 +45,14 @@ class Comparison:
     @property
     def recommendation(self) -> str:
         """The best way and the reason, in one sentence."""
+        if not self.rows:
+            return "Nothing fits: take more ranks, or other flags for memory."
         best = self.best
         others = [row for row in self.rows if row.candidate.mode != best.candidate.mode]
         flags = f" ({best.candidate.flags})" if best.candidate.flags else ""
-        start = f"Take {best.candidate.name}{flags}: {best.samples_per_second:.3g} samples/s"
+        start = (
+            f"Take {best.candidate.name}{flags}: {shown_rate(best.samples_per_second)} samples/s"
+        )
         if best.candidate.mode == SEPARATE:
             return f"{start}, {self._gain(best)}."
         separate = [row for row in others if row.candidate.mode == SEPARATE]
@@ -77,6 +85,30 @@ class Comparison:
         return f"{times}since fewer engines with larger batches need fewer seconds per token"
 
 
+def planned_speeds(case: Case, memory: Memory, step: Step, context_tokens: float) -> Speeds:
+    """Return the speeds of a case by formula, where none were measured.
+
+    A step of an engine reads its weights and the keys and values of all running sequences, or
+    computes 2 x active parameters for each of them, whichever takes longer. Training takes 6 (with
+    full recomputation 8) x active parameters for a token, log-probs 2, and the pipeline's bubble.
+    """
+    train, training, tp_size = case.train, case.training, case.rollout.tp_size
+    weights = memory.phase(ROLLOUT).parts["rollout weights"]
+    active = active_parameters(case.shape)
+    rate = tp_size * step.flops / (2 * active)  # tokens per second
+
+    def seconds(running: int) -> float:
+        cache = running * context_tokens * case.kv_bytes_per_token
+        return max((weights + cache) / step.memory_rate, running / rate)
+
+    most = case.engine.max_num_seqs
+    running = sorted({1 << power for power in range(most.bit_length())} | {most})
+    passes = 10 if training.recompute.granularity == "full" else 8
+    bubble = (train.pp_size - 1) / (training.num_micro_batches * len(case.layers[0]))
+    engine = EngineSpeed(tuple(running), tuple(map(seconds, running)), prefill_rate=rate)
+    return Speeds(engine, step.flops / (passes * active * (1 + bubble)))
+
+
 def compare(
     candidates: Iterable[Candidate],
     workload: Workload,
@@ -87,6 +119,11 @@ def compare(
     """Simulate all candidates."""
     rows = tuple(simulate(candidate, workload, speeds) for candidate in candidates)
     return Comparison(rows, tuple(left_out))
+
+
+def shown_rate(rate: float) -> str:
+    """Return for example "0.0457", "40.0" or "4,320"."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:#.3g}"
 
 
 def _simplicity(row: Simulated) -> tuple[int, int]:

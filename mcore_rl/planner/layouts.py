@@ -121,6 +121,29 @@ def tp_divides(shape: ModelShape, tp_size: int, *, copies_kv_heads: bool = False
 # --------------------------------------------------------------------- a case in another layout
 
 
+def with_engines_apart(case: Case, num_engine_ranks: int) -> Case | None:
+    """Return a colocated case with engines on the last ranks, which leave the memory of training
+    alone. None if the other ranks cannot train, or the last ones are not complete engines."""
+    num_trainers, train = case.train.world_size - num_engine_ranks, case.train
+    try:
+        rollout = replace(case.rollout, world_size=num_engine_ranks, rank_map=())
+        other = with_train_layout(case, replace(train, world_size=num_trainers), case.layers)
+    except UsageError:
+        return None
+    if other is None:
+        return None
+    samples = math.ceil(case.engine.sampled_tokens_in_all / rollout.num_tp_groups)
+    engine = replace(
+        case.engine,
+        offloaded=frozenset(),
+        away_at_start=frozenset(),
+        offloads_graphs=False,
+        sampled_tokens=samples,
+    )
+    ranks = tuple(range(num_trainers, train.world_size))
+    return replace(other, rollout=rollout, engine=engine, engine_ranks=ranks)
+
+
 def with_train_layout(case: Case, train: TrainLayout, layers: PipelineLayers) -> Case | None:
     """Return the case, with its critic, in another training layout; None if samples do not divide
     or the critic cannot follow."""
@@ -141,7 +164,7 @@ def following(
     tp_size = (old if "tp_size" in own else train).tp_size
     try:
         new = TrainLayout(
-            old.world_size,
+            old.world_size if critic.ranks else train.world_size,
             tp_size=tp_size,
             pp_size=(old if "pp_size" in own else train).pp_size,
             cp_size=train.cp_size,

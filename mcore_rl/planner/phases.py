@@ -225,13 +225,17 @@ class _Planning:
 
     def memory(self) -> DeviceMemory:
         case = self._case
-        start = self._with_engine(START, self._first, case.engine.away_at_start)
-        rollout = self._with_engine(ROLLOUT, self._trained, case.engine.offloaded)
+        with_engine = [
+            self._with_engine(START, self._first, case.engine.away_at_start),
+            self._with_engine(ROLLOUT, self._trained, case.engine.offloaded),
+        ]
+        if case.is_apart:
+            with_engine.append(self._with_engine(UPDATE, self._trained, frozenset()))
         engine_parts = ("rollout weights", "activations", GRAPHS, "KV cache")
         beside = max(
             phase.total_bytes
             - max(case.share_bytes, sum(phase.parts.get(part, 0) for part in engine_parts))
-            for phase in (start, rollout)
+            for phase in with_engine
         )
         kv_cache = KVCache(
             num_bytes=max(
@@ -244,9 +248,9 @@ class _Planning:
             bytes_per_token=case.kv_bytes_per_token,
             useful_utilization=max(0, case.machine.usable_bytes - beside) / case.machine.gpu_bytes,
         )
-        return DeviceMemory(tuple(self._phases(start, rollout)), kv_cache)
+        return DeviceMemory(tuple(self._phases(*with_engine)), kv_cache)
 
-    def _phases(self, start: Phase, rollout: Phase) -> Iterator[Phase]:
+    def _phases(self, start: Phase, rollout: Phase, update: Phase | None = None) -> Iterator[Phase]:
         engine, actor, critic = self._case.engine, self._case.actor, self._case.critic
         name = RESUME if engine.loads_checkpoint else BUILD
         yield self._phase(name, self._staying(self._first, actor), actor)
@@ -264,8 +268,8 @@ class _Planning:
             name = TRAIN if model.name == ACTOR else TRAIN_CRITIC
             yield self._pass(name, self._trained, model, train_activation_bytes(model))
         yield self._switch(HAND_OVER, self._trained)
-        if self._case.is_apart:
-            yield self._with_engine(UPDATE, self._trained, frozenset())
+        if update is not None:
+            yield update
         if engine.exports:
             parts = {
                 **self._staying(self._trained, actor),

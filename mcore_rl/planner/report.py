@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mcore_rl.model.roles import ACTOR, CRITIC
+from mcore_rl.planner.comparison import Comparison, shown_rate
 from mcore_rl.planner.phases import BUCKETS, GRAPHS, NCCL, Phase, communicators_of
 from mcore_rl.planner.plan import Outcome
 from mcore_rl.planner.search import CRITERIA, Found
@@ -39,6 +40,10 @@ _TRAFFIC = {
 _SEARCH_COLUMNS = (
     *("seconds", "train", "comm.", "hand-over", "rollout"),
     *("GB recv.", "peak GB", "KV tok."),
+)
+_SIMULATION_COLUMNS = (
+    *("samples/s", "per rank", "tokens/s", "step s"),
+    *("trainers\nidle", "engines\nidle", "staleness\nmean, max"),
 )
 _SHOWN_RANKS = 24
 
@@ -232,3 +237,25 @@ def print_search(found: Found, console: Console) -> None:
     console.print(CRITERIA)
     if found.candidates:
         console.print(f"flags of the best: {found.candidates[0].flags}")
+
+
+def print_comparison(comparison: Comparison, notes: Sequence[str], console: Console) -> None:
+    """Print the simulated ways to use the ranks, and the one to take."""
+    console.print("\n[bold]SIMULATED[/]")
+    table = _table(console, "trainers + engine ranks", *_SIMULATION_COLUMNS)
+    for row in comparison.rows:
+        table.add_row(
+            row.candidate.short_name,
+            shown_rate(row.samples_per_second),
+            shown_rate(row.samples_per_second_and_rank),
+            *(f"{row.tokens_per_second:,.0f}", f"{row.step_seconds:.1f}"),
+            *(f"{row.trainer_idle:.0%}", f"{row.engine_idle:.0%}"),
+            f"{row.staleness_mean:.2f}, {row.staleness_max}",
+        )
+    if comparison.rows:
+        console.print(table)
+    for left_out in comparison.left_out:
+        console.print(f"left out: {left_out}")
+    for note in notes:
+        console.print(f"note: {note}")
+    console.print(comparison.recommendation)

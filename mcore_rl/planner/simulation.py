@@ -32,8 +32,6 @@ COLOCATED, PARTIAL, SEPARATE = "colocated", "partial", "separate"
 MODES = (COLOCATED, PARTIAL, SEPARATE)  # the simplest first
 # Defaults of --rl-partial-rollouts.
 OVERSAMPLE, PARTIAL_STALENESS = 1.5, 4
-# Steps that do not count, and those that do: fewer of them if a step has many responses.
-WARM_UP_STEPS = 6
 _LEAST_STEPS, _MOST_STEPS, _RESPONSES = 6, 20, 40_000
 
 
@@ -54,14 +52,23 @@ class Candidate:
     most_running: int  # sequences on an engine at the same time
     hand_over_seconds: float  # of a step; if colocated, of both switches
     max_staleness: int = 0
+    memory_share: float | None = None  # of a device, for engines on ranks of their own
 
     @property
     def name(self) -> str:
-        """The name in tables."""
+        """The name in sentences."""
         if self.mode != SEPARATE:
             return {COLOCATED: "colocated", PARTIAL: "partial rollouts"}[self.mode]
-        trainers = self.num_trainers
-        return f"{trainers} trainers + {self.num_ranks - trainers} engines, K={self.max_staleness}"
+        engines = self.num_ranks - self.num_trainers
+        return f"{self.num_trainers} trainers and {engines} engine ranks, K={self.max_staleness}"
+
+    @property
+    def short_name(self) -> str:
+        """The name in tables: "colocated", or "32 + 32, K=1": trainers and engine ranks."""
+        if self.mode != SEPARATE:
+            return self.name
+        engines = self.num_ranks - self.num_trainers
+        return f"{self.num_trainers} + {engines}, K={self.max_staleness}"
 
     @property
     def flags(self) -> str:
@@ -70,7 +77,10 @@ class Candidate:
             return f"--rl-partial-rollouts --rl-oversample {OVERSAMPLE:g}"
         if self.mode == SEPARATE:
             ranks = f"{self.num_trainers}-{self.num_ranks - 1}"
-            return f"--rl-rollout-ranks {ranks} --rl-max-staleness {self.max_staleness}"
+            flags = f"--rl-rollout-ranks {ranks} --rl-max-staleness {self.max_staleness}"
+            share = self.memory_share
+            flag = "--rl-rollout-gpu-memory-utilization"
+            return flags if share is None else f"{flags} {flag} {share:g}"
         return ""
 
 
@@ -111,15 +121,19 @@ def simulate(
     workload: Workload,
     speeds: Speeds,
     *,
-    warm_up_steps: int = WARM_UP_STEPS,
+    warm_up_steps: int | None = None,
     steps: int | None = None,
 ) -> Simulated:
     """Simulate a run; the first `warm_up_steps` do not count. Deterministic. Raises ValueError for
-    partial rollouts with tools, which a run refuses."""
+    partial rollouts with tools, which a run refuses. Without numbers of steps, they suffice for the
+    staleness of the candidate, and are fewer if a step has many responses."""
     import simpy  # late: only this command needs it
 
     if candidate.mode == PARTIAL and workload.turns > 1:
         raise ValueError("environments do not outlive a step of partial rollouts")
+    if warm_up_steps is None:
+        staleness = PARTIAL_STALENESS if candidate.mode == PARTIAL else candidate.max_staleness
+        warm_up_steps = staleness + 2
     if steps is None:
         responses = workload.groups_per_step * workload.samples_per_group
         steps = max(_LEAST_STEPS, min(_MOST_STEPS, _RESPONSES // responses))

@@ -94,6 +94,12 @@ class VLLMEngine:
         """The Hugging Face tokenizer that decodes texts."""
         return self._llm.get_tokenizer()
 
+    @property
+    def kv_cache_tokens(self) -> int:
+        """The tokens for which this rank has room in its KV cache."""
+        cache = self._vllm_config.cache_config
+        return int(cache.num_gpu_blocks * cache.block_size)
+
     # Generation
 
     def seed_sampling(self, seed: int) -> None:

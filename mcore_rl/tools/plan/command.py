@@ -11,16 +11,22 @@ from typing import Any
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.garbage import nothing_collected
+from mcore_rl.planner.comparison import Comparison
 from mcore_rl.planner.plan import as_json, plan_case
-from mcore_rl.planner.report import make_console, print_plan, print_search
+from mcore_rl.planner.report import make_console, print_comparison, print_plan, print_search
 from mcore_rl.planner.search import CRITERIA, Candidate, Found, search
 from mcore_rl.tools.plan.command_line import add_flags, read_request
+from mcore_rl.tools.plan.simulate import simulate_job
 
 __all__ = ["add_flags", "main"]
 
 
 def main(options: argparse.Namespace, others: Sequence[str]) -> int:
     """Run the command; return 0, also if the plan does not fit. Raises UsageError."""
+    if options.measure_engine is not None:
+        from mcore_rl.tools.plan.measure import measure  # late: it imports Megatron and vLLM
+
+        return measure(Path(options.measure_engine), others)
     with nothing_collected():  # garbage collection would take a third of the time
         request = read_request(options, others)
         outcome = plan_case(request.case)
@@ -31,6 +37,10 @@ def main(options: argparse.Namespace, others: Sequence[str]) -> int:
         found = search(request.case, request.step, top=options.top)
         print_search(found, console)
         written["search"] = _search(found)
+    if options.simulate:
+        comparison, notes = simulate_job(request, options, outcome)
+        print_comparison(comparison, notes, console)
+        written["simulation"] = {**_comparison(comparison), "notes": notes}
     if options.json:
         _write(Path(options.json), written)
     return 0
@@ -42,6 +52,20 @@ def _search(found: Found) -> dict[str, Any]:
         "num_fitting": found.num_fitting,
         "criteria": CRITERIA,
         "layouts": [_row(candidate) for candidate in found.candidates],
+    }
+
+
+def _comparison(comparison: Comparison) -> dict[str, Any]:
+    rows = [dataclasses.asdict(row) for row in comparison.rows]
+    for row, simulated in zip(rows, comparison.rows, strict=True):
+        del row["trained"]
+        row["candidate"]["flags"] = simulated.candidate.flags
+        row["samples_per_second_and_rank"] = simulated.samples_per_second_and_rank
+    return {
+        "candidates": rows,
+        "left_out": list(comparison.left_out),
+        "best": comparison.best.candidate.flags if comparison.rows else None,
+        "recommendation": comparison.recommendation,
     }
 
 

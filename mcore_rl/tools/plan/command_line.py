@@ -36,6 +36,11 @@ from mcore_rl.planner.settings import (
     USUAL_RANKS_PER_NODE,
     Machine,
 )
+from mcore_rl.tools.plan.simulate import (
+    MAY_BE_0,
+    add_simulation_flags,
+    check_simulation_flags,
+)
 
 if TYPE_CHECKING:
     from mcore_rl.config import RLConfig
@@ -55,7 +60,8 @@ class PlanRequest:
     """A parsed command line."""
 
     case: Case
-    step: Step  # for --search
+    step: Step  # for --search and --simulate
+    samples_per_prompt: int
     notes: tuple[str, ...]
 
 
@@ -89,6 +95,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--batched-tokens", type=int, default=BATCHED_TOKENS, help="tokens in one step of vLLM")
     add("--gpu-tflops", type=float, default=400.0, help="achieved in training, for --search")
     add("--gpu-memory-gb-per-second", type=float, default=3000.0, help="for --search")
+    add_simulation_flags(parser)
 
 
 def read_command_line(tokens: Sequence[str]) -> PlanRequest:
@@ -147,7 +154,10 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
         memory_rate=options.gpu_memory_gb_per_second * GB,
     )
     return PlanRequest(
-        case, step, (*_notes(placement_of(case), config, facts.values or {}), *notes)
+        case,
+        step,
+        config.samples_per_prompt,
+        (*_notes(placement_of(case), config, facts.values or {}), *notes),
     )
 
 
@@ -198,7 +208,7 @@ def _check_options(options: argparse.Namespace) -> None:
         )
     for name, value in vars(options).items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        least_is_0 = name in ("gpu_reserved_gb", "communicator_mb")
+        least_is_0 = name in ("gpu_reserved_gb", "communicator_mb", *MAY_BE_0)
         if is_number and not (value > 0 or (least_is_0 and value == 0)):
             raise UsageError("must be greater than 0", flag=as_flag(name, value), remedy=CORRECT)
     if options.expert_load < 1:
@@ -213,6 +223,7 @@ def _check_options(options: argparse.Namespace) -> None:
             flag=f"--gpu-reserved-gb {options.gpu_reserved_gb}",
             remedy="lower it",
         )
+    check_simulation_flags(options)
     if options.json:
         check_output_file(Path(options.json), f"--json {options.json}")
 

@@ -1,0 +1,116 @@
+"""Measurements that `mcore-rl plan --simulate` reads: runs, lengths, speeds of engines."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.common.errors import CORRECT, UsageError
+from mcore_rl.common.readers import InvalidData, finite_number, integer_within, lines_of, parse_json
+from mcore_rl.observe.run_directory import read_config, read_metrics
+from mcore_rl.planner.simulated_engines import EngineSpeed
+
+_MAX_LINE_BYTES = 1 << 24  # of rollouts.jsonl
+_MAX_TOKENS = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """Averages of a run's steps but the first.
+
+    Example: `RecordedRun(folder=Path("runs/a"), train_rate=3000.0, switch_seconds=4.1,
+    reward_seconds=0.2, mean_tokens=1200.0)`.
+    """
+
+    folder: Path
+    train_rate: float  # tokens per second and rank, log-probs included
+    switch_seconds: float
+    reward_seconds: float  # for which a step waited
+    mean_tokens: float  # of a response
+
+
+def read_run(folder: Path) -> RecordedRun:
+    """Read the run directory of a colocated run. Raises UsageError."""
+    flag = f"--from-run {folder}"
+    try:
+        config = read_config(folder / "config.yaml")
+        metrics = read_metrics(folder / "metrics.jsonl")
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"is not the directory of a run ({error})", flag=flag, remedy="give another"
+        ) from error
+    if config.resolved.get("rl_rollout_ranks") is not None:
+        raise UsageError(
+            "is a run with --rl-rollout-ranks, which has no switches",
+            flag=flag,
+            remedy="give a colocated run, or --train-tokens-per-second",
+        )
+    needed = "train log_probs advantages reshard_to_rollout reshard_to_train reward".split()
+    names = [f"time/{name}_seconds" for name in needed]
+    names += ["throughput/train_tokens_per_second", "response_tokens/mean"]
+    steps = [step for step in list(metrics.values())[1:] if step.keys() >= set(names)]
+    ranks = integer_within(config.about.get("ranks"), 1, _MAX_TOKENS)
+    if not steps or ranks is None:
+        raise UsageError(
+            "has no complete step after the first one", flag=flag, remedy="give a longer run"
+        )
+    columns = np.array([[step[name] for name in names] for step in steps]).T
+    train, log_probs, advantages, to_rollout, to_train, reward, rate, tokens = columns
+    seconds = train + log_probs + advantages
+    return RecordedRun(
+        folder,
+        train_rate=float((rate * train).sum() / seconds.sum() / ranks),
+        switch_seconds=float((to_rollout + to_train).mean()),
+        reward_seconds=float(np.maximum(reward, 0.0).mean()),
+        mean_tokens=float(tokens.mean()),
+    )
+
+
+def read_lengths(file: Path) -> tuple[int, ...]:
+    """Return the `response_tokens` of all lines. Raises UsageError if there are none."""
+    found = []
+    try:
+        for line in lines_of(file, _MAX_LINE_BYTES):
+            fields: Any = None
+            with contextlib.suppress(InvalidData):
+                fields = parse_json(line)
+            value = fields.get("response_tokens") if type(fields) is dict else None
+            if (tokens := integer_within(value, 1, _MAX_TOKENS)) is not None:
+                found.append(tokens)
+    except OSError as error:
+        raise UsageError(
+            f"cannot be read ({error.strerror})", flag=f"--lengths {file}", remedy=CORRECT
+        ) from error
+    if not found:
+        raise UsageError(
+            "has no line with response_tokens",
+            flag=f"--lengths {file}",
+            remedy="give the rollouts.jsonl of a run, or --length-mean and --length-sigma",
+        )
+    return tuple(found)
+
+
+def read_engine_speed(file: Path) -> EngineSpeed:
+    """Read a file that --measure-engine wrote. Raises UsageError."""
+    try:
+        fields = parse_json(file.read_bytes())
+        running = [integer_within(each, 1, _MAX_TOKENS) for each in fields["running"]]
+        seconds = [finite_number(each) for each in fields["step_seconds"]]
+        rate = finite_number(fields["prefill_tokens_per_second"])
+        is_table = len(running) == len(seconds) > 0 and None not in running
+        if not is_table or not all(seconds) or not rate or min(*filter(None, seconds), rate) <= 0:
+            raise InvalidData("has no complete table of positive numbers")
+        rows = sorted(zip(map(int, filter(None, running)), filter(None, seconds), strict=True))
+        if len({count for count, _ in rows}) < len(rows):
+            raise InvalidData("has a number of sequences twice")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UsageError(
+            f"does not hold the speed of an engine ({type(error).__name__}: {error})",
+            flag=f"--engine-speed {file}",
+            remedy="write one by --measure-engine",
+        ) from error
+    return EngineSpeed(tuple(n for n, _ in rows), tuple(each for _, each in rows), rate)

@@ -1,9 +1,10 @@
 """Simulation of whole runs: colocated, with partial rollouts, and with engines on separate ranks.
 
 The events are those of a run. What a step samples, how draws go to engines, which groups a step
-takes and when the two sides wait for each other follow `rollout`. Durations come from measured or
-planned speeds (`Speeds`), and engines are those of `simulated_engines`. All candidates sample the
-same lengths for the same draws. See docs/using/planner.md for what is left out.
+takes and when the two sides wait for each other follow `rollout`; with separate engines its own
+`Admission` decides. Durations come from measured or planned speeds (`Speeds`), and engines are
+those of `simulated_engines`. All candidates sample the same lengths for the same draws. See
+docs/using/planner.md for what is left out.
 
     colocated   hand-over; N groups are sampled and rewarded; all ranks train on them
     partial     as colocated, with 1.5 N groups; the first N that finish are trained on, the others
@@ -16,12 +17,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mcore_rl.planner.simulated_engines import EngineSpeed, Group, Sampling, Workload
+from mcore_rl.rollout.admission import Admission
 
 if TYPE_CHECKING:
     import simpy
@@ -155,55 +156,6 @@ class _Step:
     staleness: tuple[int, ...]
 
 
-class _Window:
-    """The draws that may start, and the groups that a step trains on, with separate engines.
-
-    At most (K + 1) N groups are in flight, or finished and not trained on. A group that began with
-    version v is trained on at the latest with version v + K, the oldest finished group first.
-    """
-
-    def __init__(self, groups_per_step: int, max_staleness: int) -> None:
-        self._num, self._max_staleness = groups_per_step, max_staleness
-        self._num_begun = self._version = 0
-        self._deadlines: dict[int, int] = {}  # of draws that are not trained on yet
-        self._finished: list[tuple[int, int]] = []  # (deadline, draw)
-
-    @property
-    def limit(self) -> int:
-        """Draws below this number may start."""
-        return (self._num_begun + self._max_staleness) * self._num
-
-    def begin_step(self, version: int) -> None:
-        """Begin a step with weights of this version."""
-        self._num_begun, self._version = self._num_begun + 1, version
-
-    def start(self, draw: int, version: int) -> None:
-        """Note a group that starts with weights of this version."""
-        self._deadlines[draw] = version + self._max_staleness
-
-    def finish(self, draw: int) -> None:
-        """Note that a group has all its rewards."""
-        self._finished.append((self._deadlines[draw], draw))
-
-    def decide(self) -> tuple[int, ...] | None:
-        """Return the draws of the step, or None if it is too early: those with the earliest
-        deadlines among the finished, once all others can still meet theirs in later steps."""
-        if len(self._finished) < self._num:
-            return None
-        self._finished.sort()
-        taken = {draw for _, draw in self._finished[: self._num]}
-        left = Counter(at for draw, at in self._deadlines.items() if draw not in taken)
-        due = 0
-        for deadline in sorted(left):
-            due += left[deadline]
-            if due > self._num * (deadline - self._version):
-                return None
-        for draw in taken:
-            del self._deadlines[draw]
-        del self._finished[: self._num]
-        return tuple(sorted(taken))
-
-
 class _PartialStep:
     """The groups that a step of partial rollouts takes: those in `reserved`, and of the others
     those that are sampled first."""
@@ -251,7 +203,7 @@ class _Run:
         self._finished: set[int] = set()  # draws with all rewards that are not trained on
         self._opened: dict[int, Group] = {}  # all draws that are not trained on
         self._sampling.started = self._open
-        self._window: _Window | None = None  # with separate engines
+        self._admission: Admission | None = None  # of draws on separate engines
         self._steps: list[_Step] = []
         self._changed = env.event()  # a group is sampled or finished
 
@@ -285,11 +237,12 @@ class _Run:
 
     def separate(self) -> Events:
         num, ahead = self._workload.groups_per_step, self._candidate.max_staleness
-        window = self._window = _Window(num, ahead)
+        admission = Admission(groups_per_step=num, max_staleness=ahead, next_draw=0)
+        self._admission = admission
         for _ in range(self._num_steps):
-            window.begin_step(self._sampling.version)
-            self._sampling.offer(window.limit, (1 + ahead) * num)
-            while (taken := window.decide()) is None:
+            admission.begin_step(self._sampling.version)
+            self._sampling.offer(admission.limit, (1 + ahead) * num)
+            while (taken := admission.decide()) is None:
                 yield self._changed
             yield from self._train(taken)
             yield from self._hand_over()
@@ -325,8 +278,8 @@ class _Run:
 
     def _open(self, group: Group) -> None:
         self._opened[group.draw] = group
-        if self._window is not None:
-            self._window.start(group.draw, self._sampling.version)
+        if self._admission is not None:
+            self._admission.start(group.draw, self._sampling.version)
 
     def _sampled(self, step: _PartialStep, group: Group) -> None:
         step.sampled(group.draw)
@@ -334,8 +287,8 @@ class _Run:
 
     def _finish(self, group: Group) -> None:
         self._finished.add(group.draw)
-        if self._window is not None:
-            self._window.finish(group.draw)
+        if self._admission is not None:
+            self._admission.finish(group.draw)
         self._wake()
 
     def _wake(self) -> None:

@@ -144,6 +144,7 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
                 f"{' and '.join(sharing)} can share"
             )
             own_flags += ["--rl-num-prompts-per-step", str(least)]
+    _check_tries(facts, options)
     facts = examined()
     config, case = facts.config, _case(facts, options)
     assert config is not None, "nothing was refused"
@@ -199,6 +200,20 @@ def _case(facts: Facts, options: argparse.Namespace) -> Case:
     frame = frame_of({"float32": 4}, with_delta=case.engine.delta)
     slot_bytes(case.engine.bucket_bytes, 3 if case.engine.delta else 2, frame)
     return case
+
+
+def _check_tries(facts: Facts, options: argparse.Namespace) -> None:
+    """Refuse to look for other layouts of a job whose engines have given ranks."""
+    assert facts.config is not None, "nothing was refused"
+    ranks = facts.config.rollout.rollout_ranks
+    tries = next((name for name in ("search", "simulate") if getattr(options, name)), None)
+    if ranks is not None and tries is not None:
+        why = "does not change" if tries == "search" else "chooses itself"
+        raise UsageError(
+            f"fixes ranks, which --{tries} {why}",
+            flag=f"--rl-rollout-ranks {ranks}",
+            remedy=f"drop it, or --{tries}",
+        )
 
 
 def _check_options(options: argparse.Namespace) -> None:

@@ -92,12 +92,6 @@ def simulate_job(
     """Return the simulated ways to run the job, and notes on what was assumed. Raises
     UsageError."""
     case = request.case
-    if case.is_apart:
-        raise UsageError(
-            "has no effect on --simulate, which tries several ranges of ranks",
-            flag="--rl-rollout-ranks",
-            remedy="drop it",
-        )
     notes: list[str] = []
     run = None if options.from_run is None else read_run(Path(options.from_run))
     lengths = _lengths(options, run, case.engine.max_response_tokens, notes)

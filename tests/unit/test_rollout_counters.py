@@ -290,7 +290,7 @@ class Run:
         spec = RewardSpec((name,), (1.0,), num_workers=1, timeout_seconds=1.0)
         model = self._reward_model if options.reward_model else None
         workers = RolloutWorkers(engine, layout, options.config.rollout, spec, sample_store, model)  # type: ignore[arg-type]
-        workers._rewards = stack  # type: ignore[assignment]
+        workers.rewards = stack  # type: ignore[assignment]
         collector = _Collector(
             workers,
             prompts(),  # type: ignore[arg-type]

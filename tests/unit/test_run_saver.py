@@ -50,12 +50,13 @@ def saver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSaver:
     )
     monkeypatch.setattr(RunSaver, "_writers", lambda *_: [])
     monkeypatch.setattr(saver_module.dist, "get_rank", lambda: 0)
-    nothing: dict[str, Any] = dict.fromkeys(("rollouts", "prompts", "eval_prompts"))
+    nothing: dict[str, Any] = dict.fromkeys(("prompts", "eval_prompts"))
     args = Namespace(save=str(tmp_path), save_interval=10, save_retain_interval=100)
     return RunSaver(
         SimpleNamespace(args=args, config=RLConfig.of(run_dir=str(tmp_path))),  # type: ignore[arg-type]
         state=SimpleNamespace(iteration=0),  # type: ignore[arg-type]
         learner=SimpleNamespace(critic=CriticOnDisk()),  # type: ignore[arg-type]
+        rollouts=SimpleNamespace(saved=lambda: None),  # type: ignore[arg-type]
         timers=StageTimers(),
         has_loaded=False,
         began_with="",

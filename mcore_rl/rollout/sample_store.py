@@ -46,12 +46,18 @@ class JointRanks:
     rank: int
     num_ranks: int
     first_engine: int
-    exchange: Exchange  # collective over all of them
+    joint_exchange: Exchange | None = None  # collective over all of them; None: over the world
 
     @classmethod
     def of_world(cls) -> JointRanks:
         """Return the ranks of the world, where training and engines have the same ranks."""
-        return cls(dist.get_rank(), dist.get_world_size(), 0, objects.exchange)
+        return cls(dist.get_rank(), dist.get_world_size(), 0)
+
+    def exchange(
+        self, outgoing: Sequence[np.ndarray], incoming_bytes: Sequence[int]
+    ) -> Sequence[np.ndarray]:
+        """Exchange bytes between the joint ranks, as `objects.exchange`."""
+        return (self.joint_exchange or objects.exchange)(outgoing, incoming_bytes)
 
     @property
     def engine_rank(self) -> int | None:

@@ -5,6 +5,8 @@ Each raises UsageError. They read flags and files only; `resolver` has the list 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from mcore_rl.common.allocator import vllm_offloads_graphs
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.vllm_version import (
@@ -23,6 +25,7 @@ from mcore_rl.model.families import family_of
 from mcore_rl.model.float8_blocks import BLOCK, float8_weights
 from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.model.roles import REWARD, ROLLOUT, Roles
+from mcore_rl.model.speculation import check_drafter, check_drafter_weights, parse_speculation
 from mcore_rl.moe.routing import R3
 
 
@@ -40,6 +43,15 @@ def check_engine(config: RLConfig, shape: ModelShape, *, cuda: bool) -> None:
     for capability in (capability for capability, needed in needs.items() if needed):
         flag, remedy = f"--rl-hf-checkpoint {config.trainer.hf_checkpoint}", "choose another model"
         require_capability(capability, cuda=cuda, flag=flag, remedy=remedy)
+
+
+def check_speculation(config: RLConfig, shape: ModelShape, checkpoint: HFCheckpoint | None) -> None:
+    """Check that a drafter exists, and that the checkpoint, if read, has its weights."""
+    speculation = parse_speculation(config.engine.speculate)
+    check_drafter(speculation, shape)
+    if checkpoint is not None:
+        held = {name: info.shape for name, info in checkpoint.mtp.items()}
+        check_drafter_weights(speculation, shape, held, str(checkpoint.folder))
 
 
 def check_layers(shape: ModelShape, *, cuda: bool) -> None:
@@ -76,6 +88,26 @@ def check_apart(config: RLConfig, roles: Roles) -> None:
             "actor trains",
             flag=f"--rl-reward-model {config.rewards.reward_model}",
             remedy="give it ranks of its own by --rl-reward-ranks",
+        )
+
+
+def notes_on_sampling_ahead(config: RLConfig, rollout: RolloutLayout) -> Iterator[str]:
+    """Describe what engines on ranks of their own sample at a time, and a correction that is left
+    out."""
+    if not config.rollout.samples_ahead:
+        return
+    trainer, limit = config.trainer, config.rollout.staleness_limit
+    size = config.recipe.num_samples_per_prompt
+    most = (limit + 1) * trainer.num_prompts_per_step * size
+    room = config.engine.rollout_max_num_seqs * rollout.num_tp_groups
+    yield (
+        f"engines sample ahead: at most ({limit} + 1) x {trainer.num_prompts_per_step} prompts x "
+        f"{size} samples = {most:,} responses are in flight, and engines run {room:,} at a time"
+    )
+    if config.recipe.mismatch_correction == "none":
+        yield (
+            f"samples have a staleness of up to {limit} (--rl-max-staleness), which nothing "
+            "corrects: consider --rl-mismatch-correction, for example token_tis"
         )
 
 

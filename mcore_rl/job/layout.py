@@ -23,6 +23,7 @@ from mcore_rl.model.layout import (
     pipeline_layers,
 )
 from mcore_rl.model.quantization import FP8
+from mcore_rl.model.roles import Roles, describe_ranks
 from mcore_rl.model.sparse_attention import Indexer
 
 # The latent sizes for which vLLM's CPU attention is compiled.
@@ -95,6 +96,21 @@ def check_layout(shape: ModelShape, values: Mapping[str, Any], world_size: int) 
             remedy="give a divisor of both, or drop the flag",
         )
     return layout
+
+
+def check_actor_layout(shape: ModelShape, values: Mapping[str, Any], roles: Roles) -> TrainLayout:
+    """Return the actor's layout; the error names its ranks if other ranks have other roles."""
+    try:
+        return check_layout(shape, values, len(roles.actor))
+    except UsageError as error:
+        if len(roles.actor) == roles.world_size:
+            raise
+        raise error.of_role(f"the actor, on {describe_ranks(roles.actor)}") from error
+
+
+def title_of_engines(roles: Roles) -> str:
+    """Return how an error names engines on ranks of their own; "" on the actor's."""
+    return f"the engines, on {describe_ranks(roles.rollout)}" if roles.rollout else ""
 
 
 def _check_dispatcher(values: Mapping[str, Any]) -> None:
@@ -266,14 +282,15 @@ def check_rollout(
     layout: TrainLayout,
     layers: PipelineLayers,
     *,
-    num_own_ranks: int = 0,
+    own_ranks: tuple[int, ...] = (),
+    job_size: int | None = None,
     has_cuda: bool,
 ) -> RolloutLayout:
     """Return the engines' layout with the best rank map; refuse what the engine cannot run.
 
     By default engines have Megatron's TP and EP, so that experts stay where they are, where vLLM
-    supports that; `note_on_experts` reports where it does not. Engines on `num_own_ranks` ranks of
-    their own (0: on the actor's) have the largest divisors of both that divide these ranks.
+    supports that; `note_on_experts` reports where it does not. Engines on `own_ranks`, of a job of
+    `job_size` ranks, have the largest divisors of both that divide the number of these ranks.
     """
     if options.rollout_all2all_backend == NOT_RELOADABLE:
         raise UsageError(
@@ -287,7 +304,7 @@ def check_rollout(
             flag=f"--rl-rollout-all2all-backend {options.rollout_all2all_backend}",
             remedy=f"choose one of {', '.join(ALL2ALL_BACKENDS)}, or leave the flag out",
         )
-    world_size = num_own_ranks or layout.world_size
+    world_size = len(own_ranks) or layout.world_size
     tp_size = options.rollout_tp_size or math.gcd(layout.tp_size, world_size)
     dp_size = _engine_dp_size(options, shape, layout, tp_size, world_size, has_cuda=has_cuda)
     rollout = RolloutLayout(
@@ -308,10 +325,15 @@ def check_rollout(
     sizes["num_key_value_heads"] = max(shape.num_kv_heads, tp_size)
     if shape.experts and rollout.expert_parallel:
         flag = f"--rl-rollout-ep-size {rollout.ep_size}"
+        if not options.rollout_ep_size:
+            flag += " (by default, all ranks of an engine)"
         _check_divides(flag, rollout.ep_size, {"number of experts": shape.experts.num_experts})
     elif shape.experts:
         sizes["moe_intermediate_size"] = shape.experts.hidden_size
-    _check_divides(f"--rl-rollout-tp-size {tp_size}", tp_size, sizes)
+    flag = f"--rl-rollout-tp-size {tp_size}"
+    if not options.rollout_tp_size:
+        flag += " (by default, from --tensor-model-parallel-size)"
+    _check_divides(flag, tp_size, sizes)
     if shape.latent and not has_cuda:
         latent = (shape.latent.kv_lora_rank, shape.latent.qk_rope_head_dim)
         if latent != CPU_LATENT:
@@ -338,8 +360,8 @@ def check_rollout(
             flag=f"--rl-rollout-ep-size {rollout.ep_size}",
             remedy=f"drop it or raise --rl-rollout-tp-size to {rollout.ep_size}",
         )
-    _check_node(options, rollout)
-    if num_own_ranks:
+    _check_nodes(options, rollout, own_ranks or range(world_size), job_size or world_size)
+    if own_ranks:
         return rollout  # its ranks hold no weights of the actor, so no map is better
     placement = Placement(shape, layout, layers, rollout)
     return with_rank_map(placement, ranks_per_node=ranks_per_node(options, layout.world_size))
@@ -428,19 +450,24 @@ def _rank_map(rollout: RolloutLayout) -> Sequence[int]:
     return rollout.rank_map or range(rollout.world_size)
 
 
-def _check_node(options: EngineOptions, rollout: RolloutLayout) -> None:
-    """Check that an engine's TP group is within one node, or fills several nodes completely."""
-    per_node = ranks_per_node(options, rollout.world_size)
-    if rollout.world_size % per_node:
+def _check_nodes(
+    options: EngineOptions, rollout: RolloutLayout, ranks: Sequence[int], job_size: int
+) -> None:
+    """Check that each TP group of engines on `ranks` is within one node, or fills several."""
+    per_node = ranks_per_node(options, job_size)
+    if job_size % per_node:
         raise UsageError(
-            f"does not divide the world of {rollout.world_size} processes",
+            f"does not divide the world of {job_size} processes",
             flag=f"--rl-ranks-per-node {per_node}",
             remedy="give the number of processes on each machine",
         )
-    if per_node % rollout.tp_size and rollout.tp_size % per_node:
-        raise UsageError(
-            f"neither divides nor is a multiple of the {per_node} ranks of a node "
-            "(--rl-ranks-per-node), so that engines would straddle machines",
-            flag=f"--rl-rollout-tp-size {rollout.tp_size}",
-            remedy="choose another size",
-        )
+    for first in range(0, len(ranks), rollout.tp_size):
+        group = tuple(ranks[first : first + rollout.tp_size])
+        num_nodes = len({rank // per_node for rank in group})
+        if num_nodes > 1 and num_nodes * per_node != rollout.tp_size:
+            raise UsageError(
+                f"lets the engine on {describe_ranks(group)} straddle machines of {per_node} ranks "
+                "(--rl-ranks-per-node)",
+                flag=f"--rl-rollout-tp-size {rollout.tp_size}",
+                remedy="choose another size" + (" or other ranks" if job_size > len(ranks) else ""),
+            )

@@ -69,15 +69,22 @@ def _check_first_finished(config: RLConfig) -> None:
             flag="--rl-partial-rollouts",
             remedy="drop one of the two; --rl-oversample alone may stay",
         )
+    if not config.recipe.dynamic_sampling or not config.rewards.reward_model:
+        return
     at_a_time = config.rollout.groups_at_a_time
-    if at_a_time > 1.0 and config.recipe.dynamic_sampling and config.rewards.reward_model:
-        raise UsageError(
-            "cannot be combined with --rl-dynamic-sampling and --rl-reward-model: a "
-            "reward model scores when all engines are done, too late to replace a group without "
-            "reward differences",
-            flag=f"--rl-oversample {at_a_time:g}",
-            remedy="drop one of the three",
-        )
+    if at_a_time > 1.0:
+        flag = f"--rl-oversample {at_a_time:g}"
+    elif config.rollout.samples_ahead:
+        flag = f"--rl-max-staleness {config.rollout.staleness_limit}"
+    else:
+        return
+    raise UsageError(
+        "cannot be combined with --rl-dynamic-sampling and --rl-reward-model: a reward model "
+        "scores when a step's groups are sampled, too late to replace a group without reward "
+        "differences",
+        flag=flag,
+        remedy="drop one of the three",
+    )
 
 
 def check_environment_flags(config: RLConfig) -> None:

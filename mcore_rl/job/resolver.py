@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mcore_rl.common.allocator import check_allocator
-from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.config import RLConfig, config_from
 from mcore_rl.flags.classes import check_critic_rate, notes
@@ -32,11 +31,12 @@ from mcore_rl.job import engines, preflight, reading
 from mcore_rl.job.batches import check_batches, check_lengths
 from mcore_rl.job.facts import BATCH, LAYOUT, LENGTHS, Facts, Refusals, Source
 from mcore_rl.job.layout import (
-    check_layout,
+    check_actor_layout,
     check_rollout,
     check_stages,
     note_on_experts,
     own_all_reduce_obstacle,
+    title_of_engines,
 )
 from mcore_rl.job.validation import check_megatron_accepts
 from mcore_rl.job.value_models import (
@@ -55,9 +55,8 @@ from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.megatron.model_class import choose_model_class
 from mcore_rl.model.config_json import ModelShape
-from mcore_rl.model.layout import RolloutLayout, TrainLayout
-from mcore_rl.model.roles import REWARD, Roles, describe_ranks, parse_roles
-from mcore_rl.model.speculation import check_drafter, check_drafter_weights, parse_speculation
+from mcore_rl.model.layout import RolloutLayout
+from mcore_rl.model.roles import REWARD, parse_roles
 from mcore_rl.moe.balance import check_balancing
 from mcore_rl.planner.checks import check_device, check_host
 from mcore_rl.planner.memory import memory_of, resident_of
@@ -188,7 +187,7 @@ class _Examiner:
         facts, refusals = self.facts, self.refusals
         if facts.checkpoint is not None:
             refusals.passes(preflight.check_export_dtype, config.trainer, facts.checkpoint)
-        refusals.passes(_check_speculation, config, shape, facts.checkpoint)
+        refusals.passes(engines.check_speculation, config, shape, facts.checkpoint)
         if self.source.is_here:
             refusals.passes(engines.check_engine, config, shape, cuda=self.source.platform.cuda)
         if self.source.has_engine and not (
@@ -267,7 +266,7 @@ class _Examiner:
                 refusals.passes(engines.check_apart, config, facts.roles)
             pp_size = values.get("pipeline_model_parallel_size", 1)
             if facts.roles is not None:
-                layout = refusals.value(_layout_of_actor, shape, values, facts.roles)
+                layout = refusals.value(check_actor_layout, shape, values, facts.roles)
             layers = refusals.value(check_stages, shape, pp_size, values)
         if layers is None:
             return
@@ -277,12 +276,15 @@ class _Examiner:
         if layout is None:
             return
         facts.actor = LaidOut(shape, layout, layers, values, self._tokens_of_actor())
-        facts.rollout = refusals.value(
-            check_rollout,
-            *(config.engine, shape, layout, layers),
-            num_own_ranks=len(facts.roles.rollout) if facts.roles is not None else 0,
-            has_cuda=source.platform.cuda,
-        )
+        assert facts.roles is not None, "there is a layout"
+        with refusals.of_role(title_of_engines(facts.roles)):
+            facts.rollout = refusals.value(
+                check_rollout,
+                *(config.engine, shape, layout, layers),
+                own_ranks=facts.roles.rollout,
+                job_size=facts.roles.world_size,
+                has_cuda=source.platform.cuda,
+            )
         if facts.rollout is not None:
             refusals.passes(
                 engines.check_rollout_dtype,
@@ -452,7 +454,7 @@ class _Examiner:
             train_layout=actor.layout,
             layers=actor.layers,
             rollout_layout=rollout,
-            ranks_per_node=ranks_per_node(config.engine, actor.layout.world_size),
+            ranks_per_node=ranks_per_node(config.engine, facts.roles.world_size),
             tokens=tokens,
             given=as_config(tokens[len(derived.tokens) :], facts.parser),
             flags=reading.flags_of(flags, facts.parser),
@@ -488,6 +490,7 @@ class _Examiner:
         if rollout.world_size == actor.layout.world_size:
             placement = Placement(actor.shape, actor.layout, actor.layers, rollout)
             yield from note_on_experts(config.engine, placement)
+        yield from engines.notes_on_sampling_ahead(config, rollout)
         obstacle = own_all_reduce_obstacle(config.engine, rollout, os.environ)
         if self.source.platform.cuda and obstacle is not None:
             yield f"engines reduce by NCCL, without vLLM's own all-reduce: {obstacle.found}"
@@ -498,24 +501,3 @@ class _Examiner:
                 "are not trained: they are exported as they are"
                 f"{', and draft for the engines' if drafts else ''}"
             )
-
-
-def _check_speculation(
-    config: RLConfig, shape: ModelShape, checkpoint: HFCheckpoint | None
-) -> None:
-    """Check that a drafter exists, and that the checkpoint, if read, has its weights."""
-    speculation = parse_speculation(config.engine.speculate)
-    check_drafter(speculation, shape)
-    if checkpoint is not None:
-        held = {name: info.shape for name, info in checkpoint.mtp.items()}
-        check_drafter_weights(speculation, shape, held, str(checkpoint.folder))
-
-
-def _layout_of_actor(shape: ModelShape, values: Mapping[str, Any], roles: Roles) -> TrainLayout:
-    """Return the actor's layout; the error names its ranks if other ranks have other roles."""
-    try:
-        return check_layout(shape, values, len(roles.actor))
-    except UsageError as error:
-        if len(roles.actor) == roles.world_size:
-            raise
-        raise error.of_role(f"the actor, on {describe_ranks(roles.actor)}") from error

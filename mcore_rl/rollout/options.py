@@ -121,6 +121,8 @@ class RolloutOptions(Parameters):
 
     def check_unfinished(self) -> None:
         """Check the flags of responses that may continue in a later step."""
+        if self.stale_rollouts != "finish":
+            self._check_continues(f"--rl-stale-rollouts {self.stale_rollouts}")
         if self.rollout_ranks is not None:
             self._check_apart()
         elif not self.partial_rollouts and self.max_staleness is not None:
@@ -173,17 +175,26 @@ class RolloutOptions(Parameters):
                 remedy="drop it, or give --rl-max-staleness 0",
             )
 
+    def _check_continues(self, flag: str) -> None:
+        """Refuse a flag of responses that continue after an update if there are none."""
+        if self.keeps_unfinished or self.samples_ahead:
+            return
+        if self.rollout_ranks is None and not self.partial_rollouts:
+            remedy = "add --rl-partial-rollouts or --rl-rollout-ranks"
+        else:
+            remedy = "give --rl-max-staleness 1 or more"
+        raise UsageError(
+            "has no effect, because no response continues after an update",
+            flag=flag,
+            remedy=f"{remedy}, or drop it",
+        )
+
     def check_kv_after_update(self, *, has_cuda: bool) -> None:
         """Check that kept keys and values are used, and that their memory is not needed."""
         if self.kv_after_update == "recompute":
             return
         flag = f"--rl-kv-after-update {self.kv_after_update}"
-        if not self.keeps_kv:
-            raise UsageError(
-                "has no effect, because no response continues after an update",
-                flag=flag,
-                remedy="add --rl-partial-rollouts, or drop it",
-            )
+        self._check_continues(flag)
         if has_cuda and not self.samples_ahead:
             raise UsageError(
                 "is not possible on GPUs, where engines give the memory of keys and values to "

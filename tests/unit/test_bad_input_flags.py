@@ -70,8 +70,52 @@ conversations_that_go_on: --rl-partial-rollouts --rl-environment calculator
     --rl-partial-rollouts cannot be combined with --rl-environment calculator ... drop one of
     the two
 keys_of_nothing: --rl-kv-after-update keep
-    --rl-kv-after-update keep has no effect, because no response continues ... drop it
+    --rl-kv-after-update keep has no effect, because no response continues ... add
+    --rl-partial-rollouts or --rl-rollout-ranks, or drop it
+stale_groups_of_nothing: --rl-stale-rollouts drop
+    --rl-stale-rollouts drop has no effect, because no response continues ... drop it
 """)
+# Of two ranks, one runs engines.
+ONE_EACH = "--tensor-model-parallel-size 1 --expert-model-parallel-size 1 --rl-rollout-ranks 1"
+SEPARATE_TEXT = """
+ranks_that_do_not_exist: --rl-rollout-ranks 1-2
+    --rl-rollout-ranks 1-2 names rank 2 ... ranks 0 to 1 ... change
+no_ranks_for_training: --rl-rollout-ranks 0-1
+    --rl-rollout-ranks 0-1 leave none of the 2 ranks to the actor ... drop
+ranks_of_the_critic: --rl-algorithm ppo --rl-critic-ranks 1 --rl-rollout-ranks 1
+    rank 1 is in --rl-critic-ranks 1 and in --rl-rollout-ranks 1; give each role
+ranks_of_the_reward_model: --rl-reward model --rl-reward-model {here}/checkpoint
+  --rl-reward-ranks 1 --rl-rollout-ranks 1
+    rank 1 is in --rl-reward-ranks 1 and in --rl-rollout-ranks 1; give each role
+tp_of_engines: {one_each} --rl-rollout-tp-size 2
+    of the engines, on rank 1: --rl-rollout-tp-size 2 does not divide the world of 1 ... choose
+ep_of_engines: {one_each} --rl-rollout-ep-size 2
+    of the engines, on rank 1: --rl-rollout-ep-size 2 ... the world of 1 ... choose
+reward_model_on_the_actors_ranks: {one_each} --rl-reward model --rl-reward-model {here}/checkpoint
+    --rl-reward-model {here}/checkpoint cannot run on the actor's ranks with --rl-rollout-ranks 1
+    ... --rl-reward-ranks
+offloading: {one_each} --rl-offload optimizer
+    --rl-offload optimizer has no effect with --rl-rollout-ranks 1 ... drop
+offloaded_graphs: {one_each} --rl-rollout-offload-cuda-graphs
+    --rl-rollout-offload-cuda-graphs has no effect with --rl-rollout-ranks 1 ... drop
+partial_rollouts: {one_each} --rl-partial-rollouts
+    --rl-partial-rollouts is for engines on the actor's ranks ... --rl-rollout-ranks 1 ... drop
+oversampling_ahead: {one_each} --rl-oversample 1.5
+    --rl-oversample 1.5 drops groups ... --rl-rollout-ranks 1 and --rl-max-staleness 1 ... drop
+    it, or give --rl-max-staleness 0
+repeatable_sampling_ahead: {one_each} --rl-deterministic --rl-max-staleness 2
+    --rl-deterministic ... --rl-rollout-ranks 1 and --rl-max-staleness 2 ... drop it, or give
+    --rl-max-staleness 0
+groups_compared_by_a_reward_model: {one_each} --rl-dynamic-sampling
+  --rl-reward model --rl-reward-model {here}/checkpoint
+    --rl-max-staleness 1 cannot be combined with --rl-dynamic-sampling and --rl-reward-model ...
+    drop one
+keys_of_nothing: {one_each} --rl-max-staleness 0 --rl-kv-after-update keep
+    --rl-kv-after-update keep has no effect ... give --rl-max-staleness 1 or more, or drop it
+stale_groups_of_nothing: {one_each} --rl-max-staleness 0 --rl-stale-rollouts drop
+    --rl-stale-rollouts drop has no effect ... give --rl-max-staleness 1 or more, or drop it
+"""
+SEPARATE = parse_cases(SEPARATE_TEXT.replace("{one_each}", ONE_EACH))
 VALUES = parse_cases("""
 unknown_flag: --rl-num-stepz 4
     unknown flag --rl-num-stepz ... did you mean '--rl-num-steps'?
@@ -220,6 +264,7 @@ CASES = table(
     values=VALUES,
     environments=ENVIRONMENTS,
     first_finished=FIRST_FINISHED,
+    separate=SEPARATE,
     megatron=MEGATRON,
     outputs=OUTPUTS,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -14,6 +15,7 @@ from mcore_rl.config import RLConfig
 from mcore_rl.hybrid_engine.options import EngineOptions
 from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.job.batches import check_batches
+from mcore_rl.job.engines import notes_on_sampling_ahead
 from mcore_rl.job.layout import (
     check_layout,
     check_rollout,
@@ -25,6 +27,7 @@ from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import (
     ALL2ALL_BACKENDS,
     NOT_RELOADABLE,
+    RolloutLayout,
     TrainLayout,
     pipeline_layers,
 )
@@ -54,7 +57,7 @@ def laid_out(world_size: int, *, ep_size: int, has_cuda: bool, **given: Any) -> 
     ("world_size", "given", "sentence"),
     [
         (12, {"ranks_per_node": 8}, r"--rl-ranks-per-node 8 does not divide the world of 12"),
-        (12, {"ranks_per_node": 6}, r"--rl-rollout-tp-size 4 neither divides .* 6 ranks of a node"),
+        (12, {"ranks_per_node": 6}, r"--rl-rollout-tp-size 4 lets .* 4-7 straddle machines of 6 "),
         (16, {"rollout_ep_size": 6}, r"--rl-rollout-ep-size 6 is not a multiple .* TP size 4"),
         (16, {"rollout_ep_size": 12}, r"--rl-rollout-ep-size 12 .* not divide the world of 16"),
         (16, {"rollout_all2all_backend": "moonep"}, "--rl-rollout-all2all-backend moonep: .*leave"),
@@ -64,6 +67,60 @@ def laid_out(world_size: int, *, ep_size: int, has_cuda: bool, **given: Any) -> 
 def test_impossible_rollout_layout_is_refused(world_size: int, given: dict, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         rollout(world_size, **given)
+
+
+@pytest.mark.parametrize(
+    ("own_ranks", "per_node", "expected"),
+    [
+        (range(8, 12), 4, (4, 4)),  # a node of their own
+        (range(12, 14), 0, (2, 2)),  # Megatron's TP does not divide them
+        (range(4, 16), 8, (4, 4)),
+        (range(6, 10), 8, r"--rl-rollout-tp-size 4 lets .* ranks 6-9 straddle .* or other ranks"),
+    ],
+)
+def test_engines_on_ranks_of_their_own_stay_within_nodes(
+    own_ranks: range, per_node: int, expected: tuple[int, int] | str
+) -> None:
+    shape = small_shape()
+    found = partial(
+        check_rollout,
+        *(EngineOptions(ranks_per_node=per_node), shape, TrainLayout(4, tp_size=4, ep_size=4)),
+        pipeline_layers(shape.num_layers, 1),
+        own_ranks=tuple(own_ranks),
+        job_size=16,
+        has_cuda=True,
+    )
+    if isinstance(expected, str):
+        with pytest.raises(UsageError, match=expected):
+            found()
+    else:
+        layout = found()
+        assert (layout.tp_size, layout.ep_size) == expected
+        assert layout.world_size == len(own_ranks) and layout.is_identity
+
+
+def test_default_that_does_not_fit_is_named_as_one() -> None:
+    shape, layout = small_shape(), TrainLayout(4, tp_size=4, ep_size=2)
+    assert shape.experts is not None
+    shape = replace(shape, experts=replace(shape.experts, num_experts=6))
+    layers = pipeline_layers(shape.num_layers, 1)
+    with pytest.raises(UsageError, match=r"--rl-rollout-ep-size 4 \(by default, .* experts 6"):
+        check_rollout(EngineOptions(), shape, layout, layers, has_cuda=True)
+
+
+def test_start_describes_what_is_sampled_ahead() -> None:
+    layout = RolloutLayout(4, tp_size=2, expert_parallel=False)
+
+    def notes(**options: Any) -> list[str]:
+        config = RLConfig.of(rollout_max_num_seqs=48, **options)
+        return list(notes_on_sampling_ahead(config, layout))
+
+    apart = {"rollout_ranks": "4-7", "num_prompts_per_step": 8, "num_samples_per_prompt": 4}
+    assert notes() == notes(**apart, max_staleness=0) == []
+    size, correction = notes(**apart, max_staleness=2)
+    assert "(2 + 1) x 8 prompts x 4 samples = 96 responses" in size and "run 96 at" in size
+    assert "staleness of up to 2" in correction and "--rl-mismatch-correction" in correction
+    assert len(notes(**apart, mismatch_correction="token_tis")) == 1
 
 
 def delta_net(**sizes: int) -> ModelShape:

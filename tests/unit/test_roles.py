@@ -19,7 +19,7 @@ from mcore_rl.batching.train_batches import build_train_batch
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 from mcore_rl.common.errors import UsageError
 from mcore_rl.job.validation import world_of_size
-from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, Roles, describe_ranks, parse_roles
+from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, ROLLOUT, Roles, describe_ranks, parse_roles
 from mcore_rl.trainer.job import enter_role
 from mcore_rl.trainer.roles.remote import Bridge, JointGroup, LocalRole, Message, RemoteRole, serve
 from mcore_rl.trainer.roles.samples import table_to_tensors, tensors_to_table
@@ -41,6 +41,13 @@ def test_ranges_take_ranks_from_the_actor():
     assert [roles.role_of(rank) for rank in (3, 5, 9)] == [ACTOR, CRITIC, REWARD]
     assert describe_ranks(roles.actor) == "ranks 0-3, 6-7"
     assert describe_ranks(roles.reward) == "rank 9"
+
+
+def test_engines_take_ranks_from_the_actor():
+    roles = parse_roles(8, critic="3", rollout="4-7")
+    assert roles.actor == (0, 1, 2) and roles.rollout == roles.ranks(ROLLOUT) == (4, 5, 6, 7)
+    assert roles.is_apart(ROLLOUT) and [roles.role_of(rank) for rank in (3, 7)] == [CRITIC, ROLLOUT]
+    assert not parse_roles(8).is_apart(ROLLOUT)
 
 
 @pytest.mark.parametrize(

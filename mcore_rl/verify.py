@@ -5,7 +5,8 @@
 It loads the checkpoint into Megatron, and into vLLM by vLLM's own loader (FP8 blocks are
 dequantised). It hashes what vLLM stores and overwrites it with zeros; then the sharding manager
 hands Megatron's weights over. What vLLM stores must be equal, bit for bit, and both must give the
-same prompts similar log-probs. As in a run, actor and engine take turns on a device.
+same prompts similar log-probs. As in a run, actor and engine take turns on a device, or have ranks
+of their own.
 
 With `--rl-verify-megatron-only`, for models that no engine here can run, Megatron's weights are
 exported to `--rl-export-hf` and compared with the checkpoint instead.
@@ -24,6 +25,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +49,15 @@ from mcore_rl.megatron.adapter import TrainState
 from mcore_rl.megatron.float8 import quantised_weights
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, open_checkpoint, read_tensor
 from mcore_rl.megatron.shards import ModelShards
-from mcore_rl.model.roles import ACTOR
+from mcore_rl.model.roles import ACTOR, ROLLOUT
 from mcore_rl.model.tensors import TensorInfo, is_mtp_copy
 from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_manager, build_offloader
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.models import build_actor
-from mcore_rl.trainer.rollouts import engine_config
+from mcore_rl.trainer.roles.remote import RemoteRole, serve
+from mcore_rl.trainer.rollouts import engine_config, hand_over
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +100,8 @@ def verify(job: Job, *, log: Any = None) -> Verification:
     A rank that raises logs the error at once: the others may wait for it forever.
     """
     try:
+        if job.spec.roles.is_apart(ROLLOUT):
+            return _verify_apart(job, log)
         state, shards = build_actor(job, log=log)
         return compare_loads(job, state, shards)
     except BaseException:
@@ -158,15 +163,8 @@ def compare_loads(job: Job, state: TrainState, shards: ModelShards) -> Verificat
     offloader = build_offloader(job, state)
     with contextlib.ExitStack() as at_the_end:
         with offloader.all_offloaded():
-            by_us = (
-                job.spec.shape.quantization is not None
-                or job.spec.float8 is not None
-                or not job.spec.checkpoint.is_all_that_vllm_reads
-            )
-            engine = VLLMEngine(engine_config(job, load_format="dummy" if by_us else "auto"))
+            engine = _engine_with_checkpoint(job)
             at_the_end.callback(engine.close)
-            if by_us:
-                engine.reload(_whole_tensors(engine, job))
             expected = stored_digests(engine)
             manager = build_manager(job, shards, engine, offloader=offloader)
             overwrite_with_zeros(engine, job, expected)
@@ -194,6 +192,71 @@ def _hand_over_and_compare(
     report = next(r for r in reports if r.direction == TO_ROLLOUT)
     logger.info("%s", log_reshard(report))
     return _compare(token_ids, megatron, vllm, len(job.spec.checkpoint.tensors), report, differing)
+
+
+def _engine_with_checkpoint(job: Job) -> VLLMEngine:
+    """Start an engine that has loaded the checkpoint by vLLM's own loaders."""
+    by_us = (
+        job.spec.shape.quantization is not None
+        or job.spec.float8 is not None
+        or not job.spec.checkpoint.is_all_that_vllm_reads
+    )
+    engine = VLLMEngine(engine_config(job, load_format="dummy" if by_us else "auto"))
+    if by_us:
+        engine.reload(_whole_tensors(engine, job))
+    return engine
+
+
+class VerifiedEngines:
+    """Engines on ranks of their own, as the actor's ranks verify them. Methods are collective over
+    the engines' ranks."""
+
+    def __init__(self, job: Job) -> None:
+        """Load the checkpoint, note what vLLM stores, and overwrite it with zeros."""
+        self._job, self._engine = job, _engine_with_checkpoint(job)
+        self._expected = stored_digests(self._engine)
+        self._engine.sleep()
+        overwrite_with_zeros(self._engine, job, self._expected)
+        self._engine.wake_weights()
+        self._engine.wake_kv_cache()
+
+    def receive(self) -> dict[str, Any]:
+        """Receive the actor's weights, with the actor's ranks. Returns what differs, and the bytes
+        that the rank that received most did."""
+        report = hand_over(self._job, engine=self._engine).run(1)
+        received = max(objects.all_gather(report.received_bytes))
+        differing = _differing(self._expected, stored_digests(self._engine))
+        return {"received_bytes": received, "differing": differing}
+
+    def log_probs(self, *, token_ids: list[list[int]]) -> dict[str, Any]:
+        """Return the log-probs of prompts."""
+        return {"log_probs": [v.tolist() for v in self._engine.prompt_log_probs(token_ids)]}
+
+    def close(self) -> None:
+        """End the engine. Not called by the actor."""
+        self._engine.close()
+
+
+def _verify_apart(job: Job, log: Any) -> Verification:
+    """Compare the loads of engines on ranks of their own. Collective over the actor's ranks."""
+    bridge, group = job.world.bridges.get(ROLLOUT), job.world.joint_groups[ROLLOUT]
+    engines = RemoteRole("engines", bridge, group)  # they load while the actor is built
+    state, shards = build_actor(job, log=log)
+    finish = engines.begin(VerifiedEngines.receive)
+    report = hand_over(job, shards=shards).run(1)
+    answer = finish()
+    token_ids = _token_ids(job)
+    in_vllm = engines.call(VerifiedEngines.log_probs, token_ids=token_ids)["log_probs"]
+    engines.close()
+    in_megatron = megatron_log_probs(
+        Actor(job, state).log_probs,
+        token_ids,
+        count_multiple_of=job.micro_batching().count_multiple_of,
+    )
+    report = dataclasses.replace(report, received_bytes=answer["received_bytes"])
+    num_tensors, differing = len(job.spec.checkpoint.tensors), answer["differing"]
+    arrays = [np.array(values) for values in in_vllm]
+    return _compare(token_ids, in_megatron, arrays, num_tensors, report, differing)
 
 
 def overwrite_with_zeros(engine: VLLMEngine, job: Job, expected: Mapping[str, str]) -> None:
@@ -343,6 +406,9 @@ def main(tokens: list[str] | None = None) -> int:
     with log_file() as log:
         job = start_verification(tokens, log=log)
         if job.world.role != ACTOR:
+            if job.world.role == ROLLOUT and not job.config.trainer.verify_megatron_only:
+                bridge, group = job.world.bridges[ROLLOUT], job.world.joint_groups[ROLLOUT]
+                serve("engines", bridge, group, partial(VerifiedEngines, job)).close()
             return 0  # other roles are not verified
         result: Verification | MegatronVerification
         if job.config.trainer.verify_megatron_only:

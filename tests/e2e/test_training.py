@@ -152,6 +152,23 @@ def test_engine_scores_the_warmed_up_model_as_megatron_does(
     assert result["max_abs_difference"] >= result["mean_abs_difference"] > 0
 
 
+def test_engines_on_ranks_of_their_own_are_verified(
+    warmed_checkpoint: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    out = tmp_path / "verify.json"
+    more = ("--rl-rollout-ranks", "2-3", "--rl-verify-out", str(out))
+    one_stage = ("--pipeline-model-parallel-size", "1")
+    flags = task_flags(warmed_checkpoint, tmp_path / "unused", *one_stage, *more)
+    run_job(ranks, flags, world_size=4, job="verify").require(0)
+    result = json.loads(out.read_text())
+    assert result["stored_equal"] is True and result["differing"] == []
+    # All that an engine's rank stores came from the actor's ranks: half of each split tensor.
+    assert result["received_bytes_max"] > 1_000_000
+    assert 0 < result["mean_abs_difference"] <= 0.03
+    for ids, values in zip(result["token_ids"], result["vllm_log_probs"], strict=True):
+        assert len(values) == len(ids) - 1
+
+
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="../shared/data/gsm8k is not there")
 def test_two_steps_on_gsm8k(warmed_checkpoint: Path, ranks: RankPool, tmp_path: Path) -> None:
     flags = [

@@ -3,14 +3,16 @@
     {"step": 3, "role": "trainer", "spans": [["rollout", 1790000000.25, 1790000004.5], ...]}
 
 Begin and end are seconds since 1970. The trainer's spans are the stages of `StageTimers` and the
-hand-overs, as the first rank's clock measures them. As in metrics.jsonl, the checkpoint of a step
-counts as part of the next.
+hand-overs, as the first rank's clock measures them. Engines on ranks of their own have spans, too:
+those of the first engine, by its clock, from the end of one step's sampling to the end of the next.
+As in metrics.jsonl, the checkpoint of a step counts as part of the next.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +22,9 @@ from mcore_rl.observe.run_directory import PatientFile, step_lines
 
 TRAINER, ENGINES = "trainer", "engines"
 IDLE = "idle"  # a span in which a role only waits for another
+SAMPLING, UPDATE, EVALUATION = "sampling", "update", "eval"  # of engines
 _MAX_SPANS = 200  # in a line
+_MOST_TAKEN, _MOST_HELD = 32, 256  # spans of an Activity
 
 
 class TimeSpan(NamedTuple):
@@ -41,6 +45,63 @@ class RoleStep:
     step: int
     role: str
     spans: tuple[TimeSpan, ...]
+
+
+class Activity:
+    """What this process does, one thing at a time: `begin` ends what it did before. Local.
+
+    Example: `begin(SAMPLING)`, two seconds, `begin(IDLE)`, a second: `take` returns a span of each,
+    and 1/3.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._what, self._begins = IDLE, clock()
+        self._spans: list[TimeSpan] = []  # in seconds of the clock
+        self._seconds = {IDLE: 0.0}
+
+    def begin(self, what: str) -> None:
+        """Do `what` from now on."""
+        if what != self._what:
+            self._end()
+            self._what = what
+
+    def take(self) -> tuple[tuple[TimeSpan, ...], float]:
+        """Return the spans since the last call, the shortest of more than 32 as part of others, and
+        the share of the time that was idle."""
+        self._end()
+        spans = _merged(self._spans, _MOST_TAKEN)
+        shift = time.time() - self._clock()
+        share = self._seconds[IDLE] / max(sum(self._seconds.values()), 1e-9)
+        self._spans, self._seconds = [], {IDLE: 0.0}
+        return tuple(TimeSpan(what, b + shift, e + shift) for what, b, e in spans), share
+
+    def seconds(self, what: str) -> float:
+        """Return the seconds spent on `what` since the last `take`."""
+        running = self._clock() - self._begins if what == self._what else 0.0
+        return self._seconds.get(what, 0.0) + running
+
+    def _end(self) -> None:
+        now = self._clock()
+        self._spans.append(TimeSpan(self._what, self._begins, now))
+        before = self._seconds.get(self._what, 0.0)
+        self._seconds[self._what] = before + now - self._begins
+        self._begins = now
+        if len(self._spans) > _MOST_HELD:
+            self._spans = _merged(self._spans, _MOST_TAKEN)
+
+
+def _merged(spans: Sequence[TimeSpan], most: int) -> list[TimeSpan]:
+    """Return at most `most` spans, each of which begins where another one ends: the shortest become
+    part of the one before."""
+    left = list(spans)
+    while len(left) > most:
+        at = min(range(1, len(left)), key=lambda i: left[i].end - left[i].start)
+        # What was interrupted goes on.
+        goes_on = at + 1 < len(left) and left[at + 1].what == left[at - 1].what
+        last = at + goes_on
+        left[at - 1 : last + 1] = [left[at - 1]._replace(end=left[last].end)]
+    return left
 
 
 class Timeline:

@@ -28,6 +28,7 @@ from mcore_rl.data.prompts import PromptDataset, prompt_of_draw
 from mcore_rl.hybrid_engine.vllm.generation import Generation
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.model.layout import RolloutLayout
+from mcore_rl.observe.timeline import SAMPLING, Activity
 from mcore_rl.rollout.admission import Admission
 from mcore_rl.rollout.ahead_state import AheadMetrics, AheadState
 from mcore_rl.rollout.bank import Bank, read_bank
@@ -71,7 +72,7 @@ class AheadSampler:
         rank = dist.get_rank()
         self._tp_group, self._num_tp_groups = layout.tp_group_index(rank), layout.num_tp_groups
         self._is_leader = layout.tp_rank(rank) == 0
-        self._metrics = AheadMetrics()
+        self._metrics, self.activity = AheadMetrics(), Activity()
         self._taken: dict[int, int] = {}  # draws of the last step, and their oldest versions
         self._undone: dict[int, int] = {}  # the same, if the step is to be repeated
         self._stale: tuple[int, ...] = ()  # draws that were dropped at the beginning of the step
@@ -175,7 +176,11 @@ class AheadSampler:
         self._taken = dict(zip(table.draws.tolist(), table.oldest_versions.tolist(), strict=True))
         admitted = None if self._admission is None else self._admission.counts()
         metrics = self._metrics.of_step(
-            table, weight_version, objects.broadcast(admitted), taken if self._is_leader else []
+            table,
+            weight_version,
+            objects.broadcast(admitted),
+            taken if self._is_leader else [],
+            self.activity.seconds(SAMPLING),
         )
         return Collected(
             table,
@@ -250,7 +255,7 @@ class AheadSampler:
         if self._generation is None:
             self._generation = self._context.enter_context(self._engine.generation())
         self._scheduler.until = until
-        self._metrics.busy_seconds += step_engine(self._engine, self._scheduler, self._generation)
+        step_engine(self._engine, self._scheduler, self._generation, activity=self.activity)
         error = self._engine.of_first_rank(
             None if self._scheduler.error is None else str(self._scheduler.error)
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,9 +69,7 @@ class AheadMetrics:
     """What is measured between two steps, on a rank of engines."""
 
     num_steps: int = 0
-    busy_seconds: float = 0.0  # in the engine's steps, since the last step was taken
-    sampling_seconds: float = 0.0  # the same before that, mean of all engines
-    _since: float = field(default_factory=time.perf_counter)
+    sampling_seconds: float = 0.0  # of the last step, mean of all engines
     _counted: AdmissionCounts = field(default_factory=lambda: AdmissionCounts(0, 0, 0, 0, 0))
 
     def of_step(
@@ -81,18 +78,18 @@ class AheadMetrics:
         weight_version: int,
         admitted: AdmissionCounts,
         taken: Sequence[OpenGroup],
+        sampling_seconds: float,
     ) -> dict[str, float]:
         """Return the metrics of a step whose groups have been taken. Collective over the engines'
-        ranks; `taken` are the groups here, on the first rank of each TP group."""
-        now = time.perf_counter()
+        ranks; `taken` are the groups here, on the first rank of each TP group, and
+        `sampling_seconds` those that this rank sampled since the last step was taken."""
         rollouts = [each for group in taken for each in group.rollouts if each is not None]
         versions = [len(np.unique(each.token_versions)) for each in rollouts]
-        measured = self.busy_seconds, now - self._since, sum(versions), len(versions)
+        measured = sampling_seconds, sum(versions), len(versions)
         everywhere = np.array(objects.all_gather(measured))
-        busy, elapsed, num_versions, num_rollouts = everywhere.sum(axis=0)
+        seconds, num_versions, num_rollouts = everywhere.sum(axis=0)
         before, self._counted = self._counted, admitted
-        self.sampling_seconds = float(busy) / len(everywhere)
-        self.busy_seconds, self._since = 0.0, now
+        self.sampling_seconds = float(seconds) / len(everywhere)
         staleness = np.maximum(0, weight_version - table.oldest_versions)
         return {
             "rollout/staleness_mean": float(staleness.mean()),
@@ -103,5 +100,4 @@ class AheadMetrics:
             "rollout/started_groups": float(admitted.started - before.started),
             "rollout/uninformative_groups": float(admitted.uninformative - before.uninformative),
             "rollout/stale_groups": float(admitted.stale - before.stale),
-            "idle/engines": 1.0 - float(busy / max(elapsed, 1e-9)),
         }

@@ -27,6 +27,7 @@ from mcore_rl.common.errors import UsageError, not_held
 from mcore_rl.data.prompts import PromptDataset, prompt_indices, prompt_of_draw
 from mcore_rl.hybrid_engine.vllm.generation import Sampling
 from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.observe.timeline import TimeSpan
 from mcore_rl.rollout.ahead_state import AheadState
 from mcore_rl.rollout.dispatch import SamplingTarget
 from mcore_rl.rollout.engines import RolloutWorkers
@@ -48,6 +49,7 @@ class Collected:
     num_generated_tokens: int  # includes dropped samples and baselines
     metrics: dict[str, float] = field(default_factory=dict)
     sampling_seconds: float | None = None  # None: as the actor's ranks measure
+    engine_spans: tuple[TimeSpan, ...] = ()  # of the first of engines on ranks of their own
 
 
 class Collector:

@@ -17,6 +17,7 @@ from typing import Protocol
 from mcore_rl.common.spans import span
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Generation, Request
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.observe.timeline import IDLE, SAMPLING, Activity
 
 # Pauses between polls while nothing runs: of rewards at first, of stores with many clients later.
 _IDLE_SECONDS, _MOST_IDLE_SECONDS = 0.001, 0.005
@@ -80,12 +81,13 @@ def step_engine(
     scheduler: RequestScheduler,
     generation: Generation,
     when_few_are_left: Callable[[], object] | None = None,
-) -> float:
+    activity: Activity | None = None,
+) -> None:
     """Do what `run_stream` does with the requests of `generation`, or until the scheduler stops.
-    Returns the seconds in steps with requests."""
+    `activity` notes when there are requests."""
     few = max(1, engine.config.max_num_seqs // 4)
     actions, must_schedule, num_steps = StreamActions(more=True), True, 0
-    step_seconds, idle_seconds, busy_seconds = _FIRST_STEP_SECONDS, _IDLE_SECONDS, 0.0
+    step_seconds, idle_seconds = _FIRST_STEP_SECONDS, _IDLE_SECONDS
     with ExitStack() as traced:
         traced.enter_context(span("first responses"))
         while True:
@@ -103,13 +105,14 @@ def step_engine(
                 traced.enter_context(span("last responses"))
             goes_on = generation.num_running > 0 or actions.more
             if not engine.any_rank(goes_on and not actions.stop):
-                return busy_seconds
+                return
+            if activity is not None:
+                activity.begin(SAMPLING if generation.num_running else IDLE)
             ended = []
             if generation.num_running or engine.config.dp_size > 1:
-                is_busy, began = generation.num_running > 0, time.perf_counter()
+                began = time.perf_counter()
                 ended = generation.step()
                 step_seconds, idle_seconds = time.perf_counter() - began, _IDLE_SECONDS
-                busy_seconds += step_seconds if is_busy else 0.0
                 num_steps += 1
                 for completion in ended:
                     scheduler.finished(completion)

@@ -35,6 +35,7 @@ from mcore_rl.hybrid_engine.sharding_manager import seed_sampling
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.model.roles import ROLLOUT
 from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.observe.timeline import EVALUATION, IDLE, SAMPLING, UPDATE, Activity
 from mcore_rl.rollout.ahead import AheadSampler
 from mcore_rl.rollout.collector import Collector
 from mcore_rl.trainer.job import Job
@@ -68,6 +69,7 @@ class EngineRanks:
         self._timers = StageTimers()
         self._table: SampleTable | None = None  # of the last step
         self._ahead: AheadSampler | None = None
+        self._activity = Activity()
 
     def connect(self, *, position: int, folder: str | None) -> None:
         """Plan the hand-over, with the actor's ranks, and prepare the sampling of a run that has
@@ -83,24 +85,29 @@ class EngineRanks:
         )
         if isinstance(self._sampling.collector, AheadSampler):
             self._ahead = self._sampling.collector
+            self._activity = self._ahead.activity
 
     def update(self, *, weight_version: int) -> dict[str, Any]:
         """Receive the actor's weights, with the actor's ranks. Returns the largest numbers of bytes
         and tensors of any engine."""
         if self._ahead is not None:
             self._ahead.pause()
+        self._activity.begin(UPDATE)
         report = self._hand_over.run(weight_version)
         layout, seed = self._job.spec.rollout_layout, self._job.args.seed
         seed_sampling(self._engine, layout, seed, weight_version)
         names = ("received_bytes", "lower_bound_bytes", "saved_bytes", "num_tensors")
         numbers = torch.tensor([getattr(report, name) for name in names])
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=objects.start())
+        self._activity.begin(IDLE)
         return dict(zip(names, numbers.tolist(), strict=True))
 
     def sample_eval(self, *, step: int, weight_version: int) -> None:
         """Sample the held-out prompts."""
         assert self._sampling.evaluator is not None, "there are no held-out prompts"
+        self._activity.begin(EVALUATION)
         self._sampling.evaluator.sample(step, weight_version)
+        self._activity.begin(IDLE)
 
     def evaluate(self) -> dict[str, Any]:
         """Return the accuracy of the last `sample_eval`; None without one."""
@@ -115,8 +122,13 @@ class EngineRanks:
             collected = self._ahead.collect(weight_version)
         else:
             assert isinstance(self._sampling.collector, Collector)
+            self._activity.begin(SAMPLING)
             collected = self._sampling.collector.collect(weight_version, lambda: None)
+            self._activity.begin(IDLE)
         self._table = collected.table
+        spans, idle_share = self._activity.take()
+        idle = {"idle/engines": float(np.mean(objects.all_gather(idle_share)))}
+        collected = replace(collected, metrics=collected.metrics | idle, engine_spans=spans)
         return {
             "collected": torch.from_numpy(objects.as_bytes(collected).copy()),
             "position": self._sampling.collector.position,

@@ -23,6 +23,7 @@ from mcore_rl.common.megatron_version import PACKAGE as MEGATRON
 from mcore_rl.common.megatron_version import check_megatron, commit_of
 from mcore_rl.common.version import VERSION
 from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, OffloadLog, ReshardReport, log_reshard
+from mcore_rl.model.roles import ROLLOUT
 from mcore_rl.moe.expert_load import ExpertLoad
 from mcore_rl.observe.alarms import Health
 from mcore_rl.observe.metric_sinks import WandbRun
@@ -30,7 +31,7 @@ from mcore_rl.observe.options import AlarmOptions
 from mcore_rl.observe.progress import RunProgress
 from mcore_rl.observe.run_directory import RunConfig, RunDirectory
 from mcore_rl.observe.stage_timers import StageTimers
-from mcore_rl.observe.timeline import TRAINER, Timeline
+from mcore_rl.observe.timeline import ENGINES, IDLE, TRAINER, Timeline
 from mcore_rl.observe.user_metrics import has_metrics, user_metrics
 from mcore_rl.rewards.parts import WaitLog, part_metrics
 from mcore_rl.rollout.collector import Collected
@@ -129,8 +130,10 @@ class RunRecorder:
             logger.info("%s", line)
 
     def note_stage(self, stage: str, start: float, end: float) -> None:
-        """Note a stage's begin and end; called at the end of each."""
-        self.timeline.add(TRAINER, self._step, stage, start, end)
+        """Note a stage's begin and end; called at the end of each. Ranks without engines wait for
+        samples."""
+        waits = self._job.spec.roles.is_apart(ROLLOUT) and stage in ("rollout", "eval")
+        self.timeline.add(TRAINER, self._step, IDLE if waits else stage, start, end)
 
     def record(
         self,
@@ -158,6 +161,8 @@ class RunRecorder:
             metrics["eval/accuracy"] = accuracy
         if self._expert_load is not None:
             metrics.update(self._expert_load.metrics())
+        for span in collected.engine_spans:
+            self.timeline.add(ENGINES, step, *span)
         self.timeline.write_step(step)
         self._step = step + 1
         stop = self._health.observe(step, metrics)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -20,12 +21,15 @@ from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, Hook, ReshardReport
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.roles import ROLLOUT
 from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.observe.timeline import IDLE, Activity
 from mcore_rl.rollout.collector import Collected
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.engine_ranks import NAME, EngineRanks
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.roles.remote import RemoteRole
 from mcore_rl.trainer.rollouts import Rollouts, Start, hand_over
+
+_TRAINING = "training"  # all that is not a wait for engines
 
 
 class SeparateEngines:
@@ -112,29 +116,39 @@ class RemoteRollouts(Rollouts):
     ) -> None:
         self._role, self._timers, self._position = role, timers, position
         self.manager, self.sample_store = manager, sample_store
+        self._activity = Activity()
+        self._activity.begin(_TRAINING)
 
     @property
     def position(self) -> int:
         return self._position
 
     def sample_eval(self, step: int, weight_version: int) -> None:
-        with self._timers("eval"):
+        with self._timers("eval"), self._waiting():
             self._role.call(EngineRanks.sample_eval, step=step, weight_version=weight_version)
 
     def evaluate(self) -> float | None:
-        with self._timers("eval"):
+        with self._timers("eval"), self._waiting():
             accuracy: float | None = self._role.call(EngineRanks.evaluate)["accuracy"]
         return accuracy
 
     def collect(self, weight_version: int) -> Collected:
-        with self._timers("rollout"):
+        with self._timers("rollout"), self._waiting():
             answer = self._role.call(EngineRanks.collect, weight_version=weight_version)
         self._timers.add("rollout", -answer["reward_seconds"])
         self._timers.add("reward", answer["reward_seconds"])
         self._position = answer["position"]
         self.sample_store.set_load(answer["load"].numpy())
         collected: Collected = objects.from_bytes(answer["collected"].numpy())
-        return collected
+        _, idle_share = self._activity.take()
+        return replace(collected, metrics=collected.metrics | {"idle/trainers": idle_share})
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Count what happens inside as idle time."""
+        self._activity.begin(IDLE)
+        yield
+        self._activity.begin(_TRAINING)
 
     def undo(self) -> None:
         self._position = self._role.call(EngineRanks.undo)["position"]

@@ -19,7 +19,10 @@ SMALL = (
     *("--rl-eval-interval", "0", "--rl-max-response-tokens", "8"),
 )
 # By a clock or the kernel: no function of the seed.
-MEASURED = ("time/", "throughput/", "memory/", "health/", "reshard/peak_extra_bytes_max")
+MEASURED = (
+    *("time/", "throughput/", "idle/", "memory/", "health/"),
+    "reshard/peak_extra_bytes_max",
+)
 
 
 def task_flags(checkpoint: Path, run_dir: Path, *more: str) -> list[str]:

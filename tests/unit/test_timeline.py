@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,11 @@ from hypothesis import strategies as st
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.timeline import (
     ENGINES,
+    IDLE,
+    SAMPLING,
     TRAINER,
+    UPDATE,
+    Activity,
     RoleStep,
     Timeline,
     TimeSpan,
@@ -60,6 +66,68 @@ def test_line_per_step_and_role(tmp_path: Path) -> None:
         {"step": 2, "role": "trainer", "spans": [["checkpoint", 5.0, 6.0]]},
     ]
     assert read_timeline(path)[-1] == RoleStep(2, TRAINER, (TimeSpan("checkpoint", 5.0, 6.0),))
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def activity(*changes: tuple[float, str]) -> tuple[Activity, Clock]:
+    """An activity that began something at these seconds."""
+    clock = Clock()
+    found = Activity(clock)
+    for clock.now, what in changes:
+        found.begin(what)
+    return found, clock
+
+
+def lasting(spans: Sequence[TimeSpan]) -> list[tuple[str, float, float]]:
+    """The spans, from the begin of the first one."""
+    return [(w, round(b - spans[0].start, 3), round(e - spans[0].start, 3)) for w, b, e in spans]
+
+
+def test_activity_reports_spans_and_the_idle_share_since_the_last_call() -> None:
+    found, clock = activity((1, SAMPLING), (3, SAMPLING), (5, IDLE), (7, UPDATE))
+    clock.now = 10
+    assert (found.seconds(SAMPLING), found.seconds(UPDATE)) == (4, 3)
+    spans, idle_share = found.take()
+    assert lasting(spans) == [(IDLE, 0, 1), (SAMPLING, 1, 5), (IDLE, 5, 7), (UPDATE, 7, 10)]
+    assert idle_share == pytest.approx(3 / 10)
+    clock.now = 12
+    spans, idle_share = found.take()
+    assert lasting(spans) == [(UPDATE, 0, 2)] and idle_share == 0
+    assert found.seconds(SAMPLING) == 0
+
+
+def test_spans_of_an_activity_are_seconds_since_1970() -> None:
+    before = time.time()
+    [span], _ = Activity().take()
+    assert before - 1 <= span.start <= span.end <= time.time() + 1
+
+
+def test_many_spans_of_an_activity_keep_the_long_ones() -> None:
+    """3,000 pauses of 1 ms, and three of 10 s: the share of idle time is exact."""
+    changes, now, long_ones = [(0.0, SAMPLING)], 0.0, []
+    for number in range(3000):
+        pause = 0.001
+        if number in (100, 1500, 2900):
+            pause = 10.0
+            long_ones.append((round(now + 1, 3), round(now + 11, 3)))
+        changes += [(now + 1, IDLE), (now + 1 + pause, SAMPLING)]
+        now += 1 + pause
+    found, _ = activity(*changes)
+    spans, idle_share = found.take()
+    assert len(spans) <= 32
+    assert idle_share == pytest.approx((3 * 10 + 2997 * 0.001) / now)
+    assert [span.start for span in spans[1:]] == [span.end for span in spans[:-1]]
+    assert spans[-1].end - spans[0].start == pytest.approx(now)
+    idle = [(begin, end) for what, begin, end in lasting(spans) if what == IDLE and end - begin > 1]
+    assert idle == long_ones
 
 
 def test_line_keeps_the_longest_spans(tmp_path: Path) -> None:

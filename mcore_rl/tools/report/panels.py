@@ -114,6 +114,9 @@ SECTIONS = (
             "step.", "seconds", "stack", expected=True),
         Panel("Timeline", _SPANS, "The last steps; a number is at the beginning of its step.",
             kind="timeline"),
+        Panel("Idle", {"idle/trainers": "trainers", "idle/engines": "engines"}, "Share of the time "
+            "from the end of one step's sampling to the end of the next in which they wait for "
+            "each other.", "share", from_zero=True),
         Panel("Throughput", {"throughput/rollout_tokens_per_second": "rollout",
             "throughput/train_tokens_per_second": "training"}, "Tokens per second of the stage, "
             "all ranks together.", from_zero=True, expected=True),

@@ -362,6 +362,22 @@ def test_plan_that_surely_does_not_fit_is_red(passed: Job) -> None:
     assert "train" in {red.split(" lacks ")[0] for red in reds}
 
 
+def test_engines_on_ranks_of_their_own_are_checked_and_planned(good: Path) -> None:
+    alone = dict.fromkeys(("tensor_model_parallel_size", "expert_model_parallel_size"), "1")
+    job = read(good, "--rl-rollout-ranks 1", **alone)
+    assert [finding.level for finding in job.findings] == ["green"]
+    assert job.facts.rollout is not None and job.facts.rollout.world_size == 1
+    for size, words in ((None, "no device memory"), (80 * GB, "fits into 80.0 GB")):
+        memory = DeviceMemory(size, 0, "found here")
+        outcome = planned(job, memory)
+        assert outcome.traffic.received.max() > 0  # all that the engine has
+        (found,) = check_plan(outcome, memory)
+        assert found.level == "green" and words in found.found
+    for rank in ("2", "0-1"):
+        wrong = read(good, f"--rl-rollout-ranks {rank}", **alone)
+        assert [f"--rl-rollout-ranks {rank}" in red for red in wrong.reds] == [True]
+
+
 def test_memory_and_disk_grow_with_ranks_and_parameters(outcome: Outcome) -> None:
     one, two = (
         fullest_on_host(RLConfig(), outcome, local_ranks=ranks, has_cuda=False) for ranks in (1, 2)

@@ -28,6 +28,27 @@ Who waits for what, and what ends the wait:
     settle                     first the rewards of its own TP group, then all ranks (all_gather).
     deliver                    all ranks (exchange of bytes).
 
+Sampling ahead, on ranks that only run engines (--rl-rollout-ranks, --rl-max-staleness 1 or more):
+
+    serve ── a call of the actor's ranks ──► AheadSampler ──► step_engine ──► engine
+          ── no call: work_until() ────────►  │                 │     ▲
+                                              │     schedule(), │     │ StreamActions
+                                              │     finished()  ▼     │ (stop: back to the caller)
+                        pause(), resume(),    ├────────► ContinuousScheduler ── append() ──► Bank
+                        take(), forget()      │             │     ▲
+                                              │   start(),  │     │ next_draw()
+                                              │   finish()  ▼     │
+                        begin_step(),         └────────────► SharedDraws ◄── store ──► others
+                        decision()                                └── on one rank: Admission
+
+    AheadSampler.pause         running requests, each of which ends with its next token.
+    AheadSampler.collect       the step's decision, by the `Admission`: until enough groups of any
+                               TP group have finished. The engine steps meanwhile.
+    AheadSampler.work_until    a call, which a counter in the store announces. The engine steps
+                               meanwhile, or polls draws, rewards and environments.
+    a group in the Bank        the disk, in a thread. The group counts as finished afterwards.
+    SharedDraws                does not block.
+
 With --rl-deterministic, `between_steps` waits for all environments and, if groups are compared, for
 all rewards, so that their speed has no influence. If rewards fail, the stream of their TP group
 ends, `Dispatcher.fail` ends the waits of other TP groups, and `settle` raises the error on all

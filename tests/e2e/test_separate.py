@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.observe.timeline import ENGINES, IDLE, SAMPLING, TRAINER, UPDATE, read_timeline
 from tests.e2e.recipe import MEASURED, SMALL, metrics_of, run_job, task_flags
 from tests.rank_pool import RankPool
 
@@ -33,6 +34,19 @@ def test_synchronous_engines_reproduce_a_colocated_run(
         run_job(ranks, flags, world_size=world_size).require(0)
     together, apart_ = (metrics_of(tmp_path / name) for name in ("together", "apart"))
     assert _lasting(apart_) == _lasting(together)
+    _check_idle_times(tmp_path / "apart")
+
+
+def _check_idle_times(run_dir: Path) -> None:
+    """Both sides wait for each other, and the timeline has a row for each."""
+    timeline = read_timeline(run_dir / "timeline.jsonl")
+    for step, metrics in enumerate(metrics_of(run_dir)[:-1]):
+        assert 0 < metrics["idle/trainers"] < 1 and 0 < metrics["idle/engines"] < 1
+        whats = {
+            line.role: {span.what for span in line.spans} for line in timeline if line.step == step
+        }
+        assert {IDLE, UPDATE, SAMPLING} <= whats[ENGINES]
+        assert {IDLE, "train"} <= whats[TRAINER] and "rollout" not in whats[TRAINER]
 
 
 def _lasting(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:

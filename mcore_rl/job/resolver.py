@@ -255,18 +255,12 @@ class _Examiner:
         facts, refusals, source = self.facts, self.refusals, self.source
         layout = layers = None
         if refusals.knows(LAYOUT):
-            facts.roles = refusals.value(
-                parse_roles,
-                source.world_size,
-                config.critic.ranks,
-                config.rewards.reward_ranks,
-                config.rollout.rollout_ranks,
-            )
+            given = config.critic.ranks, config.rewards.reward_ranks, config.rollout.rollout_ranks
+            facts.roles = refusals.value(parse_roles, source.world_size, *given)
             if facts.roles is not None:
                 refusals.passes(engines.check_apart, config, facts.roles)
-            pp_size = values.get("pipeline_model_parallel_size", 1)
-            if facts.roles is not None:
                 layout = refusals.value(check_actor_layout, shape, values, facts.roles)
+            pp_size = values.get("pipeline_model_parallel_size", 1)
             layers = refusals.value(check_stages, shape, pp_size, values)
         if layers is None:
             return
@@ -276,20 +270,21 @@ class _Examiner:
         if layout is None:
             return
         facts.actor = LaidOut(shape, layout, layers, values, self._tokens_of_actor())
-        assert facts.roles is not None, "there is a layout"
-        with refusals.of_role(title_of_engines(facts.roles)):
+        roles, has_cuda = facts.roles, source.platform.cuda
+        assert roles is not None, "there is a layout"
+        with refusals.of_role(title_of_engines(roles)):
             facts.rollout = refusals.value(
                 check_rollout,
                 *(config.engine, shape, layout, layers),
-                own_ranks=facts.roles.rollout,
-                job_size=facts.roles.world_size,
-                has_cuda=source.platform.cuda,
+                own_ranks=roles.rollout,
+                job_size=roles.world_size,
+                has_cuda=has_cuda,
             )
         if facts.rollout is not None:
             refusals.passes(
                 engines.check_rollout_dtype,
                 *(config, shape, facts.checkpoint, facts.rollout),
-                has_cuda=source.platform.cuda,
+                has_cuda=has_cuda,
             )
         if source.checks_batches and refusals.knows(BATCH):
             facts.batches_are_right = refusals.passes(check_batches, config, layout, layers, values)

@@ -25,8 +25,7 @@ from mcore_rl.algorithms.recipes import Algorithm
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common import objects
 from mcore_rl.data.prompts import PromptDataset, prompt_of_draw
-from mcore_rl.hybrid_engine.vllm.generation import Generation
-from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.sampling_engine import SamplingEngine, SamplingGeneration
 from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.observe.timeline import SAMPLING, Activity
 from mcore_rl.rollout.admission import Admission
@@ -51,7 +50,7 @@ class AheadSampler:
 
     def __init__(
         self,
-        engine: VLLMEngine,
+        engine: SamplingEngine,
         workers: RolloutWorkers,
         prompts: PromptDataset,
         recipe: Algorithm,
@@ -78,7 +77,7 @@ class AheadSampler:
         self._stale: tuple[int, ...] = ()  # draws that were dropped at the beginning of the step
         self._is_paused = True
         self._context = ExitStack()  # of the generation
-        self._generation: Generation | None = None
+        self._generation: SamplingGeneration | None = None
         state = AheadState.read(folder, position)
         fingerprint = self._fingerprint()
         banked, skipped = read_bank(bank, self._prompt_of, fingerprint=fingerprint)

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from mcore_rl.batching.types import Prompt, ScoredRollout
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request
-from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.sampling_engine import SamplingEngine
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rollout.bank import Bank
 from mcore_rl.rollout.conversations import Conversations
@@ -41,7 +41,7 @@ class ContinuousScheduler(GroupScheduler):
 
     def __init__(
         self,
-        engine: VLLMEngine,
+        engine: SamplingEngine,
         plan: GroupPlan,
         prompt_of: Callable[[int], Prompt],
         *,

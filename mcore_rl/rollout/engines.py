@@ -24,7 +24,7 @@ from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, with_baselines
 from mcore_rl.common import objects
 from mcore_rl.hybrid_engine.vllm.drafter import DraftCounts
-from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.sampling_engine import SamplingEngine
 from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.rewards.functions import REWARD_MODEL
 from mcore_rl.rewards.specs import RewardSpec
@@ -59,7 +59,7 @@ class RolloutWorkers:
 
     def __init__(
         self,
-        engine: VLLMEngine,
+        engine: SamplingEngine,
         layout: RolloutLayout,
         options: RolloutOptions,
         rewards: RewardSpec,

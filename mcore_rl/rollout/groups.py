@@ -25,7 +25,7 @@ from mcore_rl.batching.types import (
     with_baselines,
 )
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling, seed_of
-from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.sampling_engine import SamplingEngine
 from mcore_rl.rewards.functions import ENVIRONMENT
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
@@ -176,7 +176,7 @@ class GroupScheduler:
 
     def __init__(
         self,
-        engine: VLLMEngine,
+        engine: SamplingEngine,
         plan: GroupPlan,
         prompt_of: Callable[[int], Prompt],
         *,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mcore_rl.common.spans import span
-from mcore_rl.hybrid_engine.vllm.generation import Completion, Generation, Request
-from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.generation import Completion, Request
+from mcore_rl.hybrid_engine.vllm.sampling_engine import SamplingEngine, SamplingGeneration
 from mcore_rl.observe.timeline import IDLE, SAMPLING, Activity
 
 # Pauses between polls while nothing runs: of rewards at first, of stores with many clients later.
@@ -61,7 +61,7 @@ class RequestScheduler(Protocol):
 
 
 def run_stream(
-    engine: VLLMEngine,
+    engine: SamplingEngine,
     scheduler: RequestScheduler,
     *,
     when_few_are_left: Callable[[], object] | None = None,
@@ -77,9 +77,9 @@ def run_stream(
 
 
 def step_engine(
-    engine: VLLMEngine,
+    engine: SamplingEngine,
     scheduler: RequestScheduler,
-    generation: Generation,
+    generation: SamplingGeneration,
     when_few_are_left: Callable[[], object] | None = None,
     activity: Activity | None = None,
 ) -> None:
@@ -125,7 +125,9 @@ def step_engine(
             must_schedule = bool(ended) or (actions.more and is_time)
 
 
-def _apply(actions: StreamActions, scheduler: RequestScheduler, generation: Generation) -> None:
+def _apply(
+    actions: StreamActions, scheduler: RequestScheduler, generation: SamplingGeneration
+) -> None:
     if actions.restore:
         scheduler.restored(actions.restore)
     for request in actions.submit:

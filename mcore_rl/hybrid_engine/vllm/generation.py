@@ -87,6 +87,25 @@ def seed_of(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def sampling_fields(request: Request) -> dict[str, Any]:
+    """Return a request's fields of vLLM's `SamplingParams`, as values of JSON."""
+    sampling = request.sampling
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": None if sampling.temperature == 0.0 else request.seed,
+        "max_tokens": request.max_tokens,
+        "ignore_eos": sampling.ignore_eos,
+        "logprobs": 0,  # of the sampled token only
+        # Works token by token, so only for stop strings; these may be special tokens.
+        "detokenize": bool(sampling.stop),
+        "stop": list(sampling.stop) or None,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": not sampling.stop,
+    }
+
+
 class Generation:
     """The requests running in an `LLMEngine`. Local, but see the module's docstring."""
 
@@ -108,31 +127,18 @@ class Generation:
 
         if request.number in self._running:
             raise ValueError(f"a request of number {request.number} runs already")
-        sampling = request.sampling
-        greedy = sampling.temperature == 0.0
         self._engine.add_request(
             str(request.number),
             tokens_input(request.token_ids.tolist(), cache_salt=request.cache_name or None),
             SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                seed=None if greedy else request.seed,
-                max_tokens=request.max_tokens,
-                ignore_eos=sampling.ignore_eos,
-                logprobs=0,  # of the sampled token only
+                **sampling_fields(request),
                 flat_logprobs=True,  # lists of numbers instead of two objects per token
-                # Works token by token, so only for stop strings; these may be special tokens.
-                detokenize=bool(sampling.stop),
-                stop=list(sampling.stop) or None,
-                include_stop_str_in_output=True,
-                skip_special_tokens=not sampling.stop,
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 skip_clone=True,  # no other request uses these parameters
             ),
         )
         self._running[request.number] = request
-        if sampling.stop and request.num_own:
+        if request.sampling.stop and request.num_own:
             self._remember_own(request)
 
     def _remember_own(self, request: Request) -> None:

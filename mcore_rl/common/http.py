@@ -7,7 +7,8 @@ has one deadline, from connecting to the last byte, and its answer is read up to
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import aiohttp
@@ -18,10 +19,17 @@ class HTTPFailure(Exception):
     a secret header; `answer` is the body of a response with an error status."""
 
     def __init__(
-        self, kind: str, detail: str = "", *, may_pass: bool = False, answer: bytes = b""
+        self,
+        kind: str,
+        detail: str = "",
+        *,
+        may_pass: bool = False,
+        answer: bytes = b"",
+        status: int | None = None,
     ) -> None:
         super().__init__(f"{kind}: {detail}" if detail else kind)
         self.kind, self.detail = kind, detail
+        self.status = status  # of the response, if it was an error
         self.may_pass = may_pass  # a later attempt may succeed
         self.answer = answer
 
@@ -52,35 +60,81 @@ async def request(
 ) -> bytes:
     """Return the body of a successful answer. Whatever the server does, any failure is an
     HTTPFailure; with `keeps_refusal` it carries the body of an answer with an error status."""
-    headers = {} if body is None else {"Content-Type": "application/json"}
     try:
         async with (
             asyncio.timeout(timeout_seconds),
-            session.request(
-                method, url, data=body, params=params, headers=headers, allow_redirects=False
+            answer_to(
+                session,
+                method,
+                url,
+                body=body,
+                params=params,
+                kept_refusal_bytes=max_answer_bytes if keeps_refusal else None,
             ) as response,
         ):
-            if 300 <= response.status < 400:
-                raise _of_status(response.status, "redirects are not followed; give the new URL")
-            is_refusal = not 200 <= response.status < 300
-            if is_refusal and not keeps_refusal:
-                raise _of_status(response.status)
-            text = await _read(response, max_answer_bytes)
-            if is_refusal:
-                raise _of_status(response.status, answer=text)
-            return text
+            return await _read(response, max_answer_bytes)
     except TimeoutError:
         limit = f"no answer within {timeout_seconds:g} s"
         raise HTTPFailure("timed out", limit, may_pass=True) from None
+
+
+@contextlib.asynccontextmanager
+async def answer_to(
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    *,
+    body: bytes | None = None,
+    params: Mapping[str, str] | None = None,
+    kept_refusal_bytes: int | None = None,
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """Send a request; yield the response with a success status, to be read within the context.
+
+    Sets no deadline. Whatever else the server does, while the context is open, is an HTTPFailure;
+    with `kept_refusal_bytes` it carries the body of an answer with an error status, up to a limit.
+    """
+    headers = {} if body is None else {"Content-Type": "application/json"}
+    try:
+        async with session.request(
+            method, url, data=body, params=params, headers=headers, allow_redirects=False
+        ) as response:
+            if 300 <= response.status < 400:
+                raise _of_status(response.status, "redirects are not followed; give the new URL")
+            if not 200 <= response.status < 300:
+                kept = kept_refusal_bytes
+                answer = b"" if kept is None else await _read(response, kept)
+                raise _of_status(response.status, answer=answer)
+            yield response
     except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
         raise HTTPFailure("connection failed", _text_of(error), may_pass=True) from None
     except aiohttp.ClientError as error:
         raise HTTPFailure("request failed", type(error).__name__) from None
 
 
+async def lines_of(response: aiohttp.ClientResponse, max_line_bytes: int) -> AsyncIterator[bytes]:
+    """Yield the lines of an answer as they arrive, without their newlines. A longer line is an
+    HTTPFailure; an unfinished last line is left out."""
+    rest = bytearray()
+    async for chunk in response.content.iter_any():
+        rest += chunk
+        if b"\n" in chunk:
+            *lines, rest = rest.split(b"\n")
+            for line in lines:
+                yield bytes(line)
+        if len(rest) > max_line_bytes:
+            raise HTTPFailure("answer too long", f"a line of more than {max_line_bytes} bytes")
+
+
+def quoted(answer: bytes, max_characters: int = 500) -> str:
+    """Return a server's text on one line, because logs are read line by line, and cut short."""
+    text = " ".join(answer.decode(errors="replace").split())
+    text = "".join(each if each.isprintable() else "?" for each in text)
+    return text if len(text) <= max_characters else text[:max_characters] + " ..."
+
+
 def _of_status(status: int, detail: str = "", **options: Any) -> HTTPFailure:
     may_pass = status == 429 or status >= 500
-    return HTTPFailure(f"HTTP status {status}", detail, may_pass=may_pass, **options)
+    return HTTPFailure(f"HTTP status {status}", detail, may_pass=may_pass, status=status, **options)
 
 
 async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:

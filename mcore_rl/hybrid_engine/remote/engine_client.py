@@ -10,12 +10,11 @@ from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
 from mcore_rl.common.addresses import checked_url, header_from
-from mcore_rl.common.http import HTTPFailure, client_session, request
+from mcore_rl.common.http import HTTPFailure, client_session, quoted, request
 from mcore_rl.common.readers import InvalidData, integer_within, parse_json
 
 _MOST_WORKERS = 1 << 20
 _MAX_ANSWER_BYTES = 1 << 20
-_SHOWN_CHARACTERS = 500
 
 
 class EngineClient(VLLMWeightSyncClient, Protocol):
@@ -94,13 +93,7 @@ class HTTPEngineClient(HTTPVLLMWeightSyncClient):
             raise self._failed(method, path, f"failed: {failure}", failure.answer) from None
 
     def _failed(self, method: str, path: str, how: str, answer: bytes) -> RuntimeError:
-        # On one line, because logs are read line by line.
-        text = " ".join(answer.decode(errors="replace").split())
-        text = "".join(each if each.isprintable() else "?" for each in text)
-        if self._header or not text:
-            text = ""
-        elif len(text) > _SHOWN_CHARACTERS:
-            text = text[:_SHOWN_CHARACTERS] + " ..."
+        text = "" if self._header else quoted(answer)
         shown = f": {text}" if text else ""
         return RuntimeError(f"{method} {self.base_url}/{path} {how}{shown}")
 

@@ -19,7 +19,7 @@ import numpy as np
 from mcore_rl.moe.routing import RoutedLayers, Routes
 from mcore_rl.moe.routing_capture import routes_of
 
-_BYTES_PER_CHARACTER = 4  # at most; a token has at least one byte
+BYTES_PER_CHARACTER = 4  # at most; a token has at least one byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class Generation:
     def _remember_own(self, request: Request) -> None:
         """Let vLLM find a stop string that began in an earlier part of the response."""
         longest = max(map(len, request.sampling.stop))
-        num_tokens = min(request.num_own, _BYTES_PER_CHARACTER * longest)
+        num_tokens = min(request.num_own, BYTES_PER_CHARACTER * longest)
         tail = request.token_ids[-num_tokens:].tolist()
         text = self._engine.get_tokenizer().decode(tail, skip_special_tokens=False)
         processor = self._engine.output_processor

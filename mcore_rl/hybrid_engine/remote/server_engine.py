@@ -1,0 +1,205 @@
+"""An engine whose requests run on several `vllm serve` processes.
+
+`ServerEngine` and `ServerGeneration` have the interface of `VLLMEngine` and `Generation` that
+sampling uses. An event loop in a thread runs all requests; the caller's thread never waits for a
+server.
+
+    caller's thread                     thread of the event loop
+    submit ──────── request ──────────► one task each: room on a server, stream, next server
+    step ◄───────── completion ──────── queue
+    end_soon, drop ── call, answered ─► cancel the tasks
+    begin_update, admit ─ call ───────► ServerPool, which probes the servers
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from mcore_rl.common.addresses import checked_url, header_from
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.http import client_session
+from mcore_rl.hybrid_engine.remote.generate_client import GenerateClient
+from mcore_rl.hybrid_engine.remote.loop_thread import LoopThread
+from mcore_rl.hybrid_engine.remote.server_generation import Ended, ServerGeneration
+from mcore_rl.hybrid_engine.remote.server_pool import ServerPool
+from mcore_rl.hybrid_engine.vllm.drafter import DraftCounts
+from mcore_rl.moe.routing import RoutedLayers
+
+_FLAG = "--rl-rollout-servers"
+
+
+@dataclass(frozen=True, slots=True)
+class ServersConfig:
+    """The servers, and how they are used.
+
+    `seqs_per_server` is the number of requests that this process runs on each server. A server
+    that sends no token within `token_timeout_seconds` is excluded; the other times are described
+    in `ServerPool`. `header_env` names an environment variable with a header to send. With
+    `routed_layers` servers must be started with --enable-return-routed-experts.
+
+    Example: `ServersConfig(("http://a:8000", "http://b:8000"), seqs_per_server=256,
+    vocab_size=129280)`.
+    """
+
+    urls: tuple[str, ...]
+    seqs_per_server: int
+    vocab_size: int
+    header_env: str | None = None
+    routed_layers: RoutedLayers | None = None
+    token_timeout_seconds: float = 60.0
+    probe_interval_seconds: float = 5.0
+    probe_timeout_seconds: float = 30.0
+    patience_seconds: float = 60.0
+
+    @property
+    def max_num_seqs(self) -> int:
+        return len(self.urls) * self.seqs_per_server
+
+    @property
+    def dp_size(self) -> int:
+        return 1
+
+    @property
+    def speculation(self) -> None:
+        return None  # servers may draft, but do not report counts per request
+
+
+class ServerEngine:
+    """Servers as one engine of one rank. Local; use it from one thread.
+
+    No request runs before the first `admit`. `tokenizer` is the Hugging Face tokenizer of the
+    model. Raises UsageError for unusable addresses or headers. `close` must follow.
+    """
+
+    def __init__(self, config: ServersConfig, tokenizer: Any) -> None:
+        self.config, self.tokenizer = config, tokenizer
+        urls = [url.rstrip("/") for url in config.urls]
+        for url in urls:
+            checked_url(url, _FLAG)
+        if len(set(urls)) < len(urls) or not urls:
+            raise UsageError(
+                "must name at least one server, and each once",
+                flag=f"{_FLAG} {','.join(urls)}",
+                remedy="correct the list",
+            )
+        header = header_from(config.header_env, f"{_FLAG}-header-env")
+        self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
+        self._loop = LoopThread()
+        self._session, self._pool = self._loop.call(lambda: self._start(urls, header))
+
+    def _start(
+        self, urls: Sequence[str], header: dict[str, str]
+    ) -> tuple[aiohttp.ClientSession, ServerPool]:
+        config = self.config
+        # A connection for each request, and one for each server's probes.
+        session = client_session(header, concurrency=config.max_num_seqs + len(urls))
+        clients = [
+            GenerateClient(
+                session,
+                url,
+                vocab_size=config.vocab_size,
+                token_timeout_seconds=config.token_timeout_seconds,
+                routed=config.routed_layers,
+                shows_refusals=not header,
+            )
+            for url in urls
+        ]
+        pool = ServerPool(
+            clients,
+            max_num_seqs=config.seqs_per_server,
+            probe_interval_seconds=config.probe_interval_seconds,
+            probe_timeout_seconds=config.probe_timeout_seconds,
+            patience_seconds=config.patience_seconds,
+        )
+        self._watching = asyncio.create_task(pool.watch())
+        self._watching.add_done_callback(self._watch_ended)
+        return session, pool
+
+    def _watch_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._ended.put(Ended(error=error))
+
+    # Servers
+
+    def begin_update(self) -> tuple[str, ...]:
+        """Call `ServerPool.begin_update`, before the weights change."""
+        return self._loop.call(self._pool.begin_update)
+
+    def admit(self, urls: Collection[str], weight_version: int) -> None:
+        """Call `ServerPool.admit`, after the weights have changed."""
+        self._loop.call(lambda: self._pool.admit(urls, weight_version))
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        """The servers that answer and get no requests; the next update can include them."""
+        return self._loop.call(lambda: self._pool.returned)
+
+    @property
+    def admitted(self) -> tuple[str, ...]:
+        """The servers that get requests."""
+        return self._loop.call(lambda: self._pool.admitted)
+
+    @property
+    def seconds_without_server(self) -> float:
+        """How long no server has been admitted; 0.0 while one is."""
+        return self._loop.call(lambda: self._pool.seconds_without_server)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return `servers/...`: counts of events since the last call, and admitted servers."""
+        return self._loop.call(self._pool.take_metrics)
+
+    # As VLLMEngine
+
+    @property
+    def tp_rank(self) -> int:
+        """0: there is one rank."""
+        return 0
+
+    def any_rank(self, here: bool) -> bool:
+        """Return `here`."""
+        return here
+
+    def of_first_rank(self, mine: Any) -> Any:
+        """Return `mine`."""
+        return mine
+
+    def seed_sampling(self, seed: int) -> None:
+        """Do nothing: requests bring their own seeds."""
+
+    def take_draft_counts(self) -> DraftCounts:
+        """Return no counts."""
+        return DraftCounts()
+
+    def text_of(self, token_ids: np.ndarray) -> str:
+        """Decode a response for its rewards, without special tokens."""
+        found: str = self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+        return found
+
+    def require_ready(self) -> None:
+        """Raise RuntimeError before the first `admit`, and during an update."""
+        if self._pool.weight_version is None:
+            raise RuntimeError("no server holds the current weights: call admit after an update")
+
+    @contextmanager
+    def generation(self) -> Iterator[ServerGeneration]:
+        """Open a context for adding and removing requests; those left at its end are dropped."""
+        self.require_ready()
+        generation = ServerGeneration(
+            self._pool, self._loop, self._ended, self.tokenizer, self.config.routed_layers
+        )
+        try:
+            yield generation
+        finally:
+            generation.drop()
+
+    def close(self) -> None:
+        """End all requests and the thread. A second call has no effect."""
+        self._loop.close(self._session.close)

@@ -1,0 +1,279 @@
+"""Requests that run on servers: each on one server at a time, and on the next if it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.hybrid_engine.remote.generate_client import Received, ServerFault
+from mcore_rl.hybrid_engine.remote.loop_thread import LoopThread
+from mcore_rl.hybrid_engine.remote.server_pool import (
+    CONTINUED,
+    FAILED,
+    NoServerLeft,
+    Server,
+    ServerPool,
+)
+from mcore_rl.hybrid_engine.vllm.generation import (
+    BYTES_PER_CHARACTER,
+    Completion,
+    Request,
+    seed_of,
+)
+from mcore_rl.moe.routing import RoutedLayers, Routes
+
+_STEP_SECONDS = 0.004  # the longest wait of a step
+_MOST_WRONG = 3  # servers that may refuse a request or answer it wrongly
+
+
+@dataclass(eq=False, slots=True)
+class _Run:
+    """A request in progress, on the event loop. A part is what one server samples of it."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)  # of parts that have ended
+    log_probs: list[float] = field(default_factory=list)
+    part: Received = field(default_factory=Received)
+    server: Server | None = None  # of the part
+    wrong: set[str] = field(default_factory=set)  # servers that must not get it again
+    is_over: bool = False
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + len(self.part.token_ids)
+
+    def next_request(self) -> Request:
+        """Return the request for what is missing."""
+        request, so_far = self.request, len(self.token_ids)
+        if not so_far:
+            return request
+        seed = request.seed
+        return replace(
+            request,
+            token_ids=np.concatenate(
+                [request.token_ids, np.asarray(self.token_ids, dtype=np.int32)], dtype=np.int32
+            ),
+            max_tokens=request.max_tokens - so_far,
+            num_own=request.num_own + so_far,
+            seed=None if seed is None else seed_of(seed, "after", so_far),
+        )
+
+    def end_part(self, *, keep: bool) -> None:
+        """Add the part's tokens to the response, or discard them."""
+        if keep:
+            self.token_ids += self.part.token_ids
+            self.log_probs += self.part.log_probs
+        self.part, self.server = Received(), None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A completion for `step`, or an error that it raises.
+
+    Example: `Ended(run, completion)`.
+    """
+
+    run: _Run | None = None
+    completion: Completion | None = None
+    error: BaseException | None = None
+
+
+class ServerGeneration:
+    """The requests running on the servers; see `Generation` for the contracts."""
+
+    def __init__(
+        self,
+        pool: ServerPool,
+        loop: LoopThread,
+        ended: queue.SimpleQueue[Ended],
+        tokenizer: Any,
+        routed: RoutedLayers | None,
+    ) -> None:
+        """`pool` lives on `loop`. `ended` may bring errors from elsewhere, which `step` raises."""
+        self._pool, self._loop, self._ended = pool, loop, ended
+        self._tokenizer, self._routed = tokenizer, routed
+        self._running: dict[int, _Run] = {}
+
+    @property
+    def num_running(self) -> int:
+        """The number of requests that are not complete, including those that wait for a server."""
+        return len(self._running)
+
+    def submit(self, request: Request) -> None:
+        """Start a request, or let it wait for a server with room."""
+        if request.number in self._running:
+            raise ValueError(f"a request of number {request.number} runs already")
+        run = self._running[request.number] = _Run(request)
+
+        def start() -> None:
+            run.task = asyncio.create_task(self._play(run))
+
+        self._loop.post(start)
+
+    def step(self) -> list[Completion]:
+        """Return the requests that have ended, after waiting a few milliseconds for one. Raises the
+        error of a request, such as UsageError for servers that do not return experts."""
+        completions: list[Completion] = []
+        try:
+            ended = self._ended.get(timeout=_STEP_SECONDS)
+            while True:
+                if ended.error is not None:
+                    raise ended.error
+                run, completion = ended.run, ended.completion
+                assert run is not None and completion is not None
+                if self._running.get(completion.number) is run:  # else it was dropped
+                    del self._running[completion.number]
+                    completions.append(completion)
+                ended = self._ended.get_nowait()
+        except queue.Empty:
+            return completions
+
+    def end_soon(self, numbers: Sequence[int]) -> None:
+        """End requests now, with the tokens that have arrived; ignore unknown numbers. The next
+        steps return them. A request without any token is dropped and never completed."""
+        runs = [self._running[number] for number in numbers if number in self._running]
+        for run in self._loop.call(lambda: self._cut(runs)):
+            del self._running[run.request.number]
+
+    def drop(self, numbers: Sequence[int] | None = None) -> list[tuple[Request, int]]:
+        """Drop requests (default: all) with their tokens; ignore unknown numbers. Return each with
+        the number of tokens that have arrived."""
+        chosen = set(self._running if numbers is None else numbers) & set(self._running)
+        runs = [self._running.pop(number) for number in sorted(chosen)]
+        if not runs:
+            return []
+        self._loop.call(lambda: _cancel(runs))
+        return [(run.request, run.num_tokens) for run in runs]
+
+    # On the event loop
+
+    def _cut(self, runs: Sequence[_Run]) -> list[_Run]:
+        """End runs that are not over; return those without a token."""
+        going = [run for run in runs if not run.is_over]
+        _cancel(going)
+        for run in going:
+            reason, routes = run.part.finish_reason or "length", run.part.routes
+            run.end_part(keep=run.server is None or run.server.is_trusted)
+            if run.token_ids:
+                self._end(run, reason, routes)
+        return [run for run in going if not run.token_ids]
+
+    async def _play(self, run: _Run) -> None:
+        try:
+            await self._run_parts(run)
+        except Exception as error:  # `step` raises it
+            run.is_over = True
+            self._ended.put(Ended(error=error))
+
+    async def _run_parts(self, run: _Run) -> None:
+        """Run a request on one server after the other, to its end."""
+        key = (run.request.cache_name, run.request.token_ids.tobytes())
+        while True:
+            try:
+                server = run.server = await self._pool.acquire(key, run.wrong)
+            except NoServerLeft as none:
+                self._fail(run, f"no server is left for it ({none})")
+                return
+            try:
+                await self._run_part(run, server)
+            except ServerFault as fault:
+                self._pool.report(server, fault)
+                run.end_part(keep=fault.keeps_tokens)
+                if fault.is_of_request or not fault.keeps_tokens:
+                    run.wrong.add(server.url)
+                if len(run.token_ids) == run.request.max_tokens:
+                    self._end(run, "length")
+                    return
+                if len(run.wrong) >= _MOST_WRONG:
+                    self._fail(run, f"{len(run.wrong)} servers failed it, the last with: {fault}")
+                    return
+                self._pool.count(CONTINUED)
+            else:
+                reason, routes = run.part.finish_reason, run.part.routes
+                assert reason is not None
+                run.end_part(keep=True)
+                self._end(run, reason, routes)
+                return
+            finally:
+                self._pool.release(server)
+
+    async def _run_part(self, run: _Run, server: Server) -> None:
+        request, version = run.next_request(), self._pool.weight_version
+        assert version is not None, "a server was given without weights"
+        if request.sampling.stop and request.num_own:
+            run.part.ends = StopSearch(request, self._tokenizer)
+        try:
+            await server.client.generate(request, run.part, version)
+        except ServerFault:
+            if run.part.finish_reason is None:  # else the response had arrived before
+                raise
+
+    def _fail(self, run: _Run, failure: str) -> None:
+        self._pool.count(FAILED)
+        self._end(run, "stop", failure=failure)  # not "length": it must not be continued
+
+    def _end(
+        self, run: _Run, reason: str, routes: Routes | None = None, *, failure: str | None = None
+    ) -> None:
+        run.is_over = True
+        request, routed = run.request, self._routed
+        if request.with_routes and routed is not None and routes is None:
+            num_computed = max(0, len(request.token_ids) + len(run.token_ids) - 1)
+            routes = _unknown_routes(routed, num_computed)  # only complete responses have some
+        completion = Completion(
+            request=request,
+            token_ids=np.asarray(run.token_ids, dtype=np.int32),
+            log_probs=np.asarray(run.log_probs, dtype=np.float32),
+            finish_reason=reason,
+            routes=routes,
+            failure=failure,
+        )
+        self._ended.put(Ended(run, completion))
+
+
+class StopSearch:
+    """Search for a stop text that began in an earlier part of the response.
+
+    The server searches only what it samples itself, so this looks at its first tokens, together
+    with the last of the earlier ones.
+    """
+
+    def __init__(self, request: Request, tokenizer: Any) -> None:
+        self._stop, self._tokenizer = request.sampling.stop, tokenizer
+        self._longest = max(map(len, self._stop))
+        num_tokens = min(request.num_own, BYTES_PER_CHARACTER * self._longest)
+        self._earlier = request.token_ids[-num_tokens:].tolist()
+        self._num_earlier = len(self._text([]))
+        self._is_over = False
+
+    def __call__(self, new: Sequence[int]) -> bool:
+        """Return whether a text ends with the last of the `new` tokens; call it with each."""
+        if self._is_over:
+            return False
+        text = self._text(new)
+        self._is_over = len(text) - self._num_earlier >= self._longest
+        return any(
+            text.find(stop, max(0, self._num_earlier - len(stop) + 1)) >= 0 for stop in self._stop
+        )
+
+    def _text(self, new: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode([*self._earlier, *new], skip_special_tokens=False)
+        return text
+
+
+def _cancel(runs: Iterable[_Run]) -> None:
+    for run in runs:
+        run.is_over = True
+        if run.task is not None:
+            run.task.cancel()
+
+
+def _unknown_routes(routed: RoutedLayers, num_tokens: int) -> Routes:
+    shape = (num_tokens, len(routed.layers), routed.topk)
+    return Routes(np.zeros(shape, dtype=routed.dtype), np.zeros(num_tokens, dtype=np.bool_))

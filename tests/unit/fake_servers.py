@@ -1,0 +1,183 @@
+"""Servers that speak vLLM's route for token ids, and do what a test says.
+
+A token depends on the tokens before it alone, so that a response is the same on one server and in
+parts on several.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from aiohttp import web
+
+from mcore_rl.hybrid_engine.remote.loop_thread import LoopThread
+
+VOCAB_SIZE = 97
+Change = Callable[[dict[str, Any]], object]
+
+
+def next_token(token_ids: Sequence[int]) -> tuple[int, float]:
+    """The token after these, and its log-prob."""
+    token = (31 * sum(token_ids) + 7 * len(token_ids)) % VOCAB_SIZE
+    return token, -(token + 1) / 64
+
+
+def response_to(token_ids: Sequence[int], max_tokens: int) -> tuple[list[int], list[float]]:
+    """What a sound server answers, computed one token after the other."""
+    tokens, log_probs = [], []
+    for _ in range(max_tokens):
+        token, log_prob = next_token([*token_ids, *tokens])
+        tokens.append(token)
+        log_probs.append(log_prob)
+    return tokens, log_probs
+
+
+class FakeServer:
+    """Attributes may change at any time; `reset` makes the server sound again."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.reset()
+
+    def reset(self) -> None:
+        self.weight_version, self.vllm_version = "default", "0.32.0"
+        self.is_down = False  # closes each connection
+        self.status = 200
+        self.hold_after: int | None = None  # tokens after which a stream hangs
+        self.close_after: int | None = None  # tokens after which the connection is closed
+        self.end_after: int | None = None  # tokens after which the stream ends
+        self.stop_after: int | None = None  # tokens after which a response ends
+        self.change: Change = lambda event: None  # of each event, before it is sent
+        self.raw: Callable[[int], bytes] | None = None  # in place of the n-th event
+        self.prefix = b""  # of each event
+        self.extra: dict[str, Any] = {}  # of the last choice
+        self.bodies: list[dict[str, Any]] = []  # of requests to generate
+        self.headers: list[dict[str, str]] = []
+        self.num_running = self.most_running = self.num_probes = self.num_hung_up = 0
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        self._check(request)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            await response.prepare(request)
+            async for event in self._events(request, body):
+                await response.write(event)
+        except (asyncio.CancelledError, ConnectionError):
+            self.num_hung_up += 1
+            raise
+        finally:
+            self.num_running -= 1
+        return response
+
+    async def _events(self, request: web.Request, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        most = body["sampling_params"]["max_tokens"]
+        tokens, log_probs = response_to(body["token_ids"], self.stop_after or most)
+        # The last test's requests may still be running.
+        version, change, raw, prefix = self.weight_version, self.change, self.raw, self.prefix
+        for number, (token, log_prob) in enumerate(zip(tokens, log_probs, strict=True)):
+            if number == self.close_after:
+                assert request.transport is not None
+                request.transport.close()
+                return
+            if number == self.end_after:
+                return
+            while number == self.hold_after:
+                await asyncio.sleep(0.01)
+            entry = {"token_id": token, "logprob": log_prob, "rank": 1, "top_logprobs": []}
+            choice: dict[str, Any] = {
+                "index": 0,
+                "token_ids": [token],
+                "logprobs": {"content": [entry]},
+                "finish_reason": None,
+                "weight_versions": None,
+                "routed_experts": None,
+            }
+            if number == len(tokens) - 1:
+                span = {"version": version, "start": 0, "end": len(tokens)}
+                choice |= {
+                    "finish_reason": "stop" if self.stop_after else "length",
+                    "weight_versions": [span],
+                    **self.extra,
+                }
+            event = {"request_id": "1", "choices": [choice]}
+            change(event)
+            text = b"data: " + json.dumps(event).encode() if raw is None else raw(number)
+            yield prefix + text + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    def _check(self, request: web.Request) -> None:
+        if self.is_down:
+            assert request.transport is not None
+            request.transport.abort()
+            raise ConnectionResetError
+        if self.status != 200:
+            location = {"Location": "http://127.0.0.1:9/"} if 300 <= self.status < 400 else None
+            text = "nothing\nfor you " + "x" * 5000
+            response = web.Response(status=self.status, text=text, headers=location)
+            raise _Answered(response)
+
+    def reading(self, fields: Callable[[], dict[str, str]]) -> Any:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            self._check(request)
+            self.num_probes += 1
+            return web.json_response(fields())
+
+        return answer
+
+    async def start(self) -> None:
+        @web.middleware
+        async def answered(request: web.Request, handler: Any) -> web.StreamResponse:
+            try:
+                found: web.StreamResponse = await handler(request)
+                return found
+            except _Answered as early:
+                return early.response
+
+        app = web.Application(middlewares=[answered])
+        app.router.add_post("/inference/v1/generate", self.generate)
+        app.router.add_get("/health", self.reading(dict))
+        app.router.add_get("/version", self.reading(lambda: {"version": self.vllm_version}))
+        app.router.add_get(
+            "/weight_info", self.reading(lambda: {"weight_version": self.weight_version})
+        )
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=0
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+
+class _Answered(Exception):
+    def __init__(self, response: web.Response) -> None:
+        self.response = response
+
+
+@contextmanager
+def fake_servers(count: int) -> Iterator[list[FakeServer]]:
+    """Servers in one thread."""
+    loop, servers = LoopThread(), [FakeServer() for _ in range(count)]
+
+    async def start() -> None:
+        for server in servers:
+            await server.start()
+
+    async def stop() -> None:
+        for server in servers:
+            await server._runner.cleanup()
+
+    asyncio.run_coroutine_threadsafe(start(), loop._loop).result()
+    try:
+        yield servers
+    finally:
+        loop.close(stop)

@@ -1,0 +1,362 @@
+"""The client of a server's route for token ids, and a server that does as the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.http import client_session
+from mcore_rl.hybrid_engine.remote import generate_client
+from mcore_rl.hybrid_engine.remote.generate_client import (
+    GenerateClient,
+    OtherVersion,
+    Received,
+    Refused,
+    ServerFault,
+    ServerState,
+    TimedOut,
+    Unreachable,
+    WrongAnswer,
+)
+from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
+from mcore_rl.moe.routing import RoutedLayers
+from tests import hostile
+from tests.unit.fake_servers import VOCAB_SIZE, FakeServer, fake_servers, response_to
+
+REQUEST = Request(7, np.array([3, 1, 4], dtype=np.int32), 6, Sampling(), seed=11)
+TOKENS, LOG_PROBS = response_to([3, 1, 4], 6)
+ROUTED = RoutedLayers(layers=(1, 2), topk=2, num_experts=8)
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[FakeServer]]:
+    with fake_servers(1) as found:
+        yield found
+
+
+@pytest.fixture
+def server(servers: list[FakeServer]) -> FakeServer:
+    servers[0].reset()
+    servers[0].weight_version = "5"
+    return servers[0]
+
+
+def run(
+    server: FakeServer,
+    request: Request = REQUEST,
+    *,
+    received: Received | None = None,
+    header: dict[str, str] | None = None,
+    **options: Any,
+) -> Received:
+    """The response to a request, or a ServerFault."""
+    found = Received() if received is None else received
+    options = {"vocab_size": VOCAB_SIZE, "token_timeout_seconds": 60, **options}
+
+    async def generate() -> None:
+        async with client_session(header or {}) as session:
+            client = GenerateClient(session, server.url, shows_refusals=not header, **options)
+            await client.generate(request, found, 5)
+
+    asyncio.run(generate())
+    return found
+
+
+def test_a_response_has_tokens_log_probs_and_a_reason(server):
+    found = run(server)
+    assert (found.token_ids, found.log_probs) == (TOKENS, LOG_PROBS)
+    assert found.finish_reason == "length" and found.routes is None
+    server.stop_after = 2
+    found = run(server)
+    assert (found.token_ids, found.finish_reason) == (TOKENS[:2], "stop")
+
+
+def test_a_request_is_sent_as_vllm_reads_it(server):
+    sampling = Sampling(temperature=0.5, top_p=0.9, top_k=4, stop=("##",))
+    run(server, replace(REQUEST, sampling=sampling, cache_name="v5", seed=2**62 + 1))
+    (body,) = server.bodies
+    assert body.items() >= {"token_ids": [3, 1, 4], "stream": True, "cache_salt": "v5"}.items()
+    expected = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "seed": 2**62 + 1}
+    expected |= {"max_tokens": 6, "stop": ["##"], "logprobs": 0, "detokenize": True}
+    assert body["sampling_params"].items() >= expected.items()
+    run(server, replace(REQUEST, sampling=Sampling(temperature=0.0)))
+    assert server.bodies[1]["sampling_params"]["seed"] is None
+    assert server.bodies[1]["cache_salt"] is None
+
+
+def test_vllm_accepts_the_fields_of_a_request():
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+
+    sampling = Sampling(temperature=0.5, top_p=0.9, top_k=4, stop=("##",))
+    fields = generate_client.sampling_fields(replace(REQUEST, sampling=sampling))
+    body = {"token_ids": [3, 1, 4], "sampling_params": fields, "stream": True, "cache_salt": None}
+    params = GenerateRequest.model_validate_json(json.dumps(body)).sampling_params
+    assert (params.seed, params.top_k, params.stop, params.logprobs) == (11, 4, ["##"], 0)
+
+
+def changed(number: int, **fields: Any) -> Any:
+    """Change fields of the choice of an event."""
+    seen: list[int] = []
+
+    def change(event: dict[str, Any]) -> None:
+        if len(seen) == number:
+            event["choices"][0] |= fields
+        seen.append(number)
+
+    return change
+
+
+def entries(*log_probs: Any, token: int = TOKENS[2]) -> dict[str, Any]:
+    return {"content": [{"token_id": token, "logprob": each} for each in log_probs]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"token_ids": [VOCAB_SIZE]}, "token id"),
+        ({"token_ids": [-1]}, "token id"),
+        ({"token_ids": [True]}, "token id"),
+        ({"token_ids": [1.0]}, "token id"),
+        ({"token_ids": "12"}, "not a list"),
+        ({"token_ids": [1] * 5}, "more than the 6 tokens"),
+        ({"logprobs": None}, "one log-prob for each token"),
+        ({"logprobs": {"content": None}}, "one log-prob for each token"),
+        ({"logprobs": entries(-0.1, -0.1)}, "one log-prob for each token"),
+        ({"logprobs": entries(-0.1, token=TOKENS[2] + 1)}, "another token"),
+        ({"logprobs": entries(float("nan"))}, "finite"),
+        ({"logprobs": entries(float("-inf"))}, "finite"),
+        ({"logprobs": entries(-9999.0)}, "finite"),  # vLLM's word for NaN
+        ({"logprobs": entries(0.001)}, "at most 0"),
+        ({"logprobs": entries(None)}, "finite"),
+        ({"finish_reason": "because"}, "unknown finish reason"),
+        ({"finish_reason": 1}, "unknown finish reason"),
+        ({"finish_reason": "length"}, "--max-model-len"),
+    ],
+)
+def test_a_wrong_answer_is_found_at_its_token(server, fields, text):
+    server.change = changed(2, **fields)
+    received = Received()
+    with pytest.raises(WrongAnswer, match=text) as fault:
+        run(server, received=received)
+    assert (received.token_ids, received.log_probs) == (TOKENS[:2], LOG_PROBS[:2])
+    assert received.finish_reason is None
+    assert not fault.value.keeps_tokens and not fault.value.is_of_request
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (b"data: {", "not JSON"),
+        (b"data: [1]", "one choice"),
+        (b'data: {"choices": [{}, {}]}', "one choice"),
+        (b'data: {"choices": [7]}', "one choice"),
+        (b"data: [DONE]", "not JSON"),
+        (b"<html>", "not an event"),
+        (b"data: " + b"x" * 2_000_000, "more than"),
+    ],
+)
+def test_a_stream_of_something_else_is_a_wrong_answer(server, raw, text):
+    server.raw = lambda number: raw
+    with pytest.raises(WrongAnswer, match=text):
+        run(server)
+
+
+def test_comments_and_counts_are_passed_over(server):
+    server.prefix = b': ping\n\ndata: {"choices": [], "usage": {}}\n\n'
+    assert run(server).token_ids == TOKENS
+
+
+def span(version: Any, start: Any, end: Any) -> dict[str, Any]:
+    return {"version": version, "start": start, "end": end}
+
+
+@pytest.mark.parametrize(
+    ("spans", "fault"),
+    [
+        ([span("4", 0, 6)], OtherVersion),
+        ([span("4", 0, 2), span("5", 2, 6)], OtherVersion),
+        ([span(5, 0, 6)], OtherVersion),
+        ([span("5", 0, 5)], WrongAnswer),
+        ([span("5", 1, 6)], WrongAnswer),
+        ([span("5", 0, 7)], WrongAnswer),
+        ([span("5", 0, 2), span("5", 3, 6)], WrongAnswer),
+        ([], WrongAnswer),
+        ("5", WrongAnswer),
+        (None, None),  # an older vLLM
+        ([span("5", 0, 2), span("5", 2, 6)], None),
+    ],
+)
+def test_all_tokens_are_of_the_expected_weights(server, spans, fault):
+    server.extra = {"weight_versions": spans}
+    if fault is None:
+        assert run(server).token_ids == TOKENS
+        return
+    with pytest.raises(fault) as raised:
+        run(server)
+    assert not raised.value.keeps_tokens
+
+
+@pytest.mark.parametrize(
+    ("status", "is_of_request"),
+    [(400, True), (422, True), (302, False), (403, False), (404, False), (500, False)],
+)
+def test_a_refusal_has_its_status_and_a_bounded_text_on_one_line(server, status, is_of_request):
+    server.status = status
+    with pytest.raises(Refused, match=str(status)) as fault:
+        run(server)
+    assert fault.value.is_of_request == is_of_request
+    assert len(str(fault.value)) < 700 and str(fault.value).isprintable()
+    assert ("nothing for you" in str(fault.value)) == (status != 302)
+
+
+def test_a_secret_header_is_sent_and_answers_are_not_shown(server):
+    server.status = 403
+    with pytest.raises(Refused) as fault:
+        run(server, header={"Authorization": "Bearer hush"})
+    assert server.headers[0]["Authorization"] == "Bearer hush"
+    assert "nothing for you" not in str(fault.value)
+
+
+@pytest.mark.parametrize(
+    "event", [{"error": {"message": "engine\ndead", "code": 500}}, {"error": None}]
+)
+def test_an_error_within_a_stream_is_a_refusal(server, event):
+    server.raw = lambda number: b"data: " + json.dumps(event).encode()
+    with pytest.raises(Refused, match="within the stream") as fault:
+        run(server)
+    assert str(fault.value).isprintable() and not fault.value.is_of_request
+
+
+def test_an_abort_by_the_server_keeps_the_tokens(server):
+    server.change = changed(3, token_ids=[], logprobs=None, finish_reason="abort")
+    received = Received()
+    with pytest.raises(Refused, match="aborted") as fault:
+        run(server, received=received)
+    assert received.token_ids == TOKENS[:3] and fault.value.keeps_tokens
+
+
+@pytest.mark.parametrize("how", ["close_after", "end_after"])
+def test_a_broken_connection_keeps_the_tokens(server, how):
+    setattr(server, how, 4)
+    received = Received()
+    with pytest.raises(Unreachable) as fault:
+        run(server, received=received)
+    assert received.token_ids == TOKENS[:4] and fault.value.keeps_tokens
+
+
+def test_a_server_that_is_down_is_unreachable(server):
+    server.is_down = True
+    with pytest.raises(Unreachable):
+        run(server)
+
+
+def test_no_token_within_the_time_is_a_timeout_that_keeps_the_tokens(server):
+    server.hold_after = 4
+    received = Received()
+    with pytest.raises(TimedOut, match=r"no token within 1 s") as fault:
+        run(server, received=received, token_timeout_seconds=1)
+    assert fault.value.keeps_tokens
+    # At most 4: a machine that stands still for a second also looks like a server that does.
+    assert received.token_ids == TOKENS[:4][: len(received.token_ids)]
+
+
+def test_the_caller_can_end_a_response_at_any_token(server):
+    found = run(server, received=Received(ends=lambda tokens: len(tokens) == 3))
+    assert (found.token_ids, found.finish_reason) == (TOKENS[:3], "stop")
+
+
+def in_base64(array: np.ndarray) -> str:
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def test_experts_come_with_the_last_event(server):
+    reported = np.random.default_rng(0).integers(0, 8, size=(8, 3, 2)).astype(np.uint8)
+    server.extra = {"routed_experts": in_base64(reported)}
+    request = replace(REQUEST, with_routes=True)
+    routes = run(server, request, routed=ROUTED).routes
+    assert routes is not None and routes.known.all()
+    np.testing.assert_array_equal(routes.ids, reported[:, 1:])
+    assert run(server, request).routes is None  # the model has no experts
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no base64!",
+        "",
+        base64.b64encode(b"\x93NUMPY" + b"\0" * 20).decode(),
+        in_base64(np.zeros((8, 3, 2), dtype=np.float32)),
+        in_base64(np.zeros((9, 3, 2), dtype=np.uint8)),
+        in_base64(np.full((8, 3, 2), 8, dtype=np.uint8)),
+        in_base64(np.zeros((8, 3), dtype=np.uint8)),
+        7,
+    ],
+)
+def test_wrong_experts_are_a_wrong_answer(server, text):
+    server.extra = {"routed_experts": text}
+    with pytest.raises(WrongAnswer):
+        run(server, replace(REQUEST, with_routes=True), routed=ROUTED)
+
+
+def test_missing_experts_are_a_usage_error(server):
+    with pytest.raises(UsageError) as refused:
+        run(server, replace(REQUEST, with_routes=True), routed=ROUTED)
+    assert refused.value.flag == "--rl-routing-replay r3"
+    assert "--enable-return-routed-experts" in refused.value.remedy
+
+
+def test_any_stream_is_a_response_or_a_server_fault(server):
+    template = {"choices": [{"token_ids": [5], "logprobs": entries(-0.5, token=5)}]}
+    template["choices"][0] |= {"finish_reason": "stop", "weight_versions": [span("5", 0, 1)]}
+
+    @settings(hostile.BOUNDED, max_examples=60)
+    @given(hostile.messages(template))
+    def check(event: bytes) -> None:
+        server.raw = lambda number: b"data: " + event
+        received = Received()
+        try:
+            run(server, received=received)
+        except ServerFault as fault:
+            assert str(fault).isprintable() and len(str(fault)) < 1000
+        assert all(0 <= token < VOCAB_SIZE for token in received.token_ids)
+        assert all(-9999 < each <= 0 for each in received.log_probs)
+        assert len(received.token_ids) == len(received.log_probs) <= 6
+
+    check()
+
+
+def probe(server: FakeServer) -> ServerState:
+    async def ask() -> ServerState:
+        async with client_session({}) as session:
+            client = GenerateClient(
+                session, server.url, vocab_size=VOCAB_SIZE, token_timeout_seconds=60
+            )
+            return await client.probe(60)
+
+    return asyncio.run(ask())
+
+
+def test_a_probe_asks_for_health_and_versions(server):
+    assert probe(server) == ServerState(vllm_version="0.32.0", weight_version="5")
+    assert server.num_probes == 3
+    server.weight_version = 5  # type: ignore[assignment]
+    with pytest.raises(WrongAnswer, match="weight_version"):
+        probe(server)
+    server.status = 503
+    with pytest.raises(Refused, match="503"):
+        probe(server)
+    server.is_down = True
+    with pytest.raises(Unreachable):
+        probe(server)

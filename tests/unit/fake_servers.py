@@ -46,7 +46,7 @@ class FakeServer:
     def reset(self) -> None:
         self.weight_version, self.vllm_version = "default", "0.32.0"
         self.is_down = False  # closes each connection
-        self.status = 200
+        self.status = self.probe_status = 200
         self.hold_after: int | None = None  # tokens after which a stream hangs
         self.close_after: int | None = None  # tokens after which the connection is closed
         self.end_after: int | None = None  # tokens after which the stream ends
@@ -63,7 +63,7 @@ class FakeServer:
         body = await request.json()
         self.bodies.append(body)
         self.headers.append(dict(request.headers))
-        self._check(request)
+        self._check(request, self.status)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
@@ -84,14 +84,14 @@ class FakeServer:
         # The last test's requests may still be running.
         version, change, raw, prefix = self.weight_version, self.change, self.raw, self.prefix
         for number, (token, log_prob) in enumerate(zip(tokens, log_probs, strict=True)):
+            while number == self.hold_after:
+                await asyncio.sleep(0.01)
             if number == self.close_after:
                 assert request.transport is not None
                 request.transport.close()
                 return
             if number == self.end_after:
                 return
-            while number == self.hold_after:
-                await asyncio.sleep(0.01)
             entry = {"token_id": token, "logprob": log_prob, "rank": 1, "top_logprobs": []}
             choice: dict[str, Any] = {
                 "index": 0,
@@ -114,20 +114,20 @@ class FakeServer:
             yield prefix + text + b"\n\n"
         yield b"data: [DONE]\n\n"
 
-    def _check(self, request: web.Request) -> None:
+    def _check(self, request: web.Request, status: int) -> None:
         if self.is_down:
             assert request.transport is not None
             request.transport.abort()
             raise ConnectionResetError
-        if self.status != 200:
-            location = {"Location": "http://127.0.0.1:9/"} if 300 <= self.status < 400 else None
+        if status != 200:
+            location = {"Location": "http://127.0.0.1:9/"} if 300 <= status < 400 else None
             text = "nothing\nfor you " + "x" * 5000
-            response = web.Response(status=self.status, text=text, headers=location)
+            response = web.Response(status=status, text=text, headers=location)
             raise _Answered(response)
 
     def reading(self, fields: Callable[[], dict[str, str]]) -> Any:
         async def answer(request: web.Request) -> web.StreamResponse:
-            self._check(request)
+            self._check(request, self.probe_status)
             self.num_probes += 1
             return web.json_response(fields())
 

@@ -354,7 +354,7 @@ def test_a_probe_asks_for_health_and_versions(server):
     server.weight_version = 5  # type: ignore[assignment]
     with pytest.raises(WrongAnswer, match="weight_version"):
         probe(server)
-    server.status = 503
+    server.probe_status = 503
     with pytest.raises(Refused, match="503"):
         probe(server)
     server.is_down = True

@@ -160,10 +160,10 @@ class ServerPool:
 
     def report(self, server: Server, fault: ServerFault) -> None:
         """Count a request's fault; exclude the server, unless the request is at fault."""
-        self.count(fault.kind)
-        if not fault.is_of_request:
-            server.is_trusted &= fault.keeps_tokens
-            self._exclude(server, str(fault))
+        if fault.is_of_request:
+            self.count(fault.kind)
+        else:
+            self._exclude(server, fault)
 
     def count(self, event: str) -> None:
         """Count an event."""
@@ -199,7 +199,7 @@ class ServerPool:
             self._check(server, found)
         except ServerFault as fault:
             if server.state == ADMITTED:
-                self.report(server, fault)
+                self._exclude(server, fault)
                 return
             server.state = EXCLUDED  # it cannot take part in an update
             if str(fault) != server.problem:
@@ -225,12 +225,14 @@ class ServerPool:
     def _urls(self, state: str) -> tuple[str, ...]:
         return tuple(url for url, each in self._servers.items() if each.state == state)
 
-    def _exclude(self, server: Server, reason: str) -> None:
+    def _exclude(self, server: Server, fault: ServerFault) -> None:
+        self.count(fault.kind)
+        server.is_trusted &= fault.keeps_tokens
         if server.state != ADMITTED:
             return
-        server.state, server.problem = EXCLUDED, reason
+        server.state, server.problem = EXCLUDED, str(fault)
         self.count(EXCLUDED)
-        logger.warning("[Servers] %s gets no more requests: %s", server.url, reason)
+        logger.warning("[Servers] %s gets no more requests: %s", server.url, fault)
         self._note_admitted()
 
     def _note_admitted(self) -> None:

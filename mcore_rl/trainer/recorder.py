@@ -172,7 +172,8 @@ class RunRecorder:
             table, range(len(table)) if has_metrics() else logged
         )
         if self._directory is not None:
-            self._write(self._directory, step, samples, metrics)
+            draws = table.draws[: len(logged)].tolist()
+            self._write(self._directory, step, samples, draws, metrics)
         return stop
 
     def _write(
@@ -180,10 +181,12 @@ class RunRecorder:
         directory: RunDirectory,
         step: int,
         samples: Sequence[ScoredRollout],
+        draws: Sequence[int],
         metrics: dict[str, float],
     ) -> None:
+        """Write a step. `draws` are those of the samples that are logged, which come first."""
         directory.write_step(StepStats(step, {**metrics, **user_metrics(samples)}))
-        directory.write_rollouts(step, samples[: self._job.config.run.num_logged_rollouts])
+        directory.write_rollouts(step, samples[: len(draws)], draws)
         for report in self._reshards.values():
             share = report.duration_seconds / metrics["time/step_seconds"]
             # Every switch is in run.log, the first one on the console, too.

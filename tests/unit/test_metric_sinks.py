@@ -52,7 +52,7 @@ def write(folder: Path, steps=STEPS, rollouts=(), **options) -> None:
     directory = RunDirectory(folder, RunConfig(resolved={"lr": 1e-6}), **options)
     for step, metrics in steps.items():
         directory.write_step(StepStats(step, metrics))
-        directory.write_rollouts(step, rollouts)
+        directory.write_rollouts(step, rollouts, range(len(rollouts)))
     directory.close()
 
 

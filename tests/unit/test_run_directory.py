@@ -231,10 +231,12 @@ def test_failing_tensorboard_is_left_out(tmp_path, monkeypatch, caplog, method):
     directory = RunDirectory(tmp_path, RunConfig())
     for step in range(3):
         directory.write_step(StepStats(step, {"a": 1.0}))
-        directory.write_rollouts(step, [scored("96", 1.0)])
+        directory.write_rollouts(step, [scored("96", 1.0)], [step])
     directory.close()
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
-    assert len((tmp_path / "rollouts.jsonl").read_text().splitlines()) == 3
+    rows = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["draw"]) for row in rows] == [(0, 0), (1, 1), (2, 2)]
+    assert all(row["oldest_weight_version"] <= row["weight_version"] for row in rows)
     (message,) = caplog.messages
     assert str(tmp_path / "tensorboard") in message and "the event file is gone" in message
     assert message.endswith("; metrics.jsonl has them all")

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -42,8 +41,6 @@ from mcore_rl.rollout.segments import OpenGroup
 from mcore_rl.rollout.shared_draws import SharedDraws, StepDecision
 from mcore_rl.rollout.stream import step_engine
 
-logger = logging.getLogger(__name__)
-
 
 class AheadSampler:
     """The engines' sampling of a run. Methods are collective over the engines' ranks."""
@@ -65,7 +62,9 @@ class AheadSampler:
         folder: Path | None = None,
     ) -> None:
         """`position` is the number of prompts drawn before, `bank` the folder of finished groups.
-        `folder` is what `save` wrote, if a run resumes; UsageError if it has other content."""
+        `folder` is what `save` wrote, if a run resumes; UsageError if it has other content.
+        `num_banked` is then the number of groups in the bank that need not be sampled again,
+        `skipped` describes what is damaged or of another run."""
         self._engine, self._workers, self._sample_store = engine, workers, sample_store
         self._prompts, self._recipe, self._options, self._seed = prompts, recipe, options, seed
         rank = dist.get_rank()
@@ -80,14 +79,14 @@ class AheadSampler:
         self._generation: SamplingGeneration | None = None
         state = AheadState.read(folder, position)
         fingerprint = self._fingerprint()
-        banked, skipped = read_bank(bank, self._prompt_of, fingerprint=fingerprint)
+        banked, self.skipped = read_bank(bank, self._prompt_of, fingerprint=fingerprint)
         objects.barrier()  # all have read it before the first file is rewritten
-        self._log_bank(banked, skipped)
         self._resumed = self._held(folder, state, banked)
         self._last_version = state.weight_version
         outstanding = self._outstanding(state)
         # Draws that are trained on or dropped, and whose groups are in the bank.
         self._done = {d for d in banked if d < state.next_draw and d not in outstanding}
+        self.num_banked = len(banked) - len(self._done)
         self._draws = self._make_draws(state.next_draw, outstanding, num_prompts_per_step)
         most_groups = (options.staleness_limit + 1) * num_prompts_per_step
         self._scheduler = ContinuousScheduler(
@@ -285,14 +284,6 @@ class AheadSampler:
         kept = ("temperature", "top_p", "top_k", "max_response_tokens", "stop")
         facts = [self._prompts.fingerprint, self._seed, self._plan().size]
         return json.dumps([*facts, *(options[name] for name in kept)])
-
-    def _log_bank(self, banked: Mapping[int, OpenGroup], skipped: Sequence[str]) -> None:
-        if dist.get_rank():
-            return
-        for text in skipped:
-            logger.warning("[Resume] the bank of finished groups: skipped %s", text)
-        if banked:
-            logger.info("[Resume] the bank has %d finished groups", len(banked))
 
     def _held(
         self, folder: Path | None, state: AheadState, banked: Mapping[int, OpenGroup]

@@ -7,6 +7,7 @@ again from their tokens (`resume`), whose keys and values the new weights comput
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,8 @@ from mcore_rl.rollout.groups import Differs, GroupDecision, GroupPlan, GroupSche
 from mcore_rl.rollout.segments import OpenGroup, is_finished
 from mcore_rl.rollout.shared_draws import SharedDraws
 from mcore_rl.rollout.stream import StreamActions
+
+logger = logging.getLogger(__name__)
 
 
 class _EndlessDraws:
@@ -67,12 +70,14 @@ class ContinuousScheduler(GroupScheduler):
             conversations=conversations,
         )
         self._draws, self._bank, self._banked = draws, bank, banked
+        self._compares = differs is not None
         self._most_groups = most_groups
         self._submitted: dict[int, Request] = {}
         self._cut: list[int] = []  # numbers of responses that `pause` has ended
         self._to_restore: list[int] = []
         self._writer = ThreadPoolExecutor(1) if bank is not None else None
         self._written: deque[tuple[Future[None], int, bool]] = deque()
+        self._has_disk_failed = False
         self._finished: set[int] = set()  # draws
         self._on_disk: set[int] = set()  # draws that are not written to the bank again
         self._is_pausing = False
@@ -163,9 +168,10 @@ class ContinuousScheduler(GroupScheduler):
         return count
 
     def forget_banked(self, draws: Collection[int]) -> None:
-        """Remove groups from the bank; waits for the disk."""
+        """Remove groups from the bank; waits for the disk. Groups that a failing disk keeps are
+        removed, or ignored, when the run resumes."""
         if self._writer is not None and self._bank is not None and draws:
-            self._writer.submit(self._bank.forget, draws).result()
+            self._end_write(self._writer.submit(self._bank.forget, draws))
 
     def close(self) -> None:
         """Wait for groups that are being written to the bank."""
@@ -213,6 +219,12 @@ class ContinuousScheduler(GroupScheduler):
             return []
         return super()._begin_group(draw)
 
+    def _compare(self, group: OpenGroup) -> None:
+        if self._compares:
+            super()._compare(group)
+        else:
+            self._finish_group(group)
+
     def _store_outcomes(self, number: int, outcomes) -> None:  # type: ignore[no-untyped-def]
         if number // self.plan.size in self.open:  # else it was dropped
             super()._store_outcomes(number, outcomes)
@@ -228,11 +240,25 @@ class ContinuousScheduler(GroupScheduler):
         self._written.append((written, group.draw, differs))
 
     def _report_written(self) -> None:
-        """Report groups that are on the disk."""
+        """Report groups that are on the disk, or that the disk has rejected."""
         while self._written and self._written[0][0].done():
             written, draw, differs = self._written.popleft()
-            written.result()
+            self._end_write(written)
             self._report(draw, differs)
+
+    def _end_write(self, written: Future[None]) -> None:
+        """Wait for a write of the bank. Without the bank, a kill loses groups that no checkpoint
+        has, and nothing else: a failing disk does not end the run."""
+        try:
+            written.result()
+        except OSError as error:
+            if not self._has_disk_failed:
+                logger.error(
+                    "[Bank] finished groups cannot be written (%s): the run continues, but if it "
+                    "is killed before a checkpoint, they are sampled again",
+                    error,
+                )
+            self._has_disk_failed = True
 
     def _report(self, draw: int, differs: bool) -> None:
         assert self._draws is not None

@@ -71,9 +71,9 @@ class EngineRanks:
         self._ahead: AheadSampler | None = None
         self._activity = Activity()
 
-    def connect(self, *, position: int, folder: str | None) -> None:
+    def connect(self, *, position: int, folder: str | None) -> dict[str, Any]:
         """Plan the hand-over, with the actor's ranks, and prepare the sampling of a run that has
-        drawn `position` prompts, whose state is in `folder`."""
+        drawn `position` prompts, whose state is in `folder`. Returns what the bank has."""
         job, start = self._job, self._start
         canary = None
         if job.config.weight_sync.canary_interval:
@@ -86,6 +86,11 @@ class EngineRanks:
         if isinstance(self._sampling.collector, AheadSampler):
             self._ahead = self._sampling.collector
             self._activity = self._ahead.activity
+        ahead = self._ahead
+        return {
+            "num_banked": 0 if ahead is None else ahead.num_banked,
+            "skipped": [] if ahead is None else ahead.skipped,
+        }
 
     def update(self, *, weight_version: int) -> dict[str, Any]:
         """Receive the actor's weights, with the actor's ranks. Returns the largest numbers of bytes

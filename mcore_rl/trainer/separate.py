@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import torch.distributed as dist
 
 from mcore_rl.batching.sample_exchange import RowExchange, Shares
 from mcore_rl.batching.table import SampleTable, SampleTokens, tokens_to_rows
@@ -28,6 +30,8 @@ from mcore_rl.trainer.engine_ranks import NAME, EngineRanks
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.roles.remote import RemoteRole
 from mcore_rl.trainer.rollouts import Rollouts, Start, hand_over
+
+logger = logging.getLogger(__name__)
 
 _TRAINING = "training"  # all that is not a wait for engines
 
@@ -189,5 +193,10 @@ def connect_engines(
     folder = None if start.folder is None else str(start.folder)
     finish = role.begin(EngineRanks.connect, position=start.position, folder=folder)
     manager = SeparateEngines(role, hand_over(job, shards=shards, canary=canary))
-    finish()
+    bank = finish()
+    if dist.get_rank() == 0:
+        for text in bank["skipped"]:
+            logger.warning("[Resume] skipped in the bank of finished groups: %s", text)
+        if bank["num_banked"]:
+            logger.info("[Resume] the bank has %d finished groups", bank["num_banked"])
     return RemoteRollouts(role, manager, sample_store, timers, start.position)

@@ -40,8 +40,8 @@ class Uneven(GroupPlan):
 
     scale: int = 1
 
-    def request(self, draw: int, so_far: Rollout, *observed: np.ndarray) -> Request:
-        found = GroupPlan.request(self, draw, so_far, *observed)
+    def request(self, draw: int, so_far: Rollout, *observed: np.ndarray, **more: int) -> Request:
+        found = GroupPlan.request(self, draw, so_far, *observed, **more)
         length = (10 + 8 * (found.number * 7 % 11)) * self.scale
         return replace(found, max_tokens=length - len(so_far.response_token_ids))
 
@@ -147,12 +147,14 @@ def notes_hits(engine: VLLMEngine, hits: list[tuple[list[int], int]]) -> None:
     manager.get_computed_blocks = noted
 
 
-def rescored(engine: VLLMEngine, folder: Path, taken: list[ScoredRollout]) -> dict[str, Any]:
+def rescored(
+    engine: VLLMEngine, folder: Path, taken: list[ScoredRollout], num_versions: int = NUM_STEPS
+) -> dict[str, Any]:
     """How far log-probs are from what weights of each version say, of the tokens that are said to
     be theirs and of the others."""
     rollouts = [each.rollout for each in taken]
     own, others, mixed = [], [], 0
-    for version in range(1, NUM_STEPS + 1):
+    for version in range(1, num_versions + 1):
         engine.reload(weights(folder, version).items())
         sequences = [[*each.prompt.token_ids, *each.response_token_ids] for each in rollouts]
         for rollout, scores in zip(rollouts, engine.prompt_log_probs(sequences), strict=True):

@@ -1,0 +1,207 @@
+"""What ranks of engines do in `test_ahead.py`; run by `tests.rank_pool`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mcore_rl.batching.types import Prompt, ScoredRollout
+from mcore_rl.config import RLConfig
+from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.model.layout import RolloutLayout, TrainLayout
+from mcore_rl.rollout.ahead import AheadSampler
+from mcore_rl.rollout.engines import RolloutWorkers
+from mcore_rl.rollout.groups import GroupPlan
+from mcore_rl.rollout.sample_store import SampleStore
+from tests.dist.partial_jobs import Uneven, prompt_of, rescored, weights
+from tests.engine_samples import small_engine
+from tests.reward_specs import rewards_of
+
+NUM_GROUPS, NUM_SAMPLES, MAX_TOKENS = 4, 3, 90
+SAVED_AT, KILLED_AT, NUM_STEPS = 3, 5, 6
+
+
+@dataclass(frozen=True)
+class TwoPrompts:
+    """The prompts of a run."""
+
+    scale: int
+    fingerprint: str = "tokens:two"
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, row: int) -> Prompt:
+        return prompt_of(row, self.scale)
+
+
+class UnevenSampler(AheadSampler):
+    """Samples responses of different lengths."""
+
+    scale = 1
+
+    def _plan(self) -> GroupPlan:
+        plan = AheadSampler._plan(self)
+        given = {each.name: getattr(plan, each.name) for each in fields(GroupPlan)}
+        return Uneven(**given, scale=self.scale)
+
+
+class Job:
+    """Engines, and samplers of the runs that follow each other on them."""
+
+    def __init__(
+        self, folder: Path, work: Path, config: RLConfig, *, tp_size: int, scale: int, dtype: str
+    ) -> None:
+        world_size = dist.get_world_size()
+        self.folder, self.work, self.config, self.scale = folder, work, config, scale
+        self.layout = RolloutLayout(world_size, tp_size, expert_parallel=False)
+        sizes = {"tp_size": tp_size, "max_model_len": 128 * scale, "max_num_seqs": 16}
+        keeps_kv = config.rollout.keeps_kv
+        self.engine = VLLMEngine(small_engine(folder, dtype=dtype, keeps_kv=keeps_kv, **sizes))
+        self.begun: list[dict[str, Any]] = []
+        self.taken: list[ScoredRollout] = []
+        self.version = 0
+        self._watch()
+        train_layout = TrainLayout(world_size, 1, 1, 1, 1, 1)
+        self.sample_store = SampleStore(train_layout, self.layout, (((),),))
+        UnevenSampler.scale = scale
+
+    def _watch(self) -> None:
+        """Note each request that begins, with the number of its tokens that are cached."""
+        core = self.engine._llm.llm_engine.engine_core.engine_core
+        manager = core.scheduler.kv_cache_manager
+        asked = manager.get_computed_blocks
+
+        def noted(request: Any) -> Any:
+            found = asked(request)
+            tokens = list(request.prompt_token_ids)
+            self.begun.append({"tokens": tokens, "cached": found[1], "version": self.version})
+            return found
+
+        manager.get_computed_blocks = noted
+
+    def sampler(self, position: int, folder: Path | None = None) -> AheadSampler:
+        """A run's; it starts from nothing but what is on the disk."""
+        self.workers = RolloutWorkers(
+            self.engine,
+            self.layout,
+            self.config.rollout,
+            rewards_of("exact_match"),
+            self.sample_store,
+        )
+        recipe = self.config.recipe
+        return UnevenSampler(
+            self.engine,
+            self.workers,
+            TwoPrompts(self.scale),  # type: ignore[arg-type]
+            recipe,
+            self.config.rollout,
+            self.layout,
+            num_prompts_per_step=NUM_GROUPS,
+            seed=3,
+            position=position,
+            sample_store=self.sample_store,
+            bank=self.work / "bank",
+            folder=folder,
+        )
+
+    def step(self, sampler: AheadSampler, version: int) -> dict[str, Any]:
+        """A step, and some sampling ahead of the next one."""
+        sampler.pause()
+        self.engine.reload(weights(self.folder, version).items())
+        self.version = version
+        collected = sampler.collect(version)
+        table = collected.table
+        mine = [
+            self.sample_store._samples[int(number)]
+            for number, home in zip(table.numbers, table.homes, strict=True)
+            if home == self.sample_store.home
+        ]
+        self.taken.extend(mine)
+        sampler.work_until(after(6))
+        return {
+            "draws": sorted(set(table.draws.tolist())),
+            "num_samples": len(table),
+            "staleness": (version - table.oldest_versions).tolist(),
+            "metrics": collected.metrics,
+            "rewarded": bool(table.has_reward.all()),
+        }
+
+
+def after(count: int) -> Callable[[], bool]:
+    """A call that begins after `count` questions for it."""
+    left = [count]
+
+    def is_called() -> bool:
+        left[0] -= 1
+        return left[0] < 0
+
+    return is_called
+
+
+def sample_ahead(
+    checkpoint: str,
+    work: str,
+    *,
+    tp_size: int = 1,
+    staleness: int = 2,
+    stale: str = "finish",
+    kv: str = "recompute",
+    scale: int = 1,
+    spoils: bool = False,
+) -> dict[str, Any]:
+    """Steps under weights of their own, of which the last ones are lost, and a run that resumes
+    from a checkpoint before these; then all tokens are scored under all weights."""
+    dist.init_process_group("gloo")
+    config = RLConfig.of(
+        rollout_ranks="0-1",
+        max_staleness=staleness,
+        stale_rollouts=stale,
+        kv_after_update=kv,
+        num_samples_per_prompt=NUM_SAMPLES,
+        max_response_tokens=MAX_TOKENS * scale,
+    )
+    job = Job(Path(checkpoint), Path(work), config, tp_size=tp_size, scale=scale, dtype="float32")
+    sampler, steps, state = job.sampler(0), [], job.work / "saved"
+    position = 0
+    for version in range(1, KILLED_AT + 1):
+        steps.append(job.step(sampler, version))
+        if version == SAVED_AT:
+            sampler.save(state)
+            position = sampler.position
+            dist.barrier()
+            sampler.saved()
+    sampler.pause()  # ends what runs; what it has is lost, but for the bank
+    sampler.close()
+    job.workers.close()
+    dist.barrier()
+    if spoils and dist.get_rank() == 0:
+        spoil(sorted((job.work / "bank").glob("*.bank"))[0])
+    dist.barrier()
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"  # the store is that of the first run
+    resumed = job.sampler(position, state)
+    found: dict[str, Any] = {"num_banked": resumed.num_banked, "skipped": resumed.skipped}
+    again = [job.step(resumed, version) for version in range(SAVED_AT + 1, NUM_STEPS + 1)]
+    resumed.save(job.work / "end")
+    found |= {"lost": steps[SAVED_AT:], "steps": steps[:SAVED_AT] + again, "begun": job.begun}
+    found["end"] = str(job.work / "end" / "ahead.json")
+    resumed.pause()
+    resumed.close()
+    found |= rescored(job.engine, job.folder, job.taken, NUM_STEPS)
+    job.workers.close()
+    job.engine.close()
+    dist.destroy_process_group()
+    return found
+
+
+def spoil(file: Path) -> None:
+    """Flip a bit in the middle of the first record."""
+    data = bytearray(file.read_bytes())
+    at = data.index(b"\x89RLBANK\n") + 60
+    data[at] ^= 1
+    file.write_bytes(bytes(data))

@@ -1,0 +1,109 @@
+"""Engines that sample ahead, on real engines whose weights change under their responses.
+
+What the ranks do is in `ahead_jobs`; it runs once a case, and each test looks at a part of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.ahead_jobs import NUM_GROUPS, NUM_SAMPLES, NUM_STEPS
+from tests.rank_pool import RankPool
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+
+CASES: dict[str, dict[str, Any]] = {
+    "TP1": {"tp_size": 1, "staleness": 2, "spoils": True},
+    "TP2": {"tp_size": 2, "staleness": 1},
+    "kept KV": {"arch": "qwen3", "staleness": 2, "kv": "keep", "scale": 7},
+    "drop": {"staleness": 1, "stale": "drop"},
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def run(
+    case: str,
+    checkpoint_factory: Callable[..., Path],
+    ranks: RankPool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[dict[str, Any]]:
+    arguments = dict(CASES[case])
+    checkpoint = checkpoint_factory(arguments.pop("arch", "deepseek_v3"))
+    work = tmp_path_factory.mktemp("ahead")
+    job = "tests.dist.ahead_jobs:sample_ahead"
+    return ranks.run(job, world_size=2, checkpoint=checkpoint, work=work, **arguments)
+
+
+def test_every_part_of_a_response_has_the_log_probs_of_the_weights_of_its_version(
+    case: str, run: list[dict[str, Any]]
+) -> None:
+    assert sum(of_rank["mixed"] for of_rank in run) >= 4
+    for of_rank in run:
+        if case != "kept KV":  # keys and values of earlier weights
+            assert of_rank["own"] < 1e-3 < 0.02 < of_rank["others"]
+
+
+def test_every_draw_is_trained_once_or_dropped_and_none_older_than_it_may_be(
+    case: str, run: list[dict[str, Any]]
+) -> None:
+    steps = run[0]["steps"]
+    assert [step["draws"] for step in steps] == [step["draws"] for step in run[1]["steps"]]
+    for step in steps:
+        assert len(step["draws"]) == NUM_GROUPS and step["rewarded"]
+        assert step["num_samples"] == NUM_GROUPS * NUM_SAMPLES
+        assert 0 <= step["metrics"]["rollout/staleness_max"] <= CASES[case]["staleness"]
+    assert max(step["metrics"]["rollout/staleness_max"] for step in steps) > 0
+    draws = [draw for step in steps for draw in step["draws"]]
+    end = json.loads(Path(run[0]["end"]).read_text())
+    known = {*draws, *map(int, end["outstanding"])}
+    assert len(draws) == len(set(draws)) == NUM_GROUPS * NUM_STEPS
+    assert len(known) == len(draws) + len(end["outstanding"])
+    dropped = sum(step["metrics"]["rollout/stale_groups"] for step in steps)
+    assert end["next_draw"] == len(known) + dropped
+    assert (dropped > 0) == (case == "drop")
+
+
+def test_groups_that_finished_after_the_checkpoint_are_not_sampled_again(
+    case: str, run: list[dict[str, Any]]
+) -> None:
+    assert run[0]["num_banked"] >= NUM_GROUPS
+    lost = {draw for step in run[0]["lost"] for draw in step["draws"]}
+    again = {draw for step in run[0]["steps"] for draw in step["draws"]}
+    assert lost <= again
+    if "spoils" in CASES[case]:
+        (said,) = run[0]["skipped"]
+        assert ".bank: record at byte" in said and "its checksum differs" in said
+    else:
+        assert not run[0]["skipped"]
+
+
+def test_no_request_finds_keys_of_weights_that_it_has_not_begun_with(
+    case: str, run: list[dict[str, Any]]
+) -> None:
+    """vLLM on CPU has blocks of 128 positions, and none of MLA that may be shared."""
+    if case != "kept KV":
+        pytest.skip("nothing is kept")
+    going_on = 0
+    for of_rank in run:
+        known: set[tuple[int, str]] = set()
+        for each in of_rank["begun"]:
+            length, key = len(each["tokens"]), (each["version"], str(each["tokens"][:140]))
+            if length == 140 and key not in known:
+                assert each["cached"] == 0  # though the prompt was there, of other weights
+            if length == 140:
+                known.add(key)
+            elif each["cached"] > 128:
+                assert each["cached"] == (length - 1) // 128 * 128
+                going_on += 1
+    assert going_on > 4
+    assert max(of_rank["own"] for of_rank in run) > 1e-3  # what was kept is of earlier weights

@@ -79,7 +79,8 @@ def test_groups_that_finished_after_the_checkpoint_are_not_sampled_again(
     assert run[0]["num_banked"] >= NUM_GROUPS
     lost = {draw for step in run[0]["lost"] for draw in step["draws"]}
     again = {draw for step in run[0]["steps"] for draw in step["draws"]}
-    assert lost <= again
+    if case != "drop":  # else they may be too old, because all of them are there at once
+        assert lost <= again
     if "spoils" in CASES[case]:
         (said,) = run[0]["skipped"]
         assert ".bank: record at byte" in said and "its checksum differs" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +114,87 @@ def lasting(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def rollouts_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+
+
+# name -> flags, ranks, the largest staleness
+AHEAD: dict[str, tuple[str, int, int]] = {
+    "remax, dynamic sampling, r3, two engines": (
+        "--rl-algorithm remax --rl-dynamic-sampling --rl-max-refills 2 --rl-routing-replay r3 "
+        "--expert-model-parallel-size 2 --rl-rollout-ranks 2-3 --rl-eval-interval 2 "
+        "--rl-num-eval-prompts 8",
+        4,
+        3,
+    ),
+    "environment with a slow tool": (
+        "--tensor-model-parallel-size 2 --rl-rollout-ranks 2-3 --rl-max-turns 3 "
+        "--rl-max-response-tokens 24 --rl-max-turn-tokens 4 --rl-reward environment",
+        4,
+        1,
+    ),
+    "critic, reward model apart, stop strings": (
+        "--rl-algorithm ppo --rl-critic-ep-size 1 --rl-reward-ranks 2 --rl-reward-ep-size 1 "
+        "--expert-model-parallel-size 1 --rl-reward arithmetic,model --rl-reward-weights 1,0.01 "
+        "--rl-rollout-ranks 1 --rl-stop 7 --rl-routing-replay off",
+        3,
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", AHEAD)
+def test_engines_that_sample_ahead_train_every_draw_once_and_in_time(
+    case: str, warmed_checkpoint: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    flags, num_ranks, most = AHEAD[case]
+    more = [*SMALL, *flags.split(), *ahead_files(case, warmed_checkpoint, tmp_path)]
+    more += ["--rl-max-staleness", str(most), "--rl-num-steps", "5"]
+    more += ["--rl-num-logged-rollouts", "1000"]
+    tokens = task_flags(warmed_checkpoint, tmp_path / "run", *more)
+    run_job(ranks, tokens, world_size=num_ranks).require(0)
+    metrics = [step for step in metrics_of(tmp_path / "run") if "reward/mean" in step]
+    assert [step["step"] for step in metrics] == list(range(5))
+    for step in metrics:
+        assert 0 <= step["rollout/staleness_max"] <= most
+        assert step["rollout/failures"] == step["reward/failures"] == 0
+        assert step.get("moe/replayed_share", 1.0) == 1.0
+    rows = rollouts_of(tmp_path / "run")
+    for row in rows:
+        assert 0 <= row["step"] + 1 - row["oldest_weight_version"] <= most
+    assert max(row["step"] + 1 - row["oldest_weight_version"] for row in rows) > 0
+    draws = Counter(row["draw"] for row in rows)
+    assert set(draws.values()) == {4} and len(draws) == 5 * 4
+    end = json.loads(
+        (tmp_path / "run" / "checkpoints" / "iter_0000005" / "rollout" / "ahead.json").read_text()
+    )
+    dropped = sum(step["rollout/uninformative_groups"] for step in metrics)
+    left = end["next_draw"] - len({*draws, *map(int, end["outstanding"])})
+    assert left >= dropped and (left > 0) == ("dynamic" in case)
+    if "stop" in case:
+        assert all(row["response"].count("7") <= row["response"].endswith("7") for row in rows)
+    if "slow" in case:
+        turns = [turn for row in rows for turn in row["response"].split("\n")]
+        assert len(turns) > 4 * len(draws)
+
+
+SLOW_TOOL = '''
+import time
+from mcore_rl.api.environment import Environment, StepResult
+
+class Slow(Environment):
+    """Answers two turns after a while with a number."""
+
+    def start(self, prompt):
+        self.turns = 0
+
+    def step(self, response):
+        time.sleep(0.2)
+        self.turns += 1
+        return StepResult("12", 1.0, self.turns == 3)
+'''
+
+
+def ahead_files(case: str, checkpoint: Path, folder: Path) -> tuple[str, ...]:
+    if "slow" not in case:
+        return task_of(case, checkpoint, folder)
+    (folder / "slow.py").write_text(SLOW_TOOL)
+    return ("--rl-environment", f"{folder / 'slow.py'}:Slow")

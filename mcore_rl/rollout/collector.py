@@ -29,9 +29,9 @@ from mcore_rl.hybrid_engine.vllm.generation import Sampling
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.timeline import TimeSpan
 from mcore_rl.rollout.ahead_state import AheadState
-from mcore_rl.rollout.dispatch import SamplingTarget
+from mcore_rl.rollout.dispatch import SamplingTarget, StepCounts
 from mcore_rl.rollout.engines import RolloutWorkers
-from mcore_rl.rollout.groups import GroupPlan, StepCounts
+from mcore_rl.rollout.groups import GroupPlan
 from mcore_rl.rollout.options import RolloutOptions
 from mcore_rl.rollout.sample_store import SampleStore
 

@@ -97,6 +97,35 @@ class SamplingTarget:
         )
 
 
+@dataclass(slots=True)
+class StepCounts:
+    """The counts of a step, of one TP group or summed over all.
+
+    Example: of 6 groups of 8 samples 2 are pending:
+
+        StepCounts(num_draws=6, started=6, pending=2, generated_tokens=9000, left_samples=16,
+                   left_tokens=3000)
+    """
+
+    num_draws: int = 0  # counted from the step's first draw
+    started: int = 0
+    refills: int = 0  # among `started`, replacing groups without a difference
+    stale: int = 0  # pending groups dropped at once because of their age
+    dropped: int = 0  # including `stale`
+    pending: int = 0
+    generated_tokens: int = 0
+    left_samples: int = 0  # of dropped or pending groups
+    left_tokens: int = 0  # their tokens so far
+
+    def __add__(self, other: StepCounts) -> StepCounts:
+        counts = {
+            f.name: getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)
+        }
+        return dataclasses.replace(
+            StepCounts(**counts), num_draws=max(self.num_draws, other.num_draws)
+        )
+
+
 class Dispatcher:
     """Assigns a step's draws to one TP group; on its first rank."""
 

@@ -31,8 +31,14 @@ from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.conversations import Conversations
-from mcore_rl.rollout.dispatch import Counters, Dispatcher, LocalCounters, SamplingTarget
-from mcore_rl.rollout.groups import Differs, GroupPlan, GroupScheduler, StepCounts
+from mcore_rl.rollout.dispatch import (
+    Counters,
+    Dispatcher,
+    LocalCounters,
+    SamplingTarget,
+    StepCounts,
+)
+from mcore_rl.rollout.groups import Differs, GroupPlan, GroupScheduler
 from mcore_rl.rollout.options import RolloutOptions
 from mcore_rl.rollout.pending import read_groups, write_groups
 from mcore_rl.rollout.sample_store import SampleStore

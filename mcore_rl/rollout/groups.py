@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from operator import itemgetter
 
@@ -30,7 +30,7 @@ from mcore_rl.rewards.functions import ENVIRONMENT
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.conversations import Conversations, NextTurn, turns_of
-from mcore_rl.rollout.dispatch import Dispatcher
+from mcore_rl.rollout.dispatch import Dispatcher, StepCounts
 from mcore_rl.rollout.segments import OpenGroup, extend_rollout, is_finished, new_rollout
 from mcore_rl.rollout.stream import StreamActions
 
@@ -140,31 +140,6 @@ class GroupDecision:
     pending: tuple[int, ...] = ()  # draws that resume in a later step
     # rewards of environments, by draw and index
     turns: Mapping[tuple[int, int], tuple[TurnReward, ...]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class StepCounts:
-    """The counts of a step, of one TP group or summed over all.
-
-    Example: of 6 groups of 8 samples 2 are pending:
-
-        StepCounts(num_draws=6, started=6, pending=2, generated_tokens=9000, left_samples=16,
-                   left_tokens=3000)
-    """
-
-    num_draws: int = 0  # counted from the step's first draw
-    started: int = 0
-    refills: int = 0  # among `started`, replacing groups without a difference
-    stale: int = 0  # pending groups dropped at once because of their age
-    dropped: int = 0  # including `stale`
-    pending: int = 0
-    generated_tokens: int = 0
-    left_samples: int = 0  # of dropped or pending groups
-    left_tokens: int = 0  # their tokens so far
-
-    def __add__(self, other: StepCounts) -> StepCounts:
-        counts = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        return replace(StepCounts(**counts), num_draws=max(self.num_draws, other.num_draws))
 
 
 class GroupScheduler:

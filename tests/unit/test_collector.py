@@ -16,8 +16,8 @@ from mcore_rl.data.prompts import prompt_indices
 from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.collector import Collected, Collector
-from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, SamplingTarget
-from mcore_rl.rollout.groups import GroupPlan, StepCounts
+from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, SamplingTarget, StepCounts
+from mcore_rl.rollout.groups import GroupPlan
 from mcore_rl.rollout.segments import new_rollout
 from mcore_rl.trainer.step_metrics import rollout_metrics
 from tests.held import HeldHere

@@ -485,7 +485,7 @@ def test_the_experts_of_a_cut_response_are_unknown(servers, make):
 
 @pytest.mark.parametrize("urls", [(), ("ftp://a",), ("http://a:1", "http://a:1/")])
 def test_unusable_addresses_are_a_usage_error(urls):
-    with pytest.raises(UsageError, match="--rl-rollout-servers"):
+    with pytest.raises(UsageError, match="ServersConfig"):
         ServerEngine(ServersConfig(urls, seqs_per_server=1, vocab_size=2), Tokenizer())
 
 

@@ -33,7 +33,7 @@ from mcore_rl.hybrid_engine.remote.server_pool import ServerPool
 from mcore_rl.hybrid_engine.vllm.drafter import DraftCounts
 from mcore_rl.moe.routing import RoutedLayers
 
-_FLAG = "--rl-rollout-servers"
+_NAME = "ServersConfig"  # in messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +83,14 @@ class ServerEngine:
         self.config, self.tokenizer = config, tokenizer
         urls = [url.rstrip("/") for url in config.urls]
         for url in urls:
-            checked_url(url, _FLAG)
+            checked_url(url, f"{_NAME} urls")
         if len(set(urls)) < len(urls) or not urls:
             raise UsageError(
                 "must name at least one server, and each once",
-                flag=f"{_FLAG} {','.join(urls)}",
+                flag=f"{_NAME} urls {','.join(urls)}",
                 remedy="correct the list",
             )
-        header = header_from(config.header_env, f"{_FLAG}-header-env")
+        header = header_from(config.header_env, f"{_NAME} header_env")
         self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         self._loop = LoopThread()
         self._session, self._pool = self._loop.call(lambda: self._start(urls, header))

@@ -324,8 +324,7 @@ def test_three_wrong_answers_from_different_servers_fail_a_response(servers, mak
 def test_a_request_at_fault_excludes_no_server(servers, make):
     for server in servers:
         server.status = 400
-    engine = make(*servers, admits=False, probe_interval_seconds=3600)
-    engine.admit([each.url for each in servers], 1)
+    engine = make(*servers)
     completion = sampled(engine, [request_of(0)])[0]
     assert completion.failure is not None and "400" in completion.failure
     assert len(engine.admitted) == 3 and engine.take_metrics()["servers/refused"] == 3

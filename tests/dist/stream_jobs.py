@@ -67,6 +67,9 @@ class Trickle:
     def dropped(self, request: Request, num_tokens: int) -> None:
         self.dropped_lengths[request.number] = num_tokens
 
+    def restored(self, draws: Sequence[int]) -> None:
+        raise AssertionError("there is no bank")
+
     def between_steps(self, num_running: int, step_seconds: float) -> None:
         """Nothing."""
 

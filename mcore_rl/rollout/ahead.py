@@ -189,9 +189,12 @@ class AheadSampler:
         )
 
     def undo(self) -> None:
-        """Count the last step's draws as not sampled: a run that resumes samples them again."""
+        """Count the last step's draws as not sampled: a run that resumes samples them again, and
+        repeats the step with weights of the same version."""
         self._scheduler.forget_banked(self._taken)
         self._undone = dict(self._taken)
+        assert self._last_version is not None, "no step to undo"
+        self._last_version -= 1
 
     @property
     def position(self) -> int:
@@ -230,10 +233,13 @@ class AheadSampler:
             self._draws.flush()
         objects.barrier()  # all TP groups have flushed
         stale: tuple[int, ...] = ()
+        if self._last_version is not None and self._metrics.num_steps == 0:
+            # Versions without a step, such as that of the last evaluation of a run.
+            self._metrics.last_before = self._last_version
+            self._metrics.num_skipped = weight_version - 1 - self._last_version
         if self._admission is not None and self._draws is not None:
-            if self._last_version is not None and self._metrics.num_steps == 0:
-                # Versions without a step, such as that of the last evaluation of a run.
-                self._admission.skip_versions(weight_version - 1 - self._last_version)
+            if self._metrics.num_steps == 0:
+                self._admission.skip_versions(self._metrics.num_skipped)
             stale = self._draws.begin_step(weight_version)
         self._stale = objects.broadcast(stale)
         self._scheduler.forget(self._stale)

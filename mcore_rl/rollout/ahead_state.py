@@ -12,7 +12,7 @@ import numpy as np
 
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.common import objects
-from mcore_rl.common.errors import not_held
+from mcore_rl.common.errors import UsageError, not_held
 from mcore_rl.common.readers import InvalidData, integer_within, parse_json
 from mcore_rl.rollout.admission import AdmissionCounts
 from mcore_rl.rollout.segments import OpenGroup
@@ -64,11 +64,24 @@ class AheadState:
         return found
 
 
+def require_nothing_outstanding(folder: Path) -> None:
+    """Refuse a checkpoint's `folder` with groups that only a run that samples ahead continues."""
+    if outstanding := AheadState.read(folder, 0).outstanding:
+        raise UsageError(
+            f"has {len(outstanding)} groups that were sampled ahead, which only a run that does so "
+            "continues",
+            flag=f"--load {folder.parent}",
+            remedy="give --rl-rollout-ranks and --rl-max-staleness 1 or more",
+        )
+
+
 @dataclass(slots=True)
 class AheadMetrics:
     """What is measured between two steps, on a rank of engines."""
 
     num_steps: int = 0
+    num_skipped: int = 0  # versions without a step, after version `last_before`
+    last_before: int = 0
     sampling_seconds: float = 0.0  # of the last step, mean of all engines
     _counted: AdmissionCounts = field(default_factory=lambda: AdmissionCounts(0, 0, 0, 0, 0))
 
@@ -90,7 +103,9 @@ class AheadMetrics:
         seconds, num_versions, num_rollouts = everywhere.sum(axis=0)
         before, self._counted = self._counted, admitted
         self.sampling_seconds = float(seconds) / len(everywhere)
-        staleness = np.maximum(0, weight_version - table.oldest_versions)
+        oldest = table.oldest_versions
+        oldest = oldest + self.num_skipped * (oldest <= self.last_before)
+        staleness = np.maximum(0, weight_version - oldest)
         return {
             "rollout/staleness_mean": float(staleness.mean()),
             "rollout/staleness_max": float(staleness.max()),

@@ -23,12 +23,11 @@ from mcore_rl.algorithms.estimators import select_informative_groups
 from mcore_rl.algorithms.recipes import Algorithm
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Prompt, ScoredRollout
-from mcore_rl.common.errors import UsageError, not_held
+from mcore_rl.common.errors import not_held
 from mcore_rl.data.prompts import PromptDataset, prompt_indices, prompt_of_draw
 from mcore_rl.hybrid_engine.vllm.generation import Sampling
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.timeline import TimeSpan
-from mcore_rl.rollout.ahead_state import AheadState
 from mcore_rl.rollout.dispatch import SamplingTarget, StepCounts
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.groups import GroupPlan
@@ -151,7 +150,6 @@ class Collector:
         has other content."""
         if not folder.is_dir():
             return  # an earlier version wrote the checkpoint
-        _require_nothing_outstanding(folder)
         self.lengths[:] = lengths_in(folder / _LENGTHS, len(self.lengths))
         recipe = self._recipe
         num_responses = recipe.num_samples_per_prompt + recipe.needs_greedy_baseline
@@ -242,17 +240,6 @@ class Collector:
 
     def _prompt_rows(self, draw: int, count: int) -> np.ndarray:
         return prompt_indices(len(self._prompts), start=draw, count=count, seed=self._seed)
-
-
-def _require_nothing_outstanding(folder: Path) -> None:
-    """Refuse a checkpoint with groups that only a run that samples ahead continues."""
-    if outstanding := AheadState.read(folder, 0).outstanding:
-        raise UsageError(
-            f"has {len(outstanding)} groups that were sampled ahead, which only a run that does so "
-            "continues",
-            flag=f"--load {folder.parent}",
-            remedy="give --rl-rollout-ranks and --rl-max-staleness 1 or more",
-        )
 
 
 def lengths_in(path: Path, num_rows: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -17,6 +17,7 @@ from mcore_rl.batching.types import Prompt, ScoredRollout
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request
 from mcore_rl.hybrid_engine.vllm.sampling_engine import SamplingEngine
 from mcore_rl.rewards.stack import RewardStack
+from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.bank import Bank
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.groups import Differs, GroupDecision, GroupPlan, GroupScheduler
@@ -128,7 +129,8 @@ class ContinuousScheduler(GroupScheduler):
                     self._queue.append(self.plan.request(group.draw, rollout))
                 else:
                     self._start_conversation(group.draw, rollout)
-            elif index not in group.outcomes and self._rewards is not None:
+            elif not _has_rewards(group.outcomes.get(index)) and self._rewards is not None:
+                group.outcomes.pop(index, None)  # whatever failed may be back
                 number = group.draw * self.plan.size + index
                 self._tickets[self._rewards.begin(rollout)] = number
         if self._is_rewarded(group):
@@ -204,7 +206,7 @@ class ContinuousScheduler(GroupScheduler):
             group = self.open[draw] = self._banked.pop(draw)
             self._on_disk.add(draw)
             if self._draws is not None:
-                self._compare(group)
+                self._continue(group)
 
     # Internal
 
@@ -264,6 +266,10 @@ class ContinuousScheduler(GroupScheduler):
         assert self._draws is not None
         if draw in self.open:
             self._draws.finish(draw, is_informative=differs)
+
+
+def _has_rewards(outcomes: Mapping[str, Outcome] | None) -> bool:
+    return outcomes is not None and all(each.kind is None for each in outcomes.values())
 
 
 def _always(scored: Sequence[ScoredRollout]) -> bool:

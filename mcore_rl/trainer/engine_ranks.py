@@ -172,6 +172,7 @@ class EngineRanks:
     def save(self, *, folder: str) -> None:
         """Write the state of the sampling."""
         self._sampling.collector.save(Path(folder))
+        objects.barrier()  # the answer, which the first rank sends, says that all have written
 
     def saved(self) -> None:
         """Remove from the bank what the checkpoint that is now complete has trained on."""

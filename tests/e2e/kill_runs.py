@@ -1,13 +1,14 @@
 """Kill runs whose engines sample ahead at random moments, and count the draws that they train on.
 
-    python -m tests.e2e.kill_runs [--kills 20] [--seed 0] [--staleness 1,2] [--trainers 2]
-                                  [--engines 2] [--steps 6] [--folder DIR]
+    python -m tests.e2e.kill_runs [--kills 20] [--kills-per-run 4] [--seed 0] [--staleness 1,2]
+                                  [--trainers 2] [--engines 2] [--steps 8] [--folder DIR]
 
 A run of the tiny task by the launcher saves every step. SIGKILL ends a random rank, of the trainers
 or of the engines, at a random moment, and the same command starts the run again, until its last
-step is done. After every kill the launcher must have ended by itself and have left no process and
-no shared memory. At a run's end each draw below the last position has been trained on exactly once,
-in time, or is outstanding in the last checkpoint. Exit code 0 if all of this holds, else 1.
+step is done, or until it has been killed often enough and is left alone. After every kill the
+launcher must have ended by itself and have left no process and no shared memory. At a run's end
+each draw below the last position has been trained on exactly once, in time, or is outstanding in
+the last checkpoint. Exit code 0 if all of this holds, else 1.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ from mcore_rl.observe.run_directory import read_metrics
 from scripts import kill_test
 from tests.rank_pool import ROOT
 
-NUM_PROMPTS, NUM_SAMPLES = 4, 2
+NUM_PROMPTS, NUM_SAMPLES = 8, 2
+READY = "model and engines ready"
 BANKED = re.compile(r"\[Resume\] the bank has (\d+) finished groups")
 
 
@@ -48,7 +50,9 @@ class Setting:
     work: Path
     num_trainers: int = 2
     num_engines: int = 2
-    num_steps: int = 6
+    num_steps: int = 8
+    allowed: tuple[int, ...] = (1, 2)  # values of --rl-max-staleness
+    kills_per_run: int = 4
 
     @property
     def num_ranks(self) -> int:
@@ -66,7 +70,7 @@ class Setting:
             *("--rl-num-prompts-per-step", str(NUM_PROMPTS)),
             *("--rl-num-samples-per-prompt", str(NUM_SAMPLES)),
             *("--rl-num-logged-rollouts", "1000", "--rl-eval-interval", "0"),
-            *("--rl-max-prompt-tokens", "24", "--rl-max-response-tokens", "64"),
+            *("--rl-max-prompt-tokens", "24", "--rl-max-response-tokens", "96"),
             *("--rl-rollout-kv-cache-gib", "0.1", "--lr", "1e-3"),
             *("--rl-rollout-ranks", engines, "--rl-max-staleness", str(staleness)),
             *("--rl-run-dir", str(folder)),
@@ -76,14 +80,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL to a rank, so long after so many lines of metrics have been written."""
+    """SIGKILL to a rank, so long after so many steps of this start, or while it starts."""
 
     rank: int
-    num_lines: int
+    num_steps: int  # -1: before the engines are ready
     delay_seconds: float
 
     def __str__(self) -> str:
-        return f"rank {self.rank}, {self.delay_seconds:.2f} s after {self.num_lines} steps"
+        moment = "the start" if self.num_steps < 0 else f"{self.num_steps} steps"
+        return f"rank {self.rank}, {self.delay_seconds:.2f} s after {moment}"
 
 
 @dataclass
@@ -115,7 +120,15 @@ def start(
         **{kill_test.MARK: mark, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
         "TORCHINDUCTOR_CACHE_DIR": str(setting.work / "inductor"),
     }
-    with tempfile.TemporaryFile("w+") as output:
+    log = setting.work / f"{folder.name}.{mark}.log"
+    before = num_lines(folder)
+
+    def has_come(moment: int) -> bool:
+        if moment < 0:
+            return True
+        return num_lines(folder) >= before + moment and READY in log.read_text(errors="replace")
+
+    with log.open("w") as output:
         process = subprocess.Popen(
             [*setting.command(folder, staleness), *more],
             cwd=ROOT,
@@ -125,10 +138,9 @@ def start(
         )
         names = kill_test.SharedNames(process.pid)
         names.start()
-        was_killed = kill is not None and _kill(process, folder, kill)
+        was_killed = kill is not None and _kill(process, kill, has_come)
         process.wait()
-        output.seek(0)
-        ending = Ending(process.returncode, output.read(), was_killed)
+    ending = Ending(process.returncode, log.read_text(errors="replace"), was_killed)
     if stray := kill_test.processes_with(mark):
         ending.faults.append(f"{len(stray)} processes are left: {stray}")
     if memory := names.left():
@@ -144,10 +156,10 @@ def start(
     return ending
 
 
-def _kill(process: subprocess.Popen[bytes], folder: Path, kill: Kill) -> bool:
+def _kill(process: subprocess.Popen[bytes], kill: Kill, has_come: Callable[[int], bool]) -> bool:
     """Wait for the moment, and kill the rank; False if the run has ended before."""
     while process.poll() is None:
-        if num_lines(folder) >= kill.num_lines and (pid := _pid_of(process.pid, kill.rank)):
+        if has_come(kill.num_steps) and (pid := _pid_of(process.pid, kill.rank)):
             time.sleep(kill.delay_seconds)
             if process.poll() is None and psutil.pid_exists(pid):
                 os.kill(pid, signal.SIGKILL)
@@ -211,24 +223,28 @@ def faults_of_history(folder: Path, num_steps: int, staleness: int) -> list[str]
     return found
 
 
-def run_kills(
-    setting: Setting, kills: int, seed: int, allowed: Sequence[int], console: Console
-) -> int:
+def drawn(rng: random.Random, setting: Setting, num_done: int) -> Kill:
+    """A moment of a run of which so many steps are done."""
+    num_left = max(1, setting.num_steps - num_done)
+    moment = -1 if rng.random() < 0.15 else rng.randrange(min(3, num_left))
+    return Kill(
+        rng.randrange(setting.num_ranks), moment, (0.6 if moment >= 0 else 8) * rng.random()
+    )
+
+
+def run_kills(setting: Setting, kills: int, seed: int, console: Console) -> int:
     """Kill until `kills` kills have happened, and end the last run; return the number of faults."""
     rng, num_done, num_runs, num_bad = random.Random(seed), 0, 0, 0
     table = Table(title=f"{kills} kills, seed {seed}")
     for name in ("run", "K", "killed", "exit code", "found in the bank", "then"):
         table.add_column(name)
     while num_done < kills:
-        folder, staleness = setting.work / f"run{num_runs}", rng.choice(allowed)
-        is_over = False
+        folder, staleness = setting.work / f"run{num_runs}", rng.choice(setting.allowed)
+        is_over, of_run = False, 0
         while not is_over:
             kill = None
-            if num_done < kills:
-                first = num_lines(folder)
-                num_left = setting.num_steps - len(metrics_so_far(folder))
-                lines = first + rng.randrange(max(1, num_left))
-                kill = Kill(rng.randrange(setting.num_ranks), lines, 1.5 * rng.random())
+            if num_done < kills and of_run < setting.kills_per_run:
+                kill = drawn(rng, setting, len(metrics_so_far(folder)))
             ending = start(setting, folder, staleness, kill)
             is_over = not ending.was_killed
             faults, then = ending.faults, f"{len(metrics_so_far(folder))} steps are there"
@@ -236,6 +252,7 @@ def run_kills(
                 faults = faults_of_history(folder, setting.num_steps, staleness)
                 then = "every draw was trained once"
             num_done += ending.was_killed
+            of_run += ending.was_killed
             num_bad += bool(faults)
             killed = str(kill) if ending.was_killed else "-"
             said = (str(staleness), killed, str(ending.exit_code), str(ending.num_banked))
@@ -257,21 +274,23 @@ def metrics_so_far(folder: Path) -> dict[int, dict[str, float]]:
 def main(tokens: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--kills-per-run", type=int, default=4, help="before a run is left alone")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--staleness", default="1,2", help="values of --rl-max-staleness")
     parser.add_argument("--trainers", type=int, default=2)
     parser.add_argument("--engines", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--folder", type=Path, help="keep all files there; a temporary one if not")
     args = parser.parse_args(tokens)
     with tempfile.TemporaryDirectory(prefix="mcore_rl_kill_") as temporary:
         work = args.folder or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
         checkpoint = kill_test.make_checkpoint(work / "checkpoint", size="micro")
-        setting = Setting(checkpoint, work, args.trainers, args.engines, args.steps)
-        allowed = [int(each) for each in args.staleness.split(",")]
+        allowed = tuple(int(each) for each in args.staleness.split(","))
+        sizes = args.trainers, args.engines, args.steps
+        setting = Setting(checkpoint, work, *sizes, allowed, args.kills_per_run)
         console = Console(width=140, highlight=False)
-        return int(run_kills(setting, args.kills, args.seed, allowed, console) > 0)
+        return int(run_kills(setting, args.kills, args.seed, console) > 0)
 
 
 if __name__ == "__main__":

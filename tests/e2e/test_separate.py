@@ -12,7 +12,16 @@ import pytest
 from mcore_rl.observe.timeline import ENGINES, IDLE, SAMPLING, TRAINER, UPDATE, read_timeline
 from tests.conftest import load_script
 from tests.dist.test_value_model import reward_model
-from tests.e2e.recipe import MEASURED, SMALL, metrics_of, run_job, task_flags
+from tests.e2e.recipe import (
+    HOOKS,
+    SMALL,
+    Ended,
+    exported_weights,
+    metrics_of,
+    run_job,
+    seeded_metrics,
+    task_flags,
+)
 from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -25,7 +34,7 @@ CALCULATOR = tuple(
 # name -> flags, ranks of the actor with the engines, and engines, ranks and flags of their own
 SYNCHRONOUS: dict[str, tuple[tuple[str, ...], int, int, str]] = {
     # Two engines, in which the speed of none decides what is sampled.
-    "remax, dynamic sampling, r3, oversampling": (
+    "remax, dynamic sampling, r3, oversampling, killed and resumed": (
         tuple(
             "--rl-algorithm remax --rl-dynamic-sampling --rl-max-refills 2 --rl-routing-replay r3 "
             "--rl-oversample 2 --rl-deterministic --expert-model-parallel-size 2".split()
@@ -59,14 +68,27 @@ def test_synchronous_engines_reproduce_a_colocated_run(
 ) -> None:
     flags, num_together, num_apart, apart = SYNCHRONOUS[case]
     more = [*SMALL, *flags, "--rl-num-steps", "3", *task_of(case, warmed_checkpoint, tmp_path)]
-    own = (*apart.split(), "--rl-max-staleness", "0")
-    for name, num_ranks, extra in (("together", num_together, ()), ("apart", num_apart, own)):
+
+    def run(name: str, num_ranks: int, *extra: str, **environment: str) -> Ended:
         tokens = task_flags(warmed_checkpoint, tmp_path / name, *more, *extra)
-        run_job(ranks, tokens, world_size=num_ranks).require(0)
-    found, expected = (lasting(metrics_of(tmp_path / name)) for name in ("apart", "together"))
-    assert found == expected and len(found) >= 3
-    found, expected = (rollouts_of(tmp_path / name) for name in ("apart", "together"))
-    assert found == expected
+        tokens += ["--rl-export-hf", str(tmp_path / name / "exported")]
+        return run_job(ranks, tokens, world_size=num_ranks, environment=environment)
+
+    run("together", num_together).require(0)
+    own = [*apart.split(), "--rl-max-staleness", "0"]
+    if "killed" in case:
+        own += ["--save-interval", "1"]
+        hook = ("--rl-import", str(HOOKS / "end_at_step.py"))
+        ended = run("apart", num_apart, *own, *hook, MCORE_RL_TEST_END_AT_STEP="1")
+        # The engines end by themselves once the trainers are gone.
+        assert [rank.exit_code for rank in ended.ranks] == [-9, -9, 1, 1], ended.said[-3000:]
+        own += ["--load", str(tmp_path / "apart" / "checkpoints")]
+    run("apart", num_apart, *own).require(0)
+    found, expected = (lasting(seeded_metrics(tmp_path / name)) for name in ("apart", "together"))
+    assert found == expected and found.keys() >= {0, 1, 2}
+    assert exported_weights(tmp_path / "apart") == exported_weights(tmp_path / "together") != {}
+    rows, expected_rows = (rollouts_of(tmp_path / name) for name in ("apart", "together"))
+    assert rows[-8:] == expected_rows[-8:]  # of the last step
     _check_idle_times(tmp_path / "apart")
 
 
@@ -100,16 +122,14 @@ def calculator_prompts(folder: Path) -> tuple[str, ...]:
     )
 
 
-def lasting(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {
-            name: value
-            for name, value in step.items()
-            if not name.startswith((*MEASURED, "reshard/", "offload/", "idle/"))
-            and not name.endswith(("_seconds", "_peak_bytes"))
+def lasting(metrics: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
+    """All but those of the way that weights take, and of idle ranks."""
+    return {
+        step: {
+            n: v for n, v in found.items() if not n.startswith(("reshard/", "offload/", "idle/"))
         }
-        for step in metrics
-    ]
+        for step, found in metrics.items()
+    }
 
 
 def rollouts_of(run_dir: Path) -> list[dict[str, Any]]:

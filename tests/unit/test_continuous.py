@@ -198,3 +198,28 @@ def test_stale_groups_are_dropped_with_what_they_have_in_flight() -> None:
     check_rollouts(run)
     check_draws(run)
     run.close()
+
+
+def test_failed_rewards_of_a_resumed_run_are_asked_for_again() -> None:
+    first = Run(3)
+    first.step(1)
+    first.pause()
+    first.close()
+    groups = {d: g for d, g in first.banks[0].groups.items() if d not in first.trained}
+    for group in groups.values():
+        group.outcomes[1] = {"length": Outcome(0.0, "raised", "the judge is away")}
+    held, banked = sorted(groups)[:2]
+    second = Run(3, groups={held: 1}, next_draw=banked, banked={banked: groups[banked]})
+    second.begin_step(2)
+    second.schedulers[0].load([groups[held]])
+    second.train()
+    second.step(3)
+    for draw in (held, banked):
+        rewards = [second.trained[draw][1].outcomes[index] for index in range(SIZE)]
+        assert [each["length"].kind for each in rewards] == [None] * SIZE
+        sampled = {each.number // SIZE for each in second.engines[0].submitted}
+        assert draw not in sampled
+    begun = sorted(second.schedulers[0]._rewards.begun)  # type: ignore[union-attr]
+    assert {held * SIZE + 1, banked * SIZE + 1} <= set(begun)
+    assert not {held * SIZE, banked * SIZE} & set(begun)
+    second.close()

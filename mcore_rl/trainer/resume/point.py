@@ -20,6 +20,7 @@ from mcore_rl.config import RLConfig
 from mcore_rl.data.prompts import PromptDataset
 from mcore_rl.megatron.hf_checkpoint import fingerprint
 from mcore_rl.megatron.rng import RngState
+from mcore_rl.rollout.ahead_state import require_nothing_outstanding
 from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.folders import Damage
@@ -101,11 +102,14 @@ def find_resume_point(
                     remedy="or begin a new run with the trained weights, which are its reference "
                     "then, by --finetune and another --rl-run-dir",
                 )
+        same_prompts = prompts.are_those_of(state.prompts) is not False
+        if same_prompts and not config.rollout.samples_ahead:
+            require_nothing_outstanding(folder / ROLLOUT)
         return ResumePoint(
             folder,
             _with_known_prompts(state, config, prompts, eval_prompts),
             _of_same_layout(state, rng, spec.train_layout.describe(), args),
-            same_prompts=prompts.are_those_of(state.prompts) is not False,
+            same_prompts=same_prompts,
         )
 
     store = dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None

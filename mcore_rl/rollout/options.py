@@ -152,8 +152,8 @@ class RolloutOptions(Parameters):
         apart = f"--rl-rollout-ranks {self.rollout_ranks}"
         if self.partial_rollouts:
             raise UsageError(
-                f"is for engines on the actor's ranks; with {apart} responses continue across "
-                "updates if --rl-max-staleness is 1 or more",
+                f"is for engines on the actor's ranks, and with {apart} responses continue across "
+                "updates anyway if --rl-max-staleness is 1 or more",
                 flag="--rl-partial-rollouts",
                 remedy="drop it",
             )

@@ -53,7 +53,7 @@ def write_run(folder: Path, *, num_steps: int, **config: Any) -> Path:
         ids = np.arange(10 + step, dtype=np.int32)
         prompt, log_probs = Prompt(4, "1+1", "2", ids), ids.astype(np.float32)
         rollout = Rollout(prompt, 0, "2", ids, log_probs, "stop", step)
-        directory.write_rollouts(step, [ScoredRollout(rollout, 1.0)])
+        directory.write_rollouts(step, [ScoredRollout(rollout, 1.0)], [step])
     directory.close()
     return folder
 

@@ -191,7 +191,14 @@ def test_only_a_browser_that_goes_is_not_reported(running: Path, capsys: Any) ->
 
 def test_command_prints_the_address_and_ends_by_ctrl_c(running: Path) -> None:
     command = [sys.executable, "-m", "mcore_rl.cli", "report", str(running), "--live"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell lets commands in its background ignore the signal.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     with process:
         try:
             assert process.stdout is not None

@@ -50,11 +50,16 @@ def test_a_run_continues_with_other_engines_and_bounds_and_loses_no_draw(
     pending = read_metrics(run_dir / "metrics.jsonl")[0]["rollout/pending_groups"]
     assert pending > 0
     for num_ranks, num_steps, staleness in ((2, 4, 1), (3, 6, 2), (2, 7, 1)):
-        ended = run(num_ranks, num_steps, *ahead(num_ranks - 1, staleness))
+        # A checkpoint waits for all engines.
+        late = ("--rl-import", str(HOOKS / "writes_late.py"))
+        ended = run(num_ranks, num_steps, *ahead(num_ranks - 1, staleness), *late)
         ended.require(0)
         metrics = read_metrics(run_dir / "metrics.jsonl")
         for step in range(num_steps - 2 if num_steps < 7 else 6, num_steps):
             assert metrics[step]["rollout/staleness_max"] <= staleness
+    of_two = run_dir / "checkpoints" / folders.iteration_name(6) / "rollout"
+    assert len(list(of_two.glob("group_*.safetensors"))) == 2
+    assert folders.damage(run_dir / "checkpoints", 6) == []
     rows = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
     counts = Counter(row["draw"] for row in rows)
     next_draw, left = outstanding(run_dir, 7)

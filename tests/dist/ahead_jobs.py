@@ -150,7 +150,6 @@ def sample_ahead(
     *,
     tp_size: int = 1,
     staleness: int = 2,
-    stale: str = "finish",
     kv: str = "recompute",
     scale: int = 1,
     spoils: bool = False,
@@ -161,7 +160,6 @@ def sample_ahead(
     config = RLConfig.of(
         rollout_ranks="0-1",
         max_staleness=staleness,
-        stale_rollouts=stale,
         kv_after_update=kv,
         num_samples_per_prompt=NUM_SAMPLES,
         max_response_tokens=MAX_TOKENS * scale,

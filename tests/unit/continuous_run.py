@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.environments.conversation import ConversationTokens
 from mcore_rl.environments.interface import EnvironmentSpec, Response
 from mcore_rl.environments.wire import Event, Started, Stepped
-from mcore_rl.hybrid_engine.vllm.generation import Completion
+from mcore_rl.hybrid_engine.vllm.generation import Completion, Request
 from mcore_rl.rollout.admission import Admission
 from mcore_rl.rollout.continuous import ContinuousScheduler
 from mcore_rl.rollout.conversations import Conversations
@@ -36,18 +37,39 @@ from tests.unit.test_groups import (
 NUM_GROUPS, MOST_PER_TURN = 2, 5
 
 
+def long_lengths(seed: int) -> Callable[[int], int]:
+    """Lengths of responses that are often running when the weights change."""
+    length_of = lengths(seed)
+    return lambda number: 3 * length_of(number)
+
+
 class Engine(ScriptedEngine):
-    """Responses of given lengths, or turns of `MOST_PER_TURN` tokens, whatever the weights."""
+    """Responses of given lengths, or turns of `MOST_PER_TURN` tokens, whatever the weights. Some
+    requests wait for a while."""
 
     def __init__(self, length_of: Callable[[int], int]) -> None:
         super().__init__(length_of)
         self.version = 0
+        self._waiting: dict[int, int] = {}  # steps until a request begins
         self.versions: dict[int, list[int]] = {}  # of each generated token, by request number
 
     def end_soon(self, numbers: Sequence[int]) -> None:
         super().end_soon([number for number in numbers if number in self.running])
 
+    def submit(self, request: Request) -> None:
+        super().submit(request)
+        self._waiting[request.number] = len(self.submitted) % 4
+
     def step(self) -> list[Completion]:
+        waiting = {n: self.running[n] for n in self._waiting if n in self.running}
+        self._waiting = {n: self._waiting[n] - 1 for n in waiting if self._waiting[n] > 1}
+        for number in waiting:
+            del self.running[number]
+        found = self._step()
+        self.running = waiting | self.running
+        return found
+
+    def _step(self) -> list[Completion]:
         for number, (request, tokens) in self.running.items():
             assert len(tokens) < request.max_tokens
             self.versions.setdefault(number, []).append(self.version)
@@ -61,17 +83,20 @@ class Engine(ScriptedEngine):
 
 
 class Pool:
-    """Environments that answer after a random number of questions, and end at a given turn."""
+    """Environments that answer after a random number of questions, some of them late, and end at a
+    given turn."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng, self._open = rng, {}
         self._waiting: list[tuple[int, Event]] = []
+        self._share: dict[int, float] = {}  # of the questions that have an answer
         self.num_busy, self.is_working = 0, False
         self.turns: dict[int, list[Response]] = {}
 
     def start(self, prompt: Prompt, seed: int) -> int:
         ticket = len(self.turns)
         self.turns[ticket] = []
+        self._share[ticket] = 0.2 if prompt.index % 4 else 0.01
         self._open[ticket] = 1 + prompt.index % 3
         self._waiting.append((ticket, Started(None)))
         return ticket
@@ -83,7 +108,7 @@ class Pool:
         self._waiting.append((ticket, Stepped(text, 1.0, is_last)))
 
     def finished(self) -> list[tuple[int, Event]]:
-        ready = [each for each in self._waiting if self._rng.random() < 0.2]
+        ready = [each for each in self._waiting if self._rng.random() < self._share[each[0]]]
         self._waiting = [each for each in self._waiting if each not in ready]
         return ready
 
@@ -113,6 +138,45 @@ class Bank:
             raise OSError(30, "Read-only file system")
         for draw in draws:
             self.groups.pop(draw, None)
+
+
+class LateWriter:
+    """Replaces the thread that writes: a write is done when it has been asked for often enough."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._rng = random.Random(num_threads)
+
+    def submit(self, write: Callable[..., None], *args: Any) -> LateWrite:
+        return LateWrite(partial(write, *args), self._rng)
+
+    def shutdown(self) -> None:
+        pass
+
+
+class LateWrite:
+    """A future of `LateWriter`."""
+
+    def __init__(self, write: Callable[[], None], rng: random.Random) -> None:
+        self._write, self._rng, self._is_done = write, rng, False
+        self._error: Exception | None = None
+
+    def done(self) -> bool:
+        if self._rng.random() < 0.3:
+            self._end()
+        return self._is_done
+
+    def result(self) -> None:
+        self._end()
+        if self._error is not None:
+            raise self._error
+
+    def _end(self) -> None:
+        if not self._is_done:
+            self._is_done = True
+            try:
+                self._write()
+            except Exception as error:
+                self._error = error
 
 
 class Run:
@@ -145,7 +209,7 @@ class Run:
         store = dist.HashStore()
         admissions = [self.admission, *[None] * (num_engines - 1)]
         self.draws = [SharedDraws(store, next_draw, each) for each in admissions]
-        self.engines = [Engine(lengths(seed)) for _ in self.draws]
+        self.engines = [Engine(long_lengths(seed)) for _ in self.draws]
         self.banks = [Bank() for _ in self.draws] if banks is None else banks
         self.pools: list[Pool] = []
         self.schedulers = [

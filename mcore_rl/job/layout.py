@@ -334,7 +334,18 @@ def check_rollout(
     if not options.rollout_tp_size:
         flag += " (by default, from --tensor-model-parallel-size)"
     _check_divides(flag, tp_size, sizes)
-    if shape.latent and not has_cuda:
+    if not has_cuda:
+        _check_runs_on_cpu(shape, rollout)
+    _check_nodes(options, rollout, own_ranks or range(world_size), job_size or world_size)
+    if own_ranks:
+        return rollout  # its ranks hold no weights of the actor, so no map is better
+    placement = Placement(shape, layout, layers, rollout)
+    return with_rank_map(placement, ranks_per_node=ranks_per_node(options, layout.world_size))
+
+
+def _check_runs_on_cpu(shape: ModelShape, rollout: RolloutLayout) -> None:
+    """Refuse what vLLM has no kernels for without a GPU."""
+    if shape.latent:
         latent = (shape.latent.kv_lora_rank, shape.latent.qk_rope_head_dim)
         if latent != CPU_LATENT:
             raise UsageError(
@@ -343,7 +354,7 @@ def check_rollout(
                 flag="--rl-hf-checkpoint",
                 remedy="use such a checkpoint or a machine with a GPU",
             )
-    if shape.delta_net and not has_cuda:
+    if shape.delta_net:
         heads = {shape.delta_net.key_head_dim, shape.delta_net.value_head_dim}
         if not heads <= {*CPU_DELTA_NET}:
             raise UsageError(
@@ -353,18 +364,13 @@ def check_rollout(
                 flag="--rl-hf-checkpoint",
                 remedy="use such a checkpoint or a machine with a GPU",
             )
-    if rollout.dp_size > 1 and not has_cuda:
+    if rollout.dp_size > 1:
         raise UsageError(
             f"spreads experts over {rollout.dp_size} data-parallel ranks of an engine, which vLLM "
             "runs on GPUs only",
             flag=f"--rl-rollout-ep-size {rollout.ep_size}",
             remedy=f"drop it or raise --rl-rollout-tp-size to {rollout.ep_size}",
         )
-    _check_nodes(options, rollout, own_ranks or range(world_size), job_size or world_size)
-    if own_ranks:
-        return rollout  # its ranks hold no weights of the actor, so no map is better
-    placement = Placement(shape, layout, layers, rollout)
-    return with_rank_map(placement, ranks_per_node=ranks_per_node(options, layout.world_size))
 
 
 def _engine_dp_size(

@@ -209,9 +209,8 @@ def build_models(
     state, shards = build_actor(job, model_provider, log=log)
     # On ranks of its own it is built while the engines start.
     critic = critic_role(job, model_provider, iteration=state.iteration, log=log)
-    sample_store = new_sample_store(job)
-    if engines is not None:
-        sample_store = new_sample_store(job, partial(RemoteSampleStore, engines))
+    store = SampleStore if engines is None else partial(RemoteSampleStore, engines)
+    sample_store = new_sample_store(job, store)
     learner = build_learner(
         job, state, shards, critic, inputs.point, log=log, sample_store=sample_store
     )

@@ -75,9 +75,7 @@ class EngineRanks:
         """Plan the hand-over, with the actor's ranks, and prepare the sampling of a run that has
         drawn `position` prompts, whose state is in `folder`. Returns what the bank has."""
         job, start = self._job, self._start
-        canary = None
-        if job.config.weight_sync.canary_interval:
-            canary = make_canary(job, None, start.prompts)
+        canary = make_canary(job, None, start.prompts)
         self._hand_over = hand_over(job, engine=self._engine, canary=canary)
         start = replace(start, position=position, folder=None if folder is None else Path(folder))
         self._sampling = build_sampling(

@@ -31,6 +31,13 @@ class Job:
     def config(self) -> RLConfig:
         return self.spec.config
 
+    @property
+    def joint_rank(self) -> int:
+        """This rank among the actor's and those of engines on ranks of their own, the actor's
+        first."""
+        first = len(self.spec.roles.actor) if self.world.role == ROLLOUT else 0
+        return first + dist.get_rank()
+
     def micro_batching(self) -> MicroBatching:
         """Return how the actor's samples become micro-batches."""
         return self.config.micro_batching(self.spec.shape, self.spec.train_layout, vars(self.args))

@@ -119,11 +119,10 @@ def new_sample_store(job: Job, make: Callable[..., SampleStore] = SampleStore) -
     routed = job.spec.routed_layers if job.config.trainer.routing_replay == R3 else None
     ranks, roles = None, job.spec.roles
     if roles.is_apart(ROLLOUT):
-        num_trainers, is_engine = len(roles.actor), job.world.role == ROLLOUT
         ranks = JointRanks(
-            dist.get_rank() + num_trainers * is_engine,
-            num_trainers + len(roles.rollout),
-            num_trainers,
+            job.joint_rank,
+            len(roles.actor) + len(roles.rollout),
+            len(roles.actor),
             job.world.joint_groups[ROLLOUT].exchange,
         )
     return make(

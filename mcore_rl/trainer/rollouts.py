@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Protocol, Self
 
 import torch
-import torch.distributed as dist
 
 from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.data.prompts import PromptDataset
@@ -29,7 +28,6 @@ from mcore_rl.hybrid_engine.vllm.startup import EngineConfig
 from mcore_rl.hybrid_engine.weight_stream import HandOverOptions
 from mcore_rl.megatron.carried import CarriedTensors
 from mcore_rl.megatron.shards import ModelShards
-from mcore_rl.model.roles import ROLLOUT
 from mcore_rl.model.speculation import parse_speculation
 from mcore_rl.moe.routing import R3
 from mcore_rl.observe.stage_timers import StageTimers
@@ -349,7 +347,7 @@ def hand_over(
     assert store is not None, "the engines have no ranks of their own"
     world = JoinedWorld(
         store,
-        rank=joint_rank(job),
+        rank=job.joint_rank,
         size=len(roles.actor) + len(roles.rollout),
         name="hand_over",
         backend="nccl" if is_cuda else "gloo",
@@ -402,9 +400,3 @@ def make_canary(
         tolerance=options.canary_tolerance,
         count_multiple_of=count_multiple_of,
     )
-
-
-def joint_rank(job: Job) -> int:
-    """Return this rank among the actor's and the engines', the actor's first."""
-    first = len(job.spec.roles.actor) if job.world.role == ROLLOUT else 0
-    return first + dist.get_rank()

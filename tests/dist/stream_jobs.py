@@ -68,7 +68,7 @@ class Trickle:
         self.dropped_lengths[request.number] = num_tokens
 
     def restored(self, draws: Sequence[int]) -> None:
-        raise AssertionError("there is no bank")
+        raise AssertionError("a stream does not have a bank")
 
     def between_steps(self, num_running: int, step_seconds: float) -> None:
         """Nothing."""

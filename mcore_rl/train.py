@@ -46,6 +46,7 @@ from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Updates
 from mcore_rl.trainer.models import serve_role
 from mcore_rl.trainer.saver import early_exit
+from mcore_rl.trainer.servers import NoServersLeft
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,10 @@ def train(run: Run) -> None:
     anything else on the rank where it occurred.
     """
     try:
-        _do_steps(run)
+        try:
+            _do_steps(run)
+        except NoServersLeft as error:
+            run.stop_without_servers(error)
     except RunStopped:
         raise
     except BaseException as error:
@@ -96,6 +100,7 @@ class Run:
         self._rollouts = parts.rollouts
         self._monitors, self._timers = parts.monitors, parts.monitors.timers
         self._accuracy: float | None = None
+        self._num_done = self.first_step
 
     def sample_eval(self, step: int, weight_version: int) -> None:
         """Sample held-out prompts if an evaluation is due; in rollout mode."""
@@ -166,21 +171,28 @@ class Run:
         before the last step, ends the run.
         """
         alarm = self._monitors.recorder.record(step, collected, batch, updates, self._accuracy)
+        self._num_done = step + 1
         self._monitors.tracer.end_step()
         if alarm:
-            self._stop(step, "[Health]", "--rl-on-alarm stop", EXIT_ALARM)
+            self._stop(step + 1, "[Health]", "--rl-on-alarm stop", EXIT_ALARM)
         if step + 1 < self.config.trainer.num_steps and (
             reason := early_exit(self.job.args, step + 1)
         ):
-            self._stop(step, "[Exit]", reason, 0)
+            self._stop(step + 1, "[Exit]", reason, 0)
 
-    def _stop(self, step: int, who: str, reason: str, exit_code: int) -> NoReturn:
-        self._saver.save(step + 1)
-        logger.info(
-            "%s stopped after step %d by %s; resume with --load %s",
-            *(who, step, reason, self._saver.folder),
-        )
+    def _stop(self, num_steps: int, who: str, reason: str, exit_code: int) -> NoReturn:
+        resume = "no step is done"
+        if num_steps:
+            self._saver.save(num_steps)
+            resume = f"resume with --load {self._saver.folder}"
+        logger.info("%s stopped after step %d by %s; %s", *(who, num_steps - 1, reason, resume))
         raise RunStopped(exit_code)
+
+    def stop_without_servers(self, why: NoServersLeft) -> NoReturn:
+        """Raise RunStopped on all ranks, after a checkpoint of the steps that are done."""
+        self._stop(
+            self._num_done, "[Servers]", f"--rl-rollout-server-wait-minutes: {why}", EXIT_ALARM
+        )
 
     def save_if_due(self, step: int) -> None:
         """Save a checkpoint every `--save-interval` steps."""

@@ -54,10 +54,10 @@ from mcore_rl.model.tensors import TensorInfo, is_mtp_copy
 from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_manager, build_offloader
+from mcore_rl.trainer.hand_overs import engine_config, hand_over
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.models import build_actor
 from mcore_rl.trainer.roles.remote import RemoteRole, serve
-from mcore_rl.trainer.rollouts import engine_config, hand_over
 
 logger = logging.getLogger(__name__)
 

@@ -5,10 +5,11 @@ Each raises UsageError. They read flags and files only; `resolver` has the list 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from mcore_rl.common.allocator import vllm_offloads_graphs
-from mcore_rl.common.errors import UsageError
+from mcore_rl.common.errors import UsageError, as_flag
 from mcore_rl.common.vllm_version import (
     FLOAT8_BLOCKS,
     LATENT_ATTENTION,
@@ -69,7 +70,7 @@ def check_apart(config: RLConfig, roles: Roles) -> None:
     """Check flags that engines on ranks of their own leave without effect, or need."""
     if not roles.is_apart(ROLLOUT):
         return
-    apart = f"--rl-rollout-ranks {config.rollout.rollout_ranks}"
+    apart = config.rollout.apart
     offload = config.weight_sync.offload
     without_effect = {
         f"--rl-offload {offload}": offload not in ("auto", "none"),
@@ -82,6 +83,8 @@ def check_apart(config: RLConfig, roles: Roles) -> None:
                 flag=flag,
                 remedy="drop it",
             )
+    if config.rollout.servers:
+        _check_own_flags_of_servers(config)
     if config.rewards.reward_model is not None and not roles.is_apart(REWARD):
         raise UsageError(
             f"cannot run on the actor's ranks with {apart}, because engines call it while the "
@@ -89,6 +92,24 @@ def check_apart(config: RLConfig, roles: Roles) -> None:
             flag=f"--rl-reward-model {config.rewards.reward_model}",
             remedy="give it ranks of its own by --rl-reward-ranks",
         )
+
+
+def _check_own_flags_of_servers(config: RLConfig) -> None:
+    """Refuse flags of engines that a job starts."""
+    for options, kept in (
+        (config.engine, ("rollout_max_num_seqs", "ranks_per_node")),
+        (config.weight_sync, ("reshard_bucket_mb", "attest", "offload")),
+    ):
+        default = type(options)()
+        for each in dataclasses.fields(options):
+            value = getattr(options, each.name)
+            if each.name in kept or not value or value == getattr(default, each.name):
+                continue
+            raise UsageError(
+                "is for engines that the job starts, and has no effect with --rl-rollout-servers",
+                flag=as_flag(f"rl_{each.name}", value),
+                remedy="drop it, and configure the servers where they are started",
+            )
 
 
 def notes_on_sampling_ahead(config: RLConfig, rollout: RolloutLayout) -> Iterator[str]:
@@ -99,12 +120,13 @@ def notes_on_sampling_ahead(config: RLConfig, rollout: RolloutLayout) -> Iterato
     trainer, limit = config.trainer, config.rollout.staleness_limit
     size = config.recipe.num_samples_per_prompt
     most = (limit + 1) * trainer.num_prompts_per_step * size
-    room = config.engine.rollout_max_num_seqs * rollout.num_tp_groups
+    num_engines = len(config.rollout.servers) or rollout.num_tp_groups
+    room = config.engine.rollout_max_num_seqs * num_engines
     yield (
         f"engines sample ahead: at most ({limit} + 1) x {trainer.num_prompts_per_step} prompts x "
         f"{size} samples = {most:,} responses are in flight, and engines run {room:,} at a time"
     )
-    if config.recipe.mismatch_correction == "none":
+    if config.recipe.mismatch_correction == "none" and limit:
         yield (
             f"samples have a staleness of up to {limit} (--rl-max-staleness), which nothing "
             "corrects: consider --rl-mismatch-correction, for example token_tis"

@@ -73,6 +73,12 @@ def open_store() -> Store | None:
         leave_with(error)
 
 
+def join_store() -> Store:
+    """Return the job's store in a process that a rank has started, with that rank's environment."""
+    stay_on_loopback(os.environ["MASTER_ADDR"])
+    return _store()
+
+
 def _num_ranks() -> str:
     return os.environ.get("WORLD_SIZE", "").strip()
 

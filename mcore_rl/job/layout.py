@@ -343,6 +343,11 @@ def check_rollout(
     return with_rank_map(placement, ranks_per_node=ranks_per_node(options, layout.world_size))
 
 
+def layout_of_controllers(roles: Roles) -> RolloutLayout:
+    """Return the layout of controllers of servers: each is the only rank of its engine."""
+    return RolloutLayout(len(roles.rollout), tp_size=1, expert_parallel=False)
+
+
 def _check_runs_on_cpu(shape: ModelShape, rollout: RolloutLayout) -> None:
     """Refuse what vLLM has no kernels for without a GPU."""
     if shape.latent:

@@ -83,6 +83,7 @@ def check_needs_no_command_line(args: argparse.Namespace, config: RLConfig) -> N
         "--rl-critic-ep-size": critic.ep_size,
         "--rl-critic-ranks": critic.ranks,
         "--rl-rollout-ranks": config.rollout.rollout_ranks,
+        "--rl-rollout-servers": config.rollout.rollout_servers,
     }
     for flag, value in flags.items():
         if value is not None:

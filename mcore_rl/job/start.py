@@ -25,9 +25,11 @@ from mcore_rl.common.platform import find_platform
 from mcore_rl.flags.packages import note_of_admitted_torch
 from mcore_rl.flags.parser import all_args
 from mcore_rl.job import reading
+from mcore_rl.job.controllers import start_controllers
 from mcore_rl.job.environment import check_devices, open_store
 from mcore_rl.job.facts import Source
 from mcore_rl.job.resolver import resolve
+from mcore_rl.job.servers import check_servers
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_files import check_copies
 from mcore_rl.model.config_json import settings_without_flag
@@ -78,9 +80,13 @@ def start(
     if writes:
         checked = hold_folders(checked, store)
     _log_start(checked)
+    if checked.roles.is_apart(ROLLOUT):
+        args = reading.make_parser(extra_args).parse_args(list(checked.tokens))
+        args.rl_run_dir = checked.config.run.run_dir
+        start_controllers(checked, args, int(os.environ["RANK"]))
     world = enter_role(checked.roles, store)
     if world.role == ROLLOUT:
-        return _start_engine_rank(checked, world, extra_args)
+        return start_engine_rank(checked, args, world)
     of_role = _of_role(checked, world).tokens
     assert of_role is not None, "a role with ranks of its own has a command line"
     with megatron_adapter.megatron_output_to(log):
@@ -97,13 +103,10 @@ def start(
     return _job(args, checked, world)
 
 
-def _start_engine_rank(checked: JobSpec, world: RoleWorld, extra_args: ExtraArgs) -> Job:
-    """Start torch.distributed on the ranks of engines, without Megatron. Collective over these.
-
-    The job's `args` are the actor's, parsed and not validated."""
-    args = reading.make_parser(extra_args).parse_args(list(checked.tokens))
+def start_engine_rank(checked: JobSpec, args: argparse.Namespace, world: RoleWorld) -> Job:
+    """Start torch.distributed on the ranks of engines or controllers, without Megatron. Collective
+    over these. `args` are the actor's, parsed and not validated."""
     args.rank, args.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    args.rl_run_dir = checked.config.run.run_dir
     device = None
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -152,6 +155,8 @@ def _agreed_spec(
         if source.platform.cuda:
             _check_devices(checked)
         _check_copies(checked)
+        if int(os.environ.get("RANK", 0)) == checked.roles.actor[0]:
+            check_servers(checked)
         return checked
 
     checked = agreed(check, store, stage="input")
@@ -262,7 +267,10 @@ def _placement(checked: JobSpec) -> str:
     roles = checked.roles
     here, apart = [f"actor ({checked.train_layout.describe()})"], []
     engines = f"engines ({checked.rollout_layout.describe()})"
-    if roles.is_apart(ROLLOUT):
+    if roles.has_controllers:
+        num_servers = len(checked.config.rollout.servers)
+        apart.append(f"{num_servers} servers, called by {len(roles.rollout)} controllers")
+    elif roles.is_apart(ROLLOUT):
         apart.append(f"{engines} on {describe_ranks(roles.rollout)}")
     else:
         here.append(engines)

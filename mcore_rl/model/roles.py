@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mcore_rl.common.errors import UsageError
 
@@ -23,12 +23,21 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The world's ranks by role; a role without ranks runs on the actor's, in turn."""
+    """The world's ranks by role; a role without ranks runs on the actor's, in turn.
+
+    The controllers of `--rl-rollout-servers` are processes of their own: their ranks follow those
+    of the world.
+    """
 
     world_size: int
     critic: tuple[int, ...] = ()
     reward: tuple[int, ...] = ()
-    rollout: tuple[int, ...] = ()  # of the engines
+    rollout: tuple[int, ...] = ()  # of the engines, or of the controllers of servers
+
+    @property
+    def has_controllers(self) -> bool:
+        """Whether the ranks of `rollout` are controllers of servers."""
+        return bool(self.rollout) and self.rollout[0] >= self.world_size
 
     @property
     def actor(self) -> tuple[int, ...]:
@@ -63,9 +72,10 @@ def parse_roles(
     critic: str | None = None,
     reward: str | None = None,
     rollout: str | None = None,
+    num_controllers: int = 0,
 ) -> Roles:
     """Parse `--rl-critic-ranks`, `--rl-reward-ranks` and `--rl-rollout-ranks`: ranges like "4-7" or
-    "4-5,8".
+    "4-5,8". `num_controllers` is the number of controllers of servers.
 
     Raises UsageError for text that is not a range, ranks outside the world, ranks with two roles,
     and if no rank is left for the actor.
@@ -92,7 +102,11 @@ def parse_roles(
             flag=given,
             remedy="give fewer, or drop the flag to let all ranks take all roles in turn",
         )
-    return Roles(world_size, *(ranks.get(flag, ()) for flag in flags))
+    roles = Roles(world_size, *(ranks.get(flag, ()) for flag in flags))
+    if num_controllers:
+        controllers = tuple(range(world_size, world_size + num_controllers))
+        roles = replace(roles, rollout=controllers)
+    return roles
 
 
 def _parsed(flag: str, text: str, world_size: int) -> tuple[int, ...]:

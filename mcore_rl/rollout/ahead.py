@@ -141,6 +141,8 @@ class AheadSampler:
             self._run(lambda: False)
         self._context.close()
         self._generation = None
+        if self._draws is not None:
+            self._draws.forget_stops()
 
     def work_until(self, is_called: Callable[[], bool]) -> None:
         """Sample until a call has begun; does nothing after `pause`."""
@@ -150,16 +152,38 @@ class AheadSampler:
     def collect(self, weight_version: int) -> Collected:
         """Begin a step with weights of this version, after `pause`. Sample until its groups are
         decided, and return them."""
-        self._begin_step(weight_version)
+        collected = self.collect_unless(weight_version, None)
+        assert collected is not None, "nothing stops it"
+        return collected
+
+    def collect_unless(
+        self, weight_version: int, is_stuck: Callable[[], bool] | None
+    ) -> Collected | None:
+        """Do what `collect` does, unless `is_stuck` on the first rank of any TP group before the
+        groups are decided. Then return None on all ranks: after `pause` and an update to the same
+        weights, call it again, or `abandon_step`. `is_stuck` None: no rank is ever stuck."""
+        if weight_version != self._last_version:
+            self._begin_step(weight_version)
+        else:
+            self._continue_step(weight_version)
         decided: list[StepDecision] = []
 
         def is_decided() -> bool:
             assert self._draws is not None
             if not decided and (decision := self._draws.decision()) is not None:
                 decided.append(decision)
-            return bool(decided)
+            if decided or is_stuck is None:
+                return bool(decided)
+            if is_stuck():
+                self._draws.stop_all()
+            return self._draws.must_stop()
 
         self._run(is_decided)
+        if is_stuck is not None:
+            if not objects.broadcast(bool(decided)):  # the coordinator is the first rank
+                return None
+            if self._draws is not None and not decided:
+                is_decided()  # the decision is in the store
         decision = self._engine.of_first_rank(decided[0] if decided else None)
         here = self._scheduler.take(decision.taken) if self._is_leader else None
         taken, _ = self._scheduler.partition(self._engine.of_first_rank(here))
@@ -194,6 +218,11 @@ class AheadSampler:
         self._scheduler.forget_banked(self._taken)
         self._undone = dict(self._taken)
         assert self._last_version is not None, "no step to undo"
+        self._last_version -= 1
+
+    def abandon_step(self) -> None:
+        """Count a step whose groups are not decided as not begun: a run that resumes begins it."""
+        assert self._last_version is not None, "no step has begun"
         self._last_version -= 1
 
     @property
@@ -243,11 +272,15 @@ class AheadSampler:
             stale = self._draws.begin_step(weight_version)
         self._stale = objects.broadcast(stale)
         self._scheduler.forget(self._stale)
-        self._scheduler.resume(weight_version)
+        self._metrics.num_steps += 1
+        self._last_version = weight_version
+        self._continue_step(weight_version)
         resumed, self._resumed = self._resumed, []
         self._scheduler.load([each for each in resumed if each.draw not in self._stale])
-        self._metrics.num_steps += 1
-        self._last_version, self._is_paused = weight_version, False
+
+    def _continue_step(self, weight_version: int) -> None:
+        self._scheduler.resume(weight_version)
+        self._is_paused = False
 
     @property
     def _admission(self) -> Admission | None:

@@ -34,6 +34,7 @@ class Evaluator:
         self.workers, self._prompts, self._options = workers, prompts, options
         self._rollout, self._seed, self._timers = rollout, seed, timers
         self._groups: GroupScheduler | None = None
+        self._num_evaluations = 0
 
     def sample(self, step: int, weight_version: int) -> None:
         """Sample the prompts and start their rewards; in rollout mode."""
@@ -45,23 +46,25 @@ class Evaluator:
             first_draw=0,
             weight_version=weight_version,
         )
+        self._num_evaluations += 1  # servers that fail make a run repeat one
         count = min(self._options.num_eval_prompts, len(self._prompts))
         with self._timers("eval"):
             self._groups = self.workers.sample(
                 plan,
                 SamplingTarget.of(count),
                 self._prompts.__getitem__,
-                key=f"evaluation {step}",
+                key=f"evaluation {step}, {self._num_evaluations}",
             )
             self._groups.wait()  # a step's reward tickets begin after those of an evaluation
             objects.barrier()  # the wait for stragglers counts as evaluation, not as rollout
 
     def accuracy(self) -> float | None:
-        """Return the share of samples whose reward is at least 1; None if none were sampled since
-        the last call."""
+        """Return the share of samples whose reward is at least 1, without samples whose generation
+        failed; None if none were sampled since the last call."""
         groups, self._groups = self._groups, None
         if groups is None:
             return None
         with self._timers("eval"):
             table, _ = self.workers.settle(groups, lambda seconds: None)
-        return float((table.rewards >= 1.0).mean())
+        rewards = table.rewards[~table.has_failed]
+        return float((rewards >= 1.0).mean()) if len(rewards) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mcore_rl.common.addresses import checked_url
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters, param
 
@@ -49,6 +50,28 @@ class RolloutOptions(Parameters):
         None,
         "ranks that only run vLLM engines, while the other ranks train, for example 4-7",
     )
+    rollout_servers: str | None = param(
+        None,
+        "addresses of `vllm serve` processes that sample, while all ranks train, for example "
+        "http://a:8000,http://b:8000",
+    )
+    rollout_servers_header_env: str | None = param(
+        None,
+        "environment variable with a header for --rl-rollout-servers, for example "
+        "'Authorization: Bearer TOKEN'",
+    )
+    rollout_controllers: int = param(
+        1,
+        "processes that send requests to --rl-rollout-servers and compute rewards; started by the "
+        "first rank of each machine in turn",
+        above=0,
+    )
+    rollout_server_wait_minutes: float = param(
+        30.0,
+        "how long a run waits for one of --rl-rollout-servers once none is left; it then saves and "
+        "stops",
+        least=0,
+    )
     deterministic: bool = param(
         False,
         "assign prompts to engines in a fixed order instead of by free capacity, so that two runs "
@@ -68,9 +91,9 @@ class RolloutOptions(Parameters):
     )
     max_staleness: int | None = param(
         None,
-        "with --rl-partial-rollouts or --rl-rollout-ranks, maximum number of weight versions "
-        "between a sample's oldest token and the step that trains on it; default: 4, with "
-        "--rl-rollout-ranks 1; 0 finishes every response in the step that started it",
+        "with --rl-partial-rollouts, --rl-rollout-ranks or --rl-rollout-servers, maximum number of "
+        "weight versions between a sample's oldest token and the step that trains on it; default: "
+        "4, or 1 with ranks or servers; 0 finishes every response in the step that started it",
         least=0,
         advice="0 finishes every response in the step that started it",
     )
@@ -96,9 +119,23 @@ class RolloutOptions(Parameters):
         return self.partial_rollouts and self.max_staleness != 0
 
     @property
+    def servers(self) -> tuple[str, ...]:
+        """The addresses in `rollout_servers`."""
+        urls = (self.rollout_servers or "").split(",")
+        return tuple(url.strip().rstrip("/") for url in urls if url.strip())
+
+    @property
+    def apart(self) -> str | None:
+        """The flag and value that give engines ranks or machines of their own; None without."""
+        if self.rollout_servers is not None:
+            return f"--rl-rollout-servers {self.rollout_servers}"
+        return None if self.rollout_ranks is None else f"--rl-rollout-ranks {self.rollout_ranks}"
+
+    @property
     def samples_ahead(self) -> bool:
-        """Whether engines on ranks of their own sample later steps while the actor trains."""
-        return self.rollout_ranks is not None and self.staleness_limit > 0
+        """Whether `rollout.ahead` samples: for servers, and for ranks that sample later steps
+        while the actor trains."""
+        return bool(self.servers) or (self.rollout_ranks is not None and self.staleness_limit > 0)
 
     @property
     def keeps_kv(self) -> bool:
@@ -110,7 +147,7 @@ class RolloutOptions(Parameters):
         """`max_staleness` or its default."""
         if self.max_staleness is not None:
             return self.max_staleness
-        return _MAX_STALENESS if self.rollout_ranks is None else _MAX_STALENESS_APART
+        return _MAX_STALENESS if self.apart is None else _MAX_STALENESS_APART
 
     @property
     def groups_at_a_time(self) -> float:
@@ -123,11 +160,13 @@ class RolloutOptions(Parameters):
         """Check the flags of responses that may continue in a later step."""
         if self.stale_rollouts != "finish":
             self._check_continues(f"--rl-stale-rollouts {self.stale_rollouts}")
-        if self.rollout_ranks is not None:
-            self._check_apart()
+        self._check_servers()
+        if self.apart is not None:
+            self._check_apart(self.apart)
         elif not self.partial_rollouts and self.max_staleness is not None:
             raise UsageError(
-                "has no effect without --rl-partial-rollouts or --rl-rollout-ranks",
+                "has no effect without --rl-partial-rollouts, --rl-rollout-ranks or "
+                "--rl-rollout-servers",
                 flag=f"--rl-max-staleness {self.max_staleness}",
                 remedy="add one of them, or drop it",
             )
@@ -147,9 +186,45 @@ class RolloutOptions(Parameters):
                 remedy="choose 2 or less",
             )
 
-    def _check_apart(self) -> None:
-        """Check the flags of engines on ranks of their own."""
-        apart = f"--rl-rollout-ranks {self.rollout_ranks}"
+    def _check_servers(self) -> None:
+        """Check the list of servers, and the flags that need one."""
+        flag = f"--rl-rollout-servers {self.rollout_servers}"
+        if self.rollout_servers is None:
+            default = RolloutOptions()
+            for name in (
+                "rollout_servers_header_env",
+                "rollout_controllers",
+                "rollout_server_wait_minutes",
+            ):
+                if (value := getattr(self, name)) != getattr(default, name):
+                    raise UsageError(
+                        "has no effect without --rl-rollout-servers",
+                        flag=f"--rl-{name.replace('_', '-')} {value}",
+                        remedy="add it, or drop this flag",
+                    )
+            return
+        if self.kv_after_update != "recompute":
+            raise UsageError(
+                "has no effect with --rl-rollout-servers, which recompute keys and values",
+                flag=f"--rl-kv-after-update {self.kv_after_update}",
+                remedy="drop it",
+            )
+        for url in self.servers:
+            checked_url(url, "--rl-rollout-servers")
+        if self.rollout_ranks is not None:
+            raise UsageError(
+                f"cannot be combined with --rl-rollout-ranks {self.rollout_ranks}: samples come "
+                "from the one or from the other",
+                flag=flag,
+                remedy="drop one of them",
+            )
+        if not self.servers or len(set(self.servers)) < len(self.servers):
+            raise UsageError(
+                "must name at least one server, and each once", flag=flag, remedy="correct the list"
+            )
+
+    def _check_apart(self, apart: str) -> None:
+        """Check the flags of engines on ranks or machines of their own."""
         if self.partial_rollouts:
             raise UsageError(
                 f"is for engines on the actor's ranks, and with {apart} responses continue across "
@@ -160,26 +235,27 @@ class RolloutOptions(Parameters):
         if not self.samples_ahead:
             return
         ahead = f"--rl-max-staleness {self.staleness_limit}"
+        remedy = "drop it" if self.servers else "drop it, or give --rl-max-staleness 0"
         if self.groups_at_a_time > 1.0:
             raise UsageError(
                 f"drops groups that finish late, and with {apart} and {ahead} no group has to be "
                 "dropped",
                 flag=f"--rl-oversample {self.groups_at_a_time:g}",
-                remedy="drop it, or give --rl-max-staleness 0",
+                remedy=remedy,
             )
         if self.deterministic:
             raise UsageError(
                 f"cannot be combined with {apart} and {ahead}: which tokens new weights sample "
-                "depends on the speed of training",
+                "depends on the speed of engines and training",
                 flag="--rl-deterministic",
-                remedy="drop it, or give --rl-max-staleness 0",
+                remedy=remedy,
             )
 
     def _check_continues(self, flag: str) -> None:
         """Refuse a flag of responses that continue after an update if there are none."""
         if self.keeps_unfinished or self.samples_ahead:
             return
-        if self.rollout_ranks is None and not self.partial_rollouts:
+        if self.apart is None and not self.partial_rollouts:
             remedy = "add --rl-partial-rollouts or --rl-rollout-ranks"
         else:
             remedy = "give --rl-max-staleness 1 or more"

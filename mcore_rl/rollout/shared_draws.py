@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from mcore_rl.rollout.admission import Admission
 
-_DRAWN, _LIMIT, _NUM_EVENTS = "drawn", "limit", "num_events"
+_DRAWN, _LIMIT, _NUM_EVENTS, _NUM_STOPS = "drawn", "limit", "num_events", "num_stops"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class SharedDraws:
         self._store, self._next_draw, self.admission = store, next_draw, admission
         self._held: int | None = None  # a draw that was taken from the counter and is not allowed
         self._events: list[tuple[str, int, int]] = []  # to be sent
-        self._num_read = self._num_decided = 0
+        self._num_read = self._num_decided = self._num_stops = 0
         self._published = next_draw  # the limit in the store
         self._dropped: list[int] = []
 
@@ -90,6 +90,18 @@ class SharedDraws:
         if admission.limit > self._published:
             self._store.add(_LIMIT, admission.limit - self._published)
             self._published = admission.limit
+
+    def stop_all(self) -> None:
+        """Make all TP groups stop sampling, because this one cannot go on without an update."""
+        self._store.add(_NUM_STOPS, 1)
+
+    def must_stop(self) -> bool:
+        """Return whether a TP group has called `stop_all` since `forget_stops`."""
+        return self._store.add(_NUM_STOPS, 0) > self._num_stops
+
+    def forget_stops(self) -> None:
+        """Begin to sample again; after all TP groups have stopped, and before any begins."""
+        self._num_stops = self._store.add(_NUM_STOPS, 0)
 
     def begin_step(self, weight_version: int) -> tuple[int, ...]:
         """Begin a step once all TP groups have flushed; on the coordinator. Returns the draws that

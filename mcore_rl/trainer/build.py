@@ -44,6 +44,7 @@ from mcore_rl.planner.savings import memory_lines
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.case import model_of_args
+from mcore_rl.trainer.hand_overs import engine_config, hand_over_options, make_canary
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.models import (
@@ -58,17 +59,16 @@ from mcore_rl.trainer.resume import point as resume_point
 from mcore_rl.trainer.resume.point import ResumePoint, find_resume_point
 from mcore_rl.trainer.resume.trainer_state import LOADED, date_of_checkpoints
 from mcore_rl.trainer.roles.remote import LocalRole, RemoteRole, Role
-from mcore_rl.trainer.rollouts import (
-    LocalRollouts,
-    Rollouts,
-    Start,
-    build_sampling,
-    engine_config,
-    hand_over_options,
-    make_canary,
-)
+from mcore_rl.trainer.rollouts import LocalRollouts, Rollouts
+from mcore_rl.trainer.sampling import Start, build_sampling
 from mcore_rl.trainer.saver import RunSaver
-from mcore_rl.trainer.separate import RemoteSampleStore, connect_engines, start_engines
+from mcore_rl.trainer.separate import (
+    RemoteRollouts,
+    RemoteSampleStore,
+    connect_engines,
+    start_engines,
+)
+from mcore_rl.trainer.servers import connect_servers
 
 logger = logging.getLogger(__name__)
 
@@ -240,14 +240,19 @@ def build_rollouts(
 def connect_rollouts(
     job: Job, inputs: Inputs, models: Models, timers: StageTimers, engines: RemoteRole
 ) -> Rollouts:
-    """Plan the hand-over with engines on ranks of their own. Collective; waits for these."""
-    canary = build_canary(job, models.state, inputs.prompts)
+    """Plan the hand-over with engines on ranks of their own, or connect to controllers of servers.
+    Collective; waits for these."""
     assert isinstance(models.sample_store, RemoteSampleStore)
     start = inputs.start(job, models.state.iteration)
     note_stage("waiting for the engines")
-    rollouts = connect_engines(
-        job, engines, models.shards, models.sample_store, canary, start, timers
-    )
+    rollouts: RemoteRollouts
+    if job.spec.roles.has_controllers:
+        rollouts = connect_servers(job, engines, models.shards, models.sample_store, start, timers)
+    else:
+        canary = build_canary(job, models.state, inputs.prompts)
+        rollouts = connect_engines(
+            job, engines, models.shards, models.sample_store, canary, start, timers
+        )
     rollouts.manager.weight_version = inputs.weight_version
     return rollouts
 

@@ -1,10 +1,11 @@
-"""Engines on ranks of their own, as the actor's ranks call them; `engine_ranks` is their side."""
+"""Engines on ranks of their own, as the actor's ranks call them; `sampling_ranks` and
+`engine_ranks` are their side."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,10 +27,14 @@ from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.timeline import IDLE, Activity
 from mcore_rl.rollout.collector import Collected
 from mcore_rl.rollout.sample_store import SampleStore
+from mcore_rl.trainer.controller_ranks import NAME as CONTROLLERS
 from mcore_rl.trainer.engine_ranks import NAME, EngineRanks
+from mcore_rl.trainer.hand_overs import hand_over
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.roles.remote import RemoteRole
-from mcore_rl.trainer.rollouts import Rollouts, Start, hand_over
+from mcore_rl.trainer.rollouts import Rollouts, WeightSync
+from mcore_rl.trainer.sampling import Start
+from mcore_rl.trainer.sampling_ranks import SamplingRanks
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +81,7 @@ class RemoteSampleStore(SampleStore):
         self._role = role
 
     def deliver(self, table: SampleTable, wanted: Shares) -> dict[int, SampleTokens]:
-        finish = self._role.begin(EngineRanks.deliver, wanted=wanted)
+        finish = self._role.begin(SamplingRanks.deliver, wanted=wanted)
         tokens = super().deliver(table, wanted)
         finish()
         self._delivered = wanted, tokens
@@ -90,7 +95,7 @@ class RemoteSampleStore(SampleStore):
         return RowExchange(table.lengths, held, wanted, rows)
 
     def on_first_rank(self, table: SampleTable, rows: Sequence[int]) -> list[ScoredRollout]:
-        answer = self._role.call(EngineRanks.samples, rows=list(rows))
+        answer = self._role.call(SamplingRanks.samples, rows=list(rows))
         samples: list[ScoredRollout] = []
         if self._ranks.rank == 0:
             samples = objects.from_bytes(answer["samples"].rows)
@@ -113,7 +118,7 @@ class RemoteRollouts(Rollouts):
     def __init__(
         self,
         role: RemoteRole,
-        manager: SeparateEngines,
+        manager: WeightSync,
         sample_store: RemoteSampleStore,
         timers: StageTimers,
         position: int,
@@ -129,16 +134,19 @@ class RemoteRollouts(Rollouts):
 
     def sample_eval(self, step: int, weight_version: int) -> None:
         with self._timers("eval"), self._waiting():
-            self._role.call(EngineRanks.sample_eval, step=step, weight_version=weight_version)
+            self._sample_eval(step, weight_version)
+
+    def _sample_eval(self, step: int, weight_version: int) -> None:
+        self._role.call(SamplingRanks.sample_eval, step=step, weight_version=weight_version)
 
     def evaluate(self) -> float | None:
         with self._timers("eval"), self._waiting():
-            accuracy: float | None = self._role.call(EngineRanks.evaluate)["accuracy"]
+            accuracy: float | None = self._role.call(SamplingRanks.evaluate)["accuracy"]
         return accuracy
 
     def collect(self, weight_version: int) -> Collected:
         with self._timers("rollout"), self._waiting():
-            answer = self._role.call(EngineRanks.collect, weight_version=weight_version)
+            answer = self._collect(weight_version)
         self._timers.add("rollout", -answer["reward_seconds"])
         self._timers.add("reward", answer["reward_seconds"])
         self._position = answer["position"]
@@ -146,6 +154,9 @@ class RemoteRollouts(Rollouts):
         collected: Collected = objects.from_bytes(answer["collected"].numpy())
         _, idle_share = self._activity.take()
         return replace(collected, metrics=collected.metrics | {"idle/trainers": idle_share})
+
+    def _collect(self, weight_version: int) -> dict[str, Any]:
+        return self._role.call(SamplingRanks.collect, weight_version=weight_version)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -155,13 +166,13 @@ class RemoteRollouts(Rollouts):
         self._activity.begin(_TRAINING)
 
     def undo(self) -> None:
-        self._position = self._role.call(EngineRanks.undo)["position"]
+        self._position = self._role.call(SamplingRanks.undo)["position"]
 
     def save(self, folder: Path) -> None:
-        self._role.call(EngineRanks.save, folder=str(folder))
+        self._role.call(SamplingRanks.save, folder=str(folder))
 
     def saved(self) -> None:
-        self._role.call(EngineRanks.saved)
+        self._role.call(SamplingRanks.saved)
 
     def abandon(self) -> None:
         self._role.abandon()
@@ -171,12 +182,14 @@ class RemoteRollouts(Rollouts):
 
 
 def start_engines(job: Job, fingerprints: list[str], day: str) -> RemoteRole:
-    """Make the engines' ranks start their engines. Collective over the actor's; does not wait.
+    """Make the ranks of engines, or controllers of servers, start. Collective over the actor's;
+    does not wait.
 
     `fingerprints` are those of the actor's prompts, `day` is for chat templates."""
     world = job.world
+    name = CONTROLLERS if job.spec.roles.has_controllers else NAME
     bridge, group = world.bridges.get(ROLLOUT), world.joint_groups[ROLLOUT]
-    return RemoteRole(NAME, bridge, group, day=day, prompts=fingerprints)
+    return RemoteRole(name, bridge, group, day=day, prompts=fingerprints)
 
 
 def connect_engines(
@@ -193,10 +206,14 @@ def connect_engines(
     folder = None if start.folder is None else str(start.folder)
     finish = role.begin(EngineRanks.connect, position=start.position, folder=folder)
     manager = SeparateEngines(role, hand_over(job, shards=shards, canary=canary))
-    bank = finish()
+    log_bank(finish())
+    return RemoteRollouts(role, manager, sample_store, timers, start.position)
+
+
+def log_bank(bank: Mapping[str, Any]) -> None:
+    """Log what the bank of finished groups has, on the first rank."""
     if dist.get_rank() == 0:
         for text in bank["skipped"]:
             logger.warning("[Resume] skipped in the bank of finished groups: %s", text)
         if bank["num_banked"]:
             logger.info("[Resume] the bank has %d finished groups", bank["num_banked"])
-    return RemoteRollouts(role, manager, sample_store, timers, start.position)

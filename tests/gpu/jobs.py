@@ -18,7 +18,7 @@ from mcore_rl.hybrid_engine.transfer.transfer import Transfer
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.model.boxes import Box
 from mcore_rl.trainer.build import build_manager, build_offloader
-from mcore_rl.trainer.rollouts import engine_config
+from mcore_rl.trainer.hand_overs import engine_config
 from mcore_rl.verify import stored_digests
 from tests.dist.jobs import first_mini_batch, random_tokens, rank_batch, started
 from tests.dist.offload_jobs import state_digests

@@ -54,11 +54,11 @@ class HTTPEngineClient(HTTPVLLMWeightSyncClient):
     def _post(
         self, path: str, json: dict[str, Any] | None = None, params: dict[str, str] | None = None
     ) -> None:
-        self._request("POST", path, json, params)
+        self._answer("POST", path, json, params)
 
-    def _get(self, path: str, field: str) -> Any:
+    def _get(self, path: str, field: str, params: dict[str, str] | None = None) -> Any:
         """Return one field of a JSON answer."""
-        answer = self._request("GET", path)
+        answer = self._answer("GET", path, params=params)
         try:
             fields = parse_json(answer)
         except InvalidData as error:
@@ -67,11 +67,24 @@ class HTTPEngineClient(HTTPVLLMWeightSyncClient):
             raise self._failed("GET", path, f"returned no {field}", answer)
         return fields[field]
 
-    def _request(
+    def _answer(
         self,
         method: str,
         path: str,
         fields: dict[str, Any] | None = None,
+        params: dict[str, str] | None = None,
+    ) -> bytes:
+        """Return the answer to a request. Raises RuntimeError."""
+        try:
+            return self._request(method, path, fields, params)
+        except HTTPFailure as failure:
+            raise self._failed(method, path, f"failed: {failure}", failure.answer) from None
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        fields: dict[str, Any] | None,
         params: dict[str, str] | None = None,
     ) -> bytes:
         async def send() -> bytes:
@@ -87,10 +100,7 @@ class HTTPEngineClient(HTTPVLLMWeightSyncClient):
                     keeps_refusal=True,
                 )
 
-        try:
-            return asyncio.run(send())
-        except HTTPFailure as failure:
-            raise self._failed(method, path, f"failed: {failure}", failure.answer) from None
+        return asyncio.run(send())
 
     def _failed(self, method: str, path: str, how: str, answer: bytes) -> RuntimeError:
         text = "" if self._header else quoted(answer)
@@ -102,6 +112,26 @@ class HTTPEngineClient(HTTPVLLMWeightSyncClient):
         if found is None:
             raise self._failed("GET", "get_world_size", "returned no number of workers", b"")
         return found
+
+    def vllm_version(self) -> str:
+        """Return the version of the server's vLLM."""
+        return str(self._get("version", "version"))
+
+    def configuration(self) -> dict[str, Any]:
+        """Return vLLM's configuration: the fields of `VllmConfig` as JSON."""
+        found = self._get("server_info", "vllm_config", {"config_format": "json"})
+        if not isinstance(found, dict):
+            raise self._failed("GET", "server_info", "returned no configuration", b"")
+        return found
+
+    def generates_tokens(self) -> bool:
+        """Return whether the server has the route that takes and returns token ids."""
+        try:
+            self._request("POST", "inference/v1/generate", {})
+        except HTTPFailure as failure:
+            # An empty request is refused as such where the route is open.
+            return failure.status in (400, 422)
+        return True
 
     def weight_version(self) -> str:
         """Return the version of the last finished update; "default" before the first."""

@@ -23,8 +23,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from mcore_rl.common.addresses import checked_url, header_from
-from mcore_rl.common.errors import UsageError
+from mcore_rl.common.addresses import header_from
 from mcore_rl.common.http import client_session
 from mcore_rl.hybrid_engine.remote.generate_client import GenerateClient
 from mcore_rl.hybrid_engine.remote.loop_thread import LoopThread
@@ -33,7 +32,7 @@ from mcore_rl.hybrid_engine.remote.server_pool import ServerPool
 from mcore_rl.hybrid_engine.vllm.drafter import DraftCounts
 from mcore_rl.moe.routing import RoutedLayers
 
-_NAME = "ServersConfig"  # in messages
+_FLAG = "--rl-rollout-servers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +75,15 @@ class ServerEngine:
     """Servers as one engine of one rank. Local; use it from one thread.
 
     No request runs before the first `admit`. `tokenizer` is the Hugging Face tokenizer of the
-    model. Raises UsageError for unusable addresses or headers. `close` must follow.
+    model. Raises UsageError for an unusable header. `close` must follow.
     """
 
     def __init__(self, config: ServersConfig, tokenizer: Any) -> None:
         self.config, self.tokenizer = config, tokenizer
-        urls = [url.rstrip("/") for url in config.urls]
-        for url in urls:
-            checked_url(url, f"{_NAME} urls")
-        if len(set(urls)) < len(urls) or not urls:
-            raise UsageError(
-                "must name at least one server, and each once",
-                flag=f"{_NAME} urls {','.join(urls)}",
-                remedy="correct the list",
-            )
-        header = header_from(config.header_env, f"{_NAME} header_env")
+        header = header_from(config.header_env, f"{_FLAG}-header-env")
         self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         self._loop = LoopThread()
-        self._session, self._pool = self._loop.call(lambda: self._start(urls, header))
+        self._session, self._pool = self._loop.call(lambda: self._start(config.urls, header))
 
     def _start(
         self, urls: Sequence[str], header: dict[str, str]
@@ -151,6 +141,15 @@ class ServerEngine:
     def seconds_without_server(self) -> float:
         """How long no server has been admitted; 0.0 while one is."""
         return self._loop.call(lambda: self._pool.seconds_without_server)
+
+    @contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """Within it, requests that find no server admitted end as failures instead of waiting."""
+        self._pool.gives_up = True
+        try:
+            yield
+        finally:
+            self._pool.gives_up = False
 
     def take_metrics(self) -> dict[str, float]:
         """Return `servers/...`: counts of events since the last call, and admitted servers."""

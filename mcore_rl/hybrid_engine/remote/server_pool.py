@@ -85,6 +85,7 @@ class ServerPool:
         self._max_num_seqs, self._patience_seconds = max_num_seqs, patience_seconds
         self._probe_interval, self._probe_timeout = probe_interval_seconds, probe_timeout_seconds
         self.weight_version: int | None = None  # of admitted servers; None during an update
+        self.gives_up = False  # requests that wait while no server is admitted end as failures
         self._waiting: list[_Waiter] = []
         self._last_server: dict[Hashable, Server] = {}
         self._counts: Counter[str] = Counter()
@@ -273,7 +274,9 @@ class ServerPool:
         """End waiting requests that have had no server left for too long."""
         admitted, now = set(self.admitted), _now()
         for waiter in list(self._waiting):
-            if not admitted or not admitted <= set(waiter.avoid):
+            if not admitted and self.gives_up and not waiter.future.done():
+                waiter.future.set_exception(NoServerLeft("none is admitted"))
+            elif not admitted or not admitted <= set(waiter.avoid):
                 waiter.stuck_since = None
             elif waiter.stuck_since is None:
                 waiter.stuck_since = now

@@ -21,7 +21,7 @@ from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.job.start import start
 from mcore_rl.spec import JobSpec
-from mcore_rl.trainer.rollouts import engine_config
+from mcore_rl.trainer.hand_overs import engine_config
 
 STEPS = 16  # measured for each number of sequences
 _LEAST_BATCHED_TOKENS = 2048  # that vLLM computes in one step of a prefill

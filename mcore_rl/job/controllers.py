@@ -1,0 +1,77 @@
+"""Controllers of `--rl-rollout-servers`: processes beside a job's ranks, without a GPU.
+
+    python -m mcore_rl.job.controllers NUMBER     started by the first rank of each machine in turn
+
+A controller reads the job from its standard input, meets the ranks at the job's store, and ends
+soon after the rank that has started it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+from mcore_rl.common.agreement import EXIT_FAILED
+from mcore_rl.common.run_output import setup_logging
+from mcore_rl.flags.given import import_given_files
+from mcore_rl.spec import JobSpec
+
+_GRACE_SECONDS = 10.0
+
+
+def start_controllers(spec: JobSpec, args: argparse.Namespace, rank: int) -> None:
+    """Start the controllers that `rank` starts. Does not wait for them."""
+    if not spec.roles.has_controllers or rank % spec.ranks_per_node:
+        return
+    # Nobody there trains: they need neither the models nor a fork's flags of these.
+    sent = replace(spec, critic=None, reward_model=None)
+    names = ("seed", "distributed_timeout_minutes", "trust_remote_code", "rl_run_dir")
+    facts = {name: getattr(args, name) for name in names}
+    node, num_nodes = rank // spec.ranks_per_node, -(-spec.roles.world_size // spec.ranks_per_node)
+    for number in range(node, len(spec.roles.rollout), num_nodes):
+        environment = os.environ | {
+            "RANK": str(spec.roles.rollout[number]),
+            "LOCAL_RANK": "0",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mcore_rl.job.controllers", str(number)],
+            stdin=subprocess.PIPE,
+            env=environment,
+        )
+        assert process.stdin is not None
+        for part in (spec.tokens, sent, facts):
+            pickle.dump(part, process.stdin)
+        process.stdin.flush()  # it stays open for as long as this process lives
+
+
+def main() -> None:
+    setup_logging(quiet=True)
+    import_given_files(pickle.load(sys.stdin.buffer))  # what the job refers to by name
+    spec, facts = pickle.load(sys.stdin.buffer), pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    from mcore_rl.job.environment import join_store
+    from mcore_rl.job.start import start_engine_rank
+    from mcore_rl.trainer.controller_ranks import serve_controllers
+    from mcore_rl.trainer.job import enter_role
+
+    world = enter_role(spec.roles, join_store())
+    serve_controllers(start_engine_rank(spec, argparse.Namespace(**facts), world))
+
+
+def _end_with_parent() -> None:
+    """Wait for the end of the rank that has started this process, then for this process to end."""
+    os.read(sys.stdin.fileno(), 1)  # not by the buffer, whose lock the end of this process needs
+    time.sleep(_GRACE_SECONDS)
+    os._exit(EXIT_FAILED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Checks of the servers of `--rl-rollout-servers`, before anything is built."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.vllm_version import installed_vllm
+from mcore_rl.hybrid_engine.remote.engine import BACKEND
+from mcore_rl.hybrid_engine.remote.engine_client import HTTPEngineClient
+from mcore_rl.model.config_json import read_model_shape
+from mcore_rl.spec import JobSpec
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_SECONDS = 60.0
+_PROCESSED = "processed_logprobs"
+
+
+def check_servers(spec: JobSpec) -> None:
+    """Check the servers that answer; others may still start.
+
+    Raises UsageError for a server without a route that the run calls, and for one with another
+    model, another vLLM, quantised weights or unsuitable options. The model is compared if its
+    folder is on this machine, too; otherwise the first update compares the tensors.
+    """
+    rollout = spec.config.rollout
+    for url in rollout.servers:
+        client = HTTPEngineClient(
+            url, _TIMEOUT_SECONDS, header_env=rollout.rollout_servers_header_env
+        )
+        try:
+            version, configuration = client.vllm_version(), client.configuration()
+        except RuntimeError as error:
+            logger.warning("[Servers] %s is not checked: %s", url, error)
+            continue
+        for found, remedy in (
+            _of_version(version),
+            _of_route(client),
+            *_of_options(configuration, spec),
+            _of_model(configuration, spec),
+        ):
+            if found:
+                raise UsageError(found, flag=f"--rl-rollout-servers {url}", remedy=remedy)
+
+
+def _of_version(version: str) -> tuple[str, str]:
+    installed = installed_vllm()
+    if installed is None or _public(installed[1]) == _public(version):
+        return "", ""
+    return (
+        f"runs vLLM {version}, and the job has {installed[1]}",
+        "install the same version in both places",
+    )
+
+
+def _public(version: str) -> str:
+    return version.split("+")[0]
+
+
+def _of_route(client: HTTPEngineClient) -> tuple[str, str]:
+    if client.generates_tokens():
+        return "", ""
+    return (
+        "does not answer /inference/v1/generate",
+        "start its vllm serve with --enable-scale-out",
+    )
+
+
+def _of_options(configuration: Mapping[str, Any], spec: JobSpec) -> list[tuple[str, str]]:
+    """Return what is wrong with a server's options, and remedies; empty texts for what is right."""
+    model = configuration.get("model_config") or {}
+    transfer = configuration.get("weight_transfer_config") or {}
+    config = spec.config
+    least = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    length = model.get("max_model_len")
+    found = []
+    if transfer.get("backend") != BACKEND:
+        found.append(
+            (
+                "does not receive weights from mcore_rl",
+                f'start its vllm serve with --weight-transfer-config \'{{"backend": '
+                f'"{BACKEND}"}}\'',
+            )
+        )
+    if model.get("quantization") is not None:
+        found.append(
+            (
+                f"has weights quantised by {model['quantization']}, and receives unquantised ones",
+                "start its vllm serve without quantisation",
+            )
+        )
+    if model.get("logprobs_mode") != _PROCESSED:
+        found.append(
+            (
+                f"returns {model.get('logprobs_mode')}, which are not those of the sampled policy",
+                f"start its vllm serve with --logprobs-mode {_PROCESSED}",
+            )
+        )
+    if not isinstance(length, int) or length < least:
+        found.append(
+            (
+                f"takes {length} tokens, and prompts and responses have up to {least}",
+                f"start its vllm serve with --max-model-len {least}",
+            )
+        )
+    return found
+
+
+def _of_model(configuration: Mapping[str, Any], spec: JobSpec) -> tuple[str, str]:
+    folder = Path(str((configuration.get("model_config") or {}).get("model")))
+    if not (folder / "config.json").is_file():
+        return "", ""
+    if read_model_shape(folder, flag="--rl-rollout-servers") == spec.shape:
+        return "", ""
+    return (
+        f"serves {folder}, another model than --rl-hf-checkpoint {spec.checkpoint.folder}",
+        "start it with the checkpoint of the job",
+    )

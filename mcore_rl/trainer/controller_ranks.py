@@ -1,0 +1,100 @@
+"""Controllers of `--rl-rollout-servers`: what these processes do while the actor's ranks train.
+
+    the actor's ranks (`servers`)                     a controller
+
+    begin_update ── message ────────────────────────► running requests end; answers with the servers
+                 ── weights to the servers alone        that all controllers reach
+    admit ── message ───────────────────────────────► these servers get requests
+    collect ── message ─────────────────────────────► requests to the servers, rewards
+
+Each controller has a share of the groups, and sends requests to all servers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any, TextIO
+
+import torch.distributed as dist
+
+from mcore_rl.common import objects
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.hybrid_engine.remote.server_engine import ServerEngine, ServersConfig
+from mcore_rl.moe.routing import R3
+from mcore_rl.observe.timeline import IDLE, UPDATE
+from mcore_rl.rollout.ahead import AheadSampler
+from mcore_rl.rollout.collector import Collected
+from mcore_rl.trainer.job import Job
+from mcore_rl.trainer.sampling import Start
+from mcore_rl.trainer.sampling_ranks import SamplingRanks, serve_sampling
+
+NAME = "controllers"
+
+
+class ControllerRanks(SamplingRanks):
+    """Servers as one engine of each controller; the weights come without its help."""
+
+    _engine: ServerEngine
+    _ahead: AheadSampler
+
+    def __init__(self, job: Job, log: TextIO | None, start: Start) -> None:
+        super().__init__(job, _server_engine(job), start, log)
+
+    def begin_update(self) -> dict[str, Any]:
+        """Stop sampling, before the weights change. Returns the servers that all controllers can
+        reach, and for how long none has had requests."""
+        self._ahead.pause()
+        self._activity.begin(UPDATE)
+        reached = objects.all_gather(self._engine.begin_update())
+        seconds = objects.all_gather(self._engine.seconds_without_server)
+        by_all = set(reached[0]).intersection(*reached[1:])
+        return {"urls": [url for url in reached[0] if url in by_all], "seconds": max(seconds)}
+
+    def admit(self, *, urls: list[str], weight_version: int) -> None:
+        """Send requests to these servers: they hold attested weights of this version."""
+        self._engine.admit(urls, weight_version)
+        self._activity.begin(IDLE)
+
+    def sample_eval(self, *, step: int, weight_version: int) -> dict[str, Any]:
+        """Sample the held-out prompts. Returns nothing if no server was left."""
+        with self._engine.giving_up():
+            done = super().sample_eval(step=step, weight_version=weight_version)
+        return {} if objects.on_any(self._is_stuck()) else done
+
+    def _collected(self, weight_version: int) -> Collected | None:
+        collected = self._ahead.collect_unless(weight_version, self._is_stuck)
+        if collected is None:
+            return None
+        everywhere = objects.all_gather(self._engine.take_metrics())
+        metrics = {name: sum(each[name] for each in everywhere) for name in everywhere[0]}
+        metrics["servers/admitted"] = min(each["servers/admitted"] for each in everywhere)
+        return replace(collected, metrics=collected.metrics | metrics)
+
+    def _is_stuck(self) -> bool:
+        return not self._engine.admitted
+
+    def abandon_step(self) -> None:
+        """Count the step whose `collect` returned nothing as not begun."""
+        self._ahead.abandon_step()
+
+
+def _server_engine(job: Job) -> ServerEngine:
+    spec, config = job.spec, job.config
+    servers = ServersConfig(
+        config.rollout.servers,
+        seqs_per_server=math.ceil(config.engine.rollout_max_num_seqs / dist.get_world_size()),
+        vocab_size=spec.shape.vocab_size,
+        header_env=config.rollout.rollout_servers_header_env,
+        routed_layers=spec.routed_layers if config.trainer.routing_replay == R3 else None,
+    )
+    tokenizer = load_tokenizer(
+        spec.checkpoint.folder, trust_remote_code=spec.trust_remote_code, needs_template=False
+    )
+    return ServerEngine(servers, tokenizer)
+
+
+def serve_controllers(job: Job) -> None:
+    """Run controllers until the actor ends the run. Collective over these."""
+    serve_sampling(job, NAME, partial(ControllerRanks, job, None))

@@ -1,0 +1,171 @@
+"""What samples with an engine of this rank: `build_sampling`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from mcore_rl.common.agreement import agreed_in_world
+from mcore_rl.data.prompts import PromptDataset
+from mcore_rl.environments.conversation import ConversationTokens
+from mcore_rl.environments.interface import EnvironmentSpec
+from mcore_rl.hybrid_engine.vllm.sampling_engine import SamplingEngine
+from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.rollout.ahead import AheadSampler
+from mcore_rl.rollout.collector import Collector
+from mcore_rl.rollout.conversations import Conversations
+from mcore_rl.rollout.engines import RolloutWorkers
+from mcore_rl.rollout.evaluation import Evaluator
+from mcore_rl.rollout.sample_store import SampleStore
+from mcore_rl.trainer.job import Job
+from mcore_rl.trainer.roles.remote import Role
+from mcore_rl.trainer.roles.reward_model import ModelReward
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """An engine of this rank, and what samples with it. Collective over the engines' ranks."""
+
+    engine: SamplingEngine
+    workers: RolloutWorkers
+    collector: Collector | AheadSampler
+    evaluator: Evaluator | None  # None without held-out prompts
+
+    def close(self) -> None:
+        """End the engine, and processes of rewards and environments."""
+        if isinstance(self.collector, AheadSampler):
+            self.collector.close()
+        if self.evaluator is not None:
+            self.evaluator.workers.close()
+        self.workers.close()
+        self.engine.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a run's sampling begins with.
+
+    Example: of a run that resumes after 3 steps of 16 prompts: `Start(prompts, None, "2026-11-26",
+    position=48, folder=Path("checkpoints/iter_0000003/rollout"))`.
+    """
+
+    prompts: PromptDataset
+    eval_prompts: PromptDataset | None
+    day: str  # for chat templates
+    position: int = 0  # prompts drawn before
+    folder: Path | None = None  # what `Rollouts.save` wrote, if the run resumes
+
+    @property
+    def fingerprints(self) -> list[str]:
+        """The fingerprints of the prompts that are given."""
+        return [each.fingerprint for each in (self.prompts, self.eval_prompts) if each is not None]
+
+
+def build_sampling(
+    job: Job,
+    engine: SamplingEngine,
+    sample_store: SampleStore,
+    reward_model: Role | None,
+    start: Start,
+    timers: StageTimers,
+) -> Sampling:
+    """Build what samples with the engines. Collective over their ranks."""
+    workers = _workers(job, engine, sample_store, reward_model, start.day)
+    if job.config.rollout.samples_ahead:
+        collector: Collector | AheadSampler = _ahead(job, engine, workers, sample_store, start)
+    else:
+        collector = _collector(job, workers, sample_store, start, timers)
+    evaluator = None
+    if start.eval_prompts is not None:
+        evaluator = Evaluator(
+            # While training samples are in flight, an evaluation needs rewards of its own.
+            _workers(job, engine, sample_store, reward_model, start.day)
+            if job.config.rollout.samples_ahead
+            else workers,
+            start.eval_prompts,
+            job.config.evaluation,
+            job.config.rollout,
+            seed=job.args.seed,
+            timers=timers,
+        )
+    return Sampling(engine, workers, collector, evaluator)
+
+
+def _workers(
+    job: Job, engine: SamplingEngine, sample_store: SampleStore, reward_model: Role | None, day: str
+) -> RolloutWorkers:
+    environment = job.spec.environment
+    return RolloutWorkers(
+        engine,
+        job.spec.rollout_layout,
+        job.config.rollout,
+        job.spec.rewards,
+        sample_store,
+        None if reward_model is None else ModelReward(reward_model).outcomes,
+        None if environment is None else partial(_conversations, job, environment, day),
+        job.config.environments.max_turn_tokens,
+    )
+
+
+def _collector(
+    job: Job,
+    workers: RolloutWorkers,
+    sample_store: SampleStore,
+    start: Start,
+    timers: StageTimers,
+) -> Collector:
+    collector = Collector(
+        workers,
+        start.prompts,
+        job.config.recipe,
+        job.config.rollout,
+        num_prompts_per_step=job.config.trainer.num_prompts_per_step,
+        seed=job.args.seed,
+        timers=timers,
+        position=start.position,
+        sample_store=sample_store,
+    )
+    if start.folder is not None:
+        agreed_in_world(partial(collector.restore, start.folder))
+    return collector
+
+
+def _ahead(
+    job: Job,
+    engine: SamplingEngine,
+    workers: RolloutWorkers,
+    sample_store: SampleStore,
+    start: Start,
+) -> AheadSampler:
+    return AheadSampler(
+        engine,
+        workers,
+        start.prompts,
+        job.config.recipe,
+        job.config.rollout,
+        job.spec.rollout_layout,
+        num_prompts_per_step=job.config.trainer.num_prompts_per_step,
+        seed=job.args.seed,
+        position=start.position,
+        sample_store=sample_store,
+        bank=job.config.run.directory / "bank",
+        folder=start.folder,
+    )
+
+
+def _conversations(job: Job, spec: EnvironmentSpec, day: str) -> Conversations:
+    """Build the environments of a TP group's samples, on its first rank."""
+    config = job.config
+    return Conversations(
+        spec,
+        ConversationTokens.of_model(
+            job.spec.checkpoint.folder,
+            config.data,
+            trust_remote_code=job.spec.trust_remote_code,
+            date=day,
+        ),
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_tokens=config.rollout.max_response_tokens,
+        waits=config.rollout.deterministic,
+    )

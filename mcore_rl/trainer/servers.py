@@ -1,0 +1,192 @@
+"""`--rl-rollout-servers`, as the actor's ranks use them; `controller_ranks` sends the requests.
+
+Weights travel from the actor's shards to the workers of all servers (`hybrid_engine.remote`). A
+server that fails an update gets no requests until a later one succeeds.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from mcore_rl.hybrid_engine.proof.attest import OFF
+from mcore_rl.hybrid_engine.remote.engine_client import HTTPEngineClient
+from mcore_rl.hybrid_engine.remote.session import UpdateReport
+from mcore_rl.hybrid_engine.remote.trainer import (
+    MegatronTrainerInitInfo,
+    MegatronTrainerWeightTransferEngine,
+    ShardSource,
+)
+from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, Hook, ReshardReport
+from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.trainer.controller_ranks import ControllerRanks
+from mcore_rl.trainer.job import Job
+from mcore_rl.trainer.roles.remote import RemoteRole
+from mcore_rl.trainer.sampling import Start
+from mcore_rl.trainer.sampling_ranks import SamplingRanks
+from mcore_rl.trainer.separate import RemoteRollouts, RemoteSampleStore, log_bank
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 2.0
+
+
+class NoServersLeft(Exception):
+    """No server has received the weights for `--rl-rollout-server-wait-minutes`."""
+
+
+class ServerSync:
+    """The weight sync of servers: `with servers:` gives them new weights. Collective over the
+    actor's ranks. Raises NoServersLeft; the weight version is then the one before."""
+
+    def __init__(self, job: Job, role: RemoteRole, source: ShardSource) -> None:
+        self._job, self._role, self._source = job, role, source
+        self.weight_version = 0
+        self.on_reshard_start: list[Hook] = []
+        self.on_reshard_end: list[Hook] = []
+        self._connected: dict[tuple[str, ...], MegatronTrainerWeightTransferEngine] = {}
+        self._failing: dict[str, str] = {}  # servers that failed the last update, and why
+
+    def __enter__(self) -> Self:
+        self.weight_version += 1
+        self.update()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing: servers keep their weights and may keep sampling."""
+
+    def update(self) -> None:
+        """Give the weights to all servers that can be reached; wait until there is one."""
+        for hook in self.on_reshard_start:
+            hook(ReshardReport(TO_ROLLOUT, self.weight_version, 0.0))
+        started = time.perf_counter()
+        reports: list[UpdateReport] = []
+        while not reports:
+            found = self._role.call(ControllerRanks.begin_update)
+            held: list[str] = []
+            groups = self._together(found["urls"])
+            for urls in groups:
+                if (report := self._send(urls)) is not None:
+                    held += urls
+                    reports.append(report)
+                elif len(urls) > 1:  # a failure of several does not tell whose it is
+                    groups += [(url,) for url in urls]
+            if not reports:
+                self._wait(found["seconds"])
+        self._role.call(ControllerRanks.admit, urls=held, weight_version=self.weight_version)
+        whole = replace(
+            _joined(reports, self.weight_version, time.perf_counter() - started),
+            attested=self._job.config.weight_sync.attest != OFF,  # a failure of it raises
+        )
+        for hook in self.on_reshard_end:
+            hook(whole)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait for servers, none of which has had requests for `seconds`."""
+        limit = 60 * self._job.config.rollout.rollout_server_wait_minutes
+        if seconds >= limit:
+            self.weight_version -= 1
+            reasons = "; ".join(f"{url}: {why}" for url, why in self._failing.items())
+            raise NoServersLeft(f"none was left for {seconds:.0f} s{reasons and f' ({reasons})'}")
+        time.sleep(min(_RETRY_SECONDS, limit - seconds))
+
+    def _together(self, urls: Sequence[str]) -> list[tuple[str, ...]]:
+        """Return which servers are updated together: all that did not fail the last update."""
+        self._failing = {url: why for url, why in self._failing.items() if url in urls}
+        sound = tuple(url for url in urls if url not in self._failing)
+        return [each for each in (sound, *((url,) for url in self._failing)) if each]
+
+    def _send(self, urls: tuple[str, ...]) -> UpdateReport | None:
+        """Send the weights to servers; return None if that fails."""
+        for others in [each for each in self._connected if each != urls and {*each} & {*urls}]:
+            self._connected.pop(others).shutdown()
+        try:
+            if urls not in self._connected:
+                self._connected[urls] = self._engine(urls)
+                self._connected[urls].connect()
+            report = self._connected[urls].send_weights(str(self.weight_version))
+        except RuntimeError as error:  # the same on all ranks
+            self._connected.pop(urls).shutdown()
+            why = str(error).splitlines()[0]
+            logger.warning("[Servers] %s did not receive the weights: %s", ", ".join(urls), why)
+            self._failing |= dict.fromkeys(urls, why)
+            return None
+        for url in urls:
+            self._failing.pop(url, None)
+        return report
+
+    def _engine(self, urls: Sequence[str]) -> MegatronTrainerWeightTransferEngine:
+        rollout, options = self._job.config.rollout, self._job.config.weight_sync
+        info = MegatronTrainerInitInfo(
+            rank=dist.get_rank(),
+            bucket_bytes=options.reshard_bucket_mb << 20,
+            attest=options.attest,
+        )
+        clients = [
+            HTTPEngineClient(url, header_env=rollout.rollout_servers_header_env) for url in urls
+        ]
+        return MegatronTrainerWeightTransferEngine(info, source=self._source, engines=clients)
+
+    def close(self) -> None:
+        """Close the connections. Local."""
+        for engine in self._connected.values():
+            engine.shutdown()
+        self._connected = {}
+
+
+def _joined(reports: Sequence[UpdateReport], version: int, seconds: float) -> ReshardReport:
+    """Return the report of an update in parts; bytes are the largest of any worker."""
+    return ReshardReport(
+        TO_ROLLOUT,
+        version,
+        seconds,
+        received_bytes=max(max(each.received_bytes) for each in reports),
+        lower_bound_bytes=max(max(each.needed_bytes) for each in reports),
+    )
+
+
+class ServerRollouts(RemoteRollouts):
+    """Samples of servers. Methods are collective over the actor's ranks, and raise NoServersLeft as
+    if their step had not begun."""
+
+    manager: ServerSync
+
+    def _sample_eval(self, step: int, weight_version: int) -> None:
+        while not self._role.call(
+            ControllerRanks.sample_eval, step=step, weight_version=weight_version
+        ):
+            self.manager.update()
+
+    def _collect(self, weight_version: int) -> dict[str, Any]:
+        while not (answer := super()._collect(weight_version)):
+            try:
+                self.manager.update()
+            except NoServersLeft:
+                self._role.call(ControllerRanks.abandon_step)
+                raise
+        return answer
+
+    def close(self) -> None:
+        self.manager.close()
+        super().close()
+
+
+def connect_servers(
+    job: Job,
+    role: RemoteRole,
+    shards: ModelShards,
+    sample_store: RemoteSampleStore,
+    start: Start,
+    timers: StageTimers,
+) -> ServerRollouts:
+    """Wait for controllers that `start_engines` has started. Collective over the actor's ranks."""
+    folder = None if start.folder is None else str(start.folder)
+    log_bank(role.call(SamplingRanks.connect, position=start.position, folder=folder))
+    sync = ServerSync(job, role, ShardSource(shards, dict(job.spec.checkpoint.tensors)))
+    return ServerRollouts(role, sync, sample_store, timers, start.position)

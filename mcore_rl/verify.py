@@ -36,6 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mcore_rl.common import objects
+from mcore_rl.common.errors import UsageError
 from mcore_rl.common.run_output import log_file, patient_stdout, setup_logging
 from mcore_rl.config import RLConfig
 from mcore_rl.data.prompts import PromptDataset, load_prompts, prompt_source
@@ -388,11 +389,22 @@ def _token_ids(job: Job) -> list[list[int]]:
     return [rows[i].token_ids.tolist() for i in range(min(MAX_PROMPTS, len(rows)))]
 
 
+def _check_job(spec: JobSpec) -> None:
+    check_prompts_given(spec)
+    if spec.config.rollout.servers:
+        raise UsageError(
+            "names engines that do not return their weights for a comparison; the attestation of "
+            "each update verifies them",
+            flag=f"--rl-rollout-servers {spec.config.rollout.rollout_servers}",
+            remedy="drop it",
+        )
+
+
 def start_verification(tokens: Sequence[str], *, log: Any = None) -> Job:
     """Call `mcore_rl.job.start.start` for scoring prompts."""
     return start(
         tokens,
-        also_check=check_prompts_given,
+        also_check=_check_job,
         log=log,
         program="mcore_rl.verify",
         scores_only=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,18 @@ from mcore_rl.hybrid_engine.remote.engine_client import HTTPEngineClient
 from mcore_rl.model.config_json import read_model_shape
 from mcore_rl.spec import JobSpec
 
-logger = logging.getLogger(__name__)
-
 _TIMEOUT_SECONDS = 60.0
 _PROCESSED = "processed_logprobs"
 
 
-def check_servers(spec: JobSpec) -> None:
-    """Check the servers that answer; others may still start.
+def check_servers(spec: JobSpec) -> list[str]:
+    """Check the servers that answer; return why others do not, which may still start.
 
     Raises UsageError for a server without a route that the run calls, and for one with another
     model, another vLLM, quantised weights or unsuitable options. The model is compared if its
     folder is on this machine, too; otherwise the first update compares the tensors.
     """
-    rollout = spec.config.rollout
+    rollout, silent = spec.config.rollout, []
     for url in rollout.servers:
         client = HTTPEngineClient(
             url, _TIMEOUT_SECONDS, header_env=rollout.rollout_servers_header_env
@@ -35,7 +32,7 @@ def check_servers(spec: JobSpec) -> None:
         try:
             version, configuration = client.vllm_version(), client.configuration()
         except RuntimeError as error:
-            logger.warning("[Servers] %s is not checked: %s", url, error)
+            silent.append(f"{url} is not checked: {error}")
             continue
         for found, remedy in (
             _of_version(version),
@@ -45,6 +42,7 @@ def check_servers(spec: JobSpec) -> None:
         ):
             if found:
                 raise UsageError(found, flag=f"--rl-rollout-servers {url}", remedy=remedy)
+    return silent
 
 
 def _of_version(version: str) -> tuple[str, str]:

@@ -156,7 +156,8 @@ def _agreed_spec(
             _check_devices(checked)
         _check_copies(checked)
         if int(os.environ.get("RANK", 0)) == checked.roles.actor[0]:
-            check_servers(checked)
+            for line in check_servers(checked):
+                logger.warning("[Servers] %s", line)
         return checked
 
     checked = agreed(check, store, stage="input")

@@ -37,6 +37,7 @@ from mcore_rl.model.tensors import TensorInfo
 logger = logging.getLogger(__name__)
 
 BACKEND = "mcore_rl"
+NO_PLAN = "none"
 
 
 def register() -> None:
@@ -78,7 +79,11 @@ class MegatronInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class MegatronUpdateInfo(WeightTransferUpdateInfo):
-    """Identity of an update; a worker refuses one that was planned for another layout."""
+    """Identity of an update; a worker refuses one that was planned for another layout.
+
+    With the plan NO_PLAN it ends an update that was begun and will not be sent: vLLM ends an update
+    when it fails, and refuses to begin another one before that.
+    """
 
     plan_id: str
     weight_version: str
@@ -165,6 +170,8 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
 
     def receive_weights(self, update_info: MegatronUpdateInfo) -> None:
         """Receive this worker's slices and load them in place; a failure ends the connection."""
+        if update_info.plan_id == NO_PLAN:
+            raise RuntimeError("mcore_rl: the trainer does not send the update that it has begun")
         assert self._session is not None, "start_weight_update requires a session"
         try:
             report = self._session.update(

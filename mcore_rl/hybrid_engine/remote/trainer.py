@@ -11,6 +11,7 @@ meet, and calls the vLLM servers; the other ranks only send. See `engine` for th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import uuid
@@ -34,6 +35,7 @@ from mcore_rl.common import objects
 from mcore_rl.hybrid_engine.proof.attest import SAMPLE
 from mcore_rl.hybrid_engine.remote.engine import (
     BACKEND,
+    NO_PLAN,
     MegatronInitInfo,
     MegatronUpdateInfo,
 )
@@ -86,6 +88,16 @@ class ShardSource(WeightSource):
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         raise RuntimeError("a ShardSource gives slices, by shards.read; it has no whole tensors")
+
+
+def _start_update(engine: EngineClient) -> None:
+    try:
+        engine.start_weight_update()
+    except RuntimeError:
+        # A trainer that has ended, or failed at another server, may have begun one.
+        with contextlib.suppress(RuntimeError):
+            engine.update_weights(asdict(MegatronUpdateInfo(NO_PLAN, "")))
+        engine.start_weight_update()
 
 
 class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTrainerInitInfo]):
@@ -245,7 +257,7 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
             for engine in self._engines:
                 if self._info.pause_mode is not None:
                     engine.pause(self._info.pause_mode)
-                engine.start_weight_update()
+                _start_update(engine)
             self._start([partial(each.update_weights, asdict(update)) for each in self._engines])
         report = self._session.update(
             weight_version, plan_id=update.plan_id, read=self._source.shards.read, load=None

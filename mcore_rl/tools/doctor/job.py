@@ -16,6 +16,7 @@ from mcore_rl.common.platform import find_platform
 from mcore_rl.config import RLConfig
 from mcore_rl.job.facts import Facts
 from mcore_rl.job.layout import own_all_reduce_obstacle
+from mcore_rl.job.servers import check_servers
 from mcore_rl.planner.host import HostPhase
 from mcore_rl.planner.plan import Outcome
 from mcore_rl.tools.doctor.checkpoint import (
@@ -35,6 +36,7 @@ from mcore_rl.tools.doctor.finding import (
     Finding,
     Report,
     Request,
+    green,
     yellow,
 )
 from mcore_rl.tools.doctor.flags import check_flags
@@ -78,6 +80,9 @@ def examine_job(
     resumed = _examine_checkpoints(report, job)
     if facts.batches_are_right:
         report.add(BATCHES, lambda: check_batches(facts))
+    if facts.config.rollout.servers:
+        report.add(NETWORK, lambda: _check_servers(facts))
+    elif facts.batches_are_right:
         with report.catching(PLAN):
             memory = _device_memory(request, gpus)
             host_bytes = request.host_memory_bytes or machine_memory().limit_bytes
@@ -107,6 +112,18 @@ def _examine_checkpoints(report: Report, job: Job) -> Path | None:
         with report.catching(CHECKPOINT):
             check_other_folders(job.facts.spec.checkpoints)
     return resumed
+
+
+def _check_servers(facts: Facts) -> Iterator[Finding]:
+    """Report the servers of a job whose other flags are right."""
+    if facts.spec is None:
+        return
+    silent = check_servers(facts.spec)
+    for line in silent:
+        yield yellow(NETWORK, f"server {line}", "start it before the run, or correct its address")
+    num_servers = len(facts.spec.config.rollout.servers) - len(silent)
+    if num_servers:
+        yield green(NETWORK, f"{num_servers} servers answer and fit the job")
 
 
 @contextlib.contextmanager

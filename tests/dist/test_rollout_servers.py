@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.dist.rollout_servers_jobs import LONG_TOKENS
-from tests.rank_pool import RankPool, free_port
+from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.timeout(500), pytest.mark.slow]
 
@@ -26,7 +26,6 @@ def result(checkpoint_factory: Callable[..., Path], ranks: RankPool) -> dict[str
         "tests.dist.rollout_servers_jobs:play",
         world_size=1,
         checkpoint=checkpoint,
-        ports=[free_port(), free_port()],
         vocab_size=json.loads((checkpoint / "config.json").read_text())["vocab_size"],
     )
     return found

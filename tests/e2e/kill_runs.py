@@ -7,10 +7,10 @@
 A run of the tiny task by the launcher saves every step. SIGKILL ends a random rank, of the trainers
 or of the engines, at a random moment, and the same command starts the run again, until its last
 step is done, or until it has been killed often enough and is left alone. With --servers engines are
-controllers of so many vLLM servers; a server that is killed starts again, and the run goes on. After
-every kill of a rank the launcher must have ended by itself and have left no process and no shared
-memory. At a run's end each draw below the last position has been trained on exactly once, in time,
-or is outstanding in the last checkpoint. Exit code 0 if all of this holds, else 1.
+controllers of so many vLLM servers; a server that is killed starts again, and the run goes on.
+After every kill of a rank the launcher must have ended by itself and have left no process and no
+shared memory. At a run's end each draw below the last position has been trained on exactly once, in
+time, or is outstanding in the last checkpoint. Exit code 0 if all of this holds, else 1.
 """
 
 from __future__ import annotations
@@ -257,11 +257,8 @@ def drawn(rng: random.Random, setting: Setting, num_done: int) -> Kill:
     """A moment of a run of which so many steps are done."""
     num_left = max(1, setting.num_steps - num_done)
     moment = -1 if rng.random() < 0.15 else rng.randrange(min(3, num_left))
-    return Kill(
-        rng.randrange(setting.num_ranks + len(setting.servers)),
-        moment,
-        (0.6 if moment >= 0 else 8) * rng.random(),
-    )
+    target = rng.randrange(setting.num_ranks + len(setting.servers))
+    return Kill(target, moment, (0.6 if moment >= 0 else 8) * rng.random())
 
 
 def run_kills(setting: Setting, kills: int, seed: int, console: Console) -> int:

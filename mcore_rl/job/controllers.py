@@ -64,6 +64,9 @@ def main() -> None:
 
     world = enter_role(spec.roles, join_store())
     serve_controllers(start_engine_rank(spec, argparse.Namespace(**facts), world))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # without destructors: Triton's report that the imports of vLLM leak
 
 
 def _end_with_parent() -> None:

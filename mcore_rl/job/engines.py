@@ -84,7 +84,7 @@ def check_apart(config: RLConfig, roles: Roles) -> None:
                 remedy="drop it",
             )
     if config.rollout.servers:
-        _check_own_flags_of_servers(config)
+        _check_content_of_servers(config)
     if config.rewards.reward_model is not None and not roles.is_apart(REWARD):
         raise UsageError(
             f"cannot run on the actor's ranks with {apart}, because engines call it while the "
@@ -94,22 +94,39 @@ def check_apart(config: RLConfig, roles: Roles) -> None:
         )
 
 
-def _check_own_flags_of_servers(config: RLConfig) -> None:
-    """Refuse flags of engines that a job starts."""
-    for options, kept in (
-        (config.engine, ("rollout_max_num_seqs", "ranks_per_node")),
-        (config.weight_sync, ("reshard_bucket_mb", "attest", "offload")),
-    ):
+# Flags of engines and hand-overs that servers use, too.
+_OF_SERVERS = ("rollout_max_num_seqs", "ranks_per_node", "reshard_bucket_mb", "attest", "offload")
+# Flags that change what engines compute or receive.
+_OF_CONTENT = ("rollout_dtype", "speculate", "reshard_dtype", "reshard_delta")
+
+
+def _unused_by_servers(config: RLConfig) -> dict[str, str]:
+    """Return the given flags of engines that a job starts, by name of the option."""
+    found = {}
+    for options in (config.engine, config.weight_sync):
         default = type(options)()
         for each in dataclasses.fields(options):
             value = getattr(options, each.name)
-            if each.name in kept or not value or value == getattr(default, each.name):
-                continue
+            if each.name not in _OF_SERVERS and value and value != getattr(default, each.name):
+                found[each.name] = as_flag(f"rl_{each.name}", value)
+    return found
+
+
+def _check_content_of_servers(config: RLConfig) -> None:
+    unused = _unused_by_servers(config)
+    for name in _OF_CONTENT:
+        if name in unused:
             raise UsageError(
                 "is for engines that the job starts, and has no effect with --rl-rollout-servers",
-                flag=as_flag(f"rl_{each.name}", value),
+                flag=unused[name],
                 remedy="drop it, and configure the servers where they are started",
             )
+
+
+def notes_on_servers(config: RLConfig) -> Iterator[str]:
+    """Name flags that have no effect on servers."""
+    if config.rollout.servers and (unused := _unused_by_servers(config)):
+        yield f"without effect with --rl-rollout-servers: {' '.join(unused.values())}"
 
 
 def notes_on_sampling_ahead(config: RLConfig, rollout: RolloutLayout) -> Iterator[str]:

@@ -499,6 +499,7 @@ class _Examiner:
             placement = Placement(actor.shape, actor.layout, actor.layers, rollout)
             yield from note_on_experts(config.engine, placement)
         yield from engines.notes_on_sampling_ahead(config, rollout)
+        yield from engines.notes_on_servers(config)
         obstacle = own_all_reduce_obstacle(config.engine, rollout, os.environ)
         if self.source.platform.cuda and obstacle is not None and not has_servers:
             yield f"engines reduce by NCCL, without vLLM's own all-reduce: {obstacle.found}"

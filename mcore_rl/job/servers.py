@@ -11,6 +11,7 @@ from mcore_rl.common.vllm_version import installed_vllm
 from mcore_rl.hybrid_engine.remote.engine import BACKEND
 from mcore_rl.hybrid_engine.remote.engine_client import HTTPEngineClient
 from mcore_rl.model.config_json import read_model_shape
+from mcore_rl.moe.routing import R3
 from mcore_rl.spec import JobSpec
 
 _TIMEOUT_SECONDS = 60.0
@@ -105,6 +106,16 @@ def _of_options(configuration: Mapping[str, Any], spec: JobSpec) -> list[tuple[s
                 f"start its vllm serve with --max-model-len {least}",
             )
         )
+    if config.trainer.routing_replay == R3:
+        outputs = configuration.get("aux_output_config") or {}
+        if not outputs.get("enable_return_routed_experts"):
+            found.append(
+                (
+                    "does not return the experts of each token, which --rl-routing-replay r3 needs",
+                    "start its vllm serve with --enable-return-routed-experts (on GPUs), or give "
+                    "--rl-routing-replay r2",
+                )
+            )
     return found
 
 

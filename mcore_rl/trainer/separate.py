@@ -127,6 +127,7 @@ class RemoteRollouts(Rollouts):
         self.manager, self.sample_store = manager, sample_store
         self._activity = Activity()
         self._activity.begin(_TRAINING)
+        self._has_evaluation = False
 
     @property
     def position(self) -> int:
@@ -135,11 +136,15 @@ class RemoteRollouts(Rollouts):
     def sample_eval(self, step: int, weight_version: int) -> None:
         with self._timers("eval"), self._waiting():
             self._sample_eval(step, weight_version)
+        self._has_evaluation = True
 
     def _sample_eval(self, step: int, weight_version: int) -> None:
         self._role.call(SamplingRanks.sample_eval, step=step, weight_version=weight_version)
 
     def evaluate(self) -> float | None:
+        if not self._has_evaluation:
+            return None  # without a call that engines would have to answer
+        self._has_evaluation = False
         with self._timers("eval"), self._waiting():
             accuracy: float | None = self._role.call(SamplingRanks.evaluate)["accuracy"]
         return accuracy

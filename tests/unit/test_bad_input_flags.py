@@ -59,7 +59,8 @@ template_of_one_turn: --rl-environment calculator
 ENVIRONMENTS = parse_cases(ENVIRONMENTS_TEXT, {"template_of_one_turn": template_of_one_turn})
 FIRST_FINISHED = parse_cases("""
 age_of_nothing: --rl-max-staleness 2
-    --rl-max-staleness 2 has no effect without --rl-partial-rollouts or --rl-rollout-ranks; add one
+    --rl-max-staleness 2 has no effect without --rl-partial-rollouts, --rl-rollout-ranks or
+    --rl-rollout-servers; add one
 nothing_to_stop: --rl-partial-rollouts --rl-oversample 1
     --rl-oversample 1 leaves --rl-partial-rollouts nothing to stop ... for example 1.5
 too_many_unfinished: --rl-partial-rollouts --rl-oversample 2.5
@@ -115,6 +116,28 @@ keys_of_nothing: {one_each} --rl-max-staleness 0 --rl-kv-after-update keep
 stale_groups_of_nothing: {one_each} --rl-max-staleness 0 --rl-stale-rollouts drop
     --rl-stale-rollouts drop has no effect ... give --rl-max-staleness 1 or more, or drop it
 """
+SERVERS = parse_cases("""
+ranks_and_servers: --rl-rollout-servers http://a:1 --rl-rollout-ranks 1
+    --rl-rollout-servers http://a:1 cannot be combined with --rl-rollout-ranks 1 ... drop one
+server_twice: --rl-rollout-servers http://a:1,http://a:1/
+    --rl-rollout-servers http://a:1,http://a:1/ must name at least one server, and each once
+no_address: --rl-rollout-servers a:8000
+    --rl-rollout-servers a:8000 is not an http:// or https:// address
+password: --rl-rollout-servers http://me:secret@a:1
+    --rl-rollout-servers has a user or password in it
+controllers_of_nothing: --rl-rollout-controllers 2
+    --rl-rollout-controllers 2 has no effect without --rl-rollout-servers; add it
+wait_for_nothing: --rl-rollout-server-wait-minutes 1
+    --rl-rollout-server-wait-minutes 1.0 has no effect without --rl-rollout-servers; add it
+kept_keys: --rl-rollout-servers http://a:1 --rl-kv-after-update keep
+    --rl-kv-after-update keep has no effect with --rl-rollout-servers ... drop it
+repeatable_servers: --rl-rollout-servers http://a:1 --rl-deterministic --rl-max-staleness 0
+    --rl-deterministic cannot be combined with --rl-rollout-servers http://a:1 ... drop it
+dtype_of_servers: --rl-rollout-servers http://a:1 --rl-reshard-dtype bf16
+    --rl-reshard-dtype bf16 is for engines that the job starts ... where they are started
+offloading_beside_servers: --rl-rollout-servers http://a:1 --rl-offload optimizer
+    --rl-offload optimizer has no effect with --rl-rollout-servers http://a:1 ... drop
+""")
 SEPARATE = parse_cases(SEPARATE_TEXT.replace("{one_each}", ONE_EACH))
 VALUES = parse_cases("""
 unknown_flag: --rl-num-stepz 4
@@ -265,6 +288,7 @@ CASES = table(
     environments=ENVIRONMENTS,
     first_finished=FIRST_FINISHED,
     separate=SEPARATE,
+    servers=SERVERS,
     megatron=MEGATRON,
     outputs=OUTPUTS,
 )

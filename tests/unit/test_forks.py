@@ -64,6 +64,7 @@ def parse(checkpoint: Path, *more: str) -> argparse.Namespace:
             "--rl-critic-tp-size 1 needs the command line"
         ),
         "--rl-rollout-ranks 0": "--rl-rollout-ranks 0 needs the command line",
+        "--rl-rollout-servers http://a:1": "--rl-rollout-servers .* needs the command line",
         "--num-layers 3": "num_layers is 3, but config.json .* start by mcore_rl.initialize, which",
     }.items(),
 )

@@ -480,10 +480,16 @@ def test_the_experts_of_a_cut_response_are_unknown(servers, make):
     assert routes is not None and routes.ids.shape == (5, 1, 1) and not routes.known.any()
 
 
-@pytest.mark.parametrize("urls", [(), ("ftp://a",), ("http://a:1", "http://a:1/")])
-def test_unusable_addresses_are_a_usage_error(urls):
-    with pytest.raises(UsageError, match="ServersConfig"):
-        ServerEngine(ServersConfig(urls, seqs_per_server=1, vocab_size=2), Tokenizer())
+def test_requests_wait_for_servers_unless_the_engine_gives_up(servers, make):
+    engine = make(servers[0])
+    servers[0].is_down = True
+    with engine.generation() as generation:
+        generation.submit(request_of(0))
+        until(lambda: not engine.admitted)
+        assert generation.step() == [] and generation.num_running == 1
+        with engine.giving_up():
+            failure = finished(generation)[0].failure
+    assert failure is not None and "none is admitted" in failure
 
 
 def test_closing_ends_what_runs(servers, make):

@@ -101,3 +101,13 @@ def test_decisions_leave_no_keys_behind() -> None:
         assert first.decision() == second.decision() is not None
     # Three counters and the last decision.
     assert store.num_keys() <= 4
+
+
+def test_a_member_that_cannot_go_on_stops_all_until_they_begin_again() -> None:
+    first, second = members(2)
+    assert not first.must_stop() and not second.must_stop()
+    second.stop_all()
+    assert first.must_stop() and second.must_stop()
+    for each in (first, second):
+        each.forget_stops()
+    assert not first.must_stop() and not second.must_stop()

@@ -1,16 +1,17 @@
 """Samples per second of engines on ranks of their own and of engines on the actor's ranks.
 
     python benchmarks/separate_engines.py [--markdown FILE] [--repeat 3] [--cases tools,even,tails]
+        [--keep FOLDER]
 
 Half an hour on 2 cores. --markdown replaces this benchmark's section of FILE. All ways have two
-processes: two that train and sample in turn, or one of each.
+processes: two that train and sample in turn, or one of each. --keep leaves the run directories in
+FOLDER/CASE/WAY/SEED.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import statistics
 import sys
 import tempfile
@@ -122,6 +123,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the section there")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each way, in turns")
     parser.add_argument("--cases", default=",".join(CASES), help="some of " + ", ".join(CASES))
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run directories")
     options = parser.parse_args(tokens)
     names = options.cases.split(",")
     if unknown := set(names) - CASES.keys():
@@ -134,12 +136,14 @@ def main(tokens: Sequence[str] | None = None) -> int:
     checkpoint = in_a_process(checkpoint_of, TAILS)
     runs: dict[str, dict[str, list[Run]]] = {}
     with tempfile.TemporaryDirectory(prefix="mcore_rl_separate_engines_") as folder:
+        kept = options.keep or Path(folder)
         for name in names:
             case = CASES[name]
             runs[name] = {way: [] for way in case.ways}
             for number in range(options.repeat):
                 for way in alternating(case.ways, number):
-                    found = run(case, way, checkpoint, Path(folder) / "run", number + 1)
+                    run_dir = kept / name / way.replace(" ", "_") / str(number + 1)
+                    found = run(case, way, checkpoint, run_dir, number + 1)
                     print(f"{name}, {way}: {found}", flush=True)
                     runs[name][way].append(found)
     facts["time"] = f"{(time.monotonic() - started) / 60:.0f} minutes in all"
@@ -159,7 +163,6 @@ def run(case: Case, way: str, checkpoint: Path, run_dir: Path, seed: int) -> Run
         f"--rl-max-tokens-per-microbatch {case.workload.packed_tokens}"
     ).split()
     lines = train(NUM_PROCESSES, [*flags, *case.flags, *WAYS[way]], run_dir)
-    shutil.rmtree(run_dir)
     return run_of(lines, case.workload.samples_per_step)
 
 

@@ -11,6 +11,7 @@ FOLDER/CASE/WAY/SEED.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -39,6 +40,7 @@ NUM_PROCESSES = 2
 COLOCATED, PARTIAL = "colocated", "partial"
 WARM_UP = 3  # steps that are not counted: pipelines fill
 SECTION = "separate_engines"
+FACTS = "facts.json"  # of kept runs
 # Each published ratio is of another model, task and cluster.
 PUBLISHED = """\
 Theirs, on GPUs and other tasks: verl's fully asynchronous trainer 2.35x to 2.67x of colocated
@@ -133,6 +135,9 @@ def main(tokens: Sequence[str] | None = None) -> int:
     os.environ.update(ENVIRONMENT)
     started = time.monotonic()
     facts = facts_of_run("separate_engines.py", tokens, ())
+    if options.keep is not None:
+        options.keep.mkdir(parents=True)
+        (options.keep / FACTS).write_text(json.dumps(facts))
     checkpoint = in_a_process(checkpoint_of, TAILS)
     runs: dict[str, dict[str, list[Run]]] = {}
     with tempfile.TemporaryDirectory(prefix="mcore_rl_separate_engines_") as folder:
@@ -160,7 +165,8 @@ def run(case: Case, way: str, checkpoint: Path, run_dir: Path, seed: int) -> Run
     flags += (
         f"--rl-prompts {prompts}/train.jsonl --rl-eval-interval 0 "
         f"--rl-num-steps {case.workload.num_steps} --rl-mismatch-correction token_tis "
-        f"--rl-max-tokens-per-microbatch {case.workload.packed_tokens}"
+        f"--rl-max-tokens-per-microbatch {case.workload.packed_tokens} "
+        f"--rl-num-logged-rollouts {case.workload.samples_per_step}"
     ).split()
     lines = train(NUM_PROCESSES, [*flags, *case.flags, *WAYS[way]], run_dir)
     return run_of(lines, case.workload.samples_per_step)

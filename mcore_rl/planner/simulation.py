@@ -130,7 +130,7 @@ def simulate(
     staleness of the candidate, and are fewer if a step has many responses."""
     import simpy  # late: only this command needs it
 
-    if candidate.mode == PARTIAL and workload.turns > 1:
+    if candidate.mode == PARTIAL and workload.lengths.has_tools:
         raise ValueError("environments do not outlive a step of partial rollouts")
     if warm_up_steps is None:
         staleness = PARTIAL_STALENESS if candidate.mode == PARTIAL else candidate.max_staleness
@@ -312,7 +312,7 @@ class _Run:
         return Simulated(
             self._candidate,
             samples_per_second=len(groups) * size / seconds,
-            tokens_per_second=sum(sum(group.lengths) for group in groups) / seconds,
+            tokens_per_second=sum(group.response_tokens for group in groups) / seconds,
             step_seconds=seconds / switches,
             trainer_idle=max(0.0, 1 - trainers_busy / seconds),
             engine_idle=max(0.0, 1 - engines_busy / seconds),

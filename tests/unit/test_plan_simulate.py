@@ -15,10 +15,10 @@ from mcore_rl.cli import main
 from mcore_rl.observe.run_directory import RunConfig, RunDirectory
 from mcore_rl.planner.comparison import planned_speeds
 from mcore_rl.planner.plan import plan_case
-from mcore_rl.planner.simulated_engines import EngineSpeed
+from mcore_rl.planner.simulated_engines import EngineSpeed, Response
 from mcore_rl.planner.simulation import COLOCATED, PARTIAL, SEPARATE
 from mcore_rl.tools.plan.command_line import read_command_line
-from mcore_rl.tools.plan.recorded import read_engine_speed, read_lengths, read_run
+from mcore_rl.tools.plan.recorded import read_engine_speed, read_responses, read_run
 from mcore_rl.tools.plan.simulate import splits
 from tests.model_shapes import CONFIGS
 
@@ -137,7 +137,9 @@ def test_run_is_read_without_its_first_step(tmp_path: Path) -> None:
     assert run.train_rate == pytest.approx(2 * (7000 + 10500) / (2 * 3.5) / 8)
     assert run.switch_seconds == pytest.approx((4 + 1 + 5 + 1) / 2)
     assert (run.reward_seconds, run.mean_tokens) == (0.25, 12.0)
-    assert read_lengths(run.folder / "rollouts.jsonl") == (10, 11, 12)
+    assert read_responses(run.folder / "rollouts.jsonl") == tuple(
+        Response((length,)) for length in (10, 11, 12)
+    )
 
 
 def test_from_run_needs_no_other_measurement(tmp_path: Path) -> None:
@@ -154,8 +156,18 @@ def test_engine_speed_is_sorted(tmp_path: Path) -> None:
 
 def test_lines_without_lengths_are_skipped(tmp_path: Path) -> None:
     lines = ['{"response_tokens": 7}', "{", "[]", '{"response_tokens": "9"}', '{"response_tok']
+    lines += [
+        f'{{"response_tokens": 9, "turn_tokens": {turns}}}' for turns in ([], [0], [10])
+    ]
     (tmp_path / "rollouts.jsonl").write_text("\n".join(lines))
-    assert read_lengths(tmp_path / "rollouts.jsonl") == (7,)
+    assert read_responses(tmp_path / "rollouts.jsonl") == (Response((7,)),)
+
+
+def test_turns_are_those_of_the_file_or_as_given(tmp_path: Path) -> None:
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text('{"response_tokens": 30, "turn_tokens": [10, 14]}\n{"response_tokens": 6}\n')
+    assert read_responses(file) == (Response((10, 14), 6), Response((6,)))
+    assert read_responses(file, 2) == (Response((15, 15)), Response((3, 3)))
 
 
 # ------------------------------------------------------------------------------------- mistakes

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.planner.comparison import GOOD_ENOUGH, Comparison, compare
-from mcore_rl.planner.simulated_engines import EngineSpeed, ResponseLengths, Workload
+from mcore_rl.planner.simulated_engines import EngineSpeed, Response, ResponseLengths, Workload
 from mcore_rl.planner.simulation import (
     COLOCATED,
     OVERSAMPLE,
@@ -35,6 +35,16 @@ def workload(**changes: Any) -> Workload:
         **changes,
     }
     return Workload(**settings)
+
+
+def of_one_turn(*lengths: int) -> tuple[Response, ...]:
+    return tuple(Response((length,)) for length in lengths)
+
+
+def tokens_of(load: Workload, draw: int) -> float:
+    """The tokens of a draw's responses."""
+    found = load.lengths.of_draw(draw, load.samples_per_group, load.seed)
+    return sum(each.num_tokens for each in found)
 
 
 def speeds(step_seconds: float = 0.5, *, train_rate: float, prefill: float = NO_PREFILL) -> Speeds:
@@ -80,26 +90,43 @@ def test_prompts_are_computed_once_per_group_and_trained_on_per_sample() -> None
 
 
 def test_tools_and_rewards_are_waited_for() -> None:
-    load = workload(turns=4, tool_seconds=7.0, reward_seconds=5.0)
+    load = workload(lengths=replace(EVEN, turns=4), tool_seconds=7.0, reward_seconds=5.0)
     found = simulate(colocated(), load, speeds(train_rate=10.0))
     assert found.step_seconds == pytest.approx(50 + 3 * 7 + 5 + 20 + 3)
     assert found.trainer_idle == found.engine_idle == pytest.approx(26 / 99)
 
 
+def test_recorded_turns_and_answers_of_tools_are_simulated() -> None:
+    # The longest of 8 responses (each engine has 2) is known: all are equal. Trained are all
+    # tokens; the two answers of 15 tokens are computed by prefill, 2 responses at once.
+    lengths = ResponseLengths(most=10**6, recorded=(Response((10, 60, 30), 30),))
+    load = workload(lengths=lengths, tool_seconds=7.0)
+    found = simulate(colocated(), load, speeds(train_rate=10.0, prefill=10.0))
+    assert found.step_seconds == pytest.approx(50 + 2 * 7 + 2 * 3 + 8 * 130 / 40 + 3)
+
+
+def test_recorded_response_is_cut_at_the_limit() -> None:
+    response = Response((10, 60, 30), 30)
+    assert response.cut(200) == response
+    assert response.cut(100) == Response((10, 60), 15)
+    assert response.cut(20) == Response((10,), 0)
+    assert response.cut(5) == Response((5,), 0)
+
+
 def test_duration_of_step_follows_number_of_running_sequences() -> None:
     # One engine, lengths 1, 2, 3, 4 of equal probability: each draw has its own seed.
-    lengths = ResponseLengths(most=100, recorded=(10, 20, 30, 40))
+    lengths = ResponseLengths(most=100, recorded=of_one_turn(10, 20, 30, 40))
     load = workload(groups_per_step=2, samples_per_group=3, lengths=lengths)
     engine = EngineSpeed((1, 3), (0.1, 0.3), NO_PREFILL)  # 0.1 s per sequence, also of 6
     candidate = Candidate(COLOCATED, 1, 1, 1, 6, 0.0)
     found = simulate(candidate, load, Speeds(engine, math.inf), warm_up_steps=0, steps=10)
-    tokens = sum(sum(lengths.of_draw(draw, 3, load.seed)) for draw in range(20))
+    tokens = sum(tokens_of(load, draw) for draw in range(20))
     assert found.step_seconds == pytest.approx(0.1 * tokens / 10)
 
 
 def test_long_response_holds_up_colocated_step() -> None:
     # A step of 32 responses has one of 1,000 tokens almost surely; all others have 100.
-    lengths = ResponseLengths(most=10**6, recorded=(100,) * 7 + (1000,))
+    lengths = ResponseLengths(most=10**6, recorded=of_one_turn(*[100] * 7, 1000))
     load = workload(groups_per_step=16, samples_per_group=2, lengths=lengths)
     candidate = Candidate(COLOCATED, 4, 4, 4, 8, 0.0)
     found = simulate(candidate, load, speeds(train_rate=math.inf))
@@ -139,7 +166,7 @@ def test_update_recomputes_tokens_of_running_requests() -> None:
 
 
 def test_partial_rollouts_do_not_wait_for_long_response() -> None:
-    lengths = ResponseLengths(most=10**6, recorded=(100,) * 15 + (1000,))
+    lengths = ResponseLengths(most=10**6, recorded=of_one_turn(*[100] * 15, 1000))
     load = workload(groups_per_step=16, lengths=lengths)
     candidate = Candidate(COLOCATED, 4, 4, 4, 16, 0.0)
     whole = simulate(candidate, load, speeds(train_rate=math.inf))
@@ -157,8 +184,12 @@ def runs(draw: st.DrawFn) -> tuple[Candidate, Workload, Speeds]:
         groups_per_step=draw(st.integers(1, 6)),
         samples_per_group=draw(st.integers(1, 4)),
         prompt_tokens=draw(st.sampled_from([0.0, 50.0])),
-        lengths=ResponseLengths(2000, 100.0, draw(st.sampled_from([0.0, 0.5, 1.5]))),
-        turns=1 if mode == PARTIAL else draw(st.integers(1, 3)),
+        lengths=ResponseLengths(
+            2000,
+            100.0,
+            draw(st.sampled_from([0.0, 0.5, 1.5])),
+            turns=1 if mode == PARTIAL else draw(st.integers(1, 3)),
+        ),
         tool_seconds=draw(st.sampled_from([0.0, 3.0])),
         reward_seconds=draw(st.sampled_from([0.0, 1.0, 30.0])),
         seed=draw(st.integers(0, 99)),
@@ -193,9 +224,7 @@ def test_each_group_is_trained_once_and_in_time(run: tuple[Candidate, Workload, 
     assert found.staleness_max <= limit
     assert 0 <= found.trainer_idle <= 1 and 0 <= found.engine_idle <= 1
     # No response is faster than its tokens.
-    tokens = sum(
-        sum(load.lengths.of_draw(draw, load.samples_per_group, load.seed)) for draw in found.trained
-    )
+    tokens = sum(tokens_of(load, draw) for draw in found.trained)
     most = candidate.num_engines * candidate.most_running
     assert found.step_seconds * 12 * most >= 0.1 * tokens * (1 - 1e-9)
 
@@ -208,7 +237,11 @@ def test_simulation_is_deterministic(run: tuple[Candidate, Workload, Speeds]) ->
 
 def test_partial_rollouts_with_tools_are_refused() -> None:
     with pytest.raises(ValueError, match="environments"):
-        simulate(colocated(mode=PARTIAL), workload(turns=2), speeds(train_rate=1.0))
+        simulate(
+            colocated(mode=PARTIAL),
+            workload(lengths=replace(EVEN, turns=2)),
+            speeds(train_rate=1.0),
+        )
 
 
 # ------------------------------------------------------------------------------ recommendation
@@ -248,8 +281,7 @@ def test_separate_is_recommended_for_tools_and_long_tails() -> None:
         groups_per_step=32,
         samples_per_group=8,
         prompt_tokens=300.0,
-        lengths=ResponseLengths(8192, 1000.0, 1.0),
-        turns=3,
+        lengths=ResponseLengths(8192, 1000.0, 1.0, turns=3),
         tool_seconds=1.0,
     )
     found = compare(ways(256, (32, 48), 3), load, Speeds(MEASURED, 2000.0))
@@ -281,7 +313,7 @@ def test_measured_seconds_are_interpolated_and_continued() -> None:
 
 def test_lengths_have_the_given_mean_and_limit() -> None:
     lengths = ResponseLengths(most=4000, mean=500.0, sigma=1.0)
-    drawn = [n for draw in range(2000) for n in lengths.of_draw(draw, 8, seed=3)]
+    drawn = [n.num_tokens for draw in range(2000) for n in lengths.of_draw(draw, 8, seed=3)]
     assert min(drawn) >= 1 and max(drawn) == 4000
     assert sum(drawn) / len(drawn) == pytest.approx(500, rel=0.05)  # cutting costs 2 %
     assert lengths.of_draw(7, 8, seed=3) == lengths.of_draw(7, 8, seed=3)

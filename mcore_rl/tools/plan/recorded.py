@@ -12,7 +12,7 @@ import numpy as np
 from mcore_rl.common.errors import CORRECT, UsageError
 from mcore_rl.common.readers import InvalidData, finite_number, integer_within, lines_of, parse_json
 from mcore_rl.observe.run_directory import read_config, read_metrics
-from mcore_rl.planner.simulated_engines import EngineSpeed
+from mcore_rl.planner.simulated_engines import EngineSpeed, Response
 
 _MAX_LINE_BYTES = 1 << 24  # of rollouts.jsonl
 _MAX_TOKENS = 1 << 30
@@ -70,17 +70,17 @@ def read_run(folder: Path) -> RecordedRun:
     )
 
 
-def read_lengths(file: Path) -> tuple[int, ...]:
-    """Return the `response_tokens` of all lines. Raises UsageError if there are none."""
+def read_responses(file: Path, turns: int | None = None) -> tuple[Response, ...]:
+    """Read the responses of a rollouts.jsonl, with their turns, or with `turns` of equal length.
+    Raises UsageError if there are none."""
     found = []
     try:
         for line in lines_of(file, _MAX_LINE_BYTES):
             fields: Any = None
             with contextlib.suppress(InvalidData):
                 fields = parse_json(line)
-            value = fields.get("response_tokens") if type(fields) is dict else None
-            if (tokens := integer_within(value, 1, _MAX_TOKENS)) is not None:
-                found.append(tokens)
+            if type(fields) is dict and (response := _response(fields, turns)) is not None:
+                found.append(response)
     except OSError as error:
         raise UsageError(
             f"cannot be read ({error.strerror})", flag=f"--lengths {file}", remedy=CORRECT
@@ -92,6 +92,22 @@ def read_lengths(file: Path) -> tuple[int, ...]:
             remedy="give the rollouts.jsonl of a run, or --length-mean and --length-sigma",
         )
     return tuple(found)
+
+
+def _response(fields: dict[str, Any], turns: int | None) -> Response | None:
+    """Return the response of a line; None without valid numbers of tokens."""
+    tokens = integer_within(fields.get("response_tokens"), 1, _MAX_TOKENS)
+    if tokens is None:
+        return None
+    sampled = fields.get("turn_tokens", [tokens])  # earlier versions did not write them
+    if turns is not None:
+        return Response((tokens / turns,) * turns)
+    if type(sampled) is not list or not sampled:
+        return None
+    counts = [integer_within(each, 1, _MAX_TOKENS) for each in sampled]
+    of_turns = tuple(float(each) for each in counts if each is not None)
+    is_valid = None not in counts and sum(of_turns) <= tokens
+    return Response(of_turns, tokens - sum(of_turns)) if is_valid else None
 
 
 def read_engine_speed(file: Path) -> EngineSpeed:

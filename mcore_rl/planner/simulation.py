@@ -91,10 +91,13 @@ class Speeds:
 
     engine: EngineSpeed
     train_rate: float  # tokens of prompts and responses per second and trainer, all passes included
+    other_seconds: float = 0.0  # of a step besides: batches are made, metrics written
 
     def train_seconds(self, groups: Sequence[Group], num_trainers: int) -> float:
-        """Return the seconds of a step's training."""
-        return sum(group.num_tokens for group in groups) / (self.train_rate * num_trainers)
+        """Return the seconds of a step in which trainers neither wait nor take part in a
+        hand-over."""
+        tokens = sum(group.num_tokens for group in groups)
+        return tokens / (self.train_rate * num_trainers) + self.other_seconds
 
 
 @dataclass(frozen=True, slots=True)

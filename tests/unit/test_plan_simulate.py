@@ -40,12 +40,14 @@ def simulated(tmp_path: Path, *flags: str) -> dict[str, Any]:
 
 def write_run(folder: Path, *, num_steps: int, **config: Any) -> Path:
     """A run of 8 ranks, of whose steps the first took much longer, with a response a step."""
+    config = {"rl_num_prompts_per_step": 10, "rl_num_samples_per_prompt": 2, **config}
     directory = RunDirectory(folder, RunConfig(resolved=config, about={"ranks": 8}))
     for step in range(num_steps):
         times = {"train": 2.0, "log_probs": 1.0, "advantages": 0.5, "reward": 0.25}
         times |= {"reshard_to_rollout": 3.0 + step, "reshard_to_train": 1.0}
         if not step:
             times = dict.fromkeys(times, 1000.0)
+        times["step"] = sum(times.values()) + 1.5
         metrics = {f"time/{name}_seconds": seconds for name, seconds in times.items()}
         rate, mean = 3500.0 * (1 + step), 12.0
         metrics |= {"throughput/train_tokens_per_second": rate, "response_tokens/mean": mean}
@@ -136,7 +138,8 @@ def test_run_is_read_without_its_first_step(tmp_path: Path) -> None:
     # 2 s at 7,000 and 10,500 tokens per second, of 3.5 s each, by 8 ranks
     assert run.train_rate == pytest.approx(2 * (7000 + 10500) / (2 * 3.5) / 8)
     assert run.switch_seconds == pytest.approx((4 + 1 + 5 + 1) / 2)
-    assert (run.reward_seconds, run.mean_tokens) == (0.25, 12.0)
+    assert (run.reward_seconds, run.other_seconds, run.mean_tokens) == (0.25, 1.5, 12.0)
+    assert run.prompt_tokens == pytest.approx((14_000 + 21_000) / 2 / 20 - 12)
     assert read_responses(run.folder / "rollouts.jsonl") == tuple(
         Response((length,)) for length in (10, 11, 12)
     )
@@ -156,9 +159,7 @@ def test_engine_speed_is_sorted(tmp_path: Path) -> None:
 
 def test_lines_without_lengths_are_skipped(tmp_path: Path) -> None:
     lines = ['{"response_tokens": 7}', "{", "[]", '{"response_tokens": "9"}', '{"response_tok']
-    lines += [
-        f'{{"response_tokens": 9, "turn_tokens": {turns}}}' for turns in ([], [0], [10])
-    ]
+    lines += [f'{{"response_tokens": 9, "turn_tokens": {turns}}}' for turns in ([], [0], [10])]
     (tmp_path / "rollouts.jsonl").write_text("\n".join(lines))
     assert read_responses(tmp_path / "rollouts.jsonl") == (Response((7,)),)
 

@@ -16,6 +16,7 @@ from mcore_rl.planner.simulated_engines import EngineSpeed, Response
 
 _MAX_LINE_BYTES = 1 << 24  # of rollouts.jsonl
 _MAX_TOKENS = 1 << 30
+_NUM_SAMPLES = ("prompts_per_step", "samples_per_prompt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +24,16 @@ class RecordedRun:
     """Averages of a run's steps but the first.
 
     Example: `RecordedRun(folder=Path("runs/a"), train_rate=3000.0, switch_seconds=4.1,
-    reward_seconds=0.2, mean_tokens=1200.0)`.
+    reward_seconds=0.2, other_seconds=0.1, mean_tokens=1200.0, prompt_tokens=130.0)`.
     """
 
     folder: Path
     train_rate: float  # tokens per second and rank, log-probs included
     switch_seconds: float
     reward_seconds: float  # for which a step waited
+    other_seconds: float  # of a step outside all stages
     mean_tokens: float  # of a response
+    prompt_tokens: float  # on average
 
 
 def read_run(folder: Path) -> RecordedRun:
@@ -51,23 +54,33 @@ def read_run(folder: Path) -> RecordedRun:
         )
     needed = "train log_probs advantages reshard_to_rollout reshard_to_train reward".split()
     names = [f"time/{name}_seconds" for name in needed]
-    names += ["throughput/train_tokens_per_second", "response_tokens/mean"]
+    names += ["time/step_seconds", "throughput/train_tokens_per_second", "response_tokens/mean"]
     steps = [step for step in list(metrics.values())[1:] if step.keys() >= set(names)]
     ranks = integer_within(config.about.get("ranks"), 1, _MAX_TOKENS)
-    if not steps or ranks is None:
+    counts = [config.resolved.get(f"rl_num_{name}") for name in _NUM_SAMPLES]
+    prompts, samples = (integer_within(count, 1, _MAX_TOKENS) for count in counts)
+    if not steps or ranks is None or prompts is None or samples is None:
         raise UsageError(
             "has no complete step after the first one", flag=flag, remedy="give a longer run"
         )
     columns = np.array([[step[name] for name in names] for step in steps]).T
-    train, log_probs, advantages, to_rollout, to_train, reward, rate, tokens = columns
+    train, log_probs, advantages, to_rollout, to_train, reward, whole, rate, tokens = columns
     seconds = train + log_probs + advantages
+    trained = rate * train
+    stages = [[step[name] for name in step if _is_stage(name)] for step in steps]
     return RecordedRun(
         folder,
-        train_rate=float((rate * train).sum() / seconds.sum() / ranks),
+        train_rate=float(trained.sum() / seconds.sum() / ranks),
         switch_seconds=float((to_rollout + to_train).mean()),
         reward_seconds=float(np.maximum(reward, 0.0).mean()),
+        other_seconds=max(0.0, float((whole - [sum(each) for each in stages]).mean())),
         mean_tokens=float(tokens.mean()),
+        prompt_tokens=max(0.0, float((trained / (prompts * samples) - tokens).mean())),
     )
+
+
+def _is_stage(name: str) -> bool:
+    return name.startswith("time/") and name != "time/step_seconds"
 
 
 def read_responses(file: Path, turns: int | None = None) -> tuple[Response, ...]:

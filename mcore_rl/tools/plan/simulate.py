@@ -48,8 +48,8 @@ def add_simulation_flags(parser: argparse.ArgumentParser) -> None:
         "--rl-max-response-tokens")  # fmt: skip
     add("--length-sigma", type=float, help="standard deviation of the logarithm of lengths; "
         f"default: {_SIGMA}")  # fmt: skip
-    add("--prompt-mean", type=float, help="mean tokens of a prompt; default: half of "
-        "--rl-max-prompt-tokens")  # fmt: skip
+    add("--prompt-mean", type=float, help="mean tokens of a prompt; default: that of "
+        "--from-run, or half of --rl-max-prompt-tokens")  # fmt: skip
     add("--turns", type=int, help="parts of a response, with a tool between two; default: those of "
         "--lengths or --from-run, else 1")  # fmt: skip
     add("--tool-seconds", type=float, help="of a tool's answer; default: 0")
@@ -98,7 +98,7 @@ def simulate_job(
     workload = Workload(
         groups_per_step=request.step.samples // request.samples_per_prompt,
         samples_per_group=request.samples_per_prompt,
-        prompt_tokens=longest_prompt / 2 if options.prompt_mean is None else options.prompt_mean,
+        prompt_tokens=_first(options.prompt_mean, run and run.prompt_tokens, longest_prompt / 2),
         lengths=lengths,
         tool_seconds=options.tool_seconds or 0.0,
         reward_seconds=_first(options.reward_seconds, run and run.reward_seconds, 0.0),
@@ -114,6 +114,8 @@ def simulate_job(
         notes.append("the speed of training is by formula: give --from-run, or measure it")
     else:
         speeds = replace(speeds, train_rate=rate)
+    if run is not None:
+        speeds = replace(speeds, other_seconds=run.other_seconds)
     switch = _first(options.switch_seconds, run and run.switch_seconds, outcome.seconds)
     candidates, left_out = _candidates(
         case, outcome.memory, workload, switch, options.transfer_seconds, mean

@@ -119,6 +119,7 @@ class RemoteRollouts(Rollouts):
         position: int,
     ) -> None:
         self._role, self._timers, self._position = role, timers, position
+        self._has_sampled_eval = False  # since the last `evaluate`
         self.manager, self.sample_store = manager, sample_store
         self._activity = Activity()
         self._activity.begin(_TRAINING)
@@ -130,8 +131,12 @@ class RemoteRollouts(Rollouts):
     def sample_eval(self, step: int, weight_version: int) -> None:
         with self._timers("eval"), self._waiting():
             self._role.call(EngineRanks.sample_eval, step=step, weight_version=weight_version)
+        self._has_sampled_eval = True
 
     def evaluate(self) -> float | None:
+        if not self._has_sampled_eval:
+            return None  # a call would wait until the engines interrupt their sampling
+        self._has_sampled_eval = False
         with self._timers("eval"), self._waiting():
             accuracy: float | None = self._role.call(EngineRanks.evaluate)["accuracy"]
         return accuracy

@@ -1,8 +1,8 @@
 """The simulation of `mcore-rl plan --simulate` for the cases of `separate_engines.py`.
 
 What it is given is measured in other runs than those that it predicts, by a user's means: the
-engine by `mcore-rl plan --measure-engine`; responses, training and switches in a colocated run; the
-hand-over of separate engines in a short run with --rl-max-staleness 0.
+engine by `mcore-rl plan --measure-engine`; responses, training and switches in a colocated run;
+training and hand-overs of separate ranks in a short run with --rl-max-staleness 0.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from benchmarks.separate_cases import (  # noqa: E402
     flags_of,
 )
 from benchmarks.tail_tool import SECONDS as TOOL_SECONDS  # noqa: E402
-from mcore_rl.observe.run_directory import read_metrics  # noqa: E402
 from mcore_rl.planner import simulation  # noqa: E402
 from mcore_rl.planner.simulated_engines import ResponseLengths, Workload  # noqa: E402
 from mcore_rl.planner.simulation import Candidate, Speeds, simulate  # noqa: E402
@@ -107,6 +106,7 @@ class Inputs:
 
     workload: Workload
     speeds: Speeds
+    separate_speeds: Speeds
     switch_seconds: float
     transfer_seconds: float
 
@@ -138,16 +138,13 @@ def read_inputs(case: Case, folder: Path) -> Inputs:
         reward_seconds=run.reward_seconds,
     )
     engine = read_engine_speed(folder / "speed.json")
-    synchronous = list(read_metrics(folder / "synchronous" / "metrics.jsonl").values())[1:]
+    apart = read_run(folder / "synchronous", is_separate=True)
     return Inputs(
         workload,
         Speeds(engine, run.train_rate, run.other_seconds),
+        Speeds(engine, apart.train_rate, apart.other_seconds),
         run.switch_seconds,
-        statistics.fmean(
-            step["time/reshard_to_rollout_seconds"] + step["time/reshard_to_train_seconds"]
-            for step in synchronous
-            if "time/step_seconds" in step
-        ),
+        apart.switch_seconds,
     )
 
 
@@ -168,7 +165,7 @@ def simulated(case: Case, way: str, inputs: Inputs) -> Run:
         simulate(
             candidate,
             replace(inputs.workload, seed=seed),
-            inputs.speeds,
+            inputs.separate_speeds if way in STALENESS else inputs.speeds,
             warm_up_steps=WARM_UP,
             steps=case.workload.num_steps - WARM_UP,
         )

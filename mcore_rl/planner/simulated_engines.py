@@ -205,6 +205,11 @@ class Engine:
         """Requests that run or wait for a place."""
         return len(self._running) + len(self._waiting)
 
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step of what runs now; 0 if nothing does."""
+        return self._step_seconds[len(self._running)] if self._running else 0.0
+
     def busy_seconds(self) -> float:
         """Return the seconds so far in which it computed."""
         self._advance()

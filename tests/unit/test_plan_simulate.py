@@ -145,6 +145,19 @@ def test_run_is_read_without_its_first_step(tmp_path: Path) -> None:
     )
 
 
+def test_training_and_hand_over_of_separate_ranks_are_read(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "apart", num_steps=3, rl_rollout_ranks="2-7")
+    run = read_run(folder, is_separate=True)
+    assert run.train_rate == pytest.approx(2 * (7000 + 10500) / (2 * 3.5) / 2)
+    found = simulated(tmp_path, "--from-separate-run", str(folder))["candidates"]
+    seconds = {
+        row["candidate"]["hand_over_seconds"] == pytest.approx((4 + 1 + 5 + 1) / 2)
+        for row in found
+        if row["candidate"]["mode"] == SEPARATE
+    }
+    assert seconds == {True}
+
+
 def test_from_run_needs_no_other_measurement(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", num_steps=5)
     speed = written(tmp_path / "speed.json", SPEED)
@@ -186,7 +199,8 @@ def test_turns_are_those_of_the_file_or_as_given(tmp_path: Path) -> None:
         ("--simulate --lengths {tmp}/empty", "--lengths {tmp}/empty has no line with response_tok"),
         ("--simulate --from-run {tmp}", "--from-run {tmp} is not the directory of a run"),
         ("--simulate --from-run {tmp}/short", "short has no complete step after the first one"),
-        ("--simulate --from-run {tmp}/apart", "apart is a run with --rl-rollout-ranks"),
+        ("--simulate --from-run {tmp}/apart", "apart is a run with --rl-rollout-ranks: give it to"),
+        ("--simulate --from-separate-run {tmp}/short", "short is a run without --rl-rollout-ranks"),
         ("--simulate --engine-speed {tmp}/empty", "empty does not hold the speed of an engine"),
         ("--simulate --engine-speed {tmp}/zero", "zero does not hold the speed of an engine"),
         ("--simulate --engine-speed {tmp}/twice", "has a number of sequences twice"),

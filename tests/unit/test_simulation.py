@@ -18,11 +18,13 @@ from mcore_rl.planner.simulation import (
     PARTIAL,
     PARTIAL_STALENESS,
     SEPARATE,
+    STEPS_BETWEEN_CALLS,
     Candidate,
     Simulated,
     Speeds,
     simulate,
 )
+from mcore_rl.rollout import stream
 
 NO_PREFILL = 1e30  # tokens per second
 EVEN = ResponseLengths(most=10**6, mean=100.0)
@@ -50,6 +52,14 @@ def tokens_of(load: Workload, draw: int) -> float:
 def speeds(step_seconds: float = 0.5, *, train_rate: float, prefill: float = NO_PREFILL) -> Speeds:
     """Engines whose step takes as long for any number of sequences."""
     return Speeds(EngineSpeed((1,), (step_seconds,), prefill), train_rate)
+
+
+# Tokens of a thousandth, so that calls, which wait for a few tokens, take no time.
+FINE = replace(EVEN, mean=100.0 * 1000)
+
+
+def fine_speeds(*, train_rate: float, prefill: float = NO_PREFILL) -> Speeds:
+    return speeds(0.5 / 1000, train_rate=train_rate * 1000, prefill=prefill)
 
 
 def colocated(hand_over_seconds: float = 3.0, **changes: Any) -> Candidate:
@@ -149,20 +159,36 @@ def test_separate_step_with_staleness_takes_as_long_as_slower_side(
     train_rate: float, slower: float
 ) -> None:
     """800 tokens by two trainers of `train_rate`: 50, 40 and 100 s; sampling takes 50 s."""
-    found = simulate(separate(1), workload(), speeds(train_rate=train_rate))
-    assert found.step_seconds == pytest.approx(slower + 3)
-    assert found.trainer_idle == pytest.approx((slower - 400 / train_rate) / (slower + 3))
-    assert found.engine_idle == pytest.approx((slower - 50) / (slower + 3))
+    found = simulate(separate(1), workload(lengths=FINE), fine_speeds(train_rate=train_rate))
+    assert found.step_seconds == pytest.approx(slower + 3, rel=1e-3)
+    idle = (slower - 400 / train_rate) / (slower + 3)
+    assert found.trainer_idle == pytest.approx(idle, abs=1e-3)
+    assert found.engine_idle == pytest.approx((slower - 50) / (slower + 3), abs=1e-3)
+
+
+def test_calls_are_answered_between_steps_of_engines() -> None:
+    """One engine of 0.5 s a step, whose 8 responses of 100 tokens take longer than training."""
+    candidate = Candidate(SEPARATE, 2, 1, 1, 8, 3.0, 1)
+    found = simulate(candidate, workload(), speeds(train_rate=1000.0))
+    # Calls do not stop the engine; trainers wait but for 3 of them and the tokens that are cut.
+    assert found.step_seconds == pytest.approx(50 + 3)
+    calls = 3 * STEPS_BETWEEN_CALLS / 2 * 0.5 + 0.5
+    assert found.trainer_idle == pytest.approx((50 - 0.8 - calls) / 53)
+
+
+def test_steps_between_calls_are_those_of_engines() -> None:
+    assert STEPS_BETWEEN_CALLS == stream._STEPS_BETWEEN_SCHEDULES
 
 
 def test_update_recomputes_tokens_of_running_requests() -> None:
     # Engines are the slower side, and in the middle of 4 responses at each update: after 40 s of
     # training and, since the prefill delays them, at the same place in every step.
-    load, rate = workload(), 10.0
-    free = simulate(separate(1), load, speeds(train_rate=rate)).step_seconds
-    found = simulate(separate(1), load, speeds(train_rate=rate, prefill=100.0)).step_seconds
-    # 40 s: 80 tokens of each of the engine's 4 responses.
-    assert found - free == pytest.approx(4 * 80 / 100)
+    load, rate = workload(lengths=FINE), 10.0
+    free = simulate(separate(1), load, fine_speeds(train_rate=rate)).step_seconds
+    slower = fine_speeds(train_rate=rate, prefill=100.0 * 1000)
+    found = simulate(separate(1), load, slower).step_seconds
+    # 40 s: 80 % of the tokens of each of the engine's 4 responses.
+    assert found - free == pytest.approx(4 * 80 / 100, rel=0.01)
 
 
 def test_partial_rollouts_do_not_wait_for_long_response() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from mcore_rl.common.errors import CORRECT, UsageError
 from mcore_rl.common.readers import InvalidData, finite_number, integer_within, lines_of, parse_json
+from mcore_rl.model.roles import parse_roles
 from mcore_rl.observe.run_directory import read_config, read_metrics
 from mcore_rl.planner.simulated_engines import EngineSpeed, Response
 
@@ -28,17 +29,18 @@ class RecordedRun:
     """
 
     folder: Path
-    train_rate: float  # tokens per second and rank, log-probs included
-    switch_seconds: float
+    train_rate: float  # tokens per second and trainer, log-probs included
+    switch_seconds: float  # with separate engines, of a hand-over
     reward_seconds: float  # for which a step waited
     other_seconds: float  # of a step outside all stages
     mean_tokens: float  # of a response
     prompt_tokens: float  # on average
 
 
-def read_run(folder: Path) -> RecordedRun:
-    """Read the run directory of a colocated run. Raises UsageError."""
-    flag = f"--from-run {folder}"
+def read_run(folder: Path, *, is_separate: bool = False) -> RecordedRun:
+    """Read the directory of a colocated run, or of one with separate engines. Raises
+    UsageError."""
+    flag = f"{'--from-separate-run' if is_separate else '--from-run'} {folder}"
     try:
         config = read_config(folder / "config.yaml")
         metrics = read_metrics(folder / "metrics.jsonl")
@@ -46,11 +48,12 @@ def read_run(folder: Path) -> RecordedRun:
         raise UsageError(
             f"is not the directory of a run ({error})", flag=flag, remedy="give another"
         ) from error
-    if config.resolved.get("rl_rollout_ranks") is not None:
+    rollout_ranks = config.resolved.get("rl_rollout_ranks")
+    if is_separate != (rollout_ranks is not None):
         raise UsageError(
-            "is a run with --rl-rollout-ranks, which has no switches",
+            f"is a run {'without' if is_separate else 'with'} --rl-rollout-ranks",
             flag=flag,
-            remedy="give a colocated run, or --train-tokens-per-second",
+            remedy=f"give it to {'--from-run' if is_separate else '--from-separate-run'}",
         )
     needed = "train log_probs advantages reshard_to_rollout reshard_to_train reward".split()
     names = [f"time/{name}_seconds" for name in needed]
@@ -63,6 +66,7 @@ def read_run(folder: Path) -> RecordedRun:
         raise UsageError(
             "has no complete step after the first one", flag=flag, remedy="give a longer run"
         )
+    trainers = len(parse_roles(ranks, rollout=rollout_ranks).actor)
     columns = np.array([[step[name] for name in names] for step in steps]).T
     train, log_probs, advantages, to_rollout, to_train, reward, whole, rate, tokens = columns
     seconds = train + log_probs + advantages
@@ -70,7 +74,7 @@ def read_run(folder: Path) -> RecordedRun:
     stages = [[step[name] for name in step if _is_stage(name)] for step in steps]
     return RecordedRun(
         folder,
-        train_rate=float(trained.sum() / seconds.sum() / ranks),
+        train_rate=float(trained.sum() / seconds.sum() / trainers),
         switch_seconds=float((to_rollout + to_train).mean()),
         reward_seconds=float(np.maximum(reward, 0.0).mean()),
         other_seconds=max(0.0, float((whole - [sum(each) for each in stages]).mean())),

@@ -19,7 +19,7 @@ from mcore_rl.planner.phases import Case
 from mcore_rl.planner.plan import Outcome
 from mcore_rl.planner.settings import GB
 from mcore_rl.planner.simulated_engines import ResponseLengths, Workload
-from mcore_rl.planner.simulation import COLOCATED, PARTIAL, SEPARATE, Candidate
+from mcore_rl.planner.simulation import COLOCATED, PARTIAL, SEPARATE, Candidate, Speeds
 from mcore_rl.tools.plan.recorded import RecordedRun, read_engine_speed, read_responses, read_run
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _SIGMA = 0.8
 MAY_BE_0 = ("length_sigma", "tool_seconds", "reward_seconds", "switch_seconds", "transfer_seconds")
 _NEEDS_SIMULATE = (
     *("lengths", "length_mean", "prompt_mean", "turns", "engine_speed"),
-    *("train_tokens_per_second", "from_run", *MAY_BE_0),
+    *("train_tokens_per_second", "from_run", "from_separate_run", *MAY_BE_0),
 )
 
 
@@ -59,6 +59,8 @@ def add_simulation_flags(parser: argparse.ArgumentParser) -> None:
         "formula, or that of --from-run")  # fmt: skip
     add("--from-run", metavar="DIR", help="directory of a colocated run, for what is not given: "
         "lengths, training, rewards, switches")  # fmt: skip
+    add("--from-separate-run", metavar="DIR", help="directory of a run with --rl-rollout-ranks and "
+        "--rl-max-staleness 0, for training and hand-overs of separate ranks")  # fmt: skip
     add("--switch-seconds", type=float, help="both switches of a colocated step; default: the "
         "planned hand-over")  # fmt: skip
     add("--transfer-seconds", type=float, help="of a hand-over between separate ranks; default: as "
@@ -93,6 +95,8 @@ def simulate_job(
     case = request.case
     notes: list[str] = []
     run = None if options.from_run is None else read_run(Path(options.from_run))
+    apart = options.from_separate_run
+    apart = None if apart is None else read_run(Path(apart), is_separate=True)
     lengths = _lengths(options, run, case.engine.max_response_tokens, notes)
     longest_prompt = case.engine.max_model_tokens - case.engine.max_response_tokens
     workload = Workload(
@@ -117,10 +121,15 @@ def simulate_job(
     if run is not None:
         speeds = replace(speeds, other_seconds=run.other_seconds)
     switch = _first(options.switch_seconds, run and run.switch_seconds, outcome.seconds)
-    candidates, left_out = _candidates(
-        case, outcome.memory, workload, switch, options.transfer_seconds, mean
+    transfer = _first(options.transfer_seconds, apart and apart.switch_seconds)
+    candidates, left_out = _candidates(case, outcome.memory, workload, switch, transfer, mean)
+    separate = speeds
+    if apart is not None:
+        separate = Speeds(speeds.engine, apart.train_rate, apart.other_seconds)
+    return (
+        compare(candidates, workload, speeds, separate_speeds=separate, left_out=left_out),
+        notes,
     )
-    return compare(candidates, workload, speeds, left_out=left_out), notes
 
 
 def _first(*values: Any) -> Any:

@@ -45,6 +45,8 @@ from benchmarks.separate_cases import (  # noqa: E402
 )
 from benchmarks.separate_simulation import (  # noqa: E402
     INPUTS,
+    SIMULATED_SEEDS,
+    SYNCHRONOUS_STEPS,
     Row,
     comparison,
     measure,
@@ -170,7 +172,7 @@ def section_of(
                 f"{mean.idle_engines:.0%} | {mean.staleness:.2f} "
                 f"({mean.staleness_max:.0f}) |"
             )
-    lines += ["", *comparison(rows)]
+    lines += ["", "## Simulated", "", _SIMULATION, "", *comparison(rows)]
     return section(SECTION, lines)
 
 
@@ -180,7 +182,16 @@ GPU: both train and sample in turn, or one trains and one samples. `tools`: conv
 tool of one second, whose number of calls is log-normal (median 2, at most 10). `tails`: responses
 of geometric length, a mean of {TAILS.mean_response_tokens:g} tokens, cut at
 {TAILS.max_response_tokens}. `even`: responses of at most 8 tokens. Samples per second are divided
-by the number of processes, and by the first {WARM_UP} steps nothing is counted. Ways take turns."""
+by the number of processes, and the first {WARM_UP} steps are not counted. Ways take turns."""
+
+_SIMULATION = f"""\
+`mcore-rl plan --simulate` beside these runs. Its inputs are measured in other runs with another
+seed: the engine by `--measure-engine`; responses, training and switches in a colocated run
+(`--from-run`); training and hand-overs of separate ranks in {SYNCHRONOUS_STEPS} steps with K=0
+(`--from-separate-run`). The steps that count are simulated, with {SIMULATED_SEEDS} seeds. The aim
+is a relative error of 10 % for speed, 10 percentage points for idle shares, and 10 % (or 0.1 versions
+below a mean of 0.5) for staleness. Speed is in tokens per second, as lengths differ between runs,
+but with tools, whose seconds do not depend on tokens, in samples per second."""
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from benchmarks.processes import run_python, train  # noqa: E402
 from benchmarks.separate_cases import (  # noqa: E402
+    CASES,
     COLOCATED,
     NUM_PROCESSES,
     PARTIAL,
@@ -56,6 +57,11 @@ class Row:
     measured: Run
     simulated: Run
 
+    def speed(self, run: Run) -> float:
+        """Tokens per second; with tools, whose seconds do not depend on tokens, samples."""
+        has_tools = "--rl-environment" in CASES[self.case].flags
+        return NUM_PROCESSES * run.samples_per_second if has_tools else run.tokens_per_second
+
     @property
     def errors(self) -> tuple[float, float, float, float]:
         """Errors of speed (relative), of the idle shares of trainers and engines, and of the mean
@@ -63,7 +69,7 @@ class Row:
         found, real = self.simulated, self.measured
         apart = found.staleness - real.staleness
         return (
-            found.tokens_per_second / real.tokens_per_second - 1,
+            self.speed(found) / self.speed(real) - 1,
             found.idle_trainers - real.idle_trainers,
             found.idle_engines - real.idle_engines,
             apart if real.staleness < _SMALL_STALENESS else apart / real.staleness,
@@ -73,7 +79,7 @@ class Row:
 def comparison(rows: Sequence[Row]) -> list[str]:
     """Return a table of the rows, measured / simulated, and how many numbers miss the aim."""
     lines = [
-        "| case | way | tokens/s | error | idle trainers | idle engines | versions behind |",
+        "| case | way | tokens or samples/s | error | trainers idle | engines idle | versions |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     num_missed = num_compared = 0
@@ -81,7 +87,7 @@ def comparison(rows: Sequence[Row]) -> list[str]:
         real, found = row.measured, row.simulated
         is_separate = row.way in STALENESS
         shown = [
-            f"{real.tokens_per_second:.0f} / {found.tokens_per_second:.0f}",
+            f"{row.speed(real):#.3g} / {row.speed(found):#.3g}",
             f"{real.idle_trainers:.0%} / {found.idle_trainers:.0%}" if is_separate else "",
             f"{real.idle_engines:.0%} / {found.idle_engines:.0%}" if is_separate else "",
             f"{real.staleness:.2f} / {found.staleness:.2f}",

@@ -9,6 +9,7 @@ has an event per request, not per token.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
@@ -116,6 +117,7 @@ class EngineSpeed:
     running: tuple[int, ...]  # ascending
     step_seconds: tuple[float, ...]
     prefill_rate: float  # tokens per second
+    repeated_rate: float = math.inf  # of tokens before: the engine's cache may hold them, or not
 
     def table(self, most: int) -> list[float]:
         """Return the seconds of a step with 0 to `most` sequences: linear between two measured
@@ -186,7 +188,7 @@ class Engine:
     ) -> None:
         """`ended` is called with each request whose current turn has ended."""
         self._env, self._ended = env, ended
-        self._prefill_rate = speed.prefill_rate
+        self._prefill_rate, self._repeated_rate = speed.prefill_rate, speed.repeated_rate
         self._step_seconds = speed.table(most_running)
         self._most_running = most_running
         # Heap of (count at the end of the current turn, order of submission, request).
@@ -261,18 +263,18 @@ class Engine:
         self._count += (seconds - prefill) / self._step_seconds[len(self._running)]
 
     def _prefill(self, request: Request, left: float) -> None:
-        """Add the prefill of what has no keys and values, if `left` tokens of the current turn are
-        left. Responses share those of a prompt."""
-        tokens, group = 0.0, request.group
-        if group.cached_at != self._updates:
-            tokens += group.prompt_tokens
-        if request.cached_at != self._updates:
-            tokens += request.done_tokens + request.parts[0] - left
-        else:
-            tokens += request.observed_tokens
+        """Add the prefill of a request, if `left` tokens of its current turn are left. Tokens that
+        were computed with the same weights, by this request or, of a prompt, by another one, are
+        repeated ones."""
+        group = request.group
+        prompt, response = group.prompt_tokens, request.done_tokens + request.parts[0] - left
+        repeated = prompt if group.cached_at == self._updates else 0.0
+        if request.cached_at == self._updates:
+            repeated += response - request.observed_tokens
         request.observed_tokens = 0.0
         group.cached_at = request.cached_at = self._updates
-        self._prefill_seconds += tokens / self._prefill_rate
+        self._prefill_seconds += repeated / self._repeated_rate
+        self._prefill_seconds += (prompt + response - repeated) / self._prefill_rate
 
     def _go_on(self) -> None:
         """Start what waits, and plan the next event."""

@@ -167,7 +167,12 @@ def test_from_run_needs_no_other_measurement(tmp_path: Path) -> None:
 
 def test_engine_speed_is_sorted(tmp_path: Path) -> None:
     file = written(tmp_path / "a", {**SPEED, "running": [8, 2], "step_seconds": [0.3, 0.1]})
-    assert read_engine_speed(file) == EngineSpeed((2, 8), (0.1, 0.3), 40000.0)
+    assert read_engine_speed(file) == EngineSpeed((2, 8), (0.1, 0.3), 40000.0, 1e12)
+
+
+def test_rate_of_repeated_tokens_is_read(tmp_path: Path) -> None:
+    file = written(tmp_path / "a", {**SPEED, "repeated_tokens_per_second": 9e5})
+    assert read_engine_speed(file).repeated_rate == 9e5
 
 
 def test_lines_without_lengths_are_skipped(tmp_path: Path) -> None:

@@ -115,6 +115,18 @@ def test_recorded_turns_and_answers_of_tools_are_simulated() -> None:
     assert found.step_seconds == pytest.approx(50 + 2 * 7 + 2 * 3 + 8 * 130 / 40 + 3)
 
 
+def test_engine_without_cache_of_prefixes_repeats_the_prefill() -> None:
+    """Each engine has 2 responses to a prompt of 20 tokens; the tool answers with 10."""
+    lengths = ResponseLengths(most=10**6, recorded=(Response((50, 50), 10),))
+    load = workload(lengths=lengths, prompt_tokens=20.0)
+    rates = speeds(train_rate=math.inf, prefill=10.0)
+    cached = simulate(colocated(), load, rates).step_seconds
+    engine = replace(rates.engine, repeated_rate=40.0)
+    found = simulate(colocated(), load, replace(rates, engine=engine)).step_seconds
+    # The second response repeats the prompt, both repeat it and the first turn after the tool.
+    assert found - cached == pytest.approx((20 + 2 * (20 + 50)) / 40)
+
+
 def test_recorded_response_is_cut_at_the_limit() -> None:
     response = Response((10, 60, 30), 30)
     assert response.cut(200) == response

@@ -17,6 +17,7 @@ from mcore_rl.planner.simulated_engines import EngineSpeed, Response
 
 _MAX_LINE_BYTES = 1 << 24  # of rollouts.jsonl
 _MAX_TOKENS = 1 << 30
+_NO_TIME = 1e12  # tokens per second, where earlier versions did not measure them
 _NUM_SAMPLES = ("prompts_per_step", "samples_per_prompt")
 
 
@@ -134,9 +135,12 @@ def read_engine_speed(file: Path) -> EngineSpeed:
         running = [integer_within(each, 1, _MAX_TOKENS) for each in fields["running"]]
         seconds = [finite_number(each) for each in fields["step_seconds"]]
         rate = finite_number(fields["prefill_tokens_per_second"])
+        repeated = finite_number(fields.get("repeated_tokens_per_second", _NO_TIME))
         is_table = len(running) == len(seconds) > 0 and None not in running
-        if not is_table or not all(seconds) or not rate or min(*filter(None, seconds), rate) <= 0:
+        if not is_table or not all(seconds) or not rate or not repeated:
             raise InvalidData("has no complete table of positive numbers")
+        if min(*filter(None, seconds), rate, repeated) <= 0:
+            raise InvalidData("has a number that is not positive")
         rows = sorted(zip(map(int, filter(None, running)), filter(None, seconds), strict=True))
         if len({count for count, _ in rows}) < len(rows):
             raise InvalidData("has a number of sequences twice")
@@ -146,4 +150,4 @@ def read_engine_speed(file: Path) -> EngineSpeed:
             flag=f"--engine-speed {file}",
             remedy="write one by --measure-engine",
         ) from error
-    return EngineSpeed(tuple(n for n, _ in rows), tuple(each for _, each in rows), rate)
+    return EngineSpeed(tuple(n for n, _ in rows), tuple(each for _, each in rows), rate, repeated)

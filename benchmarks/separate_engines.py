@@ -188,10 +188,10 @@ _SIMULATION = f"""\
 `mcore-rl plan --simulate` beside these runs. Its inputs are measured in other runs with another
 seed: the engine by `--measure-engine`; responses, training and switches in a colocated run
 (`--from-run`); training and hand-overs of separate ranks in {SYNCHRONOUS_STEPS} steps with K=0
-(`--from-separate-run`). The steps that count are simulated, with {SIMULATED_SEEDS} seeds. The aim
-is a relative error of 10 % for speed, 10 percentage points for idle shares, and 10 % (or 0.1 versions
-below a mean of 0.5) for staleness. Speed is in tokens per second, as lengths differ between runs,
-but with tools, whose seconds do not depend on tokens, in samples per second."""
+(`--from-separate-run`). The steps that count are simulated with {SIMULATED_SEEDS} seeds. The aim is
+a relative error of 10 % for speed, 10 percentage points for idle shares, and for staleness 10 % (or
+0.1 versions where the mean is below 0.5). Speed is in tokens per second, as lengths differ between
+runs, but with tools, whose seconds do not depend on tokens, in samples per second."""
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from mcore_rl.hybrid_engine.plan.placement import Placement, with_rank_map
 from mcore_rl.job.start import start
 from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.trainer.build import build_manager
+from mcore_rl.trainer.hand_overs import engine_config
 from mcore_rl.trainer.models import build_actor
-from mcore_rl.trainer.rollouts import engine_config
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 from tests.model_only import VLLMModelOnly
 

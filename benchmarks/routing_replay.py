@@ -26,6 +26,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.line_charts import Chart, svg  # noqa: E402
+
 SCALE = 0.1
 MODES = {"off": "#8a8f98", "r2": "#d9731a", "r3": "#3d7fd6"}
 PANELS = (
@@ -106,52 +110,15 @@ def table(runs: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[str]:
     return lines
 
 
-def svg(runs: Mapping[str, Mapping[int, Mapping[str, float]]]) -> str:
+def drawn(runs: Mapping[str, Mapping[int, Mapping[str, float]]]) -> str:
     """Draw the panels side by side, a line per run; long lines are means over nine steps."""
-    width, height, left, top = 330, 210, 52, 34
-    parts = []
-    for place, (title, metric) in enumerate(PANELS):
-        drawn = {mode: series(steps, metric) for mode, steps in runs.items()}
-        drawn = {mode: (x, smoothed(y)) for mode, (x, y) in drawn.items() if y.size}
-        last = max(x.max() for x, _ in drawn.values())
-        high = 1.05 * max(y.max() for _, y in drawn.values())
-        low = min(0.0, min(y.min() for _, y in drawn.values()))
-        at = place * width
-        parts.append(f'<text x="{at + left}" y="18" class="t">{title}</text>')
-        for share in (0, 0.5, 1):
-            y = top + (height - top - 30) * (1 - share)
-            value = low + share * (high - low)
-            parts.append(
-                f'<line x1="{at + left}" x2="{at + width - 14}" y1="{y:.1f}" y2="{y:.1f}" '
-                f'class="g"/><text x="{at + left - 5}" y="{y + 4:.1f}" class="y">{value:.3g}</text>'
-            )
-        for mode, (x, y) in drawn.items():
-            points = " ".join(
-                f"{at + left + (width - 14 - left) * a / last:.1f},"
-                f"{top + (height - top - 30) * (1 - (b - low) / (high - low)):.1f}"
-                for a, b in zip(x, y, strict=True)
-            )
-            parts.append(f'<polyline points="{points}" stroke="{MODES[mode]}" class="l"/>')
-        parts.append(
-            f'<text x="{at + left}" y="{height - 12}" class="x">step 0</text>'
-            f'<text x="{at + width - 14}" y="{height - 12}" class="y">{last}</text>'
-        )
-    for place, mode in enumerate(runs):
-        x = left + 90 * place
-        parts.append(
-            f'<line x1="{x}" x2="{x + 20}" y1="{height + 8}" y2="{height + 8}" '
-            f'stroke="{MODES[mode]}" class="l"/>'
-            f'<text x="{x + 26}" y="{height + 12}" class="x">{mode}</text>'
-        )
-    style = (
-        "text{font:12px sans-serif;fill:#555}.t{font-weight:600}.y{text-anchor:end}"
-        ".l{fill:none;stroke-width:1.8}.g{stroke:#ddd}rect{fill:#fff}"
-    )
-    size = f"{width * len(PANELS)} {height + 22}"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}"><style>{style}</style>'
-        f'<rect width="100%" height="100%"/>{"".join(parts)}</svg>\n'
-    )
+    charts = []
+    for title, metric in PANELS:
+        found = {mode: series(steps, metric) for mode, steps in runs.items()}
+        lines = {mode: (x, smoothed(y)) for mode, (x, y) in found.items() if y.size}
+        last = max(x.max() for x, _ in lines.values())
+        charts.append(Chart(title, lines, "step 0", str(last)))
+    return svg(charts, {mode: MODES[mode] for mode in runs})
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
@@ -178,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = table(runs)
     print("\n".join(lines))
     if options.svg:
-        options.svg.write_text(svg(runs))
+        options.svg.write_text(drawn(runs))
     if options.markdown:
         text = options.markdown.read_text()
         before, rest = text.split(BEGIN)

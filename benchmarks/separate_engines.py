@@ -1,22 +1,25 @@
 """Samples per second of engines on ranks of their own and of engines on the actor's ranks.
 
     python benchmarks/separate_engines.py [--markdown FILE] [--repeat 3] [--cases tools,even,tails]
+        [--keep FOLDER]
 
-Half an hour on 2 cores. --markdown replaces this benchmark's section of FILE. All ways have two
-processes: two that train and sample in turn, or one of each.
+An hour on 2 cores. --markdown replaces this benchmark's section of FILE. All ways have two
+processes: two that train and sample in turn, or one of each. Each case is also simulated, from what
+other runs have measured (`separate_simulation.py`).
+
+--keep leaves the run directories in FOLDER/CASE/WAY/SEED. Runs that FOLDER holds already are read
+and not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,89 +33,35 @@ from benchmarks.pages import (  # noqa: E402
     verdict_table,
     write_section,
 )
-from benchmarks.partial_accuracy import WORKLOAD as TAILS  # noqa: E402
-from benchmarks.processes import ENVIRONMENT, alternating, in_a_process, train  # noqa: E402
-from benchmarks.step_time_task import Workload, checkpoint_of  # noqa: E402
+from benchmarks.processes import ENVIRONMENT, alternating, in_a_process  # noqa: E402
+from benchmarks.separate_cases import (  # noqa: E402
+    CASES,
+    COLOCATED,
+    TAILS,
+    WARM_UP,
+    Run,
+    kept_run,
+    run,
+)
+from benchmarks.separate_simulation import (  # noqa: E402
+    INPUTS,
+    SIMULATED_SEEDS,
+    SYNCHRONOUS_STEPS,
+    Row,
+    comparison,
+    measure,
+    read_inputs,
+    simulated,
+)
+from benchmarks.step_time_task import checkpoint_of  # noqa: E402
 
-NUM_PROCESSES = 2
-COLOCATED, PARTIAL = "colocated", "partial"
-WARM_UP = 3  # steps that are not counted: pipelines fill
 SECTION = "separate_engines"
+COMMIT = "commit"  # the file with that of a case's kept runs
 # Each published ratio is of another model, task and cluster.
 PUBLISHED = """\
 Theirs, on GPUs and other tasks: verl's fully asynchronous trainer 2.35x to 2.67x of colocated
 (Qwen2.5-7B, 128 GPUs, its documentation); AReaL's documentation calls the synchronous setting
 typically 2x slower."""
-
-
-def apart(staleness: int) -> tuple[str, ...]:
-    """Return the flags of engines on a rank of their own."""
-    return ("--rl-rollout-ranks", "1", "--rl-max-staleness", str(staleness))
-
-
-WAYS: dict[str, tuple[str, ...]] = {
-    COLOCATED: (),
-    PARTIAL: ("--rl-partial-rollouts",),
-    **{f"separate, K={k}": apart(k) for k in (1, 2, 4)},
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A workload, and the ways that run it."""
-
-    workload: Workload
-    flags: tuple[str, ...]
-    ways: tuple[str, ...]
-    best: str  # "separate" or "colocated": what is expected to be faster
-    least_ratio: float  # of the expected one over the other
-
-
-CASES = {
-    "tools": Case(
-        replace(
-            TAILS,
-            name="tools",
-            num_prompts_per_step=8,
-            num_samples_per_prompt=4,
-            num_steps=15,
-            max_response_tokens=200,
-        ),
-        (
-            *("--rl-environment", "benchmarks.tail_tool:TailTool", "--rl-max-turn-tokens", "16"),
-            *("--rl-max-turns", "12"),
-        ),
-        (COLOCATED, *(way for way in WAYS if way.startswith("separate"))),
-        "separate",
-        1.3,
-    ),
-    "tails": Case(
-        replace(TAILS, num_steps=40),
-        ("--rl-reward", "benchmarks.step_time_task:reward"),
-        tuple(WAYS),
-        "separate",
-        1.0,
-    ),
-    "even": Case(
-        replace(TAILS, name="even", num_steps=30, max_response_tokens=8),
-        ("--rl-reward", "benchmarks.step_time_task:reward"),
-        tuple(WAYS),
-        "colocated",
-        1.0,
-    ),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Measurements of a run, without its first steps."""
-
-    samples_per_second: float  # of a process
-    step_seconds: float
-    idle_trainers: float
-    idle_engines: float
-    staleness: float
-    staleness_max: float
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
@@ -122,6 +71,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the section there")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each way, in turns")
     parser.add_argument("--cases", default=",".join(CASES), help="some of " + ", ".join(CASES))
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run directories")
     options = parser.parse_args(tokens)
     names = options.cases.split(",")
     if unknown := set(names) - CASES.keys():
@@ -133,51 +83,55 @@ def main(tokens: Sequence[str] | None = None) -> int:
     facts = facts_of_run("separate_engines.py", tokens, ())
     checkpoint = in_a_process(checkpoint_of, TAILS)
     runs: dict[str, dict[str, list[Run]]] = {}
-    with tempfile.TemporaryDirectory(prefix="mcore_rl_separate_engines_") as folder:
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_separate_engines_") as temporary:
+        folder = options.keep or Path(temporary)
+        commits: dict[str, list[str]] = {}
         for name in names:
             case = CASES[name]
+            commits.setdefault(_commit_of(folder / name / COMMIT, facts["commit"]), []).append(name)
             runs[name] = {way: [] for way in case.ways}
             for number in range(options.repeat):
                 for way in alternating(case.ways, number):
-                    found = run(case, way, checkpoint, Path(folder) / "run", number + 1)
+                    run_dir = folder / name / way.replace(" ", "_") / str(number + 1)
+                    found = kept_run(case, run_dir)
+                    if found is None:
+                        found = run(case, way, checkpoint, run_dir, number + 1)
                     print(f"{name}, {way}: {found}", flush=True)
                     runs[name][way].append(found)
+            if not (folder / name / INPUTS).exists():
+                measure(case, checkpoint, folder / name / INPUTS)
+            inputs = read_inputs(case, folder / name / INPUTS)
+            rows += [
+                Row(name, way, mean_of(some), simulated(case, way, inputs))
+                for way, some in runs[name].items()
+            ]
+    if commits.keys() != {facts["commit"]}:
+        measured = [f"{commit} ({', '.join(some)})" for commit, some in commits.items()]
+        facts["commit"] = f"{facts['commit']} (simulation); runs on {', '.join(measured)}"
     facts["time"] = f"{(time.monotonic() - started) / 60:.0f} minutes in all"
-    part = section_of(runs, facts)
+    part = section_of(runs, rows, facts)
     print(part)
     write_section(options.markdown, SECTION, part)
     return 0
 
 
-def run(case: Case, way: str, checkpoint: Path, run_dir: Path, seed: int) -> Run:
-    """Run a case on two processes."""
-    prompts = checkpoint / "prompts"
-    flags = case.workload.flags(checkpoint, run_dir, precision="fp32", seed=seed)
-    flags += (
-        f"--rl-prompts {prompts}/train.jsonl --rl-eval-interval 0 "
-        f"--rl-num-steps {case.workload.num_steps} --rl-mismatch-correction token_tis "
-        f"--rl-max-tokens-per-microbatch {case.workload.packed_tokens}"
-    ).split()
-    lines = train(NUM_PROCESSES, [*flags, *case.flags, *WAYS[way]], run_dir)
-    shutil.rmtree(run_dir)
-    return run_of(lines, case.workload.samples_per_step)
+def _commit_of(file: Path, commit: str) -> str:
+    """Return the commit that the kept runs beside `file` were measured on; without any, this one,
+    which is written."""
+    if not file.exists():
+        file.parent.mkdir(parents=True)
+        file.write_text(commit)
+    return file.read_text()
 
 
-def run_of(lines: Sequence[Mapping[str, float]], samples_per_step: int) -> Run:
-    """Return the measurements in the lines of metrics.jsonl."""
-    steps = [line for line in lines if "time/step_seconds" in line][WARM_UP:]
-
-    def mean(name: str) -> float:
-        return statistics.fmean(line.get(name, 0.0) for line in steps)
-
-    seconds = mean("time/step_seconds")
+def mean_of(runs: Sequence[Run]) -> Run:
+    """Return the means."""
     return Run(
-        samples_per_second=samples_per_step / seconds / NUM_PROCESSES,
-        step_seconds=seconds,
-        idle_trainers=mean("idle/trainers"),
-        idle_engines=mean("idle/engines"),
-        staleness=mean("rollout/staleness_mean"),
-        staleness_max=max(line.get("rollout/staleness_max", 0.0) for line in steps),
+        **{
+            name: statistics.fmean(getattr(each, name) for each in runs)
+            for name in Run.__dataclass_fields__
+        }
     )
 
 
@@ -187,7 +141,9 @@ def ratios_of(found: Mapping[str, Sequence[Run]]) -> dict[str, float]:
     return {way: paired_ratio(pace[way], pace[COLOCATED]) for way in pace}
 
 
-def section_of(runs: Mapping[str, Mapping[str, Sequence[Run]]], facts: Mapping[str, str]) -> str:
+def section_of(
+    runs: Mapping[str, Mapping[str, Sequence[Run]]], rows: Sequence[Row], facts: Mapping[str, str]
+) -> str:
     """Return the section of the page."""
     lines = ["# Engines on ranks of their own", "", _INTRODUCTION, "", *fact_list(facts), ""]
     verdicts = []
@@ -209,16 +165,14 @@ def section_of(runs: Mapping[str, Mapping[str, Sequence[Run]]], facts: Mapping[s
     for name, found in runs.items():
         ratios = ratios_of(found)
         for way, some in found.items():
-            mean = {
-                each: statistics.fmean(getattr(one, each) for one in some)
-                for each in Run.__dataclass_fields__
-            }
+            mean = mean_of(some)
             lines.append(
-                f"| {name} | {way} | {mean['samples_per_second']:.2f} | {ratios[way]:.2f}x | "
-                f"{mean['step_seconds']:.2f} | {mean['idle_trainers']:.0%} | "
-                f"{mean['idle_engines']:.0%} | {mean['staleness']:.2f} "
-                f"({mean['staleness_max']:.0f}) |"
+                f"| {name} | {way} | {mean.samples_per_second:.2f} | {ratios[way]:.2f}x | "
+                f"{mean.step_seconds:.2f} | {mean.idle_trainers:.0%} | "
+                f"{mean.idle_engines:.0%} | {mean.staleness:.2f} "
+                f"({mean.staleness_max:.0f}) |"
             )
+    lines += ["", "## Simulated", "", _SIMULATION, "", *comparison(rows)]
     return section(SECTION, lines)
 
 
@@ -228,7 +182,16 @@ GPU: both train and sample in turn, or one trains and one samples. `tools`: conv
 tool of one second, whose number of calls is log-normal (median 2, at most 10). `tails`: responses
 of geometric length, a mean of {TAILS.mean_response_tokens:g} tokens, cut at
 {TAILS.max_response_tokens}. `even`: responses of at most 8 tokens. Samples per second are divided
-by the number of processes, and by the first {WARM_UP} steps nothing is counted. Ways take turns."""
+by the number of processes, and the first {WARM_UP} steps are not counted. Ways take turns."""
+
+_SIMULATION = f"""\
+`mcore-rl plan --simulate` beside these runs. Its inputs are measured in other runs with another
+seed: the engine by `--measure-engine`; responses, training and switches in a colocated run
+(`--from-run`); training and hand-overs of separate ranks in {SYNCHRONOUS_STEPS} steps with K=0
+(`--from-separate-run`). The steps that count are simulated with {SIMULATED_SEEDS} seeds. The aim is
+a relative error of 10 % for speed, 10 percentage points for idle shares, and for staleness 10 % (or
+0.1 versions where the mean is below 0.5). Speed is in tokens per second, as lengths differ between
+runs, but with tools, whose seconds do not depend on tokens, in samples per second."""
 
 
 if __name__ == "__main__":

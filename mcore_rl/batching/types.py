@@ -94,6 +94,15 @@ class Rollout:
         return int(self.is_generated.sum())
 
     @property
+    def turn_tokens(self) -> list[int]:
+        """Number of tokens of each turn that the model generated."""
+        if self.is_generated is None:
+            return [len(self.response_token_ids)]
+        edges = np.flatnonzero(np.diff(self.is_generated, prepend=False, append=False))
+        counts: list[int] = (edges[1::2] - edges[::2]).tolist()
+        return counts
+
+    @property
     def token_versions(self) -> np.ndarray:
         """`[r]` int32: version of the weights that sampled each token."""
         if self.weight_versions is not None:

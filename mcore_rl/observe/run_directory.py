@@ -180,6 +180,7 @@ class RunDirectory:
                 "failure": scored.failure,
                 "finish_reason": rollout.finish_reason,
                 "response_tokens": len(rollout.response_token_ids),
+                "turn_tokens": rollout.turn_tokens,
                 "weight_version": rollout.weight_version,
                 "oldest_weight_version": rollout.oldest_version,
             }

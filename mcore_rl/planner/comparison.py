@@ -114,10 +114,19 @@ def compare(
     workload: Workload,
     speeds: Speeds,
     *,
+    separate_speeds: Speeds | None = None,
     left_out: Sequence[str] = (),
 ) -> Comparison:
-    """Simulate all candidates."""
-    rows = tuple(simulate(candidate, workload, speeds) for candidate in candidates)
+    """Simulate all candidates. `separate_speeds` are those of separate engines and trainers, if
+    they are known to differ."""
+    rows = tuple(
+        simulate(
+            candidate,
+            workload,
+            separate_speeds if separate_speeds and candidate.mode == SEPARATE else speeds,
+        )
+        for candidate in candidates
+    )
     return Comparison(rows, tuple(left_out))
 
 

@@ -9,6 +9,7 @@ has an event per request, not per token.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
@@ -23,44 +24,84 @@ _ROUNDING = 1e-6  # of a token
 
 
 @dataclass(frozen=True, slots=True)
-class ResponseLengths:
-    """The distribution of response lengths: recorded ones, or log-normal with this mean.
+class Response:
+    """The tokens of a response, which waits for a tool after each turn but the last.
 
-    Example: `ResponseLengths(most=8192, mean=1500.0, sigma=1.0)`, or with the lengths of a run
-    `ResponseLengths(most=8192, recorded=(812, 1530, 77))`.
+    Example, three turns and two answers of tools of ten tokens: `Response((16, 9, 30), 20)`.
+    """
+
+    turns: tuple[float, ...]  # sampled tokens of each
+    observed_tokens: float = 0.0  # of all answers together
+
+    @property
+    def num_tokens(self) -> float:
+        return sum(self.turns) + self.observed_tokens
+
+    @property
+    def tokens_per_answer(self) -> float:
+        return self.observed_tokens / max(1, len(self.turns) - 1)
+
+    def cut(self, most: float) -> Response:
+        """Return the response without what is beyond `most` tokens."""
+        turns: list[float] = []
+        for tokens in self.turns:
+            if most <= 0:
+                break
+            turns.append(min(tokens, most))
+            most -= tokens + self.tokens_per_answer
+        return Response(tuple(turns), self.tokens_per_answer * (len(turns) - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseLengths:
+    """The distribution of responses: recorded ones, or log-normal with this mean.
+
+    Example: `ResponseLengths(most=8192, mean=1500.0, sigma=1.0, turns=4)`, or those of a run
+    `ResponseLengths(most=8192, recorded=(Response((812,)), Response((77, 40), 20)))`.
     """
 
     most: int  # longer responses are cut
     mean: float = 0.0
     sigma: float = 0.0  # standard deviation of the logarithm; 0: all have the mean
-    recorded: tuple[int, ...] = ()
+    turns: int = 1  # of equal length, unless recorded
+    recorded: tuple[Response, ...] = ()
 
-    def of_draw(self, draw: int, count: int, seed: int) -> list[int]:
-        """Return the tokens of `count` responses, which depend on nothing but the arguments."""
+    @property
+    def has_tools(self) -> bool:
+        if self.recorded:
+            return any(len(each.turns) > 1 for each in self.recorded)
+        return self.turns > 1
+
+    @property
+    def mean_tokens(self) -> float:
+        if self.recorded:
+            return sum(each.num_tokens for each in self.recorded) / len(self.recorded)
+        return self.mean
+
+    def of_draw(self, draw: int, count: int, seed: int) -> list[Response]:
+        """Return `count` responses, which depend on nothing but the arguments."""
         random = np.random.default_rng((seed, draw))
         if self.recorded:
-            lengths = random.choice(self.recorded, count)
-        else:
-            center = np.log(self.mean) - self.sigma**2 / 2
-            lengths = np.rint(random.lognormal(center, self.sigma, count))
+            chosen = random.integers(len(self.recorded), size=count)
+            return [self.recorded[index].cut(self.most) for index in chosen]
+        center = np.log(self.mean) - self.sigma**2 / 2
+        lengths = np.rint(random.lognormal(center, self.sigma, count))
         found: list[int] = np.clip(lengths, 1, self.most).astype(int).tolist()
-        return found
+        return [Response((length / self.turns,) * self.turns) for length in found]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The samples of a step. Each response has `turns` parts of equal length, and waits for a tool
-    after each part but the last.
+    """The samples of a step.
 
     Example: Workload(groups_per_step=128, samples_per_group=16, prompt_tokens=300,
-    lengths=ResponseLengths(8192, 1500.0, 1.0), turns=4, tool_seconds=1.0)
+    lengths=ResponseLengths(8192, 1500.0, 1.0, turns=4), tool_seconds=1.0)
     """
 
     groups_per_step: int
     samples_per_group: int
     prompt_tokens: float
     lengths: ResponseLengths
-    turns: int = 1
     tool_seconds: float = 0.0
     reward_seconds: float = 0.0  # of a response; any number of rewards run at the same time
     seed: int = 1
@@ -76,6 +117,7 @@ class EngineSpeed:
     running: tuple[int, ...]  # ascending
     step_seconds: tuple[float, ...]
     prefill_rate: float  # tokens per second
+    repeated_rate: float = math.inf  # of tokens before: the engine's cache may hold them, or not
 
     def table(self, most: int) -> list[float]:
         """Return the seconds of a step with 0 to `most` sequences: linear between two measured
@@ -95,7 +137,9 @@ class Request:
 
     group: Group
     parts: deque[float]  # tokens of the current turn that are left, and of each later turn
+    tokens_per_answer: float = 0.0  # of tools, between turns
     done_tokens: float = 0.0  # before `parts`
+    observed_tokens: float = 0.0  # of these, an answer that no keys and values are computed of
     cached_at: int = -1  # update of the engine for which it has keys and values of its tokens
 
 
@@ -106,7 +150,7 @@ class Group:
     draw: int
     engine: Engine
     prompt_tokens: float
-    lengths: Sequence[int]
+    responses: Sequence[Response]
     version: int | None  # of the weights with which it began; None: no token yet
     requests: list[Request] = field(default_factory=list)  # those that have not ended
     num_unrewarded: int = 0
@@ -119,13 +163,17 @@ class Group:
     @property
     def has_tokens(self) -> bool:
         """Whether any token was sampled; only of a stopped group."""
-        some = len(self.requests) < len(self.lengths)
+        some = len(self.requests) < len(self.responses)
         return some or any(request.done_tokens for request in self.requests)
 
     @property
     def num_tokens(self) -> float:
         """Tokens to train on: prompts and responses."""
-        return self.prompt_tokens * len(self.lengths) + sum(self.lengths)
+        return self.prompt_tokens * len(self.responses) + self.response_tokens
+
+    @property
+    def response_tokens(self) -> float:
+        return sum(each.num_tokens for each in self.responses)
 
 
 class Engine:
@@ -140,7 +188,7 @@ class Engine:
     ) -> None:
         """`ended` is called with each request whose current turn has ended."""
         self._env, self._ended = env, ended
-        self._prefill_rate = speed.prefill_rate
+        self._prefill_rate, self._repeated_rate = speed.prefill_rate, speed.repeated_rate
         self._step_seconds = speed.table(most_running)
         self._most_running = most_running
         # Heap of (count at the end of the current turn, order of submission, request).
@@ -158,6 +206,11 @@ class Engine:
     def num_requests(self) -> int:
         """Requests that run or wait for a place."""
         return len(self._running) + len(self._waiting)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step of what runs now; 0 if nothing does."""
+        return self._step_seconds[len(self._running)] if self._running else 0.0
 
     def busy_seconds(self) -> float:
         """Return the seconds so far in which it computed."""
@@ -210,15 +263,18 @@ class Engine:
         self._count += (seconds - prefill) / self._step_seconds[len(self._running)]
 
     def _prefill(self, request: Request, left: float) -> None:
-        """Add the prefill of what has no keys and values, if `left` tokens of the current turn are
-        left. Responses share those of a prompt."""
-        tokens, group = 0.0, request.group
-        if group.cached_at != self._updates:
-            tokens += group.prompt_tokens
-        if request.cached_at != self._updates:
-            tokens += request.done_tokens + request.parts[0] - left
+        """Add the prefill of a request, if `left` tokens of its current turn are left. Tokens that
+        were computed with the same weights, by this request or, of a prompt, by another one, are
+        repeated ones."""
+        group = request.group
+        prompt, response = group.prompt_tokens, request.done_tokens + request.parts[0] - left
+        repeated = prompt if group.cached_at == self._updates else 0.0
+        if request.cached_at == self._updates:
+            repeated += response - request.observed_tokens
+        request.observed_tokens = 0.0
         group.cached_at = request.cached_at = self._updates
-        self._prefill_seconds += tokens / self._prefill_rate
+        self._prefill_seconds += repeated / self._repeated_rate
+        self._prefill_seconds += (prompt + response - repeated) / self._prefill_rate
 
     def _go_on(self) -> None:
         """Start what waits, and plan the next event."""
@@ -304,19 +360,19 @@ class Sampling:
 
     def _start_group(self, engine: Engine) -> None:
         workload = self._workload
-        lengths = workload.lengths.of_draw(
+        responses = workload.lengths.of_draw(
             self.next_draw, workload.samples_per_group, workload.seed
         )
         group = Group(
             self.next_draw,
             engine,
             workload.prompt_tokens,
-            lengths,
+            responses,
             self.version,
-            num_unrewarded=len(lengths),
+            num_unrewarded=len(responses),
         )
         group.requests = [
-            Request(group, deque([length / workload.turns] * workload.turns)) for length in lengths
+            Request(group, deque(each.turns), each.tokens_per_answer) for each in responses
         ]
         self.next_draw += 1
         self.started(group)
@@ -325,6 +381,8 @@ class Sampling:
     def _ended(self, request: Request) -> None:
         group = request.group
         if request.parts:
+            request.observed_tokens = request.tokens_per_answer
+            request.done_tokens += request.tokens_per_answer
             self._after(self._workload.tool_seconds, lambda: group.engine.submit([request]))
         else:
             group.requests.remove(request)

@@ -11,6 +11,10 @@ docs/using/planner.md for what is left out.
                 continue in later steps
     separate    engine ranks sample up to (K + 1) N groups ahead; trainers train on N as soon as
                 they have them; then both take part in the hand-over
+
+A step calls separate engines three times: for its samples, for those that are logged, and for the
+hand-over. An engine that samples answers a call between two of its steps, of which it asks for
+calls in every fourth.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ COLOCATED, PARTIAL, SEPARATE = "colocated", "partial", "separate"
 MODES = (COLOCATED, PARTIAL, SEPARATE)  # the simplest first
 # Defaults of --rl-partial-rollouts.
 OVERSAMPLE, PARTIAL_STALENESS = 1.5, 4
+STEPS_BETWEEN_CALLS = 4  # of `rollout.stream`, which imports more than a plan needs
 _LEAST_STEPS, _MOST_STEPS, _RESPONSES = 6, 20, 40_000
 
 
@@ -91,10 +96,13 @@ class Speeds:
 
     engine: EngineSpeed
     train_rate: float  # tokens of prompts and responses per second and trainer, all passes included
+    other_seconds: float = 0.0  # of a step besides: batches are made, metrics written
 
     def train_seconds(self, groups: Sequence[Group], num_trainers: int) -> float:
-        """Return the seconds of a step's training."""
-        return sum(group.num_tokens for group in groups) / (self.train_rate * num_trainers)
+        """Return the seconds of a step in which trainers neither wait nor take part in a
+        hand-over."""
+        tokens = sum(group.num_tokens for group in groups)
+        return tokens / (self.train_rate * num_trainers) + self.other_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +138,7 @@ def simulate(
     staleness of the candidate, and are fewer if a step has many responses."""
     import simpy  # late: only this command needs it
 
-    if candidate.mode == PARTIAL and workload.turns > 1:
+    if candidate.mode == PARTIAL and workload.lengths.has_tools:
         raise ValueError("environments do not outlive a step of partial rollouts")
     if warm_up_steps is None:
         staleness = PARTIAL_STALENESS if candidate.mode == PARTIAL else candidate.max_staleness
@@ -151,6 +159,7 @@ class _Step:
 
     ended_at: float
     train_seconds: float
+    call_seconds: float  # so far
     busy_seconds: float  # of an engine so far, on average
     groups: tuple[Group, ...]
     staleness: tuple[int, ...]
@@ -205,6 +214,7 @@ class _Run:
         self._sampling.started = self._open
         self._admission: Admission | None = None  # of draws on separate engines
         self._steps: list[_Step] = []
+        self._call_seconds = 0.0  # in which trainers waited for answers of separate engines
         self._changed = env.event()  # a group is sampled or finished
 
     def colocated(self) -> Events:
@@ -244,8 +254,20 @@ class _Run:
             self._sampling.offer(admission.limit, (1 + ahead) * num)
             while (taken := admission.decide()) is None:
                 yield self._changed
+            yield from self._call()
             yield from self._train(taken)
+            yield from self._call()
+            yield from self._call(then=1)  # running requests end with their next token
             yield from self._hand_over()
+
+    def _call(self, then: int = 0) -> Events:
+        """Wait until all engines answer a call, and for `then` further steps: on average, for the
+        largest of as many uniform numbers as there are engines."""
+        engines = self._sampling.engines
+        steps = STEPS_BETWEEN_CALLS * len(engines) / (len(engines) + 1) + then
+        seconds = steps * max(engine.step_seconds for engine in engines)
+        yield self._env.timeout(seconds)
+        self._call_seconds += seconds
 
     def _hand_over(self) -> Events:
         for engine in self._sampling.engines:
@@ -262,7 +284,9 @@ class _Run:
         staleness = tuple(self._age(group) for group in groups)
         yield self._env.timeout(seconds)
         busy = self._sampling.busy_seconds()
-        self._steps.append(_Step(self._env.now, seconds, busy, groups, staleness))
+        self._steps.append(
+            _Step(self._env.now, seconds, self._call_seconds, busy, groups, staleness)
+        )
 
     def _stop(self, keep: Collection[int]) -> None:
         """End all groups but those in `keep`; those without a token have not begun."""
@@ -298,7 +322,9 @@ class _Run:
     def result(self, warm_up_steps: int) -> Simulated:
         """Return the averages from the end of step `warm_up_steps` on."""
         measured = self._steps[warm_up_steps:]
-        before = self._steps[warm_up_steps - 1] if warm_up_steps else _Step(0.0, 0.0, 0.0, (), ())
+        before = (
+            self._steps[warm_up_steps - 1] if warm_up_steps else _Step(0.0, 0.0, 0.0, 0.0, (), ())
+        )
         seconds = measured[-1].ended_at - before.ended_at
         groups = [group for step in measured for group in step.groups]
         staleness = [age for step in measured for age in step.staleness]
@@ -307,12 +333,13 @@ class _Run:
         sampling = measured[-1].busy_seconds - before.busy_seconds
         moving = self._candidate.hand_over_seconds * switches
         is_separate = self._candidate.mode == SEPARATE
-        trainers_busy = training + moving + (0.0 if is_separate else sampling)
+        calls = measured[-1].call_seconds - before.call_seconds
+        trainers_busy = training + calls + moving + (0.0 if is_separate else sampling)
         engines_busy = sampling + moving + (0.0 if is_separate else training)
         return Simulated(
             self._candidate,
             samples_per_second=len(groups) * size / seconds,
-            tokens_per_second=sum(sum(group.lengths) for group in groups) / seconds,
+            tokens_per_second=sum(group.response_tokens for group in groups) / seconds,
             step_seconds=seconds / switches,
             trainer_idle=max(0.0, 1 - trainers_busy / seconds),
             engine_idle=max(0.0, 1 - engines_busy / seconds),

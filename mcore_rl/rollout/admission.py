@@ -32,6 +32,7 @@ deadline of w or earlier, all but the N earliest, max(0, x - N), are left, at mo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -83,6 +84,9 @@ class Admission:
         self._versions = dict(groups or {})  # of groups in flight or waiting, by draw
         self._resumed = frozenset(self._versions)
         self._informative: dict[int, bool] = {}  # of waiting groups, by draw
+        # By version, since the last `begin_step`: of all groups, and of those that wait.
+        self._num_of_version: Counter[int] = Counter()
+        self._num_waiting: Counter[int] = Counter()
         self._unstarted: set[int] = set()  # draws below the limit
         self._stale: set[int] = set()
         self._limit = next_draw
@@ -129,6 +133,8 @@ class Admission:
         for draw in late:
             self._remove(draw)
         self._stale |= set(late)
+        self._num_of_version = Counter(self._versions.values())
+        self._num_waiting = Counter(self._versions[draw] for draw in self._informative)
         self._admit()
         return tuple(late)
 
@@ -139,6 +145,7 @@ class Admission:
         assert weight_version == self._version, f"draw {draw} started with other weights"
         self._unstarted.remove(draw)
         self._versions[draw] = weight_version
+        self._num_of_version[weight_version] += 1
         self._num_started += 1
 
     def finish(self, draw: int, *, is_informative: bool = True) -> bool:
@@ -158,6 +165,7 @@ class Admission:
             self._admit()
             return False
         self._informative[draw] = is_informative or self._max_refills is None
+        self._num_waiting[self._versions[draw]] += 1
         return True
 
     def decide(self) -> tuple[int, ...] | None:
@@ -170,11 +178,9 @@ class Admission:
         assert self._is_open and self._version is not None, "no step has begun"
         if len(self._informative) < self._groups_per_step:
             return None
+        if not self._drops_stale and not self._leaves_feasible(self._version + 1):
+            return None
         chosen = sorted(self._informative, key=self._priority)[: self._groups_per_step]
-        if not self._drops_stale:
-            left = self._versions.keys() - set(chosen)
-            if self._late(left, self._version + 1, waits=True):
-                return None
         for draw in chosen:
             self._remove(draw)
         self._is_open = False
@@ -197,6 +203,19 @@ class Admission:
         is_informative = self._informative.get(draw)
         rank = 2 if is_informative is None else int(not is_informative)
         return self._versions[draw], rank, draw
+
+    def _leaves_feasible(self, step: int) -> bool:
+        """Whether all groups but the N oldest finished ones are feasible from `step` on. Counts by
+        version suffice, of which there are few: this is asked whenever a group has finished."""
+        num_to_choose, num_left = self._groups_per_step, 0
+        for version in sorted(self._num_of_version):
+            num_chosen = min(num_to_choose, self._num_waiting[version])
+            num_to_choose -= num_chosen
+            num_left += (left := self._num_of_version[version] - num_chosen)
+            trained_in = step + (num_left - 1) // self._groups_per_step  # the last of this version
+            if left and version + self._max_staleness < trained_in:
+                return False
+        return num_left <= self._groups_per_step * (self._max_staleness + 1)
 
     def _late(self, draws: Iterable[int], step: int, *, waits: bool) -> list[int]:
         """Return the fewest of these groups without which the others are feasible from `step` on.
@@ -221,5 +240,7 @@ class Admission:
             self._limit += 1
 
     def _remove(self, draw: int) -> None:
-        del self._versions[draw]
-        self._informative.pop(draw, None)
+        version = self._versions.pop(draw)
+        self._num_of_version[version] -= 1
+        if self._informative.pop(draw, None) is not None:
+            self._num_waiting[version] -= 1

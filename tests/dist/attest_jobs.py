@@ -22,7 +22,7 @@ from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.hybrid_engine.weight_stream import _near, exchange
 from mcore_rl.model.boxes import full_box, volume
 from mcore_rl.trainer.build import build_manager
-from mcore_rl.trainer.rollouts import engine_config
+from mcore_rl.trainer.hand_overs import engine_config
 from mcore_rl.verify import stored_digests
 from tests.dist.jobs import random_tokens, started
 

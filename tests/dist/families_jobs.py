@@ -17,8 +17,8 @@ from mcore_rl.common.run_output import setup_logging
 from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.trainer.actor import Actor
+from mcore_rl.trainer.hand_overs import engine_config
 from mcore_rl.trainer.models import build_actor
-from mcore_rl.trainer.rollouts import engine_config
 from mcore_rl.verify import start_verification, stored_digests
 from tests.dist.jobs import log_probs_of_random_tokens
 

@@ -27,9 +27,9 @@ from mcore_rl.job.start import start
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_manager
+from mcore_rl.trainer.hand_overs import engine_config
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.models import build_actor
-from mcore_rl.trainer.rollouts import engine_config
 from mcore_rl.trainer.step_metrics import update_metrics
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 from tests.dist.sleeping import SleepLog, memory_gone_while_asleep

@@ -22,9 +22,9 @@ from mcore_rl.megatron.rng import RngState
 from mcore_rl.rollout.stream import run_stream
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_manager, build_offloader
+from mcore_rl.trainer.hand_overs import engine_config
 from mcore_rl.trainer.models import build_actor
 from mcore_rl.trainer.roles.reference import ReferencePolicy
-from mcore_rl.trainer.rollouts import engine_config
 from tests.dist.jobs import first_mini_batch, random_tokens, rank_batch, started
 from tests.dist.sleeping import digest, digests
 from tests.dist.stream_jobs import Trickle

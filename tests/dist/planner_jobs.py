@@ -18,7 +18,7 @@ from mcore_rl.hybrid_engine.proof.canary import MAX_TOKENS, NUM_PROMPTS, Canary
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.trainer.build import build_manager
-from mcore_rl.trainer.rollouts import engine_config
+from mcore_rl.trainer.hand_overs import engine_config
 from tests.dist.jobs import first_mini_batch, rank_batch, started
 from tests.dist.ppo_jobs import build_models
 from tests.live_bytes import LiveBytes

@@ -16,8 +16,8 @@ from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.megatron.hf_checkpoint import read_tensor
 from mcore_rl.model.weight_map import layer_order
 from mcore_rl.rollout.sample_store import SampleStore
+from mcore_rl.trainer.hand_overs import engine_config
 from mcore_rl.trainer.learner import Learner
-from mcore_rl.trainer.rollouts import engine_config
 from tests.dist.ppo_jobs import Models, build_models
 from tests.engine_samples import sample_responses
 from tests.held import table_of_engines

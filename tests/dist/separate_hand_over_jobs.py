@@ -33,8 +33,8 @@ from mcore_rl.model.float8_blocks import float8_weights
 from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.model.tensors import is_mtp_tensor
 from mcore_rl.trainer.build import build_manager
+from mcore_rl.trainer.hand_overs import engine_config
 from mcore_rl.trainer.job import Job
-from mcore_rl.trainer.rollouts import engine_config
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 from tests.dist.attest_jobs import CANARY_TOLERANCE, TRAVELS, gates_for_up_projections, loading
 from tests.dist.float8_jobs import GivenNeeds, collected, unlike, whole_weights

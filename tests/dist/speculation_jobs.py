@@ -30,8 +30,8 @@ from mcore_rl.moe.routing import routed_layers
 from mcore_rl.rollout.stream import run_stream
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_manager
+from mcore_rl.trainer.hand_overs import engine_config
 from mcore_rl.trainer.job import Job
-from mcore_rl.trainer.rollouts import engine_config
 from mcore_rl.trainer.step_metrics import update_metrics
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 from tests.dist.jobs import first_mini_batch, log_probs_of_random_tokens, rank_batch, started

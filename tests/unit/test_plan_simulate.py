@@ -15,10 +15,10 @@ from mcore_rl.cli import main
 from mcore_rl.observe.run_directory import RunConfig, RunDirectory
 from mcore_rl.planner.comparison import planned_speeds
 from mcore_rl.planner.plan import plan_case
-from mcore_rl.planner.simulated_engines import EngineSpeed
+from mcore_rl.planner.simulated_engines import EngineSpeed, Response
 from mcore_rl.planner.simulation import COLOCATED, PARTIAL, SEPARATE
 from mcore_rl.tools.plan.command_line import read_command_line
-from mcore_rl.tools.plan.recorded import read_engine_speed, read_lengths, read_run
+from mcore_rl.tools.plan.recorded import read_engine_speed, read_responses, read_run
 from mcore_rl.tools.plan.simulate import splits
 from tests.model_shapes import CONFIGS
 
@@ -40,12 +40,14 @@ def simulated(tmp_path: Path, *flags: str) -> dict[str, Any]:
 
 def write_run(folder: Path, *, num_steps: int, **config: Any) -> Path:
     """A run of 8 ranks, of whose steps the first took much longer, with a response a step."""
+    config = {"rl_num_prompts_per_step": 10, "rl_num_samples_per_prompt": 2, **config}
     directory = RunDirectory(folder, RunConfig(resolved=config, about={"ranks": 8}))
     for step in range(num_steps):
         times = {"train": 2.0, "log_probs": 1.0, "advantages": 0.5, "reward": 0.25}
         times |= {"reshard_to_rollout": 3.0 + step, "reshard_to_train": 1.0}
         if not step:
             times = dict.fromkeys(times, 1000.0)
+        times["step"] = sum(times.values()) + 1.5
         metrics = {f"time/{name}_seconds": seconds for name, seconds in times.items()}
         rate, mean = 3500.0 * (1 + step), 12.0
         metrics |= {"throughput/train_tokens_per_second": rate, "response_tokens/mean": mean}
@@ -136,8 +138,24 @@ def test_run_is_read_without_its_first_step(tmp_path: Path) -> None:
     # 2 s at 7,000 and 10,500 tokens per second, of 3.5 s each, by 8 ranks
     assert run.train_rate == pytest.approx(2 * (7000 + 10500) / (2 * 3.5) / 8)
     assert run.switch_seconds == pytest.approx((4 + 1 + 5 + 1) / 2)
-    assert (run.reward_seconds, run.mean_tokens) == (0.25, 12.0)
-    assert read_lengths(run.folder / "rollouts.jsonl") == (10, 11, 12)
+    assert (run.reward_seconds, run.other_seconds, run.mean_tokens) == (0.25, 1.5, 12.0)
+    assert run.prompt_tokens == pytest.approx((14_000 + 21_000) / 2 / 20 - 12)
+    assert read_responses(run.folder / "rollouts.jsonl") == tuple(
+        Response((length,)) for length in (10, 11, 12)
+    )
+
+
+def test_training_and_hand_over_of_separate_ranks_are_read(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "apart", num_steps=3, rl_rollout_ranks="2-7")
+    run = read_run(folder, is_separate=True)
+    assert run.train_rate == pytest.approx(2 * (7000 + 10500) / (2 * 3.5) / 2)
+    found = simulated(tmp_path, "--from-separate-run", str(folder))["candidates"]
+    seconds = {
+        row["candidate"]["hand_over_seconds"] == pytest.approx((4 + 1 + 5 + 1) / 2)
+        for row in found
+        if row["candidate"]["mode"] == SEPARATE
+    }
+    assert seconds == {True}
 
 
 def test_from_run_needs_no_other_measurement(tmp_path: Path) -> None:
@@ -149,13 +167,26 @@ def test_from_run_needs_no_other_measurement(tmp_path: Path) -> None:
 
 def test_engine_speed_is_sorted(tmp_path: Path) -> None:
     file = written(tmp_path / "a", {**SPEED, "running": [8, 2], "step_seconds": [0.3, 0.1]})
-    assert read_engine_speed(file) == EngineSpeed((2, 8), (0.1, 0.3), 40000.0)
+    assert read_engine_speed(file) == EngineSpeed((2, 8), (0.1, 0.3), 40000.0, 1e12)
+
+
+def test_rate_of_repeated_tokens_is_read(tmp_path: Path) -> None:
+    file = written(tmp_path / "a", {**SPEED, "repeated_tokens_per_second": 9e5})
+    assert read_engine_speed(file).repeated_rate == 9e5
 
 
 def test_lines_without_lengths_are_skipped(tmp_path: Path) -> None:
     lines = ['{"response_tokens": 7}', "{", "[]", '{"response_tokens": "9"}', '{"response_tok']
+    lines += [f'{{"response_tokens": 9, "turn_tokens": {turns}}}' for turns in ([], [0], [10])]
     (tmp_path / "rollouts.jsonl").write_text("\n".join(lines))
-    assert read_lengths(tmp_path / "rollouts.jsonl") == (7,)
+    assert read_responses(tmp_path / "rollouts.jsonl") == (Response((7,)),)
+
+
+def test_turns_are_those_of_the_file_or_as_given(tmp_path: Path) -> None:
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text('{"response_tokens": 30, "turn_tokens": [10, 14]}\n{"response_tokens": 6}\n')
+    assert read_responses(file) == (Response((10, 14), 6), Response((6,)))
+    assert read_responses(file, 2) == (Response((15, 15)), Response((3, 3)))
 
 
 # ------------------------------------------------------------------------------------- mistakes
@@ -173,7 +204,8 @@ def test_lines_without_lengths_are_skipped(tmp_path: Path) -> None:
         ("--simulate --lengths {tmp}/empty", "--lengths {tmp}/empty has no line with response_tok"),
         ("--simulate --from-run {tmp}", "--from-run {tmp} is not the directory of a run"),
         ("--simulate --from-run {tmp}/short", "short has no complete step after the first one"),
-        ("--simulate --from-run {tmp}/apart", "apart is a run with --rl-rollout-ranks"),
+        ("--simulate --from-run {tmp}/apart", "apart is a run with --rl-rollout-ranks: give it to"),
+        ("--simulate --from-separate-run {tmp}/short", "short is a run without --rl-rollout-ranks"),
         ("--simulate --engine-speed {tmp}/empty", "empty does not hold the speed of an engine"),
         ("--simulate --engine-speed {tmp}/zero", "zero does not hold the speed of an engine"),
         ("--simulate --engine-speed {tmp}/twice", "has a number of sequences twice"),

@@ -11,18 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.planner.comparison import GOOD_ENOUGH, Comparison, compare
-from mcore_rl.planner.simulated_engines import EngineSpeed, ResponseLengths, Workload
+from mcore_rl.planner.simulated_engines import EngineSpeed, Response, ResponseLengths, Workload
 from mcore_rl.planner.simulation import (
     COLOCATED,
     OVERSAMPLE,
     PARTIAL,
     PARTIAL_STALENESS,
     SEPARATE,
+    STEPS_BETWEEN_CALLS,
     Candidate,
     Simulated,
     Speeds,
     simulate,
 )
+from mcore_rl.rollout import stream
 
 NO_PREFILL = 1e30  # tokens per second
 EVEN = ResponseLengths(most=10**6, mean=100.0)
@@ -37,9 +39,27 @@ def workload(**changes: Any) -> Workload:
     return Workload(**settings)
 
 
+def of_one_turn(*lengths: int) -> tuple[Response, ...]:
+    return tuple(Response((length,)) for length in lengths)
+
+
+def tokens_of(load: Workload, draw: int) -> float:
+    """The tokens of a draw's responses."""
+    found = load.lengths.of_draw(draw, load.samples_per_group, load.seed)
+    return sum(each.num_tokens for each in found)
+
+
 def speeds(step_seconds: float = 0.5, *, train_rate: float, prefill: float = NO_PREFILL) -> Speeds:
     """Engines whose step takes as long for any number of sequences."""
     return Speeds(EngineSpeed((1,), (step_seconds,), prefill), train_rate)
+
+
+# Tokens of a thousandth, so that calls, which wait for a few tokens, take no time.
+FINE = replace(EVEN, mean=100.0 * 1000)
+
+
+def fine_speeds(*, train_rate: float, prefill: float = NO_PREFILL) -> Speeds:
+    return speeds(0.5 / 1000, train_rate=train_rate * 1000, prefill=prefill)
 
 
 def colocated(hand_over_seconds: float = 3.0, **changes: Any) -> Candidate:
@@ -80,26 +100,55 @@ def test_prompts_are_computed_once_per_group_and_trained_on_per_sample() -> None
 
 
 def test_tools_and_rewards_are_waited_for() -> None:
-    load = workload(turns=4, tool_seconds=7.0, reward_seconds=5.0)
+    load = workload(lengths=replace(EVEN, turns=4), tool_seconds=7.0, reward_seconds=5.0)
     found = simulate(colocated(), load, speeds(train_rate=10.0))
     assert found.step_seconds == pytest.approx(50 + 3 * 7 + 5 + 20 + 3)
     assert found.trainer_idle == found.engine_idle == pytest.approx(26 / 99)
 
 
+def test_recorded_turns_and_answers_of_tools_are_simulated() -> None:
+    # The longest of 8 responses (each engine has 2) is known: all are equal. Trained are all
+    # tokens; the two answers of 15 tokens are computed by prefill, 2 responses at once.
+    lengths = ResponseLengths(most=10**6, recorded=(Response((10, 60, 30), 30),))
+    load = workload(lengths=lengths, tool_seconds=7.0)
+    found = simulate(colocated(), load, speeds(train_rate=10.0, prefill=10.0))
+    assert found.step_seconds == pytest.approx(50 + 2 * 7 + 2 * 3 + 8 * 130 / 40 + 3)
+
+
+def test_engine_without_cache_of_prefixes_repeats_the_prefill() -> None:
+    """Each engine has 2 responses to a prompt of 20 tokens; the tool answers with 10."""
+    lengths = ResponseLengths(most=10**6, recorded=(Response((50, 50), 10),))
+    load = workload(lengths=lengths, prompt_tokens=20.0)
+    rates = speeds(train_rate=math.inf, prefill=10.0)
+    cached = simulate(colocated(), load, rates).step_seconds
+    engine = replace(rates.engine, repeated_rate=40.0)
+    found = simulate(colocated(), load, replace(rates, engine=engine)).step_seconds
+    # The second response repeats the prompt, both repeat it and the first turn after the tool.
+    assert found - cached == pytest.approx((20 + 2 * (20 + 50)) / 40)
+
+
+def test_recorded_response_is_cut_at_the_limit() -> None:
+    response = Response((10, 60, 30), 30)
+    assert response.cut(200) == response
+    assert response.cut(100) == Response((10, 60), 15)
+    assert response.cut(20) == Response((10,), 0)
+    assert response.cut(5) == Response((5,), 0)
+
+
 def test_duration_of_step_follows_number_of_running_sequences() -> None:
     # One engine, lengths 1, 2, 3, 4 of equal probability: each draw has its own seed.
-    lengths = ResponseLengths(most=100, recorded=(10, 20, 30, 40))
+    lengths = ResponseLengths(most=100, recorded=of_one_turn(10, 20, 30, 40))
     load = workload(groups_per_step=2, samples_per_group=3, lengths=lengths)
     engine = EngineSpeed((1, 3), (0.1, 0.3), NO_PREFILL)  # 0.1 s per sequence, also of 6
     candidate = Candidate(COLOCATED, 1, 1, 1, 6, 0.0)
     found = simulate(candidate, load, Speeds(engine, math.inf), warm_up_steps=0, steps=10)
-    tokens = sum(sum(lengths.of_draw(draw, 3, load.seed)) for draw in range(20))
+    tokens = sum(tokens_of(load, draw) for draw in range(20))
     assert found.step_seconds == pytest.approx(0.1 * tokens / 10)
 
 
 def test_long_response_holds_up_colocated_step() -> None:
     # A step of 32 responses has one of 1,000 tokens almost surely; all others have 100.
-    lengths = ResponseLengths(most=10**6, recorded=(100,) * 7 + (1000,))
+    lengths = ResponseLengths(most=10**6, recorded=of_one_turn(*[100] * 7, 1000))
     load = workload(groups_per_step=16, samples_per_group=2, lengths=lengths)
     candidate = Candidate(COLOCATED, 4, 4, 4, 8, 0.0)
     found = simulate(candidate, load, speeds(train_rate=math.inf))
@@ -122,24 +171,40 @@ def test_separate_step_with_staleness_takes_as_long_as_slower_side(
     train_rate: float, slower: float
 ) -> None:
     """800 tokens by two trainers of `train_rate`: 50, 40 and 100 s; sampling takes 50 s."""
-    found = simulate(separate(1), workload(), speeds(train_rate=train_rate))
-    assert found.step_seconds == pytest.approx(slower + 3)
-    assert found.trainer_idle == pytest.approx((slower - 400 / train_rate) / (slower + 3))
-    assert found.engine_idle == pytest.approx((slower - 50) / (slower + 3))
+    found = simulate(separate(1), workload(lengths=FINE), fine_speeds(train_rate=train_rate))
+    assert found.step_seconds == pytest.approx(slower + 3, rel=1e-3)
+    idle = (slower - 400 / train_rate) / (slower + 3)
+    assert found.trainer_idle == pytest.approx(idle, abs=1e-3)
+    assert found.engine_idle == pytest.approx((slower - 50) / (slower + 3), abs=1e-3)
+
+
+def test_calls_are_answered_between_steps_of_engines() -> None:
+    """One engine of 0.5 s a step, whose 8 responses of 100 tokens take longer than training."""
+    candidate = Candidate(SEPARATE, 2, 1, 1, 8, 3.0, 1)
+    found = simulate(candidate, workload(), speeds(train_rate=1000.0))
+    # Calls do not stop the engine; trainers wait but for 3 of them and the tokens that are cut.
+    assert found.step_seconds == pytest.approx(50 + 3)
+    calls = 3 * STEPS_BETWEEN_CALLS / 2 * 0.5 + 0.5
+    assert found.trainer_idle == pytest.approx((50 - 0.8 - calls) / 53)
+
+
+def test_steps_between_calls_are_those_of_engines() -> None:
+    assert STEPS_BETWEEN_CALLS == stream._STEPS_BETWEEN_SCHEDULES
 
 
 def test_update_recomputes_tokens_of_running_requests() -> None:
     # Engines are the slower side, and in the middle of 4 responses at each update: after 40 s of
     # training and, since the prefill delays them, at the same place in every step.
-    load, rate = workload(), 10.0
-    free = simulate(separate(1), load, speeds(train_rate=rate)).step_seconds
-    found = simulate(separate(1), load, speeds(train_rate=rate, prefill=100.0)).step_seconds
-    # 40 s: 80 tokens of each of the engine's 4 responses.
-    assert found - free == pytest.approx(4 * 80 / 100)
+    load, rate = workload(lengths=FINE), 10.0
+    free = simulate(separate(1), load, fine_speeds(train_rate=rate)).step_seconds
+    slower = fine_speeds(train_rate=rate, prefill=100.0 * 1000)
+    found = simulate(separate(1), load, slower).step_seconds
+    # 40 s: 80 % of the tokens of each of the engine's 4 responses.
+    assert found - free == pytest.approx(4 * 80 / 100, rel=0.01)
 
 
 def test_partial_rollouts_do_not_wait_for_long_response() -> None:
-    lengths = ResponseLengths(most=10**6, recorded=(100,) * 15 + (1000,))
+    lengths = ResponseLengths(most=10**6, recorded=of_one_turn(*[100] * 15, 1000))
     load = workload(groups_per_step=16, lengths=lengths)
     candidate = Candidate(COLOCATED, 4, 4, 4, 16, 0.0)
     whole = simulate(candidate, load, speeds(train_rate=math.inf))
@@ -157,8 +222,12 @@ def runs(draw: st.DrawFn) -> tuple[Candidate, Workload, Speeds]:
         groups_per_step=draw(st.integers(1, 6)),
         samples_per_group=draw(st.integers(1, 4)),
         prompt_tokens=draw(st.sampled_from([0.0, 50.0])),
-        lengths=ResponseLengths(2000, 100.0, draw(st.sampled_from([0.0, 0.5, 1.5]))),
-        turns=1 if mode == PARTIAL else draw(st.integers(1, 3)),
+        lengths=ResponseLengths(
+            2000,
+            100.0,
+            draw(st.sampled_from([0.0, 0.5, 1.5])),
+            turns=1 if mode == PARTIAL else draw(st.integers(1, 3)),
+        ),
         tool_seconds=draw(st.sampled_from([0.0, 3.0])),
         reward_seconds=draw(st.sampled_from([0.0, 1.0, 30.0])),
         seed=draw(st.integers(0, 99)),
@@ -193,9 +262,7 @@ def test_each_group_is_trained_once_and_in_time(run: tuple[Candidate, Workload, 
     assert found.staleness_max <= limit
     assert 0 <= found.trainer_idle <= 1 and 0 <= found.engine_idle <= 1
     # No response is faster than its tokens.
-    tokens = sum(
-        sum(load.lengths.of_draw(draw, load.samples_per_group, load.seed)) for draw in found.trained
-    )
+    tokens = sum(tokens_of(load, draw) for draw in found.trained)
     most = candidate.num_engines * candidate.most_running
     assert found.step_seconds * 12 * most >= 0.1 * tokens * (1 - 1e-9)
 
@@ -208,7 +275,11 @@ def test_simulation_is_deterministic(run: tuple[Candidate, Workload, Speeds]) ->
 
 def test_partial_rollouts_with_tools_are_refused() -> None:
     with pytest.raises(ValueError, match="environments"):
-        simulate(colocated(mode=PARTIAL), workload(turns=2), speeds(train_rate=1.0))
+        simulate(
+            colocated(mode=PARTIAL),
+            workload(lengths=replace(EVEN, turns=2)),
+            speeds(train_rate=1.0),
+        )
 
 
 # ------------------------------------------------------------------------------ recommendation
@@ -248,8 +319,7 @@ def test_separate_is_recommended_for_tools_and_long_tails() -> None:
         groups_per_step=32,
         samples_per_group=8,
         prompt_tokens=300.0,
-        lengths=ResponseLengths(8192, 1000.0, 1.0),
-        turns=3,
+        lengths=ResponseLengths(8192, 1000.0, 1.0, turns=3),
         tool_seconds=1.0,
     )
     found = compare(ways(256, (32, 48), 3), load, Speeds(MEASURED, 2000.0))
@@ -281,7 +351,7 @@ def test_measured_seconds_are_interpolated_and_continued() -> None:
 
 def test_lengths_have_the_given_mean_and_limit() -> None:
     lengths = ResponseLengths(most=4000, mean=500.0, sigma=1.0)
-    drawn = [n for draw in range(2000) for n in lengths.of_draw(draw, 8, seed=3)]
+    drawn = [n.num_tokens for draw in range(2000) for n in lengths.of_draw(draw, 8, seed=3)]
     assert min(drawn) >= 1 and max(drawn) == 4000
     assert sum(drawn) / len(drawn) == pytest.approx(500, rel=0.05)  # cutting costs 2 %
     assert lengths.of_draw(7, 8, seed=3) == lengths.of_draw(7, 8, seed=3)

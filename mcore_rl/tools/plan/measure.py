@@ -54,14 +54,14 @@ def speed_of(
     engine: VLLMEngine, *, prompt_tokens: int, most_tokens: int, vocab_size: int
 ) -> dict[str, Any]:
     """Return the fields of the file: the median of `STEPS` steps for 1, 2, 4, ... sequences, as
-    many as the engine runs and its KV cache holds, and the rate of prefills. A sequence has at most
-    `most_tokens`. Collective over the engine's ranks."""
+    many as the engine runs and its KV cache holds, and the rates of prefills: of new prompts, and
+    of repeated ones. A sequence has at most `most_tokens`. Collective over the engine's ranks."""
     most = engine.config.max_num_seqs
     counts = sorted({1 << power for power in range(most.bit_length())} | {most})
     random = np.random.default_rng(1)
 
-    def prompts(count: int) -> list[np.ndarray]:
-        return list(random.integers(0, vocab_size, (count, prompt_tokens), dtype=np.int32))
+    def prompts(count: int, length: int = prompt_tokens) -> list[np.ndarray]:
+        return list(random.integers(0, vocab_size, (count, length), dtype=np.int32))
 
     _seconds_of_steps(engine, prompts(1), STEPS)  # compiles
     measured = {}
@@ -81,10 +81,15 @@ def speed_of(
         )
     several = prompts(max(1, 4 * _LEAST_BATCHED_TOKENS // prompt_tokens))
     prefill = sum(_seconds_of_steps(engine, several, 1))
+    # The engine's cache of prefixes, if it has one, holds whole blocks only: longer prompts.
+    long = prompts(max(1, 4 * _LEAST_BATCHED_TOKENS // most_tokens), most_tokens - 1)
+    _seconds_of_steps(engine, long, 1)
+    repeated = sum(_seconds_of_steps(engine, long, 1))
     return {
         "running": list(measured),
         "step_seconds": list(measured.values()),
         "prefill_tokens_per_second": len(several) * prompt_tokens / prefill,
+        "repeated_tokens_per_second": len(long) * (most_tokens - 1) / repeated,
         "prompt_tokens": prompt_tokens,
     }
 

@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from mcore_rl.common.errors import UsageError, as_flag
 from mcore_rl.planner.comparison import Comparison, compare, planned_speeds
 from mcore_rl.planner.layouts import with_engines_apart
@@ -21,8 +19,8 @@ from mcore_rl.planner.phases import Case
 from mcore_rl.planner.plan import Outcome
 from mcore_rl.planner.settings import GB
 from mcore_rl.planner.simulated_engines import ResponseLengths, Workload
-from mcore_rl.planner.simulation import COLOCATED, PARTIAL, SEPARATE, Candidate
-from mcore_rl.tools.plan.recorded import RecordedRun, read_engine_speed, read_lengths, read_run
+from mcore_rl.planner.simulation import COLOCATED, PARTIAL, SEPARATE, Candidate, Speeds
+from mcore_rl.tools.plan.recorded import RecordedRun, read_engine_speed, read_responses, read_run
 
 if TYPE_CHECKING:
     from mcore_rl.tools.plan.command_line import PlanRequest
@@ -35,7 +33,7 @@ _SIGMA = 0.8
 MAY_BE_0 = ("length_sigma", "tool_seconds", "reward_seconds", "switch_seconds", "transfer_seconds")
 _NEEDS_SIMULATE = (
     *("lengths", "length_mean", "prompt_mean", "turns", "engine_speed"),
-    *("train_tokens_per_second", "from_run", *MAY_BE_0),
+    *("train_tokens_per_second", "from_run", "from_separate_run", *MAY_BE_0),
 )
 
 
@@ -50,9 +48,10 @@ def add_simulation_flags(parser: argparse.ArgumentParser) -> None:
         "--rl-max-response-tokens")  # fmt: skip
     add("--length-sigma", type=float, help="standard deviation of the logarithm of lengths; "
         f"default: {_SIGMA}")  # fmt: skip
-    add("--prompt-mean", type=float, help="mean tokens of a prompt; default: half of "
-        "--rl-max-prompt-tokens")  # fmt: skip
-    add("--turns", type=int, help="parts of a response, with a tool between two; default: 1")
+    add("--prompt-mean", type=float, help="mean tokens of a prompt; default: that of "
+        "--from-run, or half of --rl-max-prompt-tokens")  # fmt: skip
+    add("--turns", type=int, help="parts of a response, with a tool between two; default: those of "
+        "--lengths or --from-run, else 1")  # fmt: skip
     add("--tool-seconds", type=float, help="of a tool's answer; default: 0")
     add("--reward-seconds", type=float, help="of a response's reward; default: 0")
     add("--engine-speed", metavar="FILE", help="written by --measure-engine; default: by formula")
@@ -60,6 +59,8 @@ def add_simulation_flags(parser: argparse.ArgumentParser) -> None:
         "formula, or that of --from-run")  # fmt: skip
     add("--from-run", metavar="DIR", help="directory of a colocated run, for what is not given: "
         "lengths, training, rewards, switches")  # fmt: skip
+    add("--from-separate-run", metavar="DIR", help="directory of a run with --rl-rollout-ranks and "
+        "--rl-max-staleness 0, for training and hand-overs of separate ranks")  # fmt: skip
     add("--switch-seconds", type=float, help="both switches of a colocated step; default: the "
         "planned hand-over")  # fmt: skip
     add("--transfer-seconds", type=float, help="of a hand-over between separate ranks; default: as "
@@ -94,18 +95,19 @@ def simulate_job(
     case = request.case
     notes: list[str] = []
     run = None if options.from_run is None else read_run(Path(options.from_run))
+    apart = options.from_separate_run
+    apart = None if apart is None else read_run(Path(apart), is_separate=True)
     lengths = _lengths(options, run, case.engine.max_response_tokens, notes)
     longest_prompt = case.engine.max_model_tokens - case.engine.max_response_tokens
     workload = Workload(
         groups_per_step=request.step.samples // request.samples_per_prompt,
         samples_per_group=request.samples_per_prompt,
-        prompt_tokens=longest_prompt / 2 if options.prompt_mean is None else options.prompt_mean,
+        prompt_tokens=_first(options.prompt_mean, run and run.prompt_tokens, longest_prompt / 2),
         lengths=lengths,
-        turns=options.turns or 1,
         tool_seconds=options.tool_seconds or 0.0,
         reward_seconds=_first(options.reward_seconds, run and run.reward_seconds, 0.0),
     )
-    mean = float(np.mean(lengths.recorded)) if lengths.recorded else lengths.mean
+    mean = lengths.mean_tokens
     speeds = planned_speeds(case, outcome.memory, request.step, workload.prompt_tokens + mean / 2)
     if options.engine_speed is None:
         notes.append("the engine's speed is by formula: measure it by --measure-engine")
@@ -116,11 +118,18 @@ def simulate_job(
         notes.append("the speed of training is by formula: give --from-run, or measure it")
     else:
         speeds = replace(speeds, train_rate=rate)
+    if run is not None:
+        speeds = replace(speeds, other_seconds=run.other_seconds)
     switch = _first(options.switch_seconds, run and run.switch_seconds, outcome.seconds)
-    candidates, left_out = _candidates(
-        case, outcome.memory, workload, switch, options.transfer_seconds, mean
+    transfer = _first(options.transfer_seconds, apart and apart.switch_seconds)
+    candidates, left_out = _candidates(case, outcome.memory, workload, switch, transfer, mean)
+    separate = speeds
+    if apart is not None:
+        separate = Speeds(speeds.engine, apart.train_rate, apart.other_seconds)
+    return (
+        compare(candidates, workload, speeds, separate_speeds=separate, left_out=left_out),
+        notes,
     )
-    return compare(candidates, workload, speeds, left_out=left_out), notes
 
 
 def _first(*values: Any) -> Any:
@@ -143,7 +152,7 @@ def _candidates(
     if lacks := _lacks(case, memory):
         left_out.append(f"colocated: {lacks}")
     else:
-        for mode in (COLOCATED, PARTIAL) if workload.turns == 1 else (COLOCATED,):
+        for mode in (COLOCATED,) if workload.lengths.has_tools else (COLOCATED, PARTIAL):
             running = _most_running(case, memory, sequence)
             found.append(
                 Candidate(mode, world, world, rollout.num_tp_groups, running, switch_seconds)
@@ -216,17 +225,18 @@ def _lengths(
     options: argparse.Namespace, run: RecordedRun | None, most: int, notes: list[str]
 ) -> ResponseLengths:
     sigma = _SIGMA if options.length_sigma is None else options.length_sigma
+    turns = options.turns
     if options.lengths is not None:
-        return ResponseLengths(most, recorded=read_lengths(Path(options.lengths)))
+        return ResponseLengths(most, recorded=read_responses(Path(options.lengths), turns))
     if options.length_mean is not None:
-        return ResponseLengths(most, options.length_mean, sigma)
+        return ResponseLengths(most, options.length_mean, sigma, turns or 1)
     if run is not None:
         with contextlib.suppress(UsageError):  # written by an earlier version
-            recorded = read_lengths(run.folder / "rollouts.jsonl")
+            recorded = read_responses(run.folder / "rollouts.jsonl", turns)
             return ResponseLengths(most, recorded=recorded)
-        return ResponseLengths(most, run.mean_tokens, sigma)
+        return ResponseLengths(most, run.mean_tokens, sigma, turns or 1)
     notes.append(
         f"lengths are assumed as log-normal with mean {most / 4:g} and sigma {sigma:g}: give "
         "--lengths, or --length-mean and --length-sigma"
     )
-    return ResponseLengths(most, most / 4, sigma)
+    return ResponseLengths(most, most / 4, sigma, turns or 1)

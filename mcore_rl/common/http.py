@@ -34,8 +34,13 @@ class HTTPFailure(Exception):
         self.answer = answer
 
 
-def client_session(header: Mapping[str, str], *, concurrency: int = 1) -> aiohttp.ClientSession:
-    """Return a session for `request` of up to `concurrency` connections. Needs an event loop."""
+def client_session(
+    header: Mapping[str, str], *, concurrency: int = 1, keeps_connections: bool = True
+) -> aiohttp.ClientSession:
+    """Return a session for `request` of up to `concurrency` connections. Needs an event loop.
+
+    A server closes a kept connection after seconds of rest, perhaps while a request is sent on it:
+    that request fails."""
     return aiohttp.ClientSession(
         trust_env=False,
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -43,7 +48,7 @@ def client_session(header: Mapping[str, str], *, concurrency: int = 1) -> aiohtt
         auto_decompress=False,
         headers={"Accept-Encoding": "identity", **header},
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
-        connector=aiohttp.TCPConnector(limit=concurrency),
+        connector=aiohttp.TCPConnector(limit=concurrency, force_close=not keeps_connections),
     )
 
 

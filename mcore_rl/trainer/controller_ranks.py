@@ -69,7 +69,9 @@ class ControllerRanks(SamplingRanks):
             return None
         everywhere = objects.all_gather(self._engine.take_metrics())
         metrics = {name: sum(each[name] for each in everywhere) for name in everywhere[0]}
-        metrics["servers/admitted"] = min(each["servers/admitted"] for each in everywhere)
+        # Each controller notes what happens to a server as a whole.
+        for name, joined in (("admitted", min), ("excluded", max), ("returned", max)):
+            metrics[f"servers/{name}"] = joined(each[f"servers/{name}"] for each in everywhere)
         return replace(collected, metrics=collected.metrics | metrics)
 
     def _is_stuck(self) -> bool:

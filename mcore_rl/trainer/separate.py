@@ -124,7 +124,6 @@ class RemoteRollouts(Rollouts):
         position: int,
     ) -> None:
         self._role, self._timers, self._position = role, timers, position
-        self._has_sampled_eval = False  # since the last `evaluate`
         self.manager, self.sample_store = manager, sample_store
         self._activity = Activity()
         self._activity.begin(_TRAINING)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -78,8 +77,8 @@ def test_servers_may_die_and_return_and_a_run_without_any_stops_and_resumes(
     run_dir = tmp_path / "run"
 
     def admitted() -> list[float]:
-        lines: list[dict[str, Any]] = metrics_of(run_dir) if run_dir.is_dir() else []
-        return [line["servers/admitted"] for line in lines if "servers/admitted" in line]
+        metrics = kill_runs.metrics_so_far(run_dir)
+        return [metrics[step]["servers/admitted"] for step in sorted(metrics)]
 
     def disturb() -> None:
         until(lambda: len(admitted()) >= 2)
@@ -90,12 +89,11 @@ def test_servers_may_die_and_return_and_a_run_without_any_stops_and_resumes(
         for each in servers:
             each.kill()
 
-    disturber = threading.Thread(target=disturb)
-    disturber.start()
-    ending = kill_runs.start(
-        setting, run_dir, 1, more=("--rl-rollout-server-wait-minutes", "0.05"), exit_code=75
-    )
-    disturber.join()
+    with ThreadPoolExecutor(1) as pool:
+        disturbed = pool.submit(disturb)
+        more = ("--rl-rollout-server-wait-minutes", "0.05")
+        ending = kill_runs.start(setting, run_dir, 1, more=more, exit_code=75)
+        disturbed.result()
     assert ending.faults == []
     assert "[Servers] stopped after step" in ending.output
     for each in servers:

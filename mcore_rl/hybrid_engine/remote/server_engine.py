@@ -90,7 +90,8 @@ class ServerEngine:
     ) -> tuple[aiohttp.ClientSession, ServerPool]:
         config = self.config
         # A connection for each request, and one for each server's probes.
-        session = client_session(header, concurrency=config.max_num_seqs + len(urls))
+        concurrency = config.max_num_seqs + len(urls)
+        session = client_session(header, concurrency=concurrency, keeps_connections=False)
         clients = [
             GenerateClient(
                 session,

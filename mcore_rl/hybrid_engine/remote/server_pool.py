@@ -85,6 +85,7 @@ class ServerPool:
         self._max_num_seqs, self._patience_seconds = max_num_seqs, patience_seconds
         self._probe_interval, self._probe_timeout = probe_interval_seconds, probe_timeout_seconds
         self.weight_version: int | None = None  # of admitted servers; None during an update
+        self._served: set[str] = set()  # admitted before the update that runs
         self.gives_up = False  # requests that wait while no server is admitted end as failures
         self._waiting: list[_Waiter] = []
         self._last_server: dict[Hashable, Server] = {}
@@ -98,6 +99,7 @@ class ServerPool:
         """Return the servers that can take part in an update: all that answer. None of them gets a
         request until `admit`; requests must have ended before."""
         self.weight_version = None
+        self._served |= set(self.admitted)
         for server in self._servers.values():
             if server.state == ADMITTED:
                 server.state = RETURNED
@@ -108,6 +110,9 @@ class ServerPool:
         """Give requests to `urls` from now on, and to no others: these hold attested weights of
         this version. Raises KeyError for an unknown server."""
         chosen = {url: self._servers[url] for url in urls}
+        for _ in self._served - chosen.keys():
+            self.count(EXCLUDED)
+        self._served = set()
         self.weight_version = weight_version
         for server in self._servers.values():
             if server.url in chosen:

@@ -204,7 +204,7 @@ def test_turns_are_those_of_the_file_or_as_given(tmp_path: Path) -> None:
         ("--simulate --lengths {tmp}/empty", "--lengths {tmp}/empty has no line with response_tok"),
         ("--simulate --from-run {tmp}", "--from-run {tmp} is not the directory of a run"),
         ("--simulate --from-run {tmp}/short", "short has no complete step after the first one"),
-        ("--simulate --from-run {tmp}/apart", "apart is a run with --rl-rollout-ranks: give it to"),
+        ("--simulate --from-run {tmp}/apart", "apart is a run with --rl-rollout-ranks; give it to"),
         ("--simulate --from-separate-run {tmp}/short", "short is a run without --rl-rollout-ranks"),
         ("--simulate --engine-speed {tmp}/empty", "empty does not hold the speed of an engine"),
         ("--simulate --engine-speed {tmp}/zero", "zero does not hold the speed of an engine"),

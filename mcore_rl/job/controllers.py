@@ -11,18 +11,19 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import replace
 
-from mcore_rl.common.agreement import EXIT_FAILED
+from mcore_rl.common.agreement import EXIT_FAILED, leave_reason
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.flags.given import import_given_files
 from mcore_rl.spec import JobSpec
 
-_GRACE_SECONDS = 10.0
+_GRACE_SECONDS = 5.0
 
 
 def start_controllers(spec: JobSpec, args: argparse.Namespace, rank: int) -> None:
@@ -49,6 +50,17 @@ def start_controllers(spec: JobSpec, args: argparse.Namespace, rank: int) -> Non
         for part in (spec.tokens, sent, facts):
             pickle.dump(part, process.stdin)
         process.stdin.flush()  # it stays open for as long as this process lives
+        threading.Thread(target=_end_with_controller, args=(process, number), daemon=True).start()
+
+
+def _end_with_controller(process: subprocess.Popen[bytes], number: int) -> None:
+    """End this rank, and by the launcher the job, soon after a controller that fails: the other
+    ranks may be waiting for it to join them."""
+    if code := process.wait():
+        time.sleep(_GRACE_SECONDS)  # in which a call of it reports why
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        leave_reason(f"controller {number} of --rl-rollout-servers ended by {how}")
+        os._exit(EXIT_FAILED)
 
 
 def main() -> None:

@@ -45,8 +45,8 @@ from mcore_rl.trainer.engine_ranks import serve_engines
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Updates
 from mcore_rl.trainer.models import serve_role
+from mcore_rl.trainer.rollouts import NoServersLeft
 from mcore_rl.trainer.saver import early_exit
-from mcore_rl.trainer.servers import NoServersLeft
 
 logger = logging.getLogger(__name__)
 

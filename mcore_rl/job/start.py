@@ -29,7 +29,6 @@ from mcore_rl.job.controllers import start_controllers
 from mcore_rl.job.environment import check_devices, open_store
 from mcore_rl.job.facts import Source
 from mcore_rl.job.resolver import resolve
-from mcore_rl.job.servers import check_servers
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_files import check_copies
 from mcore_rl.model.config_json import settings_without_flag
@@ -155,7 +154,10 @@ def _agreed_spec(
         if source.platform.cuda:
             _check_devices(checked)
         _check_copies(checked)
-        if int(os.environ.get("RANK", 0)) == checked.roles.actor[0]:
+        rank = int(os.environ.get("RANK", 0))
+        if checked.config.rollout.servers and rank == checked.roles.actor[0]:
+            from mcore_rl.job.servers import check_servers  # imports vLLM, which takes seconds
+
             for line in check_servers(checked):
                 logger.warning("[Servers] %s", line)
         return checked

@@ -68,7 +68,6 @@ from mcore_rl.trainer.separate import (
     connect_engines,
     start_engines,
 )
-from mcore_rl.trainer.servers import connect_servers
 
 logger = logging.getLogger(__name__)
 
@@ -247,6 +246,8 @@ def connect_rollouts(
     note_stage("waiting for the engines")
     rollouts: RemoteRollouts
     if job.spec.roles.has_controllers:
+        from mcore_rl.trainer.servers import connect_servers  # imports vLLM
+
         rollouts = connect_servers(job, engines, models.shards, models.sample_store, start, timers)
     else:
         canary = build_canary(job, models.state, inputs.prompts)

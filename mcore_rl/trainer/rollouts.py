@@ -36,6 +36,10 @@ class WeightSync(Protocol):
     ) -> None: ...
 
 
+class NoServersLeft(Exception):
+    """No server has received the weights for `--rl-rollout-server-wait-minutes`."""
+
+
 class Rollouts(abc.ABC):
     """The engines of a run, on the actor's ranks. Methods are collective over these ranks."""
 

@@ -28,6 +28,7 @@ from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.trainer.controller_ranks import ControllerRanks
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.roles.remote import RemoteRole
+from mcore_rl.trainer.rollouts import NoServersLeft
 from mcore_rl.trainer.sampling import Start
 from mcore_rl.trainer.sampling_ranks import SamplingRanks
 from mcore_rl.trainer.separate import RemoteRollouts, RemoteSampleStore, log_bank
@@ -35,10 +36,6 @@ from mcore_rl.trainer.separate import RemoteRollouts, RemoteSampleStore, log_ban
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 2.0
-
-
-class NoServersLeft(Exception):
-    """No server has received the weights for `--rl-rollout-server-wait-minutes`."""
 
 
 class ServerSync:

@@ -16,7 +16,6 @@ from mcore_rl.common.platform import find_platform
 from mcore_rl.config import RLConfig
 from mcore_rl.job.facts import Facts
 from mcore_rl.job.layout import own_all_reduce_obstacle
-from mcore_rl.job.servers import check_servers
 from mcore_rl.planner.host import HostPhase
 from mcore_rl.planner.plan import Outcome
 from mcore_rl.tools.doctor.checkpoint import (
@@ -118,6 +117,8 @@ def _check_servers(facts: Facts) -> Iterator[Finding]:
     """Report the servers of a job whose other flags are right."""
     if facts.spec is None:
         return
+    from mcore_rl.job.servers import check_servers  # imports vLLM, which takes seconds
+
     silent = check_servers(facts.spec)
     for line in silent:
         yield yellow(NETWORK, f"server {line}", "start it before the run, or correct its address")

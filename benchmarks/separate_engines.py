@@ -45,8 +45,8 @@ from benchmarks.separate_cases import (  # noqa: E402
 )
 from benchmarks.separate_simulation import (  # noqa: E402
     INPUTS,
+    SEPARATE_STEPS,
     SIMULATED_SEEDS,
-    SYNCHRONOUS_STEPS,
     Row,
     comparison,
     measure,
@@ -187,7 +187,7 @@ by the number of processes, and the first {WARM_UP} steps are not counted. Ways 
 _SIMULATION = f"""\
 `mcore-rl plan --simulate` beside these runs. Its inputs are measured in other runs with another
 seed: the engine by `--measure-engine`; responses, training and switches in a colocated run
-(`--from-run`); training and hand-overs of separate ranks in {SYNCHRONOUS_STEPS} steps with K=0
+(`--from-run`); training and hand-overs of separate ranks in {SEPARATE_STEPS} steps with K=1
 (`--from-separate-run`). The steps that count are simulated with {SIMULATED_SEEDS} seeds. The aim is
 a relative error of 10 % for speed, 10 percentage points for idle shares, and for staleness 10 % (or
 0.1 versions where the mean is below 0.5). Speed is in tokens per second, as lengths differ between

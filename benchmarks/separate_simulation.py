@@ -2,7 +2,8 @@
 
 What it is given is measured in other runs than those that it predicts, by a user's means: the
 engine by `mcore-rl plan --measure-engine`; responses, training and switches in a colocated run;
-training and hand-overs of separate ranks in a short run with --rl-max-staleness 0.
+training and hand-overs of separate ranks in a short run with --rl-max-staleness 1, in which
+trainers and engines compete for the machine as in longer ones.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ from mcore_rl.tools.plan.recorded import (  # noqa: E402
     read_run,
 )
 
+SEPARATE = "separate"
 INPUTS = "inputs"  # the folder of what is measured for the simulation
 SEED = 100  # of the runs that are measured for the simulation
 SIMULATED_SEEDS = 10
-SYNCHRONOUS_STEPS = 6
+SEPARATE_STEPS = 8
 MOST_RUNNING = 128  # the default of --rl-rollout-max-num-seqs
 AIM = 0.1  # relative errors, errors of idle shares, and absolute ones of a small staleness
 _SMALL_STALENESS = 0.5  # below, the absolute error counts
@@ -125,9 +127,9 @@ def measure(case: Case, checkpoint: Path, folder: Path) -> None:
     plan = ["-m", "mcore_rl.cli", "plan", "--measure-engine", str(folder / "speed.json")]
     run_python([*launch, *plan, *flags])
     train(NUM_PROCESSES, flags, folder / COLOCATED)
-    short = replace(case, workload=replace(case.workload, num_steps=SYNCHRONOUS_STEPS))
-    flags = flags_of(short, checkpoint, folder / "synchronous", SEED)
-    train(NUM_PROCESSES, [*flags, *apart(0)], folder / "synchronous")
+    short = replace(case, workload=replace(case.workload, num_steps=SEPARATE_STEPS))
+    flags = flags_of(short, checkpoint, folder / SEPARATE, SEED)
+    train(NUM_PROCESSES, [*flags, *apart(1)], folder / SEPARATE)
 
 
 def read_inputs(case: Case, folder: Path) -> Inputs:
@@ -144,7 +146,7 @@ def read_inputs(case: Case, folder: Path) -> Inputs:
         reward_seconds=run.reward_seconds,
     )
     engine = read_engine_speed(folder / "speed.json")
-    apart = read_run(folder / "synchronous", is_separate=True)
+    apart = read_run(folder / SEPARATE, is_separate=True)
     return Inputs(
         workload,
         Speeds(engine, run.train_rate, run.other_seconds),

@@ -146,9 +146,9 @@ def test_run_is_read_without_its_first_step(tmp_path: Path) -> None:
 
 
 def test_training_and_hand_over_of_separate_ranks_are_read(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "apart", num_steps=3, rl_rollout_ranks="2-7")
-    run = read_run(folder, is_separate=True)
-    assert run.train_rate == pytest.approx(2 * (7000 + 10500) / (2 * 3.5) / 2)
+    folder = write_run(tmp_path / "apart", num_steps=3, rl_rollout_ranks="8-15")
+    run = read_run(folder, is_separate=True)  # 8 trainers are all ranks of their Megatron
+    assert run.train_rate == pytest.approx(2 * (7000 + 10500) / (2 * 3.5) / 8)
     found = simulated(tmp_path, "--from-separate-run", str(folder))["candidates"]
     seconds = {
         row["candidate"]["hand_over_seconds"] == pytest.approx((4 + 1 + 5 + 1) / 2)

@@ -11,7 +11,6 @@ import numpy as np
 
 from mcore_rl.common.errors import CORRECT, UsageError
 from mcore_rl.common.readers import InvalidData, finite_number, integer_within, lines_of, parse_json
-from mcore_rl.model.roles import parse_roles
 from mcore_rl.observe.run_directory import read_config, read_metrics
 from mcore_rl.planner.simulated_engines import EngineSpeed, Response
 
@@ -49,8 +48,7 @@ def read_run(folder: Path, *, is_separate: bool = False) -> RecordedRun:
         raise UsageError(
             f"is not the directory of a run ({error})", flag=flag, remedy="give another"
         ) from error
-    rollout_ranks = config.resolved.get("rl_rollout_ranks")
-    if is_separate != (rollout_ranks is not None):
+    if is_separate != (config.resolved.get("rl_rollout_ranks") is not None):
         raise UsageError(
             f"is a run {'without' if is_separate else 'with'} --rl-rollout-ranks",
             flag=flag,
@@ -60,6 +58,7 @@ def read_run(folder: Path, *, is_separate: bool = False) -> RecordedRun:
     names = [f"time/{name}_seconds" for name in needed]
     names += ["time/step_seconds", "throughput/train_tokens_per_second", "response_tokens/mean"]
     steps = [step for step in list(metrics.values())[1:] if step.keys() >= set(names)]
+    # With separate engines, Megatron's world are the trainers.
     ranks = integer_within(config.about.get("ranks"), 1, _MAX_TOKENS)
     counts = [config.resolved.get(f"rl_num_{name}") for name in _NUM_SAMPLES]
     prompts, samples = (integer_within(count, 1, _MAX_TOKENS) for count in counts)
@@ -67,7 +66,6 @@ def read_run(folder: Path, *, is_separate: bool = False) -> RecordedRun:
         raise UsageError(
             "has no complete step after the first one", flag=flag, remedy="give a longer run"
         )
-    trainers = len(parse_roles(ranks, rollout=rollout_ranks).actor)
     columns = np.array([[step[name] for name in names] for step in steps]).T
     train, log_probs, advantages, to_rollout, to_train, reward, whole, rate, tokens = columns
     seconds = train + log_probs + advantages
@@ -75,7 +73,7 @@ def read_run(folder: Path, *, is_separate: bool = False) -> RecordedRun:
     stages = [[step[name] for name in step if _is_stage(name)] for step in steps]
     return RecordedRun(
         folder,
-        train_rate=float(trained.sum() / seconds.sum() / trainers),
+        train_rate=float(trained.sum() / seconds.sum() / ranks),
         switch_seconds=float((to_rollout + to_train).mean()),
         reward_seconds=float(np.maximum(reward, 0.0).mean()),
         other_seconds=max(0.0, float((whole - [sum(each) for each in stages]).mean())),

@@ -59,8 +59,8 @@ def add_simulation_flags(parser: argparse.ArgumentParser) -> None:
         "formula, or that of --from-run")  # fmt: skip
     add("--from-run", metavar="DIR", help="directory of a colocated run, for what is not given: "
         "lengths, training, rewards, switches")  # fmt: skip
-    add("--from-separate-run", metavar="DIR", help="directory of a run with --rl-rollout-ranks and "
-        "--rl-max-staleness 0, for training and hand-overs of separate ranks")  # fmt: skip
+    add("--from-separate-run", metavar="DIR", help="directory of a run with --rl-rollout-ranks, "
+        "for training and hand-overs of separate ranks")  # fmt: skip
     add("--switch-seconds", type=float, help="both switches of a colocated step; default: the "
         "planned hand-over")  # fmt: skip
     add("--transfer-seconds", type=float, help="of a hand-over between separate ranks; default: as "

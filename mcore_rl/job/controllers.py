@@ -30,8 +30,9 @@ def start_controllers(spec: JobSpec, args: argparse.Namespace, rank: int) -> Non
     """Start the controllers that `rank` starts. Does not wait for them."""
     if not spec.roles.has_controllers or rank % spec.ranks_per_node:
         return
-    # Nobody there trains: they need neither the models nor a fork's flags of these.
-    sent = replace(spec, critic=None, reward_model=None)
+    # They call the reward model's ranks, and parse no flags.
+    reward_model = spec.reward_model and replace(spec.reward_model, extra_args=_no_flags)
+    sent = replace(spec, critic=None, reward_model=reward_model)
     names = ("seed", "distributed_timeout_minutes", "trust_remote_code", "rl_run_dir")
     facts = {name: getattr(args, name) for name in names}
     node, num_nodes = rank // spec.ranks_per_node, -(-spec.roles.world_size // spec.ranks_per_node)
@@ -51,6 +52,10 @@ def start_controllers(spec: JobSpec, args: argparse.Namespace, rank: int) -> Non
             pickle.dump(part, process.stdin)
         process.stdin.flush()  # it stays open for as long as this process lives
         threading.Thread(target=_end_with_controller, args=(process, number), daemon=True).start()
+
+
+def _no_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    return parser
 
 
 def _end_with_controller(process: subprocess.Popen[bytes], number: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.observe.run_directory import read_metrics
+from tests.dist.test_value_model import reward_model
 from tests.e2e import kill_runs
 from tests.e2e.kill_runs import Setting
 from tests.e2e.recipe import SMALL, metrics_of, run_job, task_flags
@@ -40,19 +41,22 @@ def flags_of(servers: list[VLLMServer], staleness: int) -> tuple[str, ...]:
 def test_a_synchronous_run_trains_on_what_the_current_weights_sampled(
     checkpoint: Path, servers: list[VLLMServer], ranks: RankPool, tmp_path: Path
 ) -> None:
+    model = reward_model(checkpoint, tmp_path / "reward", with_lm_head=False)
     tokens = task_flags(
         checkpoint,
         tmp_path / "run",
         *(*SMALL, *flags_of(servers, 0), "--rl-rollout-controllers", "2", "--rl-num-steps", "3"),
         *("--expert-model-parallel-size", "2", "--rl-eval-interval", "2", *NO_REPLAY),
         *("--rl-num-eval-prompts", "8", "--rl-attest", "full"),
+        *("--rl-reward", "arithmetic,model", "--rl-reward-weights", "1,0.01"),
+        *("--rl-reward-model", str(model), "--rl-reward-ranks", "2", "--rl-reward-ep-size", "1"),
     )
-    run_job(ranks, tokens, world_size=2).require(0)
+    run_job(ranks, tokens, world_size=3).require(0)
     steps = metrics_of(tmp_path / "run")
     for metrics in steps[:3]:
         assert metrics["rollout/staleness_max"] == 0 and metrics["servers/admitted"] == 2
         assert metrics["mismatch/mean_abs_difference"] < 0.02  # of weights of another step: 0.2
-        assert metrics["reshard/attested"] == 1
+        assert metrics["reshard/attested"] == 1 and metrics["reward/model/mean"] != 0
         received = metrics["reshard/received_bytes_max"]
         assert received == metrics["reshard/lower_bound_bytes_max"] > 0
     assert "eval/accuracy" in steps[0] and "eval/accuracy" in steps[2]

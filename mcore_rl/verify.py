@@ -393,8 +393,7 @@ def _check_job(spec: JobSpec) -> None:
     check_prompts_given(spec)
     if spec.config.rollout.servers:
         raise UsageError(
-            "names engines that do not return their weights for a comparison; the attestation of "
-            "each update verifies them",
+            "names engines that do not return their weights for a comparison",
             flag=f"--rl-rollout-servers {spec.config.rollout.rollout_servers}",
             remedy="drop it",
         )

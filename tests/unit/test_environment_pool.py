@@ -566,7 +566,13 @@ def test_processes_started_by_an_episode_end_with_it(pool):
 
 
 def sleepers(process: psutil.Process) -> list[psutil.Process]:
-    return [each for each in descendants(process) if each.cmdline()[:1] == ["sleep"]]
+    def sleeps(child: psutil.Process) -> bool:
+        try:
+            return child.cmdline()[:1] == ["sleep"]
+        except psutil.NoSuchProcess:
+            return False
+
+    return [each for each in descendants(process) if sleeps(each)]
 
 
 def test_a_zygote_that_dies_costs_its_episodes_and_is_replaced(world):

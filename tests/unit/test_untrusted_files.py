@@ -171,6 +171,7 @@ ALLOWED = {
     ("mcore_rl/isolation/confine.py", "exec"),  # our own program in a confined process
     # Between ranks of one job, as torch's own exchange of objects.
     ("mcore_rl/common/objects.py", "pickle.loads"),
+    ("mcore_rl/job/controllers.py", "pickle.load"),  # from the rank that starts it, by a pipe
 }
 
 

@@ -123,7 +123,7 @@ def _check_content_of_servers(config: RLConfig) -> None:
             )
 
 
-def notes_on_servers(config: RLConfig) -> Iterator[str]:
+def _notes_on_servers(config: RLConfig) -> Iterator[str]:
     """Name flags that have no effect on servers."""
     if config.rollout.servers and (unused := _unused_by_servers(config)):
         yield f"without effect with --rl-rollout-servers: {' '.join(unused.values())}"
@@ -148,6 +148,7 @@ def notes_on_sampling_ahead(config: RLConfig, rollout: RolloutLayout) -> Iterato
             f"samples have a staleness of up to {limit} (--rl-max-staleness), which nothing "
             "corrects: consider --rl-mismatch-correction, for example token_tis"
         )
+    yield from _notes_on_servers(config)
 
 
 def check_graphs(options: EngineOptions) -> None:

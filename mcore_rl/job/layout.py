@@ -282,16 +282,19 @@ def check_rollout(
     layout: TrainLayout,
     layers: PipelineLayers,
     *,
-    own_ranks: tuple[int, ...] = (),
-    job_size: int | None = None,
+    roles: Roles | None = None,
     has_cuda: bool,
 ) -> RolloutLayout:
     """Return the engines' layout with the best rank map; refuse what the engine cannot run.
 
     By default engines have Megatron's TP and EP, so that experts stay where they are, where vLLM
-    supports that; `note_on_experts` reports where it does not. Engines on `own_ranks`, of a job of
-    `job_size` ranks, have the largest divisors of both that divide the number of these ranks.
+    supports that; `note_on_experts` reports where it does not. With `roles` that give engines
+    ranks of their own, they have the largest divisors of both that divide the number of these
+    ranks. A controller of servers is the only rank of its engine.
     """
+    own_ranks = () if roles is None else roles.rollout
+    if roles is not None and roles.has_controllers:
+        return RolloutLayout(len(own_ranks), tp_size=1, expert_parallel=False)
     if options.rollout_all2all_backend == NOT_RELOADABLE:
         raise UsageError(
             ": with it vLLM keeps experts in memory that new weights cannot be loaded into",
@@ -336,16 +339,12 @@ def check_rollout(
     _check_divides(flag, tp_size, sizes)
     if not has_cuda:
         _check_runs_on_cpu(shape, rollout)
-    _check_nodes(options, rollout, own_ranks or range(world_size), job_size or world_size)
+    job_size = world_size if roles is None else roles.world_size
+    _check_nodes(options, rollout, own_ranks or range(world_size), job_size)
     if own_ranks:
         return rollout  # its ranks hold no weights of the actor, so no map is better
     placement = Placement(shape, layout, layers, rollout)
     return with_rank_map(placement, ranks_per_node=ranks_per_node(options, layout.world_size))
-
-
-def layout_of_controllers(roles: Roles) -> RolloutLayout:
-    """Return the layout of controllers of servers: each is the only rank of its engine."""
-    return RolloutLayout(len(roles.rollout), tp_size=1, expert_parallel=False)
 
 
 def _check_runs_on_cpu(shape: ModelShape, rollout: RolloutLayout) -> None:

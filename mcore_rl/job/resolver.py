@@ -34,7 +34,6 @@ from mcore_rl.job.layout import (
     check_actor_layout,
     check_rollout,
     check_stages,
-    layout_of_controllers,
     note_on_experts,
     own_all_reduce_obstacle,
     title_of_engines,
@@ -189,13 +188,11 @@ class _Examiner:
         if facts.checkpoint is not None:
             refusals.passes(preflight.check_export_dtype, config.trainer, facts.checkpoint)
         refusals.passes(engines.check_speculation, config, shape, facts.checkpoint)
-        if self.source.is_here and not config.rollout.servers:
+        has_servers = bool(config.rollout.servers)
+        if self.source.is_here and not has_servers:
             refusals.passes(engines.check_engine, config, shape, cuda=self.source.platform.cuda)
-        if (
-            self.source.has_engine
-            and not config.rollout.servers
-            and not (self.source.scores_only and config.trainer.verify_megatron_only)
-        ):
+        only_megatron = self.source.scores_only and config.trainer.verify_megatron_only
+        if self.source.has_engine and not has_servers and not only_megatron:
             refusals.passes(engines.check_layers, shape, cuda=self.source.platform.cuda)
         if refusals.knows(LENGTHS):
             self._lengths_are_right = refusals.passes(
@@ -258,12 +255,9 @@ class _Examiner:
         facts, refusals, source = self.facts, self.refusals, self.source
         layout = layers = None
         if refusals.knows(LAYOUT):
-            rollout = config.rollout
-            given = config.critic.ranks, config.rewards.reward_ranks, rollout.rollout_ranks
-            num_controllers = rollout.rollout_controllers if rollout.servers else 0
-            facts.roles = refusals.value(
-                parse_roles, source.world_size, *given, num_controllers=num_controllers
-            )
+            given = config.critic.ranks, config.rewards.reward_ranks, config.rollout.rollout_ranks
+            count = config.rollout.num_controllers
+            facts.roles = refusals.value(parse_roles, source.world_size, *given, count)
             if facts.roles is not None:
                 refusals.passes(engines.check_apart, config, facts.roles)
                 layout = refusals.value(check_actor_layout, shape, values, facts.roles)
@@ -279,17 +273,13 @@ class _Examiner:
         facts.actor = LaidOut(shape, layout, layers, values, self._tokens_of_actor())
         roles, has_cuda = facts.roles, source.platform.cuda
         assert roles is not None, "there is a layout"
-        if roles.has_controllers:
-            facts.rollout = layout_of_controllers(roles)
-        else:
-            with refusals.of_role(title_of_engines(roles)):
-                facts.rollout = refusals.value(
-                    check_rollout,
-                    *(config.engine, shape, layout, layers),
-                    own_ranks=roles.rollout,
-                    job_size=roles.world_size,
-                    has_cuda=has_cuda,
-                )
+        with refusals.of_role(title_of_engines(roles)):
+            facts.rollout = refusals.value(
+                check_rollout,
+                *(config.engine, shape, layout, layers),
+                roles=roles,
+                has_cuda=has_cuda,
+            )
         if facts.rollout is not None:
             refusals.passes(
                 engines.check_rollout_dtype,
@@ -412,8 +402,8 @@ class _Examiner:
             return ()
         if actor is None or rollout is None or roles is None or not self._fits_together:
             return ()
-        if roles.has_controllers:
-            return ()  # the planner knows no job without engines
+        if roles.has_controllers:  # the planner knows no job without engines
+            return ()
         critic = None if facts.critic is None else trained_critic(config, facts.critic, roles)
         size = source.device_bytes() if source.platform.cuda and source.device_bytes else None
         has_device = size is not None
@@ -494,14 +484,12 @@ class _Examiner:
             yield f"defaults for RL: {' '.join(derived.defaults)}"
         parser = megatron_adapter.make_parser()  # without a fork's flags
         yield from notes(self.facts.given, parser, unread=derived.unread)
-        has_servers = bool(config.rollout.servers)
-        if rollout.world_size == actor.layout.world_size and not has_servers:
+        if config.rollout.apart is None:
             placement = Placement(actor.shape, actor.layout, actor.layers, rollout)
             yield from note_on_experts(config.engine, placement)
         yield from engines.notes_on_sampling_ahead(config, rollout)
-        yield from engines.notes_on_servers(config)
         obstacle = own_all_reduce_obstacle(config.engine, rollout, os.environ)
-        if self.source.platform.cuda and obstacle is not None and not has_servers:
+        if self.source.platform.cuda and obstacle is not None:
             yield f"engines reduce by NCCL, without vLLM's own all-reduce: {obstacle.found}"
         if checkpoint.mtp:
             drafts = config.engine.speculate.startswith("mtp")

@@ -81,7 +81,6 @@ def start(
     _log_start(checked)
     if checked.roles.is_apart(ROLLOUT):
         args = reading.make_parser(extra_args).parse_args(list(checked.tokens))
-        args.rl_run_dir = checked.config.run.run_dir
         start_controllers(checked, args, int(os.environ["RANK"]))
     world = enter_role(checked.roles, store)
     if world.role == ROLLOUT:

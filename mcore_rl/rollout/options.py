@@ -125,6 +125,11 @@ class RolloutOptions(Parameters):
         return tuple(url.strip().rstrip("/") for url in urls if url.strip())
 
     @property
+    def num_controllers(self) -> int:
+        """`rollout_controllers` if there are servers, else 0."""
+        return self.rollout_controllers if self.servers else 0
+
+    @property
     def apart(self) -> str | None:
         """The flag and value that give engines ranks or machines of their own; None without."""
         if self.rollout_servers is not None:

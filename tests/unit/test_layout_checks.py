@@ -31,6 +31,7 @@ from mcore_rl.model.layout import (
     TrainLayout,
     pipeline_layers,
 )
+from mcore_rl.model.roles import Roles
 from tests.model_shapes import published_shape, small_shape
 
 
@@ -86,8 +87,7 @@ def test_engines_on_ranks_of_their_own_stay_within_nodes(
         check_rollout,
         *(EngineOptions(ranks_per_node=per_node), shape, TrainLayout(4, tp_size=4, ep_size=4)),
         pipeline_layers(shape.num_layers, 1),
-        own_ranks=tuple(own_ranks),
-        job_size=16,
+        roles=Roles(16, rollout=tuple(own_ranks)),
         has_cuda=True,
     )
     if isinstance(expected, str):
@@ -97,6 +97,13 @@ def test_engines_on_ranks_of_their_own_stay_within_nodes(
         layout = found()
         assert (layout.tp_size, layout.ep_size) == expected
         assert layout.world_size == len(own_ranks) and layout.is_identity
+
+
+def test_controllers_of_servers_are_the_only_ranks_of_their_engines() -> None:
+    shape, train = small_shape(), TrainLayout(4, tp_size=4, ep_size=4)
+    layers, roles = pipeline_layers(shape.num_layers, 1), Roles(4, rollout=(4, 5))
+    found = check_rollout(EngineOptions(), shape, train, layers, roles=roles, has_cuda=True)
+    assert found == RolloutLayout(2, tp_size=1, expert_parallel=False)
 
 
 def test_default_that_does_not_fit_is_named_as_one() -> None:

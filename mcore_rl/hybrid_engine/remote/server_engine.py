@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +31,6 @@ from mcore_rl.hybrid_engine.remote.server_generation import Ended, ServerGenerat
 from mcore_rl.hybrid_engine.remote.server_pool import ServerPool
 from mcore_rl.hybrid_engine.vllm.drafter import DraftCounts
 from mcore_rl.moe.routing import RoutedLayers
-
-_FLAG = "--rl-rollout-servers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +78,15 @@ class ServerEngine:
 
     def __init__(self, config: ServersConfig, tokenizer: Any) -> None:
         self.config, self.tokenizer = config, tokenizer
-        header = header_from(config.header_env, f"{_FLAG}-header-env")
+        header = header_from(config.header_env, "--rl-rollout-servers-header-env")
         self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         self._loop = LoopThread()
-        self._session, self._pool = self._loop.call(lambda: self._start(config.urls, header))
+        self._session, self._pool = self._loop.call(lambda: self._start(header))
 
-    def _start(
-        self, urls: Sequence[str], header: dict[str, str]
-    ) -> tuple[aiohttp.ClientSession, ServerPool]:
+    def _start(self, header: dict[str, str]) -> tuple[aiohttp.ClientSession, ServerPool]:
         config = self.config
         # A connection for each request, and one for each server's probes.
-        concurrency = config.max_num_seqs + len(urls)
+        concurrency = config.max_num_seqs + len(config.urls)
         session = client_session(header, concurrency=concurrency, keeps_connections=False)
         clients = [
             GenerateClient(
@@ -101,7 +97,7 @@ class ServerEngine:
                 routed=config.routed_layers,
                 shows_refusals=not header,
             )
-            for url in urls
+            for url in config.urls
         ]
         pool = ServerPool(
             clients,

@@ -114,11 +114,12 @@ def _seconds_of_steps(
 
 def _check(spec: JobSpec) -> None:
     """Check that all ranks run engines, and that vLLM can load the checkpoint by itself."""
-    if spec.roles.actor != tuple(range(spec.roles.world_size)):
+    if spec.roles.rollout or spec.roles.actor != tuple(range(spec.roles.world_size)):
         raise UsageError(
             "starts engines on all ranks, so that none may have a role of its own",
             flag="--measure-engine",
-            remedy="drop --rl-rollout-ranks, --rl-critic-ranks and --rl-reward-ranks",
+            remedy="drop --rl-rollout-ranks, --rl-rollout-servers, --rl-critic-ranks and "
+            "--rl-reward-ranks",
         )
     if spec.shape.quantization is not None or not spec.checkpoint.is_all_that_vllm_reads:
         raise UsageError(

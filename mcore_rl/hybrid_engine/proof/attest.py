@@ -148,7 +148,7 @@ class Attestor:
         self._arrived = _CellHashes()
         self._samples: list[tuple[_Part, int, range, HostBits]] = []  # copied, not yet hashed
         self._expected: torch.Tensor | None = None  # `[cells]` int64, summed over all ranks
-        self._exchange: Any = None  # the all-reduce of `_expected`
+        self._exchange: Any = None  # the all-reduce of `_expected`, while it runs
         self._fault: str | None = None
 
     def begin(self, weight_version: int, read: ReadSlice) -> None:
@@ -172,6 +172,13 @@ class Attestor:
         self._expected = self._source.sums(self._num_cells, self._device)
         # int64 wraps around, as the hashes do
         self._exchange = dist.all_reduce(self._expected, group=self._world.everyone, async_op=True)
+
+    def wait(self) -> None:
+        """Wait for the exchange that `begin` has begun. Collective over the world."""
+        if self._exchange is not None:
+            self._exchange.wait()
+            # It would keep the sockets of its group open, and other ranks wait for their end.
+            self._exchange = None
 
     def repeat(self) -> None:
         """Restart with the same version, and discard the hashes of what was loaded so far."""
@@ -214,7 +221,7 @@ class Attestor:
         `fault` is the error of this rank's hand-over, if it raised one.
         """
         assert self._expected is not None, "begin comes first"
-        self._exchange.wait()  # returns at once after a repetition
+        self.wait()
         expected = self._expected.cpu().numpy()
         self._hash_samples()
         mine = self._mismatches(expected)

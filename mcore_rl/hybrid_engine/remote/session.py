@@ -160,6 +160,8 @@ class Session:
         if self._attestor is not None:
             with self._or_fail("the attestation"):
                 self._attestor.begin(self._updates, read or _no_source)
+                # A rank that fails in the stream can close no group in which a collective runs.
+                self._attestor.wait()
         sent, received = zip(*self._agree(lambda: self._move(read, load)), strict=True)
         if self._attestor is not None:
             with self._or_fail("the attestation"):

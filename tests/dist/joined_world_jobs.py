@@ -1,0 +1,60 @@
+"""A session whose last worker ends during the comparison of an update."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from mcore_rl.hybrid_engine.proof.attest import FULL
+from mcore_rl.hybrid_engine.remote.session import Session
+from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld, host_store, reach_store
+from mcore_rl.model.tensors import TensorInfo
+
+_TENSOR, _BOX = "weight", ((0, 8),)
+_TIMEOUT = 300.0
+_kept: list[Any] = []
+
+
+def worker_ends(port: int) -> str:
+    """Two trainers update two workers, the second of which ends. Return what a rank is told."""
+    rank = int(os.environ["RANK"])
+    meet = host_store if rank == 0 else reach_store
+    store = meet("127.0.0.1", port, _TIMEOUT)
+    world = JoinedWorld(store, rank=rank, size=4, name="ends", timeout_seconds=_TIMEOUT)
+    trains = rank < 2
+    session = Session(
+        world,
+        bucket_bytes=1 << 20,
+        device="cpu",
+        tensors={_TENSOR: TensorInfo((8,), "float32", 4)} if trains else None,
+        have={_TENSOR: (_BOX,)} if trains else None,
+        learn=None if trains else lambda _: {_TENSOR: (_BOX,)},
+        attest=FULL,
+    )
+    if rank == 3:
+        assert session._attestor is not None
+        session._attestor.finish = lambda: os._exit(3)  # type: ignore[method-assign,assignment]
+    try:
+        session.update(
+            "1",
+            plan_id=session.plan_id,
+            read=(lambda *_: torch.arange(8.0)) if trains else None,
+            load=None if trains else _load,
+        )
+    except RuntimeError as error:
+        told = str(error)
+    else:
+        told = "no error"
+    # Until all are here, for the end of a process closes its sockets.
+    JoinedWorld(store, rank=rank, size=3, name="again", timeout_seconds=_TIMEOUT).close()
+    return told
+
+
+def _load(arriving: Iterator[tuple[str, Any]], on_write: Any) -> None:
+    _kept.append(on_write)  # as a circle of references may do in an engine
+    for name, pieces in arriving:
+        for box, data in pieces:
+            on_write(name, box, data)

@@ -1,0 +1,19 @@
+"""A world that joins several jobs, whose processes may end at any time."""
+
+from __future__ import annotations
+
+from tests.rank_pool import RankPool, free_port
+
+
+def test_the_end_of_a_worker_ends_the_update_of_all_others(ranks: RankPool) -> None:
+    # The world's timeout is longer than that of the job: nobody waits for it.
+    outcomes = ranks.run_raw(
+        "tests.dist.joined_world_jobs:worker_ends",
+        world_size=4,
+        port=free_port(),
+        timeout_seconds=120,
+    )
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0, 0, 3], outcomes[0].output[-4000:]
+    told = {outcome.result for outcome in outcomes[:3]}
+    assert len(told) == 1  # the first failure
+    assert "the attestation broke" in told.pop()

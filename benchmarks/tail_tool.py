@@ -1,5 +1,5 @@
-"""A tool of one second with a long-tailed number of calls, for `separate_engines.py`. The processes
-of its samples import only this module."""
+"""Environments with long tails: a tool, for `separate_engines.py`, and a verifier, for
+`way_accuracy.py`. The processes of their samples import only this module and the reward's."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import asyncio
 import random
 
 from mcore_rl.api.environment import Environment, EnvironmentPrompt, Response, StepResult
+from mcore_rl.rewards.functions import arithmetic
 
 SECONDS = 1.0
 MEDIAN_CALLS, SIGMA, MOST_CALLS = 2.0, 0.7, 10
 OBSERVED = [7, 8, 9, 10]
+MEDIAN_SECONDS, SPREAD, MOST_SECONDS = 0.5, 1.0, 5.0  # of the verifier
 
 
 class TailTool(Environment):
@@ -26,3 +28,18 @@ class TailTool(Environment):
             return StepResult(reward=self._reward, done=True)
         await asyncio.sleep(SECONDS)
         return StepResult(OBSERVED)
+
+
+class TailVerifier(Environment):
+    """Pay one answer by `arithmetic` after a time that is log-normal."""
+
+    async def start(self, prompt: EnvironmentPrompt) -> None:
+        self._prompt = prompt
+        drawn = random.Random(prompt.seed).lognormvariate(0.0, SPREAD)
+        self._seconds = min(MOST_SECONDS, drawn * MEDIAN_SECONDS)
+
+    async def step(self, response: Response) -> StepResult:
+        await asyncio.sleep(self._seconds)
+        asked = self._prompt
+        reward = arithmetic(prompt=asked.text, response=response.text, answer=asked.answer)
+        return StepResult(reward=reward, done=True)

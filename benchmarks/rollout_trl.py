@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from benchmarks import rollout_trl_agent  # noqa: E402
+from benchmarks import forward_seconds, rollout_trl_agent  # noqa: E402
 from benchmarks.facts import facts_of_run  # noqa: E402
 from benchmarks.pages import (  # noqa: E402
     fact_list,
@@ -36,6 +36,7 @@ from benchmarks.pages import (  # noqa: E402
 )
 from benchmarks.processes import ENVIRONMENT, alternating, in_a_process, run_python, train  # noqa: E402
 from benchmarks.rollout_trl_agent import MAX_TURNS, WORKLOAD  # noqa: E402
+from benchmarks.separate_cases import apart  # noqa: E402
 from benchmarks.slow_tool import SECONDS  # noqa: E402
 from benchmarks.step_time_report import Run  # noqa: E402
 from benchmarks.step_time_task import LEFT_OUT_STEPS, checkpoint_of  # noqa: E402
@@ -44,6 +45,14 @@ TEACHING_STEPS = 48
 TEACHING_RATE = 3e-4
 SECTION = "rollout_trl"
 TRL = "trl"
+# Processes, threads of each, and flags.
+OURS: dict[str, tuple[int, int, tuple[str, ...]]] = {
+    "mcore_rl, 1 process": (1, 1, ()),
+    "mcore_rl, 1 process of 2 threads": (1, 2, ()),
+    "mcore_rl, 2 processes": (2, 1, ()),
+    "mcore_rl, engine apart, K=1": (2, 1, apart(1)),
+    "mcore_rl, engine apart, K=2": (2, 1, apart(2)),
+}
 SLOW_STEPS = LEFT_OUT_STEPS + 4  # with a slow tool; one run each
 
 
@@ -66,11 +75,17 @@ def main(tokens: Sequence[str] | None = None) -> int:
     facts = facts_of_run("rollout_trl.py", tokens, ("trl", "accelerate"))
     num_steps = LEFT_OUT_STEPS + 1 if options.quick else WORKLOAD.num_steps
     with tempfile.TemporaryDirectory(prefix="mcore_rl_rollout_trl_") as folder:
-        numbers = {"mcore_rl, 1 process": 1, "mcore_rl, 2 processes": 2}
-        systems = {name: partial(ours, n, options.precision) for name, n in numbers.items()}
+        systems = {
+            name: partial(ours, processes, options.precision, threads=threads, more=more)
+            for name, (processes, threads, more) in OURS.items()
+        }
         systems[TRL] = partial(trl, options.precision)
         slow_tool = ("--rl-environment", "benchmarks.slow_tool:SlowCalculator")
-        slow = {f"{name}, slow tool": partial(of, more=slow_tool) for name, of in systems.items()}
+        slow = {
+            f"{name}, slow tool": partial(of, more=(*OURS[name][2], *slow_tool))
+            for name, of in systems.items()
+            if name != TRL
+        }
         slow[f"{TRL}, slow tool"] = partial(trl, options.precision, tool_seconds=SECONDS)
         taught, task = _taught(Path(folder), options.precision)
         runs: dict[str, list[Run]] = {name: [] for name in systems}
@@ -127,8 +142,9 @@ def ours(
     seed: int,
     num_steps: int,
     more: Sequence[str] = (),
+    threads: int = 1,
 ) -> dict[str, Any]:
-    """Run mcore_rl, data parallel, with one thread per process; `more` flags take precedence."""
+    """Run mcore_rl; `more` flags take precedence."""
     flags = WORKLOAD.flags(checkpoint, run_dir, precision=precision, seed=seed)
     flags += (
         f"--rl-prompts {task}/train.jsonl --rl-environment calculator --rl-reward environment "
@@ -136,7 +152,11 @@ def ours(
         f"--rl-max-tokens-per-microbatch {WORKLOAD.packed_tokens} "
         f"--rl-num-logged-rollouts {WORKLOAD.samples_per_step}"
     ).split()
-    lines = train(processes, [*flags, *more], run_dir)
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {"OMP_NUM_THREADS": str(threads), forward_seconds.FOLDER: folder}
+        flags += ["--rl-import", forward_seconds.__file__]
+        lines = train(processes, [*flags, *more], run_dir, **environment)
+        passes = forward_seconds.per_step(Path(folder), LEFT_OUT_STEPS)
     steps = [line for line in lines if "time/step_seconds" in line]
     texts = (run_dir / "rollouts.jsonl").read_text().splitlines()
     shutil.rmtree(run_dir)
@@ -145,9 +165,9 @@ def ours(
         "response_tokens": [step["response_tokens/mean"] for step in steps],
         # One line per turn; the file has all samples.
         "turns": [statistics.fmean(1 + json.loads(t)["response"].count("\n") for t in texts)],
-        "parts": parts_of(steps[LEFT_OUT_STEPS:]),
+        "parts": {**parts_of(steps[LEFT_OUT_STEPS:]), "forward passes of vLLM": passes},
         "rewards": [step["reward/mean"] for step in steps],
-        "setting": f"{processes} x 1 thread, {precision}",
+        "setting": f"{processes} x {threads} thread{'s' * (threads > 1)}, {precision}",
     }
 
 

@@ -66,7 +66,7 @@ CASES = {
             name="tools",
             num_prompts_per_step=8,
             num_samples_per_prompt=4,
-            num_steps=15,
+            num_steps=30,
             max_response_tokens=200,
         ),
         (

@@ -10,7 +10,7 @@ from mcore_rl.api.environment import Environment, EnvironmentPrompt, Response, S
 from mcore_rl.rewards.functions import arithmetic
 
 SECONDS = 1.0
-MEDIAN_CALLS, SIGMA, MOST_CALLS = 2.0, 0.7, 10
+MEDIAN_CALLS, SIGMA, MOST_CALLS = 2.0, 0.7, 6
 OBSERVED = [7, 8, 9, 10]
 MEDIAN_SECONDS, SPREAD, MOST_SECONDS = 0.5, 1.0, 5.0  # of the verifier
 

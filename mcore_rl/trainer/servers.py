@@ -10,11 +10,16 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Self
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
 
+from mcore_rl.common.agreement import agreed_in_world
+from mcore_rl.common.errors import UsageError
 from mcore_rl.hybrid_engine.proof.attest import OFF
+from mcore_rl.hybrid_engine.remote.engine import NO_FIT
 from mcore_rl.hybrid_engine.remote.engine_client import HTTPEngineClient
 from mcore_rl.hybrid_engine.remote.session import UpdateReport
 from mcore_rl.hybrid_engine.remote.trainer import (
@@ -100,7 +105,8 @@ class ServerSync:
         return [each for each in (sound, *((url,) for url in self._failing)) if each]
 
     def _send(self, urls: tuple[str, ...]) -> UpdateReport | None:
-        """Send the weights to servers; return None if that fails."""
+        """Send the weights to servers; return None if that fails. One with another model ends all
+        ranks with exit code 2."""
         for others in [each for each in self._connected if each != urls and {*each} & {*urls}]:
             self._connected.pop(others).shutdown()
         try:
@@ -111,6 +117,8 @@ class ServerSync:
         except RuntimeError as error:  # the same on all ranks
             self._connected.pop(urls).shutdown()
             why = str(error).splitlines()[0]
+            if NO_FIT in why and len(urls) == 1:
+                agreed_in_world(partial(_refuse, urls[0], why, self._job.spec.checkpoint.folder))
             logger.warning("[Servers] %s did not receive the weights: %s", ", ".join(urls), why)
             self._failing |= dict.fromkeys(urls, why)
             return None
@@ -135,6 +143,14 @@ class ServerSync:
         for engine in self._connected.values():
             engine.shutdown()
         self._connected = {}
+
+
+def _refuse(url: str, why: str, folder: Path) -> NoReturn:
+    raise UsageError(
+        f"serves another model than --rl-hf-checkpoint {folder} ({why})",
+        flag=f"--rl-rollout-servers {url}",
+        remedy="start it with the checkpoint of the job",
+    )
 
 
 def _joined(reports: Sequence[UpdateReport], version: int, seconds: float) -> ReshardReport:

@@ -28,8 +28,16 @@ def checkpoint(checkpoint_factory: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers(checkpoint: Path) -> Iterator[list[VLLMServer]]:
-    with running(checkpoint, 2, *RECEIVES) as servers:
+def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint by another path."""
+    link = tmp_path_factory.mktemp("served") / "checkpoint"
+    link.symlink_to(checkpoint)
+    return link
+
+
+@pytest.fixture(scope="module")
+def servers(served: Path) -> Iterator[list[VLLMServer]]:
+    with running(served, 2, *RECEIVES) as servers:
         yield servers
 
 
@@ -72,6 +80,24 @@ def test_a_server_that_does_not_fit_ends_the_start(
     ended.require(2)
     assert f"--rl-rollout-servers {servers[0].url} takes 128 tokens" in ended.said
     assert "start its vllm serve with --max-model-len" in ended.said
+
+
+def test_a_server_with_another_model_in_a_folder_elsewhere_ends_the_first_update(
+    checkpoint_factory: Callable[..., Path],
+    checkpoint: Path,
+    served: Path,
+    servers: list[VLLMServer],
+    ranks: RankPool,
+    tmp_path: Path,
+) -> None:
+    other = checkpoint_factory(overrides={"intermediate_size": 96})
+    served.unlink()  # its config.json cannot be read at the start
+    more = (*SMALL, *ONE, *NO_REPLAY, *flags_of(servers[:1], 1))
+    ended = run_job(ranks, task_flags(other, tmp_path / "run", *more), world_size=1)
+    served.symlink_to(checkpoint)
+    ended.require(2)
+    assert f"--rl-rollout-servers {servers[0].url} serves another model" in ended.said
+    assert "intermediate" in ended.said or ".mlp." in ended.said  # the tensor
 
 
 def test_servers_may_die_and_return_and_a_run_without_any_stops_and_resumes(

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 BACKEND = "mcore_rl"
 NO_PLAN = "none"
+NO_FIT = "its model does not fit the trainer's tensors"
 
 
 def register() -> None:
@@ -148,7 +149,10 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
 
     def _learn_needs(self, tensors: Mapping[str, TensorInfo]) -> Boxes:
         metadata = {name: (i.shape, getattr(torch, i.dtype)) for name, i in tensors.items()}
-        return self._reloader.learn_needs(metadata)
+        try:
+            return self._reloader.learn_needs(metadata)
+        except Exception as error:  # of vLLM's loaders, of any type
+            raise RuntimeError(f"{NO_FIT}: {error}") from error
 
     @cached_property
     def _reloader(self) -> Reloader:

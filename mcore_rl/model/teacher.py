@@ -1,0 +1,56 @@
+"""Options of a teacher: another policy whose distribution the actor learns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_rl.common.parameters import Parameters, degree, param
+
+TOKEN, TOP_K, FULL = "token", "topk", "full"
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherOptions(Parameters):
+    """The flags of a teacher (docs/using/teacher.md)."""
+
+    teacher: str | None = param(
+        None,
+        "Hugging Face folder, or address of a vLLM server, of a policy to learn from "
+        "(docs/using/teacher.md)",
+    )
+    teacher_coef: float = param(1.0, "weight of the reverse KL to --rl-teacher", above=0)
+    teacher_tp_size: int | None = degree("TP", "teacher")
+    teacher_pp_size: int | None = degree("PP", "teacher")
+    teacher_ep_size: int | None = degree("EP", "teacher")
+    teacher_ranks: str | None = param(
+        None, "ranks that only run the teacher, for example 6-7; default: the actor's, in turn"
+    )
+    teacher_header_env: str | None = param(
+        None, "environment variable with a header for the server of --rl-teacher, 'Name: value'"
+    )
+    teacher_wait_minutes: float = param(
+        10.0,
+        "how long a run repeats failed requests to the server of --rl-teacher; it then saves and "
+        "stops",
+        least=0,
+    )
+
+    @property
+    def url(self) -> str | None:
+        """The address of the teacher's server; None for a folder."""
+        is_url = self.teacher is not None and self.teacher.startswith(("http://", "https://"))
+        return self.teacher if is_url else None
+
+    @property
+    def folder(self) -> str | None:
+        """The teacher's folder; None for a server."""
+        return None if self.url else self.teacher
+
+    def given(self) -> dict[str, object]:
+        """Return the flags that depend on `teacher` and are not at their defaults, as typed."""
+        default = TeacherOptions()
+        return {
+            f"--rl-{name.replace('_', '-')}": getattr(self, name)
+            for name in self.__slots__
+            if name != "teacher" and getattr(self, name) != getattr(default, name)
+        }

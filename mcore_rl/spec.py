@@ -56,6 +56,12 @@ class TeacherSpec:
     is_swapped: bool  # has the actor's shape and ranks, and is scored with in the actor's model
 
 
+def is_swapped(teacher: LaidOut, shape: ModelShape, layout: TrainLayout) -> bool:
+    """Return whether a teacher on the actor's ranks is scored with in the actor's model, which has
+    this shape and layout."""
+    return teacher.shape == shape and teacher.layout == layout
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """A job after every check, before Megatron starts; same on all ranks.

@@ -63,7 +63,12 @@ from mcore_rl.planner.checks import check_device, check_host
 from mcore_rl.planner.memory import memory_of, resident_of
 from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.spec import JobSpec, LaidOut, TeacherSpec, ValueModelSpec
-from mcore_rl.trainer.case import case_of_run, has_slow_products, trained_critic
+from mcore_rl.trainer.case import (
+    case_of_run,
+    has_slow_products,
+    trained_critic,
+    with_teacher,
+)
 
 
 def resolve(source: Source) -> JobSpec:
@@ -433,6 +438,7 @@ class _Examiner:
         )
         if case is None:
             return ()
+        case = with_teacher(case, config, facts.teacher, roles)
         lines = check_device(case, scores_only=source.scores_only) if has_device else ()
         if source.host_memory is None or has_device != source.platform.cuda or source.scores_only:
             return lines

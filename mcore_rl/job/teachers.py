@@ -23,7 +23,7 @@ from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_tensors, open_ch
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.roles import TEACHER
 from mcore_rl.rewards.functions import NO_REWARD
-from mcore_rl.spec import JobSpec, LaidOut, TeacherSpec
+from mcore_rl.spec import JobSpec, LaidOut, TeacherSpec, is_swapped
 
 _FLAG = "--rl-teacher"
 # Letters, digits, signs, spaces, several scripts: tokenizers that agree on it rarely differ.
@@ -184,7 +184,7 @@ def teacher_spec(
     actor, roles = facts.actor, facts.roles
     if found.checkpoint is None or actor is None or roles is None:
         return None
-    in_turn = not roles.is_apart(TEACHER) and laid_out.layout == actor.layout
+    in_turn = not roles.is_apart(TEACHER)
     return TeacherSpec(
         shape=found.shape,
         checkpoint=found.checkpoint,
@@ -192,7 +192,7 @@ def teacher_spec(
         layers=laid_out.layers,
         tokens=laid_out.tokens,
         extra_args=extra_args,
-        is_swapped=in_turn and found.shape == actor.shape,
+        is_swapped=in_turn and is_swapped(laid_out, actor.shape, actor.layout),
     )
 
 

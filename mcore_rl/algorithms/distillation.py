@@ -4,7 +4,8 @@
 
 The bracket is an unbiased estimate, at each token, of KL(student || teacher) (arXiv 2306.13649,
 arXiv 2306.08543). It is added to the estimator's advantages, so that no normalisation changes its
-scale. Shape legend: t tokens of a rank's samples.
+scale. `top_k_reverse_kl` is a term of the loss instead, with a gradient through the student's
+distribution. Shape legend: t tokens of a rank's samples.
 """
 
 from __future__ import annotations
@@ -13,7 +14,17 @@ from dataclasses import dataclass
 
 import torch
 
-from mcore_rl.algorithms.aggregation import TokenSums, masked
+from mcore_rl.algorithms.aggregation import (
+    Aggregation,
+    Denominators,
+    Segments,
+    TokenSums,
+    masked,
+    token_weights,
+)
+
+# Least probability of all tokens outside the top-k: below, 1 minus a float32 sum is only rounding.
+_LEAST_REST = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +65,46 @@ def teacher_penalties(
         log_prob=teacher.double().sum(),
     )
     return -coef * difference, sums
+
+
+def top_k_reverse_kl(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor) -> torch.Tensor:
+    """Return `[t]`: the reverse KL between the distributions over the teacher's top-k tokens and
+    "any other token":
+
+        sum over k of p_k log(p_k / q_k) + p_rest log(p_rest / q_rest)
+
+    It is a lower bound of the reverse KL over the vocabulary, at least 0, and 0 with a gradient of
+    exactly 0 for equal log-probs.
+
+    log_probs: `[t, k]` float32, the student's log p_k; gradients flow through these.
+    teacher_log_probs: `[t, k]` float32, log q_k of the same tokens.
+    """
+    with torch.no_grad():
+        p, ratio = log_probs.exp(), log_probs - teacher_log_probs
+        rest = (1 - p.sum(dim=1)).clamp(min=_LEAST_REST)
+        teacher_rest = (1 - teacher_log_probs.exp().sum(dim=1)).clamp(min=_LEAST_REST)
+        rest_ratio = rest.log() - teacher_rest.log()
+        value = (p * ratio).sum(dim=1) + rest * rest_ratio
+        slope = p * (ratio - rest_ratio[:, None])  # d value / d log p_k
+    linear = (slope * log_probs).sum(dim=1)
+    return value + linear - linear.detach()
+
+
+def teacher_term(
+    kl: torch.Tensor,
+    loss_mask: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    denominators: Denominators,
+    aggregation: Aggregation,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this call's share of the global loss, aggregated as the policy's, and the sum over
+    loss tokens, 0-dim float64 without gradient.
+
+    kl: `[t]` float32, of `top_k_reverse_kl`; anything where masked. loss_mask: `[t]` bool.
+    lengths: `[b]` int64, tokens per sample.
+    """
+    kept = masked(loss_mask, kl)
+    segments = Segments.of(lengths, loss_mask)
+    weights = token_weights(segments, denominators, aggregation, kl.dtype)
+    return (weights * kept).sum(), kept.detach().double().sum()

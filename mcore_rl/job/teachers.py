@@ -22,6 +22,7 @@ from mcore_rl.job.value_models import ValueOptions, check_positions, tokens_of_d
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_tensors, open_checkpoint
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.roles import TEACHER
+from mcore_rl.model.teacher import TOKEN, TOP_K, TeacherOptions
 from mcore_rl.rewards.functions import NO_REWARD
 from mcore_rl.spec import JobSpec, LaidOut, TeacherSpec, is_swapped
 
@@ -42,6 +43,12 @@ def check_teacher_flags(config: RLConfig) -> None:
                 remedy="add it, or drop this",
             )
         return
+    if options.teacher_form != TOP_K and "--rl-teacher-top-k" in options.given():
+        raise UsageError(
+            f"has no effect with --rl-teacher-form {options.teacher_form}",
+            flag=f"--rl-teacher-top-k {options.teacher_top_k}",
+            remedy="set that to topk, or drop this",
+        )
     of_server = {
         "--rl-teacher-header-env": options.teacher_header_env,
         "--rl-teacher-wait-minutes": options.given().get("--rl-teacher-wait-minutes"),
@@ -84,6 +91,12 @@ def _check_no_reward(config: RLConfig) -> None:
 def _check_server_flags(config: RLConfig, url: str) -> None:
     checked_url(url, _FLAG)
     header_from(config.teacher.teacher_header_env, "--rl-teacher-header-env")
+    if config.teacher.teacher_form != TOKEN:
+        raise UsageError(
+            f"is for a teacher in a folder, and {_FLAG} {url} is a server",
+            flag=f"--rl-teacher-form {config.teacher.teacher_form}",
+            remedy="set it to token, or give the teacher's folder",
+        )
     if config.rollout.temperature != 1.0:
         raise UsageError(
             f"cannot be combined with --rl-temperature {config.rollout.temperature:g}: a server "
@@ -113,7 +126,7 @@ def read_teacher(
     sizes = (options.teacher_tp_size, options.teacher_pp_size, options.teacher_ep_size)
     tokens = tokens_of_degrees(sizes)
     own = ValueOptions(TEACHER, "teacher", _FLAG, options.folder, tokens, learns=False)
-    own_shape = refusals.value(_read_shape, own, shape, source.read_shape)
+    own_shape = refusals.value(_read_shape, own, options, shape, source.read_shape)
     if own_shape is None:
         return None
     checkpoint = None
@@ -126,7 +139,9 @@ def read_teacher(
     return ReadTeacher(own, own_shape, checkpoint)
 
 
-def _read_shape(options: ValueOptions, shape: ModelShape, read_shape: ReadShape) -> ModelShape:
+def _read_shape(
+    options: ValueOptions, teacher: TeacherOptions, shape: ModelShape, read_shape: ReadShape
+) -> ModelShape:
     """Return the shape of the teacher's folder, whose tokens must include the actor's."""
     own = read_shape(options.init, options.init_flag)
     if own.vocab_size < shape.vocab_size:
@@ -134,6 +149,20 @@ def _read_shape(options: ValueOptions, shape: ModelShape, read_shape: ReadShape)
             f"has a vocabulary of {own.vocab_size}, the actor's is {shape.vocab_size}",
             flag=options.shown,
             remedy="give a teacher with the actor's tokenizer",
+        )
+    k, flag = teacher.num_top_tokens, f"--rl-teacher-form {teacher.teacher_form}"
+    if k and own.vocab_size != shape.vocab_size:
+        raise UsageError(
+            f"needs models of one vocabulary, and {own.vocab_size} of {options.shown} is not the "
+            f"actor's {shape.vocab_size}",
+            flag=flag,
+            remedy="set it to token",
+        )
+    if k > own.vocab_size:
+        raise UsageError(
+            f"is more than the vocabulary of {own.vocab_size}",
+            flag=f"--rl-teacher-top-k {k}",
+            remedy="lower it",
         )
     return own
 

@@ -39,12 +39,14 @@ def vocab_parallel_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the log-prob of each target and the entropy of its distribution, each `[t]`.
 
-    Collective over `tp_group` in forward (two all-reduces of `[2, t]`, for any chunk size), but not
-    in backward. With `tp_group=None`, `weight` covers the full vocabulary.
+    With `[t, k]` targets, log-probs are `[t, k]`: those of k tokens in place of one.
+
+    Collective over `tp_group` in forward (two all-reduces, of `[1 + k, t]` and `[2, t]`, for any
+    chunk size), but not in backward. With `tp_group=None`, `weight` covers the full vocabulary.
 
     hidden: `[t, h]`, the same on all ranks of the group (gathered, under sequence parallelism).
     weight: `[v/tp, h]`, this rank's rows: tokens vocab_start .. vocab_start + v/tp - 1.
-    target_ids: `[t]` int64, the same on all ranks.
+    target_ids: `[t]` or `[t, k]` int64, the same on all ranks.
     vocab_size: of the tokenizer. Rows beyond it pad the vocabulary to a divisible size. Their
         probability is exactly 0; a target among them, or a negative one, has log-prob -inf.
     temperature: the distribution is softmax(logits / temperature), the one that was sampled from.
@@ -68,9 +70,9 @@ def vocab_parallel_log_probs(
     assert hidden.ndim == 2 and weight.ndim == 2 and hidden.shape[1] == weight.shape[1], (
         f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be [t, h], [v/tp, h]"
     )
-    assert target_ids.shape == hidden.shape[:1] and target_ids.dtype == torch.int64, (
-        f"target_ids must be [{hidden.shape[0]}] int64, got {tuple(target_ids.shape)} "
-        f"{target_ids.dtype}"
+    assert target_ids.shape[:1] == hidden.shape[:1] and target_ids.dtype == torch.int64, (
+        f"target_ids must be [{hidden.shape[0]}] or [{hidden.shape[0]}, k] int64, got "
+        f"{tuple(target_ids.shape)} {target_ids.dtype}"
     )
     head = _Head(
         vocab_start=vocab_start,
@@ -82,9 +84,12 @@ def vocab_parallel_log_probs(
     )
     found: tuple[torch.Tensor, torch.Tensor | None]
     found = _VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
-        hidden.to(weight.dtype), weight, target_ids, head
+        hidden.to(weight.dtype),
+        weight,
+        target_ids if target_ids.ndim == 2 else target_ids[:, None],
+        head,
     )
-    return found
+    return found[0].view(target_ids.shape), found[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +138,14 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         target_ids: torch.Tensor,
         head: _Head,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (log-probs, entropy or None), each `[t]`. Collective over the head's group."""
+        """Return (log-probs `[t, k]`, entropy `[t]` or None). Collective over the head's group."""
         maximum, target_logit, sum_exp, sum_exp_z = _shard_statistics(
             hidden, weight, target_ids, head
         )
         # Every rank sums relative to its own maximum, so the chunks need no collective.
-        extremes = torch.stack([maximum, target_logit])
+        extremes = torch.cat([maximum[None], target_logit.t()])
         head.all_reduce(extremes, dist.ReduceOp.MAX)
-        global_maximum, target_logit = extremes.unbind()
+        global_maximum, target_logit = extremes[0], extremes[1:].t()
         # (A shard without rows has maximum -inf and sums of 0; -inf * 0 would be nan.)
         shift = maximum - global_maximum if head.num_rows else torch.zeros_like(maximum)
         scale = shift.exp()
@@ -149,7 +154,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         sum_exp, sum_exp_z = sums.unbind()
 
         log_sum_exp = sum_exp.log()
-        log_probs = target_logit - global_maximum - log_sum_exp
+        log_probs = target_logit - global_maximum[:, None] - log_sum_exp[:, None]
         entropy = log_sum_exp - sum_exp_z / sum_exp if head.with_entropy else None
         ctx.head = head
         ctx.set_materialize_grads(False)
@@ -168,7 +173,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         head: _Head = ctx.head
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         if grad_log_probs is None:
-            grad_log_probs = torch.zeros_like(maximum)
+            grad_log_probs = torch.zeros_like(target_ids, dtype=maximum.dtype)
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=maximum.dtype) if needs_weight else None
         rows = weight[: head.num_rows]
@@ -196,19 +201,20 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 def _shard_statistics(
     hidden: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor, head: _Head
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return, over this rank's rows, `[t]` each: max z, target's z, sum e, sum e * (z - max z).
+    """Return, over this rank's rows, `[t]` each: max z, targets' z (`[t, k]`), sum e,
+    sum e * (z - max z).
 
-    e = exp(z - max z). The target's z is -inf if another rank holds it; max z is -inf if this rank
+    e = exp(z - max z). A target's z is -inf if another rank holds it; max z is -inf if this rank
     holds no row.
     """
     maximum = hidden.new_full(hidden.shape[:1], -math.inf, dtype=_compute_dtype(weight))
-    target_logit = maximum.clone()
+    target_logit = torch.full_like(target_ids, -math.inf, dtype=maximum.dtype)
     sum_exp, sum_exp_z = torch.zeros_like(maximum), torch.zeros_like(maximum)
     rows = weight[: head.num_rows]
     for chunk in head.chunks(hidden.shape[0]):
         z = head.logits(hidden[chunk], rows)
         is_mine, row = head.locate(target_ids[chunk])
-        target_logit[chunk] = torch.where(is_mine, z.gather(1, row[:, None])[:, 0], -math.inf)
+        target_logit[chunk] = torch.where(is_mine, z.gather(1, row), -math.inf)
         maximum[chunk] = z.amax(dim=1)
         z.sub_(maximum[chunk, None])
         e = z.exp() if head.with_entropy else z.exp_()
@@ -227,14 +233,72 @@ def _grad_logits(
     entropy: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the gradient of a chunk's scaled logits, `[chunk, num_rows]`; overwrites `log_p`."""
+    of_p = grad_log_probs.sum(dim=1, keepdim=True)
     if grad_entropy is None or entropy is None:
-        grad = log_p.exp_().mul_(-grad_log_probs[:, None])
+        grad = log_p.exp_().mul_(-of_p)
     else:
         p = log_p.exp()
         grad = log_p.add_(entropy[:, None]).mul_(grad_entropy[:, None])
-        grad.add_(grad_log_probs[:, None]).mul_(p).neg_()
+        grad.add_(of_p).mul_(p).neg_()
     is_mine, row = located
-    return grad.scatter_add_(1, row[:, None], torch.where(is_mine, grad_log_probs, 0.0)[:, None])
+    return grad.scatter_add_(1, row, torch.where(is_mine, grad_log_probs, 0.0))
+
+
+@torch.no_grad()
+def vocab_parallel_top_k(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    k: int,
+    *,
+    vocab_start: int,
+    vocab_size: int,
+    tp_group: dist.ProcessGroup | None,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the k most probable tokens of each distribution and their log-probs, `[t, k]` each.
+
+    Ids are int64, log-probs float32, most probable first, the same on all ranks; without gradient.
+    Arguments are those of `vocab_parallel_log_probs`, k at most `vocab_size`. Collective over
+    `tp_group`, also on ranks without rows.
+    """
+    size = 1 if tp_group is None else tp_group.size()
+    head = _Head(
+        vocab_start=vocab_start,
+        num_rows=min(max(vocab_size - vocab_start, 0), weight.shape[0]),
+        tp_group=tp_group,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        with_entropy=False,
+    )
+    here = min(k, head.num_rows)
+    logits = hidden.new_full((len(hidden), k), -math.inf, dtype=torch.float32)
+    ids = torch.zeros(len(hidden), k, dtype=torch.int64, device=hidden.device)
+    for chunk in head.chunks(len(hidden)):
+        z = head.logits(hidden[chunk].to(weight.dtype), weight[: head.num_rows])
+        found = z.topk(here, dim=1)
+        logits[chunk, :here], ids[chunk, :here] = found.values.float(), found.indices + vocab_start
+        del z
+    if size > 1:
+        every_logits = [torch.empty_like(logits) for _ in range(size)]
+        every_ids = [torch.empty_like(ids) for _ in range(size)]
+        dist.all_gather(every_logits, logits, group=tp_group)
+        dist.all_gather(every_ids, ids, group=tp_group)
+        best = torch.cat(every_logits, dim=1).topk(k, dim=1)
+        ids = torch.cat(every_ids, dim=1).gather(1, best.indices)
+    # Recomputed, so that a student with these weights has the same log-probs to the last bit.
+    log_probs, _ = vocab_parallel_log_probs(
+        hidden,
+        weight,
+        ids,
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        tp_group=tp_group,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        with_entropy=False,
+    )
+    return log_probs, ids
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mcore_rl.common.parameters import Parameters, degree, param
 
-TOKEN, TOP_K, FULL = "token", "topk", "full"
+TOKEN, TOP_K = "token", "topk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,13 @@ class TeacherOptions(Parameters):
         "(docs/using/teacher.md)",
     )
     teacher_coef: float = param(1.0, "weight of the reverse KL to --rl-teacher", above=0)
+    teacher_form: str = param(
+        "token",
+        "what is learned of a teacher: token: its log-prob of each sampled token, as part of the "
+        "advantage; topk: its --rl-teacher-top-k most probable tokens, as a term of the loss",
+        choices=(TOKEN, TOP_K),
+    )
+    teacher_top_k: int = param(64, "tokens of --rl-teacher-form topk", least=1)
     teacher_tp_size: int | None = degree("TP", "teacher")
     teacher_pp_size: int | None = degree("PP", "teacher")
     teacher_ep_size: int | None = degree("EP", "teacher")
@@ -45,6 +52,11 @@ class TeacherOptions(Parameters):
     def folder(self) -> str | None:
         """The teacher's folder; None for a server."""
         return None if self.url else self.teacher
+
+    @property
+    def num_top_tokens(self) -> int:
+        """The most probable tokens that are learned from; 0 in the form of one token."""
+        return self.teacher_top_k if self.teacher_form == TOP_K else 0
 
     def given(self) -> dict[str, object]:
         """Return the flags that depend on `teacher` and are not at their defaults, as typed."""

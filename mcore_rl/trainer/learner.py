@@ -161,7 +161,12 @@ class Learner:
         if values is not None:
             samples = dataclasses.replace(samples, values=values())
         if teacher is not None:
-            samples = dataclasses.replace(samples, teacher_log_probs=teacher())
+            scores = teacher()
+            samples = dataclasses.replace(
+                samples,
+                teacher_log_probs=scores[:, 0].contiguous(),
+                teacher_top_k=scores[:, 1:].contiguous() if scores.shape[1] > 1 else None,
+            )
         return dataclasses.replace(batch, actor=samples)
 
     def with_advantages(self, table: SampleTable, batch: StepBatch) -> StepBatch:
@@ -206,8 +211,9 @@ class Learner:
             samples.old_log_probs, samples.teacher_log_probs, samples.loss_mask, self._teacher_coef
         )
         total = TeacherSums.from_stacked(self.actor.runner.global_sum(sums.stacked()))
-        advantages = samples.advantages + penalties
-        return dataclasses.replace(samples, advantages=advantages), total
+        if samples.teacher_top_k is None:  # else the loss has a term
+            samples = dataclasses.replace(samples, advantages=samples.advantages + penalties)
+        return samples, total
 
     def _require_finite_advantages(self, samples: TrainBatch, inputs: AdvantageInputs) -> None:
         """Raise RuntimeError on all ranks, naming the first non-finite tensor of each.

@@ -118,7 +118,11 @@ def build_learner(
         teachers = StepTeachers([CalledTeacher(teacher)])
     elif job.spec.teacher is not None:
         teachers = StepTeachers(
-            [build_swapped_teacher(actor.log_probs, state, job.spec.teacher.checkpoint, shards)]
+            [
+                build_swapped_teacher(
+                    actor.teacher_scores, state, job.spec.teacher.checkpoint, shards
+                )
+            ]
         )
     return Learner(
         job,

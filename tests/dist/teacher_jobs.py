@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch.distributed as dist
@@ -35,6 +36,7 @@ def _act(job: Job, log: Any) -> dict[str, Any]:
     role = teacher_role(job, log=log)
     learner = build_learner(job, state, shards, None, teacher=role)
     table = step_samples(job, learner.sample_store)
+    table = dataclasses.replace(table, rewards=0 * table.rewards)  # as --rl-reward none gives
     batch = learner.with_log_probs(learner.make_batch(0, table))
     samples = batch.actor
     assert samples.teacher_log_probs is not None and samples.old_log_probs is not None
@@ -64,4 +66,5 @@ def _act(job: Job, log: Any) -> dict[str, Any]:
         "is_swapped": role is None,
         "metrics": dict(batch.metrics),
         "grad_norm": stats.result.grad_norm,
+        "kl": None if stats.teacher_kl is None else stats.teacher_kl / float(stats.sums.num_tokens),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,14 +117,27 @@ def test_a_larger_teacher_scores_as_transformers_in_turn_and_on_ranks_of_its_own
     assert_scored(found, larger, student, temperature=1.3)
 
 
+@pytest.mark.parametrize("form", [(), ("--rl-teacher-form", "topk", "--rl-teacher-top-k", "8")])
 def test_the_student_as_its_own_teacher_gives_exactly_nothing(
-    student: Path, ranks: RankPool
+    form: tuple[str, ...], student: Path, ranks: RankPool
 ) -> None:
-    found, *_ = distilled(ranks, student, "dp2", "--rl-teacher", str(student))
+    found, *_ = distilled(ranks, student, "dp2", "--rl-teacher", str(student), *form)
     assert found["teacher"] == found["student"]
     assert found["metrics"]["teacher/reverse_kl"] == 0.0
-    assert found["grad_norm"] == 0.0
+    assert found["grad_norm"] == 0.0 and not found["kl"]
     assert not any(any(advantages) for advantages in found["advantages"])
+
+
+def responses(student: Path) -> Iterator[tuple[torch.Tensor, slice]]:
+    """The samples of `step_samples`, and the positions that score their responses."""
+    samples = scored_samples(json.loads((student / "config.json").read_text())["vocab_size"], 8)
+    for tokens, sample in zip(tokens_of(student), samples, strict=True):
+        yield tokens, slice(len(sample.rollout.prompt.token_ids) - 1, len(tokens) - 1)
+
+
+def gradient_norm(model: Any) -> float:
+    norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+    return float(torch.stack(norms).norm())
 
 
 def test_gradient_equals_that_of_the_published_form(
@@ -135,19 +148,59 @@ def test_gradient_equals_that_of_the_published_form(
     found, *_ = distilled(ranks, student, "dp2", *flags, "--rl-loss-aggregation", "token_mean")
     teacher, model = model_of(same_shape), model_of(student)
     terms, ratios = [], []
-    for tokens, sample in zip(
-        tokens_of(student), scored_samples(model.config.vocab_size, 8), strict=True
-    ):
-        first = len(sample.rollout.prompt.token_ids) - 1
-        log_probs = log_probs_of(model, tokens)[first:]
+    for tokens, scored in responses(student):
+        log_probs = log_probs_of(model, tokens)[scored]
         with torch.no_grad():
-            ratio = log_probs - log_probs_of(teacher, tokens)[first:]
+            ratio = log_probs - log_probs_of(teacher, tokens)[scored]
         terms.append(COEF * ratio * (log_probs - log_probs.detach()).exp())
         ratios.append(ratio)
     torch.cat(terms).mean().backward()
-    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-    assert found["grad_norm"] == pytest.approx(float(norm), rel=TOLERANCE)
+    assert gradient_norm(model) > 0.1, "a small gradient shows nothing"
+    assert found["grad_norm"] == pytest.approx(gradient_norm(model), rel=TOLERANCE)
     assert found["metrics"]["teacher/reverse_kl"] == pytest.approx(
         float(torch.cat(ratios).mean()), abs=TOLERANCE
     )
-    assert float(norm) > 0.1, "a small gradient shows nothing"
+
+
+@pytest.mark.parametrize(
+    ("split", "more", "is_swapped"),
+    [
+        ("tp2_pp2_ep1", ("--rl-max-tokens-per-microbatch", "128"), True),
+        ("tp2_pp1_ep1", ("--rl-teacher-tp-size", "1"), False),
+        ("tp1_pp2_ep1", ("--context-parallel-size", "2"), True),
+    ],
+)
+def test_top_k_gradient_equals_that_of_whole_distributions(
+    split: str,
+    more: tuple[str, ...],
+    is_swapped: bool,
+    student: Path,
+    same_shape: Path,
+    ranks: RankPool,
+) -> None:
+    """The reverse KL between the teacher's k likeliest tokens, all others being one outcome."""
+    k, temperature = 8, 0.8
+    flags = ("--rl-teacher", str(same_shape), "--rl-teacher-coef", str(COEF), *more)
+    flags += ("--rl-teacher-form", "topk", "--rl-teacher-top-k", str(k))
+    flags += ("--rl-temperature", str(temperature), "--rl-loss-aggregation", "token_mean")
+    world_size = 4 if "--context-parallel-size" in more else None
+    found, *_ = distilled(ranks, student, split, *flags, world_size=world_size)
+    assert found["is_swapped"] == is_swapped
+    teacher, model = model_of(same_shape), model_of(student)
+    terms = []
+    for tokens, scored in responses(student):
+        p = (model(tokens[None]).logits[0, scored] / temperature).softmax(-1)
+        with torch.no_grad():
+            q = (teacher(tokens[None]).logits[0, scored] / temperature).softmax(-1)
+        top = q.topk(k).indices
+        p, q = (
+            torch.cat([each.gather(1, top), 1 - each.gather(1, top).sum(1, keepdim=True)], dim=1)
+            for each in (p, q)
+        )
+        terms.append((p * (p / q).log()).sum(dim=1))
+    expected = torch.cat(terms).mean()
+    (COEF * expected).backward()
+    assert found["kl"] == pytest.approx(float(expected), rel=TOLERANCE)
+    assert found["grad_norm"] == pytest.approx(gradient_norm(model), rel=TOLERANCE)
+    assert gradient_norm(model) > 0.01 and float(expected) > 0.01
+    assert not any(any(advantages) for advantages in found["advantages"])

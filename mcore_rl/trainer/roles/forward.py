@@ -39,7 +39,7 @@ class ForwardModel:
         world: MegatronWorld,
         state: megatron_adapter.TrainState,
         batching: MicroBatching,
-        keywords: ModelKeywords = lambda rows: {},
+        keywords: ModelKeywords = lambda rows, samples: {},
     ) -> None:
         self.world, self._batching = world, batching
         # The samples to score; the last one is repeated if the number of rows must be divisible.
@@ -71,9 +71,8 @@ class ForwardModel:
         self._wanted = Shares(wanted, self.world.layout.dp_ranks())
         return {"wanted": self._wanted}
 
-    def outputs(self, tokens: RowExchange, num_outputs: int) -> tuple[TrainBatch, torch.Tensor]:
-        """Return this rank's batch, and the model's `[t, num_outputs]` for its tokens. A sample id
-        from the number of samples on belongs to a repeat.
+    def received(self, tokens: RowExchange) -> TrainBatch:
+        """Return this rank's batch. A sample id from the number of samples on is a repeat's.
 
         `tokens` brings `[t, 5]`, the rows of `tokens_to_rows` for the samples that this rank gets.
         """
@@ -83,12 +82,10 @@ class ForwardModel:
         of_sample = dict(zip(mine.tolist(), found, strict=True))
         cuts = self._plan[self.world.layout.dp_rank(rank)]
         tokens_of = {row: of_sample[self._rows[row]] for row in samples_of(cuts).tolist()}
-        batch = build_train_batch(self._table, tokens_of, cuts)
-        with self.world:
-            return batch, self.runner.evaluate(batch, num_outputs=num_outputs)
+        return build_train_batch(self._table, tokens_of, cuts)
 
     def answered(self, batch: TrainBatch, rows: np.ndarray, asked_by: Shares) -> RowExchange:
-        """Return `rows` `[t, ...]` of a batch of `outputs` as an exchange, without the repeats."""
+        """Return `rows` `[t, ...]`, of a `received` batch, as an exchange without the repeats."""
         samples = [samples_of(cuts) for cuts in self._plan]
         source = tuple(each[each < self._num_samples] for each in samples)
         kept = (batch.sample_ids < self._num_samples).repeat_interleave(batch.lengths).numpy()

@@ -49,7 +49,9 @@ class RewardModel(ForwardModel):
     def scores(self, *, tokens: RowExchange) -> Scores:
         """Score all samples. `tokens` brings `[t, 5]`, the rows of `tokens_to_rows` for the samples
         that this rank gets. A call of the role, collective over the layout's ranks."""
-        batch, values = self.outputs(tokens, num_outputs=1)
+        batch = self.received(tokens)
+        with self.world:
+            values = self.runner.evaluate(batch, num_outputs=1)
         scores = torch.zeros(len(self._table), dtype=torch.float64)
         scores[batch.sample_ids] = values[batch.lengths.cumsum(0) - 1, 0].double()
         return {"scores": self.runner.global_sum(scores)[: self._num_samples]}

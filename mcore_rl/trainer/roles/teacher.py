@@ -46,10 +46,10 @@ logger = logging.getLogger(__name__)
 TeacherOf = Callable[[SampleTable], np.ndarray]
 
 
-class LogProbs(TypedDict):
-    """The log-prob of every next token."""
+class Scores(TypedDict):
+    """What a teacher makes of every position."""
 
-    log_probs: RowExchange  # [t] float32
+    scores: RowExchange  # [t, 1 + 2k] float32
 
 
 class TeacherRole(abc.ABC):
@@ -60,17 +60,32 @@ class TeacherRole(abc.ABC):
         """Return which rank gets which samples, at least one."""
 
     @abc.abstractmethod
-    def log_probs(self, *, tokens: RowExchange, asked_by: Shares) -> LogProbs:
-        """Return the log-probs of these samples, for the ranks that asked. `tokens` brings
-        `[t, 5]`, the rows of `tokens_to_rows`."""
+    def scores(self, *, tokens: RowExchange, asked_by: Shares) -> Scores:
+        """Return the scores of these samples, for the ranks that asked: at each position the
+        log-prob of the next token, then the log-probs and the ids of the k most probable ones.
+        `tokens` brings `[t, 5]`, the rows of `tokens_to_rows`."""
 
 
 class TeacherModel(ForwardModel, TeacherRole):
     """A teacher on this rank's pipeline stage and TP shard, in its own layout."""
 
-    def log_probs(self, *, tokens: RowExchange, asked_by: Shares) -> LogProbs:
-        batch, found = self.outputs(tokens, num_outputs=2)
-        return {"log_probs": self.answered(batch, found[:, 0].numpy().copy(), asked_by)}
+    num_top_tokens = 0
+
+    def scores(self, *, tokens: RowExchange, asked_by: Shares) -> Scores:
+        batch = self.received(tokens)
+        with self.world:
+            found = teacher_columns(self.runner.evaluate, batch, self.num_top_tokens)
+        return {"scores": self.answered(batch, found.numpy(), asked_by)}
+
+
+def teacher_columns(
+    evaluate: Callable[..., torch.Tensor], batch: TrainBatch, num_top_tokens: int
+) -> torch.Tensor:
+    """Return the columns of `TeacherRole.scores`, `[t, 1 + 2k]` float32 on the CPU; `evaluate` is a
+    policy's, see `ModelRunner`."""
+    k = num_top_tokens
+    found = evaluate(batch, 2 + 2 * k, with_entropy=False, top_k=k)
+    return torch.cat([found[:, :1], found[:, 2:]], dim=1)
 
 
 def build_teacher_model(
@@ -101,16 +116,13 @@ def build_teacher_model(
         num_bytes = agreed_in_world(lambda: load_into_megatron(spec.checkpoint, shards))
     logger.info("read %.1f MB of %s", num_bytes / 1e6, spec.checkpoint.folder)
 
-    def keywords(rows: ModelRows) -> dict[str, object]:
-        temperature = config.rollout.temperature
-        return {
-            "target_ids": rows.target_ids,
-            "temperature": temperature,
-            "with_entropy": False,
-        }
+    def keywords(rows: ModelRows, samples: TrainBatch) -> dict[str, object]:
+        return {"target_ids": rows.target_ids, "temperature": config.rollout.temperature}
 
     batching = config.micro_batching(spec.shape, world.layout, vars(world.args))
-    return TeacherModel(world, state, batching, keywords)
+    model = TeacherModel(world, state, batching, keywords)
+    model.num_top_tokens = config.teacher.num_top_tokens
+    return model
 
 
 class Teacher(abc.ABC):
@@ -122,18 +134,18 @@ class Teacher(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, batch: StepBatch) -> Callable[[], torch.Tensor]:
-        """Request log-probs; the returned function waits for those `[t]` of all tokens here, which
-        are undefined for samples that `divide` has not named."""
+        """Request scores; the returned function waits for those of all tokens here, `[t, 1 + 2k]`,
+        which are undefined for samples that `divide` has not named."""
 
 
 class SwappedTeacher(Teacher):
     """A teacher of the actor's shape, whose weights the actor scores with."""
 
     def __init__(
-        self, log_probs: Callable[[TrainBatch], torch.Tensor], weights: ReferencePolicy
+        self, scores: Callable[[TrainBatch], torch.Tensor], weights: ReferencePolicy
     ) -> None:
-        """`log_probs` are the actor's, by the weights that its model has at the time."""
-        self._log_probs, self._weights = log_probs, weights
+        """`scores` are of the actor's model, by the weights that it has at the time."""
+        self._scores, self._weights = scores, weights
 
     def divide(self, sample_store: SampleStore, table: SampleTable, samples: np.ndarray) -> None:
         """Do nothing: the samples are where the actor scores them."""
@@ -144,13 +156,13 @@ class SwappedTeacher(Teacher):
 
         def finish() -> torch.Tensor:
             with self._weights:
-                return self._log_probs(unrouted)
+                return self._scores(unrouted)
 
         return finish
 
 
 def build_swapped_teacher(
-    log_probs: Callable[[TrainBatch], torch.Tensor],
+    scores: Callable[[TrainBatch], torch.Tensor],
     state: megatron_adapter.TrainState,
     checkpoint: HFCheckpoint,
     shards: ModelShards,
@@ -160,7 +172,7 @@ def build_swapped_teacher(
     weights = ReferencePolicy(state)
     agreed_in_world(lambda: load_into_megatron(checkpoint, shards))
     weights.swap()
-    return SwappedTeacher(log_probs, weights)
+    return SwappedTeacher(scores, weights)
 
 
 class CalledTeacher(Teacher):
@@ -186,16 +198,16 @@ class CalledTeacher(Teacher):
         asking = batch.division.first
         found = [number[samples] for samples in asking.samples]
         asked_by = Shares(tuple(each[each >= 0] for each in found), asking.ranks)
-        finish = self._role.begin(TeacherRole.log_probs, tokens=self._tokens, asked_by=asked_by)
+        finish = self._role.begin(TeacherRole.scores, tokens=self._tokens, asked_by=asked_by)
         self._tokens = None
 
         def placed() -> torch.Tensor:
             samples = batch.actor
             here = torch.from_numpy(number[samples.sample_ids.numpy()] >= 0)
-            log_probs = torch.zeros(samples.num_tokens)
-            found = torch.from_numpy(finish()["log_probs"].rows)
-            log_probs[here.repeat_interleave(samples.lengths)] = found
-            return log_probs
+            found = torch.from_numpy(finish()["scores"].rows)
+            scores = torch.zeros(samples.num_tokens, found.shape[1])
+            scores[here.repeat_interleave(samples.lengths)] = found
+            return scores
 
         return placed
 
@@ -221,17 +233,18 @@ class StepTeachers:
                 teacher.divide(sample_store, table, samples)
 
     def begin(self, batch: StepBatch) -> Callable[[], torch.Tensor]:
-        """Request log-probs; the returned function waits for the `[t]` of `batch.actor`."""
+        """Request scores; the returned function waits for the `[t, 1 + 2k]` of `batch.actor`."""
         asked = [number for number in range(len(self._teachers)) if number in self._numbers]
         waits = [(number, self._teachers[number].begin(batch)) for number in asked]
         samples = batch.actor
         of_samples = torch.from_numpy(self._numbers[samples.sample_ids.numpy()])
 
         def finish() -> torch.Tensor:
-            of_tokens = of_samples.repeat_interleave(samples.lengths)
-            log_probs = torch.zeros(samples.num_tokens)
-            for number, wait in waits:
-                log_probs = torch.where(of_tokens == number, wait(), log_probs)
-            return log_probs
+            of_tokens = of_samples.repeat_interleave(samples.lengths)[:, None]
+            found = [(number, wait()) for number, wait in waits]
+            scores = torch.zeros_like(found[0][1])
+            for number, of_teacher in found:
+                scores = torch.where(of_tokens == number, of_teacher, scores)
+            return scores
 
         return finish

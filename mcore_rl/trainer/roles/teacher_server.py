@@ -15,7 +15,7 @@ from mcore_rl.hybrid_engine.remote.prompt_scores import PromptScores, ScoringFai
 from mcore_rl.model.teacher import TeacherOptions
 from mcore_rl.trainer.roles.forward import Divided
 from mcore_rl.trainer.roles.samples import tensors_to_table
-from mcore_rl.trainer.roles.teacher import LogProbs, TeacherRole
+from mcore_rl.trainer.roles.teacher import Scores, TeacherRole
 
 
 class NoTeacherLeft(Exception):
@@ -42,7 +42,7 @@ class TeacherServer(TeacherRole):
         self._wanted = Shares(parts, tuple((rank,) for rank in range(world_size)))
         return {"wanted": self._wanted}
 
-    def log_probs(self, *, tokens: RowExchange, asked_by: Shares) -> LogProbs:
+    def scores(self, *, tokens: RowExchange, asked_by: Shares) -> Scores:
         """Raises NoTeacherLeft on all ranks if the server does not score all samples in time."""
         mine = self._wanted.of(dist.get_rank())
         samples = [each.token_ids for each in rows_to_tokens(tokens.rows, self._lengths[mine])]
@@ -54,4 +54,4 @@ class TeacherServer(TeacherRole):
         if failures := [each for each in objects.all_gather(failure) if each]:
             raise NoTeacherLeft(failures[0])
         rows = np.concatenate(found)
-        return {"log_probs": RowExchange(self._lengths, self._wanted, asked_by, rows)}
+        return {"scores": RowExchange(self._lengths, self._wanted, asked_by, rows[:, None])}

@@ -101,7 +101,7 @@ def teacher_term(
     """Return this call's share of the global loss, aggregated as the policy's, and the sum over
     loss tokens, 0-dim float64 without gradient.
 
-    kl: `[t]` float32, of `top_k_reverse_kl`; anything where masked. loss_mask: `[t]` bool.
+    kl: `[t]` float32, the reverse KL of each token; anything where masked. loss_mask: `[t]` bool.
     lengths: `[b]` int64, tokens per sample.
     """
     kept = masked(loss_mask, kl)

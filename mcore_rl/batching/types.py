@@ -208,8 +208,9 @@ class TrainBatch:
     old_log_probs: torch.Tensor | None = None  # [t] float32, actor before the update
     ref_log_probs: torch.Tensor | None = None  # [t] float32, reference actor
     teacher_log_probs: torch.Tensor | None = None  # [t] float32
-    # A teacher's k most probable next tokens: their log-probs, then their ids.
-    teacher_top_k: torch.Tensor | None = None  # [t, 2k] float32
+    # Log-probs of a teacher's k most probable next tokens, then their ids (m = 2k), or its hidden
+    # states.
+    teacher_outputs: torch.Tensor | None = None  # [t, m] float32
     values: torch.Tensor | None = None  # [t] float32, critic before the update
     returns: torch.Tensor | None = None  # [t] float32, targets of the critic
     weights: torch.Tensor | None = None  # [t] float32, correction of the train/engine mismatch

@@ -151,7 +151,7 @@ def _read_shape(
             remedy="give a teacher with the actor's tokenizer",
         )
     k, flag = teacher.num_top_tokens, f"--rl-teacher-form {teacher.teacher_form}"
-    if k and own.vocab_size != shape.vocab_size:
+    if teacher.teacher_form != TOKEN and own.vocab_size != shape.vocab_size:
         raise UsageError(
             f"needs models of one vocabulary, and {own.vocab_size} of {options.shown} is not the "
             f"actor's {shape.vocab_size}",

@@ -311,3 +311,112 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 def _compute_dtype(weight: torch.Tensor) -> torch.dtype:
     return torch.float64 if weight.dtype == torch.float64 else torch.float32
+
+
+def vocab_parallel_reverse_kl(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher_hidden: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    *,
+    vocab_start: int,
+    vocab_size: int,
+    tp_group: dist.ProcessGroup | None,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+) -> torch.Tensor:
+    """Return KL(student || teacher) over the vocabulary of each token, `[t]` float32, the same on
+    all ranks.
+
+    With scaled logits z of the student and y of the teacher, d = z - y, log-normalisers Z and Y:
+
+        KL = sum_v p_v d_v - (Z - Y)         d KL / d z_v = p_v (d_v - (Z - Y) - KL)
+
+    Both are exactly 0 for equal logits. Collective over `tp_group` in forward (two all-reduces, of
+    `[2, t]` and `[3, t]`), but not in backward. teacher_hidden: `[t, g]`, the same on all ranks.
+    teacher_weight: `[v/tp, g]`, the rows that `weight` has of the student. These two have no
+    gradient; those of `hidden` and `weight`, and the other arguments, are as in
+    `vocab_parallel_log_probs`. The transients are three float32 `[chunk_tokens, v/tp]`.
+    """
+    head = _Head(
+        vocab_start=vocab_start,
+        num_rows=min(max(vocab_size - vocab_start, 0), weight.shape[0]),
+        tp_group=tp_group,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        with_entropy=False,
+    )
+    found: torch.Tensor = _ReverseKL.apply(  # type: ignore[no-untyped-call]  # torch's
+        hidden.to(weight.dtype),
+        weight,
+        teacher_hidden.to(teacher_weight.dtype),
+        teacher_weight,
+        head,
+    )
+    return found
+
+
+class _ReverseKL(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        teacher_hidden: torch.Tensor,
+        teacher_weight: torch.Tensor,
+        head: _Head,
+    ) -> torch.Tensor:
+        """Return the KL `[t]`. Collective over the head's group."""
+        maxima = hidden.new_full((2, len(hidden)), -math.inf, dtype=torch.float32)
+        sums = torch.zeros(3, len(hidden), dtype=torch.float32, device=hidden.device)
+        rows, teacher_rows = weight[: head.num_rows], teacher_weight[: head.num_rows]
+        for chunk in head.chunks(len(hidden)):
+            z = head.logits(hidden[chunk], rows)
+            y = head.logits(teacher_hidden[chunk], teacher_rows)
+            maxima[:, chunk] = torch.stack([z.amax(dim=1), y.amax(dim=1)])
+            difference = z - y
+            e = z.sub_(maxima[0, chunk, None]).exp_()
+            f = y.sub_(maxima[1, chunk, None]).exp_()
+            sums[0, chunk], sums[1, chunk] = e.sum(dim=1), f.sum(dim=1)
+            sums[2, chunk] = e.mul_(difference).sum(dim=1)
+            del z, y, e, f, difference  # before the next chunk's
+        extremes = maxima.clone()
+        head.all_reduce(extremes, dist.ReduceOp.MAX)
+        shift = (maxima - extremes).exp() if head.num_rows else torch.zeros_like(maxima)
+        sums *= shift[[0, 1, 0]]
+        head.all_reduce(sums, dist.ReduceOp.SUM)
+        log_sums = sums[:2].log()
+        normalisers = (extremes[0] - extremes[1]) + (log_sums[0] - log_sums[1])
+        kl = sums[2] / sums[0] - normalisers
+        ctx.head = head
+        tensors = (hidden, weight, teacher_hidden, teacher_weight)
+        ctx.save_for_backward(*tensors, extremes[0], log_sums[0], normalisers + kl)
+        return kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_kl: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+        """Return the gradients of `hidden` (partial over the group) and `weight`, if required."""
+        *tensors, maximum, log_sum, centre = ctx.saved_tensors
+        hidden, weight, teacher_hidden, teacher_weight = tensors
+        head: _Head = ctx.head
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=maximum.dtype) if needs_weight else None
+        rows, teacher_rows = weight[: head.num_rows], teacher_weight[: head.num_rows]
+        for chunk in head.chunks(len(hidden)):
+            z = head.logits(hidden[chunk], rows)
+            difference = z - head.logits(teacher_hidden[chunk], teacher_rows)
+            p = z.sub_(maximum[chunk, None]).sub_(log_sum[chunk, None]).exp_()
+            grad_logits = difference.sub_(centre[chunk, None]).mul_(p).mul_(grad_kl[chunk, None])
+            grad_logits = grad_logits.div_(head.temperature).to(weight.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, rows, out=grad_hidden[chunk])
+            if grad_weight is not None:
+                _add_product(grad_weight[: head.num_rows], grad_logits.t(), hidden[chunk])
+            del z, difference, p, grad_logits  # before the next chunk's
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None

@@ -24,7 +24,11 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from mcore_rl.algorithms.distillation import top_k_reverse_kl
-from mcore_rl.megatron.log_probs import vocab_parallel_log_probs, vocab_parallel_top_k
+from mcore_rl.megatron.log_probs import (
+    vocab_parallel_log_probs,
+    vocab_parallel_reverse_kl,
+    vocab_parallel_top_k,
+)
 from mcore_rl.megatron.model_provider import as_in_checkpoints
 from mcore_rl.megatron.sparse_attention import prepare_indexers
 
@@ -44,6 +48,16 @@ class TeacherTopK:
     log_probs: torch.Tensor  # [b, s, k] float32
 
 
+@dataclass(frozen=True, slots=True)
+class TeacherHidden:
+    """A teacher's distribution after each position, as its output layer's input and weight."""
+
+    hidden: torch.Tensor  # [b, s, g] float32
+    weight: (
+        torch.Tensor | None
+    )  # [v/tp, g], rows of the same tokens as the policy's; on last stages
+
+
 class PolicyHead:
     """Mixin to place before a Megatron language model class.
 
@@ -51,7 +65,8 @@ class PolicyHead:
     log-prob of each target and the entropy of its distribution, softmax(logits / temperature) over
     the real vocabulary. On other stages, and without `target_ids`, it is Megatron's own forward.
     With `top_k` it appends the log-probs and the ids of the k most probable tokens, `[b, s, 2 +
-    2k]`, without a gradient. With `teacher` it appends the reverse KL to a teacher, `[b, s, 3]`.
+    2k]`, and with `with_hidden` the output layer's input, both without a gradient. With `teacher`
+    it appends the reverse KL to a teacher, `[b, s, 3]`.
     Forward and backward hold the logits of at most `chunk_tokens` positions at once.
     """
 
@@ -79,7 +94,8 @@ class PolicyHead:
         temperature: float = 1.0,
         with_entropy: bool = True,
         top_k: int = 0,
-        teacher: TeacherTopK | None = None,
+        with_hidden: bool = False,
+        teacher: TeacherTopK | TeacherHidden | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Run the model; `target_ids` is `[b, s]` int64, position t's target is token t+1."""
@@ -92,6 +108,7 @@ class PolicyHead:
             temperature=temperature,
             with_entropy=with_entropy,
             top_k=top_k,
+            with_hidden=with_hidden,
             teacher=teacher,
         )
         with self._output_layer_as(score), self._without_mtp() as mtp_inputs:
@@ -147,7 +164,7 @@ class PolicyHead:
         ).detach()
         found = [
             self._distribution(
-                hidden,
+                self._on_all_positions(hidden),
                 weight,
                 input_ids.roll(-2 - ahead, dims=1)[..., None],
                 temperature=1.0,
@@ -167,24 +184,39 @@ class PolicyHead:
         temperature: float,
         with_entropy: bool,
         top_k: int,
-        teacher: TeacherTopK | None,
+        with_hidden: bool,
+        teacher: TeacherTopK | TeacherHidden | None,
     ) -> tuple[torch.Tensor, None]:
         """Replace the output layer: `[s (or this rank's share), b, h]` -> `[s, b, 2 or more]`."""
         weight = self.output_layer.weight if weight is None else weight
+        hidden = self._on_all_positions(hidden)
         targets = target_ids[..., None]
-        if teacher is not None:
+        if isinstance(teacher, TeacherTopK):
             targets = torch.cat([targets, teacher.token_ids], dim=-1)
         log_probs, entropy = self._distribution(
             hidden, weight, targets, temperature=temperature, with_entropy=with_entropy
         )
         found = [log_probs[..., :1], entropy[..., None]]
-        if teacher is not None:
+        if isinstance(teacher, TeacherTopK):
             theirs = teacher.log_probs.transpose(0, 1).flatten(0, 1)
             kl = top_k_reverse_kl(log_probs[..., 1:].flatten(0, 1), theirs)
+            found.append(kl.view(*entropy.shape, 1))
+        elif teacher is not None:
+            assert teacher.weight is not None, "this stage has the output layer"
+            kl = vocab_parallel_reverse_kl(
+                hidden.flatten(0, 1),
+                weight,
+                teacher.hidden.transpose(0, 1).flatten(0, 1),
+                teacher.weight,
+                **self._head_of(weight),
+                temperature=temperature,
+            )
             found.append(kl.view(*entropy.shape, 1))
         if top_k:
             best, ids = self._most_probable(hidden, weight, top_k, temperature)
             found += [best, ids.to(best.dtype)]  # exact below 2^24
+        if with_hidden:
+            found.append(hidden.to(log_probs.dtype))
         return torch.cat(found, dim=-1), None
 
     def _distribution(
@@ -199,9 +231,8 @@ class PolicyHead:
         """Return log-probs of `target_ids` `[b, s, k]` as `[s, b, k]`, and entropies (0 without)
         `[s, b]`.
 
-        `hidden` is `[s (or this rank's share), b, h]`, `weight` the head's.
+        `hidden` `[s, b, h]` is of `_on_all_positions`, `weight` the head's.
         """
-        hidden = self._on_all_positions(hidden)
         positions, samples, width = hidden.shape
         log_probs, entropy = vocab_parallel_log_probs(
             hidden.reshape(positions * samples, width),
@@ -218,7 +249,6 @@ class PolicyHead:
         self, hidden: torch.Tensor, weight: torch.Tensor, k: int, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs and ids of the k most probable tokens, `[s, b, k]` each."""
-        hidden = self._on_all_positions(hidden)
         found = vocab_parallel_top_k(
             hidden.flatten(0, 1), weight, k, **self._head_of(weight), temperature=temperature
         )

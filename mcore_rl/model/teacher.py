@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mcore_rl.common.parameters import Parameters, degree, param
 
-TOKEN, TOP_K = "token", "topk"
+TOKEN, TOP_K, FULL = "token", "topk", "full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,9 @@ class TeacherOptions(Parameters):
     teacher_form: str = param(
         "token",
         "what is learned of a teacher: token: its log-prob of each sampled token, as part of the "
-        "advantage; topk: its --rl-teacher-top-k most probable tokens, as a term of the loss",
-        choices=(TOKEN, TOP_K),
+        "advantage; topk: its --rl-teacher-top-k most probable tokens, as a term of the loss; "
+        "full: all tokens, as a term of the loss",
+        choices=(TOKEN, TOP_K, FULL),
     )
     teacher_top_k: int = param(64, "tokens of --rl-teacher-form topk", least=1)
     teacher_tp_size: int | None = degree("TP", "teacher")
@@ -55,8 +56,13 @@ class TeacherOptions(Parameters):
 
     @property
     def num_top_tokens(self) -> int:
-        """The most probable tokens that are learned from; 0 in the form of one token."""
+        """The most probable tokens that are learned from; 0 in other forms."""
         return self.teacher_top_k if self.teacher_form == TOP_K else 0
+
+    @property
+    def with_hidden(self) -> bool:
+        """Whether the teacher's hidden states are needed, which give its whole distribution."""
+        return self.teacher_form == FULL
 
     def given(self) -> dict[str, object]:
         """Return the flags that depend on `teacher` and are not at their defaults, as typed."""

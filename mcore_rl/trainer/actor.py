@@ -21,7 +21,7 @@ from mcore_rl.batching.rows import ModelRows
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.optimizer import CheckedOptimizer, UpdateResult
-from mcore_rl.megatron.policy_head import TeacherTopK
+from mcore_rl.megatron.policy_head import TeacherHidden, TeacherTopK
 from mcore_rl.megatron.runner import ModelRunner
 from mcore_rl.moe.routing import R2
 from mcore_rl.moe.routing_replay import RoutingReplay
@@ -39,7 +39,7 @@ class UpdateStats:
     mtp: MTPSums | None = None  # if MTP layers are trained
     indexer_loss: float | None = None  # if indexers of sparse attention are trained
     indexer_replaced: float | None = None  # with sparse attention
-    teacher_kl: float | None = None  # over the teacher's top-k, summed over loss tokens
+    teacher_kl: float | None = None  # of the loss's term, summed over loss tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,9 @@ class Actor:
         replaces the job's."""
         config, layout = job.config, job.spec.train_layout
         self._args, self._routing_replay = job.args, config.trainer.routing_replay
-        self._teacher = config.teacher
+        self._teacher, self._hidden_size = config.teacher, job.spec.shape.hidden_size
+        # [v/tp, g], rows of the teacher's output layer, on the last stage and if they are needed
+        self.teacher_head: torch.Tensor | None = None
         self._temperature = config.rollout.temperature if temperature is None else temperature
         self.state, self.replay = state, replay
         self.runner = ModelRunner(
@@ -93,9 +95,12 @@ class Actor:
         return self.runner.evaluate(batch, num_outputs=2)[:, 0].contiguous()
 
     def teacher_scores(self, batch: TrainBatch) -> torch.Tensor:
-        """Return, by the weights that the model has now, what a teacher is asked for: `[t, 1 + 2k]`
+        """Return, by the weights that the model has now, what a teacher is asked for: `[t, 1 + m]`
         float32, see `TeacherRole.scores`."""
-        return teacher_columns(self.runner.evaluate, batch, self._teacher.num_top_tokens)
+        hidden_size = self._hidden_size if self._teacher.with_hidden else 0
+        return teacher_columns(
+            self.runner.evaluate, batch, self._teacher.num_top_tokens, hidden_size
+        )
 
     def scored(self, batch: TrainBatch) -> TrainBatch:
         """Return the batch with `old_log_probs`, and with the `routes` of this forward pass under
@@ -130,7 +135,7 @@ class Actor:
         sizes = (
             len(PolicyLossSums.__slots__),
             scores_first * len(MismatchSums.__slots__),
-            batch.teacher_top_k is not None,
+            batch.teacher_outputs is not None,
             bool(mtp_counts),
         )
         total = self.runner.accumulate_gradients(batch, loss, num_sums=sum(sizes))
@@ -142,7 +147,7 @@ class Actor:
         mismatch = MismatchSums.from_stacked(of_mismatch) if scores_first else None
         mtp = MTPSums(float(of_mtp), sum(mtp_counts)) if mtp_counts else None
         policy = PolicyLossSums.from_stacked(sums)
-        teacher_kl = None if batch.teacher_top_k is None else float(of_teacher)
+        teacher_kl = None if batch.teacher_outputs is None else float(of_teacher)
         return UpdateStats(
             policy, result, mismatch, mtp, total.indexer_loss, total.indexer_replaced, teacher_kl
         )
@@ -157,9 +162,12 @@ class Actor:
 
     def _keywords(self, rows: ModelRows, samples: TrainBatch) -> dict[str, object]:
         found = {"target_ids": rows.target_ids, "temperature": self._temperature}
-        if samples.teacher_top_k is None:
+        if samples.teacher_outputs is None:
             return found
-        log_probs, ids = self.runner.in_rows(samples.teacher_top_k, rows).chunk(2, dim=-1)
+        outputs = self.runner.in_rows(samples.teacher_outputs, rows)
+        if self._teacher.with_hidden:
+            return {**found, "teacher": TeacherHidden(outputs, self.teacher_head)}
+        log_probs, ids = outputs.chunk(2, dim=-1)
         return {**found, "teacher": TeacherTopK(ids.long(), log_probs)}
 
     def _loss(
@@ -172,7 +180,7 @@ class Actor:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert samples.advantages is not None, "a stage before the update left out the advantages"
         log_probs, entropy, *more = scores.unbind(dim=1)
-        of_mtp = more if samples.teacher_top_k is None else more[1:]
+        of_mtp = more if samples.teacher_outputs is None else more[1:]
         old_log_probs, weights, mismatch = samples.old_log_probs, samples.weights, None
         if old_log_probs is None:
             old_log_probs = log_probs.detach()
@@ -200,7 +208,7 @@ class Actor:
         if mismatch is not None:
             sums = torch.cat([sums, mismatch.sums.stacked()])
         loss = out.loss
-        if samples.teacher_top_k is not None:
+        if samples.teacher_outputs is not None:
             teacher_loss, kl = teacher_term(
                 more[0],
                 samples.loss_mask,

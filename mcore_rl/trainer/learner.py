@@ -165,7 +165,7 @@ class Learner:
             samples = dataclasses.replace(
                 samples,
                 teacher_log_probs=scores[:, 0].contiguous(),
-                teacher_top_k=scores[:, 1:].contiguous() if scores.shape[1] > 1 else None,
+                teacher_outputs=scores[:, 1:].contiguous() if scores.shape[1] > 1 else None,
             )
         return dataclasses.replace(batch, actor=samples)
 
@@ -211,7 +211,7 @@ class Learner:
             samples.old_log_probs, samples.teacher_log_probs, samples.loss_mask, self._teacher_coef
         )
         total = TeacherSums.from_stacked(self.actor.runner.global_sum(sums.stacked()))
-        if samples.teacher_top_k is None:  # else the loss has a term
+        if samples.teacher_outputs is None:  # else the loss has a term
             samples = dataclasses.replace(samples, advantages=samples.advantages + penalties)
         return samples, total
 

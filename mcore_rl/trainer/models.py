@@ -41,6 +41,7 @@ from mcore_rl.trainer.roles.teacher import (
     TeacherModel,
     build_swapped_teacher,
     build_teacher_model,
+    read_teacher_head,
 )
 from mcore_rl.trainer.roles.teacher_server import TeacherServer
 
@@ -114,6 +115,11 @@ def build_learner(
             state, point, args=job.args, checkpoint=job.spec.checkpoint, shards=shards, log=log
         )
     teachers = None
+    if job.spec.teacher is not None and job.config.teacher.with_hidden:
+        of_folder = job.spec.teacher
+        actor.teacher_head = agreed_in_world(
+            lambda: read_teacher_head(of_folder.checkpoint, of_folder.shape, state)
+        )
     if teacher is not None:
         teachers = StepTeachers([CalledTeacher(teacher)])
     elif job.spec.teacher is not None:

@@ -117,7 +117,11 @@ def test_a_larger_teacher_scores_as_transformers_in_turn_and_on_ranks_of_its_own
     assert_scored(found, larger, student, temperature=1.3)
 
 
-@pytest.mark.parametrize("form", [(), ("--rl-teacher-form", "topk", "--rl-teacher-top-k", "8")])
+TOP_K = ("--rl-teacher-form", "topk", "--rl-teacher-top-k", "8")
+FULL = ("--rl-teacher-form", "full")
+
+
+@pytest.mark.parametrize("form", [(), TOP_K, FULL])
 def test_the_student_as_its_own_teacher_gives_exactly_nothing(
     form: tuple[str, ...], student: Path, ranks: RankPool
 ) -> None:
@@ -163,26 +167,28 @@ def test_gradient_equals_that_of_the_published_form(
 
 
 @pytest.mark.parametrize(
-    ("split", "more", "is_swapped"),
+    ("split", "form", "more", "is_swapped"),
     [
-        ("tp2_pp2_ep1", ("--rl-max-tokens-per-microbatch", "128"), True),
-        ("tp2_pp1_ep1", ("--rl-teacher-tp-size", "1"), False),
-        ("tp1_pp2_ep1", ("--context-parallel-size", "2"), True),
+        ("tp2_pp2_ep1", TOP_K, ("--rl-max-tokens-per-microbatch", "128"), True),
+        ("tp2_pp1_ep1", TOP_K, ("--rl-teacher-tp-size", "1"), False),
+        ("tp1_pp2_ep1", TOP_K, ("--context-parallel-size", "2"), True),
+        ("tp2_pp2_ep1", FULL, (), True),
+        ("tp2_pp1_ep1", FULL, ("--rl-teacher-tp-size", "1"), False),
     ],
 )
-def test_top_k_gradient_equals_that_of_whole_distributions(
+def test_gradient_equals_that_of_whole_distributions(
     split: str,
+    form: tuple[str, ...],
     more: tuple[str, ...],
     is_swapped: bool,
     student: Path,
     same_shape: Path,
     ranks: RankPool,
 ) -> None:
-    """The reverse KL between the teacher's k likeliest tokens, all others being one outcome."""
+    """With `topk` all tokens but the teacher's k likeliest ones are one outcome."""
     k, temperature = 8, 0.8
     flags = ("--rl-teacher", str(same_shape), "--rl-teacher-coef", str(COEF), *more)
-    flags += ("--rl-teacher-form", "topk", "--rl-teacher-top-k", str(k))
-    flags += ("--rl-temperature", str(temperature), "--rl-loss-aggregation", "token_mean")
+    flags += (*form, "--rl-temperature", str(temperature), "--rl-loss-aggregation", "token_mean")
     world_size = 4 if "--context-parallel-size" in more else None
     found, *_ = distilled(ranks, student, split, *flags, world_size=world_size)
     assert found["is_swapped"] == is_swapped
@@ -193,10 +199,11 @@ def test_top_k_gradient_equals_that_of_whole_distributions(
         with torch.no_grad():
             q = (teacher(tokens[None]).logits[0, scored] / temperature).softmax(-1)
         top = q.topk(k).indices
-        p, q = (
-            torch.cat([each.gather(1, top), 1 - each.gather(1, top).sum(1, keepdim=True)], dim=1)
-            for each in (p, q)
-        )
+        if form == TOP_K:
+            p, q = (
+                torch.cat([e.gather(1, top), 1 - e.gather(1, top).sum(1, keepdim=True)], dim=1)
+                for e in (p, q)
+            )
         terms.append((p * (p / q).log()).sum(dim=1))
     expected = torch.cat(terms).mean()
     (COEF * expected).backward()

@@ -28,11 +28,17 @@ from mcore_rl.batching.types import StepBatch, TrainBatch
 from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.config import RLConfig
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, load_into_megatron
+from mcore_rl.megatron.hf_checkpoint import (
+    EMBEDDING,
+    HFCheckpoint,
+    load_into_megatron,
+    read_boxes,
+)
 from mcore_rl.megatron.policy_head import make_policy_provider
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.megatron.value_head import build_value_model
 from mcore_rl.megatron.world import parsed_args
+from mcore_rl.model.config_json import ModelShape
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.spec import TeacherSpec
 from mcore_rl.trainer.roles.forward import Divided, ForwardModel
@@ -42,6 +48,8 @@ from mcore_rl.trainer.roles.samples import table_to_tensors
 
 logger = logging.getLogger(__name__)
 
+HEAD = "lm_head.weight"
+
 # A step's samples -> the number of each sample's teacher, `[n]` int64.
 TeacherOf = Callable[[SampleTable], np.ndarray]
 
@@ -49,7 +57,7 @@ TeacherOf = Callable[[SampleTable], np.ndarray]
 class Scores(TypedDict):
     """What a teacher makes of every position."""
 
-    scores: RowExchange  # [t, 1 + 2k] float32
+    scores: RowExchange  # [t, 1 + m] float32
 
 
 class TeacherRole(abc.ABC):
@@ -62,29 +70,43 @@ class TeacherRole(abc.ABC):
     @abc.abstractmethod
     def scores(self, *, tokens: RowExchange, asked_by: Shares) -> Scores:
         """Return the scores of these samples, for the ranks that asked: at each position the
-        log-prob of the next token, then the log-probs and the ids of the k most probable ones.
-        `tokens` brings `[t, 5]`, the rows of `tokens_to_rows`."""
+        log-prob of the next token, then the log-probs and the ids of the k most probable ones, or
+        the hidden state that the output layer gets. `tokens` brings `[t, 5]`, the rows of
+        `tokens_to_rows`."""
 
 
 class TeacherModel(ForwardModel, TeacherRole):
     """A teacher on this rank's pipeline stage and TP shard, in its own layout."""
 
-    num_top_tokens = 0
+    num_top_tokens = hidden_size = 0  # as in `teacher_columns`
 
     def scores(self, *, tokens: RowExchange, asked_by: Shares) -> Scores:
         batch = self.received(tokens)
         with self.world:
-            found = teacher_columns(self.runner.evaluate, batch, self.num_top_tokens)
+            found = teacher_columns(
+                self.runner.evaluate, batch, self.num_top_tokens, self.hidden_size
+            )
         return {"scores": self.answered(batch, found.numpy(), asked_by)}
 
 
 def teacher_columns(
-    evaluate: Callable[..., torch.Tensor], batch: TrainBatch, num_top_tokens: int
+    evaluate: Callable[..., torch.Tensor],
+    batch: TrainBatch,
+    num_top_tokens: int,
+    hidden_size: int,
 ) -> torch.Tensor:
-    """Return the columns of `TeacherRole.scores`, `[t, 1 + 2k]` float32 on the CPU; `evaluate` is a
-    policy's, see `ModelRunner`."""
+    """Return the columns of `TeacherRole.scores`, `[t, 1 + m]` float32 on the CPU.
+
+    `evaluate` is a policy's, see `ModelRunner`; `hidden_size` is 0 if hidden states are not needed.
+    """
     k = num_top_tokens
-    found = evaluate(batch, 2 + 2 * k, with_entropy=False, top_k=k)
+    found = evaluate(
+        batch,
+        2 + 2 * k + hidden_size,
+        with_entropy=False,
+        top_k=k,
+        with_hidden=hidden_size > 0,
+    )
     return torch.cat([found[:, :1], found[:, 2:]], dim=1)
 
 
@@ -122,7 +144,29 @@ def build_teacher_model(
     batching = config.micro_batching(spec.shape, world.layout, vars(world.args))
     model = TeacherModel(world, state, batching, keywords)
     model.num_top_tokens = config.teacher.num_top_tokens
+    model.hidden_size = spec.shape.hidden_size if config.teacher.with_hidden else 0
     return model
+
+
+def read_teacher_head(
+    checkpoint: HFCheckpoint, shape: ModelShape, state: megatron_adapter.TrainState
+) -> torch.Tensor | None:
+    """Return `[v/tp, g]`, the rows of a teacher's output layer for the tokens of this TP rank's in
+    the actor, whose `state` this is; padding is 0. None on other stages than the last."""
+    model = state.chunks[-1]
+    if not model.post_process:
+        return None
+    own = model.output_layer.weight
+    if model.share_embeddings_and_output_weights:
+        own = model.shared_embedding_or_output_weight()
+    start = model.pg_collection.tp.rank() * own.shape[0]
+    stop = min(start + own.shape[0], shape.vocab_size)
+    weight = torch.zeros(own.shape[0], shape.hidden_size, dtype=own.dtype, device=own.device)
+    name = EMBEDDING if shape.tied_embeddings else HEAD
+    if start < stop:
+        (rows,) = read_boxes(checkpoint, name, [((start, stop), (0, shape.hidden_size))])
+        weight[: stop - start] = rows
+    return weight
 
 
 class Teacher(abc.ABC):
@@ -134,7 +178,7 @@ class Teacher(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, batch: StepBatch) -> Callable[[], torch.Tensor]:
-        """Request scores; the returned function waits for those of all tokens here, `[t, 1 + 2k]`,
+        """Request scores; the returned function waits for those of all tokens here, `[t, 1 + m]`,
         which are undefined for samples that `divide` has not named."""
 
 
@@ -233,7 +277,7 @@ class StepTeachers:
                 teacher.divide(sample_store, table, samples)
 
     def begin(self, batch: StepBatch) -> Callable[[], torch.Tensor]:
-        """Request scores; the returned function waits for the `[t, 1 + 2k]` of `batch.actor`."""
+        """Request scores; the returned function waits for the `[t, 1 + m]` of `batch.actor`."""
         asked = [number for number in range(len(self._teachers)) if number in self._numbers]
         waits = [(number, self._teachers[number].begin(batch)) for number in asked]
         samples = batch.actor

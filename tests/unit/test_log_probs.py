@@ -249,7 +249,7 @@ def test_forward_saves_inputs_and_few_numbers_per_token() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         fused(hidden, weight, target_ids)
-    assert saved == [hidden.shape, weight.shape] + [(NUM_TOKENS,)] * 4
+    assert saved == [hidden.shape, weight.shape, (NUM_TOKENS, 1)] + [(NUM_TOKENS,)] * 3
 
 
 def test_nothing_is_saved_without_gradients() -> None:

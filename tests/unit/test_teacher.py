@@ -19,8 +19,13 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.hybrid_engine.remote import prompt_scores
 from mcore_rl.hybrid_engine.remote.prompt_scores import PromptScores, ScoringFailed
 from mcore_rl.job.teachers import check_same_vocabulary
+from mcore_rl.planner.memory import memory_of, resident_of
+from mcore_rl.planner.models import stage_state
+from mcore_rl.planner.phases import Case
+from mcore_rl.tools.plan.command_line import read_command_line
 from mcore_rl.trainer.roles.samples import batch_by_plan, plan_epochs
 from mcore_rl.trainer.roles.teacher import StepTeachers, Teacher
+from tests.model_shapes import CONFIGS
 from tests.scoring_server import ScoringServer, log_prob_of, scoring_server
 
 SAMPLES = [np.array(tokens, dtype=np.int32) for tokens in ([3, 1, 4, 1], [5], [9, 2])]
@@ -144,3 +149,30 @@ def test_each_sample_has_the_scores_of_its_own_teacher() -> None:
     found = of_step.begin(step)()[:, 0].split(batch.lengths.tolist())
     for sample, scores in zip(batch.sample_ids.tolist(), found, strict=True):
         assert set(scores.tolist()) == {-1.0 - numbers[sample]}
+
+
+def planned(teacher: str, *more: str) -> Case:
+    """The plan's case of Qwen3-30B-A3B that learns from another model on 16 ranks."""
+    flags = "--world-size 16 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 "
+    flags += "--expert-model-parallel-size 4"
+    actor = ("--hf-config", str(CONFIGS / "qwen3-30b-a3b.json"))
+    learns = ("--rl-teacher", str(CONFIGS / f"{teacher}.json"))
+    return read_command_line([*actor, *flags.split(), *learns, *more]).case
+
+
+def test_a_plan_counts_a_teacher_on_the_actors_ranks() -> None:
+    """One of the actor's shape is in host memory, another one on the devices, in all phases."""
+    swapped = planned("qwen3-30b-a3b")
+    weights = max(held["weights"] for held in stage_state(swapped.actor))
+    assert (swapped.engine.teacher_host_bytes, swapped.engine.teacher_bytes) == (weights, 0)
+    memory = memory_of(swapped, resident_of(swapped))
+    assert memory.host_bytes["teacher"] == weights * swapped.machine.ranks_per_node
+    assert not any("teacher weights" in phase.parts for phase in memory.phases)
+    other = planned("gpt-oss-20b")
+    assert other.engine.teacher_host_bytes == 0 < other.engine.teacher_bytes < weights
+    memory = memory_of(other, resident_of(other))
+    assert "teacher" not in memory.host_bytes
+    sizes = {phase.parts.get("teacher weights") for phase in memory.phases}
+    assert sizes == {other.engine.teacher_bytes}
+    apart = planned("gpt-oss-20b", "--rl-teacher-ranks", "0-7", "--rl-teacher-ep-size", "2")
+    assert apart.engine.teacher_host_bytes == apart.engine.teacher_bytes == 0

@@ -48,7 +48,7 @@ from mcore_rl.trainer.roles.samples import table_to_tensors
 
 logger = logging.getLogger(__name__)
 
-HEAD = "lm_head.weight"
+_HEAD = "lm_head.weight"
 
 # A step's samples -> the number of each sample's teacher, `[n]` int64.
 TeacherOf = Callable[[SampleTable], np.ndarray]
@@ -162,7 +162,7 @@ def read_teacher_head(
     start = model.pg_collection.tp.rank() * own.shape[0]
     stop = min(start + own.shape[0], shape.vocab_size)
     weight = torch.zeros(own.shape[0], shape.hidden_size, dtype=own.dtype, device=own.device)
-    name = EMBEDDING if shape.tied_embeddings else HEAD
+    name = EMBEDDING if shape.tied_embeddings else _HEAD
     if start < stop:
         (rows,) = read_boxes(checkpoint, name, [((start, stop), (0, shape.hidden_size))])
         weight[: stop - start] = rows

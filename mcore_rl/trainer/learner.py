@@ -56,7 +56,7 @@ class Updates:
 
 
 class Learner:
-    """Actor, reference and critic of a run. All methods are collective."""
+    """Actor, reference, critic and teachers of a run. All methods are collective."""
 
     def __init__(
         self,

@@ -31,6 +31,7 @@ from mcore_rl.hybrid_engine.options import EngineOptions, WeightSyncOptions
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.model.quantization import FP8
+from mcore_rl.model.teacher import TeacherOptions
 from mcore_rl.observe.options import AlarmOptions, RunOptions
 from mcore_rl.rewards.options import RewardOptions
 from mcore_rl.rollout.options import EvaluationOptions, RolloutOptions
@@ -150,6 +151,7 @@ class RLConfig:
 
     trainer: TrainerOptions = TrainerOptions()
     critic: CriticOptions = CriticOptions()
+    teacher: TeacherOptions = TeacherOptions()
     data: DataOptions = DataOptions()
     rewards: RewardOptions = RewardOptions()
     environments: EnvironmentOptions = EnvironmentOptions()

@@ -43,6 +43,25 @@ class ValueModelSpec:
     extra_args: ExtraArgs  # of that parser
 
 
+@dataclass(frozen=True, slots=True)
+class TeacherSpec:
+    """The description of a teacher in a folder before Megatron starts."""
+
+    shape: ModelShape
+    checkpoint: HFCheckpoint
+    layout: TrainLayout
+    layers: PipelineLayers
+    tokens: tuple[str, ...] | None  # for Megatron's parser; None in a fork, where it is swapped
+    extra_args: ExtraArgs  # of that parser
+    is_swapped: bool  # has the actor's shape and ranks, and is scored with in the actor's model
+
+
+def is_swapped(teacher: LaidOut, shape: ModelShape, layout: TrainLayout) -> bool:
+    """Return whether a teacher on the actor's ranks is scored with in the actor's model, which has
+    this shape and layout."""
+    return teacher.shape == shape and teacher.layout == layout
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """A job after every check, before Megatron starts; same on all ranks.
@@ -68,6 +87,7 @@ class JobSpec:
     save: str | None  # Megatron's --save
     critic: ValueModelSpec | None
     reward_model: ValueModelSpec | None
+    teacher: TeacherSpec | None = None  # of a folder
     trust_remote_code: bool
 
     @property
@@ -78,6 +98,8 @@ class JobSpec:
             found["--rl-critic-init"] = self.critic.checkpoint
         if self.reward_model is not None:
             found["--rl-reward-model"] = self.reward_model.checkpoint
+        if self.teacher is not None:
+            found["--rl-teacher"] = self.teacher.checkpoint
         return found
 
     @property

@@ -45,6 +45,7 @@ from mcore_rl.trainer.engine_ranks import serve_engines
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Updates
 from mcore_rl.trainer.models import serve_role
+from mcore_rl.trainer.roles.teacher_server import NoTeacherLeft
 from mcore_rl.trainer.rollouts import NoServersLeft
 from mcore_rl.trainer.saver import early_exit
 
@@ -62,6 +63,8 @@ def train(run: Run) -> None:
             _do_steps(run)
         except NoServersLeft as error:
             run.stop_without_servers(error)
+        except NoTeacherLeft as error:
+            run.stop_without_teacher(error)
     except RunStopped:
         raise
     except BaseException as error:
@@ -120,9 +123,7 @@ class Run:
         why_not_valid = collected.table.why_not_valid
         if None in why_not_valid:
             return
-        # A resumed run repeats this step and draws the same prompts.
-        self._rollouts.undo()
-        self.manager.weight_version -= 1
+        self._undo_rollout()
         saved = ""
         if step:
             self._saver.save(step)
@@ -193,6 +194,16 @@ class Run:
         self._stop(
             self._num_done, "[Servers]", f"--rl-rollout-server-wait-minutes: {why}", EXIT_ALARM
         )
+
+    def stop_without_teacher(self, why: NoTeacherLeft) -> NoReturn:
+        """Raise RunStopped on all ranks, after a checkpoint of the steps that are done."""
+        self._undo_rollout()
+        self._stop(self._num_done, "[Teacher]", f"--rl-teacher-wait-minutes: {why}", EXIT_ALARM)
+
+    def _undo_rollout(self) -> None:
+        """Make a resumed run repeat this step and draw the same prompts."""
+        self._rollouts.undo()
+        self.manager.weight_version -= 1
 
     def save_if_due(self, step: int) -> None:
         """Save a checkpoint every `--save-interval` steps."""

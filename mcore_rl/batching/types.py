@@ -207,6 +207,10 @@ class TrainBatch:
     advantages: torch.Tensor | None = None  # [t] float32
     old_log_probs: torch.Tensor | None = None  # [t] float32, actor before the update
     ref_log_probs: torch.Tensor | None = None  # [t] float32, reference actor
+    teacher_log_probs: torch.Tensor | None = None  # [t] float32
+    # Log-probs of a teacher's k most probable next tokens, then their ids (m = 2k), or its hidden
+    # states.
+    teacher_outputs: torch.Tensor | None = None  # [t, m] float32
     values: torch.Tensor | None = None  # [t] float32, critic before the update
     returns: torch.Tensor | None = None  # [t] float32, targets of the critic
     weights: torch.Tensor | None = None  # [t] float32, correction of the train/engine mismatch

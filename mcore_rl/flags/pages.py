@@ -14,6 +14,7 @@ from mcore_rl.config import SECTIONS, flags, run_flags
 _TITLES = {
     "trainer": "Model, algorithm and steps",
     "critic": "Critic",
+    "teacher": "Teacher",
     "data": "Prompts",
     "rewards": "Rewards",
     "environments": "Environments",

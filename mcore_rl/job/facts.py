@@ -32,7 +32,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 # Flags, by destination, that the checks of layout, batch and lengths depend on.
-LAYOUT = re.compile(r"parallel_size|pipeline|virtual|^rl_(rollout_|critic_|reward_)?(ranks|[te]p_)")
+LAYOUT = re.compile(
+    r"parallel_size|pipeline|virtual|^rl_(rollout_|critic_|reward_|teacher_)?(ranks|[te]p_)"
+)
 BATCH = re.compile(r"batch|^rl_(num_prompts|num_samples|algorithm|share_prompts|max_tokens)")
 LENGTHS = re.compile(r"^rl_max_(prompt|response)_tokens|^rl_max_tokens|context_parallel")
 
@@ -145,4 +147,5 @@ class Facts:
     is_accepted: bool = False  # whether Megatron's own validation has passed
     critic: LaidOut | None = None
     reward_model_folder: Folder | None = None
+    teacher: LaidOut | None = None
     spec: JobSpec | None = None  # if nothing was refused, of a job whose files are here

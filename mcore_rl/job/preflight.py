@@ -145,6 +145,7 @@ def _check_export(config: RLConfig, folder: str, *, resumes: bool) -> None:
         "--rl-hf-checkpoint": config.trainer.hf_checkpoint,
         "--rl-critic-init": config.critic.init,
         "--rl-reward-model": config.rewards.reward_model,
+        "--rl-teacher": config.teacher.folder,
     }
     for name, source in sources.items():
         # Replacing deletes the folder with everything in it.
@@ -323,6 +324,8 @@ def _against_mtp(config: RLConfig, layers: PipelineLayers, values: Mapping[str, 
         return f"--rl-advantage {config.recipe.advantage}, whose critic has none"
     if config.rewards.reward_model is not None:
         return f"--rl-reward-model {config.rewards.reward_model}, which has none"
+    if config.teacher.folder is not None:
+        return f"--rl-teacher {config.teacher.folder}, which is read without them"
     return ""
 
 

@@ -82,6 +82,10 @@ def check_needs_no_command_line(args: argparse.Namespace, config: RLConfig) -> N
         "--rl-critic-pp-size": critic.pp_size,
         "--rl-critic-ep-size": critic.ep_size,
         "--rl-critic-ranks": critic.ranks,
+        "--rl-teacher-tp-size": config.teacher.teacher_tp_size,
+        "--rl-teacher-pp-size": config.teacher.teacher_pp_size,
+        "--rl-teacher-ep-size": config.teacher.teacher_ep_size,
+        "--rl-teacher-ranks": config.teacher.teacher_ranks,
         "--rl-rollout-ranks": config.rollout.rollout_ranks,
         "--rl-rollout-servers": config.rollout.rollout_servers,
     }

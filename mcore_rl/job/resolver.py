@@ -38,6 +38,7 @@ from mcore_rl.job.layout import (
     own_all_reduce_obstacle,
     title_of_engines,
 )
+from mcore_rl.job.teachers import check_teacher_flags, read_teacher, teacher_spec
 from mcore_rl.job.validation import check_megatron_accepts
 from mcore_rl.job.value_models import (
     Folder,
@@ -61,8 +62,13 @@ from mcore_rl.moe.balance import check_balancing
 from mcore_rl.planner.checks import check_device, check_host
 from mcore_rl.planner.memory import memory_of, resident_of
 from mcore_rl.rewards.specs import parse_rewards
-from mcore_rl.spec import JobSpec, LaidOut, ValueModelSpec
-from mcore_rl.trainer.case import case_of_run, has_slow_products, trained_critic
+from mcore_rl.spec import JobSpec, LaidOut, TeacherSpec, ValueModelSpec
+from mcore_rl.trainer.case import (
+    case_of_run,
+    has_slow_products,
+    trained_critic,
+    with_teacher,
+)
 
 
 def resolve(source: Source) -> JobSpec:
@@ -145,6 +151,7 @@ class _Examiner:
         if config is None:
             return
         refusals.passes(check_reward_model_flags, config)
+        refusals.passes(check_teacher_flags, config)
         refusals.passes(preflight.check_environment_flags, config)
         has_cuda = self.source.platform.cuda
         refusals.passes(config.rollout.check_kv_after_update, has_cuda=has_cuda)
@@ -257,7 +264,9 @@ class _Examiner:
         if refusals.knows(LAYOUT):
             given = config.critic.ranks, config.rewards.reward_ranks, config.rollout.rollout_ranks
             count = config.rollout.num_controllers
-            facts.roles = refusals.value(parse_roles, source.world_size, *given, count)
+            facts.roles = refusals.value(
+                parse_roles, source.world_size, *given, count, config.teacher.teacher_ranks
+            )
             if facts.roles is not None:
                 refusals.passes(engines.check_apart, config, facts.roles)
                 layout = refusals.value(check_actor_layout, shape, values, facts.roles)
@@ -322,13 +331,14 @@ class _Examiner:
             critic, facts.critic = self._value_model(options, config, shape)
         if (options := reward_options(config)) is not None:
             reward_model, _ = self._value_model(options, config, shape)
+        teacher = self._teacher(config, shape)
         ask = self.source.device_capability
         if facts.rollout is not None and facts.rollout.float8 and self.source.platform.cuda and ask:
             self.refusals.passes(engines.check_float8_device, ask())
         memory_notes = self.refusals.value(self._check_memory, config)
         is_complete = not self.refusals.count and not self.refusals.left_out
         if memory_notes is not None and is_complete and self.source.has_files:
-            facts.spec = self._spec(critic, reward_model, memory_notes)
+            facts.spec = self._spec(critic, reward_model, teacher, memory_notes)
 
     def _value_model(
         self, options: ValueOptions, config: RLConfig, shape: ModelShape
@@ -367,6 +377,19 @@ class _Examiner:
             extra_args=source.extra_args,
         )
         return spec, laid_out
+
+    def _teacher(self, config: RLConfig, shape: ModelShape) -> TeacherSpec | None:
+        """Check a teacher in a folder by the checks of the actor and those of its own."""
+        found = read_teacher(config, shape, self.facts, self.refusals, self.source)
+        if found is None:
+            return None
+        laid_out = self.facts.teacher = self._laid_out(found.options, config, found.shape)
+        if laid_out is None:
+            return None
+        with self.refusals.of_role("the teacher"):
+            if self.facts.is_accepted:
+                self._megatron_accepts(laid_out)
+        return teacher_spec(found, laid_out, self.facts, self.source.extra_args)
 
     def _laid_out(
         self, options: ValueOptions, config: RLConfig, own_shape: ModelShape
@@ -415,6 +438,7 @@ class _Examiner:
         )
         if case is None:
             return ()
+        case = with_teacher(case, config, facts.teacher, roles)
         lines = check_device(case, scores_only=source.scores_only) if has_device else ()
         if source.host_memory is None or has_device != source.platform.cuda or source.scores_only:
             return lines
@@ -432,6 +456,7 @@ class _Examiner:
         self,
         critic: ValueModelSpec | None,
         reward_model: ValueModelSpec | None,
+        teacher: TeacherSpec | None,
         memory_notes: tuple[str, ...],
     ) -> JobSpec:
         facts = self.facts
@@ -459,6 +484,7 @@ class _Examiner:
             save=facts.given.get("save"),
             critic=critic,
             reward_model=reward_model,
+            teacher=teacher,
             trust_remote_code=bool(facts.given.get("trust_remote_code")),
         )
 

@@ -29,12 +29,13 @@ from mcore_rl.job.controllers import start_controllers
 from mcore_rl.job.environment import check_devices, open_store
 from mcore_rl.job.facts import Source
 from mcore_rl.job.resolver import resolve
+from mcore_rl.job.teachers import check_teacher_server
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_files import check_copies
 from mcore_rl.model.config_json import settings_without_flag
-from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, ROLLOUT, describe_ranks
+from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, ROLLOUT, TEACHER, describe_ranks
 from mcore_rl.observe import own_folders
-from mcore_rl.spec import JobSpec, ValueModelSpec
+from mcore_rl.spec import JobSpec, TeacherSpec, ValueModelSpec
 from mcore_rl.trainer.job import Job, RoleWorld, enter_role
 from mcore_rl.trainer.resume import folders
 
@@ -159,6 +160,8 @@ def _agreed_spec(
 
             for line in check_servers(checked):
                 logger.warning("[Servers] %s", line)
+        if rank == checked.roles.actor[0] and (silent := check_teacher_server(checked)):
+            logger.warning("[Teacher] %s", silent)
         return checked
 
     checked = agreed(check, store, stage="input")
@@ -248,9 +251,14 @@ def _job(args: argparse.Namespace, checked: JobSpec, world: RoleWorld) -> Job:
     return Job(checked, args, world)
 
 
-def _of_role(checked: JobSpec, world: RoleWorld) -> JobSpec | ValueModelSpec:
+def _of_role(checked: JobSpec, world: RoleWorld) -> JobSpec | ValueModelSpec | TeacherSpec:
     """Return the model of this process's role."""
-    found = {ACTOR: checked, CRITIC: checked.critic, REWARD: checked.reward_model}[world.role]
+    found = {
+        ACTOR: checked,
+        CRITIC: checked.critic,
+        REWARD: checked.reward_model,
+        TEACHER: checked.teacher,
+    }[world.role]
     assert found is not None, f"ranks of a role without a model: {world.role}"
     return found
 
@@ -279,6 +287,7 @@ def _placement(checked: JobSpec) -> str:
     for role, name, model in (
         (CRITIC, "critic", checked.critic),
         (REWARD, "reward model", checked.reward_model),
+        (TEACHER, "teacher", checked.teacher),
     ):
         if model is not None:
             text = f"{name} ({model.layout.describe()})"

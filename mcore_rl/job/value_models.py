@@ -1,4 +1,4 @@
-"""The checks of models with one number per token: a critic, a reward model.
+"""The checks of models besides the actor: a critic, a reward model, in part a teacher.
 
 Megatron gets a command line of its own for such a model: the user's flags, followed by those that
 the role changes. The checks of the actor apply to it as well, by the same functions. In a fork,
@@ -31,7 +31,7 @@ from mcore_rl.spec import LaidOut
 
 @dataclass(frozen=True, slots=True)
 class ValueOptions:
-    """The flags of a critic or a reward model."""
+    """The flags of a critic, a reward model or a teacher."""
 
     role: str  # of Roles
     name: str  # in messages
@@ -63,9 +63,14 @@ def reward_options(config: RLConfig) -> ValueOptions | None:
     if options.reward_model is None:
         return None
     sizes = (options.reward_tp_size, options.reward_pp_size, options.reward_ep_size)
-    tokens = _tokens_of(dict(zip(DEGREE_FLAGS.values(), sizes, strict=True)))
+    tokens = tokens_of_degrees(sizes)
     flag = "--rl-reward-model"
     return ValueOptions(REWARD, "reward model", flag, options.reward_model, tokens, learns=False)
+
+
+def tokens_of_degrees(sizes: Sequence[int | None]) -> tuple[str, ...]:
+    """Return Megatron's flags of a model's own parallel sizes, in the order of DEGREE_FLAGS."""
+    return _tokens_of(dict(zip(DEGREE_FLAGS.values(), sizes, strict=True)))
 
 
 def _tokens_of(values: Mapping[str, float | None]) -> tuple[str, ...]:
@@ -157,9 +162,10 @@ def read_folder(
 
 
 def check_positions(options: ValueOptions, config: RLConfig, own_shape: ModelShape) -> None:
-    """Check that a complete sample fits a reward model; a critic's positions are the actor's."""
+    """Check that a complete sample fits a model that only scores; a critic has the actor's
+    positions."""
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    if options.role == REWARD and longest > own_shape.max_positions:
+    if not options.learns and longest > own_shape.max_positions:
         raise UsageError(
             f"has {own_shape.max_positions} positions, and samples may have {longest} tokens",
             flag=options.shown,

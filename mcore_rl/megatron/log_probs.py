@@ -39,12 +39,14 @@ def vocab_parallel_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the log-prob of each target and the entropy of its distribution, each `[t]`.
 
-    Collective over `tp_group` in forward (two all-reduces of `[2, t]`, for any chunk size), but not
-    in backward. With `tp_group=None`, `weight` covers the full vocabulary.
+    With `[t, k]` targets, log-probs are `[t, k]`: those of k tokens in place of one.
+
+    Collective over `tp_group` in forward (two all-reduces, of `[1 + k, t]` and `[2, t]`, for any
+    chunk size), but not in backward. With `tp_group=None`, `weight` covers the full vocabulary.
 
     hidden: `[t, h]`, the same on all ranks of the group (gathered, under sequence parallelism).
     weight: `[v/tp, h]`, this rank's rows: tokens vocab_start .. vocab_start + v/tp - 1.
-    target_ids: `[t]` int64, the same on all ranks.
+    target_ids: `[t]` or `[t, k]` int64, the same on all ranks.
     vocab_size: of the tokenizer. Rows beyond it pad the vocabulary to a divisible size. Their
         probability is exactly 0; a target among them, or a negative one, has log-prob -inf.
     temperature: the distribution is softmax(logits / temperature), the one that was sampled from.
@@ -68,9 +70,9 @@ def vocab_parallel_log_probs(
     assert hidden.ndim == 2 and weight.ndim == 2 and hidden.shape[1] == weight.shape[1], (
         f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be [t, h], [v/tp, h]"
     )
-    assert target_ids.shape == hidden.shape[:1] and target_ids.dtype == torch.int64, (
-        f"target_ids must be [{hidden.shape[0]}] int64, got {tuple(target_ids.shape)} "
-        f"{target_ids.dtype}"
+    assert target_ids.shape[:1] == hidden.shape[:1] and target_ids.dtype == torch.int64, (
+        f"target_ids must be [{hidden.shape[0]}] or [{hidden.shape[0]}, k] int64, got "
+        f"{tuple(target_ids.shape)} {target_ids.dtype}"
     )
     head = _Head(
         vocab_start=vocab_start,
@@ -82,9 +84,12 @@ def vocab_parallel_log_probs(
     )
     found: tuple[torch.Tensor, torch.Tensor | None]
     found = _VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
-        hidden.to(weight.dtype), weight, target_ids, head
+        hidden.to(weight.dtype),
+        weight,
+        target_ids if target_ids.ndim == 2 else target_ids[:, None],
+        head,
     )
-    return found
+    return found[0].view(target_ids.shape), found[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +138,14 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         target_ids: torch.Tensor,
         head: _Head,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (log-probs, entropy or None), each `[t]`. Collective over the head's group."""
+        """Return (log-probs `[t, k]`, entropy `[t]` or None). Collective over the head's group."""
         maximum, target_logit, sum_exp, sum_exp_z = _shard_statistics(
             hidden, weight, target_ids, head
         )
         # Every rank sums relative to its own maximum, so the chunks need no collective.
-        extremes = torch.stack([maximum, target_logit])
+        extremes = torch.cat([maximum[None], target_logit.t()])
         head.all_reduce(extremes, dist.ReduceOp.MAX)
-        global_maximum, target_logit = extremes.unbind()
+        global_maximum, target_logit = extremes[0], extremes[1:].t()
         # (A shard without rows has maximum -inf and sums of 0; -inf * 0 would be nan.)
         shift = maximum - global_maximum if head.num_rows else torch.zeros_like(maximum)
         scale = shift.exp()
@@ -149,7 +154,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         sum_exp, sum_exp_z = sums.unbind()
 
         log_sum_exp = sum_exp.log()
-        log_probs = target_logit - global_maximum - log_sum_exp
+        log_probs = target_logit - global_maximum[:, None] - log_sum_exp[:, None]
         entropy = log_sum_exp - sum_exp_z / sum_exp if head.with_entropy else None
         ctx.head = head
         ctx.set_materialize_grads(False)
@@ -168,7 +173,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         head: _Head = ctx.head
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         if grad_log_probs is None:
-            grad_log_probs = torch.zeros_like(maximum)
+            grad_log_probs = torch.zeros_like(target_ids, dtype=maximum.dtype)
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=maximum.dtype) if needs_weight else None
         rows = weight[: head.num_rows]
@@ -196,19 +201,20 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 def _shard_statistics(
     hidden: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor, head: _Head
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return, over this rank's rows, `[t]` each: max z, target's z, sum e, sum e * (z - max z).
+    """Return, over this rank's rows, `[t]` each: max z, targets' z (`[t, k]`), sum e,
+    sum e * (z - max z).
 
-    e = exp(z - max z). The target's z is -inf if another rank holds it; max z is -inf if this rank
+    e = exp(z - max z). A target's z is -inf if another rank holds it; max z is -inf if this rank
     holds no row.
     """
     maximum = hidden.new_full(hidden.shape[:1], -math.inf, dtype=_compute_dtype(weight))
-    target_logit = maximum.clone()
+    target_logit = torch.full_like(target_ids, -math.inf, dtype=maximum.dtype)
     sum_exp, sum_exp_z = torch.zeros_like(maximum), torch.zeros_like(maximum)
     rows = weight[: head.num_rows]
     for chunk in head.chunks(hidden.shape[0]):
         z = head.logits(hidden[chunk], rows)
         is_mine, row = head.locate(target_ids[chunk])
-        target_logit[chunk] = torch.where(is_mine, z.gather(1, row[:, None])[:, 0], -math.inf)
+        target_logit[chunk] = torch.where(is_mine, z.gather(1, row), -math.inf)
         maximum[chunk] = z.amax(dim=1)
         z.sub_(maximum[chunk, None])
         e = z.exp() if head.with_entropy else z.exp_()
@@ -227,14 +233,72 @@ def _grad_logits(
     entropy: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the gradient of a chunk's scaled logits, `[chunk, num_rows]`; overwrites `log_p`."""
+    of_p = grad_log_probs.sum(dim=1, keepdim=True)
     if grad_entropy is None or entropy is None:
-        grad = log_p.exp_().mul_(-grad_log_probs[:, None])
+        grad = log_p.exp_().mul_(-of_p)
     else:
         p = log_p.exp()
         grad = log_p.add_(entropy[:, None]).mul_(grad_entropy[:, None])
-        grad.add_(grad_log_probs[:, None]).mul_(p).neg_()
+        grad.add_(of_p).mul_(p).neg_()
     is_mine, row = located
-    return grad.scatter_add_(1, row[:, None], torch.where(is_mine, grad_log_probs, 0.0)[:, None])
+    return grad.scatter_add_(1, row, torch.where(is_mine, grad_log_probs, 0.0))
+
+
+@torch.no_grad()
+def vocab_parallel_top_k(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    k: int,
+    *,
+    vocab_start: int,
+    vocab_size: int,
+    tp_group: dist.ProcessGroup | None,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the k most probable tokens of each distribution and their log-probs, `[t, k]` each.
+
+    Ids are int64, log-probs float32, most probable first, the same on all ranks; without gradient.
+    Arguments are those of `vocab_parallel_log_probs`, k at most `vocab_size`. Collective over
+    `tp_group`, also on ranks without rows.
+    """
+    size = 1 if tp_group is None else tp_group.size()
+    head = _Head(
+        vocab_start=vocab_start,
+        num_rows=min(max(vocab_size - vocab_start, 0), weight.shape[0]),
+        tp_group=tp_group,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        with_entropy=False,
+    )
+    here = min(k, head.num_rows)
+    logits = hidden.new_full((len(hidden), k), -math.inf, dtype=torch.float32)
+    ids = torch.zeros(len(hidden), k, dtype=torch.int64, device=hidden.device)
+    for chunk in head.chunks(len(hidden)):
+        z = head.logits(hidden[chunk].to(weight.dtype), weight[: head.num_rows])
+        found = z.topk(here, dim=1)
+        logits[chunk, :here], ids[chunk, :here] = found.values.float(), found.indices + vocab_start
+        del z
+    if size > 1:
+        every_logits = [torch.empty_like(logits) for _ in range(size)]
+        every_ids = [torch.empty_like(ids) for _ in range(size)]
+        dist.all_gather(every_logits, logits, group=tp_group)
+        dist.all_gather(every_ids, ids, group=tp_group)
+        best = torch.cat(every_logits, dim=1).topk(k, dim=1)
+        ids = torch.cat(every_ids, dim=1).gather(1, best.indices)
+    # Recomputed, so that a student with these weights has the same log-probs to the last bit.
+    log_probs, _ = vocab_parallel_log_probs(
+        hidden,
+        weight,
+        ids,
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        tp_group=tp_group,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        with_entropy=False,
+    )
+    return log_probs, ids
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -247,3 +311,112 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 def _compute_dtype(weight: torch.Tensor) -> torch.dtype:
     return torch.float64 if weight.dtype == torch.float64 else torch.float32
+
+
+def vocab_parallel_reverse_kl(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher_hidden: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    *,
+    vocab_start: int,
+    vocab_size: int,
+    tp_group: dist.ProcessGroup | None,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+) -> torch.Tensor:
+    """Return KL(student || teacher) over the vocabulary of each token, `[t]` float32, the same on
+    all ranks.
+
+    With scaled logits z of the student and y of the teacher, d = z - y, log-normalisers Z and Y:
+
+        KL = sum_v p_v d_v - (Z - Y)         d KL / d z_v = p_v (d_v - (Z - Y) - KL)
+
+    Both are exactly 0 for equal logits. Collective over `tp_group` in forward (two all-reduces, of
+    `[2, t]` and `[3, t]`), but not in backward. teacher_hidden: `[t, g]`, the same on all ranks.
+    teacher_weight: `[v/tp, g]`, the rows that `weight` has of the student. These two have no
+    gradient; those of `hidden` and `weight`, and the other arguments, are as in
+    `vocab_parallel_log_probs`. The transients are three float32 `[chunk_tokens, v/tp]`.
+    """
+    head = _Head(
+        vocab_start=vocab_start,
+        num_rows=min(max(vocab_size - vocab_start, 0), weight.shape[0]),
+        tp_group=tp_group,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        with_entropy=False,
+    )
+    found: torch.Tensor = _ReverseKL.apply(  # type: ignore[no-untyped-call]  # torch's
+        hidden.to(weight.dtype),
+        weight,
+        teacher_hidden.to(teacher_weight.dtype),
+        teacher_weight,
+        head,
+    )
+    return found
+
+
+class _ReverseKL(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        teacher_hidden: torch.Tensor,
+        teacher_weight: torch.Tensor,
+        head: _Head,
+    ) -> torch.Tensor:
+        """Return the KL `[t]`. Collective over the head's group."""
+        maxima = hidden.new_full((2, len(hidden)), -math.inf, dtype=torch.float32)
+        sums = torch.zeros(3, len(hidden), dtype=torch.float32, device=hidden.device)
+        rows, teacher_rows = weight[: head.num_rows], teacher_weight[: head.num_rows]
+        for chunk in head.chunks(len(hidden)):
+            z = head.logits(hidden[chunk], rows)
+            y = head.logits(teacher_hidden[chunk], teacher_rows)
+            maxima[:, chunk] = torch.stack([z.amax(dim=1), y.amax(dim=1)])
+            difference = z - y
+            e = z.sub_(maxima[0, chunk, None]).exp_()
+            f = y.sub_(maxima[1, chunk, None]).exp_()
+            sums[0, chunk], sums[1, chunk] = e.sum(dim=1), f.sum(dim=1)
+            sums[2, chunk] = e.mul_(difference).sum(dim=1)
+            del z, y, e, f, difference  # before the next chunk's
+        extremes = maxima.clone()
+        head.all_reduce(extremes, dist.ReduceOp.MAX)
+        shift = (maxima - extremes).exp() if head.num_rows else torch.zeros_like(maxima)
+        sums *= shift[[0, 1, 0]]
+        head.all_reduce(sums, dist.ReduceOp.SUM)
+        log_sums = sums[:2].log()
+        normalisers = (extremes[0] - extremes[1]) + (log_sums[0] - log_sums[1])
+        kl = sums[2] / sums[0] - normalisers
+        ctx.head = head
+        tensors = (hidden, weight, teacher_hidden, teacher_weight)
+        ctx.save_for_backward(*tensors, extremes[0], log_sums[0], normalisers + kl)
+        return kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_kl: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+        """Return the gradients of `hidden` (partial over the group) and `weight`, if required."""
+        *tensors, maximum, log_sum, centre = ctx.saved_tensors
+        hidden, weight, teacher_hidden, teacher_weight = tensors
+        head: _Head = ctx.head
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=maximum.dtype) if needs_weight else None
+        rows, teacher_rows = weight[: head.num_rows], teacher_weight[: head.num_rows]
+        for chunk in head.chunks(len(hidden)):
+            z = head.logits(hidden[chunk], rows)
+            difference = z - head.logits(teacher_hidden[chunk], teacher_rows)
+            p = z.sub_(maximum[chunk, None]).sub_(log_sum[chunk, None]).exp_()
+            grad_logits = difference.sub_(centre[chunk, None]).mul_(p).mul_(grad_kl[chunk, None])
+            grad_logits = grad_logits.div_(head.temperature).to(weight.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, rows, out=grad_hidden[chunk])
+            if grad_weight is not None:
+                _add_product(grad_weight[: head.num_rows], grad_logits.t(), hidden[chunk])
+            del z, difference, p, grad_logits  # before the next chunk's
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None

@@ -14,6 +14,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,12 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 
-from mcore_rl.megatron.log_probs import vocab_parallel_log_probs
+from mcore_rl.algorithms.distillation import top_k_reverse_kl
+from mcore_rl.megatron.log_probs import (
+    vocab_parallel_log_probs,
+    vocab_parallel_reverse_kl,
+    vocab_parallel_top_k,
+)
 from mcore_rl.megatron.model_provider import as_in_checkpoints
 from mcore_rl.megatron.sparse_attention import prepare_indexers
 
@@ -34,12 +40,33 @@ _TAKEN_BY_MTP = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class TeacherTopK:
+    """A teacher's most probable tokens after each position."""
+
+    token_ids: torch.Tensor  # [b, s, k] int64
+    log_probs: torch.Tensor  # [b, s, k] float32
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherHidden:
+    """A teacher's distribution after each position, as its output layer's input and weight."""
+
+    hidden: torch.Tensor  # [b, s, g] float32
+    weight: (
+        torch.Tensor | None
+    )  # [v/tp, g], rows of the same tokens as the policy's; on last stages
+
+
 class PolicyHead:
     """Mixin to place before a Megatron language model class.
 
     `forward(..., target_ids=...)` returns, on the last pipeline stage, `[b, s, 2]` float32: the
     log-prob of each target and the entropy of its distribution, softmax(logits / temperature) over
     the real vocabulary. On other stages, and without `target_ids`, it is Megatron's own forward.
+    With `top_k` it appends the log-probs and the ids of the k most probable tokens, `[b, s, 2 +
+    2k]`, and with `with_hidden` the output layer's input, both without a gradient. With `teacher`
+    it appends the reverse KL to a teacher, `[b, s, 3]`.
     Forward and backward hold the logits of at most `chunk_tokens` positions at once.
     """
 
@@ -66,6 +93,9 @@ class PolicyHead:
         target_ids: torch.Tensor | None = None,
         temperature: float = 1.0,
         with_entropy: bool = True,
+        top_k: int = 0,
+        with_hidden: bool = False,
+        teacher: TeacherTopK | TeacherHidden | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Run the model; `target_ids` is `[b, s]` int64, position t's target is token t+1."""
@@ -73,7 +103,13 @@ class PolicyHead:
             unscored: torch.Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
             return unscored
         score = functools.partial(
-            self._score, target_ids=target_ids, temperature=temperature, with_entropy=with_entropy
+            self._score,
+            target_ids=target_ids,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            top_k=top_k,
+            with_hidden=with_hidden,
+            teacher=teacher,
         )
         with self._output_layer_as(score), self._without_mtp() as mtp_inputs:
             scored: torch.Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -128,12 +164,12 @@ class PolicyHead:
         ).detach()
         found = [
             self._distribution(
-                hidden,
+                self._on_all_positions(hidden),
                 weight,
-                input_ids.roll(-2 - ahead, dims=1),
+                input_ids.roll(-2 - ahead, dims=1)[..., None],
                 temperature=1.0,
                 with_entropy=False,
-            )[0]
+            )[0][..., 0]
             for ahead, hidden in enumerate(of_layers)
         ]
         return torch.stack(found, dim=-1).transpose(0, 1)
@@ -147,13 +183,41 @@ class PolicyHead:
         target_ids: torch.Tensor,
         temperature: float,
         with_entropy: bool,
+        top_k: int,
+        with_hidden: bool,
+        teacher: TeacherTopK | TeacherHidden | None,
     ) -> tuple[torch.Tensor, None]:
-        """Replace the output layer: `[s (or this rank's share), b, h]` -> `[s, b, 2]`."""
+        """Replace the output layer: `[s (or this rank's share), b, h]` -> `[s, b, 2 or more]`."""
         weight = self.output_layer.weight if weight is None else weight
-        found = self._distribution(
-            hidden, weight, target_ids, temperature=temperature, with_entropy=with_entropy
+        hidden = self._on_all_positions(hidden)
+        targets = target_ids[..., None]
+        if isinstance(teacher, TeacherTopK):
+            targets = torch.cat([targets, teacher.token_ids], dim=-1)
+        log_probs, entropy = self._distribution(
+            hidden, weight, targets, temperature=temperature, with_entropy=with_entropy
         )
-        return torch.stack(found, dim=-1), None
+        found = [log_probs[..., :1], entropy[..., None]]
+        if isinstance(teacher, TeacherTopK):
+            theirs = teacher.log_probs.transpose(0, 1).flatten(0, 1)
+            kl = top_k_reverse_kl(log_probs[..., 1:].flatten(0, 1), theirs)
+            found.append(kl.view(*entropy.shape, 1))
+        elif teacher is not None:
+            assert teacher.weight is not None, "this stage has the output layer"
+            kl = vocab_parallel_reverse_kl(
+                hidden.flatten(0, 1),
+                weight,
+                teacher.hidden.transpose(0, 1).flatten(0, 1),
+                teacher.weight,
+                **self._head_of(weight),
+                temperature=temperature,
+            )
+            found.append(kl.view(*entropy.shape, 1))
+        if top_k:
+            best, ids = self._most_probable(hidden, weight, top_k, temperature)
+            found += [best, ids.to(best.dtype)]  # exact below 2^24
+        if with_hidden:
+            found.append(hidden.to(log_probs.dtype))
+        return torch.cat(found, dim=-1), None
 
     def _distribution(
         self,
@@ -164,31 +228,51 @@ class PolicyHead:
         temperature: float,
         with_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probs of `target_ids` `[b, s]` and entropies (0 without), each `[s, b]`.
+        """Return log-probs of `target_ids` `[b, s, k]` as `[s, b, k]`, and entropies (0 without)
+        `[s, b]`.
 
-        `hidden` is `[s (or this rank's share), b, h]`, `weight` the head's.
+        `hidden` `[s, b, h]` is of `_on_all_positions`, `weight` the head's.
         """
-        group = self.pg_collection.tp
-        if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=True, group=group
-            )
-        else:
-            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
         positions, samples, width = hidden.shape
         log_probs, entropy = vocab_parallel_log_probs(
             hidden.reshape(positions * samples, width),
             weight,
-            target_ids.transpose(0, 1).reshape(-1),
-            vocab_start=group.rank() * weight.shape[0],
-            vocab_size=self.real_vocab_size,
-            tp_group=group,
+            target_ids.transpose(0, 1).flatten(0, 1),
+            **self._head_of(weight),
             temperature=temperature,
-            chunk_tokens=self.chunk_tokens,
             with_entropy=with_entropy,
         )
-        found = (log_probs, torch.zeros_like(log_probs) if entropy is None else entropy)
-        return found[0].view(positions, samples), found[1].view(positions, samples)
+        entropy = torch.zeros_like(log_probs[:, 0]) if entropy is None else entropy
+        return log_probs.view(positions, samples, -1), entropy.view(positions, samples)
+
+    def _most_probable(
+        self, hidden: torch.Tensor, weight: torch.Tensor, k: int, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probs and ids of the k most probable tokens, `[s, b, k]` each."""
+        found = vocab_parallel_top_k(
+            hidden.flatten(0, 1), weight, k, **self._head_of(weight), temperature=temperature
+        )
+        return found[0].view(*hidden.shape[:2], k), found[1].view(*hidden.shape[:2], k)
+
+    def _on_all_positions(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return `[s, b, h]`, the same on all TP ranks, whose partial gradients are summed."""
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            gathered: torch.Tensor = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=group
+            )
+            return gathered
+        copied: torch.Tensor = copy_to_tensor_model_parallel_region(hidden, group=group)
+        return copied
+
+    def _head_of(self, weight: torch.Tensor) -> dict[str, Any]:
+        group = self.pg_collection.tp
+        return {
+            "vocab_start": group.rank() * weight.shape[0],
+            "vocab_size": self.real_vocab_size,
+            "tp_group": group,
+            "chunk_tokens": self.chunk_tokens,
+        }
 
 
 @functools.cache

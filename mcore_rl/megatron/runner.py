@@ -19,6 +19,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,11 +38,15 @@ from mcore_rl.model.hybrid_pattern import has_mamba
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.moe.routing_replay import RoutingReplay
 
-# A micro-batch's rows -> the model's keyword arguments in addition to tokens and positions.
-ModelKeywords = Callable[[ModelRows], Mapping[str, Any]]
+# A micro-batch's rows and samples, on the device -> the model's keyword arguments in addition to
+# tokens and positions.
+ModelKeywords = Callable[[ModelRows, TrainBatch], Mapping[str, Any]]
 # (model outputs for the tokens `[t, k]`, micro-batch on the device) -> (this call's share of the
 # global loss, sums to report `[m]`).
 TokenLoss = Callable[[torch.Tensor, TrainBatch], tuple[torch.Tensor, torch.Tensor]]
+
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,7 @@ class ModelRunner:
         state: megatron_adapter.TrainState,
         layout: TrainLayout,
         batching: MicroBatching,
-        keywords: ModelKeywords = lambda rows: {},
+        keywords: ModelKeywords = lambda rows, samples: {},
         replay: RoutingReplay | None = None,
     ) -> None:
         """Create the runner; `replay` has the model's routers, for batches with `routes`."""
@@ -114,10 +119,11 @@ class ModelRunner:
         return self._layout.pp_rank(self._rank) == self._layout.pp_size - 1
 
     @torch.no_grad()
-    def evaluate(self, batch: TrainBatch, num_outputs: int) -> torch.Tensor:
+    def evaluate(self, batch: TrainBatch, num_outputs: int, **more: Any) -> torch.Tensor:
         """Return the model's output for every token, without dropout and gradients.
-        It is `[t, num_outputs]` float32 on the CPU, on every rank of TP, CP and PP."""
-        return self._evaluated(batch, num_outputs)[0]
+        It is `[t, num_outputs]` float32 on the CPU, on every rank of TP, CP and PP. `more` are
+        keyword arguments of the model, the same for all micro-batches."""
+        return self._evaluated(batch, num_outputs, more=more)[0]
 
     @torch.no_grad()
     def evaluate_recording(
@@ -138,12 +144,17 @@ class ModelRunner:
         return found, dataclasses.replace(batch, routes=torch.cat(routes), routes_known=known)
 
     def _evaluated(
-        self, batch: TrainBatch, num_outputs: int, *, records: bool = False
+        self,
+        batch: TrainBatch,
+        num_outputs: int,
+        *,
+        records: bool = False,
+        more: Mapping[str, Any] = _NOTHING,
     ) -> tuple[torch.Tensor, list[_Work]]:
         for chunk in self.state.model:
             chunk.eval()
         work = self._work(batch, records=records)
-        outputs = self._run(work, _collect, forward_only=True)
+        outputs = self._run(work, _collect, forward_only=True, more=more)
         for chunk in self.state.model:
             chunk.train()
         if self._is_last_stage:
@@ -216,6 +227,14 @@ class ModelRunner:
         dist.all_reduce(loss)
         return float(loss) / num_tokens
 
+    def in_rows(self, values: torch.Tensor, rows: ModelRows) -> torch.Tensor:
+        """Return `[t, k]` values of a micro-batch's tokens as `[rows, s / cp_size, k]`, in the
+        places of this context-parallel rank's tokens; 0 in padding."""
+        cp = self.groups["cp"]
+        whole = values.new_zeros(cp.size() * rows.token_ids.numel(), values.shape[1])
+        whole[rows.places] = values
+        return whole.view(cp.size(), *rows.token_ids.shape, -1)[cp.rank()]
+
     def global_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum values over the data-parallel ranks, and return them on the CPU."""
         total = values.to(self.device, copy=True)
@@ -250,7 +269,14 @@ class ModelRunner:
             work.append(dataclasses.replace(each, recorded={}) if records else each)
         return work
 
-    def _run(self, work: list[_Work], loss: Any, *, forward_only: bool) -> list[torch.Tensor]:
+    def _run(
+        self,
+        work: list[_Work],
+        loss: Any,
+        *,
+        forward_only: bool,
+        more: Mapping[str, Any] = _NOTHING,
+    ) -> list[torch.Tensor]:
         def forward_step(data: Iterator[_Work], model: torch.nn.Module) -> tuple[Any, Any]:
             """Run one micro-batch through this stage; return its output and its loss function."""
             now = next(data)
@@ -261,7 +287,8 @@ class ModelRunner:
                     now.rows.position_ids,
                     None,  # causal, and padding is on the right
                     packed_seq_params=self._packed_samples(now.rows),
-                    **self._keywords(now.rows),
+                    **self._keywords(now.rows, now.samples),
+                    **more,
                     **self._padding(now, model),
                 )
             return output, functools.partial(self._on_tokens, loss, now)

@@ -108,12 +108,13 @@ def build_value_model(
     provider: Callable[..., Any] | None = None,
     *,
     requested_class: str = AUTO,
+    add_head: Callable[[Any], Any] = make_critic_provider,
     log: TextIO | None = None,
 ) -> tuple[MegatronWorld, adapter.TrainState, ModelShards]:
     """Build the model in its own world, without reading weights. Collective.
 
     `args` are its Megatron arguments; `setup` builds it with or without an optimizer; `provider` is
-    a fork's own; `requested_class` is `--rl-model-class`.
+    a fork's own; `requested_class` is `--rl-model-class`; `add_head` wraps a provider.
     """
     for name, value in settings_without_flag(shape).items():
         setattr(args, name, value)
@@ -121,7 +122,7 @@ def build_value_model(
         world = MegatronWorld(args)
         with world:
             provider = provider or make_actor_provider(args, shape, requested_class)
-            state = setup(make_critic_provider(provider))
+            state = setup(add_head(provider))
             shards = ModelShards(
                 state.chunks, shape, world.layout, dist.get_rank(), checkpoint.tensors
             )

@@ -1,4 +1,4 @@
-"""The ranks of actor, critic, reward model and engines: in turn, or each on ranks of its own.
+"""The ranks of actor, critic, reward model, teacher and engines: in turn, or each on its own.
 
 The ranks of a role are a world of their own: torch.distributed, Megatron and vLLM see no others.
 """
@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from mcore_rl.common.errors import UsageError
 
 ACTOR, CRITIC, REWARD, ROLLOUT = "actor", "critic", "reward", "rollout"
-# Degrees in which a critic or a reward model may differ from the actor, and Megatron's flags.
+TEACHER = "teacher"
+# Degrees in which another model may differ from the actor, and Megatron's flags.
 DEGREE_FLAGS = {
     "tp_size": "--tensor-model-parallel-size",
     "pp_size": "--pipeline-model-parallel-size",
@@ -33,6 +34,7 @@ class Roles:
     critic: tuple[int, ...] = ()
     reward: tuple[int, ...] = ()
     rollout: tuple[int, ...] = ()  # of the engines, or of the controllers of servers
+    teacher: tuple[int, ...] = ()
 
     @property
     def has_controllers(self) -> bool:
@@ -42,7 +44,7 @@ class Roles:
     @property
     def actor(self) -> tuple[int, ...]:
         """The ranks of the actor: all without another role."""
-        others = {*self.critic, *self.reward, *self.rollout}
+        others = {*self.critic, *self.reward, *self.rollout, *self.teacher}
         return tuple(rank for rank in range(self.world_size) if rank not in others)
 
     def ranks(self, role: str) -> tuple[int, ...]:
@@ -55,7 +57,7 @@ class Roles:
 
     def role_of(self, rank: int) -> str:
         """Return the role that a rank's process runs."""
-        others = (role for role in (CRITIC, REWARD, ROLLOUT) if rank in self._own(role))
+        others = (role for role in (CRITIC, REWARD, ROLLOUT, TEACHER) if rank in self._own(role))
         return next(others, ACTOR)
 
     def _own(self, role: str) -> tuple[int, ...]:
@@ -64,6 +66,7 @@ class Roles:
             CRITIC: self.critic,
             REWARD: self.reward,
             ROLLOUT: self.rollout,
+            TEACHER: self.teacher,
         }[role]
 
 
@@ -73,9 +76,10 @@ def parse_roles(
     reward: str | None = None,
     rollout: str | None = None,
     num_controllers: int = 0,
+    teacher: str | None = None,
 ) -> Roles:
-    """Parse `--rl-critic-ranks`, `--rl-reward-ranks` and `--rl-rollout-ranks`: ranges like "4-7" or
-    "4-5,8". `num_controllers` is the number of controllers of servers.
+    """Parse `--rl-critic-ranks` and the like: ranges such as "4-7" or "4-5,8". `num_controllers` is
+    the number of controllers of servers.
 
     Raises UsageError for text that is not a range, ranks outside the world, ranks with two roles,
     and if no rank is left for the actor.
@@ -84,6 +88,7 @@ def parse_roles(
         "--rl-critic-ranks": critic,
         "--rl-reward-ranks": reward,
         "--rl-rollout-ranks": rollout,
+        "--rl-teacher-ranks": teacher,
     }
     ranks = {
         flag: _parsed(flag, text, world_size) for flag, text in flags.items() if text is not None

@@ -118,6 +118,9 @@ class _Planning:
         if case.engine.keeps_reference:
             weights = [held["weights"] for held in stage_state(case.actor)]
             self._engine["reference policy"] = self._of_ranks(case.actor, weights)
+        # Without devices, weights of either kind are in host memory.
+        if teacher := case.engine.teacher_host_bytes + case.engine.teacher_bytes:
+            self._engine["teacher"] = self._on(self._actor, teacher)
         self._exact = EXACT | {m.part_name(p) for m in case.models for p in m.training.exact}
 
     def phases(self) -> Iterator[HostPhase]:

@@ -163,6 +163,7 @@ def _state_on_host(case: Case, model: TrainedModel) -> dict[str, int]:
         "offloaded optimizer": optimizer if "optimizer" in away else 0,
         "optimizer of --optimizer-cpu-offload": on_host,
         "reference policy": weights if is_reference else 0,
+        "teacher": engine.teacher_host_bytes if model.name == ACTOR else 0,
         "parameters while engines start": weights if "parameters" in away_at_start else 0,
     }
     whose = "" if model.name == ACTOR else f"{model.name}'s "

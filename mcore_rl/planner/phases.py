@@ -343,10 +343,14 @@ class _Planning:
     def _staying(
         self, states: States, model: TrainedModel, away: frozenset[str] = frozenset()
     ) -> Parts:
-        """Return the training state of all models on the ranks of `model`, without the offloaded
-        kinds `away`."""
+        """Return the state of all models on the ranks of `model`, without the offloaded kinds
+        `away`."""
         kind = {"weights": "parameters"}
-        return {
+        teacher: Parts = {}
+        if self._case.engine.teacher_bytes and model.ranks == self._case.actor.ranks:
+            size = self._case.engine.teacher_bytes
+            teacher = {"teacher weights": np.full(model.train.world_size, size, dtype=np.int64)}
+        return teacher | {
             other.part_name(part): other.of_ranks([held[part] for held in states[other.name]])
             for other in self._case.models
             if other.ranks == model.ranks

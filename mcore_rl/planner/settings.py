@@ -109,6 +109,10 @@ class EngineSettings:
     away_at_start: frozenset[str]  # kinds that are off the device while the engine starts
     keeps_gradients: bool  # offload copies gradients, instead of zeroing them afterwards
     keeps_reference: bool  # weights of the initial policy, in host memory
+    # A teacher's weights on a rank of the actor: in host memory if they are swapped in, else on the
+    # device.
+    teacher_host_bytes: int = 0
+    teacher_bytes: int = 0
     saves_checkpoints: bool
     loads_checkpoint: bool = False  # --load: the optimizer's state exists from the start
     exports: bool = False  # --rl-export-hf

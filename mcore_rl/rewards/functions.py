@@ -39,6 +39,7 @@ RewardFunction = Callable[..., float]
 SERVED_REWARDS = ("http", "pooling")
 REWARD_MODEL = "model"
 ENVIRONMENT = "environment"
+NO_REWARD = "none"
 NO_FUNCTIONS = (*SERVED_REWARDS, REWARD_MODEL, ENVIRONMENT)
 
 _BY_NAME: dict[str, RewardFunction] = {}
@@ -72,6 +73,12 @@ def reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
         return function
 
     return register
+
+
+@reward(NO_REWARD)
+def no_reward(*, prompt: str, response: str, answer: Any) -> float:
+    """Return 0: for runs that learn from a teacher alone."""
+    return 0.0
 
 
 @reward("exact_match")

@@ -13,7 +13,7 @@ class RewardOptions(Parameters):
 
     reward: str | None = param(
         None,
-        "exact_match, arithmetic, gsm8k, python_sandbox, http, pooling, model, environment, "
+        "none, exact_match, arithmetic, gsm8k, python_sandbox, http, pooling, model, environment, "
         "package.module:function, ./file.py:function or one of --rl-import; separate several by "
         "commas; default: exact_match, or environment with --rl-environment",
     )

@@ -14,16 +14,19 @@ from dataclasses import dataclass
 import torch
 
 from mcore_rl.algorithms.aggregation import Denominators, Segments, masked
+from mcore_rl.algorithms.distillation import teacher_term
 from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
 from mcore_rl.algorithms.total_loss import PolicyLossSums, policy_loss_total
 from mcore_rl.batching.rows import ModelRows
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.optimizer import CheckedOptimizer, UpdateResult
+from mcore_rl.megatron.policy_head import TeacherHidden, TeacherTopK
 from mcore_rl.megatron.runner import ModelRunner
 from mcore_rl.moe.routing import R2
 from mcore_rl.moe.routing_replay import RoutingReplay
 from mcore_rl.trainer.job import Job
+from mcore_rl.trainer.roles.teacher import teacher_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class UpdateStats:
     mtp: MTPSums | None = None  # if MTP layers are trained
     indexer_loss: float | None = None  # if indexers of sparse attention are trained
     indexer_replaced: float | None = None  # with sparse attention
+    teacher_kl: float | None = None  # of the loss's term, summed over loss tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,9 @@ class Actor:
         replaces the job's."""
         config, layout = job.config, job.spec.train_layout
         self._args, self._routing_replay = job.args, config.trainer.routing_replay
+        self._teacher, self._hidden_size = config.teacher, job.spec.shape.hidden_size
+        # [v/tp, g], rows of the teacher's output layer, on the last stage and if they are needed
+        self.teacher_head: torch.Tensor | None = None
         self._temperature = config.rollout.temperature if temperature is None else temperature
         self.state, self.replay = state, replay
         self.runner = ModelRunner(
@@ -86,6 +93,14 @@ class Actor:
         `batch` is this DP rank's.
         """
         return self.runner.evaluate(batch, num_outputs=2)[:, 0].contiguous()
+
+    def teacher_scores(self, batch: TrainBatch) -> torch.Tensor:
+        """Return, by the weights that the model has now, what a teacher is asked for: `[t, 1 + m]`
+        float32, see `TeacherRole.scores`."""
+        hidden_size = self._hidden_size if self._teacher.with_hidden else 0
+        return teacher_columns(
+            self.runner.evaluate, batch, self._teacher.num_top_tokens, hidden_size
+        )
 
     def scored(self, batch: TrainBatch) -> TrainBatch:
         """Return the batch with `old_log_probs`, and with the `routes` of this forward pass under
@@ -120,10 +135,11 @@ class Actor:
         sizes = (
             len(PolicyLossSums.__slots__),
             scores_first * len(MismatchSums.__slots__),
+            batch.teacher_outputs is not None,
             bool(mtp_counts),
         )
         total = self.runner.accumulate_gradients(batch, loss, num_sums=sum(sizes))
-        sums, of_mismatch, of_mtp = total.sums.split(sizes)
+        sums, of_mismatch, of_teacher, of_mtp = total.sums.split(sizes)
         result = self.optimizer.step(
             num_samples=counts.num_samples, nonfinite_losses=total.nonfinite_ranks
         )
@@ -131,8 +147,9 @@ class Actor:
         mismatch = MismatchSums.from_stacked(of_mismatch) if scores_first else None
         mtp = MTPSums(float(of_mtp), sum(mtp_counts)) if mtp_counts else None
         policy = PolicyLossSums.from_stacked(sums)
+        teacher_kl = None if batch.teacher_outputs is None else float(of_teacher)
         return UpdateStats(
-            policy, result, mismatch, mtp, total.indexer_loss, total.indexer_replaced
+            policy, result, mismatch, mtp, total.indexer_loss, total.indexer_replaced, teacher_kl
         )
 
     def _mtp_counts(self, batch: TrainBatch) -> list[float]:
@@ -143,8 +160,15 @@ class Actor:
             return []
         return self.runner.global_sum(torch.stack(masks).sum(dim=1).double()).tolist()
 
-    def _keywords(self, rows: ModelRows) -> dict[str, object]:
-        return {"target_ids": rows.target_ids, "temperature": self._temperature}
+    def _keywords(self, rows: ModelRows, samples: TrainBatch) -> dict[str, object]:
+        found = {"target_ids": rows.target_ids, "temperature": self._temperature}
+        if samples.teacher_outputs is None:
+            return found
+        outputs = self.runner.in_rows(samples.teacher_outputs, rows)
+        if self._teacher.with_hidden:
+            return {**found, "teacher": TeacherHidden(outputs, self.teacher_head)}
+        log_probs, ids = outputs.chunk(2, dim=-1)
+        return {**found, "teacher": TeacherTopK(ids.long(), log_probs)}
 
     def _loss(
         self,
@@ -155,7 +179,8 @@ class Actor:
         mtp_counts: Sequence[float],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert samples.advantages is not None, "a stage before the update left out the advantages"
-        log_probs, entropy, *of_mtp = scores.unbind(dim=1)
+        log_probs, entropy, *more = scores.unbind(dim=1)
+        of_mtp = more if samples.teacher_outputs is None else more[1:]
         old_log_probs, weights, mismatch = samples.old_log_probs, samples.weights, None
         if old_log_probs is None:
             old_log_probs = log_probs.detach()
@@ -182,13 +207,24 @@ class Actor:
         sums = out.sums.stacked().double()
         if mismatch is not None:
             sums = torch.cat([sums, mismatch.sums.stacked()])
+        loss = out.loss
+        if samples.teacher_outputs is not None:
+            teacher_loss, kl = teacher_term(
+                more[0],
+                samples.loss_mask,
+                samples.lengths,
+                denominators=denominators,
+                aggregation=self.loss_config.aggregation,
+            )
+            loss = loss + self._teacher.teacher_coef * teacher_loss
+            sums = torch.cat([sums, kl[None]])
         if not mtp_counts:
-            return out.loss, sums
+            return loss, sums
         mtp_loss, mtp_sum = mtp_cross_entropy(
             of_mtp, samples.loss_mask, samples.lengths, mtp_counts
         )
         sums = torch.cat([sums, mtp_sum[None]])
-        return out.loss + self._args.mtp_loss_scaling_factor * mtp_loss, sums
+        return loss + self._args.mtp_loss_scaling_factor * mtp_loss, sums
 
 
 def predicted(loss_mask: torch.Tensor, lengths: torch.Tensor, ahead: int) -> torch.Tensor:

@@ -53,6 +53,7 @@ from mcore_rl.trainer.models import (
     critic_role,
     new_sample_store,
     reward_role,
+    teacher_role,
 )
 from mcore_rl.trainer.recorder import RunRecorder
 from mcore_rl.trainer.resume import point as resume_point
@@ -105,6 +106,7 @@ class Models:
     state: megatron_adapter.TrainState  # of the actor
     shards: ModelShards
     critic: Role | None
+    teacher: Role | None
     learner: Learner
     sample_store: SampleStore
 
@@ -131,8 +133,8 @@ class Parts:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """Critic and reward model, if any."""
-        roles = (self.models.critic, self.rollouts.reward_model)
+        """Critic, reward model and teacher, if any."""
+        roles = (self.models.critic, self.rollouts.reward_model, self.models.teacher)
         return tuple(role for role in roles if role is not None)
 
 
@@ -206,16 +208,24 @@ def build_models(
     """Build actor, critic and learner. Collective. `engines` are given if they have ranks of their
     own."""
     state, shards = build_actor(job, model_provider, log=log)
-    # On ranks of its own it is built while the engines start.
+    # On ranks of their own they are built while the engines start.
     critic = critic_role(job, model_provider, iteration=state.iteration, log=log)
+    teacher = teacher_role(job, log=log)
     store = SampleStore if engines is None else partial(RemoteSampleStore, engines)
     sample_store = new_sample_store(job, store)
     learner = build_learner(
-        job, state, shards, critic, inputs.point, log=log, sample_store=sample_store
+        job,
+        state,
+        shards,
+        critic,
+        inputs.point,
+        teacher=teacher,
+        log=log,
+        sample_store=sample_store,
     )
     if inputs.point is not None:
         learner.kl_controller.load_state_dict(dict(inputs.point.state.kl_controller))
-    return Models(state, shards, critic, learner, sample_store)
+    return Models(state, shards, critic, teacher, learner, sample_store)
 
 
 def build_rollouts(

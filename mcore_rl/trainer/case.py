@@ -17,10 +17,10 @@ from mcore_rl.hybrid_engine.memory.offload import kinds_at_start, offload_kinds
 from mcore_rl.hybrid_engine.options import ranks_per_node
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
-from mcore_rl.model.roles import ACTOR, CRITIC, Roles
+from mcore_rl.model.roles import ACTOR, CRITIC, TEACHER, Roles
 from mcore_rl.model.speculation import parse_speculation
 from mcore_rl.moe.routing import R3
-from mcore_rl.planner.models import TrainedModel
+from mcore_rl.planner.models import TrainedModel, stage_state
 from mcore_rl.planner.phases import Case
 from mcore_rl.planner.settings import (
     BATCHED_TOKENS,
@@ -35,7 +35,7 @@ from mcore_rl.planner.settings import (
     Recompute,
     TrainSettings,
 )
-from mcore_rl.spec import LaidOut
+from mcore_rl.spec import LaidOut, is_swapped
 
 _DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 # Moments of each optimizer, for parameters that are matrices; others may have more.
@@ -129,6 +129,26 @@ def trained_critic(
         own_degrees=frozenset(degree for degree, size in own.items() if size is not None),
         ranks=roles.critic,
     )
+
+
+def with_teacher(case: Case, config: RLConfig, teacher: LaidOut | None, roles: Roles) -> Case:
+    """Return the case with the weights of a teacher on the actor's ranks, if it has one there."""
+    if teacher is None or roles.is_apart(TEACHER):
+        return case
+    train, layers = teacher.layout, teacher.layers
+    model = TrainedModel(
+        name=TEACHER,
+        shape=teacher.shape,
+        train=train,
+        layers=layers,
+        training=_train_settings(config, teacher.values, train, layers, 1.0),
+    )
+    weights = max(held["weights"] for held in stage_state(model))
+    if is_swapped(teacher, case.shape, case.train):
+        engine = replace(case.engine, teacher_host_bytes=weights)
+    else:
+        engine = replace(case.engine, teacher_bytes=weights)
+    return replace(case, engine=engine)
 
 
 def model_of_args(

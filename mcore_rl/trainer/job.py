@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.config import RLConfig
-from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, ROLLOUT, Roles
+from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, ROLLOUT, TEACHER, Roles
 from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.roles.remote import Bridge, JointGroup
 
@@ -58,7 +58,7 @@ class RoleWorld:
 
 def enter_role(roles: Roles, store: dist.Store | None) -> RoleWorld:
     """Become a rank of this process's role, and connect the roles. Collective over the job."""
-    apart = [role for role in (CRITIC, REWARD, ROLLOUT) if roles.is_apart(role)]
+    apart = [role for role in (CRITIC, REWARD, ROLLOUT, TEACHER) if roles.is_apart(role)]
     if not apart:
         return RoleWorld(ACTOR, store, {}, {})
     assert store is not None, "a job of several ranks has a store"

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.algorithms.aggregation import Denominators, Segments
+from mcore_rl.algorithms.distillation import TeacherSums, teacher_penalties
 from mcore_rl.algorithms.estimators import (
     advantages_of_valid,
     overlong_penalty,
@@ -42,6 +43,7 @@ from mcore_rl.trainer.roles.samples import (
     plan_epochs,
     with_given_routes,
 )
+from mcore_rl.trainer.roles.teacher import StepTeachers
 from mcore_rl.trainer.step_metrics import mismatch_metrics
 
 
@@ -54,7 +56,7 @@ class Updates:
 
 
 class Learner:
-    """Actor, reference and critic of a run. All methods are collective."""
+    """Actor, reference, critic and teachers of a run. All methods are collective."""
 
     def __init__(
         self,
@@ -63,6 +65,7 @@ class Learner:
         critic: StepCritic | None,
         *,
         reference: ReferencePolicy | None,
+        teachers: StepTeachers | None = None,
         sample_store: SampleStore,
     ) -> None:
         """`sample_store` has a step's samples, with their experts if training uses them."""
@@ -75,15 +78,17 @@ class Learner:
         self.recipe = config.recipe
         self.actor, self.critic = actor, critic
         self.reference, self.sample_store = reference, sample_store
+        self.teachers, self._teacher_coef = teachers, config.teacher.teacher_coef
         self.kl_controller = self.recipe.kl_controller()
         self._kl_coef = self.kl_controller.coef  # of this step; the controller has the next step's
         self._rank = dist.get_rank()
         # With one update per step, the update's own forward pass runs the policy before it: scoring
-        # the samples first would repeat that pass. A KL in the reward needs log-probs earlier, and
-        # so do the metrics of a step without an update.
+        # the samples first would repeat that pass. A KL in the reward needs log-probs earlier, as
+        # a teacher does, and so do the metrics of a step without an update.
         self.scores_in_update = (
             self._options.num_mini_batches * self._options.num_epochs == 1
             and self.recipe.kl_place != "reward"
+            and teachers is None
             and not self._critic_warmup_steps
             and not actor.has_dropout
         )
@@ -116,6 +121,8 @@ class Learner:
         for_critic = None
         if self.critic is not None:
             for_critic = self.critic.divide(self.sample_store, table, orders)
+        if self.teachers is not None:
+            self.teachers.divide(self.sample_store, table)
         return StepBatch(batch, division, for_critic, metrics)
 
     def _replayed(self, batch: TrainBatch, num_tokens: int) -> dict[str, float]:
@@ -126,10 +133,11 @@ class Learner:
         return {"moe/replayed_share": known / max(total, 1.0)}
 
     def _informative_groups(self, table: SampleTable) -> np.ndarray:
-        """Return `[g]` bool: groups with a sample whose advantage is not 0."""
+        """Return `[g]` bool: groups with a sample whose advantages are not 0."""
         group_ids, valid = self._group_ids(table), table.valid
         groups = np.unique(group_ids)
-        if not find_advantage_estimator(self.recipe.advantage).compares_group:
+        compares = find_advantage_estimator(self.recipe.advantage).compares_group
+        if not compares or self.teachers is not None:
             return np.isin(groups, group_ids[valid])
         found = select_informative_groups(table.rewards[valid], group_ids[valid])
         return np.isin(groups, found)
@@ -141,6 +149,7 @@ class Learner:
         """Add the log-probs of actor and reference and the critic's values, before any update."""
         samples = batch.actor
         values = None if self.critic is None else self.critic.begin_values(batch)
+        teacher = None if self.teachers is None else self.teachers.begin(batch)
         if not self.scores_in_update:
             samples = self.actor.scored(samples)
         if self.reference is not None:
@@ -151,6 +160,13 @@ class Learner:
             samples = dataclasses.replace(samples, ref_log_probs=ref_log_probs)
         if values is not None:
             samples = dataclasses.replace(samples, values=values())
+        if teacher is not None:
+            scores = teacher()
+            samples = dataclasses.replace(
+                samples,
+                teacher_log_probs=scores[:, 0].contiguous(),
+                teacher_outputs=scores[:, 1:].contiguous() if scores.shape[1] > 1 else None,
+            )
         return dataclasses.replace(batch, actor=samples)
 
     def with_advantages(self, table: SampleTable, batch: StepBatch) -> StepBatch:
@@ -180,9 +196,24 @@ class Learner:
             advantages=found.advantages,
             returns=found.returns,
         )
+        if samples.teacher_log_probs is not None:
+            samples, of_teachers = self._with_penalties(samples)
+            metrics.update(of_teachers.metrics())
         self._require_finite_advantages(samples, inputs)
         metrics.update(self._explained_variance(samples))
         return dataclasses.replace(batch, actor=samples, metrics=metrics)
+
+    def _with_penalties(self, samples: TrainBatch) -> tuple[TrainBatch, TeacherSums]:
+        """Add the teachers' part to the advantages, after any normalisation of rewards."""
+        assert samples.advantages is not None and samples.old_log_probs is not None
+        assert samples.teacher_log_probs is not None
+        penalties, sums = teacher_penalties(
+            samples.old_log_probs, samples.teacher_log_probs, samples.loss_mask, self._teacher_coef
+        )
+        total = TeacherSums.from_stacked(self.actor.runner.global_sum(sums.stacked()))
+        if samples.teacher_outputs is None:  # else the loss has a term
+            samples = dataclasses.replace(samples, advantages=samples.advantages + penalties)
+        return samples, total
 
     def _require_finite_advantages(self, samples: TrainBatch, inputs: AdvantageInputs) -> None:
         """Raise RuntimeError on all ranks, naming the first non-finite tensor of each.
@@ -197,6 +228,7 @@ class Learner:
         for name, values in (
             ("log-probs", samples.old_log_probs),
             ("reference's log-probs", samples.ref_log_probs),
+            ("teacher's log-probs", samples.teacher_log_probs),
             ("values", samples.values),
             ("rewards", inputs.token_rewards),
             ("advantages", samples.advantages),

@@ -1,7 +1,7 @@
-"""The models of a run, built from its job: actor, reference, critic and reward model.
+"""The models of a run, built from its job: actor, reference, critic, reward model and teacher.
 
-Critic and reward model are roles (`mcore_rl.trainer.roles.remote`), on the actor's ranks or on
-ranks of their own; one table maps each to its builder.
+Critic, reward model and teacher are roles (`mcore_rl.trainer.roles.remote`), on the actor's ranks
+or on ranks of their own; one table maps each to its builder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mcore_rl.megatron.hf_checkpoint import check_complete, load_into_megatron
 from mcore_rl.megatron.model_provider import make_actor_provider
 from mcore_rl.megatron.policy_head import make_policy_provider
 from mcore_rl.megatron.shards import ModelShards
-from mcore_rl.model.roles import CRITIC, REWARD, ROLLOUT
+from mcore_rl.model.roles import CRITIC, REWARD, ROLLOUT, TEACHER
 from mcore_rl.moe.routing import OFF, R3
 from mcore_rl.moe.routing_replay import RoutingReplay
 from mcore_rl.rollout.sample_store import JointRanks, SampleStore
@@ -35,6 +35,15 @@ from mcore_rl.trainer.roles.critic import ServedCritic, StepCritic, build_critic
 from mcore_rl.trainer.roles.reference import build_reference
 from mcore_rl.trainer.roles.remote import LocalRole, RemoteRole, Role, serve
 from mcore_rl.trainer.roles.reward_model import RewardModel, build_reward_model
+from mcore_rl.trainer.roles.teacher import (
+    CalledTeacher,
+    StepTeachers,
+    TeacherModel,
+    build_swapped_teacher,
+    build_teacher_model,
+    read_teacher_head,
+)
+from mcore_rl.trainer.roles.teacher_server import TeacherServer
 
 logger = logging.getLogger(__name__)
 
@@ -87,13 +96,14 @@ def build_learner(
     critic: Role | None,
     point: ResumePoint | None = None,
     *,
+    teacher: Role | None = None,
     log: TextIO | None = None,
     sample_store: SampleStore | None = None,
 ) -> Learner:
     """Build actor, reference and critic of a job on the actor's ranks. Collective.
 
-    `critic` comes from `critic_role`; `point` is given if the run resumes; `sample_store` is a
-    `new_sample_store` by default.
+    `critic` comes from `critic_role`, `teacher` from `teacher_role`; `point` is given if the run
+    resumes; `sample_store` is a `new_sample_store` by default.
     """
     replay, routed = None, job.spec.routed_layers
     if routed is not None and job.config.trainer.routing_replay != OFF:
@@ -104,11 +114,28 @@ def build_learner(
         reference = build_reference(
             state, point, args=job.args, checkpoint=job.spec.checkpoint, shards=shards, log=log
         )
+    teachers = None
+    if job.spec.teacher is not None and job.config.teacher.with_hidden:
+        of_folder = job.spec.teacher
+        actor.teacher_head = agreed_in_world(
+            lambda: read_teacher_head(of_folder.checkpoint, of_folder.shape, state)
+        )
+    if teacher is not None:
+        teachers = StepTeachers([CalledTeacher(teacher)])
+    elif job.spec.teacher is not None:
+        teachers = StepTeachers(
+            [
+                build_swapped_teacher(
+                    actor.teacher_scores, state, job.spec.teacher.checkpoint, shards
+                )
+            ]
+        )
     return Learner(
         job,
         actor,
         None if critic is None else StepCritic(critic),
         reference=reference,
+        teachers=teachers,
         sample_store=new_sample_store(job) if sample_store is None else sample_store,
     )
 
@@ -154,6 +181,16 @@ def critic_role(
 def reward_role(job: Job, *, log: TextIO | None = None) -> Role | None:
     """Build the reward model, if there is one, as the actor's ranks call it. Collective."""
     return None if job.spec.reward_model is None else _role(job, REWARD, None, log=log)
+
+
+def teacher_role(job: Job, *, log: TextIO | None = None) -> Role | None:
+    """Build the teacher as the actor's ranks call it, unless there is none or the actor's model
+    takes its weights. Collective."""
+    if job.config.teacher.url is not None:
+        return LocalRole(TeacherServer(job.config.teacher))
+    if job.spec.teacher is None or job.spec.teacher.is_swapped:
+        return None
+    return _role(job, TEACHER, None, log=log)
 
 
 def _role(
@@ -215,8 +252,20 @@ def _served_reward_model(
     return build_reward_model(job.spec.reward_model, job.config, job.args, log=log)
 
 
+def _served_teacher(
+    job: Job,
+    model_provider: Callable[..., Any] | None = None,
+    *,
+    log: TextIO | None = None,
+) -> TeacherModel:
+    """Build the model of `--rl-teacher` on the ranks of this process's role. Collective."""
+    assert job.spec.teacher is not None
+    return build_teacher_model(job.spec.teacher, job.config, job.args, log=log)
+
+
 # A role's name in messages, and its builder, on either ranks.
 _ROLES: dict[str, tuple[str, Callable[..., Any]]] = {
     CRITIC: ("critic", _served_critic),
     REWARD: ("reward model", _served_reward_model),
+    TEACHER: ("teacher", _served_teacher),
 }

@@ -10,6 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from mcore_rl.common.agreement import COMMAND
 from mcore_rl.common.megatron_version import PACKAGE as MEGATRON
 from mcore_rl.common.megatron_version import check_megatron, commit_of
 from mcore_rl.common.version import VERSION
+from mcore_rl.config import RLConfig
 from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, OffloadLog, ReshardReport, log_reshard
 from mcore_rl.model.roles import ROLLOUT
 from mcore_rl.moe.expert_load import ExpertLoad
@@ -43,6 +45,12 @@ from mcore_rl.trainer.step_metrics import measured, rollout_metrics, update_metr
 logger = logging.getLogger(__name__)
 
 _MACHINE_METRICS = ("memory/", "throughput/")
+
+
+def watched_alarms(config: RLConfig) -> AlarmOptions:
+    """Return the options of alarms. With a teacher, equal rewards are no lack of a signal."""
+    has_teacher = config.teacher.teacher is not None
+    return replace(config.alarms, alarm_reward_std=0.0) if has_teacher else config.alarms
 
 
 class HealthWatch:
@@ -115,7 +123,7 @@ class RunRecorder:
             num_steps=job.config.trainer.num_steps, first_step=first_step, enabled=is_first
         )
         self._health = HealthWatch(
-            job.config.alarms,
+            watched_alarms(job.config),
             None if self._directory is None else self._directory.steps_before(first_step),
         )
 

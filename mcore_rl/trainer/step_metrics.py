@@ -62,6 +62,7 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         **(mismatch_metrics(updates[0].mismatch) if updates[0].mismatch is not None else {}),
         **_mtp_metrics(updates),
         **_indexer_metrics(updates),
+        **_teacher_metrics(updates, tokens),
     }
 
 
@@ -70,6 +71,11 @@ def _mtp_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
     if not found:
         return {}
     return {"loss/mtp": sum(m.loss for m in found) / max(sum(m.num_tokens for m in found), 1.0)}
+
+
+def _teacher_metrics(updates: Sequence[UpdateStats], num_tokens: float) -> dict[str, float]:
+    found = [update.teacher_kl for update in updates if update.teacher_kl is not None]
+    return {"loss/teacher": sum(found) / num_tokens} if found else {}
 
 
 def _indexer_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:

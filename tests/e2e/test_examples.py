@@ -92,6 +92,25 @@ def test_ppo_with_own_reward_and_loss(
     assert step["reward/mean"] == step["reward/brevity/mean"] + step["reward/gsm8k/mean"]
 
 
+def test_a_larger_teacher_is_learned_from_without_rewards(
+    checkpoint_factory: Callable[..., Path], prompts: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """The command that distillation/run.sh makes; the prompts' answers are not read."""
+    teacher = checkpoint_factory("qwen3", "tiny", seed=6)
+    more = [*SHORT, "--rl-num-prompts-per-step", "8", "--lr", "1e-3", "--rl-num-steps", "6"]
+    more += ["--rl-run-dir", str(tmp_path / "run"), "--rl-cache-dir", str(tmp_path / "cache")]
+    more += ["--rl-teacher-form", "topk", "--rl-teacher-top-k", "32"]
+    script = EXAMPLES / "distillation" / "run.sh"
+    said = run_with_echo(tmp_path, script, checkpoint_factory("qwen3"), teacher, prompts, *more)
+    _, _, tokens = said.partition("mcore_rl.train\n")
+    ranks.run("tests.e2e.jobs:train", world_size=2, tokens=tokens.splitlines())
+    steps = [metrics for metrics in metrics_of(tmp_path / "run") if "loss/teacher" in metrics]
+    assert len(steps) == 6 and all(metrics["reward/mean"] == 0 for metrics in steps)
+    assert 0 < steps[-1]["loss/teacher"] < 0.5 * steps[0]["loss/teacher"]
+    assert steps[-1]["teacher/reverse_kl"] < 0.5 * steps[0]["teacher/reverse_kl"]
+    assert (tmp_path / "run" / "checkpoints").is_dir()
+
+
 def run_with_echo(folder: Path, script: Path, *arguments: object) -> str:
     """What a script's `python` is given, a line for each word; NPROC is 2."""
     copy = folder / "examples" / script.parent.name  # without the .venv of a checkout

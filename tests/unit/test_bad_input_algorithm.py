@@ -72,6 +72,40 @@ reward_ranks_without_a_model: --rl-reward-ranks 1
 reward_model_without_a_head: --rl-reward model --rl-reward-model {here}/checkpoint
     --rl-reward-model {here}/checkpoint has no score.weight ... one label
 """)
+TEACHER = parse_cases("""
+coefficient_without_a_teacher: --rl-teacher-coef 0.5
+    --rl-teacher-coef 0.5 has no effect without --rl-teacher
+coefficient_of_zero: --rl-teacher {here}/checkpoint --rl-teacher-coef 0
+    --rl-teacher-coef 0.0 must be greater than 0
+no_such_teacher: --rl-teacher {here}/absent
+    --rl-teacher {here}/absent
+teacher_that_is_no_address: --rl-teacher http://user:word@host
+    --rl-teacher has a user or password
+header_of_a_folder: --rl-teacher {here}/checkpoint --rl-teacher-header-env HOME
+    --rl-teacher-header-env HOME has no effect ... is a folder
+layout_of_a_server: --rl-teacher http://localhost:9 --rl-teacher-tp-size 2
+    --rl-teacher-tp-size 2 has no effect ... is a server
+temperature_of_a_server: --rl-teacher http://localhost:9 --rl-temperature 0.7
+    --rl-teacher http://localhost:9 cannot be combined with --rl-temperature 0.7 ... folder
+form_of_a_server: --rl-teacher http://localhost:9 --rl-teacher-form topk
+    --rl-teacher-form topk is for a teacher in a folder ... token
+top_k_of_another_form: --rl-teacher {here}/checkpoint --rl-teacher-top-k 8
+    --rl-teacher-top-k 8 has no effect with --rl-teacher-form token ... topk
+more_than_the_vocabulary: --rl-teacher {here}/checkpoint --rl-teacher-form topk
+  --rl-teacher-top-k 100000
+    --rl-teacher-top-k 100000 is more than the vocabulary ... lower it
+teacher_on_all_ranks: --rl-teacher {here}/checkpoint --rl-teacher-ranks 0-1
+    --rl-teacher-ranks 0-1 leave none of the 2 ranks to the actor ... drop
+teacher_that_does_not_fit_its_ranks: --tensor-model-parallel-size 1 --expert-model-parallel-size 1
+  --rl-teacher {here}/checkpoint --rl-teacher-ranks 1 --rl-teacher-tp-size 2
+    of the teacher: --tensor-model-parallel-size 2 ... does not divide the world of 1
+nothing_to_learn_from: --rl-reward none
+    --rl-reward none leaves nothing to learn from ... --rl-teacher
+none_and_a_reward: --rl-reward none,arithmetic --rl-teacher {here}/checkpoint
+    --rl-reward none,arithmetic names none next to other rewards ... leave it out
+none_with_selected_groups: --rl-reward none --rl-teacher {here}/checkpoint --rl-dynamic-sampling
+    --rl-reward none cannot be combined with --rl-dynamic-sampling ... drop one
+""")
 REWARDS = parse_cases("""
 weights_of_another_number: --rl-reward-weights 1,2
     --rl-reward-weights 1,2 ... arithmetic
@@ -80,7 +114,10 @@ http_without_url: --rl-reward http
 """)
 
 
-@pytest.mark.parametrize("case", table(parts=PARTS, critic=CRITIC, roles=ROLES, rewards=REWARDS))
+@pytest.mark.parametrize(
+    "case",
+    table(parts=PARTS, critic=CRITIC, roles=ROLES, teacher=TEACHER, rewards=REWARDS),
+)
 def test_bad_algorithm_is_refused_in_one_sentence(
     case: Case, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

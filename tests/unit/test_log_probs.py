@@ -10,7 +10,11 @@ import torch
 from torch.distributions import Categorical
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mcore_rl.megatron.log_probs import vocab_parallel_log_probs
+from mcore_rl.megatron.log_probs import (
+    vocab_parallel_log_probs,
+    vocab_parallel_reverse_kl,
+    vocab_parallel_top_k,
+)
 
 NUM_TOKENS, HIDDEN, ROWS, VOCAB = 13, 6, 24, 21
 
@@ -245,7 +249,7 @@ def test_forward_saves_inputs_and_few_numbers_per_token() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         fused(hidden, weight, target_ids)
-    assert saved == [hidden.shape, weight.shape] + [(NUM_TOKENS,)] * 4
+    assert saved == [hidden.shape, weight.shape, (NUM_TOKENS, 1)] + [(NUM_TOKENS,)] * 3
 
 
 def test_nothing_is_saved_without_gradients() -> None:
@@ -254,3 +258,44 @@ def test_nothing_is_saved_without_gradients() -> None:
     hidden, weight, target_ids = inputs()
     outputs += fused(hidden.detach(), weight.detach(), target_ids)
     assert [output.grad_fn for output in outputs] == [None] * 4
+
+
+def test_reverse_kl_over_the_vocabulary_equals_autograd_and_is_exactly_0_for_equal_logits():
+    generator = torch.Generator().manual_seed(3)
+    hidden, teacher = torch.randn(7, 5, generator=generator), torch.randn(7, 6, generator=generator)
+    weight, head = torch.randn(12, 5, generator=generator), torch.randn(12, 6, generator=generator)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    of = dict(vocab_start=0, vocab_size=10, tp_group=None, temperature=0.7, chunk_tokens=3)
+    found = vocab_parallel_reverse_kl(hidden, weight, teacher, head, **of)
+    log_p = (hidden @ weight[:10].t() / 0.7).log_softmax(-1)
+    log_q = (teacher @ head[:10].t() / 0.7).log_softmax(-1)
+    expected = (log_p.exp() * (log_p - log_q)).sum(1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    factors = torch.randn(7, generator=generator)
+    gradients = torch.autograd.grad((found * factors).sum(), [hidden, weight])
+    others = torch.autograd.grad((expected * factors).sum(), [hidden, weight])
+    for gradient, other in zip(gradients, others, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-4)
+    nothing = vocab_parallel_reverse_kl(hidden, weight, hidden.detach(), weight.detach(), **of)
+    gradients = torch.autograd.grad(nothing.sum(), [hidden, weight])
+    assert not nothing.any() and not any(each.any() for each in gradients)
+
+
+@pytest.mark.parametrize("k", [1, 4, 10])
+def test_top_k_and_the_log_probs_of_several_targets_equal_softmax(k: int):
+    generator = torch.Generator().manual_seed(4)
+    hidden, weight = torch.randn(7, 5, generator=generator), torch.randn(12, 5, generator=generator)
+    of = dict(vocab_start=0, vocab_size=10, tp_group=None, temperature=0.7, chunk_tokens=3)
+    log_probs, ids = vocab_parallel_top_k(hidden, weight, k, **of)
+    expected = (hidden @ weight[:10].t() / 0.7).log_softmax(-1).topk(k)
+    assert torch.equal(ids, expected.indices)
+    torch.testing.assert_close(log_probs, expected.values, rtol=1e-5, atol=1e-5)
+    weight.requires_grad_()
+    again, _ = vocab_parallel_log_probs(hidden, weight, ids, **of)
+    assert torch.equal(again, log_probs)
+    (gradient,) = torch.autograd.grad(again.sum(), weight)
+    expected = (hidden @ weight[:10].t() / 0.7).log_softmax(-1).gather(1, ids).sum()
+    torch.testing.assert_close(
+        gradient, torch.autograd.grad(expected, weight)[0], rtol=1e-4, atol=1e-4
+    )

@@ -23,7 +23,7 @@ from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.environments.pool import EnvironmentPool
 from mcore_rl.isolation.wire import Failed
 from mcore_rl.job.value_models import Folder
-from mcore_rl.rewards.functions import SERVED_REWARDS
+from mcore_rl.rewards.functions import NO_REWARD, SERVED_REWARDS
 from mcore_rl.rewards.pool import check_functions
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.stack import RewardStack
@@ -83,6 +83,9 @@ def check_reward(
         findings.append(green(REWARD, what))
     if environment is not None:
         findings.append(_environment(environment, prompts))
+    if spec.names == (NO_REWARD,):
+        findings.append(green(REWARD, "none: the run learns from a teacher alone"))
+        return findings
     if not spec.functions and not spec.servers:
         return findings
     if not prompts:

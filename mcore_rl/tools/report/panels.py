@@ -69,6 +69,8 @@ SECTIONS = (
             expected=True),
         Panel("KL to the reference", {"kl/ref": "KL"},
             "Mean over tokens; 0 if no KL is computed.", expected=True),
+        Panel("Reverse KL to the teacher", {"teacher/reverse_kl": "KL"},
+            "Mean over tokens of the log-probs' difference, before the update of the step."),
         Panel("Entropy", {"entropy": "entropy"}, "Mean over tokens, in nats.", expected=True),
         Panel("Rewards by part", {"reward/*/mean": ""}, "Each before its weight."),
         Panel("Coefficient of the KL", {"kl/coef": "coefficient"}, exact=True),

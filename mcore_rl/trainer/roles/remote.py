@@ -89,8 +89,8 @@ class LocalRole(Role):
     def begin(
         self, method: Method[P, Answer], *args: P.args, **arguments: P.kwargs
     ) -> Callable[[], Answer]:
-        call: Callable[..., Any] = method
-        answer = call(self.served, **_delivered(arguments, _within_world))
+        call: Callable[..., Any] = getattr(self.served, method.__name__)  # as `serve` does
+        answer = call(**_delivered(arguments, _within_world))
         found: Any = None if answer is None else _delivered(answer, _within_world)
         return lambda: cast("Answer", found)
 

@@ -1,0 +1,265 @@
+"""The checks of a teacher: its flags, its folder or server, and its tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_rl.common.addresses import checked_url, header_from
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.http import HTTPFailure
+from mcore_rl.common.parameters import ExtraArgs
+from mcore_rl.common.readers import parse_json
+from mcore_rl.config import RLConfig
+from mcore_rl.data.tokenizer_process import TokenizerProcess, close_all
+from mcore_rl.hybrid_engine.remote.prompt_scores import PromptScores
+from mcore_rl.job.facts import LENGTHS, Facts, Refusals, Source
+from mcore_rl.job.reading import ReadShape
+from mcore_rl.job.value_models import ValueOptions, check_positions, tokens_of_degrees
+from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_tensors, open_checkpoint
+from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.roles import TEACHER
+from mcore_rl.model.teacher import TOKEN, TOP_K, TeacherOptions
+from mcore_rl.rewards.functions import NO_REWARD
+from mcore_rl.spec import JobSpec, LaidOut, TeacherSpec, is_swapped
+
+_FLAG = "--rl-teacher"
+# Letters, digits, signs, spaces, several scripts: tokenizers that agree on it rarely differ.
+_SAMPLE = "The 12345 quick-brown foxes, x**2 == 6.78?\n\tNaïve café — 你好, мир; αβγ 🙂 def f(x):"
+
+
+def check_teacher_flags(config: RLConfig) -> None:
+    """Check the flags of a teacher against each other, without its folder or server."""
+    options = config.teacher
+    _check_no_reward(config)
+    if options.teacher is None:
+        for flag, value in options.given().items():
+            raise UsageError(
+                f"has no effect without {_FLAG}",
+                flag=f"{flag} {value}",
+                remedy="add it, or drop this",
+            )
+        return
+    if options.teacher_form != TOP_K and "--rl-teacher-top-k" in options.given():
+        raise UsageError(
+            f"has no effect with --rl-teacher-form {options.teacher_form}",
+            flag=f"--rl-teacher-top-k {options.teacher_top_k}",
+            remedy="set that to topk, or drop this",
+        )
+    of_server = {
+        "--rl-teacher-header-env": options.teacher_header_env,
+        "--rl-teacher-wait-minutes": options.given().get("--rl-teacher-wait-minutes"),
+    }
+    of_model = {
+        "--rl-teacher-tp-size": options.teacher_tp_size,
+        "--rl-teacher-pp-size": options.teacher_pp_size,
+        "--rl-teacher-ep-size": options.teacher_ep_size,
+        "--rl-teacher-ranks": options.teacher_ranks,
+    }
+    unused, what = (of_model, "a server") if options.url else (of_server, "a folder")
+    for flag, value in unused.items():
+        if value is not None:
+            raise UsageError(
+                f"has no effect, because {_FLAG} {options.teacher} is {what}",
+                flag=f"{flag} {value}",
+                remedy="drop it",
+            )
+    if options.url is not None:
+        _check_server_flags(config, options.url)
+
+
+def _check_no_reward(config: RLConfig) -> None:
+    """Check that a run without rewards has a teacher, and nothing that compares rewards."""
+    names = [name.strip() for name in config.reward.split(",")]
+    if NO_REWARD not in names:
+        return
+    if len(names) > 1:
+        found, remedy = "names none next to other rewards", "leave it out"
+    elif config.teacher.teacher is None:
+        found, remedy = "leaves nothing to learn from", f"add {_FLAG}, or name a reward"
+    elif config.recipe.dynamic_sampling:
+        found = "cannot be combined with --rl-dynamic-sampling, which drops groups of equal rewards"
+        remedy = "drop one of the two (--rl-algorithm dapo has it on)"
+    else:
+        return
+    raise UsageError(found, flag=f"--rl-reward {config.reward}", remedy=remedy)
+
+
+def _check_server_flags(config: RLConfig, url: str) -> None:
+    checked_url(url, _FLAG)
+    header_from(config.teacher.teacher_header_env, "--rl-teacher-header-env")
+    if config.teacher.teacher_form != TOKEN:
+        raise UsageError(
+            f"is for a teacher in a folder, and {_FLAG} {url} is a server",
+            flag=f"--rl-teacher-form {config.teacher.teacher_form}",
+            remedy="set it to token, or give the teacher's folder",
+        )
+    if config.rollout.temperature != 1.0:
+        raise UsageError(
+            f"cannot be combined with --rl-temperature {config.rollout.temperature:g}: a server "
+            "returns the log-probs of prompts at temperature 1",
+            flag=f"{_FLAG} {url}",
+            remedy="set --rl-temperature 1, or give the teacher's folder",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTeacher:
+    """A teacher in a folder, before it is laid out."""
+
+    options: ValueOptions
+    shape: ModelShape
+    checkpoint: HFCheckpoint | None  # None: not read, or refused
+
+
+def read_teacher(
+    config: RLConfig, shape: ModelShape, facts: Facts, refusals: Refusals, source: Source
+) -> ReadTeacher | None:
+    """Read and check the teacher's folder; `shape` is the actor's. Returns None for a job without
+    one, and if its config.json was refused."""
+    options = config.teacher
+    if options.folder is None:
+        return None
+    sizes = (options.teacher_tp_size, options.teacher_pp_size, options.teacher_ep_size)
+    tokens = tokens_of_degrees(sizes)
+    own = ValueOptions(TEACHER, "teacher", _FLAG, options.folder, tokens, learns=False)
+    own_shape = refusals.value(_read_shape, own, options, shape, source.read_shape)
+    if own_shape is None:
+        return None
+    checkpoint = None
+    if source.has_files and facts.checkpoint is not None:
+        checkpoint = refusals.value(
+            _read_folder, Path(options.folder), own_shape, facts.checkpoint.folder
+        )
+    if refusals.knows(LENGTHS):
+        refusals.passes(check_positions, own, config, own_shape)
+    return ReadTeacher(own, own_shape, checkpoint)
+
+
+def _read_shape(
+    options: ValueOptions, teacher: TeacherOptions, shape: ModelShape, read_shape: ReadShape
+) -> ModelShape:
+    """Return the shape of the teacher's folder, whose tokens must include the actor's."""
+    own = read_shape(options.init, options.init_flag)
+    if own.vocab_size < shape.vocab_size:
+        raise UsageError(
+            f"has a vocabulary of {own.vocab_size}, the actor's is {shape.vocab_size}",
+            flag=options.shown,
+            remedy="give a teacher with the actor's tokenizer",
+        )
+    k, flag = teacher.num_top_tokens, f"--rl-teacher-form {teacher.teacher_form}"
+    if teacher.teacher_form != TOKEN and own.vocab_size != shape.vocab_size:
+        raise UsageError(
+            f"needs models of one vocabulary, and {own.vocab_size} of {options.shown} is not the "
+            f"actor's {shape.vocab_size}",
+            flag=flag,
+            remedy="set it to token",
+        )
+    if k > own.vocab_size:
+        raise UsageError(
+            f"is more than the vocabulary of {own.vocab_size}",
+            flag=f"--rl-teacher-top-k {k}",
+            remedy="lower it",
+        )
+    return own
+
+
+def _read_folder(folder: Path, own_shape: ModelShape, actor: Path) -> HFCheckpoint:
+    """Read the tensors of the teacher's folder, and compare its tokenizer with the actor's."""
+    checkpoint = open_checkpoint(folder, own_shape, flag=_FLAG)
+    check_tensors(checkpoint, own_shape, flag=_FLAG)
+    check_same_vocabulary(folder, actor)
+    return checkpoint
+
+
+def check_same_vocabulary(teacher: Path, actor: Path) -> None:
+    """Check that no text of one tokenizer.json has another number in the other. Folders without
+    one are not compared."""
+    theirs, ours = _vocabulary(teacher), _vocabulary(actor)
+    if not theirs or not ours:
+        return
+    for text, token in ours.items():
+        if theirs.get(text) != token:
+            has = f"has {theirs[text]}" if text in theirs else "lacks it"
+            raise UsageError(
+                f"has another tokenizer: {text!r} is token {token} of {actor}, and the teacher "
+                f"{has}",
+                flag=f"{_FLAG} {teacher}",
+                remedy="give a teacher with the actor's tokenizer",
+            )
+
+
+def _vocabulary(folder: Path) -> Mapping[str, int]:
+    """Return text -> token of tokenizer.json; empty if there is none that can be read."""
+    found: dict[str, int] = {}
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        contents = parse_json((folder / "tokenizer.json").read_bytes())
+        vocabulary = contents["model"]["vocab"]
+        if isinstance(vocabulary, dict):
+            found.update(vocabulary)
+        else:  # Unigram: a list of [text, score]
+            found.update({text: token for token, (text, _) in enumerate(vocabulary)})
+        found.update({each["content"]: each["id"] for each in contents["added_tokens"]})
+    return found
+
+
+def teacher_spec(
+    found: ReadTeacher, laid_out: LaidOut, facts: Facts, extra_args: ExtraArgs
+) -> TeacherSpec | None:
+    """Return the description of a teacher; None if something that it needs was refused."""
+    actor, roles = facts.actor, facts.roles
+    if found.checkpoint is None or actor is None or roles is None:
+        return None
+    in_turn = not roles.is_apart(TEACHER)
+    return TeacherSpec(
+        shape=found.shape,
+        checkpoint=found.checkpoint,
+        layout=laid_out.layout,
+        layers=laid_out.layers,
+        tokens=laid_out.tokens,
+        extra_args=extra_args,
+        is_swapped=in_turn and is_swapped(laid_out, actor.shape, actor.layout),
+    )
+
+
+def check_teacher_server(spec: JobSpec) -> str | None:
+    """Check the server of `--rl-teacher`; return why it does not answer, since it may still start.
+
+    Raises UsageError for a server that takes too few tokens, and for one with another tokenizer.
+    """
+    options, config = spec.config.teacher, spec.config
+    if options.url is None:
+        return None
+    header = header_from(options.teacher_header_env, "--rl-teacher-header-env")
+    client = PromptScores(options.url, header)
+    try:
+        most, theirs = client.max_tokens(), client.tokens_of(_SAMPLE)
+    except HTTPFailure as failure:
+        return f"{options.url} is not checked: {failure}"
+    least = config.data.max_prompt_tokens + config.rollout.max_response_tokens + 1
+    if most is not None and most < least:
+        raise UsageError(
+            f"takes {most} tokens, and a prompt, a response and one more token have up to {least}",
+            flag=f"{_FLAG} {options.url}",
+            remedy=f"start its vllm serve with --max-model-len {least}",
+        )
+    process = TokenizerProcess(
+        spec.checkpoint.folder,
+        version="",
+        trust_remote_code=spec.trust_remote_code,
+        use_template=False,
+    )
+    (ours,) = process.encode([_SAMPLE], special=False)
+    close_all()
+    if ours != theirs:
+        shown = json.dumps(_SAMPLE[:20])
+        raise UsageError(
+            f"has another tokenizer than {spec.checkpoint.folder}: a text that begins {shown} has "
+            f"{len(theirs)} tokens there and {len(ours)} here, which differ",
+            flag=f"{_FLAG} {options.url}",
+            remedy="serve a teacher with the actor's tokenizer",
+        )
+    return None

@@ -1,0 +1,294 @@
+"""Teachers: other policies, whose log-probs of the samples are part of the actor's advantages.
+
+`SwappedTeacher` has the actor's shape: like the reference, its weights replace the actor's while
+the actor scores with them. `CalledTeacher` is a role (see `remote`): a `TeacherModel` of its own,
+or a server (`teacher_server`). `StepTeachers` asks each of them for its samples of a step.
+
+Shape legend: n samples of the step, t tokens of this rank's samples, in scoring alignment
+(`mcore_rl.batching.types`).
+"""
+
+from __future__ import annotations
+
+import abc
+import argparse
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import TextIO, TypedDict
+
+import numpy as np
+import torch
+
+from mcore_rl.batching.rows import ModelRows
+from mcore_rl.batching.sample_exchange import RowExchange, Shares
+from mcore_rl.batching.table import SampleTable
+from mcore_rl.batching.types import StepBatch, TrainBatch
+from mcore_rl.common.agreement import agreed_in_world
+from mcore_rl.config import RLConfig
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron.hf_checkpoint import (
+    EMBEDDING,
+    HFCheckpoint,
+    load_into_megatron,
+    read_boxes,
+)
+from mcore_rl.megatron.policy_head import make_policy_provider
+from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.megatron.value_head import build_value_model
+from mcore_rl.megatron.world import parsed_args
+from mcore_rl.model.config_json import ModelShape
+from mcore_rl.rollout.sample_store import SampleStore
+from mcore_rl.spec import TeacherSpec
+from mcore_rl.trainer.roles.forward import Divided, ForwardModel
+from mcore_rl.trainer.roles.reference import ReferencePolicy
+from mcore_rl.trainer.roles.remote import Role
+from mcore_rl.trainer.roles.samples import table_to_tensors
+
+logger = logging.getLogger(__name__)
+
+_HEAD = "lm_head.weight"
+
+# A step's samples -> the number of each sample's teacher, `[n]` int64.
+TeacherOf = Callable[[SampleTable], np.ndarray]
+
+
+class Scores(TypedDict):
+    """What a teacher makes of every position."""
+
+    scores: RowExchange  # [t, 1 + m] float32
+
+
+class TeacherRole(abc.ABC):
+    """What a role must offer to be a teacher; see `ForwardModel`."""
+
+    @abc.abstractmethod
+    def divide(self, /, **numbers: torch.Tensor) -> Divided:
+        """Return which rank gets which samples, at least one."""
+
+    @abc.abstractmethod
+    def scores(self, *, tokens: RowExchange, asked_by: Shares) -> Scores:
+        """Return the scores of these samples, for the ranks that asked: at each position the
+        log-prob of the next token, then the log-probs and the ids of the k most probable ones, or
+        the hidden state that the output layer gets. `tokens` brings `[t, 5]`, the rows of
+        `tokens_to_rows`."""
+
+
+class TeacherModel(ForwardModel, TeacherRole):
+    """A teacher on this rank's pipeline stage and TP shard, in its own layout."""
+
+    num_top_tokens = hidden_size = 0  # as in `teacher_columns`
+
+    def scores(self, *, tokens: RowExchange, asked_by: Shares) -> Scores:
+        batch = self.received(tokens)
+        with self.world:
+            found = teacher_columns(
+                self.runner.evaluate, batch, self.num_top_tokens, self.hidden_size
+            )
+        return {"scores": self.answered(batch, found.numpy(), asked_by)}
+
+
+def teacher_columns(
+    evaluate: Callable[..., torch.Tensor],
+    batch: TrainBatch,
+    num_top_tokens: int,
+    hidden_size: int,
+) -> torch.Tensor:
+    """Return the columns of `TeacherRole.scores`, `[t, 1 + m]` float32 on the CPU.
+
+    `evaluate` is a policy's, see `ModelRunner`; `hidden_size` is 0 if hidden states are not needed.
+    """
+    k = num_top_tokens
+    found = evaluate(
+        batch,
+        2 + 2 * k + hidden_size,
+        with_entropy=False,
+        top_k=k,
+        with_hidden=hidden_size > 0,
+    )
+    return torch.cat([found[:, :1], found[:, 2:]], dim=1)
+
+
+def build_teacher_model(
+    spec: TeacherSpec,
+    config: RLConfig,
+    actor_args: argparse.Namespace,
+    *,
+    log: TextIO | None = None,
+) -> TeacherModel:
+    """Build the model through Megatron, without an optimizer, and fill it. Collective."""
+    assert spec.tokens is not None, "a teacher of another shape has a command line of its own"
+    args = parsed_args(spec.tokens, spec.extra_args, actor_args, log=log)
+    add_head = functools.partial(
+        make_policy_provider,
+        real_vocab_size=spec.shape.vocab_size,
+        chunk_tokens=config.trainer.log_prob_chunk_tokens,
+    )
+    world, state, shards = build_value_model(
+        spec.shape,
+        spec.checkpoint,
+        args,
+        megatron_adapter.setup_without_optimizer,
+        requested_class=config.trainer.model_class,
+        add_head=add_head,
+        log=log,
+    )
+    with world:
+        num_bytes = agreed_in_world(lambda: load_into_megatron(spec.checkpoint, shards))
+    logger.info("read %.1f MB of %s", num_bytes / 1e6, spec.checkpoint.folder)
+
+    def keywords(rows: ModelRows, samples: TrainBatch) -> dict[str, object]:
+        return {"target_ids": rows.target_ids, "temperature": config.rollout.temperature}
+
+    batching = config.micro_batching(spec.shape, world.layout, vars(world.args))
+    model = TeacherModel(world, state, batching, keywords)
+    model.num_top_tokens = config.teacher.num_top_tokens
+    model.hidden_size = spec.shape.hidden_size if config.teacher.with_hidden else 0
+    return model
+
+
+def read_teacher_head(
+    checkpoint: HFCheckpoint, shape: ModelShape, state: megatron_adapter.TrainState
+) -> torch.Tensor | None:
+    """Return `[v/tp, g]`, the rows of a teacher's output layer for the tokens of this TP rank's in
+    the actor, whose `state` this is; padding is 0. None on other stages than the last."""
+    model = state.chunks[-1]
+    if not model.post_process:
+        return None
+    own = model.output_layer.weight
+    if model.share_embeddings_and_output_weights:
+        own = model.shared_embedding_or_output_weight()
+    start = model.pg_collection.tp.rank() * own.shape[0]
+    stop = min(start + own.shape[0], shape.vocab_size)
+    weight = torch.zeros(own.shape[0], shape.hidden_size, dtype=own.dtype, device=own.device)
+    name = EMBEDDING if shape.tied_embeddings else _HEAD
+    if start < stop:
+        (rows,) = read_boxes(checkpoint, name, [((start, stop), (0, shape.hidden_size))])
+        weight[: stop - start] = rows
+    return weight
+
+
+class Teacher(abc.ABC):
+    """A teacher as the actor's ranks call it. All methods are collective over these ranks."""
+
+    @abc.abstractmethod
+    def divide(self, sample_store: SampleStore, table: SampleTable, samples: np.ndarray) -> None:
+        """Begin a step; `samples` are the rows of `table` to score, at least one."""
+
+    @abc.abstractmethod
+    def begin(self, batch: StepBatch) -> Callable[[], torch.Tensor]:
+        """Request scores; the returned function waits for those of all tokens here, `[t, 1 + m]`,
+        which are undefined for samples that `divide` has not named."""
+
+
+class SwappedTeacher(Teacher):
+    """A teacher of the actor's shape, whose weights the actor scores with."""
+
+    def __init__(
+        self, scores: Callable[[TrainBatch], torch.Tensor], weights: ReferencePolicy
+    ) -> None:
+        """`scores` are of the actor's model, by the weights that it has at the time."""
+        self._scores, self._weights = scores, weights
+
+    def divide(self, sample_store: SampleStore, table: SampleTable, samples: np.ndarray) -> None:
+        """Do nothing: the samples are where the actor scores them."""
+
+    def begin(self, batch: StepBatch) -> Callable[[], torch.Tensor]:
+        # Another model, which chooses its experts itself.
+        unrouted = dataclasses.replace(batch.actor, routes=None, routes_known=None)
+
+        def finish() -> torch.Tensor:
+            with self._weights:
+                return self._scores(unrouted)
+
+        return finish
+
+
+def build_swapped_teacher(
+    scores: Callable[[TrainBatch], torch.Tensor],
+    state: megatron_adapter.TrainState,
+    checkpoint: HFCheckpoint,
+    shards: ModelShards,
+) -> SwappedTeacher:
+    """Read a teacher of the actor's shape into host memory; all arguments but `checkpoint` are the
+    actor's, whose weights are the same before and after. Collective."""
+    weights = ReferencePolicy(state)
+    agreed_in_world(lambda: load_into_megatron(checkpoint, shards))
+    weights.swap()
+    return SwappedTeacher(scores, weights)
+
+
+class CalledTeacher(Teacher):
+    """A teacher behind a role."""
+
+    def __init__(self, role: Role) -> None:
+        self._role = role
+        self._samples = np.empty(0, np.int64)
+        self._tokens: RowExchange | None = None
+
+    def divide(self, sample_store: SampleStore, table: SampleTable, samples: np.ndarray) -> None:
+        numbers = table_to_tensors(table.take(samples))
+        wanted = self._role.call(TeacherRole.divide, **numbers)["wanted"]
+        # The role numbers only the samples that it scores.
+        in_table = Shares(tuple(samples[each] for each in wanted.samples), wanted.ranks)
+        whole = sample_store.row_exchange(table, in_table)
+        self._samples, self._tokens = samples, whole
+
+    def begin(self, batch: StepBatch) -> Callable[[], torch.Tensor]:
+        assert self._tokens is not None, "begin before divide"
+        number = np.full(len(batch.division.lengths), -1)
+        number[self._samples] = np.arange(len(self._samples))
+        asking = batch.division.first
+        found = [number[samples] for samples in asking.samples]
+        asked_by = Shares(tuple(each[each >= 0] for each in found), asking.ranks)
+        finish = self._role.begin(TeacherRole.scores, tokens=self._tokens, asked_by=asked_by)
+        self._tokens = None
+
+        def placed() -> torch.Tensor:
+            samples = batch.actor
+            here = torch.from_numpy(number[samples.sample_ids.numpy()] >= 0)
+            found = torch.from_numpy(finish()["scores"].rows)
+            scores = torch.zeros(samples.num_tokens, found.shape[1])
+            scores[here.repeat_interleave(samples.lengths)] = found
+            return scores
+
+        return placed
+
+
+def only_teacher(table: SampleTable) -> np.ndarray:
+    """Return the numbers of the samples' teachers if there is one teacher."""
+    return np.zeros(len(table), dtype=np.int64)
+
+
+class StepTeachers:
+    """The teachers of a run. All methods are collective over the actor's ranks."""
+
+    def __init__(self, teachers: Sequence[Teacher], teacher_of: TeacherOf = only_teacher) -> None:
+        """`teacher_of` assigns a step's samples; it returns the same on all ranks."""
+        self._teachers, self._teacher_of = teachers, teacher_of
+        self._numbers = np.empty(0, np.int64)
+
+    def divide(self, sample_store: SampleStore, table: SampleTable) -> None:
+        """Begin a step: give each teacher its samples of `sample_store`."""
+        self._numbers = self._teacher_of(table)
+        for number, teacher in enumerate(self._teachers):
+            if len(samples := np.flatnonzero(self._numbers == number)):
+                teacher.divide(sample_store, table, samples)
+
+    def begin(self, batch: StepBatch) -> Callable[[], torch.Tensor]:
+        """Request scores; the returned function waits for the `[t, 1 + m]` of `batch.actor`."""
+        asked = [number for number in range(len(self._teachers)) if number in self._numbers]
+        waits = [(number, self._teachers[number].begin(batch)) for number in asked]
+        samples = batch.actor
+        of_samples = torch.from_numpy(self._numbers[samples.sample_ids.numpy()])
+
+        def finish() -> torch.Tensor:
+            of_tokens = of_samples.repeat_interleave(samples.lengths)[:, None]
+            found = [(number, wait()) for number, wait in waits]
+            scores = torch.zeros_like(found[0][1])
+            for number, of_teacher in found:
+                scores = torch.where(of_tokens == number, of_teacher, scores)
+            return scores
+
+        return finish

@@ -1,0 +1,213 @@
+"""Teachers on the actor's ranks and on ranks of their own, against transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.dist.layouts import SPLITS, job_flags
+from tests.dist.ppo_jobs import scored_samples
+from tests.rank_pool import RankPool
+
+# float32 on both sides, added up in another order.
+TOLERANCE = 1e-4
+ALONE = ("--rl-num-mini-batches", "1", "--rl-reward", "none", "--clip-grad", "0")
+COEF = 0.5
+
+
+@pytest.fixture(scope="module")
+def student(checkpoint_factory: Callable[..., Path]) -> Path:
+    return checkpoint_factory("qwen3")
+
+
+@pytest.fixture(scope="module")
+def same_shape(checkpoint_factory: Callable[..., Path]) -> Path:
+    return checkpoint_factory("qwen3", seed=5)
+
+
+@pytest.fixture(scope="module")
+def larger(checkpoint_factory: Callable[..., Path]) -> Path:
+    """With more layers, wider ones, and experts."""
+    return checkpoint_factory("qwen3_moe", "tiny", seed=6)
+
+
+def tokens_of(student: Path) -> list[torch.Tensor]:
+    """The samples of `step_samples`."""
+    vocab_size = json.loads((student / "config.json").read_text())["vocab_size"]
+    return [
+        torch.from_numpy(
+            np.concatenate([s.rollout.prompt.token_ids, s.rollout.response_token_ids])
+        ).long()
+        for s in scored_samples(vocab_size, num_samples=8)
+    ]
+
+
+def log_probs_of(model: Any, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """`[t - 1]`, of every token but the first."""
+    logits = model(tokens[None]).logits[0, :-1] / temperature
+    return logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+
+
+def model_of(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def distilled(
+    ranks: RankPool, student: Path, split: str, *more: str, world_size: int | None = None
+) -> list[dict[str, Any]]:
+    """What each of the actor's ranks found."""
+    results = ranks.run(
+        "tests.dist.teacher_jobs:distil",
+        world_size=world_size or SPLITS[split][3],
+        flags=job_flags(student, split, *ALONE, *more, micro_batch_size=1),
+    )
+    of_actor = [found for found in results if found["role"] == "actor"]
+    assert all(found == of_actor[0] for found in of_actor)
+    return of_actor
+
+
+def assert_scored(
+    found: dict[str, Any], teacher: Path, student: Path, temperature: float = 1.0
+) -> None:
+    """The log-probs of every token are those of transformers."""
+    model = model_of(teacher)
+    for mine, tokens in zip(found["teacher"], tokens_of(student), strict=True):
+        with torch.no_grad():
+            expected = log_probs_of(model, tokens, temperature)
+        assert (torch.tensor(mine)[:-1] - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("split", ["tp1_pp1_ep1", "tp2_pp2_ep1"])
+def test_a_teacher_of_the_actors_shape_is_swapped_in_and_scores_as_transformers(
+    split: str, student: Path, same_shape: Path, ranks: RankPool
+) -> None:
+    found, *_ = distilled(
+        ranks, student, split, "--rl-teacher", str(same_shape), "--rl-temperature", "0.7"
+    )
+    assert found["is_swapped"]
+    assert_scored(found, same_shape, student, temperature=0.7)
+
+
+@pytest.mark.parametrize(
+    ("split", "world_size", "more"),
+    [
+        ("tp1_pp1_ep1", 1, ()),
+        ("tp2_pp1_ep1", 2, ("--rl-teacher-tp-size", "1", "--rl-teacher-ep-size", "2")),
+        ("tp1_pp1_ep1", 3, ("--rl-teacher-ranks", "1-2", "--rl-teacher-tp-size", "2")),
+    ],
+)
+def test_a_larger_teacher_scores_as_transformers_in_turn_and_on_ranks_of_its_own(
+    split: str,
+    world_size: int,
+    more: tuple[str, ...],
+    student: Path,
+    larger: Path,
+    ranks: RankPool,
+) -> None:
+    flags = ("--rl-teacher", str(larger), "--rl-temperature", "1.3", *more)
+    found, *_ = distilled(ranks, student, split, *flags, world_size=world_size)
+    assert not found["is_swapped"]
+    assert_scored(found, larger, student, temperature=1.3)
+
+
+TOP_K = ("--rl-teacher-form", "topk", "--rl-teacher-top-k", "8")
+FULL = ("--rl-teacher-form", "full")
+
+
+@pytest.mark.parametrize("form", [(), TOP_K, FULL])
+def test_the_student_as_its_own_teacher_gives_exactly_nothing(
+    form: tuple[str, ...], student: Path, ranks: RankPool
+) -> None:
+    found, *_ = distilled(ranks, student, "dp2", "--rl-teacher", str(student), *form)
+    assert found["teacher"] == found["student"]
+    assert found["metrics"]["teacher/reverse_kl"] == 0.0
+    assert found["grad_norm"] == 0.0 and not found["kl"]
+    assert not any(any(advantages) for advantages in found["advantages"])
+
+
+def responses(student: Path) -> Iterator[tuple[torch.Tensor, slice]]:
+    """The samples of `step_samples`, and the positions that score their responses."""
+    samples = scored_samples(json.loads((student / "config.json").read_text())["vocab_size"], 8)
+    for tokens, sample in zip(tokens_of(student), samples, strict=True):
+        yield tokens, slice(len(sample.rollout.prompt.token_ids) - 1, len(tokens) - 1)
+
+
+def gradient_norm(model: Any) -> float:
+    norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+    return float(torch.stack(norms).norm())
+
+
+def test_gradient_equals_that_of_the_published_form(
+    student: Path, same_shape: Path, ranks: RankPool
+) -> None:
+    """Each token's advantage is -coef times the log ratio; GRPO adds 0 for equal rewards."""
+    flags = ("--rl-teacher", str(same_shape), "--rl-teacher-coef", str(COEF))
+    found, *_ = distilled(ranks, student, "dp2", *flags, "--rl-loss-aggregation", "token_mean")
+    teacher, model = model_of(same_shape), model_of(student)
+    terms, ratios = [], []
+    for tokens, scored in responses(student):
+        log_probs = log_probs_of(model, tokens)[scored]
+        with torch.no_grad():
+            ratio = log_probs - log_probs_of(teacher, tokens)[scored]
+        terms.append(COEF * ratio * (log_probs - log_probs.detach()).exp())
+        ratios.append(ratio)
+    torch.cat(terms).mean().backward()
+    assert gradient_norm(model) > 0.1, "a small gradient shows nothing"
+    assert found["grad_norm"] == pytest.approx(gradient_norm(model), rel=TOLERANCE)
+    assert found["metrics"]["teacher/reverse_kl"] == pytest.approx(
+        float(torch.cat(ratios).mean()), abs=TOLERANCE
+    )
+
+
+@pytest.mark.parametrize(
+    ("split", "form", "more", "is_swapped"),
+    [
+        ("tp2_pp2_ep1", TOP_K, ("--rl-max-tokens-per-microbatch", "128"), True),
+        ("tp2_pp1_ep1", TOP_K, ("--rl-teacher-tp-size", "1"), False),
+        ("tp1_pp2_ep1", TOP_K, ("--context-parallel-size", "2"), True),
+        ("tp2_pp2_ep1", FULL, (), True),
+        ("tp2_pp1_ep1", FULL, ("--rl-teacher-tp-size", "1"), False),
+    ],
+)
+def test_gradient_equals_that_of_whole_distributions(
+    split: str,
+    form: tuple[str, ...],
+    more: tuple[str, ...],
+    is_swapped: bool,
+    student: Path,
+    same_shape: Path,
+    ranks: RankPool,
+) -> None:
+    """With `topk` all tokens but the teacher's k likeliest ones are one outcome."""
+    k, temperature = 8, 0.8
+    flags = ("--rl-teacher", str(same_shape), "--rl-teacher-coef", str(COEF), *more)
+    flags += (*form, "--rl-temperature", str(temperature), "--rl-loss-aggregation", "token_mean")
+    world_size = 4 if "--context-parallel-size" in more else None
+    found, *_ = distilled(ranks, student, split, *flags, world_size=world_size)
+    assert found["is_swapped"] == is_swapped
+    teacher, model = model_of(same_shape), model_of(student)
+    terms = []
+    for tokens, scored in responses(student):
+        p = (model(tokens[None]).logits[0, scored] / temperature).softmax(-1)
+        with torch.no_grad():
+            q = (teacher(tokens[None]).logits[0, scored] / temperature).softmax(-1)
+        top = q.topk(k).indices
+        if form == TOP_K:
+            p, q = (
+                torch.cat([e.gather(1, top), 1 - e.gather(1, top).sum(1, keepdim=True)], dim=1)
+                for e in (p, q)
+            )
+        terms.append((p * (p / q).log()).sum(dim=1))
+    expected = torch.cat(terms).mean()
+    (COEF * expected).backward()
+    assert found["kl"] == pytest.approx(float(expected), rel=TOLERANCE)
+    assert found["grad_norm"] == pytest.approx(gradient_norm(model), rel=TOLERANCE)
+    assert gradient_norm(model) > 0.01 and float(expected) > 0.01
+    assert not any(any(advantages) for advantages in found["advantages"])

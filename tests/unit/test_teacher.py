@@ -1,0 +1,178 @@
+"""The client of a teacher's server, the check of tokenizers, and several teachers in a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_rl.batching.assignment import division_of
+from mcore_rl.batching.rows import MicroBatching
+from mcore_rl.batching.table import SampleTable, SampleTokens
+from mcore_rl.batching.types import StepBatch
+from mcore_rl.common.errors import UsageError
+from mcore_rl.hybrid_engine.remote import prompt_scores
+from mcore_rl.hybrid_engine.remote.prompt_scores import PromptScores, ScoringFailed
+from mcore_rl.job.teachers import check_same_vocabulary
+from mcore_rl.planner.memory import memory_of, resident_of
+from mcore_rl.planner.models import stage_state
+from mcore_rl.planner.phases import Case
+from mcore_rl.tools.plan.command_line import read_command_line
+from mcore_rl.trainer.roles.samples import batch_by_plan, plan_epochs
+from mcore_rl.trainer.roles.teacher import StepTeachers, Teacher
+from tests.model_shapes import CONFIGS
+from tests.scoring_server import ScoringServer, log_prob_of, scoring_server
+
+SAMPLES = [np.array(tokens, dtype=np.int32) for tokens in ([3, 1, 4, 1], [5], [9, 2])]
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScoringServer]:
+    monkeypatch.setattr(prompt_scores, "_FIRST_PAUSE_SECONDS", 0.01)
+    with scoring_server() as found:
+        yield found
+
+
+def scores(server: ScoringServer, wait_seconds: float = 60, **header: str) -> list[list[float]]:
+    found = PromptScores(server.url + "/v1", header).log_probs(SAMPLES, wait_seconds)
+    assert all(each.dtype == np.float32 for each in found)
+    return [each.tolist() for each in found]
+
+
+def test_each_position_scores_the_next_token(server: ScoringServer) -> None:
+    expected = [
+        [log_prob_of(tokens, at) for at in range(1, len(tokens))] + [0.0] for tokens in SAMPLES
+    ]
+    assert scores(server) == expected
+    assert all(request["temperature"] == 1.0 for request in server.requests)
+
+
+def test_failed_requests_are_repeated_until_the_deadline(server: ScoringServer) -> None:
+    expected = scores(server)
+    server.num_to_fail = 5
+    assert scores(server) == expected
+    server.num_to_fail = 10**6
+    with pytest.raises(ScoringFailed, match="HTTP status 503: .*starting"):
+        scores(server, wait_seconds=0.2)
+
+
+def test_a_refused_request_is_not_repeated_and_a_secret_is_not_shown(server: ScoringServer) -> None:
+    server.status, server.answer = 400, {"error": "Bearer of secrets"}
+    with pytest.raises(ScoringFailed, match="Bearer of secrets"):
+        scores(server)
+    num_requests = len(server.requests)
+    assert num_requests <= len(SAMPLES)
+    with pytest.raises(ScoringFailed) as failed:
+        scores(server, Authorization="Bearer of secrets")
+    assert "Bearer" not in str(failed.value)
+    assert server.headers[-1]["Authorization"] == "Bearer of secrets"
+
+
+def _entries(*entries: Any) -> dict[str, Any]:
+    return {"choices": [{"prompt_logprobs": [None, *entries]}]}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [],
+        {"choices": []},
+        _entries(),
+        _entries({"1": {"logprob": -1}}),
+        _entries({"1": {"logprob": -1}}, {"4": {"logprob": -1}}, {"7": {"logprob": -1}}),
+        _entries({"1": {"logprob": -1}}, {"4": {"logprob": -9999}}, {"1": {"logprob": -1}}),
+        _entries({"1": {"logprob": -1}}, {"4": {"logprob": 0.5}}, {"1": {"logprob": -1}}),
+        _entries({"1": {"logprob": -1}}, {"4": {"logprob": "nan"}}, {"1": {"logprob": -1}}),
+        _entries({"1": {"logprob": -1}}, None, {"1": {"logprob": -1}}),
+    ],
+)
+def test_no_wrong_answer_is_believed(answer: Any, server: ScoringServer) -> None:
+    server.answer = answer
+    with pytest.raises(ScoringFailed, match="answer has"):
+        PromptScores(server.url, {}).log_probs(SAMPLES[:1], 60)
+
+
+def tokenizer(folder: Path, **changed: int) -> Path:
+    folder.mkdir()
+    vocabulary = {"a": 0, "b": 1, "c": 2} | changed
+    contents = {
+        "model": {"vocab": vocabulary},
+        "added_tokens": [{"id": 3, "content": "<end>"}],
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(contents))
+    return folder
+
+
+def test_a_teacher_may_have_more_tokens_but_no_other_ones(tmp_path: Path) -> None:
+    actor = tokenizer(tmp_path / "actor")
+    check_same_vocabulary(tokenizer(tmp_path / "more", d=4), actor)
+    with pytest.raises(UsageError, match="'b' is token 1 .* has 7"):
+        check_same_vocabulary(tokenizer(tmp_path / "other", b=7), actor)
+    with pytest.raises(UsageError, match="'d' is token 4 .* lacks it"):
+        check_same_vocabulary(actor, tokenizer(tmp_path / "larger", d=4))
+
+
+class Constant(Teacher):
+    """Says one number of every token, and notes its samples."""
+
+    def __init__(self, value: float) -> None:
+        self.value, self.samples = value, None
+
+    def divide(self, sample_store: Any, table: SampleTable, samples: np.ndarray) -> None:
+        self.samples = samples.tolist()
+
+    def begin(self, batch: StepBatch) -> Callable[[], torch.Tensor]:
+        return lambda: torch.full((batch.actor.num_tokens, 1), self.value)
+
+
+def test_each_sample_has_the_scores_of_its_own_teacher() -> None:
+    lengths = np.array([3, 2, 4, 2])
+    table = SampleTable.of_lengths(lengths - 1, np.ones(4, dtype=np.int64))
+    batching = MicroBatching(max_tokens=16, micro_batch_size=1, multiple_of=1)
+    epochs = plan_epochs(table, num_mini_batches=1, dp_size=1, batching=batching)
+    tokens = {
+        row: SampleTokens(np.zeros(n, np.int32), np.ones(n, np.bool_), np.zeros(n, np.float32))
+        for row, n in enumerate(lengths)
+    }
+    batch = batch_by_plan(table, tokens, epochs, 0)
+    step = StepBatch(batch, division_of(epochs, lengths, ((0,),)), None)
+    numbers = np.array([0, 2, 2, 0])
+    teachers = [Constant(-1.0), Constant(-2.0), Constant(-3.0)]
+    of_step = StepTeachers(teachers, lambda _: numbers)
+    of_step.divide(None, table)
+    assert [each.samples for each in teachers] == [[0, 3], None, [1, 2]]
+    found = of_step.begin(step)()[:, 0].split(batch.lengths.tolist())
+    for sample, scores in zip(batch.sample_ids.tolist(), found, strict=True):
+        assert set(scores.tolist()) == {-1.0 - numbers[sample]}
+
+
+def planned(teacher: str, *more: str) -> Case:
+    """The plan's case of Qwen3-30B-A3B that learns from another model on 16 ranks."""
+    flags = "--world-size 16 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 "
+    flags += "--expert-model-parallel-size 4"
+    actor = ("--hf-config", str(CONFIGS / "qwen3-30b-a3b.json"))
+    learns = ("--rl-teacher", str(CONFIGS / f"{teacher}.json"))
+    return read_command_line([*actor, *flags.split(), *learns, *more]).case
+
+
+def test_a_plan_counts_a_teacher_on_the_actors_ranks() -> None:
+    """One of the actor's shape is in host memory, another one on the devices, in all phases."""
+    swapped = planned("qwen3-30b-a3b")
+    weights = max(held["weights"] for held in stage_state(swapped.actor))
+    assert (swapped.engine.teacher_host_bytes, swapped.engine.teacher_bytes) == (weights, 0)
+    memory = memory_of(swapped, resident_of(swapped))
+    assert memory.host_bytes["teacher"] == weights * swapped.machine.ranks_per_node
+    assert not any("teacher weights" in phase.parts for phase in memory.phases)
+    other = planned("gpt-oss-20b")
+    assert other.engine.teacher_host_bytes == 0 < other.engine.teacher_bytes < weights
+    memory = memory_of(other, resident_of(other))
+    assert "teacher" not in memory.host_bytes
+    sizes = {phase.parts.get("teacher weights") for phase in memory.phases}
+    assert sizes == {other.engine.teacher_bytes}
+    apart = planned("gpt-oss-20b", "--rl-teacher-ranks", "0-7", "--rl-teacher-ep-size", "2")
+    assert apart.engine.teacher_host_bytes == apart.engine.teacher_bytes == 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from mcore_rl.common.errors import UsageError, as_flag
 from mcore_rl.config import RLConfig
+from mcore_rl.hybrid_engine.peft_export import CONFIG, check_adapter
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.lora import Lora, resolve_lora
 from mcore_rl.moe.balance import balancing_flag, cuda_graph_flag, moves_biases
@@ -67,3 +70,26 @@ def check_lora(config: RLConfig, shape: ModelShape, values: Mapping[str, Any]) -
         if flag:
             raise UsageError(f"{reason} with --rl-lora-rank", flag=flag, remedy=_REMEDY)
     return lora
+
+
+def check_lora_folders(config: RLConfig, lora: Lora, values: Mapping[str, Any]) -> None:
+    """Check that the adapter to start from fits, and that the export replaces nothing else."""
+    if (adapter := config.lora.adapter) is not None:
+        if values.get("load"):
+            raise UsageError(
+                f"starts from an adapter, and --load {values['load']} from another one",
+                flag=f"--rl-lora-adapter {adapter}",
+                remedy="drop one of the two",
+            )
+        check_adapter(Path(adapter), lora)
+    if (export := config.lora.export) is not None:
+        target = Path(os.path.realpath(export))
+        is_empty = target.is_dir() and not any(target.iterdir())
+        # A resumed run may have been killed after its export.
+        again = values.get("load") and (target / CONFIG).is_file()
+        if os.path.lexists(target) and not is_empty and not again:
+            raise UsageError(
+                "exists and would be replaced",
+                flag=f"--rl-lora-export {export}",
+                remedy="remove it or name a new folder",
+            )

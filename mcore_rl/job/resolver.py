@@ -38,7 +38,7 @@ from mcore_rl.job.layout import (
     own_all_reduce_obstacle,
     title_of_engines,
 )
-from mcore_rl.job.lora import check_lora
+from mcore_rl.job.lora import check_lora, check_lora_folders
 from mcore_rl.job.validation import check_megatron_accepts
 from mcore_rl.job.value_models import (
     Folder,
@@ -237,7 +237,9 @@ class _Examiner:
         if self.facts.checkpoint is not None:
             refusals.passes(preflight.check_biases, self.facts.checkpoint, shape, values)
         refusals.passes(check_critic_rate, config.critic.lr, values)
-        self.facts.lora = refusals.value(check_lora, config, shape, values)
+        self.facts.lora = lora = refusals.value(check_lora, config, shape, values)
+        if lora is not None and source.has_files:
+            refusals.passes(check_lora_folders, config, lora, values)
         if source.is_here:
             requested = config.trainer.model_class
             self.facts.model_class = refusals.value(
@@ -462,7 +464,7 @@ class _Examiner:
             critic=critic,
             reward_model=reward_model,
             trust_remote_code=bool(facts.given.get("trust_remote_code")),
-            lora=facts.lora,
+            lora=None if self.source.scores_only else facts.lora,
         )
 
     def _notes(

@@ -115,8 +115,9 @@ def plus_product(
     The product is computed in float64, so that a slice of it is the same whatever else is computed
     with it. Where the product is zero the values keep their bits, that of a negative zero too.
     """
-    product = scale * (b.double() @ a.double())
-    return torch.where(product == 0, values, (values + product).to(values.dtype))
+    product = (b.double() @ a.double()).mul_(scale)
+    is_zero = product == 0
+    return torch.where(is_zero, values, product.add_(values).to(values.dtype))
 
 
 class _Merge(torch.autograd.Function):

@@ -21,13 +21,14 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters, param
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.families import family_of
-from mcore_rl.model.tensors import checkpoint_tensors
+from mcore_rl.model.tensors import TensorSpec, layer_specs
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _LATENT_ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _WEIGHT = ".weight"
 _EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
+_NUMBER = "{expert}."  # as in `TensorSpec.name`
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,27 +81,54 @@ class Lora:
         return sum(self.rank * (rows + columns) for rows, columns in self.modules.values())
 
 
-def linear_layers(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Return the layers that can have adapters, and the shapes of their weights `[o, i]`.
+def has_weight(shape: ModelShape, spec: TensorSpec) -> bool:
+    """Return whether a tensor of a layer is the weight of a linear layer that can have an adapter.
 
-    Embedding, head, routers, gates of shared experts, indexers and recurrent layers cannot.
+    Those of routers, gates of shared experts, indexers and recurrent layers cannot.
     """
     names = family_of(shape.architecture).names
     of_experts = (name.removesuffix(_WEIGHT) for name in (names.gate, names.up, names.down))
+    layer = spec.name.removesuffix(_WEIGHT)
     last_parts = {*_ATTENTION, *_LATENT_ATTENTION, *_MLP, *of_experts}
-    found = {}
-    for name, spec in checkpoint_tensors(shape):
-        layer = name.removesuffix(_WEIGHT)
-        if layer != name and not spec.is_indexer and layer.rsplit(".", 1)[-1] in last_parts:
-            rows, columns = spec.shape
-            found[layer] = (rows, columns)
-    return found
+    return layer != spec.name and not spec.is_indexer and layer.rsplit(".", 1)[-1] in last_parts
 
 
 def matches(layer: str, target: str) -> bool:
-    """Return whether `target` is the end of a layer's name, with or without an expert's number."""
-    names = (layer, _EXPERT_NUMBER.sub(".experts.", layer))
-    return any(name == target or name.endswith(f".{target}") for name in names)
+    """Return whether `target` is the end of a linear layer's name within a decoder layer, in which
+    the number of an expert is left out: of "mlp.experts.up_proj", for example."""
+    within = layer.replace(_NUMBER, "")
+    return within == target or within.endswith(f".{target}")
+
+
+def targets_of(options: LoraOptions, shape: ModelShape) -> tuple[str, ...]:
+    """Return the targets of the flags, by default the last parts of all linear layers' names.
+
+    Raises UsageError for a target that matches no layer of the model.
+    """
+    layers = {
+        spec.name.removesuffix(_WEIGHT): None
+        for kind in shape.layer_kinds
+        for spec in layer_specs(shape, kind)
+        if has_weight(shape, spec)
+    }
+    possible = tuple(dict.fromkeys(layer.rsplit(".", 1)[-1] for layer in layers))
+    if options.targets is None:
+        return possible
+    targets = tuple(target.strip() for target in options.targets.split(","))
+    for target in targets:
+        if not any(matches(layer, target) for layer in layers):
+            raise UsageError(
+                f"names '{target}', which is not the end of the name of any linear layer of "
+                f"{shape.architecture}",
+                flag=f"--rl-lora-targets {options.targets}",
+                remedy=f"choose from {', '.join(possible)}",
+            )
+    return targets
+
+
+def alpha_of(options: LoraOptions) -> float:
+    """Return alpha, by default twice the rank."""
+    return 2.0 * options.rank if options.alpha is None else options.alpha
 
 
 def resolve_lora(options: LoraOptions, shape: ModelShape) -> Lora | None:
@@ -118,21 +146,17 @@ def resolve_lora(options: LoraOptions, shape: ModelShape) -> Lora | None:
                     remedy="add that, or drop this",
                 )
         return None
-    layers = linear_layers(shape)
-    possible = tuple(dict.fromkeys(layer.rsplit(".", 1)[-1] for layer in layers))
-    given = options.targets
-    targets = possible if given is None else tuple(t.strip() for t in given.split(","))
-    for target in targets:
-        if not any(matches(layer, target) for layer in layers):
-            raise UsageError(
-                f"names '{target}', which is not the end of the name of any linear layer of "
-                f"{shape.architecture}",
-                flag=f"--rl-lora-targets {given}",
-                remedy=f"choose from {', '.join(possible)}",
-            )
-    modules = {n: s for n, s in layers.items() if any(matches(n, t) for t in targets)}
-    alpha = 2.0 * options.rank if options.alpha is None else options.alpha
-    return Lora(options.rank, alpha, targets, modules)
+    targets = targets_of(options, shape)
+    prefix = family_of(shape.architecture).names.layers
+    modules = {}
+    for number, kind in enumerate(shape.layer_kinds):
+        for spec in layer_specs(shape, kind):
+            layer = spec.name.removesuffix(_WEIGHT)
+            if has_weight(shape, spec) and any(matches(layer, target) for target in targets):
+                rows, columns = spec.shape
+                for expert in range(max(1, spec.num_experts)):
+                    modules[f"{prefix}{number}.{layer.format(expert=expert)}"] = (rows, columns)
+    return Lora(options.rank, alpha_of(options), targets, modules)
 
 
 def is_expert(layer: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from mcore_rl.common import objects
 from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.kills import note_stage
+from mcore_rl.hybrid_engine.peft_export import load_adapter
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.hf_checkpoint import check_complete, load_into_megatron
@@ -82,6 +84,8 @@ def build_actor(
     if lora is not None or not is_loaded:  # with LoRA a Megatron checkpoint has the adapters only
         num_bytes = agreed_in_world(lambda: load_into_megatron(job.spec.checkpoint, shards))
         if not is_loaded:
+            if (folder := job.config.lora.adapter) is not None:
+                load_adapter(state.chunks, Path(folder))
             megatron_adapter.reload_main_params(state)
         logger.info("read %.1f MB of %s", num_bytes / 1e6, job.spec.checkpoint.folder)
     return state, shards

@@ -7,6 +7,7 @@ reads them. PEFT converts those of experts when it loads them into a model that 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,8 +26,10 @@ from mcore_rl.hybrid_engine.plan.transfer_plan import make_plan
 from mcore_rl.hybrid_engine.transfer.transfer import Transfer
 from mcore_rl.megatron.lora import Adapter, adapters_of
 from mcore_rl.model.boxes import Box, extent, full_box, relative, slices
-from mcore_rl.model.lora import Lora, peft_names
+from mcore_rl.model.lora import Lora, is_expert, peft_names
 from mcore_rl.model.tensors import TensorInfo
+
+logger = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BUCKET_BYTES = 64 << 20
@@ -66,7 +69,23 @@ def export_adapter(chunks: Sequence[torch.nn.Module], lora: Lora, base: Path, ta
     transfer.close()
     if dist.get_rank() == 0:
         _write(filled, lora, base, Path(os.path.realpath(target)))
+        if mixes_experts(lora):
+            logger.warning(
+                "%s has adapters of routed experts and of other MLPs: PEFT leaves the latter out",
+                target,
+            )
     objects.barrier()
+
+
+def mixes_experts(lora: Lora) -> bool:
+    """Return whether routed experts and other MLPs have adapters of the same names.
+
+    PEFT 0.21 looks for all of these in the stacked experts of transformers 5."""
+    last_parts = [
+        {layer.rsplit(".", 1)[-1] for layer in lora.modules if is_expert(layer) == of_expert}
+        for of_expert in (True, False)
+    ]
+    return bool(last_parts[0] & last_parts[1])
 
 
 def _shapes(lora: Lora) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -88,7 +88,7 @@ class StageParameters:
 
     dense: int  # the frozen ones included
     experts: int
-    # Without gradient and optimizer state: indexers of sparse attention; with LoRA all but adapters.
+    # Without gradient and optimizer state: indexers of sparse attention; with LoRA, the base.
     frozen: int = 0  # of `dense`
     frozen_experts: int = 0
 

@@ -6,14 +6,17 @@ import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.hybrid_engine.peft_export import export_adapter
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.megatron.lora import is_adapter
+from mcore_rl.megatron import lora
+from mcore_rl.megatron.lora import is_adapter, merged_weight
 from mcore_rl.trainer.build import build_manager
 from mcore_rl.trainer.hand_overs import engine_config
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
@@ -71,13 +74,28 @@ def log_probs_and_exports(flags: list[str], target: str) -> list[list[float]]:
     return log_probs.tolist()
 
 
-def gradients(flags: list[str], target: str) -> float:
-    """The gradients of a mini-batch, exported in place of the weights; the loss' gradient norm.
+def gradients(flags: list[str], target: str) -> list[int]:
+    """The gradients of a mini-batch, exported in place of the weights. Returns how many merged
+    weights were made in each forward pass, and how many of these were in memory after it.
 
     On one rank, which has whole gradients."""
     job, actor, shards = started(flags, in_float32=True)
-    norm = actor.update(first_mini_batch(job)).result.grad_norm
     chunk = actor.state.chunks[0]
+    merged: list[StorageWeakRef] = []
+    counts: list[int] = []
+
+    def merge(*arguments: Any) -> torch.Tensor:
+        found = merged_weight(*arguments)
+        merged.append(StorageWeakRef(found.untyped_storage()))
+        return found
+
+    def count(*_: Any) -> None:
+        counts.extend((len(merged), sum(not storage.expired() for storage in merged)))
+        merged.clear()
+
+    chunk.register_forward_hook(count)
+    with mock.patch.object(lora, "merged_weight", merge):
+        actor.update(first_mini_batch(job))
     for _, parameter in chunk.named_parameters():
         if (gradient := getattr(parameter, "main_grad", None)) is not None:
             parameter.data.copy_(gradient)
@@ -86,7 +104,7 @@ def gradients(flags: list[str], target: str) -> float:
     else:
         export_adapter([chunk], job.spec.lora, job.spec.checkpoint.folder, Path(target))
     dist.destroy_process_group()
-    return norm
+    return counts
 
 
 def hand_over(flags: list[str], target: str) -> dict[str, dict[str, str]]:

@@ -137,7 +137,7 @@ def _config(lora: Lora, base: Path) -> dict[str, Any]:
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "lora_alpha": lora.alpha,
+        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         "lora_dropout": 0.0,
         "modules_to_save": None,
         "peft_type": "LORA",

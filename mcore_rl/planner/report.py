@@ -173,8 +173,8 @@ def _print_memory_facts(outcome: Outcome, console: Console) -> None:
         if training.lora_rank:
             most = max(parameters.trained for parameters in stage_parameters(model))
             console.print(
-                f"LoRA of rank {training.lora_rank}: {most:,} parameters are trained on the fullest "
-                "rank; activations include one layer's merged weights and their gradients"
+                f"LoRA of rank {training.lora_rank}: {most:,} parameters are trained on the "
+                "fullest rank; activations include one layer's merged weights and their gradients"
             )
     host = outcome.memory
     parts = "; ".join(f"{name} {_gb(size)}" for name, size in host.host_bytes.items()) or "nothing"

@@ -25,9 +25,14 @@ from mcore_rl.planner.models import (
     optimizer_parameters,
     stage_parameters,
 )
+from mcore_rl.planner.phases import TRAIN
+from mcore_rl.planner.plan import plan_case
+from mcore_rl.tools.plan.command_line import read_command_line
 from scripts.make_tiny_deepseek import hf_config
+from tests.rank_pool import ROOT
 from tests.unit.test_planner import model_of
 
+PRESETS = ROOT / "scripts" / "presets"
 ATTENTION = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj"}
 
@@ -229,3 +234,15 @@ def test_planned_adapters_of_ranks_add_up_to_those_of_the_stages() -> None:
         layers = [layer for chunk in chunks for layer in chunk]
         routed = sum(layer >= 3 for layer in layers)
         assert stages[stage].trained == len(layers) * attention + routed * experts
+
+
+def test_figures_of_671b_on_the_page_are_planned() -> None:
+    page = (ROOT / "docs" / "using" / "lora.md").read_text()
+    job = f"--hf-config {PRESETS}/v3.json --world-size 256 --rl-config {PRESETS}/v3.yaml".split()
+    for title, more in (("all weights", []), ("LoRA of rank 16", ["--rl-lora-rank", "16"])):
+        memory = plan_case(read_command_line([*job, *more]).case).memory
+        train = next(phase for phase in memory.phases if phase.name == TRAIN)
+        parts = [train.parts[p] for p in ("weights", "gradients", "optimizer", "activations")]
+        sizes = [*parts, train.total_bytes, memory.host_total_bytes]
+        row = " | ".join(f"{size / 1e9:.2f}" for size in sizes)
+        assert f"| {title} | {row} |" in page

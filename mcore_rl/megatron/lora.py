@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,10 +75,8 @@ class Adapter(torch.nn.Module):
             else parallel_state.get_tensor_model_parallel_group()
         )
         size = group.size()
-        assert (
-            not (split_a or split_b)
-            or len(at) * num_columns * size == self.full[0] * (self.full[1])
-        ), f"{layer}: ranks have parts of different sizes"
+        elements = len(at) * num_columns * (size if split_a or split_b else 1)
+        assert elements == math.prod(self.full), f"{layer}: ranks have parts of different sizes"
         # Every rank has the full weight, and a gradient from its part of the sequence.
         is_partial = bool(getattr(weight, "sequence_parallel", False))
         # Where gradients are summed over the group: of a full factor beside a split one.
@@ -226,8 +225,7 @@ def attach(
 ) -> Adapters:
     """Freeze a built model chunk and attach its adapters, before data parallelism wraps it.
 
-    Its checkpoints then hold the adapters only. Raises UsageError for a layer that this model's
-    layout fuses with another one across ranks.
+    Its checkpoints then hold the adapters only.
     """
     chunk.requires_grad_(False)
     at = ShardCoordinates.of(layout, rank, megatron_adapter.stage_layers(chunk))

@@ -85,9 +85,11 @@ def build_actor(
         num_bytes = agreed_in_world(lambda: load_into_megatron(job.spec.checkpoint, shards))
         if not is_loaded:
             if (folder := job.config.lora.adapter) is not None:
-                load_adapter(state.chunks, Path(folder))
+                agreed_in_world(lambda: load_adapter(state.chunks, Path(folder)))
             megatron_adapter.reload_main_params(state)
         logger.info("read %.1f MB of %s", num_bytes / 1e6, job.spec.checkpoint.folder)
+    if lora is not None:
+        logger.info("LoRA: %s; %d parameters are trained", lora.describe(), lora.num_parameters)
     return state, shards
 
 

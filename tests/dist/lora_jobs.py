@@ -17,7 +17,7 @@ from mcore_rl.hybrid_engine.peft_export import export_adapter
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import lora
 from mcore_rl.megatron.lora import is_adapter, merged_weight
-from mcore_rl.trainer.build import build_manager
+from mcore_rl.trainer.build import build_manager, build_offloader
 from mcore_rl.trainer.hand_overs import engine_config
 from mcore_rl.verify import overwrite_with_zeros, stored_digests
 from tests.dist.jobs import first_mini_batch, log_probs_of_random_tokens, started
@@ -48,7 +48,15 @@ def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
     models = build_models(flags)
     samples, chunks = models.samples(), models.state.chunks
     before = base_digest(chunks)
-    steps = [models.take_step(step, samples) for step in range(num_steps)]
+    offloader = build_offloader(models.job, models.state)
+    steps = []
+    for step in range(num_steps):
+        offloader.offload("gradients", "optimizer")  # as around rollout
+        offloader.offload("parameters")
+        if offloader.offloaded:
+            offloader.prefetch()
+            offloader.onload()
+        steps.append(models.take_step(step, samples))
     trained = {n for c in chunks for n, p in c.named_parameters() if p.requires_grad}
     kept = megatron_adapter.train_tensors(models.state)
     found = {

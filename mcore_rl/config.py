@@ -30,6 +30,7 @@ from mcore_rl.environments.options import EnvironmentOptions
 from mcore_rl.hybrid_engine.options import EngineOptions, WeightSyncOptions
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout
+from mcore_rl.model.lora import LoraOptions
 from mcore_rl.model.quantization import FP8
 from mcore_rl.model.teacher import TeacherOptions
 from mcore_rl.observe.options import AlarmOptions, RunOptions
@@ -150,6 +151,7 @@ class RLConfig:
     """
 
     trainer: TrainerOptions = TrainerOptions()
+    lora: LoraOptions = LoraOptions()
     critic: CriticOptions = CriticOptions()
     teacher: TeacherOptions = TeacherOptions()
     data: DataOptions = DataOptions()

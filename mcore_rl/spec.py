@@ -13,6 +13,7 @@ from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.model.config_json import ModelShape, read_config_json
 from mcore_rl.model.float8_blocks import Float8Weights, float8_weights
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
+from mcore_rl.model.lora import Lora
 from mcore_rl.model.quantization import POWERS_OF_TWO, QUANTIZATION
 from mcore_rl.model.roles import Roles
 from mcore_rl.moe.routing import RoutedLayers, routed_layers
@@ -89,6 +90,7 @@ class JobSpec:
     reward_model: ValueModelSpec | None
     teacher: TeacherSpec | None = None  # of a folder
     trust_remote_code: bool
+    lora: Lora | None = None
 
     @property
     def checkpoints(self) -> dict[str, HFCheckpoint]:

@@ -33,6 +33,7 @@ from mcore_rl.common.run_output import log_file, setup_logging
 from mcore_rl.common.spawning import main_script_left_out
 from mcore_rl.flags.parser import with_rl_args
 from mcore_rl.hybrid_engine.hf_export import export
+from mcore_rl.hybrid_engine.peft_export import export_adapter
 from mcore_rl.job.inputs import check_data
 from mcore_rl.job.start import job_from_args, start
 from mcore_rl.model.quantization import FP8
@@ -223,6 +224,14 @@ class Run:
                 Path(config.trainer.export_hf),
                 as_float8=config.trainer.export_dtype == FP8,
                 apart_from=(config.run.directory, self._saver.folder),
+            )
+        if config.lora.export:
+            assert self.job.spec.lora is not None, "refused by model.lora"
+            export_adapter(
+                self.parts.models.state.chunks,
+                self.job.spec.lora,
+                self.job.spec.checkpoint.folder,
+                Path(config.lora.export),
             )
         tensorboard = self.job.args.tensorboard_dir
         facts = run_facts(

@@ -348,6 +348,9 @@ def _defaults(
         # A run resumes in any layout; otherwise the optimizer is bound to its TP and PP. Memory is
         # not a reason against it: mcore_rl.patches.megatron.optimizer_in_pieces.
         tokens.append("--dist-ckpt-optim-fully-reshardable")
+    if config.lora.rank:
+        # Megatron's kernels would add gradients to weights that are not parameters.
+        tokens.append("--no-gradient-accumulation-fusion")
     if given.get("mtp_num_layers") and has_detached_mtp:
         # Their training affects neither the policy's gradients nor its clipping.
         tokens.append("--mtp-detach-heads")

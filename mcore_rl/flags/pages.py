@@ -13,6 +13,7 @@ from mcore_rl.config import SECTIONS, flags, run_flags
 # Titles of the sections of RLConfig.
 _TITLES = {
     "trainer": "Model, algorithm and steps",
+    "lora": "LoRA",
     "critic": "Critic",
     "teacher": "Teacher",
     "data": "Prompts",

@@ -24,6 +24,7 @@ from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.megatron.model_class import ModelClass
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import RolloutLayout
+from mcore_rl.model.lora import Lora
 from mcore_rl.model.roles import Roles
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.spec import JobSpec, LaidOut
@@ -137,6 +138,7 @@ class Facts:
     environment: EnvironmentSpec | None = None
     shape: ModelShape | None = None
     checkpoint: HFCheckpoint | None = None
+    lora: Lora | None = None  # None: without LoRA, too
     derived: DerivedFlags | None = None
     values: Mapping[str, Any] | None = None  # given and derived flags, by destination
     model_class: ModelClass | None = None

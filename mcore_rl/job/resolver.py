@@ -38,6 +38,7 @@ from mcore_rl.job.layout import (
     own_all_reduce_obstacle,
     title_of_engines,
 )
+from mcore_rl.job.lora import check_lora, check_lora_folders
 from mcore_rl.job.teachers import check_teacher_flags, read_teacher, teacher_spec
 from mcore_rl.job.validation import check_megatron_accepts
 from mcore_rl.job.value_models import (
@@ -243,6 +244,9 @@ class _Examiner:
         if self.facts.checkpoint is not None:
             refusals.passes(preflight.check_biases, self.facts.checkpoint, shape, values)
         refusals.passes(check_critic_rate, config.critic.lr, values)
+        self.facts.lora = lora = refusals.value(check_lora, config, shape, values)
+        if lora is not None and source.has_files:
+            refusals.passes(check_lora_folders, config, lora, values)
         if source.is_here:
             requested = config.trainer.model_class
             self.facts.model_class = refusals.value(
@@ -486,6 +490,7 @@ class _Examiner:
             reward_model=reward_model,
             teacher=teacher,
             trust_remote_code=bool(facts.given.get("trust_remote_code")),
+            lora=None if self.source.scores_only else facts.lora,
         )
 
     def _notes(

@@ -15,6 +15,7 @@ import torch
 
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.fsdp_buffers import LocalWeight, local_weights
+from mcore_rl.megatron.lora import Adapter, adapters_of, is_adapter
 from mcore_rl.model.boxes import Box, contains, extent, full_box, relative, show, slices, uncovered
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout
@@ -51,7 +52,10 @@ class ModelShards:
         self._infos = tensors
         self._held: dict[str, list[_Held]] = defaultdict(list)
         self._padding: list[torch.Tensor] = []
+        self._adapters: dict[str, Adapter] = {}
         for chunk in chunks:
+            if (adapters := adapters_of(chunk)) is not None:
+                self._adapters |= adapters.by_tensor
             at = ShardCoordinates.of(layout, rank, megatron_adapter.stage_layers(chunk))
             for weight in _weights(chunk):
                 self._add(weight, shape, at)
@@ -86,13 +90,17 @@ class ModelShards:
     def read(self, tensor: str, box: Box, at: Any = ...) -> torch.Tensor:
         """Return the values of `box`, which must lie in one held box, in the checkpoint's dtype.
 
-        `at` is an index into the box's elements, by default all of them.
+        Adapters are merged. `at` is an index into the box's elements, by default all of them; of a
+        weight with an adapter, into its rows.
         """
         for held in self._held.get(tensor, ()):
             if contains(held.box, box):
                 data = held.parameter.detach()[slices(held.local_box)]
                 data = data[slices(relative(box, held.box))]
-                return data[at].to(getattr(torch, self._infos[tensor].dtype))
+                data = data[at]
+                if (adapter := self._adapters.get(tensor)) is not None:
+                    data = adapter.added_to(data, box, at)
+                return data.to(getattr(torch, self._infos[tensor].dtype))
         raise RuntimeError(f"{tensor}{show(box)} was read on a rank that does not hold it")
 
     @torch.no_grad()
@@ -110,8 +118,8 @@ class ModelShards:
 
 
 def _weights(chunk: torch.nn.Module) -> Iterator[LocalWeight]:
-    """Yield this rank's part of the parameters, and the persistent buffers."""
-    yield from local_weights(chunk)
+    """Yield this rank's part of the parameters without adapters, and the persistent buffers."""
+    yield from (w for w in local_weights(chunk) if not is_adapter(w.name))
     for prefix, module in chunk.named_modules():
         # Megatron keeps the routing bias in float32, but restores it only lazily after bfloat16().
         if hasattr(module, "_maintain_float32_expert_bias"):

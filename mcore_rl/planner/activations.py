@@ -19,7 +19,7 @@ from mcore_rl.model.config_json import LatentAttention, LayerKind
 from mcore_rl.model.delta_net import DeltaNet
 from mcore_rl.model.experts import Experts
 from mcore_rl.model.mamba import Mamba
-from mcore_rl.planner.models import TrainedModel
+from mcore_rl.planner.models import TrainedModel, merged_bytes
 from mcore_rl.planner.settings import Recompute
 
 _FLOAT32 = 4
@@ -225,7 +225,7 @@ def train_activation_bytes(model: TrainedModel) -> list[int]:
         if stage == pp_size - 1:
             total += head_bytes(model, with_gradients=True)
             total += training.mtp_layers * _mtp_input_bytes(model)
-        found.append(math.ceil(total))
+        found.append(math.ceil(total) + merged_bytes(model, with_gradients=True))
     return found
 
 
@@ -248,7 +248,8 @@ def log_prob_activation_bytes(model: TrainedModel) -> list[int]:
         for chunks in model.layers
     ]
     found[-1] = max(found[-1], head_bytes(model, with_gradients=False))
-    return [math.ceil(size) for size in found]
+    merged = merged_bytes(model, with_gradients=False)
+    return [math.ceil(size) + merged for size in found]
 
 
 def _kept_by_stage(

@@ -27,9 +27,13 @@ from mcore_rl.model.tensors import (
     mtp_layer_specs,
     trained_vocabulary_rows,
 )
+from mcore_rl.planner.adapters import adapter_size, has_adapter
 from mcore_rl.planner.settings import TrainSettings
 
 Bytes = npt.NDArray[np.int64]
+
+# Per element of a weight while LoRA merges it: the product in float64, and where it is zero.
+_PRODUCT_BYTES = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +88,9 @@ class StageParameters:
 
     dense: int  # the frozen ones included
     experts: int
-    frozen: int = 0  # without gradient and optimizer state: indexers of sparse attention
+    # Without gradient and optimizer state: indexers of sparse attention; with LoRA, the base.
+    frozen: int = 0  # of `dense`
+    frozen_experts: int = 0
 
     @property
     def total(self) -> int:
@@ -92,7 +98,7 @@ class StageParameters:
 
     @property
     def trained(self) -> int:
-        return self.total - self.frozen
+        return self.total - self.frozen - self.frozen_experts
 
 
 def stage_parameters(model: TrainedModel) -> list[StageParameters]:
@@ -118,6 +124,7 @@ def stage_parameters(model: TrainedModel) -> list[StageParameters]:
                 dense=sum(p.dense for p in parts),
                 experts=sum(p.experts for p in parts),
                 frozen=sum(p.frozen for p in parts),
+                frozen_experts=sum(p.frozen_experts for p in parts),
             )
         )
     return found
@@ -132,8 +139,8 @@ def _trained_mtp_specs(shape: ModelShape) -> list[TensorSpec]:
 
 
 def _count(model: TrainedModel, specs: Iterable[TensorSpec]) -> StageParameters:
-    train = model.train
-    dense = experts = frozen = 0
+    train, rank = model.train, model.training.lora_rank
+    dense = experts = frozen = adapters = expert_adapters = 0
     for spec in specs:
         if spec.dtype == "float32":
             continue  # the router's bias
@@ -146,6 +153,14 @@ def _count(model: TrainedModel, specs: Iterable[TensorSpec]) -> StageParameters:
             dense += size // (1 if spec.cut is Cut.REPLICATED else train.tp_size)
         if spec.is_indexer and not model.training.trains_indexers:
             frozen += size
+        if rank and has_adapter(model.shape, model.training, spec):
+            if spec.num_experts:
+                count = spec.num_experts // train.ep_size
+                expert_adapters += count * adapter_size(spec, rank, train.etp_size)
+            else:
+                adapters += adapter_size(spec, rank, train.tp_size)
+    if rank:
+        return StageParameters(dense + adapters, experts + expert_adapters, dense, experts)
     return StageParameters(dense, experts, frozen)
 
 
@@ -158,7 +173,7 @@ def optimizer_parameters(model: TrainedModel) -> list[int]:
         return [parameters.trained for parameters in stage_parameters(model)]
     return [
         math.ceil((parameters.dense - parameters.frozen) * copies / (train.dp_size * train.cp_size))
-        + math.ceil(parameters.experts * copies / train.edp_size)
+        + math.ceil((parameters.experts - parameters.frozen_experts) * copies / train.edp_size)
         for parameters in stage_parameters(model)
     ]
 
@@ -186,9 +201,12 @@ def stage_state(model: TrainedModel, *, with_moments: bool = True) -> list[dict[
 
 
 def largest_tensor(model: TrainedModel) -> int:
-    """Return an upper bound on the elements of a rank's largest weight. Gate and up of an MLP are
-    one weight, and so are Q, K and V of attention."""
-    shape, tp_size = model.shape, model.train.tp_size
+    """Return an upper bound on the elements of a rank's largest trained weight. Gate and up of an
+    MLP are one weight, and so are Q, K and V of attention."""
+    shape, tp_size, rank = model.shape, model.train.tp_size, model.training.lora_rank
+    if rank:
+        specs = (spec for kind in set(shape.layer_kinds) for spec in layer_specs(shape, kind))
+        return rank * max(max(s.shape) for s in specs if has_adapter(shape, model.training, s))
     sizes = [model.vocabulary_rows * shape.hidden_size]
     for kind in set(shape.layer_kinds):
         for spec in layer_specs(shape, kind):
@@ -200,6 +218,29 @@ def largest_tensor(model: TrainedModel) -> int:
                 ranks = fused = 1
             sizes.append(fused * math.prod(spec.shape) // ranks)
     return max(sizes)
+
+
+def merged_bytes(model: TrainedModel, *, with_gradients: bool) -> int:
+    """Return the bytes of weights that LoRA merges at the peak of a pass; 0 without LoRA.
+
+    They are the weights of one layer, with their gradients in a backward pass, and the product of
+    one. Upper bound: gate and up-projection are one layer, as are a rank's experts, and all
+    projections of attention count as if they were.
+    """
+    training, train, most = model.training, model.train, 0
+    if not training.lora_rank:
+        return 0
+    copies = 2 if with_gradients else 1
+    for kind in set(model.shape.layer_kinds):
+        for spec in layer_specs(model.shape, kind):
+            if not has_adapter(model.shape, training, spec):
+                continue
+            ranks = train.etp_size if spec.num_experts else train.tp_size
+            weight = math.prod(spec.shape) // (1 if spec.cut is Cut.REPLICATED else ranks)
+            weight *= 1 if spec.cut is Cut.COLUMNS or spec.cut is Cut.REPLICATED else 2
+            together = weight * max(1, spec.num_experts // train.ep_size)
+            most = max(most, together * copies * training.weight_bytes + weight * _PRODUCT_BYTES)
+    return most
 
 
 def sum_over_layers(shape: ModelShape, size: Callable[[Sequence[TensorSpec]], int]) -> int:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from mcore_rl.model.roles import ACTOR, CRITIC
 from mcore_rl.planner.comparison import Comparison, shown_rate
+from mcore_rl.planner.models import stage_parameters
 from mcore_rl.planner.phases import BUCKETS, GRAPHS, NCCL, Phase, communicators_of
 from mcore_rl.planner.plan import Outcome
 from mcore_rl.planner.search import CRITERIA, Found
@@ -169,6 +170,12 @@ def _print_memory_facts(outcome: Outcome, console: Console) -> None:
             f"micro-batches of {training.describe_micro_batch()}, recomputation "
             f"{training.recompute.describe()}"
         )
+        if training.lora_rank:
+            most = max(parameters.trained for parameters in stage_parameters(model))
+            console.print(
+                f"LoRA of rank {training.lora_rank}: {most:,} parameters are trained on the "
+                "fullest rank; activations include one layer's merged weights and their gradients"
+            )
     host = outcome.memory
     parts = "; ".join(f"{name} {_gb(size)}" for name, size in host.host_bytes.items()) or "nothing"
     console.print(

@@ -56,6 +56,8 @@ class TrainSettings:
     recompute: Recompute
     chunk_tokens: int  # tokens whose logits exist at once
     expert_load: float  # tokens of the busiest rank's experts over the mean
+    lora_rank: int = 0  # of adapters, which are all that is trained; 0: without LoRA
+    lora_targets: tuple[str, ...] = ()  # see `model.lora.matches`
     mtp_layers: int = 0  # --mtp-num-layers: trained ones, on the last stage
     trains_indexers: bool = False  # --dsa-indexer-loss-coeff
     # Whether sparse attention keeps its scores: without --dsa-kernel-backend.

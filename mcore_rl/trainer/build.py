@@ -296,7 +296,7 @@ def _began_with(job: Job, point: ResumePoint | None) -> str:
     """Return the run's `TrainerState.began_with`. Collective."""
     if point is not None:
         return point.state.began_with
-    if megatron_checkpoint.loads_checkpoint(job.args):
+    if job.spec.lora is None and megatron_checkpoint.loads_checkpoint(job.args):
         return LOADED
     return fingerprint(job.spec.checkpoint)
 

@@ -17,6 +17,7 @@ from mcore_rl.hybrid_engine.memory.offload import kinds_at_start, offload_kinds
 from mcore_rl.hybrid_engine.options import ranks_per_node
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
+from mcore_rl.model.lora import targets_of
 from mcore_rl.model.roles import ACTOR, CRITIC, TEACHER, Roles
 from mcore_rl.model.speculation import parse_speculation
 from mcore_rl.moe.routing import R3
@@ -65,7 +66,9 @@ def case_of(
         layers=layers,
         rollout=rollout,
         engine_ranks=engine_ranks,
-        training=_train_settings(config, values, train, layers, expert_load),
+        training=_with_adapters(
+            _train_settings(config, values, train, layers, expert_load), config, shape
+        ),
         critic=critic,
         engine=_engine_settings(
             config, values, shape, rollout, has_cuda=has_cuda, batched_tokens=batched_tokens
@@ -162,7 +165,17 @@ def model_of_args(
 ) -> TrainedModel:
     """Return a model of a run with its settings of activations, from Megatron's arguments."""
     training = activation_settings(config, values, train, layers)
+    if name == ACTOR:
+        training = _with_adapters(training, config, shape)
     return TrainedModel(name=name, shape=shape, train=train, layers=layers, training=training)
+
+
+def _with_adapters(settings: TrainSettings, config: RLConfig, shape: ModelShape) -> TrainSettings:
+    """Return the actor's settings with the adapters of LoRA, if any."""
+    if not config.lora.rank:
+        return settings
+    targets = targets_of(config.lora, shape)
+    return replace(settings, lora_rank=config.lora.rank, lora_targets=targets)
 
 
 def activation_settings(
@@ -254,7 +267,7 @@ def _engine_settings(
         else offload_kinds(config.weight_sync.offload, values, has_cuda=has_cuda),
         away_at_start=frozenset() if is_apart else kinds_at_start(values),
         keeps_gradients=config.weight_sync.offload_keep_gradients,
-        keeps_reference=config.recipe.needs_reference,
+        keeps_reference=config.recipe.needs_reference and not config.lora.rank,
         saves_checkpoints=True,  # the last step's, by default
         loads_checkpoint=bool(values.get("load")) and not values.get("finetune"),
         exports=bool(config.trainer.export_hf),

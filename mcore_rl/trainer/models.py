@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch.distributed as dist
@@ -17,9 +18,11 @@ from mcore_rl.common import objects
 from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.kills import note_stage
+from mcore_rl.hybrid_engine.peft_export import load_adapter
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.hf_checkpoint import check_complete, load_into_megatron
+from mcore_rl.megatron.lora import with_adapters
 from mcore_rl.megatron.model_provider import make_actor_provider
 from mcore_rl.megatron.policy_head import make_policy_provider
 from mcore_rl.megatron.shards import ModelShards
@@ -72,6 +75,10 @@ def build_actor(
         real_vocab_size=job.spec.shape.vocab_size,
         chunk_tokens=job.config.trainer.log_prob_chunk_tokens,
     )
+    lora = job.spec.lora
+    if lora is not None:
+        layout = job.spec.train_layout
+        provider = with_adapters(provider, lora, job.spec.shape, layout, seed=job.args.seed)
     with megatron_adapter.megatron_output_to(log):
         state = megatron_adapter.setup(provider)
     shards = ModelShards(
@@ -82,10 +89,16 @@ def build_actor(
         job.spec.checkpoint.tensors,
     )
     check_complete(job.spec.checkpoint, set().union(*objects.all_gather(shards.tensors())))
-    if not megatron_checkpoint.loads_checkpoint(job.args):
+    is_loaded = megatron_checkpoint.loads_checkpoint(job.args)
+    if lora is not None or not is_loaded:  # with LoRA a Megatron checkpoint has the adapters only
         num_bytes = agreed_in_world(lambda: load_into_megatron(job.spec.checkpoint, shards))
-        megatron_adapter.reload_main_params(state)
+        if not is_loaded:
+            if (folder := job.config.lora.adapter) is not None:
+                agreed_in_world(lambda: load_adapter(state.chunks, Path(folder)))
+            megatron_adapter.reload_main_params(state)
         logger.info("read %.1f MB of %s", num_bytes / 1e6, job.spec.checkpoint.folder)
+    if lora is not None:
+        logger.info("LoRA: %s; %d parameters are trained", lora.describe(), lora.num_parameters)
     return state, shards
 
 

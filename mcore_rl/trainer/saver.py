@@ -119,6 +119,7 @@ class RunSaver:
             began_with=self._began_with,
             optimizer_by_parameter=True,
             date=self._day,
+            lora="" if (lora := self._job.spec.lora) is None else lora.describe(),
         )
 
 

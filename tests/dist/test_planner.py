@@ -31,6 +31,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "shared_out": ("qwen3_moe", {}, "dp2", "bf16"),
     "float32": ("qwen3", {}, "tp2_pp1_ep1", "fp32"),
     "trained_mtp": ("deepseek_v3", {"num_mtp_layers": 1}, "tp2_pp2_ep2", "bf16"),
+    "adapters": ("deepseek_v3", {}, "tp2_pp2_ep2", "bf16"),
+    "adapters_shared_out": ("qwen3_moe", {}, "dp2", "bf16"),
 }
 
 
@@ -69,8 +71,9 @@ def assert_equals_what_is_held(model: TrainedModel, measured: list[dict[str, Any
     for stage, of_stage in enumerate(parameters):
         members = [r for r in range(len(measured)) if train.pp_rank(r) == stage]
         state = sum(measured[rank]["optimizer"] for rank in members)
-        dense = of_stage.dense * len(members) // train.dp_size
-        experts = of_stage.experts * len(members) // train.edp_size
+        dense = (of_stage.dense - of_stage.frozen) * len(members) // train.dp_size
+        experts = of_stage.experts - of_stage.frozen_experts
+        experts = experts * len(members) // train.edp_size
         assert state == (dense + experts) * training.optimizer_bytes
 
 
@@ -82,6 +85,7 @@ def test_plan_equals_what_training_holds(
     world_size = SPLITS[split][3]
     flags = job_flags(checkpoint_factory(arch, **options), split, precision=precision)
     flags += ["--mtp-num-layers", "1"] if "num_mtp_layers" in options else []
+    flags += ["--rl-lora-rank", "4"] if name.startswith("adapters") else []
     case = case_of(flags, world_size)
     assert case.critic is None
     measured = ranks.run(

@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from tests.dist.checkpoints import tensors_of
 from tests.e2e.recipe import metrics_of
 from tests.rank_pool import ENVIRONMENT, ROOT, RankPool
 
@@ -109,6 +112,34 @@ def test_a_larger_teacher_is_learned_from_without_rewards(
     assert 0 < steps[-1]["loss/teacher"] < 0.5 * steps[0]["loss/teacher"]
     assert steps[-1]["teacher/reverse_kl"] < 0.5 * steps[0]["teacher/reverse_kl"]
     assert (tmp_path / "run" / "checkpoints").is_dir()
+
+
+def test_lora_trains_an_adapter_and_exports_it(
+    checkpoint_factory: Callable[..., Path], prompts: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    checkpoint, adapter = checkpoint_factory("qwen3"), tmp_path / "adapter"
+    more = [*SHORT, "--rl-num-prompts-per-step", "2", "--rl-export-hf", str(tmp_path / "merged")]
+    more += ["--rl-import", str(EXAMPLES / "own_parts" / "reward.py"), "--rl-reward", "brevity"]
+    more += ["--rl-run-dir", str(tmp_path / "run"), "--rl-cache-dir", str(tmp_path / "cache")]
+    said = run_with_echo(
+        tmp_path, EXAMPLES / "lora" / "run.sh", checkpoint, prompts, adapter, *more
+    )
+    _, _, tokens = said.partition("mcore_rl.train\n")
+    ranks.run("tests.e2e.jobs:train", world_size=2, tokens=tokens.splitlines())
+    for metrics in metrics_of(tmp_path / "run"):
+        assert metrics["kl/rollout_actor"] < 0.01
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (32, 64)
+    factors = load_file(adapter / "adapter_model.safetensors")
+    assert any(value.any() for name, value in factors.items() if "lora_B" in name)
+    base, merged = tensors_of(checkpoint), tensors_of(tmp_path / "merged")
+    for name, value in merged.items():
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        expected = base[name]
+        if f"{layer}.lora_A.weight" in factors:
+            a, b = (factors[f"{layer}.lora_{factor}.weight"].double() for factor in "AB")
+            expected = (expected.double() + 2.0 * b @ a).to(expected.dtype)
+        assert torch.equal(value, expected), name
 
 
 def run_with_echo(folder: Path, script: Path, *arguments: object) -> str:

@@ -143,3 +143,15 @@ def test_partial_rollouts_of_no_age_are_a_run_without_them(
         assert {name: value for name, value in found.items() if not name.startswith(of_clocks)} == {
             name: value for name, value in expected.items() if not name.startswith(of_clocks)
         }
+
+
+def test_adapters_of_rank_8_learn_what_all_weights_learn(
+    warmed_checkpoint: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    found = {}
+    for name, flags in (("all", ()), ("lora", ("--rl-lora-rank", "8", "--lr", "1e-3"))):
+        metrics = run(warmed_checkpoint, tmp_path / name, ranks, 30, *flags)
+        assert accuracy_gain(metrics) > 0.3
+        assert max(m["kl/rollout_actor"] for m in metrics[:-1]) < 0.01
+        found[name] = metrics[-1]["eval/accuracy"]
+    assert found["lora"] >= found["all"] - 0.05

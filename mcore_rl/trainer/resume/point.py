@@ -23,6 +23,7 @@ from mcore_rl.megatron.rng import RngState
 from mcore_rl.rollout.ahead_state import require_nothing_outstanding
 from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.resume import folders
+from mcore_rl.trainer.resume.adapters import check_same_adapters, check_stored_adapters
 from mcore_rl.trainer.resume.folders import Damage
 from mcore_rl.trainer.resume.trainer_state import (
     LOADED,
@@ -85,6 +86,7 @@ def find_resume_point(
         if load is None or step is None:
             return None
         check_mtp(load, step, args.mtp_num_layers)
+        check_stored_adapters(load, step, spec.lora)
         args.ckpt_step = step
         if args.finetune:
             return None
@@ -92,6 +94,9 @@ def find_resume_point(
         state, rng = load_trainer_state(folder / TRAINER, with_rng=not args.no_load_rng)
         if (warning := misplaced_optimizer(state, args)) and dist.get_rank() == 0:
             logger.warning("[Resume] %s: %s", folder, warning)
+        if spec.lora is not None:
+            now, base = fingerprint(spec.checkpoint), spec.checkpoint.folder
+            check_same_adapters(state, spec.lora, now, load=folder, base=base)
         # First, since it is collective: the next checks may fail on some ranks alone.
         if config.recipe.needs_reference and not (folder / REFERENCE).is_dir():
             now = fingerprint(spec.checkpoint)

@@ -15,6 +15,7 @@ from mcore_rl.hybrid_engine.memory.host_memory import HostCopy
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, load_into_megatron
+from mcore_rl.megatron.lora import adapters_of
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.trainer.resume.point import ResumePoint
 
@@ -54,6 +55,22 @@ class ReferencePolicy:
             megatron_checkpoint.save_weights(args, self._state, num_steps, folder)
 
 
+class BasePolicy(ReferencePolicy):
+    """The reference of a run with LoRA: the actor without its adapters, which costs nothing."""
+
+    def __init__(self, state: megatron_adapter.TrainState) -> None:
+        self.version = 0
+        self._adapters = [a for c in state.chunks if (a := adapters_of(c)) is not None]
+
+    def refresh(self, version: int) -> None:
+        raise AssertionError("refused by job.lora")
+
+    def swap(self) -> None:
+        """Disable the adapters, or enable them again."""
+        for adapters in self._adapters:
+            adapters.enabled = not adapters.enabled
+
+
 def build_reference(
     state: megatron_adapter.TrainState,
     point: ResumePoint | None,
@@ -67,6 +84,8 @@ def build_reference(
 
     `state` is the actor's; `point` is given if the run resumes.
     """
+    if any(adapters_of(chunk) is not None for chunk in state.chunks):
+        return BasePolicy(state)
     reference = ReferencePolicy(state)  # of a new run, whatever it was loaded from
     if point is not None:  # the actor resumes from a later policy
         reference.version = point.state.reference_version

@@ -1,0 +1,95 @@
+"""The flags of LoRA, checked before a model is built."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.common.errors import UsageError, as_flag
+from mcore_rl.config import RLConfig
+from mcore_rl.hybrid_engine.peft_export import CONFIG, check_adapter
+from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.lora import Lora, resolve_lora
+from mcore_rl.moe.balance import balancing_flag, cuda_graph_flag, moves_biases
+
+# Megatron's flags by destination, and why they conflict with frozen weights and merged adapters.
+_CLASHES = {
+    "use_megatron_fsdp": "shards weights by rows, across which adapters cannot be merged",
+    "fp8": "computes with weights in FP8, into which adapters cannot be merged",
+    "fp4": "computes with weights in 4 bits, into which adapters cannot be merged",
+    "mtp_num_layers": "trains multi-token-prediction layers, which have no adapters",
+    "pretrained_checkpoint": "names weights, and those of the base come from --rl-hf-checkpoint",
+    "dsa_indexer_loss_coeff": "trains indexers of sparse attention, which are frozen",
+    "use_transformer_engine_op_fuser": "reads the weights of layers without running them",
+    "delay_wgrad_compute": "computes gradients of weights when merged ones are gone",
+    "cpu_offloading": "moves saved weights to the host, and merged ones are not saved",
+    "gradient_accumulation_fusion": "adds gradients to weights that are not parameters",
+}
+_REMEDY = "drop it, or train all weights without --rl-lora-rank"
+
+
+def check_lora(config: RLConfig, shape: ModelShape, values: Mapping[str, Any]) -> Lora | None:
+    """Return the adapters of a job, None without LoRA; `values` are Megatron's by destination.
+
+    Raises UsageError for an unknown target and for flags that LoRA cannot be combined with.
+    """
+    lora = resolve_lora(config.lora, shape)
+    if lora is None:
+        return None
+    for dest, reason in _CLASHES.items():
+        if value := values.get(dest):
+            flag = as_flag(dest) if value is True else as_flag(dest, value)
+            remedy = _REMEDY
+            if dest == "gradient_accumulation_fusion":
+                flag, remedy = "--rl-lora-rank", "pass --no-gradient-accumulation-fusion"
+            raise UsageError(f"{reason}, which --rl-lora-rank needs", flag=flag, remedy=remedy)
+    tp_size = values.get("tensor_model_parallel_size") or 1
+    for reason, flag in (
+        (
+            "changes biases of experts, which are frozen",
+            moves_biases(values) and balancing_flag(values),
+        ),
+        ("records a pass with merged weights, which are computed again", cuda_graph_flag(values)),
+        (
+            "divides two fused weights unevenly among tensor-parallel ranks",
+            values.get("mla_down_proj_fusion") and tp_size > 1 and "--mla-down-proj-fusion",
+        ),
+        (
+            "would replace the reference, which is the base without adapters",
+            (interval := config.trainer.reference_refresh_interval)
+            and f"--rl-reference-refresh-interval {interval}",
+        ),
+        (
+            "does not save adapters by the layers of the Hugging Face model",
+            (name := values.get("ckpt_format", "torch_dist")) != "torch_dist"
+            and f"--ckpt-format {name}",
+        ),
+    ):
+        if flag:
+            raise UsageError(f"{reason} with --rl-lora-rank", flag=flag, remedy=_REMEDY)
+    return lora
+
+
+def check_lora_folders(config: RLConfig, lora: Lora, values: Mapping[str, Any]) -> None:
+    """Check that the adapter to start from fits, and that the export replaces nothing else."""
+    if (adapter := config.lora.adapter) is not None:
+        if values.get("load"):
+            raise UsageError(
+                f"starts from an adapter, and --load {values['load']} from another one",
+                flag=f"--rl-lora-adapter {adapter}",
+                remedy="drop one of the two",
+            )
+        check_adapter(Path(adapter), lora)
+    if (export := config.lora.export) is not None:
+        target = Path(os.path.realpath(export))
+        is_empty = target.is_dir() and not any(target.iterdir())
+        # A resumed run may have been killed after its export.
+        again = values.get("load") and (target / CONFIG).is_file()
+        if os.path.lexists(target) and not is_empty and not again:
+            raise UsageError(
+                "exists and would be replaced",
+                flag=f"--rl-lora-export {export}",
+                remedy="remove it or name a new folder",
+            )

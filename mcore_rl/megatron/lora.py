@@ -1,0 +1,339 @@
+"""Adapters in Megatron's model: attached to the linear layers of this rank, merged where used.
+
+An adapted layer computes with the merged weight W + (alpha / r) B A, which exists only during its
+forward and again during its backward: autograd saves the factors, not the product. All kinds of
+layers are served alike (fused query, key and value; Transformer Engine's grouped experts; with or
+without sequence parallelism), since `weight_map` knows the rows of the Hugging Face weights in each
+of Megatron's. The hand-over reads the same merged weight, so that the engine samples with exactly
+the weights that are trained. The cost is the gradient of one layer's weight at a time, which the
+chain rule reduces to gradients of A and B.
+
+A tensor-parallel rank has the rows of B or the columns of A that belong to its part of W, and all
+of the other factor, whose gradient is summed over the tensor-parallel group. An expert's adapter is
+reduced over the ranks that have this expert.
+
+Shape legend: o output rows of a weight, i input columns, r rank; those of this rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.model.boxes import Box
+from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.layout import TrainLayout
+from mcore_rl.model.lora import Lora, bound_of, is_expert, seed_of
+from mcore_rl.model.weight_map import Piece, ShardCoordinates, map_parameter
+
+_MARK = "lora_adapters"  # a layer's attribute with its adapters
+
+
+class Adapter(torch.nn.Module):
+    """The part of a Hugging Face layer's adapter on this rank: `a` `[r, i]` and `b` `[o, r]`.
+
+    `rows` and `columns` are their ranges in the full weight; `at` are the rows of Megatron's weight
+    that `rows` are, `[o]` int64, or None for all of them in order.
+    """
+
+    def __init__(
+        self,
+        layer: str,
+        lora: Lora,
+        pieces: Sequence[Piece],
+        weight: torch.nn.Parameter,
+    ) -> None:
+        super().__init__()
+        self.layer, self.scale, self.full = layer, lora.scale, lora.modules[layer]
+        pieces = sorted(pieces, key=lambda piece: piece.checkpoint_box)
+        (first, _), self.columns = pieces[0].checkpoint_box
+        self.rows = (first, pieces[-1].checkpoint_box[0][1])
+        at = torch.cat([torch.arange(*piece.local_box[0]) for piece in pieces])
+        assert len(at) == self.rows[1] - first, f"{layer}: its rows on a rank are not consecutive"
+        is_whole = len(at) == len(weight) and bool((at.diff() == 1).all())
+        self.at = None if is_whole else at.to(weight.device)
+        num_columns = self.columns[1] - self.columns[0]
+        new = functools.partial(torch.empty, dtype=weight.dtype, device=weight.device)
+        self.a = torch.nn.Parameter(new(lora.rank, num_columns))
+        self.b = torch.nn.Parameter(new(len(at), lora.rank))
+        split_b, split_a = len(at) < self.full[0], num_columns < self.full[1]
+        self.is_expert = is_expert(layer)
+        group = (
+            parallel_state.get_expert_tensor_parallel_group()
+            if self.is_expert
+            else parallel_state.get_tensor_model_parallel_group()
+        )
+        size = group.size()
+        elements = len(at) * num_columns * (size if split_a or split_b else 1)
+        assert elements == math.prod(self.full), f"{layer}: ranks have parts of different sizes"
+        # Every rank has the full weight, and a gradient from its part of the sequence.
+        is_partial = bool(getattr(weight, "sequence_parallel", False))
+        # Where gradients are summed over the group: of a full factor beside a split one.
+        self.sums_a = group if size > 1 and (split_b or is_partial) else None
+        self.sums_b = group if size > 1 and (split_a or is_partial) else None
+        for factor, is_split in ((self.a, split_a), (self.b, split_b)):
+            # The ranks over which data parallelism reduces it.
+            factor.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
+            # Megatron counts the norm of other factors on the first rank of a group only.
+            factor.tensor_model_parallel = is_split or size == 1  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def reset(self, seed: int) -> None:
+        """Set the factors to their values at the start of a training."""
+        generator = torch.Generator().manual_seed(seed_of(self.layer, seed))
+        bound = bound_of(self.full[1])
+        whole = torch.empty(len(self.a), self.full[1]).uniform_(-bound, bound, generator=generator)
+        self.a.copy_(whole[:, slice(*self.columns)])
+        self.b.zero_()
+
+    @torch.no_grad()
+    def added_to(self, values: torch.Tensor, box: Box, rows: Any) -> torch.Tensor:
+        """Return `values`, which are `rows` (an index) of `box` of the weight, with the adapter."""
+        (first, last), (left, right) = box
+        b = self.b[first - self.rows[0] : last - self.rows[0]][rows]
+        a = self.a[:, left - self.columns[0] : right - self.columns[0]]
+        return plus_product(values, b, a, self.scale)
+
+
+def plus_product(
+    values: torch.Tensor, b: torch.Tensor, a: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Return values + scale * b @ a in the dtype of `values`, rounded once.
+
+    The product is computed in float64, so that a slice of it is the same whatever else is computed
+    with it. Where the product is zero the values keep their bits, that of a negative zero too.
+    """
+    product = (b.double() @ a.double()).mul_(scale)
+    is_zero = product == 0
+    return torch.where(is_zero, values, product.add_(values).to(values.dtype))
+
+
+class _Merge(torch.autograd.Function):
+    """The merged weight; `factors` are a and b of each adapter in turn."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: torch.Tensor, adapters: Sequence[Adapter], *factors: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.adapters = adapters
+        ctx.save_for_backward(*factors)
+        return merged_weight(weight, adapters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        grad, factors = grads[0], ctx.saved_tensors
+        found: list[torch.Tensor | None] = []
+        for adapter, a, b in zip(ctx.adapters, factors[::2], factors[1::2], strict=True):
+            part = (grad if adapter.at is None else grad[adapter.at]).float()
+            of_a = adapter.scale * (b.float().t() @ part)
+            of_b = adapter.scale * (part @ a.float().t())
+            for of_factor, group in ((of_a, adapter.sums_a), (of_b, adapter.sums_b)):
+                if group is not None:
+                    dist.all_reduce(of_factor, group=group)
+            found += [of_a.to(a.dtype), of_b.to(b.dtype)]
+        return None, None, *found
+
+
+def merged_weight(weight: torch.Tensor, adapters: Sequence[Adapter]) -> torch.Tensor:
+    """Return a new tensor: Megatron's weight of this rank with its adapters."""
+    merged = weight.clone()
+    for each in adapters:
+        if each.at is None:
+            merged = plus_product(weight, each.b, each.a, each.scale)
+        else:
+            merged[each.at] = plus_product(weight[each.at], each.b, each.a, each.scale)
+    return merged
+
+
+class Adapters:
+    """The adapters of a model chunk; `enabled` is False while the chunk is its own base."""
+
+    def __init__(self, seed: int) -> None:
+        self.enabled = True
+        self.by_tensor: dict[str, Adapter] = {}  # by the name of the weight
+        self._seed = seed
+
+    def reset(self) -> None:
+        """Set all factors to their values at the start of a training."""
+        for adapter in self.by_tensor.values():
+            adapter.reset(self._seed)
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, ShardedTensor]:
+        """Return the adapters as Megatron saves them, in place of the model's weights.
+
+        They are named and cut as parts of the Hugging Face model's, so that a checkpoint fits every
+        layout.
+        """
+        return {
+            f"lora.{adapter.layer}.{name}": _sharded(adapter, name)
+            for adapter in self.by_tensor.values()
+            for name in ("a", "b")
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, found: Mapping[str, Any], strict: bool = True) -> None:
+        """Copy what `sharded_state_dict` describes, as read from a checkpoint."""
+        for adapter in self.by_tensor.values():
+            for name in ("a", "b"):
+                getattr(adapter, name).copy_(found[f"lora.{adapter.layer}.{name}"])
+
+
+def _sharded(adapter: Adapter, name: str) -> ShardedTensor:
+    data = getattr(adapter, name)
+    axis, (start, _), whole = {
+        "a": (1, adapter.columns, adapter.full[1]),
+        "b": (0, adapter.rows, adapter.full[0]),
+    }[name]
+    size = data.shape[axis]
+    if adapter.is_expert:
+        tp_rank = parallel_state.get_expert_tensor_parallel_rank()
+        dp_rank = parallel_state.get_expert_data_parallel_rank()
+    else:
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        dp_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return ShardedTensor.from_rank_offsets(
+        f"lora.{adapter.layer}.{name}",
+        data,
+        (axis, start // size, whole // size),
+        replica_id=(0, 0 if size < whole else tp_rank, dp_rank),
+    )
+
+
+def adapters_of(chunk: torch.nn.Module) -> Adapters | None:
+    """Return the adapters of a model chunk without wrappers; None without LoRA."""
+    return getattr(chunk, _MARK, None)
+
+
+def is_adapter(parameter_name: str) -> bool:
+    """Return whether a parameter of a chunk is a factor of an adapter."""
+    return f".{_MARK}." in parameter_name
+
+
+def attach(
+    chunk: Any, lora: Lora, shape: ModelShape, layout: TrainLayout, *, rank: int, seed: int
+) -> Adapters:
+    """Freeze a built model chunk and attach its adapters, before data parallelism wraps it.
+
+    Its checkpoints then hold the adapters only.
+    """
+    chunk.requires_grad_(False)
+    at = ShardCoordinates.of(layout, rank, megatron_adapter.stage_layers(chunk))
+    found = Adapters(seed)
+    for name, module in list(chunk.named_modules()):
+        weights = {
+            own: adapters
+            for own, parameter in module.named_parameters(recurse=False)
+            if (adapters := _adapters(f"{name}.{own}", parameter, lora, shape, at))
+        }
+        if not weights:
+            continue
+        everyone = [adapter for adapters in weights.values() for adapter in adapters]
+        setattr(module, _MARK, torch.nn.ModuleList(everyone))
+        module.forward = _merging(module.forward, module, weights, found)
+        found.by_tensor.update({f"{each.layer}.weight": each for each in everyone})
+    found.reset()
+    setattr(chunk, _MARK, found)
+    chunk.sharded_state_dict = found.sharded_state_dict
+    chunk.load_state_dict = found.load_state_dict
+    if getattr(chunk, "pre_process", False):
+        # Recomputed layers return gradients only if their input needs one.
+        chunk.embedding.register_forward_hook(_with_gradient)
+    return found
+
+
+def with_adapters(
+    provider: Any, lora: Lora, shape: ModelShape, layout: TrainLayout, *, seed: int
+) -> Any:
+    """Wrap a Megatron `model_provider` so that it builds a frozen model with adapters."""
+
+    @functools.wraps(provider)
+    def adapted_provider(*args: Any, **kwargs: Any) -> torch.nn.Module:
+        model: torch.nn.Module = provider(*args, **kwargs)
+        attach(model, lora, shape, layout, rank=dist.get_rank(), seed=seed)
+        return model
+
+    return adapted_provider
+
+
+def _with_gradient(_: Any, __: Any, output: torch.Tensor) -> None:
+    if torch.is_grad_enabled():
+        output.requires_grad_()
+
+
+def _adapters(
+    name: str, weight: torch.nn.Parameter, lora: Lora, shape: ModelShape, at: ShardCoordinates
+) -> list[Adapter]:
+    """Return the adapters of one of Megatron's weights, in the order of its rows."""
+    if weight.dim() != 2:
+        return []
+    by_layer: dict[str, list[Piece]] = {}
+    for piece in map_parameter(name, weight.shape, shape, at):
+        layer = piece.tensor.removesuffix(".weight")
+        if layer in lora.modules:
+            by_layer.setdefault(layer, []).append(piece)
+    return [Adapter(layer, lora, some, weight) for layer, some in by_layer.items()]
+
+
+def _merging(
+    forward: Callable[..., Any],
+    module: torch.nn.Module,
+    weights: Mapping[str, Sequence[Adapter]],
+    of_chunk: Adapters,
+) -> Callable[..., Any]:
+    """Return a layer's `forward` that computes with merged weights."""
+
+    def merging(*args: Any, **kwargs: Any) -> Any:
+        if not of_chunk.enabled:
+            return forward(*args, **kwargs)
+        with _merged(module, weights):
+            return forward(*args, **kwargs)
+
+    return merging
+
+
+@contextlib.contextmanager
+def _merged(module: torch.nn.Module, weights: Mapping[str, Sequence[Adapter]]) -> Iterator[None]:
+    """Replace the weights of a layer by merged ones, which autograd computes again in backward."""
+    places: dict[int, _Again] = {}
+    for name, adapters in weights.items():
+        weight = module._parameters[name]
+        factors = [factor for each in adapters for factor in (each.a, each.b)]
+        merged = _Merge.apply(weight, adapters, *factors)
+        places[merged.data_ptr()] = _Again(weight, adapters, merged.shape)
+        module.__dict__[name] = merged  # found before the registered parameter
+
+    def pack(tensor: torch.Tensor) -> Any:
+        again = places.get(tensor.data_ptr())
+        is_same = again is not None and again.shape == tensor.shape and tensor.is_contiguous()
+        return again if is_same else tensor
+
+    try:
+        with saved_tensors_hooks(pack, lambda kept: kept() if isinstance(kept, _Again) else kept):
+            yield
+    finally:
+        for name in weights:
+            del module.__dict__[name]
+
+
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """A merged weight that is not kept."""
+
+    weight: torch.Tensor
+    adapters: Sequence[Adapter]
+    shape: torch.Size
+
+    def __call__(self) -> torch.Tensor:
+        with torch.no_grad():
+            return merged_weight(self.weight, self.adapters)

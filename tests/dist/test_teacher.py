@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.dist.layouts import SPLITS, job_flags
 from tests.dist.ppo_jobs import scored_samples
+from tests.dist.test_lora import random_adapter, start_from
 from tests.rank_pool import RankPool
 
 # float32 on both sides, added up in another order.
@@ -84,13 +85,21 @@ def assert_scored(
         assert (torch.tensor(mine)[:-1] - expected).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("split", ["tp1_pp1_ep1", "tp2_pp2_ep1"])
+@pytest.mark.parametrize(
+    ("split", "has_adapters"),
+    [("tp1_pp1_ep1", False), ("tp1_pp1_ep1", True), ("tp2_pp2_ep1", False)],
+)
 def test_a_teacher_of_the_actors_shape_is_swapped_in_and_scores_as_transformers(
-    split: str, student: Path, same_shape: Path, ranks: RankPool
+    split: str,
+    has_adapters: bool,
+    student: Path,
+    same_shape: Path,
+    ranks: RankPool,
+    tmp_path: Path,
 ) -> None:
-    found, *_ = distilled(
-        ranks, student, split, "--rl-teacher", str(same_shape), "--rl-temperature", "0.7"
-    )
+    adapters = start_from(random_adapter(student, tmp_path / "adapter")) if has_adapters else ()
+    teacher = ("--rl-teacher", str(same_shape), "--rl-temperature", "0.7")
+    found, *_ = distilled(ranks, student, split, *teacher, *adapters)
     assert found["is_swapped"]
     assert_scored(found, same_shape, student, temperature=0.7)
 

@@ -42,7 +42,7 @@ from mcore_rl.model.config_json import ModelShape
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.spec import TeacherSpec
 from mcore_rl.trainer.roles.forward import Divided, ForwardModel
-from mcore_rl.trainer.roles.reference import ReferencePolicy
+from mcore_rl.trainer.roles.reference import BasePolicy, ReferencePolicy
 from mcore_rl.trainer.roles.remote import Role
 from mcore_rl.trainer.roles.samples import table_to_tensors
 
@@ -186,10 +186,14 @@ class SwappedTeacher(Teacher):
     """A teacher of the actor's shape, whose weights the actor scores with."""
 
     def __init__(
-        self, scores: Callable[[TrainBatch], torch.Tensor], weights: ReferencePolicy
+        self,
+        scores: Callable[[TrainBatch], torch.Tensor],
+        weights: ReferencePolicy,
+        base: BasePolicy,
     ) -> None:
-        """`scores` are of the actor's model, by the weights that it has at the time."""
-        self._scores, self._weights = scores, weights
+        """`scores` are of the actor's model, by the weights that it has at the time; within `base`
+        it has no adapters."""
+        self._scores, self._weights, self._base = scores, weights, base
 
     def divide(self, sample_store: SampleStore, table: SampleTable, samples: np.ndarray) -> None:
         """Do nothing: the samples are where the actor scores them."""
@@ -199,7 +203,7 @@ class SwappedTeacher(Teacher):
         unrouted = dataclasses.replace(batch.actor, routes=None, routes_known=None)
 
         def finish() -> torch.Tensor:
-            with self._weights:
+            with self._base, self._weights:
                 return self._scores(unrouted)
 
         return finish
@@ -216,7 +220,7 @@ def build_swapped_teacher(
     weights = ReferencePolicy(state)
     agreed_in_world(lambda: load_into_megatron(checkpoint, shards))
     weights.swap()
-    return SwappedTeacher(scores, weights)
+    return SwappedTeacher(scores, weights, BasePolicy(state))
 
 
 class CalledTeacher(Teacher):

@@ -50,6 +50,12 @@ def test_equal_distributions_have_exactly_no_kl_and_no_gradient():
     found = top_k_reverse_kl(log_probs, log_probs.detach())
     (gradient,) = torch.autograd.grad(found.sum(), log_probs)
     assert not found.any() and not gradient.any()
+    # A slice of a wider tensor, as a model's output is.
+    wide = torch.randn(64, 9, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
+    sliced = wide[:, 1:].requires_grad_()
+    found = top_k_reverse_kl(sliced, sliced.detach().contiguous())
+    (gradient,) = torch.autograd.grad(found.sum(), sliced)
+    assert not found.any() and not gradient.any()
 
 
 def test_term_is_the_mean_over_loss_tokens_and_masks_before_arithmetic():

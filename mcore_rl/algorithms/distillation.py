@@ -80,9 +80,11 @@ def top_k_reverse_kl(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor) -
     teacher_log_probs: `[t, k]` float32, log q_k of the same tokens.
     """
     with torch.no_grad():
-        p, ratio = log_probs.exp(), log_probs - teacher_log_probs
+        # Alike in memory, or exp would take other kernels, which round differently.
+        mine, theirs = log_probs.contiguous(), teacher_log_probs.contiguous()
+        p, ratio = mine.exp(), mine - theirs
         rest = (1 - p.sum(dim=1)).clamp(min=_LEAST_REST)
-        teacher_rest = (1 - teacher_log_probs.exp().sum(dim=1)).clamp(min=_LEAST_REST)
+        teacher_rest = (1 - theirs.exp().sum(dim=1)).clamp(min=_LEAST_REST)
         rest_ratio = rest.log() - teacher_rest.log()
         value = (p * ratio).sum(dim=1) + rest * rest_ratio
         slope = p * (ratio - rest_ratio[:, None])  # d value / d log p_k

@@ -54,6 +54,25 @@ def test_held_out_accuracy_rises(short_run: Path) -> None:
     assert accuracies[1] >= accuracies[0] + 0.2
 
 
+def test_its_result_is_distilled_without_rewards(
+    short_run: Path, warmed_checkpoint: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """The policy that it began with learns from the one that it made."""
+    flags = task_flags(
+        warmed_checkpoint,
+        tmp_path / "run",
+        *("--rl-num-steps", "16", "--rl-eval-interval", "0", "--rl-reward", "none"),
+        *("--rl-teacher", str(short_run / "exported")),
+        *("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"),
+        *("--expert-model-parallel-size", "1"),
+    )
+    run_job(ranks, flags, world_size=2).require(0)
+    steps = metrics_of(tmp_path / "run")[:16]
+    assert {metrics["reward/mean"] for metrics in steps} == {0}
+    found = [metrics["teacher/reverse_kl"] for metrics in steps]
+    assert found[0] > 0.05 and sum(found[-4:]) / 4 < 0.2 * found[0]
+
+
 def test_engine_and_actor_agree_at_every_step(short_run: Path) -> None:
     mismatch = [m["kl/rollout_actor"] for m in metrics_of(short_run)[:-1]]
     assert len(mismatch) == 12 and max(mismatch) < 0.01

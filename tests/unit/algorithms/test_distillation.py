@@ -50,6 +50,12 @@ def test_equal_distributions_have_exactly_no_kl_and_no_gradient():
     found = top_k_reverse_kl(log_probs, log_probs.detach())
     (gradient,) = torch.autograd.grad(found.sum(), log_probs)
     assert not found.any() and not gradient.any()
+    # Column after column in memory, as a policy's log-probs of several targets are.
+    logits = 3 * torch.randn(999, 99, generator=torch.Generator().manual_seed(9))
+    columns = logits.log_softmax(-1).topk(8).values.t().contiguous().t().requires_grad_()
+    found = top_k_reverse_kl(columns, columns.detach().contiguous())
+    (gradient,) = torch.autograd.grad(found.sum(), columns)
+    assert not found.any() and not gradient.any()
 
 
 def test_term_is_the_mean_over_loss_tokens_and_masks_before_arithmetic():

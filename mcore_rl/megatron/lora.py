@@ -308,8 +308,10 @@ def _merged(module: torch.nn.Module, weights: Mapping[str, Sequence[Adapter]]) -
     places: dict[int, _Again] = {}
     for name, adapters in weights.items():
         weight = module._parameters[name]
+        assert weight is not None, name
         factors = [factor for each in adapters for factor in (each.a, each.b)]
-        merged = _Merge.apply(weight, adapters, *factors)
+        apply: Any = _Merge.apply  # mypy: untyped
+        merged = apply(weight, adapters, *factors)
         places[merged.data_ptr()] = _Again(weight, adapters, merged.shape)
         module.__dict__[name] = merged  # found before the registered parameter
 

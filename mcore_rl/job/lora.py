@@ -25,7 +25,6 @@ _CLASHES = {
     "use_transformer_engine_op_fuser": "reads the weights of layers without running them",
     "delay_wgrad_compute": "computes gradients of weights when merged ones are gone",
     "cpu_offloading": "moves saved weights to the host, and merged ones are not saved",
-    "gradient_accumulation_fusion": "adds gradients to weights that are not parameters",
 }
 _REMEDY = "drop it, or train all weights without --rl-lora-rank"
 
@@ -41,10 +40,14 @@ def check_lora(config: RLConfig, shape: ModelShape, values: Mapping[str, Any]) -
     for dest, reason in _CLASHES.items():
         if value := values.get(dest):
             flag = as_flag(dest) if value is True else as_flag(dest, value)
-            remedy = _REMEDY
-            if dest == "gradient_accumulation_fusion":
-                flag, remedy = "--rl-lora-rank", "pass --no-gradient-accumulation-fusion"
-            raise UsageError(f"{reason}, which --rl-lora-rank needs", flag=flag, remedy=remedy)
+            found = f"{reason}: it cannot be combined with --rl-lora-rank"
+            raise UsageError(found, flag=flag, remedy=_REMEDY)
+    if values.get("gradient_accumulation_fusion"):  # derived, except in a fork
+        raise UsageError(
+            "is not possible where kernels add gradients to parameters",
+            flag=f"--rl-lora-rank {lora.rank}",
+            remedy="pass --no-gradient-accumulation-fusion",
+        )
     for reason, flag in _conflicts(config, values):
         if flag:
             raise UsageError(f"{reason} with --rl-lora-rank", flag=flag, remedy=_REMEDY)

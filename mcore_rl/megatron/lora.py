@@ -26,8 +26,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from mcore_rl.megatron import adapter as megatron_adapter
@@ -36,6 +34,10 @@ from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.model.lora import Lora, bound_of, is_expert, seed_of
 from mcore_rl.model.weight_map import Piece, ShardCoordinates, map_parameter
+
+# After the patches, which mcore_rl.megatron.adapter applies.
+from megatron.core import parallel_state  # isort: skip
+from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip
 
 _MARK = "lora_adapters"  # a layer's attribute with its adapters
 

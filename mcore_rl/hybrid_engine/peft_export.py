@@ -43,7 +43,7 @@ def export_adapter(chunks: Sequence[torch.nn.Module], lora: Lora, base: Path, ta
     file. `base` is the folder of the base model, which adapter_config.json names.
     """
     factors = _factors(chunks)
-    dtype = next(iter(factors.values()))[1].dtype
+    dtype = next(chunks[0].parameters()).dtype  # a stage may have no adapters
     tensors = {
         name: TensorInfo(shape, str(dtype).removeprefix("torch."), dtype.itemsize)
         for name, shape in _shapes(lora)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ _CLASHES = {
     "use_transformer_engine_op_fuser": "reads the weights of layers without running them",
     "delay_wgrad_compute": "computes gradients of weights when merged ones are gone",
     "cpu_offloading": "moves saved weights to the host, and merged ones are not saved",
-    "gradient_accumulation_fusion": "adds gradients to weights that are not parameters",
 }
 _REMEDY = "drop it, or train all weights without --rl-lora-rank"
 
@@ -41,35 +40,36 @@ def check_lora(config: RLConfig, shape: ModelShape, values: Mapping[str, Any]) -
     for dest, reason in _CLASHES.items():
         if value := values.get(dest):
             flag = as_flag(dest) if value is True else as_flag(dest, value)
-            remedy = _REMEDY
-            if dest == "gradient_accumulation_fusion":
-                flag, remedy = "--rl-lora-rank", "pass --no-gradient-accumulation-fusion"
-            raise UsageError(f"{reason}, which --rl-lora-rank needs", flag=flag, remedy=remedy)
-    tp_size = values.get("tensor_model_parallel_size") or 1
-    for reason, flag in (
-        (
-            "changes biases of experts, which are frozen",
-            moves_biases(values) and balancing_flag(values),
-        ),
-        ("records a pass with merged weights, which are computed again", cuda_graph_flag(values)),
-        (
-            "divides two fused weights unevenly among tensor-parallel ranks",
-            values.get("mla_down_proj_fusion") and tp_size > 1 and "--mla-down-proj-fusion",
-        ),
-        (
-            "would replace the reference, which is the base without adapters",
-            (interval := config.trainer.reference_refresh_interval)
-            and f"--rl-reference-refresh-interval {interval}",
-        ),
-        (
-            "does not save adapters by the layers of the Hugging Face model",
-            (name := values.get("ckpt_format", "torch_dist")) != "torch_dist"
-            and f"--ckpt-format {name}",
-        ),
-    ):
+            found = f"{reason}: it cannot be combined with --rl-lora-rank"
+            raise UsageError(found, flag=flag, remedy=_REMEDY)
+    if values.get("gradient_accumulation_fusion"):  # derived, except in a fork
+        raise UsageError(
+            "is not possible where kernels add gradients to parameters",
+            flag=f"--rl-lora-rank {lora.rank}",
+            remedy="pass --no-gradient-accumulation-fusion",
+        )
+    for reason, flag in _conflicts(config, values):
         if flag:
             raise UsageError(f"{reason} with --rl-lora-rank", flag=flag, remedy=_REMEDY)
     return lora
+
+
+def _conflicts(config: RLConfig, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield a reason, and the flag that it is against or ""."""
+    biases = balancing_flag(values) if moves_biases(values) else ""
+    yield "changes biases of experts, which are frozen", biases
+    yield "records a pass with merged weights, which are computed again", cuda_graph_flag(values)
+    is_split = (
+        values.get("mla_down_proj_fusion") and values.get("tensor_model_parallel_size", 1) > 1
+    )
+    fusion = "--mla-down-proj-fusion" if is_split else ""
+    yield "divides two fused weights unevenly among tensor-parallel ranks", fusion
+    interval = config.trainer.reference_refresh_interval
+    refresh = f"--rl-reference-refresh-interval {interval}" if interval else ""
+    yield "would replace the reference, which is the base without adapters", refresh
+    name = values.get("ckpt_format", "torch_dist")
+    saved = "" if name == "torch_dist" else f"--ckpt-format {name}"
+    yield "does not save adapters by the layers of the Hugging Face model", saved
 
 
 def check_lora_folders(config: RLConfig, lora: Lora, values: Mapping[str, Any]) -> None:

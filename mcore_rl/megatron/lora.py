@@ -26,8 +26,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from mcore_rl.megatron import adapter as megatron_adapter
@@ -36,6 +34,10 @@ from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.model.lora import Lora, bound_of, is_expert, seed_of
 from mcore_rl.model.weight_map import Piece, ShardCoordinates, map_parameter
+
+# After the patches, which mcore_rl.megatron.adapter applies.
+from megatron.core import parallel_state  # isort: skip
+from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip
 
 _MARK = "lora_adapters"  # a layer's attribute with its adapters
 
@@ -305,18 +307,21 @@ def _merging(
 @contextlib.contextmanager
 def _merged(module: torch.nn.Module, weights: Mapping[str, Sequence[Adapter]]) -> Iterator[None]:
     """Replace the weights of a layer by merged ones, which autograd computes again in backward."""
-    places: dict[int, _Again] = {}
+    places: dict[int, tuple[torch.Tensor, Sequence[Adapter]]] = {}  # by address
     for name, adapters in weights.items():
         weight = module._parameters[name]
+        assert weight is not None, name
         factors = [factor for each in adapters for factor in (each.a, each.b)]
-        merged = _Merge.apply(weight, adapters, *factors)
-        places[merged.data_ptr()] = _Again(weight, adapters, merged.shape)
+        apply: Any = _Merge.apply  # mypy: untyped
+        merged = apply(weight, adapters, *factors)
+        places[merged.untyped_storage().data_ptr()] = weight, adapters
         module.__dict__[name] = merged  # found before the registered parameter
 
     def pack(tensor: torch.Tensor) -> Any:
-        again = places.get(tensor.data_ptr())
-        is_same = again is not None and again.shape == tensor.shape and tensor.is_contiguous()
-        return again if is_same else tensor
+        place = places.get(tensor.untyped_storage().data_ptr())
+        if place is None:
+            return tensor
+        return _Again(*place, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     try:
         with saved_tensors_hooks(pack, lambda kept: kept() if isinstance(kept, _Again) else kept):
@@ -328,12 +333,15 @@ def _merged(module: torch.nn.Module, weights: Mapping[str, Sequence[Adapter]]) -
 
 @dataclass(frozen=True, slots=True)
 class _Again:
-    """A merged weight that is not kept."""
+    """A merged weight that is not kept, or a view of it, such as its transpose."""
 
     weight: torch.Tensor
     adapters: Sequence[Adapter]
     shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
 
     def __call__(self) -> torch.Tensor:
         with torch.no_grad():
-            return merged_weight(self.weight, self.adapters)
+            merged = merged_weight(self.weight, self.adapters)
+            return merged.as_strided(self.shape, self.stride, self.offset)

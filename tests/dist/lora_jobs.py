@@ -31,7 +31,8 @@ def base_digest(chunks: list[torch.nn.Module]) -> str:
     for chunk in chunks:
         for name, value in (*chunk.named_parameters(), *chunk.named_buffers()):
             if not is_adapter(name):
-                found.update(value.detach().contiguous().view(torch.uint8).numpy().tobytes())
+                # A copy: memory that numpy has a view of cannot be offloaded.
+                found.update(value.detach().clone().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 

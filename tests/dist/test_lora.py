@@ -269,18 +269,24 @@ def test_layouts_learn_what_one_process_learns(
 
 
 @pytest.mark.parametrize(
-    ("targets", "split"),
-    [("experts.down_proj", "tp1_pp1_ep2"), ("mlp.up_proj", "tp1_pp2_ep1")],
+    ("targets", "split", "more"),
+    [
+        ("experts.down_proj", "tp1_pp1_ep2", ()),
+        ("mlp.up_proj", "tp1_pp2_ep1", ()),
+        ("self_attn.o_proj", "dp2", ("--rl-algorithm", "ppo")),
+    ],
 )
 def test_stage_or_kind_of_parameters_may_have_no_adapters(
     targets: str,
     split: str,
+    more: tuple[str, ...],
     checkpoint_factory: Callable[..., Path],
     ranks: RankPool,
     tmp_path: Path,
 ) -> None:
-    """Only routed experts are trained, or only the dense layer of the first stage."""
-    flags = [*RATES, *LORA, "--rl-lora-targets", targets]
+    """Only routed experts are trained, or only the dense layer of the first stage; or attention,
+    beside a critic all of whose weights are trained."""
+    flags = [*RATES, *LORA, "--rl-lora-targets", targets, *more]
     results = ranks.run(
         f"{JOBS}:learn",
         world_size=2,

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
-from mcore_rl.data.prompts import PromptDataset, load_prompt_files
+from mcore_rl.data.prompts import PromptSources, load_prompt_files
+from mcore_rl.data.sources import EVAL_PROMPTS, PROMPTS
 from mcore_rl.data.tokenizer import HOW_TO_END, missing_end
 from mcore_rl.environments.conversation import ConversationTokens
 from mcore_rl.environments.pool import check_environment
@@ -48,19 +49,16 @@ def check_data(spec: JobSpec) -> None:
 
 
 def check_code_tests(
-    config: RLConfig, rewards: RewardSpec, train: PromptDataset, held_out: PromptDataset | None
+    config: RLConfig, rewards: RewardSpec, train: PromptSources, held_out: PromptSources | None
 ) -> None:
     """Raise UsageError for answers that are not tests, if `python_sandbox` grades by them."""
-    is_reward = PYTHON_SANDBOX in rewards.names
-    if not is_reward and config.environments.environment != PYTHON_SANDBOX:
-        return
     if int(os.environ.get("LOCAL_RANK", 0)) != 0:  # the other ranks of a node read the same rows
         return
-    for prompts, flag in (
-        (train, f"--rl-prompts {config.data.prompts}"),
-        (held_out, f"--rl-eval-prompts {config.data.eval_prompts}"),
-    ):
-        if prompts is not None:
-            check_code_rows(
-                prompts, flag, may_be_blank=not is_reward, accepted=rewards.sandbox_accept
-            )
+    has_environment = config.environments.environment == PYTHON_SANDBOX
+    for prompts in filter(None, (train, held_out)):
+        for spec, part in zip(prompts.specs, prompts.parts, strict=True):
+            is_reward = PYTHON_SANDBOX in rewards.weights_of(spec.key)
+            if is_reward or has_environment:
+                flag = f"{EVAL_PROMPTS if spec.is_eval else PROMPTS} {spec.path}"
+                accepted = rewards.sandbox_accept
+                check_code_rows(part, flag, may_be_blank=not is_reward, accepted=accepted)

@@ -75,8 +75,8 @@ def check_reward(
     prompts: Sequence[Prompt],
     model: Folder | None,
 ) -> list[Finding]:
-    """Try the reward on `prompts`: a few whose answers differ, or without answers. `model` is the
-    model of --rl-reward-model, if it could be read."""
+    """Try the reward on `prompts`: a few of each source whose answers differ, or without answers.
+    `model` is the model of --rl-reward-model, if it could be read."""
     findings = []
     if model is not None:
         what = f"model: {model.checkpoint.folder}, {model.shape.architecture} with a score head"
@@ -91,7 +91,12 @@ def check_reward(
             "servers are not asked"
         )
         findings.append(yellow(REWARD, what, "correct the prompts first"))
-    return [*findings, *_tried(spec, prompts)]
+    if not spec.of_sources:
+        return [*findings, *_tried(spec, prompts)]
+    for source in dict.fromkeys(prompt.source for prompt in prompts):
+        own = [prompt for prompt in prompts if prompt.source == source]
+        findings += _tried(spec.of_source(source), own)
+    return findings
 
 
 def asks_loopback(config: RLConfig) -> bool:

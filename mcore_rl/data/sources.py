@@ -35,6 +35,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,3})?", re.IGNORECASE)
 _TOLERANCE = Fraction(1, 10**6)  # of the sum of weights
 MOST_SOURCES = 255
+NO_ENVIRONMENT = "none"  # of a source whose samples have one turn, in a run with environments
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class SourceSpec:
     system_prompt: str | None = None  # for rows that do not begin with a system message
     reward: str | None = None  # as --rl-reward
     reward_weights: str | None = None  # as --rl-reward-weights
+    environment: str | None = None  # as --rl-environment, or NO_ENVIRONMENT
     max_prompt_tokens: int | None = None
     max_response_tokens: int | None = None
     is_eval: bool = False
@@ -71,6 +73,7 @@ _OPTIONS: Mapping[str, type] = {
     "system_prompt": str,
     "reward": str,
     "reward_weights": str,
+    "environment": str,
     "max_prompt_tokens": int,
     "max_response_tokens": int,
 }

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from mcore_rl.common.addresses import checked_url
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.user_code import without_variants
-from mcore_rl.data.sources import EVAL_PROMPTS, PROMPTS, SourceSpec
+from mcore_rl.data.sources import EVAL_PROMPTS, NO_ENVIRONMENT, PROMPTS, SourceSpec
 from mcore_rl.isolation.levels import parse_accepted
 from mcore_rl.isolation.variables import is_variable_name, parse_environment_names
 from mcore_rl.rewards.functions import ENVIRONMENT, NO_FUNCTIONS
@@ -138,7 +138,7 @@ def _of_sources(
     sources: Sequence[SourceSpec], of_run: Mapping[str, float]
 ) -> dict[str, Mapping[str, float]]:
     """Return `RewardSpec.of_sources`."""
-    if all(source.reward is None for source in sources):
+    if all(each.reward is None and each.environment is None for each in sources):
         return {}
     found: dict[str, Mapping[str, float]] = {}
     for source in sources:
@@ -151,12 +151,19 @@ def _of_sources(
             fault = f": source '{source.name}': {error.fault}"
             raise UsageError(fault, flag=flag, remedy=error.remedy) from error
         of_turns = found[source.key].get(ENVIRONMENT, 0.0), of_run.get(ENVIRONMENT, 0.0)
-        if of_turns[0] != of_turns[1]:
+        if of_turns[0] != of_turns[1] and source.environment != NO_ENVIRONMENT:
             raise UsageError(
                 f": source '{source.name}' weighs the reward {ENVIRONMENT} by {of_turns[0]:g}, and "
                 f"--rl-reward by {of_turns[1]:g}",
                 flag=flag,
                 remedy="give that reward the same weight in both",
+            )
+        if source.environment == NO_ENVIRONMENT and ENVIRONMENT in found[source.key]:
+            raise UsageError(
+                f": source '{source.name}' has no environment, and {ENVIRONMENT} is one of its "
+                "rewards",
+                flag=flag,
+                remedy="give it rewards of its own",
             )
     return found
 

@@ -19,6 +19,7 @@ from mcore_rl.data.apportionment import Apportionment
 from mcore_rl.data.prompt_file import PromptRow
 from mcore_rl.data.prompts import PromptSources, changes_between, prompt_indices
 from mcore_rl.data.sources import EVAL_PROMPTS, SourceSpec, parse_sources
+from mcore_rl.environments.options import EnvironmentOptions
 from mcore_rl.hybrid_engine.vllm.generation import Sampling
 from mcore_rl.job.preflight import check_ranges
 from mcore_rl.rewards.options import RewardOptions
@@ -275,6 +276,28 @@ def test_a_system_prompt_precedes_messages_without_one():
         messages = row.request(use_chat_template=True, system_prompt="Add.")["messages"]
         assert [each["content"] for each in messages] == expected
         assert "Add." not in row.text
+
+
+def test_environments_of_sources_need_one_of_the_run():
+    own = [
+        SourceSpec("a", "a", environment="calculator"),
+        SourceSpec("b", "b", environment="none", is_eval=True, reward="gsm8k"),
+        SourceSpec("c", "c"),
+    ]
+    options = EnvironmentOptions(environment="python_sandbox")
+    spec = options.spec((), None, own)
+    assert spec is not None and spec.names == ("python_sandbox", "calculator")
+    found = [spec.name_for(each.key) for each in own]
+    assert found == ["calculator", "none", "python_sandbox"]
+    with pytest.raises(UsageError, match="--rl-environment is missing.*a, eval/b"):
+        EnvironmentOptions().spec((), None, own)
+    rewards = parse_rewards("environment", RewardOptions(), (), own)
+    assert rewards.weights_of("eval/b") == {"gsm8k": 1.0}
+    assert rewards.weight("environment") == 1.0
+    with pytest.raises(UsageError, match="'b' has no environment"):
+        parse_rewards(
+            "environment", RewardOptions(), (), [SourceSpec("b", "b", environment="none")]
+        )
 
 
 # Rewards and metrics ------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from mcore_rl.data.prompt_file import check_prompts as count_prompts
 from mcore_rl.data.prompts import PromptDataset, PromptSources, load_prompts, prompt_source
 from mcore_rl.data.sources import SourceSpec
 from mcore_rl.data.tokenizer import HOW_TO_END, missing_end
+from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.job.inputs import check_code_tests
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.tools.doctor.finding import PROMPTS, Finding, Report, green, plural, red, yellow
@@ -35,6 +36,7 @@ def check_prompts(
     rewards: RewardSpec | None,
     resumed: Path | None = None,
     *,
+    environment: EnvironmentSpec | None = None,
     trust_remote_code: bool = False,
 ) -> list[Prompt]:
     """Report on both files; return a few training prompts whose answers differ, or without answers
@@ -79,7 +81,7 @@ def check_prompts(
     if rewards is not None:
         # Where code cannot be run, the check of the reward reports it.
         with report.catching(PROMPTS), contextlib.suppress(RuntimeError):
-            check_code_tests(config, rewards, train, held_out)
+            check_code_tests(rewards, environment, train, held_out)
     if resumed is not None and (resumed / TRAINER).is_dir():
         report.findings.append(_same_as_before(train, config, resumed))
     return _few(rows)

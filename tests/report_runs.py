@@ -66,17 +66,12 @@ def step_metrics(step: int, num_steps: int, rng: random.Random) -> dict[str, flo
             for name, value in (("routing_disagreement", 0.03), ("imbalance", 1.1))
             for layer in (1, 2, 10)
         },
-        "source/math/reward_mean": 0.4 + 0.3 * done,
-        "source/math/accuracy": 0.3 + 0.3 * done,
-        "curriculum/settled_share": 0.5 * done,
         "health/alarms": 1.0 if step >= 30 else 0.0,
         **{f"time/{stage}_seconds": value for stage, value in seconds.items()},
         "time/step_seconds": sum(seconds.values()) + 0.05,
     }
     if step % 15 == 0:
         metrics["eval/accuracy"] = 0.3 + 0.5 * done
-        metrics |= {"eval/math/accuracy": 0.2 + 0.4 * done, "eval/math/pass@4": 0.6 + 0.3 * done}
-        metrics |= {"eval/math/pass@4_low": 0.5, "eval/math/pass@4_high": 0.9}
     return metrics
 
 

@@ -58,6 +58,7 @@ def check_ranges(config: RLConfig) -> None:
             remedy="add --rl-kl-coef or --rl-kl-in-reward, or drop it",
         )
     config.rollout.check_unfinished()
+    config.evaluation.check_samples()
     _check_first_finished(config)
     _check_sources(config)
 

@@ -304,7 +304,10 @@ class EvaluationOptions(Parameters):
         Parameters.__post_init__(self)
         if self.eval_temperature:
             check_temperature("--rl-eval-temperature", self.eval_temperature, ", or 0 for greedy")
-        elif self.eval_samples > 1:
+
+    def check_samples(self) -> None:
+        """Check that several responses to a prompt may differ."""
+        if self.eval_samples > 1 and not self.eval_temperature:
             raise UsageError(
                 "makes all responses to a prompt equal at --rl-eval-temperature 0",
                 flag=f"--rl-eval-samples {self.eval_samples}",

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 
-import numpy as np
 import pytest
 
 from mcore_rl.algorithms.evaluation import (
@@ -19,6 +18,7 @@ from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import ScoredRollout
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
+from mcore_rl.job.preflight import check_ranges
 from mcore_rl.rewards.functions import NAMED_ANSWERS, resolve_reward
 from mcore_rl.rollout.evaluation import sample_metrics
 from mcore_rl.rollout.segments import new_rollout
@@ -127,5 +127,5 @@ def test_ks_are_powers_of_two_and_the_number_of_samples():
 
 def test_several_greedy_samples_are_refused():
     with pytest.raises(UsageError, match="--rl-eval-samples 4 .*--rl-eval-temperature"):
-        RLConfig.of(eval_samples=4)
-    assert np.isclose(RLConfig.of(eval_samples=4, eval_temperature=0.6).evaluation.eval_samples, 4)
+        check_ranges(RLConfig.of(eval_samples=4))
+    check_ranges(RLConfig.of(eval_samples=4, eval_temperature=0.6))

@@ -69,8 +69,8 @@ SECTIONS = (
             expected=True),
         Panel("Held-out accuracy by set", {"eval/*/accuracy": ""},
             "Of each set of --rl-eval-prompts.", "share", exact=True),
-        Panel("Several samples of held-out prompts", {"eval/*@*[0-9]": ""}, "Of "
-            "--rl-eval-samples, means over prompts.", "share", exact=True),
+        Panel("pass@k", {"eval/pass@*": ""}, "Of --rl-eval-samples, with the ends of 95 % "
+            "intervals.", "share", exact=True),
         Panel("Accuracy by source", {"source/*/accuracy": ""},
             "Share of a source's samples with a reward of at least 1.", "share"),
         Panel("Reward by source", {"source/*/reward_mean": ""},

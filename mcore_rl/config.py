@@ -35,6 +35,7 @@ from mcore_rl.model.quantization import FP8
 from mcore_rl.model.teacher import TeacherOptions
 from mcore_rl.observe.options import AlarmOptions, RunOptions
 from mcore_rl.rewards.options import RewardOptions
+from mcore_rl.rewards.specs import names_of
 from mcore_rl.rollout.options import EvaluationOptions, RolloutOptions
 
 if TYPE_CHECKING:  # torch, which flags do not need
@@ -204,6 +205,11 @@ class RLConfig:
         if self.rewards.reward is not None:
             return self.rewards.reward
         return "exact_match" if self.environments.environment is None else "environment"
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """The names of all rewards, those of sources of prompts included."""
+        return names_of(self.reward, self.data.all_sources())
 
     @property
     def recipe(self) -> Algorithm:

@@ -103,7 +103,7 @@ class Run:
         self._learner, self._saver = parts.models.learner, parts.saver
         self._rollouts = parts.rollouts
         self._monitors, self._timers = parts.monitors, parts.monitors.timers
-        self._accuracy: float | None = None
+        self._evaluation: dict[str, float] = {}
         self._num_done = self.first_step
 
     def sample_eval(self, step: int, weight_version: int) -> None:
@@ -143,8 +143,8 @@ class Run:
     def evaluate(self) -> float | None:
         """Return the held-out accuracy of `sample_eval`: the share of samples whose reward is at
         least 1; None if no evaluation was due."""
-        self._accuracy = self._rollouts.evaluate()
-        return self._accuracy
+        self._evaluation = self._rollouts.evaluate()
+        return self._evaluation.get("eval/accuracy")
 
     def make_batch(self, step: int, collected: Collected) -> StepBatch:
         """Return the samples as tensors, divided into mini-batches, ranks and micro-batches."""
@@ -172,7 +172,7 @@ class Run:
         Raises RunStopped on all ranks, after a checkpoint, if an alarm, or a flag of Megatron
         before the last step, ends the run.
         """
-        alarm = self._monitors.recorder.record(step, collected, batch, updates, self._accuracy)
+        alarm = self._monitors.recorder.record(step, collected, batch, updates, self._evaluation)
         self._num_done = step + 1
         self._monitors.tracer.end_step()
         if alarm:
@@ -215,7 +215,7 @@ class Run:
         config = self.config
         with self.manager as engine:
             self.sample_eval(config.trainer.num_steps, engine.weight_version)
-        accuracy = self.evaluate()
+        self.evaluate()
         self._saver.save(config.trainer.num_steps)
         if config.trainer.export_hf:
             export(
@@ -237,7 +237,7 @@ class Run:
         facts = run_facts(
             config.run.directory, self._saver.folder, config.trainer.export_hf, tensorboard
         )
-        self._monitors.recorder.finish(accuracy, facts)
+        self._monitors.recorder.finish(self._evaluation, facts)
 
     def abandon(self) -> None:
         """Prepare `close` on a rank that has failed: do not wait for any other."""

@@ -39,7 +39,7 @@ from mcore_rl.common import objects
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.run_output import log_file, patient_stdout, setup_logging
 from mcore_rl.config import RLConfig
-from mcore_rl.data.prompts import PromptDataset, load_prompts, prompt_source
+from mcore_rl.data.prompts import PromptSources, load_prompt_files
 from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.hybrid_engine.proof.canary import differences, megatron_log_probs
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
@@ -379,9 +379,9 @@ def check_prompts_given(checked: JobSpec) -> None:
     _prompts(checked.config, checked.checkpoint.folder, trusts=checked.trust_remote_code)
 
 
-def _prompts(config: RLConfig, folder: Path, *, trusts: bool) -> PromptDataset:
-    source = prompt_source(config.data, config.data.required_prompts(), trust_remote_code=trusts)
-    return load_prompts(source, folder, cache_dir=config.data.cache_dir)
+def _prompts(config: RLConfig, folder: Path, *, trusts: bool) -> PromptSources:
+    options = dataclasses.replace(config.data, eval_prompts=None)
+    return load_prompt_files(options, folder, trust_remote_code=trusts)[0]
 
 
 def _token_ids(job: Job) -> list[list[int]]:

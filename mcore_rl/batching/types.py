@@ -30,7 +30,8 @@ Answer = str | list[Any] | dict[str, Any]  # from JSON
 class Prompt:
     """Tokenised row of the prompts file.
 
-    `index` is the row in the file and stays the same across epochs, ranks and resumes.
+    `index` is the row in the file, plus the rows of sources before, and stays the same across
+    epochs, ranks and resumes.
 
     Example: `Prompt(index=3, text="1+1=", answer="2", token_ids=array([16, 10, 16, 28]))`.
     """
@@ -40,6 +41,12 @@ class Prompt:
     answer: Answer
     token_ids: np.ndarray  # [p] int32
     row: str = "{}"  # all columns, as JSON; only on ranks that compute rewards
+    source: str = ""  # `SourceSpec.key`
+    max_response_tokens: int | None = None  # None: that of the run
+
+    def limit(self, max_tokens: int) -> int:
+        """Return the number of tokens that a response may have; `max_tokens` is the run's."""
+        return min(max_tokens, self.max_response_tokens or max_tokens)
 
     @property
     def answer_text(self) -> str:

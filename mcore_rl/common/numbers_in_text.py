@@ -26,6 +26,15 @@ def numbers_in(text: str) -> list[Decimal]:
     return [_value(match) for match in _NUMBER.finditer(_ascii_minus(text))]
 
 
+def last_number(response: str) -> Decimal | None:
+    """Return the integer or decimal number that a response ends in; None if anything but white
+    space and punctuation follows its last number, or without one."""
+    matches = list(_NUMBER.finditer(_ascii_minus(response)))
+    if not matches or any(character.isalnum() for character in response[matches[-1].end() :]):
+        return None
+    return _value(matches[-1])
+
+
 def ends_in_number(response: str, answer: object) -> bool:
     """Return whether a response ends in the number of the answer.
 
@@ -34,10 +43,7 @@ def ends_in_number(response: str, answer: object) -> bool:
     after its result gets no reward. An answer that is not a number raises ValueError.
     """
     expected = number_of(answer)
-    matches = list(_NUMBER.finditer(_ascii_minus(response)))
-    if not matches or any(character.isalnum() for character in response[matches[-1].end() :]):
-        return False
-    return _value(matches[-1]) == expected
+    return last_number(response) == expected
 
 
 def _value(match: re.Match[str]) -> Decimal:

@@ -6,14 +6,25 @@ from dataclasses import dataclass
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters, param
+from mcore_rl.data.sources import EVAL_PROMPTS, SourceSpec, parse_sources
+
+NO_CURRICULUM, DROP, DRAW_LESS = "off", "drop", "less"
 
 
 @dataclass(frozen=True, slots=True)
 class DataOptions(Parameters):
     """The flags of prompts: their files, and how rows become prompts."""
 
-    prompts: str | None = param(None, "JSONL or Parquet file of training prompts")
-    eval_prompts: str | None = param(None, "JSONL or Parquet file of held-out prompts")
+    prompts: str | None = param(
+        None,
+        "JSONL or Parquet file of training prompts; several as a.jsonl=0.7,b.parquet=0.3, or a "
+        "YAML file of sources with options of their own (docs/using/prompts.md)",
+    )
+    eval_prompts: str | None = param(
+        None,
+        "JSONL or Parquet file of held-out prompts; several as NAME=a.jsonl,NAME=b.jsonl, or a "
+        "YAML file of sources",
+    )
     prompt_column: str = param("prompt", "column that holds the prompt (text or chat messages)")
     answer_column: str = param("answer", "column that holds the reference answer for the reward")
     no_chat_template: bool = param(
@@ -24,6 +35,12 @@ class DataOptions(Parameters):
     )
     chat_template_kwargs: str = param("{}", "arguments of the chat template, a JSON object")
     max_prompt_tokens: int = param(512, "drop and count prompts that are longer", above=0)
+    curriculum: str = param(
+        NO_CURRICULUM,
+        "prompts whose responses were all right or all wrong when they were last drawn: drop them, "
+        "or draw them less often, in one of four epochs",
+        choices=(NO_CURRICULUM, DROP, DRAW_LESS),
+    )
     cache_dir: str | None = param(None, "folder that caches tokenized prompts")
     on_changed_prompts: str = param(
         "stop",
@@ -32,9 +49,18 @@ class DataOptions(Parameters):
         choices=("stop", "restart"),
     )
 
-    def required_prompts(self) -> str:
-        """Return `prompts`. Raises UsageError without them."""
+    def train_sources(self) -> tuple[SourceSpec, ...]:
+        """Return the sources of `prompts`. Raises UsageError without them."""
         if self.prompts is None:
             remedy = "give a JSONL or Parquet file of prompts"
             raise UsageError("is missing", flag="--rl-prompts", remedy=remedy)
-        return self.prompts
+        return parse_sources(self.prompts)
+
+    def eval_sources(self) -> tuple[SourceSpec, ...]:
+        """Return the sources of `eval_prompts`, none if they are not given. Raises UsageError."""
+        return () if self.eval_prompts is None else parse_sources(self.eval_prompts, EVAL_PROMPTS)
+
+    def all_sources(self) -> tuple[SourceSpec, ...]:
+        """Return the sources of the flags that are given. Raises UsageError."""
+        train = () if self.prompts is None else self.train_sources()
+        return (*train, *self.eval_sources())

@@ -193,7 +193,12 @@ def _tokenised(
 ) -> pa.RecordBatch:
     try:
         found = process.tokenise(
-            [row.request(use_chat_template=source.use_chat_template) for row in rows],
+            [
+                row.request(
+                    use_chat_template=source.use_chat_template, system_prompt=source.system_prompt
+                )
+                for row in rows
+            ],
             limit=source.max_prompt_tokens,
             special=not source.use_chat_template,
         )
@@ -264,6 +269,7 @@ def _content_key(source: PromptSource, tokenizer_dir: Path) -> str:
         source.answer_column,
         uses,
         *((template.text() or template.chosen, template.kwargs) if uses else ()),
+        *(() if source.system_prompt is None else (source.system_prompt,)),
         _date_of(source, tokenizer_dir),
         *_versions(runs_code=runs_code),
         # Code may change the tokens, and a cache must not hide that the code is needed.

@@ -46,8 +46,9 @@ class PromptSource:
     list, an object, or an integer or finite float, which becomes a string. `a.b` is field `b` of
     column `a`, unless a column has that name. With `use_chat_template` a string is one user
     message, and `template` selects the template, which also gets the columns `tools`, `documents`
-    and `chat_template_kwargs`. Without it, a string goes to the model unchanged. Prompts longer
-    than `max_prompt_tokens` are dropped. `trust_remote_code` allows the tokenizer code in the
+    and `chat_template_kwargs`. Without it, a string goes to the model unchanged. `system_prompt`
+    precedes messages that do not begin with a system message. Prompts longer than
+    `max_prompt_tokens` are dropped. `trust_remote_code` allows the tokenizer code in the
     checkpoint's folder to run.
     """
 
@@ -58,6 +59,7 @@ class PromptSource:
     use_chat_template: bool = True
     trust_remote_code: bool = False
     template: ChatTemplate = field(default_factory=ChatTemplate)
+    system_prompt: str | None = None
     flag: str = "--rl-prompts"  # that names the file
 
     @property
@@ -85,13 +87,17 @@ class PromptRow(NamedTuple):
             return self.prompt
         return "\n\n".join(filter(None, map(text_of, self.prompt)))
 
-    def request(self, *, use_chat_template: bool) -> dict[str, Any]:
+    def request(
+        self, *, use_chat_template: bool, system_prompt: str | None = None
+    ) -> dict[str, Any]:
         """Return the row's request to the tokenizer's process."""
         if not use_chat_template:
             return {"text": self.prompt}
         messages = self.prompt
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        if system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system_prompt}, *messages]
         return {
             "messages": _plain(messages),
             "tools": _plain(self.tools),

@@ -11,8 +11,11 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import pyarrow as pa
@@ -20,10 +23,12 @@ from numpy.random import PCG64, SeedSequence
 
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
+from mcore_rl.data.apportionment import Apportionment
 from mcore_rl.data.messages import RejectedRow, checked_kwargs
 from mcore_rl.data.options import DataOptions
 from mcore_rl.data.prompt_cache import tokenised_table
 from mcore_rl.data.prompt_file import PromptSource, check_path
+from mcore_rl.data.sources import EVAL_PROMPTS, PROMPTS, SourceSpec
 from mcore_rl.data.tokenizer import vocabulary_size
 from mcore_rl.data.tokenizer_process import ChatTemplate
 from mcore_rl.data.user_prompts import default_cache_dir, prompts_path
@@ -32,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _PROMPT_COLUMNS = ("text", "answer", "token_ids", "row")
 _BY_CONTENT = "tokens:"  # prefix of a fingerprint of the tokens
+_OF_SOURCES = "sources:"  # prefix of a fingerprint of several sources
 
 
 class PromptDataset:
@@ -49,6 +55,7 @@ class PromptDataset:
         self._columns = [table.column(name) for name in _PROMPT_COLUMNS]
         self.rows = np.flatnonzero(num_tokens <= max_prompt_tokens)
         """`[prompts]` int64: row in the file of each prompt."""
+        self.num_rows = table.num_rows  # of the file
         self.num_too_long = table.num_rows - len(self.rows)
         self.min_tokens = int(num_tokens.min())
         self._max_token_ids = table.column("max_token_id").to_numpy()
@@ -86,6 +93,117 @@ class PromptDataset:
         return Prompt(row, text.as_py(), json.loads(answer.as_py()), ids, columns.as_py())
 
 
+class PromptSources:
+    """Prompts of one or several sources, one after the other in the order of the flag.
+
+    `Prompt.index` is the row in the file, plus the rows of the sources before. Draws alternate
+    between sources by their shares (`apportionment`), and each source visits its prompts once per
+    epoch, in an order of its own.
+    """
+
+    def __init__(self, parts: Sequence[tuple[SourceSpec, PromptDataset]]) -> None:
+        self.specs = tuple(spec for spec, _ in parts)
+        self.parts = tuple(prompts for _, prompts in parts)
+        sizes = [len(each) for each in self.parts]
+        self._ends = np.cumsum(sizes)
+        self._first_rows = np.cumsum([0, *(each.num_rows for each in self.parts)])
+        self.num_rows = int(self._first_rows[-1])
+        shifted = zip(self._first_rows[:-1], self.parts, strict=True)
+        self.rows = np.concatenate([first + each.rows for first, each in shifted])
+        """`[prompts]` int64: `Prompt.index` of each prompt."""
+        weights = [spec.weight for spec in self.specs]
+        self.apportionment = Apportionment(
+            [size if each is None else each for size, each in zip(sizes, weights, strict=True)]
+        )
+        self._streams = [()] if len(parts) == 1 else [(crc32(s.name.encode()),) for s in self.specs]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, position: int) -> Prompt:
+        source = int(np.searchsorted(self._ends, position, side="right"))
+        part, spec = self.parts[source], self.specs[source]
+        prompt = part[position - int(self._ends[source]) + len(part)]
+        return replace(
+            prompt,
+            index=prompt.index + int(self._first_rows[source]),
+            source=spec.key,
+            max_response_tokens=spec.max_response_tokens,
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the sources; empty for a single one, whose metrics are the run's."""
+        return tuple(spec.name for spec in self.specs) if len(self.specs) > 1 else ()
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of a single source; of several, JSON of name, share and fingerprint."""
+        if len(self.parts) == 1:
+            return self.parts[0].fingerprint
+        units = self.apportionment.units
+        facts = zip(self.specs, units, self.parts, strict=True)
+        return _OF_SOURCES + json.dumps([[s.name, n, each.fingerprint] for s, n, each in facts])
+
+    def are_those_of(self, fingerprint: str) -> bool | None:
+        """Return whether a checkpoint with `fingerprint` has drawn from these sources, in these
+        shares. None: see `PromptDataset.are_those_of`."""
+        if not fingerprint.startswith((_BY_CONTENT, _OF_SOURCES)):
+            return None
+        return fingerprint == self.fingerprint
+
+    def sources_of(self, rows: np.ndarray) -> np.ndarray:
+        """Return the numbers of the sources, int64, of prompts with these `Prompt.index`."""
+        return np.searchsorted(self._first_rows, rows, side="right") - 1
+
+    def first_of_each(self, count: int) -> np.ndarray:
+        """Return the positions, int64, of the first `count` prompts of each source."""
+        sizes = [len(each) for each in self.parts]
+        firsts = self._ends - sizes
+        pieces = zip(firsts.tolist(), sizes, strict=True)
+        return np.concatenate([np.arange(first, first + min(n, count)) for first, n in pieces])
+
+    def in_source(self, source: int, start: int, count: int, *, seed: int) -> np.ndarray:
+        """Return the positions, `[count]` int64, that draws of one source get, of which `start`
+        came before."""
+        size, stream = len(self.parts[source]), self._streams[source]
+        found = prompt_indices(size, start=start, count=count, seed=seed, stream=stream)
+        return found + int(self._ends[source]) - size
+
+    def indices(self, start: int, count: int, *, seed: int) -> np.ndarray:
+        """Return positions, `[count]` int64, of the prompts that draws from `start` get; depends
+        only on the arguments."""
+        sources, ranks = self.apportionment.of_draws(start, count)
+        found = np.empty(count, dtype=np.int64)
+        for source in np.unique(sources).tolist():
+            chosen = sources == source
+            first, number = int(ranks[chosen][0]), int(chosen.sum())
+            found[chosen] = self.in_source(source, first, number, seed=seed)
+        return found
+
+    def of_draw(self, draw: int, *, seed: int) -> Prompt:
+        """Return the prompt of one of a run's draws."""
+        return self[int(self.indices(draw, 1, seed=seed)[0])]
+
+
+def changes_between(before: str, now: str) -> str:
+    """Describe how the sources of one fingerprint differ from those of an earlier one; "" if one of
+    them is a single source."""
+    if not before.startswith(_OF_SOURCES) or not now.startswith(_OF_SOURCES):
+        return ""
+    old, new = (
+        {name: (share, content) for name, share, content in json.loads(each[len(_OF_SOURCES) :])}
+        for each in (before, now)
+    )
+    found = [f"'{name}' is new" for name in new if name not in old]
+    found += [f"'{name}' is missing" for name in old if name not in new]
+    both = [name for name in new if name in old]
+    found += [f"'{name}' has other prompts" for name in both if old[name][1] != new[name][1]]
+    if not found:
+        found = ["their order or their weights differ"]
+    return ", ".join(found)
+
+
 def chat_template(options: DataOptions, date: str | None = None) -> ChatTemplate:
     """Return the chat template of the flags; `date` as in `ChatTemplate`. Raises UsageError."""
     flag = f"--rl-chat-template-kwargs {options.chat_template_kwargs}"
@@ -104,21 +222,29 @@ def chat_template(options: DataOptions, date: str | None = None) -> ChatTemplate
 
 def prompt_source(
     options: DataOptions,
-    path: str,
-    flag: str = "--rl-prompts",
+    spec: SourceSpec,
     *,
     trust_remote_code: bool = False,
     date: str | None = None,
 ) -> PromptSource:
-    """Return how to read the prompts file, or source of --rl-import, that `flag` names."""
+    """Return how to read the prompts of a source: a file, or a function of --rl-import."""
+    flag = EVAL_PROMPTS if spec.is_eval else PROMPTS
+    if spec.system_prompt is not None and options.no_chat_template:
+        raise UsageError(
+            f"cannot be combined with the system_prompt of source '{spec.name}' in {flag}, which "
+            "only a chat template can write",
+            flag="--rl-no-chat-template",
+            remedy="drop one of the two",
+        )
     return PromptSource(
-        path=prompts_path(path, options.cache_dir, flag),
-        prompt_column=options.prompt_column,
-        answer_column=options.answer_column,
+        path=prompts_path(spec.path, options.cache_dir, flag),
+        prompt_column=spec.prompt_column or options.prompt_column,
+        answer_column=spec.answer_column or options.answer_column,
         use_chat_template=not options.no_chat_template,
-        max_prompt_tokens=options.max_prompt_tokens,
+        max_prompt_tokens=spec.max_prompt_tokens or options.max_prompt_tokens,
         trust_remote_code=trust_remote_code,
         template=chat_template(options, date),
+        system_prompt=spec.system_prompt,
         flag=flag,
     )
 
@@ -129,20 +255,24 @@ def load_prompt_files(
     *,
     trust_remote_code: bool = False,
     date: str | None = None,
-) -> tuple[PromptDataset, PromptDataset | None]:
+) -> tuple[PromptSources, PromptSources | None]:
     """Return training and held-out prompts, from the cache if they were tokenised before.
 
     `trust_remote_code` is Megatron's --trust-remote-code, `date` the date (ISO) for chat templates;
     None: today.
     """
 
-    def load(path: str, flag: str) -> PromptDataset:
-        source = prompt_source(options, path, flag, trust_remote_code=trust_remote_code, date=date)
-        return load_prompts(source, tokenizer_dir, cache_dir=options.cache_dir)
+    def load(specs: Sequence[SourceSpec]) -> PromptSources:
+        sources = (
+            prompt_source(options, spec, trust_remote_code=trust_remote_code, date=date)
+            for spec in specs
+        )
+        cache_dir = options.cache_dir
+        loaded = [load_prompts(each, tokenizer_dir, cache_dir=cache_dir) for each in sources]
+        return PromptSources(list(zip(specs, loaded, strict=True)))
 
-    train = load(options.required_prompts(), "--rl-prompts")
-    held_out = options.eval_prompts
-    return train, None if held_out is None else load(held_out, "--rl-eval-prompts")
+    train, held_out = options.train_sources(), options.eval_sources()
+    return load(train), load(held_out) if held_out else None
 
 
 def load_prompts(
@@ -215,31 +345,28 @@ def _log_omissions(prompts: PromptDataset, source: PromptSource, num_rows: int) 
         )
 
 
-def prompt_indices(num_rows: int, *, start: int, count: int, seed: int) -> np.ndarray:
+def prompt_indices(
+    num_rows: int, *, start: int, count: int, seed: int, stream: tuple[int, ...] = ()
+) -> np.ndarray:
     """Return positions, `[count]` int64, of the prompts that draws from `start` get.
 
     The result depends only on the arguments, so a resumed run needs no state and every rank draws
-    the same. Every `num_rows` draws from 0 visit each row once, in an order given by (seed, epoch).
+    the same. Every `num_rows` draws from 0 visit each row once, in an order given by (seed, epoch,
+    stream).
     """
     stop = start + count
     pieces = []
     while start < stop:
         epoch, position = divmod(start, num_rows)
-        pieces.append(_permutation(num_rows, seed, epoch)[position:][: stop - start])
+        pieces.append(_permutation(num_rows, seed, epoch, stream)[position:][: stop - start])
         start += len(pieces[-1])
     return np.concatenate(pieces)
 
 
-def prompt_of_draw(prompts: PromptDataset, draw: int, *, seed: int) -> Prompt:
-    """Return the prompt of one of a run's draws."""
-    row = prompt_indices(len(prompts), start=draw, count=1, seed=seed)[0]
-    return prompts[int(row)]
-
-
-@lru_cache(maxsize=4)  # this epoch and the next, for training and for evaluation
-def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+@lru_cache(maxsize=32)  # this epoch and the next of each source
+def _permutation(num_rows: int, seed: int, epoch: int, stream: tuple[int, ...]) -> np.ndarray:
     # Sort raw bits: numpy guarantees a bit generator's bits across versions, not `permutation`.
-    raw = PCG64(SeedSequence([seed, epoch])).random_raw(num_rows)
+    raw = PCG64(SeedSequence([seed, epoch, *stream])).random_raw(num_rows)
     return np.argsort(raw)  # 64 bits are practically never equal, so every sort agrees
 
 

@@ -27,12 +27,13 @@ import inspect
 import os
 import sys
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.near_names import did_you_mean
 from mcore_rl.common.user_code import find_in_module, import_user_file, meant_own
+from mcore_rl.data.sources import NO_ENVIRONMENT
 
 Message = Mapping[str, str]  # "role", "content", and other keys that the chat template reads
 Text = str | Sequence[Message] | Sequence[int]  # a text used unchanged, messages, or token ids
@@ -92,7 +93,7 @@ class Environment:
         super().__init_subclass__(**more)
         if name is None:
             return
-        if not name.isidentifier():
+        if not name.isidentifier() or name == NO_ENVIRONMENT:
             raise ValueError(f"an environment cannot be called {name!r}; give letters, digits, _")
         caller = sys._getframe(1)
         place = (os.path.realpath(caller.f_code.co_filename), caller.f_lineno)
@@ -127,6 +128,25 @@ class EnvironmentSpec:
     max_open: int = 256  # concurrent processes
     max_turns: int = 8
     max_turn_tokens: int | None = None  # None: the rest of the response
+    # `SourceSpec.key` -> name, of sources with an environment of their own, or NO_ENVIRONMENT
+    of_sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all environments."""
+        names = dict.fromkeys((self.name, *self.of_sources.values()))
+        return tuple(name for name in names if name != NO_ENVIRONMENT)
+
+    def name_for(self, source: str) -> str:
+        """Return the environment of a source's samples, by `SourceSpec.key`."""
+        return self.of_sources.get(source, self.name)
+
+
+class SingleTurn(Environment):
+    """The environment of samples that have none: it ends after the first turn."""
+
+    def step(self, response: Response) -> StepResult:
+        return StepResult(done=True)
 
 
 def resolve_environment(spec: str, imports: Sequence[str] = ()) -> type:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters, param, parameters_of
-from mcore_rl.environments.interface import EnvironmentSpec
+from mcore_rl.data.sources import NO_ENVIRONMENT, SourceSpec
+from mcore_rl.environments.interface import FLAG, EnvironmentSpec
 from mcore_rl.isolation.levels import parse_accepted
 from mcore_rl.isolation.variables import parse_environment_names
 
@@ -67,10 +68,23 @@ class EnvironmentOptions(Parameters):
                 remedy="lower it, drop it or raise the other",
             )
 
-    def spec(self, imports: Sequence[str], sandbox_accept: str | None) -> EnvironmentSpec | None:
+    def spec(
+        self,
+        imports: Sequence[str],
+        sandbox_accept: str | None,
+        sources: Sequence[SourceSpec] = (),
+    ) -> EnvironmentSpec | None:
         """Return the environment, if any; `imports` are the files of --rl-import, `sandbox_accept`
-        is --rl-sandbox-accept."""
+        is --rl-sandbox-accept, `sources` may have environments of their own."""
+        own = {each.key: each.environment for each in sources if each.environment is not None}
         if self.environment is None:
+            if own:
+                raise UsageError(
+                    f"is missing, and sources of prompts have environments: {', '.join(own)}",
+                    flag=FLAG,
+                    remedy="give the environment of the other sources, and those without one "
+                    f"'environment: {NO_ENVIRONMENT}'",
+                )
             return None
         return EnvironmentSpec(
             name=self.environment,
@@ -82,4 +96,5 @@ class EnvironmentOptions(Parameters):
             max_open=self.max_environments,
             max_turns=self.max_turns,
             max_turn_tokens=self.max_turn_tokens,
+            of_sources=own,
         )

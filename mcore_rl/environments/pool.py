@@ -40,17 +40,18 @@ class EnvironmentPool:
     """
 
     def __init__(self, spec: EnvironmentSpec) -> None:
-        self._spec, self._timeout_seconds = spec.name, spec.timeout_seconds
+        self._spec, self._timeout_seconds = spec, spec.timeout_seconds
+        self._title = ",".join(spec.names)
         # The working directory may differ when processes start.
         files = [os.path.abspath(path) for path in spec.imports]
         self._program = Program(
-            f"environment {spec.name}",
+            f"environment {self._title}",
             "mcore_rl.environments.service",
-            {"spec": spec.name, "imports": files, "timeout_seconds": spec.timeout_seconds},
+            {"specs": spec.names, "imports": files, "timeout_seconds": spec.timeout_seconds},
             memory_gib=spec.memory_gib,
             memory_flag="--rl-environment-memory-gib",
             environment_names=spec.environment_names,
-            runs_code=spec.name == PYTHON_SANDBOX,
+            runs_code=PYTHON_SANDBOX in spec.names,
             sandbox_accept=spec.sandbox_accept,
             is_silent=True,  # nobody reads what hundreds print, and it could fill the run's log
         )
@@ -77,7 +78,8 @@ class EnvironmentPool:
         """Create an environment for a sample. Return its ticket, for which `Started` will come."""
         ticket = self._pool.open()
         fields = {"text": prompt.text, "answer": prompt.answer, "row": prompt.row, "seed": seed}
-        self._pool.ask(ticket, {"prompt": fields}, limit_seconds=self._timeout_seconds)
+        request = {"prompt": fields, "environment": self._spec.name_for(prompt.source)}
+        self._pool.ask(ticket, request, limit_seconds=self._timeout_seconds)
         self._starting.add(ticket)
         return ticket
 
@@ -121,9 +123,9 @@ class EnvironmentPool:
         self._pool.end(tickets)
 
     def check(self) -> None:
-        """Raise UsageError if a process like those of samples cannot find the class; this process
-        does not import it."""
-        check_program(self._program, f"{FLAG} {self._spec}")
+        """Raise UsageError if a process like those of samples cannot find the classes; this process
+        does not import them."""
+        check_program(self._program, f"{FLAG} {self._title}")
 
     def close(self) -> None:
         """End all processes of this pool, in any state. A second call does nothing."""
@@ -139,7 +141,7 @@ class EnvironmentPool:
         if failed.kind not in self.failure_counts:
             logger.warning(
                 "environment %s failed, which fails its sample; the first failure of this kind: %s",
-                self._spec,
+                self._title,
                 failed.failure,
             )
         self.failure_counts[failed.kind] += 1
@@ -152,10 +154,11 @@ def check_environment(spec: EnvironmentSpec) -> None:
     here. Files of `--rl-import` run in this process, as they may also define losses.
     """
     check_environment_names(spec.environment_names, "--rl-environment-env")
-    if ":" in spec.name:
+    if any(":" in name for name in spec.names):
         with EnvironmentPool(spec) as pool:
             pool.check()
-    else:
-        resolve_environment(spec.name, spec.imports)
-    if spec.name == PYTHON_SANDBOX:
-        check_sandbox(f"{FLAG} {spec.name}", spec.sandbox_accept)
+    for name in spec.names:
+        if ":" not in name:
+            resolve_environment(name, spec.imports)
+    if PYTHON_SANDBOX in spec.names:
+        check_sandbox(f"{FLAG} {PYTHON_SANDBOX}", spec.sandbox_accept)

@@ -8,11 +8,16 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mcore_rl.environments import wire
-from mcore_rl.environments.interface import EnvironmentPrompt, Response, resolve_environment
+from mcore_rl.environments.interface import (
+    EnvironmentPrompt,
+    Response,
+    SingleTurn,
+    resolve_environment,
+)
 from mcore_rl.isolation.process import Service, awaited, guarded
 from mcore_rl.isolation.zygote import run_zygote
 
@@ -23,21 +28,24 @@ def main(control: int, parent: int) -> None:
 
 
 def _load(settings: dict[str, Any]) -> Callable[[], Service]:
-    environment = resolve_environment(settings["spec"], settings["imports"])
-    return lambda: _EnvironmentService(environment, settings["timeout_seconds"])
+    classes = {
+        name: resolve_environment(name, () if number else settings["imports"])
+        for number, name in enumerate(settings["specs"])
+    }
+    return lambda: _EnvironmentService(classes, settings["timeout_seconds"])
 
 
 class _EnvironmentService:
     """One sample's environment."""
 
-    def __init__(self, environment: type, timeout_seconds: float) -> None:
-        self._class, self._timeout_seconds = environment, timeout_seconds
+    def __init__(self, classes: Mapping[str, type], timeout_seconds: float) -> None:
+        self._classes, self._timeout_seconds = classes, timeout_seconds
         self._environment: Any = None
 
     def answer(self, request: dict[str, Any] | None) -> object:
-        """Start the environment with a `prompt`, or take a step with a `response`."""
+        """Start an `environment` with a `prompt`, or take a step with a `response`."""
         if request is None:
-            return None  # the zygote has imported the class
+            return None  # the zygote has imported the classes
         call = self._start if "prompt" in request else self._step
         return guarded(lambda: call(request), self._timeout_seconds)
 
@@ -45,7 +53,7 @@ class _EnvironmentService:
         fields = request["prompt"]
         _seed(fields["seed"])
         prompt = EnvironmentPrompt(**{**fields, "row": json.loads(fields["row"])})
-        self._environment = self._class()
+        self._environment = self._classes.get(request["environment"], SingleTurn)()
         return wire.as_started(awaited(self._environment.start(prompt)))
 
     def _step(self, request: dict[str, Any]) -> list[Any]:

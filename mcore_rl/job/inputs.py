@@ -7,10 +7,11 @@ import os
 from pathlib import Path
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.config import RLConfig
-from mcore_rl.data.prompts import PromptDataset, load_prompt_files
+from mcore_rl.data.prompts import PromptSources, load_prompt_files
+from mcore_rl.data.sources import EVAL_PROMPTS, PROMPTS
 from mcore_rl.data.tokenizer import HOW_TO_END, missing_end
 from mcore_rl.environments.conversation import ConversationTokens
+from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.environments.pool import check_environment
 from mcore_rl.rewards.pool import check_rewards
 from mcore_rl.rewards.specs import RewardSpec
@@ -31,7 +32,7 @@ def check_data(spec: JobSpec) -> None:
     day = None if load is None else date_of_checkpoints(Path(load))
     train, held_out = load_prompt_files(config.data, folder, trust_remote_code=trusts, date=day)
     check_rewards(spec.rewards)
-    check_code_tests(config, spec.rewards, train, held_out)
+    check_code_tests(spec.rewards, spec.environment, train, held_out)
     if spec.environment is not None:
         check_environment(spec.environment)
         ConversationTokens.of_model(folder, config.data, trust_remote_code=trusts, date=day)
@@ -48,19 +49,19 @@ def check_data(spec: JobSpec) -> None:
 
 
 def check_code_tests(
-    config: RLConfig, rewards: RewardSpec, train: PromptDataset, held_out: PromptDataset | None
+    rewards: RewardSpec,
+    environment: EnvironmentSpec | None,
+    train: PromptSources,
+    held_out: PromptSources | None,
 ) -> None:
     """Raise UsageError for answers that are not tests, if `python_sandbox` grades by them."""
-    is_reward = PYTHON_SANDBOX in rewards.names
-    if not is_reward and config.environments.environment != PYTHON_SANDBOX:
-        return
     if int(os.environ.get("LOCAL_RANK", 0)) != 0:  # the other ranks of a node read the same rows
         return
-    for prompts, flag in (
-        (train, f"--rl-prompts {config.data.prompts}"),
-        (held_out, f"--rl-eval-prompts {config.data.eval_prompts}"),
-    ):
-        if prompts is not None:
-            check_code_rows(
-                prompts, flag, may_be_blank=not is_reward, accepted=rewards.sandbox_accept
-            )
+    for prompts in filter(None, (train, held_out)):
+        for spec, part in zip(prompts.specs, prompts.parts, strict=True):
+            is_reward = PYTHON_SANDBOX in rewards.weights_of(spec.key)
+            own = None if environment is None else environment.name_for(spec.key)
+            if is_reward or own == PYTHON_SANDBOX:
+                flag = f"{EVAL_PROMPTS if spec.is_eval else PROMPTS} {spec.path}"
+                accepted = rewards.sandbox_accept
+                check_code_rows(part, flag, may_be_blank=not is_reward, accepted=accepted)

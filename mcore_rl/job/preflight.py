@@ -16,6 +16,8 @@ from mcore_rl.common.megatron_version import check_megatron
 from mcore_rl.common.readers import parse_yaml
 from mcore_rl.common.user_code import import_user_file
 from mcore_rl.config import RLConfig, TrainerOptions
+from mcore_rl.data.options import NO_CURRICULUM
+from mcore_rl.data.sources import EVAL_PROMPTS, PROMPTS, check_lengths
 from mcore_rl.flags.classes import check_numbers, check_order, check_refused
 from mcore_rl.flags.packages import check_packages
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
@@ -56,7 +58,46 @@ def check_ranges(config: RLConfig) -> None:
             remedy="add --rl-kl-coef or --rl-kl-in-reward, or drop it",
         )
     config.rollout.check_unfinished()
+    config.evaluation.check_samples()
     _check_first_finished(config)
+    _check_sources(config)
+
+
+def _check_sources(config: RLConfig) -> None:
+    """Check the sources of prompts against the run's limits, and the curriculum."""
+    data, limit = config.data, config.rollout.max_response_tokens
+    for flag, value, sources in (
+        (PROMPTS, data.prompts, data.train_sources() if data.prompts else ()),
+        (EVAL_PROMPTS, data.eval_prompts, data.eval_sources()),
+    ):
+        check_lengths(
+            sources,
+            max_prompt_tokens=data.max_prompt_tokens,
+            max_response_tokens=limit,
+            given=f"{flag} {value}",
+        )
+        own = next((each.name for each in sources if each.max_response_tokens), None)
+        if own is not None and config.recipe.overlong_buffer(limit):
+            raise UsageError(
+                f": source '{own}' has max_response_tokens, and the penalty of overlong responses "
+                "knows one limit for all",
+                flag=f"{flag} {value}",
+                remedy="drop it, or give --rl-overlong-buffer-tokens 0",
+            )
+    if data.curriculum == NO_CURRICULUM:
+        return
+    if config.rollout.samples_ahead:
+        other = f"{config.rollout.apart} and --rl-max-staleness {config.rollout.staleness_limit}"
+    elif config.rollout.keeps_unfinished:
+        other = "--rl-partial-rollouts"
+    else:
+        return
+    raise UsageError(
+        f"cannot be combined with {other}: prompts of later steps are drawn before the outcome of "
+        "earlier ones is known",
+        flag=f"--rl-curriculum {data.curriculum}",
+        remedy="drop one of them, or give --rl-max-staleness 0 to engines on ranks of their own",
+    )
 
 
 def _check_first_finished(config: RLConfig) -> None:
@@ -89,11 +130,11 @@ def _check_first_finished(config: RLConfig) -> None:
 
 def check_environment_flags(config: RLConfig) -> None:
     """Check that `--rl-environment`, the flags of turns and its reward are given together."""
-    rewards = [name.strip() for name in config.reward.split(",")]
+    rewards = config.reward_names
     if config.environments.environment is None and ENVIRONMENT in rewards:
         raise UsageError(
             f"names {ENVIRONMENT}, but --rl-environment is missing",
-            flag=f"--rl-reward {config.reward}",
+            flag=f"--rl-reward {','.join(rewards)}",
             remedy="give the environment whose rewards these are, or drop the name",
         )
     config.environments.check(config.rollout.max_response_tokens)

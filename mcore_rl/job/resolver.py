@@ -172,9 +172,12 @@ class _Examiner:
     def _read_rewards(self, config: RLConfig) -> None:
         """Read what evaluates responses: the rewards, and the environment of several turns."""
         facts, refusals, imports = self.facts, self.refusals, config.trainer.import_
-        facts.rewards = refusals.value(parse_rewards, config.reward, config.rewards, imports)
+        sources = config.data.all_sources()
+        facts.rewards = refusals.value(
+            parse_rewards, config.reward, config.rewards, imports, sources
+        )
         facts.environment = refusals.value(
-            config.environments.spec, imports, config.rewards.sandbox_accept
+            config.environments.spec, imports, config.rewards.sandbox_accept, sources
         )
 
     def _check_named_files(self, config: RLConfig) -> None:

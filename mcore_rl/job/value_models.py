@@ -89,11 +89,11 @@ class Folder:
 
 def check_reward_model_flags(config: RLConfig) -> None:
     """Check that `--rl-reward` and the flags of the model are given together."""
-    names = [name.strip() for name in config.reward.split(",")]
+    names = config.reward_names
     if REWARD_MODEL in names and config.rewards.reward_model is None:
         raise UsageError(
             f"names {REWARD_MODEL}, but --rl-reward-model is missing",
-            flag=f"--rl-reward {config.reward}",
+            flag=f"--rl-reward {','.join(names)}",
             remedy="give the folder of a checkpoint with a score head",
         )
     flags = {
@@ -106,7 +106,8 @@ def check_reward_model_flags(config: RLConfig) -> None:
     for flag, value in flags.items():
         if value is not None and REWARD_MODEL not in names:
             raise UsageError(
-                f"has no effect, because --rl-reward {config.reward} does not name {REWARD_MODEL}",
+                f"has no effect, because --rl-reward {','.join(names)} does not name "
+                f"{REWARD_MODEL}",
                 flag=f"{flag} {value}",
                 remedy=f"add {REWARD_MODEL} to it or drop the flag",
             )

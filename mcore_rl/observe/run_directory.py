@@ -171,6 +171,7 @@ class RunDirectory:
             line = {
                 "step": step,
                 "draw": draw,
+                "source": rollout.prompt.source,
                 "prompt_index": rollout.prompt.index,
                 "prompt": rollout.prompt.text,
                 "response": rollout.text,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -65,10 +65,12 @@ class BatchQueue:
         self.num_out = 0  # batches with the workers
         self._out_seconds = 0.0
 
-    def add(self, ticket: int, sample: Sample) -> None:
-        """Queue a new sample for all functions. Tickets must increase."""
+    def add(self, ticket: int, sample: Sample, names: Container[str] | None = None) -> None:
+        """Queue a new sample for the functions among `names`, None: for all. Tickets must
+        increase."""
         for spec in self._specs:
-            self._queues[spec, False][ticket] = sample
+            if names is None or spec in names:
+                self._queues[spec, False][ticket] = sample
 
     @property
     def num_waiting(self) -> int:

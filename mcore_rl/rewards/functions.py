@@ -24,11 +24,18 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.near_names import did_you_mean
-from mcore_rl.common.numbers_in_text import ends_in_number, number_of, numbers_in
+from mcore_rl.common.numbers_in_text import (
+    ends_in_number,
+    last_number,
+    number_of,
+    numbers_in,
+)
 from mcore_rl.common.user_code import find_in_module, meant_own
 from mcore_rl.sandbox import PYTHON_SANDBOX
 
@@ -105,9 +112,27 @@ def gsm8k(*, prompt: str, response: str, answer: Any) -> float:
     2110.14168)
     """
     expected = number_of(str(answer).rpartition("####")[2])
+    return float(_gsm8k_result(response) == expected)
+
+
+def _gsm8k_result(response: str) -> Decimal | None:
     _, mark, result = response.rpartition("####")
     numbers = numbers_in(result)
-    return float(bool(numbers) and numbers[0 if mark else -1] == expected)
+    return numbers[0 if mark else -1] if numbers else None
+
+
+def _as_text(number: Decimal | None) -> str | None:
+    """Return the same text for equal numbers."""
+    return None if number is None else str(Fraction(number))
+
+
+# For rewards that compare one answer of the response: how they find it, as a text; None: it has
+# none. Texts of equal answers are equal.
+NAMED_ANSWERS: Mapping[str, Callable[[str], str | None]] = {
+    "exact_match": str.strip,
+    "arithmetic": lambda response: _as_text(last_number(response)),
+    "gsm8k": lambda response: _as_text(_gsm8k_result(response)),
+}
 
 
 @reward(PYTHON_SANDBOX)

@@ -137,6 +137,7 @@ class ServerReward:
 
     def __init__(self, server: ServerSpec, *, timeout_seconds: float) -> None:
         """Raises UsageError if the environment does not hold the header that `server` names."""
+        self.name = server.name
         self._server, self._dialect = server, DIALECTS[server.name]
         self._timeout_seconds = timeout_seconds
         self._header = header_from(server.header_env, server.header_flag)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -58,19 +58,26 @@ def _weighed_sample(
     return ScoredRollout(rollout, float(total), parts=parts)
 
 
-def part_metrics(table: SampleTable, names: Sequence[str]) -> dict[str, float]:
+def part_metrics(
+    table: SampleTable,
+    names: Sequence[str],
+    is_used: Callable[[str], np.ndarray] | None = None,
+) -> dict[str, float]:
     """Return `reward/<name>/mean` and `reward/<name>/failures` of each part, before its weight.
 
     The mean covers the samples on which the part did not fail, and is omitted if it failed on all;
-    failures are counted in samples.
+    failures are counted in samples. `is_used` returns for which samples, `[n]` bool, a part is
+    computed; None: for all.
     """
     metrics: dict[str, float] = {}
     for name in names:
         values = table.parts.get(name, np.full(len(table), np.nan))
+        if is_used is not None:
+            values = values[is_used(name)]
         found = values[~np.isnan(values)]
         if len(found):
             metrics[f"reward/{name}/mean"] = math.fsum(v / len(found) for v in found.tolist())
-        metrics[f"reward/{name}/failures"] = float(len(table) - len(found))
+        metrics[f"reward/{name}/failures"] = float(len(values) - len(found))
     return metrics
 
 

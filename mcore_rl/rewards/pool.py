@@ -14,7 +14,7 @@ import dataclasses
 import math
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from mcore_rl.batching.types import Rollout
@@ -89,10 +89,10 @@ class RewardPool:
         """Return a descriptor that is readable when `advance` has something to do."""
         return self._pool.fileno()
 
-    def add(self, ticket: int, rollout: Rollout) -> None:
-        """Store a rollout for `advance`. Tickets must increase."""
+    def add(self, ticket: int, rollout: Rollout, names: Container[str]) -> None:
+        """Store a rollout for `advance`, for the functions among `names`. Tickets must increase."""
         sample = (rollout.prompt.text, rollout.text, rollout.prompt.answer, rollout.prompt.row)
-        self._batches.add(ticket, sample)
+        self._batches.add(ticket, sample, names)
 
     def advance(self) -> list[tuple[int, str, Outcome]]:
         """Send samples to workers and return the outcomes that have arrived; does not block.

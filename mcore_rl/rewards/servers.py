@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from queue import SimpleQueue
 
 from mcore_rl.batching.types import Rollout
 from mcore_rl.rewards.http import Answered, ServerReward
 
+_Added = tuple[int, int, Rollout]  # number of a server, ticket, rollout
+
 
 class Servers:
-    """Requests of rewards for each rollout from every server.
+    """Requests of rewards for each rollout from the servers that its source names.
 
     Rollouts added since the last `advance` are passed on together; `ServerReward.answer` turns them
     into requests. Without open requests, no thread or connection exists. A server's faults fail its
@@ -23,7 +25,7 @@ class Servers:
 
     def __init__(self, servers: Sequence[ServerReward]) -> None:
         self._servers = tuple(servers)
-        self._added: list[tuple[int, Rollout]] = []
+        self._added: list[_Added] = []
         self._num_open = 0  # outcomes that are due
         self._answered: SimpleQueue[Answered] = SimpleQueue()
         self._has_answers = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -33,10 +35,11 @@ class Servers:
         """Return a descriptor that is readable when `advance` has outcomes to return."""
         return self._has_answers
 
-    def add(self, ticket: int, rollout: Rollout) -> None:
-        """Store a rollout for `advance`."""
-        self._added.append((ticket, rollout))
-        self._num_open += len(self._servers)
+    def add(self, ticket: int, rollout: Rollout, names: Container[str]) -> None:
+        """Store a rollout for `advance`, for the servers among `names`."""
+        numbers = [n for n, server in enumerate(self._servers) if server.name in names]
+        self._added += [(number, ticket, rollout) for number in numbers]
+        self._num_open += len(numbers)
 
     def advance(self) -> Answered:
         """Request what was added and return the outcomes that have arrived; does not block."""
@@ -93,7 +96,7 @@ class _Requests:
             for server, waiting in zip(servers, self._waiting, strict=True)
         ]
 
-    def add(self, rollouts: Sequence[tuple[int, Rollout]]) -> None:
+    def add(self, rollouts: Sequence[_Added]) -> None:
         """Request these rollouts as well. Raises only what a bug of ours can cause."""
         for client in self._clients:
             if client.done():
@@ -101,10 +104,9 @@ class _Requests:
         if rollouts:
             self._loop.call_soon_threadsafe(self._put, rollouts)
 
-    def _put(self, rollouts: Sequence[tuple[int, Rollout]]) -> None:
-        for waiting in self._waiting:
-            for each in rollouts:
-                waiting.put_nowait(each)
+    def _put(self, rollouts: Sequence[_Added]) -> None:
+        for number, ticket, rollout in rollouts:
+            self._waiting[number].put_nowait((ticket, rollout))
 
     def end(self) -> None:
         """Cancel unanswered requests, close all connections and end the thread."""

@@ -6,16 +6,18 @@ environment variables.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mcore_rl.common.addresses import checked_url
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.user_code import without_variants
+from mcore_rl.data.sources import EVAL_PROMPTS, NO_ENVIRONMENT, PROMPTS, SourceSpec
 from mcore_rl.isolation.levels import parse_accepted
 from mcore_rl.isolation.variables import is_variable_name, parse_environment_names
-from mcore_rl.rewards.functions import NO_FUNCTIONS
+from mcore_rl.rewards.functions import ENVIRONMENT, NO_FUNCTIONS
 from mcore_rl.rewards.options import RewardOptions
 
 # By the name of the reward: the flags of its address and of its header.
@@ -42,7 +44,8 @@ class ServerSpec:
 class RewardSpec:
     """The rewards of a run; `names` and `weights` are aligned, and names are unique.
 
-    The outcomes of REWARD_MODEL and ENVIRONMENT come from elsewhere.
+    The outcomes of REWARD_MODEL and ENVIRONMENT come from elsewhere. Prompts of a source with
+    rewards of its own get these alone, by `of_sources`.
     """
 
     names: tuple[str, ...]
@@ -54,6 +57,23 @@ class RewardSpec:
     memory_gib: float = 0.0  # of each worker process; 0: unlimited
     environment_names: tuple[str, ...] = ()  # variables that workers get besides the usual ones
     sandbox_accept: tuple[str, ...] = ()  # protections that python_sandbox may lack
+    # `SourceSpec.key` -> reward -> weight; empty: all prompts get all rewards
+    of_sources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def weights_of(self, source: str) -> Mapping[str, float]:
+        """Return the rewards of a source's prompts with their weights, by `SourceSpec.key`."""
+        return self.of_sources.get(source) or dict(zip(self.names, self.weights, strict=True))
+
+    def of_source(self, source: str) -> RewardSpec:
+        """Return the rewards of a source's prompts alone, by `SourceSpec.key`."""
+        weights = self.weights_of(source)
+        return dataclasses.replace(
+            self,
+            names=tuple(weights),
+            weights=tuple(weights.values()),
+            servers=tuple(server for server in self.servers if server.name in weights),
+            of_sources={},
+        )
 
     def weight(self, name: str) -> float:
         """Return the weight of a reward; 0 if it is not used."""
@@ -65,14 +85,21 @@ class RewardSpec:
         return tuple(name for name in self.names if name not in NO_FUNCTIONS)
 
 
-def parse_rewards(rewards: str, options: RewardOptions, imports: Sequence[str] = ()) -> RewardSpec:
-    """Return the `RewardSpec` of `rewards`, comma-separated names; `imports` are the files of
-    --rl-import. UsageError: the flags are invalid or contradict."""
-    names = tuple(map(without_variants, rewards.split(",")))
-    _check_names(names, rewards)
+def parse_rewards(
+    rewards: str,
+    options: RewardOptions,
+    imports: Sequence[str] = (),
+    sources: Sequence[SourceSpec] = (),
+) -> RewardSpec:
+    """Return the `RewardSpec` of `rewards`, comma-separated names, and of sources that have rewards
+    of their own; `imports` are the files of --rl-import. UsageError: the flags are invalid or
+    contradict."""
+    of_run = _parse(rewards, options.reward_weights)
+    of_sources = _of_sources(sources, of_run)
+    names = names_of(rewards, sources)
     spec = RewardSpec(
         names=names,
-        weights=_parse_weights(options.reward_weights, names, rewards),
+        weights=tuple(of_run.get(name, 0.0 if of_sources else 1.0) for name in names),
         num_workers=options.reward_workers,
         timeout_seconds=options.reward_timeout_seconds,
         imports=tuple(imports),
@@ -80,6 +107,7 @@ def parse_rewards(rewards: str, options: RewardOptions, imports: Sequence[str] =
         memory_gib=options.reward_memory_gib,
         environment_names=parse_environment_names(options.reward_env, "--rl-reward-env"),
         sandbox_accept=parse_accepted(options.sandbox_accept, "--rl-sandbox-accept"),
+        of_sources=of_sources,
     )
     if spec.environment_names and not spec.functions:
         raise UsageError(
@@ -88,6 +116,56 @@ def parse_rewards(rewards: str, options: RewardOptions, imports: Sequence[str] =
             remedy="leave it out, or name a function too",
         )
     return spec
+
+
+def names_of(rewards: str, sources: Sequence[SourceSpec] = ()) -> tuple[str, ...]:
+    """Return the names of all rewards of a run: those of `rewards`, unless every source has its
+    own, then those of sources."""
+    own = [source.reward for source in sources if source.reward is not None]
+    lists = own if own and len(own) == len(sources) else [rewards, *own]
+    return tuple(
+        dict.fromkeys(without_variants(name) for each in lists for name in each.split(","))
+    )
+
+
+def _parse(rewards: str, weights: str | None) -> dict[str, float]:
+    names = tuple(map(without_variants, rewards.split(",")))
+    _check_names(names, rewards)
+    return dict(zip(names, _parse_weights(weights, names, rewards), strict=True))
+
+
+def _of_sources(
+    sources: Sequence[SourceSpec], of_run: Mapping[str, float]
+) -> dict[str, Mapping[str, float]]:
+    """Return `RewardSpec.of_sources`."""
+    if all(each.reward is None and each.environment is None for each in sources):
+        return {}
+    found: dict[str, Mapping[str, float]] = {}
+    for source in sources:
+        flag = EVAL_PROMPTS if source.is_eval else PROMPTS
+        found[source.key] = of_run
+        try:
+            if source.reward is not None:
+                found[source.key] = _parse(source.reward, source.reward_weights)
+        except UsageError as error:
+            fault = f": source '{source.name}': {error.fault}"
+            raise UsageError(fault, flag=flag, remedy=error.remedy) from error
+        of_turns = found[source.key].get(ENVIRONMENT, 0.0), of_run.get(ENVIRONMENT, 0.0)
+        if of_turns[0] != of_turns[1] and source.environment != NO_ENVIRONMENT:
+            raise UsageError(
+                f": source '{source.name}' weighs the reward {ENVIRONMENT} by {of_turns[0]:g}, and "
+                f"--rl-reward by {of_turns[1]:g}",
+                flag=flag,
+                remedy="give that reward the same weight in both",
+            )
+        if source.environment == NO_ENVIRONMENT and ENVIRONMENT in found[source.key]:
+            raise UsageError(
+                f": source '{source.name}' has no environment, and {ENVIRONMENT} is one of its "
+                "rewards",
+                flag=flag,
+                remedy="give it rewards of its own",
+            )
+    return found
 
 
 def _servers(names: tuple[str, ...], options: RewardOptions) -> Iterator[ServerSpec]:

@@ -26,6 +26,7 @@ Finished = tuple[int, dict[str, Outcome]]  # a ticket, and the outcome of each r
 
 # Poll interval of `wait`, for events without notification, such as a silent worker.
 _LOOK_SECONDS = 1.0
+_UNUSED = Outcome(0.0)  # of a reward that the sample's source does not have
 
 
 class RewardStack:
@@ -44,7 +45,7 @@ class RewardStack:
     def __init__(self, spec: RewardSpec, output: int | None = None) -> None:
         """`output` is a descriptor for what functions print; None: this process's. Raises
         UsageError if the environment does not hold a header that a server needs."""
-        self._weights = dict(zip(spec.names, spec.weights, strict=True))
+        self._spec = spec
         servers = [
             ServerReward(server, timeout_seconds=spec.timeout_seconds) for server in spec.servers
         ]
@@ -68,9 +69,11 @@ class RewardStack:
         self._refuse_if_closed()
         ticket = self._num_begun
         self._num_begun += 1
-        (self._open if self.names else self._complete)[ticket] = {}
+        names = self._spec.weights_of(rollout.prompt.source).keys()
+        unused = {name: _UNUSED for name in self.names if name not in names}
+        (self._open if len(unused) < len(self.names) else self._complete)[ticket] = unused
         for part in self._parts:
-            part.add(ticket, rollout)
+            part.add(ticket, rollout, names)
         return ticket
 
     def finished(self) -> list[Finished]:
@@ -98,7 +101,8 @@ class RewardStack:
         return self._wait_until(lambda: not self._open, timeout_seconds)
 
     def outcomes(self, rollouts: Sequence[Rollout]) -> dict[str, list[Outcome]]:
-        """Score all rollouts; blocks until each has a value or a failure of every reward.
+        """Score all rollouts; blocks until each has a value or a failure of every reward. A reward
+        that a rollout's source does not have is 0.
 
         Returns the outcomes of each reward in the order of the rollouts. The first failure of each
         kind is logged. Raises the errors of `finished`. Other tickets stay open.
@@ -117,14 +121,18 @@ class RewardStack:
     def weigh(
         self, rollouts: Sequence[Rollout], outcomes: Mapping[str, Sequence[Outcome]]
     ) -> list[ScoredRollout]:
-        """Return the rollouts with the weighted sum of their outcomes.
+        """Return the rollouts with the weighted sum of the outcomes of their source's rewards.
 
         `reward` is the weighted sum; `parts` holds the values before their weights. A sample with a
         failed part has the reason in `failure`, a meaningless reward of 0, and the parts that did
         not fail.
         """
-        in_order = {name: outcomes[name] for name in self._weights}
-        return weighed(rollouts, in_order, self._weights)
+        found = []
+        for index, rollout in enumerate(rollouts):
+            weights = self._spec.weights_of(rollout.prompt.source)
+            own = {name: [outcomes[name][index]] for name in weights}
+            found += weighed([rollout], own, weights)
+        return found
 
     def close(self) -> None:
         """End all work, even unfinished. A second call does nothing."""

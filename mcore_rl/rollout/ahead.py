@@ -23,7 +23,7 @@ import torch.distributed as dist
 from mcore_rl.algorithms.recipes import Algorithm
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common import objects
-from mcore_rl.data.prompts import PromptDataset, prompt_of_draw
+from mcore_rl.data.prompts import PromptSources
 from mcore_rl.hybrid_engine.vllm.sampling_engine import SamplingEngine, SamplingGeneration
 from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.observe.timeline import SAMPLING, Activity
@@ -50,7 +50,7 @@ class AheadSampler:
         self,
         engine: SamplingEngine,
         workers: RolloutWorkers,
-        prompts: PromptDataset,
+        prompts: PromptSources,
         recipe: Algorithm,
         options: RolloutOptions,
         layout: RolloutLayout,
@@ -316,7 +316,7 @@ class AheadSampler:
         )
 
     def _prompt_of(self, draw: int) -> Prompt:
-        return prompt_of_draw(self._prompts, draw, seed=self._seed)
+        return self._prompts.of_draw(draw, seed=self._seed)
 
     def _fingerprint(self) -> str:
         """Return a line that names what a finished group depends on, besides weights."""

@@ -24,10 +24,11 @@ from mcore_rl.algorithms.recipes import Algorithm
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Prompt, ScoredRollout
 from mcore_rl.common.errors import not_held
-from mcore_rl.data.prompts import PromptDataset, prompt_indices, prompt_of_draw
+from mcore_rl.data.prompts import PromptSources
 from mcore_rl.hybrid_engine.vllm.generation import Sampling
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.timeline import TimeSpan
+from mcore_rl.rollout.curriculum import Curriculum
 from mcore_rl.rollout.dispatch import SamplingTarget, StepCounts
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.groups import GroupPlan
@@ -62,7 +63,7 @@ class Collector:
     def __init__(
         self,
         workers: RolloutWorkers,
-        prompts: PromptDataset,
+        prompts: PromptSources,
         recipe: Algorithm,
         options: RolloutOptions,
         *,
@@ -71,6 +72,7 @@ class Collector:
         timers: StageTimers,
         position: int,
         sample_store: SampleStore,
+        curriculum: Curriculum | None = None,
     ) -> None:
         """`sample_store` must be the store of `workers`."""
         self._workers, self._prompts, self._options = workers, prompts, options
@@ -79,6 +81,7 @@ class Collector:
         self.position = self._step_began_at = position
         self.lengths = np.full(int(prompts.rows.max()) + 1, -1, dtype=np.int32)
         self._lengths_before = self.lengths
+        self._curriculum = curriculum
         self._counts = StepCounts()  # of this step
         self._num_calls = 0
 
@@ -86,6 +89,8 @@ class Collector:
         """Sample a step, in rollout mode. `when_few_are_left` is passed to `run_stream`."""
         self._counts = StepCounts()
         self._step_began_at, self._lengths_before = self.position, self.lengths.copy()
+        if self._curriculum is not None:
+            self._curriculum.begin_step()
         self._sample_store.clear()
         self._workers.draft_metrics()  # discard the counts of evaluations
         if self._recipe.dynamic_sampling:
@@ -144,6 +149,8 @@ class Collector:
         self._workers.save_pending(folder)
         if dist.get_rank() == 0:
             save_file({"lengths": self.lengths}, folder / _LENGTHS)
+            if self._curriculum is not None:
+                self._curriculum.save(folder)
 
     def restore(self, folder: Path) -> None:
         """Load the state that a run over the same prompts saved. Local. Raises UsageError if a file
@@ -151,6 +158,8 @@ class Collector:
         if not folder.is_dir():
             return  # an earlier version wrote the checkpoint
         self.lengths[:] = lengths_in(folder / _LENGTHS, len(self.lengths))
+        if self._curriculum is not None:
+            self._curriculum.restore(folder)
         recipe = self._recipe
         num_responses = recipe.num_samples_per_prompt + recipe.needs_greedy_baseline
         self._workers.load_pending(folder, self._prompt_of, num_responses)
@@ -158,12 +167,16 @@ class Collector:
     def undo(self) -> None:
         """Discard the last step, which will be repeated: its prompts count as not drawn. Local."""
         self.position, self.lengths = self._step_began_at, self._lengths_before
+        if self._curriculum is not None:
+            self._curriculum.undo(self.position)
         self._workers.undo()
 
     def _build_result(
         self, table: SampleTable, weight_version: int, metrics: dict[str, float] | None = None
     ) -> Collected:
         metrics = {**(metrics or {}), **self._workers.draft_metrics()}
+        if self._curriculum is not None:
+            metrics |= self._curriculum.metrics()
         if self._recipe.needs_greedy_baseline:
             firsts = table.take(range(0, len(table), self._recipe.num_samples_per_prompt))
             metrics["reward/baseline_failures"] = float((~firsts.has_baseline).sum())
@@ -216,6 +229,8 @@ class Collector:
         self._counts += counts
         self.lengths[table.prompts] = 0
         np.maximum.at(self.lengths, table.prompts, table.response_lengths)
+        if self._curriculum is not None:
+            self._curriculum.settle(self.position, table)
         return table
 
     def _record_idle_time(self, seconds: float) -> None:
@@ -226,7 +241,7 @@ class Collector:
         """Return the order of the next `count` draws, by the length of the previous responses to
         their prompts, longest first, so that the last responses to start are short. Draws without a
         known length count as the mean and keep their order."""
-        rows = self._prompts.rows[self._prompt_rows(self.position, count)]
+        rows = self._prompts.rows[self._prompt_positions(self.position, count)]
         lengths = self.lengths[rows].astype(np.float64)
         is_known = lengths >= 0
         if not is_known.any():
@@ -236,10 +251,12 @@ class Collector:
 
     def _prompt_of(self, draw: int) -> Prompt:
         """Return the prompt of one of the run's draws."""
-        return prompt_of_draw(self._prompts, draw, seed=self._seed)
+        return self._prompts[int(self._prompt_positions(draw, 1)[0])]
 
-    def _prompt_rows(self, draw: int, count: int) -> np.ndarray:
-        return prompt_indices(len(self._prompts), start=draw, count=count, seed=self._seed)
+    def _prompt_positions(self, draw: int, count: int) -> np.ndarray:
+        if self._curriculum is None:
+            return self._prompts.indices(draw, count, seed=self._seed)
+        return np.array([self._curriculum.position_of(draw + n) for n in range(count)])
 
 
 def lengths_in(path: Path, num_rows: int) -> np.ndarray:

@@ -195,7 +195,8 @@ class Conversations:
         observed = self._tokens.observed(generated, event.observation)
         if isinstance(observed, Failed):
             return self._end_of(number, episode, observed)
-        left = self._max_tokens - len(rollout.response_token_ids) - len(observed)
+        limit = rollout.prompt.limit(self._max_tokens)
+        left = limit - len(rollout.response_token_ids) - len(observed)
         if left < 1 or episode.num_turns >= self._spec.max_turns:
             episode.finish_reason = "length"  # it would have continued
             return self._end_of(number, episode)

@@ -364,6 +364,10 @@ class RolloutWorkers:
         total = sum((each for *_, each, _ in contributions), StepCounts())
         return table.take(np.argsort(table.draws, kind="stable")), total
 
+    def samples_of(self, table: SampleTable) -> list[ScoredRollout]:
+        """Return the samples of `settle`'s table on rank 0, an empty list on the others."""
+        return self._sample_store.on_first_rank(table, range(len(table)))
+
     def close(self) -> None:
         """End the processes of rewards and environments of this rank."""
         self.rewards.close()

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
+from mcore_rl.algorithms.evaluation import (
+    ks_of,
+    majority_is_correct,
+    pass_at_k,
+    wilson_interval,
+)
+from mcore_rl.batching.table import SampleTable
+from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.common import objects
-from mcore_rl.data.prompts import PromptDataset
+from mcore_rl.data.prompts import PromptSources
 from mcore_rl.hybrid_engine.vllm.generation import Sampling, seed_of
 from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.rewards.functions import NAMED_ANSWERS
+from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rollout.dispatch import SamplingTarget
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.groups import GroupPlan, GroupScheduler
@@ -19,27 +33,29 @@ def is_due(options: EvaluationOptions, step: int, num_steps: int) -> bool:
 
 
 class Evaluator:
-    """Samples held-out prompts once each. Collective over the engines' ranks."""
+    """Samples the first held-out prompts of each set. Collective over the engines' ranks."""
 
     def __init__(
         self,
         workers: RolloutWorkers,
-        prompts: PromptDataset,
+        prompts: PromptSources,
         options: EvaluationOptions,
         rollout: RolloutOptions,
+        rewards: RewardSpec,
         *,
         seed: int,
         timers: StageTimers,
     ) -> None:
         self.workers, self._prompts, self._options = workers, prompts, options
-        self._rollout, self._seed, self._timers = rollout, seed, timers
+        self._rollout, self._rewards, self._seed, self._timers = rollout, rewards, seed, timers
+        self._positions = prompts.first_of_each(options.num_eval_prompts)
         self._groups: GroupScheduler | None = None
         self._num_evaluations = 0
 
     def sample(self, step: int, weight_version: int) -> None:
         """Sample the prompts and start their rewards; in rollout mode."""
         plan = GroupPlan(
-            num_samples=1,
+            num_samples=self._options.eval_samples,
             sampling=Sampling(self._options.eval_temperature, stop=self._rollout.stop),
             max_tokens=self._rollout.max_response_tokens,
             seed=seed_of(self._seed, "evaluation", step),
@@ -47,24 +63,92 @@ class Evaluator:
             weight_version=weight_version,
         )
         self._num_evaluations += 1  # servers that fail make a run repeat one
-        count = min(self._options.num_eval_prompts, len(self._prompts))
         with self._timers("eval"):
             self._groups = self.workers.sample(
                 plan,
-                SamplingTarget.of(count),
-                self._prompts.__getitem__,
+                SamplingTarget.of(len(self._positions)),
+                self._prompt_of,
                 key=f"evaluation {step}, {self._num_evaluations}",
             )
             self._groups.wait()  # a step's reward tickets begin after those of an evaluation
             objects.barrier()  # the wait for stragglers counts as evaluation, not as rollout
 
-    def accuracy(self) -> float | None:
-        """Return the share of samples whose reward is at least 1, without samples whose generation
-        failed; None if none were sampled since the last call."""
+    def _prompt_of(self, draw: int) -> Prompt:
+        return self._prompts[int(self._positions[draw])]
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the last `sample`, of all sets together and, if there are several,
+        of each (`eval/NAME/...`); see `sample_metrics`. Empty if none were sampled since the last
+        call, or if every generation failed."""
         groups, self._groups = self._groups, None
         if groups is None:
-            return None
+            return {}
+        several = self._options.eval_samples > 1
+        weights = [self._rewards.weights_of(spec.key) for spec in self._prompts.specs]
+        named = [bool(NAMED_ANSWERS.keys() & each.keys()) for each in weights]
         with self._timers("eval"):
             table, _ = self.workers.settle(groups, lambda seconds: None)
-        rewards = table.rewards[~table.has_failed]
-        return float((rewards >= 1.0).mean()) if len(rewards) else None
+            answers = self._answers(table) if several and any(named) else []
+        found = sample_metrics("eval", table, answers if all(named) else [], several=several)
+        sources = self._prompts.sources_of(table.prompts)
+        for number, name in enumerate(self._prompts.names):
+            rows = np.flatnonzero(sources == number)
+            own = [answers[row] for row in rows] if several and named[number] else []
+            found |= sample_metrics(f"eval/{name}", table.take(rows), own, several=several)
+        return found
+
+    def _answers(self, table: SampleTable) -> list[str | None]:
+        """Return the answer that each sample gives, the same on all ranks. Collective."""
+        found: list[str | None] = objects.broadcast(
+            [self._answer(sample.rollout) for sample in self.workers.samples_of(table)]
+        )
+        return found
+
+    def _answer(self, rollout: Rollout) -> str | None:
+        names = self._rewards.weights_of(rollout.prompt.source)
+        answer_in = next((NAMED_ANSWERS[name] for name in names if name in NAMED_ANSWERS), None)
+        return None if answer_in is None else answer_in(rollout.text)
+
+
+def sample_metrics(
+    prefix: str,
+    table: SampleTable,
+    answers: Sequence[str | None],
+    *,
+    several: bool,
+) -> dict[str, float]:
+    """Return `accuracy`, the share of samples whose reward is at least 1, without samples whose
+    generation failed; nothing if all failed.
+
+    With `several` samples per prompt also pass@k, avg@n and, unless `answers` is empty, maj@n:
+    means over prompts, with `_low` and `_high` of their 95 % Wilson intervals. `answers` are those
+    that samples give, None for none.
+    """
+    counts = ~table.has_failed
+    correct = (table.rewards >= 1.0) & table.has_reward
+    if not counts.any():
+        return {}
+    found = {f"{prefix}/accuracy": float((table.rewards[counts] >= 1.0).mean())}
+    if not several:
+        return found
+    groups = [np.flatnonzero(counts & (table.draws == draw)) for draw in np.unique(table.draws)]
+    num_samples = int(np.unique(table.draws, return_counts=True)[1].max())
+    passed = [(len(rows), int(correct[rows].sum())) for rows in groups if len(rows)]
+    values = {
+        f"pass@{k}": [pass_at_k(n, c, k) for n, c in passed if n >= k] for k in ks_of(num_samples)
+    }
+    values[f"avg@{num_samples}"] = [c / n for n, c in passed]
+    if answers:
+        values[f"maj@{num_samples}"] = [
+            majority_is_correct([answers[row] for row in rows], correct[rows].tolist())
+            for rows in groups
+            if len(rows)
+        ]
+    for name, of_prompts in values.items():
+        if not of_prompts:
+            continue
+        mean = float(np.mean(of_prompts))
+        low, high = wilson_interval(mean, len(of_prompts))
+        found |= {f"{prefix}/{name}": mean}
+        found |= {f"{prefix}/{name}_low": low, f"{prefix}/{name}_high": high}
+    return found

@@ -96,7 +96,7 @@ class GroupPlan:
         num_tokens = len(so_far.response_token_ids) + len(observed)
         seed = self.seed_of_sample(draw, index)
         is_sample = index < self.num_samples
-        left = self.max_tokens - num_tokens
+        left = so_far.prompt.limit(self.max_tokens) - num_tokens
         return Request(
             number=draw * self.size + index,
             token_ids=np.concatenate(

@@ -290,7 +290,12 @@ class EvaluationOptions(Parameters):
     """Options of evaluations on held-out prompts."""
 
     eval_interval: int = param(20, "steps between evaluations; 0 disables evaluation", least=0)
-    num_eval_prompts: int = param(128, "held-out prompts per evaluation", above=0)
+    num_eval_prompts: int = param(
+        128, "held-out prompts per evaluation, of each set if there are several", above=0
+    )
+    eval_samples: int = param(
+        1, "responses to each held-out prompt; several give pass@k, avg@k and maj@k", above=0
+    )
     eval_temperature: float = param(
         0.0, "sampling temperature of evaluations; 0 is greedy", least=0
     )
@@ -299,3 +304,12 @@ class EvaluationOptions(Parameters):
         Parameters.__post_init__(self)
         if self.eval_temperature:
             check_temperature("--rl-eval-temperature", self.eval_temperature, ", or 0 for greedy")
+
+    def check_samples(self) -> None:
+        """Check that several responses to a prompt may differ."""
+        if self.eval_samples > 1 and not self.eval_temperature:
+            raise UsageError(
+                "makes all responses to a prompt equal at --rl-eval-temperature 0",
+                flag=f"--rl-eval-samples {self.eval_samples}",
+                remedy="give --rl-eval-temperature, for example 0.6",
+            )

@@ -24,7 +24,7 @@ from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.kills import note_stage
 from mcore_rl.config import RLConfig
-from mcore_rl.data.prompts import PromptDataset, load_prompt_files
+from mcore_rl.data.prompts import PromptSources, load_prompt_files
 from mcore_rl.data.tokenizer_process import close_all
 from mcore_rl.hybrid_engine.memory.offload import Offloader, kinds_at_start, offload_kinds
 from mcore_rl.hybrid_engine.proof.canary import Canary
@@ -77,8 +77,8 @@ logger = logging.getLogger(__name__)
 class Inputs:
     """What a run reads before its models are built."""
 
-    prompts: PromptDataset
-    eval_prompts: PromptDataset | None
+    prompts: PromptSources
+    eval_prompts: PromptSources | None
     day: str  # for chat templates
     point: ResumePoint | None  # None: nothing is resumed
     began_with: str  # see `TrainerState`
@@ -174,7 +174,7 @@ def build(
         day=inputs.day,
         log=log,
     )
-    monitors = _monitors(job, models, rollouts, timers, watchdog)
+    monitors = _monitors(job, models, rollouts, inputs.prompts, timers, watchdog)
     _log_sizes(job, models)
     if inputs.point is not None and inputs.point.rng is not None:
         inputs.point.rng.restore()  # last, since building the parts above uses the generators
@@ -277,7 +277,7 @@ def _date(job: Job) -> str:
     return found
 
 
-def _require_same_prompts(prompts: PromptDataset, config: RLConfig) -> None:
+def _require_same_prompts(prompts: PromptSources, config: RLConfig) -> None:
     """Raise UsageError on all ranks if machines have made different prompts. Collective."""
     fingerprints = set(objects.all_gather(prompts.fingerprint))
 
@@ -312,7 +312,12 @@ def _watchdog(job: Job) -> StageWatchdog:
 
 
 def _monitors(
-    job: Job, models: Models, rollouts: Rollouts, timers: StageTimers, watchdog: StageWatchdog
+    job: Job,
+    models: Models,
+    rollouts: Rollouts,
+    prompts: PromptSources,
+    timers: StageTimers,
+    watchdog: StageWatchdog,
 ) -> Monitors:
     """Build recorder and tracer, and let all monitors observe the hand-over."""
     first_step, sample_store, learner = models.state.iteration, models.sample_store, models.learner
@@ -332,6 +337,7 @@ def _monitors(
         rates=learner.rates,
         expert_load=expert_load,
         sample_store=sample_store,
+        prompts=prompts,
     )
     timers.on_stage_end.append(recorder.note_stage)
     tracer = _tracer(job, first_step)
@@ -424,7 +430,7 @@ def build_offloader(
 
 
 def build_canary(
-    job: Job, state: megatron_adapter.TrainState, prompts: PromptDataset
+    job: Job, state: megatron_adapter.TrainState, prompts: PromptSources
 ) -> Canary | None:
     """Build the canary of `--rl-canary-interval`, over the first of `prompts`."""
     # vLLM scores prompts untempered, at any sampling temperature of the policy.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mcore_rl.data.prompts import PromptDataset
+from mcore_rl.data.prompts import PromptSources
 from mcore_rl.hybrid_engine.hand_over import HandOver
 from mcore_rl.hybrid_engine.proof.canary import NUM_PROMPTS, Canary, LogProbs
 from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld
@@ -105,7 +105,7 @@ def hand_over_options(job: Job) -> HandOverOptions:
 
 
 def make_canary(
-    job: Job, log_probs: LogProbs | None, prompts: PromptDataset, count_multiple_of: int = 1
+    job: Job, log_probs: LogProbs | None, prompts: PromptSources, count_multiple_of: int = 1
 ) -> Canary | None:
     """Return the canary of `--rl-canary-interval`, over the first of `prompts`; see `Canary`."""
     options = job.config.weight_sync

@@ -24,6 +24,7 @@ from mcore_rl.common.megatron_version import PACKAGE as MEGATRON
 from mcore_rl.common.megatron_version import check_megatron, commit_of
 from mcore_rl.common.version import VERSION
 from mcore_rl.config import RLConfig
+from mcore_rl.data.prompts import PromptSources
 from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, OffloadLog, ReshardReport, log_reshard
 from mcore_rl.model.roles import ROLLOUT
 from mcore_rl.moe.expert_load import ExpertLoad
@@ -35,12 +36,18 @@ from mcore_rl.observe.run_directory import RunConfig, RunDirectory
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.timeline import ENGINES, IDLE, TRAINER, Timeline
 from mcore_rl.observe.user_metrics import has_metrics, user_metrics
-from mcore_rl.rewards.parts import WaitLog, part_metrics
+from mcore_rl.rewards.parts import WaitLog
 from mcore_rl.rollout.collector import Collected
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Updates
-from mcore_rl.trainer.step_metrics import measured, rollout_metrics, update_metrics, value_metrics
+from mcore_rl.trainer.step_metrics import (
+    measured,
+    rollout_metrics,
+    source_metrics,
+    update_metrics,
+    value_metrics,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -98,16 +105,17 @@ class RunRecorder:
         rates: Callable[[], dict[str, float]],
         expert_load: ExpertLoad | None,
         sample_store: SampleStore,
+        prompts: PromptSources,
     ) -> None:
         """`rates` returns the schedules' values, `device` is the groups' communication device,
-        `sample_store` has the step's samples."""
+        `sample_store` has the step's samples, `prompts` are those of training."""
         self._job, self._first_step, self._device = job, first_step, device
         self._step = first_step
         self._timers, self._rates, self._expert_load = timers, rates, expert_load
-        self._reward_names, self._sample_store = job.spec.rewards.names, sample_store
+        self._rewards, self._prompts, self._sample_store = job.spec.rewards, prompts, sample_store
         self._reshards: dict[str, ReshardReport] = {}
         self._offload_log = OffloadLog()
-        self._reward_wait_log = WaitLog(self._reward_names)
+        self._reward_wait_log = WaitLog(self._rewards.names)
         is_first = dist.get_rank() == 0
         self._directory: RunDirectory | None = None
         if is_first:
@@ -149,15 +157,14 @@ class RunRecorder:
         collected: Collected,
         batch: StepBatch,
         updates: Updates,
-        accuracy: float | None,
+        evaluation: Mapping[str, float],
     ) -> bool:
-        """Write the step's metrics and samples, and move the progress bar. Collective. Returns
-        whether an alarm ends the run."""
+        """Write the step's metrics, `evaluation` included, and samples, and move the progress bar.
+        Collective. Returns whether an alarm ends the run."""
         table = collected.table
-        several = len(self._reward_names) > 1
         metrics = {
             **rollout_metrics(table),
-            **(part_metrics(table, self._reward_names) if several else {}),
+            **source_metrics(table, self._prompts, self._rewards),
             **collected.metrics,
             **update_metrics(updates.actor),
             **value_metrics(updates.critic),
@@ -165,8 +172,7 @@ class RunRecorder:
             **self._rates(),
             **measured(collected, self._reshards[TO_ROLLOUT], self._timers, self._device),
         }
-        if accuracy is not None:
-            metrics["eval/accuracy"] = accuracy
+        metrics.update(evaluation)
         if self._expert_load is not None:
             metrics.update(self._expert_load.metrics())
         for span in collected.engine_spans:
@@ -205,14 +211,14 @@ class RunRecorder:
             logger.warning("step %d: %s", step, line)
         self._progress.update(step, metrics)
 
-    def finish(self, accuracy: float | None, facts: dict[str, str]) -> None:
-        """Write the last accuracy and the summary, and show it with `facts`."""
+    def finish(self, evaluation: Mapping[str, float], facts: dict[str, str]) -> None:
+        """Write the last evaluation and the summary, and show it with `facts`."""
         if self._directory is None:
             return
         num_steps = self._job.config.trainer.num_steps
         self.timeline.write_step(num_steps)
-        if accuracy is not None:
-            self._directory.write_step(StepStats(num_steps, {"eval/accuracy": accuracy}))
+        if evaluation:
+            self._directory.write_step(StepStats(num_steps, evaluation))
         main = self._directory.write_summary(
             {
                 "train_layout": self._job.spec.train_layout.describe(),

@@ -57,8 +57,8 @@ class Rollouts(abc.ABC):
         """Sample the held-out prompts, of which there are some; in rollout mode."""
 
     @abc.abstractmethod
-    def evaluate(self) -> float | None:
-        """Return the accuracy of the last `sample_eval`; None if there was none since."""
+    def evaluate(self) -> dict[str, float]:
+        """Return the metrics of the last `sample_eval`; empty if there was none since."""
 
     @abc.abstractmethod
     def collect(self, weight_version: int) -> Collected:
@@ -108,9 +108,9 @@ class LocalRollouts(Rollouts):
         assert self.sampling.evaluator is not None, "there are no held-out prompts"
         self.sampling.evaluator.sample(step, weight_version)
 
-    def evaluate(self) -> float | None:
+    def evaluate(self) -> dict[str, float]:
         evaluator = self.sampling.evaluator
-        return None if evaluator is None else evaluator.accuracy()
+        return {} if evaluator is None else evaluator.metrics()
 
     def collect(self, weight_version: int) -> Collected:
         return self._collector.collect(weight_version, self._prefetch)

@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from mcore_rl.common.agreement import agreed_in_world
-from mcore_rl.data.prompts import PromptDataset
+from mcore_rl.data.options import NO_CURRICULUM
+from mcore_rl.data.prompts import PromptSources
 from mcore_rl.environments.conversation import ConversationTokens
 from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.hybrid_engine.vllm.sampling_engine import SamplingEngine
@@ -15,6 +16,7 @@ from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.ahead import AheadSampler
 from mcore_rl.rollout.collector import Collector
 from mcore_rl.rollout.conversations import Conversations
+from mcore_rl.rollout.curriculum import Curriculum
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.evaluation import Evaluator
 from mcore_rl.rollout.sample_store import SampleStore
@@ -50,8 +52,8 @@ class Start:
     position=48, folder=Path("checkpoints/iter_0000003/rollout"))`.
     """
 
-    prompts: PromptDataset
-    eval_prompts: PromptDataset | None
+    prompts: PromptSources
+    eval_prompts: PromptSources | None
     day: str  # for chat templates
     position: int = 0  # prompts drawn before
     folder: Path | None = None  # what `Rollouts.save` wrote, if the run resumes
@@ -86,6 +88,7 @@ def build_sampling(
             start.eval_prompts,
             job.config.evaluation,
             job.config.rollout,
+            job.spec.rewards,
             seed=job.args.seed,
             timers=timers,
         )
@@ -115,16 +118,20 @@ def _collector(
     start: Start,
     timers: StageTimers,
 ) -> Collector:
+    kind, curriculum, seed = job.config.data.curriculum, None, job.args.seed
+    if kind != NO_CURRICULUM:
+        curriculum = Curriculum(start.prompts, kind, seed=seed, position=start.position)
     collector = Collector(
         workers,
         start.prompts,
         job.config.recipe,
         job.config.rollout,
         num_prompts_per_step=job.config.trainer.num_prompts_per_step,
-        seed=job.args.seed,
+        seed=seed,
         timers=timers,
         position=start.position,
         sample_store=sample_store,
+        curriculum=curriculum,
     )
     if start.folder is not None:
         agreed_in_world(partial(collector.restore, start.folder))

@@ -84,9 +84,9 @@ class SamplingRanks:
         return {"is_done": True}
 
     def evaluate(self) -> dict[str, Any]:
-        """Return the accuracy of the last `sample_eval`; None without one."""
+        """Return the metrics of the last `sample_eval`; none without one."""
         evaluator = self._sampling.evaluator
-        return {"accuracy": None if evaluator is None else evaluator.accuracy()}
+        return {"metrics": {} if evaluator is None else evaluator.metrics()}
 
     def collect(self, *, weight_version: int) -> dict[str, Any]:
         """Sample a step. Returns a `Collected` for all ranks, and the seconds that rewards took

@@ -141,13 +141,13 @@ class RemoteRollouts(Rollouts):
     def _sample_eval(self, step: int, weight_version: int) -> None:
         self._role.call(SamplingRanks.sample_eval, step=step, weight_version=weight_version)
 
-    def evaluate(self) -> float | None:
+    def evaluate(self) -> dict[str, float]:
         if not self._has_evaluation:
-            return None  # without a call that engines would have to answer
+            return {}  # without a call that engines would have to answer
         self._has_evaluation = False
         with self._timers("eval"), self._waiting():
-            accuracy: float | None = self._role.call(SamplingRanks.evaluate)["accuracy"]
-        return accuracy
+            metrics: dict[str, float] = self._role.call(SamplingRanks.evaluate)["metrics"]
+        return metrics
 
     def collect(self, weight_version: int) -> Collected:
         with self._timers("rollout"), self._waiting():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from mcore_rl.algorithms.mismatch import MismatchSums
 from mcore_rl.batching.table import SampleTable
+from mcore_rl.data.prompts import PromptSources
 from mcore_rl.hybrid_engine.memory.usage import (
     device_bytes,
     give_back_cached,
@@ -21,6 +22,8 @@ from mcore_rl.hybrid_engine.memory.usage import (
 )
 from mcore_rl.hybrid_engine.switch_report import ReshardReport
 from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.rewards.parts import part_metrics
+from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rollout.collector import Collected
 from mcore_rl.trainer.actor import UpdateStats
 from mcore_rl.trainer.roles.critic import ValueUpdateStats
@@ -40,6 +43,36 @@ def rollout_metrics(table: SampleTable) -> dict[str, float]:
         "response_tokens/mean": float(table.response_lengths.mean()),
         "response_tokens/cut_share": float(table.is_cut.mean()),
     }
+
+
+def source_metrics(
+    table: SampleTable, prompts: PromptSources, rewards: RewardSpec
+) -> dict[str, float]:
+    """Return the metrics of each reward, if there are several, and of each source of prompts, if
+    there are several: `source/NAME/...`.
+
+    Of a source: the prompts of the step, the mean reward and the accuracy (the share of rewards of
+    at least 1) of samples with a reward, if any, and the mean length of responses, in tokens.
+    """
+    sources = prompts.sources_of(table.prompts)
+    uses = [rewards.weights_of(spec.key) for spec in prompts.specs]
+
+    def is_used(name: str) -> np.ndarray:
+        return np.isin(sources, [n for n, weights in enumerate(uses) if name in weights])
+
+    metrics = part_metrics(table, rewards.names, is_used) if len(rewards.names) > 1 else {}
+    for number, name in enumerate(prompts.names):
+        own = sources == number
+        found = table.rewards[own & table.has_reward]
+        metrics[f"source/{name}/prompts"] = float(len(np.unique(table.draws[own])))
+        if own.any():
+            metrics[f"source/{name}/response_tokens_mean"] = float(
+                table.response_lengths[own].mean()
+            )
+        if len(found):
+            metrics[f"source/{name}/reward_mean"] = float(found.mean())
+            metrics[f"source/{name}/accuracy"] = float((found >= 1.0).mean())
+    return metrics
 
 
 def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:

@@ -73,6 +73,45 @@ def test_gsm8k_with_qwen3_runs_by_its_script(
     assert texts and all("apples" in text for text in texts)
 
 
+def test_two_sources_run_by_their_script(
+    checkpoint_factory: Callable[..., Path], prompts: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """The command that two_sources/run.sh makes, with its YAML files beside small data."""
+    folder, rows = tmp_path / "all", prompts.read_text().splitlines()
+    (folder / "data").mkdir(parents=True)
+    for name in ("sources.yaml", "heldout.yaml"):
+        text = (EXAMPLES / "two_sources" / name).read_text()
+        (folder / name).write_text(
+            text.replace("max_response_tokens: 512", "max_response_tokens: 4")
+        )
+    tasks = [
+        {"text": f"Return x + {n}.", "test_list": [f"assert add(1) == {n + 1}"]}
+        for n in range(1, 9)
+    ]
+    for part in ("train", "test"):
+        (folder / "data" / f"gsm8k_{part}.jsonl").write_text("\n".join(rows))
+        lines = map(json.dumps, tasks)
+        (folder / "data" / f"mbpp_{part}.jsonl").write_text("\n".join(lines))
+    more = [*SHORT, "--rl-num-prompts-per-step", "4", "--rl-num-samples-per-prompt", "2"]
+    more += ["--rl-max-prompt-tokens", "192"]
+    more += ["--rl-run-dir", str(tmp_path / "run"), "--rl-cache-dir", str(tmp_path / "cache")]
+    more += ["--rl-eval-interval", "2", "--rl-num-eval-prompts", "2"]
+    script = EXAMPLES / "two_sources" / "run.sh"
+    said = run_with_echo(tmp_path, script, checkpoint_factory("qwen3"), folder, *more)
+    tokens = said.partition("mcore_rl.train\n")[2].splitlines()
+    config = EXAMPLES / "gsm8k_qwen3" / "config.yaml"
+    tokens[tokens.index("--rl-config") + 1] = str(config)
+    ranks.run("tests.e2e.jobs:train", world_size=1, tokens=tokens)
+    first, _, last = metrics_of(tmp_path / "run")
+    assert (first["source/math/prompts"], first["source/code/prompts"]) == (3, 1)
+    assert first["source/code/response_tokens_mean"] <= 4
+    for name in ("gsm8k", "python_sandbox"):
+        assert first[f"reward/{name}/failures"] == 0
+    for name in ("math", "code"):
+        assert 0 <= last[f"eval/{name}/pass@1"] <= last[f"eval/{name}/pass@4"] <= 1
+    assert "eval/math/maj@4" in last and "eval/code/maj@4" not in last
+
+
 def test_ppo_with_own_reward_and_loss(
     checkpoint_factory: Callable[..., Path], prompts: Path, ranks: RankPool, tmp_path: Path
 ) -> None:

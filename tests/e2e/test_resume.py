@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,13 +43,17 @@ RUNS = {
         4,
         "--rl-algorithm grpo --rl-kl-coef 0.05 --rl-dynamic-sampling --rl-max-refills 2 "
         "--rl-num-mini-batches 2 --moe-router-bias-update-rate 1e-3 --rl-routing-replay r3 "
-        "--rl-partial-rollouts --rl-oversample 2 --rl-max-staleness 2",
+        "--rl-partial-rollouts --rl-oversample 2 --rl-max-staleness 2 "
+        # What is unfinished is of either source.
+        "--rl-prompts {sources}/easy.jsonl=0.7,{sources}/hard.jsonl=0.3",
     ),
     "ppo DP2, critic TP2": (
         2,
         "--rl-algorithm ppo --rl-kl-reward-coef 0.05 --rl-kl-target 0.1 "
         "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
-        "--rl-critic-tp-size 2 --rl-critic-ep-size 2 --moe-token-dispatcher-type allgather",
+        "--rl-critic-tp-size 2 --rl-critic-ep-size 2 --moe-token-dispatcher-type allgather "
+        "--rl-prompts {sources}/train.yaml --rl-eval-prompts {sources}/eval.yaml "
+        "--rl-curriculum less --rl-eval-samples 4 --rl-eval-temperature 0.7",
     ),
     "ppo, critic apart": (
         2,
@@ -73,6 +78,20 @@ RUNS = {
         "--expert-model-parallel-size 1",
     ),
 }
+TRAIN_YAML = """
+easy: {path: easy.jsonl, weight: 0.75}
+hard:
+  path: hard.jsonl
+  weight: 0.25
+  prompt_column: question
+  reward: exact_match,arithmetic
+  reward_weights: 0.5,0.5
+  max_response_tokens: 4
+"""
+EVAL_YAML = """
+same: {path: easy.jsonl}
+other: {path: hard.jsonl, prompt_column: question, reward: exact_match}
+"""
 TRAINED_BEFORE = (
     "--rl-num-steps 2 --lr 1e-3 --rl-reference-refresh-interval 0 --tensor-model-parallel-size 1 "
     "--pipeline-model-parallel-size 1 --expert-model-parallel-size 1"
@@ -129,16 +148,30 @@ def run(
     return Run(folder, ended.ranks[0].output, [rank.result for rank in ended.ranks])
 
 
+@pytest.fixture(scope="module")
+def sources(warmed_checkpoint: Path, tmp_path_factory: Any) -> Path:
+    """A folder with two files of the task's prompts, and YAML files that name them."""
+    folder: Path = tmp_path_factory.mktemp("sources")
+    lines = (warmed_checkpoint / "prompts" / "train.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines[:60]]
+    (folder / "easy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:20]))
+    asked = [row | {"question": row["prompt"]} for row in rows[20:]]
+    (folder / "hard.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    (folder / "train.yaml").write_text(TRAIN_YAML)
+    (folder / "eval.yaml").write_text(EVAL_YAML)
+    return folder
+
+
 @pytest.fixture(scope="module", params=RUNS, ids=list(RUNS))
 def runs(
-    request: Any, warmed_checkpoint: Path, ranks: RankPool, tmp_path_factory: Any
+    request: Any, warmed_checkpoint: Path, sources: Path, ranks: RankPool, tmp_path_factory: Any
 ) -> tuple[Run, Run, Run]:
     """Undisturbed; the same by its config.yaml, and killed; and going on after that."""
     num_ranks, flags = RUNS[request.param]
     folder = tmp_path_factory.mktemp("resume")
     if "{trained}" in flags:
         run(ranks, warmed_checkpoint, folder / "before", num_ranks, TRAINED_BEFORE)
-        flags = flags.format(trained=folder / "before" / "checkpoints")
+    flags = flags.format(trained=folder / "before" / "checkpoints", sources=sources)
     whole = run(ranks, warmed_checkpoint, folder / "whole", num_ranks, flags)
     again = functools.partial(
         run, ranks, warmed_checkpoint, folder / "cut", num_ranks, flags, like=whole
@@ -163,6 +196,29 @@ def test_responses_were_pending_at_the_checkpoint_and_continued(runs: tuple[Run,
         pytest.skip("this run ends every response in the step that began it")
     assert whole.metrics[SAVED_AT - 1]["rollout/pending_groups"] > 0
     assert max(resumed.metrics[step]["rollout/staleness_max"] for step in (2, 3)) > 0
+
+
+def test_sources_keep_their_shares_rewards_and_limits(runs: tuple[Run, Run, Run]) -> None:
+    """The two held-out sets have metrics of their own."""
+    _, _, resumed = runs
+    if "eval/same/accuracy" not in resumed.metrics[0]:
+        pytest.skip("this run has one source, or a step takes those groups that end first")
+    for metrics in (resumed.metrics[step] for step in range(NUM_STEPS)):
+        assert [metrics[f"source/{name}/prompts"] for name in ("easy", "hard")] == [6, 2]
+        assert metrics["source/hard/response_tokens_mean"] <= 4
+        assert "reward/exact_match/failures" in metrics and metrics["reward/failures"] == 0
+    assert resumed.metrics[NUM_STEPS - 1]["curriculum/settled_share"] > 0
+    for metrics in (resumed.metrics[0], resumed.metrics[NUM_STEPS]):
+        for name in ("eval", "eval/same", "eval/other"):
+            accuracy = metrics[f"{name}/accuracy"]
+            assert metrics[f"{name}/avg@4"] == pytest.approx(accuracy)
+            assert metrics[f"{name}/pass@1"] == pytest.approx(accuracy)
+            assert metrics[f"{name}/pass@1"] <= metrics[f"{name}/pass@2"]
+            assert metrics[f"{name}/pass@2"] <= metrics[f"{name}/pass@4"]
+            assert 0 <= metrics[f"{name}/maj@4"] <= metrics[f"{name}/pass@4"]
+            assert metrics[f"{name}/maj@4_low"] < metrics[f"{name}/maj@4_high"]
+    state = resumed.folder / "checkpoints" / f"iter_{SAVED_AT:07d}" / "rollout"
+    assert (state / "curriculum.safetensors").is_file()
 
 
 def test_the_run_directory_says_how_it_was_made(runs: tuple[Run, Run, Run]) -> None:

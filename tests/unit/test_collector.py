@@ -12,7 +12,7 @@ import pytest
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Baseline, Prompt, Rollout, ScoredRollout, with_baselines
 from mcore_rl.config import RLConfig
-from mcore_rl.data.prompts import prompt_indices
+from mcore_rl.data.prompts import PromptSources, prompt_indices
 from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.collector import Collected, Collector
@@ -21,6 +21,7 @@ from mcore_rl.rollout.groups import GroupPlan
 from mcore_rl.rollout.segments import new_rollout
 from mcore_rl.trainer.step_metrics import rollout_metrics
 from tests.held import HeldHere
+from tests.prompt_tables import one_source
 
 SEED = 7
 NUM_PROMPTS = 20
@@ -137,15 +138,8 @@ class ScriptedWorkers:
         return ScoredRollout(rollout, float(reward))
 
 
-class Prompts(list[Prompt]):
-    """Replaces a `PromptDataset`."""
-
-    rows = np.arange(NUM_PROMPTS)
-
-
-def prompts() -> Prompts:
-    ids = np.zeros(1, np.int32)
-    return Prompts(Prompt(i, f"prompt {i}", "", ids) for i in range(NUM_PROMPTS))
+def prompts() -> PromptSources:
+    return one_source(NUM_PROMPTS)
 
 
 def make_collector(
@@ -156,7 +150,7 @@ def make_collector(
     config = RLConfig.of(num_prompts_per_step=num_prompts, **given)
     collector = Collector(
         workers,  # type: ignore[arg-type]
-        prompts(),  # type: ignore[arg-type]
+        prompts(),
         config.recipe,
         config.rollout,
         num_prompts_per_step=num_prompts,

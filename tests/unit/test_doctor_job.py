@@ -564,7 +564,7 @@ def test_prompts_must_be_those_that_the_checkpoint_has_drawn_from(here: Path) ->
     config = config_of(here)
     assert config.data.prompts is not None and config.trainer.hf_checkpoint is not None
     fingerprint = load_prompts(
-        prompt_source(config.data, config.data.prompts),
+        prompt_source(config.data, config.data.train_sources()[0]),
         config.trainer.hf_checkpoint,
         write_cache=False,
     ).fingerprint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import json
 import math
 import os
@@ -262,6 +263,26 @@ def prompt(text: str = "question", answer: object = "7", row: str = '{"a": 1}') 
 
 def turn(text: str, number: int = 1) -> Response:
     return Response(text, (3, 4), number, "stop")
+
+
+def test_each_sample_gets_the_environment_of_its_source(world: str) -> None:
+    of_sources = {"sums": "calculator", "eval/plain": "none"}
+    spec = EnvironmentSpec(world, PATIENT_SECONDS, of_sources=of_sources)
+    assert spec.names == (world, "calculator")
+    with EnvironmentPool(spec) as pool:
+        pool.check()
+        tickets = [
+            pool.start(dataclasses.replace(prompt(), source=source), 0)
+            for source in ("sums", "eval/plain", "any")
+        ]
+        events_of(pool, tickets)
+        for ticket in tickets:
+            pool.step(ticket, turn("3*4"))
+        found = events_of(pool, tickets)
+        sums, plain, other = (found[ticket] for ticket in tickets)
+    assert isinstance(sums, Stepped) and not sums.done and "12" in str(sums.observation)
+    assert plain == Stepped(None, 0.0, True)
+    assert other != sums
 
 
 def events_of(pool: EnvironmentPool, tickets: Iterable[int]) -> dict[int, Event]:

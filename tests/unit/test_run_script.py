@@ -501,7 +501,7 @@ def test_own_data_command_of_the_readme_keeps_its_prompts(script, parser, checkp
     config = config_from(given_values(expand_config(tokens, parser), parser))
     check_lengths(config, read_model_shape(checkpoint))
     prompts, _ = load_prompt_files(config.data, checkpoint)
-    assert (len(prompts), prompts.num_too_long) == (3, 0)
+    assert (len(prompts), prompts.parts[0].num_too_long) == (3, 0)
     assert config.reward == "gsm8k"
 
 

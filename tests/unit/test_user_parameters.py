@@ -25,6 +25,7 @@ from mcore_rl.config import RLConfig, config_from, flags
 from mcore_rl.data.options import DataOptions
 from mcore_rl.data.prompt_file import read_rows
 from mcore_rl.data.prompts import prompt_source
+from mcore_rl.data.sources import SourceSpec
 from mcore_rl.flags.given import as_config, expand_config, given_values, import_given_files
 from mcore_rl.flags.pages import BEGIN, END, flags_page, help_text, parameter_table
 from mcore_rl.flags.parser import add_rl_args
@@ -267,7 +268,7 @@ FIELDS = {
     "rope_of_images has_drafter",
     "Parameters": "",
     "PolicyLossInputs": "log_probs old_log_probs advantages loss_mask lengths",
-    "Prompt": "index text answer token_ids row",
+    "Prompt": "index text answer token_ids row source max_response_tokens",
     "Recipe": "advantage policy_loss parameters loss_aggregation loss_constant kl_place kl_coef "
     "kl_estimator entropy_coef value_clip_eps mismatch_correction num_samples_per_prompt "
     "dynamic_sampling max_refills overlong_buffer_tokens overlong_buffer_share",
@@ -357,19 +358,20 @@ def test_user_prompts_become_a_file_named_by_content(tmp_path):
     rows = [{"prompt": f"{a} + 1 =", "answer": a + 1} for a in range(3)]
     api.prompts("sums")(lambda: iter(rows))
     options = DataOptions(prompts="sums", cache_dir=str(tmp_path))
-    source = prompt_source(options, "sums")
+    sums = SourceSpec("", "sums")
+    source = prompt_source(options, sums)
     found = [(row.prompt, row.answer) for row in read_rows(source)]
     assert found == [("0 + 1 =", "1"), ("1 + 1 =", "2"), ("2 + 1 =", "3")]
-    assert prompt_source(options, "sums") == source and len(list(source.path.parent.iterdir())) == 1
+    assert prompt_source(options, sums) == source and len(list(source.path.parent.iterdir())) == 1
     rows.pop()
-    assert prompt_source(options, "sums").path != source.path
-    assert prompt_source(options, "other.jsonl").path == Path("other.jsonl")
+    assert prompt_source(options, sums).path != source.path
+    assert prompt_source(options, SourceSpec("", "other.jsonl")).path == Path("other.jsonl")
     api.prompts("none")(lambda: [])
     with pytest.raises(UsageError, match="^--rl-eval-prompts none gives no row"):
-        prompt_source(options, "none", "--rl-eval-prompts")
+        prompt_source(options, SourceSpec("", "none", is_eval=True))
     api.prompts("broken")(lambda: [{"prompt": object()}])
     with pytest.raises(UsageError, match="^--rl-prompts broken cannot be used, .* TypeError"):
-        prompt_source(options, "broken")
+        prompt_source(options, SourceSpec("", "broken"))
     with pytest.raises(ValueError, match="two sources of prompts are called 'sums'"):
         api.prompts("sums")(lambda: [])
     with pytest.raises(ValueError, match="cannot be called 'a/b.jsonl'"):

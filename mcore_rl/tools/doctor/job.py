@@ -93,7 +93,14 @@ def examine_job(
     few: list[Prompt] = []
     trusts = bool(job.values.get("trust_remote_code"))
     with report.catching(PROMPTS):
-        few = check_prompts(report, job.config, facts.rewards, resumed, trust_remote_code=trusts)
+        few = check_prompts(
+            report,
+            job.config,
+            facts.rewards,
+            resumed,
+            environment=facts.environment,
+            trust_remote_code=trusts,
+        )
     rewards = facts.rewards
     if rewards is not None:
         report.add(

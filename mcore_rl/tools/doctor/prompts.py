@@ -12,9 +12,12 @@ import numpy as np
 
 from mcore_rl.batching.types import Prompt
 from mcore_rl.config import RLConfig
+from mcore_rl.data.prompt_file import PromptSource
 from mcore_rl.data.prompt_file import check_prompts as count_prompts
-from mcore_rl.data.prompts import PromptDataset, load_prompts, prompt_source
+from mcore_rl.data.prompts import PromptDataset, PromptSources, load_prompts, prompt_source
+from mcore_rl.data.sources import SourceSpec
 from mcore_rl.data.tokenizer import HOW_TO_END, missing_end
+from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.job.inputs import check_code_tests
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.tools.doctor.finding import PROMPTS, Finding, Report, green, plural, red, yellow
@@ -33,6 +36,7 @@ def check_prompts(
     rewards: RewardSpec | None,
     resumed: Path | None = None,
     *,
+    environment: EnvironmentSpec | None = None,
     trust_remote_code: bool = False,
 ) -> list[Prompt]:
     """Report on both files; return a few training prompts whose answers differ, or without answers
@@ -40,32 +44,30 @@ def check_prompts(
     run resumes from, `trust_remote_code` is Megatron's flag."""
     day = None if resumed is None else date_of_checkpoints(resumed.parent)
 
-    def read(path: str | None, flag: str) -> PromptDataset | None:
-        if path is None:
-            return None
-        source = prompt_source(
-            config.data, path, flag, trust_remote_code=trust_remote_code, date=day
-        )
-        if config.trainer.hf_checkpoint is None or not os.path.isdir(config.trainer.hf_checkpoint):
-            rows = plural(count_prompts(source), "prompt")
-            what = f"{flag}: {rows}, of unknown length, as there is no checkpoint with a tokenizer"
-            remedy = "give its folder as --rl-hf-checkpoint"
-            report.findings.append(yellow(PROMPTS, what, remedy))
-            return None
-        prompts = load_prompts(
-            source,
-            config.trainer.hf_checkpoint,
-            cache_dir=config.data.cache_dir,
-            write_cache=False,
-        )
-        report.findings += _of_file(prompts, config, flag)
-        return prompts
+    def read(specs: Sequence[SourceSpec]) -> PromptSources | None:
+        parts = []
+        for spec in specs:
+            source = prompt_source(config.data, spec, trust_remote_code=trust_remote_code, date=day)
+            flag = f"{source.flag} {spec.path}" if spec.name else source.flag
+            folder = config.trainer.hf_checkpoint
+            if folder is None or not os.path.isdir(folder):
+                rows = plural(count_prompts(source), "prompt")
+                what = f"{flag}: {rows}, of unknown length, as there is no checkpoint with a "
+                remedy = "give its folder as --rl-hf-checkpoint"
+                report.findings.append(yellow(PROMPTS, f"{what}tokenizer", remedy))
+                continue
+            prompts = load_prompts(
+                source, folder, cache_dir=config.data.cache_dir, write_cache=False
+            )
+            report.findings += _of_file(prompts, source, flag)
+            parts.append((spec, prompts))
+        return PromptSources(parts) if specs and len(parts) == len(specs) else None
 
     train = held_out = None
     with report.catching(PROMPTS):
-        train = read(config.data.required_prompts(), "--rl-prompts")
+        train = read(config.data.train_sources())
     with report.catching(PROMPTS):
-        held_out = read(config.data.eval_prompts, "--rl-eval-prompts")
+        held_out = read(config.data.eval_sources())
     if train is None:
         return []
     rows = [train[row] for row in range(len(train))]
@@ -79,20 +81,20 @@ def check_prompts(
     if rewards is not None:
         # Where code cannot be run, the check of the reward reports it.
         with report.catching(PROMPTS), contextlib.suppress(RuntimeError):
-            check_code_tests(config, rewards, train, held_out)
+            check_code_tests(rewards, environment, train, held_out)
     if resumed is not None and (resumed / TRAINER).is_dir():
         report.findings.append(_same_as_before(train, config, resumed))
     return _few(rows)
 
 
-def _of_file(prompts: PromptDataset, config: RLConfig, flag: str) -> Iterator[Finding]:
+def _of_file(prompts: PromptDataset, source: PromptSource, flag: str) -> Iterator[Finding]:
     rows = [prompts[row] for row in range(len(prompts))]
     lengths = np.array([len(row.token_ids) for row in rows])
     what = f"{flag}: {plural(len(rows), 'prompt')} of {lengths.min()} to {lengths.max()} tokens"
     yield green(PROMPTS, f"{what}, median {np.median(lengths):.0f}")
     if prompts.num_too_long:
         what = f"{flag}: {plural(prompts.num_too_long, 'prompt')} longer than "
-        what += f"--rl-max-prompt-tokens {config.data.max_prompt_tokens} will be left out"
+        what += f"--rl-max-prompt-tokens {source.max_prompt_tokens} will be left out"
         yield yellow(PROMPTS, what, "raise it, or remove them from the file")
     for name, (count, first) in prompts.left_out.items():
         what = f"{flag}: the model is not given {name}, in {plural(count, 'row')}, row {first + 1} "
@@ -110,7 +112,7 @@ def _of_file(prompts: PromptDataset, config: RLConfig, flag: str) -> Iterator[Fi
 
 
 def _together(
-    rows: Sequence[Prompt], held_out: PromptDataset | None, config: RLConfig
+    rows: Sequence[Prompt], held_out: PromptSources | None, config: RLConfig
 ) -> Iterator[Finding]:
     """Report too few prompts, and those used both for training and for evaluation."""
     if len(rows) < config.trainer.num_prompts_per_step:
@@ -131,7 +133,7 @@ def _together(
         yield green(PROMPTS, "no prompt of --rl-eval-prompts is one of --rl-prompts")
 
 
-def _same_as_before(train: PromptDataset, config: RLConfig, resumed: Path) -> Finding:
+def _same_as_before(train: PromptSources, config: RLConfig, resumed: Path) -> Finding:
     are_same = train.are_those_of(read_trainer_state(resumed / TRAINER).prompts)
     if are_same:
         return green(PROMPTS, f"the prompts are those of {resumed}")
@@ -146,8 +148,12 @@ def _same_as_before(train: PromptDataset, config: RLConfig, resumed: Path) -> Fi
 
 
 def _few(rows: Sequence[Prompt]) -> list[Prompt]:
-    found: dict[str, Prompt] = {}
+    """Return for each source a few prompts whose answers differ, or any without answers."""
+    found: dict[str, dict[str, Prompt]] = {row.source: {} for row in rows}
     for row in rows:
-        if row.answer_text.strip() and len(found) < _FEW:
-            found.setdefault(row.answer_text, row)
-    return list(found.values()) or list(rows[:_FEW])
+        if row.answer_text.strip() and len(found[row.source]) < _FEW:
+            found[row.source].setdefault(row.answer_text, row)
+    few: list[Prompt] = []
+    for source, answered in found.items():
+        few += answered.values() or [row for row in rows if row.source == source][:_FEW]
+    return few

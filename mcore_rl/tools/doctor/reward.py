@@ -75,8 +75,8 @@ def check_reward(
     prompts: Sequence[Prompt],
     model: Folder | None,
 ) -> list[Finding]:
-    """Try the reward on `prompts`: a few whose answers differ, or without answers. `model` is the
-    model of --rl-reward-model, if it could be read."""
+    """Try the reward on `prompts`: a few of each source whose answers differ, or without answers.
+    `model` is the model of --rl-reward-model, if it could be read."""
     findings = []
     if model is not None:
         what = f"model: {model.checkpoint.folder}, {model.shape.architecture} with a score head"
@@ -94,7 +94,12 @@ def check_reward(
             "servers are not asked"
         )
         findings.append(yellow(REWARD, what, "correct the prompts first"))
-    return [*findings, *_tried(spec, prompts)]
+    if not spec.of_sources:
+        return [*findings, *_tried(spec, prompts)]
+    for source in dict.fromkeys(prompt.source for prompt in prompts):
+        own = [prompt for prompt in prompts if prompt.source == source]
+        findings += _tried(spec.of_source(source), own)
+    return findings
 
 
 def asks_loopback(config: RLConfig) -> bool:
@@ -167,12 +172,12 @@ def _tried(spec: RewardSpec, prompts: Sequence[Prompt]) -> list[Finding]:
 
 def _environment(spec: EnvironmentSpec, prompts: Sequence[Prompt]) -> Finding:
     """Check that the environment starts with a few prompts, in its own processes."""
-    confined = ""
+    confined, title = "", ",".join(spec.names)
     try:
         with EnvironmentPool(spec) as pool:
             pool.check()  # also checks --rl-import, whose files do not run in this process
-            if spec.name == PYTHON_SANDBOX:
-                level = check_sandbox(f"--rl-environment {spec.name}", spec.sandbox_accept)
+            if PYTHON_SANDBOX in spec.names:
+                level = check_sandbox(f"--rl-environment {PYTHON_SANDBOX}", spec.sandbox_accept)
                 confined = f"; {describe(level)}"
             tickets = {pool.start(prompt, 0) for prompt in prompts}
             until = time.monotonic() + _MOST_SECONDS
@@ -186,12 +191,12 @@ def _environment(spec: EnvironmentSpec, prompts: Sequence[Prompt]) -> Finding:
     except RuntimeError as error:  # its processes die at once
         return red(REWARD, str(error), "correct what it imports")
     if failed:
-        what = f"environment {spec.name} cannot start with {len(failed)} of {len(prompts)} prompts"
+        what = f"environment {title} cannot start with {len(failed)} of {len(prompts)} prompts"
         return red(REWARD, f"{what}: {failed[0].failure}", "correct it, or the prompts")
     if tickets:
-        what = f"environment {spec.name} has not started within {_MOST_SECONDS:g} s"
+        what = f"environment {title} has not started within {_MOST_SECONDS:g} s"
         return yellow(REWARD, what, "make sure that it needs no longer than its timeout")
-    what = f"environment {spec.name} starts with {len(prompts)} prompt(s){confined}"
+    what = f"environment {title} starts with {len(prompts)} prompt(s){confined}"
     return green(REWARD, what)
 
 

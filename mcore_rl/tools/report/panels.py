@@ -67,6 +67,16 @@ SECTIONS = (
         Panel("Held-out accuracy", {"eval/accuracy": "accuracy"}, "Share of held-out prompts with "
             "a reward of at least 1, before the update of the step.", "share", exact=True,
             expected=True),
+        Panel("Held-out accuracy by set", {"eval/*/accuracy": ""},
+            "Of each set of --rl-eval-prompts.", "share", exact=True),
+        Panel("pass@k", {"eval/pass@*": ""}, "Of --rl-eval-samples, with the ends of 95 % "
+            "intervals.", "share", exact=True),
+        Panel("Accuracy by source", {"source/*/accuracy": ""},
+            "Share of a source's samples with a reward of at least 1.", "share"),
+        Panel("Reward by source", {"source/*/reward_mean": ""},
+            "Mean over a source's samples of the step."),
+        Panel("Curriculum", {"curriculum/settled_share": "settled"}, "Share of prompts whose "
+            "responses were all right or all wrong when they were last drawn.", "share"),
         Panel("KL to the reference", {"kl/ref": "KL"},
             "Mean over tokens; 0 if no KL is computed.", expected=True),
         Panel("Reverse KL to the teacher", {"teacher/reverse_kl": "KL"},

@@ -17,7 +17,7 @@ from mcore_rl.common import objects
 from mcore_rl.common.agreement import agreed
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
-from mcore_rl.data.prompts import PromptDataset
+from mcore_rl.data.prompts import PromptSources, changes_between
 from mcore_rl.megatron.hf_checkpoint import fingerprint
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.rollout.ahead_state import require_nothing_outstanding
@@ -59,8 +59,8 @@ class ResumePoint:
 def find_resume_point(
     spec: JobSpec,
     args: argparse.Namespace,
-    prompts: PromptDataset,
-    eval_prompts: PromptDataset | None,
+    prompts: PromptSources,
+    eval_prompts: PromptSources | None,
 ) -> ResumePoint | None:
     """Return what `--load` resumes, None for a new run. Collective; before models are built.
 
@@ -260,8 +260,8 @@ def _log_what_megatron_finds(load: Path, asked: int | None) -> None:
 def _with_known_prompts(
     state: TrainerState,
     config: RLConfig,
-    prompts: PromptDataset,
-    eval_prompts: PromptDataset | None,
+    prompts: PromptSources,
+    eval_prompts: PromptSources | None,
 ) -> TrainerState:
     if eval_prompts is not None and eval_prompts.are_those_of(state.eval_prompts) is False:
         logger.warning(
@@ -278,10 +278,13 @@ def _with_known_prompts(
     if are_same is not False:
         return state
     if config.data.on_changed_prompts == "stop":
+        why = changes_between(state.prompts, prompts.fingerprint) or (
+            "the file, the tokenizer, the chat template, a library or --rl-max-prompt-tokens has "
+            "changed"
+        )
         raise UsageError(
-            f"are others than those that the checkpoint of step {state.step} has drawn from (the "
-            "file, the tokenizer, the chat template, a library or --rl-max-prompt-tokens has "
-            "changed)",
+            f"are others than those that the checkpoint of step {state.step} has drawn from "
+            f"({why})",
             flag=f"--rl-prompts {config.data.prompts}",
             remedy="bring them back, or begin with the first of the new ones by "
             "--rl-on-changed-prompts restart",

@@ -64,6 +64,8 @@ class PolicyLossConfig:
     kl_coef: float = 0.0  # weight of the KL to the reference policy in the loss
     kl_estimator: KLEstimator = "k3"
     entropy_coef: float = 0.0
+    kl_clamp: float | None = None  # largest KL of a token, for k3
+    off_policy_threshold: float | None = None  # see `total_loss.is_off_policy`
 
 
 def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:

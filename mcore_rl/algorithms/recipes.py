@@ -41,7 +41,7 @@ class Recipe(Parameters):
 
     advantage: str = param(
         "grpo",
-        "advantage estimator: gae, grpo, dr_grpo, rloo, opo, remax, reinforce_pp, "
+        "advantage estimator: gae, grpo, gdpo, dr_grpo, rloo, opo, remax, reinforce_pp, "
         "reinforce_pp_baseline, or one of --rl-import",
     )
     policy_loss: str = param(
@@ -80,6 +80,18 @@ class Recipe(Parameters):
     mismatch_correction: MismatchCorrection = param(
         "none", "correction of the engine-trainer mismatch: weights per token or sequence, or masks"
     )
+    off_policy_threshold: float | None = param(
+        None,
+        "drop tokens of negative advantage in responses whose mean log-ratio of engine to current "
+        "policy exceeds this, in nats (arXiv 2512.02556)",
+        above=0,
+        advice="choose for example 0.1",
+    )
+    old_log_probs: Literal["actor", "rollout"] = param(
+        "actor",
+        "policy before the update, to which ratios refer: actor: log-probs of a scoring pass; "
+        "rollout: those of the engine, without a scoring pass",
+    )
     num_samples_per_prompt: int = param(
         8, "responses per prompt, the group size", least=1, advice="choose for example 8"
     )
@@ -96,6 +108,23 @@ class Recipe(Parameters):
         None, "last tokens of the response budget, over which a penalty grows to 1"
     )
     overlong_buffer_share: float = 0.0  # of the response budget, if the tokens are not given
+    missing_eos_penalty: float = param(
+        0.0,
+        "penalty of a response that ends by its length instead of an end-of-sequence token",
+        least=0,
+        advice="it is subtracted from the reward, so choose for example 1",
+    )
+    mask_truncated: bool = param(
+        False,
+        "leave responses that end by their length out of the losses (arXiv 2503.14476); their "
+        "rewards still count in their group",
+    )
+    reward_clip: float | None = param(
+        None,
+        "limit rewards to [-this, this] before penalties and advantages",
+        above=0,
+        advice="choose for example 10",
+    )
 
 
 # KL coefficients are from the papers or, if a paper has none, from its authors' code. Recipes have
@@ -179,6 +208,7 @@ class Algorithm(Recipe):
     policy_loss_parameters: Parameters
     mismatch_config: MismatchConfig
     kl_target: float | None  # None: the coefficient is constant
+    kl_clamp: float | None
     kl_horizon: float
     needs_critic: bool
     needs_greedy_baseline: bool
@@ -201,6 +231,8 @@ class Algorithm(Recipe):
             kl_coef=self.kl_coef if self.kl_place == "loss" else 0.0,
             kl_estimator=self.kl_estimator,
             entropy_coef=self.entropy_coef,
+            kl_clamp=self.kl_clamp,
+            off_policy_threshold=self.off_policy_threshold,
         )
 
     def value_loss_config(self, max_response_tokens: int) -> ValueLossConfig:
@@ -328,6 +360,7 @@ def resolve_algorithm(name: str, given: Mapping[str, Any]) -> Algorithm:
         ),
         kl_target=kl.kl_target,
         kl_horizon=kl.kl_horizon,
+        kl_clamp=kl.kl_clamp,
         needs_critic=estimator.needs_critic,
         needs_greedy_baseline=estimator.needs_greedy_baseline,
         **parts,

@@ -51,6 +51,7 @@ class RegisteredEstimator:
     needs_critic: bool = False  # reads `values`
     needs_greedy_baseline: bool = False  # reads `baselines`
     compares_group: bool = False  # one sample per prompt would always get advantage 0
+    needs_reward_parts: bool = False  # reads `reward_parts` instead of `scores`
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ def advantage_estimator(
     needs_critic: bool = False,
     needs_greedy_baseline: bool = False,
     compares_group: bool = False,
+    needs_reward_parts: bool = False,
 ) -> Callable[[Callable[[AdvantageInputs, P], AdvantageOutputs]], Any]:
     """Register the decorated `function(inputs, parameters) -> AdvantageOutputs` under `name`.
 
@@ -87,7 +89,13 @@ def advantage_estimator(
     def register(function: Callable[[AdvantageInputs, P], AdvantageOutputs]) -> Any:
         _check_declaration(name, "advantage estimators", _ESTIMATORS, function, parameters)
         _ESTIMATORS[name] = RegisteredEstimator(
-            name, function, parameters, needs_critic, needs_greedy_baseline, compares_group
+            name,
+            function,
+            parameters,
+            needs_critic,
+            needs_greedy_baseline,
+            compares_group,
+            needs_reward_parts,
         )
         return function
 

@@ -74,6 +74,7 @@ class Actor:
         )
         self.loss_config = config.recipe.policy_loss_config(config.rollout.max_response_tokens)
         self._mismatch_config = config.recipe.mismatch_config
+        self._old_is_rollout = config.recipe.old_log_probs == "rollout"
 
     @property
     def has_dropout(self) -> bool:
@@ -107,8 +108,8 @@ class Actor:
         `batch` must have `advantages`, and `ref_log_probs` if there is a KL term. Without
         `old_log_probs` this forward pass also scores the policy before the update, which is correct
         for the first update after a rollout: log-probs and the mismatch correction are taken from
-        it. Raises RuntimeError on all ranks for a non-finite loss or gradient, unless set to skip
-        it.
+        it, or with --rl-old-log-probs rollout the metrics of the mismatch alone. Raises
+        RuntimeError on all ranks for a non-finite loss or gradient, unless set to skip it.
         """
         mtp_counts = self._mtp_counts(batch)
         counts = self.runner.global_counts(batch)
@@ -167,6 +168,8 @@ class Actor:
                 self._mismatch_config,
             )
             weights = None if self._mismatch_config.correction == "none" else mismatch.weights
+            if self._old_is_rollout:
+                old_log_probs = samples.rollout_log_probs
         out = policy_loss_total(
             log_probs,
             entropy,
@@ -176,6 +179,7 @@ class Actor:
             lengths=samples.lengths,
             ref_log_probs=samples.ref_log_probs,
             weights=weights,
+            rollout_log_probs=samples.rollout_log_probs,
             denominators=denominators,
             config=self.loss_config,
         )

@@ -59,6 +59,7 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         "ratio/mean": float(total.ratio) / tokens,
         "grad_norm": float(np.mean(norms)),
         "skipped_updates": float(sum(u.result.skipped for u in updates)),
+        "mismatch/off_policy_share": float(total.off_policy) / tokens,
         **(mismatch_metrics(updates[0].mismatch) if updates[0].mismatch is not None else {}),
         **_mtp_metrics(updates),
         **_indexer_metrics(updates),

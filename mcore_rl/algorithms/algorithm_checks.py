@@ -30,6 +30,7 @@ def check_parts(
         *_outcome_problems(parts, estimator),
         *_sampling_problems(parts, given),
         *_old_log_probs_problems(parts),
+        *_entropy_problems(parts, given),
     ):
         raise problem
 
@@ -179,4 +180,13 @@ def _old_log_probs_problems(parts: Mapping[str, Any]) -> Iterator[UsageError]:
             "because ratios then refer to the engine's policy already",
             flag="--rl-old-log-probs rollout",
             remedy="drop one of the two",
+        )
+
+
+def _entropy_problems(parts: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[UsageError]:
+    if "entropy_step" in given and parts["entropy_target"] is None:
+        yield UsageError(
+            "has no effect, because without --rl-entropy-target the weight of the entropy stays",
+            flag=f"--rl-entropy-step {given['entropy_step']}",
+            remedy="give a target, or drop it",
         )

@@ -68,6 +68,22 @@ class PolicyLossInputs:
     advantages: torch.Tensor  # [t] float32
     loss_mask: torch.Tensor  # [t] bool
     lengths: torch.Tensor  # [b] int64
+    selected: torch.Tensor | None = None  # [t] bool, by the loss's own `select`
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionInputs:
+    """Data on one data-parallel rank from which a policy loss selects tokens, before any update.
+
+    Masked positions may hold anything.
+    """
+
+    old_log_probs: torch.Tensor  # [t] float32
+    advantages: torch.Tensor  # [t] float32
+    loss_mask: torch.Tensor  # [t] bool
+    random: torch.Tensor  # [t] float32 in [0, 1), of each token, in whatever layout
+    # Sums a float64 tensor over the data-parallel ranks. Collective.
+    global_sum: Callable[[torch.Tensor], torch.Tensor] = _sum_of_one_rank
 
 
 @dataclass(frozen=True, slots=True)

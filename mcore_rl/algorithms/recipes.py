@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from mcore_rl.algorithms.aggregation import Aggregation, AggregationMode
 from mcore_rl.algorithms.algorithm_checks import check_parts
+from mcore_rl.algorithms.entropy import DEFAULT_STEP, EntropyController
 from mcore_rl.algorithms.kl import KLController, KLEstimator, KLParameters
 from mcore_rl.algorithms.mismatch import CORRECTIONS, MismatchConfig, MismatchCorrection
 from mcore_rl.algorithms.policy_losses import PolicyLossConfig
@@ -46,7 +47,8 @@ class Recipe(Parameters):
     )
     policy_loss: str = param(
         "ppo_clip",
-        "policy loss: ppo_clip, gspo, cispo, gmpo, sapo, policy_gradient, or one of --rl-import",
+        "policy loss: ppo_clip, gspo, cispo, gmpo, sapo, clip_cov, kl_cov, policy_gradient, or one "
+        "of --rl-import",
     )
     parameters: Mapping[str, Any] = field(default_factory=dict)
     loss_aggregation: AggregationMode = param(
@@ -68,6 +70,19 @@ class Recipe(Parameters):
         "weight of the entropy bonus in the loss",
         least=0,
         advice="choose 0 to leave the term out",
+    )
+    entropy_target: float | None = param(
+        None,
+        "entropy in nats per token up to which the weight of the bonus is raised (arXiv "
+        "2505.22312); --rl-entropy-coef is the first weight",
+        above=0,
+        advice="choose for example 0.2",
+    )
+    entropy_step: float = param(
+        DEFAULT_STEP,
+        "change of that weight in a step, with --rl-entropy-target",
+        above=0,
+        advice="choose for example 0.005",
     )
     value_clip_eps: float = param(
         0.2,
@@ -242,6 +257,9 @@ class Algorithm(Recipe):
         """Return the controller of the KL in the reward; constant 0 without such a KL."""
         coef = self.kl_coef if self.kl_place == "reward" else 0.0
         return KLController(coef, self.kl_target, self.kl_horizon)
+
+    def entropy_controller(self) -> EntropyController:
+        return EntropyController(self.entropy_coef, self.entropy_target, self.entropy_step)
 
     def overlong_buffer(self, max_response_tokens: int) -> int:
         """Return tokens, 0 without the penalty; raise UsageError above the response budget."""

@@ -30,10 +30,13 @@ from mcore_rl.common.near_names import did_you_mean
 from mcore_rl.common.parameters import Parameters, parameters_of
 
 if TYPE_CHECKING:
+    import torch
+
     from mcore_rl.algorithms.interfaces import (
         AdvantageInputs,
         AdvantageOutputs,
         PolicyLossInputs,
+        SelectionInputs,
         TokenLosses,
     )
 
@@ -61,11 +64,14 @@ class RegisteredPolicyLoss:
     name: str
     function: Callable[[PolicyLossInputs, Any], TokenLosses]
     parameters: Parameters = _NOTHING_TO_SET  # its parameters, at their defaults
+    # Selects tokens before a step's updates, which the function gets as `selected`; collective.
+    select: Callable[[SelectionInputs, Any], torch.Tensor] | None = None
 
 
 _BUILT_IN = (
     "mcore_rl.algorithms.estimators",
     "mcore_rl.algorithms.policy_losses",
+    "mcore_rl.algorithms.covariance",
 )
 _ESTIMATORS: dict[str, RegisteredEstimator] = {}
 _POLICY_LOSSES: dict[str, RegisteredPolicyLoss] = {}
@@ -105,15 +111,18 @@ def advantage_estimator(
 def policy_loss(
     name: str,
     parameters: P = _NOTHING_TO_SET,  # type: ignore[assignment]
+    *,
+    select: Callable[[SelectionInputs, P], torch.Tensor] | None = None,
 ) -> Callable[[Callable[[PolicyLossInputs, P], TokenLosses]], Any]:
     """Register the decorated `function(inputs, parameters) -> TokenLosses` under `name`.
 
-    `parameters`: see `advantage_estimator`. Raises ValueError if the name is taken.
+    `parameters`: see `advantage_estimator`; `select`: see `RegisteredPolicyLoss`. Raises
+    ValueError if the name is taken.
     """
 
     def register(function: Callable[[PolicyLossInputs, P], TokenLosses]) -> Any:
         _check_declaration(name, "policy losses", _POLICY_LOSSES, function, parameters)
-        _POLICY_LOSSES[name] = RegisteredPolicyLoss(name, function, parameters)
+        _POLICY_LOSSES[name] = RegisteredPolicyLoss(name, function, parameters, select)
         return function
 
     return register

@@ -56,6 +56,7 @@ def policy_loss_total(
     ref_log_probs: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
     rollout_log_probs: torch.Tensor | None = None,
+    selected: torch.Tensor | None = None,
     denominators: Denominators,
     config: PolicyLossConfig,
 ) -> PolicyLossOutput:
@@ -71,6 +72,7 @@ def policy_loss_total(
         Without a coefficient the KL is only measured.
     weights: `[t]` float32, the correction of `mismatch`, detached; only multiplies the surrogate.
     rollout_log_probs: `[t]` float32, of the engine; only for `config.off_policy_threshold`.
+    selected: `[t]` bool, tokens that the policy loss has selected, if it selects any.
 
     Raises RuntimeError for `kl_coef` > 0 without `ref_log_probs`, UsageError for an unknown loss.
     """
@@ -81,7 +83,7 @@ def policy_loss_total(
     log_probs, entropy, old_log_probs, advantages = (
         masked(loss_mask, values) for values in (log_probs, entropy, old_log_probs, advantages)
     )
-    inputs = PolicyLossInputs(log_probs, old_log_probs, advantages, loss_mask, lengths)
+    inputs = PolicyLossInputs(log_probs, old_log_probs, advantages, loss_mask, lengths, selected)
     token_losses = find_policy_loss(config.policy_loss).function(inputs, config.parameters)
     surrogate = token_losses.loss
     if weights is not None:

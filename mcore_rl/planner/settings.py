@@ -55,6 +55,7 @@ class TrainSettings:
     sequence_parallel: bool
     recompute: Recompute
     chunk_tokens: int  # tokens whose logits exist at once
+    head_in_float32: bool = False  # --rl-fp32-lm-head
     expert_load: float  # tokens of the busiest rank's experts over the mean
     mtp_layers: int = 0  # --mtp-num-layers: trained ones, on the last stage
     trains_indexers: bool = False  # --dsa-indexer-loss-coeff

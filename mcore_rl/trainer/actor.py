@@ -136,6 +136,10 @@ class Actor:
             policy, result, mismatch, mtp, total.indexer_loss, total.indexer_replaced
         )
 
+    def weigh_entropy(self, coef: float) -> None:
+        """Set the weight of the entropy in the loss of the following updates."""
+        self.loss_config = dataclasses.replace(self.loss_config, entropy_coef=coef)
+
     def _mtp_counts(self, batch: TrainBatch) -> list[float]:
         """Return how many tokens of the global mini-batch each MTP layer is trained on."""
         num_layers = self._args.mtp_num_layers or 0
@@ -180,6 +184,7 @@ class Actor:
             ref_log_probs=samples.ref_log_probs,
             weights=weights,
             rollout_log_probs=samples.rollout_log_probs,
+            selected=samples.selected,
             denominators=denominators,
             config=self.loss_config,
         )

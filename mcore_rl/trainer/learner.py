@@ -22,10 +22,10 @@ from mcore_rl.algorithms.estimators import (
     overlong_penalty,
     select_informative_groups,
 )
-from mcore_rl.algorithms.interfaces import AdvantageInputs
+from mcore_rl.algorithms.interfaces import AdvantageInputs, SelectionInputs
 from mcore_rl.algorithms.kl import kl_of_loss_tokens
 from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
-from mcore_rl.algorithms.registry import find_advantage_estimator
+from mcore_rl.algorithms.registry import find_advantage_estimator, find_policy_loss
 from mcore_rl.algorithms.value_loss import explained_variance, value_loss
 from mcore_rl.batching.assignment import division_of, orders_of_epochs
 from mcore_rl.batching.table import SampleTable
@@ -43,7 +43,7 @@ from mcore_rl.trainer.roles.samples import (
     plan_epochs,
     with_given_routes,
 )
-from mcore_rl.trainer.step_metrics import mismatch_metrics
+from mcore_rl.trainer.step_metrics import mean_entropy, mismatch_metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,8 @@ class Learner:
         self.actor, self.critic = actor, critic
         self.reference, self.sample_store = reference, sample_store
         self.kl_controller = self.recipe.kl_controller()
+        self.entropy_controller = self.recipe.entropy_controller()
+        self._entropy_coef = self.entropy_controller.weight  # of this step
         self._kl_coef = self.kl_controller.coef  # of this step; the controller has the next step's
         self._rank = dist.get_rank()
         # With one update per step, the update's own forward pass runs the policy before it: scoring
@@ -89,6 +91,7 @@ class Learner:
             and self.recipe.kl_place != "reward"
             and not self._critic_warmup_steps
             and not actor.has_dropout
+            and find_policy_loss(self.recipe.policy_loss).select is None
         )
 
     def make_batch(self, step: int, table: SampleTable) -> StepBatch:
@@ -211,8 +214,33 @@ class Learner:
             returns=found.returns,
         )
         self._require_finite_advantages(samples, inputs)
+        samples = dataclasses.replace(samples, selected=self._selected(table, samples))
         metrics.update(self._explained_variance(samples))
         return dataclasses.replace(batch, actor=samples, metrics=metrics)
+
+    def _selected(self, table: SampleTable, samples: TrainBatch) -> torch.Tensor | None:
+        """Return `[t]` bool: tokens that the policy loss selects; None if it selects none."""
+        select = find_policy_loss(self.recipe.policy_loss).select
+        if select is None:
+            return None
+        old = samples.rollout_log_probs if self._old_is_rollout else samples.old_log_probs
+        assert old is not None and samples.advantages is not None, "no scoring pass"
+        # By draw and number in the group, so that the layout does not matter.
+        number = np.arange(len(table)) % self.recipe.num_samples_per_prompt
+        random = [
+            np.random.default_rng([self._seed, table.draws[row], number[row]]).random(length)
+            for row, length in zip(
+                samples.sample_ids.tolist(), samples.lengths.tolist(), strict=True
+            )
+        ]
+        inputs = SelectionInputs(
+            old,
+            samples.advantages,
+            samples.loss_mask,
+            torch.from_numpy(np.concatenate([np.empty(0), *random])).float(),
+            self.actor.runner.global_sum,
+        )
+        return select(inputs, self.recipe.policy_loss_parameters)
 
     def _require_finite_advantages(self, samples: TrainBatch, inputs: AdvantageInputs) -> None:
         """Raise RuntimeError on all ranks, naming the first non-finite tensor of each.
@@ -345,7 +373,13 @@ class Learner:
         if not warming_up:
             group = self.actor.runner.groups["dp"]
             parts = mini_batches(batch.actor, self._options.num_epochs, batch.division, group)
+            is_adapted = self.entropy_controller.target is not None
+            if is_adapted:
+                self._entropy_coef = self.entropy_controller.weight
+                self.actor.weigh_entropy(self._entropy_coef)
             of_actor = [self.actor.update(part) for part in self._with_old_log_probs(parts)]
+            if is_adapted:
+                self.entropy_controller.update(mean_entropy(of_actor))
         of_critic = [] if end_update is None else end_update()
         interval = self._options.reference_refresh_interval
         if interval and self.reference is not None and (step + 1) % interval == 0:
@@ -362,10 +396,12 @@ class Learner:
             yield part
 
     def rates(self) -> dict[str, float]:
-        """Return learning rates after the step, the step's KL coefficient, the critic's metrics."""
+        """Return learning rates after the step, the step's coefficients, the critic's metrics."""
         found = {"learning_rate": self.actor.optimizer.learning_rate}
         if self.critic is not None:
             found.update(self.critic.metrics())
         if self.recipe.kl_place == "reward":
             found["kl/coef"] = self._kl_coef
+        if self.recipe.entropy_target is not None:
+            found["entropy_coef"] = self._entropy_coef
         return found

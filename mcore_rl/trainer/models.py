@@ -62,6 +62,7 @@ def build_actor(
         or make_actor_provider(job.args, job.spec.shape, job.config.trainer.model_class),
         real_vocab_size=job.spec.shape.vocab_size,
         chunk_tokens=job.config.trainer.log_prob_chunk_tokens,
+        in_float32=job.config.trainer.fp32_lm_head,
     )
     with megatron_adapter.megatron_output_to(log):
         state = megatron_adapter.setup(provider)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import os
 from collections.abc import Sequence
@@ -64,6 +65,12 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         **_mtp_metrics(updates),
         **_indexer_metrics(updates),
     }
+
+
+def mean_entropy(updates: Sequence[UpdateStats]) -> float:
+    """Return the entropy in nats per loss token over a step's updates; nan without a token."""
+    tokens = sum(float(update.sums.num_tokens) for update in updates)
+    return sum(float(u.sums.entropy) for u in updates) / tokens if tokens else math.nan
 
 
 def _mtp_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:

@@ -102,6 +102,9 @@ class ScriptedActor:
     def scored(self, batch: TrainBatch) -> TrainBatch:
         return dataclasses.replace(batch, old_log_probs=self.log_probs(batch))
 
+    def weigh_entropy(self, coef: float) -> None:
+        self._log.append(("entropy", coef))
+
     def update(self, batch: TrainBatch) -> str:
         self._log.append(("actor", batch.sample_ids.tolist()))
         with torch.no_grad():
@@ -637,6 +640,32 @@ def test_kl_in_reward_is_that_of_engine_if_its_log_probs_are_old_ones():
     assert inputs.scores.tolist() == [1.0 + 4 * bonus, 2 * bonus, 0.5, 2.0 + 3 * bonus]
 
 
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_tokens_of_a_loss_are_selected_before_updates(name: str):
+    ratio = {f"{name}_ratio": 0.5, "num_epochs": 2, "num_mini_batches": 2}
+    if name == "clip_cov":
+        ratio |= {"clip_cov_low": -9.0, "clip_cov_high": 9.0}
+    learner, _ = learner_of(scored_before=False, policy_loss=name, **ratio)
+    batch = evaluated(learner, scored())  # scored before, even with one update
+    selected = batch.actor.selected
+    assert batch.actor.old_log_probs is not None
+    assert not (selected & ~batch.actor.loss_mask).any()
+    if name == "clip_cov":
+        assert selected.sum() == 4  # floor(0.5 * 9)
+        again = evaluated(learner, scored()).actor.selected
+        assert torch.equal(selected, again)  # by draw, not by chance of a run
+    updates = NotedUpdates()
+    learner.actor.update = updates.append
+    learner.update(0, batch)
+    for part in updates:  # tokens keep theirs in every epoch
+        for number, sample in enumerate(part.sample_ids.tolist()):
+            alone = take(part, (((number,),),)).selected
+            first = batch.actor.sample_ids.tolist().index(sample)
+            assert torch.equal(alone, take(batch.actor, (((first,),),)).selected)
+    learner, _ = learner_of(scored_before=False, policy_loss=name)
+    assert not learner.scores_in_update
+
+
 def test_log_probs_need_own_pass_with_dropout(monkeypatch):
     monkeypatch.setattr(ScriptedActor, "has_dropout", True)
     learner, _ = learner_of(scored_before=False)
@@ -718,6 +747,25 @@ def test_actor_is_not_updated_during_critic_warmup():
         learnt = learner.update(step, batch)
         assert len(learnt.critic) == 1 and len(learnt.actor) == (1 if step == 2 else 0)
     assert [name for name, _ in log] == ["critic", "critic", "critic", "actor"]
+
+
+def test_weight_of_entropy_follows_entropy_of_steps_before():
+    learner, log = learner_of(entropy_target=0.5, entropy_step=0.25, num_mini_batches=2)
+    entropies, rates = iter([0.25, 0.5, 0.125, 0.25, 1.0, 1.0]), []
+    batch = evaluated(learner, scored())
+
+    def update(part: TrainBatch) -> SimpleNamespace:  # two updates of 4 tokens a step
+        sums = SimpleNamespace(num_tokens=4.0, entropy=4 * next(entropies))
+        return SimpleNamespace(sums=sums)
+
+    learner.actor.update = update
+    for step in range(3):
+        learner.update(step, batch)
+        rates.append(learner.rates()["entropy_coef"])
+    # Entropies 0.375, 0.1875 and 1: each step's changes the weight of the next one.
+    assert rates == [0.0, 0.25, 0.5]
+    assert [coef for name, coef in log if name == "entropy"] == rates
+    assert (learner.entropy_controller.coef, learner.entropy_controller.weight) == (0.25, 0.0)
 
 
 def test_reference_follows_actor_at_interval():

@@ -37,7 +37,7 @@ _FACTS, _RNG = "facts", "random_states"
 _LENGTH_BYTES = 8
 LOADED = "loaded"
 # Facts that checkpoints of earlier versions may lack.
-_LATER_FACTS = {"began_with", "date", "optimizer_by_parameter"}
+_LATER_FACTS = {"began_with", "date", "entropy_controller", "optimizer_by_parameter"}
 _MOST_FACT_BYTES = 1 << 20
 _MOST_COUNTED = 1 << 53
 _STATE = "the state of a trainer"
@@ -62,6 +62,7 @@ class TrainerState:
     # optimizer_in_pieces does. False: by an earlier version, maybe at places of other parameters.
     optimizer_by_parameter: bool = False
     date: str = ""  # ISO, the date for chat templates; "": as `began_with`
+    entropy_controller: Mapping[str, float] = field(default_factory=dict)
 
 
 def save_trainer_state(state: TrainerState, rng: RngState, folder: Path) -> None:

@@ -246,6 +246,8 @@ def test_kl_coefficient_is_adaptive_with_target() -> None:
         ),
         ("grpo", {"advantage": "gdpo", "reward_clip": 1.0}, "--rl-reward-clip 1.0 has no effect"),
         ("rloo", {"advantage": "gdpo"}, "--rl-kl-in-reward has no effect"),
+        ("grpo", {"entropy_step": 0.1}, "--rl-entropy-step 0.1 has no effect.*-entropy-target"),
+        ("grpo", {"entropy_target": 0.0}, "--rl-entropy-target 0.0 must be"),
         ("grpo", {"loss_constant": 10.0}, "--rl-loss-constant 10.0 has no effect"),
         ("dr_grpo", {"loss_constant": 0.0}, "--rl-loss-constant 0.0 must be"),
         ("grpo", {"top_p": 0.9}, "--rl-top-p 0.9 needs --rl-mismatch-correction"),

@@ -101,7 +101,7 @@ def select_clip_cov(inputs: SelectionInputs, config: ClipCov) -> torch.Tensor:
 
 @policy_loss("clip_cov", ClipCov(), select=select_clip_cov)
 def clip_cov(inputs: PolicyLossInputs, config: ClipCov) -> TokenLosses:
-    """Return PPO's loss, 0 for the tokens of `select_clip_cov` (arXiv 2505.22617, eq. 10 and 11).
+    """Return PPO's loss, 0 for the tokens of `select_clip_cov` (arXiv 2505.22617).
 
     These count as clipped above.
     """
@@ -136,8 +136,8 @@ def select_kl_cov(inputs: SelectionInputs, config: KLCov) -> torch.Tensor:
 
 @policy_loss("kl_cov", KLCov(), select=select_kl_cov)
 def kl_cov(inputs: PolicyLossInputs, config: KLCov) -> TokenLosses:
-    """Return -r A, plus coef |log r| for the tokens of `select_kl_cov` (arXiv 2505.22617, eq. 12
-    and 13, with the estimate of the KL in its authors' code). Nothing is clipped.
+    """Return -r A, plus coef |log r| for the tokens of `select_kl_cov` (arXiv 2505.22617,
+    with the estimate of the KL in its authors' code). Nothing is clipped.
     """
     assert inputs.selected is not None, "chosen before the update"
     log_ratio = inputs.log_probs - inputs.old_log_probs

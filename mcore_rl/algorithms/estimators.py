@@ -114,7 +114,7 @@ def grpo(inputs: AdvantageInputs, config: RewardScale) -> AdvantageOutputs:
     std is the sample standard deviation (divisor n - 1), as in the code that the authors of
     Dr. GRPO published for both forms; the GRPO paper only writes "std" and has no code. With
     `scale_rewards` "batch" it is that of all samples of the step, whatever their group (arXiv
-    2508.08221, section 4.1.3). A group of equal outcomes, including a group of one, gets exactly 0.
+    2508.08221). A group of equal outcomes, including a group of one, gets exactly 0.
     """
     scores = finite_scores(inputs.scores, inputs.group_ids)
     of_batch = _deviation(scores) if config.scale_rewards == "batch" else None
@@ -128,7 +128,7 @@ def grpo(inputs: AdvantageInputs, config: RewardScale) -> AdvantageOutputs:
 
 @advantage_estimator("gdpo", compares_group=True, needs_reward_parts=True)
 def gdpo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
-    """Return GDPO's advantages: every reward normalised by itself (arXiv 2601.05242, section 3.1).
+    """Return GDPO's advantages: every reward normalised by itself (arXiv 2601.05242).
 
         A_i = sum over k of weight_k (r_ik - mean(r_k)) / (std(r_k) + eps)    in the group
         A_i = (A_i - mean(A)) / (std(A) + eps)                                over the step

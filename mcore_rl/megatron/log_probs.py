@@ -11,7 +11,7 @@ With logits z = hidden @ weight^T / T, log-normaliser Z = log sum_v exp(z_v), p 
 Tokens are processed in chunks. Forward keeps a few numbers per token; backward recomputes each
 chunk's logits. The matmul runs in the parameters' dtype and everything after it in float32, as in
 the engine that sampled the tokens, so that both sides round in the same places. With `in_float32`
-the matmuls run in float32, too (MiniMax-M1, arXiv 2506.13585, section 3.2), as in an engine whose
+the matmuls run in float32, too (MiniMax-M1, arXiv 2506.13585), as in an engine whose
 head does.
 """
 

@@ -83,8 +83,8 @@ class Learner:
         self._rank = dist.get_rank()
         # With one update per step, the update's own forward pass runs the policy before it: scoring
         # the samples first would repeat that pass. A KL in the reward needs log-probs earlier, and
-        # so do the metrics of a step without an update.
-        # Without a scoring pass (--rl-old-log-probs rollout) it tells the mismatch all the same.
+        # so do the metrics of a step without an update, and a loss that selects tokens before it.
+        # If old log-probs are the engine's, the first update only measures the mismatch.
         self._old_is_rollout = self.recipe.old_log_probs == "rollout"
         self.scores_in_update = self._old_is_rollout or (
             self._options.num_mini_batches * self._options.num_epochs == 1
@@ -135,7 +135,7 @@ class Learner:
     def _trained(self, table: SampleTable) -> SampleTable:
         """Return the table in which samples that the losses leave out are not valid.
 
-        They are valid in `table` itself: their rewards count in their group, as DAPO's authors do.
+        They are valid in `table` itself: their rewards count in their group, as in TRL.
         """
         if not self.recipe.mask_truncated:
             return table

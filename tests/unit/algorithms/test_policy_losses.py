@@ -419,7 +419,7 @@ def test_weights_multiply_only_surrogate_and_are_detached() -> None:
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo"])
 def test_off_policy_sequences_of_negative_advantage_have_no_gradient(name: str) -> None:
-    """M of DeepSeek-V3.2's eq. 8 and 9, by loops: 0 where A < 0 and the mean of log(pi_old / pi) is
+    """The mask M of DeepSeek-V3.2, by loops: 0 where A < 0 and the mean of log(pi_old / pi) is
     above delta; pi_old is what the engine sampled from."""
     batch, threshold = random_ragged(5, num_samples=24), 0.1
     arguments = arguments_of(batch, 5)

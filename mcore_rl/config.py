@@ -98,6 +98,9 @@ class TrainerOptions(Parameters):
         choices=("auto", "on", "off"),
     )
     log_prob_chunk_tokens: int = param(1024, "tokens whose logits are computed at a time", above=0)
+    fp32_lm_head: bool = param(
+        False, "compute logits in float32, in the trainer and in its engines (arXiv 2506.13585)"
+    )
     on_nonfinite_grad: str = param(
         "stop",
         "stop the run at a non-finite gradient, or skip the update",

@@ -27,7 +27,10 @@ def check_parts(
         *_unread_flags(parts, given, owners),
         *_kl_problems(parts, given, kl),
         *_group_problems(parts, given, estimator),
+        *_outcome_problems(parts, estimator),
         *_sampling_problems(parts, given),
+        *_old_log_probs_problems(parts),
+        *_entropy_problems(parts, given),
     ):
         raise problem
 
@@ -93,6 +96,15 @@ def _kl_problems(
             flag=f"--rl-kl-horizon {kl.kl_horizon}",
             remedy="give a target, or drop it",
         )
+    if kl.kl_clamp is not None and (parts["kl_place"] == "none" or parts["kl_estimator"] != "k3"):
+        why = "there is no KL to the reference"
+        if parts["kl_place"] != "none":
+            why = f"the KL is estimated by {parts['kl_estimator']}"
+        yield UsageError(
+            f"has no effect, because {why}",
+            flag=f"--rl-kl-clamp {kl.kl_clamp}",
+            remedy="choose --rl-kl-estimator k3 with a coefficient of the KL, or drop it",
+        )
 
 
 def _group_problems(
@@ -121,6 +133,31 @@ def _group_problems(
         )
 
 
+def _outcome_problems(
+    parts: Mapping[str, Any], estimator: RegisteredEstimator
+) -> Iterator[UsageError]:
+    """Yield an error for each change of the outcome that the estimator does not read."""
+    if not estimator.needs_reward_parts:
+        return
+    remedy = f"drop it, or choose another estimator than {estimator.name}"
+    buffer = parts["overlong_buffer_tokens"]
+    if buffer or (buffer is None and parts["overlong_buffer_share"]):
+        changes = "--rl-overlong-buffer-tokens", remedy.replace("drop it", "set it to 0")
+    elif parts["missing_eos_penalty"]:
+        changes = f"--rl-missing-eos-penalty {parts['missing_eos_penalty']}", remedy
+    elif parts["reward_clip"] is not None:
+        changes = f"--rl-reward-clip {parts['reward_clip']}", remedy
+    elif parts["kl_place"] == "reward":
+        changes = "--rl-kl-in-reward", "give --rl-kl-coef for the KL in the loss"
+    else:
+        return
+    yield UsageError(
+        f"has no effect, because --rl-advantage {estimator.name} reads each reward by itself",
+        flag=changes[0],
+        remedy=changes[1],
+    )
+
+
 def _sampling_problems(parts: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[UsageError]:
     top_p, top_k = given.get("top_p", 1.0), given.get("top_k", 0)
     if parts["mismatch_correction"] != "none":
@@ -134,3 +171,22 @@ def _sampling_problems(parts: Mapping[str, Any], given: Mapping[str, Any]) -> It
                 flag=f"{flag_of(key)} {value}",
                 remedy="choose for example token_tis, or sample from all tokens",
             )
+
+
+def _old_log_probs_problems(parts: Mapping[str, Any]) -> Iterator[UsageError]:
+    if parts["old_log_probs"] == "rollout" and parts["mismatch_correction"] != "none":
+        yield UsageError(
+            f"leaves --rl-mismatch-correction {parts['mismatch_correction']} without effect, "
+            "because ratios then refer to the engine's policy already",
+            flag="--rl-old-log-probs rollout",
+            remedy="drop one of the two",
+        )
+
+
+def _entropy_problems(parts: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[UsageError]:
+    if "entropy_step" in given and parts["entropy_target"] is None:
+        yield UsageError(
+            "has no effect, because without --rl-entropy-target the weight of the entropy stays",
+            flag=f"--rl-entropy-step {given['entropy_step']}",
+            remedy="give a target, or drop it",
+        )

@@ -1,6 +1,7 @@
 """Advantage estimators: how much better the outcome of a response is than a baseline.
 
     grpo                   (r_i - mean(r)) / (std(r) + eps)           arXiv 2402.03300, 4.1.2
+    gdpo                   grpo's of each reward, summed, normalised  arXiv 2601.05242
     dr_grpo                 r_i - mean(r)                             arXiv 2503.20783
     rloo                    r_i - mean of the group's other r         arXiv 2402.14740
     opo                     r_i - sum(length r) / sum(length)         arXiv 2505.23585
@@ -21,7 +22,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -76,6 +77,7 @@ def advantages_of_valid(
             loss_mask=inputs.loss_mask[tokens],
             lengths=inputs.lengths[samples],
             baselines=None if inputs.baselines is None else inputs.baselines[valid],
+            reward_parts=None if inputs.reward_parts is None else inputs.reward_parts[valid],
             values=None if inputs.values is None else inputs.values[tokens],
         ),
         config,
@@ -94,21 +96,58 @@ def advantages_of_valid(
 EPS = 1e-6  # added to a standard deviation before dividing by it
 
 
-@advantage_estimator("grpo", compares_group=True)
-def grpo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
+@dataclass(frozen=True, slots=True)
+class RewardScale(Parameters):
+    """Parameters of grpo."""
+
+    scale_rewards: Literal["group", "batch"] = param(
+        "group",
+        "samples whose rewards' deviation grpo divides by: of the group, or all of the step (arXiv "
+        "2508.08221); dr_grpo does not divide",
+    )
+
+
+@advantage_estimator("grpo", RewardScale(), compares_group=True)
+def grpo(inputs: AdvantageInputs, config: RewardScale) -> AdvantageOutputs:
     """Return GRPO's advantages: (r - mean) / (std + eps) for all tokens of a response.
 
     std is the sample standard deviation (divisor n - 1), as in the code that the authors of
-    Dr. GRPO published for both forms; the GRPO paper only writes "std" and has no code. A group of
-    equal outcomes, including a group of one, gets exactly 0.
+    Dr. GRPO published for both forms; the GRPO paper only writes "std" and has no code. With
+    `scale_rewards` "batch" it is that of all samples of the step, whatever their group (arXiv
+    2508.08221). A group of equal outcomes, including a group of one, gets exactly 0.
     """
+    scores = finite_scores(inputs.scores, inputs.group_ids)
+    of_batch = _deviation(scores) if config.scale_rewards == "batch" else None
 
     def normalised(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        centred = _centred(scores, lengths)
-        std = math.sqrt(math.fsum(centred**2) / (scores.size - 1))
-        return centred / (std + EPS)
+        std = _deviation(scores) if of_batch is None else of_batch
+        return _centred(scores, lengths) / (std + EPS)
 
     return _per_response(inputs, normalised)
+
+
+@advantage_estimator("gdpo", compares_group=True, needs_reward_parts=True)
+def gdpo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
+    """Return GDPO's advantages: every reward normalised by itself (arXiv 2601.05242).
+
+        A_i = sum over k of weight_k (r_ik - mean(r_k)) / (std(r_k) + eps)    in the group
+        A_i = (A_i - mean(A)) / (std(A) + eps)                                over the step
+
+    Deviations have divisor n - 1. A reward that is equal in a group adds exactly 0 to it. Raises
+    RuntimeError without `reward_parts`.
+    """
+    if inputs.reward_parts is None or inputs.reward_weights is None:
+        raise RuntimeError("gdpo needs the rewards one by one, but there are none")
+
+    def normalised(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        return _centred(scores, lengths) / (_deviation(scores) + EPS)
+
+    total = np.zeros(len(inputs.scores))
+    for weight, part in zip(inputs.reward_weights, inputs.reward_parts.T, strict=True):
+        total += weight * _by_group(dataclasses.replace(inputs, scores=part), normalised)
+    if total.size and total.min() != total.max():
+        total = normalised(total, inputs.response_lengths)
+    return _of_responses(inputs, total)
 
 
 @advantage_estimator("dr_grpo", compares_group=True)
@@ -259,6 +298,12 @@ def _centred(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return centred
 
 
+def _deviation(scores: np.ndarray) -> float:
+    """Return the sample standard deviation, rounded once; 0 for one score."""
+    centred = _centred(scores, scores)
+    return math.sqrt(math.fsum(centred**2) / max(scores.size - 1, 1))
+
+
 def _select_rows(per_sample: np.ndarray, inputs: AdvantageInputs) -> torch.Tensor:
     """Convert `[n]` to `[b]` float64 on the device of the tokens."""
     return torch.from_numpy(per_sample[inputs.rows]).to(inputs.loss_mask.device)
@@ -267,8 +312,13 @@ def _select_rows(per_sample: np.ndarray, inputs: AdvantageInputs) -> torch.Tenso
 def _per_response(
     inputs: AdvantageInputs, compare: Callable[[np.ndarray, np.ndarray], np.ndarray]
 ) -> AdvantageOutputs:
+    return _of_responses(inputs, _by_group(inputs, compare))
+
+
+def _of_responses(inputs: AdvantageInputs, per_sample: np.ndarray) -> AdvantageOutputs:
+    """Give every token of a response the value of its sample, of `[n]`."""
     segments = Segments.of(inputs.lengths, inputs.loss_mask)
-    per_response = _select_rows(_by_group(inputs, compare), inputs).float()
+    per_response = _select_rows(per_sample, inputs).float()
     return AdvantageOutputs(masked(inputs.loss_mask, segments.to_tokens(per_response)))
 
 

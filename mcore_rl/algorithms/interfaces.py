@@ -40,6 +40,9 @@ class AdvantageInputs:
     lengths: torch.Tensor  # [b] int64, tokens of each sample of this rank
     baselines: np.ndarray | None = None  # [n] float64, reward of the prompt's greedy response
     values: torch.Tensor | None = None  # [t] float32, critic before the token that j scores
+    # The rewards one by one, without weights and penalties, and their weights.
+    reward_parts: np.ndarray | None = None  # [n, r] float64
+    reward_weights: np.ndarray | None = None  # [r] float64
     # Sums a float64 tensor over the data-parallel ranks. Collective: if an estimator whitens, every
     # rank calls it, even without tokens.
     global_sum: Callable[[torch.Tensor], torch.Tensor] = _sum_of_one_rank
@@ -65,6 +68,22 @@ class PolicyLossInputs:
     advantages: torch.Tensor  # [t] float32
     loss_mask: torch.Tensor  # [t] bool
     lengths: torch.Tensor  # [b] int64
+    selected: torch.Tensor | None = None  # [t] bool, by the loss's own `select`
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionInputs:
+    """Data on one data-parallel rank from which a policy loss selects tokens, before any update.
+
+    Masked positions may hold anything.
+    """
+
+    old_log_probs: torch.Tensor  # [t] float32
+    advantages: torch.Tensor  # [t] float32
+    loss_mask: torch.Tensor  # [t] bool
+    random: torch.Tensor  # [t] float32 in [0, 1), of each token, in whatever layout
+    # Sums a float64 tensor over the data-parallel ranks. Collective.
+    global_sum: Callable[[torch.Tensor], torch.Tensor] = _sum_of_one_rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,10 +47,19 @@ class KLParameters(Parameters):
         advice="choose for example 10000",
     )
     kl_estimator: KLEstimator | None = param(None, "estimator of the KL")
+    kl_clamp: float | None = param(
+        None,
+        "largest KL of a token that estimator k3 gives, in nats",
+        above=0,
+        advice="a token above it has no gradient, so choose for example 10",
+    )
 
 
 def kl_estimate(
-    log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimator: KLEstimator
+    log_probs: torch.Tensor,
+    other_log_probs: torch.Tensor,
+    estimator: KLEstimator,
+    clamp: float | None = None,
 ) -> torch.Tensor:
     """Estimate KL(p || q) per token, from tokens sampled from p.
 
@@ -68,7 +77,8 @@ def kl_estimate(
     The metric `kl/rollout_actor` is the token mean of k3, with p the engine, which sampled, and q
     the actor: `kl_estimate(rollout_log_probs, log_probs, "k3")` estimates KL(rollout || actor).
 
-    k3 clamps r to at most MAX_LOG_RATIO, without gradient.
+    k3 clamps r to at most MAX_LOG_RATIO, without gradient, and its value to at most `clamp`, as
+    verl's code does with 10.
     """
     log_ratio = other_log_probs - log_probs
     if estimator == "k1":
@@ -78,7 +88,7 @@ def kl_estimate(
     if estimator == "k3":
         bounded = log_ratio.clamp(max=MAX_LOG_RATIO)
         # expm1, as r is about 1e-3 for equal policies: exp(r) - 1 would lose half its digits.
-        return torch.expm1(bounded) - bounded
+        return (torch.expm1(bounded) - bounded).clamp(max=math.inf if clamp is None else clamp)
     raise AssertionError(f"unknown KL estimator {estimator!r}")
 
 
@@ -88,6 +98,7 @@ def kl_of_loss_tokens(
     ref_log_probs: torch.Tensor,
     loss_mask: torch.Tensor,
     estimator: KLEstimator = "k1",
+    clamp: float | None = None,
 ) -> torch.Tensor:
     """Return `[t]` float32: KL(old || ref) at every loss token, 0 where masked.
 
@@ -96,7 +107,7 @@ def kl_of_loss_tokens(
     may hold anything.
     """
     old, ref = masked(loss_mask, old_log_probs), masked(loss_mask, ref_log_probs)
-    return masked(loss_mask, kl_estimate(old, ref, estimator)).float()
+    return masked(loss_mask, kl_estimate(old, ref, estimator, clamp)).float()
 
 
 _MAX_ERROR = 0.2

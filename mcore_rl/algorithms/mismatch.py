@@ -10,10 +10,15 @@ rho = exp(old_log_probs - rollout_log_probs) per token:
     icepop                rho if it is in [low, high], else 0             Ring-1T, arXiv 2510.18855
     geometric_rejection   1 if the geometric mean of the response's rho is in [low, high], else 0
     product_rejection     1 if their product is, else 0
+    token_tis_geometric   token_tis if geometric_rejection keeps the response, else 0
+    token_tis_product     token_tis if product_rejection keeps the response, else 0
 
 (For truncation: Yao et al., "Your efficient RL framework secretly brings you off-policy RL
-training", 2025.) The weights multiply the surrogate. The denominators of the loss still count all
-generated tokens: a token of weight 0 counts, but contributes no gradient.
+training", 2025; for rejection: verl's documentation of rollout correction.) Truncated weights may
+have a lower bound, too. A veto gives weight 0 to every token of a response that has a token whose
+rho is below a threshold, as the trainer would hardly have sampled it. The weights multiply the
+surrogate. The denominators of the loss still count all generated tokens: a token of weight 0
+counts, but contributes no gradient.
 """
 
 from __future__ import annotations
@@ -32,30 +37,59 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters, param
 
 MismatchCorrection = Literal[
-    "none", "token_tis", "sequence_tis", "icepop", "geometric_rejection", "product_rejection"
+    "none",
+    "token_tis",
+    "sequence_tis",
+    "icepop",
+    "geometric_rejection",
+    "product_rejection",
+    "token_tis_geometric",
+    "token_tis_product",
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Cap(Parameters):
+@dataclass(frozen=True, kw_only=True)  # without slots, which two base classes cannot both have
+class Veto(Parameters):
+    """Parameters of all corrections."""
+
+    mismatch_veto: float | None = param(
+        None,
+        "drop responses with a token whose ratio is below this",
+        above=0,
+        below=1,
+        advice="such tokens are far less likely for the trainer than for the engine, so choose "
+        "for example 1e-4",
+    )
+
+
+@dataclass(frozen=True)
+class Cap(Veto):
     """Parameters of the corrections that truncate."""
 
     mismatch_cap: float = param(
         2.0,
-        "largest weight of token_tis and sequence_tis",
+        "largest weight of corrections that truncate",
         above=0,
         advice="weights above it are lowered to it, so choose for example 2",
     )
+    mismatch_floor: float = param(
+        0.0,
+        "smallest weight of corrections that truncate",
+        least=0,
+        most=1,
+        advice="weights below it are raised to it, so choose for example 0.5",
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Band(Parameters):
+@dataclass(frozen=True)
+class Band(Veto):
     """Parameters of the corrections that mask tokens outside a band; 0 <= low < high."""
 
     mismatch_low: float = param(0.5, "smallest ratio that icepop and rejection keep")
     mismatch_high: float = param(5.0, "largest ratio that icepop and rejection keep")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         low, high = self.mismatch_low, self.mismatch_high
         if not 0.0 <= low < high < math.inf:
             raise UsageError(
@@ -63,6 +97,11 @@ class Band(Parameters):
                 flag=f"--rl-mismatch-low {low}",
                 remedy="ratios between them are kept, so choose for example 0.5 and 2",
             )
+
+
+@dataclass(frozen=True)
+class CapAndBand(Cap, Band):
+    """Parameters of the corrections that truncate tokens and reject responses."""
 
 
 # A mean over a response is much closer to 1 than a token's ratio or a product.
@@ -73,6 +112,8 @@ CORRECTIONS: Mapping[str, Parameters] = {
     "icepop": Band(0.5, 5.0),
     "geometric_rejection": Band(0.999, 1.001),
     "product_rejection": Band(0.5, 2.0),
+    "token_tis_geometric": CapAndBand(mismatch_low=0.999, mismatch_high=1.001),
+    "token_tis_product": CapAndBand(mismatch_low=0.5, mismatch_high=2.0),
 }
 
 
@@ -90,7 +131,7 @@ class MismatchSums(TokenSums):
 
     num_tokens: torch.Tensor
     masked: torch.Tensor  # tokens to which the correction gave weight 0
-    truncated: torch.Tensor  # tokens with weight lowered to the cap
+    truncated: torch.Tensor  # tokens with weight lowered to the cap, or raised to the floor
     weight: torch.Tensor
     weight_squared: torch.Tensor
     kl: torch.Tensor  # k3 of KL(engine || actor)
@@ -139,20 +180,26 @@ def mismatch_weights(
     old, rollout = masked(loss_mask, old_log_probs), masked(loss_mask, rollout_log_probs)
     segments = Segments.of(lengths, loss_mask)
     log_ratio = old - rollout
-    if config.correction in ("sequence_tis", "product_rejection"):
-        log_ratio = segments.to_tokens(segments.sum(log_ratio))
-    elif config.correction == "geometric_rejection":
-        log_ratio = segments.to_tokens(segments.mean(log_ratio))
-    ratio, weights = bounded_ratio(log_ratio), torch.ones_like(old)
+    ratio, parameters, correction = bounded_ratio(log_ratio), config.parameters, config.correction
+    weights = ratio if correction == "icepop" else torch.ones_like(old)
     rejected = truncated = torch.zeros_like(loss_mask)
-    if isinstance(config.parameters, Cap):
-        cap = config.parameters.mismatch_cap
-        weights, truncated = ratio.clamp(max=cap), ratio > cap
-    elif isinstance(config.parameters, Band):
-        low, high = config.parameters.mismatch_low, config.parameters.mismatch_high
-        rejected = ~((ratio >= low) & (ratio <= high))
-        kept = ratio if config.correction == "icepop" else weights
-        weights = torch.where(rejected, torch.zeros_like(kept), kept)
+    if isinstance(parameters, Cap):
+        if correction == "sequence_tis":
+            ratio = bounded_ratio(segments.to_tokens(segments.sum(log_ratio)))
+        weights = ratio.clamp(parameters.mismatch_floor, parameters.mismatch_cap)
+        truncated = (ratio > parameters.mismatch_cap) | (ratio < parameters.mismatch_floor)
+    if isinstance(parameters, Band):
+        compared = ratio
+        if "product" in correction:
+            compared = bounded_ratio(segments.to_tokens(segments.sum(log_ratio)))
+        elif "geometric" in correction:
+            compared = bounded_ratio(segments.to_tokens(segments.mean(log_ratio)))
+        low, high = parameters.mismatch_low, parameters.mismatch_high
+        rejected = ~((compared >= low) & (compared <= high))
+    if isinstance(parameters, Veto) and parameters.mismatch_veto is not None:
+        vetoes = log_ratio < math.log(parameters.mismatch_veto)
+        rejected = rejected | (segments.to_tokens(segments.sum(vetoes.to(old.dtype))) > 0)
+    weights = torch.where(rejected, torch.zeros_like(weights), weights)
     weights = torch.where(loss_mask, weights, torch.ones_like(weights))
 
     def total(tokens: torch.Tensor) -> torch.Tensor:

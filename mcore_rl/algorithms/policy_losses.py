@@ -64,6 +64,8 @@ class PolicyLossConfig:
     kl_coef: float = 0.0  # weight of the KL to the reference policy in the loss
     kl_estimator: KLEstimator = "k3"
     entropy_coef: float = 0.0
+    kl_clamp: float | None = None  # largest KL of a token, for k3
+    off_policy_threshold: float | None = None  # see `total_loss.is_off_policy`
 
 
 def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -78,9 +80,7 @@ def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
 _STEEPNESS = "it is the steepness of a gate, so choose for example 1"
 
 
-def clipped_objective(
-    ratio: torch.Tensor, advantages: torch.Tensor, config: DualClip
-) -> TokenLosses:
+def clipped_objective(ratio: torch.Tensor, advantages: torch.Tensor, config: Clip) -> TokenLosses:
     """Return -min(ratio A, clip(ratio, 1 - clip_eps_lower, 1 + clip_eps_upper) A), dual-clipped.
 
     The gradient is zero for a ratio that has passed its bound in the direction of its advantage.
@@ -88,7 +88,7 @@ def clipped_objective(
     low, high = 1.0 - config.clip_eps_lower, 1.0 + config.clip_eps_upper
     objective = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     clipped_upper = (advantages > 0) & (ratio > high)
-    if config.dual_clip is not None:
+    if isinstance(config, DualClip) and config.dual_clip is not None:
         bad = advantages < 0
         floor = config.dual_clip * advantages
         objective = torch.where(bad, torch.maximum(objective, floor), objective)
@@ -106,6 +106,11 @@ def ppo_clip(inputs: PolicyLossInputs, config: DualClip) -> TokenLosses:
     its gradient is zero if the ratio exceeds c, which `clipped_upper` counts, too. Papers combine
     this loss with token_mean (DAPO), seq_mean_token_mean (GRPO) and constant (Dr. GRPO).
     """
+    return ppo_clip_objective(inputs, config)
+
+
+def ppo_clip_objective(inputs: PolicyLossInputs, config: Clip) -> TokenLosses:
+    """Return `clipped_objective` of the ratio of each token."""
     ratio = bounded_ratio(inputs.log_probs - inputs.old_log_probs)
     return clipped_objective(ratio, inputs.advantages, config)
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from mcore_rl.algorithms.aggregation import Aggregation, AggregationMode
 from mcore_rl.algorithms.algorithm_checks import check_parts
+from mcore_rl.algorithms.entropy import DEFAULT_STEP, EntropyController
 from mcore_rl.algorithms.kl import KLController, KLEstimator, KLParameters
 from mcore_rl.algorithms.mismatch import CORRECTIONS, MismatchConfig, MismatchCorrection
 from mcore_rl.algorithms.policy_losses import PolicyLossConfig
@@ -41,12 +42,13 @@ class Recipe(Parameters):
 
     advantage: str = param(
         "grpo",
-        "advantage estimator: gae, grpo, dr_grpo, rloo, opo, remax, reinforce_pp, "
+        "advantage estimator: gae, grpo, gdpo, dr_grpo, rloo, opo, remax, reinforce_pp, "
         "reinforce_pp_baseline, or one of --rl-import",
     )
     policy_loss: str = param(
         "ppo_clip",
-        "policy loss: ppo_clip, gspo, cispo, gmpo, sapo, policy_gradient, or one of --rl-import",
+        "policy loss: ppo_clip, gspo, cispo, gmpo, sapo, clip_cov, kl_cov, policy_gradient, or one "
+        "of --rl-import",
     )
     parameters: Mapping[str, Any] = field(default_factory=dict)
     loss_aggregation: AggregationMode = param(
@@ -69,6 +71,19 @@ class Recipe(Parameters):
         least=0,
         advice="choose 0 to leave the term out",
     )
+    entropy_target: float | None = param(
+        None,
+        "entropy in nats per token up to which the weight of the bonus is raised (arXiv "
+        "2505.22312); --rl-entropy-coef is the first weight",
+        above=0,
+        advice="choose for example 0.2",
+    )
+    entropy_step: float = param(
+        DEFAULT_STEP,
+        "change of that weight in a step, with --rl-entropy-target",
+        above=0,
+        advice="choose for example 0.005",
+    )
     value_clip_eps: float = param(
         0.2,
         "clip range of the critic's values; inf: unlimited",
@@ -79,6 +94,18 @@ class Recipe(Parameters):
     )
     mismatch_correction: MismatchCorrection = param(
         "none", "correction of the engine-trainer mismatch: weights per token or sequence, or masks"
+    )
+    off_policy_threshold: float | None = param(
+        None,
+        "drop tokens of negative advantage in responses whose mean log-ratio of engine to current "
+        "policy exceeds this, in nats (arXiv 2512.02556)",
+        above=0,
+        advice="choose for example 0.1",
+    )
+    old_log_probs: Literal["actor", "rollout"] = param(
+        "actor",
+        "policy before the update, to which ratios refer: actor: log-probs of a scoring pass; "
+        "rollout: those of the engine, without a scoring pass",
     )
     num_samples_per_prompt: int = param(
         8, "responses per prompt, the group size", least=1, advice="choose for example 8"
@@ -96,6 +123,23 @@ class Recipe(Parameters):
         None, "last tokens of the response budget, over which a penalty grows to 1"
     )
     overlong_buffer_share: float = 0.0  # of the response budget, if the tokens are not given
+    missing_eos_penalty: float = param(
+        0.0,
+        "penalty of a response that ends by its length instead of an end-of-sequence token",
+        least=0,
+        advice="it is subtracted from the reward, so choose for example 1",
+    )
+    mask_truncated: bool = param(
+        False,
+        "leave responses that end by their length out of the losses (arXiv 2503.14476); their "
+        "rewards still count in their group",
+    )
+    reward_clip: float | None = param(
+        None,
+        "limit rewards to [-this, this] before penalties and advantages",
+        above=0,
+        advice="choose for example 10",
+    )
 
 
 # KL coefficients are from the papers or, if a paper has none, from its authors' code. Recipes have
@@ -179,6 +223,7 @@ class Algorithm(Recipe):
     policy_loss_parameters: Parameters
     mismatch_config: MismatchConfig
     kl_target: float | None  # None: the coefficient is constant
+    kl_clamp: float | None
     kl_horizon: float
     needs_critic: bool
     needs_greedy_baseline: bool
@@ -201,6 +246,8 @@ class Algorithm(Recipe):
             kl_coef=self.kl_coef if self.kl_place == "loss" else 0.0,
             kl_estimator=self.kl_estimator,
             entropy_coef=self.entropy_coef,
+            kl_clamp=self.kl_clamp,
+            off_policy_threshold=self.off_policy_threshold,
         )
 
     def value_loss_config(self, max_response_tokens: int) -> ValueLossConfig:
@@ -210,6 +257,9 @@ class Algorithm(Recipe):
         """Return the controller of the KL in the reward; constant 0 without such a KL."""
         coef = self.kl_coef if self.kl_place == "reward" else 0.0
         return KLController(coef, self.kl_target, self.kl_horizon)
+
+    def entropy_controller(self) -> EntropyController:
+        return EntropyController(self.entropy_coef, self.entropy_target, self.entropy_step)
 
     def overlong_buffer(self, max_response_tokens: int) -> int:
         """Return tokens, 0 without the penalty; raise UsageError above the response budget."""
@@ -328,6 +378,7 @@ def resolve_algorithm(name: str, given: Mapping[str, Any]) -> Algorithm:
         ),
         kl_target=kl.kl_target,
         kl_horizon=kl.kl_horizon,
+        kl_clamp=kl.kl_clamp,
         needs_critic=estimator.needs_critic,
         needs_greedy_baseline=estimator.needs_greedy_baseline,
         **parts,

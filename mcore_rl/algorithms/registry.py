@@ -30,10 +30,13 @@ from mcore_rl.common.near_names import did_you_mean
 from mcore_rl.common.parameters import Parameters, parameters_of
 
 if TYPE_CHECKING:
+    import torch
+
     from mcore_rl.algorithms.interfaces import (
         AdvantageInputs,
         AdvantageOutputs,
         PolicyLossInputs,
+        SelectionInputs,
         TokenLosses,
     )
 
@@ -51,6 +54,7 @@ class RegisteredEstimator:
     needs_critic: bool = False  # reads `values`
     needs_greedy_baseline: bool = False  # reads `baselines`
     compares_group: bool = False  # one sample per prompt would always get advantage 0
+    needs_reward_parts: bool = False  # reads `reward_parts` instead of `scores`
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +64,14 @@ class RegisteredPolicyLoss:
     name: str
     function: Callable[[PolicyLossInputs, Any], TokenLosses]
     parameters: Parameters = _NOTHING_TO_SET  # its parameters, at their defaults
+    # Selects tokens before a step's updates, which the function gets as `selected`; collective.
+    select: Callable[[SelectionInputs, Any], torch.Tensor] | None = None
 
 
 _BUILT_IN = (
     "mcore_rl.algorithms.estimators",
     "mcore_rl.algorithms.policy_losses",
+    "mcore_rl.algorithms.covariance",
 )
 _ESTIMATORS: dict[str, RegisteredEstimator] = {}
 _POLICY_LOSSES: dict[str, RegisteredPolicyLoss] = {}
@@ -77,6 +84,7 @@ def advantage_estimator(
     needs_critic: bool = False,
     needs_greedy_baseline: bool = False,
     compares_group: bool = False,
+    needs_reward_parts: bool = False,
 ) -> Callable[[Callable[[AdvantageInputs, P], AdvantageOutputs]], Any]:
     """Register the decorated `function(inputs, parameters) -> AdvantageOutputs` under `name`.
 
@@ -87,7 +95,13 @@ def advantage_estimator(
     def register(function: Callable[[AdvantageInputs, P], AdvantageOutputs]) -> Any:
         _check_declaration(name, "advantage estimators", _ESTIMATORS, function, parameters)
         _ESTIMATORS[name] = RegisteredEstimator(
-            name, function, parameters, needs_critic, needs_greedy_baseline, compares_group
+            name,
+            function,
+            parameters,
+            needs_critic,
+            needs_greedy_baseline,
+            compares_group,
+            needs_reward_parts,
         )
         return function
 
@@ -97,15 +111,18 @@ def advantage_estimator(
 def policy_loss(
     name: str,
     parameters: P = _NOTHING_TO_SET,  # type: ignore[assignment]
+    *,
+    select: Callable[[SelectionInputs, P], torch.Tensor] | None = None,
 ) -> Callable[[Callable[[PolicyLossInputs, P], TokenLosses]], Any]:
     """Register the decorated `function(inputs, parameters) -> TokenLosses` under `name`.
 
-    `parameters`: see `advantage_estimator`. Raises ValueError if the name is taken.
+    `parameters`: see `advantage_estimator`; `select`: see `RegisteredPolicyLoss`. Raises
+    ValueError if the name is taken.
     """
 
     def register(function: Callable[[PolicyLossInputs, P], TokenLosses]) -> Any:
         _check_declaration(name, "policy losses", _POLICY_LOSSES, function, parameters)
-        _POLICY_LOSSES[name] = RegisteredPolicyLoss(name, function, parameters)
+        _POLICY_LOSSES[name] = RegisteredPolicyLoss(name, function, parameters, select)
         return function
 
     return register

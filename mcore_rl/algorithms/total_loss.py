@@ -36,6 +36,7 @@ class PolicyLossSums(TokenSums):
     ratio: torch.Tensor  # exp(log_probs - old_log_probs)
     clipped_lower: torch.Tensor  # see TokenLosses
     clipped_upper: torch.Tensor
+    off_policy: torch.Tensor  # tokens that `is_off_policy` drops
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ def policy_loss_total(
     lengths: torch.Tensor,
     ref_log_probs: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
+    rollout_log_probs: torch.Tensor | None = None,
+    selected: torch.Tensor | None = None,
     denominators: Denominators,
     config: PolicyLossConfig,
 ) -> PolicyLossOutput:
@@ -68,6 +71,8 @@ def policy_loss_total(
     ref_log_probs: `[t]` float32, of the reference policy; required if `config.kl_coef` > 0.
         Without a coefficient the KL is only measured.
     weights: `[t]` float32, the correction of `mismatch`, detached; only multiplies the surrogate.
+    rollout_log_probs: `[t]` float32, of the engine; only for `config.off_policy_threshold`.
+    selected: `[t]` bool, tokens that the policy loss has selected, if it selects any.
 
     Raises RuntimeError for `kl_coef` > 0 without `ref_log_probs`, UsageError for an unknown loss.
     """
@@ -78,14 +83,22 @@ def policy_loss_total(
     log_probs, entropy, old_log_probs, advantages = (
         masked(loss_mask, values) for values in (log_probs, entropy, old_log_probs, advantages)
     )
-    inputs = PolicyLossInputs(log_probs, old_log_probs, advantages, loss_mask, lengths)
+    inputs = PolicyLossInputs(log_probs, old_log_probs, advantages, loss_mask, lengths, selected)
     token_losses = find_policy_loss(config.policy_loss).function(inputs, config.parameters)
     surrogate = token_losses.loss
     if weights is not None:
         surrogate = surrogate * masked(loss_mask, weights.detach())
+    segments = Segments.of(lengths, loss_mask)
+    off_policy = torch.zeros_like(loss_mask)
+    if config.off_policy_threshold is not None:
+        assert rollout_log_probs is not None, "the mask compares with the engine's log-probs"
+        log_ratio = masked(loss_mask, rollout_log_probs) - log_probs.detach()
+        off_policy = is_off_policy(log_ratio, advantages, segments, config.off_policy_threshold)
+        surrogate = masked(~off_policy, surrogate)
     kl = torch.zeros_like(log_probs)
     if ref_log_probs is not None:
-        kl = kl_estimate(log_probs, masked(loss_mask, ref_log_probs), config.kl_estimator)
+        ref = masked(loss_mask, ref_log_probs)
+        kl = kl_estimate(log_probs, ref, config.kl_estimator, config.kl_clamp)
     per_token = surrogate
     # Omit a term without a coefficient instead of multiplying by 0, so that its gradient is not
     # computed; the entropy's costs another pass over the vocabulary.
@@ -93,12 +106,24 @@ def policy_loss_total(
         per_token = per_token + config.kl_coef * kl
     if config.entropy_coef > 0:
         per_token = per_token - config.entropy_coef * entropy
-    segments = Segments.of(lengths, loss_mask)
     weight = token_weights(segments, denominators, config.aggregation, per_token.dtype)
     return PolicyLossOutput(
         loss=(weight * masked(loss_mask, per_token)).sum(),
-        sums=_sums(inputs, surrogate, kl, entropy, token_losses),
+        sums=_sums(inputs, surrogate, kl, entropy, token_losses, off_policy),
     )
+
+
+def is_off_policy(
+    log_ratio: torch.Tensor, advantages: torch.Tensor, segments: Segments, threshold: float
+) -> torch.Tensor:
+    """Return `[t]` bool: tokens that DeepSeek-V3.2 drops (arXiv 2512.02556, section 3.1).
+
+    These have a negative advantage, and the mean of log_ratio = rollout_log_probs - log_probs over
+    their response exceeds `threshold`. The mean covers both staleness and the difference between
+    engine and trainer. Tokens with a positive advantage are never dropped. Weights of the loss
+    still count dropped tokens.
+    """
+    return (advantages < 0) & (segments.to_tokens(segments.mean(log_ratio)) > threshold)
 
 
 @torch.no_grad()
@@ -108,6 +133,7 @@ def _sums(
     kl: torch.Tensor,
     entropy: torch.Tensor,
     token_losses: TokenLosses,
+    off_policy: torch.Tensor,
 ) -> PolicyLossSums:
     def total(values: torch.Tensor) -> torch.Tensor:
         return masked(inputs.loss_mask, values.to(surrogate.dtype)).sum()
@@ -120,4 +146,5 @@ def _sums(
         ratio=total(bounded_ratio(inputs.log_probs - inputs.old_log_probs)),
         clipped_lower=total(token_losses.clipped_lower),
         clipped_upper=total(token_losses.clipped_upper),
+        off_policy=total(off_policy),
     )

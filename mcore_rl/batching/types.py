@@ -221,6 +221,7 @@ class TrainBatch:
     values: torch.Tensor | None = None  # [t] float32, critic before the update
     returns: torch.Tensor | None = None  # [t] float32, targets of the critic
     weights: torch.Tensor | None = None  # [t] float32, correction of the train/engine mismatch
+    selected: torch.Tensor | None = None  # [t] bool, tokens that the policy loss has selected
     # Experts for the token itself, in the MoE layers of this pipeline stage in ascending order;
     # uint8 or int16. None: the router chooses.
     routes: torch.Tensor | None = None  # [t, m, k]

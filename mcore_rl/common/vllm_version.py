@@ -68,6 +68,13 @@ FLOAT8_BLOCKS = Capability(
     since_cuda="0.32.0",
 )
 
+FLOAT32_HEAD = Capability(
+    # Older ones were not looked at.
+    "compute logits in float32",
+    since_cpu="0.32.0",
+    since_cuda="0.32.0",
+)
+
 
 def installed_vllm() -> tuple[str, str] | None:
     """Return package and version of the installed vLLM; None if there is none."""

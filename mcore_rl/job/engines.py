@@ -12,6 +12,7 @@ from mcore_rl.common.allocator import vllm_offloads_graphs
 from mcore_rl.common.errors import UsageError, as_flag
 from mcore_rl.common.vllm_version import (
     FLOAT8_BLOCKS,
+    FLOAT32_HEAD,
     LATENT_ATTENTION,
     ROUTED_EXPERTS,
     STACKED_EXPERTS,
@@ -36,6 +37,8 @@ def check_engine(config: RLConfig, shape: ModelShape, *, cuda: bool) -> None:
     if replay == R3 and shape.experts is not None:
         flag, remedy = f"--rl-routing-replay {replay}", "give r2 or off"
         require_capability(ROUTED_EXPERTS, cuda=cuda, flag=flag, remedy=remedy)
+    if config.trainer.fp32_lm_head:
+        require_capability(FLOAT32_HEAD, cuda=cuda, flag="--rl-fp32-lm-head", remedy="drop it")
     needs = {
         LATENT_ATTENTION: shape.latent is not None,
         STACKED_EXPERTS: family.stacked_experts,

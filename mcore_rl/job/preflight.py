@@ -29,7 +29,7 @@ from mcore_rl.model.layout import PipelineLayers
 from mcore_rl.model.quantization import FP8
 from mcore_rl.model.tensors import mtp_tensors
 from mcore_rl.moe.balance import check_bias_dtypes
-from mcore_rl.moe.routing import OFF
+from mcore_rl.moe.routing import OFF, R2
 from mcore_rl.moe.routing_replay import replay_obstacle
 from mcore_rl.rewards.functions import ENVIRONMENT
 
@@ -56,6 +56,12 @@ def check_ranges(config: RLConfig) -> None:
             "has no effect without a KL to the reference",
             flag=f"--rl-reference-refresh-interval {config.trainer.reference_refresh_interval}",
             remedy="add --rl-kl-coef or --rl-kl-in-reward, or drop it",
+        )
+    if recipe.old_log_probs == "rollout" and config.trainer.routing_replay == R2:
+        raise UsageError(
+            "leaves out the scoring pass whose experts --rl-routing-replay r2 reuses",
+            flag="--rl-old-log-probs rollout",
+            remedy="drop one of the two, or replay those of the engine by r3",
         )
     config.rollout.check_unfinished()
     config.evaluation.check_samples()

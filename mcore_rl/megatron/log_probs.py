@@ -10,7 +10,9 @@ With logits z = hidden @ weight^T / T, log-normaliser Z = log sum_v exp(z_v), p 
 
 Tokens are processed in chunks. Forward keeps a few numbers per token; backward recomputes each
 chunk's logits. The matmul runs in the parameters' dtype and everything after it in float32, as in
-the engine that sampled the tokens, so that both sides round in the same places.
+the engine that sampled the tokens, so that both sides round in the same places. With `in_float32`
+the matmuls run in float32, too (MiniMax-M1, arXiv 2506.13585), as in an engine whose
+head does.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ def vocab_parallel_log_probs(
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
     with_entropy: bool = True,
+    in_float32: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the log-prob of each target and the entropy of its distribution, each `[t]`.
 
@@ -53,6 +56,8 @@ def vocab_parallel_log_probs(
     chunk_tokens: bounds the transients to two float32 `[chunk_tokens, v/tp]`. The gradient of
         `weight` needs one float32 `[v/tp, h]` in addition.
     with_entropy: False skips the entropy and returns None instead.
+    in_float32: compute logits and gradients by products in float32. Each pass then holds a float32
+        copy of `weight`.
 
     Returns float32, the same on all ranks, for any parameter dtype up to float32 (float64 for
     float64 inputs).
@@ -81,6 +86,7 @@ def vocab_parallel_log_probs(
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         with_entropy=with_entropy,
+        in_float32=in_float32,
     )
     found: tuple[torch.Tensor, torch.Tensor | None]
     found = _VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
@@ -102,6 +108,12 @@ class _Head:
     temperature: float
     chunk_tokens: int
     with_entropy: bool
+    in_float32: bool
+
+    def rows(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return `[num_rows, h]`, the weight's rows in the dtype of the products."""
+        rows = weight[: self.num_rows]
+        return rows.to(_compute_dtype(weight)) if self.in_float32 else rows
 
     def chunks(self, num_tokens: int) -> Iterator[slice]:
         """Yield slices of the tokens, one per chunk."""
@@ -114,7 +126,7 @@ class _Head:
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return `[chunk, num_rows]` float32, over the temperature; the caller may overwrite it."""
-        logits = (hidden @ rows.t()).to(_compute_dtype(rows))
+        logits = (hidden.to(rows.dtype) @ rows.t()).to(_compute_dtype(rows))
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def locate(self, target_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,7 +188,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             grad_log_probs = torch.zeros_like(target_ids, dtype=maximum.dtype)
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=maximum.dtype) if needs_weight else None
-        rows = weight[: head.num_rows]
+        rows = head.rows(weight)
         for chunk in head.chunks(hidden.shape[0]):
             log_p = head.logits(hidden[chunk], rows)
             log_p.sub_(maximum[chunk, None]).sub_(log_sum_exp[chunk, None])
@@ -187,11 +199,12 @@ class _VocabParallelLogProbs(torch.autograd.Function):
                 None if grad_entropy is None else grad_entropy[chunk],
                 None if entropy is None else entropy[chunk],
             )
-            grad_logits = grad_logits.div_(head.temperature).to(weight.dtype)
+            grad_logits = grad_logits.div_(head.temperature).to(rows.dtype)
             if grad_hidden is not None:
-                torch.mm(grad_logits, rows, out=grad_hidden[chunk])
+                grad_hidden[chunk] = grad_logits @ rows
             if grad_weight is not None:
-                _add_product(grad_weight[: head.num_rows], grad_logits.t(), hidden[chunk])
+                inputs = hidden[chunk].to(rows.dtype)
+                _add_product(grad_weight[: head.num_rows], grad_logits.t(), inputs)
             del log_p, grad_logits  # before the next chunk's
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
@@ -210,7 +223,7 @@ def _shard_statistics(
     maximum = hidden.new_full(hidden.shape[:1], -math.inf, dtype=_compute_dtype(weight))
     target_logit = torch.full_like(target_ids, -math.inf, dtype=maximum.dtype)
     sum_exp, sum_exp_z = torch.zeros_like(maximum), torch.zeros_like(maximum)
-    rows = weight[: head.num_rows]
+    rows = head.rows(weight)
     for chunk in head.chunks(hidden.shape[0]):
         z = head.logits(hidden[chunk], rows)
         is_mine, row = head.locate(target_ids[chunk])

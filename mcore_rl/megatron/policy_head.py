@@ -72,6 +72,7 @@ class PolicyHead:
 
     real_vocab_size: int
     chunk_tokens: int
+    in_float32: bool  # the products with the head's weight
     # Attributes of the model, which is super() (mypy takes it for object).
     config: Any
     mtp: Any
@@ -240,6 +241,7 @@ class PolicyHead:
             target_ids.transpose(0, 1).flatten(0, 1),
             **self._head_of(weight),
             temperature=temperature,
+            in_float32=self.in_float32,
             with_entropy=with_entropy,
         )
         entropy = torch.zeros_like(log_probs[:, 0]) if entropy is None else entropy
@@ -284,28 +286,29 @@ def _policy_class(base: type) -> type:
 
 
 def as_policy(
-    model: torch.nn.Module, *, real_vocab_size: int, chunk_tokens: int
+    model: torch.nn.Module, *, real_vocab_size: int, chunk_tokens: int, in_float32: bool = False
 ) -> torch.nn.Module:
     """Turn a built Megatron language model into a policy, in place, and return it.
 
     `real_vocab_size` is the vocabulary's size without Megatron's padding rows, `chunk_tokens` the
-    number of positions whose logits exist at once.
+    number of positions whose logits exist at once; `in_float32`: see `vocab_parallel_log_probs`.
     """
     policy: Any = model  # with the attributes of its new class
     base: Any = type(policy)  # mypy: not Hashable
     policy.__class__ = _policy_class(base)
     policy.real_vocab_size = real_vocab_size
     policy.chunk_tokens = chunk_tokens
+    policy.in_float32 = in_float32
     return model
 
 
-def make_policy_provider(provider: Any, *, real_vocab_size: int, chunk_tokens: int) -> Any:
-    """Wrap a Megatron `model_provider` so that it builds a policy."""
+def make_policy_provider(provider: Any, **head: Any) -> Any:
+    """Wrap a Megatron `model_provider` so that it builds a policy; `head` is for `as_policy`."""
 
     @functools.wraps(provider)
     def policy_provider(*args: Any, **kwargs: Any) -> torch.nn.Module:
         model = as_in_checkpoints(provider(*args, **kwargs))
         prepare_indexers(model)
-        return as_policy(model, real_vocab_size=real_vocab_size, chunk_tokens=chunk_tokens)
+        return as_policy(model, **head)
 
     return policy_provider

@@ -299,8 +299,11 @@ def head_bytes(model: TrainedModel, *, with_gradients: bool) -> float:
         total = 2 * hidden * own + in_float32
         return total + hidden * own + in_float32 if with_gradients else total
     total = hidden + 2 * hidden * own + logits_bytes(model, training.chunk_tokens)
+    weight = _FLOAT32 * model.vocabulary_rows * shape.hidden_size
+    if training.head_in_float32 and training.weight_bytes < _FLOAT32:
+        total += weight  # a copy
     if with_gradients:
-        total += hidden + _FLOAT32 * model.vocabulary_rows * shape.hidden_size
+        total += hidden + weight
     return total
 
 

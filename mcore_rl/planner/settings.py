@@ -55,6 +55,7 @@ class TrainSettings:
     sequence_parallel: bool
     recompute: Recompute
     chunk_tokens: int  # tokens whose logits exist at once
+    head_in_float32: bool = False  # --rl-fp32-lm-head
     expert_load: float  # tokens of the busiest rank's experts over the mean
     lora_rank: int = 0  # of adapters, which are all that is trained; 0: without LoRA
     lora_targets: tuple[str, ...] = ()  # see `model.lora.matches`

@@ -81,6 +81,7 @@ class Actor:
         )
         self.loss_config = config.recipe.policy_loss_config(config.rollout.max_response_tokens)
         self._mismatch_config = config.recipe.mismatch_config
+        self._old_is_rollout = config.recipe.old_log_probs == "rollout"
 
     @property
     def has_dropout(self) -> bool:
@@ -122,8 +123,8 @@ class Actor:
         `batch` must have `advantages`, and `ref_log_probs` if there is a KL term. Without
         `old_log_probs` this forward pass also scores the policy before the update, which is correct
         for the first update after a rollout: log-probs and the mismatch correction are taken from
-        it. Raises RuntimeError on all ranks for a non-finite loss or gradient, unless set to skip
-        it.
+        it, or with --rl-old-log-probs rollout the metrics of the mismatch alone. Raises
+        RuntimeError on all ranks for a non-finite loss or gradient, unless set to skip it.
         """
         mtp_counts = self._mtp_counts(batch)
         counts = self.runner.global_counts(batch)
@@ -151,6 +152,10 @@ class Actor:
         return UpdateStats(
             policy, result, mismatch, mtp, total.indexer_loss, total.indexer_replaced, teacher_kl
         )
+
+    def weigh_entropy(self, coef: float) -> None:
+        """Set the weight of the entropy in the loss of the following updates."""
+        self.loss_config = dataclasses.replace(self.loss_config, entropy_coef=coef)
 
     def _mtp_counts(self, batch: TrainBatch) -> list[float]:
         """Return how many tokens of the global mini-batch each MTP layer is trained on."""
@@ -192,6 +197,8 @@ class Actor:
                 self._mismatch_config,
             )
             weights = None if self._mismatch_config.correction == "none" else mismatch.weights
+            if self._old_is_rollout:
+                old_log_probs = samples.rollout_log_probs
         out = policy_loss_total(
             log_probs,
             entropy,
@@ -201,6 +208,8 @@ class Actor:
             lengths=samples.lengths,
             ref_log_probs=samples.ref_log_probs,
             weights=weights,
+            rollout_log_probs=samples.rollout_log_probs,
+            selected=samples.selected,
             denominators=denominators,
             config=self.loss_config,
         )

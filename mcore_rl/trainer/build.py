@@ -225,6 +225,7 @@ def build_models(
     )
     if inputs.point is not None:
         learner.kl_controller.load_state_dict(dict(inputs.point.state.kl_controller))
+        learner.entropy_controller.load_state_dict(inputs.point.state.entropy_controller)
     return Models(state, shards, critic, teacher, learner, sample_store)
 
 

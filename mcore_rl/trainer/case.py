@@ -196,6 +196,7 @@ def activation_settings(
         sequence_parallel=bool(values.get("sequence_parallel")) and train.tp_size > 1,
         recompute=_recompute(values),
         chunk_tokens=config.trainer.log_prob_chunk_tokens,
+        head_in_float32=config.trainer.fp32_lm_head,
         expert_load=expert_load,
         mtp_layers=values.get("mtp_num_layers") or 0,
         trains_indexers=bool(values.get("dsa_indexer_loss_coeff")),

@@ -9,6 +9,7 @@ Shape legend: n samples of the step, b samples of this rank, t their tokens.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,10 +23,10 @@ from mcore_rl.algorithms.estimators import (
     overlong_penalty,
     select_informative_groups,
 )
-from mcore_rl.algorithms.interfaces import AdvantageInputs
+from mcore_rl.algorithms.interfaces import AdvantageInputs, SelectionInputs
 from mcore_rl.algorithms.kl import kl_of_loss_tokens
 from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
-from mcore_rl.algorithms.registry import find_advantage_estimator
+from mcore_rl.algorithms.registry import find_advantage_estimator, find_policy_loss
 from mcore_rl.algorithms.value_loss import explained_variance, value_loss
 from mcore_rl.batching.assignment import division_of, orders_of_epochs
 from mcore_rl.batching.table import SampleTable
@@ -44,7 +45,7 @@ from mcore_rl.trainer.roles.samples import (
     with_given_routes,
 )
 from mcore_rl.trainer.roles.teacher import StepTeachers
-from mcore_rl.trainer.step_metrics import mismatch_metrics
+from mcore_rl.trainer.step_metrics import mean_entropy, mismatch_metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Learner:
         config = job.config
         self._options, self._seed = config.trainer, job.args.seed
         self._layout, self._batching = job.spec.train_layout, job.micro_batching()
-        self._turn_weight = job.spec.rewards.weight(ENVIRONMENT)
+        self._reward_weight = job.spec.rewards.weight
         self._max_response_tokens = config.rollout.max_response_tokens
         self._critic_warmup_steps = config.critic.warmup_steps or 0
         self.recipe = config.recipe
@@ -80,17 +81,23 @@ class Learner:
         self.reference, self.sample_store = reference, sample_store
         self.teachers, self._teacher_coef = teachers, config.teacher.teacher_coef
         self.kl_controller = self.recipe.kl_controller()
+        self.entropy_controller = self.recipe.entropy_controller()
+        self._entropy_coef = self.entropy_controller.weight  # of this step
         self._kl_coef = self.kl_controller.coef  # of this step; the controller has the next step's
         self._rank = dist.get_rank()
         # With one update per step, the update's own forward pass runs the policy before it: scoring
         # the samples first would repeat that pass. A KL in the reward needs log-probs earlier, as
-        # a teacher does, and so do the metrics of a step without an update.
-        self.scores_in_update = (
+        # a teacher does, and so do the metrics of a step without an update, and a loss that selects
+        # tokens before it. If old log-probs are the engine's, the first update only measures the
+        # mismatch.
+        self._old_is_rollout = self.recipe.old_log_probs == "rollout"
+        self.scores_in_update = self._old_is_rollout or (
             self._options.num_mini_batches * self._options.num_epochs == 1
             and self.recipe.kl_place != "reward"
             and teachers is None
             and not self._critic_warmup_steps
             and not actor.has_dropout
+            and find_policy_loss(self.recipe.policy_loss).select is None
         )
 
     def make_batch(self, step: int, table: SampleTable) -> StepBatch:
@@ -112,7 +119,8 @@ class Learner:
         )
         division = division_of(epochs, table.lengths, self._layout.dp_ranks())
         tokens = self.sample_store.deliver(table, division.every)
-        batch = batch_by_plan(table, tokens, epochs, self._layout.dp_rank(self._rank))
+        trained = self._trained(table)
+        batch = batch_by_plan(trained, tokens, epochs, self._layout.dp_rank(self._rank))
         metrics = {}
         if self.sample_store.routed is not None:
             batch = with_given_routes(batch, tokens, self.sample_store.of_stage())
@@ -120,9 +128,9 @@ class Learner:
             metrics = self._replayed(batch, batch.num_tokens - batch.num_samples)
         for_critic = None
         if self.critic is not None:
-            for_critic = self.critic.divide(self.sample_store, table, orders)
+            for_critic = self.critic.divide(self.sample_store, trained, orders)
         if self.teachers is not None:
-            self.teachers.divide(self.sample_store, table)
+            self.teachers.divide(self.sample_store, trained)
         return StepBatch(batch, division, for_critic, metrics)
 
     def _replayed(self, batch: TrainBatch, num_tokens: int) -> dict[str, float]:
@@ -132,15 +140,41 @@ class Learner:
         known, total = self.actor.runner.global_sum(counts.double()).tolist()
         return {"moe/replayed_share": known / max(total, 1.0)}
 
+    def _trained(self, table: SampleTable) -> SampleTable:
+        """Return the table in which samples that the losses leave out are not valid.
+
+        They are valid in `table` itself: their rewards count in their group, as in TRL.
+        """
+        if not self.recipe.mask_truncated:
+            return table
+        why = zip(table.why_not_valid, table.is_cut, strict=True)
+        return dataclasses.replace(
+            table, why_not_valid=tuple(w or ("it is truncated" if cut else None) for w, cut in why)
+        )
+
     def _informative_groups(self, table: SampleTable) -> np.ndarray:
-        """Return `[g]` bool: groups with a sample whose advantages are not 0."""
+        """Return `[g]` bool: groups with a trained sample and with one whose advantages are not
+        0."""
         group_ids, valid = self._group_ids(table), table.valid
         groups = np.unique(group_ids)
-        compares = find_advantage_estimator(self.recipe.advantage).compares_group
-        if not compares or self.teachers is not None:
-            return np.isin(groups, group_ids[valid])
-        found = select_informative_groups(table.rewards[valid], group_ids[valid])
-        return np.isin(groups, found)
+        is_trained = np.isin(groups, group_ids[self._trained(table).valid])
+        estimator = find_advantage_estimator(self.recipe.advantage)
+        if not estimator.compares_group or self.teachers is not None:
+            return is_trained
+        rewards = [self._clipped(table.rewards)]
+        if estimator.needs_reward_parts:
+            rewards = list(self._reward_parts(table)[0].T)
+        found = [select_informative_groups(each[valid], group_ids[valid]) for each in rewards]
+        return is_trained & np.isin(groups, np.concatenate(found))
+
+    def _clipped(self, rewards: np.ndarray) -> np.ndarray:
+        limit = self.recipe.reward_clip
+        return rewards if limit is None else np.clip(rewards, -limit, limit)
+
+    def _reward_parts(self, table: SampleTable) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rewards `[n, r]`, 0 for one that a sample does not have, and their weights."""
+        weights = [self._reward_weight(name) for name in table.parts]
+        return np.nan_to_num(np.stack(list(table.parts.values()), axis=1)), np.array(weights)
 
     def _group_ids(self, table: SampleTable) -> np.ndarray:
         return np.arange(len(table)) // self.recipe.num_samples_per_prompt
@@ -200,20 +234,46 @@ class Learner:
             samples, of_teachers = self._with_penalties(samples)
             metrics.update(of_teachers.metrics())
         self._require_finite_advantages(samples, inputs)
+        samples = dataclasses.replace(samples, selected=self._selected(table, samples))
         metrics.update(self._explained_variance(samples))
         return dataclasses.replace(batch, actor=samples, metrics=metrics)
 
     def _with_penalties(self, samples: TrainBatch) -> tuple[TrainBatch, TeacherSums]:
         """Add the teachers' part to the advantages, after any normalisation of rewards."""
-        assert samples.advantages is not None and samples.old_log_probs is not None
+        student = samples.rollout_log_probs if self._old_is_rollout else samples.old_log_probs
+        assert samples.advantages is not None and student is not None
         assert samples.teacher_log_probs is not None
         penalties, sums = teacher_penalties(
-            samples.old_log_probs, samples.teacher_log_probs, samples.loss_mask, self._teacher_coef
+            student, samples.teacher_log_probs, samples.loss_mask, self._teacher_coef
         )
         total = TeacherSums.from_stacked(self.actor.runner.global_sum(sums.stacked()))
         if samples.teacher_outputs is None:  # else the loss has a term
             samples = dataclasses.replace(samples, advantages=samples.advantages + penalties)
         return samples, total
+
+    def _selected(self, table: SampleTable, samples: TrainBatch) -> torch.Tensor | None:
+        """Return `[t]` bool: tokens that the policy loss selects; None if it selects none."""
+        select = find_policy_loss(self.recipe.policy_loss).select
+        if select is None:
+            return None
+        old = samples.rollout_log_probs if self._old_is_rollout else samples.old_log_probs
+        assert old is not None and samples.advantages is not None, "no scoring pass"
+        # By draw and number in the group, so that the layout does not matter.
+        number = np.arange(len(table)) % self.recipe.num_samples_per_prompt
+        random = [
+            np.random.default_rng([self._seed, table.draws[row], number[row]]).random(length)
+            for row, length in zip(
+                samples.sample_ids.tolist(), samples.lengths.tolist(), strict=True
+            )
+        ]
+        inputs = SelectionInputs(
+            old,
+            samples.advantages,
+            samples.loss_mask,
+            torch.from_numpy(np.concatenate([np.empty(0), *random])).float(),
+            self.actor.runner.global_sum,
+        )
+        return select(inputs, self.recipe.policy_loss_parameters)
 
     def _require_finite_advantages(self, samples: TrainBatch, inputs: AdvantageInputs) -> None:
         """Raise RuntimeError on all ranks, naming the first non-finite tensor of each.
@@ -245,7 +305,8 @@ class Learner:
         )
 
     def _advantage_inputs(self, table: SampleTable, samples: TrainBatch) -> AdvantageInputs:
-        scores = table.rewards + self._overlong_penalty(table.response_lengths)
+        scores = self._clipped(table.rewards) + self._overlong_penalty(table.response_lengths)
+        scores -= self.recipe.missing_eos_penalty * table.is_cut
         segments = Segments.of(samples.lengths, samples.loss_mask)
         rows = samples.sample_ids.numpy()
         token_rewards = torch.zeros(samples.num_tokens)
@@ -262,12 +323,13 @@ class Learner:
         answered = segments.counts > 0
         outcomes = torch.from_numpy(scores[rows]).float()
         if samples.turn_rewards is not None:
-            of_turns = self._turn_weight * samples.turn_rewards * samples.loss_mask
+            of_turns = self._reward_weight(ENVIRONMENT) * samples.turn_rewards * samples.loss_mask
             token_rewards += of_turns
             outcomes -= segments.sum(of_turns.double()).float()
         token_rewards[ends[answered]] += outcomes[answered]
         if by_sample is not None:
             scores += self.actor.runner.global_sum(by_sample).numpy()
+        parts, weights = self._reward_parts(table) if table.parts else (None, None)
         return AdvantageInputs(
             scores=scores,
             group_ids=self._group_ids(table),
@@ -278,6 +340,8 @@ class Learner:
             lengths=samples.lengths,
             baselines=self._baselines(table),
             values=samples.values,
+            reward_parts=parts,
+            reward_weights=weights,
             global_sum=self.actor.runner.global_sum,
         )
 
@@ -293,17 +357,20 @@ class Learner:
         """Return outcomes of greedy responses, with the length penalty of samples."""
         if np.isnan(table.baselines).any():
             return None
-        outcomes: np.ndarray = table.baselines + self._overlong_penalty(table.baseline_lengths)
+        penalties = self._overlong_penalty(table.baseline_lengths)
+        outcomes: np.ndarray = self._clipped(table.baselines) + penalties
         return outcomes
 
     def _kl_penalties(self, samples: TrainBatch) -> torch.Tensor:
         """Return `[t]` penalties by the controller's present coefficient; update the controller."""
-        assert samples.old_log_probs is not None and samples.ref_log_probs is not None
+        old = samples.rollout_log_probs if self._old_is_rollout else samples.old_log_probs
+        assert old is not None and samples.ref_log_probs is not None
         kl = kl_of_loss_tokens(
-            samples.old_log_probs,
+            old,
             samples.ref_log_probs,
             samples.loss_mask,
             self.recipe.kl_estimator,
+            self.recipe.kl_clamp,
         )
         sums = torch.tensor([kl.double().sum(), samples.loss_mask.sum(), samples.num_samples])
         total, tokens, count = self.actor.runner.global_sum(sums.double()).tolist()
@@ -340,18 +407,35 @@ class Learner:
         if not warming_up:
             group = self.actor.runner.groups["dp"]
             parts = mini_batches(batch.actor, self._options.num_epochs, batch.division, group)
-            of_actor = [self.actor.update(part) for part in parts]
+            is_adapted = self.entropy_controller.target is not None
+            if is_adapted:
+                self._entropy_coef = self.entropy_controller.weight
+                self.actor.weigh_entropy(self._entropy_coef)
+            of_actor = [self.actor.update(part) for part in self._with_old_log_probs(parts)]
+            if is_adapted:
+                self.entropy_controller.update(mean_entropy(of_actor))
         of_critic = [] if end_update is None else end_update()
         interval = self._options.reference_refresh_interval
         if interval and self.reference is not None and (step + 1) % interval == 0:
             self.reference.refresh(step + 1)
         return Updates(of_actor, of_critic)
 
+    def _with_old_log_probs(self, parts: Iterator[TrainBatch]) -> Iterator[TrainBatch]:
+        """Give the engine's log-probs as old ones to all updates but the first, if they are used.
+
+        The first has none, so that it also measures the mismatch of engine and actor."""
+        for number, part in enumerate(parts):
+            if self._old_is_rollout and number:
+                part = dataclasses.replace(part, old_log_probs=part.rollout_log_probs)
+            yield part
+
     def rates(self) -> dict[str, float]:
-        """Return learning rates after the step, the step's KL coefficient, the critic's metrics."""
+        """Return learning rates after the step, the step's coefficients, the critic's metrics."""
         found = {"learning_rate": self.actor.optimizer.learning_rate}
         if self.critic is not None:
             found.update(self.critic.metrics())
         if self.recipe.kl_place == "reward":
             found["kl/coef"] = self._kl_coef
+        if self.recipe.entropy_target is not None:
+            found["entropy_coef"] = self._entropy_coef
         return found

@@ -74,6 +74,7 @@ def build_actor(
         or make_actor_provider(job.args, job.spec.shape, job.config.trainer.model_class),
         real_vocab_size=job.spec.shape.vocab_size,
         chunk_tokens=job.config.trainer.log_prob_chunk_tokens,
+        in_float32=job.config.trainer.fp32_lm_head,
     )
     lora = job.spec.lora
     if lora is not None:

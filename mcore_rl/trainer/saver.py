@@ -115,6 +115,7 @@ class RunSaver:
             prompts=self._prompts.fingerprint,
             eval_prompts="" if self._eval_prompts is None else self._eval_prompts.fingerprint,
             kl_controller=self._learner.kl_controller.state_dict(),
+            entropy_controller=self._learner.entropy_controller.state_dict(),
             reference_version=0 if reference is None else reference.version,
             began_with=self._began_with,
             optimizer_by_parameter=True,

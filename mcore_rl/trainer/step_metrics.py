@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import os
 from collections.abc import Sequence
@@ -92,11 +93,18 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         "ratio/mean": float(total.ratio) / tokens,
         "grad_norm": float(np.mean(norms)),
         "skipped_updates": float(sum(u.result.skipped for u in updates)),
+        "mismatch/off_policy_share": float(total.off_policy) / tokens,
         **(mismatch_metrics(updates[0].mismatch) if updates[0].mismatch is not None else {}),
         **_mtp_metrics(updates),
         **_indexer_metrics(updates),
         **_teacher_metrics(updates, tokens),
     }
+
+
+def mean_entropy(updates: Sequence[UpdateStats]) -> float:
+    """Return the entropy in nats per loss token over a step's updates; nan without a token."""
+    tokens = sum(float(update.sums.num_tokens) for update in updates)
+    return sum(float(u.sums.entropy) for u in updates) / tokens if tokens else math.nan
 
 
 def _mtp_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:

@@ -80,7 +80,9 @@ def write_state(folder: str, step: int) -> list[float]:
     """Saves a state with this rank's generators; what they give afterwards."""
     dist.init_process_group("gloo")
     _seed_all()
-    state = TrainerState(step, "TP1", 7, 123, "sha", "", {"coef": 0.1 + 0.2}, 3)
+    state = TrainerState(
+        step, "TP1", 7, 123, "sha", "", {"coef": 0.1 + 0.2}, 3, entropy_controller={"coef": 0.01}
+    )
 
     def write_something(saving: Path) -> None:
         if dist.get_rank() == 0:
@@ -102,6 +104,7 @@ def read_state(folder: str, step: int) -> dict[str, Any]:
         "weight_version": state.weight_version,
         "position": state.sampler_position,
         "coef": state.kl_controller["coef"],
+        "entropy_coef": state.entropy_controller["coef"],
         "reference_version": state.reference_version,
         "drawn": None if rng is None else _draw(),
     }

@@ -49,7 +49,7 @@ RUNS = {
     ),
     "ppo DP2, critic TP2": (
         2,
-        "--rl-algorithm ppo --rl-kl-reward-coef 0.05 --rl-kl-target 0.1 "
+        "--rl-algorithm ppo --rl-kl-reward-coef 0.05 --rl-kl-target 0.1 --rl-entropy-target 9 "
         "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
         "--rl-critic-tp-size 2 --rl-critic-ep-size 2 --moe-token-dispatcher-type allgather "
         "--rl-prompts {sources}/train.yaml --rl-eval-prompts {sources}/eval.yaml "

@@ -25,6 +25,8 @@ top_p_without_correction: --rl-top-p 0.9
     --rl-top-p 0.9 needs --rl-mismatch-correction ... renormalises ... token_tis
 bounds_without_correction: --rl-mismatch-cap 2
     --rl-mismatch-cap 2.0 has no effect ... drop it
+engine_log_probs_without_experts_to_reuse: --rl-old-log-probs rollout --rl-routing-replay r2
+    --rl-old-log-probs rollout ... --rl-routing-replay r2 ... r3
 overlong_buffer_beyond_the_budget: --rl-overlong-buffer-tokens 65
     --rl-overlong-buffer-tokens 65 ... --rl-max-response-tokens 64 ... choose
 refresh_without_a_reference: --rl-reference-refresh-interval 5

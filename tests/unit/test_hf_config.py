@@ -267,6 +267,12 @@ def test_engines_generate_with_any_named_architecture(tmp_path: Path, named: Any
     assert _with_fields(arguments["hf_overrides"], drafter).architectures == ["DeepSeekMTPModel"]
 
 
+def test_engines_compute_logits_in_float32_if_asked(tmp_path: Path) -> None:
+    read(tmp_path, QWEN3_600M)
+    arguments = engine_arguments(EngineConfig(tmp_path, head_in_float32=True))
+    assert arguments["hf_overrides"]["head_dtype"] == "float32"
+
+
 def test_defaults_of_transformers_are_passed_to_vllm(tmp_path: Path) -> None:
     router_of_v3 = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     for name, left in {

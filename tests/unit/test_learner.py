@@ -102,6 +102,9 @@ class ScriptedActor:
     def scored(self, batch: TrainBatch) -> TrainBatch:
         return dataclasses.replace(batch, old_log_probs=self.log_probs(batch))
 
+    def weigh_entropy(self, coef: float) -> None:
+        self._log.append(("entropy", coef))
+
     def update(self, batch: TrainBatch) -> str:
         self._log.append(("actor", batch.sample_ids.tolist()))
         with torch.no_grad():
@@ -378,6 +381,75 @@ def test_overlong_penalty_of_greedy_response_follows_its_length():
     assert [max(each, key=abs) for each in advantages] == [-0.5, 0.0, 0.0, 2.0]
 
 
+def truncated(*numbers: int, samples: list[ScoredRollout] | None = None) -> list[ScoredRollout]:
+    found = samples or scored()
+    for number in numbers:
+        rollout = dataclasses.replace(found[number].rollout, finish_reason="length")
+        found[number] = dataclasses.replace(found[number], rollout=rollout)
+    return found
+
+
+def test_missing_eos_is_penalised_in_score_and_token_rewards():
+    """As TRL: scores[~contain_eos_token] -= missing_eos_penalty."""
+    learner, _ = learner_of(missing_eos_penalty=0.75)
+    inputs = inputs_of(learner, truncated(0, 1))
+    assert inputs.scores.tolist() == [0.25, -0.75, 0.5, 2.0]
+    assert [sum(s) for s in of_samples(inputs.token_rewards)] == [0.25, -0.75, 0.0, 2.0]
+
+
+def test_rewards_are_clipped_before_penalties():
+    learner, _ = learner_of(reward_clip=0.75, missing_eos_penalty=1.0)
+    samples = scored([(3, 4, 1.0), (3, 2, -9.0), (1, 0, 0.5), (1, 3, 2.0)])
+    inputs = inputs_of(learner, truncated(3, samples=samples))
+    assert inputs.scores.tolist() == [0.75, -0.75, 0.5, -0.25]
+    assert [sum(s) for s in of_samples(inputs.token_rewards)] == [0.75, -0.75, 0.0, -0.25]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_truncated_samples_are_compared_but_not_trained_on(algorithm: str):
+    plain = evaluated(learner_of(algorithm=algorithm)[0], scored())
+    learner, _ = learner_of(algorithm=algorithm, mask_truncated=True)
+    batch = evaluated(learner, truncated(0, 3))
+    mask = of_samples(batch.actor.loss_mask)
+    assert not any(mask[0] + mask[3]) and sum(mask[1]) == 2
+    advantages = of_samples(batch.actor.advantages)
+    assert not any(advantages[0] + advantages[3])
+    if algorithm == "grpo":  # its group's mean and deviation are those of all samples
+        assert advantages[1] == of_samples(plain.actor.advantages)[1] != [0.0] * 5
+    else:
+        learner.critic.begin_update(batch)()
+        returns = of_samples(batch.actor.returns)
+        assert not any(returns[0] + returns[3]) and any(returns[1])
+
+
+def test_groups_of_truncated_samples_are_spread_over_mini_batches():
+    learner, _ = learner_of(num_mini_batches=2, mask_truncated=True)
+    samples = truncated(4, 5, 6, 7, samples=scored([(1, 1, float(n)) for n in range(8)]))
+    for step in range(8):
+        first, _ = learner.make_batch(step, held(learner, samples)).actor.sample_ids.split(4)
+        assert (first >= 4).sum() == 2
+
+
+def with_parts(samples: list[ScoredRollout]) -> list[ScoredRollout]:
+    """Two rewards whose sum is the same in the first group."""
+    parts = [(1.0, 0.0), (0.0, 1.0), (0.5, 0.0), (1.0, 1.0)]
+    return [
+        dataclasses.replace(sample, reward=sum(pair), parts=dict(zip("ab", pair, strict=True)))
+        for sample, pair in zip(samples, parts, strict=True)
+    ]
+
+
+def test_gdpo_learns_from_groups_of_equal_sums():
+    samples = with_parts(scored())
+    inputs = inputs_of(learner_of(advantage="gdpo", turn_weight=3.0)[0], samples)
+    assert inputs.reward_parts.tolist() == [[1, 0], [0, 1], [0.5, 0], [1, 1]]
+    assert inputs.reward_weights.tolist() == [3.0, 3.0]
+    learner, _ = learner_of(advantage="gdpo")
+    assert learner._informative_groups(held(learner, samples)).tolist() == [True, True]
+    learner, _ = learner_of()
+    assert learner._informative_groups(held(learner, samples)).tolist() == [False, True]
+
+
 # Samples without a reward -------------------------------------------------------------------------
 
 
@@ -543,6 +615,57 @@ def test_log_probs_are_computed_in_update_if_it_is_the_only_one(flags, expected)
     assert ("kl/rollout_actor" in batch.metrics) is not expected  # else the update tells
 
 
+def test_log_probs_of_engine_are_old_ones_without_scoring_pass():
+    """As verl's bypass mode: old_log_probs = rollout_log_probs."""
+    learner, _ = learner_of(
+        scored_before=False, old_log_probs="rollout", num_mini_batches=2, num_epochs=2
+    )
+    batch = evaluated(learner, scored())
+    assert batch.actor.old_log_probs is None and "kl/rollout_actor" not in batch.metrics
+    updates = NotedUpdates()
+    learner.actor.update = updates.append
+    learner.update(0, batch)
+    first, *others = updates
+    assert first.old_log_probs is None and len(others) == 3  # it measures the mismatch, too
+    assert all(torch.equal(part.old_log_probs, part.rollout_log_probs) for part in others)
+
+
+def test_kl_in_reward_is_that_of_engine_if_its_log_probs_are_old_ones():
+    learner, _ = learner_of(
+        scored_before=False, algorithm="rloo", kl_reward_coef=0.5, old_log_probs="rollout"
+    )
+    learner.actor.state.parameter.data += 1.0  # what the actor gives does not matter
+    inputs = inputs_of(learner, scored())
+    bonus = 0.5 * ACTOR_SHIFT  # for each token: the engine is below the reference
+    assert inputs.scores.tolist() == [1.0 + 4 * bonus, 2 * bonus, 0.5, 2.0 + 3 * bonus]
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_tokens_of_a_loss_are_selected_before_updates(name: str):
+    ratio = {f"{name}_ratio": 0.5, "num_epochs": 2, "num_mini_batches": 2}
+    if name == "clip_cov":
+        ratio |= {"clip_cov_low": -9.0, "clip_cov_high": 9.0}
+    learner, _ = learner_of(scored_before=False, policy_loss=name, **ratio)
+    batch = evaluated(learner, scored())  # scored before, even with one update
+    selected = batch.actor.selected
+    assert batch.actor.old_log_probs is not None
+    assert not (selected & ~batch.actor.loss_mask).any()
+    if name == "clip_cov":
+        assert selected.sum() == 4  # floor(0.5 * 9)
+        again = evaluated(learner, scored()).actor.selected
+        assert torch.equal(selected, again)  # by draw, not by chance of a run
+    updates = NotedUpdates()
+    learner.actor.update = updates.append
+    learner.update(0, batch)
+    for part in updates:  # tokens keep theirs in every epoch
+        for number, sample in enumerate(part.sample_ids.tolist()):
+            alone = take(part, (((number,),),)).selected
+            first = batch.actor.sample_ids.tolist().index(sample)
+            assert torch.equal(alone, take(batch.actor, (((first,),),)).selected)
+    learner, _ = learner_of(scored_before=False, policy_loss=name)
+    assert not learner.scores_in_update
+
+
 def test_log_probs_need_own_pass_with_dropout(monkeypatch):
     monkeypatch.setattr(ScriptedActor, "has_dropout", True)
     learner, _ = learner_of(scored_before=False)
@@ -624,6 +747,25 @@ def test_actor_is_not_updated_during_critic_warmup():
         learnt = learner.update(step, batch)
         assert len(learnt.critic) == 1 and len(learnt.actor) == (1 if step == 2 else 0)
     assert [name for name, _ in log] == ["critic", "critic", "critic", "actor"]
+
+
+def test_weight_of_entropy_follows_entropy_of_steps_before():
+    learner, log = learner_of(entropy_target=0.5, entropy_step=0.25, num_mini_batches=2)
+    entropies, rates = iter([0.25, 0.5, 0.125, 0.25, 1.0, 1.0]), []
+    batch = evaluated(learner, scored())
+
+    def update(part: TrainBatch) -> SimpleNamespace:  # two updates of 4 tokens a step
+        sums = SimpleNamespace(num_tokens=4.0, entropy=4 * next(entropies))
+        return SimpleNamespace(sums=sums)
+
+    learner.actor.update = update
+    for step in range(3):
+        learner.update(step, batch)
+        rates.append(learner.rates()["entropy_coef"])
+    # Entropies 0.375, 0.1875 and 1: each step's changes the weight of the next one.
+    assert rates == [0.0, 0.25, 0.5]
+    assert [coef for name, coef in log if name == "entropy"] == rates
+    assert (learner.entropy_controller.coef, learner.entropy_controller.weight) == (0.25, 0.0)
 
 
 def test_reference_follows_actor_at_interval():

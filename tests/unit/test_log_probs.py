@@ -90,6 +90,23 @@ def test_bfloat16_rounds_like_engine() -> None:
     assert_close(actual[:2], expected[:2])
 
 
+def test_products_in_float32_are_those_of_float32_copies() -> None:
+    """As `F.linear(hidden.float(), weight.float())`, which MiniMax-M1 calls an FP32 head."""
+    actual = gradients(fused, torch.bfloat16, in_float32=True, chunk_tokens=3)
+    hidden, weight, target_ids = (tensor.detach() for tensor in inputs(torch.bfloat16))
+    leaves = [tensor.float().requires_grad_() for tensor in (hidden, weight)]
+    outputs = naive(*leaves, target_ids)
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(NUM_TOKENS, generator=generator) for _ in outputs]
+    expected = torch.autograd.grad(outputs, leaves, upstream)
+    assert_close(actual[:2], outputs)
+    assert [gradient.dtype for gradient in actual[2:]] == [torch.bfloat16] * 2
+    for found, exact in zip(actual[2:], expected, strict=True):
+        assert torch.equal(found, exact.bfloat16())  # rounded once
+    rounded = gradients(fused, torch.bfloat16, chunk_tokens=3)
+    assert (rounded[0] - actual[0]).abs().max() > 1e-3
+
+
 def test_bfloat16_weight_gradient_is_accurate_over_many_chunks() -> None:
     """Sums rounded to the weight's dtype after each of 64 chunks would be 4 times as far off."""
     generator = torch.Generator().manual_seed(0)

@@ -76,6 +76,7 @@ class EngineConfig:
     all2all_backend: str = ""  # for experts over data-parallel ranks; empty: vLLM's default
     dtype: str = "bfloat16"
     float8: Float8Weights | None = None
+    head_in_float32: bool = False  # logits are products in float32
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
@@ -256,6 +257,8 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         if config.load_format != "dummy":
             raise RuntimeError(f"{config.model_dir} is quantised: start with dummy weights, reload")
         overrides[QUANTIZATION] = None
+    if config.head_in_float32:
+        overrides["head_dtype"] = "float32"
     options: dict[str, Any] = {"hf_overrides": overrides}
     options |= _platform_options(config, config_json)
     if config.speculation is not None:

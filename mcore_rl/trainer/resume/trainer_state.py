@@ -37,7 +37,7 @@ _FACTS, _RNG = "facts", "random_states"
 _LENGTH_BYTES = 8
 LOADED = "loaded"
 # Facts that checkpoints of earlier versions may lack.
-_LATER_FACTS = {"began_with", "date", "lora", "optimizer_by_parameter"}
+_LATER_FACTS = {"began_with", "date", "entropy_controller", "lora", "optimizer_by_parameter"}
 _MOST_FACT_BYTES = 1 << 20
 _MOST_COUNTED = 1 << 53
 _STATE = "the state of a trainer"
@@ -63,6 +63,7 @@ class TrainerState:
     optimizer_by_parameter: bool = False
     date: str = ""  # ISO, the date for chat templates; "": as `began_with`
     lora: str = ""  # rank, alpha and targets of the adapters (`Lora.describe`); "": without LoRA
+    entropy_controller: Mapping[str, float] = field(default_factory=dict)
 
 
 def save_trainer_state(state: TrainerState, rng: RngState, folder: Path) -> None:

@@ -172,7 +172,7 @@ def test_advantages_are_zero_on_rank_without_valid_samples() -> None:
                 response_lengths=np.ones(3, np.int64),
                 baselines=np.zeros(3),
             ),
-            GAE(),
+            find_advantage_estimator(name).parameters,
             np.array([False, False, True]),
         )
         assert not found.advantages.any(), name

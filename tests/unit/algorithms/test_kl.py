@@ -77,6 +77,17 @@ def test_k3_is_bounded_for_improbable_token() -> None:
     assert log_p.grad.item() == 0
 
 
+def test_k3_is_clamped_in_value_and_gradient() -> None:
+    """As `kl_penalty_forward` of verl's core_algos.py: clamp(exp(r) - 1 - r, -10, 10)."""
+    log_p = torch.tensor([-1.0, -3.0, -4.0, -20.0], dtype=torch.float64, requires_grad=True)
+    log_q = torch.full((4,), -1.0, dtype=torch.float64)
+    expected = [min(math.exp(r) - 1 - r, 10.0) for r in (log_q - log_p).tolist()]
+    estimate = kl_estimate(log_p, log_q, "k3", clamp=10.0)
+    assert estimate.tolist() == pytest.approx(expected) and expected[2:] == [10.0, 10.0]
+    estimate.sum().backward()
+    assert log_p.grad.tolist() == pytest.approx([0.0, 1 - math.exp(2), 0.0, 0.0])
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("garbage", [0.0, math.nan, math.inf])
 def test_kl_of_loss_tokens_equals_formula(estimator: str, garbage: float) -> None:

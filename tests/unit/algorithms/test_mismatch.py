@@ -14,6 +14,7 @@ from mcore_rl.algorithms.mismatch import (
     CORRECTIONS,
     Band,
     Cap,
+    CapAndBand,
     MismatchConfig,
     MismatchSums,
     mismatch_weights,
@@ -28,6 +29,17 @@ CONFIGS = {
     "icepop": MismatchConfig("icepop", Band(0.8, 1.3)),
     "geometric_rejection": MismatchConfig("geometric_rejection", Band(0.9, 1.1)),
     "product_rejection": MismatchConfig("product_rejection", Band(0.5, 1.5)),
+    "token_tis_floor": MismatchConfig("token_tis", Cap(1.2, 0.8)),
+    "token_tis_geometric": MismatchConfig(
+        "token_tis_geometric",
+        CapAndBand(mismatch_cap=1.2, mismatch_low=0.9, mismatch_high=1.1),
+    ),
+    "token_tis_product": MismatchConfig(
+        "token_tis_product",
+        CapAndBand(mismatch_cap=1.2, mismatch_floor=0.9, mismatch_low=0.5, mismatch_high=1.5),
+    ),
+    "token_tis_veto": MismatchConfig("token_tis", Cap(1.2, mismatch_veto=0.6)),
+    "icepop_veto": MismatchConfig("icepop", Band(0.8, 1.3, mismatch_veto=0.6)),
 }
 
 
@@ -39,24 +51,26 @@ def log_probs_of(batch: Ragged, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 def reference(ratios: list[float], config: MismatchConfig) -> list[tuple[float, bool, bool]]:
     """(weight, rejected, truncated) of every token of one response."""
     product = math.prod(ratios)
-    own = config.parameters
-    cap = own.mismatch_cap if isinstance(own, Cap) else None
-    low, high = (own.mismatch_low, own.mismatch_high) if isinstance(own, Band) else (None, None)
+    own, name = config.parameters, config.correction
+    veto = getattr(own, "mismatch_veto", None) or 0.0
     rows = []
     for ratio in ratios:
         weight, rejected, truncated = 1.0, False, False
-        if config.correction.endswith("tis"):
-            raw = ratio if config.correction == "token_tis" else product
-            weight, truncated = min(raw, cap), raw > cap
-        if config.correction == "icepop":
-            rejected = not low <= ratio <= high
-            weight = 0.0 if rejected else ratio
-        if config.correction.endswith("rejection"):
-            mean = product ** (1 / len(ratios))
-            decides = mean if config.correction == "geometric_rejection" else product
-            rejected = not low <= decides <= high
-            weight = 0.0 if rejected else 1.0
-        rows.append((weight, rejected, truncated))
+        if isinstance(own, Cap):
+            raw = product if name == "sequence_tis" else ratio
+            weight = max(own.mismatch_floor, min(raw, own.mismatch_cap))
+            truncated = not own.mismatch_floor <= raw <= own.mismatch_cap
+        if name == "icepop":
+            weight = ratio
+        if isinstance(own, Band):
+            decides = ratio
+            if "product" in name:
+                decides = product
+            if "geometric" in name:
+                decides = product ** (1 / len(ratios))
+            rejected = not own.mismatch_low <= decides <= own.mismatch_high
+        rejected = rejected or any(each < veto for each in ratios)
+        rows.append((0.0 if rejected else weight, rejected, truncated))
     return rows
 
 
@@ -78,6 +92,8 @@ def test_weights_and_metrics_equal_loops(config: MismatchConfig, seed: int) -> N
             expected[j] = weight
     torch.testing.assert_close(found.weights, expected.detach(), rtol=1e-12, atol=1e-14)
     weights = [row[0] for row in rows]
+    if config.correction != "none":
+        assert len(set(weights)) > 1, "every weight is the same"
     metrics = {
         "masked_share": np.mean([row[1] for row in rows]),
         "truncated_share": np.mean([row[2] for row in rows]),
@@ -130,7 +146,7 @@ def test_nan_in_loss_token_is_visible(config: MismatchConfig) -> None:
     rollout[0] = math.nan
     found = mismatch_weights(old, rollout, batch.loss_mask, batch.lengths, config)
     assert found.sums.kl.isnan()
-    if config.correction.endswith("tis"):
+    if not isinstance(config.parameters, Band) and config.correction != "none":
         assert found.weights[0].isnan()
     elif config.correction != "none":
         assert found.weights[0] == 0
@@ -169,6 +185,9 @@ def test_metrics_of_no_tokens_are_zero() -> None:
     [
         (lambda: Cap(0.0), "--rl-mismatch-cap 0.0"),
         (lambda: Cap(math.inf), "--rl-mismatch-cap inf"),
+        (lambda: Cap(mismatch_floor=1.5), "--rl-mismatch-floor 1.5"),
+        (lambda: Band(mismatch_veto=1.0), "--rl-mismatch-veto 1.0"),
+        (lambda: CapAndBand(mismatch_low=3.0, mismatch_high=2.0), "--rl-mismatch-low 3.0 and"),
         (lambda: Band(2.0, 2.0), "--rl-mismatch-low 2.0 and"),
         (lambda: Band(-1.0), "--rl-mismatch-low -1.0 and"),
         (lambda: Band(mismatch_high=math.nan), "--rl-mismatch-low 0.5 and .*-high nan"),

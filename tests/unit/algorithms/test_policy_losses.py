@@ -417,6 +417,36 @@ def test_weights_multiply_only_surrogate_and_are_detached() -> None:
     assert torch.equal(outputs[2].loss, ones.loss)
 
 
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo"])
+def test_off_policy_sequences_of_negative_advantage_have_no_gradient(name: str) -> None:
+    """The mask M of DeepSeek-V3.2, by loops: 0 where A < 0 and the mean of log(pi_old / pi) is
+    above delta; pi_old is what the engine sampled from."""
+    batch, threshold = random_ragged(5, num_samples=24), 0.1
+    arguments = arguments_of(batch, 5)
+    rollout = arguments["log_probs"].detach() + 0.3 * normal(batch, 6)
+    for tokens, shift in zip(batch.loss_tokens, np.linspace(-0.4, 0.4, 24), strict=True):
+        rollout[tokens] += shift
+    keep, dropped = torch.ones(batch.num_tokens, dtype=torch.float64), 0
+    for tokens in batch.loss_tokens:
+        ratios = [(rollout[j] - arguments["log_probs"][j]).item() for j in tokens]
+        if tokens and arguments["advantages"][tokens[0]] < 0 and np.mean(ratios) > threshold:
+            keep[tokens], dropped = 0.0, dropped + len(tokens)
+    assert 0 < dropped < int(batch.loss_mask.sum()) / 2
+    config = loss_config(name, kl_coef=0.3)
+    masked = policy_loss_total(
+        **arguments,
+        rollout_log_probs=spoilt(batch, rollout, math.nan),
+        config=replace(config, off_policy_threshold=threshold),
+    )
+    arguments["weights"] = arguments["weights"] * keep
+    expected = policy_loss_total(**arguments, config=config)
+    assert torch.equal(masked.loss, expected.loss) and masked.sums.off_policy == dropped
+    for found, wanted in zip(
+        gradients(masked.loss, arguments), gradients(expected.loss, arguments), strict=True
+    ):
+        assert torch.equal(found, wanted)
+
+
 def test_sums_are_detached_and_stack_both_ways() -> None:
     batch = random_ragged(0)
     sums = policy_loss_total(**arguments_of(batch, 0), config=loss_config()).sums
@@ -460,6 +490,11 @@ def test_kl_coef_without_reference_is_refused() -> None:
         (KLParameters, "kl_coef", -0.1, "--rl-kl-coef -0.1"),
         (KLParameters, "kl_coef", math.nan, "--rl-kl-coef nan"),
         (KLParameters, "kl_estimator", "k4", "--rl-kl-estimator k4"),
+        (KLParameters, "kl_clamp", 0.0, "--rl-kl-clamp 0.0"),
+        (Recipe, "off_policy_threshold", 0.0, "--rl-off-policy-threshold 0.0"),
+        (Recipe, "reward_clip", 0.0, "--rl-reward-clip 0.0"),
+        (Recipe, "missing_eos_penalty", -1.0, "--rl-missing-eos-penalty -1.0"),
+        (Recipe, "old_log_probs", "engine", "--rl-old-log-probs engine"),
         (Recipe, "entropy_coef", -1.0, "--rl-entropy-coef -1.0"),
         (Recipe, "loss_aggregation", "token_sum", "--rl-loss-aggregation token_sum"),
         (Recipe, "loss_constant", 0.0, "--rl-loss-constant 0.0"),

@@ -67,9 +67,11 @@ class EnvironmentOptions(Parameters):
                 remedy="lower it, drop it or raise the other",
             )
 
-    def spec(self, imports: Sequence[str], sandbox_accept: str | None) -> EnvironmentSpec | None:
+    def spec(
+        self, imports: Sequence[str], sandbox_accept: str | None, *, needs_state: bool = False
+    ) -> EnvironmentSpec | None:
         """Return the environment, if any; `imports` are the files of --rl-import, `sandbox_accept`
-        is --rl-sandbox-accept."""
+        is --rl-sandbox-accept. `needs_state`: conversations continue in later steps."""
         if self.environment is None:
             return None
         return EnvironmentSpec(
@@ -82,4 +84,5 @@ class EnvironmentOptions(Parameters):
             max_open=self.max_environments,
             max_turns=self.max_turns,
             max_turn_tokens=self.max_turn_tokens,
+            needs_state=needs_state,
         )

@@ -2,6 +2,8 @@
 
 start() ──► start ──► step ──► step ──► done      one ticket, one process
               └─ Started ─ Stepped ─ Stepped ─►   finished()
+
+`restore()` takes the place of `start()` for a class that keeps its state.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable
-from typing import Self
+from typing import Any, Self
 
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
@@ -46,7 +48,12 @@ class EnvironmentPool:
         self._program = Program(
             f"environment {spec.name}",
             "mcore_rl.environments.service",
-            {"spec": spec.name, "imports": files, "timeout_seconds": spec.timeout_seconds},
+            {
+                "spec": spec.name,
+                "imports": files,
+                "timeout_seconds": spec.timeout_seconds,
+                "needs_state": spec.needs_state,
+            },
             memory_gib=spec.memory_gib,
             memory_flag="--rl-environment-memory-gib",
             environment_names=spec.environment_names,
@@ -75,11 +82,14 @@ class EnvironmentPool:
 
     def start(self, prompt: Prompt, seed: int) -> int:
         """Create an environment for a sample. Return its ticket, for which `Started` will come."""
-        ticket = self._pool.open()
-        fields = {"text": prompt.text, "answer": prompt.answer, "row": prompt.row, "seed": seed}
-        self._pool.ask(ticket, {"prompt": fields}, limit_seconds=self._timeout_seconds)
-        self._starting.add(ticket)
-        return ticket
+        return self._open({"prompt": _fields_of(prompt, seed)})
+
+    def restore(self, prompt: Prompt, seed: int, state: str, num_turns: int) -> int:
+        """Create an environment for a sample whose environment answered `num_turns` turns and then
+        had this state, as in `Started` and `Stepped`. Return its ticket, for which `Started` will
+        come."""
+        kept = {"state": state, "num_turns": num_turns}
+        return self._open({"prompt": _fields_of(prompt, seed), "kept": kept})
 
     def step(self, ticket: int, response: Response) -> None:
         """Pass the model's turn to an environment that has answered the previous one."""
@@ -135,6 +145,12 @@ class EnvironmentPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _open(self, request: dict[str, Any]) -> int:
+        ticket = self._pool.open()
+        self._pool.ask(ticket, request, limit_seconds=self._timeout_seconds)
+        self._starting.add(ticket)
+        return ticket
+
     def _note(self, failed: Failed) -> None:
         if failed.kind not in self.failure_counts:
             logger.warning(
@@ -145,8 +161,14 @@ class EnvironmentPool:
         self.failure_counts[failed.kind] += 1
 
 
+def _fields_of(prompt: Prompt, seed: int) -> dict[str, Any]:
+    """Return the fields of an `EnvironmentPrompt`."""
+    return {"text": prompt.text, "answer": prompt.answer, "row": prompt.row, "seed": seed}
+
+
 def check_environment(spec: EnvironmentSpec) -> None:
-    """Raise UsageError if the class, a variable or the sandbox cannot be used.
+    """Raise UsageError if the class, a variable or the sandbox cannot be used, or if the class
+    does not keep its state and must.
 
     A `package.module:Class` is only imported in environment processes, one of which is started
     here. Files of `--rl-import` run in this process, as they may also define losses.
@@ -156,6 +178,6 @@ def check_environment(spec: EnvironmentSpec) -> None:
         with EnvironmentPool(spec) as pool:
             pool.check()
     else:
-        resolve_environment(spec.name, spec.imports)
+        resolve_environment(spec.name, spec.imports, needs_state=spec.needs_state)
     if spec.name == PYTHON_SANDBOX:
         check_sandbox(f"{FLAG} {spec.name}", spec.sandbox_accept)

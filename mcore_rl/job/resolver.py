@@ -166,7 +166,10 @@ class _Examiner:
         facts, refusals, imports = self.facts, self.refusals, config.trainer.import_
         facts.rewards = refusals.value(parse_rewards, config.reward, config.rewards, imports)
         facts.environment = refusals.value(
-            config.environments.spec, imports, config.rewards.sandbox_accept
+            config.environments.spec,
+            imports,
+            config.rewards.sandbox_accept,
+            needs_state=config.rollout.keeps_unfinished,
         )
 
     def _check_named_files(self, config: RLConfig) -> None:

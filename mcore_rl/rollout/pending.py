@@ -170,8 +170,9 @@ def _group(
     group = OpenGroup(facts["draw"], rollouts, outcomes, of_environments)
     for index, unanswered in facts.get("conversations", {}).items():  # as above
         place = f"{group.draw}/{index}/"
-        arrays = [array_of(place + name) for name in ("state", "observed")]
-        group.conversations[int(index)] = _conversation(group, int(index), unanswered, *arrays)
+        state, observed = array_of(place + "state"), array_of(place + "observed")
+        kept = _conversation(group, int(index), unanswered, state, observed)
+        group.conversations[int(index)] = kept
     return group
 
 
@@ -180,7 +181,8 @@ def _conversation(
 ) -> KeptConversation:
     rollout = group.rollouts[index] if 0 <= index < len(group.rollouts) else None
     kinds = [(each.dtype, each.ndim) for each in (state, observed)]
-    if kinds != [(np.uint8, 1), (np.int32, 1)] or not isinstance(unanswered, str | None):
+    expected = [(np.dtype(np.uint8), 1), (np.dtype(np.int32), 1)]
+    if kinds != expected or not isinstance(unanswered, str | None):
         raise ValueError(f"the conversation of sample {index} has wrong fields")
     if rollout is None or is_finished(rollout):
         raise ValueError(f"the conversation of sample {index} has no response that continues")

@@ -155,7 +155,7 @@ class Job:
             if home == self.sample_store.home
         ]
         self.taken.extend(mine)
-        sampler.work_until(after(6))
+        sampler.work_until(self._has_answered() if version == SAVED_AT else after(6))
         return {
             "draws": sorted(set(table.draws.tolist())),
             "num_samples": len(table),
@@ -163,6 +163,14 @@ class Job:
             "metrics": collected.metrics,
             "rewarded": bool(table.has_reward.all()),
         }
+
+    def _has_answered(self) -> Callable[[], bool]:
+        """A call that begins once an environment has answered a turn; soon without environments."""
+        is_late = after(5000 if self.has_environments else 6)
+        episodes = (
+            {} if self.workers.conversations is None else self.workers.conversations._episodes
+        )
+        return lambda: is_late() or any(each.rollout.turn_rewards for each in episodes.values())
 
 
 def after(count: int) -> Callable[[], bool]:

@@ -23,6 +23,12 @@ class TailTool(Environment):
         self._num_calls = min(MOST_CALLS, round(drawn.lognormvariate(0.0, SIGMA) * MEDIAN_CALLS))
         self._reward = float(drawn.random() < 0.5)
 
+    def state(self) -> None:
+        return None
+
+    async def restore(self, prompt: EnvironmentPrompt, state: None) -> None:
+        await self.start(prompt)
+
     async def step(self, response: Response) -> StepResult:
         if response.turn > self._num_calls:
             return StepResult(reward=self._reward, done=True)
@@ -37,6 +43,12 @@ class TailVerifier(Environment):
         self._prompt = prompt
         drawn = random.Random(prompt.seed).lognormvariate(0.0, SPREAD)
         self._seconds = min(MOST_SECONDS, drawn * MEDIAN_SECONDS)
+
+    def state(self) -> None:
+        return None
+
+    async def restore(self, prompt: EnvironmentPrompt, state: None) -> None:
+        await self.start(prompt)
 
     async def step(self, response: Response) -> StepResult:
         await asyncio.sleep(self._seconds)

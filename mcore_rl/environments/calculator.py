@@ -46,6 +46,13 @@ class Calculator(Environment, name="calculator"):
         self._is_known = memory is None
         self._has_called = False
 
+    def state(self) -> list[bool]:
+        return [self._is_known, self._has_called]
+
+    def restore(self, prompt: EnvironmentPrompt, state: list[bool]) -> None:
+        self.start(prompt)
+        self._is_known, self._has_called = state
+
     async def step(self, response: Response) -> StepResult:
         text = response.text.strip()
         if not self._is_known and _NUMBER.fullmatch(text):

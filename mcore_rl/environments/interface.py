@@ -85,6 +85,9 @@ class Environment:
     """One sample's environment, created without arguments in its own process, called turn by turn.
 
     Each call may take `--rl-environment-timeout` seconds. A failure fails only its sample.
+
+    A class that overrides `state` and `restore` can continue a conversation in another process: in
+    a later step (--rl-partial-rollouts), or after a run that samples ahead has resumed.
     """
 
     def __init_subclass__(cls, *, name: str | None = None, **more: Any) -> None:
@@ -110,6 +113,16 @@ class Environment:
         """Return the answer to a turn, as a `StepResult` or a tuple of its fields. May be async."""
         raise NotImplementedError
 
+    def state(self) -> Any:
+        """Return what `restore` needs besides the prompt, as JSON values, at most 256 KiB. Called
+        after `start` and after each step that is not done. May be async."""
+        raise NotImplementedError
+
+    def restore(self, prompt: EnvironmentPrompt, state: Any) -> object:
+        """Continue as an environment whose `state` returned this value; called instead of `start`.
+        The next call may be `step` with a turn that the other did not answer. May be async."""
+        raise NotImplementedError
+
     def close(self) -> object:
         """Clean up when no step will follow; not called if the process was killed. May be async."""
         return None
@@ -130,6 +143,7 @@ class EnvironmentSpec:
     max_turn_tokens: int | None = None  # None: the rest of the response
     # `SourceSpec.key` -> name, of sources with an environment of their own, or NO_ENVIRONMENT
     of_sources: Mapping[str, str] = field(default_factory=dict)
+    needs_state: bool = False  # conversations continue in later steps
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -148,13 +162,22 @@ class SingleTurn(Environment):
     def step(self, response: Response) -> StepResult:
         return StepResult(done=True)
 
+    def state(self) -> None:
+        return None
 
-def resolve_environment(spec: str, imports: Sequence[str] = ()) -> type:
+    def restore(self, prompt: EnvironmentPrompt, state: Any) -> None:
+        return None
+
+
+def resolve_environment(
+    spec: str, imports: Sequence[str] = (), *, needs_state: bool = False
+) -> type:
     """Return the class that `spec` names: a shipped one, one of `imports`, `package.module:Class`
     or `path/file.py:Class`.
 
     Runs the files `imports`. Raises UsageError for an unknown name, a module that is missing or
-    raises on import, and a class that cannot be created or lacks `start` and `step`.
+    raises on import, and a class that cannot be created or lacks `start` and `step`, or, with
+    `needs_state`, `state` and `restore`.
     """
     for path in imports:
         import_user_file(path)
@@ -174,7 +197,24 @@ def resolve_environment(spec: str, imports: Sequence[str] = ()) -> type:
             )
     _check_class(found, spec)
     assert isinstance(found, type)
+    if needs_state and not keeps_state(found):
+        raise UsageError(
+            f"cannot be combined with {FLAG} {spec}: the class has no state and restore, so a "
+            "conversation cannot continue in a later step",
+            flag="--rl-partial-rollouts",
+            remedy="give the class state(self) and restore(self, prompt, state), or drop one of "
+            "the two; --rl-oversample alone may stay",
+        )
     return found
+
+
+def keeps_state(environment: type) -> bool:
+    """Return whether a class has both `state` and `restore`."""
+    return all(
+        callable(found := getattr(environment, name, None))
+        and found is not getattr(Environment, name)
+        for name in ("state", "restore")
+    )
 
 
 def _check_class(found: object, spec: str) -> None:

@@ -73,9 +73,12 @@ class EnvironmentOptions(Parameters):
         imports: Sequence[str],
         sandbox_accept: str | None,
         sources: Sequence[SourceSpec] = (),
+        *,
+        needs_state: bool = False,
     ) -> EnvironmentSpec | None:
         """Return the environment, if any; `imports` are the files of --rl-import, `sandbox_accept`
-        is --rl-sandbox-accept, `sources` may have environments of their own."""
+        is --rl-sandbox-accept, `sources` may have environments of their own. `needs_state`:
+        conversations continue in later steps."""
         own = {each.key: each.environment for each in sources if each.environment is not None}
         if self.environment is None:
             if own:
@@ -97,4 +100,5 @@ class EnvironmentOptions(Parameters):
             max_turns=self.max_turns,
             max_turn_tokens=self.max_turn_tokens,
             of_sources=own,
+            needs_state=needs_state,
         )

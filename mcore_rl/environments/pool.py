@@ -2,6 +2,8 @@
 
 start() ──► start ──► step ──► step ──► done      one ticket, one process
               └─ Started ─ Stepped ─ Stepped ─►   finished()
+
+`restore()` takes the place of `start()` for a class that keeps its state.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable
-from typing import Self
+from typing import Any, Self
 
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
@@ -47,7 +49,12 @@ class EnvironmentPool:
         self._program = Program(
             f"environment {self._title}",
             "mcore_rl.environments.service",
-            {"specs": spec.names, "imports": files, "timeout_seconds": spec.timeout_seconds},
+            {
+                "specs": spec.names,
+                "imports": files,
+                "timeout_seconds": spec.timeout_seconds,
+                "needs_state": spec.needs_state,
+            },
             memory_gib=spec.memory_gib,
             memory_flag="--rl-environment-memory-gib",
             environment_names=spec.environment_names,
@@ -76,12 +83,13 @@ class EnvironmentPool:
 
     def start(self, prompt: Prompt, seed: int) -> int:
         """Create an environment for a sample. Return its ticket, for which `Started` will come."""
-        ticket = self._pool.open()
-        fields = {"text": prompt.text, "answer": prompt.answer, "row": prompt.row, "seed": seed}
-        request = {"prompt": fields, "environment": self._spec.name_for(prompt.source)}
-        self._pool.ask(ticket, request, limit_seconds=self._timeout_seconds)
-        self._starting.add(ticket)
-        return ticket
+        return self._open(prompt, seed)
+
+    def restore(self, prompt: Prompt, seed: int, state: str, num_turns: int) -> int:
+        """Create an environment for a sample whose environment answered `num_turns` turns and then
+        had this state, as in `Started` and `Stepped`. Return its ticket, for which `Started` will
+        come."""
+        return self._open(prompt, seed, kept={"state": state, "num_turns": num_turns})
 
     def step(self, ticket: int, response: Response) -> None:
         """Pass the model's turn to an environment that has answered the previous one."""
@@ -137,6 +145,14 @@ class EnvironmentPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _open(self, prompt: Prompt, seed: int, **more: Any) -> int:
+        fields = {"text": prompt.text, "answer": prompt.answer, "row": prompt.row, "seed": seed}
+        request = {"prompt": fields, "environment": self._spec.name_for(prompt.source), **more}
+        ticket = self._pool.open()
+        self._pool.ask(ticket, request, limit_seconds=self._timeout_seconds)
+        self._starting.add(ticket)
+        return ticket
+
     def _note(self, failed: Failed) -> None:
         if failed.kind not in self.failure_counts:
             logger.warning(
@@ -148,7 +164,8 @@ class EnvironmentPool:
 
 
 def check_environment(spec: EnvironmentSpec) -> None:
-    """Raise UsageError if the class, a variable or the sandbox cannot be used.
+    """Raise UsageError if the class, a variable or the sandbox cannot be used, or if the class
+    does not keep its state and must.
 
     A `package.module:Class` is only imported in environment processes, one of which is started
     here. Files of `--rl-import` run in this process, as they may also define losses.
@@ -159,6 +176,6 @@ def check_environment(spec: EnvironmentSpec) -> None:
             pool.check()
     for name in spec.names:
         if ":" not in name:
-            resolve_environment(name, spec.imports)
+            resolve_environment(name, spec.imports, needs_state=spec.needs_state)
     if PYTHON_SANDBOX in spec.names:
         check_sandbox(f"{FLAG} {PYTHON_SANDBOX}", spec.sandbox_accept)

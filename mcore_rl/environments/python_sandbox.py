@@ -24,6 +24,12 @@ class PythonSandbox(Environment, name="python_sandbox"):
         if not is_blank(prompt.answer):
             self._suite = suite_of(prompt.answer, prompt=prompt.text, row=prompt.row)
 
+    def state(self) -> None:
+        return None  # each turn's code runs in a new process
+
+    def restore(self, prompt: EnvironmentPrompt, state: None) -> None:
+        self.start(prompt)
+
     def step(self, response: Response) -> StepResult:
         code = code_in(response.text)
         if code is None:

@@ -16,6 +16,7 @@ from mcore_rl.environments.interface import (
     EnvironmentPrompt,
     Response,
     SingleTurn,
+    keeps_state,
     resolve_environment,
 )
 from mcore_rl.isolation.process import Service, awaited, guarded
@@ -29,7 +30,9 @@ def main(control: int, parent: int) -> None:
 
 def _load(settings: dict[str, Any]) -> Callable[[], Service]:
     classes = {
-        name: resolve_environment(name, () if number else settings["imports"])
+        name: resolve_environment(
+            name, () if number else settings["imports"], needs_state=settings["needs_state"]
+        )
         for number, name in enumerate(settings["specs"])
     }
     return lambda: _EnvironmentService(classes, settings["timeout_seconds"])
@@ -41,25 +44,40 @@ class _EnvironmentService:
     def __init__(self, classes: Mapping[str, type], timeout_seconds: float) -> None:
         self._classes, self._timeout_seconds = classes, timeout_seconds
         self._environment: Any = None
+        self._keeps_state = False
 
     def answer(self, request: dict[str, Any] | None) -> object:
-        """Start an `environment` with a `prompt`, or take a step with a `response`."""
+        """Start an `environment` with a `prompt`, or restore it if `kept` is given, or take a step
+        with a `response`."""
         if request is None:
             return None  # the zygote has imported the classes
         call = self._start if "prompt" in request else self._step
         return guarded(lambda: call(request), self._timeout_seconds)
 
     def _start(self, request: dict[str, Any]) -> list[Any]:
-        fields = request["prompt"]
-        _seed(fields["seed"])
+        fields, kept = request["prompt"], request.get("kept")
+        # A restored environment draws other numbers than it drew before.
+        _seed(fields["seed"] + (0 if kept is None else 1 + kept["num_turns"]))
         prompt = EnvironmentPrompt(**{**fields, "row": json.loads(fields["row"])})
-        self._environment = self._classes.get(request["environment"], SingleTurn)()
-        return wire.as_started(awaited(self._environment.start(prompt)))
+        environment = self._classes.get(request["environment"], SingleTurn)
+        self._environment, self._keeps_state = environment(), keeps_state(environment)
+        if kept is not None:
+            awaited(self._environment.restore(prompt, json.loads(kept["state"])))
+            return [*wire.as_started(None), kept["state"]]
+        started = wire.as_started(awaited(self._environment.start(prompt)))
+        return [*started, self._state()]
 
     def _step(self, request: dict[str, Any]) -> list[Any]:
         fields = request["response"]
         response = Response(**{**fields, "token_ids": tuple(fields["token_ids"])})
-        return wire.as_stepped(awaited(self._environment.step(response)))
+        stepped = wire.as_stepped(awaited(self._environment.step(response)))
+        is_done = stepped[-1]
+        return [*stepped, None if is_done else self._state()]
+
+    def _state(self) -> str | None:
+        if not self._keeps_state:
+            return None
+        return wire.as_state(awaited(self._environment.state()))
 
     def close(self) -> None:
         """Call the environment's `close`, if it has one."""

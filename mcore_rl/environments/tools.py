@@ -43,7 +43,8 @@ _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list:
 class ToolEnvironment(Environment):
     """An environment that answers calls of `tools` until a turn calls none.
 
-    Tools are methods or functions, sync or async.
+    Tools are methods or functions, sync or async. A subclass that overrides `state` can be
+    continued; if it has attributes of its own, it also overrides `restore`.
     """
 
     tools: ClassVar[Sequence[Callable[..., Any]]] = ()
@@ -56,6 +57,10 @@ class ToolEnvironment(Environment):
             {"role": "system", "content": _INSTRUCTIONS.format(schemas=schemas)},
             {"role": "user", "content": prompt.text},
         ]
+
+    def restore(self, prompt: EnvironmentPrompt, state: Any) -> object:
+        self.prompt = prompt
+        return None
 
     async def step(self, response: Response) -> StepResult:
         calls = _CALL.findall(response.text)

@@ -5,13 +5,16 @@ An environment can write any JSON into its socket; the trainer accepts only what
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_rl.common.readers import InvalidData, parse_json
 from mcore_rl.common.user_code import shortened
 from mcore_rl.isolation.wire import NO_ANSWER, Answer, Failed, InvalidValue
 
+MAX_STATE_BYTES = 1 << 18  # the trainer holds one state per open sample
 _LARGEST_REWARD = 3.4e38  # training keeps a turn's reward in float32
 
 Plain = str | list[dict[str, str]] | list[int]  # a text, messages or token ids
@@ -21,18 +24,22 @@ _ONE_OF = "give a text, messages with role and content, or token ids"
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The environment is ready; `prompt` replaces the prompt unless it is None."""
+    """The environment is ready; `prompt` replaces the prompt unless it is None. `state` is JSON;
+    None if the class does not keep its state."""
 
     prompt: Plain | None
+    state: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """The environment's answer to a turn; `observation` may only be None if `done`."""
+    """The environment's answer to a turn; `observation` may only be None if `done`. `state` as in
+    `Started`; None if `done`."""
 
     observation: Plain | None
     reward: float
     done: bool
+    state: str | None = None
 
 
 Event = Started | Stepped | Failed
@@ -66,6 +73,30 @@ def as_stepped(value: object) -> list[Any]:
         None if done else plain_text(observation, "a step that is not done gives an observation:")
     )
     return [text, _reward(reward), done]
+
+
+def as_state(value: object) -> str:
+    """Convert the result of `state` to JSON; InvalidValue if that is not possible."""
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidValue("returned a state that is not JSON", shortened(str(error))) from error
+    return checked_state(text)
+
+
+def checked_state(text: object) -> str:
+    """Return a state if it is JSON as `as_state` writes it; InvalidValue for anything else."""
+    kind = "returned a state that is not JSON"
+    if not isinstance(text, str) or not text.isascii():
+        raise InvalidValue(kind, "it is not ASCII")
+    if len(text) > MAX_STATE_BYTES:
+        limit = f"a state has at most {MAX_STATE_BYTES >> 10} KiB as JSON"
+        raise InvalidValue("returned too large a state", limit)
+    try:
+        parse_json(text)
+    except InvalidData as error:
+        raise InvalidValue(kind, shortened(str(error))) from error
+    return text
 
 
 def plain_text(value: object, who: str) -> Plain:
@@ -120,12 +151,15 @@ def event_of(answer: Answer | Failed, *, is_first: bool) -> Event:
     """Return the event of an answer; an invalid value is a failure."""
     if isinstance(answer, Failed):
         return answer
+    num_fields = 1 if is_first else 3
     try:
+        fields, rest = answer.value[:num_fields], answer.value[num_fields:]
+        state = None if rest in ([], [None]) else checked_state(*rest)
         if is_first:
-            (prompt,) = answer.value
-            return Started(None if prompt is None else plain_text(prompt, ""))
-        text, reward, done = as_stepped(tuple(answer.value))
-        return Stepped(text, reward, done)
+            (prompt,) = fields
+            return Started(None if prompt is None else plain_text(prompt, ""), state)
+        text, reward, done = as_stepped(tuple(fields))
+        return Stepped(text, reward, done, state)
     except InvalidValue as error:
         return error.failed
     except (ValueError, LookupError, TypeError, ArithmeticError) as error:

@@ -108,14 +108,6 @@ def _check_sources(config: RLConfig) -> None:
 
 def _check_first_finished(config: RLConfig) -> None:
     """Check what groups that finish first in a step cannot be combined with."""
-    environment = config.environments.environment
-    if config.rollout.keeps_unfinished and environment is not None:
-        raise UsageError(
-            f"cannot be combined with --rl-environment {environment}: a checkpoint does "
-            "not hold its processes, so a conversation cannot continue in a later step",
-            flag="--rl-partial-rollouts",
-            remedy="drop one of the two; --rl-oversample alone may stay",
-        )
     if not config.recipe.dynamic_sampling or not config.rewards.reward_model:
         return
     at_a_time = config.rollout.groups_at_a_time

@@ -177,7 +177,11 @@ class _Examiner:
             parse_rewards, config.reward, config.rewards, imports, sources
         )
         facts.environment = refusals.value(
-            config.environments.spec, imports, config.rewards.sandbox_accept, sources
+            config.environments.spec,
+            imports,
+            config.rewards.sandbox_accept,
+            sources,
+            needs_state=config.rollout.keeps_unfinished,
         )
 
     def _check_named_files(self, config: RLConfig) -> None:

@@ -134,12 +134,12 @@ def simulate(
     steps: int | None = None,
 ) -> Simulated:
     """Simulate a run; the first `warm_up_steps` do not count. Deterministic. Raises ValueError for
-    partial rollouts with tools, which a run refuses. Without numbers of steps, they suffice for the
-    staleness of the candidate, and are fewer if a step has many responses."""
+    partial rollouts with tools, which are not simulated. Without numbers of steps, they suffice for
+    the staleness of the candidate, and are fewer if a step has many responses."""
     import simpy  # late: only this command needs it
 
     if candidate.mode == PARTIAL and workload.lengths.has_tools:
-        raise ValueError("environments do not outlive a step of partial rollouts")
+        raise ValueError("environments in partial rollouts are not simulated")
     if warm_up_steps is None:
         staleness = PARTIAL_STALENESS if candidate.mode == PARTIAL else candidate.max_staleness
         warm_up_steps = staleness + 2

@@ -338,6 +338,7 @@ class AheadSampler:
                 self._prompt_of,
                 tp_group=self._tp_group,
                 num_tp_groups=self._num_tp_groups,
+                has_environments=self._workers.has_environments,
             )
         found = {
             each.draw: each
@@ -361,12 +362,10 @@ class AheadSampler:
         return {draw: version for some in everywhere for draw, version in some.items()}
 
     def _continuing(self, outstanding: Collection[int]) -> list[OpenGroup]:
-        """Return the groups here whose responses a checkpoint holds. The processes of environments
-        end with the run, so responses that are in conversation start again."""
-        groups = [self._scheduler.open[draw] for draw in sorted(self._scheduler.open)]
+        """Return the groups here whose responses a checkpoint holds, with their conversations as
+        they are now."""
         return [
-            group
-            for group in groups
-            if group.draw in outstanding
-            and (group.is_sampled or not self._workers.has_environments)
+            dataclasses.replace(group, conversations=self._scheduler.conversations_of(draw))
+            for draw, group in sorted(self._scheduler.open.items())
+            if draw in outstanding
         ]

@@ -97,9 +97,7 @@ class ContinuousScheduler(GroupScheduler):
         again = []
         for number in self._cut:
             draw, index = divmod(number, self.plan.size)
-            so_far = self._response(self.open[draw], index)
-            num_turn_tokens = len(so_far.response_token_ids) - self._turn_starts.get(number, 0)
-            again.append(self.plan.request(draw, so_far, num_turn_tokens=num_turn_tokens))
+            again.append(self._turn_request(draw, self._response(self.open[draw], index)))
         # A request without a token was dropped: it may hold an observation that no response has.
         again += [*self._submitted.values(), *self._queue]
         self._queue = deque(self._renamed(request) for request in again)
@@ -125,10 +123,7 @@ class ContinuousScheduler(GroupScheduler):
         for index in range(self.plan.size):
             rollout = self._response(group, index)
             if not is_finished(rollout):
-                if self._conversations is None:
-                    self._queue.append(self.plan.request(group.draw, rollout))
-                else:
-                    self._start_conversation(group.draw, rollout)
+                self._continue_response(group, index)
             elif not _has_rewards(group.outcomes.get(index)) and self._rewards is not None:
                 group.outcomes.pop(index, None)  # whatever failed may be back
                 number = group.draw * self.plan.size + index
@@ -148,16 +143,13 @@ class ContinuousScheduler(GroupScheduler):
         numbers = {
             group.draw * self.plan.size + index for group in gone for index in range(self.plan.size)
         }
-        self._end_conversations(numbers & self._unfinished_numbers())
+        self._end_conversations(numbers)
         self._queue = deque(each for each in self._queue if each.number not in numbers)
         self._cut = [number for number in self._cut if number not in numbers]
         self._submitted = {n: each for n, each in self._submitted.items() if n not in numbers}
         self._finished -= set(draws)
         self._on_disk -= set(draws)
         return gone
-
-    def _unfinished_numbers(self) -> set[int]:
-        return set(self._turn_starts) | self._starting
 
     @property
     def num_sampling(self) -> int:

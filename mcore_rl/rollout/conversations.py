@@ -23,7 +23,9 @@ from mcore_rl.environments.wire import Started, Stepped
 from mcore_rl.hybrid_engine.vllm.generation import Completion
 from mcore_rl.isolation.wire import Failed
 from mcore_rl.rewards.worker import Outcome
+from mcore_rl.rollout.segments import KeptConversation, turn_start
 
+_NO_TOKENS = np.empty(0, dtype=np.int32)
 _TOO_LONG = "began with too much"
 _POLLS_PER_STEP = 32  # a wait without an answer costs 3 % of a step
 
@@ -32,6 +34,8 @@ _POLLS_PER_STEP = 32  # a wait without an answer costs 3 % of a step
 class _Episode:
     rollout: Rollout
     ticket: int
+    kept: KeptConversation | None = None  # None: not started, or its state cannot be kept
+    text: str = ""  # of a turn that a restored environment has to answer first
     num_turns: int = 0
     turn_tokens: list[int] = field(default_factory=list)  # of the last turn, as generated
     finish_reason: str = "stop"  # of the last turn
@@ -39,7 +43,8 @@ class _Episode:
 
 @dataclass(frozen=True, slots=True)
 class NextTurn:
-    """A sample that continues: its response so far and its new observation.
+    """A sample that continues: its response so far and its new observation. A restored sample may
+    be within a turn, whose observation its response contains.
 
     Example: `NextTurn(17, rollout, observed=array([220, 19]))`.
     """
@@ -67,7 +72,7 @@ Event = NextTurn | EpisodeEnd
 class Conversations:
     """Open episodes by the number of their sample. Not thread-safe.
 
-    Each `start` and each `turn` leads to one event.
+    Each `start`, `restore` and `turn` leads to one event.
     """
 
     def __init__(
@@ -103,18 +108,39 @@ class Conversations:
         self._episodes[number] = _Episode(so_far, ticket)
         self._numbers[ticket] = number
 
+    def restore(
+        self, number: int, so_far: Rollout, seed: int, kept: KeptConversation, text: str
+    ) -> None:
+        """Create the environment of a sample that continues. `text` is that of its last turn, if
+        the environment has not answered it."""
+        num_turns = len(so_far.turn_rewards)
+        ticket = self._pool.restore(so_far.prompt, seed, kept.state, num_turns)
+        self._episodes[number] = _Episode(so_far, ticket, kept, text, num_turns)
+        self._numbers[ticket] = number
+
+    def kept(self, number: int) -> KeptConversation | None:
+        """Return how a sample continues in another process; None if it starts again, as its
+        environment has not started, or cannot be kept."""
+        episode = self._episodes.get(number)
+        return None if episode is None else episode.kept
+
     def turn(self, completion: Completion, rollout: Rollout, text: str) -> None:
         """Pass a generated turn to its environment. `rollout` is the response including the turn;
         `text` is the turn's text."""
         episode = self._episodes[completion.number]
-        episode.rollout, episode.num_turns = rollout, episode.num_turns + 1
-        episode.turn_tokens = completion.token_ids.tolist()
-        episode.finish_reason = completion.finish_reason
+        episode.rollout = rollout
+        self._ask(episode, completion.token_ids, completion.finish_reason, text)
+
+    def _ask(self, episode: _Episode, token_ids: np.ndarray, finish_reason: str, text: str) -> None:
+        episode.num_turns += 1
+        episode.turn_tokens, episode.finish_reason = token_ids.tolist(), finish_reason
+        if episode.kept is not None:
+            episode.kept = dataclasses.replace(episode.kept, unanswered=finish_reason)
         response = Response(
             text=text,
             token_ids=tuple(episode.turn_tokens),
             turn=episode.num_turns,
-            finish_reason=completion.finish_reason,
+            finish_reason=finish_reason,
         )
         self._pool.step(episode.ticket, response)
 
@@ -151,7 +177,8 @@ class Conversations:
             number = self._numbers[ticket]
             episode = self._episodes[number]
             if isinstance(event, Started):
-                events.append(self._started(number, episode, event))
+                if (begun := self._begun(number, episode, event)) is not None:
+                    events.append(begun)
             elif isinstance(event, Stepped):
                 events.append(self._stepped(number, episode, event))
             else:
@@ -170,6 +197,19 @@ class Conversations:
         self._episodes.clear()
         self._pool.close()
 
+    def _begun(self, number: int, episode: _Episode, event: Started) -> Event | None:
+        """Return the event of an environment that is ready; None if it has a turn to answer."""
+        kept, rollout = episode.kept, episode.rollout
+        if kept is None:
+            return self._started(number, episode, event)
+        start = turn_start(rollout)
+        if kept.unanswered is not None:
+            turn = rollout.response_token_ids[start:]
+            self._ask(episode, turn, kept.unanswered, episode.text)
+            return None
+        is_within = start < len(rollout.response_token_ids)
+        return NextTurn(number, rollout, _NO_TOKENS if is_within else kept.observed)
+
     def _started(self, number: int, episode: _Episode, event: Started) -> Event:
         prompt = episode.rollout.prompt
         ids = self._tokens.first(prompt.token_ids, event.prompt)
@@ -182,7 +222,7 @@ class Conversations:
         episode.rollout = dataclasses.replace(
             episode.rollout, prompt=dataclasses.replace(prompt, token_ids=ids)
         )
-        return NextTurn(number, episode.rollout, np.empty(0, dtype=np.int32))
+        return self._next_turn(number, episode, event.state, _NO_TOKENS)
 
     def _stepped(self, number: int, episode: _Episode, event: Stepped) -> Event:
         rollout = episode.rollout
@@ -200,7 +240,13 @@ class Conversations:
         if left < 1 or episode.num_turns >= self._spec.max_turns:
             episode.finish_reason = "length"  # it would have continued
             return self._end_of(number, episode)
-        return NextTurn(number, rollout, observed)
+        return self._next_turn(number, episode, event.state, observed)
+
+    def _next_turn(
+        self, number: int, episode: _Episode, state: str | None, observed: np.ndarray
+    ) -> NextTurn:
+        episode.kept = None if state is None else KeptConversation(state, observed)
+        return NextTurn(number, episode.rollout, observed)
 
     def _end_of(self, number: int, episode: _Episode, failed: Failed | None = None) -> EpisodeEnd:
         del self._episodes[number], self._numbers[episode.ticket]

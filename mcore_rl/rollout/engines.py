@@ -237,6 +237,7 @@ class RolloutWorkers:
             prompt_of,
             tp_group=self._layout.tp_group_index(self._rank),
             num_tp_groups=self._layout.num_tp_groups,
+            has_environments=self.has_environments,
         )
         fitting = [group for group in groups if len(group.rollouts) == num_responses]
         if not self._options.keeps_unfinished:

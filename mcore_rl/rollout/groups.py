@@ -31,7 +31,14 @@ from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.conversations import Conversations, NextTurn, turns_of
 from mcore_rl.rollout.dispatch import Dispatcher, StepCounts
-from mcore_rl.rollout.segments import OpenGroup, extend_rollout, is_finished, new_rollout
+from mcore_rl.rollout.segments import (
+    KeptConversation,
+    OpenGroup,
+    extend_rollout,
+    is_finished,
+    new_rollout,
+    turn_start,
+)
 from mcore_rl.rollout.stream import StreamActions
 
 _NO_TOKENS = np.empty(0, dtype=np.int32)
@@ -188,7 +195,6 @@ class GroupScheduler:
         self._finish_ranks: dict[int, int] = {}  # order in which groups finished, by draw
         self._running: set[int] = set()
         self._starting: set[int] = set()  # samples whose environments are being created
-        self._turn_starts: dict[int, int] = {}  # response tokens before a sample's turn
         self._queue: deque[Request] = deque()
         self._is_ending = False
         if dispatcher is not None:
@@ -246,8 +252,10 @@ class GroupScheduler:
             return
         # A turn: its environment decides whether more follow.
         rollout = group.rollouts[index] = replace(rollout, finish_reason=UNFINISHED)
-        if self._conversations is not None:
-            turn = rollout.response_token_ids[self._turn_starts.get(completion.number, 0) :]
+        if (kept := group.conversations.get(index)) is not None:  # it answers in a later step
+            group.conversations[index] = replace(kept, unanswered=completion.finish_reason)
+        elif self._conversations is not None:
+            turn = rollout.response_token_ids[turn_start(rollout) :]
             completion = replace(completion, token_ids=turn)
             self._conversations.turn(completion, rollout, self._engine.text_of(turn))
 
@@ -352,11 +360,19 @@ class GroupScheduler:
         for group in sorted(pending, key=lambda each: each.draw not in self._reserved):
             for index, rollout in enumerate(group.rollouts):
                 if rollout is None or not is_finished(rollout):
-                    self._queue.append(self.plan.request(group.draw, self._response(group, index)))
+                    self._continue_response(group, index)
             if group.is_sampled and self._differs is None:
                 self._finish_group(group)
             elif self._is_rewarded(group):
                 self._compare(group)
+
+    def _continue_response(self, group: OpenGroup, index: int) -> None:
+        """Continue a response that has not ended, or start it."""
+        so_far = self._response(group, index)
+        if self._conversations is None:
+            self._queue.append(self.plan.request(group.draw, so_far))
+        else:
+            self._start_conversation(group.draw, so_far, group.conversations.pop(index, None))
 
     def _has_room(self) -> bool:
         return self._conversations is None or self._conversations.has_room(self.plan.size)
@@ -374,11 +390,19 @@ class GroupScheduler:
             self._start_conversation(draw, so_far)
         return []
 
-    def _start_conversation(self, draw: int, so_far: Rollout) -> None:
+    def _start_conversation(
+        self, draw: int, so_far: Rollout, kept: KeptConversation | None = None
+    ) -> None:
         assert self._conversations is not None
         index = so_far.sample_index
-        number, seed = draw * self.plan.size + index, self.plan.seed_of_sample(draw, index)
-        self._conversations.start(number, so_far, seed_of(seed, "environment"))
+        number = draw * self.plan.size + index
+        seed = seed_of(self.plan.seed_of_sample(draw, index), "environment")
+        if kept is None:
+            self._conversations.start(number, so_far, seed)
+        else:
+            turn = so_far.response_token_ids[turn_start(so_far) :]
+            text = "" if kept.unanswered is None else self._engine.text_of(turn)
+            self._conversations.restore(number, so_far, seed, kept, text)
         self._starting.add(number)
 
     def _continue_conversations(self, num_running: int, step_seconds: float) -> None:
@@ -391,13 +415,27 @@ class GroupScheduler:
             group = self.open[draw]
             if isinstance(event, NextTurn):
                 group.rollouts[index] = event.so_far
-                num_tokens = len(event.so_far.response_token_ids) + len(event.observed)
-                self._turn_starts[event.number] = num_tokens
-                self._queue.append(self.plan.request(draw, event.so_far, event.observed))
+                self._queue.append(self._turn_request(draw, event.so_far, event.observed))
             else:
-                self._turn_starts.pop(event.number, None)
                 group.environment_outcomes[index] = event.outcome
                 self._store_response(group, event.rollout)
+
+    def _turn_request(
+        self, draw: int, so_far: Rollout, observed: np.ndarray = _NO_TOKENS
+    ) -> Request:
+        """Build the request that begins a turn after `observed`, or continues it."""
+        num_turn_tokens = 0
+        if not len(observed):
+            num_turn_tokens = len(so_far.response_token_ids) - turn_start(so_far)
+        return self.plan.request(draw, so_far, observed, num_turn_tokens=num_turn_tokens)
+
+    def conversations_of(self, draw: int) -> dict[int, KeptConversation]:
+        """Return how open conversations of a group continue in another process, by index."""
+        if self._conversations is None:
+            return {}
+        first = draw * self.plan.size
+        kept = ((index, self._conversations.kept(first + index)) for index in range(self.plan.size))
+        return {index: each for index, each in kept if each is not None}
 
     def _end_conversations(self, numbers: Iterable[int]) -> None:
         """End the environments of these requests."""
@@ -433,6 +471,9 @@ class GroupScheduler:
         needed = self._numbers(self._reserved)
         self._queue = deque(each for each in self._queue if each.number in needed)
         unneeded = self._numbers() - needed
+        if self.plan.keeps_unfinished:
+            for draw in self.open.keys() - self._reserved:
+                self.open[draw].conversations = self.conversations_of(draw)
         self._end_conversations(unneeded)
         return unneeded
 

@@ -20,9 +20,10 @@ from safetensors.numpy import load, save, save_file
 from mcore_rl.batching.types import Prompt, Rollout, TurnReward
 from mcore_rl.common.errors import not_held
 from mcore_rl.common.readers import integer_within, number, parse_json
+from mcore_rl.environments.wire import checked_state
 from mcore_rl.moe.routing import Routes
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.rollout.segments import OpenGroup
+from mcore_rl.rollout.segments import KeptConversation, OpenGroup, is_finished, turn_start
 
 _NAME = "group_{:05d}.safetensors"
 _ARRAYS = ("response_token_ids", "rollout_log_probs", "is_generated", "weight_versions")
@@ -48,19 +49,34 @@ def write_groups(groups: Sequence[OpenGroup], folder: Path, tp_group: int) -> No
 
 
 def read_groups(
-    folder: Path, prompt_of: Callable[[int], Prompt], *, tp_group: int, num_tp_groups: int
+    folder: Path,
+    prompt_of: Callable[[int], Prompt],
+    *,
+    tp_group: int,
+    num_tp_groups: int,
+    has_environments: bool = False,
 ) -> list[OpenGroup]:
     """Return the groups that a TP group resumes: its own, or, if the number of TP groups has
     changed, its share of all groups, assigned round-robin in the order of their draws.
 
-    `prompt_of` returns the prompt of a draw. All ranks of a TP group read the same groups. Raises
-    UsageError if a file has other content.
+    `prompt_of` returns the prompt of a draw. All ranks of a TP group read the same groups. An
+    unfinished response starts again if it has a conversation, and the run does not
+    `has_environments`, or the other way round. Raises UsageError if a file has other content.
     """
     files = sorted(folder.glob("group_*.safetensors"))
     if len(files) == num_tp_groups:
-        return _read(files[tp_group], prompt_of)
-    groups = [group for file in files for group in _read(file, prompt_of)]
-    return sorted(groups, key=lambda group: group.draw)[tp_group::num_tp_groups]
+        groups = _read(files[tp_group], prompt_of)
+    else:
+        everywhere = [group for file in files for group in _read(file, prompt_of)]
+        everywhere.sort(key=lambda group: group.draw)
+        groups = everywhere[tp_group::num_tp_groups]
+    for group in groups:
+        for index, rollout in enumerate(group.rollouts):
+            continues = (index in group.conversations) == has_environments
+            if rollout is not None and not is_finished(rollout) and not continues:
+                group.rollouts[index] = None
+                group.conversations.pop(index, None)
+    return groups
 
 
 def group_to_bytes(group: OpenGroup) -> bytes:
@@ -90,12 +106,17 @@ def _encoded(groups: Sequence[OpenGroup]) -> tuple[dict[str, np.ndarray], dict[s
             samples.append({name: getattr(rollout, name) for name in _FIELDS})
             for name, array in _arrays_of(rollout).items():
                 arrays[f"{group.draw}/{index}/{name}"] = np.ascontiguousarray(array)
+        for index, kept in group.conversations.items():
+            place = f"{group.draw}/{index}/"
+            arrays[place + "state"] = np.frombuffer(kept.state.encode(), np.uint8)
+            arrays[place + "observed"] = kept.observed
         facts.append(
             {
                 "draw": group.draw,
                 "samples": samples,
                 "outcomes": {index: dict(by) for index, by in group.outcomes.items()},
                 "environment_outcomes": group.environment_outcomes,
+                "conversations": {n: each.unanswered for n, each in group.conversations.items()},
             }
         )
     return arrays, {"groups": json.dumps(facts)}
@@ -146,7 +167,28 @@ def _group(
     }
     if not outcomes.keys() | of_environments.keys() <= set(range(len(rollouts))):
         raise ValueError("there are outcomes of samples outside the group")
-    return OpenGroup(facts["draw"], rollouts, outcomes, of_environments)
+    group = OpenGroup(facts["draw"], rollouts, outcomes, of_environments)
+    for index, unanswered in facts.get("conversations", {}).items():  # as above
+        place = f"{group.draw}/{index}/"
+        state, observed = array_of(place + "state"), array_of(place + "observed")
+        kept = _conversation(group, int(index), unanswered, state, observed)
+        group.conversations[int(index)] = kept
+    return group
+
+
+def _conversation(
+    group: OpenGroup, index: int, unanswered: Any, state: np.ndarray, observed: np.ndarray
+) -> KeptConversation:
+    rollout = group.rollouts[index] if 0 <= index < len(group.rollouts) else None
+    kinds = [(each.dtype, each.ndim) for each in (state, observed)]
+    expected = [(np.dtype(np.uint8), 1), (np.dtype(np.int32), 1)]
+    if kinds != expected or not isinstance(unanswered, str | None):
+        raise ValueError(f"the conversation of sample {index} has wrong fields")
+    if rollout is None or is_finished(rollout):
+        raise ValueError(f"the conversation of sample {index} has no response that continues")
+    if unanswered is not None and turn_start(rollout) == len(rollout.response_token_ids):
+        raise ValueError(f"the conversation of sample {index} has no turn to answer")
+    return KeptConversation(checked_state(state.tobytes().decode()), observed, unanswered)
 
 
 def _count(value: Any) -> int:
@@ -182,7 +224,10 @@ def _rollout(prompt: Prompt, index: int, facts: dict[str, Any], arrays: dict[str
         if name in num_tokens and kind != (np.dtype(_DTYPES[name]), (num_tokens[name],)):
             raise ValueError(f"{name} of sample {index} is {array.shape} of {array.dtype}")
     num_response = len(arrays["response_token_ids"])
-    facts["turn_rewards"] = tuple(_turn(num_response, *each) for each in facts["turn_rewards"])
+    turns = tuple(_turn(num_response, *each) for each in facts["turn_rewards"])
+    if list(turns) != sorted(turns, key=lambda turn: turn.end):
+        raise ValueError(f"the turns of sample {index} are not in order")
+    facts["turn_rewards"] = turns
     prompt = dataclasses.replace(prompt, token_ids=arrays.pop("prompt_token_ids"))
     routes = None
     if "routes" in arrays:

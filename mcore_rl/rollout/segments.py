@@ -93,9 +93,32 @@ def _merge_routes(earlier: Routes | None, now: Routes | None) -> Routes | None:
     )
 
 
+def turn_start(rollout: Rollout) -> int:
+    """Return the number of response tokens before the last turn that has no reward yet, of a
+    response that has tokens of it; else the number of all its tokens."""
+    answered = rollout.turn_rewards[-1].end if rollout.turn_rewards else 0
+    if rollout.is_generated is None:
+        return answered
+    later = np.flatnonzero(rollout.is_generated[answered:])
+    return answered + int(later[0]) if len(later) else len(rollout.is_generated)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptConversation:
+    """How the conversation of an unfinished response continues with another process.
+
+    Example: `KeptConversation("[true, false]", observed=array([220, 19]))`.
+    """
+
+    state: str  # of the environment after its last answer, as JSON
+    observed: np.ndarray  # [o] int32, its last answer; the response may already contain it
+    unanswered: str | None = None  # finish_reason of a last turn that it has not answered
+
+
 @dataclass(slots=True)
 class OpenGroup:
-    """The responses to one draw, in progress. On all ranks of a TP group; rewards on the first.
+    """The responses to one draw, in progress. On all ranks of a TP group; rewards and conversations
+    on the first.
 
     Example: one response has tokens, the other has not started: `OpenGroup(96, [rollout, None])`.
     """
@@ -104,6 +127,7 @@ class OpenGroup:
     rollouts: list[Rollout | None]  # by index; None: not started
     outcomes: dict[int, Mapping[str, Outcome]] = field(default_factory=dict)  # by index
     environment_outcomes: dict[int, Outcome] = field(default_factory=dict)  # by index
+    conversations: dict[int, KeptConversation] = field(default_factory=dict)  # by index
 
     @classmethod
     def new(cls, draw: int, size: int) -> OpenGroup:
@@ -119,7 +143,12 @@ class OpenGroup:
     def oldest_version(self) -> int | None:
         """The oldest weight version that sampled a token; None without tokens."""
         return min(
-            (each.oldest_version for each in self.rollouts if each is not None), default=None
+            (
+                each.oldest_version
+                for each in self.rollouts
+                if each is not None and len(each.response_token_ids)
+            ),
+            default=None,
         )
 
     def num_tokens(self, num_samples: int) -> int:

@@ -12,9 +12,12 @@ import torch.distributed as dist
 
 from mcore_rl.batching.types import Prompt, ScoredRollout
 from mcore_rl.config import RLConfig
+from mcore_rl.environments.conversation import ConversationTokens
+from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.rollout.ahead import AheadSampler
+from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.groups import GroupPlan
 from mcore_rl.rollout.sample_store import SampleStore
@@ -24,6 +27,7 @@ from tests.reward_specs import rewards_of
 
 NUM_GROUPS, NUM_SAMPLES, MAX_TOKENS = 4, 3, 90
 SAVED_AT, KILLED_AT, NUM_STEPS = 3, 5, 6
+MAX_TURN_TOKENS = 25  # in conversation with an environment
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,23 @@ class TwoPrompts:
 
     def __getitem__(self, row: int) -> Prompt:
         return prompt_of(row, self.scale)
+
+
+def conversations() -> Conversations:
+    spec = EnvironmentSpec(
+        "tests.unit.misbehaving:Counting", timeout_seconds=60.0, memory_gib=0.0, max_turns=4
+    )
+    tokens = ConversationTokens(Words(), use_chat_template=False, ends=(), vocabulary=10_000)
+    return Conversations(spec, tokens, max_prompt_tokens=30, max_tokens=MAX_TOKENS)
+
+
+class Words:
+    """A tokenizer of a small vocabulary."""
+
+    chat_template = None
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [10 + len(word) for word in text.split()]}
 
 
 class UnevenSampler(AheadSampler):
@@ -55,9 +76,18 @@ class Job:
     """Engines, and samplers of the runs that follow each other on them."""
 
     def __init__(
-        self, folder: Path, work: Path, config: RLConfig, *, tp_size: int, scale: int, dtype: str
+        self,
+        folder: Path,
+        work: Path,
+        config: RLConfig,
+        *,
+        tp_size: int,
+        scale: int,
+        dtype: str,
+        has_environments: bool = False,
     ) -> None:
         world_size = dist.get_world_size()
+        self.has_environments = has_environments
         self.folder, self.work, self.config, self.scale = folder, work, config, scale
         self.layout = RolloutLayout(world_size, tp_size, expert_parallel=False)
         sizes = {"tp_size": tp_size, "max_model_len": 128 * scale, "max_num_seqs": 16}
@@ -91,11 +121,13 @@ class Job:
             self.engine,
             self.layout,
             self.config.rollout,
-            rewards_of("exact_match"),
+            rewards_of("environment" if self.has_environments else "exact_match"),
             self.sample_store,
+            conversations=conversations if self.has_environments else None,
+            max_turn_tokens=MAX_TURN_TOKENS,
         )
         recipe = self.config.recipe
-        return UnevenSampler(
+        return (AheadSampler if self.has_environments else UnevenSampler)(
             self.engine,
             self.workers,
             TwoPrompts(self.scale),  # type: ignore[arg-type]
@@ -123,7 +155,7 @@ class Job:
             if home == self.sample_store.home
         ]
         self.taken.extend(mine)
-        sampler.work_until(after(6))
+        sampler.work_until(self._has_answered() if version == SAVED_AT else after(6))
         return {
             "draws": sorted(set(table.draws.tolist())),
             "num_samples": len(table),
@@ -131,6 +163,14 @@ class Job:
             "metrics": collected.metrics,
             "rewarded": bool(table.has_reward.all()),
         }
+
+    def _has_answered(self) -> Callable[[], bool]:
+        """A call that begins once an environment has answered a turn; soon without environments."""
+        is_late = after(5000 if self.has_environments else 6)
+        episodes = (
+            {} if self.workers.conversations is None else self.workers.conversations._episodes
+        )
+        return lambda: is_late() or any(each.rollout.turn_rewards for each in episodes.values())
 
 
 def after(count: int) -> Callable[[], bool]:
@@ -153,6 +193,7 @@ def sample_ahead(
     kv: str = "recompute",
     scale: int = 1,
     spoils: bool = False,
+    has_environments: bool = False,
 ) -> dict[str, Any]:
     """Steps under weights of their own, of which the last ones are lost, and a run that resumes
     from a checkpoint before these; then all tokens are scored under all weights."""
@@ -164,7 +205,15 @@ def sample_ahead(
         num_samples_per_prompt=NUM_SAMPLES,
         max_response_tokens=MAX_TOKENS * scale,
     )
-    job = Job(Path(checkpoint), Path(work), config, tp_size=tp_size, scale=scale, dtype="float32")
+    job = Job(
+        Path(checkpoint),
+        Path(work),
+        config,
+        tp_size=tp_size,
+        scale=scale,
+        dtype="float32",
+        has_environments=has_environments,
+    )
     sampler, steps, state = job.sampler(0), [], job.work / "saved"
     position = 0
     for version in range(1, KILLED_AT + 1):
@@ -184,8 +233,11 @@ def sample_ahead(
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"  # the store is that of the first run
     resumed = job.sampler(position, state)
     found: dict[str, Any] = {"num_banked": resumed.num_banked, "skipped": resumed.skipped}
+    found["restored"] = count_restored(job.workers)
     again = [job.step(resumed, version) for version in range(SAVED_AT + 1, NUM_STEPS + 1)]
     resumed.save(job.work / "end")
+    found["failures"] = [each.rollout.failure for each in job.taken if each.rollout.failure]
+    found["turns"] = [len(each.rollout.turn_rewards) for each in job.taken]
     found |= {"lost": steps[SAVED_AT:], "steps": steps[:SAVED_AT] + again, "begun": job.begun}
     found["end"] = str(job.work / "end" / "ahead.json")
     resumed.pause()
@@ -194,6 +246,21 @@ def sample_ahead(
     job.workers.close()
     job.engine.close()
     dist.destroy_process_group()
+    return found
+
+
+def count_restored(workers: RolloutWorkers) -> list[int]:
+    """Have the result get the number of turns of each conversation that is restored."""
+    found: list[int] = []
+    if workers.conversations is not None:
+        pool = workers.conversations._pool
+        restore = pool.restore
+
+        def noted(prompt: Prompt, seed: int, state: str, num_turns: int) -> int:
+            found.append(num_turns)
+            return restore(prompt, seed, state, num_turns)
+
+        pool.restore = noted  # type: ignore[method-assign]
     return found
 
 

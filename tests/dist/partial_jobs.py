@@ -160,8 +160,9 @@ def rescored(
         for rollout, scores in zip(rollouts, engine.prompt_log_probs(sequences), strict=True):
             apart = np.abs(scores[len(rollout.prompt.token_ids) - 1 :] - rollout.rollout_log_probs)
             is_own = rollout.token_versions == version
-            own += apart[is_own].tolist()
-            others += apart[~is_own].tolist()
+            sampled = True if rollout.is_generated is None else rollout.is_generated
+            own += apart[is_own & sampled].tolist()
+            others += apart[~is_own & sampled].tolist()
     for rollout in rollouts:
         mixed += len(set(rollout.token_versions.tolist())) > 1
     return {"own": max(own), "others": float(np.median(others)), "mixed": mixed, "tokens": len(own)}

@@ -21,6 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     "TP1": {"tp_size": 1, "staleness": 2, "spoils": True},
     "kept KV": {"arch": "qwen3", "staleness": 2, "kv": "keep", "scale": 7},
     "TP2": {"tp_size": 2, "staleness": 1},
+    "environment": {"tp_size": 2, "staleness": 2, "has_environments": True},
 }
 
 
@@ -82,6 +83,15 @@ def test_groups_that_finished_after_the_checkpoint_are_not_sampled_again(
         assert ".bank: record at byte" in said and "its checksum differs" in said
     else:
         assert not run[0]["skipped"]
+
+
+def test_resumed_run_continues_the_conversations_of_its_checkpoint(
+    case: str, run: list[dict[str, Any]]
+) -> None:
+    if case != "environment":
+        pytest.skip("nothing answers")
+    assert run[0]["restored"] and max(run[0]["restored"]) > 0  # some had turns behind them
+    assert not run[0]["failures"] and set(run[0]["turns"]) == {3}
 
 
 def test_no_request_finds_keys_of_weights_that_it_has_not_begun_with(

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 from mcore_rl.observe import own_folders
 from mcore_rl.observe.run_directory import read_config
+from tests.conftest import load_script
 from tests.e2e.recipe import (
     HOOKS,
     assert_same_metrics,
@@ -38,14 +40,18 @@ COMMON = (
     *("--lr-decay-style", "linear", "--lr-warmup-iters", "1", "--min-lr", "1e-6"),
 )
 RUNS = {
-    # How many prompts a step draws depends on their rewards, and what is unfinished goes on.
+    # How many prompts a step draws depends on their rewards, and what is unfinished goes on, in
+    # conversation with an environment.
     "grpo TP2 PP2 EP2": (
         4,
+        # What is unfinished is of either source.
+        "--rl-prompts {task}/train.jsonl=0.7,{task}/heldout.jsonl=0.3 "
+        "--rl-eval-prompts {task}/heldout.jsonl "
+        "--rl-environment calculator --rl-reward environment --rl-max-turns 4 "
+        "--rl-max-response-tokens 24 "
         "--rl-algorithm grpo --rl-kl-coef 0.05 --rl-dynamic-sampling --rl-max-refills 2 "
         "--rl-num-mini-batches 2 --moe-router-bias-update-rate 1e-3 --rl-routing-replay r3 "
-        "--rl-partial-rollouts --rl-oversample 2 --rl-max-staleness 2 "
-        # What is unfinished is of either source.
-        "--rl-prompts {sources}/easy.jsonl=0.7,{sources}/hard.jsonl=0.3",
+        "--rl-partial-rollouts --rl-oversample 2 --rl-max-staleness 2",
     ),
     "ppo DP2, critic TP2": (
         2,
@@ -171,7 +177,11 @@ def runs(
     folder = tmp_path_factory.mktemp("resume")
     if "{trained}" in flags:
         run(ranks, warmed_checkpoint, folder / "before", num_ranks, TRAINED_BEFORE)
-    flags = flags.format(trained=folder / "before" / "checkpoints", sources=sources)
+    if "{task}" in flags:
+        load_script("calculator_task").write_prompts(folder / "task", 0)
+    flags = flags.format(
+        trained=folder / "before" / "checkpoints", sources=sources, task=folder / "task"
+    )
     whole = run(ranks, warmed_checkpoint, folder / "whole", num_ranks, flags)
     again = functools.partial(
         run, ranks, warmed_checkpoint, folder / "cut", num_ranks, flags, like=whole
@@ -196,6 +206,16 @@ def test_responses_were_pending_at_the_checkpoint_and_continued(runs: tuple[Run,
         pytest.skip("this run ends every response in the step that began it")
     assert whole.metrics[SAVED_AT - 1]["rollout/pending_groups"] > 0
     assert max(resumed.metrics[step]["rollout/staleness_max"] for step in (2, 3)) > 0
+    saved = whole.folder / "checkpoints" / f"iter_{SAVED_AT:07d}" / "rollout"
+    groups = [group for file in saved.glob("group_*.safetensors") for group in groups_in(file)]
+    assert groups and any(group["conversations"] for group in groups)
+    assert [resumed.metrics[step]["rollout/failures"] for step in range(NUM_STEPS)] == [0] * 4
+
+
+def groups_in(file: Path) -> list[dict[str, Any]]:
+    with safe_open(file, framework="numpy") as tensors:
+        found: list[dict[str, Any]] = json.loads(tensors.metadata()["groups"])
+        return found
 
 
 def test_sources_keep_their_shares_rewards_and_limits(runs: tuple[Run, Run, Run]) -> None:

@@ -92,20 +92,28 @@ class Pool:
         self._share: dict[int, float] = {}  # of the questions that have an answer
         self.num_busy, self.is_working = 0, False
         self.turns: dict[int, list[Response]] = {}
+        self.restored: dict[int, int] = {}  # turns before, by ticket
 
     def start(self, prompt: Prompt, seed: int) -> int:
         ticket = len(self.turns)
         self.turns[ticket] = []
         self._share[ticket] = 0.2 if prompt.index % 4 else 0.01
         self._open[ticket] = 1 + prompt.index % 3
-        self._waiting.append((ticket, Started(None)))
+        self._waiting.append((ticket, Started(None, "0")))
         return ticket
+
+    def restore(self, prompt: Prompt, seed: int, state: str, num_turns: int) -> int:
+        assert state == str(num_turns)
+        self.restored[self.start(prompt, seed)] = num_turns
+        return len(self.turns) - 1
 
     def step(self, ticket: int, response: Response) -> None:
         self.turns[ticket].append(response)
-        is_last = len(self.turns[ticket]) == self._open[ticket]
-        text = None if is_last else "a " + "b" * len(self.turns[ticket])
-        self._waiting.append((ticket, Stepped(text, 1.0, is_last)))
+        turn = self.restored.get(ticket, 0) + len(self.turns[ticket])
+        assert response.turn == turn
+        is_last = turn == self._open[ticket]
+        text, state = (None, None) if is_last else ("a " + "b" * turn, str(turn))
+        self._waiting.append((ticket, Stepped(text, 1.0, is_last, state)))
 
     def finished(self) -> list[tuple[int, Event]]:
         ready = [each for each in self._waiting if self._rng.random() < self._share[each[0]]]

@@ -14,6 +14,26 @@ from mcore_rl.environments.interface import (
 )
 
 
+class Counting(Environment):
+    """Three turns, counted by a state; slow if its row says so."""
+
+    def start(self, prompt: EnvironmentPrompt) -> None:
+        self._prompt, self._count = prompt, 0
+
+    def state(self) -> dict[str, int]:
+        return {"count": self._count}
+
+    def restore(self, prompt: EnvironmentPrompt, state: dict[str, int]) -> None:
+        self._prompt, self._count = prompt, state["count"]
+
+    def step(self, response: Response) -> StepResult:
+        if self._prompt.row.get("how") == "slow":
+            time.sleep(0.3)
+        self._count += 1
+        assert self._count == response.turn
+        return StepResult("sum " + "b" * self._count, self._count, done=self._count == 3)
+
+
 class Misbehaving(Environment):
     """Three turns where it is good."""
 

@@ -51,6 +51,10 @@ no_turns: --rl-max-turns 0
     --rl-max-turns 0 must be at least 1
 variable_that_is_not_set: --rl-environment calculator --rl-environment-env NO_SUCH_KEY
     --rl-environment-env NO_SUCH_KEY names an environment variable that is not set
+class_without_state: --rl-partial-rollouts --rl-environment tests.unit.misbehaving:Misbehaving
+    --rl-partial-rollouts cannot be combined with --rl-environment
+    tests.unit.misbehaving:Misbehaving ... give the class state(self) and
+    restore(self, prompt, state), or drop one of the two
 template_of_one_turn: --rl-environment calculator
     --rl-hf-checkpoint {here}/checkpoint has a chat template that cannot carry several turns: it
     refuses a conversation of user and assistant in turn (one turn) ... pass
@@ -67,9 +71,6 @@ too_many_unfinished: --rl-partial-rollouts --rl-oversample 2.5
     --rl-oversample 2.5 may leave more groups unfinished than a step takes ... 2 or less
 fewer_than_taken: --rl-oversample 0.5
     --rl-oversample 0.5 must be at least 1
-conversations_that_go_on: --rl-partial-rollouts --rl-environment calculator
-    --rl-partial-rollouts cannot be combined with --rl-environment calculator ... drop one of
-    the two
 keys_of_nothing: --rl-kv-after-update keep
     --rl-kv-after-update keep has no effect, because no response continues ... add
     --rl-partial-rollouts or --rl-rollout-ranks, or drop it

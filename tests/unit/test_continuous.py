@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,8 @@ from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout import continuous as continuous_module
 from mcore_rl.rollout import conversations as conversations_module
 from mcore_rl.rollout import stream as stream_module
-from mcore_rl.rollout.segments import OpenGroup
+from mcore_rl.rollout.pending import read_groups, write_groups
+from mcore_rl.rollout.segments import OpenGroup, turn_start
 from tests.unit.continuous_run import (
     MOST_PER_TURN,
     NUM_GROUPS,
@@ -25,7 +29,7 @@ from tests.unit.continuous_run import (
     generated,
     long_lengths,
 )
-from tests.unit.test_groups import SIZE, ScriptedRewards, token
+from tests.unit.test_groups import SIZE, ScriptedRewards, prompt_of, token
 
 NUM_STEPS = 6
 
@@ -72,8 +76,16 @@ def test_turns_continue_in_their_conversation_and_no_observation_is_lost(seed: i
     for version in range(1, NUM_STEPS + 1):
         run.step(version)
     check_rollouts(run)
+    check_conversations(run)
+    check_draws(run)
+    run.close()
+
+
+def check_conversations(run: Run) -> None:
+    """Each response has all its turns, each of which came to its environment as a whole."""
     for _, group in run.trained.values():
         for rollout in group.rollouts:
+            assert rollout is not None
             num_turns = 1 + (100 + group.draw) % 3
             kinds = np.split(generated(rollout), np.flatnonzero(np.diff(generated(rollout))) + 1)
             expected = [MOST_PER_TURN, 2] * num_turns  # an observation has two words
@@ -81,12 +93,72 @@ def test_turns_continue_in_their_conversation_and_no_observation_is_lost(seed: i
             observed = rollout.response_token_ids[~generated(rollout)].tolist()
             assert observed == [9000 + n for turn in range(1, num_turns) for n in (1, turn)]
             assert [turn.reward for turn in rollout.turn_rewards] == [1.0] * num_turns
-    check_draws(run)
+            number = group.draw * SIZE + rollout.sample_index
+            for at in np.flatnonzero(generated(rollout)):
+                assert rollout.response_token_ids[at] == token(number, 1 + at)
     seen = [
         len(each.token_ids) for pool in run.pools for all in pool.turns.values() for each in all
     ]
-    assert set(seen) == {MOST_PER_TURN}  # each turn came as a whole
-    run.close()
+    assert set(seen) == {MOST_PER_TURN}
+
+
+def test_a_resumed_run_continues_open_conversations(tmp_path: Path) -> None:
+    kinds = Counter[str]()
+    for seed in range(12):
+        first = Run(seed, turns=True)
+        first.engines[0]._length_of = lambda number: -1
+        for version in range(1, 4):
+            first.step(version)
+        first.pause()
+        first.begin_step(4)
+        left = iter(range(3 * seed))
+        first.sample(0, lambda left=left: next(left, None) is None)
+        if seed % 2:
+            first.pause()  # ends requests, some within their turn
+        first.draws[0].flush()
+        first.draws[0].flush()  # reads what the first has sent
+        scheduler, outstanding = first.schedulers[0], first.admission.outstanding
+        next_draw = first.admission.limit
+        saved = [
+            replace(group, conversations=scheduler.conversations_of(draw))
+            for draw, group in scheduler.open.items()
+            if draw in outstanding
+        ]
+        write_groups(saved, tmp_path, 0)
+        if seed % 2:
+            first.schedulers[0].resume(4)
+        first.train()  # saving ends no conversation
+        check_conversations(first)
+        first.close()
+        groups = read_groups(
+            tmp_path, prompt_of, tp_group=0, num_tp_groups=1, has_environments=True
+        )
+        for group in groups:
+            for index, kept in group.conversations.items():
+                rollout = group.rollouts[index]
+                assert rollout is not None
+                is_within = turn_start(rollout) < len(rollout.response_token_ids)
+                if kept.unanswered is not None:
+                    kinds["unanswered"] += 1
+                elif is_within:
+                    kinds["within a turn"] += 1
+                else:
+                    kinds["observed" if len(kept.observed) else "started"] += 1
+        missing = outstanding.keys() - {group.draw for group in groups}
+        groups += [OpenGroup.new(draw, SIZE) for draw in sorted(missing)]
+        second = Run(seed, turns=True, groups=outstanding, next_draw=next_draw)
+        second.engines[0]._length_of = lambda number: -1
+        num_kept = sum(len(group.conversations) for group in groups)
+        second.begin_step(4)
+        second.schedulers[0].load(groups)
+        second.train()
+        for version in range(5, 8):
+            second.step(version)
+        assert len(second.pools[0].restored) == num_kept
+        check_conversations(second)
+        assert outstanding.keys() <= {*second.trained, *second.dropped}
+        second.close()
+    assert {"unanswered", "within a turn", "observed", "started"} == kinds.keys(), kinds
 
 
 def test_groups_without_a_comparison_need_no_reward_before_they_are_taken() -> None:
@@ -203,7 +275,8 @@ def test_stale_groups_are_dropped_with_what_they_have_in_flight(turns: bool) -> 
     for version in range(1, 3 * NUM_STEPS + 1):
         run.pause()
         scheduler = run.schedulers[0]
-        numbers = {*scheduler._cut, *scheduler._submitted, *scheduler._turn_starts}
+        open_ones = () if scheduler._conversations is None else scheduler._conversations._episodes
+        numbers = {*scheduler._cut, *scheduler._submitted, *open_ones}
         in_flight = {number // SIZE for number in numbers}
         before = set(run.dropped)
         run.begin_step(version)

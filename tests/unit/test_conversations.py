@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,10 @@ from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.conversations import Conversations, turns_of
 from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, SamplingTarget
 from mcore_rl.rollout.groups import GroupPlan, GroupScheduler
+from mcore_rl.rollout.pending import read_groups, write_groups
 from mcore_rl.rollout.segments import OpenGroup, new_rollout
 from mcore_rl.rollout.stream import run_stream
-from tests.unit.test_groups import ScriptedEngine
+from tests.unit.test_groups import ScriptedEngine, token
 
 SIZE, ROOM, MAX_TOKENS, TURN = 2, 6, 30, 3
 BEHAVIOURS = ("good", "good", "hangs", "good", "dies", "floods", "nonsense", "raises", "good")
@@ -81,9 +84,9 @@ def prompt_with_behaviour(draw: int, how: str) -> Prompt:
     return Prompt(draw, "add", "", np.array([draw], np.int32), f'{{"how": "{how}"}}')
 
 
-def make_conversations(*, waits: bool = False) -> Conversations:
+def make_conversations(*, waits: bool = False, kind: str = "Misbehaving") -> Conversations:
     spec = EnvironmentSpec(
-        "tests.unit.misbehaving:Misbehaving", timeout_seconds=10.0, memory_gib=1.0, max_turns=4
+        f"tests.unit.misbehaving:{kind}", timeout_seconds=10.0, memory_gib=1.0, max_turns=4
     )
     tokens = ConversationTokens(Words(), use_chat_template=False, ends=(), vocabulary=10_000)
     return Conversations(spec, tokens, max_prompt_tokens=8, max_tokens=MAX_TOKENS, waits=waits)
@@ -100,11 +103,14 @@ def run_groups(
     conversations: Conversations,
     target: SamplingTarget,
     prompt_of: Callable[[int], Prompt] = prompt_of,
+    pending: Sequence[OpenGroup] = (),
+    **changes: Any,
 ) -> tuple[GroupScheduler, NoRewards, TurnEngine]:
     engine, rewards = TurnEngine(), NoRewards()
     plan = GroupPlan(
         SIZE, Sampling(), MAX_TOKENS, 5, 0, 1, has_environments=True, max_turn_tokens=None
     )
+    plan = replace(plan, **changes)
     groups = GroupScheduler(
         engine,  # type: ignore[arg-type]
         plan,
@@ -113,6 +119,7 @@ def run_groups(
         rewards=rewards,  # type: ignore[arg-type]
         differs=None,
         at_once=ROOM,
+        pending=pending,
         conversations=conversations,
     )
     run_stream(engine, groups)  # type: ignore[arg-type]
@@ -225,6 +232,61 @@ def test_stopped_group_is_dropped_during_a_call(
     assert conversations.num_open == 0
     # No environment was waited for until its timeout.
     assert conversations._pool.failure_counts.total() == failures
+
+
+def test_stopped_conversations_continue_in_later_steps_and_after_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """Every second group has slow environments, most of which are at work when a step stops."""
+
+    def prompt_of(draw: int) -> Prompt:
+        return prompt_with_behaviour(draw, "slow" if draw % 2 else "fast")
+
+    conversations = make_conversations(kind="Counting")
+    trained: list[OpenGroup] = []
+    pending: list[OpenGroup] = []
+    position, stopped = 0, Counter[bool]()
+    for version in range(1, 7):
+        target = SamplingTarget.of(2, oversample=2.0)
+        target = target.with_pending(num_pending=len(pending), num_reserved=0)
+        groups, _, _ = run_groups(
+            conversations,
+            target,
+            prompt_of,
+            pending,
+            keeps_unfinished=True,
+            first_draw=position,
+            weight_version=version,
+        )
+        assert conversations.num_open == 0  # the processes end with the step
+        position += groups.counts().num_draws
+        taken, pending = groups.partition(groups.decide())
+        trained += taken
+        kept = [each for group in pending for each in group.conversations.values()]
+        stopped.update(each.unanswered is not None for each in kept)
+        if version % 2:
+            write_groups(pending, tmp_path, 0)
+            pending = read_groups(
+                tmp_path, prompt_of, tp_group=0, num_tp_groups=1, has_environments=True
+            )
+    conversations.close()
+    assert len(trained) == 12 and len({group.draw for group in trained}) == 12
+    assert stopped[True] > 2 and not conversations._pool.failure_counts
+    mixed = 0
+    for group in trained:
+        for index, rollout in enumerate(group.rollouts):
+            assert rollout is not None and rollout.is_generated is not None
+            assert group.outcomes[index]["environment"] == Outcome(1.0 + 2.0 + 3.0)
+            observed = rollout.response_token_ids[~rollout.is_generated].tolist()
+            assert observed == [9003, 9001, 9003, 9002]
+            assert [len(turn) >= TURN for turn in turns_of(rollout)] == [True] * 3
+            number = group.draw * SIZE + index
+            for at in np.flatnonzero(rollout.is_generated):  # as if sampled at once
+                assert rollout.response_token_ids[at] == token(number, at + 1)
+            ends = [turn.end for turn in rollout.turn_rewards]
+            assert [rollout.is_generated[end - 1] for end in ends] == [True] * 3
+            mixed += len(set(rollout.token_versions.tolist())) > 1
+    assert mixed > 2
 
 
 @pytest.mark.slow

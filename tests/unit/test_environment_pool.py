@@ -27,6 +27,7 @@ from mcore_rl.environments.interface import (
     Environment,
     EnvironmentSpec,
     Response,
+    keeps_state,
     resolve_environment,
 )
 from mcore_rl.environments.pool import EnvironmentPool
@@ -168,6 +169,24 @@ class World(Environment):
             def __str__(self):
                 raise ValueError
         raise Odd
+
+class Keeper(Environment):
+    def start(self, prompt):
+        self.seen = []
+    async def state(self):
+        return STATES.get(self.seen[-1] if self.seen else "", self.seen)
+    async def restore(self, prompt, state):
+        self.seen = [*state, prompt.text, random.random()]
+    def step(self, response):
+        self.seen.append(response.text)
+        return repr(self.seen), 0.5, response.text == "done"
+
+STATES = {
+    "a set": {1},
+    "not a number": float("nan"),
+    "large": "x" * (1 << 18),
+    "deep": eval("[" * 90 + "]" * 90),
+}
 
 def sockets():
     for name in os.listdir("/proc/self/fd"):
@@ -559,6 +578,65 @@ def test_a_well_formed_answer_is_what_was_returned():
         *([1, 2], 0.5, False)
     ]
     assert wire.as_started(np.asarray([3])) == [[3]]
+
+
+# State -------------------------------------------------------------------------------------------
+
+STATE_FAILURES = {
+    "a set": "returned a state that is not JSON: Object of type set is not JSON serializable",
+    "not a number": "returned a state that is not JSON: Out of range float values",
+    "large": "returned too large a state: a state has at most 256 KiB as JSON",
+    "deep": "returned a state that is not JSON: is nested deeper than",
+}
+
+
+@pytest.fixture(scope="module")
+def keepers(world: str) -> Iterator[EnvironmentPool]:
+    spec = EnvironmentSpec("a_world:Keeper", timeout_seconds=PATIENT_SECONDS, needs_state=True)
+    with EnvironmentPool(spec) as pool:
+        pool.check()
+        yield pool
+
+
+def test_state_comes_with_each_answer_and_another_process_continues_from_it(keepers):
+    ticket = keepers.start(prompt(), 5)
+    assert events_of(keepers, [ticket]) == {ticket: Started(None, "[]")}
+    answered = asked(keepers, ticket, "a")
+    assert answered == Stepped("['a']", 0.5, False, '["a"]')
+    again = [keepers.restore(prompt("q"), seed, answered.state, 1) for seed in (5, 5, 6)]
+    assert events_of(keepers, again) == dict.fromkeys(again, Started(None, '["a"]'))
+    seen = [json.loads(asked(keepers, each, "b", 2).state) for each in again]
+    assert [each[:2] + each[3:] for each in seen] == [["a", "q", "b"]] * 3
+    assert seen[0] == seen[1] and seen[0][2] != seen[2][2]  # seeded by the sample's seed
+    assert asked(keepers, ticket, "done", 2) == Stepped(None, 0.5, True)
+
+
+def test_state_that_cannot_be_kept_fails_its_sample(keepers):
+    for deed, reason in STATE_FAILURES.items():
+        (ticket,) = [keepers.start(prompt(), 0)]
+        events_of(keepers, [ticket])
+        failed = asked(keepers, ticket, deed)
+        assert isinstance(failed, Failed) and failed.failure.startswith(reason)
+    ticket = keepers.restore(prompt(), 0, "5", 1)
+    assert events_of(keepers, [ticket])[ticket].kind == "raised TypeError"
+
+
+def test_class_that_keeps_no_state_is_refused_by_name(world):
+    spec = EnvironmentSpec(world, timeout_seconds=PATIENT_SECONDS, needs_state=True)
+    says = f"--rl-partial-rollouts cannot .* --rl-environment {world}: .* give the class state"
+    with EnvironmentPool(spec) as pool, pytest.raises(UsageError, match=says):
+        pool.check()
+    half = type("Half", (Environment,), {"step": lambda *_: None, "state": lambda _: None})
+    assert not keeps_state(half)
+
+
+@pytest.mark.parametrize("state", ['"{"', "5", '"\\u00e4"', f'"{"1" * (1 << 19)}"', "null, null"])
+def test_malformed_state_is_a_failure(state):
+    for fields in ("null", '["o", 1, false]'):
+        is_first = fields == "null"
+        value = f"[{fields.strip('[]')}, {state}]"
+        answer = answer_of(f'{{"turn": 1, "value": {value}}}'.encode(), 1)
+        assert isinstance(event_of(answer, is_first=is_first), Failed)
 
 
 # What is kept apart -------------------------------------------------------------------------------

@@ -19,7 +19,14 @@ from mcore_rl.moe.routing import Routes
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.collector import lengths_in
 from mcore_rl.rollout.pending import read_groups, write_groups
-from mcore_rl.rollout.segments import OpenGroup, extend_rollout, is_finished, new_rollout
+from mcore_rl.rollout.segments import (
+    KeptConversation,
+    OpenGroup,
+    extend_rollout,
+    is_finished,
+    new_rollout,
+    turn_start,
+)
 
 PROMPT = Prompt(8, "how many", "", np.array([5, 6, 7], np.int32))
 
@@ -89,6 +96,7 @@ def groups() -> list[OpenGroup]:
             [finished, None, part(new_rollout(PROMPT, 2, 1), [draw], 1)],
             {0: outcomes},
             {0: Outcome(0.2, "no answer", "in 2 s")},
+            {2: KeptConversation('{"a": [1]}', np.array([90, 91], np.int32), "stop")},
         )
         for draw, outcomes in (
             (7, {"length": Outcome(0.1)}),
@@ -101,7 +109,9 @@ def groups() -> list[OpenGroup]:
 def plain(group: OpenGroup) -> str:
     """Return the group as text, exact to the last bit."""
     rollouts = [each and dataclasses.asdict(each) for each in group.rollouts]
-    return repr([group.draw, group.outcomes, group.environment_outcomes, rollouts])
+    return repr(
+        [group.draw, group.outcomes, group.environment_outcomes, group.conversations, rollouts]
+    )
 
 
 @pytest.mark.parametrize("num_tp_groups", [1, 2, 3])
@@ -111,7 +121,13 @@ def test_checkpoint_restores_pending_groups(tmp_path: Path, num_tp_groups: int) 
     write_groups([third], tmp_path, 1)
     prompts = {group.draw: PROMPT for group in groups()}
     found = [
-        read_groups(tmp_path, prompts.__getitem__, tp_group=part, num_tp_groups=num_tp_groups)
+        read_groups(
+            tmp_path,
+            prompts.__getitem__,
+            tp_group=part,
+            num_tp_groups=num_tp_groups,
+            has_environments=True,
+        )
         for part in range(num_tp_groups)
     ]
     expected = {
@@ -132,8 +148,14 @@ def written(folder: Path) -> tuple[Path, dict[str, np.ndarray], str]:
         return file, arrays, tensors.metadata()["groups"]
 
 
-def read_again(file: Path) -> list[OpenGroup]:
-    return read_groups(file.parent, {7: PROMPT}.__getitem__, tp_group=0, num_tp_groups=1)
+def read_again(file: Path, *, has_environments: bool = True) -> list[OpenGroup]:
+    return read_groups(
+        file.parent,
+        {7: PROMPT}.__getitem__,
+        tp_group=0,
+        num_tp_groups=1,
+        has_environments=has_environments,
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,6 +171,8 @@ def read_again(file: Path) -> list[OpenGroup]:
         *[("[[2, 0.1]", f"[[{value}]") for value in ("2", "8, 0.1", "-1, 0.1", '2, "0.1"')],
         *[("[0.2, ", f"[{value}, ") for value in ("null", '"0.2"')],
         *[("[{", "[" * 100 + "{"), ("[{", "{"), ("}]", "")],
+        *[('{"2": "stop"}', f'{{"{n}": "stop"}}') for n in ("0", "1", "3", "x")],
+        *[('{"2": "stop"}', value) for value in ('{"2": 5}', '["2"]', '{"-1": null}')],
     ],
 )
 def test_groups_with_wrong_values_are_refused(tmp_path: Path, old: str, new: str) -> None:
@@ -162,7 +186,7 @@ def test_groups_with_wrong_values_are_refused(tmp_path: Path, old: str, new: str
 def test_groups_of_earlier_versions_are_read(tmp_path: Path) -> None:
     file, arrays, facts = written(tmp_path)
     earlier = json.loads(facts)
-    del earlier[0]["environment_outcomes"]
+    del earlier[0]["environment_outcomes"], earlier[0]["conversations"]
     for sample in earlier[0]["samples"]:
         if sample is not None:
             del sample["turn_rewards"]
@@ -170,8 +194,56 @@ def test_groups_of_earlier_versions_are_read(tmp_path: Path) -> None:
     expected = groups()[0]
     assert expected.rollouts[0] is not None
     expected.rollouts[0] = dataclasses.replace(expected.rollouts[0], turn_rewards=())
-    expected.environment_outcomes = {}
+    expected.environment_outcomes, expected.conversations = {}, {}
+    found = read_again(file, has_environments=False)
+    assert [plain(each) for each in found] == [plain(expected)]
+
+
+def test_response_whose_conversation_cannot_continue_starts_again(tmp_path: Path) -> None:
+    expected = groups()[0]
+    expected.rollouts[2] = None
+    expected.conversations = {}
+    file, arrays, facts = written(tmp_path)
+    assert [plain(each) for each in read_again(file, has_environments=False)] == [plain(expected)]
+    save_file(arrays, file, {"groups": facts.replace('{"2": "stop"}', "{}")})
     assert [plain(each) for each in read_again(file)] == [plain(expected)]
+
+
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        *[("state", np.frombuffer(text, np.uint8)) for text in (b"{", b"\xff", b"[" * 500, b"")],
+        ("state", np.frombuffer(b'"%b"' % (b"x" * (1 << 18)), np.uint8)),
+        *[
+            ("state", np.zeros(2, np.int32)),
+            ("observed", np.zeros(2, np.int64)),
+            ("observed", None),
+        ],
+    ],
+)
+def test_conversations_with_wrong_arrays_are_refused(
+    tmp_path: Path, name: str, array: np.ndarray | None
+) -> None:
+    file, arrays, facts = written(tmp_path)
+    del arrays[f"7/2/{name}"]
+    if array is not None:
+        arrays[f"7/2/{name}"] = array
+    save_file(arrays, file, {"groups": facts})
+    with pytest.raises(UsageError, match=f"{file} does not hold unfinished groups of samples"):
+        read_again(file)
+
+
+def test_turn_starts_after_the_last_answer_and_its_observation() -> None:
+    first = part(new_rollout(PROMPT, 0, 1), [11, 12], 1)
+    assert turn_start(first) == 0
+    answered = dataclasses.replace(first, turn_rewards=(TurnReward(2, 0.0),))
+    assert turn_start(answered) == 2  # of a turn without tokens
+    for observed in ((), (90, 91)):
+        within = part(answered, [13], 3, observed=observed)
+        assert turn_start(within) == 2 + len(observed)
+        assert turn_start(part(within, [14], 4)) == 2 + len(observed)
+    again = dataclasses.replace(within, turn_rewards=(TurnReward(2, 0.0), TurnReward(5, 0.0)))
+    assert turn_start(again) == 5
 
 
 @pytest.mark.parametrize("change", ["missing", "longer", "wider", "other"])

@@ -14,7 +14,13 @@ from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.data.prompt_file import PromptSource, read_rows
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.environments.calculator import CALL_REWARD, Calculator, evaluated
-from mcore_rl.environments.interface import EnvironmentPrompt, EnvironmentSpec, Response, StepResult
+from mcore_rl.environments.interface import (
+    EnvironmentPrompt,
+    EnvironmentSpec,
+    Response,
+    StepResult,
+    keeps_state,
+)
 from mcore_rl.environments.pool import EnvironmentPool
 from mcore_rl.environments.python_sandbox import PythonSandbox
 from mcore_rl.environments.tools import ToolEnvironment
@@ -89,6 +95,36 @@ def test_answer_that_only_the_calculator_knows_pays_after_it_was_shown():
     assert stepped(calculator, "the 4") == StepResult(reward=0.0, done=True)
 
 
+def test_restored_calculator_continues_where_the_other_was():
+    for turns in ((), ("4",), ("1+1",), ("4", "1+1"), ("M*2",)):
+        first, second = started("4", memory=4), Calculator()
+        for turn in turns:
+            stepped(first, turn)
+        second.restore(EnvironmentPrompt("47 ?", "4", {"memory": 4}, 0), first.state())
+        for turn in ("1/0", "2", "2+2", "4"):
+            assert stepped(second, turn) == stepped(first, turn)
+
+
+def test_restored_sandbox_has_the_tests_of_its_prompt():
+    prompt = EnvironmentPrompt("write f", "assert f(1) == 2", {}, 0)
+    environment = PythonSandbox()
+    environment.restore(prompt, sandbox(prompt.answer).state())
+    right = "```python\ndef f(x): return x + 1\n```"
+    assert tried(environment, right) == StepResult(reward=1.0, done=True)
+
+
+def test_functions_as_tools_are_continued_if_the_class_names_its_state():
+    class Stateless(Shop):
+        def state(self) -> None:
+            return None
+
+    assert keeps_state(Stateless) and not keeps_state(Shop)
+    shop = Stateless()
+    shop.restore(EnvironmentPrompt("how much?", "5", {}, 0), None)
+    result = asyncio.run(shop.step(Response("it is 5", (), 2, "stop")))
+    assert result == StepResult(reward=1.0, done=True)
+
+
 def test_prompts_of_the_task_do_not_reveal_their_answers(tmp_path):
     task = load_script("calculator_task")
     task.write_prompts(tmp_path / "prompts", seed=1)
@@ -158,7 +194,7 @@ def test_sandbox_runs_in_workers_of_environments_and_rewards(tmp_path):
     with EnvironmentPool(EnvironmentSpec("python_sandbox", PATIENT_SECONDS, 2.0)) as pool:
         tickets = [pool.start(row, 0) for _ in range(2)]
         found = events_of(pool, 2)
-        assert found == dict.fromkeys(tickets, Started(None))
+        assert found == dict.fromkeys(tickets, Started(None, "null"))
         for ticket, text in zip(tickets, (right, connects), strict=True):
             pool.step(ticket, Response(text, (), 1, "stop"))
         found = events_of(pool, 2)

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import TextIO, TypedDict
+from typing import Any, TextIO, TypedDict
 
 import numpy as np
 import torch
@@ -153,7 +153,7 @@ def read_teacher_head(
 ) -> torch.Tensor | None:
     """Return `[v/tp, g]`, the rows of a teacher's output layer for the tokens of this TP rank's in
     the actor, whose `state` this is; padding is 0. None on other stages than the last."""
-    model = state.chunks[-1]
+    model: Any = state.chunks[-1]  # with the attributes of Megatron's class
     if not model.post_process:
         return None
     own = model.output_layer.weight

@@ -76,8 +76,12 @@ class ClipCov(Clip):
         most=1,
         advice="choose for example 2e-4",
     )
-    clip_cov_low: float = param(1.0, "smallest covariance of tokens that clip_cov chooses")
-    clip_cov_high: float = param(5.0, "largest covariance of tokens that clip_cov chooses")
+    clip_cov_low: float = param(
+        1.0, "smallest covariance of tokens that clip_cov chooses", least=0, advice="choose 1"
+    )
+    clip_cov_high: float = param(
+        5.0, "largest covariance of tokens that clip_cov chooses", above=0, advice="choose 5"
+    )
 
     def __post_init__(self) -> None:
         super(ClipCov, self).__post_init__()

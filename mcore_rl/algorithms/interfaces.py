@@ -40,12 +40,12 @@ class AdvantageInputs:
     lengths: torch.Tensor  # [b] int64, tokens of each sample of this rank
     baselines: np.ndarray | None = None  # [n] float64, reward of the prompt's greedy response
     values: torch.Tensor | None = None  # [t] float32, critic before the token that j scores
-    # The rewards one by one, without weights and penalties, and their weights.
-    reward_parts: np.ndarray | None = None  # [n, r] float64
-    reward_weights: np.ndarray | None = None  # [r] float64
     # Sums a float64 tensor over the data-parallel ranks. Collective: if an estimator whitens, every
     # rank calls it, even without tokens.
     global_sum: Callable[[torch.Tensor], torch.Tensor] = _sum_of_one_rank
+    # The rewards one by one, without weights and penalties, and their weights.
+    reward_parts: np.ndarray | None = None  # [n, r] float64
+    reward_weights: np.ndarray | None = None  # [r] float64
 
 
 @dataclass(frozen=True, slots=True)

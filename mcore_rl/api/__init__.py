@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         AdvantageInputs,
         AdvantageOutputs,
         PolicyLossInputs,
+        SelectionInputs,
         TokenLosses,
     )
     from mcore_rl.algorithms.policy_losses import Clip, DualClip, bounded_ratio
@@ -72,6 +73,7 @@ __all__ = [
     "Router",
     "ScoredRollout",
     "Segments",
+    "SelectionInputs",
     "StepResult",
     "TensorNames",
     "TokenLosses",
@@ -92,7 +94,8 @@ __all__ = [
 _MODULES = {
     "mcore_rl.algorithms.estimators": ("Discount",),
     "mcore_rl.algorithms.interfaces": (
-        *("AdvantageInputs", "AdvantageOutputs", "PolicyLossInputs", "TokenLosses"),
+        *("AdvantageInputs", "AdvantageOutputs", "PolicyLossInputs", "SelectionInputs"),
+        "TokenLosses",
     ),
     "mcore_rl.algorithms.policy_losses": ("Clip", "DualClip", "bounded_ratio"),
     "mcore_rl.algorithms.recipes": ("Recipe", "recipe"),

@@ -22,7 +22,7 @@ from mcore_rl.job.value_models import ValueOptions, check_positions, tokens_of_d
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_tensors, open_checkpoint
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.roles import TEACHER
-from mcore_rl.model.teacher import TOKEN, TOP_K, TeacherOptions
+from mcore_rl.model.teacher import FULL, TOKEN, TOP_K, TeacherOptions
 from mcore_rl.rewards.functions import NO_REWARD
 from mcore_rl.spec import JobSpec, LaidOut, TeacherSpec, is_swapped
 
@@ -48,6 +48,12 @@ def check_teacher_flags(config: RLConfig) -> None:
             f"has no effect with --rl-teacher-form {options.teacher_form}",
             flag=f"--rl-teacher-top-k {options.teacher_top_k}",
             remedy="set that to topk, or drop this",
+        )
+    if options.teacher_form == FULL and config.trainer.fp32_lm_head:
+        raise UsageError(
+            "cannot be combined with --rl-fp32-lm-head",
+            flag=f"--rl-teacher-form {FULL}",
+            remedy="set it to topk, or drop the other",
         )
     of_server = {
         "--rl-teacher-header-env": options.teacher_header_env,

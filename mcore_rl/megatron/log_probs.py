@@ -108,7 +108,7 @@ class _Head:
     temperature: float
     chunk_tokens: int
     with_entropy: bool
-    in_float32: bool
+    in_float32: bool = False
 
     def rows(self, weight: torch.Tensor) -> torch.Tensor:
         """Return `[num_rows, h]`, the weight's rows in the dtype of the products."""
@@ -268,6 +268,7 @@ def vocab_parallel_top_k(
     tp_group: dist.ProcessGroup | None,
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
+    in_float32: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the k most probable tokens of each distribution and their log-probs, `[t, k]` each.
 
@@ -283,12 +284,13 @@ def vocab_parallel_top_k(
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         with_entropy=False,
+        in_float32=in_float32,
     )
-    here = min(k, head.num_rows)
+    here, rows = min(k, head.num_rows), head.rows(weight)
     logits = hidden.new_full((len(hidden), k), -math.inf, dtype=torch.float32)
     ids = torch.zeros(len(hidden), k, dtype=torch.int64, device=hidden.device)
     for chunk in head.chunks(len(hidden)):
-        z = head.logits(hidden[chunk].to(weight.dtype), weight[: head.num_rows])
+        z = head.logits(hidden[chunk].to(rows.dtype), rows)
         found = z.topk(here, dim=1)
         logits[chunk, :here], ids[chunk, :here] = found.values.float(), found.indices + vocab_start
         del z
@@ -310,6 +312,7 @@ def vocab_parallel_top_k(
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         with_entropy=False,
+        in_float32=in_float32,
     )
     return log_probs, ids
 

@@ -321,7 +321,7 @@ def _merged(module: torch.nn.Module, weights: Mapping[str, Sequence[Adapter]]) -
         place = places.get(tensor.untyped_storage().data_ptr())
         if place is None:
             return tensor
-        return _Again(*place, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _Again(*place, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     try:
         with saved_tensors_hooks(pack, lambda kept: kept() if isinstance(kept, _Again) else kept):

@@ -252,7 +252,12 @@ class PolicyHead:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs and ids of the k most probable tokens, `[s, b, k]` each."""
         found = vocab_parallel_top_k(
-            hidden.flatten(0, 1), weight, k, **self._head_of(weight), temperature=temperature
+            hidden.flatten(0, 1),
+            weight,
+            k,
+            **self._head_of(weight),
+            temperature=temperature,
+            in_float32=self.in_float32,
         )
         return found[0].view(*hidden.shape[:2], k), found[1].view(*hidden.shape[:2], k)
 

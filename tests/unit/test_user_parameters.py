@@ -233,7 +233,7 @@ def test_pages_match_the_declarations():
     assert (ROOT / "docs" / "using" / "flags.md").read_text() == flags_page(), how
     text = (ROOT / "docs" / "using" / "algorithms.md").read_text()
     assert text.partition(BEGIN)[2].partition(END)[0].strip() == parameter_table().strip(), how
-    assert "| `--rl-mismatch-cap` | token_tis, sequence_tis 2 | (0, inf) |" in parameter_table()
+    assert "| `--rl-gae-lambda` | gae 0.95 | [0, 1] |" in parameter_table()
     assert all(f"`{parameter.flag}`" in flags_page() for parameter in flags().values())
     assert len(help_text()) < 40_000
 
@@ -241,20 +241,21 @@ def test_pages_match_the_declarations():
 # mcore_rl.api -------------------------------------------------------------------------------------
 
 SIGNATURES = {
-    "advantage": "(name, parameters, *, needs_critic, needs_greedy_baseline, compares_group)",
+    "advantage": "(name, parameters, *, needs_critic, needs_greedy_baseline, compares_group, "
+    "needs_reward_parts)",
     "bounded_ratio": "(log_ratio)",
     "family": "(table)",
     "masked": "(loss_mask, values)",
     "metric": "(name)",
     "param": "(default, help, *, least, most, above, below, choices, advice)",
-    "policy_loss": "(name, parameters)",
+    "policy_loss": "(name, parameters, *, select)",
     "prompts": "(name)",
     "recipe": "(name, parts)",
     "reward": "(name)",
 }
 FIELDS = {
     "AdvantageInputs": "scores group_ids response_lengths rows token_rewards loss_mask lengths "
-    "baselines values global_sum",
+    "baselines values global_sum reward_parts reward_weights",
     "AdvantageOutputs": "advantages returns",
     "Clip": "clip_eps_lower clip_eps_upper",
     "Discount": "gamma",
@@ -267,11 +268,13 @@ FIELDS = {
     "stacked_experts router names rope_types default_rope_theta vllm_names partial_rotary_factor "
     "rope_of_images has_drafter",
     "Parameters": "",
-    "PolicyLossInputs": "log_probs old_log_probs advantages loss_mask lengths",
+    "PolicyLossInputs": "log_probs old_log_probs advantages loss_mask lengths selected",
     "Prompt": "index text answer token_ids row source max_response_tokens",
     "Recipe": "advantage policy_loss parameters loss_aggregation loss_constant kl_place kl_coef "
-    "kl_estimator entropy_coef value_clip_eps mismatch_correction num_samples_per_prompt "
-    "dynamic_sampling max_refills overlong_buffer_tokens overlong_buffer_share",
+    "kl_estimator entropy_coef entropy_target entropy_step value_clip_eps "
+    "mismatch_correction off_policy_threshold old_log_probs num_samples_per_prompt "
+    "dynamic_sampling max_refills overlong_buffer_tokens overlong_buffer_share "
+    "missing_eos_penalty mask_truncated reward_clip",
     "Response": "text token_ids turn finish_reason",
     "Rollout": "prompt sample_index text response_token_ids rollout_log_probs finish_reason "
     "weight_version routes failure is_generated weight_versions turn_rewards",
@@ -279,6 +282,7 @@ FIELDS = {
     "gated_shared_size shared_size layer_types shared_experts scaling_factor",
     "ScoredRollout": "rollout reward failure parts baseline",
     "Segments": "sample_ids loss_mask counts",
+    "SelectionInputs": "old_log_probs advantages loss_mask random global_sum",
     "StepResult": "observation reward done",
     "TensorNames": "layers embedding final_norm input_norm mlp_norm attention dense block gate up "
     "down shared bias scorer",

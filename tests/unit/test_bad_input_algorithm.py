@@ -93,6 +93,8 @@ form_of_a_server: --rl-teacher http://localhost:9 --rl-teacher-form topk
     --rl-teacher-form topk is for a teacher in a folder ... token
 top_k_of_another_form: --rl-teacher {here}/checkpoint --rl-teacher-top-k 8
     --rl-teacher-top-k 8 has no effect with --rl-teacher-form token ... topk
+full_with_fp32_head: --rl-teacher {here}/checkpoint --rl-teacher-form full --rl-fp32-lm-head
+    --rl-teacher-form full cannot be combined with --rl-fp32-lm-head ... topk
 more_than_the_vocabulary: --rl-teacher {here}/checkpoint --rl-teacher-form topk
   --rl-teacher-top-k 100000
     --rl-teacher-top-k 100000 is more than the vocabulary ... lower it

@@ -1,4 +1,4 @@
-"""Options of prompts."""
+"""Options of prompts and demonstrations."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters, param
+
+ALL, LAST = "all", "last"  # of --rl-sft-loss-on
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +40,34 @@ class DataOptions(Parameters):
             remedy = "give a JSONL or Parquet file of prompts"
             raise UsageError("is missing", flag="--rl-prompts", remedy=remedy)
         return self.prompts
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedOptions(Parameters):
+    """The flags of demonstrations: for --rl-algorithm sft, and beside reinforcement learning."""
+
+    _flag_prefix = "sft_"
+
+    loss_on: str = param(
+        ALL,
+        "turns of the assistant that demonstrations teach: all of them, or the last",
+        choices=(ALL, LAST),
+    )
+    response_column: str = param(
+        "response",
+        "column that holds the response to a prompt (text or one message of the assistant); "
+        "without it, prompts must be conversations with the assistant's turns",
+    )
+    coef: float = param(
+        0.0,
+        "weight of the cross-entropy of --rl-sft-demonstrations in each update, beside the loss of "
+        "the algorithm",
+        least=0,
+        advice="choose for example 0.1, or 0 to leave the term out",
+    )
+    demonstrations: str | None = param(
+        None, "JSONL or Parquet file of demonstrations for --rl-sft-coef"
+    )
+    rows_per_step: int = param(
+        16, "rows of --rl-sft-demonstrations per step, divided among its mini-batches", above=0
+    )

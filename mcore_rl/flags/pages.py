@@ -15,6 +15,7 @@ _TITLES = {
     "trainer": "Model, algorithm and steps",
     "critic": "Critic",
     "data": "Prompts",
+    "supervised": "Demonstrations",
     "rewards": "Rewards",
     "environments": "Environments",
     "rollout": "Rollout",

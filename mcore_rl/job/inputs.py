@@ -18,6 +18,7 @@ from mcore_rl.sandbox import PYTHON_SANDBOX
 from mcore_rl.sandbox.code_rows import check_code_rows
 from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.resume.trainer_state import date_of_checkpoints
+from mcore_rl.trainer.supervised import read_supervised
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,9 @@ def check_data(spec: JobSpec) -> None:
         raise UsageError("is empty", flag="--rl-stop ''", remedy="give the text to stop at")
     load = spec.flags.get("--load")
     day = None if load is None else date_of_checkpoints(Path(load))
+    if not config.has_engines:
+        read_supervised(spec, date=day)
+        return
     train, held_out = load_prompt_files(config.data, folder, trust_remote_code=trusts, date=day)
     check_rewards(spec.rewards)
     check_code_tests(config, spec.rewards, train, held_out)

@@ -24,6 +24,7 @@ from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.kills import note_stage
 from mcore_rl.config import RLConfig
+from mcore_rl.data.demonstrations import Demonstrations
 from mcore_rl.data.prompts import PromptDataset, load_prompt_files
 from mcore_rl.data.tokenizer_process import close_all
 from mcore_rl.hybrid_engine.memory.offload import Offloader, kinds_at_start, offload_kinds
@@ -68,6 +69,7 @@ from mcore_rl.trainer.separate import (
     connect_engines,
     start_engines,
 )
+from mcore_rl.trainer.supervised import DemonstrationStore, SupervisedData, read_supervised
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +157,9 @@ def build(
     models = build_models(job, inputs, model_provider, engines, log=log)
     watchdog = _watchdog(job)
     timers = StageTimers(watchdog)
-    if engines is None:
+    if isinstance(models.sample_store, DemonstrationStore):
+        rollouts: Rollouts = build_supervised(job, inputs, models, timers)
+    elif engines is None:
         rollouts = build_rollouts(job, inputs, models, timers, log=log)
     else:
         rollouts = connect_rollouts(job, inputs, models, timers, engines)
@@ -183,16 +187,22 @@ def build(
 def read_inputs(job: Job) -> Inputs:
     """Read prompts and the checkpoint to resume from. Collective."""
     day = _date(job)
-    prompts, eval_prompts = load_prompt_files(
+    prompts, eval_prompts = _read_prompts(job, day)
+    _require_same_prompts(prompts, job.config)
+    close_all()  # of the tokenizer: prompts are tokenised, and environments start another one
+    point = find_resume_point(job.spec, job.args, prompts, eval_prompts)
+    return Inputs(prompts, eval_prompts, day, point, _began_with(job, point))
+
+
+def _read_prompts(job: Job, day: str) -> tuple[PromptDataset, PromptDataset | None]:
+    if not job.config.has_engines:
+        return read_supervised(job.spec, date=day)
+    return load_prompt_files(
         job.config.data,
         job.spec.checkpoint.folder,
         trust_remote_code=job.spec.trust_remote_code,
         date=day,
     )
-    _require_same_prompts(prompts, job.config)
-    close_all()  # of the tokenizer: prompts are tokenised, and environments start another one
-    point = find_resume_point(job.spec, job.args, prompts, eval_prompts)
-    return Inputs(prompts, eval_prompts, day, point, _began_with(job, point))
 
 
 def build_models(
@@ -208,8 +218,12 @@ def build_models(
     state, shards = build_actor(job, model_provider, log=log)
     # On ranks of its own it is built while the engines start.
     critic = critic_role(job, model_provider, iteration=state.iteration, log=log)
-    store = SampleStore if engines is None else partial(RemoteSampleStore, engines)
-    sample_store = new_sample_store(job, store)
+    sample_store: SampleStore
+    if isinstance(inputs.prompts, Demonstrations):
+        sample_store = DemonstrationStore(job, inputs.prompts)
+    else:
+        store = SampleStore if engines is None else partial(RemoteSampleStore, engines)
+        sample_store = new_sample_store(job, store)
     learner = build_learner(
         job, state, shards, critic, inputs.point, log=log, sample_store=sample_store
     )
@@ -234,6 +248,24 @@ def build_rollouts(
     start = inputs.start(job, models.state.iteration)
     sampling = build_sampling(job, engine, models.sample_store, reward_model, start, timers)
     return LocalRollouts(sampling, manager, models.sample_store, reward_model)
+
+
+def build_supervised(
+    job: Job, inputs: Inputs, models: Models, timers: StageTimers
+) -> SupervisedData:
+    """Build what draws rows of a file in place of engines."""
+    held_out = inputs.eval_prompts
+    assert isinstance(models.sample_store, DemonstrationStore)
+    assert held_out is None or isinstance(held_out, Demonstrations)
+    return SupervisedData(
+        job,
+        models.learner.actor,
+        models.sample_store,
+        held_out,
+        timers,
+        position=inputs.start(job, models.state.iteration).position,
+        weight_version=inputs.weight_version,
+    )
 
 
 def connect_rollouts(

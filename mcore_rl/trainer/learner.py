@@ -25,6 +25,7 @@ from mcore_rl.algorithms.interfaces import AdvantageInputs
 from mcore_rl.algorithms.kl import kl_of_loss_tokens
 from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
 from mcore_rl.algorithms.registry import find_advantage_estimator
+from mcore_rl.algorithms.supervised import Preference, preference_metrics
 from mcore_rl.algorithms.value_loss import explained_variance, value_loss
 from mcore_rl.batching.assignment import division_of, orders_of_epochs
 from mcore_rl.batching.table import SampleTable
@@ -86,7 +87,7 @@ class Learner:
             and self.recipe.kl_place != "reward"
             and not self._critic_warmup_steps
             and not actor.has_dropout
-        )
+        ) or self.recipe.trains_on == "demonstrations"  # whose loss compares no policies
 
     def make_batch(self, step: int, table: SampleTable) -> StepBatch:
         """Return the samples as tensors, divided into mini-batches, ranks and micro-batches."""
@@ -156,7 +157,7 @@ class Learner:
     def with_advantages(self, table: SampleTable, batch: StepBatch) -> StepBatch:
         """Add each token's advantage, the critic's targets, and the mismatch correction."""
         samples, metrics = batch.actor, dict(batch.metrics)
-        if samples.old_log_probs is not None:
+        if samples.old_log_probs is not None and not self.recipe.is_supervised:
             mismatch = mismatch_weights(
                 samples.old_log_probs,
                 samples.rollout_log_probs,
@@ -182,6 +183,8 @@ class Learner:
         )
         self._require_finite_advantages(samples, inputs)
         metrics.update(self._explained_variance(samples))
+        if isinstance(self.recipe.advantage_config, Preference):
+            metrics.update(preference_metrics(inputs.scores, self.recipe.advantage_config))
         return dataclasses.replace(batch, actor=samples, metrics=metrics)
 
     def _require_finite_advantages(self, samples: TrainBatch, inputs: AdvantageInputs) -> None:
@@ -320,6 +323,6 @@ class Learner:
         found = {"learning_rate": self.actor.optimizer.learning_rate}
         if self.critic is not None:
             found.update(self.critic.metrics())
-        if self.recipe.kl_place == "reward":
+        if self.recipe.kl_place == "reward" and not self.recipe.is_supervised:
             found["kl/coef"] = self._kl_coef
         return found

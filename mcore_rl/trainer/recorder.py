@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import ScoredRollout, StepBatch, StepStats
 from mcore_rl.common import objects
 from mcore_rl.common.admitted_torch import VARIABLE as ADMITTED_TORCH
@@ -39,6 +40,7 @@ from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Updates
 from mcore_rl.trainer.step_metrics import measured, rollout_metrics, update_metrics, value_metrics
+from mcore_rl.trainer.supervised import supervised_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -146,19 +148,16 @@ class RunRecorder:
         """Write the step's metrics and samples, and move the progress bar. Collective. Returns
         whether an alarm ends the run."""
         table = collected.table
-        several = len(self._reward_names) > 1
         metrics = {
-            **rollout_metrics(table),
-            **(part_metrics(table, self._reward_names) if several else {}),
+            **self._sample_metrics(table, updates),
             **collected.metrics,
-            **update_metrics(updates.actor),
             **value_metrics(updates.critic),
             **batch.metrics,
             **self._rates(),
-            **measured(collected, self._reshards[TO_ROLLOUT], self._timers, self._device),
+            **measured(collected, self._reshards.get(TO_ROLLOUT), self._timers, self._device),
         }
         if accuracy is not None:
-            metrics["eval/accuracy"] = accuracy
+            metrics[self._eval_metric] = accuracy
         if self._expert_load is not None:
             metrics.update(self._expert_load.metrics())
         for span in collected.engine_spans:
@@ -166,7 +165,8 @@ class RunRecorder:
         self.timeline.write_step(step)
         self._step = step + 1
         stop = self._health.observe(step, metrics)
-        logged = range(min(self._job.config.run.num_logged_rollouts, len(table)))
+        num_logged = self._job.config.run.num_logged_rollouts if self._job.config.has_engines else 0
+        logged = range(min(num_logged, len(table)))
         # A user's metric may read every sample.
         samples = self._sample_store.on_first_rank(
             table, range(len(table)) if has_metrics() else logged
@@ -175,6 +175,20 @@ class RunRecorder:
             draws = table.draws[: len(logged)].tolist()
             self._write(self._directory, step, samples, draws, metrics)
         return stop
+
+    def _sample_metrics(self, table: SampleTable, updates: Updates) -> dict[str, float]:
+        if not self._job.config.has_engines:
+            return supervised_metrics(table, updates.actor)
+        several = len(self._reward_names) > 1
+        return {
+            **rollout_metrics(table),
+            **(part_metrics(table, self._reward_names) if several else {}),
+            **update_metrics(updates.actor),
+        }
+
+    @property
+    def _eval_metric(self) -> str:
+        return "eval/accuracy" if self._job.config.has_engines else "eval/loss"
 
     def _write(
         self,
@@ -185,7 +199,8 @@ class RunRecorder:
         metrics: dict[str, float],
     ) -> None:
         """Write a step. `draws` are those of the samples that are logged, which come first."""
-        directory.write_step(StepStats(step, {**metrics, **user_metrics(samples)}))
+        own = user_metrics(samples) if self._job.config.has_engines else {}
+        directory.write_step(StepStats(step, {**metrics, **own}))
         directory.write_rollouts(step, samples[: len(draws)], draws)
         for report in self._reshards.values():
             share = report.duration_seconds / metrics["time/step_seconds"]
@@ -204,11 +219,13 @@ class RunRecorder:
         num_steps = self._job.config.trainer.num_steps
         self.timeline.write_step(num_steps)
         if accuracy is not None:
-            self._directory.write_step(StepStats(num_steps, {"eval/accuracy": accuracy}))
+            self._directory.write_step(StepStats(num_steps, {self._eval_metric: accuracy}))
         main = self._directory.write_summary(
             {
                 "train_layout": self._job.spec.train_layout.describe(),
-                "rollout_layout": self._job.spec.rollout_layout.describe(),
+                "rollout_layout": self._job.spec.rollout_layout.describe()
+                if self._job.config.has_engines
+                else "no engines",
                 "num_steps": num_steps,
                 "versions": _versions(),
             }

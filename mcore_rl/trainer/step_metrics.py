@@ -107,26 +107,31 @@ def value_metrics(updates: Sequence[ValueUpdateStats]) -> dict[str, float]:
 
 def measured(
     collected: Collected,
-    report: ReshardReport,
+    report: ReshardReport | None,
     timers: StageTimers,
     device: torch.device,
 ) -> dict[str, float]:
     """Return the ranks' maxima of bytes and memory, this rank's times, and tokens per second.
 
-    `report` is the step's hand-over, `device` the groups' communication device. Ends the step of
-    `timers`. Collective over the world.
+    `report` is the step's hand-over, None without engines, `device` the groups' communication
+    device. Ends the step of `timers`. Collective over the world.
     """
     host_peak_bytes, device_peak_bytes = highest_bytes()
     give_back_cached()  # as the next switch does; if the rest grows, it is a leak
     train_seconds, rollout_seconds = timers["train"], timers["rollout"]
     if collected.sampling_seconds is not None:
         rollout_seconds = collected.sampling_seconds
+    of_hand_over = {}
+    if report is not None:
+        of_hand_over = {
+            "reshard/received_bytes_max": report.received_bytes,
+            "reshard/lower_bound_bytes_max": report.lower_bound_bytes,
+            "reshard/peak_extra_bytes_max": report.peak_extra_bytes,
+            "offload/moved_bytes_max": report.offloaded.moved_bytes,
+            "offload/saved_bytes_max": report.offloaded.saved_bytes,
+        }
     mine = {
-        "reshard/received_bytes_max": report.received_bytes,
-        "reshard/lower_bound_bytes_max": report.lower_bound_bytes,
-        "reshard/peak_extra_bytes_max": report.peak_extra_bytes,
-        "offload/moved_bytes_max": report.offloaded.moved_bytes,
-        "offload/saved_bytes_max": report.offloaded.saved_bytes,
+        **of_hand_over,
         "memory/host_peak_bytes": host_peak_bytes,
         "memory/device_peak_bytes": device_peak_bytes,
         "memory/host_bytes": host_bytes("RssAnon"),
@@ -136,12 +141,13 @@ def measured(
     values = torch.tensor(list(mine.values()), dtype=torch.float64, device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     metrics = dict(zip(mine, values.tolist(), strict=True))
-    metrics["reshard/weight_version"] = float(report.weight_version)
-    metrics["reshard/attested"] = float(report.attested)
+    if report is not None:
+        metrics["reshard/weight_version"] = float(report.weight_version)
+        metrics["reshard/attested"] = float(report.attested)
+        metrics["throughput/rollout_tokens_per_second"] = collected.num_generated_tokens / max(
+            rollout_seconds, 1e-9
+        )
     trained = int(collected.table.lengths.sum())
-    metrics["throughput/rollout_tokens_per_second"] = collected.num_generated_tokens / max(
-        rollout_seconds, 1e-9
-    )
     metrics["throughput/train_tokens_per_second"] = trained / max(train_seconds, 1e-9)
     metrics.update(timers.finish_step())
     return metrics

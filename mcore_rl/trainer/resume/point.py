@@ -46,6 +46,9 @@ class ResumePoint:
     state: TrainerState
     rng: RngState | None  # of this rank; None for another layout
     same_prompts: bool = True  # as before the checkpoint
+    # Whether the checkpoint is of another kind of training, such as the supervised one before this:
+    # its policy is then what this run begins with, and its reference.
+    follows_another: bool = False
 
     @property
     def reference(self) -> Path | None:
@@ -93,7 +96,9 @@ def find_resume_point(
         if (warning := misplaced_optimizer(state, args)) and dist.get_rank() == 0:
             logger.warning("[Resume] %s: %s", folder, warning)
         # First, since it is collective: the next checks may fail on some ranks alone.
-        if config.recipe.needs_reference and not (folder / REFERENCE).is_dir():
+        follows_another = prompts.follow(state.prompts)
+        kept = follows_another or (folder / REFERENCE).is_dir()
+        if config.recipe.needs_reference and not kept:
             now = fingerprint(spec.checkpoint)
             if reason := lost_reference(state, now, spec.checkpoint.folder):
                 raise UsageError(
@@ -110,6 +115,7 @@ def find_resume_point(
             _with_known_prompts(state, config, prompts, eval_prompts),
             _of_same_layout(state, rng, spec.train_layout.describe(), args),
             same_prompts=same_prompts,
+            follows_another=follows_another,
         )
 
     store = dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
@@ -264,6 +270,13 @@ def _with_known_prompts(
             "after it do not compare",
             state.step,
         )
+    if prompts.follow(state.prompts):
+        logger.info(
+            "[Resume] the run before step %d was another kind of training: --rl-prompts begin with "
+            "the first",
+            state.step,
+        )
+        return dataclasses.replace(state, sampler_position=0)
     are_same = prompts.are_those_of(state.prompts)
     if are_same is None:
         logger.warning(

@@ -83,6 +83,7 @@ def load_demonstrations(
     responses: Responses | None = None,
     trust_remote_code: bool = False,
     date: str | None = None,
+    write_cache: bool = True,
 ) -> Demonstrations:
     """Return the demonstrations of the file that `flag` names, as `load_prompts`. They may have
     --rl-max-prompt-tokens and `max_response_tokens` together."""
@@ -95,7 +96,12 @@ def load_demonstrations(
         responses=responses or Responses(options.response_column, options.loss_on),
         max_response_tokens=max_response_tokens,
     )
-    return load_rows(source, tokenizer_dir, cache_dir=data.cache_dir, make=Demonstrations)
+    return load_rows(
+        *(source, tokenizer_dir),
+        cache_dir=data.cache_dir,
+        write_cache=write_cache,
+        make=Demonstrations,
+    )
 
 
 def load_supervised_files(
@@ -107,6 +113,7 @@ def load_supervised_files(
     max_response_tokens: int,
     trust_remote_code: bool = False,
     date: str | None = None,
+    write_cache: bool = True,
 ) -> tuple[Demonstrations, Demonstrations | None]:
     """Return the rows of --rl-prompts and --rl-eval-prompts: "demonstrations" or "pairs"."""
     load = load_pairs if trains_on == "pairs" else load_demonstrations
@@ -117,6 +124,7 @@ def load_supervised_files(
             max_response_tokens=max_response_tokens,
             trust_remote_code=trust_remote_code,
             date=date,
+            write_cache=write_cache,
         )
 
     train = read(data.required_prompts(), "--rl-prompts")
@@ -134,6 +142,7 @@ def load_pairs(
     max_response_tokens: int,
     trust_remote_code: bool = False,
     date: str | None = None,
+    write_cache: bool = True,
 ) -> Pairs:
     """Return the pairs of the file that `flag` names, with the columns `chosen` and `rejected`."""
     chosen, rejected = (
@@ -143,6 +152,7 @@ def load_pairs(
             responses=Responses(column, LAST, is_required=True),
             trust_remote_code=trust_remote_code,
             date=date,
+            write_cache=write_cache,
         )
         for column in (CHOSEN, REJECTED)
     )

@@ -67,6 +67,11 @@ SECTIONS = (
         Panel("Held-out accuracy", {"eval/accuracy": "accuracy"}, "Share of held-out prompts with "
             "a reward of at least 1, before the update of the step.", "share", exact=True,
             expected=True),
+        Panel("Loss of demonstrations", {"loss/sft": "training", "eval/loss": "held out"},
+            "Mean cross-entropy of the tokens to learn, in nats."),
+        Panel("Loss of pairs", {"loss/dpo": "loss"}, "DPO's, before the update of the step."),
+        Panel("Margins of pairs", {"dpo/accuracy": "positive"},
+            "Share of pairs whose chosen response gained more than the rejected one.", "share"),
         Panel("KL to the reference", {"kl/ref": "KL"},
             "Mean over tokens; 0 if no KL is computed.", expected=True),
         Panel("Entropy", {"entropy": "entropy"}, "Mean over tokens, in nats.", expected=True),

@@ -17,6 +17,7 @@ from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.sandbox import PYTHON_SANDBOX
 from mcore_rl.sandbox.code_rows import check_code_rows
 from mcore_rl.spec import JobSpec
+from mcore_rl.trainer.mixed import read_mixed
 from mcore_rl.trainer.resume.trainer_state import date_of_checkpoints
 from mcore_rl.trainer.supervised import read_supervised
 
@@ -34,6 +35,7 @@ def check_data(spec: JobSpec) -> None:
         read_supervised(spec, date=day)
         return
     train, held_out = load_prompt_files(config.data, folder, trust_remote_code=trusts, date=day)
+    read_mixed(spec, date=day)
     check_rewards(spec.rewards)
     check_code_tests(config, spec.rewards, train, held_out)
     if spec.environment is not None:

@@ -38,7 +38,7 @@ from mcore_rl.job.layout import (
     own_all_reduce_obstacle,
     title_of_engines,
 )
-from mcore_rl.job.supervised import check_supervised
+from mcore_rl.job.supervised import check_mixed_batches, check_supervised
 from mcore_rl.job.validation import check_megatron_accepts
 from mcore_rl.job.value_models import (
     Folder,
@@ -293,6 +293,7 @@ class _Examiner:
             )
         if source.checks_batches and refusals.knows(BATCH):
             facts.batches_are_right = refusals.passes(check_batches, config, layout, layers, values)
+            refusals.passes(check_mixed_batches, config, layout, layers, values)
         if facts.rollout is not None and self._fits_together:
             facts.is_accepted = self._megatron_accepts(facts.actor)
 

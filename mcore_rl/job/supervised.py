@@ -8,6 +8,7 @@ from typing import Any
 from mcore_rl.common.errors import UsageError, as_flag
 from mcore_rl.common.parameters import parameters_of
 from mcore_rl.config import SECTIONS, RLConfig, run_flags
+from mcore_rl.model.layout import PipelineLayers, TrainLayout
 
 # Sections, and flags of others, that supervised training reads.
 _SECTIONS = ("trainer", "data", "run", "alarms")
@@ -66,10 +67,50 @@ def _check_reinforced(config: RLConfig, given: Mapping[str, Any]) -> None:
             flag=f"--rl-advantage {config.recipe.advantage}",
             remedy=f"give --rl-algorithm {algorithm}, or choose another",
         )
+    options = config.supervised
+    if options.demonstrations is None and options.coef:
+        raise UsageError(
+            "is the weight of demonstrations that are missing",
+            flag=f"--rl-sft-coef {options.coef}",
+            remedy="give their file as --rl-sft-demonstrations, or drop it",
+        )
+    if options.demonstrations is not None:
+        if not options.coef:
+            raise UsageError(
+                "has no effect without a weight",
+                flag=f"--rl-sft-demonstrations {options.demonstrations}",
+                remedy="give for example --rl-sft-coef 0.1, or drop it",
+            )
+        return
     for dest, value in given.items():
         if dest.startswith("rl_sft_") and value != run_flags()[dest.removeprefix("rl_")].default:
             raise UsageError(
                 "has no effect, because nothing is learned from demonstrations",
                 flag=as_flag(dest, value),
-                remedy="give --rl-algorithm sft, or drop it",
+                remedy="give --rl-algorithm sft or --rl-sft-demonstrations, or drop it",
             )
+
+
+def check_mixed_batches(
+    config: RLConfig, layout: TrainLayout, layers: PipelineLayers, values: Mapping[str, Any]
+) -> None:
+    """Check that the rows of --rl-sft-demonstrations divide as the samples do."""
+    options = config.supervised
+    if options.demonstrations is None:
+        return
+    parts = config.trainer.num_mini_batches
+    what = f"--rl-num-mini-batches {parts}"
+    if not config.trainer.max_tokens_per_microbatch:
+        size = values["micro_batch_size"]
+        group = 1
+        if len(layers[0]) > 1:
+            group = values.get("microbatch_group_size_per_vp_stage") or layout.pp_size
+        parts *= layout.dp_size * size * group
+        what += f" x {layout.dp_size} data-parallel ranks x --micro-batch-size {size}"
+        what += f" x {group} micro-batches at a time" if group > 1 else ""
+    if options.rows_per_step % parts:
+        raise UsageError(
+            f"do not divide into {what} = {parts}",
+            flag=f"--rl-sft-rows-per-step {options.rows_per_step}",
+            remedy=f"choose a multiple of {parts}",
+        )

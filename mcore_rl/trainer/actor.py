@@ -24,6 +24,7 @@ from mcore_rl.megatron.runner import ModelRunner
 from mcore_rl.moe.routing import R2
 from mcore_rl.moe.routing_replay import RoutingReplay
 from mcore_rl.trainer.job import Job
+from mcore_rl.trainer.mixed import with_taught
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class UpdateStats:
     result: UpdateResult
     mismatch: MismatchSums | None = None  # if the update itself scored the samples first
     mtp: MTPSums | None = None  # if MTP layers are trained
+    taught: TaughtSums | None = None  # of demonstrations beside the samples
     indexer_loss: float | None = None  # if indexers of sparse attention are trained
     indexer_replaced: float | None = None  # with sparse attention
 
@@ -44,6 +46,14 @@ class MTPSums:
 
     loss: float  # cross-entropies in nats, of all layers
     num_tokens: float  # number of these terms; a token counts once for each layer
+
+
+@dataclass(frozen=True, slots=True)
+class TaughtSums:
+    """The sums of demonstrations over a global mini-batch."""
+
+    loss: float  # cross-entropies in nats
+    num_tokens: float
 
 
 class Actor:
@@ -74,6 +84,7 @@ class Actor:
         )
         self.loss_config = config.recipe.policy_loss_config(config.rollout.max_response_tokens)
         self._mismatch_config = config.recipe.mismatch_config
+        self._taught_coef = config.supervised.coef
 
     @property
     def has_dropout(self) -> bool:
@@ -101,8 +112,9 @@ class Actor:
         if self.replay is not None:
             self.replay.counts = compares
 
-    def update(self, batch: TrainBatch) -> UpdateStats:
-        """Take one optimizer step on one mini-batch; `batch` is this DP rank's part of it.
+    def update(self, batch: TrainBatch, taught: TrainBatch | None = None) -> UpdateStats:
+        """Take one optimizer step on one mini-batch; `batch` is this DP rank's part of it, and
+        `taught` its part of the demonstrations that are learned besides.
 
         `batch` must have `advantages`, and `ref_log_probs` if there is a KL term. Without
         `old_log_probs` this forward pass also scores the policy before the update, which is correct
@@ -112,8 +124,15 @@ class Actor:
         """
         mtp_counts = self._mtp_counts(batch)
         counts = self.runner.global_counts(batch)
+        num_taught = 0.0
+        if taught is not None:
+            num_taught = float(self.runner.global_sum(taught.loss_mask.sum().double()))
+            batch = with_taught(batch, taught)
         loss = functools.partial(
-            self._loss, denominators=counts.denominators, mtp_counts=mtp_counts
+            self._loss,
+            denominators=counts.denominators,
+            mtp_counts=mtp_counts,
+            num_taught=num_taught,
         )
         scores_first = batch.old_log_probs is None
         self._compare_routes(scores_first)
@@ -121,18 +140,24 @@ class Actor:
             len(PolicyLossSums.__slots__),
             scores_first * len(MismatchSums.__slots__),
             bool(mtp_counts),
+            taught is not None,
         )
         total = self.runner.accumulate_gradients(batch, loss, num_sums=sum(sizes))
-        sums, of_mismatch, of_mtp = total.sums.split(sizes)
+        sums, of_mismatch, of_mtp, of_taught = total.sums.split(sizes)
         result = self.optimizer.step(
             num_samples=counts.num_samples, nonfinite_losses=total.nonfinite_ranks
         )
         megatron_adapter.finish_param_sync(self._args, self.state)
         mismatch = MismatchSums.from_stacked(of_mismatch) if scores_first else None
         mtp = MTPSums(float(of_mtp), sum(mtp_counts)) if mtp_counts else None
-        policy = PolicyLossSums.from_stacked(sums)
         return UpdateStats(
-            policy, result, mismatch, mtp, total.indexer_loss, total.indexer_replaced
+            PolicyLossSums.from_stacked(sums),
+            result,
+            mismatch,
+            mtp,
+            TaughtSums(float(of_taught), num_taught) if taught is not None else None,
+            total.indexer_loss,
+            total.indexer_replaced,
         )
 
     def _mtp_counts(self, batch: TrainBatch) -> list[float]:
@@ -153,6 +178,7 @@ class Actor:
         *,
         denominators: Denominators,
         mtp_counts: Sequence[float],
+        num_taught: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert samples.advantages is not None, "a stage before the update left out the advantages"
         log_probs, entropy, *of_mtp = scores.unbind(dim=1)
@@ -182,13 +208,18 @@ class Actor:
         sums = out.sums.stacked().double()
         if mismatch is not None:
             sums = torch.cat([sums, mismatch.sums.stacked()])
-        if not mtp_counts:
-            return out.loss, sums
-        mtp_loss, mtp_sum = mtp_cross_entropy(
-            of_mtp, samples.loss_mask, samples.lengths, mtp_counts
-        )
-        sums = torch.cat([sums, mtp_sum[None]])
-        return out.loss + self._args.mtp_loss_scaling_factor * mtp_loss, sums
+        loss = out.loss
+        if mtp_counts:
+            mtp_loss, mtp_sum = mtp_cross_entropy(
+                of_mtp, samples.loss_mask, samples.lengths, mtp_counts
+            )
+            sums = torch.cat([sums, mtp_sum[None]])
+            loss = loss + self._args.mtp_loss_scaling_factor * mtp_loss
+        if samples.taught_mask is not None:
+            nats = -masked(samples.taught_mask, log_probs).sum()
+            sums = torch.cat([sums, nats.detach().double()[None]])
+            loss = loss + self._taught_coef * nats / max(num_taught, 1.0)
+        return loss, sums
 
 
 def predicted(loss_mask: torch.Tensor, lengths: torch.Tensor, ahead: int) -> torch.Tensor:

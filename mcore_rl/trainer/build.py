@@ -45,9 +45,11 @@ from mcore_rl.planner.savings import memory_lines
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.case import model_of_args
+from mcore_rl.trainer.demonstration_store import DemonstrationStore
 from mcore_rl.trainer.hand_overs import engine_config, hand_over_options, make_canary
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Learner
+from mcore_rl.trainer.mixed import MixedDemonstrations, read_mixed
 from mcore_rl.trainer.models import (
     build_actor,
     build_learner,
@@ -69,7 +71,7 @@ from mcore_rl.trainer.separate import (
     connect_engines,
     start_engines,
 )
-from mcore_rl.trainer.supervised import DemonstrationStore, SupervisedData, read_supervised
+from mcore_rl.trainer.supervised import SupervisedData, read_supervised
 
 logger = logging.getLogger(__name__)
 
@@ -227,6 +229,9 @@ def build_models(
     learner = build_learner(
         job, state, shards, critic, inputs.point, log=log, sample_store=sample_store
     )
+    rows = read_mixed(job.spec, date=inputs.day)
+    if rows is not None:
+        learner.taught = MixedDemonstrations(job, rows)
     if inputs.point is not None:
         learner.kl_controller.load_state_dict(dict(inputs.point.state.kl_controller))
     return Models(state, shards, critic, learner, sample_store)

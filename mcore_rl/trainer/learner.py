@@ -9,6 +9,8 @@ Shape legend: n samples of the step, b samples of this rank, t their tokens.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +37,7 @@ from mcore_rl.rewards.functions import ENVIRONMENT
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.actor import Actor, UpdateStats
 from mcore_rl.trainer.job import Job
+from mcore_rl.trainer.mixed import MixedDemonstrations
 from mcore_rl.trainer.roles.critic import StepCritic, ValueUpdateStats
 from mcore_rl.trainer.roles.reference import ReferencePolicy
 from mcore_rl.trainer.roles.samples import (
@@ -76,6 +79,7 @@ class Learner:
         self.recipe = config.recipe
         self.actor, self.critic = actor, critic
         self.reference, self.sample_store = reference, sample_store
+        self.taught: MixedDemonstrations | None = None  # what updates learn besides
         self.kl_controller = self.recipe.kl_controller()
         self._kl_coef = self.kl_controller.coef  # of this step; the controller has the next step's
         self._rank = dist.get_rank()
@@ -311,12 +315,20 @@ class Learner:
         if not warming_up:
             group = self.actor.runner.groups["dp"]
             parts = mini_batches(batch.actor, self._options.num_epochs, batch.division, group)
-            of_actor = [self.actor.update(part) for part in parts]
+            taught = itertools.repeat(None) if self.taught is None else self._taught_parts(step)
+            of_actor = [
+                self.actor.update(part, more) for part, more in zip(parts, taught, strict=False)
+            ]
         of_critic = [] if end_update is None else end_update()
         interval = self._options.reference_refresh_interval
         if interval and self.reference is not None and (step + 1) % interval == 0:
             self.reference.refresh(step + 1)
         return Updates(of_actor, of_critic)
+
+    def _taught_parts(self, step: int) -> Iterator[TrainBatch]:
+        """Return the demonstrations of each update, the same in every epoch."""
+        assert self.taught is not None
+        return itertools.cycle(self.taught.mini_batches(step))
 
     def rates(self) -> dict[str, float]:
         """Return learning rates after the step, the step's KL coefficient, the critic's metrics."""

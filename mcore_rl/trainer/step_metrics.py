@@ -61,6 +61,7 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         "skipped_updates": float(sum(u.result.skipped for u in updates)),
         **(mismatch_metrics(updates[0].mismatch) if updates[0].mismatch is not None else {}),
         **_mtp_metrics(updates),
+        **_taught_metrics(updates),
         **_indexer_metrics(updates),
     }
 
@@ -70,6 +71,13 @@ def _mtp_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
     if not found:
         return {}
     return {"loss/mtp": sum(m.loss for m in found) / max(sum(m.num_tokens for m in found), 1.0)}
+
+
+def _taught_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
+    found = [update.taught for update in updates if update.taught is not None]
+    if not found:
+        return {}
+    return {"loss/sft": sum(t.loss for t in found) / max(sum(t.num_tokens for t in found), 1.0)}
 
 
 def _indexer_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from mcore_rl.data.demonstrations import Demonstrations, load_demonstrations, lo
 from mcore_rl.data.options import DataOptions, SupervisedOptions
 from mcore_rl.data.prompts import prompt_indices
 from tests.dist.checkpoints import loaded, tensors_of
+from tests.dist.updates import Outcome, assert_alike, learnt
 from tests.e2e.recipe import metrics_of, run_job
 from tests.rank_pool import RankPool
 
@@ -142,7 +143,12 @@ class Learned:
 
 
 def learned_by_transformers(
-    task: Task, loss_of: Callable[[Any, Any], torch.Tensor], count: int, *, evaluates: bool
+    task: Task,
+    loss_of: Callable[[Any, Any], torch.Tensor],
+    count: int,
+    *,
+    evaluates: bool,
+    rows_per_step: int = ROWS_PER_STEP,
 ) -> Learned:
     """What torch's AdamW makes of the same rows, with Megatron's clipping of the gradient."""
     model = loaded(task.checkpoint).train()
@@ -158,7 +164,7 @@ def learned_by_transformers(
     for step in range(NUM_STEPS):
         if step % 2 == 0:
             evaluate()
-        rows = prompt_indices(count, start=step * ROWS_PER_STEP, count=ROWS_PER_STEP, seed=SEED)
+        rows = prompt_indices(count, start=step * rows_per_step, count=rows_per_step, seed=SEED)
         loss = loss_of(model, rows)
         optimizer.zero_grad()
         loss.backward()
@@ -238,3 +244,59 @@ def test_dpo_equals_its_formula(task: Task, ranks: RankPool, split: str) -> None
     found = learned(ranks, task, f"dpo_{split}", world_size, *flags, loss="loss/dpo")
     assert found.losses[0] == pytest.approx(np.log(2), abs=TOLERANCE)
     found.assert_equals(expected)
+
+
+# Demonstrations beside reinforcement learning ----------------------------------------------------
+
+BOTH_JOB = "tests.dist.supervised_jobs:learn_both"
+COEF, MIXED_ROWS = 0.5, 4
+
+
+def both_flags(task: Task, *more: str) -> list[str]:
+    return [
+        *task.flags("both", *more),
+        *("--rl-sft-demonstrations", str(task.train), "--rl-sft-coef", str(COEF)),
+        *("--rl-sft-rows-per-step", str(MIXED_ROWS), "--rl-num-samples-per-prompt", "2"),
+    ]
+
+
+def test_demonstrations_alone_have_their_weight(
+    task: Task, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Samples with equal rewards teach nothing; the rows of a step are those of its number."""
+    outcome = learnt(
+        *(ranks, both_flags(task, *PACKED), 1, tmp_path), job=BOTH_JOB, equal_rewards=True
+    )
+    rows = task.taught(task.train)
+    expected = learned_by_transformers(
+        task,
+        lambda model, at: COEF * cross_entropy(model, rows, at),
+        len(rows),
+        evaluates=False,
+        rows_per_step=MIXED_ROWS,
+    )
+    losses = [COEF * step["loss/sft"] for step in outcome.found["steps"]]
+    assert losses == pytest.approx(expected.losses, abs=TOLERANCE)
+    norms = [step["grad_norm"] for step in outcome.found["steps"]]
+    assert norms == pytest.approx(expected.grad_norms, rel=TOLERANCE)
+    for name, weight in expected.weights.items():
+        difference = (outcome.weights[f"actor/{name}"] - weight).abs().max()
+        assert float(difference) <= TOLERANCE, name
+
+
+@pytest.fixture(scope="module")
+def both(task: Task, ranks: RankPool, tmp_path_factory: Any) -> Outcome:
+    flags = both_flags(task, *SPLITS["padded"][0], "--rl-num-mini-batches", "2")
+    target = tmp_path_factory.mktemp("both")
+    return learnt(ranks, flags, 1, target, job=BOTH_JOB, equal_rewards=False)
+
+
+@pytest.mark.parametrize("split", ["dp2", "tp2", "pp2", "cp2"])
+def test_both_losses_are_the_same_in_every_split(
+    task: Task, both: Outcome, ranks: RankPool, tmp_path: Path, split: str
+) -> None:
+    flags, world_size = SPLITS[split]
+    flags = both_flags(task, *flags, "--rl-num-mini-batches", "2")
+    found = learnt(ranks, flags, world_size, tmp_path, job=BOTH_JOB, equal_rewards=False)
+    assert all(step["loss/sft"] > 0 and step["loss/policy"] != 0 for step in both.found["steps"])
+    assert_alike(found, both)

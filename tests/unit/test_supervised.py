@@ -237,6 +237,9 @@ def test_prompts_follow_demonstrations(folder: Path, tmp_path: Path) -> None:
         ({"advantage": "demonstrations"}, "--rl-advantage demonstrations"),
         ({"advantage": "dpo"}, "--rl-advantage dpo"),
         ({"sft_loss_on": "last"}, "--rl-sft-loss-on last"),
+        ({"sft_coef": 0.1}, "--rl-sft-coef 0.1"),
+        ({"sft_demonstrations": "d.jsonl"}, "--rl-sft-demonstrations d.jsonl"),
+        ({"algorithm": "sft", "sft_coef": 0.1}, "--rl-sft-coef 0.1"),
     ],
 )
 def test_flag_without_effect_is_refused_by_name(given: Mapping[str, Any], flag: str) -> None:
@@ -254,6 +257,7 @@ def test_flag_without_effect_is_refused_by_name(given: Mapping[str, Any], flag: 
         {"algorithm": "sft", "num_mini_batches": 2, "num_epochs": 2, "temperature": 1.0},
         {"algorithm": "dpo", "dpo_beta": 0.5, "max_response_tokens": 9, "on_alarm": "stop"},
         {"algorithm": "grpo", "sft_loss_on": "all"},
+        {"sft_loss_on": "last", "sft_coef": 0.1, "sft_demonstrations": "d.jsonl"},
     ],
 )
 def test_flags_with_effect_are_accepted(given: Mapping[str, Any]) -> None:

@@ -145,7 +145,7 @@ class _Examiner:
         config = facts.config = refusals.value(self._read_config)
         if config is None:
             return
-        refusals.passes(check_supervised, config, given)
+        refusals.passes(check_supervised, config, given, scores_only=self.source.scores_only)
         refusals.passes(check_reward_model_flags, config)
         refusals.passes(preflight.check_environment_flags, config)
         has_cuda = self.source.platform.cuda

@@ -29,9 +29,18 @@ _UNREAD_BY_PAIRS = frozenset(
 _OF_ESTIMATORS = {"demonstrations": "sft", "dpo": "dpo"}
 
 
-def check_supervised(config: RLConfig, given: Mapping[str, Any]) -> None:
-    """Refuse flags without effect, if the algorithm is supervised, and its flags, if not."""
+def check_supervised(
+    config: RLConfig, given: Mapping[str, Any], *, scores_only: bool = False
+) -> None:
+    """Refuse flags without effect, if the algorithm is supervised, and its flags, if not;
+    `scores_only`: in mcore_rl.verify."""
     recipe, name = config.recipe, config.trainer.algorithm
+    if recipe.is_supervised and scores_only:
+        raise UsageError(
+            "starts no engine, so that no hand-over can be verified",
+            flag=f"--rl-algorithm {name}",
+            remedy="drop it, which verifies the hand-over of a run that samples",
+        )
     if not recipe.is_supervised:
         _check_reinforced(config, given)
         return

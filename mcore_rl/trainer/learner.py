@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -315,20 +314,16 @@ class Learner:
         if not warming_up:
             group = self.actor.runner.groups["dp"]
             parts = mini_batches(batch.actor, self._options.num_epochs, batch.division, group)
-            taught = itertools.repeat(None) if self.taught is None else self._taught_parts(step)
-            of_actor = [
-                self.actor.update(part, more) for part, more in zip(parts, taught, strict=False)
-            ]
+            if self.taught is None:
+                of_actor = [self.actor.update(part) for part in parts]
+            else:
+                taught = itertools.cycle(self.taught.mini_batches(step))  # anew in each epoch
+                of_actor = [self.actor.update(part, next(taught)) for part in parts]
         of_critic = [] if end_update is None else end_update()
         interval = self._options.reference_refresh_interval
         if interval and self.reference is not None and (step + 1) % interval == 0:
             self.reference.refresh(step + 1)
         return Updates(of_actor, of_critic)
-
-    def _taught_parts(self, step: int) -> Iterator[TrainBatch]:
-        """Return the demonstrations of each update, the same in every epoch."""
-        assert self.taught is not None
-        return itertools.cycle(self.taught.mini_batches(step))
 
     def rates(self) -> dict[str, float]:
         """Return learning rates after the step, the step's KL coefficient, the critic's metrics."""

@@ -25,12 +25,15 @@ from mcore_rl.planner.phases import BUILD, EXPORT, LOG_PROBS, TRAIN
 from mcore_rl.planner.plan import as_json, plan_case
 from mcore_rl.tools.plan.command_line import read_command_line
 from tests.unit.test_data import write_lines
-from tests.unit.test_published_templates import QWEN3, tokenizer_of
+from tests.unit.test_published_templates import tokenizer_of
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# Turns before the last message lose their reasoning.
+THOUGHT = "('<think></think>' if loop.last and m.role == 'assistant' else '')"
+THINKS_LAST = CHATML.replace("m.content", f"{THOUGHT} + m.content")
 # The start of a turn is not what generation begins with.
 OTHER_START = CHATML.replace("<|im_start|>assistant\n", "<|im_start|>assistant: ")
 # A sum of the turns comes first.
@@ -77,12 +80,11 @@ def test_turns_of_assistant_end_with_their_last_special_token(
 
 
 def test_template_that_changes_earlier_turns_teaches_the_last_alone() -> None:
-    """Turns before the last question lose their empty reasoning."""
-    found = learned(TURNS, QWEN3, loss_on="last")
-    assert found == ["<think>\n\n</think>\n\n4<|im_end|>"]
+    found = learned(TURNS, THINKS_LAST, loss_on="last")
+    assert found == ["<think></think>4<|im_end|>"]
 
 
-@pytest.mark.parametrize("template", [OTHER_START, COUNTS, QWEN3])
+@pytest.mark.parametrize("template", [OTHER_START, COUNTS, THINKS_LAST])
 def test_template_whose_prefixes_are_none_is_refused(template: str) -> None:
     with pytest.raises(RejectedRow, match="message 3, differently.*--rl-sft-loss-on last"):
         learned(TURNS, template)
@@ -263,6 +265,13 @@ def test_flag_without_effect_is_refused_by_name(given: Mapping[str, Any], flag: 
 def test_flags_with_effect_are_accepted(given: Mapping[str, Any]) -> None:
     by_dest = {f"rl_{name}": value for name, value in given.items()}
     check_supervised(config_from(by_dest), by_dest)
+
+
+def test_verify_refuses_supervised_training() -> None:
+    given = {"rl_algorithm": "sft"}
+    with pytest.raises(UsageError, match="--rl-algorithm sft starts no engine.*drop it"):
+        check_supervised(config_from(given), given, scores_only=True)
+    check_supervised(config_from({}), {}, scores_only=True)
 
 
 def test_only_supervised_training_has_no_engines() -> None:

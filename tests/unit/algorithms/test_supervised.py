@@ -80,8 +80,8 @@ def test_dpo_has_the_gradient_of_its_formula(
     found = gradient_of("dpo", log_probs, ref_log_probs, 4)
     assert torch.allclose(found, expected, atol=1e-7) and found.abs().max() > 1e-3
     metrics = preference_metrics(-ratios.detach().double().numpy(), Preference())
-    assert metrics["loss/dpo"] == pytest.approx(float(loss), rel=1e-6)
-    assert metrics["dpo/margin"] == pytest.approx(float(margins.mean()), rel=1e-5)
+    assert metrics["loss/dpo"] == pytest.approx(float(loss.detach()), rel=1e-6)
+    assert metrics["dpo/margin"] == pytest.approx(float(margins.detach().mean()), rel=1e-5)
     assert metrics["dpo/accuracy"] == float((margins > 0).float().mean())
 
 

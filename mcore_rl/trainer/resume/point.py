@@ -68,9 +68,10 @@ def find_resume_point(
 
     If `--rl-hf-checkpoint` provides the KL's reference, it must be the one that the run began with.
 
-    Sets `args.ckpt_step`, so that Megatron loads the same. A checkpoint written by Megatron itself
-    is left to Megatron. `--finetune`, which counts from 0 again, takes the weights alone. A user's
-    mistake ends every rank with exit code 2.
+    Sets `args.ckpt_step`, so that Megatron loads the same, and `args.no_load_optim` after another
+    kind of training. A checkpoint written by Megatron itself is left to Megatron. `--finetune`,
+    which counts from 0 again, takes the weights alone. A user's mistake ends every rank with exit
+    code 2.
     """
     config = spec.config
     save = folders.checkpoint_folder(args.save, config.run.directory)
@@ -97,6 +98,9 @@ def find_resume_point(
             logger.warning("[Resume] %s: %s", folder, warning)
         # First, since it is collective: the next checks may fail on some ranks alone.
         follows_another = prompts.follow(state.prompts)
+        if follows_another:
+            # Moments of another loss; and Megatron finds none for another learning rate.
+            args.no_load_optim = True
         kept = follows_another or (folder / REFERENCE).is_dir()
         if config.recipe.needs_reference and not kept:
             now = fingerprint(spec.checkpoint)
@@ -273,7 +277,7 @@ def _with_known_prompts(
     if prompts.follow(state.prompts):
         logger.info(
             "[Resume] the run before step %d was another kind of training: --rl-prompts begin with "
-            "the first",
+            "the first, and the optimizer and its schedule are new",
             state.step,
         )
         return dataclasses.replace(state, sampler_position=0)

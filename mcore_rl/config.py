@@ -25,7 +25,7 @@ from mcore_rl.common.parameters import (
     parameters_of,
     with_values,
 )
-from mcore_rl.data.options import DataOptions
+from mcore_rl.data.options import DataOptions, SupervisedOptions
 from mcore_rl.environments.options import EnvironmentOptions
 from mcore_rl.hybrid_engine.options import EngineOptions, WeightSyncOptions
 from mcore_rl.model.config_json import ModelShape
@@ -52,7 +52,8 @@ class TrainerOptions(Parameters):
     algorithm: str = param(
         "grpo",
         "the recipe: ppo, grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, remax, opo, "
-        "dapo, gspo, cispo, gmpo, sapo or one of --rl-import; other flags replace parts of it",
+        "dapo, gspo, cispo, gmpo, sapo, sft, dpo or one of --rl-import; other flags replace parts "
+        "of it",
     )
     import_: tuple[str, ...] = param(
         (),
@@ -159,6 +160,7 @@ class RLConfig:
     critic: CriticOptions = CriticOptions()
     teacher: TeacherOptions = TeacherOptions()
     data: DataOptions = DataOptions()
+    supervised: SupervisedOptions = SupervisedOptions()
     rewards: RewardOptions = RewardOptions()
     environments: EnvironmentOptions = EnvironmentOptions()
     rollout: RolloutOptions = RolloutOptions()
@@ -221,6 +223,11 @@ class RLConfig:
         of_run |= by_flag(self.critic)
         given = {**self.parts, **{k: v for k, v in of_run.items() if v is not None}}
         return _recipe(self.trainer.algorithm, tuple(given.items()))
+
+    @property
+    def has_engines(self) -> bool:
+        """Whether a step samples; supervised training starts no engine."""
+        return not self.recipe.is_supervised
 
     @property
     def samples_per_prompt(self) -> int:

@@ -29,6 +29,8 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameter, Parameters, param, parameters_of, with_values
 
 KLPlace = Literal["none", "loss", "reward"]
+# What a step trains on: samples of engines, or rows of a file.
+TrainsOn = Literal["samples", "demonstrations", "pairs"]
 DEFAULT_KL_REWARD_COEF = 0.01
 
 
@@ -43,7 +45,7 @@ class Recipe(Parameters):
     advantage: str = param(
         "grpo",
         "advantage estimator: gae, grpo, gdpo, dr_grpo, rloo, opo, remax, reinforce_pp, "
-        "reinforce_pp_baseline, or one of --rl-import",
+        "reinforce_pp_baseline, or one of --rl-import; sft and dpo have their own",
     )
     policy_loss: str = param(
         "ppo_clip",
@@ -140,6 +142,7 @@ class Recipe(Parameters):
         above=0,
         advice="choose for example 10",
     )
+    trains_on: TrainsOn = "samples"
 
 
 # KL coefficients are from the papers or, if a paper has none, from its authors' code. Recipes have
@@ -198,6 +201,23 @@ RECIPES: dict[str, Recipe] = {
     "gmpo": Recipe(policy_loss="gmpo", loss_aggregation="seq_mean_token_mean"),
     # arXiv 2511.20347
     "sapo": Recipe(policy_loss="sapo", loss_aggregation="seq_mean_token_mean"),
+    "sft": Recipe(
+        advantage="demonstrations",
+        policy_loss="policy_gradient",
+        num_samples_per_prompt=1,
+        trains_on="demonstrations",
+    ),
+    # arXiv 2305.18290; the KL's coefficient is 1 since the estimator has the paper's beta
+    "dpo": Recipe(
+        advantage="dpo",
+        policy_loss="policy_gradient",
+        loss_aggregation="seq_mean_token_sum",
+        kl_place="reward",
+        kl_coef=1.0,
+        kl_estimator="k1",
+        num_samples_per_prompt=2,
+        trains_on="pairs",
+    ),
 }
 
 
@@ -231,6 +251,11 @@ class Algorithm(Recipe):
     @property
     def needs_reference(self) -> bool:
         return self.kl_place != "none"
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether a step trains on rows of a file, without engines and rewards."""
+        return self.trains_on != "samples"
 
     def aggregation(self, max_response_tokens: int) -> Aggregation:
         constant = self.loss_constant

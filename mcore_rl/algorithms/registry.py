@@ -72,6 +72,7 @@ _BUILT_IN = (
     "mcore_rl.algorithms.estimators",
     "mcore_rl.algorithms.policy_losses",
     "mcore_rl.algorithms.covariance",
+    "mcore_rl.algorithms.supervised",
 )
 _ESTIMATORS: dict[str, RegisteredEstimator] = {}
 _POLICY_LOSSES: dict[str, RegisteredPolicyLoss] = {}

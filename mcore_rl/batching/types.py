@@ -227,6 +227,8 @@ class TrainBatch:
     routes: torch.Tensor | None = None  # [t, m, k]
     routes_known: torch.Tensor | None = None  # [t] bool; if False, the router chooses
     turn_rewards: torch.Tensor | None = None  # [t] float32, rewards of an environment
+    # Tokens of demonstrations that are learned beside the samples; these are not in `loss_mask`.
+    taught_mask: torch.Tensor | None = None  # [t] bool
     later: tuple[TrainBatch, ...] = ()
 
     @property

@@ -114,6 +114,16 @@ class ChatTokenizer:
         `row` has the messages, and may have tools, documents and kwargs. Raises RejectedRow if the
         template refuses it, or omits content that the model needs.
         """
+        return self._accepted(row, is_complete=False)[:2]
+
+    def conversation(self, row: Mapping[str, Any]) -> tuple[str, list[str], list[Message]]:
+        """Return the text of a complete conversation, which nothing continues, the omitted fields
+        as `prompt`, and the messages in the form that the template accepts."""
+        return self._accepted(row, is_complete=True)
+
+    def _accepted(
+        self, row: Mapping[str, Any], *, is_complete: bool
+    ) -> tuple[str, list[str], list[Message]]:
         for message in row["messages"]:
             self._refuse_rendered(message)
         for name in row.get("kwargs") or ():
@@ -125,7 +135,7 @@ class ChatTokenizer:
         refusal: RejectedRow | None = None
         for messages in variants(row["messages"]):
             try:
-                return self._verified(messages, row)
+                return (*self._verified(messages, row, is_complete=is_complete), messages)
             except RejectedRow as error:
                 # Prefer the error that names an omitted field.
                 if refusal is None or _says_loss(error) and not _says_loss(refusal):
@@ -221,14 +231,18 @@ class ChatTokenizer:
 
     # ------------------------------------------------------------- fields that the template omits
 
-    def _verified(self, messages: list[Message], row: Mapping[str, Any]) -> tuple[str, list[str]]:
+    def _verified(
+        self, messages: list[Message], row: Mapping[str, Any], *, is_complete: bool
+    ) -> tuple[str, list[str]]:
         inputs: dict[str, Any] = {name: row.get(name) for name in ("tools", "documents", "kwargs")}
+        continues_turn = not is_complete and continues(messages)
 
         def render(changed: list[Message], **others: Any) -> str:
-            return self.render(changed, continues_turn=continues(messages), **inputs | others)
+            how = {"opens_turn": not is_complete, "continues_turn": continues_turn}
+            return self.render(changed, **how, **inputs | others)
 
         text = render(messages)
-        if continues(messages):
+        if continues_turn:
             _refuse_second_thought(text_of(messages[-1]).strip(), text)
         if not re.search(rf"\b{LINK_FIELDS[0]}\b", self.template or ""):
             check_order_of_results(messages)

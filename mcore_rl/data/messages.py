@@ -48,10 +48,11 @@ class RejectedRow(ValueError):
         self.problem, self.remedy = problem, remedy
 
 
-def checked_messages(value: Sequence[Any]) -> list[Message]:
-    """Return the messages without null fields; raise RejectedRow for invalid ones."""
+def checked_messages(value: Sequence[Any], *, is_complete: bool = False) -> list[Message]:
+    """Return the messages without null fields; raise RejectedRow for invalid ones. If they are a
+    complete conversation, the model does not continue the last one."""
     messages = [_checked_message(message, number) for number, message in enumerate(value, start=1)]
-    if continues(messages):
+    if continues(messages) and not is_complete:
         last = messages[-1]
         if any(last.get(field) for field in CALL_FIELDS) or not text_of(last).strip():
             raise RejectedRow(

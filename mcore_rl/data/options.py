@@ -1,4 +1,4 @@
-"""Options of prompts."""
+"""Options of prompts and demonstrations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from mcore_rl.common.parameters import Parameters, param
 from mcore_rl.data.sources import EVAL_PROMPTS, SourceSpec, parse_sources
 
 NO_CURRICULUM, DROP, DRAW_LESS = "off", "drop", "less"
+
+ALL, LAST = "all", "last"  # of --rl-sft-loss-on
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +66,34 @@ class DataOptions(Parameters):
         """Return the sources of the flags that are given. Raises UsageError."""
         train = () if self.prompts is None else self.train_sources()
         return (*train, *self.eval_sources())
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedOptions(Parameters):
+    """The flags of demonstrations: for --rl-algorithm sft, and beside reinforcement learning."""
+
+    _flag_prefix = "sft_"
+
+    loss_on: str = param(
+        ALL,
+        "turns of the assistant that demonstrations teach: all of them, or the last",
+        choices=(ALL, LAST),
+    )
+    response_column: str = param(
+        "response",
+        "column that holds the response to a prompt (text or one message of the assistant); "
+        "without it, prompts must be conversations with the assistant's turns",
+    )
+    coef: float = param(
+        0.0,
+        "weight of the cross-entropy of --rl-sft-demonstrations in each update, beside the loss of "
+        "the algorithm",
+        least=0,
+        advice="choose for example 0.1, or 0 to leave the term out",
+    )
+    demonstrations: str | None = param(
+        None, "JSONL or Parquet file of demonstrations for --rl-sft-coef"
+    )
+    rows_per_step: int = param(
+        16, "rows of --rl-sft-demonstrations per step, divided among its mini-batches", above=0
+    )

@@ -10,6 +10,7 @@ these give a run's fingerprint: results are compared, not inputs.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -38,7 +39,7 @@ from mcore_rl.data.tokenizer_process import (
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 5
+_FORMAT = 6
 _ROWS_PER_BATCH = 4096
 _CHARACTERS_PER_BATCH = 1 << 20  # a tokenizer takes 200 MB for these
 _DIGEST_BYTES = 16
@@ -53,6 +54,7 @@ SCHEMA = pa.schema(
         # Certainly too long: tokens and text are not stored, and num_tokens is a lower bound.
         "is_cut": pa.bool_(),
         "left_out": pa.list_(pa.string()),  # fields that the model does not get
+        "spans": pa.list_(pa.int32()),  # of demonstrations: see `assistant_turns.Demonstrated`
         "digest": pa.binary(_DIGEST_BYTES),  # of text, answer, row and tokens
     }
 )
@@ -191,17 +193,17 @@ def _batches(rows: Iterable[PromptRow]) -> Iterator[list[PromptRow]]:
 def _tokenised(
     rows: list[PromptRow], process: TokenizerProcess, source: PromptSource
 ) -> pa.RecordBatch:
+    requests = [
+        row.request(use_chat_template=source.use_chat_template, system_prompt=source.system_prompt)
+        for row in rows
+    ]
+    limit = source.max_prompt_tokens
     try:
-        found = process.tokenise(
-            [
-                row.request(
-                    use_chat_template=source.use_chat_template, system_prompt=source.system_prompt
-                )
-                for row in rows
-            ],
-            limit=source.max_prompt_tokens,
-            special=not source.use_chat_template,
-        )
+        if source.responses is not None:
+            found = process.demonstrate(requests, limit=limit, loss_on=source.responses.loss_on)
+        else:
+            plain = process.tokenise(requests, limit=limit, special=not source.use_chat_template)
+            found = [(*made, []) for made in plain]
     except (RowRejected, ProcessEnded) as error:
         if error.row is None and len(rows) > 1 and isinstance(error, ProcessEnded):
             # It failed on the batch as a unit: retry row by row to find the one at fault.
@@ -215,8 +217,10 @@ def _tokenised(
     return pa.record_batch(arrays, schema=SCHEMA)
 
 
-def _columns(row: PromptRow, ids: list[int], least: int, left_out: list[str]) -> Iterator[Any]:
-    """Yield the values of `SCHEMA` for a row; `least`: see `TokenizerProcess.tokenise`."""
+def _columns(
+    row: PromptRow, ids: list[int], least: int, left_out: list[str], spans: list[int]
+) -> Iterator[Any]:
+    """Yield the values of `SCHEMA` for a row; the others: see `TokenizerProcess.demonstrate`."""
     cut = least > 0
     texts = ["", "", ""] if cut else [row.text, json.dumps(row.answer), row.as_json()]
     yield from texts
@@ -225,7 +229,8 @@ def _columns(row: PromptRow, ids: list[int], least: int, left_out: list[str]) ->
     yield max(ids, default=-1)
     yield cut
     yield [*left_out, *row.media]
-    content = json.dumps([*texts, ids]).encode()
+    yield spans
+    content = json.dumps([*texts, ids, *([spans] if spans else ())]).encode()
     yield hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
@@ -267,6 +272,7 @@ def _content_key(source: PromptSource, tokenizer_dir: Path) -> str:
         source.path.suffix,
         source.prompt_column,
         source.answer_column,
+        None if source.responses is None else dataclasses.astuple(source.responses),
         uses,
         *((template.text() or template.chosen, template.kwargs) if uses else ()),
         *(() if source.system_prompt is None else (source.system_prompt,)),

@@ -24,6 +24,7 @@ from mcore_rl.data.messages import (
     checked_kwargs,
     checked_messages,
     checked_tools,
+    continues,
     function_of,
     parse_if_text,
     text_of,
@@ -39,6 +40,20 @@ _TOOLS, _DOCUMENTS, _KWARGS = "tools", "documents", "chat_template_kwargs"  # co
 
 
 @dataclass(frozen=True, slots=True)
+class Responses:
+    """The responses of demonstrations.
+
+    `column` holds a text or one assistant's message in a list, which follows the prompt. Without
+    `is_required`, prompts of a row without it must be messages with assistant's turns. `loss_on` is
+    --rl-sft-loss-on.
+    """
+
+    column: str
+    loss_on: str
+    is_required: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class PromptSource:
     """Prompts file and the settings for reading it.
 
@@ -49,7 +64,8 @@ class PromptSource:
     and `chat_template_kwargs`. Without it, a string goes to the model unchanged. `system_prompt`
     precedes messages that do not begin with a system message. Prompts longer than
     `max_prompt_tokens` are dropped. `trust_remote_code` allows the tokenizer code in the
-    checkpoint's folder to run.
+    checkpoint's folder to run. With `responses` the rows are demonstrations, which need no answer,
+    and `max_prompt_tokens` limits prompt and responses together.
     """
 
     path: Path
@@ -61,11 +77,20 @@ class PromptSource:
     template: ChatTemplate = field(default_factory=ChatTemplate)
     system_prompt: str | None = None
     flag: str = "--rl-prompts"  # that names the file
+    responses: Responses | None = None
 
     @property
     def given(self) -> str:
         """The flag with its value, for messages."""
         return f"{self.flag} {self.path}"
+
+    @property
+    def limit(self) -> str:
+        """The flags of `max_prompt_tokens` with its value, for messages."""
+        if self.responses is None:
+            return f"--rl-max-prompt-tokens {self.max_prompt_tokens}"
+        both = "--rl-max-prompt-tokens plus --rl-max-response-tokens"
+        return f"{both}, {self.max_prompt_tokens},"
 
 
 class PromptRow(NamedTuple):
@@ -79,6 +104,7 @@ class PromptRow(NamedTuple):
     documents: list[dict[str, Any]] | None = None
     kwargs: dict[str, Any] | None = None  # for the chat template, for this row
     media: tuple[str, ...] = ()  # columns with images and the like, which the model does not get
+    response: str | None = None  # of a demonstration without chat template
 
     @property
     def text(self) -> str:
@@ -92,7 +118,7 @@ class PromptRow(NamedTuple):
     ) -> dict[str, Any]:
         """Return the row's request to the tokenizer's process."""
         if not use_chat_template:
-            return {"text": self.prompt}
+            return {"text": self.prompt, "response": self.response}
         messages = self.prompt
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
@@ -143,10 +169,7 @@ def read_rows(source: PromptSource) -> Iterator[PromptRow]:
     place = None
     for place, fields in read(source):
         found = []
-        for column, column_flag in (
-            (source.prompt_column, "--rl-prompt-column"),
-            (source.answer_column, "--rl-answer-column"),
-        ):
+        for column, column_flag in _columns_of(source):
             try:
                 found.append(_value_of(fields, column))
             except KeyError:
@@ -156,10 +179,18 @@ def read_rows(source: PromptSource) -> Iterator[PromptRow]:
                     flag=f"{column_flag} {column!r}",
                     remedy="name one that all rows have",
                 ) from None
-        prompt, answer = found
+        prompt, answer = (*found, "")[:2]  # demonstrations have no answer
         yield _checked_row(prompt, answer, fields, source, place)
     if place is None:
         raise UsageError("holds no rows", flag=source.given, remedy="write one prompt per line")
+
+
+def _columns_of(source: PromptSource) -> list[tuple[str, str]]:
+    """Return the columns that every row needs, with the flags that name them."""
+    prompt = (source.prompt_column, "--rl-prompt-column")
+    if source.responses is not None:
+        return [prompt]
+    return [prompt, (source.answer_column, "--rl-answer-column")]
 
 
 def _value_of(fields: dict[str, Any], column: str) -> Any:
@@ -231,7 +262,7 @@ def _read_parquet(source: PromptSource) -> Iterator[tuple[str, dict[str, Any]]]:
             schema = file.schema_arrow
             wanted = {
                 name if name in schema.names else name.split(".")[0]
-                for name in (source.prompt_column, source.answer_column)
+                for name, _ in _columns_of(source)
             }
             if not wanted.issubset(schema.names):
                 yield "its schema", dict.fromkeys(schema.names)
@@ -285,6 +316,9 @@ def _checked_row(
     is_parquet = source.path.suffix == ".parquet"
     try:
         messages = _checked_prompt(prompt, source, is_parquet=is_parquet)
+        response = None
+        if source.responses is not None:
+            messages, response = _demonstration(messages, fields, source, source.responses)
         for_template = [
             without_nulls(fields.get(name)) if is_parquet else fields.get(name)
             for name in (_TOOLS, _DOCUMENTS, _KWARGS)
@@ -293,7 +327,9 @@ def _checked_row(
         kwargs = checked_kwargs(for_template[2], f"column {_KWARGS!r}")
         if not source.use_chat_template:
             _refuse_without_template(messages, tools, kwargs)
-            return PromptRow(place, messages, checked_answer, columns, media=media)
+            return PromptRow(
+                place, messages, checked_answer, columns, media=media, response=response
+            )
         # A column of this name may be only for the reward.
         documents = for_template[1]
         is_theirs = isinstance(documents, list) and all(isinstance(d, dict) for d in documents)
@@ -321,7 +357,53 @@ def _checked_prompt(value: Any, source: PromptSource, *, is_parquet: bool) -> st
         value = parse_if_text(value, f"column {source.prompt_column!r}, which looks like messages,")
     if not isinstance(value, list) or not value or not isinstance(value[0], dict):
         raise RejectedRow(f"{column} {_kind(value)}", "write a string or a list of messages")
-    return checked_messages(list(map(_without_nulls_inside, value)) if is_parquet else value)
+    return checked_messages(
+        list(map(_without_nulls_inside, value)) if is_parquet else value,
+        is_complete=source.responses is not None,
+    )
+
+
+def _demonstration(
+    prompt: str | list[Message],
+    fields: dict[str, Any],
+    source: PromptSource,
+    responses: Responses,
+) -> tuple[str | list[Message], str | None]:
+    """Return the conversation of a row with its response; without chat template, both by
+    themselves."""
+    column = f"column {responses.column!r}"
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    response = fields.get(responses.column)
+    if response is None:
+        if responses.is_required or not any(each["role"] == "assistant" for each in messages):
+            raise RejectedRow(
+                f"it has no {column}"
+                + ("" if responses.is_required else ", and no message of the assistant"),
+                "write what the assistant is to answer",
+            )
+        return messages, None
+    if continues(messages):
+        raise RejectedRow(
+            f"its prompt ends with the assistant's turn, and {column} has another",
+            "remove one of the two",
+        )
+    answer = _response_message(response, column)
+    if isinstance(prompt, str) and not source.use_chat_template:
+        return prompt, text_of(answer)
+    return [*messages, answer], None
+
+
+def _response_message(response: Any, column: str) -> Message:
+    if isinstance(response, str):
+        response = [{"role": "assistant", "content": response}]
+    is_one = isinstance(response, list) and len(response) == 1 and isinstance(response[0], dict)
+    if not is_one or response[0].get("role") != "assistant":
+        raise RejectedRow(
+            f"{column} is neither a text nor one message of the assistant in a list",
+            "write one of them; conversations of several turns belong into the prompt's column",
+        )
+    (message,) = checked_messages(list(map(_without_nulls_inside, response)), is_complete=True)
+    return message
 
 
 def _without_nulls_inside(message: Any) -> Any:

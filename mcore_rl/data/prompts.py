@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -27,7 +28,7 @@ from mcore_rl.data.apportionment import Apportionment
 from mcore_rl.data.messages import RejectedRow, checked_kwargs
 from mcore_rl.data.options import DataOptions
 from mcore_rl.data.prompt_cache import tokenised_table
-from mcore_rl.data.prompt_file import PromptSource, check_path
+from mcore_rl.data.prompt_file import PromptSource, Responses, check_path
 from mcore_rl.data.sources import EVAL_PROMPTS, PROMPTS, SourceSpec
 from mcore_rl.data.tokenizer import vocabulary_size
 from mcore_rl.data.tokenizer_process import ChatTemplate
@@ -36,7 +37,9 @@ from mcore_rl.data.user_prompts import default_cache_dir, prompts_path
 logger = logging.getLogger(__name__)
 
 _PROMPT_COLUMNS = ("text", "answer", "token_ids", "row")
-_BY_CONTENT = "tokens:"  # prefix of a fingerprint of the tokens
+# Prefixes of a fingerprint of the tokens, by what a run draws.
+_PROMPTS, DEMONSTRATIONS, PAIRS = "tokens:", "demonstrations:", "pairs:"
+_KINDS = (_PROMPTS, DEMONSTRATIONS, PAIRS)
 _OF_SOURCES = "sources:"  # prefix of a fingerprint of several sources
 
 
@@ -48,6 +51,8 @@ class PromptDataset:
     `Prompt.text` is the column's value in the file (messages: their contents, separated by blank
     lines); `Prompt.token_ids` is the model's input, including chat template and special tokens.
     """
+
+    kind = _PROMPTS
 
     def __init__(self, table: pa.Table, max_prompt_tokens: int) -> None:
         """Select prompts from `table` (`prompt_cache.SCHEMA`), with one row per row of the file."""
@@ -63,7 +68,7 @@ class PromptDataset:
         """Omitted fields: name -> number of rows of the file, and the first of them (from 0)."""
         digests = table.column("digest").take(pa.array(self.rows)).to_pylist()
         content = hashlib.sha256(b"".join([self.rows.tobytes(), *digests]))
-        self.fingerprint = _BY_CONTENT + content.hexdigest()
+        self.fingerprint = self.kind + content.hexdigest()
         """Digest of the prompts with their tokens; equal for the same prompts."""
 
     def __len__(self) -> int:
@@ -81,9 +86,15 @@ class PromptDataset:
         """Return whether a checkpoint with `fingerprint` has drawn from these prompts.
 
         None: it is from an earlier version, which recorded files instead of tokens."""
-        if not fingerprint.startswith(_BY_CONTENT):
+        if not fingerprint.startswith((*_KINDS, _OF_SOURCES)):
             return None
         return fingerprint == self.fingerprint
+
+    def follow(self, fingerprint: str) -> bool:
+        """Return whether a checkpoint with `fingerprint` has drawn something else than prompts, or
+        than what these are: the run begins with these after, for example, demonstrations."""
+        is_known = fingerprint.startswith((*_KINDS, _OF_SOURCES))
+        return is_known and not fingerprint.startswith(self.kind)
 
     def __getitem__(self, position: int) -> Prompt:
         row = int(self.rows[position])
@@ -148,9 +159,13 @@ class PromptSources:
     def are_those_of(self, fingerprint: str) -> bool | None:
         """Return whether a checkpoint with `fingerprint` has drawn from these sources, in these
         shares. None: see `PromptDataset.are_those_of`."""
-        if not fingerprint.startswith((_BY_CONTENT, _OF_SOURCES)):
+        if not fingerprint.startswith((*_KINDS, _OF_SOURCES)):
             return None
         return fingerprint == self.fingerprint
+
+    def follow(self, fingerprint: str) -> bool:
+        """Return whether a checkpoint with `fingerprint` has drawn something else than prompts."""
+        return fingerprint.startswith((DEMONSTRATIONS, PAIRS))
 
     def sources_of(self, rows: np.ndarray) -> np.ndarray:
         """Return the numbers of the sources, int64, of prompts with these `Prompt.index`."""
@@ -204,6 +219,9 @@ def changes_between(before: str, now: str) -> str:
     return ", ".join(found)
 
 
+P = TypeVar("P", bound=PromptDataset)
+
+
 def chat_template(options: DataOptions, date: str | None = None) -> ChatTemplate:
     """Return the chat template of the flags; `date` as in `ChatTemplate`. Raises UsageError."""
     flag = f"--rl-chat-template-kwargs {options.chat_template_kwargs}"
@@ -226,9 +244,14 @@ def prompt_source(
     *,
     trust_remote_code: bool = False,
     date: str | None = None,
+    responses: Responses | None = None,
+    max_response_tokens: int = 0,
+    flag: str | None = None,
 ) -> PromptSource:
-    """Return how to read the prompts of a source: a file, or a function of --rl-import."""
-    flag = EVAL_PROMPTS if spec.is_eval else PROMPTS
+    """Return how to read the prompts of a source: a file, or a function of --rl-import; with
+    `responses` of demonstrations, which share both limits. `flag` is what names them, if it is
+    another one than those of prompts."""
+    flag = flag or (EVAL_PROMPTS if spec.is_eval else PROMPTS)
     if spec.system_prompt is not None and options.no_chat_template:
         raise UsageError(
             f"cannot be combined with the system_prompt of source '{spec.name}' in {flag}, which "
@@ -241,11 +264,13 @@ def prompt_source(
         prompt_column=spec.prompt_column or options.prompt_column,
         answer_column=spec.answer_column or options.answer_column,
         use_chat_template=not options.no_chat_template,
-        max_prompt_tokens=spec.max_prompt_tokens or options.max_prompt_tokens,
+        max_prompt_tokens=(spec.max_prompt_tokens or options.max_prompt_tokens)
+        + max_response_tokens,
         trust_remote_code=trust_remote_code,
         template=chat_template(options, date),
         system_prompt=spec.system_prompt,
         flag=flag,
+        responses=responses,
     )
 
 
@@ -294,6 +319,20 @@ def load_prompts(
     memory, a tokenizer without the requested chat template, one whose tokens the model lacks, and a
     limit that no prompt meets.
     """
+    return load_rows(
+        source, tokenizer_dir, cache_dir=cache_dir, write_cache=write_cache, make=PromptDataset
+    )
+
+
+def load_rows(
+    source: PromptSource,
+    tokenizer_dir: Path | str,
+    *,
+    cache_dir: Path | str | None = None,
+    write_cache: bool = True,
+    make: type[P],
+) -> P:
+    """Return the rows of a file as a dataset of class `make`, as `load_prompts`."""
     check_path(source)
     folder = (Path(cache_dir) if cache_dir is not None else default_cache_dir()) / "prompts"
     tokenizer_dir = Path(tokenizer_dir)
@@ -304,13 +343,13 @@ def load_prompts(
             remedy="give the one of the checkpoint",
         )
     table = tokenised_table(source, tokenizer_dir, folder, write_cache=write_cache)
-    prompts = PromptDataset(table, source.max_prompt_tokens)
+    prompts = make(table, source.max_prompt_tokens)
     if len(prompts) == 0:
         raise UsageError(
             f"drops every prompt of {source.given}, the shortest of which has "
             f"{prompts.min_tokens} "
             f"tokens{' or more' if table.column('is_cut').to_numpy().all() else ''}",
-            flag=f"--rl-max-prompt-tokens {source.max_prompt_tokens}",
+            flag=source.limit,
             remedy="raise it to at least that",
         )
     vocabulary = vocabulary_size(tokenizer_dir)

@@ -148,6 +148,13 @@ class TokenizerProcess:
         found = self._ask("tokenise", rows=list(rows), limit=limit, special=special)
         return [(ids, least, names) for ids, least, names in found]
 
+    def demonstrate(
+        self, rows: Sequence[Mapping[str, Any]], *, limit: int, loss_on: str
+    ) -> list[tuple[list[int], int, list[str], list[int]]]:
+        """Return per row of demonstrations what `assistant_turns.Demonstrated` has."""
+        found = self._ask("demonstrate", rows=list(rows), limit=limit, loss_on=loss_on)
+        return [(ids, least, names, spans) for ids, least, names, spans in found]
+
     def render(self, messages: Sequence[Message], **options: Any) -> str:
         """Call `ChatTokenizer.render`."""
         return str(self._ask("render", messages=list(messages), options=options))

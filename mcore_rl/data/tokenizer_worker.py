@@ -111,6 +111,19 @@ class _Worker:
             for cut, missing in zip(least, left_out, strict=True)
         ]
 
+    def demonstrate(self, chat: Any, request: Request) -> list[Any]:
+        """Return the rows of `TokenizerProcess.demonstrate`."""
+        from mcore_rl.data.assistant_turns import demonstrated
+        from mcore_rl.data.tokenizer import TooLong
+
+        too_long, found = TooLong(chat.tokenizer, request["limit"]), []
+        for number, row in enumerate(request["rows"]):
+            self._begin_row(number)
+            json.dumps(row, ensure_ascii=False).encode()  # as in `tokenise`
+            found.append(demonstrated(chat, row, too_long, loss_on=request["loss_on"]))
+        self._end_rows()
+        return found
+
     def render(self, chat: Any, request: Request) -> str:
         """Return the text of a conversation, see `ChatTokenizer.render`."""
         self._begin_row(0)

@@ -17,6 +17,7 @@ _TITLES = {
     "critic": "Critic",
     "teacher": "Teacher",
     "data": "Prompts",
+    "supervised": "Demonstrations",
     "rewards": "Rewards",
     "environments": "Environments",
     "rollout": "Rollout",

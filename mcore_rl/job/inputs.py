@@ -18,7 +18,9 @@ from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.sandbox import PYTHON_SANDBOX
 from mcore_rl.sandbox.code_rows import check_code_rows
 from mcore_rl.spec import JobSpec
+from mcore_rl.trainer.mixed import read_mixed
 from mcore_rl.trainer.resume.trainer_state import date_of_checkpoints
+from mcore_rl.trainer.supervised import read_supervised
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +32,11 @@ def check_data(spec: JobSpec) -> None:
         raise UsageError("is empty", flag="--rl-stop ''", remedy="give the text to stop at")
     load = spec.flags.get("--load")
     day = None if load is None else date_of_checkpoints(Path(load))
+    if not config.has_engines:
+        read_supervised(spec, date=day)
+        return
     train, held_out = load_prompt_files(config.data, folder, trust_remote_code=trusts, date=day)
+    read_mixed(spec, date=day)
     check_rewards(spec.rewards)
     check_code_tests(spec.rewards, spec.environment, train, held_out)
     if spec.environment is not None:

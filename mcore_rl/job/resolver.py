@@ -39,6 +39,7 @@ from mcore_rl.job.layout import (
     title_of_engines,
 )
 from mcore_rl.job.lora import check_lora, check_lora_folders
+from mcore_rl.job.supervised import check_mixed_batches, check_supervised
 from mcore_rl.job.teachers import check_teacher_flags, read_teacher, teacher_spec
 from mcore_rl.job.validation import check_megatron_accepts
 from mcore_rl.job.value_models import (
@@ -151,6 +152,7 @@ class _Examiner:
         config = facts.config = refusals.value(self._read_config)
         if config is None:
             return
+        refusals.passes(check_supervised, config, given, scores_only=self.source.scores_only)
         refusals.passes(check_reward_model_flags, config)
         refusals.passes(check_teacher_flags, config)
         refusals.passes(preflight.check_environment_flags, config)
@@ -203,11 +205,11 @@ class _Examiner:
         if facts.checkpoint is not None:
             refusals.passes(preflight.check_export_dtype, config.trainer, facts.checkpoint)
         refusals.passes(engines.check_speculation, config, shape, facts.checkpoint)
-        has_servers = bool(config.rollout.servers)
-        if self.source.is_here and not has_servers:
+        starts_engines = config.has_engines and not config.rollout.servers
+        if self.source.is_here and starts_engines:
             refusals.passes(engines.check_engine, config, shape, cuda=self.source.platform.cuda)
         only_megatron = self.source.scores_only and config.trainer.verify_megatron_only
-        if self.source.has_engine and not has_servers and not only_megatron:
+        if self.source.has_engine and starts_engines and not only_megatron:
             refusals.passes(engines.check_layers, shape, cuda=self.source.platform.cuda)
         if refusals.knows(LENGTHS):
             self._lengths_are_right = refusals.passes(
@@ -293,13 +295,16 @@ class _Examiner:
         facts.actor = LaidOut(shape, layout, layers, values, self._tokens_of_actor())
         roles, has_cuda = facts.roles, source.platform.cuda
         assert roles is not None, "there is a layout"
-        with refusals.of_role(title_of_engines(roles)):
-            facts.rollout = refusals.value(
-                check_rollout,
-                *(config.engine, shape, layout, layers),
-                roles=roles,
-                has_cuda=has_cuda,
-            )
+        if not config.has_engines:
+            facts.rollout = RolloutLayout.without_engines(layout.world_size)
+        else:
+            with refusals.of_role(title_of_engines(roles)):
+                facts.rollout = refusals.value(
+                    check_rollout,
+                    *(config.engine, shape, layout, layers),
+                    roles=roles,
+                    has_cuda=has_cuda,
+                )
         if facts.rollout is not None:
             refusals.passes(
                 engines.check_rollout_dtype,
@@ -308,6 +313,7 @@ class _Examiner:
             )
         if source.checks_batches and refusals.knows(BATCH):
             facts.batches_are_right = refusals.passes(check_batches, config, layout, layers, values)
+            refusals.passes(check_mixed_batches, config, layout, layers, values)
         if facts.rollout is not None and self._fits_together:
             facts.is_accepted = self._megatron_accepts(facts.actor)
 
@@ -522,12 +528,12 @@ class _Examiner:
             yield f"defaults for RL: {' '.join(derived.defaults)}"
         parser = megatron_adapter.make_parser()  # without a fork's flags
         yield from notes(self.facts.given, parser, unread=derived.unread)
-        if config.rollout.apart is None:
+        if config.rollout.apart is None and config.has_engines:
             placement = Placement(actor.shape, actor.layout, actor.layers, rollout)
             yield from note_on_experts(config.engine, placement)
         yield from engines.notes_on_sampling_ahead(config, rollout)
         obstacle = own_all_reduce_obstacle(config.engine, rollout, os.environ)
-        if self.source.platform.cuda and obstacle is not None:
+        if self.source.platform.cuda and config.has_engines and obstacle is not None:
             yield f"engines reduce by NCCL, without vLLM's own all-reduce: {obstacle.found}"
         if checkpoint.mtp:
             drafts = config.engine.speculate.startswith("mtp")

@@ -282,7 +282,7 @@ def _placement(checked: JobSpec) -> str:
         apart.append(f"{num_servers} servers, called by {len(roles.rollout)} controllers")
     elif roles.is_apart(ROLLOUT):
         apart.append(f"{engines} on {describe_ranks(roles.rollout)}")
-    else:
+    elif checked.config.has_engines:
         here.append(engines)
     for role, name, model in (
         (CRITIC, "critic", checked.critic),

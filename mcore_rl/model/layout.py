@@ -265,6 +265,11 @@ class RolloutLayout:
                 f"the rank map {self.rank_map} is not a permutation of {self.world_size} ranks"
             )
 
+    @classmethod
+    def without_engines(cls, world_size: int) -> RolloutLayout:
+        """Return the layout of a job that starts no engine: every rank stands alone."""
+        return cls(world_size, tp_size=1, expert_parallel=False)
+
     @property
     def num_engines(self) -> int:
         return self.world_size // self.slots_per_engine

@@ -18,6 +18,8 @@ from mcore_rl.common.run_output import patient_stdout
 
 _VALUES = ("first", "last", "best")
 _FIELDS = "reward {reward} · accuracy {accuracy} · {tokens} tok/s · reshard {reshard}"
+_OF_SUPERVISED = "loss {loss} · held-out loss {held_out} · {tokens} tok/s"
+_SUPERVISED_LOSSES = ("loss/sft", "loss/dpo")
 
 
 class RunProgress:
@@ -46,14 +48,10 @@ class RunProgress:
         """Show a finished step's metrics; `step` counts from 0, as in metrics.jsonl."""
         if not self._enabled:
             return
-        if "eval/accuracy" in metrics:
-            self._accuracy = f"{metrics['eval/accuracy']:.3f}"
-        text = _FIELDS.format(
-            reward=f"{metrics['reward/mean']:.3f}",
-            accuracy=self._accuracy,
-            tokens=f"{metrics['throughput/rollout_tokens_per_second']:.0f}",
-            reshard=f"{100 * reshard_share(metrics):.1f}%",
-        )
+        for name in ("eval/accuracy", "eval/loss"):
+            if name in metrics:
+                self._accuracy = f"{metrics[name]:.3f}"
+        text = self._described(metrics)
         if self._bar is not None:
             text = f"step {step} · {text}"
             self._bar.update(self._task, completed=step + 1, description=text)
@@ -63,6 +61,21 @@ class RunProgress:
         # On stdout, like the bar and the table; loggers write to stderr and run.log.
         counts = f"step {step} ({step + 1}/{self._num_steps})"
         self._show_line(f"{counts} · {text} · {left:.0f} s left")
+
+    def _described(self, metrics: Mapping[str, float]) -> str:
+        if "reward/mean" not in metrics:
+            loss = next(metrics[name] for name in _SUPERVISED_LOSSES if name in metrics)
+            return _OF_SUPERVISED.format(
+                loss=f"{loss:.4f}",
+                held_out=self._accuracy,
+                tokens=f"{metrics['throughput/train_tokens_per_second']:.0f}",
+            )
+        return _FIELDS.format(
+            reward=f"{metrics['reward/mean']:.3f}",
+            accuracy=self._accuracy,
+            tokens=f"{metrics['throughput/rollout_tokens_per_second']:.0f}",
+            reshard=f"{100 * reshard_share(metrics):.1f}%",
+        )
 
     def close(self) -> None:
         """End the live bar, if there is one. Idempotent."""

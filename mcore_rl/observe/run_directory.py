@@ -37,7 +37,10 @@ if TYPE_CHECKING:  # it imports torch, which `mcore-rl report` avoids
 logger = logging.getLogger(__name__)
 
 # In the summary.
-MAIN_METRICS = ("reward/mean", "eval/accuracy", "kl/rollout_actor", "entropy", "grad_norm")
+MAIN_METRICS = (
+    *("reward/mean", "eval/accuracy", "kl/rollout_actor", "loss/sft", "loss/dpo", "dpo/accuracy"),
+    *("eval/loss", "entropy", "grad_norm"),
+)
 # Metrics that have a best value; other metrics have none.
 HIGHEST_IS_BEST = (
     "reward/mean",
@@ -46,7 +49,7 @@ HIGHEST_IS_BEST = (
     "throughput/train_tokens_per_second",
     "critic/explained_variance",
 )
-LOWEST_IS_BEST = ("kl/rollout_actor", "time/step_seconds")
+LOWEST_IS_BEST = ("kl/rollout_actor", "loss/sft", "loss/dpo", "eval/loss", "time/step_seconds")
 _MAX_LINE_BYTES = 1 << 20  # of metrics.jsonl and timeline.jsonl
 _MAX_STEP = (1 << 31) - 1
 

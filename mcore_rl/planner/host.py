@@ -93,6 +93,8 @@ def host_phases(case: Case, *, kv_cache_bytes: int, widens: bool) -> tuple[HostP
 
 def received_of(case: Case) -> Bytes:
     """Return `[ranks]`: bytes that a hand-over brings each rank; it reads the rest in place."""
+    if not case.has_engines:
+        return np.zeros(case.train.world_size, dtype=np.int64)
     return placement_of(case).received_bytes(case.rollout.rank_map or range(case.train.world_size))
 
 
@@ -109,11 +111,11 @@ class _Planning:
         self._actor = others[: len(resident)]
         bucket = np.minimum(BUCKETS * case.engine.bucket_bytes, received_of(case))
         self._bucket = {"bucket": self._on(self._actor, bucket)}
-        wide = widened_bytes(case.shape, case.rollout) if widens else 0
+        wide = widened_bytes(case.shape, case.rollout) if widens and case.has_engines else 0
         self._widened = {"widened weights": self._on(self._actor, wide)}
         self._engine = {
             "rollout weights": self._on(self._actor, resident),
-            "KV cache": self._on(self._actor, kv_cache_bytes),
+            "KV cache": self._on(self._actor, kv_cache_bytes if case.has_engines else 0),
         }
         if case.engine.keeps_reference:
             weights = [held["weights"] for held in stage_state(case.actor)]
@@ -130,12 +132,14 @@ class _Planning:
         starting = {part: first[part] for part in first if part not in self._released_at_start}
         held = {**self._engine, **self._widened}
         yield self._phase(RESUME if engine.loads_checkpoint else BUILD, first)
-        yield self._phase(START, starting, self._engine)
-        yield self._first_switch(first)
-        yield self._phase(ROLLOUT, whole, held)
+        if self._case.has_engines:
+            yield self._phase(START, starting, self._engine)
+            yield self._first_switch(first)
+            yield self._phase(ROLLOUT, whole, held)
         for model in self._case.models:
             yield from self._passes(model, {**whole, **held})
-        yield self._phase(HAND_OVER, whole, held, self._bucket)
+        if self._case.has_engines:
+            yield self._phase(HAND_OVER, whole, held, self._bucket)
         copies = max(map(checkpoint_copies_bytes, self._case.models))
         yield self._phase(SAVE, whole, held, self._everywhere("copies", copies))
         if engine.exports:

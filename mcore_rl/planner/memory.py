@@ -49,6 +49,8 @@ def placement_of(case: Case) -> Placement:
 
 def resident_of(case: Case) -> Bytes:
     """Return `[ranks of engines]`: bytes that each rank holds for rollout."""
+    if not case.has_engines:
+        return np.zeros(case.rollout.world_size, dtype=np.int64)
     resident = np.empty(case.rollout.world_size, dtype=np.int64)
     resident[list(case.rollout.rank_map) or slice(None)] = placement_of(case).resident_bytes
     return resident
@@ -177,7 +179,7 @@ def _actors_host_bytes(case: Case, traffic_bytes: int, routed: Mapping[str, int]
         "copies for delta": traffic_bytes if engine.delta else 0,
         "drafter's weights": 0 if is_drafter_trained else case.drafter_bytes,
         "offloaded CUDA graphs": engine.graph_bytes if engine.offloads_graphs else 0,
-        "samples": sampled_bytes(case),
+        "samples": sampled_bytes(case) if case.has_engines else 0,
         **routed,
         "file being exported": exported_file_bytes(case) if engine.exports else 0,
     }

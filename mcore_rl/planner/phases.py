@@ -78,6 +78,7 @@ class Case:
     engine: EngineSettings
     machine: Machine
     critic: TrainedModel | None = None
+    has_engines: bool = True  # False: supervised training; `rollout` has then no meaning
 
     @property
     def is_apart(self) -> bool:
@@ -225,6 +226,9 @@ class _Planning:
 
     def memory(self) -> DeviceMemory:
         case = self._case
+        if not case.has_engines:
+            nothing = KVCache(0, case.kv_bytes_per_token, useful_utilization=0.0)
+            return DeviceMemory(tuple(self._phases_without_engines()), nothing)
         with_engine = [
             self._with_engine(START, self._first, case.engine.away_at_start),
             self._with_engine(ROLLOUT, self._trained, case.engine.offloaded),
@@ -276,6 +280,16 @@ class _Planning:
                 "bucket": self._bucket,
                 **self._graphs(actor),
             }
+            yield self._phase(EXPORT, parts, actor)
+
+    def _phases_without_engines(self) -> Iterator[Phase]:
+        actor, engine = self._case.actor, self._case.engine
+        name = RESUME if engine.loads_checkpoint else BUILD
+        yield self._phase(name, self._staying(self._first, actor), actor)
+        yield self._pass(LOG_PROBS, self._trained, actor, log_prob_activation_bytes(actor))
+        yield self._pass(TRAIN, self._trained, actor, train_activation_bytes(actor))
+        if engine.exports:
+            parts = {**self._staying(self._trained, actor), "bucket": self._bucket}
             yield self._phase(EXPORT, parts, actor)
 
     def _pass(self, name: str, states: States, model: TrainedModel, used: list[int]) -> Phase:
@@ -387,6 +401,8 @@ class _Planning:
     def _nccl_bytes(self, model: TrainedModel | None) -> int:
         """Return the bytes of a rank's communicators; None: of an engine's own rank."""
         counts = dict(self._communicators)
-        if self._case.is_apart:
+        if not self._case.has_engines:
+            counts = {"Megatron": counts["Megatron"]}
+        elif self._case.is_apart:
             del counts["engine" if model is not None else "Megatron"]
         return sum(counts.values()) * self._case.machine.communicator_bytes

@@ -19,8 +19,8 @@ class Outcome:
 
     case: Case
     memory: Memory
-    traffic: Traffic
-    gathered: Bytes  # received by an export that gathers every tensor, for comparison
+    traffic: Traffic | None  # None without engines
+    gathered: Bytes | None  # received by an export that gathers every tensor, for comparison
     problems: tuple[Problem, ...]
 
     @property
@@ -31,19 +31,24 @@ class Outcome:
     @property
     def seconds(self) -> float:
         """The estimated duration of a hand-over."""
-        return self.traffic.seconds(self.case.machine)
+        return 0.0 if self.traffic is None else self.traffic.seconds(self.case.machine)
 
     @property
     def received_over_lower_bound(self) -> float:
         """The ratio of both, over all ranks together."""
+        if self.traffic is None:
+            return 1.0
         bound = self.traffic.lower_bound.sum()
         return float(self.traffic.received.sum() / bound) if bound else 1.0
 
     @property
     def rank_bytes(self) -> dict[str, Bytes]:
         """The bytes of a hand-over by name, each `[ranks]`. Engines on ranks of their own follow
-        the trainers, and trainers neither receive nor hold anything for rollout."""
+        the trainers, and trainers neither receive nor hold anything for rollout. Empty without
+        engines."""
         traffic = self.traffic
+        if traffic is None or self.gathered is None:
+            return {}
         return {
             "received": traffic.received,
             "sent": traffic.sent,
@@ -59,6 +64,10 @@ class Outcome:
 
 def plan_case(case: Case) -> Outcome:
     """Plan the memory and the traffic of a case."""
+    if not case.has_engines:
+        resident = resident_of(case)
+        memory = memory_of(case, resident)
+        return Outcome(case, memory, None, None, tuple(problems_of(case, memory, resident, 0)))
     placement = placement_of(case)
     traffic = traffic_of(placement, case.rollout.rank_map, case.machine, is_apart=case.is_apart)
     copied = int((traffic.received + traffic.sent).max())
@@ -85,16 +94,13 @@ def as_json(outcome: Outcome, notes: Sequence[str] = ()) -> dict[str, Any]:
         "world_size": case.train.world_size + len(case.engine_ranks),
         "model": _model(case.actor),
         "train": _train(case.actor),
-        "rollout": _rollout(case),
+        "rollout": _rollout(case) if case.has_engines else None,
         "fits": outcome.fits,
         **of_critic,
         **of_ranks,
         "received_over_lower_bound": outcome.received_over_lower_bound,
         "hand_over_seconds": outcome.seconds,
-        "communicators_max": int(traffic.num_communicators.max()),
-        "communicators_in_all": traffic.num_communicators_in_all,
-        "communicators_not_megatrons": traffic.num_own_groups,
-        "peers_max": int(traffic.num_peers.max()),
+        **({} if traffic is None else _communicators(traffic)),
         "communicators_counted_as_memory": communicators_of(
             case.train, case.rollout, is_apart=case.is_apart
         ),
@@ -110,6 +116,15 @@ def as_json(outcome: Outcome, notes: Sequence[str] = ()) -> dict[str, Any]:
             **settings,
         },
         "notes": list(notes),
+    }
+
+
+def _communicators(traffic: Traffic) -> dict[str, int]:
+    return {
+        "communicators_max": int(traffic.num_communicators.max()),
+        "communicators_in_all": traffic.num_communicators_in_all,
+        "communicators_not_megatrons": traffic.num_own_groups,
+        "peers_max": int(traffic.num_peers.max()),
     }
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from mcore_rl.model.roles import ACTOR, CRITIC
 from mcore_rl.planner.comparison import Comparison, shown_rate
+from mcore_rl.planner.links import Traffic
 from mcore_rl.planner.models import stage_parameters
 from mcore_rl.planner.phases import BUCKETS, GRAPHS, NCCL, Phase, communicators_of
 from mcore_rl.planner.plan import Outcome
@@ -59,9 +60,10 @@ def print_plan(outcome: Outcome, notes: Sequence[str], console: Console) -> None
     """Print the complete plan of one case."""
     console.print("[bold]PLANNED, NOT RUN[/]")
     _print_layouts(outcome, console)
-    console.print("\n[bold]hand-over[/]")
-    console.print(_traffic_table(outcome, console))
-    _print_traffic_facts(outcome, console)
+    if outcome.traffic is not None:
+        console.print("\n[bold]hand-over[/]")
+        console.print(_traffic_table(outcome, console))
+        _print_traffic_facts(outcome, outcome.traffic, console)
     console.print("\n[bold]memory of the fullest rank, GB[/]")
     console.print(_memory_table(outcome, console))
     _print_memory_facts(outcome, console)
@@ -76,6 +78,9 @@ def _print_layouts(outcome: Outcome, console: Console) -> None:
     console.print(f"train    {case.actor.describe()}")
     if case.critic is not None:
         console.print(f"critic   {case.critic.describe()}")
+    if not case.has_engines:
+        console.print("rollout  none: rows of a file are learned from, without engines")
+        return
     rollout = case.rollout
     dp = f" x DP{rollout.dp_size}" if rollout.dp_size > 1 else ""
     console.print(
@@ -117,8 +122,8 @@ def _traffic_table(outcome: Outcome, console: Console) -> Table:
     return table
 
 
-def _print_traffic_facts(outcome: Outcome, console: Console) -> None:
-    machine, traffic = outcome.case.machine, outcome.traffic
+def _print_traffic_facts(outcome: Outcome, traffic: Traffic, console: Console) -> None:
+    machine = outcome.case.machine
     console.print(
         f"received / lower bound {outcome.received_over_lower_bound:.2f}; {outcome.seconds:.3f} s "
         f"at {machine.own_node_rate / GB:g} GB/s within a node of {machine.ranks_per_node} and "
@@ -152,17 +157,10 @@ def _cells(phase: Phase, parts: Sequence[str], *, absent: str) -> list[str]:
 
 
 def _print_memory_facts(outcome: Outcome, console: Console) -> None:
-    case, kv_cache = outcome.case, outcome.memory.kv_cache
+    case = outcome.case
     machine, engine = case.machine, case.engine
-    samples = kv_cache.tokens / engine.max_model_tokens
-    console.print(
-        f"KV cache {kv_cache.tokens:,} tokens on a rank: {samples:.1f} sequences of "
-        f"{engine.max_model_tokens:,}; the engine's share is {_gb(case.share_bytes)} GB "
-        f"(--rl-rollout-gpu-memory-utilization {engine.gpu_memory_utilization:g})"
-    )
-    if not case.is_apart:
-        _print_offloaded(outcome, console)
-    console.print("mcore_rl.verify runs the phases build, start, first switch, rollout, log-probs")
+    if case.has_engines:
+        _print_engine_facts(outcome, console)
     for model in case.models:
         training = model.training
         console.print(
@@ -188,7 +186,28 @@ def _print_memory_facts(outcome: Outcome, console: Console) -> None:
         "optimizer, rollout weights, hand-over. By formula: activations. Assumed: "
         f"{engine.graph_bytes / GB:g} GB of CUDA graphs."
     )
+    _print_communicators(outcome, console)
+
+
+def _print_engine_facts(outcome: Outcome, console: Console) -> None:
+    case, kv_cache = outcome.case, outcome.memory.kv_cache
+    engine = case.engine
+    samples = kv_cache.tokens / engine.max_model_tokens
+    console.print(
+        f"KV cache {kv_cache.tokens:,} tokens on a rank: {samples:.1f} sequences of "
+        f"{engine.max_model_tokens:,}; the engine's share is {_gb(case.share_bytes)} GB "
+        f"(--rl-rollout-gpu-memory-utilization {engine.gpu_memory_utilization:g})"
+    )
+    if not case.is_apart:
+        _print_offloaded(outcome, console)
+    console.print("mcore_rl.verify runs the phases build, start, first switch, rollout, log-probs")
+
+
+def _print_communicators(outcome: Outcome, console: Console) -> None:
+    case = outcome.case
     counts = communicators_of(case.train, case.rollout, is_apart=case.is_apart)
+    if not case.has_engines:
+        counts = {"Megatron": counts["Megatron"]}
     if case.machine.communicator_bytes and any(counts.values()):
         whose = ", ".join(f"{count} of {name}" for name, count in counts.items() if count)
         most = sum(counts.values())

@@ -30,7 +30,7 @@ from mcore_rl.planner.layouts import (
     train_layouts,
     with_train_layout,
 )
-from mcore_rl.planner.memory import Memory, memory_of, placement_of
+from mcore_rl.planner.memory import Memory, memory_of, placement_of, resident_of
 from mcore_rl.planner.models import TrainedModel
 from mcore_rl.planner.phases import ROLLOUT, Case
 from mcore_rl.planner.settings import Machine
@@ -85,6 +85,8 @@ class Candidate:
 
     @property
     def rollout_name(self) -> str:
+        if not self.case.has_engines:
+            return "none"
         at = self.case.rollout
         ep = f" EP{at.ep_size}" if self.case.shape.experts else ""
         return f"TP{at.tp_size}{ep}"
@@ -107,7 +109,9 @@ def search(case: Case, step: Step, *, top: int) -> Found:
     """
     tried = 0
     found: list[Candidate] = []
-    rollouts = {r: most_resident_bytes(case, r) for r in rollout_layouts(case)}
+    rollouts = {case.rollout: resident_of(case)}
+    if case.has_engines:
+        rollouts = {r: most_resident_bytes(case, r) for r in rollout_layouts(case)}
     for other, stages in _in_train_layouts(case, step.samples // step.mini_batches):
         for rollout, resident in rollouts.items():
             tried += 1
@@ -120,7 +124,9 @@ def search(case: Case, step: Step, *, top: int) -> Found:
             received = _least_received(placed, int(resident[0]))
             found.append(_candidate(placed, memory, stages, received, step))
     found.sort(key=_order)
-    best = sorted(map(_with_rank_map, found[:top]), key=_order)
+    best = found[:top]
+    if case.has_engines:
+        best = sorted(map(_with_rank_map, best), key=_order)
     return Found(tuple(best), tried, len(found))
 
 
@@ -150,6 +156,8 @@ def _least_received(case: Case, resident: int) -> int:
 
     For ranking only: it is exact for nested layouts of equal layers.
     """
+    if not case.has_engines:
+        return 0
     train, rollout = case.train, case.rollout
     per_stage = min(sum(map(len, stage)) for stage in case.layers) / case.shape.num_layers
     wider = max(1.0, train.tp_size / rollout.tp_size)
@@ -198,6 +206,8 @@ def _flags(case: Case, stages: Stages) -> str:
             f" --expert-model-parallel-size {train.ep_size} "
             f"--expert-tensor-parallel-size {train.etp_size}"
         )
+    if not case.has_engines:
+        return flags
     flags += f" --rl-rollout-tp-size {rollout.tp_size}"
     if experts:
         ep = f" --rl-rollout-ep-size {rollout.ep_size}"
@@ -241,6 +251,8 @@ def _communication(model: TrainedModel, machine: Machine, samples: int) -> float
 
 
 def _rollout_seconds(case: Case, memory: Memory, step: Step) -> float:
+    if not case.has_engines:
+        return 0.0
     rollout, engine = case.rollout, case.engine
     share = math.ceil(step.samples / rollout.num_tp_groups)  # of one data-parallel rank
     cached = memory.kv_cache.num_bytes // case.sample_bytes

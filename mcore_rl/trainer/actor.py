@@ -26,6 +26,7 @@ from mcore_rl.megatron.runner import ModelRunner
 from mcore_rl.moe.routing import R2
 from mcore_rl.moe.routing_replay import RoutingReplay
 from mcore_rl.trainer.job import Job
+from mcore_rl.trainer.mixed import with_taught
 from mcore_rl.trainer.roles.teacher import teacher_columns
 
 
@@ -37,6 +38,7 @@ class UpdateStats:
     result: UpdateResult
     mismatch: MismatchSums | None = None  # if the update itself scored the samples first
     mtp: MTPSums | None = None  # if MTP layers are trained
+    taught: TaughtSums | None = None  # of demonstrations beside the samples
     indexer_loss: float | None = None  # if indexers of sparse attention are trained
     indexer_replaced: float | None = None  # with sparse attention
     teacher_kl: float | None = None  # of the loss's term, summed over loss tokens
@@ -48,6 +50,14 @@ class MTPSums:
 
     loss: float  # cross-entropies in nats, of all layers
     num_tokens: float  # number of these terms; a token counts once for each layer
+
+
+@dataclass(frozen=True, slots=True)
+class TaughtSums:
+    """The sums of demonstrations over a global mini-batch."""
+
+    loss: float  # cross-entropies in nats
+    num_tokens: float
 
 
 class Actor:
@@ -82,6 +92,7 @@ class Actor:
         self.loss_config = config.recipe.policy_loss_config(config.rollout.max_response_tokens)
         self._mismatch_config = config.recipe.mismatch_config
         self._old_is_rollout = config.recipe.old_log_probs == "rollout"
+        self._taught_coef = config.supervised.coef
 
     @property
     def has_dropout(self) -> bool:
@@ -117,8 +128,9 @@ class Actor:
         if self.replay is not None:
             self.replay.counts = compares
 
-    def update(self, batch: TrainBatch) -> UpdateStats:
-        """Take one optimizer step on one mini-batch; `batch` is this DP rank's part of it.
+    def update(self, batch: TrainBatch, taught: TrainBatch | None = None) -> UpdateStats:
+        """Take one optimizer step on one mini-batch; `batch` is this DP rank's part of it, and
+        `taught` its part of the demonstrations that are learned besides.
 
         `batch` must have `advantages`, and `ref_log_probs` if there is a KL term. Without
         `old_log_probs` this forward pass also scores the policy before the update, which is correct
@@ -128,8 +140,15 @@ class Actor:
         """
         mtp_counts = self._mtp_counts(batch)
         counts = self.runner.global_counts(batch)
+        num_taught = 0.0
+        if taught is not None:
+            num_taught = float(self.runner.global_sum(taught.loss_mask.sum().double()))
+            batch = with_taught(batch, taught)
         loss = functools.partial(
-            self._loss, denominators=counts.denominators, mtp_counts=mtp_counts
+            self._loss,
+            denominators=counts.denominators,
+            mtp_counts=mtp_counts,
+            num_taught=num_taught,
         )
         scores_first = batch.old_log_probs is None
         self._compare_routes(scores_first)
@@ -138,9 +157,10 @@ class Actor:
             scores_first * len(MismatchSums.__slots__),
             batch.teacher_outputs is not None,
             bool(mtp_counts),
+            taught is not None,
         )
         total = self.runner.accumulate_gradients(batch, loss, num_sums=sum(sizes))
-        sums, of_mismatch, of_teacher, of_mtp = total.sums.split(sizes)
+        sums, of_mismatch, of_teacher, of_mtp, of_taught = total.sums.split(sizes)
         result = self.optimizer.step(
             num_samples=counts.num_samples, nonfinite_losses=total.nonfinite_ranks
         )
@@ -150,7 +170,14 @@ class Actor:
         policy = PolicyLossSums.from_stacked(sums)
         teacher_kl = None if batch.teacher_outputs is None else float(of_teacher)
         return UpdateStats(
-            policy, result, mismatch, mtp, total.indexer_loss, total.indexer_replaced, teacher_kl
+            policy,
+            result,
+            mismatch,
+            mtp,
+            TaughtSums(float(of_taught), num_taught) if taught is not None else None,
+            total.indexer_loss,
+            total.indexer_replaced,
+            teacher_kl,
         )
 
     def weigh_entropy(self, coef: float) -> None:
@@ -182,6 +209,7 @@ class Actor:
         *,
         denominators: Denominators,
         mtp_counts: Sequence[float],
+        num_taught: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert samples.advantages is not None, "a stage before the update left out the advantages"
         log_probs, entropy, *more = scores.unbind(dim=1)
@@ -227,13 +255,17 @@ class Actor:
             )
             loss = loss + self._teacher.teacher_coef * teacher_loss
             sums = torch.cat([sums, kl[None]])
-        if not mtp_counts:
-            return loss, sums
-        mtp_loss, mtp_sum = mtp_cross_entropy(
-            of_mtp, samples.loss_mask, samples.lengths, mtp_counts
-        )
-        sums = torch.cat([sums, mtp_sum[None]])
-        return loss + self._args.mtp_loss_scaling_factor * mtp_loss, sums
+        if mtp_counts:
+            mtp_loss, mtp_sum = mtp_cross_entropy(
+                of_mtp, samples.loss_mask, samples.lengths, mtp_counts
+            )
+            sums = torch.cat([sums, mtp_sum[None]])
+            loss = loss + self._args.mtp_loss_scaling_factor * mtp_loss
+        if samples.taught_mask is not None:
+            nats = -masked(samples.taught_mask, log_probs).sum()
+            sums = torch.cat([sums, nats.detach().double()[None]])
+            loss = loss + self._taught_coef * nats / max(num_taught, 1.0)
+        return loss, sums
 
 
 def predicted(loss_mask: torch.Tensor, lengths: torch.Tensor, ahead: int) -> torch.Tensor:

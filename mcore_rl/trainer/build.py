@@ -24,6 +24,7 @@ from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.kills import note_stage
 from mcore_rl.config import RLConfig
+from mcore_rl.data.demonstrations import Demonstrations, Drawn
 from mcore_rl.data.prompts import PromptSources, load_prompt_files
 from mcore_rl.data.tokenizer_process import close_all
 from mcore_rl.hybrid_engine.memory.offload import Offloader, kinds_at_start, offload_kinds
@@ -44,9 +45,11 @@ from mcore_rl.planner.savings import memory_lines
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.case import model_of_args
+from mcore_rl.trainer.demonstration_store import DemonstrationStore
 from mcore_rl.trainer.hand_overs import engine_config, hand_over_options, make_canary
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Learner
+from mcore_rl.trainer.mixed import MixedDemonstrations, read_mixed
 from mcore_rl.trainer.models import (
     build_actor,
     build_learner,
@@ -69,6 +72,7 @@ from mcore_rl.trainer.separate import (
     connect_engines,
     start_engines,
 )
+from mcore_rl.trainer.supervised import SupervisedData, read_supervised
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +81,8 @@ logger = logging.getLogger(__name__)
 class Inputs:
     """What a run reads before its models are built."""
 
-    prompts: PromptSources
-    eval_prompts: PromptSources | None
+    prompts: Drawn
+    eval_prompts: Drawn | None
     day: str  # for chat templates
     point: ResumePoint | None  # None: nothing is resumed
     began_with: str  # see `TrainerState`
@@ -88,15 +92,21 @@ class Inputs:
         """The number of hand-overs before."""
         return 0 if self.point is None else self.point.state.weight_version
 
+    def position(self, job: Job, num_steps: int) -> int:
+        """Return how many prompts or rows were drawn in the `num_steps` steps before."""
+        if self.point is not None:
+            return self.point.state.sampler_position
+        return num_steps * job.config.trainer.num_prompts_per_step
+
     def start(self, job: Job, num_steps: int = 0) -> Start:
         """Return what sampling begins with after `num_steps` steps."""
-        point = self.point
-        position = num_steps * job.config.trainer.num_prompts_per_step
-        folder = None
+        point, position, folder = self.point, self.position(job, num_steps), None
         if point is not None:
-            position = point.state.sampler_position
             folder = point.folder / resume_point.ROLLOUT if point.same_prompts else None
-        return Start(self.prompts, self.eval_prompts, self.day, position, folder)
+        prompts, held_out = self.prompts, self.eval_prompts
+        assert isinstance(prompts, PromptSources), "only prompts are sampled"
+        assert held_out is None or isinstance(held_out, PromptSources)
+        return Start(prompts, held_out, self.day, position, folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +167,9 @@ def build(
     models = build_models(job, inputs, model_provider, engines, log=log)
     watchdog = _watchdog(job)
     timers = StageTimers(watchdog)
-    if engines is None:
+    if isinstance(models.sample_store, DemonstrationStore):
+        rollouts: Rollouts = build_supervised(job, inputs, models, timers)
+    elif engines is None:
         rollouts = build_rollouts(job, inputs, models, timers, log=log)
     else:
         rollouts = connect_rollouts(job, inputs, models, timers, engines)
@@ -185,16 +197,22 @@ def build(
 def read_inputs(job: Job) -> Inputs:
     """Read prompts and the checkpoint to resume from. Collective."""
     day = _date(job)
-    prompts, eval_prompts = load_prompt_files(
+    prompts, eval_prompts = _read_prompts(job, day)
+    _require_same_prompts(prompts, job.config)
+    close_all()  # of the tokenizer: prompts are tokenised, and environments start another one
+    point = find_resume_point(job.spec, job.args, prompts, eval_prompts)
+    return Inputs(prompts, eval_prompts, day, point, _began_with(job, point))
+
+
+def _read_prompts(job: Job, day: str) -> tuple[Drawn, Drawn | None]:
+    if not job.config.has_engines:
+        return read_supervised(job.spec, date=day)
+    return load_prompt_files(
         job.config.data,
         job.spec.checkpoint.folder,
         trust_remote_code=job.spec.trust_remote_code,
         date=day,
     )
-    _require_same_prompts(prompts, job.config)
-    close_all()  # of the tokenizer: prompts are tokenised, and environments start another one
-    point = find_resume_point(job.spec, job.args, prompts, eval_prompts)
-    return Inputs(prompts, eval_prompts, day, point, _began_with(job, point))
 
 
 def build_models(
@@ -211,8 +229,12 @@ def build_models(
     # On ranks of their own they are built while the engines start.
     critic = critic_role(job, model_provider, iteration=state.iteration, log=log)
     teacher = teacher_role(job, log=log)
-    store = SampleStore if engines is None else partial(RemoteSampleStore, engines)
-    sample_store = new_sample_store(job, store)
+    sample_store: SampleStore
+    if isinstance(inputs.prompts, Demonstrations):
+        sample_store = DemonstrationStore(job, inputs.prompts)
+    else:
+        store = SampleStore if engines is None else partial(RemoteSampleStore, engines)
+        sample_store = new_sample_store(job, store)
     learner = build_learner(
         job,
         state,
@@ -223,6 +245,9 @@ def build_models(
         log=log,
         sample_store=sample_store,
     )
+    rows = read_mixed(job.spec, date=inputs.day)
+    if rows is not None:
+        learner.taught = MixedDemonstrations(job, rows)
     if inputs.point is not None:
         learner.kl_controller.load_state_dict(dict(inputs.point.state.kl_controller))
         learner.entropy_controller.load_state_dict(inputs.point.state.entropy_controller)
@@ -234,7 +259,8 @@ def build_rollouts(
 ) -> Rollouts:
     """Start the engines, which sleep from here on, and build what samples with them. Collective."""
     offloader = build_offloader(job, models.state, models.critic)
-    canary = build_canary(job, models.state, inputs.prompts)
+    start = inputs.start(job, models.state.iteration)
+    canary = build_canary(job, models.state, start.prompts)
     logger.info("the model is built; vLLM is imported and its engines are started")
     note_stage("starting the engines")
     with offloader.all_offloaded():
@@ -242,9 +268,26 @@ def build_rollouts(
         manager = build_manager(job, models.shards, engine, canary=canary, offloader=offloader)
     manager.weight_version = inputs.weight_version
     reward_model = reward_role(job, log=log)
-    start = inputs.start(job, models.state.iteration)
     sampling = build_sampling(job, engine, models.sample_store, reward_model, start, timers)
     return LocalRollouts(sampling, manager, models.sample_store, reward_model)
+
+
+def build_supervised(
+    job: Job, inputs: Inputs, models: Models, timers: StageTimers
+) -> SupervisedData:
+    """Build what draws rows of a file in place of engines."""
+    held_out = inputs.eval_prompts
+    assert isinstance(models.sample_store, DemonstrationStore)
+    assert held_out is None or isinstance(held_out, Demonstrations)
+    return SupervisedData(
+        job,
+        models.learner.actor,
+        models.sample_store,
+        held_out,
+        timers,
+        position=inputs.position(job, models.state.iteration),
+        weight_version=inputs.weight_version,
+    )
 
 
 def connect_rollouts(
@@ -261,7 +304,7 @@ def connect_rollouts(
 
         rollouts = connect_servers(job, engines, models.shards, models.sample_store, start, timers)
     else:
-        canary = build_canary(job, models.state, inputs.prompts)
+        canary = build_canary(job, models.state, start.prompts)
         rollouts = connect_engines(
             job, engines, models.shards, models.sample_store, canary, start, timers
         )
@@ -278,7 +321,7 @@ def _date(job: Job) -> str:
     return found
 
 
-def _require_same_prompts(prompts: PromptSources, config: RLConfig) -> None:
+def _require_same_prompts(prompts: Drawn, config: RLConfig) -> None:
     """Raise UsageError on all ranks if machines have made different prompts. Collective."""
     fingerprints = set(objects.all_gather(prompts.fingerprint))
 
@@ -316,7 +359,7 @@ def _monitors(
     job: Job,
     models: Models,
     rollouts: Rollouts,
-    prompts: PromptSources,
+    prompts: Drawn,
     timers: StageTimers,
     watchdog: StageWatchdog,
 ) -> Monitors:

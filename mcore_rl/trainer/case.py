@@ -74,6 +74,7 @@ def case_of(
             config, values, shape, rollout, has_cuda=has_cuda, batched_tokens=batched_tokens
         ),
         machine=machine,
+        has_engines=config.has_engines,
     )
 
 
@@ -251,8 +252,9 @@ def _engine_settings(
     samples = math.ceil(config.trainer.num_prompts_per_step / rollout.num_tp_groups)
     speculation = parse_speculation(config.engine.speculate)
     drafts = speculation is not None and speculation.has_drafter
-    is_apart = config.rollout.rollout_ranks is not None
-    has_graphs = has_cuda and not config.engine.rollout_enforce_eager
+    # Engines on ranks of their own leave the devices of training alone.
+    stays = config.rollout.rollout_ranks is not None or not config.has_engines
+    has_graphs = has_cuda and config.has_engines and not config.engine.rollout_enforce_eager
     return EngineSettings(
         gpu_memory_utilization=config.engine.rollout_gpu_memory_utilization,
         max_num_seqs=config.engine.rollout_max_num_seqs,
@@ -262,11 +264,10 @@ def _engine_settings(
         bucket_bytes=config.weight_sync.reshard_bucket_mb * MIB,
         delta=config.weight_sync.reshard_delta,
         may_spread_experts=not config.engine.rollout_no_expert_parallel,
-        # Engines on ranks of their own leave the devices of training alone.
         offloaded=frozenset()
-        if is_apart
+        if stays
         else offload_kinds(config.weight_sync.offload, values, has_cuda=has_cuda),
-        away_at_start=frozenset() if is_apart else kinds_at_start(values),
+        away_at_start=frozenset() if stays else kinds_at_start(values),
         keeps_gradients=config.weight_sync.offload_keep_gradients,
         keeps_reference=config.recipe.needs_reference and not config.lora.rank,
         saves_checkpoints=True,  # the last step's, by default

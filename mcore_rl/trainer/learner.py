@@ -9,6 +9,7 @@ Shape legend: n samples of the step, b samples of this rank, t their tokens.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from mcore_rl.algorithms.interfaces import AdvantageInputs, SelectionInputs
 from mcore_rl.algorithms.kl import kl_of_loss_tokens
 from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
 from mcore_rl.algorithms.registry import find_advantage_estimator, find_policy_loss
+from mcore_rl.algorithms.supervised import Preference, preference_metrics
 from mcore_rl.algorithms.value_loss import explained_variance, value_loss
 from mcore_rl.batching.assignment import division_of, orders_of_epochs
 from mcore_rl.batching.table import SampleTable
@@ -36,6 +38,7 @@ from mcore_rl.rewards.functions import ENVIRONMENT
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.actor import Actor, UpdateStats
 from mcore_rl.trainer.job import Job
+from mcore_rl.trainer.mixed import MixedDemonstrations
 from mcore_rl.trainer.roles.critic import StepCritic, ValueUpdateStats
 from mcore_rl.trainer.roles.reference import ReferencePolicy
 from mcore_rl.trainer.roles.samples import (
@@ -80,6 +83,7 @@ class Learner:
         self.actor, self.critic = actor, critic
         self.reference, self.sample_store = reference, sample_store
         self.teachers, self._teacher_coef = teachers, config.teacher.teacher_coef
+        self.taught: MixedDemonstrations | None = None  # what updates learn besides
         self.kl_controller = self.recipe.kl_controller()
         self.entropy_controller = self.recipe.entropy_controller()
         self._entropy_coef = self.entropy_controller.weight  # of this step
@@ -91,14 +95,18 @@ class Learner:
         # tokens before it. If old log-probs are the engine's, the first update only measures the
         # mismatch.
         self._old_is_rollout = self.recipe.old_log_probs == "rollout"
-        self.scores_in_update = self._old_is_rollout or (
-            self._options.num_mini_batches * self._options.num_epochs == 1
-            and self.recipe.kl_place != "reward"
-            and teachers is None
-            and not self._critic_warmup_steps
-            and not actor.has_dropout
-            and find_policy_loss(self.recipe.policy_loss).select is None
-        )
+        self.scores_in_update = (
+            self._old_is_rollout
+            or (
+                self._options.num_mini_batches * self._options.num_epochs == 1
+                and self.recipe.kl_place != "reward"
+                and teachers is None
+                and not self._critic_warmup_steps
+                and not actor.has_dropout
+                and find_policy_loss(self.recipe.policy_loss).select is None
+            )
+            or self.recipe.trains_on == "demonstrations"
+        )  # whose loss compares no policies
 
     def make_batch(self, step: int, table: SampleTable) -> StepBatch:
         """Return the samples as tensors, divided into mini-batches, ranks and micro-batches."""
@@ -206,7 +214,7 @@ class Learner:
     def with_advantages(self, table: SampleTable, batch: StepBatch) -> StepBatch:
         """Add each token's advantage, the critic's targets, and the mismatch correction."""
         samples, metrics = batch.actor, dict(batch.metrics)
-        if samples.old_log_probs is not None:
+        if samples.old_log_probs is not None and not self.recipe.is_supervised:
             mismatch = mismatch_weights(
                 samples.old_log_probs,
                 samples.rollout_log_probs,
@@ -236,6 +244,8 @@ class Learner:
         self._require_finite_advantages(samples, inputs)
         samples = dataclasses.replace(samples, selected=self._selected(table, samples))
         metrics.update(self._explained_variance(samples))
+        if isinstance(self.recipe.advantage_config, Preference):
+            metrics.update(preference_metrics(inputs.scores, self.recipe.advantage_config))
         return dataclasses.replace(batch, actor=samples, metrics=metrics)
 
     def _with_penalties(self, samples: TrainBatch) -> tuple[TrainBatch, TeacherSums]:
@@ -411,7 +421,12 @@ class Learner:
             if is_adapted:
                 self._entropy_coef = self.entropy_controller.weight
                 self.actor.weigh_entropy(self._entropy_coef)
-            of_actor = [self.actor.update(part) for part in self._with_old_log_probs(parts)]
+            parts = self._with_old_log_probs(parts)
+            if self.taught is None:
+                of_actor = [self.actor.update(part) for part in parts]
+            else:
+                taught = itertools.cycle(self.taught.mini_batches(step))  # anew in each epoch
+                of_actor = [self.actor.update(part, next(taught)) for part in parts]
             if is_adapted:
                 self.entropy_controller.update(mean_entropy(of_actor))
         of_critic = [] if end_update is None else end_update()
@@ -434,7 +449,7 @@ class Learner:
         found = {"learning_rate": self.actor.optimizer.learning_rate}
         if self.critic is not None:
             found.update(self.critic.metrics())
-        if self.recipe.kl_place == "reward":
+        if self.recipe.kl_place == "reward" and not self.recipe.is_supervised:
             found["kl/coef"] = self._kl_coef
         if self.recipe.entropy_target is not None:
             found["entropy_coef"] = self._entropy_coef

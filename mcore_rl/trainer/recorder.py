@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import ScoredRollout, StepBatch, StepStats
 from mcore_rl.common import objects
 from mcore_rl.common.admitted_torch import VARIABLE as ADMITTED_TORCH
@@ -24,6 +25,7 @@ from mcore_rl.common.megatron_version import PACKAGE as MEGATRON
 from mcore_rl.common.megatron_version import check_megatron, commit_of
 from mcore_rl.common.version import VERSION
 from mcore_rl.config import RLConfig
+from mcore_rl.data.demonstrations import Drawn
 from mcore_rl.data.prompts import PromptSources
 from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, OffloadLog, ReshardReport, log_reshard
 from mcore_rl.model.roles import ROLLOUT
@@ -48,6 +50,7 @@ from mcore_rl.trainer.step_metrics import (
     update_metrics,
     value_metrics,
 )
+from mcore_rl.trainer.supervised import supervised_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +108,7 @@ class RunRecorder:
         rates: Callable[[], dict[str, float]],
         expert_load: ExpertLoad | None,
         sample_store: SampleStore,
-        prompts: PromptSources,
+        prompts: Drawn,
     ) -> None:
         """`rates` returns the schedules' values, `device` is the groups' communication device,
         `sample_store` has the step's samples, `prompts` are those of training."""
@@ -163,14 +166,12 @@ class RunRecorder:
         Collective. Returns whether an alarm ends the run."""
         table = collected.table
         metrics = {
-            **rollout_metrics(table),
-            **source_metrics(table, self._prompts, self._rewards),
+            **self._sample_metrics(table, updates),
             **collected.metrics,
-            **update_metrics(updates.actor),
             **value_metrics(updates.critic),
             **batch.metrics,
             **self._rates(),
-            **measured(collected, self._reshards[TO_ROLLOUT], self._timers, self._device),
+            **measured(collected, self._reshards.get(TO_ROLLOUT), self._timers, self._device),
         }
         metrics.update(evaluation)
         if self._expert_load is not None:
@@ -180,7 +181,8 @@ class RunRecorder:
         self.timeline.write_step(step)
         self._step = step + 1
         stop = self._health.observe(step, metrics)
-        logged = range(min(self._job.config.run.num_logged_rollouts, len(table)))
+        num_logged = self._job.config.run.num_logged_rollouts if self._job.config.has_engines else 0
+        logged = range(min(num_logged, len(table)))
         # A user's metric may read every sample.
         samples = self._sample_store.on_first_rank(
             table, range(len(table)) if has_metrics() else logged
@@ -189,6 +191,16 @@ class RunRecorder:
             draws = table.draws[: len(logged)].tolist()
             self._write(self._directory, step, samples, draws, metrics)
         return stop
+
+    def _sample_metrics(self, table: SampleTable, updates: Updates) -> dict[str, float]:
+        if not self._job.config.has_engines:
+            return supervised_metrics(table, updates.actor)
+        assert isinstance(self._prompts, PromptSources), "engines sample prompts"
+        return {
+            **rollout_metrics(table),
+            **source_metrics(table, self._prompts, self._rewards),
+            **update_metrics(updates.actor),
+        }
 
     def _write(
         self,
@@ -199,7 +211,8 @@ class RunRecorder:
         metrics: dict[str, float],
     ) -> None:
         """Write a step. `draws` are those of the samples that are logged, which come first."""
-        directory.write_step(StepStats(step, {**metrics, **user_metrics(samples)}))
+        own = user_metrics(samples) if self._job.config.has_engines else {}
+        directory.write_step(StepStats(step, {**metrics, **own}))
         directory.write_rollouts(step, samples[: len(draws)], draws)
         for report in self._reshards.values():
             share = report.duration_seconds / metrics["time/step_seconds"]
@@ -222,7 +235,9 @@ class RunRecorder:
         main = self._directory.write_summary(
             {
                 "train_layout": self._job.spec.train_layout.describe(),
-                "rollout_layout": self._job.spec.rollout_layout.describe(),
+                "rollout_layout": self._job.spec.rollout_layout.describe()
+                if self._job.config.has_engines
+                else "no engines",
                 "num_steps": num_steps,
                 "versions": _versions(),
             }

@@ -11,7 +11,7 @@ import psutil
 import torch.distributed as dist
 
 from mcore_rl.common import objects
-from mcore_rl.data.prompts import PromptSources
+from mcore_rl.data.demonstrations import Drawn
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.observe.stage_timers import StageTimers
@@ -39,8 +39,8 @@ class RunSaver:
         state: megatron_adapter.TrainState,
         learner: Learner,
         rollouts: Rollouts,
-        prompts: PromptSources,
-        eval_prompts: PromptSources | None,
+        prompts: Drawn,
+        eval_prompts: Drawn | None,
         timers: StageTimers,
         has_loaded: bool,
         began_with: str,

@@ -96,6 +96,7 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         "mismatch/off_policy_share": float(total.off_policy) / tokens,
         **(mismatch_metrics(updates[0].mismatch) if updates[0].mismatch is not None else {}),
         **_mtp_metrics(updates),
+        **_taught_metrics(updates),
         **_indexer_metrics(updates),
         **_teacher_metrics(updates, tokens),
     }
@@ -117,6 +118,13 @@ def _mtp_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
 def _teacher_metrics(updates: Sequence[UpdateStats], num_tokens: float) -> dict[str, float]:
     found = [update.teacher_kl for update in updates if update.teacher_kl is not None]
     return {"loss/teacher": sum(found) / num_tokens} if found else {}
+
+
+def _taught_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
+    found = [update.taught for update in updates if update.taught is not None]
+    if not found:
+        return {}
+    return {"loss/sft": sum(t.loss for t in found) / max(sum(t.num_tokens for t in found), 1.0)}
 
 
 def _indexer_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
@@ -154,26 +162,31 @@ def value_metrics(updates: Sequence[ValueUpdateStats]) -> dict[str, float]:
 
 def measured(
     collected: Collected,
-    report: ReshardReport,
+    report: ReshardReport | None,
     timers: StageTimers,
     device: torch.device,
 ) -> dict[str, float]:
     """Return the ranks' maxima of bytes and memory, this rank's times, and tokens per second.
 
-    `report` is the step's hand-over, `device` the groups' communication device. Ends the step of
-    `timers`. Collective over the world.
+    `report` is the step's hand-over, None without engines, `device` the groups' communication
+    device. Ends the step of `timers`. Collective over the world.
     """
     host_peak_bytes, device_peak_bytes = highest_bytes()
     give_back_cached()  # as the next switch does; if the rest grows, it is a leak
     train_seconds, rollout_seconds = timers["train"], timers["rollout"]
     if collected.sampling_seconds is not None:
         rollout_seconds = collected.sampling_seconds
+    of_hand_over = {}
+    if report is not None:
+        of_hand_over = {
+            "reshard/received_bytes_max": report.received_bytes,
+            "reshard/lower_bound_bytes_max": report.lower_bound_bytes,
+            "reshard/peak_extra_bytes_max": report.peak_extra_bytes,
+            "offload/moved_bytes_max": report.offloaded.moved_bytes,
+            "offload/saved_bytes_max": report.offloaded.saved_bytes,
+        }
     mine = {
-        "reshard/received_bytes_max": report.received_bytes,
-        "reshard/lower_bound_bytes_max": report.lower_bound_bytes,
-        "reshard/peak_extra_bytes_max": report.peak_extra_bytes,
-        "offload/moved_bytes_max": report.offloaded.moved_bytes,
-        "offload/saved_bytes_max": report.offloaded.saved_bytes,
+        **of_hand_over,
         "memory/host_peak_bytes": host_peak_bytes,
         "memory/device_peak_bytes": device_peak_bytes,
         "memory/host_bytes": host_bytes("RssAnon"),
@@ -183,12 +196,13 @@ def measured(
     values = torch.tensor(list(mine.values()), dtype=torch.float64, device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     metrics = dict(zip(mine, values.tolist(), strict=True))
-    metrics["reshard/weight_version"] = float(report.weight_version)
-    metrics["reshard/attested"] = float(report.attested)
+    if report is not None:
+        metrics["reshard/weight_version"] = float(report.weight_version)
+        metrics["reshard/attested"] = float(report.attested)
+        metrics["throughput/rollout_tokens_per_second"] = collected.num_generated_tokens / max(
+            rollout_seconds, 1e-9
+        )
     trained = int(collected.table.lengths.sum())
-    metrics["throughput/rollout_tokens_per_second"] = collected.num_generated_tokens / max(
-        rollout_seconds, 1e-9
-    )
     metrics["throughput/train_tokens_per_second"] = trained / max(train_seconds, 1e-9)
     metrics.update(timers.finish_step())
     return metrics

@@ -174,6 +174,7 @@ def test_each_rank_receives_what_it_lacks_and_no_more(planned: Planned) -> None:
 def test_plan_is_that_of_the_planner(planned: Planned, capsys: pytest.CaptureFixture[str]) -> None:
     """For every rank, and in what is printed, to the byte."""
     traffic, received = planned.by_planner.traffic, received_bytes(planned)
+    assert traffic is not None
     assert np.array_equal(received, traffic.received)
     assert np.array_equal(received, traffic.lower_bound)
     resident = [needed_bytes(planned.tensors, need) for need in planned.holdings.need]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.dist.checkpoints import tensors_of
+from tests.dist.checkpoints import differing, tensors_of
 from tests.e2e.recipe import metrics_of
 from tests.rank_pool import ENVIRONMENT, ROOT, RankPool
 
@@ -181,7 +181,40 @@ def test_lora_trains_an_adapter_and_exports_it(
         assert torch.equal(value, expected), name
 
 
-def run_with_echo(folder: Path, script: Path, *arguments: object) -> str:
+def test_grpo_continues_from_supervised_training(
+    checkpoint_factory: Callable[..., Path], prompts: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Both commands of sft_then_grpo/run.sh; with a rate of 0, GRPO keeps the weights."""
+    taught = tmp_path / "taught.jsonl"
+    rows = [json.loads(line) for line in prompts.read_text().splitlines()]
+    answers = [{"prompt": row["prompt"], "response": row["answer"]} for row in rows]
+    taught.write_text("".join(json.dumps(row) + "\n" for row in answers))
+    short = [*SHORT, "--rl-num-steps", "3", "--rl-num-prompts-per-step", "4"]
+    short += ["--rl-max-response-tokens", "48", "--rl-cache-dir", str(tmp_path / "cache")]
+    script, folder = EXAMPLES / "sft_then_grpo" / "run.sh", checkpoint_factory("qwen3")
+    said = run_with_echo(tmp_path, script, folder, taught, prompts, *short, RUNS=str(tmp_path))
+    _, first, second = said.split("mcore_rl.train\n")
+    sft = first.removesuffix("-m\nmcore_rl.launch\n--nproc-per-node\n2\n-m\n").splitlines()
+    exported = [tmp_path / "sft_hf", tmp_path / "grpo_hf"]
+    # SHORT would have the engine's flag, which supervised training refuses.
+    at = sft.index("--rl-rollout-kv-cache-gib")
+    del sft[at : at + 2]
+    sft += ["--lr", "1e-2", "--rl-export-hf", str(exported[0])]
+    grpo = [*second.splitlines(), "--rl-num-steps", "4", "--rl-num-samples-per-prompt", "4"]
+    grpo += ["--lr", "0", "--rl-kl-coef", "0.1", "--rl-export-hf", str(exported[1])]
+    for tokens in (sft, grpo):
+        ranks.run("tests.e2e.jobs:train", world_size=2, tokens=tokens)
+    taught_steps, steps = (metrics_of(tmp_path / name) for name in ("sft", "grpo"))
+    losses = [metrics["loss/sft"] for metrics in taught_steps]
+    assert len(losses) == 3 and losses[2] < losses[0] - 1
+    assert [metrics["step"] for metrics in steps] == [3]
+    # The engine has the weights, and the reference is the same policy.
+    assert steps[0]["kl/rollout_actor"] < 0.01 and steps[0]["kl/ref"] == 0.0
+    assert differing(*exported, at_least=10) == []
+    assert differing(folder, exported[0], at_least=10) != []
+
+
+def run_with_echo(folder: Path, script: Path, *arguments: object, **environment: str) -> str:
     """What a script's `python` is given, a line for each word; NPROC is 2."""
     copy = folder / "examples" / script.parent.name  # without the .venv of a checkout
     copy.mkdir(parents=True)
@@ -191,7 +224,7 @@ def run_with_echo(folder: Path, script: Path, *arguments: object) -> str:
     (folder / "python").chmod(0o755)
     run = subprocess.run(
         ["bash", copy / script.name, *arguments],
-        env={"PATH": f"{folder}:{os.defpath}", "NPROC": "2"},
+        env={"PATH": f"{folder}:{os.defpath}", "NPROC": "2"} | environment,
         capture_output=True,
         text=True,
     )

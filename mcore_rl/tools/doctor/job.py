@@ -50,7 +50,7 @@ from mcore_rl.tools.doctor.plan import (
     fullest_on_host,
     make_plan,
 )
-from mcore_rl.tools.doctor.prompts import check_prompts
+from mcore_rl.tools.doctor.prompts import check_demonstrations, check_prompts
 from mcore_rl.tools.doctor.reward import asks_loopback, check_reward
 from mcore_rl.tools.doctor.space import Saves, num_kept
 from mcore_rl.tools.doctor.versions import check_attention
@@ -92,6 +92,9 @@ def examine_job(
         report.add(NETWORK, lambda: _check_teacher(facts))
     few: list[Prompt] = []
     trusts = bool(job.values.get("trust_remote_code"))
+    if not facts.config.has_engines:
+        check_demonstrations(report, job.config, resumed, trust_remote_code=trusts)
+        return job
     with report.catching(PROMPTS):
         few = check_prompts(
             report,
@@ -220,7 +223,7 @@ class Job:
         if splits_layers and values.get("overlap_moe_expert_parallel_comm"):
             yield from check_queues(environment, capabilities)
         rollout = self.facts.rollout
-        if capabilities and rollout is not None:
+        if capabilities and rollout is not None and config.has_engines:
             obstacle = own_all_reduce_obstacle(config.engine, rollout, environment)
             if obstacle is not None:
                 what = f"engines reduce by NCCL, without vLLM's own all-reduce: {obstacle.found}"

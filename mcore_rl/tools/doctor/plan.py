@@ -67,8 +67,12 @@ def check_plan(outcome: Outcome, memory: DeviceMemory) -> Iterator[Finding]:
         phases = tuple(phase for phase in phases if phase.name not in (START, ROLLOUT, UPDATE))
     fullest = max(phases, key=lambda phase: phase.total_bytes)
     takes = f"{fullest.name} needs {shown_bytes(fullest.total_bytes)} on the fullest rank"
-    received = shown_bytes(int(outcome.traffic.received.max()))
-    hand_over = f"a hand-over sends a rank at most {received}"
+    hand_over, cache, seconds = "no engine runs", "", ""
+    if outcome.traffic is not None:
+        received = shown_bytes(int(outcome.traffic.received.max()))
+        hand_over = f"a hand-over sends a rank at most {received}"
+        cache = f", the KV cache has {outcome.memory.kv_cache.tokens:,} tokens on a rank"
+        seconds = f", in about {outcome.seconds:.2f} s"
     if memory.total_bytes is None:
         yield green(PLAN, f"no device memory to fit into: {takes}; {hand_over}")
         return
@@ -76,9 +80,7 @@ def check_plan(outcome: Outcome, memory: DeviceMemory) -> Iterator[Finding]:
     for problem in outcome.problems:
         yield _problem(outcome, problem, size)
     if outcome.fits:
-        cache = f"the KV cache has {outcome.memory.kv_cache.tokens:,} tokens on a rank"
-        seconds = f"in about {outcome.seconds:.2f} s"
-        yield green(PLAN, f"fits into {size}: {takes}, {cache}; {hand_over}, {seconds}")
+        yield green(PLAN, f"fits into {size}: {takes}{cache}; {hand_over}{seconds}")
 
 
 def _problem(outcome: Outcome, problem: Problem, size: str) -> Finding:

@@ -12,6 +12,7 @@ import numpy as np
 
 from mcore_rl.batching.types import Prompt
 from mcore_rl.config import RLConfig
+from mcore_rl.data.demonstrations import Demonstrations, load_supervised_files
 from mcore_rl.data.prompt_file import PromptSource
 from mcore_rl.data.prompt_file import check_prompts as count_prompts
 from mcore_rl.data.prompts import PromptDataset, PromptSources, load_prompts, prompt_source
@@ -87,19 +88,55 @@ def check_prompts(
     return _few(rows)
 
 
+def check_demonstrations(
+    report: Report,
+    config: RLConfig,
+    resumed: Path | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> None:
+    """Report on both files of supervised training; the arguments are those of `check_prompts`."""
+    folder = config.trainer.hf_checkpoint
+    if folder is None or not os.path.isdir(folder):
+        what = (
+            "the rows of --rl-prompts are not examined, as there is no checkpoint with a tokenizer"
+        )
+        report.findings.append(yellow(PROMPTS, what, "give its folder as --rl-hf-checkpoint"))
+        return
+    with report.catching(PROMPTS):
+        train, held_out = load_supervised_files(
+            *(config.recipe.trains_on, folder, config.data, config.supervised),
+            max_response_tokens=config.rollout.max_response_tokens,
+            trust_remote_code=trust_remote_code,
+            date=None if resumed is None else date_of_checkpoints(resumed.parent),
+            write_cache=False,
+        )
+        for rows, flag in ((train, "--rl-prompts"), (held_out, "--rl-eval-prompts")):
+            if rows is not None:
+                report.findings += _of_demonstrations(rows, config, flag)
+        if resumed is not None and (resumed / TRAINER).is_dir():
+            report.findings.append(_same_as_before(train, config, resumed))
+
+
+def _of_demonstrations(rows: Demonstrations, config: RLConfig, flag: str) -> Iterator[Finding]:
+    samples = [
+        rows.tokens(position, sample).is_generated
+        for position in range(len(rows))
+        for sample in range(rows.samples_per_row)
+    ]
+    lengths = np.array([len(each) for each in samples])
+    share = sum(int(each.sum()) for each in samples) / lengths.sum()
+    what = f"{flag}: {plural(len(rows), 'row')} of {lengths.min()} to {lengths.max()} tokens"
+    yield green(PROMPTS, f"{what}, median {np.median(lengths):.0f}; {share:.0%} are learned")
+    yield from _left_out(rows, flag, "--rl-max-prompt-tokens and --rl-max-response-tokens together")
+
+
 def _of_file(prompts: PromptDataset, source: PromptSource, flag: str) -> Iterator[Finding]:
     rows = [prompts[row] for row in range(len(prompts))]
     lengths = np.array([len(row.token_ids) for row in rows])
     what = f"{flag}: {plural(len(rows), 'prompt')} of {lengths.min()} to {lengths.max()} tokens"
     yield green(PROMPTS, f"{what}, median {np.median(lengths):.0f}")
-    if prompts.num_too_long:
-        what = f"{flag}: {plural(prompts.num_too_long, 'prompt')} longer than "
-        what += f"--rl-max-prompt-tokens {source.max_prompt_tokens} will be left out"
-        yield yellow(PROMPTS, what, "raise it, or remove them from the file")
-    for name, (count, first) in prompts.left_out.items():
-        what = f"{flag}: the model is not given {name}, in {plural(count, 'row')}, row {first + 1} "
-        remedy = "remove it from the file, or use another --rl-chat-template"
-        yield yellow(PROMPTS, what + "first", remedy)
+    yield from _left_out(prompts, flag, f"--rl-max-prompt-tokens {source.max_prompt_tokens}")
     if empty := sum(not row.answer_text.strip() for row in rows):
         what = f"{flag}: {plural(empty, 'prompt')} without an answer"
         yield yellow(PROMPTS, what, "add it unless the reward does not need it")
@@ -109,6 +146,17 @@ def _of_file(prompts: PromptDataset, source: PromptSource, flag: str) -> Iterato
         if contradicting := len(answers) - len({text for text, _ in answers}):
             what += f", {contradicting:,} with another answer"
         yield yellow(PROMPTS, what, "remove them unless they are meant to count twice")
+
+
+def _left_out(prompts: PromptDataset, flag: str, limit: str) -> Iterator[Finding]:
+    """Report rows that are too long, and fields that the model does not get."""
+    if prompts.num_too_long:
+        what = f"{flag}: {plural(prompts.num_too_long, 'prompt')} longer than {limit} will be left "
+        yield yellow(PROMPTS, what + "out", "raise it, or remove them from the file")
+    for name, (count, first) in prompts.left_out.items():
+        what = f"{flag}: the model is not given {name}, in {plural(count, 'row')}, row {first + 1} "
+        remedy = "remove it from the file, or use another --rl-chat-template"
+        yield yellow(PROMPTS, what + "first", remedy)
 
 
 def _together(
@@ -133,8 +181,13 @@ def _together(
         yield green(PROMPTS, "no prompt of --rl-eval-prompts is one of --rl-prompts")
 
 
-def _same_as_before(train: PromptSources, config: RLConfig, resumed: Path) -> Finding:
-    are_same = train.are_those_of(read_trainer_state(resumed / TRAINER).prompts)
+def _same_as_before(
+    train: PromptSources | Demonstrations, config: RLConfig, resumed: Path
+) -> Finding:
+    before = read_trainer_state(resumed / TRAINER).prompts
+    if train.follow(before):
+        return green(PROMPTS, f"{resumed} is of another kind of training: the first prompt is next")
+    are_same = train.are_those_of(before)
     if are_same:
         return green(PROMPTS, f"the prompts are those of {resumed}")
     if are_same is None:

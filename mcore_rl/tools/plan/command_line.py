@@ -206,8 +206,16 @@ def _case(facts: Facts, options: argparse.Namespace) -> Case:
 
 
 def _check_tries(facts: Facts, options: argparse.Namespace) -> None:
-    """Refuse to look for other layouts of a job whose engines have given ranks."""
+    """Refuse to look for other layouts of a job whose engines have given ranks, or that has none
+    to simulate."""
     assert facts.config is not None, "nothing was refused"
+    if not facts.config.has_engines and options.simulate:
+        raise UsageError(
+            "simulates trainers and engines, and --rl-algorithm "
+            f"{facts.config.trainer.algorithm} starts no engine",
+            flag="--simulate",
+            remedy="drop it",
+        )
     if facts.config.rollout.servers:
         raise UsageError(
             "names engines that the job does not start, and a plan counts those of the job",
@@ -281,6 +289,8 @@ def _notes(placement: Placement, config: RLConfig, values: Mapping[str, Any]) ->
     """Yield notes on what the figures do not show."""
     from mcore_rl.job.layout import note_on_experts
 
+    if not config.has_engines:
+        return
     shape, rollout = placement.shape, placement.rollout
     if shape.quantization:
         how = "read and trained" if rollout.float8 else "read, trained and handed over"

@@ -77,6 +77,11 @@ SECTIONS = (
             "Mean over a source's samples of the step."),
         Panel("Curriculum", {"curriculum/settled_share": "settled"}, "Share of prompts whose "
             "responses were all right or all wrong when they were last drawn.", "share"),
+        Panel("Loss of demonstrations", {"loss/sft": "training", "eval/loss": "held out"},
+            "Mean cross-entropy of the tokens to learn, in nats."),
+        Panel("Loss of pairs", {"loss/dpo": "loss"}, "DPO's, before the update of the step."),
+        Panel("Margins of pairs", {"dpo/accuracy": "positive"},
+            "Share of pairs whose chosen response gained more than the rejected one.", "share"),
         Panel("KL to the reference", {"kl/ref": "KL"},
             "Mean over tokens; 0 if no KL is computed.", expected=True),
         Panel("Reverse KL to the teacher", {"teacher/reverse_kl": "KL"},

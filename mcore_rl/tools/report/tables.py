@@ -194,7 +194,7 @@ def headlines(runs: Sequence[Run]) -> dict[str, list[Headline]]:
 
 
 def _steps(run: Run) -> Headline:
-    done = run.series("reward/mean")[0]  # the evaluation after the last step has none
+    done = run.series("time/step_seconds")[0]  # the evaluation after the last step has none
     requested = _flag(run, "num_steps")
     requested = requested if isinstance(requested, int) else 0
     value = f"{done.size:,} of {requested:,}" if requested else f"{done.size:,}"
@@ -211,9 +211,9 @@ def _steps(run: Run) -> Headline:
     return Headline(value, "still running, or ended before its last step")
 
 
-def _climb(metric: str) -> Callable[[Run, np.ndarray], Headline]:
+def _course(metric: str, *, falls: bool = False) -> Callable[[Run, np.ndarray], Headline]:
     def headline(run: Run, values: np.ndarray) -> Headline:
-        best = int(values.argmax())
+        best = int(values.argmin() if falls else values.argmax())
         beneath = f"best {shown(metric, values[best])} at step {run.series(metric)[0][best]}"
         if values.size > _LAST_STEPS:
             mean = shown(metric, values[-_LAST_STEPS:].mean())
@@ -281,8 +281,11 @@ def _memory(run: Run, host: np.ndarray) -> Headline:
 # Title -> the metrics that a headline needs, and the function of the run and their values.
 _HEADLINES: Mapping[str, tuple[tuple[str, ...], Callable[..., Headline | None]]] = {
     "Steps": ((), _steps),
-    "Reward": (("reward/mean",), _climb("reward/mean")),
-    "Held-out accuracy": (("eval/accuracy",), _climb("eval/accuracy")),
+    "Reward": (("reward/mean",), _course("reward/mean")),
+    "Held-out accuracy": (("eval/accuracy",), _course("eval/accuracy")),
+    "Loss of demonstrations": (("loss/sft",), _course("loss/sft", falls=True)),
+    "Loss of pairs": (("loss/dpo",), _course("loss/dpo", falls=True)),
+    "Held-out loss": (("eval/loss",), _course("eval/loss", falls=True)),
     "Alarms": ((), _alarms),
     "KL to the reference": (("kl/ref",), _kl),
     "Engine against actor": (("kl/rollout_actor",), _mismatch),

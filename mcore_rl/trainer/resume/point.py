@@ -17,7 +17,8 @@ from mcore_rl.common import objects
 from mcore_rl.common.agreement import agreed
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
-from mcore_rl.data.prompts import PromptSources, changes_between
+from mcore_rl.data.demonstrations import Drawn
+from mcore_rl.data.prompts import changes_between
 from mcore_rl.megatron.hf_checkpoint import fingerprint
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.rollout.ahead_state import require_nothing_outstanding
@@ -47,6 +48,9 @@ class ResumePoint:
     state: TrainerState
     rng: RngState | None  # of this rank; None for another layout
     same_prompts: bool = True  # as before the checkpoint
+    # Whether the checkpoint is of another kind of training, such as the supervised one before this:
+    # its policy is then what this run begins with, and its reference.
+    follows_another: bool = False
 
     @property
     def reference(self) -> Path | None:
@@ -59,16 +63,17 @@ class ResumePoint:
 def find_resume_point(
     spec: JobSpec,
     args: argparse.Namespace,
-    prompts: PromptSources,
-    eval_prompts: PromptSources | None,
+    prompts: Drawn,
+    eval_prompts: Drawn | None,
 ) -> ResumePoint | None:
     """Return what `--load` resumes, None for a new run. Collective; before models are built.
 
     If `--rl-hf-checkpoint` provides the KL's reference, it must be the one that the run began with.
 
-    Sets `args.ckpt_step`, so that Megatron loads the same. A checkpoint written by Megatron itself
-    is left to Megatron. `--finetune`, which counts from 0 again, takes the weights alone. A user's
-    mistake ends every rank with exit code 2.
+    Sets `args.ckpt_step`, so that Megatron loads the same, and `args.no_load_optim` after another
+    kind of training. A checkpoint written by Megatron itself is left to Megatron. `--finetune`,
+    which counts from 0 again, takes the weights alone. A user's mistake ends every rank with exit
+    code 2.
     """
     config = spec.config
     save = folders.checkpoint_folder(args.save, config.run.directory)
@@ -98,7 +103,12 @@ def find_resume_point(
             now, base = fingerprint(spec.checkpoint), spec.checkpoint.folder
             check_same_adapters(state, spec.lora, now, load=folder, base=base)
         # First, since it is collective: the next checks may fail on some ranks alone.
-        if config.recipe.needs_reference and not (folder / REFERENCE).is_dir():
+        follows_another = prompts.follow(state.prompts)
+        if follows_another:
+            # Moments of another loss; and Megatron finds none for another learning rate.
+            args.no_load_optim = True
+        kept = follows_another or (folder / REFERENCE).is_dir()
+        if config.recipe.needs_reference and not kept:
             now = fingerprint(spec.checkpoint)
             if reason := lost_reference(state, now, spec.checkpoint.folder):
                 raise UsageError(
@@ -115,6 +125,7 @@ def find_resume_point(
             _with_known_prompts(state, config, prompts, eval_prompts),
             _of_same_layout(state, rng, spec.train_layout.describe(), args),
             same_prompts=same_prompts,
+            follows_another=follows_another,
         )
 
     store = dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
@@ -260,8 +271,8 @@ def _log_what_megatron_finds(load: Path, asked: int | None) -> None:
 def _with_known_prompts(
     state: TrainerState,
     config: RLConfig,
-    prompts: PromptSources,
-    eval_prompts: PromptSources | None,
+    prompts: Drawn,
+    eval_prompts: Drawn | None,
 ) -> TrainerState:
     if eval_prompts is not None and eval_prompts.are_those_of(state.eval_prompts) is False:
         logger.warning(
@@ -269,6 +280,13 @@ def _with_known_prompts(
             "after it do not compare",
             state.step,
         )
+    if prompts.follow(state.prompts):
+        logger.info(
+            "[Resume] the run before step %d was another kind of training: --rl-prompts begin with "
+            "the first, and the optimizer and its schedule are new",
+            state.step,
+        )
+        return dataclasses.replace(state, sampler_position=0)
     are_same = prompts.are_those_of(state.prompts)
     if are_same is None:
         logger.warning(

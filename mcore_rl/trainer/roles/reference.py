@@ -80,14 +80,17 @@ def build_reference(
     shards: ModelShards,
     log: TextIO | None = None,
 ) -> ReferencePolicy:
-    """Build the policy that the run began with, or a later one from a checkpoint. Collective.
+    """Build the policy that the run began with, or a later one from a checkpoint. Collective. After
+    another kind of training, the run begins with the policy of that.
 
     `state` is the actor's; `point` is given if the run resumes.
     """
     if any(adapters_of(chunk) is not None for chunk in state.chunks):
         return BasePolicy(state)
     reference = ReferencePolicy(state)  # of a new run, whatever it was loaded from
-    if point is not None:  # the actor resumes from a later policy
+    if point is not None and point.follows_another:
+        reference.version = point.state.step  # so that it is saved
+    elif point is not None:  # the actor resumes from a later policy
         reference.version = point.state.reference_version
         if point.reference is not None:
             with megatron_adapter.megatron_output_to(log):

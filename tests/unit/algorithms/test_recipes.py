@@ -33,6 +33,8 @@ EXPECTED = {
     "cispo": ("grpo", "cispo", "token_mean", (1.0, 4.0), "none", False, False),
     "gmpo": ("grpo", "gmpo", "seq_mean_token_mean", (0.4, 0.4), "none", False, False),
     "sapo": ("grpo", "sapo", "seq_mean_token_mean", (0.2, 0.2), "none", False, False),
+    "sft": ("demonstrations", "policy_gradient", "token_mean", (0.2, 0.2), "none", False, False),
+    "dpo": ("dpo", "policy_gradient", "seq_mean_token_sum", (0.2, 0.2), "reward", False, False),
 }  # fmt: skip
 
 

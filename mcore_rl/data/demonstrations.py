@@ -1,0 +1,186 @@
+"""Demonstrations and pairs of a file, tokenised once: what supervised training draws instead of
+prompts. Every process maps all of them, so no tokens travel between ranks.
+
+A row with several samples, a pair, is one draw.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from mcore_rl.batching.table import SampleTokens
+from mcore_rl.common.errors import UsageError
+from mcore_rl.data.options import LAST, DataOptions, SupervisedOptions
+from mcore_rl.data.prompt_file import Responses
+from mcore_rl.data.prompts import (
+    DEMONSTRATIONS,
+    PAIRS,
+    PromptDataset,
+    PromptSources,
+    load_rows,
+    prompt_source,
+)
+from mcore_rl.data.sources import EVAL_PROMPTS, PROMPTS, parse_sources
+
+CHOSEN, REJECTED = "chosen", "rejected"  # columns of pairs
+
+
+class Demonstrations(PromptDataset):
+    """One conversation per row."""
+
+    kind = DEMONSTRATIONS
+    samples_per_row = 1
+
+    def __init__(self, table: pa.Table, max_tokens: int) -> None:
+        super().__init__(table, max_tokens)
+        self.table, self.max_tokens = table, max_tokens
+        self._token_ids, self._spans = (table.column(name) for name in ("token_ids", "spans"))
+
+    def lengths(self, position: int) -> list[tuple[int, int]]:
+        """Return, per sample of the row, the tokens before the first to learn, and all others."""
+        row = int(self.rows[position])
+        num_tokens, first = len(self._token_ids[row]), self._spans[row][0].as_py()
+        return [(first, num_tokens - first)]
+
+    def tokens(self, position: int, sample: int = 0) -> SampleTokens:
+        """Return the tokens of one of the row's samples; those to learn are `is_generated`."""
+        row = int(self.rows[position])
+        ids = self._token_ids[row].values.to_numpy().copy()  # torch needs writable memory
+        is_taught = np.zeros(len(ids), dtype=np.bool_)
+        spans = self._spans[row].values.to_numpy().reshape(-1, 2)
+        for begin, end in spans.tolist():
+            is_taught[begin:end] = True
+        return SampleTokens(ids, is_taught, np.zeros(len(ids), dtype=np.float32))
+
+
+class Pairs(Demonstrations):
+    """The preferred response to a prompt and another one: two conversations per row."""
+
+    kind = PAIRS
+    samples_per_row = 2
+
+    def __init__(self, chosen: Demonstrations, rejected: Demonstrations) -> None:
+        """`chosen` and `rejected` are of the same file; rows of which both fit are kept."""
+        super().__init__(chosen.table, chosen.max_tokens)
+        self.rows, _, self._places = np.intersect1d(chosen.rows, rejected.rows, return_indices=True)
+        self._rejected = rejected
+        content = f"{chosen.fingerprint} {rejected.fingerprint}".encode()
+        self.fingerprint = PAIRS + hashlib.sha256(content).hexdigest()
+
+    def lengths(self, position: int) -> list[tuple[int, int]]:
+        return super().lengths(position) + self._rejected.lengths(int(self._places[position]))
+
+    def tokens(self, position: int, sample: int = 0) -> SampleTokens:
+        if sample:
+            return self._rejected.tokens(int(self._places[position]))
+        return super().tokens(position)
+
+
+Drawn = PromptSources | Demonstrations  # what a run draws from
+
+
+def load_demonstrations(
+    path: str,
+    flag: str,
+    tokenizer_dir: Path | str,
+    data: DataOptions,
+    options: SupervisedOptions,
+    *,
+    max_response_tokens: int,
+    responses: Responses | None = None,
+    trust_remote_code: bool = False,
+    date: str | None = None,
+    write_cache: bool = True,
+) -> Demonstrations:
+    """Return the demonstrations of the file that `flag` names, as `load_prompts`. They may have
+    --rl-max-prompt-tokens and `max_response_tokens` together."""
+    specs = parse_sources(path, flag)
+    if len(specs) > 1 or specs[0].system_prompt is not None:
+        raise UsageError(
+            "has several sources or options of a source, which are for prompts that are sampled",
+            flag=f"{flag} {path}",
+            remedy="give one file of demonstrations or pairs",
+        )
+    source = prompt_source(
+        data,
+        specs[0],
+        flag=flag,
+        trust_remote_code=trust_remote_code,
+        date=date,
+        responses=responses or Responses(options.response_column, options.loss_on),
+        max_response_tokens=max_response_tokens,
+    )
+    return load_rows(
+        *(source, tokenizer_dir),
+        cache_dir=data.cache_dir,
+        write_cache=write_cache,
+        make=Demonstrations,
+    )
+
+
+def load_supervised_files(
+    trains_on: str,
+    tokenizer_dir: Path | str,
+    data: DataOptions,
+    options: SupervisedOptions,
+    *,
+    max_response_tokens: int,
+    trust_remote_code: bool = False,
+    date: str | None = None,
+    write_cache: bool = True,
+) -> tuple[Demonstrations, Demonstrations | None]:
+    """Return the rows of --rl-prompts and --rl-eval-prompts: "demonstrations" or "pairs"."""
+    load = load_pairs if trains_on == "pairs" else load_demonstrations
+
+    def read(path: str, flag: str) -> Demonstrations:
+        return load(
+            *(path, flag, tokenizer_dir, data, options),
+            max_response_tokens=max_response_tokens,
+            trust_remote_code=trust_remote_code,
+            date=date,
+            write_cache=write_cache,
+        )
+
+    data.train_sources()  # raises if there are none
+    assert data.prompts is not None
+    train, held_out = read(data.prompts, PROMPTS), data.eval_prompts
+    return train, None if held_out is None else read(held_out, EVAL_PROMPTS)
+
+
+def load_pairs(
+    path: str,
+    flag: str,
+    tokenizer_dir: Path | str,
+    data: DataOptions,
+    options: SupervisedOptions,
+    *,
+    max_response_tokens: int,
+    trust_remote_code: bool = False,
+    date: str | None = None,
+    write_cache: bool = True,
+) -> Pairs:
+    """Return the pairs of the file that `flag` names, with the columns `chosen` and `rejected`."""
+    chosen, rejected = (
+        load_demonstrations(
+            *(path, flag, tokenizer_dir, data, options),
+            max_response_tokens=max_response_tokens,
+            responses=Responses(column, LAST, is_required=True),
+            trust_remote_code=trust_remote_code,
+            date=date,
+            write_cache=write_cache,
+        )
+        for column in (CHOSEN, REJECTED)
+    )
+    pairs = Pairs(chosen, rejected)
+    if not len(pairs):
+        raise UsageError(
+            "drops the chosen or the rejected response of every pair",
+            flag="--rl-max-prompt-tokens plus --rl-max-response-tokens, "
+            f"{data.max_prompt_tokens + max_response_tokens},",
+            remedy="raise one of them",
+        )
+    return pairs

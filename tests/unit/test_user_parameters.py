@@ -270,7 +270,7 @@ FIELDS = {
     "Prompt": "index text answer token_ids row",
     "Recipe": "advantage policy_loss parameters loss_aggregation loss_constant kl_place kl_coef "
     "kl_estimator entropy_coef value_clip_eps mismatch_correction num_samples_per_prompt "
-    "dynamic_sampling max_refills overlong_buffer_tokens overlong_buffer_share",
+    "dynamic_sampling max_refills overlong_buffer_tokens overlong_buffer_share trains_on",
     "Response": "text token_ids turn finish_reason",
     "Rollout": "prompt sample_index text response_token_ids rollout_log_probs finish_reason "
     "weight_version routes failure is_generated weight_versions turn_rewards",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from mcore_rl.batching.types import Prompt, ScoredRollout
 from mcore_rl.config import RLConfig
+from mcore_rl.data.prompts import prompt_indices
 from mcore_rl.environments.conversation import ConversationTokens
 from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
@@ -42,6 +43,9 @@ class TwoPrompts:
 
     def __getitem__(self, row: int) -> Prompt:
         return prompt_of(row, self.scale)
+
+    def of_draw(self, draw: int, *, seed: int) -> Prompt:
+        return self[int(prompt_indices(len(self), start=draw, count=1, seed=seed)[0])]
 
 
 def conversations() -> Conversations:

@@ -274,7 +274,7 @@ FIELDS = {
     "kl_estimator entropy_coef entropy_target entropy_step value_clip_eps "
     "mismatch_correction off_policy_threshold old_log_probs num_samples_per_prompt "
     "dynamic_sampling max_refills overlong_buffer_tokens overlong_buffer_share "
-    "missing_eos_penalty mask_truncated reward_clip",
+    "missing_eos_penalty mask_truncated reward_clip trains_on",
     "Response": "text token_ids turn finish_reason",
     "Rollout": "prompt sample_index text response_token_ids rollout_log_probs finish_reason "
     "weight_version routes failure is_generated weight_versions turn_rewards",

@@ -193,8 +193,12 @@ def headlines(runs: Sequence[Run]) -> dict[str, list[Headline]]:
     return found
 
 
+_OF_STEPS = ("reward/mean", "loss/sft", "loss/dpo")  # a step has one of them at least
+
+
 def _steps(run: Run) -> Headline:
-    done = run.series("time/step_seconds")[0]  # the evaluation after the last step has none
+    # The evaluation after the last step has none of them.
+    done = max((run.series(name)[0] for name in _OF_STEPS), key=len)
     requested = _flag(run, "num_steps")
     requested = requested if isinstance(requested, int) else 0
     value = f"{done.size:,} of {requested:,}" if requested else f"{done.size:,}"

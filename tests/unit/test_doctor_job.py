@@ -415,7 +415,10 @@ def checked_prompts(
     report = Report()
     few: list[Prompt] = []
     with report.catching(PROMPTS):
-        few = check_prompts(report, config, rewards_in(config), resumed, **options)
+        environment = config.environments.spec((), None)
+        few = check_prompts(
+            report, config, rewards_in(config), resumed, environment=environment, **options
+        )
     return report.findings, few
 
 
@@ -528,6 +531,7 @@ def test_rows_whose_tests_check_nothing_are_red_by_their_number(
     checked: Any = SimpleNamespace(
         config=held_out,
         rewards=rewards_in(held_out),
+        environment=held_out.environments.spec((), None),
         checkpoint=SimpleNamespace(folder=here / "checkpoint"),
         trust_remote_code=False,
         flags={},

@@ -231,6 +231,9 @@ def sample_ahead(
     sampler.close()
     job.workers.close()
     dist.barrier()
+    if has_environments and dist.get_rank() == 0:  # else nothing of the checkpoint is continued
+        for file in (job.work / "bank").glob("*.bank"):
+            file.unlink()
     if spoils and dist.get_rank() == 0:
         spoil(sorted((job.work / "bank").glob("*.bank"))[0])
     dist.barrier()

@@ -74,6 +74,8 @@ def test_every_draw_is_trained_once_and_none_is_older_than_it_may_be(
 def test_groups_that_finished_after_the_checkpoint_are_not_sampled_again(
     case: str, run: list[dict[str, Any]]
 ) -> None:
+    if case == "environment":
+        pytest.skip("its bank is removed")
     assert run[0]["num_banked"] >= NUM_GROUPS
     lost = {draw for step in run[0]["lost"] for draw in step["draws"]}
     again = {draw for step in run[0]["steps"] for draw in step["draws"]}

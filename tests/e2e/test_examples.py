@@ -148,8 +148,8 @@ def test_a_larger_teacher_is_learned_from_without_rewards(
     ranks.run("tests.e2e.jobs:train", world_size=2, tokens=tokens.splitlines())
     steps = [metrics for metrics in metrics_of(tmp_path / "run") if "loss/teacher" in metrics]
     assert len(steps) == 6 and all(metrics["reward/mean"] == 0 for metrics in steps)
-    assert 0 < steps[-1]["loss/teacher"] < 0.5 * steps[0]["loss/teacher"]
-    assert steps[-1]["teacher/reverse_kl"] < 0.5 * steps[0]["teacher/reverse_kl"]
+    for name in ("loss/teacher", "teacher/reverse_kl"):  # six steps; test_training goes further
+        assert 0 < steps[-1][name] < 0.8 * steps[0][name]
     assert (tmp_path / "run" / "checkpoints").is_dir()
 
 

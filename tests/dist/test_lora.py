@@ -217,6 +217,11 @@ LAYOUTS = {
     "overlap": ("qwen3", "dp2", "--overlap-grad-reduce --overlap-param-gather"),
     "tp2": ("qwen3", "tp2_pp1_ep1", ""),
     "ep2_tp2": ("gpt_oss", "tp2_pp1_ep2", ""),
+    "cp2": (
+        "deepseek_v3",
+        "tp1_pp1_ep2",
+        "--context-parallel-size 2 --rl-max-tokens-per-microbatch 128",
+    ),
 }
 
 

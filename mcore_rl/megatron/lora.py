@@ -71,7 +71,7 @@ class Adapter(torch.nn.Module):
         self.b = torch.nn.Parameter(new(len(at), lora.rank))
         split_b, split_a = len(at) < self.full[0], num_columns < self.full[1]
         self.is_expert = is_expert(layer)
-        group = (
+        group: Any = (  # untyped in some versions
             parallel_state.get_expert_tensor_parallel_group()
             if self.is_expert
             else parallel_state.get_tensor_model_parallel_group()

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def log_prob_of(tokens: Sequence[int], position: int) -> float:
-    """Of a token after those before it."""
+    """The log-prob of a token after those before it."""
     return -((31 * tokens[position - 1] + tokens[position]) % 97 + 1) / 64
 
 

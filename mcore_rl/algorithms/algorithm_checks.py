@@ -97,7 +97,7 @@ def _kl_problems(
             remedy="give a target, or drop it",
         )
     if kl.kl_clamp is not None and (parts["kl_place"] == "none" or parts["kl_estimator"] != "k3"):
-        why = "there is no KL to the reference"
+        why = "no KL to the reference is computed"
         if parts["kl_place"] != "none":
             why = f"the KL is estimated by {parts['kl_estimator']}"
         yield UsageError(

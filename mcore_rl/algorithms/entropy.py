@@ -13,7 +13,7 @@ DEFAULT_STEP = 0.005  # of the paper
 class EntropyController:
     """Controller of the weight of the entropy in the loss.
 
-    Without a target the weight is `coef`, and there is no state. With a target, e being the entropy
+    Without a target the weight is `coef`; the state is empty. With a target, e being the entropy
     of a step, c the coefficient and d the step size (arXiv 2505.22312, adaptive entropy control):
 
         weight = c if e <= target else 0

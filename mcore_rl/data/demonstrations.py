@@ -7,7 +7,9 @@ A row with several samples, a pair, is one draw.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -127,28 +129,18 @@ def load_supervised_files(
     tokenizer_dir: Path | str,
     data: DataOptions,
     options: SupervisedOptions,
-    *,
-    max_response_tokens: int,
-    trust_remote_code: bool = False,
-    date: str | None = None,
-    write_cache: bool = True,
+    **how: Any,
 ) -> tuple[Demonstrations, Demonstrations | None]:
-    """Return the rows of --rl-prompts and --rl-eval-prompts: "demonstrations" or "pairs"."""
+    """Return the rows of --rl-prompts and --rl-eval-prompts: "demonstrations" or "pairs". `how` are
+    keywords of `load_demonstrations`."""
+    load: Callable[..., Demonstrations]
     load = load_pairs if trains_on == "pairs" else load_demonstrations
-
-    def read(path: str, flag: str) -> Demonstrations:
-        return load(
-            *(path, flag, tokenizer_dir, data, options),
-            max_response_tokens=max_response_tokens,
-            trust_remote_code=trust_remote_code,
-            date=date,
-            write_cache=write_cache,
-        )
-
     data.train_sources()  # raises if there are none
     assert data.prompts is not None
-    train, held_out = read(data.prompts, PROMPTS), data.eval_prompts
-    return train, None if held_out is None else read(held_out, EVAL_PROMPTS)
+    train = load(data.prompts, PROMPTS, tokenizer_dir, data, options, **how)
+    if data.eval_prompts is None:
+        return train, None
+    return train, load(data.eval_prompts, EVAL_PROMPTS, tokenizer_dir, data, options, **how)
 
 
 def load_pairs(
@@ -159,19 +151,16 @@ def load_pairs(
     options: SupervisedOptions,
     *,
     max_response_tokens: int,
-    trust_remote_code: bool = False,
-    date: str | None = None,
-    write_cache: bool = True,
+    **how: Any,
 ) -> Pairs:
-    """Return the pairs of the file that `flag` names, with the columns `chosen` and `rejected`."""
+    """Return the pairs of the file that `flag` names, with the columns `chosen` and `rejected`.
+    `how` are further keywords of `load_demonstrations`."""
     chosen, rejected = (
         load_demonstrations(
             *(path, flag, tokenizer_dir, data, options),
             max_response_tokens=max_response_tokens,
             responses=Responses(column, LAST, is_required=True),
-            trust_remote_code=trust_remote_code,
-            date=date,
-            write_cache=write_cache,
+            **how,
         )
         for column in (CHOSEN, REJECTED)
     )

@@ -199,7 +199,7 @@ def check_same_vocabulary(teacher: Path, actor: Path) -> None:
 
 
 def _vocabulary(folder: Path) -> Mapping[str, int]:
-    """Return text -> token of tokenizer.json; empty if there is none that can be read."""
+    """Return text -> token of tokenizer.json; empty if the file cannot be read."""
     found: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         contents = parse_json((folder / "tokenizer.json").read_bytes())

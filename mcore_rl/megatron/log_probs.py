@@ -79,9 +79,10 @@ def vocab_parallel_log_probs(
         f"target_ids must be [{hidden.shape[0]}] or [{hidden.shape[0]}, k] int64, got "
         f"{tuple(target_ids.shape)} {target_ids.dtype}"
     )
-    head = _Head(
+    head = _Head.of(
+        weight,
         vocab_start=vocab_start,
-        num_rows=min(max(vocab_size - vocab_start, 0), weight.shape[0]),
+        vocab_size=vocab_size,
         tp_group=tp_group,
         temperature=temperature,
         chunk_tokens=chunk_tokens,
@@ -109,6 +110,14 @@ class _Head:
     chunk_tokens: int
     with_entropy: bool
     in_float32: bool = False
+
+    @classmethod
+    def of(
+        cls, weight: torch.Tensor, *, vocab_start: int, vocab_size: int, **settings: Any
+    ) -> _Head:
+        """Return the settings for `weight`, as `vocab_parallel_log_probs` gets them."""
+        num_rows = min(max(vocab_size - vocab_start, 0), weight.shape[0])
+        return cls(vocab_start=vocab_start, num_rows=num_rows, **settings)
 
     def rows(self, weight: torch.Tensor) -> torch.Tensor:
         """Return `[num_rows, h]`, the weight's rows in the dtype of the products."""
@@ -277,9 +286,10 @@ def vocab_parallel_top_k(
     `tp_group`, also on ranks without rows.
     """
     size = 1 if tp_group is None else tp_group.size()
-    head = _Head(
+    head = _Head.of(
+        weight,
         vocab_start=vocab_start,
-        num_rows=min(max(vocab_size - vocab_start, 0), weight.shape[0]),
+        vocab_size=vocab_size,
         tp_group=tp_group,
         temperature=temperature,
         chunk_tokens=chunk_tokens,
@@ -354,9 +364,10 @@ def vocab_parallel_reverse_kl(
     gradient; those of `hidden` and `weight`, and the other arguments, are as in
     `vocab_parallel_log_probs`. The transients are three float32 `[chunk_tokens, v/tp]`.
     """
-    head = _Head(
+    head = _Head.of(
+        weight,
         vocab_start=vocab_start,
-        num_rows=min(max(vocab_size - vocab_start, 0), weight.shape[0]),
+        vocab_size=vocab_size,
         tp_group=tp_group,
         temperature=temperature,
         chunk_tokens=chunk_tokens,

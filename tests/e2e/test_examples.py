@@ -139,7 +139,7 @@ def test_a_larger_teacher_is_learned_from_without_rewards(
 ) -> None:
     """The command that distillation/run.sh makes; the prompts' answers are not read."""
     teacher = checkpoint_factory("qwen3", "tiny", seed=6)
-    more = [*SHORT, "--rl-num-prompts-per-step", "8", "--lr", "1e-3", "--rl-num-steps", "6"]
+    more = [*SHORT, "--rl-num-prompts-per-step", "8", "--lr", "2e-3", "--rl-num-steps", "12"]
     more += ["--rl-run-dir", str(tmp_path / "run"), "--rl-cache-dir", str(tmp_path / "cache")]
     more += ["--rl-teacher-form", "topk", "--rl-teacher-top-k", "32"]
     script = EXAMPLES / "distillation" / "run.sh"
@@ -147,9 +147,9 @@ def test_a_larger_teacher_is_learned_from_without_rewards(
     _, _, tokens = said.partition("mcore_rl.train\n")
     ranks.run("tests.e2e.jobs:train", world_size=2, tokens=tokens.splitlines())
     steps = [metrics for metrics in metrics_of(tmp_path / "run") if "loss/teacher" in metrics]
-    assert len(steps) == 6 and all(metrics["reward/mean"] == 0 for metrics in steps)
-    for name in ("loss/teacher", "teacher/reverse_kl"):  # six steps; test_training goes further
-        assert 0 < steps[-1][name] < 0.8 * steps[0][name]
+    assert len(steps) == 12 and all(metrics["reward/mean"] == 0 for metrics in steps)
+    for name in ("loss/teacher", "teacher/reverse_kl"):
+        assert 0 < steps[-1][name] < 0.5 * steps[0][name]
     assert (tmp_path / "run" / "checkpoints").is_dir()
 
 

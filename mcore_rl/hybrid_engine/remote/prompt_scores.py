@@ -64,7 +64,7 @@ class PromptScores:
         found = asyncio.run(self._once("POST", "tokenize", body))
         tokens = found.get("tokens") if isinstance(found, dict) else None
         if not isinstance(tokens, list):
-            raise HTTPFailure("answer has another form", "there is no list of tokens")
+            raise HTTPFailure("answer has another form", "it has no list of tokens")
         return tokens
 
     async def _once(self, method: str, path: str, body: Any = None) -> Any:

@@ -98,9 +98,7 @@ def check_demonstrations(
     """Report on both files of supervised training; the arguments are those of `check_prompts`."""
     folder = config.trainer.hf_checkpoint
     if folder is None or not os.path.isdir(folder):
-        what = (
-            "the rows of --rl-prompts are not examined, as there is no checkpoint with a tokenizer"
-        )
+        what = "the rows of --rl-prompts are not examined without the tokenizer of a checkpoint"
         report.findings.append(yellow(PROMPTS, what, "give its folder as --rl-hf-checkpoint"))
         return
     with report.catching(PROMPTS):

@@ -6,7 +6,10 @@ the ranks that have them, as a role (`mcore_rl.trainer.roles.remote`).
 
 from __future__ import annotations
 
-from typing import TypedDict
+import argparse
+import logging
+from collections.abc import Callable
+from typing import Any, TextIO, TypedDict
 
 import numpy as np
 import torch
@@ -18,10 +21,17 @@ from mcore_rl.batching.sample_exchange import RowExchange, Shares
 from mcore_rl.batching.table import SampleTable, rows_to_tokens
 from mcore_rl.batching.train_batches import build_train_batch
 from mcore_rl.batching.types import TrainBatch
+from mcore_rl.common.agreement import agreed_in_world
+from mcore_rl.config import RLConfig
 from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron.hf_checkpoint import load_into_megatron
 from mcore_rl.megatron.runner import ModelKeywords, ModelRunner
-from mcore_rl.megatron.world import MegatronWorld
+from mcore_rl.megatron.value_head import build_value_model, make_critic_provider
+from mcore_rl.megatron.world import MegatronWorld, parsed_args
+from mcore_rl.spec import TeacherSpec, ValueModelSpec
 from mcore_rl.trainer.roles.samples import plan_epochs, tensors_to_table
+
+logger = logging.getLogger(__name__)
 
 
 class Divided(TypedDict):
@@ -91,3 +101,29 @@ class ForwardModel:
         kept = (batch.sample_ids < self._num_samples).repeat_interleave(batch.lengths).numpy()
         held = Shares(source, self.world.layout.dp_ranks())
         return RowExchange(self._table.lengths[: self._num_samples], held, asked_by, rows[kept])
+
+
+def build_forward_parts(
+    spec: ValueModelSpec | TeacherSpec,
+    config: RLConfig,
+    actor_args: argparse.Namespace,
+    *,
+    add_head: Callable[[Any], Any] = make_critic_provider,
+    log: TextIO | None = None,
+) -> tuple[MegatronWorld, megatron_adapter.TrainState, MicroBatching]:
+    """Build a model through Megatron, without an optimizer, and fill it: the arguments of a
+    `ForwardModel`. `add_head` is that of `build_value_model`. Collective."""
+    assert spec.tokens is not None, "the model has a command line of its own"
+    world, state, shards = build_value_model(
+        spec.shape,
+        spec.checkpoint,
+        parsed_args(spec.tokens, spec.extra_args, actor_args, log=log),
+        megatron_adapter.setup_without_optimizer,
+        requested_class=config.trainer.model_class,
+        add_head=add_head,
+        log=log,
+    )
+    with world:
+        num_bytes = agreed_in_world(lambda: load_into_megatron(spec.checkpoint, shards))
+    logger.info("read %.1f MB of %s", num_bytes / 1e6, spec.checkpoint.folder)
+    return world, state, config.micro_batching(spec.shape, world.layout, vars(world.args))

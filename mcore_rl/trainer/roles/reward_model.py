@@ -19,18 +19,13 @@ import torch.distributed as dist
 
 from mcore_rl.batching.sample_exchange import RowExchange
 from mcore_rl.batching.table import SampleTable
-from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.config import RLConfig
-from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.megatron.hf_checkpoint import load_into_megatron
-from mcore_rl.megatron.value_head import build_value_model
-from mcore_rl.megatron.world import parsed_args
 from mcore_rl.rewards.functions import REWARD_MODEL
 from mcore_rl.rewards.parts import FailureLog
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.spec import ValueModelSpec
-from mcore_rl.trainer.roles.forward import ForwardModel
+from mcore_rl.trainer.roles.forward import ForwardModel, build_forward_parts
 from mcore_rl.trainer.roles.remote import Role
 from mcore_rl.trainer.roles.samples import table_to_tensors
 
@@ -65,21 +60,7 @@ def build_reward_model(
     log: TextIO | None = None,
 ) -> RewardModel:
     """Build the model through Megatron, without an optimizer, and fill it. Collective."""
-    assert spec.tokens is not None, "a reward model has a command line of its own"
-    args = parsed_args(spec.tokens, spec.extra_args, actor_args, log=log)
-    world, state, shards = build_value_model(
-        spec.shape,
-        spec.checkpoint,
-        args,
-        megatron_adapter.setup_without_optimizer,
-        requested_class=config.trainer.model_class,
-        log=log,
-    )
-    with world:
-        num_bytes = agreed_in_world(lambda: load_into_megatron(spec.checkpoint, shards))
-    logger.info("read %.1f MB of %s", num_bytes / 1e6, spec.checkpoint.folder)
-    batching = config.micro_batching(spec.shape, world.layout, vars(world.args))
-    return RewardModel(world, state, batching)
+    return RewardModel(*build_forward_parts(spec, config, actor_args, log=log))
 
 
 class ModelReward:

@@ -36,12 +36,10 @@ from mcore_rl.megatron.hf_checkpoint import (
 )
 from mcore_rl.megatron.policy_head import make_policy_provider
 from mcore_rl.megatron.shards import ModelShards
-from mcore_rl.megatron.value_head import build_value_model
-from mcore_rl.megatron.world import parsed_args
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.spec import TeacherSpec
-from mcore_rl.trainer.roles.forward import Divided, ForwardModel
+from mcore_rl.trainer.roles.forward import Divided, ForwardModel, build_forward_parts
 from mcore_rl.trainer.roles.reference import BasePolicy, ReferencePolicy
 from mcore_rl.trainer.roles.remote import Role
 from mcore_rl.trainer.roles.samples import table_to_tensors
@@ -118,31 +116,17 @@ def build_teacher_model(
     log: TextIO | None = None,
 ) -> TeacherModel:
     """Build the model through Megatron, without an optimizer, and fill it. Collective."""
-    assert spec.tokens is not None, "a teacher of another shape has a command line of its own"
-    args = parsed_args(spec.tokens, spec.extra_args, actor_args, log=log)
     add_head = functools.partial(
         make_policy_provider,
         real_vocab_size=spec.shape.vocab_size,
         chunk_tokens=config.trainer.log_prob_chunk_tokens,
     )
-    world, state, shards = build_value_model(
-        spec.shape,
-        spec.checkpoint,
-        args,
-        megatron_adapter.setup_without_optimizer,
-        requested_class=config.trainer.model_class,
-        add_head=add_head,
-        log=log,
-    )
-    with world:
-        num_bytes = agreed_in_world(lambda: load_into_megatron(spec.checkpoint, shards))
-    logger.info("read %.1f MB of %s", num_bytes / 1e6, spec.checkpoint.folder)
+    parts = build_forward_parts(spec, config, actor_args, add_head=add_head, log=log)
 
     def keywords(rows: ModelRows, samples: TrainBatch) -> dict[str, object]:
         return {"target_ids": rows.target_ids, "temperature": config.rollout.temperature}
 
-    batching = config.micro_batching(spec.shape, world.layout, vars(world.args))
-    model = TeacherModel(world, state, batching, keywords)
+    model = TeacherModel(*parts, keywords)
     model.num_top_tokens = config.teacher.num_top_tokens
     model.hidden_size = spec.shape.hidden_size if config.teacher.with_hidden else 0
     return model

@@ -6,6 +6,7 @@ seconds of this process so far.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ _total = 0.0
 def _timed(name: str) -> None:
     real = getattr(GPUModelRunner, name)
 
+    @functools.wraps(real)  # our patches check the parameters
     def timing(*args: Any, **keywords: Any) -> Any:
         global _total
         started = time.perf_counter()

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
-
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 
 FOLDER = "MCORE_RL_FORWARD_SECONDS"
 _total = 0.0
 
 
-def _timed(name: str) -> None:
-    real = getattr(GPUModelRunner, name)
+def _timed(owner: type, name: str) -> None:
+    real = getattr(owner, name)
 
     @functools.wraps(real)  # our patches check the parameters
     def timing(*args: Any, **keywords: Any) -> Any:
@@ -32,7 +29,7 @@ def _timed(name: str) -> None:
         finally:
             _total += time.perf_counter() - started
 
-    setattr(GPUModelRunner, name, timing)
+    setattr(owner, name, timing)
 
 
 def per_step(folder: Path, left_out: int) -> float:
@@ -42,9 +39,14 @@ def per_step(folder: Path, left_out: int) -> float:
     return max((each[-1] - each[0]) / (len(each) - 1) for each in totals)
 
 
-if FOLDER in os.environ:
+# The processes of environments import this file, too, and are forked from one that should be small.
+if getattr(sys.modules["__main__"].__spec__, "name", "") == "mcore_rl.train":
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+
     for method in ("execute_model", "sample_tokens"):
-        _timed(method)
+        _timed(GPUModelRunner, method)
     _reload = VLLMEngine.reload
 
     def _noting(self: VLLMEngine, *args: Any, **keywords: Any) -> None:

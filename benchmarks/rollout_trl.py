@@ -45,6 +45,7 @@ TEACHING_STEPS = 48
 TEACHING_RATE = 3e-4
 SECTION = "rollout_trl"
 TRL = "trl"
+FORWARD = "forward passes of vLLM"
 # Processes, threads of each, and flags.
 OURS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "mcore_rl, 1 process": (1, 1, ()),
@@ -165,7 +166,7 @@ def ours(
         "response_tokens": [step["response_tokens/mean"] for step in steps],
         # One line per turn; the file has all samples.
         "turns": [statistics.fmean(1 + json.loads(t)["response"].count("\n") for t in texts)],
-        "parts": {**parts_of(steps[LEFT_OUT_STEPS:]), "forward passes of vLLM": passes},
+        "parts": {**parts_of(steps[LEFT_OUT_STEPS:]), FORWARD: passes},
         "rewards": [step["reward/mean"] for step in steps],
         "setting": f"{processes} x {threads} thread{'s' * (threads > 1)}, {precision}",
     }
@@ -204,6 +205,17 @@ def parts_of(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {name: statistics.fmean(step[name] for step in steps if name in step) for name in names}
 
 
+def floor_of(parts: Mapping[str, float], theirs: Sequence[float]) -> str:
+    """Return a sentence about what remains without anything of ours but vLLM's forward passes and
+    Megatron's update, one after the other."""
+    seconds = parts[FORWARD] + parts["time/train_seconds"]
+    most = WORKLOAD.samples_per_step / seconds
+    return (
+        f" vLLM's forward passes and Megatron's update alone, one after the other: {seconds:.3f} "
+        f"s, {most:.0f} samples/s, {most / statistics.fmean(theirs):.2f}x TRL's."
+    )
+
+
 def pace(run: Run) -> float:
     """Return samples per second of the mean step, without the first ones."""
     return WORKLOAD.samples_per_step / statistics.fmean(run["step_seconds"][LEFT_OUT_STEPS:])
@@ -238,6 +250,8 @@ def section_of(runs: Mapping[str, Sequence[Run]], facts: Mapping[str, str]) -> s
             medians = {part: statistics.median(each[part] for each in every) for part in every[0]}
             parts = [f"{part.removeprefix('time/')} {value:.3f}" for part, value in medians.items()]
             lines += ["", f"Seconds of a step of {name}: {', '.join(parts)}."]
+            if "slow" not in name and "apart" not in name:
+                lines[-1] += floor_of(medians, [pace(run) for run in runs[TRL]])
     return section(SECTION, lines)
 
 

@@ -123,7 +123,7 @@ def test_section_of_trl_has_ratios_within_one_repetition():
     )
     assert (page.splitlines()[0], page.splitlines()[-1]) == markers(rollout_trl.SECTION)
     assert "| ours | 70.4 (128.0, 12.8) | 2.00x | 2.00 | 6.00 | 1.00 | x |" in page
-    with_parts = rollout_trl.section_of(
-        {"ours": [run(1) | {"parts": {"time/rollout_seconds": 0.5}}], "trl": [run(2)]}, {}
-    )
-    assert "Seconds of a step of ours: rollout_seconds 0.500." in with_parts
+    parts = {"time/rollout_seconds": 0.5, "time/train_seconds": 0.24, rollout_trl.FORWARD: 0.4}
+    with_parts = rollout_trl.section_of({"ours": [run(1) | {"parts": parts}], "trl": [run(2)]}, {})
+    assert "Seconds of a step of ours: rollout_seconds 0.500, " in with_parts
+    assert "0.640 s, 200 samples/s, 3.12x TRL's." in with_parts

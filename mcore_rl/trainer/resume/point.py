@@ -105,8 +105,7 @@ def find_resume_point(
         # First, since it is collective: the next checks may fail on some ranks alone.
         follows_another = prompts.follow(state.prompts)
         if follows_another:
-            # Moments of another loss; and Megatron finds none for another learning rate.
-            args.no_load_optim = True
+            args.no_load_optim = True  # moments of another loss
         kept = follows_another or (folder / REFERENCE).is_dir()
         if config.recipe.needs_reference and not kept:
             now = fingerprint(spec.checkpoint)

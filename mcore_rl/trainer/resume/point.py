@@ -81,7 +81,7 @@ def find_resume_point(
     def find() -> ResumePoint | None:
         load = None if args.load is None else Path(args.load)
         _check_load(args, config, load)
-        step = None
+        step, beside = None, []
         if load is not None:
             beside = [folders.critic_folder(load)] if config.recipe.needs_critic else []
             step = choose(load, beside=beside, step=args.ckpt_step)
@@ -95,6 +95,8 @@ def find_resume_point(
         args.ckpt_step = step
         if args.finetune:
             return None
+        if beside and folders.places_of(load, beside) == [load]:
+            _check_warmup(config.critic.warmup_steps, step, load)
         folder = load / folders.iteration_name(step)
         state, rng = load_trainer_state(folder / TRAINER, with_rng=not args.no_load_rng)
         if (warning := misplaced_optimizer(state, args)) and dist.get_rank() == 0:
@@ -134,21 +136,22 @@ def find_resume_point(
 def choose(folder: Path, *, beside: Sequence[Path] = (), step: int | None = None) -> int | None:
     """Return the step to resume from, None without a checkpoint of mcore_rl. Collective.
 
-    `folder` is `--load`; a step counts if the folders `beside` it (a critic's) have it, too, and
-    `step` is `--ckpt-step`, if given. Each file is read by one rank and compared with its digest. A
-    damaged checkpoint is named in a warning, and the previous one is taken. Nothing is deleted.
+    `folder` is `--load`; a step counts if the folders `beside` it (a critic's) have it, too, unless
+    they begin later (`places_of`). `step` is `--ckpt-step`, if given. Each file is read by one rank
+    and compared with its digest. A damaged checkpoint is named in a warning, and the previous one
+    is taken. Nothing is deleted.
 
     Raises UsageError on all ranks if `step` is missing or damaged, or if every checkpoint is
     damaged.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    places = [folder, *(place for place in beside if place.is_dir())]
-    found: list[list[int]] = [[]]
+    found: tuple[list[Path], list[int]] = [], []
     if rank == 0:
-        for place in places:
+        for place in (folder, *(each for each in beside if each.is_dir())):
             _recover(place)
-        found = [folders.common_steps(places)]
-    steps: list[int] = objects.broadcast(found[0])
+        places = folders.places_of(folder, beside)
+        found = places, folders.common_steps(places)
+    places, steps = objects.broadcast(found)
     steps = folders.steps_to_try(folder, steps, step)
     reports: list[Damage] = []
     for candidate in steps:
@@ -254,6 +257,17 @@ def _check_load(args: argparse.Namespace, config: RLConfig, load: Path | None) -
             refusal = error
     if (received := objects.broadcast(refusal)) is not None:
         raise received
+
+
+def _check_warmup(num_steps: int | None, step: int, load: Path) -> None:
+    """Refuse a warm-up of a new critic that is over when the critic begins, at `step`."""
+    if num_steps and num_steps <= step:
+        raise UsageError(
+            f"is over at step {step}, where this run continues from --load {load} with a new "
+            "critic: steps are counted from the first run's start",
+            flag=f"--rl-critic-warmup-steps {num_steps}",
+            remedy=f"give {step + num_steps} for a warm-up of {num_steps} steps, or drop it",
+        )
 
 
 def _log_what_megatron_finds(load: Path, asked: int | None) -> None:

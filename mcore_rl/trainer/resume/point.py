@@ -18,10 +18,12 @@ from mcore_rl.common.agreement import agreed
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
 from mcore_rl.data.demonstrations import Drawn
-from mcore_rl.data.prompts import changes_between
+from mcore_rl.data.prompts import PromptSources, changes_between
+from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.megatron.hf_checkpoint import fingerprint
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.rollout.ahead_state import require_nothing_outstanding
+from mcore_rl.rollout.pending import check_environments
 from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.adapters import check_same_adapters, check_stored_adapters
@@ -121,6 +123,8 @@ def find_resume_point(
         same_prompts = prompts.are_those_of(state.prompts) is not False
         if same_prompts and not config.rollout.samples_ahead:
             require_nothing_outstanding(folder / ROLLOUT)
+        if same_prompts and spec.environment is not None:
+            _check_environments(folder, spec.environment, prompts, args.seed)
         return ResumePoint(
             folder,
             _with_known_prompts(state, config, prompts, eval_prompts),
@@ -257,6 +261,18 @@ def _check_load(args: argparse.Namespace, config: RLConfig, load: Path | None) -
             refusal = error
     if (received := objects.broadcast(refusal)) is not None:
         raise received
+
+
+def _check_environments(
+    folder: Path, environment: EnvironmentSpec, prompts: Drawn, seed: int
+) -> None:
+    """Raise UsageError if conversations were with other environments than now."""
+    assert isinstance(prompts, PromptSources), "only prompts are sampled"
+
+    def class_of(draw: int) -> str:
+        return environment.class_for(prompts.of_draw(draw, seed=seed).source)
+
+    check_environments(folder / ROLLOUT, class_of)
 
 
 def _check_warmup(num_steps: int | None, step: int, load: Path) -> None:

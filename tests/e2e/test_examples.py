@@ -215,7 +215,7 @@ def test_ppo_continues_from_supervised_training(
     checkpoints = tmp_path / "grpo" / "checkpoints"
     assert (checkpoints / "critic" / "iter_0000005").is_dir()
     # The engine has the weights, and the reference is the same policy.
-    assert steps[0]["kl/rollout_actor"] < 0.01 and steps[0]["kl/ref"] == 0.0
+    assert steps[0]["kl/rollout_actor"] < 0.01 and steps[1]["kl/ref"] == 0.0
     assert differing(*exported, at_least=10) == []
     assert differing(folder, exported[0], at_least=10) != []
 

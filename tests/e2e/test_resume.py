@@ -61,9 +61,11 @@ RUNS = {
         "--rl-prompts {sources}/train.yaml --rl-eval-prompts {sources}/eval.yaml "
         "--rl-curriculum less --rl-eval-samples 4 --rl-eval-temperature 0.7",
     ),
-    "ppo, critic apart": (
+    # The reference becomes the base with the adapters of each step.
+    "ppo of adapters, critic apart": (
         2,
         "--rl-algorithm ppo --rl-kl-reward-coef 0.05 --rl-kl-target 0.1 --rl-critic-ranks 1 "
+        "--rl-lora-rank 4 --lr 1e-3 "
         "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
         "--expert-model-parallel-size 1",
     ),

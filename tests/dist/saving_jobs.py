@@ -46,9 +46,12 @@ def load(flags: list[str]) -> dict[str, Any]:
         gc.collect()
         held = live.live_bytes
     found = {"optimizer": _digests(actor.state), "beyond": live.peak_bytes - held}
-    names = ("lr", "max_lr", "min_lr", "betas", "step")
     groups = [group for each in actor.state.optimizers for group in each.optimizer.param_groups]
-    found["settings"] = [{name: group.get(name) for name in names} for group in groups]
+    found["settings"] = [
+        {name: float(group[name]) for name in ("lr", "max_lr", "min_lr", "step")}
+        | {"betas": list(group["betas"])}
+        for group in groups
+    ]
     dist.destroy_process_group()
     return found
 

@@ -90,10 +90,10 @@ def test_memory_to_save_does_not_grow_with_data_parallelism(
 # Other settings than before, and whether they count: of the derived flag, and of its opposite.
 OTHERS = "--lr 3e-6 --min-lr 2e-6 --adam-beta2 0.9".split()
 SETTINGS = {
-    "ours": (OTHERS, {"lr": 3e-6, "max_lr": 3e-6, "min_lr": 2e-6, "betas": (0.9, 0.9)}),
+    "ours": (OTHERS, {"lr": 3e-6, "max_lr": 3e-6, "min_lr": 2e-6, "betas": [0.9, 0.9]}),
     "megatrons": (
         [*OTHERS, "--use-checkpoint-opt_param-scheduler"],
-        {"lr": 1e-6, "max_lr": 1e-6, "min_lr": 0.0, "betas": (0.9, 0.95)},
+        {"lr": 1e-6, "max_lr": 1e-6, "min_lr": 0.0, "betas": [0.9, 0.95]},
     ),
 }
 

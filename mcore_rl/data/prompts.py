@@ -171,6 +171,10 @@ class PromptSources:
         """Return the numbers of the sources, int64, of prompts with these `Prompt.index`."""
         return np.searchsorted(self._first_rows, rows, side="right") - 1
 
+    def keys_of(self, rows: np.ndarray) -> list[str]:
+        """Return the `SourceSpec.key` of prompts with these `Prompt.index`."""
+        return [self.specs[number].key for number in self.sources_of(rows).tolist()]
+
     def first_of_each(self, count: int) -> np.ndarray:
         """Return the positions, int64, of the first `count` prompts of each source."""
         sizes = [len(each) for each in self.parts]

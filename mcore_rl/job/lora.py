@@ -48,13 +48,13 @@ def check_lora(config: RLConfig, shape: ModelShape, values: Mapping[str, Any]) -
             flag=f"--rl-lora-rank {lora.rank}",
             remedy="pass --no-gradient-accumulation-fusion",
         )
-    for reason, flag in _conflicts(config, values):
+    for reason, flag in _conflicts(values):
         if flag:
             raise UsageError(f"{reason} with --rl-lora-rank", flag=flag, remedy=_REMEDY)
     return lora
 
 
-def _conflicts(config: RLConfig, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _conflicts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield a reason, and the flag that it is against or ""."""
     biases = balancing_flag(values) if moves_biases(values) else ""
     yield "changes biases of experts, which are frozen", biases
@@ -64,9 +64,6 @@ def _conflicts(config: RLConfig, values: Mapping[str, Any]) -> Iterator[tuple[st
     )
     fusion = "--mla-down-proj-fusion" if is_split else ""
     yield "divides two fused weights unevenly among tensor-parallel ranks", fusion
-    interval = config.trainer.reference_refresh_interval
-    refresh = f"--rl-reference-refresh-interval {interval}" if interval else ""
-    yield "would replace the reference, which is the base without adapters", refresh
     name = values.get("ckpt_format", "torch_dist")
     saved = "" if name == "torch_dist" else f"--ckpt-format {name}"
     yield "does not save adapters by the layers of the Hugging Face model", saved

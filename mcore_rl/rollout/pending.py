@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save, save_file
 
 from mcore_rl.batching.types import Prompt, Rollout, TurnReward
-from mcore_rl.common.errors import not_held
+from mcore_rl.common.errors import UsageError, not_held
 from mcore_rl.common.readers import integer_within, number, parse_json
 from mcore_rl.environments.wire import checked_state
 from mcore_rl.moe.routing import Routes
@@ -79,6 +79,34 @@ def read_groups(
     return groups
 
 
+def check_environments(folder: Path, environment_of: Callable[[int], str]) -> None:
+    """Raise UsageError if a conversation that a run continues was with another environment, or if a
+    file has other content. `environment_of` returns the environment of a draw."""
+    for file in sorted(folder.glob("group_*.safetensors")):
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                groups = parse_json(tensors.metadata()["groups"])
+            found = {(_count(each["draw"]), n) for each in groups for n in _recorded(each)}
+        except MALFORMED as error:
+            raise _not_groups(file, error) from error
+        for draw, then in sorted(found):
+            if then and then != (now := environment_of(draw)):
+                raise UsageError(
+                    f"has conversations with {then} to continue, and the environment is now {now}",
+                    flag=f"--load {folder.parent}",
+                    remedy="bring that class back, or begin a new run with the trained weights by "
+                    "--finetune and another --rl-run-dir",
+                )
+
+
+def _recorded(facts: Mapping[str, Any]) -> Collection[str]:
+    """Return the environments of a group's conversations; earlier versions did not write them."""
+    environments = facts.get("environments", {}).values()
+    if not all(isinstance(each, str) for each in environments):
+        raise ValueError("an environment is not a text")
+    return environments
+
+
 def group_to_bytes(group: OpenGroup) -> bytes:
     """Encode a group with its rewards, like a file of this group alone."""
     return save(*_encoded([group]))
@@ -117,6 +145,7 @@ def _encoded(groups: Sequence[OpenGroup]) -> tuple[dict[str, np.ndarray], dict[s
                 "outcomes": {index: dict(by) for index, by in group.outcomes.items()},
                 "environment_outcomes": group.environment_outcomes,
                 "conversations": {n: each.unanswered for n, each in group.conversations.items()},
+                "environments": {n: each.environment for n, each in group.conversations.items()},
             }
         )
     return arrays, {"groups": json.dumps(facts)}
@@ -139,8 +168,11 @@ def _read(file: Path, prompt_of: Callable[[int], Prompt]) -> list[OpenGroup]:
                 for facts in parse_json(tensors.metadata()["groups"])
             ]
     except MALFORMED as error:
-        why = f"{type(error).__name__}: {error}"
-        raise not_held(file, "unfinished groups of samples", why) from error
+        raise _not_groups(file, error) from error
+
+
+def _not_groups(file: Path, error: Exception) -> UsageError:
+    return not_held(file, "unfinished groups of samples", f"{type(error).__name__}: {error}")
 
 
 def _group(
@@ -172,6 +204,9 @@ def _group(
         place = f"{group.draw}/{index}/"
         state, observed = array_of(place + "state"), array_of(place + "observed")
         kept = _conversation(group, int(index), unanswered, state, observed)
+        if index in (names := facts.get("environments", {})):
+            _recorded(facts)
+            kept = dataclasses.replace(kept, environment=names[index])
         group.conversations[int(index)] = kept
     return group
 

@@ -113,6 +113,7 @@ class KeptConversation:
     state: str  # of the environment after its last answer, as JSON
     observed: np.ndarray  # [o] int32, its last answer; the response may already contain it
     unanswered: str | None = None  # finish_reason of a last turn that it has not answered
+    environment: str = ""  # `EnvironmentSpec.class_for`; "": an earlier version did not record it
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,7 +76,7 @@ class Learner:
         config = job.config
         self._options, self._seed = config.trainer, job.args.seed
         self._layout, self._batching = job.spec.train_layout, job.micro_batching()
-        self._reward_weight = job.spec.rewards.weight
+        self._rewards = job.spec.rewards
         self._max_response_tokens = config.rollout.max_response_tokens
         self._critic_warmup_steps = config.critic.warmup_steps or 0
         self.recipe = config.recipe
@@ -84,6 +84,8 @@ class Learner:
         self.reference, self.sample_store = reference, sample_store
         self.teachers, self._teacher_coef = teachers, config.teacher.teacher_coef
         self.taught: MixedDemonstrations | None = None  # what updates learn besides
+        # `Prompt.index` of samples, `[n]` -> `SourceSpec.key` of each; None: there are no sources
+        self.source_keys: Callable[[np.ndarray], Sequence[str]] | None = None
         self.kl_controller = self.recipe.kl_controller()
         self.entropy_controller = self.recipe.entropy_controller()
         self._entropy_coef = self.entropy_controller.weight  # of this step
@@ -181,7 +183,9 @@ class Learner:
 
     def _reward_parts(self, table: SampleTable) -> tuple[np.ndarray, np.ndarray]:
         """Return the rewards `[n, r]`, 0 for one that a sample does not have, and their weights."""
-        weights = [self._reward_weight(name) for name in table.parts]
+        keys = [""] * len(table) if self.source_keys is None else self.source_keys(table.prompts)
+        of_samples = [self._rewards.weights_of(key) for key in keys]
+        weights = [[of.get(name, 0.0) for name in table.parts] for of in of_samples]
         return np.nan_to_num(np.stack(list(table.parts.values()), axis=1)), np.array(weights)
 
     def _group_ids(self, table: SampleTable) -> np.ndarray:
@@ -333,7 +337,7 @@ class Learner:
         answered = segments.counts > 0
         outcomes = torch.from_numpy(scores[rows]).float()
         if samples.turn_rewards is not None:
-            of_turns = self._reward_weight(ENVIRONMENT) * samples.turn_rewards * samples.loss_mask
+            of_turns = self._rewards.weight(ENVIRONMENT) * samples.turn_rewards * samples.loss_mask
             token_rewards += of_turns
             outcomes -= segments.sum(of_turns.double()).float()
         token_rewards[ends[answered]] += outcomes[answered]

@@ -181,10 +181,11 @@ def test_lora_trains_an_adapter_and_exports_it(
         assert torch.equal(value, expected), name
 
 
-def test_grpo_continues_from_supervised_training(
+def test_ppo_continues_from_supervised_training(
     checkpoint_factory: Callable[..., Path], prompts: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
-    """Both commands of sft_then_grpo/run.sh; with a rate of 0, GRPO keeps the weights."""
+    """Both commands of sft_then_grpo/run.sh, with a critic, which begins then. With a rate of 0,
+    the policy keeps its weights."""
     taught = tmp_path / "taught.jsonl"
     rows = [json.loads(line) for line in prompts.read_text().splitlines()]
     answers = [{"prompt": row["prompt"], "response": row["answer"]} for row in rows]
@@ -195,21 +196,26 @@ def test_grpo_continues_from_supervised_training(
     said = run_with_echo(tmp_path, script, folder, taught, prompts, *short, RUNS=str(tmp_path))
     _, first, second = said.split("mcore_rl.train\n")
     sft = first.removesuffix("-m\nmcore_rl.launch\n--nproc-per-node\n2\n-m\n").splitlines()
-    exported = [tmp_path / "sft_hf", tmp_path / "grpo_hf"]
+    exported = [tmp_path / "sft_hf", tmp_path / "ppo_hf"]
     # SHORT would have the engine's flag, which supervised training refuses.
     at = sft.index("--rl-rollout-kv-cache-gib")
     del sft[at : at + 2]
     sft += ["--lr", "1e-2", "--rl-export-hf", str(exported[0])]
-    grpo = [*second.splitlines(), "--rl-num-steps", "4", "--rl-num-samples-per-prompt", "4"]
-    grpo += ["--lr", "0", "--rl-kl-coef", "0.1", "--rl-export-hf", str(exported[1])]
-    for tokens in (sft, grpo):
+    ppo = [*second.splitlines(), "--rl-num-steps", "5", "--rl-num-samples-per-prompt", "4"]
+    ppo += ["--rl-algorithm", "ppo", "--rl-critic-lr", "1e-3", "--rl-critic-warmup-steps", "4"]
+    ppo += ["--lr", "0", "--rl-kl-coef", "0.1", "--rl-export-hf", str(exported[1])]
+    for tokens in (sft, ppo):
         ranks.run("tests.e2e.jobs:train", world_size=2, tokens=tokens)
     taught_steps, steps = (metrics_of(tmp_path / name) for name in ("sft", "grpo"))
     losses = [metrics["loss/sft"] for metrics in taught_steps]
     assert len(losses) == 3 and losses[2] < losses[0] - 1
-    assert [metrics["step"] for metrics in steps] == [3]
+    assert [metrics["step"] for metrics in steps] == [3, 4]
+    assert ["loss/policy" in metrics for metrics in steps] == [False, True]
+    assert steps[0]["critic/value_mean"] == 0.0 != steps[1]["critic/value_mean"]
+    checkpoints = tmp_path / "grpo" / "checkpoints"
+    assert (checkpoints / "critic" / "iter_0000005").is_dir()
     # The engine has the weights, and the reference is the same policy.
-    assert steps[0]["kl/rollout_actor"] < 0.01 and steps[0]["kl/ref"] == 0.0
+    assert steps[0]["kl/rollout_actor"] < 0.01 and steps[1]["kl/ref"] == 0.0
     assert differing(*exported, at_least=10) == []
     assert differing(folder, exported[0], at_least=10) != []
 

@@ -39,6 +39,8 @@ from mcore_rl.config import RLConfig
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.optimizer import UpdateResult
 from mcore_rl.model.layout import TrainLayout
+from mcore_rl.rewards.functions import ENVIRONMENT
+from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.roles import critic as critic_module
 from mcore_rl.trainer.roles.critic import ServedCritic, StepCritic, ValueUpdateStats
@@ -182,7 +184,7 @@ def learner_of(
         model: Any = ScriptedCritic(log)
         critic = StepCritic(LocalRole(ServedCritic(model, config.trainer, is_apart=False)))
     reference = ReferencePolicy(actor.state) if config.recipe.needs_reference else None
-    rewards = SimpleNamespace(weight=lambda name: turn_weight)
+    rewards = RewardSpec((ENVIRONMENT, "a", "b"), (turn_weight,) * 3, None, 1.0)
     job: Any = SimpleNamespace(
         config=config,
         spec=SimpleNamespace(train_layout=LAYOUT, rewards=rewards),
@@ -443,11 +445,24 @@ def test_gdpo_learns_from_groups_of_equal_sums():
     samples = with_parts(scored())
     inputs = inputs_of(learner_of(advantage="gdpo", turn_weight=3.0)[0], samples)
     assert inputs.reward_parts.tolist() == [[1, 0], [0, 1], [0.5, 0], [1, 1]]
-    assert inputs.reward_weights.tolist() == [3.0, 3.0]
+    assert inputs.reward_weights.tolist() == [[3.0, 3.0]] * 4
     learner, _ = learner_of(advantage="gdpo")
     assert learner._informative_groups(held(learner, samples)).tolist() == [True, True]
     learner, _ = learner_of()
     assert learner._informative_groups(held(learner, samples)).tolist() == [False, True]
+
+
+def test_gdpo_weighs_rewards_by_the_source_of_a_sample():
+    """The second source does not have the reward b."""
+    learner, _ = learner_of(advantage="gdpo", turn_weight=3.0)
+    of_sources = {"one": {"a": 1.0, "b": -2.0}, "two": {"a": 0.5}}
+    learner._rewards = dataclasses.replace(learner._rewards, of_sources=of_sources)
+    learner.source_keys = lambda prompts: ["one" if each == 0 else "two" for each in prompts]
+    samples = with_parts(scored())
+    samples[2:] = [dataclasses.replace(each, parts={"a": each.parts["a"]}) for each in samples[2:]]
+    inputs = inputs_of(learner, samples)
+    assert inputs.reward_parts.tolist() == [[1, 0], [0, 1], [0.5, 0], [1, 0]]
+    assert inputs.reward_weights.tolist() == [[1.0, -2.0], [1.0, -2.0], [0.5, 0.0], [0.5, 0.0]]
 
 
 # Samples without a reward -------------------------------------------------------------------------

@@ -130,12 +130,6 @@ def test_flags_that_lora_excludes_are_named(values: dict[str, Any], flag: str) -
     assert check_lora(RLConfig(), shape, values) is None
 
 
-def test_another_reference_is_refused() -> None:
-    config = RLConfig.of(lora_rank=8, reference_refresh_interval=5, kl_coef=0.1)
-    with pytest.raises(UsageError, match="--rl-reference-refresh-interval 5 .*--rl-lora-rank"):
-        check_lora(config, shape_of("qwen3"), {})
-
-
 def with_lora(model: TrainedModel, lora: Lora) -> TrainedModel:
     training = replace(model.training, lora_rank=lora.rank, lora_targets=lora.targets)
     return replace(model, training=training)

@@ -18,7 +18,7 @@ from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling
 from mcore_rl.moe.routing import Routes
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.collector import lengths_in
-from mcore_rl.rollout.pending import read_groups, write_groups
+from mcore_rl.rollout.pending import check_environments, read_groups, write_groups
 from mcore_rl.rollout.segments import (
     KeptConversation,
     OpenGroup,
@@ -96,7 +96,7 @@ def groups() -> list[OpenGroup]:
             [finished, None, part(new_rollout(PROMPT, 2, 1), [draw], 1)],
             {0: outcomes},
             {0: Outcome(0.2, "no answer", "in 2 s")},
-            {2: KeptConversation('{"a": [1]}', np.array([90, 91], np.int32), "stop")},
+            {2: KeptConversation('{"a": [1]}', np.array([90, 91], np.int32), "stop", "Guess")},
         )
         for draw, outcomes in (
             (7, {"length": Outcome(0.1)}),
@@ -140,6 +140,16 @@ def test_checkpoint_restores_pending_groups(tmp_path: Path, num_tp_groups: int) 
     ]
 
 
+def test_conversations_with_another_environment_are_refused(tmp_path: Path) -> None:
+    write_groups(groups(), tmp_path / "rollout", 0)
+    check_environments(tmp_path / "rollout", lambda draw: "Guess")
+    with pytest.raises(UsageError, match="with Guess to continue, .* now Other"):
+        check_environments(tmp_path / "rollout", lambda draw: "Other" if draw == 9 else "Guess")
+    (tmp_path / "rollout" / "group_00001.safetensors").write_text("other")
+    with pytest.raises(UsageError, match="unfinished groups"):
+        check_environments(tmp_path / "rollout", lambda draw: "Guess")
+
+
 def written(folder: Path) -> tuple[Path, dict[str, np.ndarray], str]:
     write_groups(groups()[:1], folder, 0)
     file = folder / "group_00000.safetensors"
@@ -173,6 +183,7 @@ def read_again(file: Path, *, has_environments: bool = True) -> list[OpenGroup]:
         *[("[{", "[" * 100 + "{"), ("[{", "{"), ("}]", "")],
         *[('{"2": "stop"}', f'{{"{n}": "stop"}}') for n in ("0", "1", "3", "x")],
         *[('{"2": "stop"}', value) for value in ('{"2": 5}', '["2"]', '{"-1": null}')],
+        *[('{"2": "Guess"}', value) for value in ('{"2": 5}', '["Guess"]')],
     ],
 )
 def test_groups_with_wrong_values_are_refused(tmp_path: Path, old: str, new: str) -> None:

@@ -19,6 +19,7 @@ from mcore_rl.data.apportionment import Apportionment
 from mcore_rl.data.prompt_file import PromptRow
 from mcore_rl.data.prompts import PromptSources, changes_between, prompt_indices
 from mcore_rl.data.sources import EVAL_PROMPTS, SourceSpec, parse_sources
+from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.environments.options import EnvironmentOptions
 from mcore_rl.hybrid_engine.vllm.generation import Sampling
 from mcore_rl.job.preflight import check_ranges
@@ -289,6 +290,7 @@ def test_environments_of_sources_need_one_of_the_run():
     assert spec is not None and spec.names == ("python_sandbox", "calculator")
     found = [spec.name_for(each.key) for each in own]
     assert found == ["calculator", "none", "python_sandbox"]
+    assert EnvironmentSpec("./mine.py:Guess", 1.0).class_for("") == "Guess"
     with pytest.raises(UsageError, match="--rl-environment is missing.*a, eval/b"):
         EnvironmentOptions().spec((), None, own)
     rewards = parse_rewards("environment", RewardOptions(), (), own)

@@ -17,8 +17,6 @@ def check_memory(config: RLConfig, facts: Facts, source: Source) -> tuple[str, .
         return ()
     if actor is None or rollout is None or roles is None:
         return ()
-    if roles.has_controllers:  # the planner knows no job without engines
-        return ()
     critic = None if facts.critic is None else trained_critic(config, facts.critic, roles)
     size = source.device_bytes() if source.platform.cuda and source.device_bytes else None
     has_device = size is not None

@@ -19,8 +19,10 @@ from mcore_rl.planner.memory import placement_of, resident_of
 from mcore_rl.planner.models import stage_state
 from mcore_rl.planner.phases import (
     BUILD,
+    FIRST_SWITCH,
     GRAPHS,
     HAND_OVER,
+    LOG_PROBS,
     NCCL,
     ROLLOUT,
     START,
@@ -200,6 +202,35 @@ def test_flag_gives_ranks_to_engines() -> None:
 def test_other_layouts_are_not_tried_with_given_ranks(flag: str) -> None:
     with pytest.raises(UsageError, match=f"--rl-rollout-ranks 8-15 .*; drop it, or {flag}"):
         read_command_line([*QWEN, "--rl-rollout-ranks", "8-15", flag])
+
+
+SERVERS = ["--rl-rollout-servers", "http://a:8000,http://b:8000"]
+
+
+def test_job_with_servers_plans_its_trainers() -> None:
+    """All ranks train, and hold what trainers with engines on ranks of their own hold."""
+    planned = read_command_line([*QWEN, *SERVERS])
+    case = planned.case
+    assert case.has_servers and not case.has_engines and case.train.world_size == 16
+    assert any("--rl-rollout-ranks" in note for note in planned.notes)
+    outcome = plan_case(case)
+    assert outcome.traffic is None and outcome.fits
+    phases = [phase.name for phase in outcome.memory.phases]
+    assert phases == [BUILD, FIRST_SWITCH, LOG_PROBS, TRAIN, HAND_OVER]
+    beside = read_command_line([*QWEN[:3], "24", "--rl-rollout-ranks", "16-23"]).case
+    assert beside.train == case.train
+    for name in phases:
+        assert parts(outcome, name) == parts(plan_case(beside), name)
+    assert as_json(outcome)["rollout"] is None
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))
+    print_plan(outcome, planned.notes, console)
+    assert "rollout  servers" in console.export_text()
+
+
+@pytest.mark.parametrize("flag", ["--search", "--simulate"])
+def test_other_layouts_of_servers_are_not_tried(flag: str) -> None:
+    with pytest.raises(UsageError, match=f"--rl-rollout-servers http.*drop it, or {flag}"):
+        read_command_line([*QWEN, *SERVERS, flag])
 
 
 def test_split_that_neither_side_can_use_is_none() -> None:

@@ -315,7 +315,7 @@ class _Planning:
                 yield self._phase(name, self._staying(self._first, model), model)
         if start is not None:
             yield start
-        if engine.has_canary and start is not None:
+        if engine.has_canary and hands_over:
             yield self._pass(CANARY, self._first, actor, self._canary_bytes())
         if hands_over:
             yield self._switch(FIRST_SWITCH, self._first)

@@ -57,9 +57,9 @@ class ContinuousScheduler(GroupScheduler):
         conversations: Conversations | None = None,
         banked: dict[int, OpenGroup],
     ) -> None:
-        """`draws`, `bank`, `rewards`, `conversations` and `banked` are given on the first rank only.
-        At most `most_groups` groups are being sampled here. `banked` holds groups that an earlier
-        process has finished; they finish when their draw starts."""
+        """`draws`, `bank`, `rewards`, `conversations` and groups in `banked` are given on the first
+        rank only. At most `most_groups` groups are being sampled here. `banked` holds groups that
+        an earlier process has finished; they finish when their draw starts."""
         super().__init__(
             engine,
             plan,

@@ -19,6 +19,7 @@ from mcore_rl.planner.memory import placement_of, resident_of
 from mcore_rl.planner.models import stage_state
 from mcore_rl.planner.phases import (
     BUILD,
+    CANARY,
     FIRST_SWITCH,
     GRAPHS,
     HAND_OVER,
@@ -216,7 +217,7 @@ def test_job_with_servers_plans_its_trainers() -> None:
     outcome = plan_case(case)
     assert outcome.traffic is None and outcome.fits
     phases = [phase.name for phase in outcome.memory.phases]
-    assert phases == [BUILD, FIRST_SWITCH, LOG_PROBS, TRAIN, HAND_OVER]
+    assert phases == [BUILD, CANARY, FIRST_SWITCH, LOG_PROBS, TRAIN, HAND_OVER]
     beside = read_command_line([*QWEN[:3], "24", "--rl-rollout-ranks", "16-23"]).case
     assert beside.train == case.train
     for name in phases:

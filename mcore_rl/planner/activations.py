@@ -216,7 +216,7 @@ def train_activation_bytes(model: TrainedModel) -> list[int]:
             stage,
             pp_size=pp_size,
             vp_size=len(chunks),
-            num_micro_batches=training.num_micro_batches,
+            num_micro_batches=training.num_micro_batches_in_all,
         )
         kept, group = _kept_by_stage(model, sizes, stage)
         kinds = model.shape.layer_kinds
@@ -226,7 +226,7 @@ def train_activation_bytes(model: TrainedModel) -> list[int]:
             total += head_bytes(model, with_gradients=True)
             total += training.mtp_layers * _mtp_input_bytes(model)
         # All micro-batches are on the device.
-        tokens = training.num_micro_batches * training.micro_batch_tokens
+        tokens = training.num_micro_batches_in_all * training.micro_batch_tokens
         total += _FLOAT32 * training.teacher_outputs * tokens
         found.append(math.ceil(total) + merged_bytes(model, with_gradients=True))
     return found

@@ -165,6 +165,7 @@ def _with_a_sample_at_a_time(settings: TrainSettings) -> TrainSettings:
         micro_batch_size=1,
         packed_tokens=settings.positions if settings.packed_tokens else 0,
         num_micro_batches=settings.num_micro_batches * samples,
+        num_taught_micro_batches=settings.num_taught_micro_batches * samples,
     )
 
 

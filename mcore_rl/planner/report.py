@@ -177,6 +177,11 @@ def _print_memory_facts(outcome: Outcome, console: Console) -> None:
             f"micro-batches of {training.describe_micro_batch()}, recomputation "
             f"{training.recompute.describe()}"
         )
+        if training.num_taught_micro_batches:
+            console.print(
+                f"demonstrations: {training.num_taught_micro_batches} micro-batches more, taken as "
+                "full"
+            )
         if training.lora_rank:
             most = max(parameters.trained for parameters in stage_parameters(model))
             console.print(

@@ -49,7 +49,8 @@ class TrainSettings:
     weight_bytes: int  # per parameter; activations have the same dtype
     vocabulary_multiple: int | None  # --make-vocab-size-divisible-by; None: derived
     micro_batch_size: int  # samples of a padded micro-batch
-    num_micro_batches: int  # of a mini-batch, on each data-parallel rank
+    num_micro_batches: int  # of a mini-batch's samples, on each data-parallel rank
+    num_taught_micro_batches: int = 0  # of demonstrations, behind these
     positions: int  # of the longest sample: prompt and response
     packed_tokens: int = 0  # limit of a packed micro-batch; 0: micro-batches are padded
     sequence_parallel: bool
@@ -78,6 +79,10 @@ class TrainSettings:
     saved_in_pieces: bool = False
     # Parts whose size is exact: a run is refused only because of these.
     exact: frozenset[str] = frozenset({"weights", "gradients", "optimizer"})
+
+    @property
+    def num_micro_batches_in_all(self) -> int:
+        return self.num_micro_batches + self.num_taught_micro_batches
 
     @property
     def teacher_outputs(self) -> int:

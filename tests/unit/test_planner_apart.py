@@ -33,6 +33,7 @@ from mcore_rl.planner.phases import (
 )
 from mcore_rl.planner.plan import Outcome, as_json, plan_case
 from mcore_rl.planner.report import print_plan
+from mcore_rl.planner.search import search
 from mcore_rl.planner.settings import GB, MB
 from mcore_rl.tools.plan.command_line import read_command_line
 from mcore_rl.tools.plan.simulate import with_useful_share
@@ -228,10 +229,16 @@ def test_job_with_servers_plans_its_trainers() -> None:
     assert "rollout  servers" in console.export_text()
 
 
-@pytest.mark.parametrize("flag", ["--search", "--simulate"])
-def test_other_layouts_of_servers_are_not_tried(flag: str) -> None:
-    with pytest.raises(UsageError, match=f"--rl-rollout-servers http.*drop it, or {flag}"):
-        read_command_line([*QWEN, *SERVERS, flag])
+def test_servers_are_not_simulated() -> None:
+    with pytest.raises(UsageError, match="--rl-rollout-servers http.*drop it, or --simulate"):
+        read_command_line([*QWEN, *SERVERS, "--simulate"])
+
+
+def test_layouts_of_the_trainers_of_servers_are_searched() -> None:
+    request = read_command_line([*QWEN, *SERVERS])
+    found = search(request.case, request.step, top=3)
+    assert found.num_fitting and {each.rollout_name for each in found.candidates} == {"none"}
+    assert all("rollout" not in each.flags for each in found.candidates)
 
 
 def test_split_that_neither_side_can_use_is_none() -> None:

@@ -216,14 +216,14 @@ def _check_tries(facts: Facts, options: argparse.Namespace) -> None:
             flag="--simulate",
             remedy="drop it",
         )
+    if facts.config.rollout.servers and options.simulate:
+        raise UsageError(
+            "names engines that the job does not start, and --simulate tries engines of the job",
+            flag=f"--rl-rollout-servers {facts.config.rollout.rollout_servers}",
+            remedy="drop it, or --simulate",
+        )
     ranks = facts.config.rollout.rollout_ranks
     tries = next((name for name in ("search", "simulate") if getattr(options, name)), None)
-    if facts.config.rollout.servers and tries is not None:
-        raise UsageError(
-            f"names engines that the job does not start, and --{tries} tries engines of the job",
-            flag=f"--rl-rollout-servers {facts.config.rollout.rollout_servers}",
-            remedy=f"drop it, or --{tries}",
-        )
     if ranks is not None and tries is not None:
         why = "does not change" if tries == "search" else "chooses itself"
         raise UsageError(
@@ -301,11 +301,6 @@ def _notes(case: Case, config: RLConfig, values: Mapping[str, Any]) -> Iterator[
         )
     if config.rewards.reward_model is not None:
         yield "the reward model of --rl-reward-model is not counted"
-    if config.supervised.demonstrations is not None:
-        yield (
-            f"micro-batches of training include those of {config.supervised.rows_per_step} rows of "
-            "--rl-sft-demonstrations a step, taken as samples of full length"
-        )
 
 
 def _notes_on_engines(

@@ -62,7 +62,6 @@ setup(
         "rich",
         "safetensors",
         "scipy",
-        "simpy",
         "tensorboard",
         "tokenizers",
         "transformers",

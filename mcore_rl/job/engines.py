@@ -98,7 +98,10 @@ def check_apart(config: RLConfig, roles: Roles) -> None:
 
 
 # Flags of engines and hand-overs that servers use, too.
-_OF_SERVERS = ("rollout_max_num_seqs", "ranks_per_node", "reshard_bucket_mb", "attest", "offload")
+_OF_SERVERS = (
+    *("rollout_max_num_seqs", "ranks_per_node", "reshard_bucket_mb", "attest", "offload"),
+    *("canary_interval", "canary_tolerance"),
+)
 # Flags that change what engines compute or receive.
 _OF_CONTENT = ("rollout_dtype", "speculate", "reshard_dtype", "reshard_delta")
 

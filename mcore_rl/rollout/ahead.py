@@ -64,8 +64,9 @@ class AheadSampler:
     ) -> None:
         """`position` is the number of prompts drawn before, `bank` the folder of finished groups.
         `folder` is what `save` wrote, if a run resumes; UsageError if it has other content.
-        `num_banked` is then the number of groups in the bank that need not be sampled again,
-        `skipped` describes what is damaged or of another run."""
+        On the first rank of a TP group, which reads the bank, `num_banked` is then the number of
+        groups that need not be sampled again, and `skipped` describes what is damaged or of another
+        run."""
         self._engine, self._workers, self._sample_store = engine, workers, sample_store
         self._prompts, self._recipe, self._options, self._seed = prompts, recipe, options, seed
         rank = dist.get_rank()
@@ -80,9 +81,12 @@ class AheadSampler:
         self._generation: SamplingGeneration | None = None
         state = AheadState.read(folder, position)
         fingerprint = self._fingerprint()
-        banked, self.skipped = read_bank(bank, self._prompt_of, fingerprint=fingerprint)
+        banked: dict[int, OpenGroup] = {}
+        self.skipped: list[str] = []
+        if self._is_leader:
+            banked, self.skipped = read_bank(bank, self._prompt_of, fingerprint=fingerprint)
         objects.barrier()  # all have read it before the first file is rewritten
-        self._resumed = self._held(folder, state, banked)
+        self._resumed = engine.of_first_rank(self._held(folder, state, banked))
         self._last_version = state.weight_version
         outstanding = self._outstanding(state)
         # Draws that are trained on or dropped, and whose groups are in the bank.
@@ -329,7 +333,7 @@ class AheadSampler:
         self, folder: Path | None, state: AheadState, banked: Mapping[int, OpenGroup]
     ) -> list[OpenGroup]:
         """Return the groups that this TP group continues: those of a checkpoint that have not been
-        trained on, in the newest state that is on the disk."""
+        trained on, on its first rank in the newest state that is on the disk."""
         size = self._plan().size
         groups: list[OpenGroup] = []
         if folder is not None and folder.is_dir():

@@ -270,7 +270,7 @@ class GroupScheduler:
         prompt_and_response = len(so_far.prompt.token_ids) + len(so_far.response_token_ids)
         self._counts.left_tokens += len(request.token_ids) - prompt_and_response + num_tokens
 
-    def restored(self, draws: Sequence[int]) -> None:
+    def restored(self, groups: Sequence[OpenGroup]) -> None:
         """Not called: a step has no bank."""
 
     def between_steps(self, num_running: int = 0, step_seconds: float = 0.0) -> None:

@@ -301,12 +301,14 @@ def connect_rollouts(
     start = inputs.start(job, models.state.iteration)
     note_stage("waiting for the engines")
     rollouts: RemoteRollouts
+    canary = build_canary(job, models.state, start.prompts)
     if job.spec.roles.has_controllers:
         from mcore_rl.trainer.servers import connect_servers  # imports vLLM
 
-        rollouts = connect_servers(job, engines, models.shards, models.sample_store, start, timers)
+        rollouts = connect_servers(
+            job, engines, models.shards, models.sample_store, canary, start, timers
+        )
     else:
-        canary = build_canary(job, models.state, start.prompts)
         rollouts = connect_engines(
             job, engines, models.shards, models.sample_store, canary, start, timers
         )

@@ -82,7 +82,7 @@ def examine_job(
         report.add(BATCHES, lambda: check_batches(facts))
     if facts.config.rollout.servers:
         report.add(NETWORK, lambda: _check_servers(facts))
-    elif facts.batches_are_right:
+    if facts.batches_are_right:
         with report.catching(PLAN):
             memory = _device_memory(request, gpus)
             host_bytes = request.host_memory_bytes or machine_memory().limit_bytes

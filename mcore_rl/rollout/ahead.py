@@ -322,7 +322,8 @@ class AheadSampler:
         """Return a line that names what a finished group depends on, besides weights."""
         options = dataclasses.asdict(self._options)
         kept = ("temperature", "top_p", "top_k", "max_response_tokens", "stop")
-        facts = [self._prompts.fingerprint, self._seed, self._plan().size]
+        begin = dataclasses.asdict(self._prompts.begin)
+        facts = [self._prompts.fingerprint, begin, self._seed, self._plan().size]
         return json.dumps([*facts, *(options[name] for name in kept)])
 
     def _held(

@@ -201,6 +201,8 @@ def read_inputs(job: Job) -> Inputs:
     _require_same_prompts(prompts, job.config)
     close_all()  # of the tokenizer: prompts are tokenised, and environments start another one
     point = find_resume_point(job.spec, job.args, prompts, eval_prompts)
+    if point is not None and isinstance(prompts, PromptSources):
+        prompts = prompts.begun(point.state.begin)
     return Inputs(prompts, eval_prompts, day, point, _began_with(job, point))
 
 
@@ -210,6 +212,7 @@ def _read_prompts(job: Job, day: str) -> tuple[Drawn, Drawn | None]:
     return load_prompt_files(
         job.config.data,
         job.spec.checkpoint.folder,
+        per_step=job.config.trainer.num_prompts_per_step,
         trust_remote_code=job.spec.trust_remote_code,
         date=day,
     )

@@ -199,7 +199,6 @@ def connect_servers(
     timers: StageTimers,
 ) -> ServerRollouts:
     """Wait for controllers that `start_engines` has started. Collective over the actor's ranks."""
-    folder = None if start.folder is None else str(start.folder)
-    log_bank(role.call(SamplingRanks.connect, position=start.position, folder=folder))
+    log_bank(role.call(SamplingRanks.connect, **start.message()))
     sync = ServerSync(job, role, ShardSource(shards, dict(job.spec.checkpoint.tensors)))
     return ServerRollouts(role, sync, sample_store, timers, start.position)

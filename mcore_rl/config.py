@@ -26,13 +26,14 @@ from mcore_rl.common.parameters import (
     with_values,
 )
 from mcore_rl.data.options import DataOptions, SupervisedOptions
+from mcore_rl.data.sources import NO_TEACHER, PROMPTS
 from mcore_rl.environments.options import EnvironmentOptions
 from mcore_rl.hybrid_engine.options import EngineOptions, WeightSyncOptions
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.model.lora import LoraOptions
 from mcore_rl.model.quantization import FP8
-from mcore_rl.model.teacher import TeacherOptions
+from mcore_rl.model.teacher import TeacherOptions, TeacherPlace
 from mcore_rl.observe.options import AlarmOptions, RunOptions
 from mcore_rl.rewards.options import RewardOptions
 from mcore_rl.rewards.specs import names_of
@@ -215,6 +216,29 @@ class RLConfig:
     def reward_names(self) -> tuple[str, ...]:
         """The names of all rewards, those of sources of prompts included."""
         return names_of(self.reward, self.data.all_sources())
+
+    @property
+    def teachers(self) -> tuple[TeacherPlace, ...]:
+        """The teachers of all sources of prompts, each once. Raises UsageError if the sources
+        cannot be read."""
+        found: dict[str, TeacherPlace] = {}
+        for each in filter(None, self.teachers_of_sources):
+            found.setdefault(each.place, each)
+        return tuple(found.values())
+
+    @property
+    def teachers_of_sources(self) -> tuple[TeacherPlace | None, ...]:
+        """The teacher of each source of --rl-prompts; without these, that of --rl-teacher."""
+        of_run = self.teacher.teacher
+        default = None if of_run is None else TeacherPlace(of_run, "--rl-teacher")
+        sources = () if self.data.prompts is None else self.data.train_sources()
+        found: list[TeacherPlace | None] = [] if sources else [default]
+        for source in sources:
+            flag = f"{PROMPTS} {self.data.prompts}: teacher of source '{source.name}'"
+            own = None if source.teacher in (None, NO_TEACHER) else source.teacher
+            place = None if own is None else TeacherPlace(own, flag)
+            found.append(default if source.teacher is None else place)
+        return tuple(found)
 
     @property
     def recipe(self) -> Algorithm:

@@ -218,6 +218,8 @@ class TrainBatch:
     # Log-probs of a teacher's k most probable next tokens, then their ids (m = 2k), or its hidden
     # states.
     teacher_outputs: torch.Tensor | None = None  # [t, m] float32
+    # Whether the sample has a teacher; None: all of the step's samples have, or none of the run's.
+    teacher_mask: torch.Tensor | None = None  # [t] bool
     values: torch.Tensor | None = None  # [t] float32, critic before the update
     returns: torch.Tensor | None = None  # [t] float32, targets of the critic
     weights: torch.Tensor | None = None  # [t] float32, correction of the train/engine mismatch

@@ -106,9 +106,9 @@ class Apportionment:
         while len(self._taken) <= num_blocks:
             taken = self._taken[-1][sharing]
             may_take = taken * total // rests < len(self._taken)
-            deadline = -(-(taken + 1) * total // rests)
+            deadline = _rounded_up((taken + 1) * total, rests)
             overlaps = (taken + 1) * total % rests != 0
-            run_end = -(-(-(-deadline * idle // total)) * total // idle)
+            run_end = _rounded_up(_rounded_up(deadline * idle, total) * total, idle)
             run_end[2 * rests < total] = 0
             urgent = np.lexsort((-run_end, ~overlaps, deadline))
             chosen = urgent[may_take[urgent]][: self._num_left]
@@ -116,6 +116,11 @@ class Apportionment:
             after = self._taken[-1].copy()
             after[sharing[chosen]] += 1
             self._taken.append(after)
+
+
+def _rounded_up(numerator: np.ndarray, denominator: np.ndarray | int) -> np.ndarray:
+    quotient: np.ndarray = -(-numerator // denominator)
+    return quotient
 
 
 def _in_units(shares: Sequence[Fraction]) -> list[int]:

@@ -48,9 +48,9 @@ class DataOptions(Parameters):
     cache_dir: str | None = param(None, "folder that caches tokenized prompts")
     on_changed_prompts: str = param(
         STOP,
-        "what a resume does if --rl-prompts differ from the checkpoint's: stop; restart: begin with "
-        "the first prompt of each source; continue: sources with the same prompts go on where they "
-        "were, others begin with the first",
+        "what a resume does if --rl-prompts differ from the checkpoint's: stop; restart: begin "
+        "with the first prompt of each source; continue: sources with the same prompts go on where "
+        "they were, others begin with the first",
         choices=(STOP, RESTART, CONTINUE),
     )
 

@@ -36,6 +36,8 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,3})?", re.IGNORECASE)
 _TOLERANCE = Fraction(1, 10**6)  # of the sum of weights
 MOST_SOURCES = 255
 NO_ENVIRONMENT = "none"  # of a source whose samples have one turn, in a run with environments
+NO_TEACHER = "none"  # of a source without a teacher, in a run with --rl-teacher
+_OF_TRAINING = ("weight", "teacher")  # not of held-out sets
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class SourceSpec:
     reward: str | None = None  # as --rl-reward
     reward_weights: str | None = None  # as --rl-reward-weights
     environment: str | None = None  # as --rl-environment, or NO_ENVIRONMENT
+    teacher: str | None = None  # as --rl-teacher, or NO_TEACHER
     max_prompt_tokens: int | None = None
     max_response_tokens: int | None = None
     is_eval: bool = False
@@ -74,6 +77,7 @@ _OPTIONS: Mapping[str, type] = {
     "reward": str,
     "reward_weights": str,
     "environment": str,
+    "teacher": str,
     "max_prompt_tokens": int,
     "max_response_tokens": int,
 }
@@ -153,7 +157,7 @@ def _of_entry(
     if not isinstance(entry, dict) or "path" not in entry:
         refuse(f": source '{name}' has no path", f"write '{name}: {{path: FILE}}'")
     is_eval = flag == EVAL_PROMPTS
-    known = [each for each in _OPTIONS if each != "weight" or not is_eval]
+    known = [each for each in _OPTIONS if each not in _OF_TRAINING or not is_eval]
     options: dict[str, Any] = {}
     for key, given in entry.items():
         if key not in known:
@@ -163,6 +167,9 @@ def _of_entry(
     path = Path(value).parent / options["path"]
     # What is not a file there may be a source of --rl-import.
     options["path"] = options["path"] if options["path"].isidentifier() else str(path)
+    teacher = options.get("teacher", NO_TEACHER)
+    if teacher != NO_TEACHER and not teacher.startswith(("http://", "https://")):
+        options["teacher"] = str(Path(value).parent / teacher)
     if "reward_weights" in options and "reward" not in options:
         refuse(f": source '{name}' has reward_weights without a reward", "add its reward")
     return SourceSpec(name, is_eval=is_eval, **options)

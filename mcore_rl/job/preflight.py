@@ -184,7 +184,7 @@ def _check_export(config: RLConfig, folder: str, *, resumes: bool) -> None:
         "--rl-hf-checkpoint": config.trainer.hf_checkpoint,
         "--rl-critic-init": config.critic.init,
         "--rl-reward-model": config.rewards.reward_model,
-        "--rl-teacher": config.teacher.folder,
+        **{each.flag: each.folder for each in config.teachers},
     }
     for name, source in sources.items():
         # Replacing deletes the folder with everything in it.
@@ -363,8 +363,9 @@ def _against_mtp(config: RLConfig, layers: PipelineLayers, values: Mapping[str, 
         return f"--rl-advantage {config.recipe.advantage}, whose critic has none"
     if config.rewards.reward_model is not None:
         return f"--rl-reward-model {config.rewards.reward_model}, which has none"
-    if config.teacher.folder is not None:
-        return f"--rl-teacher {config.teacher.folder}, which is read without them"
+    for teacher in config.teachers:
+        if teacher.folder is not None:
+            return f"{teacher.shown}, which is read without them"
     return ""
 
 

@@ -60,6 +60,7 @@ from mcore_rl.megatron.model_class import choose_model_class
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.model.roles import REWARD, parse_roles
+from mcore_rl.model.teacher import TeacherPlace
 from mcore_rl.moe.balance import check_balancing
 from mcore_rl.planner.checks import check_device, check_host
 from mcore_rl.planner.memory import memory_of, resident_of
@@ -69,7 +70,7 @@ from mcore_rl.trainer.case import (
     case_of_run,
     has_slow_products,
     trained_critic,
-    with_teacher,
+    with_teachers,
 )
 
 
@@ -348,14 +349,14 @@ class _Examiner:
             critic, facts.critic = self._value_model(options, config, shape)
         if (options := reward_options(config)) is not None:
             reward_model, _ = self._value_model(options, config, shape)
-        teacher = self._teacher(config, shape)
+        teachers = [self._teacher(each, config, shape) for each in config.teachers if each.folder]
         ask = self.source.device_capability
         if facts.rollout is not None and facts.rollout.float8 and self.source.platform.cuda and ask:
             self.refusals.passes(engines.check_float8_device, ask())
         memory_notes = self.refusals.value(self._check_memory, config)
         is_complete = not self.refusals.count and not self.refusals.left_out
         if memory_notes is not None and is_complete and self.source.has_files:
-            facts.spec = self._spec(critic, reward_model, teacher, memory_notes)
+            facts.spec = self._spec(critic, reward_model, teachers, memory_notes)
 
     def _value_model(
         self, options: ValueOptions, config: RLConfig, shape: ModelShape
@@ -395,14 +396,17 @@ class _Examiner:
         )
         return spec, laid_out
 
-    def _teacher(self, config: RLConfig, shape: ModelShape) -> TeacherSpec | None:
+    def _teacher(
+        self, teacher: TeacherPlace, config: RLConfig, shape: ModelShape
+    ) -> TeacherSpec | None:
         """Check a teacher in a folder by the checks of the actor and those of its own."""
-        found = read_teacher(config, shape, self.facts, self.refusals, self.source)
+        found = read_teacher(teacher, config, shape, self.facts, self.refusals, self.source)
         if found is None:
             return None
-        laid_out = self.facts.teacher = self._laid_out(found.options, config, found.shape)
+        laid_out = self._laid_out(found.options, config, found.shape)
         if laid_out is None:
             return None
+        self.facts.teachers += (laid_out,)
         with self.refusals.of_role("the teacher"):
             if self.facts.is_accepted:
                 self._megatron_accepts(laid_out)
@@ -455,7 +459,7 @@ class _Examiner:
         )
         if case is None:
             return ()
-        case = with_teacher(case, config, facts.teacher, roles)
+        case = with_teachers(case, config, facts.teachers, roles)
         lines = check_device(case, scores_only=source.scores_only) if has_device else ()
         if source.host_memory is None or has_device != source.platform.cuda or source.scores_only:
             return lines
@@ -473,7 +477,7 @@ class _Examiner:
         self,
         critic: ValueModelSpec | None,
         reward_model: ValueModelSpec | None,
-        teacher: TeacherSpec | None,
+        teachers: Sequence[TeacherSpec | None],
         memory_notes: tuple[str, ...],
     ) -> JobSpec:
         facts = self.facts
@@ -501,7 +505,7 @@ class _Examiner:
             save=facts.given.get("save"),
             critic=critic,
             reward_model=reward_model,
-            teacher=teacher,
+            teachers=tuple(each for each in teachers if each is not None),
             trust_remote_code=bool(facts.given.get("trust_remote_code")),
             lora=None if self.source.scores_only else facts.lora,
         )

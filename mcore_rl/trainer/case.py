@@ -7,7 +7,7 @@ they may be Megatron's validated arguments, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -135,23 +135,26 @@ def trained_critic(
     )
 
 
-def with_teacher(case: Case, config: RLConfig, teacher: LaidOut | None, roles: Roles) -> Case:
-    """Return the case with the weights of a teacher on the actor's ranks, if it has one there."""
-    if teacher is None or roles.is_apart(TEACHER):
+def with_teachers(case: Case, config: RLConfig, teachers: Sequence[LaidOut], roles: Roles) -> Case:
+    """Return the case with the weights of the teachers on the actor's ranks."""
+    if roles.is_apart(TEACHER):
         return case
-    train, layers = teacher.layout, teacher.layers
-    model = TrainedModel(
-        name=TEACHER,
-        shape=teacher.shape,
-        train=train,
-        layers=layers,
-        training=_train_settings(config, teacher.values, train, layers, 1.0),
-    )
-    weights = max(held["weights"] for held in stage_state(model))
-    if is_swapped(teacher, case.shape, case.train):
-        engine = replace(case.engine, teacher_host_bytes=weights)
-    else:
-        engine = replace(case.engine, teacher_bytes=weights)
+    on_host = on_device = 0
+    for teacher in teachers:
+        train, layers = teacher.layout, teacher.layers
+        model = TrainedModel(
+            name=TEACHER,
+            shape=teacher.shape,
+            train=train,
+            layers=layers,
+            training=_train_settings(config, teacher.values, train, layers, 1.0),
+        )
+        weights = max(held["weights"] for held in stage_state(model))
+        if is_swapped(teacher, case.shape, case.train):
+            on_host += weights
+        else:
+            on_device += weights
+    engine = replace(case.engine, teacher_host_bytes=on_host, teacher_bytes=on_device)
     return replace(case, engine=engine)
 
 

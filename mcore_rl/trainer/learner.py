@@ -167,12 +167,14 @@ class Learner:
         groups = np.unique(group_ids)
         is_trained = np.isin(groups, group_ids[self._trained(table).valid])
         estimator = find_advantage_estimator(self.recipe.advantage)
-        if not estimator.compares_group or self.teachers is not None:
+        if not estimator.compares_group:
             return is_trained
         rewards = [self._clipped(table.rewards)]
         if estimator.needs_reward_parts:
             rewards = list(self._reward_parts(table)[0].T)
         found = [select_informative_groups(each[valid], group_ids[valid]) for each in rewards]
+        if self.teachers is not None:
+            found.append(group_ids[self.teachers.teacher_of(table) >= 0])
         return is_trained & np.isin(groups, np.concatenate(found))
 
     def _clipped(self, rewards: np.ndarray) -> np.ndarray:
@@ -202,12 +204,13 @@ class Learner:
             samples = dataclasses.replace(samples, ref_log_probs=ref_log_probs)
         if values is not None:
             samples = dataclasses.replace(samples, values=values())
-        if teacher is not None:
+        if self.teachers is not None and teacher is not None:
             scores = teacher()
             samples = dataclasses.replace(
                 samples,
                 teacher_log_probs=scores[:, 0].contiguous(),
                 teacher_outputs=scores[:, 1:].contiguous() if scores.shape[1] > 1 else None,
+                teacher_mask=self.teachers.mask(samples),
             )
         return dataclasses.replace(batch, actor=samples)
 
@@ -253,8 +256,11 @@ class Learner:
         student = samples.rollout_log_probs if self._old_is_rollout else samples.old_log_probs
         assert samples.advantages is not None and student is not None
         assert samples.teacher_log_probs is not None
+        mask = samples.loss_mask
+        if samples.teacher_mask is not None:
+            mask = mask & samples.teacher_mask
         penalties, sums = teacher_penalties(
-            student, samples.teacher_log_probs, samples.loss_mask, self._teacher_coef
+            student, samples.teacher_log_probs, mask, self._teacher_coef
         )
         total = TeacherSums.from_stacked(self.actor.runner.global_sum(sums.stacked()))
         if samples.teacher_outputs is None:  # else the loss has a term

@@ -155,7 +155,13 @@ class PromptSources:
             index=prompt.index + int(self._first_rows[source]),
             source=spec.key,
             max_response_tokens=spec.max_response_tokens,
+            num_samples=spec.samples_per_prompt,
         )
+
+    @property
+    def most_samples(self) -> int:
+        """The largest number of samples per prompt that a source has of its own; 0: none has."""
+        return max(spec.samples_per_prompt or 0 for spec in self.specs)
 
     @property
     def names(self) -> tuple[str, ...]:

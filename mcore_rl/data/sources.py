@@ -33,11 +33,12 @@ PROMPTS, EVAL_PROMPTS = "--rl-prompts", "--rl-eval-prompts"
 _YAML = (".yaml", ".yml")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,3})?", re.IGNORECASE)
+_FRACTION = re.compile(r"\d{1,9}/0*[1-9]\d{0,8}")
 _TOLERANCE = Fraction(1, 10**6)  # of the sum of weights
 MOST_SOURCES = 255
 NO_ENVIRONMENT = "none"  # of a source whose samples have one turn, in a run with environments
 NO_TEACHER = "none"  # of a source without a teacher, in a run with --rl-teacher
-_OF_TRAINING = ("weight", "teacher")  # not of held-out sets
+_OF_TRAINING = ("weight", "teacher", "samples_per_prompt")  # not of held-out sets
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class SourceSpec:
     teacher: str | None = None  # as --rl-teacher, or NO_TEACHER
     max_prompt_tokens: int | None = None
     max_response_tokens: int | None = None
+    samples_per_prompt: int | None = None  # as --rl-num-samples-per-prompt
     is_eval: bool = False
 
     @property
@@ -80,7 +82,13 @@ _OPTIONS: Mapping[str, type] = {
     "teacher": str,
     "max_prompt_tokens": int,
     "max_response_tokens": int,
+    "samples_per_prompt": int,
 }
+
+
+def is_yaml(value: str) -> bool:
+    """Return whether the value of a flag is a YAML file, whose sources may have options."""
+    return Path(value).suffix in _YAML
 
 
 def parse_sources(value: str, flag: str = PROMPTS) -> tuple[SourceSpec, ...]:
@@ -90,7 +98,7 @@ def parse_sources(value: str, flag: str = PROMPTS) -> tuple[SourceSpec, ...]:
     name, weights of some sources only, and weights whose sum differs from 1 by more than 1e-6.
     """
     refuse = _refusal(flag, value)
-    if Path(value).suffix in _YAML:
+    if is_yaml(value):
         sources = _of_yaml(value, flag, refuse)
     elif Path(value).is_file() or not {",", "="} & set(value):
         return (SourceSpec("", value, is_eval=flag == EVAL_PROMPTS),)
@@ -129,10 +137,12 @@ def _of_part(part: str, flag: str, refuse: Callable[..., NoReturn]) -> SourceSpe
 
 def _weight(value: Any, name: str, refuse: Callable[..., NoReturn]) -> Fraction:
     text = str(value).strip()
+    if _FRACTION.fullmatch(text) and Fraction(text) > 0:
+        return Fraction(text)
     if isinstance(value, bool) or not _NUMBER.fullmatch(text) or Fraction(Decimal(text)) <= 0:
         refuse(
             f": the weight of '{name}' is '{text}', not a number above 0",
-            "give the share of the draws, for example 0.5, or leave the source out",
+            "give the share of the draws, for example 0.5 or 1/3, or leave the source out",
         )
     return Fraction(Decimal(text))
 
@@ -181,7 +191,7 @@ def _option(name: str, key: str, given: Any, refuse: Callable[..., NoReturn]) ->
         return _weight(given, name, refuse)
     if kind is int:
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-            refuse(f": {key} of source '{name}' is {given!r}", "give a number of tokens above 0")
+            refuse(f": {key} of source '{name}' is {given!r}", "give a whole number above 0")
         return given
     if key == "reward_weights" and isinstance(given, int | float) and not isinstance(given, bool):
         return str(given)

@@ -34,7 +34,7 @@ from mcore_rl.rollout.collector import Collected, rewards_differ, sampling_of
 from mcore_rl.rollout.continuous import ContinuousScheduler
 from mcore_rl.rollout.dispatch import StepCounts
 from mcore_rl.rollout.engines import RolloutWorkers
-from mcore_rl.rollout.groups import GroupPlan
+from mcore_rl.rollout.group_plan import GroupPlan
 from mcore_rl.rollout.options import RolloutOptions
 from mcore_rl.rollout.pending import read_groups, write_groups
 from mcore_rl.rollout.sample_store import SampleStore

@@ -112,7 +112,7 @@ class Learner:
         """Return the samples as tensors, divided into mini-batches, ranks and micro-batches."""
         orders = orders_of_epochs(
             self._informative_groups(table),
-            samples_per_group=self.recipe.num_samples_per_prompt,
+            group_sizes=np.bincount(table.group_ids),
             num_mini_batches=self._options.num_mini_batches,
             num_epochs=self._options.num_epochs,
             seed=self._seed,
@@ -163,7 +163,7 @@ class Learner:
     def _informative_groups(self, table: SampleTable) -> np.ndarray:
         """Return `[g]` bool: groups with a trained sample and with one whose advantages are not
         0."""
-        group_ids, valid = self._group_ids(table), table.valid
+        group_ids, valid = table.group_ids, table.valid
         groups = np.unique(group_ids)
         is_trained = np.isin(groups, group_ids[self._trained(table).valid])
         estimator = find_advantage_estimator(self.recipe.advantage)
@@ -185,9 +185,6 @@ class Learner:
         """Return the rewards `[n, r]`, 0 for one that a sample does not have, and their weights."""
         weights = [self._reward_weight(name) for name in table.parts]
         return np.nan_to_num(np.stack(list(table.parts.values()), axis=1)), np.array(weights)
-
-    def _group_ids(self, table: SampleTable) -> np.ndarray:
-        return np.arange(len(table)) // self.recipe.num_samples_per_prompt
 
     def with_log_probs(self, batch: StepBatch) -> StepBatch:
         """Add the log-probs of actor and reference and the critic's values, before any update."""
@@ -275,7 +272,8 @@ class Learner:
         old = samples.rollout_log_probs if self._old_is_rollout else samples.old_log_probs
         assert old is not None and samples.advantages is not None, "no scoring pass"
         # By draw and number in the group, so that the layout does not matter.
-        number = np.arange(len(table)) % self.recipe.num_samples_per_prompt
+        groups = table.group_ids
+        number = np.arange(len(table)) - np.searchsorted(groups, groups)
         random = [
             np.random.default_rng([self._seed, table.draws[row], number[row]]).random(length)
             for row, length in zip(
@@ -348,7 +346,7 @@ class Learner:
         parts, weights = self._reward_parts(table) if table.parts else (None, None)
         return AdvantageInputs(
             scores=scores,
-            group_ids=self._group_ids(table),
+            group_ids=table.group_ids,
             response_lengths=table.generated_lengths,
             rows=rows,
             token_rewards=token_rewards,

@@ -323,6 +323,8 @@ def _notes(placement: Placement, config: RLConfig, values: Mapping[str, Any]) ->
             "--use-megatron-fsdp: weights, gradients and what travels are counted as if every "
             "data-parallel rank held whole parameters, which is more than it shards them to"
         )
+    if config.has_groups_of_different_size:
+        yield f"every prompt is planned with {config.samples_per_prompt} samples, the most of any"
     if config.rewards.reward_model is not None:
         yield "the reward model of --rl-reward-model is not counted"
     if config.teacher.teacher_ranks is not None:

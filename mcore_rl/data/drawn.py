@@ -6,13 +6,17 @@ fingerprint of each. That of a single source is its own.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mcore_rl.common.readers import InvalidData, integer_within, parse_json
 from mcore_rl.data.apportionment import Apportionment
 
 _PREFIX = "sources:"
+_MOST = 10**9  # as the apportionment has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +52,18 @@ def fingerprint_of(units: Mapping[str, int], contents: Mapping[str, str], block:
 
 
 def _facts(fingerprint: str) -> _Facts:
+    """Return the content of a fingerprint; that of nothing if a checkpoint has another text."""
     if not is_of_sources(fingerprint):
         return _Facts({"": 1}, {"": fingerprint})
-    block, sources = json.loads(fingerprint[len(_PREFIX) :])
-    units = {name: share for name, share, _ in sources}
-    return _Facts(units, {name: content for name, _, content in sources}, block)
+    found = _Facts({}, {})
+    with contextlib.suppress(InvalidData, TypeError, ValueError):
+        block, sources = parse_json(fingerprint[len(_PREFIX) :])
+        for name, share, content in sources:
+            if integer_within(share, 1, _MOST) is None or integer_within(block, 1, _MOST) is None:
+                raise ValueError(f"{share} or {block} is not a number of draws")
+            found.units[str(name)], found.contents[str(name)] = share, str(content)
+        return dataclasses.replace(found, block=block)
+    return _Facts({}, {})
 
 
 def _names_now(before: _Facts, now: _Facts) -> dict[str, str]:
@@ -91,6 +102,8 @@ def continued(before: str, begin: Begin, position: int, now: str) -> Begin:
     first.
     """
     old, new = _facts(before), _facts(now)
+    if not old.units:
+        return Begin(position)
     apportionment = Apportionment(
         list(old.units.values()),
         old.block,

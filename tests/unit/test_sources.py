@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,24 +15,19 @@ from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
-from mcore_rl.data.apportionment import Apportionment
-from mcore_rl.data.drawn import Begin, changes_between, continued
 from mcore_rl.data.prompt_file import PromptRow
 from mcore_rl.data.prompts import PromptSources, prompt_indices
 from mcore_rl.data.sources import EVAL_PROMPTS, SourceSpec, parse_sources
 from mcore_rl.environments.options import EnvironmentOptions
 from mcore_rl.hybrid_engine.vllm.generation import Sampling
 from mcore_rl.job.preflight import check_ranges
-from mcore_rl.job.teachers import check_teacher_flags
-from mcore_rl.model.teacher import TeacherPlace
 from mcore_rl.rewards.options import RewardOptions
 from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rollout.group_plan import GroupPlan
 from mcore_rl.rollout.segments import new_rollout
-from mcore_rl.trainer.models import teachers_by_source
 from mcore_rl.trainer.step_metrics import source_metrics
-from tests.prompt_tables import dataset, one_source, sources
+from tests.prompt_tables import one_source, sources
 
 SEED = 7
 
@@ -174,188 +167,6 @@ def test_sources_and_curricula_fit_the_run(options, words, tmp_path):
         check_ranges(RLConfig.of(**options, max_staleness=0))
 
 
-TWO_SIZES = "a: {path: a.jsonl, weight: WEIGHT_A}\nb: {path: b.jsonl, weight: WEIGHT_B, N}"
-
-
-def of_two_sizes(tmp_path: Path, a: str, b: str, own: str = "samples_per_prompt: 6") -> str:
-    text = TWO_SIZES.replace("WEIGHT_A", a).replace("WEIGHT_B", b).replace("N}", f"{own}}}")
-    return yaml_of(tmp_path, text)
-
-
-@pytest.mark.parametrize(
-    ("weights", "num_prompts", "words"),
-    [
-        (("0.3", "0.7"), 8, "'a' 2.4 of --rl-num-prompts-per-step 8 .*1/4 for 'a', 3/4 for 'b'"),
-        (("0.001", "0.999"), 4, "weights 1/4 for 'a', 3/4 for 'b'"),
-        (("0.333333", "0.666667"), 3, "weights 1/3 for 'a', 2/3 for 'b'"),
-        (("0.5", "0.5"), 1, "raise that to 2"),
-    ],
-)
-def test_sources_of_different_group_sizes_need_whole_quotas(weights, num_prompts, words, tmp_path):
-    prompts = of_two_sizes(tmp_path, *weights)
-    config = RLConfig.of(prompts=prompts, num_prompts_per_step=num_prompts)
-    with pytest.raises(UsageError, match=words):
-        check_ranges(config)
-    if "1/3" in words:  # the remedy works
-        fits = RLConfig.of(prompts=of_two_sizes(tmp_path, "1/3", "2/3"), num_prompts_per_step=3)
-        check_ranges(fits)
-        assert fits.samples_per_step == 8 + 2 * 6 and fits.samples_per_prompt == 8
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"algorithm": "dapo", "overlong_buffer_tokens": 0}, "--rl-dynamic-sampling .*; drop"),
-        ({"partial_rollouts": True}, "--rl-partial-rollouts"),
-        ({"oversample": 1.5}, "--rl-oversample 1.5"),
-        ({"rollout_ranks": "1"}, "--rl-rollout-ranks 1 .*--rl-max-staleness 0"),
-    ],
-)
-def test_steps_of_any_prompts_need_groups_of_one_size(options, words, tmp_path):
-    prompts = of_two_sizes(tmp_path, "0.25", "0.75")
-    with pytest.raises(UsageError, match=f"different samples_per_prompt, and {words}"):
-        check_ranges(RLConfig.of(prompts=prompts, num_prompts_per_step=4, **options))
-    check_ranges(RLConfig.of(prompts=prompts, num_prompts_per_step=4))
-    same = of_two_sizes(tmp_path, "0.25", "0.75", own="samples_per_prompt: 16")
-    given = {"num_prompts_per_step": 4, "num_samples_per_prompt": 16, **options}
-    check_ranges(RLConfig.of(prompts=same, **given))
-
-
-def test_group_sizes_that_say_nothing_new_or_compare_nothing_are_refused(tmp_path):
-    own = of_two_sizes(tmp_path, "0.5", "0.5", own="samples_per_prompt: 1")
-    with pytest.raises(UsageError, match="samples_per_prompt 1 of source 'b' leaves nothing"):
-        check_ranges(RLConfig.of(prompts=own, num_prompts_per_step=2))
-    check_ranges(RLConfig.of(prompts=own, num_prompts_per_step=2, advantage="remax"))
-    only = yaml_of(tmp_path, "a: {path: a.jsonl, samples_per_prompt: 4}")
-    with pytest.raises(UsageError, match="give --rl-num-samples-per-prompt 4"):
-        check_ranges(RLConfig.of(prompts=only))
-    check_ranges(RLConfig.of(prompts=only, num_samples_per_prompt=4))
-    sizes = yaml_of(tmp_path, "a: {path: a.jsonl, samples_per_prompt: 4}\nb: {path: b.jsonl}")
-    with pytest.raises(UsageError, match="no weights.*; give the weights 1/2 for 'a', 1/2 for 'b'"):
-        check_ranges(RLConfig.of(prompts=sizes))
-
-
-def test_every_step_has_the_samples_of_its_sources(tmp_path):
-    path = of_two_sizes(tmp_path, "0.25", "0.75")
-    config = RLConfig.of(prompts=path, num_prompts_per_step=4, num_samples_per_prompt=2)
-    parts = [(spec, dataset(9, spec.name)) for spec in config.data.train_sources()]
-    prompts = PromptSources(parts, per_step=4)
-    assert prompts.apportionment.is_constant and prompts.most_samples == 6
-    sizes = [prompts.of_draw(draw, seed=SEED).num_samples or 2 for draw in range(40)]
-    assert [sum(sizes[at : at + 4]) for at in range(0, 40, 4)] == [config.samples_per_step] * 10
-
-
-# Teachers ---------------------------------------------------------------------------------------
-
-
-def test_sources_name_teachers_and_the_run_names_the_default(tmp_path):
-    text = (
-        "a: {path: a.jsonl, teacher: big}\nb: {path: b.jsonl}\nc: {path: c.jsonl, teacher: none}\n"
-        "d: {path: d.jsonl, teacher: 'http://host:8000'}\ne: {path: e.jsonl, teacher: big}"
-    )
-    path = yaml_of(tmp_path, text)
-    config = RLConfig.of(prompts=path, teacher="base", num_prompts_per_step=5)
-    big = TeacherPlace(f"{tmp_path}/big", f"--rl-prompts {path}: teacher of source 'a'")
-    base, host = (
-        TeacherPlace("base", "--rl-teacher"),
-        TeacherPlace("http://host:8000", f"--rl-prompts {path}: teacher of source 'd'"),
-    )
-    assert config.teachers == (big, base, host)
-    places = [None if each is None else each.place for each in config.teachers_of_sources]
-    assert places == [big.place, "base", None, host.place, big.place]
-    check_teacher_flags(config)
-    without = RLConfig.of(prompts=path)
-    assert [each.place for each in without.teachers] == [big.place, host.place]
-    prompts = PromptSources([(s, dataset(2, s.name)) for s in config.data.train_sources()])
-    table = SampleTable.of_lengths(np.ones(5, np.int64), np.ones(5, np.int64))
-    table = dataclasses.replace(table, prompts=np.array([9, 0, 2, 5, 6]))
-    assert teachers_by_source(prompts, [0, 1, -1, 2, 0])(table).tolist() == [0, 0, 1, -1, 2]
-
-
-OWN = "a: {path: a.jsonl, teacher: X}\nb: {path: b.jsonl, teacher: Y}"
-
-
-@pytest.mark.parametrize(
-    ("x", "y", "options", "words"),
-    [
-        ("p", "q", {"teacher": "r"}, "--rl-teacher r has no effect"),
-        ("none", "none", {"teacher": "r"}, "--rl-teacher r has no effect"),
-        ("p", "q", {"teacher_ranks": "2-3"}, "--rl-teacher-ranks 2-3 .*2 are given .*p.*q"),
-        ("p", "q", {"teacher_form": "full"}, "--rl-teacher-form full .*set it to topk or token"),
-        ("p", "http://h", {"teacher_form": "topk"}, "form topk .*'b' http://h is a server"),
-        ("p", "http://h", {"temperature": 0.5}, "teacher of source 'b' http://h .*temperature"),
-        ("p", "q", {"teacher_header_env": "A"}, "--rl-teacher-header-env A has no effect"),
-        ("http://g", "http://h", {"teacher_tp_size": 2}, "--rl-teacher-tp-size 2 has no effect"),
-        ("none", "q", {"reward": "none"}, "--rl-reward none leaves nothing .*add --rl-teacher"),
-        ("none", "none", {"teacher_coef": 2.0}, "--rl-teacher-coef 2.0 has no effect without"),
-    ],
-)
-def test_teachers_that_cannot_be_combined_are_refused(x, y, options, words, tmp_path):
-    path = yaml_of(tmp_path, OWN.replace("X", x).replace("Y", y))
-    with pytest.raises(UsageError, match=words):
-        check_teacher_flags(RLConfig.of(prompts=path, **options))
-    if "reward" in options:
-        text = (tmp_path / "s.yaml").read_text().replace("teacher: none", "reward: exact_match")
-        check_teacher_flags(RLConfig.of(prompts=yaml_of(tmp_path, text), **options))
-
-
-# Shares -------------------------------------------------------------------------------------------
-
-SHARES = st.lists(st.integers(1, 1000), min_size=2, max_size=7)
-
-
-@settings(deadline=None, max_examples=80)
-@given(shares=SHARES, block=st.integers(1, 40), num_blocks=st.integers(1, 60))
-def test_steps_and_counts_are_within_a_prompt_of_their_share(shares, block, num_blocks):
-    found, ranks = Apportionment(shares, block).of_draws(0, block * num_blocks)
-    for source, share in enumerate(shares):
-        is_of = found == source
-        quotas = is_of.reshape(num_blocks, block).sum(axis=1)
-        exact = Fraction(block * share, sum(shares))
-        assert {*quotas.tolist()} <= {math.floor(exact), math.ceil(exact)}
-        for number, count in enumerate(np.cumsum(quotas).tolist(), start=1):
-            assert math.floor(number * exact) <= count <= math.ceil(number * exact)
-        assert ranks[is_of].tolist() == list(range(is_of.sum()))  # each once, in order
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    shares=SHARES,
-    block=st.integers(1, 12),
-    cuts=st.lists(st.integers(0, 400), min_size=2, max_size=5),
-    position=st.integers(0, 99),
-)
-def test_draws_do_not_depend_on_the_order_of_questions(shares, block, cuts, position):
-    before = list(range(len(shares)))
-
-    def fresh() -> Apportionment:
-        return Apportionment(shares, block, position=position, counts=before)
-
-    found, ranks = fresh().of_draws(position, 500)
-    asked = fresh()
-    for cut in cuts:
-        for count in (0, 1, 30):
-            start = position + cut
-            got = [each.tolist() for each in asked.of_draws(start, count)]
-            assert got == [each[cut : cut + count].tolist() for each in (found, ranks)]
-        counts = np.bincount(found[:cut], minlength=len(shares)) + before
-        assert asked.counts(position + cut) == counts.tolist()
-
-
-def test_shares_are_exact_over_a_period():
-    apportionment = Apportionment([1, 2, 4], 5)
-    assert apportionment.counts(7 * 5 * 3) == [15, 30, 60]
-    far = 7 * 10**9  # found without the blocks before
-    assert apportionment.counts(far + 2) == [
-        far // 7 * units + first
-        for units, first in zip((1, 2, 4), apportionment.counts(2), strict=True)
-    ]
-    # Numbers that would overflow are rounded.
-    rounded = Apportionment([10**20, 1, 10**20 // 3], 8)
-    assert rounded.counts(8)[0] in (5, 6) and sum(rounded.counts(8)) == 8
-    assert Apportionment([2, 1, 1], 8).is_constant and not Apportionment([2, 1, 1], 6).is_constant
-
-
 # Draws --------------------------------------------------------------------------------------------
 
 
@@ -402,62 +213,6 @@ def test_prompts_know_their_source_and_rows_are_counted_over_all():
     assert prompts.first_of_each(2).tolist() == [0, 1, 2, 3]
     plan = GroupPlan(1, Sampling(1.0), 9, seed=1, first_draw=0, weight_version=0)
     assert plan.request(0, new_rollout(found[0], 0, 0)).max_tokens == 5
-
-
-def of(sizes: dict[str, int], *weights: str, **options: Any) -> PromptSources:
-    return sources(sizes, dict(zip(sizes, weights, strict=True)), **options)
-
-
-def test_a_changed_set_of_sources_is_another_one():
-    before = of({"a": 4, "b": 4}, "0.5", "0.5")
-    assert before.are_those_of(of({"a": 4, "b": 4}, "0.5", "0.5").fingerprint)
-    assert one_source(4).are_those_of(before.fingerprint) is False
-    assert before.are_those_of("size and time of a file") is None
-    for now, why in (
-        (of({"a": 4, "b": 4}, "0.6", "0.4"), "weights differ"),
-        (of({"b": 4, "a": 4}, "0.5", "0.5"), "order"),
-        (of({"a": 4, "b": 4}, "0.5", "0.5", per_step=2), "a step has 2 prompts of all, and had 1"),
-        (of({"a": 4, "b": 4, "c": 4}, "0.5", "0.25", "0.25"), "'c' is new"),
-        (of({"b": 4}, "1"), "'a' is missing, 'b' is missing"),
-        (of({"a": 4, "d": 4}, "0.5", "0.5"), "'d' is new, 'b' is missing"),
-        (of({"a": 5, "b": 4}, "0.5", "0.5"), "'a' has other prompts"),
-    ):
-        assert now.are_those_of(before.fingerprint) is False
-        assert why in changes_between(before.fingerprint, now.fingerprint)
-
-
-def test_sources_continue_where_they_were_after_others_join_or_shares_change():
-    def after(first: PromptSources, now: PromptSources, position: int) -> PromptSources:
-        fingerprints = first.fingerprint, now.fingerprint
-        return now.begun(continued(fingerprints[0], first.begin, position, fingerprints[1]))
-
-    def drawn(prompts: PromptSources, start: int, count: int, name: str) -> list[str]:
-        found = [prompts.of_draw(draw, seed=SEED) for draw in range(start, start + count)]
-        return [each.text for each in found if each.text.startswith(name)]
-
-    two = of({"a": 7, "b": 9}, "0.5", "0.5", per_step=4)
-    three = after(two, of({"a": 7, "c": 5, "b": 9}, "0.25", "0.5", "0.25", per_step=8), 12)
-    assert three.begin == Begin(12, {"a": 6, "b": 6})
-    for name in "ab":
-        assert drawn(two, 0, 12, name) + drawn(three, 12, 24, name) == drawn(two, 0, 24, name)
-    assert len(drawn(three, 12, 8, "c")) == 4  # the first step has the new quotas
-    assert drawn(three, 12, 8, "c") == drawn(three.begun(Begin()), 0, 8, "c")
-    # Again, with other prompts of one source.
-    last = after(three, of({"a": 8, "c": 5, "b": 9}, "0.25", "0.5", "0.25"), 20)
-    assert last.begin == Begin(20, {"b": 8, "c": 4})
-
-
-def test_the_only_source_continues_beside_another():
-    one = PromptSources([(SourceSpec("", "a.jsonl"), dataset(7, "a"))])
-    now = of({"b": 5, "a": 7}, "0.5", "0.5", per_step=2)
-    two = now.begun(continued(one.fingerprint, one.begin, 10, now.fingerprint))
-    assert two.begin == Begin(10, {"a": 10}, only_source="a")
-    texts = [two.of_draw(draw, seed=SEED).text for draw in range(10, 30)]
-    of_a = [text for text in texts if text.startswith("a")]
-    assert of_a == [one.of_draw(draw, seed=SEED).text for draw in range(10, 20)]
-    # Back to one file, which has no name: its order is another one, so it begins again.
-    assert continued(two.fingerprint, two.begin, 30, one.fingerprint) == Begin(30)
-    assert changes_between(one.fingerprint, two.fingerprint) == "'b' is new"
 
 
 def test_a_system_prompt_precedes_messages_without_one():

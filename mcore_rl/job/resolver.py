@@ -10,23 +10,18 @@ validation runs near the end, to find in advance what Megatron would refuse.
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_rl.common.allocator import check_allocator
-from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.config import RLConfig, config_from
-from mcore_rl.flags.classes import check_critic_rate, notes
+from mcore_rl.flags.classes import check_critic_rate
 from mcore_rl.flags.derived import DerivedFlags, derive_flags, values_of, with_effect
 from mcore_rl.flags.fsdp import check_fsdp, check_fsdp_machine
 from mcore_rl.flags.given import as_config, expand_config, import_given_files
 from mcore_rl.flags.packages import check_wandb
-from mcore_rl.flags.pages import help_text
-from mcore_rl.flags.parser import HELP_RL
 from mcore_rl.hybrid_engine.memory.offload import offload_kinds
 from mcore_rl.hybrid_engine.options import ranks_per_node
-from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.job import engines, preflight, reading
 from mcore_rl.job.batches import check_batches, check_lengths
 from mcore_rl.job.facts import BATCH, LAYOUT, LENGTHS, Facts, Refusals, Source
@@ -34,11 +29,10 @@ from mcore_rl.job.layout import (
     check_actor_layout,
     check_rollout,
     check_stages,
-    note_on_experts,
-    own_all_reduce_obstacle,
     title_of_engines,
 )
 from mcore_rl.job.lora import check_lora, check_lora_folders
+from mcore_rl.job.notes import start_notes
 from mcore_rl.job.supervised import check_mixed_batches, check_supervised
 from mcore_rl.job.teachers import check_teacher_flags, read_teacher, teacher_spec
 from mcore_rl.job.validation import check_megatron_accepts
@@ -55,7 +49,6 @@ from mcore_rl.job.value_models import (
     reward_options,
 )
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.megatron.model_class import choose_model_class
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import RolloutLayout
@@ -79,25 +72,10 @@ def resolve(source: Source) -> JobSpec:
 
     `--help` and `--help-rl` exit with SystemExit, after rank 0 has printed the flags.
     """
-    _answer_help(source.tokens, source.extra_args)
+    reading.answer_help(source.tokens, source.extra_args)
     spec = examine(source, Refusals()).spec
     assert spec is not None, "a check was skipped without a refusal"
     return spec
-
-
-def _answer_help(tokens: Sequence[str], extra_args: ExtraArgs) -> None:
-    is_first = int(os.environ.get("RANK", 0)) == 0
-    if HELP_RL in tokens:
-        import_given_files(tokens)
-        if is_first:
-            print(help_text(), end="")
-        sys.exit(0)
-    if {"-h", "--help"} & set(tokens):
-        preflight.check_versions()
-        import_given_files(tokens)
-        if is_first:
-            reading.make_parser(extra_args).print_help()
-        sys.exit(0)
 
 
 def examine(source: Source, refusals: Refusals) -> Facts:
@@ -501,7 +479,7 @@ class _Examiner:
             tokens=tokens,
             given=as_config(tokens[len(derived.tokens) :], facts.parser),
             flags=reading.flags_of(flags, facts.parser),
-            notes=(*self._notes(config, derived, actor, rollout, facts.checkpoint), *memory_notes),
+            notes=(*start_notes(facts, self.source), *memory_notes),
             save=facts.given.get("save"),
             critic=critic,
             reward_model=reward_model,
@@ -509,40 +487,3 @@ class _Examiner:
             trust_remote_code=bool(facts.given.get("trust_remote_code")),
             lora=None if self.source.scores_only else facts.lora,
         )
-
-    def _notes(
-        self,
-        config: RLConfig,
-        derived: DerivedFlags,
-        actor: LaidOut,
-        rollout: RolloutLayout,
-        checkpoint: HFCheckpoint,
-    ) -> Iterator[str]:
-        """Describe what a start decides that is not in the command line."""
-        if derived.architecture:
-            yield f"derived from config.json: {' '.join(derived.architecture)}"
-        if self.facts.model_class is not None:
-            chosen = self.facts.model_class.describe()
-            yield f"models, unless a model_provider builds them, are a {chosen}"
-        if derived.machine:
-            lacks = self.source.platform.lacks
-            why = f"no {lacks} here, so " if lacks else ""
-            yield f"{why}Megatron runs with: {' '.join(derived.machine)}"
-        if derived.defaults:
-            yield f"defaults for RL: {' '.join(derived.defaults)}"
-        parser = megatron_adapter.make_parser()  # without a fork's flags
-        yield from notes(self.facts.given, parser, unread=derived.unread)
-        if config.rollout.apart is None and config.has_engines:
-            placement = Placement(actor.shape, actor.layout, actor.layers, rollout)
-            yield from note_on_experts(config.engine, placement)
-        yield from engines.notes_on_sampling_ahead(config, rollout)
-        obstacle = own_all_reduce_obstacle(config.engine, rollout, os.environ)
-        if self.source.platform.cuda and config.has_engines and obstacle is not None:
-            yield f"engines reduce by NCCL, without vLLM's own all-reduce: {obstacle.found}"
-        if checkpoint.mtp:
-            drafts = config.engine.speculate.startswith("mtp")
-            yield (
-                f"the checkpoint's multi-token-prediction layers ({len(checkpoint.mtp)} tensors) "
-                "are not trained: they are exported as they are"
-                f"{', and draft for the engines' if drafts else ''}"
-            )

@@ -141,14 +141,24 @@ def test_each_sample_has_the_scores_of_its_own_teacher() -> None:
     }
     batch = batch_by_plan(table, tokens, epochs, 0)
     step = StepBatch(batch, division_of(epochs, lengths, ((0,),)), None)
-    numbers = np.array([0, 2, 2, 0])
+    numbers = np.array([0, 2, -1, 0])
     teachers = [Constant(-1.0), Constant(-2.0), Constant(-3.0)]
     of_step = StepTeachers(teachers, lambda _: numbers)
     of_step.divide(None, table)
-    assert [each.samples for each in teachers] == [[0, 3], None, [1, 2]]
+    assert [each.samples for each in teachers] == [[0, 3], None, [1]]
     found = of_step.begin(step)()[:, 0].split(batch.lengths.tolist())
-    for sample, scores in zip(batch.sample_ids.tolist(), found, strict=True):
-        assert set(scores.tolist()) == {-1.0 - numbers[sample]}
+    mask = of_step.mask(batch)
+    assert mask is not None
+    masks = mask.split(batch.lengths.tolist())
+    for sample, scores, is_taught in zip(batch.sample_ids.tolist(), found, masks, strict=True):
+        expected = -1.0 - numbers[sample] if sample != 2 else 0.0
+        assert set(scores.tolist()) == {expected} and set(is_taught.tolist()) == {sample != 2}
+    nobody = StepTeachers(teachers, lambda _: np.full(4, -1))
+    nobody.divide(None, table)
+    assert not nobody.begin(step)().any() and not nobody.mask(batch).any()
+    everybody = StepTeachers(teachers)
+    everybody.divide(None, table)
+    assert everybody.mask(batch) is None
 
 
 def planned(teacher: str, *more: str) -> Case:

@@ -59,6 +59,12 @@ class SampleTable:
         total: np.ndarray = self.prompt_lengths + self.response_lengths
         return total
 
+    @property
+    def group_ids(self) -> np.ndarray:
+        """`[n]` int64: the number of the sample's group, neighbours of one draw, from 0."""
+        found: np.ndarray = np.cumsum(np.diff(self.draws, prepend=self.draws[:1]) != 0)
+        return found
+
     @classmethod
     def of(
         cls,

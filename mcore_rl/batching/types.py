@@ -43,6 +43,7 @@ class Prompt:
     row: str = "{}"  # all columns, as JSON; only on ranks that compute rewards
     source: str = ""  # `SourceSpec.key`
     max_response_tokens: int | None = None  # None: that of the run
+    num_samples: int | None = None  # responses to sample; None: as for all prompts
 
     def limit(self, max_tokens: int) -> int:
         """Return the number of tokens that a response may have; `max_tokens` is the run's."""
@@ -164,22 +165,23 @@ class ScoredRollout:
         return self.failure
 
 
-def with_baselines(scored: Sequence[ScoredRollout], num_samples: int) -> list[ScoredRollout]:
-    """Set the greedy responses after the first `num_samples` as baselines of these samples.
+def with_baselines(scored: Sequence[ScoredRollout], sizes: Sequence[int]) -> list[ScoredRollout]:
+    """Set the greedy responses, one per group, as baselines of the samples before them.
 
-    Samples and greedy responses are in the same order of groups, and so is the result. Without
-    greedy responses the samples are returned unchanged.
+    `sizes` are the numbers of samples of the groups. Samples and greedy responses are in the order
+    of groups, and so is the result. Without greedy responses the samples are returned unchanged.
     """
-    samples, greedy = list(scored[:num_samples]), list(scored[num_samples:])
+    samples, greedy = list(scored[: sum(sizes)]), list(scored[sum(sizes) :])
     if not greedy:
         return samples
-    size = len(samples) // len(greedy)
     baselines = [
         Baseline(each.reward, len(each.rollout.response_token_ids), each.why_not_valid)
         for each in greedy
     ]
+    of_samples = [each for each, size in zip(baselines, sizes, strict=True) for _ in range(size)]
     return [
-        replace(sample, baseline=baselines[index // size]) for index, sample in enumerate(samples)
+        replace(sample, baseline=baseline)
+        for sample, baseline in zip(samples, of_samples, strict=True)
     ] + greedy
 
 
@@ -218,6 +220,8 @@ class TrainBatch:
     # Log-probs of a teacher's k most probable next tokens, then their ids (m = 2k), or its hidden
     # states.
     teacher_outputs: torch.Tensor | None = None  # [t, m] float32
+    # Whether the sample has a teacher; None: all of the step's samples have, or none of the run's.
+    teacher_mask: torch.Tensor | None = None  # [t] bool
     values: torch.Tensor | None = None  # [t] float32, critic before the update
     returns: torch.Tensor | None = None  # [t] float32, targets of the critic
     weights: torch.Tensor | None = None  # [t] float32, correction of the train/engine mismatch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from mcore_rl.config import RLConfig
 from mcore_rl.flags.classes import notes
@@ -24,7 +24,7 @@ def spec_of(
     source: Source,
     critic: ValueModelSpec | None,
     reward_model: ValueModelSpec | None,
-    teacher: TeacherSpec | None,
+    teachers: Sequence[TeacherSpec | None],
     memory_notes: tuple[str, ...],
 ) -> JobSpec:
     """Return the job; no check has refused anything."""
@@ -52,7 +52,7 @@ def spec_of(
         save=facts.given.get("save"),
         critic=critic,
         reward_model=reward_model,
-        teacher=teacher,
+        teachers=tuple(each for each in teachers if each is not None),
         trust_remote_code=bool(facts.given.get("trust_remote_code")),
         lora=None if source.scores_only else facts.lora,
     )

@@ -6,7 +6,7 @@ from mcore_rl.config import RLConfig
 from mcore_rl.job.facts import Facts, Source
 from mcore_rl.planner.checks import check_device, check_host
 from mcore_rl.planner.memory import memory_of, resident_of
-from mcore_rl.trainer.case import case_of_run, has_slow_products, trained_critic, with_teacher
+from mcore_rl.trainer.case import case_of_run, has_slow_products, trained_critic, with_teachers
 
 
 def check_memory(config: RLConfig, facts: Facts, source: Source) -> tuple[str, ...]:
@@ -28,7 +28,7 @@ def check_memory(config: RLConfig, facts: Facts, source: Source) -> tuple[str, .
     )
     if case is None:
         return ()
-    case = with_teacher(case, config, facts.teacher, roles)
+    case = with_teachers(case, config, facts.teachers, roles)
     lines = check_device(case, scores_only=source.scores_only) if has_device else ()
     if source.host_memory is None or has_device != source.platform.cuda or source.scores_only:
         return lines

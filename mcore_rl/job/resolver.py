@@ -10,20 +10,16 @@ validation runs near the end, to find in advance what Megatron would refuse.
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mcore_rl.common.allocator import check_allocator
-from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.config import RLConfig, config_from
 from mcore_rl.flags.classes import check_critic_rate
 from mcore_rl.flags.derived import DerivedFlags, derive_flags, values_of, with_effect
 from mcore_rl.flags.fsdp import check_fsdp, check_fsdp_machine
 from mcore_rl.flags.given import expand_config, import_given_files
 from mcore_rl.flags.packages import check_wandb
-from mcore_rl.flags.pages import help_text
-from mcore_rl.flags.parser import HELP_RL
 from mcore_rl.hybrid_engine.memory.offload import offload_kinds
 from mcore_rl.job import engines, preflight, reading
 from mcore_rl.job.batches import check_batches, check_lengths
@@ -57,6 +53,7 @@ from mcore_rl.megatron.model_class import choose_model_class
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.model.roles import REWARD, parse_roles
+from mcore_rl.model.teacher import TeacherPlace
 from mcore_rl.moe.balance import check_balancing
 from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.spec import JobSpec, LaidOut, TeacherSpec, ValueModelSpec
@@ -67,25 +64,10 @@ def resolve(source: Source) -> JobSpec:
 
     `--help` and `--help-rl` exit with SystemExit, after rank 0 has printed the flags.
     """
-    _answer_help(source.tokens, source.extra_args)
+    reading.answer_help(source.tokens, source.extra_args)
     spec = examine(source, Refusals()).spec
     assert spec is not None, "a check was skipped without a refusal"
     return spec
-
-
-def _answer_help(tokens: Sequence[str], extra_args: ExtraArgs) -> None:
-    is_first = int(os.environ.get("RANK", 0)) == 0
-    if HELP_RL in tokens:
-        import_given_files(tokens)
-        if is_first:
-            print(help_text(), end="")
-        sys.exit(0)
-    if {"-h", "--help"} & set(tokens):
-        preflight.check_versions()
-        import_given_files(tokens)
-        if is_first:
-            reading.make_parser(extra_args).print_help()
-        sys.exit(0)
 
 
 def examine(source: Source, refusals: Refusals) -> Facts:
@@ -337,7 +319,7 @@ class _Examiner:
             critic, facts.critic = self._value_model(options, config, shape)
         if (options := reward_options(config)) is not None:
             reward_model, _ = self._value_model(options, config, shape)
-        teacher = self._teacher(config, shape)
+        teachers = [self._teacher(each, config, shape) for each in config.teachers if each.folder]
         ask = source.device_capability
         if facts.rollout is not None and facts.rollout.float8 and source.platform.cuda and ask:
             self.refusals.passes(engines.check_float8_device, ask())
@@ -346,7 +328,7 @@ class _Examiner:
             memory_notes = self.refusals.value(check_memory, config, facts, source)
         is_complete = not self.refusals.count and not self.refusals.left_out
         if memory_notes is not None and is_complete and source.has_files:
-            facts.spec = spec_of(facts, source, critic, reward_model, teacher, memory_notes)
+            facts.spec = spec_of(facts, source, critic, reward_model, teachers, memory_notes)
 
     def _value_model(
         self, options: ValueOptions, config: RLConfig, shape: ModelShape
@@ -386,14 +368,17 @@ class _Examiner:
         )
         return spec, laid_out
 
-    def _teacher(self, config: RLConfig, shape: ModelShape) -> TeacherSpec | None:
+    def _teacher(
+        self, teacher: TeacherPlace, config: RLConfig, shape: ModelShape
+    ) -> TeacherSpec | None:
         """Check a teacher in a folder by the checks of the actor and those of its own."""
-        found = read_teacher(config, shape, self.facts, self.refusals, self.source)
+        found = read_teacher(teacher, config, shape, self.facts, self.refusals, self.source)
         if found is None:
             return None
-        laid_out = self.facts.teacher = self._laid_out(found.options, config, found.shape)
+        laid_out = self._laid_out(found.options, config, found.shape)
         if laid_out is None:
             return None
+        self.facts.teachers += (laid_out,)
         with self.refusals.of_role("the teacher"):
             if self.facts.is_accepted:
                 self._megatron_accepts(laid_out)

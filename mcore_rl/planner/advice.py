@@ -121,16 +121,16 @@ def _changes(case: Case, memory: Memory, where: str) -> Iterator[Change]:
 def _of_training(case: Case) -> Iterator[Change]:
     """Yield changes of what is on the device while the engine sleeps. Other models share the
     actor's training settings."""
-    critic, teacher, engine = case.critic, case.teacher, case.engine
+    critic, engine = case.critic, case.engine
     if engine.graph_bytes and not engine.offloads_graphs:
         offloads = replace(engine, offloads_graphs=True)
         yield "--rl-rollout-offload-cuda-graphs", replace(case, engine=offloads)
     for flags, change in _settings(case.training):
         other = None if critic is None else replace(critic, training=change(critic.training))
-        scores = teacher
-        if teacher is not None:
-            scores = replace(teacher, training=change(teacher.training).without_state())
-        yield flags, replace(case, training=change(case.training), critic=other, teacher=scores)
+        teachers = tuple(
+            replace(each, training=change(each.training).without_state()) for each in case.teachers
+        )
+        yield flags, replace(case, training=change(case.training), critic=other, teachers=teachers)
 
 
 def _settings(

@@ -136,11 +136,13 @@ class _Planning:
             weights = [held["weights"] for held in stage_state(case.actor)]
             self._engine["reference policy"] = self._of_ranks(case.actor, weights)
         self._scores: Parts = {}  # of a teacher
-        if (teacher := case.teacher) is not None:
-            self._engine[TEACHER_WEIGHTS] = self._teacher_weights(teacher)
+        if case.teachers:
+            weights = map(self._teacher_weights, case.teachers)
+            self._engine[TEACHER_WEIGHTS] = np.sum(list(weights), axis=0)
             scores = self._on(self._actor, score_bytes(case, case.actor))
-            if teacher.ranks:
-                scores += self._on(teacher.ranks, score_bytes(case, teacher))
+            for teacher in case.teachers:
+                if teacher.ranks:
+                    scores += self._on(teacher.ranks, score_bytes(case, teacher))
             self._scores = {"teacher's scores": scores}
         self._exact = EXACT | {m.part_name(p) for m in case.held for p in m.training.exact}
 
@@ -157,7 +159,7 @@ class _Planning:
             yield self._phase(ROLLOUT, whole, held)
         for model in self._case.models:
             yield from self._passes(model, {**whole, **held, **self._scores})
-        if (teacher := self._case.scoring_teacher) is not None:
+        for teacher in self._case.scoring_teachers:
             used = teacher_activation_bytes(teacher, engine.sampled_tokens_in_all)
             activations = {"activations": self._of_ranks(teacher, used)}
             yield self._phase(SCORES, whole, held, self._scores, activations)

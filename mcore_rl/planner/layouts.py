@@ -145,18 +145,17 @@ def with_engines_apart(case: Case, num_engine_ranks: int) -> Case | None:
 
 
 def with_train_layout(case: Case, train: TrainLayout, layers: PipelineLayers) -> Case | None:
-    """Return the case, with its critic and teacher, in another training layout; None if samples do
+    """Return the case, with its critic and teachers, in another training layout; None if samples do
     not divide or another model cannot follow."""
     actor = in_layout(case.actor, train, layers)
-    critic, teacher = (
-        None if model is None else following(model, train, layers)
-        for model in (case.critic, case.teacher)
-    )
-    follows = (critic is None, teacher is None) == (case.critic is None, case.teacher is None)
+    critic = None if case.critic is None else following(case.critic, train, layers)
+    found = [following(model, train, layers) for model in case.teachers]
+    teachers = tuple(model for model in found if model is not None)
+    follows = (critic is None) == (case.critic is None) and len(teachers) == len(found)
     if actor is None or not follows:
         return None
     other = replace(case, train=train, layers=layers, training=actor.training)
-    return replace(other, critic=critic, teacher=teacher)
+    return replace(other, critic=critic, teachers=teachers)
 
 
 def following(

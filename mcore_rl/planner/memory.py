@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mcore_rl.hybrid_engine.plan.placement import Placement
-from mcore_rl.model.roles import ACTOR, TEACHER
+from mcore_rl.model.roles import ACTOR
 from mcore_rl.model.tensors import embedding_specs, head_specs
 from mcore_rl.moe.routing import RoutedLayers
 from mcore_rl.planner.models import (
@@ -141,22 +141,23 @@ def _host(case: Case, traffic_bytes: int, routed: Mapping[str, int]) -> dict[str
     sharing: dict[tuple[int, ...], list[TrainedModel]] = {}
     for model in case.models:
         sharing.setdefault(model.ranks, []).append(model)
-    teacher = case.teacher
-    if teacher is not None and teacher.ranks:
-        sharing[teacher.ranks] = [teacher]
+    for teacher in case.teachers:
+        if teacher.ranks:
+            sharing[teacher.ranks] = [teacher]
     of_ranks = []
     for models in sharing.values():
         sizes: dict[str, int] = {}
         for model in models:
-            if teacher is not None and model.name in (ACTOR, TEACHER):
+            is_teacher = model in case.teachers
+            if is_teacher or (case.teachers and model.name == ACTOR):
                 sizes["teacher's scores"] = score_bytes(case, model)
-            if model.name == TEACHER:
+            if is_teacher:
                 continue
             sizes |= _state_on_host(case, model)
             if model.name == ACTOR:
                 sizes |= _actors_host_bytes(case, traffic_bytes, routed)
         # Models are saved one after the other.
-        if case.engine.saves_checkpoints and models != [teacher]:
+        if case.engine.saves_checkpoints and models[0] not in case.teachers:
             sizes["checkpoint being written"] = max(map(checkpoint_copies_bytes, models))
         of_ranks.append(sizes)
     per_rank = max(of_ranks, key=lambda sizes: sum(sizes.values()))
@@ -176,14 +177,14 @@ def _state_on_host(case: Case, model: TrainedModel) -> dict[str, int]:
     away = engine.offloaded if model.ranks == () else frozenset()
     away_at_start = engine.away_at_start - away if model.ranks == () else frozenset()
     is_reference = engine.keeps_reference and model.name == ACTOR
-    has_teacher = case.is_teacher_swapped and model.name == ACTOR
+    num_teachers = case.num_swapped if model.name == ACTOR else 0
     sizes = {
         "offloaded parameters": weights if "parameters" in away else 0,
         "offloaded gradients": (gradients if engine.keeps_gradients and "gradients" in away else 0),
         "offloaded optimizer": optimizer if "optimizer" in away else 0,
         "optimizer of --optimizer-cpu-offload": on_host,
         "reference policy": weights if is_reference else 0,
-        "teacher's weights": weights if has_teacher else 0,
+        "teacher's weights": num_teachers * weights,
         "parameters while engines start": weights if "parameters" in away_at_start else 0,
     }
     whose = "" if model.name == ACTOR else f"{model.name}'s "

@@ -85,7 +85,7 @@ class Case:
     engine: EngineSettings
     machine: Machine
     critic: TrainedModel | None = None
-    teacher: TrainedModel | None = None  # in a folder
+    teachers: tuple[TrainedModel, ...] = ()  # in folders
     has_engines: bool = True  # of the job's own; without, `rollout` has no meaning
     # Engines that the job does not start. Without these and engines of its own it is supervised.
     has_servers: bool = False
@@ -97,7 +97,7 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        apart = {rank for model in (self.critic, self.teacher) if model for rank in model.ranks}
+        apart = {rank for model in (self.critic, *self.teachers) if model for rank in model.ranks}
         return self.train.world_size + len(self.engine_ranks) + len(apart)
 
     @property
@@ -115,15 +115,15 @@ class Case:
         """All models that are trained, the actor first."""
         return (self.actor,) if self.critic is None else (self.actor, self.critic)
 
-    @property
-    def is_teacher_swapped(self) -> bool:
+    def is_swapped(self, teacher: TrainedModel) -> bool:
         """Whether the actor scores with the teacher's weights, which are in host memory."""
-        teacher = self.teacher
-        return (
-            teacher is not None
-            and not teacher.ranks
-            and (teacher.shape, teacher.train) == (self.shape, self.train)
-        )
+        own = (teacher.shape, teacher.train)
+        return not teacher.ranks and own == (self.shape, self.train)
+
+    @property
+    def num_swapped(self) -> int:
+        """The number of teachers whose weights are swapped into the actor's model."""
+        return sum(map(self.is_swapped, self.teachers))
 
     @property
     def communicators(self) -> dict[str, int]:
@@ -136,16 +136,19 @@ class Case:
         return found
 
     @property
-    def scoring_teacher(self) -> TrainedModel | None:
-        """The model that scores as the teacher in a folder: its own, or the actor's."""
-        return self.actor if self.is_teacher_swapped else self.teacher
+    def own_teachers(self) -> tuple[TrainedModel, ...]:
+        """The teachers with a model of their own."""
+        return tuple(each for each in self.teachers if not self.is_swapped(each))
+
+    @property
+    def scoring_teachers(self) -> tuple[TrainedModel, ...]:
+        """The models that score as teachers in folders: the actor's, if it does, and their own."""
+        return (*((self.actor,) if self.num_swapped else ()), *self.own_teachers)
 
     @property
     def held(self) -> tuple[TrainedModel, ...]:
-        """All models that devices hold: those that are trained, and a teacher."""
-        if self.teacher is None or self.is_teacher_swapped:
-            return self.models
-        return (*self.models, self.teacher)
+        """All models that devices hold: those that are trained, and teachers."""
+        return (*self.models, *self.own_teachers)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -310,8 +313,9 @@ class _Planning:
         hands_over = case.has_engines or case.has_servers
         name = RESUME if engine.loads_checkpoint else BUILD
         yield self._phase(name, self._staying(self._first, actor), actor)
-        for model, name in ((case.critic, BUILD_CRITIC), (case.teacher, BUILD_TEACHER)):
+        for model in (case.critic, *case.teachers):
             if model is not None and model.ranks != actor.ranks:
+                name = BUILD_CRITIC if model == case.critic else BUILD_TEACHER
                 yield self._phase(name, self._staying(self._first, model), model)
         if start is not None:
             yield start
@@ -343,7 +347,7 @@ class _Planning:
         for model in case.models:
             name = LOG_PROBS if model.name == ACTOR else VALUES
             yield self._pass(name, self._trained, model, log_prob_activation_bytes(model))
-        if (teacher := case.scoring_teacher) is not None:
+        for teacher in case.scoring_teachers:
             used = teacher_activation_bytes(teacher, case.engine.sampled_tokens_in_all)
             yield self._pass(SCORES, self._trained, teacher, used)
 
@@ -415,13 +419,13 @@ class _Planning:
         """Return the state of all models on the ranks of `model`, without the offloaded kinds
         `away`."""
         kind = {"weights": "parameters"}
-        actor = self._case.actor
+        actor, teachers = self._case.actor, self._case.teachers
         parts = {
             other.part_name(part): other.of_ranks([held[part] for held in states[other.name]])
             for other in self._case.held
             if other.ranks == model.ranks
-            for part in (("weights",) if other.name == TEACHER else states[other.name][0])
-            if other.name == TEACHER or kind.get(part, part) not in away
+            for part in (("weights",) if other in teachers else states[other.name][0])
+            if other in teachers or kind.get(part, part) not in away
         }
         if actor.training.teacher_hidden and model.ranks == actor.ranks:
             head = actor.of_ranks(teacher_head_bytes(actor))

@@ -85,7 +85,7 @@ def as_json(outcome: Outcome, notes: Sequence[str] = ()) -> dict[str, Any]:
     for name, values in outcome.rank_bytes.items():
         of_ranks[f"{name}_bytes_max"] = int(values.max())
         of_ranks[f"{name}_bytes_mean"] = float(values.mean())
-    others = [model for model in (case.critic, case.teacher) if model is not None]
+    others = [model for model in (case.critic, *case.teachers) if model is not None]
     of_others = {model.name: {**_model(model), **_train(model)} for model in others}
     settings = {model.name: asdict(model.training) for model in others}
     return {

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mcore_rl.model.roles import ACTOR, CRITIC, TEACHER
+from mcore_rl.model.roles import ACTOR, CRITIC
 from mcore_rl.planner.comparison import Comparison, shown_rate
 from mcore_rl.planner.links import Traffic
 from mcore_rl.planner.models import stage_parameters
@@ -78,8 +78,8 @@ def _print_layouts(outcome: Outcome, console: Console) -> None:
     console.print(f"train    {case.actor.describe()}")
     if case.critic is not None:
         console.print(f"critic   {case.critic.describe()}")
-    if (teacher := case.teacher) is not None:
-        swapped = "; swapped into the actor's model" if case.is_teacher_swapped else ""
+    for teacher in case.teachers:
+        swapped = "; swapped into the actor's model" if case.is_swapped(teacher) else ""
         console.print(f"teacher  {teacher.describe()}{swapped}")
     if case.has_servers:
         console.print("rollout  servers, which the job does not start; all ranks train")
@@ -144,7 +144,7 @@ def _print_traffic_facts(outcome: Outcome, traffic: Traffic, console: Console) -
 
 def _memory_table(outcome: Outcome, console: Console) -> Table:
     phases = outcome.memory.phases
-    others = (CRITIC, TEACHER)
+    others = (CRITIC, *(teacher.name for teacher in outcome.case.teachers))
     names = {part: {part, *(f"{other} {part}" for other in others)} for part in _PARTS}
     used = [p for p in _PARTS if any(names[p] & phase.parts.keys() for phase in phases)]
     headings = [_HEADINGS.get(part, part).replace(" ", "\n") for part in used]

@@ -34,7 +34,7 @@ from mcore_rl.rollout.collector import Collected, rewards_differ, sampling_of
 from mcore_rl.rollout.continuous import ContinuousScheduler
 from mcore_rl.rollout.dispatch import StepCounts
 from mcore_rl.rollout.engines import RolloutWorkers
-from mcore_rl.rollout.groups import GroupPlan
+from mcore_rl.rollout.group_plan import GroupPlan
 from mcore_rl.rollout.options import RolloutOptions
 from mcore_rl.rollout.pending import read_groups, write_groups
 from mcore_rl.rollout.sample_store import SampleStore
@@ -326,7 +326,8 @@ class AheadSampler:
         """Return a line that names what a finished group depends on, besides weights."""
         options = dataclasses.asdict(self._options)
         kept = ("temperature", "top_p", "top_k", "max_response_tokens", "stop")
-        facts = [self._prompts.fingerprint, self._seed, self._plan().size]
+        begin = dataclasses.asdict(self._prompts.begin)
+        facts = [self._prompts.fingerprint, begin, self._seed, self._plan().size]
         return json.dumps([*facts, *(options[name] for name in kept)])
 
     def _held(

@@ -31,7 +31,7 @@ from mcore_rl.observe.timeline import TimeSpan
 from mcore_rl.rollout.curriculum import Curriculum
 from mcore_rl.rollout.dispatch import SamplingTarget, StepCounts
 from mcore_rl.rollout.engines import RolloutWorkers
-from mcore_rl.rollout.groups import GroupPlan
+from mcore_rl.rollout.group_plan import GroupPlan
 from mcore_rl.rollout.options import RolloutOptions
 from mcore_rl.rollout.sample_store import SampleStore
 
@@ -178,7 +178,7 @@ class Collector:
         if self._curriculum is not None:
             metrics |= self._curriculum.metrics()
         if self._recipe.needs_greedy_baseline:
-            firsts = table.take(range(0, len(table), self._recipe.num_samples_per_prompt))
+            firsts = table.take(np.unique(table.group_ids, return_index=True)[1])
             metrics["reward/baseline_failures"] = float((~firsts.has_baseline).sum())
         if self._options.groups_at_a_time > 1.0:
             metrics |= _first_finished_metrics(table, self._counts)
@@ -203,6 +203,7 @@ class Collector:
         options, recipe = self._options, self._recipe
         plan = GroupPlan(
             num_samples=recipe.num_samples_per_prompt,
+            most_samples=self._prompts.most_samples,
             sampling=sampling_of(options),
             max_tokens=options.max_response_tokens,
             seed=self._seed,

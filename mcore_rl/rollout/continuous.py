@@ -20,7 +20,8 @@ from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.bank import Bank
 from mcore_rl.rollout.conversations import Conversations
-from mcore_rl.rollout.groups import Differs, GroupDecision, GroupPlan, GroupScheduler
+from mcore_rl.rollout.group_plan import GroupPlan
+from mcore_rl.rollout.groups import Differs, GroupDecision, GroupScheduler
 from mcore_rl.rollout.segments import OpenGroup, is_finished
 from mcore_rl.rollout.shared_draws import SharedDraws
 from mcore_rl.rollout.stream import StreamActions

@@ -246,8 +246,11 @@ class Actor:
             sums = torch.cat([sums, mismatch.sums.stacked()])
         loss = out.loss
         if samples.teacher_outputs is not None:
+            of_tokens = more[0]
+            if samples.teacher_mask is not None:
+                of_tokens = masked(samples.teacher_mask, of_tokens)
             teacher_loss, kl = teacher_term(
-                more[0],
+                of_tokens,
                 samples.loss_mask,
                 samples.lengths,
                 denominators=denominators,

@@ -56,7 +56,7 @@ from mcore_rl.trainer.models import (
     critic_role,
     new_sample_store,
     reward_role,
-    teacher_role,
+    teacher_roles,
 )
 from mcore_rl.trainer.recorder import RunRecorder
 from mcore_rl.trainer.resume import point as resume_point
@@ -116,7 +116,7 @@ class Models:
     state: megatron_adapter.TrainState  # of the actor
     shards: ModelShards
     critic: Role | None
-    teacher: Role | None
+    teachers: tuple[Role, ...]  # that are not swapped into the actor
     learner: Learner
     sample_store: SampleStore
 
@@ -143,8 +143,9 @@ class Parts:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """Critic, reward model and teacher, if any."""
-        roles = (self.models.critic, self.rollouts.reward_model, self.models.teacher)
+        """Critic, reward model and teachers, if any."""
+        models = self.models
+        roles = (models.critic, self.rollouts.reward_model, *models.teachers)
         return tuple(role for role in roles if role is not None)
 
 
@@ -201,6 +202,8 @@ def read_inputs(job: Job) -> Inputs:
     _require_same_prompts(prompts, job.config)
     close_all()  # of the tokenizer: prompts are tokenised, and environments start another one
     point = find_resume_point(job.spec, job.args, prompts, eval_prompts)
+    if point is not None and isinstance(prompts, PromptSources):
+        prompts = prompts.begun(point.state.begin)
     return Inputs(prompts, eval_prompts, day, point, _began_with(job, point))
 
 
@@ -210,6 +213,7 @@ def _read_prompts(job: Job, day: str) -> tuple[Drawn, Drawn | None]:
     return load_prompt_files(
         job.config.data,
         job.spec.checkpoint.folder,
+        per_step=job.config.trainer.num_prompts_per_step,
         trust_remote_code=job.spec.trust_remote_code,
         date=day,
     )
@@ -228,7 +232,7 @@ def build_models(
     state, shards = build_actor(job, model_provider, log=log)
     # On ranks of their own they are built while the engines start.
     critic = critic_role(job, model_provider, iteration=state.iteration, log=log)
-    teacher = teacher_role(job, log=log)
+    teachers = teacher_roles(job, log=log)
     sample_store: SampleStore
     if isinstance(inputs.prompts, Demonstrations):
         sample_store = DemonstrationStore(job, inputs.prompts)
@@ -241,7 +245,8 @@ def build_models(
         shards,
         critic,
         inputs.point,
-        teacher=teacher,
+        teachers=teachers,
+        prompts=inputs.prompts if isinstance(inputs.prompts, PromptSources) else None,
         log=log,
         sample_store=sample_store,
     )
@@ -253,7 +258,8 @@ def build_models(
     if inputs.point is not None:
         learner.kl_controller.load_state_dict(dict(inputs.point.state.kl_controller))
         learner.entropy_controller.load_state_dict(inputs.point.state.entropy_controller)
-    return Models(state, shards, critic, teacher, learner, sample_store)
+    called = tuple(each for each in teachers if each is not None)
+    return Models(state, shards, critic, called, learner, sample_store)
 
 
 def build_rollouts(

@@ -7,7 +7,7 @@ they may be Megatron's validated arguments, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -138,38 +138,44 @@ def trained_critic(
     )
 
 
-def with_teacher(
+def with_teachers(
     case: Case,
     config: RLConfig,
-    teacher: LaidOut | None,
+    teachers: Sequence[LaidOut],
     roles: Roles,
     *,
     expert_load: float = 1.0,
 ) -> Case:
-    """Return the case with a teacher in a folder, if it has one."""
-    if teacher is None:
+    """Return the case with the teachers in folders, if it has any."""
+    if not teachers:
         return case
-    options, train, layers = config.teacher, teacher.layout, teacher.layers
-    outputs = {
-        "teacher_top_k": options.num_top_tokens,
-        "teacher_hidden": teacher.shape.hidden_size if options.with_hidden else 0,
-    }
-    settings = _train_settings(config, teacher.values, train, layers, expert_load)
+    options = config.teacher
     own = {
         "tp_size": options.teacher_tp_size,
         "pp_size": options.teacher_pp_size,
         "ep_size": options.teacher_ep_size,
     }
-    model = TrainedModel(
-        name=TEACHER,
-        shape=teacher.shape,
-        train=train,
-        layers=layers,
-        training=replace(settings.without_state(), **outputs),
-        own_degrees=frozenset(degree for degree, size in own.items() if size is not None),
-        ranks=roles.teacher,
-    )
-    return replace(case, teacher=model, training=replace(case.training, **outputs))
+    # The form with hidden states is for one teacher.
+    outputs = {
+        "teacher_top_k": options.num_top_tokens,
+        "teacher_hidden": teachers[0].shape.hidden_size if options.with_hidden else 0,
+    }
+
+    def model(number: int, teacher: LaidOut) -> TrainedModel:
+        train, layers = teacher.layout, teacher.layers
+        settings = _train_settings(config, teacher.values, train, layers, expert_load)
+        return TrainedModel(
+            name=f"{TEACHER} {number}" if number > 1 else TEACHER,
+            shape=teacher.shape,
+            train=train,
+            layers=layers,
+            training=replace(settings.without_state(), **outputs),
+            own_degrees=frozenset(degree for degree, size in own.items() if size is not None),
+            ranks=roles.teacher,
+        )
+
+    models = tuple(model(number, each) for number, each in enumerate(teachers, 1))
+    return replace(case, teachers=models, training=replace(case.training, **outputs))
 
 
 def model_of_args(

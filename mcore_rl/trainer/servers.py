@@ -244,8 +244,7 @@ def connect_servers(
     timers: StageTimers,
 ) -> ServerRollouts:
     """Wait for controllers that `start_engines` has started. Collective over the actor's ranks."""
-    folder = None if start.folder is None else str(start.folder)
-    log_bank(role.call(SamplingRanks.connect, position=start.position, folder=folder))
+    log_bank(role.call(SamplingRanks.connect, **start.message()))
     source = ShardSource(shards, dict(job.spec.checkpoint.tensors))
     sync = ServerSync(job, role, source, canary)
     return ServerRollouts(role, sync, sample_store, timers, start.position)

@@ -20,7 +20,7 @@ from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.rollout.ahead import AheadSampler
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.engines import RolloutWorkers
-from mcore_rl.rollout.groups import GroupPlan
+from mcore_rl.rollout.group_plan import GroupPlan
 from mcore_rl.rollout.sample_store import SampleStore
 from tests.dist.partial_jobs import Uneven, prompt_of, rescored, weights
 from tests.engine_samples import small_engine

@@ -122,8 +122,7 @@ def _learn_from_teacher(job: Job, actor: Actor, batch: TrainBatch, counted: _Cou
     with counted.phase("teacher"):
         scores = actor.teacher_scores(batch)
     counted.found["teacher"]["tokens"] = batch.num_tokens
-    teacher = job.spec.teacher
-    assert teacher is not None
+    (teacher,) = job.spec.teachers
     with counted.phase("teacher head"):
         if job.config.teacher.with_hidden:
             actor.teacher_head = read_teacher_head(teacher.checkpoint, teacher.shape, actor.state)

@@ -16,6 +16,7 @@ from tests.dist.layouts import SPLITS, job_flags
 from tests.dist.ppo_jobs import scored_samples
 from tests.dist.test_lora import random_adapter, start_from
 from tests.rank_pool import RankPool
+from tests.scoring_server import log_prob_of, scoring_server
 
 # float32 on both sides, added up in another order.
 TOLERANCE = 1e-4
@@ -220,3 +221,91 @@ def test_gradient_equals_that_of_whole_distributions(
     assert found["grad_norm"] == pytest.approx(gradient_norm(model), rel=TOLERANCE)
     assert gradient_norm(model) > 0.01 and float(expected) > 0.01
     assert not any(any(advantages) for advantages in found["advantages"])
+
+
+def sources_of(folder: Path, *teachers: str) -> tuple[str, ...]:
+    """The flag of one source for each prompt of the samples, with these teachers."""
+    lines = [
+        f"s{n}: {{path: {n}.jsonl, teacher: '{each}'"
+        + (", reward: exact_match}" if each == "none" else "}")
+        for n, each in enumerate(teachers)
+    ]
+    (folder / "sources.yaml").write_text("\n".join(lines))
+    return ("--rl-prompts", str(folder / "sources.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("split", "more"),
+    [
+        ("dp2", ()),
+        ("tp2_pp2_ep1", ("--rl-max-tokens-per-microbatch", "128", "--rl-teacher-ep-size", "1")),
+    ],
+)
+def test_each_source_has_the_scores_of_its_teacher_alone(
+    split: str,
+    more: tuple[str, ...],
+    student: Path,
+    same_shape: Path,
+    larger: Path,
+    ranks: RankPool,
+    tmp_path: Path,
+) -> None:
+    """One teacher is swapped in, one takes turns, one is a server, and a source has none."""
+    with scoring_server() as server:
+        flags = sources_of(tmp_path, str(same_shape), str(larger), "none", server.url)
+        found, *_ = distilled(ranks, student, split, *flags, *more)
+    alone = [
+        distilled(ranks, student, split, "--rl-teacher", str(teacher), *own)[0]
+        for teacher, own in ((same_shape, more), (larger, more))
+    ]
+    for number, expected in enumerate(alone):
+        for name in ("teacher", "student", "advantages"):
+            mine = slice(2 * number, 2 * number + 2)
+            assert found[name][mine] == expected[name][mine], (number, name)
+    assert not any(any(each) for each in (*found["teacher"][4:6], *found["advantages"][4:6]))
+    for scores, tokens in zip(found["teacher"][6:], tokens_of(student)[6:], strict=True):
+        ids = tokens.tolist()
+        assert scores[:-1] == [log_prob_of(ids, at) for at in range(1, len(ids))]
+        assert any(found["advantages"][6])
+    kl = [
+        s - t
+        for sample in (0, 1, 2, 3, 6, 7)
+        for s, t, a in zip(
+            *(found[name][sample] for name in ("student", "teacher", "advantages")), strict=True
+        )
+        if a
+    ]
+    assert found["metrics"]["teacher/reverse_kl"] == pytest.approx(sum(kl) / len(kl), rel=1e-5)
+
+
+def test_gradient_of_top_tokens_is_that_of_each_samples_teacher(
+    student: Path,
+    same_shape: Path,
+    checkpoint_factory: Callable[..., Path],
+    ranks: RankPool,
+    tmp_path: Path,
+) -> None:
+    other = checkpoint_factory("qwen3", seed=7)
+    flags = sources_of(tmp_path, str(same_shape), str(other), "none", str(other))
+    flags += (*TOP_K, "--rl-teacher-coef", str(COEF), "--rl-loss-aggregation", "token_mean")
+    found, *_ = distilled(ranks, student, "tp2_pp1_ep1", *flags)
+    assert found["is_swapped"]
+    model, total, num_tokens = model_of(student), torch.zeros(()), 0
+    teachers = [model_of(same_shape), model_of(other), None, model_of(other)]
+    for number, (tokens, scored) in enumerate(responses(student)):
+        num_tokens += scored.stop - scored.start
+        if (teacher := teachers[number // 2]) is None:
+            continue
+        p = model(tokens[None]).logits[0, scored].softmax(-1)
+        with torch.no_grad():
+            q = teacher(tokens[None]).logits[0, scored].softmax(-1)
+        top = q.topk(8).indices
+        p, q = (
+            torch.cat([e.gather(1, top), 1 - e.gather(1, top).sum(1, keepdim=True)], dim=1)
+            for e in (p, q)
+        )
+        total = total + (p * (p / q).log()).sum()
+    expected = total / num_tokens
+    (COEF * expected).backward()
+    assert found["kl"] == pytest.approx(float(expected), rel=TOLERANCE)
+    assert found["grad_norm"] == pytest.approx(gradient_norm(model), rel=TOLERANCE)

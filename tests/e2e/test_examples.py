@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,13 +77,16 @@ def test_gsm8k_with_qwen3_runs_by_its_script(
 def test_two_sources_run_by_their_script(
     checkpoint_factory: Callable[..., Path], prompts: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
-    """The command that two_sources/run.sh makes, with its YAML files beside small data."""
+    """The command that two_sources/run.sh makes, with its YAML files beside small data, and more
+    samples of each task than of each question."""
     folder, rows = tmp_path / "all", prompts.read_text().splitlines()
     (folder / "data").mkdir(parents=True)
     for name in ("sources.yaml", "heldout.yaml"):
         text = (EXAMPLES / "two_sources" / name).read_text()
         (folder / name).write_text(
-            text.replace("max_response_tokens: 512", "max_response_tokens: 4")
+            text.replace(
+                "max_response_tokens: 512", "max_response_tokens: 4\n  samples_per_prompt: 4"
+            )
         )
     tasks = [
         {"text": f"Return x + {n}.", "test_list": [f"assert add(1) == {n + 1}"]}
@@ -96,6 +100,7 @@ def test_two_sources_run_by_their_script(
     more += ["--rl-max-prompt-tokens", "192"]
     more += ["--rl-run-dir", str(tmp_path / "run"), "--rl-cache-dir", str(tmp_path / "cache")]
     more += ["--rl-eval-interval", "2", "--rl-num-eval-prompts", "2"]
+    more += ["--rl-num-logged-rollouts", "16"]
     script = EXAMPLES / "two_sources" / "run.sh"
     said = run_with_echo(tmp_path, script, checkpoint_factory("qwen3"), folder, *more)
     tokens = said.partition("mcore_rl.train\n")[2].splitlines()
@@ -105,6 +110,11 @@ def test_two_sources_run_by_their_script(
     first, _, last = metrics_of(tmp_path / "run")
     assert (first["source/math/prompts"], first["source/code/prompts"]) == (3, 1)
     assert first["source/code/response_tokens_mean"] <= 4
+    lines = map(json.loads, (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines())
+    groups = Counter((each["step"], each["draw"], each["source"]) for each in lines)
+    for step in (0, 1):
+        sizes = [(source, size) for (at, _, source), size in groups.items() if at == step]
+        assert sorted(sizes) == [("code", 4), *[("math", 2)] * 3]
     for name in ("gsm8k", "python_sandbox"):
         assert first[f"reward/{name}/failures"] == 0
     for name in ("math", "code"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -534,6 +535,36 @@ def test_advantages_equal_estimator():
         [0.75, 0.75, 0.75, 0],
     ]
     assert batch.returns is None
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo", "opo", "remax"])
+def test_groups_of_different_sizes_have_the_advantages_of_each_alone(algorithm: str):
+    sizes, start = (2, 4, 3), 0
+    rewards = [1.0, 0.0, 0.5, 2.0, 0.25, 0.5, 1.0, 1.0, 4.0]
+    samples = []
+    for number, size in enumerate(sizes):
+        group = scored([(2, 1 + (start + n) % 3, rewards[start + n]) for n in range(size)])
+        prompt = dataclasses.replace(group[0].rollout.prompt, index=number)
+        baseline = Baseline(float(number), num_tokens=1)
+        samples += [
+            dataclasses.replace(
+                each, rollout=dataclasses.replace(each.rollout, prompt=prompt), baseline=baseline
+            )
+            for each in group
+        ]
+        start += size
+    learner, _ = learner_of(algorithm=algorithm)
+
+    def advantages(some: Sequence[ScoredRollout]) -> list[list[float]]:
+        batch = evaluated(learner, some).actor
+        parts = batch.advantages.split(batch.lengths.tolist())
+        found = dict(zip(batch.sample_ids.tolist(), (part.tolist() for part in parts), strict=True))
+        return [found[sample] for sample in range(len(some))]
+
+    ends = np.cumsum((0, *sizes)).tolist()
+    alone = [advantages(samples[a:b]) for a, b in pairwise(ends)]
+    assert advantages(samples) == [each for group in alone for each in group]
+    assert all(any(any(each) for each in group) for group in alone)
 
 
 @pytest.mark.parametrize("correction", ["none", "token_tis", "geometric_rejection"])

@@ -147,14 +147,24 @@ def test_each_sample_has_the_scores_of_its_own_teacher() -> None:
     }
     batch = batch_by_plan(table, tokens, epochs, 0)
     step = StepBatch(batch, division_of(epochs, lengths, ((0,),)), None)
-    numbers = np.array([0, 2, 2, 0])
+    numbers = np.array([0, 2, -1, 0])
     teachers = [Constant(-1.0), Constant(-2.0), Constant(-3.0)]
     of_step = StepTeachers(teachers, lambda _: numbers)
     of_step.divide(None, table)
-    assert [each.samples for each in teachers] == [[0, 3], None, [1, 2]]
+    assert [each.samples for each in teachers] == [[0, 3], None, [1]]
     found = of_step.begin(step)()[:, 0].split(batch.lengths.tolist())
-    for sample, scores in zip(batch.sample_ids.tolist(), found, strict=True):
-        assert set(scores.tolist()) == {-1.0 - numbers[sample]}
+    mask = of_step.mask(batch)
+    assert mask is not None
+    masks = mask.split(batch.lengths.tolist())
+    for sample, scores, is_taught in zip(batch.sample_ids.tolist(), found, masks, strict=True):
+        expected = -1.0 - numbers[sample] if sample != 2 else 0.0
+        assert set(scores.tolist()) == {expected} and set(is_taught.tolist()) == {sample != 2}
+    nobody = StepTeachers(teachers, lambda _: np.full(4, -1))
+    nobody.divide(None, table)
+    assert not nobody.begin(step)().any() and not nobody.mask(batch).any()
+    everybody = StepTeachers(teachers)
+    everybody.divide(None, table)
+    assert everybody.mask(batch) is None
 
 
 def planned(teacher: str, *more: str) -> Case:
@@ -180,13 +190,28 @@ def test_a_plan_counts_a_teacher_on_the_actors_ranks() -> None:
     other = planned("gpt-oss-20b")
     memory = memory_of(other, resident_of(other))
     assert "teacher's weights" not in memory.host_bytes
-    of_stages = {held["weights"] for held in stage_state(other.teacher)}
+    of_stages = {held["weights"] for held in stage_state(other.teachers[0])}
     assert {phase.parts["teacher weights"] for phase in memory.phases} <= of_stages
+
+
+def test_a_plan_counts_all_teachers() -> None:
+    """Of sources of prompts: two are swapped into the actor, and one has a model of its own."""
+    swapped, other = planned("qwen3-30b-a3b"), planned("gpt-oss-20b")
+    (like_actor,), (own,) = swapped.teachers, other.teachers
+    teachers = (own, *(dataclasses.replace(like_actor, name=f"teacher {n}") for n in (2, 3)))
+    case = dataclasses.replace(swapped, teachers=teachers)
+    memory, alone = memory_of(case, resident_of(case)), memory_of(other, resident_of(other))
+    of_one = memory_of(swapped, resident_of(swapped)).host_bytes["teacher's weights"]
+    assert memory.host_bytes["teacher's weights"] == 2 * of_one
+    assert (
+        memory.phase(TRAIN).parts["teacher weights"] == alone.phase(TRAIN).parts["teacher weights"]
+    )
+    assert [phase.name for phase in memory.phases].count(SCORES) == 2  # by the actor, and by `own`
 
 
 def test_a_plan_counts_a_teacher_on_its_own_ranks() -> None:
     apart = planned("gpt-oss-20b", "--rl-teacher-ranks", "0-7", "--rl-teacher-ep-size", "2")
-    assert apart.train.world_size == apart.teacher.train.world_size == 8
+    assert apart.train.world_size == apart.teachers[0].train.world_size == 8
     memory = memory_of(apart, resident_of(apart))
     of_teacher = {BUILD_TEACHER, SCORES}
     for phase in memory.phases:
@@ -194,7 +219,8 @@ def test_a_plan_counts_a_teacher_on_its_own_ranks() -> None:
         assert ("weights" in phase.parts) == (phase.name not in (*of_teacher, START))
     assert as_json(plan_case(apart))["world_size"] == 16
     on_cpus = {each.name: each for each in host_phases(apart, kv_cache_bytes=0, widens=False)}
-    weights = sum(held["weights"] for held in stage_state(apart.teacher)) * 4  # ranks of a stage
+    of_stages = stage_state(apart.teachers[0])
+    weights = sum(held["weights"] for held in of_stages) * 4  # ranks of a stage
     assert on_cpus[SCORES].parts["teacher weights"] == weights
     # A device that its weights do not fit.
     small = dataclasses.replace(
@@ -231,5 +257,5 @@ def test_a_teacher_follows_the_actor_into_another_layout() -> None:
         case = planned(name)
         wider = TrainLayout(16, tp_size=2, pp_size=2, ep_size=4)
         other = with_train_layout(case, wider, case.layers)
-        assert other.teacher.train == wider
-        assert other.is_teacher_swapped == case.is_teacher_swapped == (name == "qwen3-30b-a3b")
+        assert other.teachers[0].train == wider
+        assert other.num_swapped == case.num_swapped == (name == "qwen3-30b-a3b")

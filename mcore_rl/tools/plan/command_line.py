@@ -165,7 +165,7 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
 def _case(facts: Facts, options: argparse.Namespace) -> Case:
     # Imported late, because they import torch.
     from mcore_rl.hybrid_engine.options import ranks_per_node
-    from mcore_rl.trainer.case import case_of, trained_critic, with_teacher
+    from mcore_rl.trainer.case import case_of, trained_critic, with_teachers
 
     config, actor, rollout, roles = facts.config, facts.actor, facts.rollout, facts.roles
     assert config and actor and rollout and roles, "nothing was refused"
@@ -196,9 +196,8 @@ def _case(facts: Facts, options: argparse.Namespace) -> Case:
         expert_load=options.expert_load,
         batched_tokens=options.batched_tokens,
     )
-    if (teacher := facts.teacher) is not None:
-        teacher = replace(teacher, values={**teacher.values, **multiple})
-        case = with_teacher(case, config, teacher, roles, expert_load=options.expert_load)
+    teachers = [replace(each, values={**each.values, **multiple}) for each in facts.teachers]
+    case = with_teachers(case, config, teachers, roles, expert_load=options.expert_load)
     # The bucket must hold a message in each of its buffers.
     frame = frame_of({"float32": 4}, with_delta=case.engine.delta)
     slot_bytes(case.engine.bucket_bytes, 3 if case.engine.delta else 2, frame)
@@ -301,6 +300,8 @@ def _notes(case: Case, config: RLConfig, values: Mapping[str, Any]) -> Iterator[
         )
     if config.rewards.reward_model is not None:
         yield "the reward model of --rl-reward-model is not counted"
+    if config.has_groups_of_different_size:
+        yield f"every prompt is planned with {config.samples_per_prompt} samples, the most of any"
 
 
 def _notes_on_engines(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 import re
 import time
@@ -18,7 +17,9 @@ from mcore_rl.common.agreement import agreed
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
 from mcore_rl.data.demonstrations import Drawn
-from mcore_rl.data.prompts import PromptSources, changes_between
+from mcore_rl.data.drawn import Begin, changes_between, continued
+from mcore_rl.data.options import CONTINUE, RESTART, STOP
+from mcore_rl.data.prompts import PromptSources
 from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.megatron.hf_checkpoint import fingerprint
 from mcore_rl.megatron.rng import RngState
@@ -315,7 +316,7 @@ def _with_known_prompts(
             "the first, and the optimizer and its schedule are new",
             state.step,
         )
-        return dataclasses.replace(state, sampler_position=0)
+        return state.drawing(0, Begin())
     are_same = prompts.are_those_of(state.prompts)
     if are_same is None:
         logger.warning(
@@ -324,7 +325,8 @@ def _with_known_prompts(
         )
     if are_same is not False:
         return state
-    if config.data.on_changed_prompts == "stop":
+    choice = config.data.on_changed_prompts
+    if choice == STOP or (choice == CONTINUE and not isinstance(prompts, PromptSources)):
         why = changes_between(state.prompts, prompts.fingerprint) or (
             "the file, the tokenizer, the chat template, a library or --rl-max-prompt-tokens has "
             "changed"
@@ -333,11 +335,25 @@ def _with_known_prompts(
             f"are others than those that the checkpoint of step {state.step} has drawn from "
             f"({why})",
             flag=f"--rl-prompts {config.data.prompts}",
-            remedy="bring them back, or begin with the first of the new ones by "
-            "--rl-on-changed-prompts restart",
+            remedy=f"bring them back, or begin with the first of all by --rl-on-changed-prompts "
+            f"{RESTART}"
+            + (
+                f", or continue those that are the same by {CONTINUE}"
+                if isinstance(prompts, PromptSources)
+                else ""
+            ),
         )
-    logger.warning("[Resume] --rl-prompts are others than before: they begin with the first")
-    return dataclasses.replace(state, sampler_position=0)
+    if choice == RESTART:
+        logger.warning("[Resume] --rl-prompts are others than before: they begin with the first")
+        return state.drawing(0, Begin())
+    position = state.sampler_position
+    begin = continued(state.prompts, state.begin, position, prompts.fingerprint)
+    after = ", ".join(f"'{name}' after {count} prompts" for name, count in begin.counts.items())
+    logger.warning(
+        "[Resume] --rl-prompts are others than before: %s continues, others begin with the first",
+        after or "no source",
+    )
+    return state.drawing(position, begin)
 
 
 def _of_same_layout(

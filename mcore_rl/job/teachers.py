@@ -55,6 +55,13 @@ def check_teacher_flags(config: RLConfig) -> None:
             flag=f"--rl-teacher-form {FULL}",
             remedy="set it to topk, or drop the other",
         )
+    num_top = config.recipe.score_centering
+    if num_top and options.teacher_form != TOKEN:
+        raise UsageError(
+            f"cannot be combined with --rl-score-centering {num_top}",
+            flag=f"--rl-teacher-form {options.teacher_form}",
+            remedy="set it to token, or drop the other",
+        )
     of_server = {
         "--rl-teacher-header-env": options.teacher_header_env,
         "--rl-teacher-wait-minutes": options.given().get("--rl-teacher-wait-minutes"),

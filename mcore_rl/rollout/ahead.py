@@ -309,6 +309,7 @@ class AheadSampler:
             first_draw=0,
             weight_version=0,
             with_routes=self._sample_store.routed is not None,
+            num_top=self._recipe.score_centering,
             with_greedy=self._recipe.needs_greedy_baseline,
             has_environments=self._workers.has_environments,
             max_turn_tokens=self._workers.max_turn_tokens,
@@ -323,6 +324,7 @@ class AheadSampler:
         options = dataclasses.asdict(self._options)
         kept = ("temperature", "top_p", "top_k", "max_response_tokens", "stop")
         facts = [self._prompts.fingerprint, self._seed, self._plan().size]
+        facts += [self._recipe.score_centering] if self._recipe.score_centering else []
         return json.dumps([*facts, *(options[name] for name in kept)])
 
     def _held(
@@ -330,7 +332,8 @@ class AheadSampler:
     ) -> list[OpenGroup]:
         """Return the groups that this TP group continues: those of a checkpoint that have not been
         trained on, in the newest state that is on the disk."""
-        size = self._plan().size
+        plan = self._plan()
+        size = plan.size
         groups: list[OpenGroup] = []
         if folder is not None and folder.is_dir():
             groups = read_groups(
@@ -344,6 +347,7 @@ class AheadSampler:
             each.draw: each
             for each in groups
             if len(each.rollouts) == size
+            and each.has_top_tokens(plan.num_top, plan.num_samples)
             and (state.outstanding is None or each.draw in state.outstanding)
         }
         held = objects.all_gather(list(found) if self._is_leader else [])

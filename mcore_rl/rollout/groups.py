@@ -62,6 +62,7 @@ class GroupPlan:
     first_draw: int  # draws of the run before this step
     weight_version: int
     with_routes: bool = False
+    num_top: int = 0  # most probable tokens whose log-probs come with each sampled token
     with_greedy: bool = False  # adds a response at temperature 0
     keeps_unfinished: bool = False  # stopped responses resume in a later step
     order: tuple[int, ...] = ()  # of the step's first draws; later draws keep their order
@@ -119,6 +120,7 @@ class GroupPlan:
             with_routes=self.with_routes and is_sample,
             cache_name=self.cache_name(so_far) if self.keeps_kv else "",
             num_own=0 if len(observed) else _num_generated_last(so_far),
+            num_top=self.num_top if is_sample else 0,
         )
 
     def cache_name(self, so_far: Rollout) -> str:

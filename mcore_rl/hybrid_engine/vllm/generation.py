@@ -97,7 +97,7 @@ def _compact_log_probs() -> Any:
     """Return a class for vLLM's log-probs of a request."""
     from vllm.logprobs import FlatLogprobs
 
-    class CompactLogProbs(FlatLogprobs):  # type: ignore[misc]
+    class CompactLogProbs(FlatLogprobs):
         """The first `width` log-probs of each position, one position after the other."""
 
         def __init__(self, width: int) -> None:
@@ -177,8 +177,8 @@ class Generation:
             yield processor.request_states[internal]
 
     def _keep_compactly(self, request: Request) -> None:
-        """Keep log-probs as arrays: vLLM's lists take 88 bytes for each of them, and each is turned
-        into text for a request with stop strings."""
+        """Keep log-probs as arrays: vLLM's lists hold an object for each number, and for a request
+        with stop strings the text of each candidate."""
         for state in self._states(request):
             state.logprobs_processor.logprobs = _compact_log_probs()(1 + request.num_top)
             state.logprobs_processor.tokenizer = None

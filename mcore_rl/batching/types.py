@@ -58,6 +58,34 @@ class Prompt:
         return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The most probable tokens at positions of a response, for the engine that sampled it.
+
+    Example: for one token of two candidates: `TopTokens(array([[17, 3]]), array([[-0.1, -2.4]]))`.
+    """
+
+    ids: np.ndarray  # [r, k] int32, most probable first; 0 for tokens that were not sampled
+    log_probs: np.ndarray  # [r, k] float32, over the whole vocabulary; 0 for these tokens
+
+    @classmethod
+    def joined(cls, parts: Sequence[TopTokens | int]) -> TopTokens:
+        """Concatenate parts, at least one of which is not a number of tokens that were not
+        sampled."""
+        (k, *others) = {each.ids.shape[1] for each in parts if isinstance(each, TopTokens)}
+        assert not others, "parts have different numbers of candidates"
+        filled = [
+            each
+            if isinstance(each, TopTokens)
+            else TopTokens(np.zeros((each, k), np.int32), np.zeros((each, k), np.float32))
+            for each in parts
+        ]
+        return cls(
+            np.concatenate([each.ids for each in filled]),
+            np.concatenate([each.log_probs for each in filled]),
+        )
+
+
 class TurnReward(NamedTuple):
     """Reward of an environment for a turn.
 
@@ -93,6 +121,7 @@ class Rollout:
     is_generated: np.ndarray | None = None  # [r] bool; None: all tokens
     weight_versions: np.ndarray | None = None  # [r] int32, of each token; None: all the same
     turn_rewards: tuple[TurnReward, ...] = ()
+    top_tokens: TopTokens | None = None  # [r, k]; None: not asked for
 
     @property
     def num_generated(self) -> int:
@@ -231,6 +260,9 @@ class TrainBatch:
     routes: torch.Tensor | None = None  # [t, m, k]
     routes_known: torch.Tensor | None = None  # [t] bool; if False, the router chooses
     turn_rewards: torch.Tensor | None = None  # [t] float32, rewards of an environment
+    # Log-probs of the engine's k most probable next tokens, then their ids (m = 2k); 0 where
+    # masked.
+    top_tokens: torch.Tensor | None = None  # [t, m] float32
     # Tokens of demonstrations that are learned beside the samples; these are not in `loss_mask`.
     taught_mask: torch.Tensor | None = None  # [t] bool
     later: tuple[TrainBatch, ...] = ()

@@ -58,6 +58,16 @@ def check_speculation(config: RLConfig, shape: ModelShape, checkpoint: HFCheckpo
         check_drafter_weights(speculation, shape, held, str(checkpoint.folder))
 
 
+def check_candidates(config: RLConfig, shape: ModelShape) -> None:
+    """Check that the vocabulary has the most probable tokens that are asked for."""
+    if (num_top := config.recipe.score_centering) > shape.vocab_size:
+        raise UsageError(
+            f"is more than the vocabulary of {shape.vocab_size}",
+            flag=f"--rl-score-centering {num_top}",
+            remedy="choose for example 128",
+        )
+
+
 def check_layers(shape: ModelShape, *, cuda: bool) -> None:
     """Check that engines can compute the model's layers on this machine."""
     if not cuda and (what := shape.needs_gpu):

@@ -176,6 +176,7 @@ class _Examiner:
         if facts.checkpoint is not None:
             refusals.passes(preflight.check_export_dtype, config.trainer, facts.checkpoint)
         refusals.passes(engines.check_speculation, config, shape, facts.checkpoint)
+        refusals.passes(engines.check_candidates, config, shape)
         starts_engines = config.has_engines and not config.rollout.servers
         if self.source.is_here and starts_engines:
             refusals.passes(engines.check_engine, config, shape, cuda=self.source.platform.cuda)

@@ -63,6 +63,13 @@ def check_teacher_flags(config: RLConfig) -> None:
             flag=f"--rl-teacher-form {FULL}",
             remedy="set it to topk, or drop the other",
         )
+    num_top = config.recipe.score_centering
+    if num_top and options.teacher_form != TOKEN:
+        raise UsageError(
+            f"cannot be combined with --rl-score-centering {num_top}",
+            flag=f"--rl-teacher-form {options.teacher_form}",
+            remedy="set it to token, or drop the other",
+        )
     _check_unused(options, teachers)
     _check_number(options, teachers)
     for each in teachers:

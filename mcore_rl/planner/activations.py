@@ -23,6 +23,9 @@ from mcore_rl.planner.models import TrainedModel, merged_bytes
 from mcore_rl.planner.settings import Recompute
 
 _FLOAT32 = 4
+# `[t, k]` tensors of the engine's most probable tokens, in units of float32: the micro-batch's and
+# the rows', ids as int64 for both passes, log-probs, probabilities and gradients.
+_CANDIDATE_TENSORS = 16
 _CHUNK = 64  # positions that a delta net computes at once
 
 
@@ -317,6 +320,7 @@ def head_bytes(model: TrainedModel, *, with_gradients: bool) -> float:
         total += weight  # a copy
     if with_gradients:
         total += hidden + weight + _teacher_loss_bytes(model)
+        total += _CANDIDATE_TENSORS * _FLOAT32 * training.num_top_tokens * tokens
     return total
 
 

@@ -118,6 +118,17 @@ def score_bytes(case: Case, model: TrainedModel) -> int:
     return 2 * 4 * (1 + case.training.teacher_outputs) * tokens
 
 
+def candidate_bytes(case: Case) -> int:
+    """Return a rank's host bytes of the most probable tokens at each position: those of its own
+    samples with messages to and from other ranks, and then those of its batch."""
+    engine, train = case.engine, case.train
+    token_bytes = 8 * engine.num_top_tokens  # id and log-prob
+    kept = engine.sampled_tokens * token_bytes
+    receivers = max(1, train.world_size // train.dp_size // case.rollout.tp_size)
+    received = engine.sampled_tokens_in_all // train.dp_size * token_bytes
+    return kept + max(kept * (1 + receivers) + received, 2 * received)
+
+
 def exported_file_bytes(case: Case) -> int:
     """Return the bytes of the largest file of an export."""
     ends = (*embedding_specs(case.shape), *head_specs(case.shape))
@@ -199,6 +210,7 @@ def _actors_host_bytes(case: Case, traffic_bytes: int, routed: Mapping[str, int]
         "drafter's weights": 0 if is_drafter_trained else case.drafter_bytes,
         "offloaded CUDA graphs": engine.graph_bytes if engine.offloads_graphs else 0,
         "samples": sampled_bytes(case) if case.has_engines or case.has_servers else 0,
+        "candidates of samples": candidate_bytes(case) if case.has_engines else 0,
         **routed,
         "file being exported": exported_file_bytes(case) if engine.exports else 0,
     }

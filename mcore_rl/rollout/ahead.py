@@ -313,6 +313,7 @@ class AheadSampler:
             first_draw=0,
             weight_version=0,
             with_routes=self._sample_store.routed is not None,
+            num_top=self._recipe.score_centering,
             with_greedy=self._recipe.needs_greedy_baseline,
             has_environments=self._workers.has_environments,
             max_turn_tokens=self._workers.max_turn_tokens,
@@ -328,6 +329,7 @@ class AheadSampler:
         kept = ("temperature", "top_p", "top_k", "max_response_tokens", "stop")
         begin = dataclasses.asdict(self._prompts.begin)
         facts = [self._prompts.fingerprint, begin, self._seed, self._plan().size]
+        facts += [self._recipe.score_centering] if self._recipe.score_centering else []
         return json.dumps([*facts, *(options[name] for name in kept)])
 
     def _held(
@@ -335,7 +337,8 @@ class AheadSampler:
     ) -> list[OpenGroup]:
         """Return the groups that this TP group continues: those of a checkpoint that have not been
         trained on, on its first rank in the newest state that is on the disk."""
-        size = self._plan().size
+        plan = self._plan()
+        size = plan.size
         groups: list[OpenGroup] = []
         if folder is not None and folder.is_dir():
             groups = read_groups(
@@ -349,6 +352,7 @@ class AheadSampler:
             each.draw: each
             for each in groups
             if len(each.rollouts) == size
+            and each.has_top_tokens(plan.num_top, plan.num_samples)
             and (state.outstanding is None or each.draw in state.outstanding)
         }
         held = objects.all_gather(list(found) if self._is_leader else [])

@@ -34,6 +34,7 @@ from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.group_plan import GroupPlan
 from mcore_rl.rollout.options import RolloutOptions
 from mcore_rl.rollout.sample_store import SampleStore
+from mcore_rl.rollout.segments import OpenGroup
 
 _LENGTHS = "lengths.safetensors"
 
@@ -161,8 +162,14 @@ class Collector:
         if self._curriculum is not None:
             self._curriculum.restore(folder)
         recipe = self._recipe
-        num_responses = recipe.num_samples_per_prompt + recipe.needs_greedy_baseline
-        self._workers.load_pending(folder, self._prompt_of, num_responses)
+        num_samples = recipe.num_samples_per_prompt
+
+        def fits(group: OpenGroup) -> bool:
+            if len(group.rollouts) != num_samples + recipe.needs_greedy_baseline:
+                return False
+            return group.has_top_tokens(recipe.score_centering, num_samples)
+
+        self._workers.load_pending(folder, self._prompt_of, fits)
 
     def undo(self) -> None:
         """Discard the last step, which will be repeated: its prompts count as not drawn. Local."""
@@ -210,6 +217,7 @@ class Collector:
             first_draw=self.position,
             weight_version=weight_version,
             with_routes=self._sample_store.routed is not None,
+            num_top=self._recipe.score_centering,
             with_greedy=recipe.needs_greedy_baseline,
             keeps_unfinished=options.keeps_unfinished,
         )

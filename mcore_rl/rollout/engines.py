@@ -230,7 +230,7 @@ class RolloutWorkers:
             write_groups(self.pending, folder, self._layout.tp_group_index(self._rank))
 
     def load_pending(
-        self, folder: Path, prompt_of: Callable[[int], Prompt], num_responses: int
+        self, folder: Path, prompt_of: Callable[[int], Prompt], fits: Callable[[OpenGroup], bool]
     ) -> None:
         """Load the checkpoint's unfinished groups that fit this run's settings. Local."""
         groups = read_groups(
@@ -240,13 +240,13 @@ class RolloutWorkers:
             num_tp_groups=self._layout.num_tp_groups,
             has_environments=self.has_environments,
         )
-        fitting = [group for group in groups if len(group.rollouts) == num_responses]
+        fitting = [group for group in groups if fits(group)]
         if not self._options.keeps_unfinished:
             fitting = []
         if self._is_scorer and len(fitting) < len(groups):
             logger.warning(
-                "[Resume] dropped %d unfinished groups: the number of samples per prompt has "
-                "changed, or this run has no --rl-partial-rollouts",
+                "[Resume] dropped %d unfinished groups: the number of samples per prompt or "
+                "--rl-score-centering has changed, or this run has no --rl-partial-rollouts",
                 len(groups) - len(fitting),
             )
         self.pending = fitting

@@ -31,6 +31,7 @@ class GroupPlan:
     weight_version: int
     most_samples: int = 0  # of any prompt; 0: none says
     with_routes: bool = False
+    num_top: int = 0  # most probable tokens whose log-probs come with each sampled token
     with_greedy: bool = False  # adds a response at temperature 0
     keeps_unfinished: bool = False  # stopped responses resume in a later step
     order: tuple[int, ...] = ()  # of the step's first draws; later draws keep their order
@@ -93,6 +94,7 @@ class GroupPlan:
             with_routes=self.with_routes and is_sample,
             cache_name=self.cache_name(so_far) if self.keeps_kv else "",
             num_own=0 if len(observed) else _num_generated_last(so_far),
+            num_top=self.num_top if is_sample else 0,
         )
 
     def cache_name(self, so_far: Rollout) -> str:

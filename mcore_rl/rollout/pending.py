@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save, save_file
 
-from mcore_rl.batching.types import Prompt, Rollout, TurnReward
+from mcore_rl.batching.types import Prompt, Rollout, TopTokens, TurnReward
 from mcore_rl.common.errors import UsageError, not_held
 from mcore_rl.common.readers import integer_within, number, parse_json
 from mcore_rl.environments.wire import checked_state
@@ -27,7 +27,7 @@ from mcore_rl.rollout.segments import KeptConversation, OpenGroup, is_finished, 
 
 _NAME = "group_{:05d}.safetensors"
 _ARRAYS = ("response_token_ids", "rollout_log_probs", "is_generated", "weight_versions")
-_ALL_ARRAYS = (*_ARRAYS, "routes", "routes_known", "prompt_token_ids")
+_ALL_ARRAYS = (*_ARRAYS, "routes", "routes_known", "top_ids", "top_log_probs", "prompt_token_ids")
 _FIELDS = ("text", "finish_reason", "weight_version", "failure", "turn_rewards")
 _DTYPES = dict.fromkeys(("response_token_ids", "prompt_token_ids", "weight_versions"), np.int32) | {
     "rollout_log_probs": np.float32,
@@ -155,6 +155,8 @@ def _arrays_of(rollout: Rollout) -> dict[str, np.ndarray]:
     arrays = {name: getattr(rollout, name) for name in _ARRAYS}
     if rollout.routes is not None:
         arrays |= {"routes": rollout.routes.ids, "routes_known": rollout.routes.known}
+    if rollout.top_tokens is not None:
+        arrays |= {"top_ids": rollout.top_tokens.ids, "top_log_probs": rollout.top_tokens.log_probs}
     arrays["prompt_token_ids"] = rollout.prompt.token_ids
     return {name: array for name, array in arrays.items() if array is not None}
 
@@ -270,4 +272,13 @@ def _rollout(prompt: Prompt, index: int, facts: dict[str, Any], arrays: dict[str
         routes_kind = (routes.ids.ndim, routes.known.dtype, routes.known.shape)
         if routes_kind != (3, np.dtype(np.bool_), (len(routes.ids),)):
             raise ValueError(f"the experts of sample {index} are {routes.ids.shape}")
-    return Rollout(prompt=prompt, sample_index=index, routes=routes, **facts, **arrays)
+    top = None
+    if "top_ids" in arrays:
+        top = TopTokens(arrays.pop("top_ids"), arrays.pop("top_log_probs"))
+        kinds = [(each.dtype, each.shape) for each in (top.ids, top.log_probs)]
+        shape = (num_response, *top.ids.shape[1:])
+        if kinds != [(np.dtype(np.int32), shape), (np.dtype(np.float32), shape)] or len(shape) != 2:
+            raise ValueError(f"the candidates of sample {index} are {top.ids.shape}")
+    return Rollout(
+        prompt=prompt, sample_index=index, routes=routes, top_tokens=top, **facts, **arrays
+    )

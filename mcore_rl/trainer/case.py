@@ -243,6 +243,7 @@ def activation_settings(
         recompute=_recompute(values),
         chunk_tokens=config.trainer.log_prob_chunk_tokens,
         head_in_float32=config.trainer.fp32_lm_head,
+        num_top_tokens=config.recipe.score_centering,
         expert_load=expert_load,
         mtp_layers=values.get("mtp_num_layers") or 0,
         trains_indexers=bool(values.get("dsa_indexer_loss_coeff")),
@@ -323,6 +324,7 @@ def _engine_settings(
         sampled_tokens=samples * config.samples_per_prompt * length,
         sampled_tokens_in_all=config.samples_per_step * length,
         replays_experts=config.trainer.routing_replay == R3,
+        num_top_tokens=config.recipe.score_centering,
         graph_bytes=int(CUDA_GRAPHS_GB * GB) if has_graphs else 0,
         offloads_graphs=config.engine.rollout_offload_cuda_graphs,
     )

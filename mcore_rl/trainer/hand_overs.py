@@ -36,6 +36,7 @@ def engine_config(job: Job, *, load_format: str = "dummy") -> EngineConfig:
         dtype="float16" if config.trainer.precision == "fp16" else "bfloat16",
         float8=job.spec.float8,
         head_in_float32=config.trainer.fp32_lm_head,
+        num_top_tokens=config.recipe.score_centering,
         max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         max_num_seqs=config.engine.rollout_max_num_seqs,
         kv_cache_bytes=int(config.engine.rollout_kv_cache_gib * 2**30) if on_cpu else None,

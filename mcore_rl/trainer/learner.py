@@ -46,6 +46,7 @@ from mcore_rl.trainer.roles.samples import (
     mini_batches,
     plan_epochs,
     with_given_routes,
+    with_top_tokens,
 )
 from mcore_rl.trainer.roles.teacher import StepTeachers
 from mcore_rl.trainer.step_metrics import mean_entropy, mismatch_metrics
@@ -136,6 +137,8 @@ class Learner:
             batch = with_given_routes(batch, tokens, self.sample_store.of_stage())
             # A sample's last token never went through the engine.
             metrics = self._replayed(batch, batch.num_tokens - batch.num_samples)
+        if self.sample_store.num_top:
+            batch = with_top_tokens(batch, tokens, self.sample_store.num_top)
         for_critic = None
         if self.critic is not None:
             for_critic = self.critic.divide(self.sample_store, trained, orders)

@@ -198,6 +198,7 @@ def new_sample_store(job: Job, make: Callable[..., SampleStore] = SampleStore) -
         job.spec.layers,
         routed,
         has_turns=job.config.environments.environment is not None,
+        num_top=job.config.recipe.score_centering,
         ranks=ranks,
     )
 

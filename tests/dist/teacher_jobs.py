@@ -72,5 +72,8 @@ def _act(job: Job, log: Any) -> dict[str, Any]:
         "is_swapped": not any(roles),
         "metrics": dict(batch.metrics),
         "grad_norm": stats.result.grad_norm,
+        "centering": None
+        if stats.centering is None
+        else stats.centering.metrics(float(stats.sums.num_tokens)),
         "kl": None if stats.teacher_kl is None else stats.teacher_kl / float(stats.sums.num_tokens),
     }

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.dist.layouts import SPLITS, job_flags
-from tests.dist.ppo_jobs import scored_samples
+from tests.dist.ppo_jobs import CANDIDATE_MASS, scored_samples, with_candidates
 from tests.dist.test_lora import random_adapter, start_from
 from tests.rank_pool import RankPool
 from tests.scoring_server import log_prob_of, scoring_server
@@ -174,6 +174,50 @@ def test_gradient_equals_that_of_the_published_form(
     assert found["metrics"]["teacher/reverse_kl"] == pytest.approx(
         float(torch.cat(ratios).mean()), abs=TOLERANCE
     )
+
+
+def test_gradient_with_centered_scores_equals_that_of_whole_distributions(
+    student: Path, same_shape: Path, ranks: RankPool
+) -> None:
+    """The engine's distribution is its candidates, and beyond them the trainer's in proportion. The
+    advantages are the teacher's."""
+    k, temperature, parallel = 8, 0.8, ("--context-parallel-size", "2")
+    flags = ("--rl-teacher", str(same_shape), "--rl-teacher-coef", str(COEF), *parallel)
+    flags += ("--rl-policy-loss", "policy_gradient", "--rl-score-centering", str(k))
+    flags += ("--rl-temperature", str(temperature), "--rl-loss-aggregation", "token_mean")
+    found, *_ = distilled(ranks, student, "tp1_pp2_ep1", *flags, world_size=4)
+    model, teacher = model_of(student), model_of(same_shape)
+    vocab_size = model.config.vocab_size
+    samples = with_candidates(scored_samples(vocab_size, 8), k, vocab_size)
+    terms, plain, sizes, masses = [], [], [], []
+    for (tokens, scored), sample in zip(responses(student), samples, strict=True):
+        log_p = (model(tokens[None]).logits[0, scored] / temperature).log_softmax(-1)
+        sampled = log_p.gather(1, tokens[1:][scored, None])[:, 0]
+        top = sample.rollout.top_tokens
+        assert top is not None
+        ids = torch.from_numpy(top.ids).long()
+        with torch.no_grad():
+            theirs = log_probs_of(teacher, tokens, temperature)[scored]
+            advantages = COEF * (theirs - sampled)
+            mass = log_p.exp().gather(1, ids).sum(1, keepdim=True)
+            rho = (1 - CANDIDATE_MASS) / (1 - mass)
+            q = (rho * log_p.exp()).scatter(1, ids, torch.from_numpy(top.log_probs).exp())
+            assert (q.sum(1) - 1).abs().max() < TOLERANCE
+            sizes.append((q - rho * log_p.exp()).abs().sum(1))
+            masses.append(mass)
+        plain.append(-advantages * sampled)
+        terms.append(-advantages * (sampled - (q * log_p).sum(1)))
+    torch.cat(plain).mean().backward(retain_graph=True)
+    uncentered = gradient_norm(model)
+    model.zero_grad()
+    torch.cat(terms).mean().backward()
+    assert gradient_norm(model) > 0.1 and abs(uncentered / gradient_norm(model) - 1) > 0.01
+    assert found["grad_norm"] == pytest.approx(gradient_norm(model), rel=TOLERANCE)
+    assert found["centering"] == {
+        "centering/engine_mass": pytest.approx(CANDIDATE_MASS, abs=TOLERANCE),
+        "centering/actor_mass": pytest.approx(float(torch.cat(masses).mean()), rel=TOLERANCE),
+        "centering/coefficients_l1": pytest.approx(float(torch.cat(sizes).mean()), rel=TOLERANCE),
+    }
 
 
 @pytest.mark.parametrize(

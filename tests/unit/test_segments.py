@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from mcore_rl.batching.table import SampleTokens
-from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, TurnReward
+from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, TopTokens, TurnReward
 from mcore_rl.common.errors import UsageError
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling
 from mcore_rl.moe.routing import Routes
@@ -46,9 +46,9 @@ def part(
     request = Request(0, np.array(ids, np.int32), limit, Sampling())
     sampled = np.array(tokens, np.int32)
     log_probs = -sampled.astype(np.float32)
-    return extend_rollout(
-        so_far, Completion(request, sampled, log_probs, "length", routes), version
-    )
+    top = TopTokens(np.stack([sampled, sampled + 1], axis=1), np.stack([log_probs] * 2, axis=1) / 2)
+    completion = Completion(request, sampled, log_probs, "length", routes, top_tokens=top)
+    return extend_rollout(so_far, completion, version)
 
 
 def in_three_parts() -> Rollout:
@@ -68,6 +68,25 @@ def test_tokens_keep_their_log_prob_and_version() -> None:
     assert (found.weight_version, found.oldest_version) == (4, 1)
     tokens = SampleTokens.of(ScoredRollout(found, 0.0))
     assert tokens.is_generated.tolist() == [False] * 3 + found.is_generated.tolist()
+
+
+def test_tokens_keep_their_candidates() -> None:
+    found = in_three_parts().top_tokens
+    assert found is not None and found.ids.dtype == np.int32
+    assert found.ids[:, 0].tolist() == [11, 12, 0, 0, 13, 14, 15]
+    assert found.ids[:, 1].tolist() == [12, 13, 0, 0, 14, 15, 16]
+    assert found.log_probs[:, 1].tolist() == [-5.5, -6, 0, 0, -6.5, -7, -7.5]
+    assert found.log_probs.dtype == np.float32
+
+
+def test_groups_fit_a_run_that_asks_for_as_many_candidates() -> None:
+    group = OpenGroup(1, [in_three_parts(), None, new_rollout(PROMPT, 2, 1)])
+    assert group.has_top_tokens(2, num_samples=3) and group.has_top_tokens(0, num_samples=3)
+    assert not group.has_top_tokens(3, num_samples=3)
+    greedy = dataclasses.replace(in_three_parts(), top_tokens=None)
+    group = OpenGroup(1, [in_three_parts(), greedy])
+    assert group.has_top_tokens(2, num_samples=1) and not group.has_top_tokens(2, num_samples=2)
+    assert group.has_top_tokens(0, num_samples=2)
 
 
 def test_experts_come_from_the_pass_that_sampled_the_next_token() -> None:
@@ -259,7 +278,11 @@ def test_turn_starts_after_the_last_answer_and_its_observation() -> None:
 
 @pytest.mark.parametrize("change", ["missing", "longer", "wider", "other"])
 @pytest.mark.parametrize(
-    "name", ["response_token_ids", "rollout_log_probs", "is_generated", "prompt_token_ids"]
+    "name",
+    [
+        *("response_token_ids", "rollout_log_probs", "is_generated", "prompt_token_ids"),
+        *("top_ids", "top_log_probs"),
+    ],
 )
 def test_groups_with_wrong_arrays_are_refused(tmp_path: Path, name: str, change: str) -> None:
     file, arrays, facts = written(tmp_path)

@@ -156,6 +156,7 @@ class VLLMEngine:
             weight_version=weight_version,
             routes=completion.routes,
             failure=completion.failure,
+            top_tokens=completion.top_tokens,
         )
 
     def take_draft_counts(self) -> DraftCounts:

@@ -77,6 +77,7 @@ class EngineConfig:
     dtype: str = "bfloat16"
     float8: Float8Weights | None = None
     head_in_float32: bool = False  # logits are products in float32
+    num_top_tokens: int = 0  # most probable tokens that a request may ask for
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
@@ -260,6 +261,8 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
     if config.head_in_float32:
         overrides["head_dtype"] = "float32"
     options: dict[str, Any] = {"hf_overrides": overrides}
+    if config.num_top_tokens:
+        options["max_logprobs"] = config.num_top_tokens
     options |= _platform_options(config, config_json)
     if config.speculation is not None:
         options |= _speculative(config.speculation, options)

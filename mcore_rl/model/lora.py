@@ -30,6 +30,11 @@ _WEIGHT = ".weight"
 _EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
 _NUMBER = "{expert}."  # as in `TensorSpec.name`
 
+# What a hand-over brings to engines: merged weights, or adapters beside the weights of the base.
+MERGED, ADAPTERS = "merged", "adapters"
+# Ranks for which vLLM has LoRA layers; a smaller one is padded with zeros.
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
 
 @dataclass(frozen=True, slots=True)
 class LoraOptions(Parameters):
@@ -52,6 +57,12 @@ class LoraOptions(Parameters):
     adapter: str | None = param(None, "folder of an adapter in PEFT's format to start from")
     export: str | None = param(
         None, "folder to write the trained adapter to at the end, in PEFT's format"
+    )
+    rollout: str = param(
+        MERGED,
+        "what weight syncs bring to engines: merged weights, or adapters alone, which vLLM's LoRA "
+        "layers apply to the base that the first one brings",
+        choices=(MERGED, ADAPTERS),
     )
 
 
@@ -138,8 +149,9 @@ def resolve_lora(options: LoraOptions, shape: ModelShape) -> Lora | None:
     effect without a rank.
     """
     if not options.rank:
-        for name in ("alpha", "targets", "adapter", "export"):
-            if (value := getattr(options, name)) is not None:
+        default = LoraOptions()
+        for name in ("alpha", "targets", "adapter", "export", "rollout"):
+            if (value := getattr(options, name)) != getattr(default, name):
                 raise UsageError(
                     "has no effect without --rl-lora-rank",
                     flag=f"--rl-lora-{name} {value}",
@@ -176,11 +188,27 @@ def bound_of(columns: int) -> float:
     return 1.0 / math.sqrt(columns)
 
 
+def vllm_rank(rank: int) -> int | None:
+    """Return the smallest rank of vLLM's LoRA layers that holds adapters of `rank`; None: none."""
+    return next((served for served in VLLM_RANKS if served >= rank), None)
+
+
+def factor_names(layer: str) -> tuple[str, str]:
+    """Return the names of a layer's A and B in an adapter's file."""
+    prefix = f"base_model.model.{layer}."
+    return f"{prefix}lora_A.weight", f"{prefix}lora_B.weight"
+
+
 def peft_names(lora: Lora) -> Iterator[tuple[str, str, str]]:
     """Yield layer, and names of its A and B in an adapter's file."""
     for layer in lora.modules:
-        yield (
-            layer,
-            f"base_model.model.{layer}.lora_A.weight",
-            (f"base_model.model.{layer}.lora_B.weight"),
-        )
+        yield (layer, *factor_names(layer))
+
+
+def factor_shapes(lora: Lora) -> dict[str, tuple[int, int]]:
+    """Return the shapes of all factors, by their names in an adapter's file."""
+    shapes = {}
+    for layer, a, b in peft_names(lora):
+        rows, columns = lora.modules[layer]
+        shapes[a], shapes[b] = (lora.rank, columns), (rows, lora.rank)
+    return shapes

@@ -7,13 +7,24 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError, as_flag
 from mcore_rl.config import RLConfig
 from mcore_rl.hybrid_engine.peft_export import CONFIG, check_adapter
+from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.model.config_json import ModelShape
-from mcore_rl.model.lora import ADAPTERS, MERGED, VLLM_RANKS, Lora, resolve_lora, vllm_rank
+from mcore_rl.model.lora import (
+    ADAPTERS,
+    MERGED,
+    VLLM_RANKS,
+    Lora,
+    adapted_specs,
+    resolve_lora,
+    vllm_rank,
+)
 from mcore_rl.model.quantization import FP8
 from mcore_rl.moe.balance import balancing_flag, cuda_graph_flag, moves_biases
+from mcore_rl.planner.adapters import adapter_size
 
 # Megatron's flags by destination, and why they conflict with frozen weights and merged adapters.
 _CLASHES = {
@@ -67,6 +78,24 @@ def _check_adapters_of_engines(config: RLConfig, shape: ModelShape, lora: Lora) 
         if flag:
             remedy = f"drop it, or give --rl-lora-rollout {MERGED}"
             raise UsageError(f"{reason} with {_ROLLOUT}", flag=flag, remedy=remedy)
+
+
+def note_on_adapters(config: RLConfig, lora: Lora, placement: Placement) -> Iterator[str]:
+    """Describe what weight syncs bring if they bring adapters alone, and what that keeps."""
+    if config.lora.rollout != ADAPTERS:
+        return
+    shape, tp_size = placement.shape, placement.rollout.tp_size
+    elements = sum(
+        adapter_size(spec, lora.rank, tp_size)
+        for kind in shape.layer_kinds
+        for spec in adapted_specs(shape, kind, lora.targets)
+    )
+    base = shown_bytes(placement.most_resident_bytes)
+    asleep = "" if config.rollout.apart else ", and is in host memory while the engine sleeps"
+    yield (
+        f"weight syncs bring each rank of an engine at most {shown_bytes(2 * elements)} of "
+        f"adapters; the base, {base}, is brought once{asleep}"
+    )
 
 
 def _unserved(config: RLConfig, shape: ModelShape, lora: Lora) -> Iterator[tuple[str, bool]]:

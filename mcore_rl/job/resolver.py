@@ -38,7 +38,7 @@ from mcore_rl.job.layout import (
     own_all_reduce_obstacle,
     title_of_engines,
 )
-from mcore_rl.job.lora import check_lora, check_lora_folders
+from mcore_rl.job.lora import check_lora, check_lora_folders, note_on_adapters
 from mcore_rl.job.supervised import check_mixed_batches, check_supervised
 from mcore_rl.job.teachers import check_teacher_flags, read_teacher, teacher_spec
 from mcore_rl.job.validation import check_megatron_accepts
@@ -528,9 +528,12 @@ class _Examiner:
             yield f"defaults for RL: {' '.join(derived.defaults)}"
         parser = megatron_adapter.make_parser()  # without a fork's flags
         yield from notes(self.facts.given, parser, unread=derived.unread)
-        if config.rollout.apart is None and config.has_engines:
+        if config.has_engines:
             placement = Placement(actor.shape, actor.layout, actor.layers, rollout)
-            yield from note_on_experts(config.engine, placement)
+            if config.rollout.apart is None:
+                yield from note_on_experts(config.engine, placement)
+            if self.facts.lora is not None:
+                yield from note_on_adapters(config, self.facts.lora, placement)
         yield from engines.notes_on_sampling_ahead(config, rollout)
         obstacle = own_all_reduce_obstacle(config.engine, rollout, os.environ)
         if self.source.platform.cuda and config.has_engines and obstacle is not None:

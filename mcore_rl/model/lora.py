@@ -14,12 +14,12 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters, param
-from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.config_json import LayerKind, ModelShape
 from mcore_rl.model.families import family_of
 from mcore_rl.model.tensors import TensorSpec, layer_specs
 
@@ -111,6 +111,16 @@ def matches(layer: str, target: str) -> bool:
     return within == target or within.endswith(f".{target}")
 
 
+def adapted_specs(
+    shape: ModelShape, kind: LayerKind, targets: Sequence[str]
+) -> Iterator[TensorSpec]:
+    """Yield the weights of a layer that have adapters."""
+    for spec in layer_specs(shape, kind):
+        layer = spec.name.removesuffix(_WEIGHT)
+        if has_weight(shape, spec) and any(matches(layer, target) for target in targets):
+            yield spec
+
+
 def targets_of(options: LoraOptions, shape: ModelShape) -> tuple[str, ...]:
     """Return the targets of the flags, by default the last parts of all linear layers' names.
 
@@ -162,12 +172,10 @@ def resolve_lora(options: LoraOptions, shape: ModelShape) -> Lora | None:
     prefix = family_of(shape.architecture).names.layers
     modules = {}
     for number, kind in enumerate(shape.layer_kinds):
-        for spec in layer_specs(shape, kind):
-            layer = spec.name.removesuffix(_WEIGHT)
-            if has_weight(shape, spec) and any(matches(layer, target) for target in targets):
-                rows, columns = spec.shape
-                for expert in range(max(1, spec.num_experts)):
-                    modules[f"{prefix}{number}.{layer.format(expert=expert)}"] = (rows, columns)
+        for spec in adapted_specs(shape, kind, targets):
+            layer, (rows, columns) = spec.name.removesuffix(_WEIGHT), spec.shape
+            for expert in range(max(1, spec.num_experts)):
+                modules[f"{prefix}{number}.{layer.format(expert=expert)}"] = (rows, columns)
     return Lora(options.rank, alpha_of(options), targets, modules)
 
 

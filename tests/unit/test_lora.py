@@ -11,13 +11,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
 from mcore_rl.hybrid_engine.peft_export import check_adapter, mixes_experts
-from mcore_rl.job.lora import check_lora, check_lora_folders
+from mcore_rl.hybrid_engine.plan.placement import Placement
+from mcore_rl.job.lora import check_lora, check_lora_folders, note_on_adapters
 from mcore_rl.megatron.lora import plus_product
 from mcore_rl.model.config_json import ModelShape, model_shape
-from mcore_rl.model.layout import TrainLayout
+from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.model.lora import VLLM_RANKS, Lora, LoraOptions, peft_names, resolve_lora, vllm_rank
 from mcore_rl.planner.models import (
     TrainedModel,
@@ -174,6 +176,23 @@ def test_adapters_are_served_by_the_smallest_rank_of_vllm_that_holds_them() -> N
     assert found == {1: 1, 2: 8, 8: 8, 9: 16, 200: 256, 512: 512, 513: None}
     of_vllm = (vllm_folder() / "config" / "lora.py").read_text()
     assert f"MaxLoRARanks = Literal[{', '.join(map(str, VLLM_RANKS))}]" in of_vllm
+
+
+def test_note_names_the_bytes_of_a_sync_of_adapters() -> None:
+    model = model_of("qwen3-0.6b", TrainLayout(2, tp_size=2))
+    placement = Placement(model.shape, model.train, model.layers, RolloutLayout(2, 2, False))
+    lora = resolve_lora(LoraOptions(rank=8), model.shape)
+    assert lora is not None
+    halves = {True: (1, 0.5), False: (0.5, 1)}  # of rows and columns: TP2 divides one of the two
+    elements = sum(
+        8 * (rows * halves[by_columns][0] + columns * halves[by_columns][1])
+        for layer, (rows, columns) in lora.modules.items()
+        for by_columns in [layer.endswith(("o_proj", "down_proj"))]
+    )
+    config = RLConfig.of(lora_rank=8, lora_rollout="adapters")
+    (note,) = note_on_adapters(config, lora, placement)
+    assert f"at most {shown_bytes(2 * elements)} of adapters" in note and "host memory" in note
+    assert list(note_on_adapters(RLConfig.of(lora_rank=8), lora, placement)) == []
 
 
 def with_lora(model: TrainedModel, lora: Lora) -> TrainedModel:

@@ -15,8 +15,10 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from mcore_rl.batching.types import Prompt
+from mcore_rl.common.errors import UsageError
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, ReshardReport
+from mcore_rl.hybrid_engine.vllm.adapters import AdapterSlot
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.trainer.build import build_manager
 from mcore_rl.trainer.hand_overs import engine_config
@@ -87,6 +89,18 @@ def _flipped_bit(manager: MegatronVLLMShardingManager) -> Iterator[None]:
         yield
 
 
+def _error_for_a_router(bench: Bench) -> str:
+    """What a slot says of an adapter of a layer that vLLM's model does not have."""
+    lora = bench.job.spec.lora
+    assert lora is not None
+    modules = {**lora.modules, "model.layers.0.mlp.gate": (4, 64)}
+    try:
+        AdapterSlot(bench.engine._worker.model_runner, dataclasses.replace(lora, modules=modules))
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
 def adapters_and_merged(flags: list[str], target: str) -> dict[str, Any]:
     """Hand-overs of adapters, with a fault and with other values; then of merged weights.
 
@@ -103,6 +117,7 @@ def adapters_and_merged(flags: list[str], target: str) -> dict[str, Any]:
         for adapter in shards._adapters.values():
             adapter.b.data.neg_()
         found["negated"] = bench.switch(folder / f"negated_{rank}")
+        found["unserved"] = _error_for_a_router(bench)
         bench.engine.close()
     bench = Bench(job, shards, lora=None)
     found["negated_merged"] = bench.switch()

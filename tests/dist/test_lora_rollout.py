@@ -96,6 +96,8 @@ def test_engines_get_adapters_alone_and_compute_as_with_merged_weights(
         assert found["first"]["received_bytes"] == (
             adapter_bytes + found["first_merged"]["received_bytes"]
         )
+        unserved = found.pop("unserved")
+        assert "model.layers.0.mlp.gate" in unserved and "--rl-lora-rollout merged" in unserved
         assert all(found[name]["attested"] for name in found)
         assert [name for name in found if found[name]["repeated"]] == ["flipped"]
         assert found["negated"]["num_tensors"] == 2 * len(lora_of(checkpoint).modules)

@@ -63,10 +63,12 @@ class AdapterSlot:
         """Return the boxes that this rank stores of each factor; not collective."""
         reads: dict[str, list[Box]] = defaultdict(list)
 
+        def note(name: str, box: Box) -> None:
+            reads[name].append(box)
+
         def stand_in(name: str) -> torch.Tensor:
-            return SlicedTensor.recording(
-                name, *tensor_metadata[name], lambda of, box: reads[of].append(box)
-            )
+            shape, dtype = tensor_metadata[name]
+            return SlicedTensor.recording(name, shape, dtype, note)
 
         with self._on_meta():
             self._set(0, stand_in)
@@ -149,7 +151,7 @@ class AdapterSlot:
 
     def _place(self) -> dict[str, list[str | None]]:
         """Return module -> the layers that it fuses, None for one without an adapter."""
-        places = {}
+        places: dict[str, list[str | None]] = {}
         missing = dict.fromkeys(self._lora.modules)
         for module_name in self._modules:
             fused = self._manager.packed_modules.get(module_name, [module_name])

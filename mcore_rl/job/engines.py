@@ -14,6 +14,7 @@ from mcore_rl.common.vllm_version import (
     FLOAT8_BLOCKS,
     FLOAT32_HEAD,
     LATENT_ATTENTION,
+    LORA_LAYERS,
     ROUTED_EXPERTS,
     STACKED_EXPERTS,
     UNGROUPED_SIGMOID,
@@ -26,6 +27,7 @@ from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.families import family_of
 from mcore_rl.model.float8_blocks import BLOCK, float8_weights
 from mcore_rl.model.layout import RolloutLayout
+from mcore_rl.model.lora import ADAPTERS, MERGED
 from mcore_rl.model.roles import REWARD, ROLLOUT, Roles
 from mcore_rl.model.speculation import check_drafter, check_drafter_weights, parse_speculation
 from mcore_rl.moe.routing import R3
@@ -37,6 +39,9 @@ def check_engine(config: RLConfig, shape: ModelShape, *, cuda: bool) -> None:
     if replay == R3 and shape.experts is not None:
         flag, remedy = f"--rl-routing-replay {replay}", "give r2 or off"
         require_capability(ROUTED_EXPERTS, cuda=cuda, flag=flag, remedy=remedy)
+    if config.lora.rollout == ADAPTERS:
+        flag, remedy = f"--rl-lora-rollout {ADAPTERS}", f"give --rl-lora-rollout {MERGED}"
+        require_capability(LORA_LAYERS, cuda=cuda, flag=flag, remedy=remedy)
     if config.trainer.fp32_lm_head:
         require_capability(FLOAT32_HEAD, cuda=cuda, flag="--rl-fp32-lm-head", remedy="drop it")
     needs = {

@@ -14,6 +14,7 @@ from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.job import engines, reading
 from mcore_rl.job.facts import Facts, Source
 from mcore_rl.job.layout import note_on_experts, own_all_reduce_obstacle
+from mcore_rl.job.lora import note_on_adapters
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.spec import JobSpec, LaidOut, TeacherSpec, ValueModelSpec
@@ -80,9 +81,12 @@ def _notes(
         yield f"defaults for RL: {' '.join(derived.defaults)}"
     parser = megatron_adapter.make_parser()  # without a fork's flags
     yield from notes(facts.given, parser, unread=derived.unread)
-    if config.rollout.apart is None and config.has_engines:
+    if config.has_engines:
         placement = Placement(actor.shape, actor.layout, actor.layers, rollout)
-        yield from note_on_experts(config.engine, placement)
+        if config.rollout.apart is None:
+            yield from note_on_experts(config.engine, placement)
+        if facts.lora is not None:
+            yield from note_on_adapters(config, facts.lora, placement)
     yield from engines.notes_on_sampling_ahead(config, rollout)
     obstacle = own_all_reduce_obstacle(config.engine, rollout, os.environ)
     if source.platform.cuda and config.has_engines and obstacle is not None:

@@ -46,7 +46,12 @@ from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.case import model_of_args
 from mcore_rl.trainer.demonstration_store import DemonstrationStore
-from mcore_rl.trainer.hand_overs import engine_config, hand_over_options, make_canary
+from mcore_rl.trainer.hand_overs import (
+    engine_config,
+    hand_over_options,
+    make_canary,
+    served_adapters,
+)
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.mixed import MixedDemonstrations, read_mixed
@@ -457,6 +462,7 @@ def build_manager(
         offloader=offloader,
         canary=canary,
         carried=None if engine.drafter is None else CarriedTensors(job.spec.checkpoint),
+        adapters=served_adapters(engine.config),
     )
 
 

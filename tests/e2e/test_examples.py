@@ -167,7 +167,8 @@ def test_lora_trains_an_adapter_and_exports_it(
     checkpoint_factory: Callable[..., Path], prompts: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
     checkpoint, adapter = checkpoint_factory("qwen3"), tmp_path / "adapter"
-    more = [*SHORT, "--rl-num-prompts-per-step", "2", "--rl-export-hf", str(tmp_path / "merged")]
+    more = ["--rl-lora-rollout", "adapters"]
+    more += [*SHORT, "--rl-num-prompts-per-step", "2", "--rl-export-hf", str(tmp_path / "merged")]
     more += ["--rl-import", str(EXAMPLES / "own_parts" / "reward.py"), "--rl-reward", "brevity"]
     more += ["--rl-run-dir", str(tmp_path / "run"), "--rl-cache-dir", str(tmp_path / "cache")]
     said = run_with_echo(

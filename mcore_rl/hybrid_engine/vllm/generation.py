@@ -136,9 +136,10 @@ def sampling_fields(request: Request) -> dict[str, Any]:
 class Generation:
     """The requests running in an `LLMEngine`. Local, but see the module's docstring."""
 
-    def __init__(self, engine: Any, routed: RoutedLayers | None) -> None:
-        """`engine` is vLLM's; `routed` are the expert layers whose routes a request may ask for."""
-        self._engine, self._routed = engine, routed
+    def __init__(self, engine: Any, routed: RoutedLayers | None, adapter: Any = None) -> None:
+        """`engine` is vLLM's; `routed` are the expert layers whose routes a request may ask for;
+        `adapter` is vLLM's `LoRARequest` of all requests, if any."""
+        self._engine, self._routed, self._adapter = engine, routed, adapter
         self._running: dict[int, Request] = {}
 
     @property
@@ -163,6 +164,7 @@ class Generation:
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 skip_clone=True,  # no other request uses these parameters
             ),
+            lora_request=self._adapter,
         )
         self._running[request.number] = request
         if request.num_top:

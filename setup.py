@@ -62,6 +62,7 @@ setup(
         "rich",
         "safetensors",
         "scipy",
+        "simpy",
         "tensorboard",
         "tokenizers",
         "transformers",

@@ -10,7 +10,6 @@ makes the settings from flags, and `mcore_rl.tools.plan` is the command. See doc
     memory, host         host memory of a node, with and without GPUs
     links                traffic of a hand-over
     plan, report         the complete plan; the plan as text
-    clock                simulated time
     simulated_engines    engines in simulated time, and the groups that they sample
     simulation           simulated runs: colocated, partial rollouts, separate engines
     comparison           the ways to use a job's ranks, and the one to take

@@ -13,10 +13,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mcore_rl.planner.clock import Clock
+if TYPE_CHECKING:
+    import simpy
 
 _ROUNDING = 1e-6  # of a token
 
@@ -77,9 +79,9 @@ class ResponseLengths:
             chosen = random.integers(len(self.recorded), size=count)
             return [self.recorded[index].cut(self.most) for index in chosen]
         center = np.log(self.mean) - self.sigma**2 / 2
-        lengths = random.lognormal(center, self.sigma, count).tolist()
-        whole = [min(max(round(length), 1), self.most) for length in lengths]
-        return [Response((length / self.turns,) * self.turns) for length in whole]
+        lengths = np.rint(random.lognormal(center, self.sigma, count))
+        found: list[int] = np.clip(lengths, 1, self.most).astype(int).tolist()
+        return [Response((length / self.turns,) * self.turns) for length in found]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,17 +99,6 @@ class Workload:
     tool_seconds: float = 0.0
     reward_seconds: float = 0.0  # of a response; any number of rewards run at the same time
     seed: int = 1
-    _drawn: dict[int, list[Response]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-
-    def responses(self, draw: int) -> list[Response]:
-        """Return the responses to a draw, the same in every simulation."""
-        found = self._drawn.get(draw)
-        if found is None:
-            found = self.lengths.of_draw(draw, self.samples_per_group, self.seed)
-            self._drawn[draw] = found
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +149,7 @@ class Group:
     responses: Sequence[Response]
     version: int | None  # of the weights with which it began; None: no token yet
     requests: list[Request] = field(default_factory=list)  # those that have not ended
+    num_unrewarded: int = 0
     cached_at: int = -1  # as in `Request`, of the prompt
 
     @property
@@ -185,13 +177,13 @@ class Engine:
 
     def __init__(
         self,
-        clock: Clock,
+        env: simpy.Environment,
         speed: EngineSpeed,
         most_running: int,
         ended: Callable[[Request], None],
     ) -> None:
         """`ended` is called with each request whose current turn has ended."""
-        self._clock, self._ended = clock, ended
+        self._env, self._ended = env, ended
         self._prefill_rate, self._repeated_rate = speed.prefill_rate, speed.repeated_rate
         self._step_seconds = speed.table(most_running)
         self._most_running = most_running
@@ -200,10 +192,8 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._count = 0.0  # tokens of a sequence that never ends
         self._prefill_seconds = 0.0  # left before the next token
-        self._at = clock.now
-        self._num_submitted = 0
-        self._next_wake = 0  # number of the call of the next event; earlier calls do nothing
-        self._is_waking = False
+        self._at = env.now
+        self._num_submitted = self._num_wakes = 0
         self._is_paused = False
         self._updates = 0
         self._busy_seconds = 0.0
@@ -226,7 +216,6 @@ class Engine:
     def submit(self, requests: Sequence[Request]) -> None:
         """Start the requests as soon as there is room."""
         self._waiting.extend(requests)
-        self._advance()
         self._go_on()
 
     def pause(self) -> None:
@@ -261,11 +250,7 @@ class Engine:
 
     def _advance(self) -> None:
         """Bring the state to the present."""
-        now = self._clock.now
-        seconds = now - self._at
-        if not seconds:
-            return
-        self._at = now
+        seconds, self._at = self._env.now - self._at, self._env.now
         if self._is_paused or not self._running:
             return
         self._busy_seconds += seconds
@@ -288,7 +273,8 @@ class Engine:
         self._prefill_seconds += (prompt + response - repeated) / self._prefill_rate
 
     def _go_on(self) -> None:
-        """Start what waits, and plan the next event; after `_advance`."""
+        """Start what waits, and plan the next event."""
+        self._advance()
         while self._waiting and len(self._running) < self._most_running:
             request = self._waiting.popleft()
             self._prefill(request, request.parts[0])
@@ -297,34 +283,26 @@ class Engine:
             heapq.heappush(self._running, (ends_at, self._num_submitted, request))
         if self._is_paused or not self._running:
             return
-        self._next_wake = self._clock.number()
-        if not self._is_waking:
-            self._call_wake()
-
-    def _call_wake(self) -> None:
         steps = max(0.0, self._running[0][0] - self._count)
         seconds = self._prefill_seconds + steps * self._step_seconds[len(self._running)]
-        self._clock.after(seconds, self._wake, self._next_wake)
+        self._num_wakes += 1
+        wake = self._env.timeout(seconds, self._num_wakes)
+        assert wake.callbacks is not None, "it is new"
+        wake.callbacks.append(self._wake)
 
-    def _wake(self, number: int) -> None:
-        if number != self._next_wake or self._is_paused or not self._running:
+    def _wake(self, event: simpy.Event) -> None:
+        if event.value != self._num_wakes or self._is_paused or not self._running:
             return  # something else happened in between
         self._advance()
-        running = self._running
-        self._count = max(self._count, running[0][0])  # without the error of rounding
+        self._count = max(self._count, self._running[0][0])  # without the error of rounding
         ended = []
-        while running and running[0][0] <= self._count + _ROUNDING:
-            request = heapq.heappop(running)[2]
+        while self._running and self._running[0][0] <= self._count + _ROUNDING:
+            request = heapq.heappop(self._running)[2]
             request.done_tokens += request.parts.popleft()
             ended.append(request)
-        # Most requests that end make room for others: the next event is planned once.
-        self._is_waking = True
         self._go_on()
         for request in ended:
             self._ended(request)
-        self._is_waking = False
-        if self._next_wake != number:
-            self._call_wake()
 
 
 class Sampling:
@@ -336,15 +314,15 @@ class Sampling:
 
     def __init__(
         self,
-        clock: Clock,
+        env: simpy.Environment,
         workload: Workload,
         speed: EngineSpeed,
         num_engines: int,
         most_running: int,
     ) -> None:
-        self._clock, self._workload = clock, workload
+        self._env, self._workload = env, workload
         self.most_running = self.room = most_running
-        self.engines = [Engine(clock, speed, most_running, self._ended) for _ in range(num_engines)]
+        self.engines = [Engine(env, speed, most_running, self._ended) for _ in range(num_engines)]
         self.limit = self.next_draw = 0
         self.version = 1
         self.started: Callable[[Group], None] = lambda group: None
@@ -394,8 +372,17 @@ class Sampling:
 
     def _start_group(self, engine: Engine) -> None:
         workload = self._workload
-        responses = workload.responses(self.next_draw)
-        group = Group(self.next_draw, engine, workload.prompt_tokens, responses, self.version)
+        responses = workload.lengths.of_draw(
+            self.next_draw, workload.samples_per_group, workload.seed
+        )
+        group = Group(
+            self.next_draw,
+            engine,
+            workload.prompt_tokens,
+            responses,
+            self.version,
+            num_unrewarded=len(responses),
+        )
         group.requests = [
             Request(group, deque(each.turns), each.tokens_per_answer) for each in responses
         ]
@@ -411,8 +398,8 @@ class Sampling:
             self._ask_tool(request)
         else:
             group.requests.remove(request)
-            if group.is_sampled:  # its other rewards are there when the last one is
-                self._after(self._workload.reward_seconds, lambda: self.finished(group))
+            self._after(self._workload.reward_seconds, lambda: self._rewarded(group))
+            if group.is_sampled:
                 self.sampled(group)
         while self.next_draw < self.limit and group.engine.num_requests < self.room:
             self._start_group(group.engine)
@@ -429,8 +416,15 @@ class Sampling:
 
         self._after(self._workload.tool_seconds, answer)
 
+    def _rewarded(self, group: Group) -> None:
+        group.num_unrewarded -= 1
+        if not group.num_unrewarded:
+            self.finished(group)
+
     def _after(self, seconds: float, call: Callable[[], None]) -> None:
         if not seconds:
             call()
             return
-        self._clock.after(seconds, lambda _: call())
+        event = self._env.timeout(seconds)
+        assert event.callbacks is not None, "it is new"
+        event.callbacks.append(lambda _: call())

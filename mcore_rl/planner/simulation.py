@@ -21,13 +21,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mcore_rl.common.garbage import nothing_collected
-from mcore_rl.planner.clock import Clock, Process
 from mcore_rl.planner.simulated_engines import EngineSpeed, Group, Sampling, Workload
 from mcore_rl.rollout.admission import Admission
+
+if TYPE_CHECKING:
+    import simpy
+
+    Events = Generator[simpy.Event, object, None]
 
 COLOCATED, PARTIAL, SEPARATE = "colocated", "partial", "separate"
 MODES = (COLOCATED, PARTIAL, SEPARATE)  # the simplest first
@@ -132,17 +136,18 @@ def simulate(
     """Simulate a run; the first `warm_up_steps` do not count. Deterministic. Without numbers of
     steps, they suffice for the staleness of the candidate, and are fewer if a step has many
     responses."""
+    import simpy  # late: only this command needs it
+
     if warm_up_steps is None:
         staleness = PARTIAL_STALENESS if candidate.mode == PARTIAL else candidate.max_staleness
         warm_up_steps = staleness + 2
     if steps is None:
         responses = workload.groups_per_step * workload.samples_per_group
         steps = max(_LEAST_STEPS, min(_MOST_STEPS, _RESPONSES // responses))
-    clock = Clock()
-    run = _Run(clock, candidate, workload, speeds, warm_up_steps + steps)
+    env = simpy.Environment()
+    run = _Run(env, candidate, workload, speeds, warm_up_steps + steps)
     ways = {COLOCATED: run.colocated, PARTIAL: run.partial, SEPARATE: run.separate}
-    with nothing_collected():  # groups and requests are freed without it
-        clock.run(ways[candidate.mode]())
+    env.run(until=env.process(ways[candidate.mode]()))
     return run.result(warm_up_steps)
 
 
@@ -190,16 +195,16 @@ class _Run:
 
     def __init__(
         self,
-        clock: Clock,
+        env: simpy.Environment,
         candidate: Candidate,
         workload: Workload,
         speeds: Speeds,
         num_steps: int,
     ) -> None:
-        self._clock, self._candidate, self._workload = clock, candidate, workload
+        self._env, self._candidate, self._workload = env, candidate, workload
         self._speeds, self._num_steps = speeds, num_steps
         self._sampling = Sampling(
-            clock, workload, speeds.engine, candidate.num_engines, candidate.most_running
+            env, workload, speeds.engine, candidate.num_engines, candidate.most_running
         )
         self._sampling.finished = self._finish
         self._finished: set[int] = set()  # draws with all rewards that are not trained on
@@ -208,17 +213,18 @@ class _Run:
         self._admission: Admission | None = None  # of draws on separate engines
         self._steps: list[_Step] = []
         self._call_seconds = 0.0  # in which trainers waited for answers of separate engines
+        self._changed = env.event()  # a group is sampled or finished
 
-    def colocated(self) -> Process:
+    def colocated(self) -> Events:
         num = self._workload.groups_per_step
         for number in range(1, self._num_steps + 1):
             yield from self._hand_over()
             self._sampling.offer(number * num, num)
             while len(self._finished) < num:
-                yield None  # until a group is sampled or finished
+                yield self._changed
             yield from self._train(tuple(sorted(self._finished)))
 
-    def partial(self) -> Process:
+    def partial(self) -> Events:
         num, sampling = self._workload.groups_per_step, self._sampling
         for _ in range(self._num_steps):
             yield from self._hand_over()
@@ -231,13 +237,13 @@ class _Run:
             most = max(math.ceil(num * OVERSAMPLE), len(pending))
             sampling.offer(sampling.next_draw + most - len(pending), most)
             while not step.has_enough:
-                yield None  # until a group is sampled or finished
+                yield self._changed
             self._stop(step.reserved)
             while (taken := step.taken) is None or not taken <= self._finished:
-                yield None  # until a group is sampled or finished
+                yield self._changed
             yield from self._train(tuple(sorted(taken)))
 
-    def separate(self) -> Process:
+    def separate(self) -> Events:
         num, ahead = self._workload.groups_per_step, self._candidate.max_staleness
         admission = Admission(groups_per_step=num, max_staleness=ahead, next_draw=0)
         self._admission = admission
@@ -245,39 +251,39 @@ class _Run:
             admission.begin_step(self._sampling.version)
             self._sampling.offer(admission.limit, (1 + ahead) * num)
             while (taken := admission.decide()) is None:
-                yield None  # until a group is sampled or finished
+                yield self._changed
             yield from self._call()
             yield from self._train(taken)
             yield from self._call()
             yield from self._call(then=1)  # running requests end with their next token
             yield from self._hand_over()
 
-    def _call(self, then: int = 0) -> Process:
+    def _call(self, then: int = 0) -> Events:
         """Wait until all engines answer a call, and for `then` further steps: on average, for the
         largest of as many uniform numbers as there are engines."""
         engines = self._sampling.engines
         steps = STEPS_BETWEEN_CALLS * len(engines) / (len(engines) + 1) + then
         seconds = steps * max(engine.step_seconds for engine in engines)
-        yield seconds
+        yield self._env.timeout(seconds)
         self._call_seconds += seconds
 
-    def _hand_over(self) -> Process:
+    def _hand_over(self) -> Events:
         for engine in self._sampling.engines:
             engine.pause()
-        yield self._candidate.hand_over_seconds
+        yield self._env.timeout(self._candidate.hand_over_seconds)
         self._sampling.version += 1
         for engine in self._sampling.engines:
             engine.update()
 
-    def _train(self, draws: Sequence[int]) -> Process:
+    def _train(self, draws: Sequence[int]) -> Events:
         groups = tuple(self._opened.pop(draw) for draw in draws)
         self._finished -= set(draws)
         seconds = self._speeds.train_seconds(groups, self._candidate.num_trainers)
         staleness = tuple(self._age(group) for group in groups)
-        yield seconds
+        yield self._env.timeout(seconds)
         busy = self._sampling.busy_seconds()
         self._steps.append(
-            _Step(self._clock.now, seconds, self._call_seconds, busy, groups, staleness)
+            _Step(self._env.now, seconds, self._call_seconds, busy, groups, staleness)
         )
 
     def _stop(self, keep: Collection[int]) -> None:
@@ -295,13 +301,17 @@ class _Run:
 
     def _sampled(self, step: _PartialStep, group: Group) -> None:
         step.sampled(group.draw)
-        self._clock.wake()
+        self._wake()
 
     def _finish(self, group: Group) -> None:
         self._finished.add(group.draw)
         if self._admission is not None:
             self._admission.finish(group.draw)
-        self._clock.wake()
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.succeed()
+        self._changed = self._env.event()
 
     def result(self, warm_up_steps: int) -> Simulated:
         """Return the averages from the end of step `warm_up_steps` on."""

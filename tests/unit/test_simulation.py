@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.planner.clock import Clock, Process
 from mcore_rl.planner.comparison import GOOD_ENOUGH, Comparison, compare
 from mcore_rl.planner.simulated_engines import EngineSpeed, Response, ResponseLengths, Workload
 from mcore_rl.planner.simulation import (
@@ -366,38 +365,3 @@ def test_lengths_have_the_given_mean_and_limit() -> None:
     assert min(drawn) >= 1 and max(drawn) == 4000
     assert sum(drawn) / len(drawn) == pytest.approx(500, rel=0.05)  # cutting costs 2 %
     assert lengths.of_draw(7, 8, seed=3) == lengths.of_draw(7, 8, seed=3)
-
-
-# --------------------------------------------------------------------------------------- clock
-
-
-def test_calls_are_made_by_time_and_number_and_a_wake_follows_those_that_are_due() -> None:
-    clock = Clock()
-    seen: list[Any] = []
-
-    def process() -> Process:
-        seen.append(("begins", clock.now))
-        yield 2.0
-        seen.append(("continues", clock.now))
-        yield None
-        seen.append(("woken", clock.now))
-
-    def noted(number: int) -> None:
-        seen.append((number, clock.now))
-
-    def waking(number: int) -> None:
-        clock.wake()
-        clock.wake()  # no one waits any more
-        noted(number)
-
-    first, later = clock.number(), clock.number()
-    clock.after(5.0, noted, later)
-    clock.after(5.0, waking, first)
-    clock.after(9.0, noted)
-    clock.run(process())
-    assert seen == [
-        *(("begins", 0.0), ("continues", 2.0)),
-        *((first, 5.0), (later, 5.0), ("woken", 5.0)),
-    ]
-    with pytest.raises(AssertionError, match="not in the future"):
-        clock.after(-1.0, noted)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from mcore_rl.batching.types import Prompt, ScoredRollout
 from mcore_rl.config import RLConfig
+from mcore_rl.data.drawn import Begin
 from mcore_rl.data.prompts import prompt_indices
 from mcore_rl.environments.conversation import ConversationTokens
 from mcore_rl.environments.interface import EnvironmentSpec
@@ -37,6 +38,7 @@ class TwoPrompts:
 
     scale: int
     fingerprint: str = "tokens:two"
+    begin: Begin = Begin()
 
     def __len__(self) -> int:
         return 2

@@ -137,8 +137,8 @@ class _Planning:
             self._engine["reference policy"] = self._of_ranks(case.actor, weights)
         self._scores: Parts = {}  # of a teacher
         if case.teachers:
-            weights = map(self._teacher_weights, case.teachers)
-            self._engine[TEACHER_WEIGHTS] = np.sum(list(weights), axis=0)
+            of_each = [self._teacher_weights(teacher) for teacher in case.teachers]
+            self._engine[TEACHER_WEIGHTS] = np.sum(of_each, axis=0)
             scores = self._on(self._actor, score_bytes(case, case.actor))
             for teacher in case.teachers:
                 if teacher.ranks:

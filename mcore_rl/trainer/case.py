@@ -156,7 +156,7 @@ def with_teachers(
         "ep_size": options.teacher_ep_size,
     }
     # The form with hidden states is for one teacher.
-    outputs = {
+    outputs: dict[str, Any] = {
         "teacher_top_k": options.num_top_tokens,
         "teacher_hidden": teachers[0].shape.hidden_size if options.with_hidden else 0,
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ def check_environments(folder: Path, environment_of: Callable[[int], str]) -> No
         try:
             with safe_open(file, framework="numpy") as tensors:
                 groups = parse_json(tensors.metadata()["groups"])
-            found = {(_count(each["draw"]), n) for each in groups for n in _recorded(each)}
+            found = {(_count(each["draw"]), n) for each in groups for n in _recorded(each).values()}
         except MALFORMED as error:
             raise _not_groups(file, error) from error
         for draw, then in sorted(found):
@@ -99,12 +99,12 @@ def check_environments(folder: Path, environment_of: Callable[[int], str]) -> No
                 )
 
 
-def _recorded(facts: Mapping[str, Any]) -> Collection[str]:
+def _recorded(facts: Mapping[str, Any]) -> dict[str, str]:
     """Return the environments of a group's conversations; earlier versions did not write them."""
-    environments = facts.get("environments", {}).values()
-    if not all(isinstance(each, str) for each in environments):
+    found: dict[str, str] = facts.get("environments", {})
+    if not all(isinstance(each, str) for each in found.values()):
         raise ValueError("an environment is not a text")
-    return environments
+    return found
 
 
 def group_to_bytes(group: OpenGroup) -> bytes:
@@ -206,10 +206,8 @@ def _group(
         place = f"{group.draw}/{index}/"
         state, observed = array_of(place + "state"), array_of(place + "observed")
         kept = _conversation(group, int(index), unanswered, state, observed)
-        if index in (names := facts.get("environments", {})):
-            _recorded(facts)
-            kept = dataclasses.replace(kept, environment=names[index])
-        group.conversations[int(index)] = kept
+        environment = _recorded(facts).get(index, "")
+        group.conversations[int(index)] = dataclasses.replace(kept, environment=environment)
     return group
 
 

@@ -196,6 +196,7 @@ def learnt(
     assert all(result["steps"] == results[0]["steps"] for result in results), "ranks disagree"
     for result in results:
         assert result["base is unchanged"] and result["only adapters are trained"]
+        assert all(result["references"])
         padding = 64 * 2 * len(lora_of(Path(flags[1])).modules) + 4096
         least = result["adapter_elements"]
         assert least <= result["gradient_elements"] <= least + padding

@@ -193,7 +193,10 @@ def test_a_plan_counts_a_teacher_on_its_own_ranks() -> None:
         assert ("teacher weights" in phase.parts) == (phase.name in of_teacher), phase.name
         assert ("weights" in phase.parts) == (phase.name not in (*of_teacher, START))
     assert as_json(plan_case(apart))["world_size"] == 16
-    on_cpus = {each.name: each for each in host_phases(apart, kv_cache_bytes=0, widens=False)}
+    one_node = dataclasses.replace(apart.machine, ranks_per_node=16)
+    on_one_node = dataclasses.replace(apart, machine=one_node)
+    phases = host_phases(on_one_node, kv_cache_bytes=0, widens=False)
+    on_cpus = {phase.name: phase for phase in phases}
     weights = sum(held["weights"] for held in stage_state(apart.teacher)) * 4  # ranks of a stage
     assert on_cpus[SCORES].parts["teacher weights"] == weights
     # A device that its weights do not fit.

@@ -259,11 +259,14 @@ def log_prob_activation_bytes(model: TrainedModel) -> list[int]:
 
 
 def teacher_activation_bytes(model: TrainedModel, step_tokens: int) -> list[int]:
-    """Return the bytes on a rank of each stage while `model` scores a step as a teacher: a forward
-    pass, and its results for all of a data-parallel rank's tokens, twice on the last stage."""
+    """Return the peak bytes on a rank of each stage while `model` scores a step as a teacher.
+
+    The last stage keeps the results of all micro-batches during the forward passes, and then joins
+    them; the others receive them after their passes.
+    """
     numbers = 2 + model.training.teacher_outputs  # a log-prob and an entropy
     results = _FLOAT32 * numbers * math.ceil(step_tokens / model.train.dp_size)
-    found = [used + results for used in log_prob_activation_bytes(model)]
+    found = [max(used, results) for used in log_prob_activation_bytes(model)]
     found[-1] += results
     return found
 

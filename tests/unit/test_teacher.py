@@ -21,6 +21,7 @@ from mcore_rl.hybrid_engine.remote import prompt_scores
 from mcore_rl.hybrid_engine.remote.prompt_scores import PromptScores, ScoringFailed
 from mcore_rl.job.teachers import check_same_vocabulary
 from mcore_rl.model.layout import TrainLayout
+from mcore_rl.planner.activations import log_prob_activation_bytes
 from mcore_rl.planner.host import host_phases
 from mcore_rl.planner.layouts import with_train_layout
 from mcore_rl.planner.memory import memory_of, resident_of
@@ -186,7 +187,7 @@ def test_a_plan_counts_a_teacher_on_the_actors_ranks() -> None:
     # It scores as the actor does; results are a log-prob and an entropy for each token.
     tokens = swapped.engine.sampled_tokens_in_all // swapped.train.dp_size
     more = memory.phase(SCORES).total_bytes - memory.phase(LOG_PROBS).total_bytes
-    assert more == 2 * 2 * 4 * tokens
+    assert more == 2 * 4 * tokens
     other = planned("gpt-oss-20b")
     memory = memory_of(other, resident_of(other))
     assert "teacher's weights" not in memory.host_bytes
@@ -218,7 +219,10 @@ def test_a_plan_counts_a_teacher_on_its_own_ranks() -> None:
         assert ("teacher weights" in phase.parts) == (phase.name in of_teacher), phase.name
         assert ("weights" in phase.parts) == (phase.name not in (*of_teacher, START))
     assert as_json(plan_case(apart))["world_size"] == 16
-    on_cpus = {each.name: each for each in host_phases(apart, kv_cache_bytes=0, widens=False)}
+    one_node = dataclasses.replace(apart.machine, ranks_per_node=16)
+    on_one_node = dataclasses.replace(apart, machine=one_node)
+    phases = host_phases(on_one_node, kv_cache_bytes=0, widens=False)
+    on_cpus = {phase.name: phase for phase in phases}
     of_stages = stage_state(apart.teachers[0])
     weights = sum(held["weights"] for held in of_stages) * 4  # ranks of a stage
     assert on_cpus[SCORES].parts["teacher weights"] == weights
@@ -239,10 +243,13 @@ def test_a_plan_counts_what_a_loss_takes_of_a_teacher() -> None:
     for form, outputs in (("topk", 2 * 64), ("full", case.shape.hidden_size)):
         other = planned("qwen3-30b-a3b", "--rl-teacher-form", form)
         memory = memory_of(other, resident_of(other))
-        scores = memory.phase(SCORES).total_bytes - token[SCORES].total_bytes
-        # Twice on the last stage, and of the form `full` the teacher's head.
+        # The results are joined on the last stage, which for `full` also has the teacher's head.
+        forward = log_prob_activation_bytes(other.actor)[-1]
+        results = 4 * (2 + outputs) * tokens
+        scores = memory.phase(SCORES)
+        assert scores.parts["activations"] == results + max(forward, results)
         head = max(teacher_head_bytes(other.actor))
-        assert scores == 2 * 4 * outputs * tokens + head
+        assert scores.parts.get("teacher weights", 0) == head
         assert (head > 0) == (form == "full")
         training = other.training
         in_mini_batch = 4 * outputs * training.num_micro_batches * training.micro_batch_tokens

@@ -298,11 +298,12 @@ def test_each_source_has_the_scores_of_its_teacher_alone(
     with scoring_server() as server:
         flags = sources_of(tmp_path, str(same_shape), str(larger), "none", server.url)
         found, *_ = distilled(ranks, student, split, *flags, *more)
-    alone = [
-        distilled(ranks, student, split, "--rl-teacher", str(teacher), *own)[0]
-        for teacher, own in ((same_shape, more), (larger, more))
-    ]
-    for number, expected in enumerate(alone):
+    for number, teacher in enumerate((same_shape, larger)):
+        alone = ("--rl-teacher", str(teacher))
+        if more:  # packed: a called teacher rounds differently in rows with other samples
+            others = [str(teacher) if n == number else "none" for n in range(4)]
+            alone = sources_of(tmp_path, *others)
+        expected, *_ = distilled(ranks, student, split, *alone, *more)
         for name in ("teacher", "student", "advantages"):
             mine = slice(2 * number, 2 * number + 2)
             assert found[name][mine] == expected[name][mine], (number, name)
@@ -351,5 +352,5 @@ def test_gradient_of_top_tokens_is_that_of_each_samples_teacher(
         total = total + (p * (p / q).log()).sum()
     expected = total / num_tokens
     (COEF * expected).backward()
-    assert found["kl"] == pytest.approx(float(expected), rel=TOLERANCE)
+    assert found["kl"] == pytest.approx(float(expected.detach()), rel=TOLERANCE)
     assert found["grad_norm"] == pytest.approx(gradient_norm(model), rel=TOLERANCE)

@@ -122,7 +122,7 @@ def candidate_bytes(case: Case) -> int:
     """Return a rank's host bytes of the most probable tokens at each position: those of its own
     samples with messages to and from other ranks, and then those of its batch."""
     engine, train = case.engine, case.train
-    token_bytes = 8 * engine.num_top_tokens  # id and log-prob
+    token_bytes = 8 * case.training.num_top_tokens  # id and log-prob
     kept = engine.sampled_tokens * token_bytes
     receivers = max(1, train.world_size // train.dp_size // case.rollout.tp_size)
     received = engine.sampled_tokens_in_all // train.dp_size * token_bytes

@@ -57,7 +57,7 @@ class TrainSettings:
     recompute: Recompute
     chunk_tokens: int  # tokens whose logits exist at once
     head_in_float32: bool = False  # --rl-fp32-lm-head
-    num_top_tokens: int = 0  # --rl-score-centering, of the actor
+    num_top_tokens: int = 0  # --rl-score-centering
     expert_load: float  # tokens of the busiest rank's experts over the mean
     lora_rank: int = 0  # of adapters, which are all that is trained; 0: without LoRA
     lora_targets: tuple[str, ...] = ()  # see `model.lora.matches`
@@ -140,7 +140,6 @@ class EngineSettings:
     sampled_tokens: int = 0
     sampled_tokens_in_all: int = 0
     replays_experts: bool = False  # --rl-routing-replay r3
-    num_top_tokens: int = 0  # --rl-score-centering
     graph_bytes: int = 0  # of vLLM's CUDA graphs on a device; 0: eager
     offloads_graphs: bool = False  # while the engine sleeps
 

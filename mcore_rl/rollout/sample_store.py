@@ -282,9 +282,9 @@ class SampleStore:
         if self.num_top:
             data, of_top = np.split(data, [length * self._width(stage)])
             ids, log_probs = np.split(of_top.copy(), 2)
-            shape = (-1, self.num_top)
             top = TopTokens(
-                ids.view(np.int32).reshape(shape), log_probs.view(np.float32).reshape(shape)
+                ids.view(np.int32).reshape(-1, self.num_top),
+                log_probs.view(np.float32).reshape(-1, self.num_top),
             )
         if self._has_turns:
             data, turn_data = np.split(data, [len(data) - _TURN_BYTES * length])

@@ -324,7 +324,6 @@ def _engine_settings(
         sampled_tokens=samples * config.samples_per_prompt * length,
         sampled_tokens_in_all=config.samples_per_step * length,
         replays_experts=config.trainer.routing_replay == R3,
-        num_top_tokens=config.recipe.score_centering,
         graph_bytes=int(CUDA_GRAPHS_GB * GB) if has_graphs else 0,
         offloads_graphs=config.engine.rollout_offload_cuda_graphs,
     )

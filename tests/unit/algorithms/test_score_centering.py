@@ -24,9 +24,9 @@ from mcore_rl.common.parameters import Parameters
 VOCAB_SIZE, NUM_TOKENS = 24, 7
 CONFIGS = {
     "none": MismatchConfig(),
-    "token_tis": MismatchConfig("token_tis", Cap(1.3)),
-    "token_tis_floor": MismatchConfig("token_tis", Cap(1.3, 0.7)),
-    "icepop": MismatchConfig("icepop", Band(0.6, 1.6)),
+    "token_tis": MismatchConfig("token_tis", Cap(1.1)),
+    "token_tis_floor": MismatchConfig("token_tis", Cap(1.1, 0.7)),
+    "icepop": MismatchConfig("icepop", Band(0.95, 1.05)),
 }
 assert {config.correction for config in CONFIGS.values()} == set(TOKEN_CORRECTIONS)
 all_corrections = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

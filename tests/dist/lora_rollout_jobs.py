@@ -101,8 +101,8 @@ def _error_for_a_router(bench: Bench) -> str:
     return ""
 
 
-def adapters_and_merged(flags: list[str], target: str) -> dict[str, Any]:
-    """Hand-overs of adapters, with a fault and with other values; then of merged weights.
+def adapters(flags: list[str], target: str, *, then_merged: bool) -> dict[str, Any]:
+    """Hand-overs of adapters, with a fault and with other values; then perhaps of merged weights.
 
     What sleeps of an engine has no memory meanwhile, except for what it keeps.
     """
@@ -119,11 +119,12 @@ def adapters_and_merged(flags: list[str], target: str) -> dict[str, Any]:
         found["negated"] = bench.switch(folder / f"negated_{rank}")
         found["unserved"] = _error_for_a_router(bench)
         bench.engine.close()
-    bench = Bench(job, shards, lora=None)
-    found["negated_merged"] = bench.switch()
-    for adapter in shards._adapters.values():
-        adapter.b.data.neg_()
-    found["first_merged"] = bench.switch()
-    bench.engine.close()
+    if then_merged:
+        bench = Bench(job, shards, lora=None)
+        found["negated_merged"] = bench.switch()
+        for adapter in shards._adapters.values():
+            adapter.b.data.neg_()
+        found["first_merged"] = bench.switch()
+        bench.engine.close()
     dist.destroy_process_group()
     return found

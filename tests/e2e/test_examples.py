@@ -166,8 +166,10 @@ def test_a_larger_teacher_is_learned_from_without_rewards(
 def test_lora_trains_an_adapter_and_exports_it(
     checkpoint_factory: Callable[..., Path], prompts: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
+    """Engines have ranks of their own, and get the base once and adapters at each step."""
     checkpoint, adapter = checkpoint_factory("qwen3"), tmp_path / "adapter"
-    more = ["--rl-lora-rollout", "adapters"]
+    more = "--rl-lora-rollout adapters --rl-rollout-ranks 2".split()
+    more += ["--rl-rollout-tp-size", "1", "--rl-max-staleness", "0"]
     more += [*SHORT, "--rl-num-prompts-per-step", "2", "--rl-export-hf", str(tmp_path / "merged")]
     more += ["--rl-import", str(EXAMPLES / "own_parts" / "reward.py"), "--rl-reward", "brevity"]
     more += ["--rl-run-dir", str(tmp_path / "run"), "--rl-cache-dir", str(tmp_path / "cache")]
@@ -175,14 +177,17 @@ def test_lora_trains_an_adapter_and_exports_it(
         tmp_path, EXAMPLES / "lora" / "run.sh", checkpoint, prompts, adapter, *more
     )
     _, _, tokens = said.partition("mcore_rl.train\n")
-    ranks.run("tests.e2e.jobs:train", world_size=2, tokens=tokens.splitlines())
-    for metrics in metrics_of(tmp_path / "run"):
-        assert metrics["kl/rollout_actor"] < 0.01
+    ranks.run("tests.e2e.jobs:train", world_size=3, tokens=tokens.splitlines())
+    steps = metrics_of(tmp_path / "run")
+    assert all(metrics["kl/rollout_actor"] < 0.01 for metrics in steps)
     config = json.loads((adapter / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (32, 64)
     factors = load_file(adapter / "adapter_model.safetensors")
     assert any(value.any() for name, value in factors.items() if "lora_B" in name)
     base, merged = tensors_of(checkpoint), tensors_of(tmp_path / "merged")
+    first, second = (metrics["reshard/received_bytes_max"] for metrics in steps)
+    assert second == sum(2 * factor.numel() for factor in factors.values())
+    assert first == second + sum(weight.nbytes for weight in base.values())
     for name, value in merged.items():
         layer = f"base_model.model.{name.removesuffix('.weight')}"
         expected = base[name]

@@ -100,7 +100,8 @@ class Signals:
                 for number, handler in self._handlers.items():
                     handle(number, ignored)  # discards it if it is pending
                     handle(number, handler)
-                return mask(signal.SIG_SETMASK, self._mask)
+                mask(signal.SIG_SETMASK, self._mask)
+                return
             except BaseException:
                 continue
         leave(1)

@@ -25,14 +25,16 @@ from mcore_rl.common.parameters import (
     parameters_of,
     with_values,
 )
+from mcore_rl.data.group_sizes import differ, samples_of_step
 from mcore_rl.data.options import DataOptions, SupervisedOptions
+from mcore_rl.data.sources import NO_TEACHER, PROMPTS, SourceSpec, is_yaml
 from mcore_rl.environments.options import EnvironmentOptions
 from mcore_rl.hybrid_engine.options import EngineOptions, WeightSyncOptions
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.model.lora import LoraOptions
 from mcore_rl.model.quantization import FP8
-from mcore_rl.model.teacher import TeacherOptions
+from mcore_rl.model.teacher import TeacherOptions, TeacherPlace
 from mcore_rl.observe.options import AlarmOptions, RunOptions
 from mcore_rl.rewards.options import RewardOptions
 from mcore_rl.rewards.specs import names_of
@@ -217,6 +219,29 @@ class RLConfig:
         return names_of(self.reward, self.data.all_sources())
 
     @property
+    def teachers(self) -> tuple[TeacherPlace, ...]:
+        """The teachers of all sources of prompts, each once. Raises UsageError if the sources
+        cannot be read."""
+        found: dict[str, TeacherPlace] = {}
+        for each in filter(None, self.teachers_of_sources):
+            found.setdefault(each.place, each)
+        return tuple(found.values())
+
+    @property
+    def teachers_of_sources(self) -> tuple[TeacherPlace | None, ...]:
+        """The teacher of each source of --rl-prompts; without these, that of --rl-teacher."""
+        of_run = self.teacher.teacher
+        default = None if of_run is None else TeacherPlace(of_run, "--rl-teacher")
+        sources = self._sources_with_options()
+        found: list[TeacherPlace | None] = [] if sources else [default]
+        for source in sources:
+            flag = f"{PROMPTS} {self.data.prompts}: teacher of source '{source.name}'"
+            own = None if source.teacher in (None, NO_TEACHER) else source.teacher
+            place = None if own is None else TeacherPlace(own, flag)
+            found.append(default if source.teacher is None else place)
+        return tuple(found)
+
+    @property
     def recipe(self) -> Algorithm:
         """The algorithm with the given parts; UsageError if they cannot be combined."""
         of_run = {"top_p": self.rollout.top_p, "top_k": self.rollout.top_k}
@@ -231,11 +256,29 @@ class RLConfig:
 
     @property
     def samples_per_prompt(self) -> int:
-        return self.recipe.num_samples_per_prompt
+        """The samples of a prompt, the most if sources differ."""
+        own = [each.samples_per_prompt or 0 for each in self._sources_with_options()]
+        return max([self.recipe.num_samples_per_prompt, *own])
 
     @property
     def samples_per_step(self) -> int:
-        return self.trainer.num_prompts_per_step * self.samples_per_prompt
+        """The samples of every step. Raises UsageError if sources would make it vary."""
+        return samples_of_step(
+            self._sources_with_options(),
+            num_prompts=self.trainer.num_prompts_per_step,
+            num_samples=self.recipe.num_samples_per_prompt,
+            given=f"{PROMPTS} {self.data.prompts}",
+        )
+
+    @property
+    def has_groups_of_different_size(self) -> bool:
+        """Whether sources have different numbers of samples per prompt."""
+        return differ(self._sources_with_options(), self.recipe.num_samples_per_prompt)
+
+    def _sources_with_options(self) -> tuple[SourceSpec, ...]:
+        if self.data.prompts is None or not is_yaml(self.data.prompts):
+            return ()
+        return self.data.train_sources()
 
     def micro_batching(
         self,
@@ -281,6 +324,7 @@ class RLConfig:
         return batch_accounting(
             num_prompts=options.num_prompts_per_step,
             samples_per_prompt=self.samples_per_prompt,
+            samples_per_step=self.samples_per_step,
             num_mini_batches=options.num_mini_batches,
             num_epochs=options.num_epochs,
             num_steps=options.num_steps,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mcore_rl.common.parameters import ExtraArgs
@@ -16,6 +17,7 @@ from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.model.lora import Lora
 from mcore_rl.model.quantization import POWERS_OF_TWO, QUANTIZATION
 from mcore_rl.model.roles import Roles
+from mcore_rl.model.teacher import TeacherPlace
 from mcore_rl.moe.routing import RoutedLayers, routed_layers
 from mcore_rl.rewards.specs import RewardSpec
 
@@ -88,7 +90,7 @@ class JobSpec:
     save: str | None  # Megatron's --save
     critic: ValueModelSpec | None
     reward_model: ValueModelSpec | None
-    teacher: TeacherSpec | None = None  # of a folder
+    teachers: tuple[TeacherSpec, ...] = ()  # of `RLConfig.teachers`, those in a folder
     trust_remote_code: bool
     lora: Lora | None = None
 
@@ -100,9 +102,15 @@ class JobSpec:
             found["--rl-critic-init"] = self.critic.checkpoint
         if self.reward_model is not None:
             found["--rl-reward-model"] = self.reward_model.checkpoint
-        if self.teacher is not None:
-            found["--rl-teacher"] = self.teacher.checkpoint
+        for place in self.config.teachers:
+            if (teacher := self.teacher_in(place)) is not None:
+                found[place.flag] = teacher.checkpoint
         return found
+
+    def teacher_in(self, place: TeacherPlace) -> TeacherSpec | None:
+        """Return the teacher in a folder; None for a server."""
+        found = (each for each in self.teachers if each.checkpoint.folder == Path(place.place))
+        return next(found, None)
 
     @property
     def float8(self) -> Float8Weights | None:

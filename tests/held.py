@@ -19,9 +19,9 @@ from mcore_rl.rollout.sample_store import SampleStore
 
 
 class HeldHere:
-    """In the place of a `SampleStore`, whose samples are elsewhere; without experts."""
+    """In the place of a `SampleStore`, whose samples are elsewhere; tokens and log-probs only."""
 
-    routed = None
+    routed, num_top = None, 0
 
     def __init__(self) -> None:
         self._tokens: dict[int, SampleTokens] = {}

@@ -37,7 +37,11 @@ def one_source(num_rows: int) -> PromptSources:
 
 
 def sources(
-    sizes: Mapping[str, int], weights: Mapping[str, str] | None = None, **options: Any
+    sizes: Mapping[str, int],
+    weights: Mapping[str, str] | None = None,
+    *,
+    per_step: int = 1,
+    **options: Any,
 ) -> PromptSources:
     """Sources by name with so many prompts, and with shares such as "0.7"."""
     shares = {name: Fraction(weight) for name, weight in (weights or {}).items()}
@@ -45,5 +49,6 @@ def sources(
         [
             (SourceSpec(name, f"{name}.jsonl", shares.get(name), **options), dataset(size, name))
             for name, size in sizes.items()
-        ]
+        ],
+        per_step=per_step,
     )

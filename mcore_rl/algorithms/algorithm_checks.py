@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mcore_rl.algorithms.kl import KLParameters
+from mcore_rl.algorithms.mismatch import TOKEN_CORRECTIONS
 from mcore_rl.algorithms.registry import RegisteredEstimator
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters, field_of, flag_of, parameters_of
@@ -30,6 +31,7 @@ def check_parts(
         *_outcome_problems(parts, estimator),
         *_sampling_problems(parts, given),
         *_old_log_probs_problems(parts),
+        *_centering_problems(parts, given),
         *_entropy_problems(parts, given),
     ):
         raise problem
@@ -181,6 +183,48 @@ def _old_log_probs_problems(parts: Mapping[str, Any]) -> Iterator[UsageError]:
             flag="--rl-old-log-probs rollout",
             remedy="drop one of the two",
         )
+
+
+def _centering_problems(parts: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[UsageError]:
+    num_tokens = parts["score_centering"]
+    if not num_tokens:
+        return
+    ours = f"--rl-score-centering {num_tokens}"
+    loss, correction = parts["policy_loss"], parts["mismatch_correction"]
+    if parts["trains_on"] != "samples":
+        yield UsageError(
+            f"has no effect, because nothing is sampled for --rl-advantage {parts['advantage']}",
+            flag=ours,
+            remedy="drop it",
+        )
+    if loss != "policy_gradient":
+        yield UsageError(
+            f"is for REINFORCE's loss, which --rl-policy-loss {loss} is not",
+            flag=ours,
+            remedy="add --rl-policy-loss policy_gradient, or drop it",
+        )
+    if correction not in TOKEN_CORRECTIONS:
+        yield UsageError(
+            f"cannot be combined with --rl-mismatch-correction {correction}, which weighs a token "
+            "by the others of its response",
+            flag=ours,
+            remedy=f"choose {' or '.join(TOKEN_CORRECTIONS)}",
+        )
+    others = {
+        "mismatch_veto": given.get("mismatch_veto") is not None,
+        "top_p": given.get("top_p", 1.0) < 1.0,
+        "top_k": given.get("top_k", 0) > 0,
+    }
+    for key, is_set in others.items():
+        if is_set:
+            why = "which weighs a token by the others of its response"
+            if key != "mismatch_veto":
+                why = "with which the engine's probabilities are not those of its whole vocabulary"
+            yield UsageError(
+                f"cannot be combined with {flag_of(key)} {given[key]}, {why}",
+                flag=ours,
+                remedy="drop one of the two",
+            )
 
 
 def _entropy_problems(parts: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[UsageError]:

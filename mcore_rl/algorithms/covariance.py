@@ -5,9 +5,10 @@ These are tokens of high covariance, with means over the N loss tokens of the st
     cov = (log_prob - mean(log_prob)) * (A - mean(A))
 
 clip_cov gives no gradient to floor(ratio N) random ones of cov in [low, high]; kl_cov adds a KL to
-the floor(ratio N) largest. The authors' code takes means and tokens from each micro-batch, by the
-policy of that time. Here they are chosen once per step, by the policy before the update: losses
-then do not depend on the division into micro-batches and ranks.
+the floor(ratio N) largest, at least one. The authors' code takes means and tokens from each micro-
+batch, by the policy of that time, and for clip_cov at least one of them. Here they are chosen once
+per step, by the policy before the update: losses then do not depend on the division into micro-
+batches and ranks.
 """
 
 from __future__ import annotations

@@ -78,6 +78,7 @@ def advantages_of_valid(
             lengths=inputs.lengths[samples],
             baselines=None if inputs.baselines is None else inputs.baselines[valid],
             reward_parts=None if inputs.reward_parts is None else inputs.reward_parts[valid],
+            reward_weights=None if inputs.reward_weights is None else inputs.reward_weights[valid],
             values=None if inputs.values is None else inputs.values[tokens],
         ),
         config,
@@ -133,8 +134,8 @@ def gdpo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
         A_i = sum over k of weight_k (r_ik - mean(r_k)) / (std(r_k) + eps)    in the group
         A_i = (A_i - mean(A)) / (std(A) + eps)                                over the step
 
-    Deviations have divisor n - 1. A reward that is equal in a group adds exactly 0 to it. Raises
-    RuntimeError without `reward_parts`.
+    Weights are those of the group's source of prompts. Deviations have divisor n - 1. A reward that
+    is equal in a group adds exactly 0 to it. Raises RuntimeError without `reward_parts`.
     """
     if inputs.reward_parts is None or inputs.reward_weights is None:
         raise RuntimeError("gdpo needs the rewards one by one, but there are none")
@@ -143,8 +144,8 @@ def gdpo(inputs: AdvantageInputs, config: Parameters) -> AdvantageOutputs:
         return _centred(scores, lengths) / (_deviation(scores) + EPS)
 
     total = np.zeros(len(inputs.scores))
-    for weight, part in zip(inputs.reward_weights, inputs.reward_parts.T, strict=True):
-        total += weight * _by_group(dataclasses.replace(inputs, scores=part), normalised)
+    for weights, part in zip(inputs.reward_weights.T, inputs.reward_parts.T, strict=True):
+        total += weights * _by_group(dataclasses.replace(inputs, scores=part), normalised)
     if total.size and total.min() != total.max():
         total = normalised(total, inputs.response_lengths)
     return _of_responses(inputs, total)

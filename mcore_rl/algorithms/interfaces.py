@@ -43,9 +43,10 @@ class AdvantageInputs:
     # Sums a float64 tensor over the data-parallel ranks. Collective: if an estimator whitens, every
     # rank calls it, even without tokens.
     global_sum: Callable[[torch.Tensor], torch.Tensor] = _sum_of_one_rank
-    # The rewards one by one, without weights and penalties, and their weights.
+    # The rewards one by one, without weights and penalties, and their weights, which differ between
+    # sources of prompts. A reward that a source does not have is 0, and so is its weight.
     reward_parts: np.ndarray | None = None  # [n, r] float64
-    reward_weights: np.ndarray | None = None  # [r] float64
+    reward_weights: np.ndarray | None = None  # [n, r] float64
 
 
 @dataclass(frozen=True, slots=True)

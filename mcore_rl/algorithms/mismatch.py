@@ -117,6 +117,10 @@ CORRECTIONS: Mapping[str, Parameters] = {
 }
 
 
+# Those that weigh a token by its own ratio alone, apart from a veto.
+TOKEN_CORRECTIONS = ("none", "token_tis", "icepop")
+
+
 @dataclass(frozen=True, slots=True)
 class MismatchConfig:
     """Correction and its parameters."""
@@ -163,6 +167,22 @@ class Mismatch:
     sums: MismatchSums
 
 
+def ratio_weights(ratio: torch.Tensor, config: MismatchConfig) -> torch.Tensor:
+    """Return the weight of each ratio by itself, in any shape: that of `TOKEN_CORRECTIONS` without
+    a veto; for other corrections, what is left of them without rejection."""
+    parameters = config.parameters
+    if isinstance(parameters, Cap):
+        return ratio.clamp(parameters.mismatch_floor, parameters.mismatch_cap)
+    if config.correction == "icepop":
+        return torch.where(_is_within(ratio, parameters), ratio, torch.zeros_like(ratio))
+    return torch.ones_like(ratio)
+
+
+def _is_within(ratio: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+    assert isinstance(parameters, Band), "a correction that masks"
+    return (ratio >= parameters.mismatch_low) & (ratio <= parameters.mismatch_high)
+
+
 @torch.no_grad()
 def mismatch_weights(
     old_log_probs: torch.Tensor,
@@ -181,12 +201,11 @@ def mismatch_weights(
     segments = Segments.of(lengths, loss_mask)
     log_ratio = old - rollout
     ratio, parameters, correction = bounded_ratio(log_ratio), config.parameters, config.correction
-    weights = ratio if correction == "icepop" else torch.ones_like(old)
     rejected = truncated = torch.zeros_like(loss_mask)
+    if correction == "sequence_tis":
+        ratio = bounded_ratio(segments.to_tokens(segments.sum(log_ratio)))
+    weights = ratio_weights(ratio, config)
     if isinstance(parameters, Cap):
-        if correction == "sequence_tis":
-            ratio = bounded_ratio(segments.to_tokens(segments.sum(log_ratio)))
-        weights = ratio.clamp(parameters.mismatch_floor, parameters.mismatch_cap)
         truncated = (ratio > parameters.mismatch_cap) | (ratio < parameters.mismatch_floor)
     if isinstance(parameters, Band):
         compared = ratio
@@ -194,8 +213,7 @@ def mismatch_weights(
             compared = bounded_ratio(segments.to_tokens(segments.sum(log_ratio)))
         elif "geometric" in correction:
             compared = bounded_ratio(segments.to_tokens(segments.mean(log_ratio)))
-        low, high = parameters.mismatch_low, parameters.mismatch_high
-        rejected = ~((compared >= low) & (compared <= high))
+        rejected = ~_is_within(compared, parameters)
     if isinstance(parameters, Veto) and parameters.mismatch_veto is not None:
         vetoes = log_ratio < math.log(parameters.mismatch_veto)
         rejected = rejected | (segments.to_tokens(segments.sum(vetoes.to(old.dtype))) > 0)

@@ -97,6 +97,14 @@ class Recipe(Parameters):
     mismatch_correction: MismatchCorrection = param(
         "none", "correction of the engine-trainer mismatch: weights per token or sequence, or masks"
     )
+    score_centering: int = param(
+        0,
+        "subtract from each token's score its expectation under the engine, computed from this "
+        "many of the engine's most likely tokens (arXiv 2609.20807); for --rl-policy-loss "
+        "policy_gradient; 0: off",
+        least=0,
+        advice="choose for example 128",
+    )
     off_policy_threshold: float | None = param(
         None,
         "drop tokens of negative advantage in responses whose mean log-ratio of engine to current "

@@ -1,7 +1,7 @@
 """Total policy loss: weighted sum of surrogate, KL and entropy, and the sums for metrics.
 
-    loss = sum over tokens of weight * [ correction * surrogate + kl_coef * kl
-                                         - entropy_coef * entropy ]
+    loss = sum over tokens of weight * [ correction * surrogate + A * expected score
+                                         + kl_coef * kl - entropy_coef * entropy ]
 
 `aggregation` computes the weights from denominators of the *global* mini-batch, which are passed
 in. Nothing else is averaged, so the losses (and gradients) of any split into micro-batches and
@@ -30,7 +30,8 @@ class PolicyLossSums(TokenSums):
     """
 
     num_tokens: torch.Tensor
-    policy_loss: torch.Tensor  # the corrected surrogate, without KL and entropy terms
+    # The corrected surrogate with the expected score, without KL and entropy terms.
+    policy_loss: torch.Tensor
     kl: torch.Tensor  # to the reference policy, by the configured estimator; 0 without a reference
     entropy: torch.Tensor
     ratio: torch.Tensor  # exp(log_probs - old_log_probs)
@@ -57,6 +58,7 @@ def policy_loss_total(
     weights: torch.Tensor | None = None,
     rollout_log_probs: torch.Tensor | None = None,
     selected: torch.Tensor | None = None,
+    expected_score: torch.Tensor | None = None,
     denominators: Denominators,
     config: PolicyLossConfig,
 ) -> PolicyLossOutput:
@@ -73,6 +75,7 @@ def policy_loss_total(
     weights: `[t]` float32, the correction of `mismatch`, detached; only multiplies the surrogate.
     rollout_log_probs: `[t]` float32, of the engine; only for `config.off_policy_threshold`.
     selected: `[t]` bool, tokens that the policy loss has selected, if it selects any.
+    expected_score: `[t]` float32, differentiable, see `score_centering.expected_scores`.
 
     Raises RuntimeError for `kl_coef` > 0 without `ref_log_probs`, UsageError for an unknown loss.
     """
@@ -88,6 +91,8 @@ def policy_loss_total(
     surrogate = token_losses.loss
     if weights is not None:
         surrogate = surrogate * masked(loss_mask, weights.detach())
+    if expected_score is not None:
+        surrogate = surrogate + advantages * masked(loss_mask, expected_score)
     segments = Segments.of(lengths, loss_mask)
     off_policy = torch.zeros_like(loss_mask)
     if config.off_policy_threshold is not None:

@@ -48,7 +48,7 @@ class BatchAccounting:
     """
 
     prompts_per_step: int
-    samples_per_prompt: int
+    samples_per_prompt: int  # the most if sources differ
     sequences_per_step: int
     max_sequence_tokens: int  # prompt and response
     num_mini_batches: int
@@ -65,6 +65,7 @@ def batch_accounting(
     *,
     num_prompts: int,
     samples_per_prompt: int,
+    samples_per_step: int | None = None,
     num_mini_batches: int,
     num_epochs: int,
     num_steps: int,
@@ -74,8 +75,10 @@ def batch_accounting(
     critic_warmup_steps: int = 0,
     max_draws: int = 1,
 ) -> BatchAccounting:
-    """Return the counts of a run; `actor`, `critic`: data-parallel size and micro-batching."""
-    sequences = num_prompts * samples_per_prompt
+    """Return the counts of a run; `actor`, `critic`: data-parallel size and micro-batching;
+    `samples_per_step`: by default every prompt has `samples_per_prompt`, else it has at most so
+    many."""
+    sequences = samples_per_step or num_prompts * samples_per_prompt
     assert sequences % num_mini_batches == 0, (
         f"{sequences} sequences do not divide into {num_mini_batches} mini-batches"
     )
@@ -131,8 +134,10 @@ def describe(accounting: BatchAccounting) -> list[str]:
     """Return the counts as lines of text."""
     a = accounting
     parts = f"{a.num_mini_batches} {_plural('mini-batch', a.num_mini_batches)}"
+    is_same = a.prompts_per_step * a.samples_per_prompt == a.sequences_per_step
     first = (
-        f"a step: {_n(a.prompts_per_step)} prompts x {_n(a.samples_per_prompt)} samples = "
+        f"a step: {_n(a.prompts_per_step)} prompts x "
+        f"{'' if is_same else 'up to '}{_n(a.samples_per_prompt)} samples = "
         f"{_n(a.sequences_per_step)} sequences of up to {_n(a.max_sequence_tokens)} tokens, in "
         f"{parts} of {_n(a.actor.sequences_per_mini_batch)}, {a.num_epochs} "
         f"{_plural('epoch', a.num_epochs)}"

@@ -158,7 +158,7 @@ class Prompts:
     @classmethod
     def of(cls, table: SampleTable) -> Prompts:
         return cls(
-            ids=np.cumsum(np.diff(table.draws, prepend=table.draws[:1]) != 0),
+            ids=table.group_ids,
             lengths=table.prompt_lengths,
         )
 
@@ -174,7 +174,7 @@ Cuts = tuple[tuple[tuple[int, ...], ...], ...]  # mini-batch -> micro-batch -> s
 def orders_of_epochs(
     informative: Sequence[bool] | np.ndarray,
     *,
-    samples_per_group: int,
+    group_sizes: np.ndarray,
     num_mini_batches: int,
     num_epochs: int,
     seed: int,
@@ -183,20 +183,24 @@ def orders_of_epochs(
     """Return `[e, n]` int64: the order of samples that each epoch cuts into mini-batches.
 
     It depends only on (seed, step, epoch): a resume needs no state, and ranks agree. `informative`
-    `[g]` marks the groups with a gradient. Groups are shuffled as units, as samples of one prompt
-    can share its tokens. Groups without a gradient are spread evenly: their numbers in equal parts
-    of complete groups differ by at most one. A single mini-batch keeps the order of samples.
+    `[g]` marks the groups with a gradient, `group_sizes` `[g]` int64 are their numbers of samples.
+    Groups are shuffled as units, as samples of one prompt can share its tokens; groups of different
+    sizes may be cut by mini-batches. Groups without a gradient are spread evenly: their numbers in
+    equal parts of complete groups of one size differ by at most one. A single mini-batch keeps the
+    order of samples.
     """
     is_informative = np.asarray(informative, dtype=np.bool_)
     num_groups = len(is_informative)
-    orders = np.tile(np.arange(num_groups * samples_per_group), (num_epochs, 1))
+    samples = np.arange(group_sizes.sum())
+    members = np.split(samples, np.cumsum(group_sizes)[:-1])
+    orders = np.tile(samples, (num_epochs, 1))
     if num_mini_batches == 1 or not num_groups:
         return orders
     for epoch in range(num_epochs):
         # numpy guarantees the raw bits across versions, but not the results of `permutation`.
         raw = PCG64(SeedSequence([seed, step, epoch])).random_raw(num_groups + 1)
         groups = _spread(np.argsort(raw[1:]), is_informative, int(raw[0] % num_groups))
-        orders[epoch] = orders[epoch].reshape(num_groups, samples_per_group)[groups].ravel()
+        orders[epoch] = np.concatenate([members[group] for group in groups])
     return orders
 
 

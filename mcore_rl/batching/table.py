@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mcore_rl.batching.types import ScoredRollout
+from mcore_rl.batching.types import ScoredRollout, TopTokens
 from mcore_rl.moe.routing import Routes
 
 
@@ -58,6 +58,12 @@ class SampleTable:
         """`[n]` int64: tokens of prompt and response."""
         total: np.ndarray = self.prompt_lengths + self.response_lengths
         return total
+
+    @property
+    def group_ids(self) -> np.ndarray:
+        """`[n]` int64: the number of the sample's group, neighbours of one draw, from 0."""
+        found: np.ndarray = np.cumsum(np.diff(self.draws, prepend=self.draws[:1]) != 0)
+        return found
 
     @classmethod
     def of(
@@ -180,6 +186,7 @@ class SampleTokens:
     log_probs: np.ndarray  # [t] float32, as sampled; 0 for tokens that were not sampled
     routes: Routes | None = None  # of all tokens but the last
     turn_rewards: np.ndarray | None = None  # [t] float32, at the last token of a turn; else 0
+    top_tokens: TopTokens | None = None  # of the response's tokens
 
     @classmethod
     def of(cls, sample: ScoredRollout) -> SampleTokens:
@@ -212,6 +219,7 @@ class SampleTokens:
             log_probs=np.concatenate([nothing, rollout.rollout_log_probs], dtype=np.float32),
             routes=rollout.routes,
             turn_rewards=turn_rewards,
+            top_tokens=rollout.top_tokens,
         )
 
 

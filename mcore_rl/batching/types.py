@@ -43,6 +43,7 @@ class Prompt:
     row: str = "{}"  # all columns, as JSON; only on ranks that compute rewards
     source: str = ""  # `SourceSpec.key`
     max_response_tokens: int | None = None  # None: that of the run
+    num_samples: int | None = None  # responses to sample; None: as for all prompts
 
     def limit(self, max_tokens: int) -> int:
         """Return the number of tokens that a response may have; `max_tokens` is the run's."""
@@ -55,6 +56,34 @@ class Prompt:
         if isinstance(answer, list) and answer and isinstance(answer[0], str):
             return answer[0]
         return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The most probable tokens at positions of a response, for the engine that sampled it.
+
+    Example: for one token of two candidates: `TopTokens(array([[17, 3]]), array([[-0.1, -2.4]]))`.
+    """
+
+    ids: np.ndarray  # [r, k] int32, most probable first; 0 for tokens that were not sampled
+    log_probs: np.ndarray  # [r, k] float32, over the whole vocabulary; 0 for these tokens
+
+    @classmethod
+    def joined(cls, parts: Sequence[TopTokens | int]) -> TopTokens:
+        """Concatenate parts, at least one of which is not a number of tokens that were not
+        sampled."""
+        (k, *others) = {each.ids.shape[1] for each in parts if isinstance(each, TopTokens)}
+        assert not others, "parts have different numbers of candidates"
+        filled = [
+            each
+            if isinstance(each, TopTokens)
+            else TopTokens(np.zeros((each, k), np.int32), np.zeros((each, k), np.float32))
+            for each in parts
+        ]
+        return cls(
+            np.concatenate([each.ids for each in filled]),
+            np.concatenate([each.log_probs for each in filled]),
+        )
 
 
 class TurnReward(NamedTuple):
@@ -92,6 +121,7 @@ class Rollout:
     is_generated: np.ndarray | None = None  # [r] bool; None: all tokens
     weight_versions: np.ndarray | None = None  # [r] int32, of each token; None: all the same
     turn_rewards: tuple[TurnReward, ...] = ()
+    top_tokens: TopTokens | None = None  # [r, k]; None: not asked for
 
     @property
     def num_generated(self) -> int:
@@ -164,22 +194,23 @@ class ScoredRollout:
         return self.failure
 
 
-def with_baselines(scored: Sequence[ScoredRollout], num_samples: int) -> list[ScoredRollout]:
-    """Set the greedy responses after the first `num_samples` as baselines of these samples.
+def with_baselines(scored: Sequence[ScoredRollout], sizes: Sequence[int]) -> list[ScoredRollout]:
+    """Set the greedy responses, one per group, as baselines of the samples before them.
 
-    Samples and greedy responses are in the same order of groups, and so is the result. Without
-    greedy responses the samples are returned unchanged.
+    `sizes` are the numbers of samples of the groups. Samples and greedy responses are in the order
+    of groups, and so is the result. Without greedy responses the samples are returned unchanged.
     """
-    samples, greedy = list(scored[:num_samples]), list(scored[num_samples:])
+    samples, greedy = list(scored[: sum(sizes)]), list(scored[sum(sizes) :])
     if not greedy:
         return samples
-    size = len(samples) // len(greedy)
     baselines = [
         Baseline(each.reward, len(each.rollout.response_token_ids), each.why_not_valid)
         for each in greedy
     ]
+    of_samples = [each for each, size in zip(baselines, sizes, strict=True) for _ in range(size)]
     return [
-        replace(sample, baseline=baselines[index // size]) for index, sample in enumerate(samples)
+        replace(sample, baseline=baseline)
+        for sample, baseline in zip(samples, of_samples, strict=True)
     ] + greedy
 
 
@@ -218,6 +249,8 @@ class TrainBatch:
     # Log-probs of a teacher's k most probable next tokens, then their ids (m = 2k), or its hidden
     # states.
     teacher_outputs: torch.Tensor | None = None  # [t, m] float32
+    # Whether the sample has a teacher; None: all of the step's samples have, or none of the run's.
+    teacher_mask: torch.Tensor | None = None  # [t] bool
     values: torch.Tensor | None = None  # [t] float32, critic before the update
     returns: torch.Tensor | None = None  # [t] float32, targets of the critic
     weights: torch.Tensor | None = None  # [t] float32, correction of the train/engine mismatch
@@ -227,6 +260,9 @@ class TrainBatch:
     routes: torch.Tensor | None = None  # [t, m, k]
     routes_known: torch.Tensor | None = None  # [t] bool; if False, the router chooses
     turn_rewards: torch.Tensor | None = None  # [t] float32, rewards of an environment
+    # Log-probs of the engine's k most probable next tokens, then their ids (m = 2k); 0 where
+    # masked.
+    top_tokens: torch.Tensor | None = None  # [t, m] float32
     # Tokens of demonstrations that are learned beside the samples; these are not in `loss_mask`.
     taught_mask: torch.Tensor | None = None  # [t] bool
     later: tuple[TrainBatch, ...] = ()

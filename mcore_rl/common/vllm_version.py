@@ -75,6 +75,13 @@ FLOAT32_HEAD = Capability(
     since_cuda="0.32.0",
 )
 
+LORA_LAYERS = Capability(
+    # 0.28 has the same interface; older ones were not run.
+    "exchange adapters in LoRA layers in place",
+    since_cpu="0.32.0",
+    since_cuda="0.32.0",
+)
+
 
 def installed_vllm() -> tuple[str, str] | None:
     """Return package and version of the installed vLLM; None if there is none."""

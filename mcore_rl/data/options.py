@@ -10,6 +10,8 @@ from mcore_rl.data.sources import EVAL_PROMPTS, SourceSpec, parse_sources
 
 NO_CURRICULUM, DROP, DRAW_LESS = "off", "drop", "less"
 
+STOP, RESTART, CONTINUE = "stop", "restart", "continue"  # of --rl-on-changed-prompts
+
 ALL, LAST = "all", "last"  # of --rl-sft-loss-on
 
 
@@ -45,10 +47,11 @@ class DataOptions(Parameters):
     )
     cache_dir: str | None = param(None, "folder that caches tokenized prompts")
     on_changed_prompts: str = param(
-        "stop",
-        "what a resume does if --rl-prompts differ from the checkpoint's; restart begins at the "
-        "first prompt",
-        choices=("stop", "restart"),
+        STOP,
+        "what a resume does if --rl-prompts differ from the checkpoint's: stop; restart: begin "
+        "with the first prompt of each source; continue: sources with the same prompts go on where "
+        "they were, others begin with the first",
+        choices=(STOP, RESTART, CONTINUE),
     )
 
     def train_sources(self) -> tuple[SourceSpec, ...]:

@@ -25,6 +25,7 @@ from numpy.random import PCG64, SeedSequence
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
 from mcore_rl.data.apportionment import Apportionment
+from mcore_rl.data.drawn import Begin, fingerprint_of, is_of_sources
 from mcore_rl.data.messages import RejectedRow, checked_kwargs
 from mcore_rl.data.options import DataOptions
 from mcore_rl.data.prompt_cache import tokenised_table
@@ -40,7 +41,6 @@ _PROMPT_COLUMNS = ("text", "answer", "token_ids", "row")
 # Prefixes of a fingerprint of the tokens, by what a run draws.
 _PROMPTS, DEMONSTRATIONS, PAIRS = "tokens:", "demonstrations:", "pairs:"
 _KINDS = (_PROMPTS, DEMONSTRATIONS, PAIRS)
-_OF_SOURCES = "sources:"  # prefix of a fingerprint of several sources
 
 
 class PromptDataset:
@@ -86,15 +86,12 @@ class PromptDataset:
         """Return whether a checkpoint with `fingerprint` has drawn from these prompts.
 
         None: it is from an earlier version, which recorded files instead of tokens."""
-        if not fingerprint.startswith((*_KINDS, _OF_SOURCES)):
-            return None
-        return fingerprint == self.fingerprint
+        return fingerprint == self.fingerprint if _is_known(fingerprint) else None
 
     def follow(self, fingerprint: str) -> bool:
         """Return whether a checkpoint with `fingerprint` has drawn something else than prompts, or
         than what these are: the run begins with these after, for example, demonstrations."""
-        is_known = fingerprint.startswith((*_KINDS, _OF_SOURCES))
-        return is_known and not fingerprint.startswith(self.kind)
+        return _is_known(fingerprint) and not fingerprint.startswith(self.kind)
 
     def __getitem__(self, position: int) -> Prompt:
         row = int(self.rows[position])
@@ -112,7 +109,15 @@ class PromptSources:
     epoch, in an order of its own.
     """
 
-    def __init__(self, parts: Sequence[tuple[SourceSpec, PromptDataset]]) -> None:
+    def __init__(
+        self,
+        parts: Sequence[tuple[SourceSpec, PromptDataset]],
+        *,
+        per_step: int = 1,
+        begin: Begin | None = None,
+    ) -> None:
+        """`per_step` prompts of all sources are a block of the apportionment."""
+        self.begin = begin = begin or Begin()
         self.specs = tuple(spec for spec, _ in parts)
         self.parts = tuple(prompts for _, prompts in parts)
         sizes = [len(each) for each in self.parts]
@@ -124,9 +129,19 @@ class PromptSources:
         """`[prompts]` int64: `Prompt.index` of each prompt."""
         weights = [spec.weight for spec in self.specs]
         self.apportionment = Apportionment(
-            [size if each is None else each for size, each in zip(sizes, weights, strict=True)]
+            [size if each is None else each for size, each in zip(sizes, weights, strict=True)],
+            per_step,
+            position=begin.position,
+            counts=[begin.counts.get(name, 0) for name in self._keys],
         )
-        self._streams = [()] if len(parts) == 1 else [(crc32(s.name.encode()),) for s in self.specs]
+        self._streams = [
+            () if name == begin.only_source else (crc32(name.encode()),) for name in self._keys
+        ]
+
+    def begun(self, begin: Begin) -> PromptSources:
+        """Return these sources as a run draws from them that began to do so at `begin`."""
+        parts = list(zip(self.specs, self.parts, strict=True))
+        return PromptSources(parts, per_step=self.apportionment.block, begin=begin)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -140,7 +155,13 @@ class PromptSources:
             index=prompt.index + int(self._first_rows[source]),
             source=spec.key,
             max_response_tokens=spec.max_response_tokens,
+            num_samples=spec.samples_per_prompt,
         )
+
+    @property
+    def most_samples(self) -> int:
+        """The largest number of samples per prompt that a source has of its own; 0: none has."""
+        return max(spec.samples_per_prompt or 0 for spec in self.specs)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -148,20 +169,25 @@ class PromptSources:
         return tuple(spec.name for spec in self.specs) if len(self.specs) > 1 else ()
 
     @property
+    def _keys(self) -> tuple[str, ...]:
+        return self.names or ("",)
+
+    @property
     def fingerprint(self) -> str:
-        """The fingerprint of a single source; of several, JSON of name, share and fingerprint."""
+        """See `drawn`."""
         if len(self.parts) == 1:
             return self.parts[0].fingerprint
-        units = self.apportionment.units
-        facts = zip(self.specs, units, self.parts, strict=True)
-        return _OF_SOURCES + json.dumps([[s.name, n, each.fingerprint] for s, n, each in facts])
+        contents = [each.fingerprint for each in self.parts]
+        return fingerprint_of(
+            dict(zip(self.names, self.apportionment.units, strict=True)),
+            dict(zip(self.names, contents, strict=True)),
+            self.apportionment.block,
+        )
 
     def are_those_of(self, fingerprint: str) -> bool | None:
         """Return whether a checkpoint with `fingerprint` has drawn from these sources, in these
         shares. None: see `PromptDataset.are_those_of`."""
-        if not fingerprint.startswith((*_KINDS, _OF_SOURCES)):
-            return None
-        return fingerprint == self.fingerprint
+        return fingerprint == self.fingerprint if _is_known(fingerprint) else None
 
     def follow(self, fingerprint: str) -> bool:
         """Return whether a checkpoint with `fingerprint` has drawn something else than prompts."""
@@ -170,6 +196,10 @@ class PromptSources:
     def sources_of(self, rows: np.ndarray) -> np.ndarray:
         """Return the numbers of the sources, int64, of prompts with these `Prompt.index`."""
         return np.searchsorted(self._first_rows, rows, side="right") - 1
+
+    def keys_of(self, rows: np.ndarray) -> list[str]:
+        """Return the `SourceSpec.key` of prompts with these `Prompt.index`."""
+        return [self.specs[number].key for number in self.sources_of(rows).tolist()]
 
     def first_of_each(self, count: int) -> np.ndarray:
         """Return the positions, int64, of the first `count` prompts of each source."""
@@ -199,24 +229,6 @@ class PromptSources:
     def of_draw(self, draw: int, *, seed: int) -> Prompt:
         """Return the prompt of one of a run's draws."""
         return self[int(self.indices(draw, 1, seed=seed)[0])]
-
-
-def changes_between(before: str, now: str) -> str:
-    """Describe how the sources of one fingerprint differ from those of an earlier one; "" if one of
-    them is a single source."""
-    if not before.startswith(_OF_SOURCES) or not now.startswith(_OF_SOURCES):
-        return ""
-    old, new = (
-        {name: (share, content) for name, share, content in json.loads(each[len(_OF_SOURCES) :])}
-        for each in (before, now)
-    )
-    found = [f"'{name}' is new" for name in new if name not in old]
-    found += [f"'{name}' is missing" for name in old if name not in new]
-    both = [name for name in new if name in old]
-    found += [f"'{name}' has other prompts" for name in both if old[name][1] != new[name][1]]
-    if not found:
-        found = ["their order or their weights differ"]
-    return ", ".join(found)
 
 
 P = TypeVar("P", bound=PromptDataset)
@@ -278,26 +290,27 @@ def load_prompt_files(
     options: DataOptions,
     tokenizer_dir: Path | str,
     *,
+    per_step: int = 1,
     trust_remote_code: bool = False,
     date: str | None = None,
 ) -> tuple[PromptSources, PromptSources | None]:
     """Return training and held-out prompts, from the cache if they were tokenised before.
 
-    `trust_remote_code` is Megatron's --trust-remote-code, `date` the date (ISO) for chat templates;
-    None: today.
+    `per_step` is the number of training prompts in a step, `trust_remote_code` Megatron's
+    --trust-remote-code, `date` the date (ISO) for chat templates; None: today.
     """
 
-    def load(specs: Sequence[SourceSpec]) -> PromptSources:
+    def load(specs: Sequence[SourceSpec], per_step: int = 1) -> PromptSources:
         sources = (
             prompt_source(options, spec, trust_remote_code=trust_remote_code, date=date)
             for spec in specs
         )
         cache_dir = options.cache_dir
         loaded = [load_prompts(each, tokenizer_dir, cache_dir=cache_dir) for each in sources]
-        return PromptSources(list(zip(specs, loaded, strict=True)))
+        return PromptSources(list(zip(specs, loaded, strict=True)), per_step=per_step)
 
     train, held_out = options.train_sources(), options.eval_sources()
-    return load(train), load(held_out) if held_out else None
+    return load(train, per_step), load(held_out) if held_out else None
 
 
 def load_prompts(
@@ -407,6 +420,11 @@ def _permutation(num_rows: int, seed: int, epoch: int, stream: tuple[int, ...]) 
     # Sort raw bits: numpy guarantees a bit generator's bits across versions, not `permutation`.
     raw = PCG64(SeedSequence([seed, epoch, *stream])).random_raw(num_rows)
     return np.argsort(raw)  # 64 bits are practically never equal, so every sort agrees
+
+
+def _is_known(fingerprint: str) -> bool:
+    """Return whether a fingerprint is of this version, and not of a file."""
+    return fingerprint.startswith(_KINDS) or is_of_sources(fingerprint)
 
 
 def _counted(left_out: pa.ChunkedArray) -> dict[str, tuple[int, int]]:

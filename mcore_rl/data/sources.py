@@ -33,9 +33,12 @@ PROMPTS, EVAL_PROMPTS = "--rl-prompts", "--rl-eval-prompts"
 _YAML = (".yaml", ".yml")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,3})?", re.IGNORECASE)
+_FRACTION = re.compile(r"\d{1,9}/0*[1-9]\d{0,8}")
 _TOLERANCE = Fraction(1, 10**6)  # of the sum of weights
 MOST_SOURCES = 255
 NO_ENVIRONMENT = "none"  # of a source whose samples have one turn, in a run with environments
+NO_TEACHER = "none"  # of a source without a teacher, in a run with --rl-teacher
+_OF_TRAINING = ("weight", "teacher", "samples_per_prompt")  # not of held-out sets
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,10 @@ class SourceSpec:
     reward: str | None = None  # as --rl-reward
     reward_weights: str | None = None  # as --rl-reward-weights
     environment: str | None = None  # as --rl-environment, or NO_ENVIRONMENT
+    teacher: str | None = None  # as --rl-teacher, or NO_TEACHER
     max_prompt_tokens: int | None = None
     max_response_tokens: int | None = None
+    samples_per_prompt: int | None = None  # as --rl-num-samples-per-prompt
     is_eval: bool = False
 
     @property
@@ -74,9 +79,16 @@ _OPTIONS: Mapping[str, type] = {
     "reward": str,
     "reward_weights": str,
     "environment": str,
+    "teacher": str,
     "max_prompt_tokens": int,
     "max_response_tokens": int,
+    "samples_per_prompt": int,
 }
+
+
+def is_yaml(value: str) -> bool:
+    """Return whether the value of a flag is a YAML file, whose sources may have options."""
+    return Path(value).suffix in _YAML
 
 
 def parse_sources(value: str, flag: str = PROMPTS) -> tuple[SourceSpec, ...]:
@@ -86,7 +98,7 @@ def parse_sources(value: str, flag: str = PROMPTS) -> tuple[SourceSpec, ...]:
     name, weights of some sources only, and weights whose sum differs from 1 by more than 1e-6.
     """
     refuse = _refusal(flag, value)
-    if Path(value).suffix in _YAML:
+    if is_yaml(value):
         sources = _of_yaml(value, flag, refuse)
     elif Path(value).is_file() or not {",", "="} & set(value):
         return (SourceSpec("", value, is_eval=flag == EVAL_PROMPTS),)
@@ -125,10 +137,12 @@ def _of_part(part: str, flag: str, refuse: Callable[..., NoReturn]) -> SourceSpe
 
 def _weight(value: Any, name: str, refuse: Callable[..., NoReturn]) -> Fraction:
     text = str(value).strip()
+    if _FRACTION.fullmatch(text) and Fraction(text) > 0:
+        return Fraction(text)
     if isinstance(value, bool) or not _NUMBER.fullmatch(text) or Fraction(Decimal(text)) <= 0:
         refuse(
             f": the weight of '{name}' is '{text}', not a number above 0",
-            "give the share of the draws, for example 0.5, or leave the source out",
+            "give the share of the draws, for example 0.5 or 1/3, or leave the source out",
         )
     return Fraction(Decimal(text))
 
@@ -153,7 +167,7 @@ def _of_entry(
     if not isinstance(entry, dict) or "path" not in entry:
         refuse(f": source '{name}' has no path", f"write '{name}: {{path: FILE}}'")
     is_eval = flag == EVAL_PROMPTS
-    known = [each for each in _OPTIONS if each != "weight" or not is_eval]
+    known = [each for each in _OPTIONS if each not in _OF_TRAINING or not is_eval]
     options: dict[str, Any] = {}
     for key, given in entry.items():
         if key not in known:
@@ -163,6 +177,9 @@ def _of_entry(
     path = Path(value).parent / options["path"]
     # What is not a file there may be a source of --rl-import.
     options["path"] = options["path"] if options["path"].isidentifier() else str(path)
+    teacher = options.get("teacher", NO_TEACHER)
+    if teacher != NO_TEACHER and not teacher.startswith(("http://", "https://")):
+        options["teacher"] = str(Path(value).parent / teacher)
     if "reward_weights" in options and "reward" not in options:
         refuse(f": source '{name}' has reward_weights without a reward", "add its reward")
     return SourceSpec(name, is_eval=is_eval, **options)
@@ -174,7 +191,7 @@ def _option(name: str, key: str, given: Any, refuse: Callable[..., NoReturn]) ->
         return _weight(given, name, refuse)
     if kind is int:
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-            refuse(f": {key} of source '{name}' is {given!r}", "give a number of tokens above 0")
+            refuse(f": {key} of source '{name}' is {given!r}", "give a whole number above 0")
         return given
     if key == "reward_weights" and isinstance(given, int | float) and not isinstance(given, bool):
         return str(given)

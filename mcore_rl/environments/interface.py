@@ -155,6 +155,10 @@ class EnvironmentSpec:
         """Return the environment of a source's samples, by `SourceSpec.key`."""
         return self.of_sources.get(source, self.name)
 
+    def class_for(self, source: str) -> str:
+        """Return `name_for` without the module or file of a class, which may move."""
+        return self.name_for(source).rpartition(":")[2]
+
 
 class SingleTurn(Environment):
     """The environment of samples that have none: it ends after the first turn."""

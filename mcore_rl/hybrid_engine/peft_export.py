@@ -26,7 +26,7 @@ from mcore_rl.hybrid_engine.plan.transfer_plan import make_plan
 from mcore_rl.hybrid_engine.transfer.transfer import Transfer
 from mcore_rl.megatron.lora import Adapter, adapters_of
 from mcore_rl.model.boxes import Box, extent, full_box, relative, slices
-from mcore_rl.model.lora import Lora, is_expert, peft_names
+from mcore_rl.model.lora import Lora, factor_shapes, is_expert
 from mcore_rl.model.tensors import TensorInfo
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def export_adapter(chunks: Sequence[torch.nn.Module], lora: Lora, base: Path, ta
     dtype = next(chunks[0].parameters()).dtype  # a stage may have no adapters
     tensors = {
         name: TensorInfo(shape, str(dtype).removeprefix("torch."), dtype.itemsize)
-        for name, shape in _shapes(lora)
+        for name, shape in factor_shapes(lora).items()
     }
     have = objects.all_gather({name: (box,) for name, (box, _) in factors.items()})
     whole = {name: (full_box(info.shape),) for name, info in tensors.items()}
@@ -88,21 +88,13 @@ def mixes_experts(lora: Lora) -> bool:
     return bool(last_parts[0] & last_parts[1])
 
 
-def _shapes(lora: Lora) -> Iterator[tuple[str, tuple[int, int]]]:
-    for layer, a, b in peft_names(lora):
-        rows, columns = lora.modules[layer]
-        yield a, (lora.rank, columns)
-        yield b, (rows, lora.rank)
-
-
 def _factors(chunks: Sequence[torch.nn.Module]) -> dict[str, tuple[Box, torch.Tensor]]:
     """Return this rank's part of each tensor of the file: its box, and the values on the host."""
-    found = {}
-    for adapter in _adapters(chunks):
-        (a, of_a), (b, of_b) = _boxes(adapter)
-        found[a] = (of_a, adapter.a.detach().cpu())
-        found[b] = (of_b, adapter.b.detach().cpu())
-    return found
+    return {
+        factor.name: (factor.box, factor.data.cpu())
+        for adapter in _adapters(chunks)
+        for factor in adapter.factors()
+    }
 
 
 def _adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[Adapter]:
@@ -110,15 +102,6 @@ def _adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[Adapter]:
         adapters = adapters_of(chunk)
         assert adapters is not None, "a model without adapters"
         yield from adapters.by_tensor.values()
-
-
-def _boxes(adapter: Adapter) -> tuple[tuple[str, Box], tuple[str, Box]]:
-    rank = (0, len(adapter.a))
-    prefix = f"base_model.model.{adapter.layer}."
-    return (
-        (f"{prefix}lora_A.weight", (rank, adapter.columns)),
-        (f"{prefix}lora_B.weight", (adapter.rows, rank)),
-    )
 
 
 def _write(filled: dict[str, torch.Tensor], lora: Lora, base: Path, target: Path) -> None:
@@ -163,7 +146,7 @@ def check_adapter(folder: Path, lora: Lora) -> None:
             remedy=f"name a folder with {CONFIG} and {WEIGHTS}",
         ) from error
     _check_config(config if isinstance(config, dict) else {}, lora, flag)
-    expected = dict(_shapes(lora))
+    expected = factor_shapes(lora)
     for name in sorted(found.keys() ^ expected.keys() | _other_shapes(found, expected)):
         raise UsageError(
             f"has {name} of shape {found.get(name, 'none')}, and --rl-lora-targets describe one of "
@@ -198,5 +181,5 @@ def load_adapter(chunks: Sequence[torch.nn.Module], folder: Path) -> None:
     """Fill this rank's adapters from a folder that `check_adapter` accepts. Not collective."""
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         for adapter in _adapters(chunks):
-            for factor, (name, box) in zip((adapter.a, adapter.b), _boxes(adapter), strict=True):
-                factor.copy_(file.get_slice(name)[slices(box)])
+            for factor in adapter.factors():
+                factor.data.copy_(file.get_slice(factor.name)[slices(factor.box)])

@@ -35,7 +35,7 @@ from mcore_rl.hybrid_engine.switch_report import (
     ReshardReport,
 )
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
-from mcore_rl.hybrid_engine.weight_stream import HandOverOptions
+from mcore_rl.hybrid_engine.weight_stream import HandOverOptions, WeightStream
 from mcore_rl.megatron.carried import CarriedTensors
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.megatron.shards import ModelShards
@@ -51,7 +51,8 @@ class MegatronVLLMShardingManager:
     Constructing, entering and leaving are collective over the world. The constructor reads no
     weights and puts the engine to sleep. Entering twice without leaving raises RuntimeError.
     `weight_version` counts the hand-overs from 1. `on_reshard_start` and `on_reshard_end` list
-    functions that this rank calls before and after each direction.
+    functions that this rank calls before and after each direction. With `adapters` (see `HandOver`)
+    a sleeping engine's weights are in host memory; else nothing of them is kept.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class MegatronVLLMShardingManager:
         offloader: Offloader | None = None,
         canary: Canary | None = None,
         carried: CarriedTensors | None = None,
+        adapters: Mapping[str, TensorInfo] | None = None,
     ) -> None:
         self._engine, self._rollout, self._seed = engine, rollout_layout, options.seed
         self._rank = dist.get_rank()
@@ -79,9 +81,9 @@ class MegatronVLLMShardingManager:
             device=shards.device,
             canary=canary,
             carried=carried,
+            adapters=adapters,
             room=self._room_for_repetition,
         )
-        self.stream = self._hand_over.stream
         engine.sleep()  # training comes first
         self._offloader = offloader or Offloader(dict, frozenset(), device=shards.device)
         self._rng: RngState | None = None
@@ -89,16 +91,24 @@ class MegatronVLLMShardingManager:
         self.on_reshard_start: list[Hook] = []
         self.on_reshard_end: list[Hook] = []
 
+    @property
+    def stream(self) -> WeightStream:
+        """What every hand-over streams."""
+        return self._hand_over.stream
+
     @contextlib.contextmanager
     def _room_for_repetition(self) -> Iterator[None]:
         """Bring the parameters back to be read again; the KV cache may occupy their memory."""
-        self._engine.sleep()
+        self._sleep()
         self._engine.wake_weights()
         if "parameters" in self._offloader.offloaded:
             self._offloader.onload("parameters")
         yield
         self._offloader.offload("parameters")
         self._engine.wake_kv_cache()
+
+    def _sleep(self) -> None:
+        self._engine.sleep(keep_weights=self._hand_over.keeps_weights)
 
     @span("reshard_to_rollout", STAGE)
     def __enter__(self) -> MegatronVLLMShardingManager:
@@ -140,7 +150,7 @@ class MegatronVLLMShardingManager:
         _call(self.on_reshard_start, ReshardReport(TO_TRAIN, self.weight_version, 0.0))
         started = time.perf_counter()
         try:
-            self._engine.sleep()  # first: it holds the memory that training needs
+            self._sleep()  # first: it holds the memory that training needs
         finally:
             self._bring_training_back()
         report = ReshardReport(

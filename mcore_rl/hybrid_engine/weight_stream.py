@@ -22,10 +22,11 @@ from mcore_rl.hybrid_engine.plan.trees import KnownGroups, Neighbourhoods
 from mcore_rl.hybrid_engine.proof.attest import FULL
 from mcore_rl.hybrid_engine.transfer.transfer import Transfer
 from mcore_rl.hybrid_engine.transfer.worlds import DefaultWorld, World
-from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.in_process_engine import Receiver
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.carried import CarriedTensors
+from mcore_rl.megatron.lora import FactorShards
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.boxes import Box, Boxes, intersect, show, uncovered, volume
 from mcore_rl.model.config_json import ModelShape
@@ -109,8 +110,9 @@ _LEAST_BUCKET_BYTES = 2 << 20
 class WeightStream:
     """One plan, streamed once per hand-over. Constructing and streaming are collective.
 
-    `tensors` are the checkpoint's. Those that training holds on any rank travel. MTP layers come
-    last; if they are not trained, they are `carried` for a drafter, and each rank reads its own.
+    `tensors` are the checkpoint's, or an adapter's. Those that training holds on any rank travel.
+    MTP layers come last; if they are not trained, they are `carried` for a drafter, and each rank
+    reads its own.
     `world` and the other arguments are those of `HandOver`.
     """
 
@@ -120,8 +122,8 @@ class WeightStream:
         layout: TrainLayout,
         options: HandOverOptions,
         *,
-        shards: ModelShards | None,
-        engine: VLLMEngine | None,
+        shards: ModelShards | FactorShards | None,
+        engine: Receiver | None,
         shape: ModelShape,
         device: torch.device,
         world: World | None = None,
@@ -138,7 +140,7 @@ class WeightStream:
         quantised = _quantised(engine, world)
         if quantised is not None:
             self.tensors = quantised.in_blocks(self.tensors)
-            if shards is not None:
+            if isinstance(shards, ModelShards):
                 self._float8 = Float8Shards(shards, served, quantised)
         self.need: Boxes = {}
         if engine is not None:
@@ -241,7 +243,9 @@ class WeightStream:
         holder = self._holder(name)
         return () if holder is None else holder.boxes(name)
 
-    def _holder(self, name: str) -> ModelShards | Float8Shards | CarriedTensors | None:
+    def _holder(
+        self, name: str
+    ) -> ModelShards | FactorShards | Float8Shards | CarriedTensors | None:
         """Return the holder of this rank's slices of a tensor; None: it can hold none."""
         if self._carried is not None and name in self._carried.tensors:
             return self._carried
@@ -276,7 +280,7 @@ def _near(world_size: int, ranks_per_node: int, layout: TrainLayout | None) -> N
 
 
 def _served(
-    tensors: Mapping[str, TensorInfo], shards: ModelShards | None, world: World
+    tensors: Mapping[str, TensorInfo], shards: ModelShards | FactorShards | None, world: World
 ) -> dict[str, TensorInfo]:
     """Return the tensors that travel: those that training holds on any rank."""
     held = () if shards is None else shards.tensors()
@@ -284,7 +288,7 @@ def _served(
     return {name: info for name, info in tensors.items() if name in trained}
 
 
-def _quantised(engine: VLLMEngine | None, world: World) -> Float8Weights | None:
+def _quantised(engine: Receiver | None, world: World) -> Float8Weights | None:
     """Return the engines' weights in FP8 blocks on all ranks; the last one has an engine."""
     mine = None if engine is None else engine.float8
     found: Float8Weights | None = objects.broadcast(mine, world.size - 1, world.control)

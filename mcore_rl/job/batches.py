@@ -33,10 +33,9 @@ def check_batches(
     parts = config.trainer.num_mini_batches * layout.dp_size * micro_batch_size
     if parts < 1 or samples < 1 or samples % parts:
         raise UsageError(
-            f"x --rl-num-samples-per-prompt {config.samples_per_prompt} = {samples} samples do not "
-            f"divide into --rl-num-mini-batches {config.trainer.num_mini_batches} x "
-            f"{layout.dp_size} data-parallel ranks x --micro-batch-size {micro_batch_size} = "
-            f"{parts}",
+            f"x {_samples_flag(config)} = {samples} samples do not divide into "
+            f"--rl-num-mini-batches {config.trainer.num_mini_batches} x {layout.dp_size} "
+            f"data-parallel ranks x --micro-batch-size {micro_batch_size} = {parts}",
             flag=f"--rl-num-prompts-per-step {config.trainer.num_prompts_per_step}",
             remedy="change one of them",
         )
@@ -50,6 +49,13 @@ def check_batches(
         )
     if layout.pp_size > 1 and len(layers[0]) > 1:
         _check_interleaving(config, layout, values, samples // parts)
+
+
+def _samples_flag(config: RLConfig) -> str:
+    """Return what sets the samples per prompt."""
+    if config.has_groups_of_different_size:
+        return f"the samples_per_prompt of sources, at most {config.samples_per_prompt},"
+    return f"--rl-num-samples-per-prompt {config.samples_per_prompt}"
 
 
 def _check_padded_indexers(layout: TrainLayout, values: Mapping[str, Any]) -> None:
@@ -110,7 +116,7 @@ def _check_interleaving(
             raise UsageError(
                 "interleaves the micro-batches of a data-parallel rank, whose number must be "
                 f"{rule}, but --rl-num-prompts-per-step {config.trainer.num_prompts_per_step}, "
-                f"--rl-num-samples-per-prompt {config.samples_per_prompt}, --rl-num-mini-batches "
+                f"{_samples_flag(config)}, --rl-num-mini-batches "
                 f"{config.trainer.num_mini_batches}, {layout.dp_size} data-parallel ranks and "
                 f"--micro-batch-size {values['micro_batch_size']} make {count} of a {name}",
                 flag=_virtual_flag(values),

@@ -32,7 +32,7 @@ def start_controllers(spec: JobSpec, args: argparse.Namespace, rank: int) -> Non
         return
     # They call the reward model's ranks, and parse no flags.
     reward_model = spec.reward_model and replace(spec.reward_model, extra_args=_no_flags)
-    sent = replace(spec, critic=None, reward_model=reward_model, teacher=None)
+    sent = replace(spec, critic=None, reward_model=reward_model, teachers=())
     facts = {name: getattr(args, name) for name in ("seed", "distributed_timeout_minutes")}
     node, num_nodes = rank // spec.ranks_per_node, -(-spec.roles.world_size // spec.ranks_per_node)
     for number in range(node, len(spec.roles.rollout), num_nodes):

@@ -14,6 +14,7 @@ from mcore_rl.common.vllm_version import (
     FLOAT8_BLOCKS,
     FLOAT32_HEAD,
     LATENT_ATTENTION,
+    LORA_LAYERS,
     ROUTED_EXPERTS,
     STACKED_EXPERTS,
     UNGROUPED_SIGMOID,
@@ -26,6 +27,7 @@ from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.families import family_of
 from mcore_rl.model.float8_blocks import BLOCK, float8_weights
 from mcore_rl.model.layout import RolloutLayout
+from mcore_rl.model.lora import ADAPTERS, MERGED
 from mcore_rl.model.roles import REWARD, ROLLOUT, Roles
 from mcore_rl.model.speculation import check_drafter, check_drafter_weights, parse_speculation
 from mcore_rl.moe.routing import R3
@@ -37,6 +39,9 @@ def check_engine(config: RLConfig, shape: ModelShape, *, cuda: bool) -> None:
     if replay == R3 and shape.experts is not None:
         flag, remedy = f"--rl-routing-replay {replay}", "give r2 or off"
         require_capability(ROUTED_EXPERTS, cuda=cuda, flag=flag, remedy=remedy)
+    if config.lora.rollout == ADAPTERS:
+        flag, remedy = f"--rl-lora-rollout {ADAPTERS}", f"give --rl-lora-rollout {MERGED}"
+        require_capability(LORA_LAYERS, cuda=cuda, flag=flag, remedy=remedy)
     if config.trainer.fp32_lm_head:
         require_capability(FLOAT32_HEAD, cuda=cuda, flag="--rl-fp32-lm-head", remedy="drop it")
     needs = {
@@ -56,6 +61,16 @@ def check_speculation(config: RLConfig, shape: ModelShape, checkpoint: HFCheckpo
     if checkpoint is not None:
         held = {name: info.shape for name, info in checkpoint.mtp.items()}
         check_drafter_weights(speculation, shape, held, str(checkpoint.folder))
+
+
+def check_candidates(config: RLConfig, shape: ModelShape) -> None:
+    """Check that the vocabulary has the most probable tokens that are asked for."""
+    if (num_top := config.recipe.score_centering) > shape.vocab_size:
+        raise UsageError(
+            f"is more than the vocabulary of {shape.vocab_size}",
+            flag=f"--rl-score-centering {num_top}",
+            remedy="choose for example 128",
+        )
 
 
 def check_layers(shape: ModelShape, *, cuda: bool) -> None:
@@ -98,7 +113,10 @@ def check_apart(config: RLConfig, roles: Roles) -> None:
 
 
 # Flags of engines and hand-overs that servers use, too.
-_OF_SERVERS = ("rollout_max_num_seqs", "ranks_per_node", "reshard_bucket_mb", "attest", "offload")
+_OF_SERVERS = (
+    *("rollout_max_num_seqs", "ranks_per_node", "reshard_bucket_mb", "attest", "offload"),
+    *("canary_interval", "canary_tolerance"),
+)
 # Flags that change what engines compute or receive.
 _OF_CONTENT = ("rollout_dtype", "speculate", "reshard_dtype", "reshard_delta")
 

@@ -149,5 +149,5 @@ class Facts:
     is_accepted: bool = False  # whether Megatron's own validation has passed
     critic: LaidOut | None = None
     reward_model_folder: Folder | None = None
-    teacher: LaidOut | None = None
+    teachers: tuple[LaidOut, ...] = ()  # those in folders
     spec: JobSpec | None = None  # if nothing was refused, of a job whose files are here

@@ -7,12 +7,24 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError, as_flag
 from mcore_rl.config import RLConfig
 from mcore_rl.hybrid_engine.peft_export import CONFIG, check_adapter
+from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.model.config_json import ModelShape
-from mcore_rl.model.lora import Lora, resolve_lora
+from mcore_rl.model.lora import (
+    ADAPTERS,
+    MERGED,
+    VLLM_RANKS,
+    Lora,
+    adapted_specs,
+    resolve_lora,
+    vllm_rank,
+)
+from mcore_rl.model.quantization import FP8
 from mcore_rl.moe.balance import balancing_flag, cuda_graph_flag, moves_biases
+from mcore_rl.planner.adapters import adapter_size
 
 # Megatron's flags by destination, and why they conflict with frozen weights and merged adapters.
 _CLASHES = {
@@ -26,6 +38,7 @@ _CLASHES = {
     "delay_wgrad_compute": "computes gradients of weights when merged ones are gone",
     "cpu_offloading": "moves saved weights to the host, and merged ones are not saved",
 }
+_ROLLOUT = f"--rl-lora-rollout {ADAPTERS}"
 _REMEDY = "drop it, or train all weights without --rl-lora-rank"
 
 
@@ -48,13 +61,69 @@ def check_lora(config: RLConfig, shape: ModelShape, values: Mapping[str, Any]) -
             flag=f"--rl-lora-rank {lora.rank}",
             remedy="pass --no-gradient-accumulation-fusion",
         )
-    for reason, flag in _conflicts(config, values):
+    for reason, flag in _conflicts(values):
         if flag:
             raise UsageError(f"{reason} with --rl-lora-rank", flag=flag, remedy=_REMEDY)
+    if config.lora.rollout == ADAPTERS:
+        _check_adapters_of_engines(config, shape, lora)
     return lora
 
 
-def _conflicts(config: RLConfig, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _check_adapters_of_engines(config: RLConfig, shape: ModelShape, lora: Lora) -> None:
+    """Raise UsageError if engines cannot apply adapters to the base."""
+    for reason, is_so in _unserved(config, shape, lora):
+        if is_so:
+            raise UsageError(reason, flag=_ROLLOUT, remedy=f"give --rl-lora-rollout {MERGED}")
+    for reason, flag in _untried(config):
+        if flag:
+            remedy = f"drop it, or give --rl-lora-rollout {MERGED}"
+            raise UsageError(f"{reason} with {_ROLLOUT}", flag=flag, remedy=remedy)
+
+
+def note_on_adapters(config: RLConfig, lora: Lora, placement: Placement) -> Iterator[str]:
+    """Describe what weight syncs bring if they bring adapters alone, and what that keeps."""
+    if config.lora.rollout != ADAPTERS:
+        return
+    shape, tp_size = placement.shape, placement.rollout.tp_size
+    elements = sum(
+        adapter_size(spec, lora.rank, tp_size)
+        for kind in shape.layer_kinds
+        for spec in adapted_specs(shape, kind, lora.targets)
+    )
+    base = shown_bytes(placement.most_resident_bytes)
+    asleep = "" if config.rollout.apart else ", and is in host memory while the engine sleeps"
+    yield (
+        f"weight syncs bring each rank of an engine at most {shown_bytes(2 * elements)} of "
+        f"adapters; the base, {base}, is brought once{asleep}"
+    )
+
+
+def _unserved(config: RLConfig, shape: ModelShape, lora: Lora) -> Iterator[tuple[str, bool]]:
+    """Yield what vLLM does not serve with adapters, and whether it is asked for."""
+    yield "has no effect without engines", not config.has_engines
+    yield "is not supported by --rl-rollout-servers", bool(config.rollout.servers)
+    most = VLLM_RANKS[-1]
+    too_high = f"needs LoRA layers of rank {lora.rank}, and vLLM has them up to rank {most}"
+    yield too_high, vllm_rank(lora.rank) is None
+    model = f"does not support {shape.architecture}"
+    experts = f"{model}: with LoRA layers vLLM computes experts by other kernels"
+    yield experts, shape.experts is not None
+    recurrent = f"{model}, whose recurrent layers were not tried with vLLM's LoRA layers"
+    yield recurrent, shape.delta_net is not None or shape.mamba is not None
+
+
+def _untried(config: RLConfig) -> Iterator[tuple[str, str]]:
+    """Yield a reason against a combination, and the flag that it is against or ""."""
+    engine = config.engine
+    float8 = f"--rl-rollout-dtype {FP8}" if engine.rollout_dtype == FP8 else ""
+    yield "holds weights in FP8 blocks, which was not tried", float8
+    drafts = f"--rl-speculate {engine.speculate}" if engine.speculate != "off" else ""
+    yield "drafts tokens, which was not tried", drafts
+    delta = "--rl-reshard-delta" if config.weight_sync.reshard_delta else ""
+    yield "saves nothing, because all adapters change in each step,", delta
+
+
+def _conflicts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield a reason, and the flag that it is against or ""."""
     biases = balancing_flag(values) if moves_biases(values) else ""
     yield "changes biases of experts, which are frozen", biases
@@ -64,9 +133,6 @@ def _conflicts(config: RLConfig, values: Mapping[str, Any]) -> Iterator[tuple[st
     )
     fusion = "--mla-down-proj-fusion" if is_split else ""
     yield "divides two fused weights unevenly among tensor-parallel ranks", fusion
-    interval = config.trainer.reference_refresh_interval
-    refresh = f"--rl-reference-refresh-interval {interval}" if interval else ""
-    yield "would replace the reference, which is the base without adapters", refresh
     name = values.get("ckpt_format", "torch_dist")
     saved = "" if name == "torch_dist" else f"--ckpt-format {name}"
     yield "does not save adapters by the layers of the Hugging Face model", saved

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.algorithms.registry import find_advantage_estimator
 from mcore_rl.common.errors import CORRECT, UsageError, as_flag, check_output_file
 from mcore_rl.common.megatron_version import check_megatron
 from mcore_rl.common.readers import parse_yaml
@@ -90,6 +91,7 @@ def _check_sources(config: RLConfig) -> None:
                 flag=f"{flag} {value}",
                 remedy="drop it, or give --rl-overlong-buffer-tokens 0",
             )
+    _check_group_sizes(config)
     if data.curriculum == NO_CURRICULUM:
         return
     if config.rollout.samples_ahead:
@@ -104,6 +106,41 @@ def _check_sources(config: RLConfig) -> None:
         flag=f"--rl-curriculum {data.curriculum}",
         remedy="drop one of them, or give --rl-max-staleness 0 to engines on ranks of their own",
     )
+
+
+def _check_group_sizes(config: RLConfig) -> None:
+    """Check sources with different numbers of samples per prompt: every step must have the same
+    number of samples, and so the same draws."""
+    num_samples = config.samples_per_step  # raises UsageError for shares that do not fit
+    if not config.has_groups_of_different_size:
+        return
+    rollout, given = config.rollout, f"{PROMPTS} {config.data.prompts}"
+    other, remedy = None, "drop that, or "
+    if config.recipe.dynamic_sampling:
+        other = "--rl-dynamic-sampling"  # of --rl-algorithm dapo
+    elif rollout.keeps_unfinished:
+        other = "--rl-partial-rollouts"
+    elif rollout.groups_at_a_time > 1.0:
+        other = f"--rl-oversample {rollout.groups_at_a_time:g}"
+    elif rollout.samples_ahead:
+        other = f"{rollout.apart} (--rl-max-staleness {rollout.staleness_limit})"
+        remedy = "" if rollout.servers else "give --rl-max-staleness 0, or "
+    if other is not None:
+        raise UsageError(
+            f"has sources of different samples_per_prompt, and {other} trains on prompts that may "
+            f"be of any source, so that steps would not all have {num_samples} samples",
+            flag=given,
+            remedy=f"{remedy}give all sources the same samples_per_prompt",
+        )
+    estimator = find_advantage_estimator(config.recipe.advantage)
+    for source in config.data.train_sources():
+        if estimator.compares_group and source.samples_per_prompt == 1:
+            raise UsageError(
+                f": samples_per_prompt 1 of source '{source.name}' leaves nothing to learn from, "
+                f"because --rl-advantage {estimator.name} compares the responses to one prompt",
+                flag=given,
+                remedy="choose 2 or more",
+            )
 
 
 def _check_first_finished(config: RLConfig) -> None:
@@ -184,7 +221,7 @@ def _check_export(config: RLConfig, folder: str, *, resumes: bool) -> None:
         "--rl-hf-checkpoint": config.trainer.hf_checkpoint,
         "--rl-critic-init": config.critic.init,
         "--rl-reward-model": config.rewards.reward_model,
-        "--rl-teacher": config.teacher.folder,
+        **{each.flag: each.folder for each in config.teachers},
     }
     for name, source in sources.items():
         # Replacing deletes the folder with everything in it.
@@ -363,8 +400,9 @@ def _against_mtp(config: RLConfig, layers: PipelineLayers, values: Mapping[str, 
         return f"--rl-advantage {config.recipe.advantage}, whose critic has none"
     if config.rewards.reward_model is not None:
         return f"--rl-reward-model {config.rewards.reward_model}, which has none"
-    if config.teacher.folder is not None:
-        return f"--rl-teacher {config.teacher.folder}, which is read without them"
+    for teacher in config.teachers:
+        if teacher.folder is not None:
+            return f"{teacher.shown}, which is read without them"
     return ""
 
 

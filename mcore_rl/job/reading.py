@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ from mcore_rl.common.platform import Platform
 from mcore_rl.config import RLConfig, frozen
 from mcore_rl.flags.classes import check_no_megatron_rl_flag, given_to_fork
 from mcore_rl.flags.derived import check_fits_machine
-from mcore_rl.flags.given import FlagNames, given_values
-from mcore_rl.flags.parser import all_args
+from mcore_rl.flags.given import FlagNames, given_values, import_given_files
+from mcore_rl.flags.pages import help_text
+from mcore_rl.flags.parser import HELP_RL, all_args
+from mcore_rl.job.preflight import check_versions
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_tensors, open_checkpoint
 from mcore_rl.model.config_json import (
@@ -41,6 +45,22 @@ def make_parser(extra_args: ExtraArgs = all_args) -> argparse.ArgumentParser:
         # One of Megatron's help texts contains "10%)", which makes argparse raise.
         action.help = action.help and re.sub("%(?![%(])(?<!%%)", "%%", action.help)
     return parser
+
+
+def answer_help(tokens: Sequence[str], extra_args: ExtraArgs) -> None:
+    """Exit after printing the flags, on rank 0, if `tokens` ask for them."""
+    is_first = int(os.environ.get("RANK", 0)) == 0
+    if HELP_RL in tokens:
+        import_given_files(tokens)
+        if is_first:
+            print(help_text(), end="")
+        sys.exit(0)
+    if {"-h", "--help"} & set(tokens):
+        check_versions()
+        import_given_files(tokens)
+        if is_first:
+            make_parser(extra_args).print_help()
+        sys.exit(0)
 
 
 def given_in(tokens: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:

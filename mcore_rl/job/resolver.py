@@ -10,35 +10,29 @@ validation runs near the end, to find in advance what Megatron would refuse.
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mcore_rl.common.allocator import check_allocator
-from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.config import RLConfig, config_from
-from mcore_rl.flags.classes import check_critic_rate, notes
+from mcore_rl.flags.classes import check_critic_rate
 from mcore_rl.flags.derived import DerivedFlags, derive_flags, values_of, with_effect
 from mcore_rl.flags.fsdp import check_fsdp, check_fsdp_machine
-from mcore_rl.flags.given import as_config, expand_config, import_given_files
+from mcore_rl.flags.given import expand_config, import_given_files
 from mcore_rl.flags.packages import check_wandb
-from mcore_rl.flags.pages import help_text
-from mcore_rl.flags.parser import HELP_RL
 from mcore_rl.hybrid_engine.memory.offload import offload_kinds
-from mcore_rl.hybrid_engine.options import ranks_per_node
-from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.job import engines, preflight, reading
 from mcore_rl.job.batches import check_batches, check_lengths
 from mcore_rl.job.facts import BATCH, LAYOUT, LENGTHS, Facts, Refusals, Source
+from mcore_rl.job.job_spec import spec_of
 from mcore_rl.job.layout import (
     check_actor_layout,
     check_rollout,
     check_stages,
-    note_on_experts,
-    own_all_reduce_obstacle,
     title_of_engines,
 )
 from mcore_rl.job.lora import check_lora, check_lora_folders
+from mcore_rl.job.memory import check_memory
 from mcore_rl.job.supervised import check_mixed_batches, check_supervised
 from mcore_rl.job.teachers import check_teacher_flags, read_teacher, teacher_spec
 from mcore_rl.job.validation import check_megatron_accepts
@@ -55,22 +49,14 @@ from mcore_rl.job.value_models import (
     reward_options,
 )
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.megatron.model_class import choose_model_class
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.model.roles import REWARD, parse_roles
+from mcore_rl.model.teacher import TeacherPlace
 from mcore_rl.moe.balance import check_balancing
-from mcore_rl.planner.checks import check_device, check_host
-from mcore_rl.planner.memory import memory_of, resident_of
 from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.spec import JobSpec, LaidOut, TeacherSpec, ValueModelSpec
-from mcore_rl.trainer.case import (
-    case_of_run,
-    has_slow_products,
-    trained_critic,
-    with_teacher,
-)
 
 
 def resolve(source: Source) -> JobSpec:
@@ -78,25 +64,10 @@ def resolve(source: Source) -> JobSpec:
 
     `--help` and `--help-rl` exit with SystemExit, after rank 0 has printed the flags.
     """
-    _answer_help(source.tokens, source.extra_args)
+    reading.answer_help(source.tokens, source.extra_args)
     spec = examine(source, Refusals()).spec
     assert spec is not None, "a check was skipped without a refusal"
     return spec
-
-
-def _answer_help(tokens: Sequence[str], extra_args: ExtraArgs) -> None:
-    is_first = int(os.environ.get("RANK", 0)) == 0
-    if HELP_RL in tokens:
-        import_given_files(tokens)
-        if is_first:
-            print(help_text(), end="")
-        sys.exit(0)
-    if {"-h", "--help"} & set(tokens):
-        preflight.check_versions()
-        import_given_files(tokens)
-        if is_first:
-            reading.make_parser(extra_args).print_help()
-        sys.exit(0)
 
 
 def examine(source: Source, refusals: Refusals) -> Facts:
@@ -205,6 +176,7 @@ class _Examiner:
         if facts.checkpoint is not None:
             refusals.passes(preflight.check_export_dtype, config.trainer, facts.checkpoint)
         refusals.passes(engines.check_speculation, config, shape, facts.checkpoint)
+        refusals.passes(engines.check_candidates, config, shape)
         starts_engines = config.has_engines and not config.rollout.servers
         if self.source.is_here and starts_engines:
             refusals.passes(engines.check_engine, config, shape, cuda=self.source.platform.cuda)
@@ -342,20 +314,22 @@ class _Examiner:
 
     def _check_other_models(self, config: RLConfig, shape: ModelShape) -> None:
         """Check the critic and the reward model; then whether the job fits the machine."""
-        facts = self.facts
+        facts, source = self.facts, self.source
         critic = reward_model = None
         if (options := critic_options(config)) is not None:
             critic, facts.critic = self._value_model(options, config, shape)
         if (options := reward_options(config)) is not None:
             reward_model, _ = self._value_model(options, config, shape)
-        teacher = self._teacher(config, shape)
-        ask = self.source.device_capability
-        if facts.rollout is not None and facts.rollout.float8 and self.source.platform.cuda and ask:
+        teachers = [self._teacher(each, config, shape) for each in config.teachers if each.folder]
+        ask = source.device_capability
+        if facts.rollout is not None and facts.rollout.float8 and source.platform.cuda and ask:
             self.refusals.passes(engines.check_float8_device, ask())
-        memory_notes = self.refusals.value(self._check_memory, config)
+        memory_notes: tuple[str, ...] | None = ()
+        if self._fits_together:
+            memory_notes = self.refusals.value(check_memory, config, facts, source)
         is_complete = not self.refusals.count and not self.refusals.left_out
-        if memory_notes is not None and is_complete and self.source.has_files:
-            facts.spec = self._spec(critic, reward_model, teacher, memory_notes)
+        if memory_notes is not None and is_complete and source.has_files:
+            facts.spec = spec_of(facts, source, critic, reward_model, teachers, memory_notes)
 
     def _value_model(
         self, options: ValueOptions, config: RLConfig, shape: ModelShape
@@ -395,14 +369,17 @@ class _Examiner:
         )
         return spec, laid_out
 
-    def _teacher(self, config: RLConfig, shape: ModelShape) -> TeacherSpec | None:
+    def _teacher(
+        self, teacher: TeacherPlace, config: RLConfig, shape: ModelShape
+    ) -> TeacherSpec | None:
         """Check a teacher in a folder by the checks of the actor and those of its own."""
-        found = read_teacher(config, shape, self.facts, self.refusals, self.source)
+        found = read_teacher(teacher, config, shape, self.facts, self.refusals, self.source)
         if found is None:
             return None
-        laid_out = self.facts.teacher = self._laid_out(found.options, config, found.shape)
+        laid_out = self._laid_out(found.options, config, found.shape)
         if laid_out is None:
             return None
+        self.facts.teachers += (laid_out,)
         with self.refusals.of_role("the teacher"):
             if self.facts.is_accepted:
                 self._megatron_accepts(laid_out)
@@ -433,112 +410,3 @@ class _Examiner:
         refusals.passes(check_balancing, values, config.trainer.max_tokens_per_microbatch)
         if folder is not None:
             refusals.passes(preflight.check_biases, folder.checkpoint, laid_out.shape, values)
-
-    def _check_memory(self, config: RLConfig) -> tuple[str, ...]:
-        """Return a line for each thing that may not fit the device or the host."""
-        source, facts = self.source, self.facts
-        actor, rollout, roles = facts.actor, facts.rollout, facts.roles
-        if source.device_bytes is None and source.host_memory is None:
-            return ()
-        if actor is None or rollout is None or roles is None or not self._fits_together:
-            return ()
-        if roles.has_controllers:  # the planner knows no job without engines
-            return ()
-        critic = None if facts.critic is None else trained_critic(config, facts.critic, roles)
-        size = source.device_bytes() if source.platform.cuda and source.device_bytes else None
-        has_device = size is not None
-        model = (actor.shape, actor.layout, actor.layers)
-        case = case_of_run(
-            *(config, actor.values, model, rollout, critic),
-            engine_ranks=roles.rollout,
-            device_bytes=size,
-        )
-        if case is None:
-            return ()
-        case = with_teacher(case, config, facts.teacher, roles)
-        lines = check_device(case, scores_only=source.scores_only) if has_device else ()
-        if source.host_memory is None or has_device != source.platform.cuda or source.scores_only:
-            return lines
-        if case.is_apart and not has_device:
-            return lines  # machines may have ranks of both kinds, whose sum is not planned
-        return lines + check_host(
-            case,
-            source.host_memory(),
-            memory=memory_of(case, resident_of(case)) if has_device else None,
-            kv_cache_bytes=int(config.engine.rollout_kv_cache_gib * (1 << 30)),
-            widens=has_slow_products(config.trainer.precision),
-        )
-
-    def _spec(
-        self,
-        critic: ValueModelSpec | None,
-        reward_model: ValueModelSpec | None,
-        teacher: TeacherSpec | None,
-        memory_notes: tuple[str, ...],
-    ) -> JobSpec:
-        facts = self.facts
-        config, derived, actor, rollout = facts.config, facts.derived, facts.actor, facts.rollout
-        assert config and facts.rewards and facts.checkpoint and facts.roles, "none was refused"
-        assert derived and actor and rollout, "none was refused"
-        num_mtp_layers = facts.given.get("mtp_num_layers") or 0
-        tokens = actor.tokens or ()
-        flags = values_of(derived, facts.given, facts.parser)
-        return JobSpec(
-            config=config,
-            rewards=facts.rewards,
-            environment=facts.environment,
-            shape=actor.shape,
-            checkpoint=facts.checkpoint.with_mtp_trained(actor.shape, num_mtp_layers),
-            roles=facts.roles,
-            train_layout=actor.layout,
-            layers=actor.layers,
-            rollout_layout=rollout,
-            ranks_per_node=ranks_per_node(config.engine, facts.roles.world_size),
-            tokens=tokens,
-            given=as_config(tokens[len(derived.tokens) :], facts.parser),
-            flags=reading.flags_of(flags, facts.parser),
-            notes=(*self._notes(config, derived, actor, rollout, facts.checkpoint), *memory_notes),
-            save=facts.given.get("save"),
-            critic=critic,
-            reward_model=reward_model,
-            teacher=teacher,
-            trust_remote_code=bool(facts.given.get("trust_remote_code")),
-            lora=None if self.source.scores_only else facts.lora,
-        )
-
-    def _notes(
-        self,
-        config: RLConfig,
-        derived: DerivedFlags,
-        actor: LaidOut,
-        rollout: RolloutLayout,
-        checkpoint: HFCheckpoint,
-    ) -> Iterator[str]:
-        """Describe what a start decides that is not in the command line."""
-        if derived.architecture:
-            yield f"derived from config.json: {' '.join(derived.architecture)}"
-        if self.facts.model_class is not None:
-            chosen = self.facts.model_class.describe()
-            yield f"models, unless a model_provider builds them, are a {chosen}"
-        if derived.machine:
-            lacks = self.source.platform.lacks
-            why = f"no {lacks} here, so " if lacks else ""
-            yield f"{why}Megatron runs with: {' '.join(derived.machine)}"
-        if derived.defaults:
-            yield f"defaults for RL: {' '.join(derived.defaults)}"
-        parser = megatron_adapter.make_parser()  # without a fork's flags
-        yield from notes(self.facts.given, parser, unread=derived.unread)
-        if config.rollout.apart is None and config.has_engines:
-            placement = Placement(actor.shape, actor.layout, actor.layers, rollout)
-            yield from note_on_experts(config.engine, placement)
-        yield from engines.notes_on_sampling_ahead(config, rollout)
-        obstacle = own_all_reduce_obstacle(config.engine, rollout, os.environ)
-        if self.source.platform.cuda and config.has_engines and obstacle is not None:
-            yield f"engines reduce by NCCL, without vLLM's own all-reduce: {obstacle.found}"
-        if checkpoint.mtp:
-            drafts = config.engine.speculate.startswith("mtp")
-            yield (
-                f"the checkpoint's multi-token-prediction layers ({len(checkpoint.mtp)} tensors) "
-                "are not trained: they are exported as they are"
-                f"{', and draft for the engines' if drafts else ''}"
-            )

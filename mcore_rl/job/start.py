@@ -29,7 +29,7 @@ from mcore_rl.job.controllers import start_controllers
 from mcore_rl.job.environment import check_devices, open_store
 from mcore_rl.job.facts import Source
 from mcore_rl.job.resolver import resolve
-from mcore_rl.job.teachers import check_teacher_server
+from mcore_rl.job.teachers import check_teacher_servers
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_files import check_copies
 from mcore_rl.model.config_json import settings_without_flag
@@ -160,8 +160,9 @@ def _agreed_spec(
 
             for line in check_servers(checked):
                 logger.warning("[Servers] %s", line)
-        if rank == checked.roles.actor[0] and (silent := check_teacher_server(checked)):
-            logger.warning("[Teacher] %s", silent)
+        if rank == checked.roles.actor[0]:
+            for silent in check_teacher_servers(checked):
+                logger.warning("[Teacher] %s", silent)
         return checked
 
     checked = agreed(check, store, stage="input")
@@ -257,7 +258,7 @@ def _of_role(checked: JobSpec, world: RoleWorld) -> JobSpec | ValueModelSpec | T
         ACTOR: checked,
         CRITIC: checked.critic,
         REWARD: checked.reward_model,
-        TEACHER: checked.teacher,
+        TEACHER: next(iter(checked.teachers), None),  # the only one on ranks of its own
     }[world.role]
     assert found is not None, f"ranks of a role without a model: {world.role}"
     return found
@@ -287,7 +288,7 @@ def _placement(checked: JobSpec) -> str:
     for role, name, model in (
         (CRITIC, "critic", checked.critic),
         (REWARD, "reward model", checked.reward_model),
-        (TEACHER, "teacher", checked.teacher),
+        *((TEACHER, "teacher", each) for each in checked.teachers),
     ):
         if model is not None:
             text = f"{name} ({model.layout.describe()})"

@@ -1,10 +1,10 @@
-"""The checks of a teacher: its flags, its folder or server, and its tokenizer."""
+"""The checks of teachers: their flags, their folders or servers, and their tokenizers."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from mcore_rl.common.http import HTTPFailure
 from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.common.readers import parse_json
 from mcore_rl.config import RLConfig
+from mcore_rl.data.sources import PROMPTS
 from mcore_rl.data.tokenizer_process import TokenizerProcess, close_all
 from mcore_rl.hybrid_engine.remote.prompt_scores import PromptScores
 from mcore_rl.job.facts import LENGTHS, Facts, Refusals, Source
@@ -22,7 +23,7 @@ from mcore_rl.job.value_models import ValueOptions, check_positions, tokens_of_d
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_tensors, open_checkpoint
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.roles import TEACHER
-from mcore_rl.model.teacher import FULL, TOKEN, TOP_K, TeacherOptions
+from mcore_rl.model.teacher import FULL, TOKEN, TOP_K, TeacherOptions, TeacherPlace
 from mcore_rl.rewards.functions import NO_REWARD
 from mcore_rl.spec import JobSpec, LaidOut, TeacherSpec, is_swapped
 
@@ -32,10 +33,17 @@ _SAMPLE = "The 12345 quick-brown foxes, x**2 == 6.78?\n\tNaïve café — 你好
 
 
 def check_teacher_flags(config: RLConfig) -> None:
-    """Check the flags of a teacher against each other, without its folder or server."""
-    options = config.teacher
+    """Check the flags of teachers against each other, without their folders and servers."""
+    options, teachers = config.teacher, config.teachers
     _check_no_reward(config)
-    if options.teacher is None:
+    if options.teacher and options.teacher not in [each.place for each in teachers]:
+        raise UsageError(
+            f"has no effect, because every source of {PROMPTS} {config.data.prompts} has another "
+            "or none",
+            flag=f"{_FLAG} {options.teacher}",
+            remedy="drop it, or the teacher of a source",
+        )
+    if not teachers:
         for flag, value in options.given().items():
             raise UsageError(
                 f"has no effect without {_FLAG}",
@@ -55,6 +63,22 @@ def check_teacher_flags(config: RLConfig) -> None:
             flag=f"--rl-teacher-form {FULL}",
             remedy="set it to topk, or drop the other",
         )
+    num_top = config.recipe.score_centering
+    if num_top and options.teacher_form != TOKEN:
+        raise UsageError(
+            f"cannot be combined with --rl-score-centering {num_top}",
+            flag=f"--rl-teacher-form {options.teacher_form}",
+            remedy="set it to token, or drop the other",
+        )
+    _check_unused(options, teachers)
+    _check_number(options, teachers)
+    for each in teachers:
+        if each.url is not None:
+            _check_server_flags(config, each)
+
+
+def _check_unused(options: TeacherOptions, teachers: Sequence[TeacherPlace]) -> None:
+    """Refuse flags of servers if all teachers are folders, and the other way around."""
     of_server = {
         "--rl-teacher-header-env": options.teacher_header_env,
         "--rl-teacher-wait-minutes": options.given().get("--rl-teacher-wait-minutes"),
@@ -65,41 +89,67 @@ def check_teacher_flags(config: RLConfig) -> None:
         "--rl-teacher-ep-size": options.teacher_ep_size,
         "--rl-teacher-ranks": options.teacher_ranks,
     }
-    unused, what = (of_model, "a server") if options.url else (of_server, "a folder")
+    unused = {} if any(each.url for each in teachers) else of_server
+    if not any(each.folder for each in teachers):
+        unused = unused | of_model
     for flag, value in unused.items():
         if value is not None:
+            what = "a server" if flag in of_model else "a folder"
             raise UsageError(
-                f"has no effect, because {_FLAG} {options.teacher} is {what}",
+                f"has no effect, because {teachers[0].shown} is {what}",
                 flag=f"{flag} {value}",
                 remedy="drop it",
             )
-    if options.url is not None:
-        _check_server_flags(config, options.url)
+
+
+def _check_number(options: TeacherOptions, teachers: Sequence[TeacherPlace]) -> None:
+    """Refuse what is for one teacher."""
+    folders = [each.place for each in teachers if each.folder]
+    if options.teacher_ranks is not None and len(folders) > 1:
+        raise UsageError(
+            f"are for one teacher in a folder, and {len(folders)} are given ({', '.join(folders)})",
+            flag=f"--rl-teacher-ranks {options.teacher_ranks}",
+            remedy="drop it, so that they take turns on the actor's ranks, or serve the others",
+        )
+    if options.teacher_form == FULL and len(teachers) > 1:
+        places = ", ".join(each.place for each in teachers)
+        raise UsageError(
+            f"is for one teacher, whose output layer is beside the actor's, and {len(teachers)} "
+            f"are given ({places})",
+            flag=f"--rl-teacher-form {FULL}",
+            remedy=f"set it to {TOP_K} or {TOKEN}",
+        )
 
 
 def _check_no_reward(config: RLConfig) -> None:
-    """Check that a run without rewards has a teacher, and nothing that compares rewards."""
-    names = [name.strip() for name in config.reward.split(",")]
-    if NO_REWARD not in names:
-        return
-    if len(names) > 1:
-        found, remedy = "names none next to other rewards", "leave it out"
-    elif config.teacher.teacher is None:
-        found, remedy = "leaves nothing to learn from", f"add {_FLAG}, or name a reward"
-    elif config.recipe.dynamic_sampling:
-        found = "cannot be combined with --rl-dynamic-sampling, which drops groups of equal rewards"
-        remedy = "drop one of the two (--rl-algorithm dapo has it on)"
-    else:
-        return
-    raise UsageError(found, flag=f"--rl-reward {config.reward}", remedy=remedy)
+    """Check that samples without rewards have a teacher, and nothing that compares rewards."""
+    sources = () if config.data.prompts is None else config.data.train_sources()
+    rewards = [each.reward or config.reward for each in sources] or [config.reward]
+    for number, teacher in enumerate(config.teachers_of_sources):
+        names = [name.strip() for name in rewards[number].split(",")]
+        if NO_REWARD not in names:
+            continue
+        if len(names) > 1:
+            found, remedy = "names none next to other rewards", "leave it out"
+        elif teacher is None:
+            found, remedy = "leaves nothing to learn from", f"add {_FLAG}, or name a reward"
+        elif config.recipe.dynamic_sampling:
+            found = "cannot be combined with --rl-dynamic-sampling, which drops groups of equal "
+            found, remedy = f"{found}rewards", "drop one of the two (--rl-algorithm dapo has it on)"
+        else:
+            continue
+        flag = f"--rl-reward {rewards[number]}"
+        if len(sources) > 1 and sources[number].reward is not None:
+            flag = f"{PROMPTS} {config.data.prompts}: reward none of '{sources[number].name}'"
+        raise UsageError(found, flag=flag, remedy=remedy)
 
 
-def _check_server_flags(config: RLConfig, url: str) -> None:
-    checked_url(url, _FLAG)
+def _check_server_flags(config: RLConfig, teacher: TeacherPlace) -> None:
+    checked_url(teacher.place, teacher.flag)
     header_from(config.teacher.teacher_header_env, "--rl-teacher-header-env")
     if config.teacher.teacher_form != TOKEN:
         raise UsageError(
-            f"is for a teacher in a folder, and {_FLAG} {url} is a server",
+            f"is for a teacher in a folder, and {teacher.shown} is a server",
             flag=f"--rl-teacher-form {config.teacher.teacher_form}",
             remedy="set it to token, or give the teacher's folder",
         )
@@ -107,7 +157,7 @@ def _check_server_flags(config: RLConfig, url: str) -> None:
         raise UsageError(
             f"cannot be combined with --rl-temperature {config.rollout.temperature:g}: a server "
             "returns the log-probs of prompts at temperature 1",
-            flag=f"{_FLAG} {url}",
+            flag=teacher.shown,
             remedy="set --rl-temperature 1, or give the teacher's folder",
         )
 
@@ -122,24 +172,26 @@ class ReadTeacher:
 
 
 def read_teacher(
-    config: RLConfig, shape: ModelShape, facts: Facts, refusals: Refusals, source: Source
+    teacher: TeacherPlace,
+    config: RLConfig,
+    shape: ModelShape,
+    facts: Facts,
+    refusals: Refusals,
+    source: Source,
 ) -> ReadTeacher | None:
-    """Read and check the teacher's folder; `shape` is the actor's. Returns None for a job without
-    one, and if its config.json was refused."""
+    """Read and check a teacher's folder; `shape` is the actor's. Returns None if its config.json
+    was refused."""
+    assert teacher.folder is not None
     options = config.teacher
-    if options.folder is None:
-        return None
     sizes = (options.teacher_tp_size, options.teacher_pp_size, options.teacher_ep_size)
     tokens = tokens_of_degrees(sizes)
-    own = ValueOptions(TEACHER, "teacher", _FLAG, options.folder, tokens, learns=False)
+    own = ValueOptions(TEACHER, "teacher", teacher.flag, teacher.folder, tokens, learns=False)
     own_shape = refusals.value(_read_shape, own, options, shape, source.read_shape)
     if own_shape is None:
         return None
     checkpoint = None
     if source.has_files and facts.checkpoint is not None:
-        checkpoint = refusals.value(
-            _read_folder, Path(options.folder), own_shape, facts.checkpoint.folder
-        )
+        checkpoint = refusals.value(_read_folder, teacher, own_shape, facts.checkpoint.folder)
     if refusals.knows(LENGTHS):
         refusals.passes(check_positions, own, config, own_shape)
     return ReadTeacher(own, own_shape, checkpoint)
@@ -173,15 +225,16 @@ def _read_shape(
     return own
 
 
-def _read_folder(folder: Path, own_shape: ModelShape, actor: Path) -> HFCheckpoint:
+def _read_folder(teacher: TeacherPlace, own_shape: ModelShape, actor: Path) -> HFCheckpoint:
     """Read the tensors of the teacher's folder, and compare its tokenizer with the actor's."""
-    checkpoint = open_checkpoint(folder, own_shape, flag=_FLAG)
-    check_tensors(checkpoint, own_shape, flag=_FLAG)
-    check_same_vocabulary(folder, actor)
+    folder = Path(teacher.place)
+    checkpoint = open_checkpoint(folder, own_shape, flag=teacher.flag)
+    check_tensors(checkpoint, own_shape, flag=teacher.flag)
+    check_same_vocabulary(folder, actor, flag=teacher.flag)
     return checkpoint
 
 
-def check_same_vocabulary(teacher: Path, actor: Path) -> None:
+def check_same_vocabulary(teacher: Path, actor: Path, *, flag: str = _FLAG) -> None:
     """Check that no text of one tokenizer.json has another number in the other. Folders without
     one are not compared."""
     theirs, ours = _vocabulary(teacher), _vocabulary(actor)
@@ -193,7 +246,7 @@ def check_same_vocabulary(teacher: Path, actor: Path) -> None:
             raise UsageError(
                 f"has another tokenizer: {text!r} is token {token} of {actor}, and the teacher "
                 f"{has}",
-                flag=f"{_FLAG} {teacher}",
+                flag=f"{flag} {teacher}",
                 remedy="give a teacher with the actor's tokenizer",
             )
 
@@ -231,27 +284,14 @@ def teacher_spec(
     )
 
 
-def check_teacher_server(spec: JobSpec) -> str | None:
-    """Check the server of `--rl-teacher`; return why it does not answer, since it may still start.
+def check_teacher_servers(spec: JobSpec) -> list[str]:
+    """Check the servers of teachers; return why some do not answer, since they may still start.
 
     Raises UsageError for a server that takes too few tokens, and for one with another tokenizer.
     """
-    options, config = spec.config.teacher, spec.config
-    if options.url is None:
-        return None
-    header = header_from(options.teacher_header_env, "--rl-teacher-header-env")
-    client = PromptScores(options.url, header)
-    try:
-        most, theirs = client.max_tokens(), client.tokens_of(_SAMPLE)
-    except HTTPFailure as failure:
-        return f"{options.url} is not checked: {failure}"
-    least = config.data.max_prompt_tokens + config.rollout.max_response_tokens + 1
-    if most is not None and most < least:
-        raise UsageError(
-            f"takes {most} tokens, and a prompt, a response and one more token have up to {least}",
-            flag=f"{_FLAG} {options.url}",
-            remedy=f"start its vllm serve with --max-model-len {least}",
-        )
+    servers = [each for each in spec.config.teachers if each.url is not None]
+    if not servers:
+        return []
     process = TokenizerProcess(
         spec.checkpoint.folder,
         version="",
@@ -260,12 +300,32 @@ def check_teacher_server(spec: JobSpec) -> str | None:
     )
     (ours,) = process.encode([_SAMPLE], special=False)
     close_all()
-    if ours != theirs:
+    found = (_check_server(each, spec, ours) for each in servers)
+    return [reason for reason in found if reason is not None]
+
+
+def _check_server(teacher: TeacherPlace, spec: JobSpec, ours: Sequence[int]) -> str | None:
+    """Check one server; `ours` are the tokens of a text. Return why it does not answer."""
+    config = spec.config
+    header = header_from(config.teacher.teacher_header_env, "--rl-teacher-header-env")
+    client = PromptScores(teacher.place, header)
+    try:
+        most, theirs = client.max_tokens(), client.tokens_of(_SAMPLE)
+    except HTTPFailure as failure:
+        return f"{teacher.place} is not checked: {failure}"
+    least = config.data.max_prompt_tokens + config.rollout.max_response_tokens + 1
+    if most is not None and most < least:
+        raise UsageError(
+            f"takes {most} tokens, and a prompt, a response and one more token have up to {least}",
+            flag=teacher.shown,
+            remedy=f"start its vllm serve with --max-model-len {least}",
+        )
+    if list(ours) != list(theirs):
         shown = json.dumps(_SAMPLE[:20])
         raise UsageError(
             f"has another tokenizer than {spec.checkpoint.folder}: a text that begins {shown} has "
             f"{len(theirs)} tokens there and {len(ours)} here, which differ",
-            flag=f"{_FLAG} {options.url}",
+            flag=teacher.shown,
             remedy="serve a teacher with the actor's tokenizer",
         )
     return None

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +29,10 @@ import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.model.boxes import Box
+from mcore_rl.model.boxes import Box, contains, relative, show, slices
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout
-from mcore_rl.model.lora import Lora, bound_of, is_expert, seed_of
+from mcore_rl.model.lora import Lora, bound_of, factor_names, is_expert, seed_of
 from mcore_rl.model.weight_map import Piece, ShardCoordinates, map_parameter
 
 # After the patches, which mcore_rl.megatron.adapter applies.
@@ -40,6 +40,20 @@ from megatron.core import parallel_state  # isort: skip
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip
 
 _MARK = "lora_adapters"  # a layer's attribute with its adapters
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A rank's part of A or B.
+
+    Example: `Factor("base_model.model.layers.0.mlp.up_proj.lora_A.weight", ((0, 8), (0, 64)),
+    data, scale=1.0)`.
+    """
+
+    name: str  # in an adapter's file
+    box: Box
+    data: torch.Tensor  # the parameter's own memory, without gradient
+    scale: float  # with which it enters the merged weight: alpha / r of B, 1 of A
 
 
 class Adapter(torch.nn.Module):
@@ -98,6 +112,15 @@ class Adapter(torch.nn.Module):
         whole = torch.empty(len(self.a), self.full[1]).uniform_(-bound, bound, generator=generator)
         self.a.copy_(whole[:, slice(*self.columns)])
         self.b.zero_()
+
+    def factors(self) -> tuple[Factor, Factor]:
+        """Return A and B."""
+        a, b = factor_names(self.layer)
+        rank = (0, len(self.a))
+        return (
+            Factor(a, (rank, self.columns), self.a.detach(), scale=1.0),
+            Factor(b, (self.rows, rank), self.b.detach(), scale=self.scale),
+        )
 
     @torch.no_grad()
     def added_to(self, values: torch.Tensor, box: Box, rows: Any) -> torch.Tensor:
@@ -210,6 +233,39 @@ def _sharded(adapter: Adapter, name: str) -> ShardedTensor:
         (axis, start // size, whole // size),
         replica_id=(0, 0 if size < whole else tp_rank, dp_rank),
     )
+
+
+class FactorShards:
+    """This rank's parts of A and (alpha / r) B, with the interface of `ModelShards`.
+
+    The tensors have their names in an adapter's file. `read` returns the parameters' dtype.
+    """
+
+    def __init__(self, adapters: Iterable[Adapter]) -> None:
+        self._adapters = {name: each for each in adapters for name in factor_names(each.layer)}
+
+    def tensors(self) -> tuple[str, ...]:
+        """Return the factors of which this rank holds any part."""
+        return tuple(self._adapters)
+
+    def boxes(self, tensor: str) -> tuple[Box, ...]:
+        """Return the box of `tensor` on this rank, if it holds a part of it."""
+        return tuple(factor.box for factor in self._held(tensor))
+
+    def read(self, tensor: str, box: Box, at: Any = ...) -> torch.Tensor:
+        """Return the values of `box`, which must lie in the held one, or those that `at` selects.
+
+        vLLM's LoRA layers multiply by A and B only, so B is scaled here, rounded once.
+        """
+        for factor in self._held(tensor):
+            if contains(factor.box, box):
+                data = factor.data[slices(relative(box, factor.box))][at]
+                return data if factor.scale == 1.0 else data * factor.scale
+        raise RuntimeError(f"{tensor}{show(box)} was read on a rank that does not hold it")
+
+    def _held(self, tensor: str) -> list[Factor]:
+        adapter = self._adapters.get(tensor)
+        return [] if adapter is None else [f for f in adapter.factors() if f.name == tensor]
 
 
 def adapters_of(chunk: torch.nn.Module) -> Adapters | None:

@@ -24,6 +24,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from mcore_rl.algorithms.distillation import top_k_reverse_kl
+from mcore_rl.algorithms.mismatch import MismatchConfig
+from mcore_rl.algorithms.score_centering import expected_scores
 from mcore_rl.megatron.log_probs import (
     vocab_parallel_log_probs,
     vocab_parallel_reverse_kl,
@@ -58,6 +60,15 @@ class TeacherHidden:
     )  # [v/tp, g], rows of the same tokens as the policy's; on last stages
 
 
+@dataclass(frozen=True, slots=True)
+class EngineTopK:
+    """The engine's most probable tokens after each position, and the correction of the mismatch."""
+
+    token_ids: torch.Tensor  # [b, s, k] int64
+    log_probs: torch.Tensor  # [b, s, k] float32
+    correction: MismatchConfig
+
+
 class PolicyHead:
     """Mixin to place before a Megatron language model class.
 
@@ -66,7 +77,8 @@ class PolicyHead:
     the real vocabulary. On other stages, and without `target_ids`, it is Megatron's own forward.
     With `top_k` it appends the log-probs and the ids of the k most probable tokens, `[b, s, 2 +
     2k]`, and with `with_hidden` the output layer's input, both without a gradient. With `teacher`
-    it appends the reverse KL to a teacher, `[b, s, 3]`.
+    it appends the reverse KL to a teacher, `[b, s, 3]`, and with `engine` the columns of
+    `expected_scores`, `[b, s, 6]`; not both.
     Forward and backward hold the logits of at most `chunk_tokens` positions at once.
     """
 
@@ -97,6 +109,7 @@ class PolicyHead:
         top_k: int = 0,
         with_hidden: bool = False,
         teacher: TeacherTopK | TeacherHidden | None = None,
+        engine: EngineTopK | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Run the model; `target_ids` is `[b, s]` int64, position t's target is token t+1."""
@@ -111,6 +124,7 @@ class PolicyHead:
             top_k=top_k,
             with_hidden=with_hidden,
             teacher=teacher,
+            engine=engine,
         )
         with self._output_layer_as(score), self._without_mtp() as mtp_inputs:
             scored: torch.Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -187,13 +201,16 @@ class PolicyHead:
         top_k: int,
         with_hidden: bool,
         teacher: TeacherTopK | TeacherHidden | None,
+        engine: EngineTopK | None,
     ) -> tuple[torch.Tensor, None]:
         """Replace the output layer: `[s (or this rank's share), b, h]` -> `[s, b, 2 or more]`."""
         weight = self.output_layer.weight if weight is None else weight
         hidden = self._on_all_positions(hidden)
         targets = target_ids[..., None]
-        if isinstance(teacher, TeacherTopK):
-            targets = torch.cat([targets, teacher.token_ids], dim=-1)
+        assert teacher is None or engine is None, "the columns of both are not told apart"
+        others = teacher if isinstance(teacher, TeacherTopK) else engine
+        if others is not None:
+            targets = torch.cat([targets, others.token_ids], dim=-1)
         log_probs, entropy = self._distribution(
             hidden, weight, targets, temperature=temperature, with_entropy=with_entropy
         )
@@ -213,6 +230,10 @@ class PolicyHead:
                 temperature=temperature,
             )
             found.append(kl.view(*entropy.shape, 1))
+        if engine is not None:
+            theirs = engine.log_probs.transpose(0, 1).flatten(0, 1)
+            scores = expected_scores(log_probs[..., 1:].flatten(0, 1), theirs, engine.correction)
+            found.append(scores.view(*entropy.shape, -1))
         if top_k:
             best, ids = self._most_probable(hidden, weight, top_k, temperature)
             found += [best, ids.to(best.dtype)]  # exact below 2^24

@@ -231,8 +231,11 @@ class ModelRunner:
         """Return `[t, k]` values of a micro-batch's tokens as `[rows, s / cp_size, k]`, in the
         places of this context-parallel rank's tokens; 0 in padding."""
         cp = self.groups["cp"]
-        whole = values.new_zeros(cp.size() * rows.token_ids.numel(), values.shape[1])
-        whole[rows.places] = values
+        places = rows.places
+        whole = values.new_zeros(
+            cp.size() * rows.token_ids.numel(), values.shape[1], device=places.device
+        )
+        whole[places] = values.to(places.device)
         return whole.view(cp.size(), *rows.token_ids.shape, -1)[cp.rank()]
 
     def global_sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -257,9 +260,14 @@ class ModelRunner:
         work = []
         for micro_batch in micro_batches:
             rows = lay_out(micro_batch, self._batching, length, cp_rank)
-            # Routes stay on the host until their micro-batch's forward pass.
-            samples = dataclasses.replace(micro_batch, routes=None, routes_known=None)
-            each = _Work(self._on_device(samples), self._on_device(rows))
+            # Routes and candidates stay on the host until their micro-batch's forward pass.
+            samples = dataclasses.replace(
+                micro_batch, routes=None, routes_known=None, top_tokens=None
+            )
+            samples = dataclasses.replace(
+                self._on_device(samples), top_tokens=micro_batch.top_tokens
+            )
+            each = _Work(samples, self._on_device(rows))
             if self._passes_padding:
                 padding = self._routers.padding(rows, micro_batch.num_tokens)
                 each = dataclasses.replace(each, padding=padding)

@@ -6,6 +6,7 @@ Megatron-FSDP shards parameters over data parallelism, the share is this rank's 
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.fsdp_buffers import LocalWeight, local_weights
-from mcore_rl.megatron.lora import Adapter, adapters_of, is_adapter
+from mcore_rl.megatron.lora import Adapter, FactorShards, adapters_of, is_adapter
 from mcore_rl.model.boxes import Box, contains, extent, full_box, relative, show, slices, uncovered
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout
@@ -73,6 +74,17 @@ class ModelShards:
             if "word_embeddings" not in weight.name and "output_layer" not in weight.name:
                 raise RuntimeError(f"{weight.name}{show(gap)} has no counterpart in the checkpoint")
             self._padding.append(value[slices(gap)])
+
+    @property
+    def factors(self) -> FactorShards:
+        """The factors of this rank's adapters."""
+        return FactorShards(self._adapters.values())
+
+    def of_base(self) -> ModelShards:
+        """Return the same slices without adapters."""
+        base = copy.copy(self)
+        base._adapters = {}
+        return base
 
     @property
     def device(self) -> torch.device:

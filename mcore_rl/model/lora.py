@@ -14,12 +14,12 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters, param
-from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.config_json import LayerKind, ModelShape
 from mcore_rl.model.families import family_of
 from mcore_rl.model.tensors import TensorSpec, layer_specs
 
@@ -29,6 +29,11 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 _WEIGHT = ".weight"
 _EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
 _NUMBER = "{expert}."  # as in `TensorSpec.name`
+
+# What a hand-over brings to engines: merged weights, or adapters beside the weights of the base.
+MERGED, ADAPTERS = "merged", "adapters"
+# Ranks for which vLLM has LoRA layers; a smaller one is padded with zeros.
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,12 @@ class LoraOptions(Parameters):
     adapter: str | None = param(None, "folder of an adapter in PEFT's format to start from")
     export: str | None = param(
         None, "folder to write the trained adapter to at the end, in PEFT's format"
+    )
+    rollout: str = param(
+        MERGED,
+        "what weight syncs bring to engines: merged weights, or adapters alone, which vLLM's LoRA "
+        "layers apply to the base that the first one brings",
+        choices=(MERGED, ADAPTERS),
     )
 
 
@@ -100,6 +111,16 @@ def matches(layer: str, target: str) -> bool:
     return within == target or within.endswith(f".{target}")
 
 
+def adapted_specs(
+    shape: ModelShape, kind: LayerKind, targets: Sequence[str]
+) -> Iterator[TensorSpec]:
+    """Yield the weights of a layer that have adapters."""
+    for spec in layer_specs(shape, kind):
+        layer = spec.name.removesuffix(_WEIGHT)
+        if has_weight(shape, spec) and any(matches(layer, target) for target in targets):
+            yield spec
+
+
 def targets_of(options: LoraOptions, shape: ModelShape) -> tuple[str, ...]:
     """Return the targets of the flags, by default the last parts of all linear layers' names.
 
@@ -138,8 +159,9 @@ def resolve_lora(options: LoraOptions, shape: ModelShape) -> Lora | None:
     effect without a rank.
     """
     if not options.rank:
-        for name in ("alpha", "targets", "adapter", "export"):
-            if (value := getattr(options, name)) is not None:
+        default = LoraOptions()
+        for name in ("alpha", "targets", "adapter", "export", "rollout"):
+            if (value := getattr(options, name)) != getattr(default, name):
                 raise UsageError(
                     "has no effect without --rl-lora-rank",
                     flag=f"--rl-lora-{name} {value}",
@@ -150,12 +172,10 @@ def resolve_lora(options: LoraOptions, shape: ModelShape) -> Lora | None:
     prefix = family_of(shape.architecture).names.layers
     modules = {}
     for number, kind in enumerate(shape.layer_kinds):
-        for spec in layer_specs(shape, kind):
-            layer = spec.name.removesuffix(_WEIGHT)
-            if has_weight(shape, spec) and any(matches(layer, target) for target in targets):
-                rows, columns = spec.shape
-                for expert in range(max(1, spec.num_experts)):
-                    modules[f"{prefix}{number}.{layer.format(expert=expert)}"] = (rows, columns)
+        for spec in adapted_specs(shape, kind, targets):
+            layer, (rows, columns) = spec.name.removesuffix(_WEIGHT), spec.shape
+            for expert in range(max(1, spec.num_experts)):
+                modules[f"{prefix}{number}.{layer.format(expert=expert)}"] = (rows, columns)
     return Lora(options.rank, alpha_of(options), targets, modules)
 
 
@@ -176,11 +196,27 @@ def bound_of(columns: int) -> float:
     return 1.0 / math.sqrt(columns)
 
 
+def vllm_rank(rank: int) -> int | None:
+    """Return the smallest rank of vLLM's LoRA layers that holds adapters of `rank`; None: none."""
+    return next((served for served in VLLM_RANKS if served >= rank), None)
+
+
+def factor_names(layer: str) -> tuple[str, str]:
+    """Return the names of a layer's A and B in an adapter's file."""
+    prefix = f"base_model.model.{layer}."
+    return f"{prefix}lora_A.weight", f"{prefix}lora_B.weight"
+
+
 def peft_names(lora: Lora) -> Iterator[tuple[str, str, str]]:
     """Yield layer, and names of its A and B in an adapter's file."""
     for layer in lora.modules:
-        yield (
-            layer,
-            f"base_model.model.{layer}.lora_A.weight",
-            (f"base_model.model.{layer}.lora_B.weight"),
-        )
+        yield (layer, *factor_names(layer))
+
+
+def factor_shapes(lora: Lora) -> dict[str, tuple[int, int]]:
+    """Return the shapes of all factors, by their names in an adapter's file."""
+    shapes = {}
+    for layer, a, b in peft_names(lora):
+        rows, columns = lora.modules[layer]
+        shapes[a], shapes[b] = (lora.rank, columns), (rows, lora.rank)
+    return shapes

@@ -10,13 +10,39 @@ TOKEN, TOP_K, FULL = "token", "topk", "full"
 
 
 @dataclass(frozen=True, slots=True)
+class TeacherPlace:
+    """A teacher of a run: a folder or a server.
+
+    Example: `TeacherPlace("http://host:8000", "--rl-teacher")`.
+    """
+
+    place: str
+    flag: str  # what names it, in messages
+
+    @property
+    def url(self) -> str | None:
+        """The address of the server; None for a folder."""
+        return self.place if self.place.startswith(("http://", "https://")) else None
+
+    @property
+    def folder(self) -> str | None:
+        """The folder; None for a server."""
+        return None if self.url else self.place
+
+    @property
+    def shown(self) -> str:
+        """The flag with its value."""
+        return f"{self.flag} {self.place}"
+
+
+@dataclass(frozen=True, slots=True)
 class TeacherOptions(Parameters):
     """The flags of a teacher (docs/using/teacher.md)."""
 
     teacher: str | None = param(
         None,
-        "Hugging Face folder, or address of a vLLM server, of a policy to learn from "
-        "(docs/using/teacher.md)",
+        "Hugging Face folder, or address of a vLLM server, of a policy to learn from; a source of "
+        "prompts may have another one (docs/using/teacher.md)",
     )
     teacher_coef: float = param(1.0, "weight of the reverse KL to --rl-teacher", above=0)
     teacher_form: str = param(
@@ -44,17 +70,6 @@ class TeacherOptions(Parameters):
     )
 
     @property
-    def url(self) -> str | None:
-        """The address of the teacher's server; None for a folder."""
-        is_url = self.teacher is not None and self.teacher.startswith(("http://", "https://"))
-        return self.teacher if is_url else None
-
-    @property
-    def folder(self) -> str | None:
-        """The teacher's folder; None for a server."""
-        return None if self.url else self.teacher
-
-    @property
     def num_top_tokens(self) -> int:
         """The most probable tokens that are learned from; 0 in other forms."""
         return self.teacher_top_k if self.teacher_form == TOP_K else 0
@@ -65,7 +80,7 @@ class TeacherOptions(Parameters):
         return self.teacher_form == FULL
 
     def given(self) -> dict[str, object]:
-        """Return the flags that depend on `teacher` and are not at their defaults, as typed."""
+        """Return the flags that depend on a teacher and are not at their defaults, as typed."""
         default = TeacherOptions()
         return {
             f"--rl-{name.replace('_', '-')}": getattr(self, name)

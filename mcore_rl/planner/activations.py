@@ -23,6 +23,9 @@ from mcore_rl.planner.models import TrainedModel, merged_bytes
 from mcore_rl.planner.settings import Recompute
 
 _FLOAT32 = 4
+# `[t, k]` tensors of the engine's most probable tokens, in units of float32: the micro-batch's and
+# the rows', ids as int64 for both passes, log-probs, probabilities and gradients.
+_CANDIDATE_TENSORS = 16
 _CHUNK = 64  # positions that a delta net computes at once
 
 
@@ -216,7 +219,7 @@ def train_activation_bytes(model: TrainedModel) -> list[int]:
             stage,
             pp_size=pp_size,
             vp_size=len(chunks),
-            num_micro_batches=training.num_micro_batches,
+            num_micro_batches=training.num_micro_batches_in_all,
         )
         kept, group = _kept_by_stage(model, sizes, stage)
         kinds = model.shape.layer_kinds
@@ -225,6 +228,9 @@ def train_activation_bytes(model: TrainedModel) -> list[int]:
         if stage == pp_size - 1:
             total += head_bytes(model, with_gradients=True)
             total += training.mtp_layers * _mtp_input_bytes(model)
+        # All micro-batches are on the device.
+        tokens = training.num_micro_batches_in_all * training.micro_batch_tokens
+        total += _FLOAT32 * training.teacher_outputs * tokens
         found.append(math.ceil(total) + merged_bytes(model, with_gradients=True))
     return found
 
@@ -250,6 +256,19 @@ def log_prob_activation_bytes(model: TrainedModel) -> list[int]:
     found[-1] = max(found[-1], head_bytes(model, with_gradients=False))
     merged = merged_bytes(model, with_gradients=False)
     return [math.ceil(size) + merged for size in found]
+
+
+def teacher_activation_bytes(model: TrainedModel, step_tokens: int) -> list[int]:
+    """Return the peak bytes on a rank of each stage while `model` scores a step as a teacher.
+
+    The last stage keeps the results of all micro-batches during the forward passes, and then joins
+    them; the others receive them after their passes.
+    """
+    numbers = 2 + model.training.teacher_outputs  # a log-prob and an entropy
+    results = _FLOAT32 * numbers * math.ceil(step_tokens / model.train.dp_size)
+    found = [max(used, results) for used in log_prob_activation_bytes(model)]
+    found[-1] += results
+    return found
 
 
 def _kept_by_stage(
@@ -303,8 +322,25 @@ def head_bytes(model: TrainedModel, *, with_gradients: bool) -> float:
     if training.head_in_float32 and training.weight_bytes < _FLOAT32:
         total += weight  # a copy
     if with_gradients:
-        total += hidden + weight
+        total += hidden + weight + _teacher_loss_bytes(model)
+        total += _CANDIDATE_TENSORS * _FLOAT32 * training.num_top_tokens * tokens
     return total
+
+
+def _teacher_loss_bytes(model: TrainedModel) -> float:
+    """Return the bytes that the KL to a teacher adds to the head of a policy, see
+    `mcore_rl.megatron.policy_head`."""
+    training, tokens = model.training, _rank_tokens(model)
+    rows = _FLOAT32 * training.teacher_outputs * training.micro_batch_tokens
+    if training.teacher_top_k:
+        # Per token and candidate: two int64 ids, and four float32 of its log-prob and gradients.
+        return rows + 32 * (training.teacher_top_k + 1) * tokens
+    if not training.teacher_hidden:
+        return 0.0
+    item, hidden_size = training.weight_bytes, model.shape.hidden_size
+    states = item * (training.teacher_hidden + hidden_size) * tokens  # the teacher's, a gradient
+    gradient = item * model.vocabulary_rows * hidden_size  # a second one of the head's weight
+    return rows + states + gradient + logits_bytes(model, training.chunk_tokens) / 2
 
 
 def logits_bytes(model: TrainedModel, chunk_tokens: int) -> float:

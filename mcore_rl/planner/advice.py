@@ -119,15 +119,18 @@ def _changes(case: Case, memory: Memory, where: str) -> Iterator[Change]:
 
 
 def _of_training(case: Case) -> Iterator[Change]:
-    """Yield changes of what is on the device while the engine sleeps. A critic shares the actor's
-    training settings."""
+    """Yield changes of what is on the device while the engine sleeps. Other models share the
+    actor's training settings."""
     critic, engine = case.critic, case.engine
     if engine.graph_bytes and not engine.offloads_graphs:
         offloads = replace(engine, offloads_graphs=True)
         yield "--rl-rollout-offload-cuda-graphs", replace(case, engine=offloads)
     for flags, change in _settings(case.training):
         other = None if critic is None else replace(critic, training=change(critic.training))
-        yield flags, replace(case, training=change(case.training), critic=other)
+        teachers = tuple(
+            replace(each, training=change(each.training).without_state()) for each in case.teachers
+        )
+        yield flags, replace(case, training=change(case.training), critic=other, teachers=teachers)
 
 
 def _settings(
@@ -162,6 +165,7 @@ def _with_a_sample_at_a_time(settings: TrainSettings) -> TrainSettings:
         micro_batch_size=1,
         packed_tokens=settings.positions if settings.packed_tokens else 0,
         num_micro_batches=settings.num_micro_batches * samples,
+        num_taught_micro_batches=settings.num_taught_micro_batches * samples,
     )
 
 

@@ -30,7 +30,7 @@ MOST_REMEDIES = 3
 # Phases of mcore_rl.verify, which updates nothing.
 _SCORING = (BUILD, START, CANARY, FIRST_SWITCH, ROLLOUT)
 # Parts of a node's host memory, with GPUs, that are exact and exist at the same time.
-_HELD_TOGETHER = ("offloaded", "optimizer of", "reference policy")
+_HELD_TOGETHER = ("offloaded", "optimizer of", "reference policy", "teacher's weights")
 _WITH_GPUS = "take fewer ranks on a machine, or drop kinds from --rl-offload"
 _WITHOUT = (
     "take fewer ranks on a machine, a smaller --rl-rollout-kv-cache-gib, or machines with more"

@@ -6,7 +6,7 @@
     first switch       received data is added, and released; on a CPU without 16-bit matrix
                        products the first pass, the canary's or the rollout's, leaves a float32
                        copy of the engine's linear weights
-    log-probs, train   a pass, as on a device
+    log-probs, train   a pass, as on a device; "teacher" is a teacher's
     save               the state, and copies of the data being written
     export             the state without widened weights, and the file being written
 
@@ -23,15 +23,26 @@ import numpy as np
 
 from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.model.roles import ACTOR
-from mcore_rl.planner.activations import log_prob_activation_bytes, train_activation_bytes
+from mcore_rl.planner.activations import (
+    log_prob_activation_bytes,
+    teacher_activation_bytes,
+    train_activation_bytes,
+)
 from mcore_rl.planner.engine import widened_bytes
 from mcore_rl.planner.memory import (
     checkpoint_copies_bytes,
     exported_file_bytes,
     placement_of,
     resident_of,
+    score_bytes,
 )
-from mcore_rl.planner.models import Bytes, TrainedModel, largest_tensor, stage_state
+from mcore_rl.planner.models import (
+    Bytes,
+    TrainedModel,
+    largest_tensor,
+    stage_state,
+    teacher_head_bytes,
+)
 from mcore_rl.planner.phases import (
     BUCKETS,
     BUILD,
@@ -41,7 +52,9 @@ from mcore_rl.planner.phases import (
     LOG_PROBS,
     RESUME,
     ROLLOUT,
+    SCORES,
     START,
+    TEACHER_WEIGHTS,
     TRAIN,
     TRAIN_CRITIC,
     VALUES,
@@ -105,11 +118,13 @@ class _Planning:
         self._case = case
         resident = resident_of(case)
         # Models on separate ranks use the world's numbering; the actor has the other ranks.
-        apart = {rank for model in case.models for rank in model.ranks}
+        apart = {rank for model in case.held for rank in model.ranks}
         self._world_size = max([len(resident) + len(apart), *(rank + 1 for rank in apart)])
         others = [rank for rank in range(self._world_size) if rank not in apart]
         self._actor = others[: len(resident)]
-        bucket = np.minimum(BUCKETS * case.engine.bucket_bytes, received_of(case))
+        bucket = np.full(len(self._actor), BUCKETS * case.engine.bucket_bytes, dtype=np.int64)
+        if not case.has_servers:
+            bucket = np.minimum(bucket, received_of(case))
         self._bucket = {"bucket": self._on(self._actor, bucket)}
         wide = widened_bytes(case.shape, case.rollout) if widens and case.has_engines else 0
         self._widened = {"widened weights": self._on(self._actor, wide)}
@@ -120,10 +135,16 @@ class _Planning:
         if case.engine.keeps_reference:
             weights = [held["weights"] for held in stage_state(case.actor)]
             self._engine["reference policy"] = self._of_ranks(case.actor, weights)
-        # Without devices, weights of either kind are in host memory.
-        if teacher := case.engine.teacher_host_bytes + case.engine.teacher_bytes:
-            self._engine["teacher"] = self._on(self._actor, teacher)
-        self._exact = EXACT | {m.part_name(p) for m in case.models for p in m.training.exact}
+        self._scores: Parts = {}  # of a teacher
+        if case.teachers:
+            of_each = [self._teacher_weights(teacher) for teacher in case.teachers]
+            self._engine[TEACHER_WEIGHTS] = np.sum(of_each, axis=0)
+            scores = self._on(self._actor, score_bytes(case, case.actor))
+            for teacher in case.teachers:
+                if teacher.ranks:
+                    scores += self._on(teacher.ranks, score_bytes(case, teacher))
+            self._scores = {"teacher's scores": scores}
+        self._exact = EXACT | {m.part_name(p) for m in case.held for p in m.training.exact}
 
     def phases(self) -> Iterator[HostPhase]:
         engine = self._case.engine
@@ -137,8 +158,12 @@ class _Planning:
             yield self._first_switch(first)
             yield self._phase(ROLLOUT, whole, held)
         for model in self._case.models:
-            yield from self._passes(model, {**whole, **held})
-        if self._case.has_engines:
+            yield from self._passes(model, {**whole, **held, **self._scores})
+        for teacher in self._case.scoring_teachers:
+            used = teacher_activation_bytes(teacher, engine.sampled_tokens_in_all)
+            activations = {"activations": self._of_ranks(teacher, used)}
+            yield self._phase(SCORES, whole, held, self._scores, activations)
+        if self._case.has_engines or self._case.has_servers:
             yield self._phase(HAND_OVER, whole, held, self._bucket)
         copies = max(map(checkpoint_copies_bytes, self._case.models))
         yield self._phase(SAVE, whole, held, self._everywhere("copies", copies))
@@ -146,6 +171,12 @@ class _Planning:
             file = self._everywhere("file being exported", exported_file_bytes(self._case))
             # The last hand-over drops the widened weights, and no generation follows.
             yield self._phase(EXPORT, whole, self._engine, file)
+
+    def _teacher_weights(self, teacher: TrainedModel) -> Bytes:
+        """Return `[world]`: without devices, those that are swapped in are in host memory, too."""
+        weights = [held["weights"] for held in stage_state(teacher)]
+        head = teacher_head_bytes(self._case.actor)
+        return self._of_ranks(teacher, weights) + self._of_ranks(self._case.actor, head)
 
     def _passes(self, model: TrainedModel, held: Parts) -> Iterator[HostPhase]:
         """Yield the forward pass and the update of a model."""

@@ -145,37 +145,41 @@ def with_engines_apart(case: Case, num_engine_ranks: int) -> Case | None:
 
 
 def with_train_layout(case: Case, train: TrainLayout, layers: PipelineLayers) -> Case | None:
-    """Return the case, with its critic, in another training layout; None if samples do not divide
-    or the critic cannot follow."""
+    """Return the case, with its critic and teachers, in another training layout; None if samples do
+    not divide or another model cannot follow."""
     actor = in_layout(case.actor, train, layers)
     critic = None if case.critic is None else following(case.critic, train, layers)
-    if actor is None or (case.critic is not None and critic is None):
+    found = [following(model, train, layers) for model in case.teachers]
+    teachers = tuple(model for model in found if model is not None)
+    follows = (critic is None) == (case.critic is None) and len(teachers) == len(found)
+    if actor is None or not follows:
         return None
-    return replace(case, train=train, layers=layers, training=actor.training, critic=critic)
+    other = replace(case, train=train, layers=layers, training=actor.training)
+    return replace(other, critic=critic, teachers=teachers)
 
 
 def following(
-    critic: TrainedModel, train: TrainLayout, layers: PipelineLayers
+    model: TrainedModel, train: TrainLayout, layers: PipelineLayers
 ) -> TrainedModel | None:
-    """Return the critic for an actor with layout `train`: it follows in all degrees that its own
-    flags do not fix. None if that is impossible, or would need flags for the critic's stages.
+    """Return a critic or a teacher for an actor with layout `train`: it follows in all degrees that
+    its own flags do not fix. None if that is impossible, or would need flags for its stages.
     """
-    old, own = critic.train, critic.own_degrees
+    old, own = model.train, model.own_degrees
     tp_size = (old if "tp_size" in own else train).tp_size
     try:
         new = TrainLayout(
-            old.world_size if critic.ranks else train.world_size,
+            old.world_size if model.ranks else train.world_size,
             tp_size=tp_size,
             pp_size=(old if "pp_size" in own else train).pp_size,
             cp_size=train.cp_size,
             ep_size=(old if "ep_size" in own else train).ep_size,
-            etp_size=train.etp_size if critic.shape.experts else tp_size,
+            etp_size=train.etp_size if model.shape.experts else tp_size,
         )
     except UsageError:
         return None
     depth = sum(len(chunk) for stage in layers for chunk in stage)
-    alike = new.pp_size == train.pp_size and depth == critic.shape.num_layers
-    return in_layout(critic, new, layers if alike else None)
+    alike = new.pp_size == train.pp_size and depth == model.shape.num_layers
+    return in_layout(model, new, layers if alike else None)
 
 
 def in_layout(
@@ -200,6 +204,9 @@ def in_layout(
     training = replace(
         settings,
         num_micro_batches=share + bool(rest),
+        num_taught_micro_batches=math.ceil(
+            settings.num_taught_micro_batches * old.dp_size / train.dp_size
+        ),
         sequence_parallel=(
             settings.sequence_parallel if train.tp_size == old.tp_size else train.tp_size > 1
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -50,7 +51,7 @@ def placement_of(case: Case) -> Placement:
 def resident_of(case: Case) -> Bytes:
     """Return `[ranks of engines]`: bytes that each rank holds for rollout."""
     if not case.has_engines:
-        return np.zeros(case.rollout.world_size, dtype=np.int64)
+        return np.zeros(case.train.world_size, dtype=np.int64)
     resident = np.empty(case.rollout.world_size, dtype=np.int64)
     resident[list(case.rollout.rank_map) or slice(None)] = placement_of(case).resident_bytes
     return resident
@@ -73,10 +74,12 @@ def sampled_bytes(case: Case) -> int:
     """Return a rank's bytes of tokens and log-probs while samples travel to the ranks that train
     on them: its engine's samples, the copies that it sends, and those that it receives."""
     engine, train = case.engine, case.train
+    received = engine.sampled_tokens_in_all // train.dp_size * SENT_TOKEN_BYTES
+    if not case.has_engines:  # controllers of servers send them
+        return 2 * received
     # One message per receiver: the ranks of TP, CP and PP receive the same samples, and each rank
     # of an engine's TP group sends to a part of them.
     receivers = max(1, train.world_size // train.dp_size // case.rollout.tp_size)
-    received = engine.sampled_tokens_in_all // train.dp_size * SENT_TOKEN_BYTES
     packed = engine.sampled_tokens * SENT_TOKEN_BYTES * (1 + receivers)
     kept = engine.sampled_tokens * SAMPLED_TOKEN_BYTES
     return kept + max(packed + received, 2 * received)
@@ -108,6 +111,24 @@ def routed_bytes(case: Case, kv_cache_tokens: int) -> dict[str, int]:
     }
 
 
+def score_bytes(case: Case, model: TrainedModel) -> int:
+    """Return a rank's host bytes of what a teacher in a folder scores in a step, on the ranks of
+    `model`: float32 numbers of each token, and a copy on their way."""
+    tokens = math.ceil(case.engine.sampled_tokens_in_all / model.train.dp_size)
+    return 2 * 4 * (1 + case.training.teacher_outputs) * tokens
+
+
+def candidate_bytes(case: Case) -> int:
+    """Return a rank's host bytes of the most probable tokens at each position: those of its own
+    samples with messages to and from other ranks, and then those of its batch."""
+    engine, train = case.engine, case.train
+    token_bytes = 8 * case.training.num_top_tokens  # id and log-prob
+    kept = engine.sampled_tokens * token_bytes
+    receivers = max(1, train.world_size // train.dp_size // case.rollout.tp_size)
+    received = engine.sampled_tokens_in_all // train.dp_size * token_bytes
+    return kept + max(kept * (1 + receivers) + received, 2 * received)
+
+
 def exported_file_bytes(case: Case) -> int:
     """Return the bytes of the largest file of an export."""
     ends = (*embedding_specs(case.shape), *head_specs(case.shape))
@@ -131,15 +152,23 @@ def _host(case: Case, traffic_bytes: int, routed: Mapping[str, int]) -> dict[str
     sharing: dict[tuple[int, ...], list[TrainedModel]] = {}
     for model in case.models:
         sharing.setdefault(model.ranks, []).append(model)
+    for teacher in case.teachers:
+        if teacher.ranks:
+            sharing[teacher.ranks] = [teacher]
     of_ranks = []
     for models in sharing.values():
         sizes: dict[str, int] = {}
         for model in models:
+            is_teacher = model in case.teachers
+            if is_teacher or (case.teachers and model.name == ACTOR):
+                sizes["teacher's scores"] = score_bytes(case, model)
+            if is_teacher:
+                continue
             sizes |= _state_on_host(case, model)
             if model.name == ACTOR:
                 sizes |= _actors_host_bytes(case, traffic_bytes, routed)
         # Models are saved one after the other.
-        if case.engine.saves_checkpoints:
+        if case.engine.saves_checkpoints and models[0] not in case.teachers:
             sizes["checkpoint being written"] = max(map(checkpoint_copies_bytes, models))
         of_ranks.append(sizes)
     per_rank = max(of_ranks, key=lambda sizes: sum(sizes.values()))
@@ -159,13 +188,14 @@ def _state_on_host(case: Case, model: TrainedModel) -> dict[str, int]:
     away = engine.offloaded if model.ranks == () else frozenset()
     away_at_start = engine.away_at_start - away if model.ranks == () else frozenset()
     is_reference = engine.keeps_reference and model.name == ACTOR
+    num_teachers = case.num_swapped if model.name == ACTOR else 0
     sizes = {
         "offloaded parameters": weights if "parameters" in away else 0,
         "offloaded gradients": (gradients if engine.keeps_gradients and "gradients" in away else 0),
         "offloaded optimizer": optimizer if "optimizer" in away else 0,
         "optimizer of --optimizer-cpu-offload": on_host,
         "reference policy": weights if is_reference else 0,
-        "teacher": engine.teacher_host_bytes if model.name == ACTOR else 0,
+        "teacher's weights": num_teachers * weights,
         "parameters while engines start": weights if "parameters" in away_at_start else 0,
     }
     whose = "" if model.name == ACTOR else f"{model.name}'s "
@@ -179,7 +209,8 @@ def _actors_host_bytes(case: Case, traffic_bytes: int, routed: Mapping[str, int]
         "copies for delta": traffic_bytes if engine.delta else 0,
         "drafter's weights": 0 if is_drafter_trained else case.drafter_bytes,
         "offloaded CUDA graphs": engine.graph_bytes if engine.offloads_graphs else 0,
-        "samples": sampled_bytes(case) if case.has_engines else 0,
+        "samples": sampled_bytes(case) if case.has_engines or case.has_servers else 0,
+        "candidates of samples": candidate_bytes(case) if case.has_engines else 0,
         **routed,
         "file being exported": exported_file_bytes(case) if engine.exports else 0,
     }

@@ -38,14 +38,15 @@ _PRODUCT_BYTES = 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
-    """The actor or the critic, with its layout and settings, on `train.world_size` ranks."""
+    """The actor, the critic, or a teacher, which has no gradients and no optimizer, with its layout
+    and settings, on `train.world_size` ranks."""
 
-    name: str  # ACTOR or CRITIC
+    name: str  # ACTOR, CRITIC or TEACHER
     shape: ModelShape
     train: TrainLayout
     layers: PipelineLayers
     training: TrainSettings
-    own_degrees: frozenset[str] = frozenset()  # degrees in which a critic does not follow the actor
+    own_degrees: frozenset[str] = frozenset()  # in which another model does not follow the actor
     # Its separate ranks in the world, `train.world_size` of them; empty: it shares the actor's
     # ranks, which count from 0.
     ranks: tuple[int, ...] = ()
@@ -198,6 +199,13 @@ def stage_state(model: TrainedModel, *, with_moments: bool = True) -> list[dict[
         }
         for parameters, state in zip(stage_parameters(model), optimizer, strict=True)
     ]
+
+
+def teacher_head_bytes(model: TrainedModel) -> list[int]:
+    """Return the bytes of a teacher's output layer on a rank of each stage of the actor."""
+    sizes = [0] * len(model.layers)
+    sizes[-1] = model.training.weight_bytes * model.vocabulary_rows * model.training.teacher_hidden
+    return sizes
 
 
 def largest_tensor(model: TrainedModel) -> int:

@@ -2,7 +2,7 @@
 
     build         Megatron's models: weights, gradients, main parameters; "resume" with --load,
                   which reads the complete optimizer
-    build critic  the same on a critic's own ranks
+    build critic  the same on a critic's own ranks; "build teacher" on a teacher's
     start         the engine's share of the device, and the training state that cannot leave it
     canary        the build's state, and a forward pass over a few short prompts
     first switch  a hand-over before there are moments
@@ -10,6 +10,7 @@
                   state that is not offloaded
     log-probs     weights, gradients, optimizer, and a forward pass only
     values        the same for the critic
+    teacher       the same for a teacher in a folder, with its scores of a step
     train         weights, gradients, optimizer, activations
     train critic  the same for the critic's update, if there is one
     hand-over     weights of training and of rollout, the bucket; gradients and optimizer unless
@@ -25,7 +26,7 @@ share, and everything else has to fit into the rest. CUDA graphs stay in all lat
 Actor and critic take turns on the same ranks: in every phase a rank holds its part of both, and
 the activations of one. With engines on ranks of their own, start, rollout and update are phases of
 these ranks, which hold nothing of training; the others are phases of the trainers, from which
-nothing is offloaded.
+nothing is offloaded. With servers there are the trainers alone.
 """
 
 from __future__ import annotations
@@ -38,8 +39,12 @@ import numpy as np
 
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
-from mcore_rl.model.roles import ACTOR
-from mcore_rl.planner.activations import log_prob_activation_bytes, train_activation_bytes
+from mcore_rl.model.roles import ACTOR, TEACHER
+from mcore_rl.planner.activations import (
+    log_prob_activation_bytes,
+    teacher_activation_bytes,
+    train_activation_bytes,
+)
 from mcore_rl.planner.engine import (
     absorbed_bytes,
     drafter_bytes,
@@ -47,7 +52,7 @@ from mcore_rl.planner.engine import (
     kv_bytes_per_token,
     state_bytes,
 )
-from mcore_rl.planner.models import Bytes, TrainedModel, stage_state
+from mcore_rl.planner.models import Bytes, TrainedModel, stage_state, teacher_head_bytes
 from mcore_rl.planner.settings import EngineSettings, Machine, TrainSettings
 
 Parts = dict[str, Bytes]  # part -> [ranks]
@@ -56,9 +61,11 @@ States = Mapping[str, list[dict[str, int]]]  # model -> stage -> part -> bytes o
 BUILD, RESUME, START, CANARY, FIRST_SWITCH = "build", "resume", "start", "canary", "first switch"
 TRAIN, LOG_PROBS, HAND_OVER, ROLLOUT = "train", "log-probs", "hand-over", "rollout"
 TRAIN_CRITIC, VALUES, BUILD_CRITIC = "train critic", "values", "build critic"
+SCORES, BUILD_TEACHER = "teacher", "build teacher"
 EXPORT, UPDATE = "export", "update"
 NCCL = "NCCL"  # the part of its communicators, outside of torch
 GRAPHS = "CUDA graphs"  # of the engine
+TEACHER_WEIGHTS = f"{TEACHER} weights"  # and its output layer on the actor's last stage
 # A hand-over needs less than this many buckets besides both sets of weights.
 BUCKETS = 2
 CANARY_TOKENS = 64  # of a prompt, which has a separate micro-batch
@@ -78,12 +85,20 @@ class Case:
     engine: EngineSettings
     machine: Machine
     critic: TrainedModel | None = None
-    has_engines: bool = True  # False: supervised training; `rollout` has then no meaning
+    teachers: tuple[TrainedModel, ...] = ()  # in folders
+    has_engines: bool = True  # of the job's own; without, `rollout` has no meaning
+    # Engines that the job does not start. Without these and engines of its own it is supervised.
+    has_servers: bool = False
 
     @property
     def is_apart(self) -> bool:
         """Whether engines have ranks of their own."""
         return bool(self.engine_ranks)
+
+    @property
+    def world_size(self) -> int:
+        apart = {rank for model in (self.critic, *self.teachers) if model for rank in model.ranks}
+        return self.train.world_size + len(self.engine_ranks) + len(apart)
 
     @property
     def actor(self) -> TrainedModel:
@@ -99,6 +114,41 @@ class Case:
     def models(self) -> tuple[TrainedModel, ...]:
         """All models that are trained, the actor first."""
         return (self.actor,) if self.critic is None else (self.actor, self.critic)
+
+    def is_swapped(self, teacher: TrainedModel) -> bool:
+        """Whether the actor scores with the teacher's weights, which are in host memory."""
+        own = (teacher.shape, teacher.train)
+        return not teacher.ranks and own == (self.shape, self.train)
+
+    @property
+    def num_swapped(self) -> int:
+        """The number of teachers whose weights are swapped into the actor's model."""
+        return sum(map(self.is_swapped, self.teachers))
+
+    @property
+    def communicators(self) -> dict[str, int]:
+        """The maximum number of a rank's NCCL communicators, see `communicators_of`."""
+        is_apart = self.is_apart or self.has_servers
+        found = communicators_of(self.train, self.rollout, is_apart=is_apart)
+        if not self.has_engines:
+            found["engine"] = 0
+            found["hand-over"] *= self.has_servers
+        return found
+
+    @property
+    def own_teachers(self) -> tuple[TrainedModel, ...]:
+        """The teachers with a model of their own."""
+        return tuple(each for each in self.teachers if not self.is_swapped(each))
+
+    @property
+    def scoring_teachers(self) -> tuple[TrainedModel, ...]:
+        """The models that score as teachers in folders: the actor's, if it does, and their own."""
+        return (*((self.actor,) if self.num_swapped else ()), *self.own_teachers)
+
+    @property
+    def held(self) -> tuple[TrainedModel, ...]:
+        """All models that devices hold: those that are trained, and teachers."""
+        return (*self.models, *self.own_teachers)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -218,17 +268,16 @@ class _Planning:
         self._bucket = np.full(
             case.train.world_size, BUCKETS * case.engine.bucket_bytes, dtype=np.int64
         )
-        self._trained: States = {m.name: stage_state(m) for m in case.models}
+        self._trained: States = {m.name: stage_state(m) for m in case.held}
         self._first = self._trained
         if not case.engine.loads_checkpoint:
-            self._first = {m.name: stage_state(m, with_moments=False) for m in case.models}
-        self._communicators = communicators_of(case.train, case.rollout, is_apart=case.is_apart)
+            self._first = {m.name: stage_state(m, with_moments=False) for m in case.held}
 
     def memory(self) -> DeviceMemory:
         case = self._case
         if not case.has_engines:
             nothing = KVCache(0, case.kv_bytes_per_token, useful_utilization=0.0)
-            return DeviceMemory(tuple(self._phases_without_engines()), nothing)
+            return DeviceMemory(tuple(self._phases()), nothing)
         with_engine = [
             self._with_engine(START, self._first, case.engine.away_at_start),
             self._with_engine(ROLLOUT, self._trained, case.engine.offloaded),
@@ -254,24 +303,34 @@ class _Planning:
         )
         return DeviceMemory(tuple(self._phases(*with_engine)), kv_cache)
 
-    def _phases(self, start: Phase, rollout: Phase, update: Phase | None = None) -> Iterator[Phase]:
-        engine, actor, critic = self._case.engine, self._case.actor, self._case.critic
+    def _phases(
+        self,
+        start: Phase | None = None,
+        rollout: Phase | None = None,
+        update: Phase | None = None,
+    ) -> Iterator[Phase]:
+        case, engine, actor = self._case, self._case.engine, self._case.actor
+        hands_over = case.has_engines or case.has_servers
         name = RESUME if engine.loads_checkpoint else BUILD
         yield self._phase(name, self._staying(self._first, actor), actor)
-        if critic is not None and critic.ranks != actor.ranks:
-            yield self._phase(BUILD_CRITIC, self._staying(self._first, critic), critic)
-        yield start
-        if engine.has_canary:
+        for model in (case.critic, *case.teachers):
+            if model is not None and model.ranks != actor.ranks:
+                name = BUILD_CRITIC if model == case.critic else BUILD_TEACHER
+                yield self._phase(name, self._staying(self._first, model), model)
+        if start is not None:
+            yield start
+        if engine.has_canary and hands_over:
             yield self._pass(CANARY, self._first, actor, self._canary_bytes())
-        yield self._switch(FIRST_SWITCH, self._first)
-        yield rollout
-        for model in self._case.models:
-            name = LOG_PROBS if model.name == ACTOR else VALUES
-            yield self._pass(name, self._trained, model, log_prob_activation_bytes(model))
-        for model in self._case.models:
+        if hands_over:
+            yield self._switch(FIRST_SWITCH, self._first)
+        if rollout is not None:
+            yield rollout
+        yield from self._scoring()
+        for model in case.models:
             name = TRAIN if model.name == ACTOR else TRAIN_CRITIC
             yield self._pass(name, self._trained, model, train_activation_bytes(model))
-        yield self._switch(HAND_OVER, self._trained)
+        if hands_over:
+            yield self._switch(HAND_OVER, self._trained)
         if update is not None:
             yield update
         if engine.exports:
@@ -282,15 +341,15 @@ class _Planning:
             }
             yield self._phase(EXPORT, parts, actor)
 
-    def _phases_without_engines(self) -> Iterator[Phase]:
-        actor, engine = self._case.actor, self._case.engine
-        name = RESUME if engine.loads_checkpoint else BUILD
-        yield self._phase(name, self._staying(self._first, actor), actor)
-        yield self._pass(LOG_PROBS, self._trained, actor, log_prob_activation_bytes(actor))
-        yield self._pass(TRAIN, self._trained, actor, train_activation_bytes(actor))
-        if engine.exports:
-            parts = {**self._staying(self._trained, actor), "bucket": self._bucket}
-            yield self._phase(EXPORT, parts, actor)
+    def _scoring(self) -> Iterator[Phase]:
+        """Yield the forward passes before the update."""
+        case = self._case
+        for model in case.models:
+            name = LOG_PROBS if model.name == ACTOR else VALUES
+            yield self._pass(name, self._trained, model, log_prob_activation_bytes(model))
+        for teacher in case.scoring_teachers:
+            used = teacher_activation_bytes(teacher, case.engine.sampled_tokens_in_all)
+            yield self._pass(SCORES, self._trained, teacher, used)
 
     def _pass(self, name: str, states: States, model: TrainedModel, used: list[int]) -> Phase:
         """Return the phase of one model's pass, with the activations `used` by stage."""
@@ -311,7 +370,7 @@ class _Planning:
     def _switch(self, name: str, states: States) -> Phase:
         """Return a hand-over's phase, during which the parameters stay on the device."""
         actor = self._case.actor
-        if self._case.is_apart:
+        if self._case.is_apart or not self._case.has_engines:
             return self._phase(
                 name, {**self._staying(states, actor), "bucket": self._bucket}, actor
             )
@@ -360,17 +419,18 @@ class _Planning:
         """Return the state of all models on the ranks of `model`, without the offloaded kinds
         `away`."""
         kind = {"weights": "parameters"}
-        teacher: Parts = {}
-        if self._case.engine.teacher_bytes and model.ranks == self._case.actor.ranks:
-            size = self._case.engine.teacher_bytes
-            teacher = {"teacher weights": np.full(model.train.world_size, size, dtype=np.int64)}
-        return teacher | {
+        actor, teachers = self._case.actor, self._case.teachers
+        parts = {
             other.part_name(part): other.of_ranks([held[part] for held in states[other.name]])
-            for other in self._case.models
+            for other in self._case.held
             if other.ranks == model.ranks
-            for part in states[other.name][0]
-            if kind.get(part, part) not in away
+            for part in (("weights",) if other in teachers else states[other.name][0])
+            if other in teachers or kind.get(part, part) not in away
         }
+        if actor.training.teacher_hidden and model.ranks == actor.ranks:
+            head = actor.of_ranks(teacher_head_bytes(actor))
+            parts[TEACHER_WEIGHTS] = parts.get(TEACHER_WEIGHTS, 0) + head
+        return parts
 
     def _phase(
         self, name: str, parts: Parts, model: TrainedModel | None, *, share: int = 0
@@ -383,7 +443,7 @@ class _Planning:
             parts[NCCL] = np.full_like(next(iter(parts.values())), nccl)
         total: Bytes = np.stack(list(parts.values())).sum(axis=0)
         at = int(np.argmax(total))
-        exact = {m.part_name(part) for m in self._case.models for part in m.training.exact}
+        exact = {m.part_name(part) for m in self._case.held for part in m.training.exact}
         exact |= set() if share else {"rollout weights"}
         sure = [sizes for part, sizes in parts.items() if part in exact]
         surely = share + (int(np.stack(sure).sum(axis=0).max()) if sure else 0)
@@ -400,9 +460,7 @@ class _Planning:
 
     def _nccl_bytes(self, model: TrainedModel | None) -> int:
         """Return the bytes of a rank's communicators; None: of an engine's own rank."""
-        counts = dict(self._communicators)
-        if not self._case.has_engines:
-            counts = {"Megatron": counts["Megatron"]}
-        elif self._case.is_apart:
+        counts = self._case.communicators
+        if self._case.is_apart:
             del counts["engine" if model is not None else "Megatron"]
         return sum(counts.values()) * self._case.machine.communicator_bytes

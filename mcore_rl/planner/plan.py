@@ -10,7 +10,7 @@ from mcore_rl.planner.advice import Problem, problems_of
 from mcore_rl.planner.links import Traffic, gather_bytes, traffic_of
 from mcore_rl.planner.memory import Memory, memory_of, placement_of, resident_of
 from mcore_rl.planner.models import Bytes, TrainedModel
-from mcore_rl.planner.phases import Case, Phase, communicators_of
+from mcore_rl.planner.phases import Case, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Outcome:
 
     case: Case
     memory: Memory
-    traffic: Traffic | None  # None without engines
+    traffic: Traffic | None  # None without engines of the job
     gathered: Bytes | None  # received by an export that gathers every tensor, for comparison
     problems: tuple[Problem, ...]
 
@@ -85,25 +85,22 @@ def as_json(outcome: Outcome, notes: Sequence[str] = ()) -> dict[str, Any]:
     for name, values in outcome.rank_bytes.items():
         of_ranks[f"{name}_bytes_max"] = int(values.max())
         of_ranks[f"{name}_bytes_mean"] = float(values.mean())
-    of_critic, settings = {}, {}
-    if case.critic is not None:
-        of_critic = {"critic": {**_model(case.critic), **_train(case.critic)}}
-        settings = {"critic": asdict(case.critic.training)}
+    others = [model for model in (case.critic, *case.teachers) if model is not None]
+    of_others = {model.name: {**_model(model), **_train(model)} for model in others}
+    settings = {model.name: asdict(model.training) for model in others}
     return {
         "status": "planned, not run",
-        "world_size": case.train.world_size + len(case.engine_ranks),
+        "world_size": case.world_size,
         "model": _model(case.actor),
         "train": _train(case.actor),
         "rollout": _rollout(case) if case.has_engines else None,
         "fits": outcome.fits,
-        **of_critic,
+        **of_others,
         **of_ranks,
         "received_over_lower_bound": outcome.received_over_lower_bound,
         "hand_over_seconds": outcome.seconds,
         **({} if traffic is None else _communicators(traffic)),
-        "communicators_counted_as_memory": communicators_of(
-            case.train, case.rollout, is_apart=case.is_apart
-        ),
+        "communicators_counted_as_memory": case.communicators,
         "phases": [_phase(phase) for phase in memory.phases],
         "kv_cache_bytes": memory.kv_cache.num_bytes,
         "kv_cache_tokens": memory.kv_cache.tokens,

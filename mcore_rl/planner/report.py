@@ -12,7 +12,7 @@ from mcore_rl.model.roles import ACTOR, CRITIC
 from mcore_rl.planner.comparison import Comparison, shown_rate
 from mcore_rl.planner.links import Traffic
 from mcore_rl.planner.models import stage_parameters
-from mcore_rl.planner.phases import BUCKETS, GRAPHS, NCCL, Phase, communicators_of
+from mcore_rl.planner.phases import BUCKETS, GRAPHS, NCCL, Phase
 from mcore_rl.planner.plan import Outcome
 from mcore_rl.planner.search import CRITERIA, Found
 from mcore_rl.planner.settings import GB, MB, MIB
@@ -78,6 +78,12 @@ def _print_layouts(outcome: Outcome, console: Console) -> None:
     console.print(f"train    {case.actor.describe()}")
     if case.critic is not None:
         console.print(f"critic   {case.critic.describe()}")
+    for teacher in case.teachers:
+        swapped = "; swapped into the actor's model" if case.is_swapped(teacher) else ""
+        console.print(f"teacher  {teacher.describe()}{swapped}")
+    if case.has_servers:
+        console.print("rollout  servers, which the job does not start; all ranks train")
+        return
     if not case.has_engines:
         console.print("rollout  none: rows of a file are learned from, without engines")
         return
@@ -138,7 +144,9 @@ def _print_traffic_facts(outcome: Outcome, traffic: Traffic, console: Console) -
 
 def _memory_table(outcome: Outcome, console: Console) -> Table:
     phases = outcome.memory.phases
-    used = [p for p in _PARTS if any({p, f"{CRITIC} {p}"} & phase.parts.keys() for phase in phases)]
+    others = (CRITIC, *(teacher.name for teacher in outcome.case.teachers))
+    names = {part: {part, *(f"{other} {part}" for other in others)} for part in _PARTS}
+    used = [p for p in _PARTS if any(names[p] & phase.parts.keys() for phase in phases)]
     headings = [_HEADINGS.get(part, part).replace(" ", "\n") for part in used]
     table = _table(console, "phase", "rank", *headings, "total", "limit")
     for phase in phases:
@@ -146,9 +154,10 @@ def _memory_table(outcome: Outcome, console: Console) -> Table:
         sizes = _cells(phase, used, absent="-")
         total, limit = _gb(phase.total_bytes), _gb(phase.limit_bytes)
         table.add_row(phase.name, str(phase.rank), *sizes, total, limit, style=style)
-        of_critic = _cells(phase, [f"{CRITIC} {part}" for part in used], absent="")
-        if any(of_critic):
-            table.add_row("  critic's", "", *of_critic, "", "", style=style)
+        for other in others:
+            theirs = _cells(phase, [f"{other} {part}" for part in used], absent="")
+            if any(theirs):
+                table.add_row(f"  {other}'s", "", *theirs, "", "", style=style)
     return table
 
 
@@ -168,6 +177,11 @@ def _print_memory_facts(outcome: Outcome, console: Console) -> None:
             f"micro-batches of {training.describe_micro_batch()}, recomputation "
             f"{training.recompute.describe()}"
         )
+        if training.num_taught_micro_batches:
+            console.print(
+                f"demonstrations: {training.num_taught_micro_batches} micro-batches more, taken as "
+                "full"
+            )
         if training.lora_rank:
             most = max(parameters.trained for parameters in stage_parameters(model))
             console.print(
@@ -205,9 +219,7 @@ def _print_engine_facts(outcome: Outcome, console: Console) -> None:
 
 def _print_communicators(outcome: Outcome, console: Console) -> None:
     case = outcome.case
-    counts = communicators_of(case.train, case.rollout, is_apart=case.is_apart)
-    if not case.has_engines:
-        counts = {"Megatron": counts["Megatron"]}
+    counts = case.communicators
     if case.machine.communicator_bytes and any(counts.values()):
         whose = ", ".join(f"{count} of {name}" for name, count in counts.items() if count)
         most = sum(counts.values())

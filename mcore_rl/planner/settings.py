@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GB, MB = 10**9, 10**6
 MIB = 1 << 20
@@ -49,18 +49,24 @@ class TrainSettings:
     weight_bytes: int  # per parameter; activations have the same dtype
     vocabulary_multiple: int | None  # --make-vocab-size-divisible-by; None: derived
     micro_batch_size: int  # samples of a padded micro-batch
-    num_micro_batches: int  # of a mini-batch, on each data-parallel rank
+    num_micro_batches: int  # of a mini-batch's samples, on each data-parallel rank
+    num_taught_micro_batches: int = 0  # of demonstrations, behind these
     positions: int  # of the longest sample: prompt and response
     packed_tokens: int = 0  # limit of a packed micro-batch; 0: micro-batches are padded
     sequence_parallel: bool
     recompute: Recompute
     chunk_tokens: int  # tokens whose logits exist at once
     head_in_float32: bool = False  # --rl-fp32-lm-head
+    num_top_tokens: int = 0  # --rl-score-centering
     expert_load: float  # tokens of the busiest rank's experts over the mean
     lora_rank: int = 0  # of adapters, which are all that is trained; 0: without LoRA
     lora_targets: tuple[str, ...] = ()  # see `model.lora.matches`
     mtp_layers: int = 0  # --mtp-num-layers: trained ones, on the last stage
     trains_indexers: bool = False  # --dsa-indexer-loss-coeff
+    # What the loss has of a teacher at each token: its most probable tokens, or the size of its
+    # hidden state.
+    teacher_top_k: int = 0
+    teacher_hidden: int = 0
     # Whether sparse attention keeps its scores: without --dsa-kernel-backend.
     keeps_sparse_scores: bool = True
     gradient_bytes: int = 0
@@ -76,9 +82,22 @@ class TrainSettings:
     exact: frozenset[str] = frozenset({"weights", "gradients", "optimizer"})
 
     @property
+    def num_micro_batches_in_all(self) -> int:
+        return self.num_micro_batches + self.num_taught_micro_batches
+
+    @property
+    def teacher_outputs(self) -> int:
+        """Float32 numbers of a teacher for each token: log-probs and ids, or its hidden state."""
+        return 2 * self.teacher_top_k + self.teacher_hidden
+
+    @property
     def micro_batch_tokens(self) -> int:
         """Tokens of the largest micro-batch, over all context-parallel ranks."""
         return self.packed_tokens or self.micro_batch_size * self.positions
+
+    def without_state(self) -> TrainSettings:
+        """Return the settings of a model that is not trained."""
+        return replace(self, gradient_bytes=0, optimizer_bytes=0, moment_bytes=0)
 
     def micro_batches_of(self, samples: int, dp_size: int, multiple_of: int = 1) -> int:
         """Return each data-parallel rank's micro-batches in a mini-batch of `samples` of full
@@ -112,10 +131,6 @@ class EngineSettings:
     away_at_start: frozenset[str]  # kinds that are off the device while the engine starts
     keeps_gradients: bool  # offload copies gradients, instead of zeroing them afterwards
     keeps_reference: bool  # weights of the initial policy, in host memory
-    # A teacher's weights on a rank of the actor: in host memory if they are swapped in, else on the
-    # device.
-    teacher_host_bytes: int = 0
-    teacher_bytes: int = 0
     saves_checkpoints: bool
     loads_checkpoint: bool = False  # --load: the optimizer's state exists from the start
     exports: bool = False  # --rl-export-hf

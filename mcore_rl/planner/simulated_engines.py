@@ -67,12 +67,6 @@ class ResponseLengths:
     recorded: tuple[Response, ...] = ()
 
     @property
-    def has_tools(self) -> bool:
-        if self.recorded:
-            return any(len(each.turns) > 1 for each in self.recorded)
-        return self.turns > 1
-
-    @property
     def mean_tokens(self) -> float:
         if self.recorded:
             return sum(each.num_tokens for each in self.recorded) / len(self.recorded)
@@ -141,6 +135,8 @@ class Request:
     done_tokens: float = 0.0  # before `parts`
     observed_tokens: float = 0.0  # of these, an answer that no keys and values are computed of
     cached_at: int = -1  # update of the engine for which it has keys and values of its tokens
+    awaits_tool: bool = False
+    num_asked: int = 0  # how often a tool was asked: an earlier answer no longer counts
 
 
 @dataclass(slots=True, eq=False)
@@ -345,14 +341,30 @@ class Sampling:
             self._start_group(self.engines[number])
             heapq.heapreplace(loads, (self.engines[number].num_requests, number))
 
+    def stop(self, groups: Sequence[Group], keep: Container[int]) -> None:
+        """Stop these groups, except the draws in `keep`: requests end with their current step, and
+        no answer of a tool counts that has not arrived."""
+        for engine in self.engines:
+            engine.stop(keep)
+        for group in groups:
+            if group.draw in keep:
+                continue
+            if not group.has_tokens:  # it has not begun
+                group.version = None
+            for request in group.requests:
+                request.num_asked += 1
+
     def resume(self, group: Group) -> None:
-        """Continue a stopped group on its engine."""
+        """Continue a stopped group on its engine. Tools that had not answered are asked again."""
         if group.version is None:
             group.version = self.version
         if group.is_sampled:
             self.sampled(group)
-        else:
-            group.engine.submit(group.requests)
+            return
+        asking = [request for request in group.requests if request.awaits_tool]
+        group.engine.submit([each for each in group.requests if not each.awaits_tool])
+        for request in asking:
+            self._ask_tool(request)
 
     def busy_seconds(self) -> float:
         """Return the seconds that an engine computed so far, on average."""
@@ -383,7 +395,7 @@ class Sampling:
         if request.parts:
             request.observed_tokens = request.tokens_per_answer
             request.done_tokens += request.tokens_per_answer
-            self._after(self._workload.tool_seconds, lambda: group.engine.submit([request]))
+            self._ask_tool(request)
         else:
             group.requests.remove(request)
             self._after(self._workload.reward_seconds, lambda: self._rewarded(group))
@@ -391,6 +403,18 @@ class Sampling:
                 self.sampled(group)
         while self.next_draw < self.limit and group.engine.num_requests < self.room:
             self._start_group(group.engine)
+
+    def _ask_tool(self, request: Request) -> None:
+        request.awaits_tool = True
+        request.num_asked += 1
+        number = request.num_asked
+
+        def answer() -> None:
+            if request.num_asked == number:
+                request.awaits_tool = False
+                request.group.engine.submit([request])
+
+        self._after(self._workload.tool_seconds, answer)
 
     def _rewarded(self, group: Group) -> None:
         group.num_unrewarded -= 1

@@ -8,7 +8,7 @@ docs/using/planner.md for what is left out.
 
     colocated   hand-over; N groups are sampled and rewarded; all ranks train on them
     partial     as colocated, with 1.5 N groups; the first N that finish are trained on, the others
-                continue in later steps
+                continue in later steps, and ask tools again that have not answered
     separate    engine ranks sample up to (K + 1) N groups ahead; trainers train on N as soon as
                 they have them; then both take part in the hand-over
 
@@ -133,13 +133,11 @@ def simulate(
     warm_up_steps: int | None = None,
     steps: int | None = None,
 ) -> Simulated:
-    """Simulate a run; the first `warm_up_steps` do not count. Deterministic. Raises ValueError for
-    partial rollouts with tools, which are not simulated. Without numbers of steps, they suffice for
-    the staleness of the candidate, and are fewer if a step has many responses."""
+    """Simulate a run; the first `warm_up_steps` do not count. Deterministic. Without numbers of
+    steps, they suffice for the staleness of the candidate, and are fewer if a step has many
+    responses."""
     import simpy  # late: only this command needs it
 
-    if candidate.mode == PARTIAL and workload.lengths.has_tools:
-        raise ValueError("environments in partial rollouts are not simulated")
     if warm_up_steps is None:
         staleness = PARTIAL_STALENESS if candidate.mode == PARTIAL else candidate.max_staleness
         warm_up_steps = staleness + 2
@@ -289,13 +287,9 @@ class _Run:
         )
 
     def _stop(self, keep: Collection[int]) -> None:
-        """End all groups but those in `keep`; those without a token have not begun."""
+        """End all groups but those in `keep`."""
         self._sampling.limit = self._sampling.next_draw
-        for engine in self._sampling.engines:
-            engine.stop(keep)
-        for group in self._opened.values():
-            if group.draw not in keep and not group.has_tokens:
-                group.version = None
+        self._sampling.stop(tuple(self._opened.values()), keep)
 
     def _age(self, group: Group) -> int:
         return 0 if group.version is None else self._sampling.version - group.version

@@ -34,7 +34,7 @@ from mcore_rl.rollout.collector import Collected, rewards_differ, sampling_of
 from mcore_rl.rollout.continuous import ContinuousScheduler
 from mcore_rl.rollout.dispatch import StepCounts
 from mcore_rl.rollout.engines import RolloutWorkers
-from mcore_rl.rollout.groups import GroupPlan
+from mcore_rl.rollout.group_plan import GroupPlan
 from mcore_rl.rollout.options import RolloutOptions
 from mcore_rl.rollout.pending import read_groups, write_groups
 from mcore_rl.rollout.sample_store import SampleStore
@@ -64,8 +64,9 @@ class AheadSampler:
     ) -> None:
         """`position` is the number of prompts drawn before, `bank` the folder of finished groups.
         `folder` is what `save` wrote, if a run resumes; UsageError if it has other content.
-        `num_banked` is then the number of groups in the bank that need not be sampled again,
-        `skipped` describes what is damaged or of another run."""
+        On the first rank of a TP group, which reads the bank, `num_banked` is then the number of
+        groups that need not be sampled again, and `skipped` describes what is damaged or of another
+        run."""
         self._engine, self._workers, self._sample_store = engine, workers, sample_store
         self._prompts, self._recipe, self._options, self._seed = prompts, recipe, options, seed
         rank = dist.get_rank()
@@ -80,9 +81,12 @@ class AheadSampler:
         self._generation: SamplingGeneration | None = None
         state = AheadState.read(folder, position)
         fingerprint = self._fingerprint()
-        banked, self.skipped = read_bank(bank, self._prompt_of, fingerprint=fingerprint)
+        banked: dict[int, OpenGroup] = {}
+        self.skipped: list[str] = []
+        if self._is_leader:
+            banked, self.skipped = read_bank(bank, self._prompt_of, fingerprint=fingerprint)
         objects.barrier()  # all have read it before the first file is rewritten
-        self._resumed = self._held(folder, state, banked)
+        self._resumed = engine.of_first_rank(self._held(folder, state, banked))
         self._last_version = state.weight_version
         outstanding = self._outstanding(state)
         # Draws that are trained on or dropped, and whose groups are in the bank.
@@ -309,6 +313,7 @@ class AheadSampler:
             first_draw=0,
             weight_version=0,
             with_routes=self._sample_store.routed is not None,
+            num_top=self._recipe.score_centering,
             with_greedy=self._recipe.needs_greedy_baseline,
             has_environments=self._workers.has_environments,
             max_turn_tokens=self._workers.max_turn_tokens,
@@ -322,15 +327,18 @@ class AheadSampler:
         """Return a line that names what a finished group depends on, besides weights."""
         options = dataclasses.asdict(self._options)
         kept = ("temperature", "top_p", "top_k", "max_response_tokens", "stop")
-        facts = [self._prompts.fingerprint, self._seed, self._plan().size]
+        begin = dataclasses.asdict(self._prompts.begin)
+        facts = [self._prompts.fingerprint, begin, self._seed, self._plan().size]
+        facts += [self._recipe.score_centering] if self._recipe.score_centering else []
         return json.dumps([*facts, *(options[name] for name in kept)])
 
     def _held(
         self, folder: Path | None, state: AheadState, banked: Mapping[int, OpenGroup]
     ) -> list[OpenGroup]:
         """Return the groups that this TP group continues: those of a checkpoint that have not been
-        trained on, in the newest state that is on the disk."""
-        size = self._plan().size
+        trained on, on its first rank in the newest state that is on the disk."""
+        plan = self._plan()
+        size = plan.size
         groups: list[OpenGroup] = []
         if folder is not None and folder.is_dir():
             groups = read_groups(
@@ -344,6 +352,7 @@ class AheadSampler:
             each.draw: each
             for each in groups
             if len(each.rollouts) == size
+            and each.has_top_tokens(plan.num_top, plan.num_samples)
             and (state.outstanding is None or each.draw in state.outstanding)
         }
         held = objects.all_gather(list(found) if self._is_leader else [])

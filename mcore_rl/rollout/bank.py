@@ -95,7 +95,8 @@ def read_bank(
     folder: Path, prompt_of: Callable[[int], Prompt], *, fingerprint: str
 ) -> tuple[dict[int, OpenGroup], list[str]]:
     """Return the groups of all owners by draw, and a description of what was skipped, one for each
-    damaged place or file of another run. Any rank; before the first `forget` of its job.
+    damaged place or file of another run. On the first rank of each TP group; before the first
+    `forget` of its job.
 
     `prompt_of` returns the prompt of a draw. Of a draw that was recorded twice, the last intact
     record counts. There may be groups that the newest checkpoint has trained on, if the job was

@@ -31,9 +31,10 @@ from mcore_rl.observe.timeline import TimeSpan
 from mcore_rl.rollout.curriculum import Curriculum
 from mcore_rl.rollout.dispatch import SamplingTarget, StepCounts
 from mcore_rl.rollout.engines import RolloutWorkers
-from mcore_rl.rollout.groups import GroupPlan
+from mcore_rl.rollout.group_plan import GroupPlan
 from mcore_rl.rollout.options import RolloutOptions
 from mcore_rl.rollout.sample_store import SampleStore
+from mcore_rl.rollout.segments import OpenGroup
 
 _LENGTHS = "lengths.safetensors"
 
@@ -161,8 +162,14 @@ class Collector:
         if self._curriculum is not None:
             self._curriculum.restore(folder)
         recipe = self._recipe
-        num_responses = recipe.num_samples_per_prompt + recipe.needs_greedy_baseline
-        self._workers.load_pending(folder, self._prompt_of, num_responses)
+        num_samples = recipe.num_samples_per_prompt
+
+        def fits(group: OpenGroup) -> bool:
+            if len(group.rollouts) != num_samples + recipe.needs_greedy_baseline:
+                return False
+            return group.has_top_tokens(recipe.score_centering, num_samples)
+
+        self._workers.load_pending(folder, self._prompt_of, fits)
 
     def undo(self) -> None:
         """Discard the last step, which will be repeated: its prompts count as not drawn. Local."""
@@ -178,7 +185,7 @@ class Collector:
         if self._curriculum is not None:
             metrics |= self._curriculum.metrics()
         if self._recipe.needs_greedy_baseline:
-            firsts = table.take(range(0, len(table), self._recipe.num_samples_per_prompt))
+            firsts = table.take(np.unique(table.group_ids, return_index=True)[1])
             metrics["reward/baseline_failures"] = float((~firsts.has_baseline).sum())
         if self._options.groups_at_a_time > 1.0:
             metrics |= _first_finished_metrics(table, self._counts)
@@ -203,12 +210,14 @@ class Collector:
         options, recipe = self._options, self._recipe
         plan = GroupPlan(
             num_samples=recipe.num_samples_per_prompt,
+            most_samples=self._prompts.most_samples,
             sampling=sampling_of(options),
             max_tokens=options.max_response_tokens,
             seed=self._seed,
             first_draw=self.position,
             weight_version=weight_version,
             with_routes=self._sample_store.routed is not None,
+            num_top=self._recipe.score_centering,
             with_greedy=recipe.needs_greedy_baseline,
             keeps_unfinished=options.keeps_unfinished,
         )

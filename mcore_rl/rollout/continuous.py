@@ -20,7 +20,8 @@ from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.bank import Bank
 from mcore_rl.rollout.conversations import Conversations
-from mcore_rl.rollout.groups import Differs, GroupDecision, GroupPlan, GroupScheduler
+from mcore_rl.rollout.group_plan import GroupPlan
+from mcore_rl.rollout.groups import Differs, GroupDecision, GroupScheduler
 from mcore_rl.rollout.segments import OpenGroup, is_finished
 from mcore_rl.rollout.shared_draws import SharedDraws
 from mcore_rl.rollout.stream import StreamActions
@@ -57,9 +58,9 @@ class ContinuousScheduler(GroupScheduler):
         conversations: Conversations | None = None,
         banked: dict[int, OpenGroup],
     ) -> None:
-        """`draws`, `bank`, `rewards` and `conversations` are given on the first rank only. At most
-        `most_groups` groups are being sampled here. `banked` holds groups that an earlier process
-        has finished; they finish when their draw starts."""
+        """`draws`, `bank`, `rewards`, `conversations` and groups in `banked` are given on the first
+        rank only. At most `most_groups` groups are being sampled here. `banked` holds groups that
+        an earlier process has finished; they finish when their draw starts."""
         super().__init__(
             engine,
             plan,
@@ -75,7 +76,7 @@ class ContinuousScheduler(GroupScheduler):
         self._most_groups = most_groups
         self._submitted: dict[int, Request] = {}
         self._cut: list[int] = []  # numbers of responses that `pause` has ended
-        self._to_restore: list[int] = []
+        self._to_restore: list[OpenGroup] = []
         self._writer = ThreadPoolExecutor(1) if bank is not None else None
         self._written: deque[tuple[Future[None], int, bool]] = deque()
         self._has_disk_failed = False
@@ -193,10 +194,10 @@ class ContinuousScheduler(GroupScheduler):
             self._cut.append(completion.number)
         super().finished(completion)
 
-    def restored(self, draws: Sequence[int]) -> None:
-        for draw in draws:
-            group = self.open[draw] = self._banked.pop(draw)
-            self._on_disk.add(draw)
+    def restored(self, groups: Sequence[OpenGroup]) -> None:
+        for group in groups:
+            self.open[group.draw] = group
+            self._on_disk.add(group.draw)
             if self._draws is not None:
                 self._continue(group)
 
@@ -209,7 +210,7 @@ class ContinuousScheduler(GroupScheduler):
         assert self._draws is not None
         self._draws.start(draw, self.plan.weight_version)
         if draw in self._banked:
-            self._to_restore.append(draw)
+            self._to_restore.append(self._banked.pop(draw))
             return []
         return super()._begin_group(draw)
 

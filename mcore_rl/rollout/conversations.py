@@ -245,7 +245,10 @@ class Conversations:
     def _next_turn(
         self, number: int, episode: _Episode, state: str | None, observed: np.ndarray
     ) -> NextTurn:
-        episode.kept = None if state is None else KeptConversation(state, observed)
+        episode.kept = None
+        if state is not None:
+            environment = self._spec.class_for(episode.rollout.prompt.source)
+            episode.kept = KeptConversation(state, observed, environment=environment)
         return NextTurn(number, episode.rollout, observed)
 
     def _end_of(self, number: int, episode: _Episode, failed: Failed | None = None) -> EpisodeEnd:

@@ -38,7 +38,8 @@ from mcore_rl.rollout.dispatch import (
     SamplingTarget,
     StepCounts,
 )
-from mcore_rl.rollout.groups import Differs, GroupPlan, GroupScheduler
+from mcore_rl.rollout.group_plan import GroupPlan
+from mcore_rl.rollout.groups import Differs, GroupScheduler
 from mcore_rl.rollout.options import RolloutOptions
 from mcore_rl.rollout.pending import read_groups, write_groups
 from mcore_rl.rollout.sample_store import SampleStore
@@ -229,7 +230,7 @@ class RolloutWorkers:
             write_groups(self.pending, folder, self._layout.tp_group_index(self._rank))
 
     def load_pending(
-        self, folder: Path, prompt_of: Callable[[int], Prompt], num_responses: int
+        self, folder: Path, prompt_of: Callable[[int], Prompt], fits: Callable[[OpenGroup], bool]
     ) -> None:
         """Load the checkpoint's unfinished groups that fit this run's settings. Local."""
         groups = read_groups(
@@ -239,13 +240,13 @@ class RolloutWorkers:
             num_tp_groups=self._layout.num_tp_groups,
             has_environments=self.has_environments,
         )
-        fitting = [group for group in groups if len(group.rollouts) == num_responses]
+        fitting = [group for group in groups if fits(group)]
         if not self._options.keeps_unfinished:
             fitting = []
         if self._is_scorer and len(fitting) < len(groups):
             logger.warning(
-                "[Resume] dropped %d unfinished groups: the number of samples per prompt has "
-                "changed, or this run has no --rl-partial-rollouts",
+                "[Resume] dropped %d unfinished groups: the number of samples per prompt or "
+                "--rl-score-centering has changed, or this run has no --rl-partial-rollouts",
                 len(groups) - len(fitting),
             )
         self.pending = fitting
@@ -291,8 +292,9 @@ class RolloutWorkers:
         which all ranks raise. `seconds` is the time that this rank has waited for rewards; for
         `waited` see `settle`."""
         # Greedy responses last: only the samples are trained on.
-        places = [(group, index) for index in range(plan.size) for group in taken]
-        places.sort(key=lambda place: (plan.is_greedy(place[1]), place[0].draw))
+        taken = sorted(taken, key=lambda group: group.draw)
+        places = [(group, index) for group in taken for index in range(len(group.rollouts))]
+        places.sort(key=lambda place: place[1] >= plan.num_samples_of(place[0]))
         rollouts = [group.rollouts[index] for group, index in places]
         outcomes: dict[str, list[Outcome]] = {}
         if self._is_scorer and error is None:
@@ -303,7 +305,7 @@ class RolloutWorkers:
         return self._score(
             [each for each in rollouts if each is not None],
             [group.draw for group, _ in places],
-            len(taken) * plan.num_samples,
+            [plan.num_samples_of(group) for group in taken],
             outcomes,
             error,
             seconds=seconds,
@@ -315,7 +317,7 @@ class RolloutWorkers:
         self,
         rollouts: Sequence[Rollout],
         draws: Sequence[int],
-        num_samples: int,
+        sizes: Sequence[int],
         outcomes: dict[str, list[Outcome]],
         error: Exception | None,
         *,
@@ -323,8 +325,8 @@ class RolloutWorkers:
         counts: StepCounts,
         waited: Callable[[float], object],
     ) -> tuple[SampleTable, StepCounts]:
-        """Return the table of all TP groups' samples. In `rollouts`, greedy responses follow the
-        samples."""
+        """Return the table of all TP groups' samples. `sizes` are the samples of each group here.
+        In `rollouts`, greedy responses follow the samples."""
         first = self._sample_store.add([ScoredRollout(each, reward=0.0) for each in rollouts])
         if self._reward_model is not None:
             table, _ = self._join_tables(
@@ -337,8 +339,8 @@ class RolloutWorkers:
             seconds, waited = 0.0, lambda seconds: None
         if self._is_scorer and error is None:
             weighed = self.rewards.weigh(rollouts, outcomes)
-            self._sample_store.set_rewards(first, with_baselines(weighed, num_samples))
-        samples = self._sample_store.table(first, draws[:num_samples])
+            self._sample_store.set_rewards(first, with_baselines(weighed, sizes))
+        samples = self._sample_store.table(first, draws[: sum(sizes)])
         return self._join_tables(samples, error, seconds, counts, waited)
 
     def _join_tables(

@@ -22,7 +22,8 @@ from mcore_rl.rewards.functions import NAMED_ANSWERS
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rollout.dispatch import SamplingTarget
 from mcore_rl.rollout.engines import RolloutWorkers
-from mcore_rl.rollout.groups import GroupPlan, GroupScheduler
+from mcore_rl.rollout.group_plan import GroupPlan
+from mcore_rl.rollout.groups import GroupScheduler
 from mcore_rl.rollout.options import EvaluationOptions, RolloutOptions
 
 

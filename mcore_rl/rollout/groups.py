@@ -24,13 +24,14 @@ from mcore_rl.batching.types import (
     TurnReward,
     with_baselines,
 )
-from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling, seed_of
+from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, seed_of
 from mcore_rl.hybrid_engine.vllm.sampling_engine import SamplingEngine
 from mcore_rl.rewards.functions import ENVIRONMENT
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.conversations import Conversations, NextTurn, turns_of
 from mcore_rl.rollout.dispatch import Dispatcher, StepCounts
+from mcore_rl.rollout.group_plan import NO_TOKENS, GroupPlan
 from mcore_rl.rollout.segments import (
     KeptConversation,
     OpenGroup,
@@ -41,99 +42,7 @@ from mcore_rl.rollout.segments import (
 )
 from mcore_rl.rollout.stream import StreamActions
 
-_NO_TOKENS = np.empty(0, dtype=np.int32)
 Differs = Callable[[Sequence[ScoredRollout]], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPlan:
-    """The settings of all responses of a step.
-
-    Example: 8 samples for each prompt, from draw 96 of the run on:
-
-        GroupPlan(num_samples=8, sampling=Sampling(1.0), max_tokens=512, seed=1, first_draw=96,
-                  weight_version=6)
-    """
-
-    num_samples: int
-    sampling: Sampling
-    max_tokens: int
-    seed: int  # of the run
-    first_draw: int  # draws of the run before this step
-    weight_version: int
-    with_routes: bool = False
-    with_greedy: bool = False  # adds a response at temperature 0
-    keeps_unfinished: bool = False  # stopped responses resume in a later step
-    order: tuple[int, ...] = ()  # of the step's first draws; later draws keep their order
-    has_environments: bool = False  # samples have environments and several turns
-    max_turn_tokens: int | None = None  # None: the rest of `max_tokens`
-    keeps_kv: bool = False  # KV cache of resumed responses outlives an update
-
-    @property
-    def size(self) -> int:
-        """Responses per prompt."""
-        return self.num_samples + self.with_greedy
-
-    def is_greedy(self, number: int) -> bool:
-        """Return whether the request with this number samples at temperature 0."""
-        return number % self.size >= self.num_samples
-
-    def draw(self, count: int) -> int:
-        """Convert number `count` of the step's draws into a draw of the run."""
-        return self.first_draw + (self.order[count] if count < len(self.order) else count)
-
-    def seed_of_sample(self, draw: int, index: int) -> int:
-        """Derive a seed from the run's seed, the draw and the index, independent of step and
-        engine."""
-        return seed_of(seed_of(self.seed, "draw", draw), index)
-
-    def request(
-        self,
-        draw: int,
-        so_far: Rollout,
-        observed: np.ndarray = _NO_TOKENS,
-        num_turn_tokens: int = 0,
-    ) -> Request:
-        """Build the request that starts a response, or continues it after `observed`, or after
-        `num_turn_tokens` tokens of a turn.
-
-        Each sample has its own random stream for each number of tokens so far.
-        """
-        index = so_far.sample_index
-        num_tokens = len(so_far.response_token_ids) + len(observed)
-        seed = self.seed_of_sample(draw, index)
-        is_sample = index < self.num_samples
-        left = so_far.prompt.limit(self.max_tokens) - num_tokens
-        return Request(
-            number=draw * self.size + index,
-            token_ids=np.concatenate(
-                [so_far.prompt.token_ids, so_far.response_token_ids, observed], dtype=np.int32
-            ),
-            max_tokens=left
-            if self.max_turn_tokens is None
-            else min(left, self.max_turn_tokens - num_turn_tokens),
-            sampling=self.sampling
-            if is_sample
-            else Sampling(temperature=0.0, stop=self.sampling.stop),
-            seed=seed_of(seed, "after", num_tokens) if num_tokens else seed,
-            with_routes=self.with_routes and is_sample,
-            cache_name=self.cache_name(so_far) if self.keeps_kv else "",
-            num_own=0 if len(observed) else _num_generated_last(so_far),
-        )
-
-    def cache_name(self, so_far: Rollout) -> str:
-        """Name the KV cache by the version that a response began with. A resumed response finds its
-        own keys and values. A new response finds none of earlier weights."""
-        oldest = so_far.oldest_version if len(so_far.response_token_ids) else self.weight_version
-        return f"version {oldest}"
-
-
-def _num_generated_last(rollout: Rollout) -> int:
-    """Count the sampled tokens at the end of a response."""
-    if rollout.is_generated is None:
-        return len(rollout.response_token_ids)
-    others = np.flatnonzero(~rollout.is_generated)
-    return len(rollout.is_generated) - (int(others[-1]) + 1 if len(others) else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +97,8 @@ class GroupScheduler:
         self.error: Exception | None = None
         self._counts = StepCounts(
             stale=len(stale),
-            left_samples=len(stale) * plan.num_samples,
-            left_tokens=sum(group.num_tokens(plan.num_samples) for group in stale),
+            left_samples=sum(map(plan.num_samples_of, stale)),
+            left_tokens=sum(group.num_tokens(plan.num_samples_of(group)) for group in stale),
         )
         self._tickets: dict[int, int] = {}  # ticket of a reward -> request
         self._finish_ranks: dict[int, int] = {}  # order in which groups finished, by draw
@@ -237,7 +146,7 @@ class GroupScheduler:
     def finished(self, completion: Completion) -> None:
         """Store the new part of a response. If the response has ended, request its rewards."""
         draw, index = divmod(completion.number, self.plan.size)
-        group = self.open.setdefault(draw, OpenGroup.new(draw, self.plan.size))
+        group = self._opened(draw)
         so_far = group.rollouts[index]
         if so_far is None:
             prompt = self._prompt_of(draw)
@@ -262,15 +171,17 @@ class GroupScheduler:
     def dropped(self, request: Request, num_tokens: int) -> None:
         """Count the tokens of a dropped request, which are not trained on."""
         self._counts.generated_tokens += num_tokens
-        if self._dispatcher is None or self.plan.is_greedy(request.number):
+        if self._dispatcher is None:
             return
         draw, index = divmod(request.number, self.plan.size)
+        if index >= self.plan.num_samples_of(self.open[draw]):
+            return
         so_far = self._response(self.open[draw], index)
         # Observed tokens count as part of the response, as in finished responses.
         prompt_and_response = len(so_far.prompt.token_ids) + len(so_far.response_token_ids)
         self._counts.left_tokens += len(request.token_ids) - prompt_and_response + num_tokens
 
-    def restored(self, draws: Sequence[int]) -> None:
+    def restored(self, groups: Sequence[OpenGroup]) -> None:
         """Not called: a step has no bank."""
 
     def between_steps(self, num_running: int = 0, step_seconds: float = 0.0) -> None:
@@ -319,10 +230,10 @@ class GroupScheduler:
     def partition(self, decision: GroupDecision) -> tuple[list[OpenGroup], list[OpenGroup]]:
         """Return the taken groups and the pending groups; on all ranks."""
         for draw in (*decision.taken, *decision.pending):
-            self.open.setdefault(draw, OpenGroup.new(draw, self.plan.size))  # no token yet
+            self._opened(draw)  # if it has no token yet
         for draw in decision.taken:
             group = self.open[draw]
-            for index in range(self.plan.size):
+            for index in range(len(group.rollouts)):
                 rollout, turns = self._response(group, index), decision.turns.get((draw, index), ())
                 group.rollouts[index] = replace(rollout, turn_rewards=turns)
         return (
@@ -335,14 +246,15 @@ class GroupScheduler:
         assert self._dispatcher is not None
         taken = self._taken_draws()
         left = [group for draw, group in self.open.items() if draw not in taken]
-        left_tokens = sum(group.num_tokens(self.plan.num_samples) for group in left)
+        num_samples_of = self.plan.num_samples_of
+        left_tokens = sum(group.num_tokens(num_samples_of(group)) for group in left)
         return replace(
             self._counts,
             started=self._dispatcher.num_dispatched,
             refills=self._dispatcher.num_refills,
             dropped=self._counts.stale + (0 if self.plan.keeps_unfinished else len(left)),
             pending=len(left) if self.plan.keeps_unfinished else 0,
-            left_samples=self._counts.left_samples + len(left) * self.plan.num_samples,
+            left_samples=self._counts.left_samples + sum(map(num_samples_of, left)),
             left_tokens=self._counts.left_tokens + left_tokens,
         )
 
@@ -379,16 +291,23 @@ class GroupScheduler:
 
     def _begin_group(self, draw: int) -> list[Request]:
         """Return a new group's requests; none if environments have to be created first."""
-        group = self.open[draw] = OpenGroup.new(draw, self.plan.size)
+        group = self._opened(draw)
         # The draw dispatched last need not have the highest number.
         num_draws = draw - self.plan.first_draw + 1
         self._counts.num_draws = max(self._counts.num_draws, num_draws)
-        rollouts = [self._response(group, index) for index in range(self.plan.size)]
+        rollouts = [self._response(group, index) for index in range(len(group.rollouts))]
         if self._conversations is None:
             return [self.plan.request(draw, so_far) for so_far in rollouts]
         for so_far in rollouts:
             self._start_conversation(draw, so_far)
         return []
+
+    def _opened(self, draw: int) -> OpenGroup:
+        """Return the group of a draw, without responses if it is new."""
+        if draw not in self.open:
+            size = self.plan.size_of(self._prompt_of(draw))
+            self.open[draw] = OpenGroup.new(draw, size)
+        return self.open[draw]
 
     def _start_conversation(
         self, draw: int, so_far: Rollout, kept: KeptConversation | None = None
@@ -421,7 +340,7 @@ class GroupScheduler:
                 self._store_response(group, event.rollout)
 
     def _turn_request(
-        self, draw: int, so_far: Rollout, observed: np.ndarray = _NO_TOKENS
+        self, draw: int, so_far: Rollout, observed: np.ndarray = NO_TOKENS
     ) -> Request:
         """Build the request that begins a turn after `observed`, or continues it."""
         num_turn_tokens = 0
@@ -493,16 +412,16 @@ class GroupScheduler:
             self._compare(group)
 
     def _is_rewarded(self, group: OpenGroup) -> bool:
-        return self._differs is not None and len(group.outcomes) == self.plan.size
+        return self._differs is not None and len(group.outcomes) == len(group.rollouts)
 
     def _compare(self, group: OpenGroup) -> None:
         assert self._rewards is not None and self._differs is not None
-        num_samples, responses = self.plan.num_samples, range(self.plan.size)
+        num_samples, responses = self.plan.num_samples_of(group), range(len(group.rollouts))
         weighed = self._rewards.weigh(
             [rollout for rollout in group.rollouts if rollout is not None],
             {name: [group.outcomes[n][name] for n in responses] for name in group.outcomes[0]},
         )
-        scored = with_baselines(weighed, num_samples)[:num_samples]
+        scored = with_baselines(weighed, [num_samples])[:num_samples]
         self._finish_group(
             group,
             differs=self._differs(scored),

@@ -17,8 +17,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save, save_file
 
-from mcore_rl.batching.types import Prompt, Rollout, TurnReward
-from mcore_rl.common.errors import not_held
+from mcore_rl.batching.types import Prompt, Rollout, TopTokens, TurnReward
+from mcore_rl.common.errors import UsageError, not_held
 from mcore_rl.common.readers import integer_within, number, parse_json
 from mcore_rl.environments.wire import checked_state
 from mcore_rl.moe.routing import Routes
@@ -27,7 +27,7 @@ from mcore_rl.rollout.segments import KeptConversation, OpenGroup, is_finished, 
 
 _NAME = "group_{:05d}.safetensors"
 _ARRAYS = ("response_token_ids", "rollout_log_probs", "is_generated", "weight_versions")
-_ALL_ARRAYS = (*_ARRAYS, "routes", "routes_known", "prompt_token_ids")
+_ALL_ARRAYS = (*_ARRAYS, "routes", "routes_known", "top_ids", "top_log_probs", "prompt_token_ids")
 _FIELDS = ("text", "finish_reason", "weight_version", "failure", "turn_rewards")
 _DTYPES = dict.fromkeys(("response_token_ids", "prompt_token_ids", "weight_versions"), np.int32) | {
     "rollout_log_probs": np.float32,
@@ -79,6 +79,34 @@ def read_groups(
     return groups
 
 
+def check_environments(folder: Path, environment_of: Callable[[int], str]) -> None:
+    """Raise UsageError if a conversation that a run continues was with another environment, or if a
+    file has other content. `environment_of` returns the environment of a draw."""
+    for file in sorted(folder.glob("group_*.safetensors")):
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                groups = parse_json(tensors.metadata()["groups"])
+            found = {(_count(each["draw"]), n) for each in groups for n in _recorded(each).values()}
+        except MALFORMED as error:
+            raise _not_groups(file, error) from error
+        for draw, then in sorted(found):
+            if then and then != (now := environment_of(draw)):
+                raise UsageError(
+                    f"has conversations with {then} to continue, and the environment is now {now}",
+                    flag=f"--load {folder.parent}",
+                    remedy="bring that class back, or begin a new run with the trained weights by "
+                    "--finetune and another --rl-run-dir",
+                )
+
+
+def _recorded(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return the environments of a group's conversations; earlier versions did not write them."""
+    found: dict[str, str] = facts.get("environments", {})
+    if not all(isinstance(each, str) for each in found.values()):
+        raise ValueError("an environment is not a text")
+    return found
+
+
 def group_to_bytes(group: OpenGroup) -> bytes:
     """Encode a group with its rewards, like a file of this group alone."""
     return save(*_encoded([group]))
@@ -117,6 +145,7 @@ def _encoded(groups: Sequence[OpenGroup]) -> tuple[dict[str, np.ndarray], dict[s
                 "outcomes": {index: dict(by) for index, by in group.outcomes.items()},
                 "environment_outcomes": group.environment_outcomes,
                 "conversations": {n: each.unanswered for n, each in group.conversations.items()},
+                "environments": {n: each.environment for n, each in group.conversations.items()},
             }
         )
     return arrays, {"groups": json.dumps(facts)}
@@ -126,6 +155,8 @@ def _arrays_of(rollout: Rollout) -> dict[str, np.ndarray]:
     arrays = {name: getattr(rollout, name) for name in _ARRAYS}
     if rollout.routes is not None:
         arrays |= {"routes": rollout.routes.ids, "routes_known": rollout.routes.known}
+    if rollout.top_tokens is not None:
+        arrays |= {"top_ids": rollout.top_tokens.ids, "top_log_probs": rollout.top_tokens.log_probs}
     arrays["prompt_token_ids"] = rollout.prompt.token_ids
     return {name: array for name, array in arrays.items() if array is not None}
 
@@ -139,8 +170,11 @@ def _read(file: Path, prompt_of: Callable[[int], Prompt]) -> list[OpenGroup]:
                 for facts in parse_json(tensors.metadata()["groups"])
             ]
     except MALFORMED as error:
-        why = f"{type(error).__name__}: {error}"
-        raise not_held(file, "unfinished groups of samples", why) from error
+        raise _not_groups(file, error) from error
+
+
+def _not_groups(file: Path, error: Exception) -> UsageError:
+    return not_held(file, "unfinished groups of samples", f"{type(error).__name__}: {error}")
 
 
 def _group(
@@ -172,7 +206,8 @@ def _group(
         place = f"{group.draw}/{index}/"
         state, observed = array_of(place + "state"), array_of(place + "observed")
         kept = _conversation(group, int(index), unanswered, state, observed)
-        group.conversations[int(index)] = kept
+        environment = _recorded(facts).get(index, "")
+        group.conversations[int(index)] = dataclasses.replace(kept, environment=environment)
     return group
 
 
@@ -235,4 +270,13 @@ def _rollout(prompt: Prompt, index: int, facts: dict[str, Any], arrays: dict[str
         routes_kind = (routes.ids.ndim, routes.known.dtype, routes.known.shape)
         if routes_kind != (3, np.dtype(np.bool_), (len(routes.ids),)):
             raise ValueError(f"the experts of sample {index} are {routes.ids.shape}")
-    return Rollout(prompt=prompt, sample_index=index, routes=routes, **facts, **arrays)
+    top = None
+    if "top_ids" in arrays:
+        top = TopTokens(arrays.pop("top_ids"), arrays.pop("top_log_probs"))
+        kinds = [(each.dtype, each.shape) for each in (top.ids, top.log_probs)]
+        shape = (num_response, *top.ids.shape[1:])
+        if kinds != [(np.dtype(np.int32), shape), (np.dtype(np.float32), shape)] or len(shape) != 2:
+            raise ValueError(f"the candidates of sample {index} are {top.ids.shape}")
+    return Rollout(
+        prompt=prompt, sample_index=index, routes=routes, top_tokens=top, **facts, **arrays
+    )

@@ -8,7 +8,7 @@ each rank receives its samples once, as bytes, with the experts of its pipeline 
 ranks of a TP group store the same samples, so each sends to a part of the receivers.
 
 Shape legend: n samples of the step; t tokens of a sample; m layers with experts (of a stage); k
-choices a token.
+choices a token; r tokens of a response.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ import torch.distributed as dist
 
 from mcore_rl.batching.sample_exchange import Exchange, Moves, RowExchange, Shares
 from mcore_rl.batching.table import SampleTable, SampleTokens, tokens_to_rows
-from mcore_rl.batching.types import ScoredRollout
+from mcore_rl.batching.types import ScoredRollout, TopTokens
 from mcore_rl.common import objects
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
 from mcore_rl.moe.routing import RoutedLayers, Routes, load_of
 
 _NOTHING = np.empty(0, dtype=np.uint8)
 _TOKEN_BYTES = 4 + 4 + 1  # id, log-prob, flags (generated, experts known)
+_TOP_BYTES = 4 + 4  # id and log-prob, of each of the most probable tokens of the response
 _TURN_BYTES = 4  # with environments: the reward of the turn that ends with the token
 _GENERATED, _KNOWN = 1, 2
 
@@ -78,12 +79,14 @@ class SampleStore:
         routed: RoutedLayers | None = None,
         *,
         has_turns: bool = False,
+        num_top: int = 0,
         ranks: JointRanks | None = None,
     ) -> None:
         """`layers` are the layers of each stage and chunk. `routed` describes the experts of the
         complete model, if samples carry their experts. `has_turns`: samples carry the rewards of
-        their turns. `ranks` are by default those of the world."""
-        self._has_turns = has_turns
+        their turns. `num_top` is the number of most probable tokens that come with each token of a
+        response. `ranks` are by default those of the world."""
+        self._has_turns, self.num_top = has_turns, num_top
         self.routed, self._train, self._rollout = routed, train, rollout
         self._ranks = ranks or JointRanks.of_world()
         self._trains = self._ranks.rank < train.world_size
@@ -194,13 +197,16 @@ class SampleStore:
         if self.routed is not None and self._trains:
             stage = self._train.pp_rank(self._ranks.rank)
         width, incoming = self._width(stage), [0] * len(outgoing)
+        top_width = _TOP_BYTES * self.num_top
         for rank, samples in moves.incoming.items():
             incoming[rank] = int(table.lengths[samples].sum()) * width
+            incoming[rank] += int(table.response_lengths[samples].sum()) * top_width
         received = self._ranks.exchange(outgoing, incoming)
         tokens: dict[int, SampleTokens] = {}
         for rank, samples in moves.incoming.items():
-            lengths = table.lengths[samples]
-            parts = np.split(received[rank], (lengths * width).cumsum()[:-1])
+            lengths, responses = table.lengths[samples], table.response_lengths[samples]
+            sizes = lengths * width + responses * top_width
+            parts = np.split(received[rank], sizes.cumsum()[:-1])
             for sample, length, data in zip(samples.tolist(), lengths, parts, strict=True):
                 tokens[sample] = self._unpacked(data, int(length), stage)
         return tokens
@@ -257,10 +263,29 @@ class SampleStore:
         if self._has_turns:
             assert tokens.turn_rewards is not None
             pieces.append(tokens.turn_rewards.view(np.uint8))
+        if self.num_top:
+            pieces += self._packed_top(sample)
         return np.concatenate(pieces)
 
+    def _packed_top(self, sample: ScoredRollout) -> list[np.ndarray]:
+        top, num_response = sample.rollout.top_tokens, len(sample.rollout.response_token_ids)
+        if top is None and (sample.rollout.failure is not None or not num_response):
+            return [np.zeros(num_response * self.num_top * _TOP_BYTES, dtype=np.uint8)]
+        assert top is not None and top.ids.shape == (num_response, self.num_top), (
+            f"a sample has other most probable tokens than {self.num_top} at each position"
+        )
+        pieces = (np.ascontiguousarray(each) for each in (top.ids, top.log_probs))
+        return [each.view(np.uint8).ravel() for each in pieces]
+
     def _unpacked(self, data: np.ndarray, length: int, stage: int | None) -> SampleTokens:
-        turn_rewards, routes = None, None
+        turn_rewards, routes, top = None, None, None
+        if self.num_top:
+            data, of_top = np.split(data, [length * self._width(stage)])
+            ids, log_probs = np.split(of_top.copy(), 2)
+            top = TopTokens(
+                ids.view(np.int32).reshape(-1, self.num_top),
+                log_probs.view(np.float32).reshape(-1, self.num_top),
+            )
         if self._has_turns:
             data, turn_data = np.split(data, [len(data) - _TURN_BYTES * length])
             turn_rewards = turn_data.copy().view(np.float32)
@@ -277,4 +302,5 @@ class SampleStore:
             log_probs=log_probs.copy().view(np.float32),
             routes=routes,
             turn_rewards=turn_rewards,
+            top_tokens=top,
         )

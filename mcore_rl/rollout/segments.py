@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mcore_rl.batching.types import UNFINISHED, Prompt, Rollout
+from mcore_rl.batching.types import UNFINISHED, Prompt, Rollout, TopTokens
 from mcore_rl.hybrid_engine.vllm.generation import Completion
 from mcore_rl.moe.routing import Routes
 from mcore_rl.rewards.worker import Outcome
@@ -50,6 +50,7 @@ def extend_rollout(so_far: Rollout, completion: Completion, weight_version: int)
             weight_version=weight_version,
             routes=completion.routes,
             failure=so_far.failure or completion.failure,
+            top_tokens=completion.top_tokens,
         )
     num_new = len(completion.token_ids)
     no_log_probs = np.zeros(len(added), dtype=np.float32)
@@ -78,6 +79,9 @@ def extend_rollout(so_far: Rollout, completion: Completion, weight_version: int)
         is_generated=generated,
         routes=_merge_routes(so_far.routes, completion.routes),
         failure=so_far.failure or completion.failure,
+        top_tokens=None
+        if completion.top_tokens is None
+        else TopTokens.joined([so_far.top_tokens or 0, len(added), completion.top_tokens]),
     )
 
 
@@ -113,6 +117,7 @@ class KeptConversation:
     state: str  # of the environment after its last answer, as JSON
     observed: np.ndarray  # [o] int32, its last answer; the response may already contain it
     unanswered: str | None = None  # finish_reason of a last turn that it has not answered
+    environment: str = ""  # `EnvironmentSpec.class_for`; "": an earlier version did not record it
 
 
 @dataclass(slots=True)
@@ -150,6 +155,13 @@ class OpenGroup:
             ),
             default=None,
         )
+
+    def has_top_tokens(self, num_top: int, num_samples: int) -> bool:
+        """Return whether the first `num_samples` responses so far have the `num_top` most probable
+        tokens at each position; True for 0."""
+        started = (each for each in self.rollouts[:num_samples] if each is not None)
+        found = (each.top_tokens for each in started if len(each.response_token_ids))
+        return not num_top or all(top is not None and top.ids.shape[1] == num_top for top in found)
 
     def num_tokens(self, num_samples: int) -> int:
         """Count the tokens of the first `num_samples` responses so far."""

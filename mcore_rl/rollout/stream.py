@@ -18,6 +18,7 @@ from mcore_rl.common.spans import span
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request
 from mcore_rl.hybrid_engine.vllm.sampling_engine import SamplingEngine, SamplingGeneration
 from mcore_rl.observe.timeline import IDLE, SAMPLING, Activity
+from mcore_rl.rollout.segments import OpenGroup
 
 # Pauses between polls while nothing runs: of rewards at first, of stores with many clients later.
 _IDLE_SECONDS, _MOST_IDLE_SECONDS = 0.001, 0.005
@@ -36,7 +37,7 @@ class StreamActions:
     end: tuple[int, ...] = ()  # numbers of requests that end with their next token
     drop: tuple[int, ...] = ()  # numbers of requests that are dropped
     more: bool = False  # more may come, even if nothing runs
-    restore: tuple[int, ...] = ()  # draws whose groups are read from the bank
+    restore: tuple[OpenGroup, ...] = ()  # groups from the bank, which the first rank has read
     stop: bool = False  # return to the caller, whatever runs
 
 
@@ -52,8 +53,8 @@ class RequestScheduler(Protocol):
     def dropped(self, request: Request, num_tokens: int) -> None:
         """Handle a request dropped after `num_tokens`; on all ranks of the TP group."""
 
-    def restored(self, draws: Sequence[int]) -> None:
-        """Read groups from the bank; on all ranks of the TP group."""
+    def restored(self, groups: Sequence[OpenGroup]) -> None:
+        """Take over groups from the bank; on all ranks of the TP group."""
 
     def between_steps(self, num_running: int, step_seconds: float) -> None:
         """Process rewards and environments; on the first rank. Must not wait for anything slower

@@ -5,7 +5,8 @@ compared here, with expected values that it does not have. It reports whether a 
 if the step must run there as a unit (`assertions.Do`, or an assertion whose expression is one
 call). Between such steps, at random places, are probes with known answers: statements that must
 raise, expressions of random numbers, and the tests with a stub in place of the code, as what fails
-before the code runs must also fail after it. A process that answers a probe wrongly passes no test.
+before the code runs must also fail after it. A process that answers a probe wrongly, or ends before
+it has answered all, passes no test. A test passes when all its steps have passed.
 
 Pure: `Grading.dialogue` yields requests and receives replies; `runner` transports them.
 """
@@ -84,6 +85,7 @@ class Grading:
         try:
             yield from self._graded()
         except _ProcessEnded as ended:
+            self.passed = [False] * len(self.passed)  # it has evaded the remaining probes
             self.why = str(ended)
 
     def _graded(self) -> Generator[Request, Reply, None]:
@@ -102,7 +104,9 @@ class Grading:
             if not reply.has_ended:
                 return
         failed: set[int] = set()
-        for position, step in self._plan(stubbed):
+        planned = self._plan(stubbed)
+        last_steps = {position: number for number, (position, _) in enumerate(planned)}
+        for number, (position, step) in enumerate(planned):
             if position is None:
                 if not (yield from step):
                     self.passed = [False] * len(tests)
@@ -111,11 +115,12 @@ class Grading:
                 continue
             if position in failed:
                 continue
-            self.passed[position] = yield from step
-            if not self.passed[position]:
-                failed.add(position)
-                if self._stops_early:
-                    return
+            if (yield from step):
+                self.passed[position] = number == last_steps[position]
+                continue
+            failed.add(position)
+            if self._stops_early:
+                return
 
     # Requests -------------------------------------------------------------------------------------
 

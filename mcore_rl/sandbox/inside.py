@@ -16,6 +16,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -52,6 +53,7 @@ def _serve(requests: BinaryIO, answers: int) -> None:
     read, loads, write = requests.readline, json.loads, os.write
     encode = json.JSONEncoder().encode
     clear_trace, clear_profile = sys.settrace, sys.setprofile
+    restore_signals = Signals().restore
     originals, names_of_builtins = dict(vars(builtins)), vars(builtins)
     module = types.ModuleType("plain_values")
     exec(compile(loads(read()), module.__name__, "exec"), vars(module))
@@ -61,9 +63,48 @@ def _serve(requests: BinaryIO, answers: int) -> None:
         clear_trace(None)
         clear_profile(None)
         names_of_builtins.update(originals)
-        answer = encode({**program.answer(request), "token": request["token"]}).encode() + b"\n"
+        fields = program.answer(request)
+        restore_signals()
+        answer = encode({**fields, "token": request["token"]}).encode() + b"\n"
         while answer:
             answer = answer[write(answers, answer) :]
+
+
+class Signals:
+    """The dispositions and the mask of signals before the code runs.
+
+    A handler of the code's could otherwise run, and raise, wherever this file or a test is.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+        self._handlers = {number: signal.getsignal(number) for number in self._numbers}
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    def restore(
+        self,
+        *,
+        mask: Any = signal.pthread_sigmask,
+        handle: Any = signal.signal,
+        set_timer: Any = signal.setitimer,
+        leave: Any = os._exit,
+        ignored: Any = signal.SIG_IGN,
+        timers: Any = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF),
+    ) -> None:
+        """Restore them, and stop the timers. The process ends if handlers prevent it."""
+        for _ in range(len(self._numbers) + 1):  # each may be pending and raise
+            try:
+                mask(signal.SIG_BLOCK, self._numbers)
+                for timer in timers:
+                    set_timer(timer, 0)
+                for number, handler in self._handlers.items():
+                    handle(number, ignored)  # discards it if it is pending
+                    handle(number, handler)
+                mask(signal.SIG_SETMASK, self._mask)
+                return
+            except BaseException:
+                continue
+        leave(1)
 
 
 class Program:

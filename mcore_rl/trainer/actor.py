@@ -16,12 +16,13 @@ import torch
 from mcore_rl.algorithms.aggregation import Denominators, Segments, masked
 from mcore_rl.algorithms.distillation import teacher_term
 from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
+from mcore_rl.algorithms.score_centering import CenteringSums, centering_sums
 from mcore_rl.algorithms.total_loss import PolicyLossSums, policy_loss_total
 from mcore_rl.batching.rows import ModelRows
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.optimizer import CheckedOptimizer, UpdateResult
-from mcore_rl.megatron.policy_head import TeacherHidden, TeacherTopK
+from mcore_rl.megatron.policy_head import EngineTopK, TeacherHidden, TeacherTopK
 from mcore_rl.megatron.runner import ModelRunner
 from mcore_rl.moe.routing import R2
 from mcore_rl.moe.routing_replay import RoutingReplay
@@ -42,6 +43,7 @@ class UpdateStats:
     indexer_loss: float | None = None  # if indexers of sparse attention are trained
     indexer_replaced: float | None = None  # with sparse attention
     teacher_kl: float | None = None  # of the loss's term, summed over loss tokens
+    centering: CenteringSums | None = None  # with --rl-score-centering
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +158,12 @@ class Actor:
             len(PolicyLossSums.__slots__),
             scores_first * len(MismatchSums.__slots__),
             batch.teacher_outputs is not None,
+            (batch.top_tokens is not None) * len(CenteringSums.__slots__),
             bool(mtp_counts),
             taught is not None,
         )
         total = self.runner.accumulate_gradients(batch, loss, num_sums=sum(sizes))
-        sums, of_mismatch, of_teacher, of_mtp, of_taught = total.sums.split(sizes)
+        sums, of_mismatch, of_teacher, of_centering, of_mtp, of_taught = total.sums.split(sizes)
         result = self.optimizer.step(
             num_samples=counts.num_samples, nonfinite_losses=total.nonfinite_ranks
         )
@@ -178,6 +181,7 @@ class Actor:
             total.indexer_loss,
             total.indexer_replaced,
             teacher_kl,
+            None if batch.top_tokens is None else CenteringSums.from_stacked(of_centering),
         )
 
     def weigh_entropy(self, coef: float) -> None:
@@ -194,6 +198,9 @@ class Actor:
 
     def _keywords(self, rows: ModelRows, samples: TrainBatch) -> dict[str, object]:
         found = {"target_ids": rows.target_ids, "temperature": self._temperature}
+        if samples.top_tokens is not None and samples.advantages is not None:  # in updates
+            log_probs, ids = self.runner.in_rows(samples.top_tokens, rows).chunk(2, dim=-1)
+            return {**found, "engine": EngineTopK(ids.long(), log_probs, self._mismatch_config)}
         if samples.teacher_outputs is None:
             return found
         outputs = self.runner.in_rows(samples.teacher_outputs, rows)
@@ -213,20 +220,12 @@ class Actor:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert samples.advantages is not None, "a stage before the update left out the advantages"
         log_probs, entropy, *more = scores.unbind(dim=1)
+        expected_score, centering = None, None
+        if samples.top_tokens is not None:
+            expected_score, more = more[0], more[4:]
+            centering = centering_sums(scores[:, 3:6], samples.loss_mask)
         of_mtp = more if samples.teacher_outputs is None else more[1:]
-        old_log_probs, weights, mismatch = samples.old_log_probs, samples.weights, None
-        if old_log_probs is None:
-            old_log_probs = log_probs.detach()
-            mismatch = mismatch_weights(
-                old_log_probs,
-                samples.rollout_log_probs,
-                samples.loss_mask,
-                samples.lengths,
-                self._mismatch_config,
-            )
-            weights = None if self._mismatch_config.correction == "none" else mismatch.weights
-            if self._old_is_rollout:
-                old_log_probs = samples.rollout_log_probs
+        old_log_probs, weights, mismatch = self._weighed(log_probs.detach(), samples)
         out = policy_loss_total(
             log_probs,
             entropy,
@@ -238,16 +237,20 @@ class Actor:
             weights=weights,
             rollout_log_probs=samples.rollout_log_probs,
             selected=samples.selected,
+            expected_score=expected_score,
             denominators=denominators,
             config=self.loss_config,
         )
         sums = out.sums.stacked().double()
         if mismatch is not None:
-            sums = torch.cat([sums, mismatch.sums.stacked()])
+            sums = torch.cat([sums, mismatch.stacked()])
         loss = out.loss
         if samples.teacher_outputs is not None:
+            of_tokens = more[0]
+            if samples.teacher_mask is not None:
+                of_tokens = masked(samples.teacher_mask, of_tokens)
             teacher_loss, kl = teacher_term(
-                more[0],
+                of_tokens,
                 samples.loss_mask,
                 samples.lengths,
                 denominators=denominators,
@@ -255,6 +258,8 @@ class Actor:
             )
             loss = loss + self._teacher.teacher_coef * teacher_loss
             sums = torch.cat([sums, kl[None]])
+        if centering is not None:
+            sums = torch.cat([sums, centering.stacked()])
         if mtp_counts:
             mtp_loss, mtp_sum = mtp_cross_entropy(
                 of_mtp, samples.loss_mask, samples.lengths, mtp_counts
@@ -266,6 +271,28 @@ class Actor:
             sums = torch.cat([sums, nats.detach().double()[None]])
             loss = loss + self._taught_coef * nats / max(num_taught, 1.0)
         return loss, sums
+
+    def _weighed(
+        self, log_probs: torch.Tensor, samples: TrainBatch
+    ) -> tuple[torch.Tensor, torch.Tensor | None, MismatchSums | None]:
+        """Return old log-probs, weights of the mismatch and its sums, if they follow from these
+        `log_probs` `[t]`: in the first update without a scoring pass, and with expected scores,
+        whose weights are of the current policy."""
+        old_log_probs = samples.old_log_probs
+        if old_log_probs is not None and samples.top_tokens is None:
+            return old_log_probs, samples.weights, None
+        found = mismatch_weights(
+            log_probs,
+            samples.rollout_log_probs,
+            samples.loss_mask,
+            samples.lengths,
+            self._mismatch_config,
+        )
+        weights = None if self._mismatch_config.correction == "none" else found.weights
+        if old_log_probs is not None:
+            return old_log_probs, weights, None
+        old_log_probs = samples.rollout_log_probs if self._old_is_rollout else log_probs
+        return old_log_probs, weights, found.sums
 
 
 def predicted(loss_mask: torch.Tensor, lengths: torch.Tensor, ahead: int) -> torch.Tensor:

@@ -46,7 +46,12 @@ from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.case import model_of_args
 from mcore_rl.trainer.demonstration_store import DemonstrationStore
-from mcore_rl.trainer.hand_overs import engine_config, hand_over_options, make_canary
+from mcore_rl.trainer.hand_overs import (
+    engine_config,
+    hand_over_options,
+    make_canary,
+    served_adapters,
+)
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.mixed import MixedDemonstrations, read_mixed
@@ -56,7 +61,7 @@ from mcore_rl.trainer.models import (
     critic_role,
     new_sample_store,
     reward_role,
-    teacher_role,
+    teacher_roles,
 )
 from mcore_rl.trainer.recorder import RunRecorder
 from mcore_rl.trainer.resume import point as resume_point
@@ -116,7 +121,7 @@ class Models:
     state: megatron_adapter.TrainState  # of the actor
     shards: ModelShards
     critic: Role | None
-    teacher: Role | None
+    teachers: tuple[Role, ...]  # that are not swapped into the actor
     learner: Learner
     sample_store: SampleStore
 
@@ -143,8 +148,9 @@ class Parts:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """Critic, reward model and teacher, if any."""
-        roles = (self.models.critic, self.rollouts.reward_model, self.models.teacher)
+        """Critic, reward model and teachers, if any."""
+        models = self.models
+        roles = (models.critic, self.rollouts.reward_model, *models.teachers)
         return tuple(role for role in roles if role is not None)
 
 
@@ -201,6 +207,8 @@ def read_inputs(job: Job) -> Inputs:
     _require_same_prompts(prompts, job.config)
     close_all()  # of the tokenizer: prompts are tokenised, and environments start another one
     point = find_resume_point(job.spec, job.args, prompts, eval_prompts)
+    if point is not None and isinstance(prompts, PromptSources):
+        prompts = prompts.begun(point.state.begin)
     return Inputs(prompts, eval_prompts, day, point, _began_with(job, point))
 
 
@@ -210,6 +218,7 @@ def _read_prompts(job: Job, day: str) -> tuple[Drawn, Drawn | None]:
     return load_prompt_files(
         job.config.data,
         job.spec.checkpoint.folder,
+        per_step=job.config.trainer.num_prompts_per_step,
         trust_remote_code=job.spec.trust_remote_code,
         date=day,
     )
@@ -228,7 +237,7 @@ def build_models(
     state, shards = build_actor(job, model_provider, log=log)
     # On ranks of their own they are built while the engines start.
     critic = critic_role(job, model_provider, iteration=state.iteration, log=log)
-    teacher = teacher_role(job, log=log)
+    teachers = teacher_roles(job, log=log)
     sample_store: SampleStore
     if isinstance(inputs.prompts, Demonstrations):
         sample_store = DemonstrationStore(job, inputs.prompts)
@@ -241,17 +250,21 @@ def build_models(
         shards,
         critic,
         inputs.point,
-        teacher=teacher,
+        teachers=teachers,
+        prompts=inputs.prompts if isinstance(inputs.prompts, PromptSources) else None,
         log=log,
         sample_store=sample_store,
     )
+    if isinstance(inputs.prompts, PromptSources):
+        learner.source_keys = inputs.prompts.keys_of
     rows = read_mixed(job.spec, date=inputs.day)
     if rows is not None:
         learner.taught = MixedDemonstrations(job, rows)
     if inputs.point is not None:
         learner.kl_controller.load_state_dict(dict(inputs.point.state.kl_controller))
         learner.entropy_controller.load_state_dict(inputs.point.state.entropy_controller)
-    return Models(state, shards, critic, teacher, learner, sample_store)
+    called = tuple(each for each in teachers if each is not None)
+    return Models(state, shards, critic, called, learner, sample_store)
 
 
 def build_rollouts(
@@ -299,12 +312,14 @@ def connect_rollouts(
     start = inputs.start(job, models.state.iteration)
     note_stage("waiting for the engines")
     rollouts: RemoteRollouts
+    canary = build_canary(job, models.state, start.prompts)
     if job.spec.roles.has_controllers:
         from mcore_rl.trainer.servers import connect_servers  # imports vLLM
 
-        rollouts = connect_servers(job, engines, models.shards, models.sample_store, start, timers)
+        rollouts = connect_servers(
+            job, engines, models.shards, models.sample_store, canary, start, timers
+        )
     else:
-        canary = build_canary(job, models.state, start.prompts)
         rollouts = connect_engines(
             job, engines, models.shards, models.sample_store, canary, start, timers
         )
@@ -447,6 +462,7 @@ def build_manager(
         offloader=offloader,
         canary=canary,
         carried=None if engine.drafter is None else CarriedTensors(job.spec.checkpoint),
+        adapters=served_adapters(engine.config),
     )
 
 

@@ -7,7 +7,7 @@ they may be Megatron's validated arguments, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from mcore_rl.model.lora import targets_of
 from mcore_rl.model.roles import ACTOR, CRITIC, TEACHER, Roles
 from mcore_rl.model.speculation import parse_speculation
 from mcore_rl.moe.routing import R3
-from mcore_rl.planner.models import TrainedModel, stage_state
+from mcore_rl.planner.models import TrainedModel
 from mcore_rl.planner.phases import Case
 from mcore_rl.planner.settings import (
     BATCHED_TOKENS,
@@ -36,7 +36,7 @@ from mcore_rl.planner.settings import (
     Recompute,
     TrainSettings,
 )
-from mcore_rl.spec import LaidOut, is_swapped
+from mcore_rl.spec import LaidOut
 
 _DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 # Moments of each optimizer, for parameters that are matrices; others may have more.
@@ -60,21 +60,24 @@ def case_of(
     """Return the case of a job on machines like `machine`; `engine_ranks` only run engines, if
     any. Raises UsageError for an optimizer that the planner does not know."""
     shape, train, layers = model
+    training = _train_settings(config, values, train, layers, expert_load)
+    training = _with_adapters(training, config, shape)
+    training = _with_demonstrations(training, config, values, train, layers)
     return Case(
         shape=shape,
         train=train,
         layers=layers,
         rollout=rollout,
-        engine_ranks=engine_ranks,
-        training=_with_adapters(
-            _train_settings(config, values, train, layers, expert_load), config, shape
-        ),
+        # Controllers of servers hold nothing of a model.
+        engine_ranks=() if config.rollout.servers else engine_ranks,
+        training=training,
         critic=critic,
         engine=_engine_settings(
             config, values, shape, rollout, has_cuda=has_cuda, batched_tokens=batched_tokens
         ),
         machine=machine,
-        has_engines=config.has_engines,
+        has_engines=config.has_engines and not config.rollout.servers,
+        has_servers=bool(config.rollout.servers),
     )
 
 
@@ -135,24 +138,44 @@ def trained_critic(
     )
 
 
-def with_teacher(case: Case, config: RLConfig, teacher: LaidOut | None, roles: Roles) -> Case:
-    """Return the case with the weights of a teacher on the actor's ranks, if it has one there."""
-    if teacher is None or roles.is_apart(TEACHER):
+def with_teachers(
+    case: Case,
+    config: RLConfig,
+    teachers: Sequence[LaidOut],
+    roles: Roles,
+    *,
+    expert_load: float = 1.0,
+) -> Case:
+    """Return the case with the teachers in folders, if it has any."""
+    if not teachers:
         return case
-    train, layers = teacher.layout, teacher.layers
-    model = TrainedModel(
-        name=TEACHER,
-        shape=teacher.shape,
-        train=train,
-        layers=layers,
-        training=_train_settings(config, teacher.values, train, layers, 1.0),
-    )
-    weights = max(held["weights"] for held in stage_state(model))
-    if is_swapped(teacher, case.shape, case.train):
-        engine = replace(case.engine, teacher_host_bytes=weights)
-    else:
-        engine = replace(case.engine, teacher_bytes=weights)
-    return replace(case, engine=engine)
+    options = config.teacher
+    own = {
+        "tp_size": options.teacher_tp_size,
+        "pp_size": options.teacher_pp_size,
+        "ep_size": options.teacher_ep_size,
+    }
+    # The form with hidden states is for one teacher.
+    outputs: dict[str, Any] = {
+        "teacher_top_k": options.num_top_tokens,
+        "teacher_hidden": teachers[0].shape.hidden_size if options.with_hidden else 0,
+    }
+
+    def model(number: int, teacher: LaidOut) -> TrainedModel:
+        train, layers = teacher.layout, teacher.layers
+        settings = _train_settings(config, teacher.values, train, layers, expert_load)
+        return TrainedModel(
+            name=f"{TEACHER} {number}" if number > 1 else TEACHER,
+            shape=teacher.shape,
+            train=train,
+            layers=layers,
+            training=replace(settings.without_state(), **outputs),
+            own_degrees=frozenset(degree for degree, size in own.items() if size is not None),
+            ranks=roles.teacher,
+        )
+
+    models = tuple(model(number, each) for number, each in enumerate(teachers, 1))
+    return replace(case, teachers=models, training=replace(case.training, **outputs))
 
 
 def model_of_args(
@@ -179,6 +202,28 @@ def _with_adapters(settings: TrainSettings, config: RLConfig, shape: ModelShape)
     return replace(settings, lora_rank=config.lora.rank, lora_targets=targets)
 
 
+def _with_demonstrations(
+    settings: TrainSettings,
+    config: RLConfig,
+    values: Mapping[str, Any],
+    train: TrainLayout,
+    layers: PipelineLayers,
+) -> TrainSettings:
+    """Return the actor's settings with the micro-batches of --rl-sft-demonstrations, which follow
+    those of the samples in each mini-batch."""
+    if config.supervised.demonstrations is None:
+        return settings
+    rows = config.supervised.rows_per_step // config.trainer.num_mini_batches
+    more = settings.micro_batches_of(rows, train.dp_size, _multiple_of(values, train, layers))
+    return replace(settings, num_taught_micro_batches=more)
+
+
+def _multiple_of(values: Mapping[str, Any], train: TrainLayout, layers: PipelineLayers) -> int:
+    """Return the divisor of a rank's number of micro-batches in an interleaved schedule."""
+    group = values.get("microbatch_group_size_per_vp_stage") or train.pp_size
+    return group if len(layers[0]) > 1 else 1
+
+
 def activation_settings(
     config: RLConfig,
     values: Mapping[str, Any],
@@ -198,14 +243,14 @@ def activation_settings(
         recompute=_recompute(values),
         chunk_tokens=config.trainer.log_prob_chunk_tokens,
         head_in_float32=config.trainer.fp32_lm_head,
+        num_top_tokens=config.recipe.score_centering,
         expert_load=expert_load,
         mtp_layers=values.get("mtp_num_layers") or 0,
         trains_indexers=bool(values.get("dsa_indexer_loss_coeff")),
         keeps_sparse_scores=values.get("dsa_kernel_backend", "none") == "none",
     )
     mini_batch = config.samples_per_step // config.trainer.num_mini_batches
-    group = values.get("microbatch_group_size_per_vp_stage") or train.pp_size
-    multiple = group if len(layers[0]) > 1 else 1
+    multiple = _multiple_of(values, train, layers)
     count = settings.micro_batches_of(mini_batch, train.dp_size, multiple)
     return replace(settings, num_micro_batches=count)
 
@@ -252,9 +297,10 @@ def _engine_settings(
     samples = math.ceil(config.trainer.num_prompts_per_step / rollout.num_tp_groups)
     speculation = parse_speculation(config.engine.speculate)
     drafts = speculation is not None and speculation.has_drafter
-    # Engines on ranks of their own leave the devices of training alone.
-    stays = config.rollout.rollout_ranks is not None or not config.has_engines
-    has_graphs = has_cuda and config.has_engines and not config.engine.rollout_enforce_eager
+    # Engines on ranks of their own, and servers, leave the devices of training alone.
+    has_engines = config.has_engines and not config.rollout.servers
+    stays = config.rollout.rollout_ranks is not None or not has_engines
+    has_graphs = has_cuda and has_engines and not config.engine.rollout_enforce_eager
     return EngineSettings(
         gpu_memory_utilization=config.engine.rollout_gpu_memory_utilization,
         max_num_seqs=config.engine.rollout_max_num_seqs,

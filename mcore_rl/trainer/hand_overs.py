@@ -13,7 +13,9 @@ from mcore_rl.hybrid_engine.vllm.startup import EngineConfig
 from mcore_rl.hybrid_engine.weight_stream import HandOverOptions
 from mcore_rl.megatron.carried import CarriedTensors
 from mcore_rl.megatron.shards import ModelShards
+from mcore_rl.model.lora import ADAPTERS, factor_shapes
 from mcore_rl.model.speculation import parse_speculation
+from mcore_rl.model.tensors import TensorInfo
 from mcore_rl.moe.routing import R3
 from mcore_rl.trainer.job import Job
 
@@ -36,6 +38,7 @@ def engine_config(job: Job, *, load_format: str = "dummy") -> EngineConfig:
         dtype="float16" if config.trainer.precision == "fp16" else "bfloat16",
         float8=job.spec.float8,
         head_in_float32=config.trainer.fp32_lm_head,
+        num_top_tokens=config.recipe.score_centering,
         max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         max_num_seqs=config.engine.rollout_max_num_seqs,
         kv_cache_bytes=int(config.engine.rollout_kv_cache_gib * 2**30) if on_cpu else None,
@@ -44,6 +47,7 @@ def engine_config(job: Job, *, load_format: str = "dummy") -> EngineConfig:
         offload_graphs=config.engine.rollout_offload_cuda_graphs,
         seed=job.args.seed,
         speculation=parse_speculation(config.engine.speculate),
+        lora=job.spec.lora if config.lora.rollout == ADAPTERS else None,
         keeps_kv=config.rollout.keeps_kv,
         load_format=load_format,
         routed_layers=job.spec.routed_layers if config.trainer.routing_replay == R3 else None,
@@ -86,7 +90,19 @@ def hand_over(
         world=world,
         canary=canary,
         carried=CarriedTensors(job.spec.checkpoint) if drafts else None,
+        adapters=served_adapters(engine_config(job)),
     )
+
+
+def served_adapters(engine: EngineConfig) -> dict[str, TensorInfo] | None:
+    """Return the factors that engines apply, in the engines' dtype; None: they get merged weights.
+
+    They have their names in an adapter's file."""
+    if engine.lora is None:
+        return None
+    itemsize = getattr(torch, engine.dtype).itemsize
+    shapes = factor_shapes(engine.lora)
+    return {name: TensorInfo(shape, engine.dtype, itemsize) for name, shape in shapes.items()}
 
 
 def hand_over_options(job: Job) -> HandOverOptions:

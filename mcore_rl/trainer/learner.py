@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +46,7 @@ from mcore_rl.trainer.roles.samples import (
     mini_batches,
     plan_epochs,
     with_given_routes,
+    with_top_tokens,
 )
 from mcore_rl.trainer.roles.teacher import StepTeachers
 from mcore_rl.trainer.step_metrics import mean_entropy, mismatch_metrics
@@ -76,7 +77,7 @@ class Learner:
         config = job.config
         self._options, self._seed = config.trainer, job.args.seed
         self._layout, self._batching = job.spec.train_layout, job.micro_batching()
-        self._reward_weight = job.spec.rewards.weight
+        self._rewards = job.spec.rewards
         self._max_response_tokens = config.rollout.max_response_tokens
         self._critic_warmup_steps = config.critic.warmup_steps or 0
         self.recipe = config.recipe
@@ -84,6 +85,8 @@ class Learner:
         self.reference, self.sample_store = reference, sample_store
         self.teachers, self._teacher_coef = teachers, config.teacher.teacher_coef
         self.taught: MixedDemonstrations | None = None  # what updates learn besides
+        # `Prompt.index` of samples, `[n]` -> `SourceSpec.key` of each; None: there are no sources
+        self.source_keys: Callable[[np.ndarray], Sequence[str]] | None = None
         self.kl_controller = self.recipe.kl_controller()
         self.entropy_controller = self.recipe.entropy_controller()
         self._entropy_coef = self.entropy_controller.weight  # of this step
@@ -112,7 +115,7 @@ class Learner:
         """Return the samples as tensors, divided into mini-batches, ranks and micro-batches."""
         orders = orders_of_epochs(
             self._informative_groups(table),
-            samples_per_group=self.recipe.num_samples_per_prompt,
+            group_sizes=np.bincount(table.group_ids),
             num_mini_batches=self._options.num_mini_batches,
             num_epochs=self._options.num_epochs,
             seed=self._seed,
@@ -134,6 +137,8 @@ class Learner:
             batch = with_given_routes(batch, tokens, self.sample_store.of_stage())
             # A sample's last token never went through the engine.
             metrics = self._replayed(batch, batch.num_tokens - batch.num_samples)
+        if self.sample_store.num_top:
+            batch = with_top_tokens(batch, tokens, self.sample_store.num_top)
         for_critic = None
         if self.critic is not None:
             for_critic = self.critic.divide(self.sample_store, trained, orders)
@@ -163,16 +168,18 @@ class Learner:
     def _informative_groups(self, table: SampleTable) -> np.ndarray:
         """Return `[g]` bool: groups with a trained sample and with one whose advantages are not
         0."""
-        group_ids, valid = self._group_ids(table), table.valid
+        group_ids, valid = table.group_ids, table.valid
         groups = np.unique(group_ids)
         is_trained = np.isin(groups, group_ids[self._trained(table).valid])
         estimator = find_advantage_estimator(self.recipe.advantage)
-        if not estimator.compares_group or self.teachers is not None:
+        if not estimator.compares_group:
             return is_trained
         rewards = [self._clipped(table.rewards)]
         if estimator.needs_reward_parts:
             rewards = list(self._reward_parts(table)[0].T)
         found = [select_informative_groups(each[valid], group_ids[valid]) for each in rewards]
+        if self.teachers is not None:
+            found.append(group_ids[self.teachers.teacher_of(table) >= 0])
         return is_trained & np.isin(groups, np.concatenate(found))
 
     def _clipped(self, rewards: np.ndarray) -> np.ndarray:
@@ -181,11 +188,10 @@ class Learner:
 
     def _reward_parts(self, table: SampleTable) -> tuple[np.ndarray, np.ndarray]:
         """Return the rewards `[n, r]`, 0 for one that a sample does not have, and their weights."""
-        weights = [self._reward_weight(name) for name in table.parts]
+        keys = [""] * len(table) if self.source_keys is None else self.source_keys(table.prompts)
+        of_samples = [self._rewards.weights_of(key) for key in keys]
+        weights = [[of.get(name, 0.0) for name in table.parts] for of in of_samples]
         return np.nan_to_num(np.stack(list(table.parts.values()), axis=1)), np.array(weights)
-
-    def _group_ids(self, table: SampleTable) -> np.ndarray:
-        return np.arange(len(table)) // self.recipe.num_samples_per_prompt
 
     def with_log_probs(self, batch: StepBatch) -> StepBatch:
         """Add the log-probs of actor and reference and the critic's values, before any update."""
@@ -202,12 +208,13 @@ class Learner:
             samples = dataclasses.replace(samples, ref_log_probs=ref_log_probs)
         if values is not None:
             samples = dataclasses.replace(samples, values=values())
-        if teacher is not None:
+        if self.teachers is not None and teacher is not None:
             scores = teacher()
             samples = dataclasses.replace(
                 samples,
                 teacher_log_probs=scores[:, 0].contiguous(),
                 teacher_outputs=scores[:, 1:].contiguous() if scores.shape[1] > 1 else None,
+                teacher_mask=self.teachers.mask(samples),
             )
         return dataclasses.replace(batch, actor=samples)
 
@@ -253,8 +260,11 @@ class Learner:
         student = samples.rollout_log_probs if self._old_is_rollout else samples.old_log_probs
         assert samples.advantages is not None and student is not None
         assert samples.teacher_log_probs is not None
+        mask = samples.loss_mask
+        if samples.teacher_mask is not None:
+            mask = mask & samples.teacher_mask
         penalties, sums = teacher_penalties(
-            student, samples.teacher_log_probs, samples.loss_mask, self._teacher_coef
+            student, samples.teacher_log_probs, mask, self._teacher_coef
         )
         total = TeacherSums.from_stacked(self.actor.runner.global_sum(sums.stacked()))
         if samples.teacher_outputs is None:  # else the loss has a term
@@ -269,7 +279,8 @@ class Learner:
         old = samples.rollout_log_probs if self._old_is_rollout else samples.old_log_probs
         assert old is not None and samples.advantages is not None, "no scoring pass"
         # By draw and number in the group, so that the layout does not matter.
-        number = np.arange(len(table)) % self.recipe.num_samples_per_prompt
+        groups = table.group_ids
+        number = np.arange(len(table)) - np.searchsorted(groups, groups)
         random = [
             np.random.default_rng([self._seed, table.draws[row], number[row]]).random(length)
             for row, length in zip(
@@ -333,7 +344,7 @@ class Learner:
         answered = segments.counts > 0
         outcomes = torch.from_numpy(scores[rows]).float()
         if samples.turn_rewards is not None:
-            of_turns = self._reward_weight(ENVIRONMENT) * samples.turn_rewards * samples.loss_mask
+            of_turns = self._rewards.weight(ENVIRONMENT) * samples.turn_rewards * samples.loss_mask
             token_rewards += of_turns
             outcomes -= segments.sum(of_turns.double()).float()
         token_rewards[ends[answered]] += outcomes[answered]
@@ -342,7 +353,7 @@ class Learner:
         parts, weights = self._reward_parts(table) if table.parts else (None, None)
         return AdvantageInputs(
             scores=scores,
-            group_ids=self._group_ids(table),
+            group_ids=table.group_ids,
             response_lengths=table.generated_lengths,
             rows=rows,
             token_rewards=token_rewards,

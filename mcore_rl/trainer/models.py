@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import torch.distributed as dist
 
 from mcore_rl.common import objects
 from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.kills import note_stage
+from mcore_rl.data.prompts import PromptSources
 from mcore_rl.hybrid_engine.peft_export import load_adapter
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
@@ -41,7 +43,9 @@ from mcore_rl.trainer.roles.reward_model import RewardModel, build_reward_model
 from mcore_rl.trainer.roles.teacher import (
     CalledTeacher,
     StepTeachers,
+    Teacher,
     TeacherModel,
+    TeacherOf,
     build_swapped_teacher,
     build_teacher_model,
     read_teacher_head,
@@ -110,14 +114,16 @@ def build_learner(
     critic: Role | None,
     point: ResumePoint | None = None,
     *,
-    teacher: Role | None = None,
+    teachers: Sequence[Role | None] = (),
+    prompts: PromptSources | None = None,
     log: TextIO | None = None,
     sample_store: SampleStore | None = None,
 ) -> Learner:
     """Build actor, reference and critic of a job on the actor's ranks. Collective.
 
-    `critic` comes from `critic_role`, `teacher` from `teacher_role`; `point` is given if the run
-    resumes; `sample_store` is a `new_sample_store` by default.
+    `critic` comes from `critic_role`, `teachers` from `teacher_roles`; `prompts` are needed if
+    their sources have several teachers; `point` is given if the run resumes; `sample_store` is a
+    `new_sample_store` by default.
     """
     replay, routed = None, job.spec.routed_layers
     if routed is not None and job.config.trainer.routing_replay != OFF:
@@ -128,30 +134,50 @@ def build_learner(
         reference = build_reference(
             state, point, args=job.args, checkpoint=job.spec.checkpoint, shards=shards, log=log
         )
-    teachers = None
-    if job.spec.teacher is not None and job.config.teacher.with_hidden:
-        of_folder = job.spec.teacher
-        actor.teacher_head = agreed_in_world(
-            lambda: read_teacher_head(of_folder.checkpoint, of_folder.shape, state)
-        )
-    if teacher is not None:
-        teachers = StepTeachers([CalledTeacher(teacher)])
-    elif job.spec.teacher is not None:
-        teachers = StepTeachers(
-            [
-                build_swapped_teacher(
-                    actor.teacher_scores, state, job.spec.teacher.checkpoint, shards
-                )
-            ]
-        )
     return Learner(
         job,
         actor,
         None if critic is None else StepCritic(critic),
         reference=reference,
-        teachers=teachers,
+        teachers=_step_teachers(job, actor, state, shards, teachers, prompts),
         sample_store=new_sample_store(job) if sample_store is None else sample_store,
     )
+
+
+def _step_teachers(
+    job: Job,
+    actor: Actor,
+    state: megatron_adapter.TrainState,
+    shards: ModelShards,
+    roles: Sequence[Role | None],
+    prompts: PromptSources | None,
+) -> StepTeachers | None:
+    """Return the teachers of the job as a step asks them; None without any. Collective."""
+    teachers: list[Teacher] = []
+    places = job.config.teachers
+    for place, role in zip(places, roles, strict=True):
+        spec = job.spec.teacher_in(place)
+        if spec is not None and job.config.teacher.with_hidden:
+            read_head = functools.partial(read_teacher_head, spec.checkpoint, spec.shape, state)
+            actor.teacher_head = agreed_in_world(read_head)
+        if role is not None:
+            teachers.append(CalledTeacher(role))
+        elif spec is not None:
+            scores = actor.teacher_scores
+            teachers.append(build_swapped_teacher(scores, state, spec.checkpoint, shards))
+    if not teachers:
+        return None
+    numbers = {each.place: number for number, each in enumerate(places)}
+    of_sources = [numbers[each.place] if each else -1 for each in job.config.teachers_of_sources]
+    if not any(of_sources):
+        return StepTeachers(teachers)
+    assert prompts is not None, "samples have teachers by their sources"
+    return StepTeachers(teachers, teachers_by_source(prompts, of_sources))
+
+
+def teachers_by_source(prompts: PromptSources, numbers: Sequence[int]) -> TeacherOf:
+    """Return the teachers of samples by the sources of their prompts; `numbers` are by source."""
+    return lambda table: np.array(numbers)[prompts.sources_of(table.prompts)]
 
 
 def new_sample_store(job: Job, make: Callable[..., SampleStore] = SampleStore) -> SampleStore:
@@ -172,6 +198,7 @@ def new_sample_store(job: Job, make: Callable[..., SampleStore] = SampleStore) -
         job.spec.layers,
         routed,
         has_turns=job.config.environments.environment is not None,
+        num_top=job.config.recipe.score_centering,
         ranks=ranks,
     )
 
@@ -197,14 +224,20 @@ def reward_role(job: Job, *, log: TextIO | None = None) -> Role | None:
     return None if job.spec.reward_model is None else _role(job, REWARD, None, log=log)
 
 
-def teacher_role(job: Job, *, log: TextIO | None = None) -> Role | None:
-    """Build the teacher as the actor's ranks call it, unless there is none or the actor's model
-    takes its weights. Collective."""
-    if job.config.teacher.url is not None:
-        return LocalRole(TeacherServer(job.config.teacher))
-    if job.spec.teacher is None or job.spec.teacher.is_swapped:
-        return None
-    return _role(job, TEACHER, None, log=log)
+def teacher_roles(job: Job, *, log: TextIO | None = None) -> list[Role | None]:
+    """Build the teachers as the actor's ranks call them, in the order of `RLConfig.teachers`; None
+    for one whose weights the actor's model takes. Collective."""
+    roles: list[Role | None] = []
+    for place in job.config.teachers:
+        spec = job.spec.teacher_in(place)
+        if place.url is not None:
+            roles.append(LocalRole(TeacherServer(place.url, job.config.teacher)))
+        elif spec is None or spec.is_swapped:
+            roles.append(None)
+        else:
+            number = job.spec.teachers.index(spec)
+            roles.append(_role(job, TEACHER, None, log=log, number=number))
+    return roles
 
 
 def _role(
@@ -270,11 +303,12 @@ def _served_teacher(
     job: Job,
     model_provider: Callable[..., Any] | None = None,
     *,
+    number: int,
     log: TextIO | None = None,
 ) -> TeacherModel:
-    """Build the model of `--rl-teacher` on the ranks of this process's role. Collective."""
-    assert job.spec.teacher is not None
-    return build_teacher_model(job.spec.teacher, job.config, job.args, log=log)
+    """Build the model of a teacher in a folder, counted from 0, on the ranks of this process's
+    role. Collective."""
+    return build_teacher_model(job.spec.teachers[number], job.config, job.args, log=log)
 
 
 # A role's name in messages, and its builder, on either ranks.

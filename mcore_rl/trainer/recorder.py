@@ -59,7 +59,7 @@ _MACHINE_METRICS = ("memory/", "throughput/")
 
 def watched_alarms(config: RLConfig) -> AlarmOptions:
     """Return the options of alarms. With a teacher, equal rewards are no lack of a signal."""
-    has_teacher = config.teacher.teacher is not None
+    has_teacher = bool(config.teachers)
     return replace(config.alarms, alarm_reward_std=0.0) if has_teacher else config.alarms
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.data.options import NO_CURRICULUM
@@ -57,6 +58,14 @@ class Start:
     day: str  # for chat templates
     position: int = 0  # prompts drawn before
     folder: Path | None = None  # what `Rollouts.save` wrote, if the run resumes
+
+    def message(self) -> dict[str, Any]:
+        """Return the arguments of `SamplingRanks.connect`."""
+        return {
+            "position": self.position,
+            "begin": asdict(self.prompts.begin),
+            "folder": None if self.folder is None else str(self.folder),
+        }
 
     @property
     def fingerprints(self) -> list[str]:

@@ -28,6 +28,7 @@ from mcore_rl.batching.table import SampleTable
 from mcore_rl.common import objects
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.kills import note_stage
+from mcore_rl.data.drawn import Begin
 from mcore_rl.data.prompts import load_prompt_files
 from mcore_rl.data.tokenizer_process import close_all
 from mcore_rl.hybrid_engine.vllm.sampling_engine import SamplingEngine
@@ -58,11 +59,14 @@ class SamplingRanks:
         self._ahead: AheadSampler | None = None
         self._activity = Activity()
 
-    def connect(self, *, position: int, folder: str | None) -> dict[str, Any]:
+    def connect(
+        self, *, position: int, begin: dict[str, Any], folder: str | None
+    ) -> dict[str, Any]:
         """Prepare the sampling of a run that has drawn `position` prompts, whose state is in
-        `folder`. Returns what the bank has."""
+        `folder`. `begin` has the fields of `Begin`. Returns what the bank has."""
+        prompts = self._start.prompts.begun(Begin(**begin))
         path = None if folder is None else Path(folder)
-        start = replace(self._start, position=position, folder=path)
+        start = replace(self._start, prompts=prompts, position=position, folder=path)
         self._sampling = build_sampling(
             self._job, self._engine, self._sample_store, self._reward_model, start, self._timers
         )
@@ -186,6 +190,7 @@ def _build(
     mine, eval_prompts = load_prompt_files(
         job.config.data,
         job.spec.checkpoint.folder,
+        per_step=job.config.trainer.num_prompts_per_step,
         trust_remote_code=job.spec.trust_remote_code,
         date=day,
     )

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from mcore_rl.common import objects
 from mcore_rl.data.demonstrations import Drawn
+from mcore_rl.data.drawn import Begin
+from mcore_rl.data.prompts import PromptSources
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.observe.stage_timers import StageTimers
@@ -107,11 +109,10 @@ class RunSaver:
 
     def _trainer_state(self, num_steps: int) -> TrainerState:
         reference = self._learner.reference
-        return TrainerState(
+        state = TrainerState(
             step=num_steps,
             layout=self._job.spec.train_layout.describe(),
             weight_version=self._rollouts.manager.weight_version,
-            sampler_position=self._rollouts.position,
             prompts=self._prompts.fingerprint,
             eval_prompts="" if self._eval_prompts is None else self._eval_prompts.fingerprint,
             kl_controller=self._learner.kl_controller.state_dict(),
@@ -122,6 +123,9 @@ class RunSaver:
             date=self._day,
             lora="" if (lora := self._job.spec.lora) is None else lora.describe(),
         )
+        prompts = self._prompts
+        begin = prompts.begin if isinstance(prompts, PromptSources) else Begin()
+        return state.drawing(self._rollouts.position, begin)
 
 
 def early_exit(args: argparse.Namespace, num_steps: int) -> str | None:

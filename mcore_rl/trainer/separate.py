@@ -208,8 +208,7 @@ def connect_engines(
 ) -> RemoteRollouts:
     """Plan the hand-over with engines that `start_engines` has started. Collective over the actor's
     ranks; waits for the engines."""
-    folder = None if start.folder is None else str(start.folder)
-    finish = role.begin(EngineRanks.connect, position=start.position, folder=folder)
+    finish = role.begin(EngineRanks.connect, **start.message())
     manager = SeparateEngines(role, hand_over(job, shards=shards, canary=canary))
     log_bank(finish())
     return RemoteRollouts(role, manager, sample_store, timers, start.position)

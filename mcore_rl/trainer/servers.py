@@ -1,7 +1,8 @@
 """`--rl-rollout-servers`, as the actor's ranks use them; `controller_ranks` sends the requests.
 
 Weights travel from the actor's shards to the workers of all servers (`hybrid_engine.remote`). A
-server that fails an update gets no requests until a later one succeeds.
+server that fails an update gets no requests until a later one succeeds; nor does one that scores
+canaries otherwise than the actor.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+import numpy as np
 import torch.distributed as dist
 
+from mcore_rl.common import objects
+from mcore_rl.common.addresses import header_from
 from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.common.errors import UsageError
 from mcore_rl.hybrid_engine.proof.attest import OFF
+from mcore_rl.hybrid_engine.proof.canary import Canary
 from mcore_rl.hybrid_engine.remote.engine import NO_FIT
 from mcore_rl.hybrid_engine.remote.engine_client import HTTPEngineClient
+from mcore_rl.hybrid_engine.remote.prompt_scores import PromptScores, ScoringFailed
 from mcore_rl.hybrid_engine.remote.session import UpdateReport
 from mcore_rl.hybrid_engine.remote.trainer import (
     MegatronTrainerInitInfo,
@@ -41,19 +47,23 @@ from mcore_rl.trainer.separate import RemoteRollouts, RemoteSampleStore, log_ban
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 2.0
+_CANARY_SECONDS = 60.0  # in which failed requests for canaries are repeated
 
 
 class ServerSync:
     """The weight sync of servers: `with servers:` gives them new weights. Collective over the
     actor's ranks. Raises NoServersLeft; the weight version is then the one before."""
 
-    def __init__(self, job: Job, role: RemoteRole, source: ShardSource) -> None:
-        self._job, self._role, self._source = job, role, source
+    def __init__(
+        self, job: Job, role: RemoteRole, source: ShardSource, canary: Canary | None = None
+    ) -> None:
+        self._job, self._role, self._source, self._canary = job, role, source, canary
         self.weight_version = 0
         self.on_reshard_start: list[Hook] = []
         self.on_reshard_end: list[Hook] = []
         self._connected: dict[tuple[str, ...], MegatronTrainerWeightTransferEngine] = {}
         self._failing: dict[str, str] = {}  # servers that failed the last update, and why
+        self._suspects: set[str] = set()  # servers that failed their last canaries
 
     def __enter__(self) -> Self:
         self.weight_version += 1
@@ -75,8 +85,9 @@ class ServerSync:
             groups = self._together(found["urls"])
             for urls in groups:
                 if (report := self._send(urls)) is not None:
-                    held += urls
-                    reports.append(report)
+                    if sound := self._sound(urls):
+                        held += sound
+                        reports.append(report)
                 elif len(urls) > 1:  # a failure of several does not tell whose it is
                     groups += [(url,) for url in urls]
             if not reports:
@@ -125,6 +136,39 @@ class ServerSync:
         for url in urls:
             self._failing.pop(url, None)
         return report
+
+    def _sound(self, urls: tuple[str, ...]) -> list[str]:
+        """Return those of the updated servers that score canaries as the actor does, if canaries
+        are due; all, if not."""
+        canary = self._canary
+        is_due = canary is not None and canary.due(self.weight_version)
+        if canary is None or not (is_due or self._suspects.intersection(urls)):
+            return [*urls]
+        canary.score()
+        mine = self._faults(canary, urls) if dist.get_rank() == 0 else None
+        faults: dict[str, str] = objects.broadcast(mine)
+        self._suspects = self._suspects.difference(urls) | faults.keys()
+        self._failing |= faults
+        return [url for url in urls if url not in faults]
+
+    def _faults(self, canary: Canary, urls: Sequence[str]) -> dict[str, str]:
+        """Return the servers that score canaries otherwise, or not at all, and the differences."""
+        env = self._job.config.rollout.rollout_servers_header_env
+        header = header_from(env, "--rl-rollout-servers-header-env")
+        prompts = [np.array(ids, dtype=np.int32) for ids in canary.prompts]
+        faults: dict[str, str] = {}
+        for url in urls:
+            try:
+                scores = PromptScores(url, header).log_probs(prompts, _CANARY_SECONDS)
+                result = canary.compare_with([each[:-1] for each in scores], self.weight_version)
+                text, is_sound = str(result), result.ok
+                logger.info("[Canary] %s: %s", url, text)
+            except ScoringFailed as error:
+                text, is_sound = f"canaries were not scored: {error}", False
+            if not is_sound:
+                logger.warning("[Servers] %s gets no requests: %s", url, text)
+                faults[url] = text
+        return faults
 
     def _engine(self, urls: Sequence[str]) -> MegatronTrainerWeightTransferEngine:
         rollout, options = self._job.config.rollout, self._job.config.weight_sync
@@ -195,11 +239,12 @@ def connect_servers(
     role: RemoteRole,
     shards: ModelShards,
     sample_store: RemoteSampleStore,
+    canary: Canary | None,
     start: Start,
     timers: StageTimers,
 ) -> ServerRollouts:
     """Wait for controllers that `start_engines` has started. Collective over the actor's ranks."""
-    folder = None if start.folder is None else str(start.folder)
-    log_bank(role.call(SamplingRanks.connect, position=start.position, folder=folder))
-    sync = ServerSync(job, role, ShardSource(shards, dict(job.spec.checkpoint.tensors)))
+    log_bank(role.call(SamplingRanks.connect, **start.message()))
+    source = ShardSource(shards, dict(job.spec.checkpoint.tensors))
+    sync = ServerSync(job, role, source, canary)
     return ServerRollouts(role, sync, sample_store, timers, start.position)

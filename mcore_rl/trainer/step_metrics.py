@@ -99,6 +99,7 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         **_taught_metrics(updates),
         **_indexer_metrics(updates),
         **_teacher_metrics(updates, tokens),
+        **_centering_metrics(updates, tokens),
     }
 
 
@@ -118,6 +119,11 @@ def _mtp_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
 def _teacher_metrics(updates: Sequence[UpdateStats], num_tokens: float) -> dict[str, float]:
     found = [update.teacher_kl for update in updates if update.teacher_kl is not None]
     return {"loss/teacher": sum(found) / num_tokens} if found else {}
+
+
+def _centering_metrics(updates: Sequence[UpdateStats], num_tokens: float) -> dict[str, float]:
+    found = [update.centering for update in updates if update.centering is not None]
+    return functools.reduce(operator.add, found).metrics(num_tokens) if found else {}
 
 
 def _taught_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:

@@ -12,8 +12,8 @@ that rank's stage has no experts, their optimizer's step there is 0.
 
 Why safe: if the number of stored optimizers matches and their steps agree, Megatron's own function
 gets its usual arguments. Otherwise each optimizer gets the groups stored for parameters like its
-own (matched by Megatron's keys, except whether they are experts), and all get the latest step: all
-optimizers of a model step together.
+own (matched by Megatron's keys, except rates and whether they are experts), and all get the latest
+step: all optimizers of a model step together.
 
 Upstream: no issue known.
 
@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mcore_rl.patches.megatron.rates_after_loading import is_same_kind
 from mcore_rl.patches.registry import Patch, require_parameters
 
 _EXPERT = "is_expert_parallel"
@@ -77,7 +78,7 @@ def sorted_by_optimizer(
 
     def like(group: Mapping[str, Any]) -> dict[str, Any]:
         keys = [key for key in identifiers if key != _EXPERT]
-        alike = [other for other in groups if all(other.get(k) == group.get(k) for k in keys)]
+        alike = [other for other in groups if is_same_kind(group, other, keys)]
         # Prefer groups of the same kind.
         alike.sort(key=lambda other: other.get(_EXPERT) != group.get(_EXPERT))
         found = {**(alike[0] if alike else group), _EXPERT: group.get(_EXPERT)}

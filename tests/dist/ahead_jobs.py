@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from mcore_rl.batching.types import Prompt, ScoredRollout
 from mcore_rl.config import RLConfig
+from mcore_rl.data.drawn import Begin
 from mcore_rl.data.prompts import prompt_indices
 from mcore_rl.environments.conversation import ConversationTokens
 from mcore_rl.environments.interface import EnvironmentSpec
@@ -20,7 +21,7 @@ from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.rollout.ahead import AheadSampler
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.engines import RolloutWorkers
-from mcore_rl.rollout.groups import GroupPlan
+from mcore_rl.rollout.group_plan import GroupPlan
 from mcore_rl.rollout.sample_store import SampleStore
 from tests.dist.partial_jobs import Uneven, prompt_of, rescored, weights
 from tests.engine_samples import small_engine
@@ -37,6 +38,7 @@ class TwoPrompts:
 
     scale: int
     fingerprint: str = "tokens:two"
+    begin: Begin = Begin()
 
     def __len__(self) -> int:
         return 2

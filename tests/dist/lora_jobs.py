@@ -70,7 +70,34 @@ def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
         ),
     }
     write(models, Path(target))
+    if models.learner.reference is not None:
+        found["references"] = refreshed_references(models)
     dist.destroy_process_group()
+    return found
+
+
+def refreshed_references(models: Models) -> list[bool]:
+    """Whether the reference is the base, then the adapters of its refresh, bit for bit, whatever
+    the actor's are, and whether the actor gets its own back."""
+    actor, reference = models.learner.actor, models.learner.reference
+    assert reference is not None
+
+    def log_probs() -> torch.Tensor:
+        return log_probs_of_random_tokens(models.job, actor)
+
+    trained = log_probs()
+    with reference:
+        base = log_probs()
+    found = [not torch.equal(base, trained)]
+    reference.refresh(2)
+    for chunk in models.state.chunks:
+        adapters = lora.adapters_of(chunk)
+        assert adapters is not None
+        adapters.reset()  # the actor is its base again
+    for _ in range(2):
+        with reference:
+            found.append(torch.equal(log_probs(), trained))
+        found.append(torch.equal(log_probs(), base))
     return found
 
 

@@ -18,7 +18,7 @@ from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.rollout.dispatch import SamplingTarget
 from mcore_rl.rollout.engines import RolloutWorkers
-from mcore_rl.rollout.groups import GroupPlan
+from mcore_rl.rollout.group_plan import GroupPlan
 from mcore_rl.rollout.sample_store import SampleStore
 from tests.dist.rank_map_jobs import weights_of
 from tests.engine_samples import small_engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import math
 from collections.abc import Iterator
@@ -13,12 +14,16 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.batching.train_batches import split_mini_batches
+from mcore_rl.batching.types import TrainBatch
 from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.hybrid_engine.proof.canary import MAX_TOKENS, NUM_PROMPTS, Canary
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
+from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_manager
 from mcore_rl.trainer.hand_overs import engine_config
+from mcore_rl.trainer.job import Job
+from mcore_rl.trainer.roles.teacher import read_teacher_head
 from tests.dist.jobs import first_mini_batch, rank_batch, started
 from tests.dist.ppo_jobs import build_models
 from tests.live_bytes import LiveBytes
@@ -98,6 +103,7 @@ def bytes_in_phases(flags: list[str], checkpoints: str) -> dict[str, dict[str, i
                     actor.update(split_mini_batches(batch)[0])
                 with counted.phase("log-probs"):
                     actor.log_probs(batch)
+                _learn_from_teacher(job, actor, batch, counted)
         with counted.phase("export"):
             export(
                 shards, job.spec.checkpoint, Path(checkpoints) / "exported", bucket_bytes=1 << 20
@@ -109,6 +115,21 @@ def bytes_in_phases(flags: list[str], checkpoints: str) -> dict[str, dict[str, i
     found["rollout weights"] = {"held": _stored_bytes(engine), "peak": 0}
     dist.destroy_process_group()
     return found
+
+
+def _learn_from_teacher(job: Job, actor: Actor, batch: TrainBatch, counted: _Counted) -> None:
+    """Score a batch by the actor as its own teacher, and learn from that."""
+    with counted.phase("teacher"):
+        scores = actor.teacher_scores(batch)
+    counted.found["teacher"]["tokens"] = batch.num_tokens
+    (teacher,) = job.spec.teachers
+    with counted.phase("teacher head"):
+        if job.config.teacher.with_hidden:
+            actor.teacher_head = read_teacher_head(teacher.checkpoint, teacher.shape, actor.state)
+    batch = dataclasses.replace(batch, teacher_outputs=scores[:, 1:].contiguous())
+    mini_batch = split_mini_batches(batch)[0]
+    with counted.phase("train with a teacher"):
+        actor.update(mini_batch)
 
 
 def bytes_after_load(flags: list[str]) -> dict[str, dict[str, int]]:

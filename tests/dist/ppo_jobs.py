@@ -22,6 +22,7 @@ from mcore_rl.batching.types import (
     Rollout,
     ScoredRollout,
     StepBatch,
+    TopTokens,
     TrainBatch,
 )
 from mcore_rl.common.run_output import setup_logging
@@ -50,10 +51,12 @@ from tests.held import sampled_by_engines
 def step_samples(job: Job, sample_store: SampleStore) -> SampleTable:
     """A step's samples, of different lengths and rewards; the same in every layout.
 
-    They are stored as after a rollout. If `sample_store` stores experts, too, they are random.
-    Collective.
+    They are stored as after a rollout. If `sample_store` stores experts or candidates, too, they
+    are random. Collective.
     """
     scored = scored_samples(job.spec.shape.vocab_size, job.config.samples_per_step)
+    if sample_store.num_top:
+        scored = with_candidates(scored, sample_store.num_top, job.spec.shape.vocab_size)
     if sample_store.routed is not None:
         routed = with_routes([sample.rollout for sample in scored], sample_store.routed)
         scored = [
@@ -82,6 +85,24 @@ def with_routes(rollouts: list[Rollout], routed: RoutedLayers) -> list[Rollout]:
             np.concatenate([first.ids, then.ids]), np.concatenate([first.known, then.known])
         )
         found.append(dataclasses.replace(rollout, routes=routes))
+    return found
+
+
+CANDIDATE_MASS = 0.9
+
+
+def with_candidates(
+    scored: list[ScoredRollout], num_top: int, vocab_size: int
+) -> list[ScoredRollout]:
+    """With random tokens as the engine's most probable ones at each position of a response."""
+    rng, found = np.random.default_rng(8), []
+    for sample in scored:
+        shape = (len(sample.rollout.response_token_ids), vocab_size)
+        ids = rng.random(shape).argsort(axis=1)[:, :num_top].astype(np.int32)
+        shares = rng.dirichlet(np.ones(num_top), size=shape[0])
+        top = TopTokens(ids, np.log(CANDIDATE_MASS * shares).astype(np.float32))
+        rollout = dataclasses.replace(sample.rollout, top_tokens=top)
+        found.append(dataclasses.replace(sample, rollout=rollout))
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from tests.vllm_servers import VLLMServer, running, until
 
 MAX_LEN = 512
 LONG_TOKENS = 300
+NUM_TOP = 4
 SAMPLINGS = [
     Sampling(temperature=0.0, ignore_eos=True),
     Sampling(ignore_eos=True),
@@ -77,15 +79,22 @@ def _play(checkpoint: str, vocab_size: int, servers: list[VLLMServer]) -> dict[s
 
 
 def short_requests(local: VLLMEngine) -> list[Request]:
-    """One of each sampling, and one with a stop text that occurs, across a cut, too."""
+    """One of each sampling, and one with a stop text that occurs, across a cut, too. Those that
+    sample all tokens have candidates."""
     found = [
         Request(n, np.arange(5 + n, 25 + 3 * n, dtype=np.int32), 24, each, seed=seed_of(7, n))
         for n, each in enumerate(SAMPLINGS)
     ]
+    found = [
+        replace(each, num_top=NUM_TOP)
+        if each.sampling.top_p == 1.0 and each.sampling.top_k == -1
+        else each
+        for each in found
+    ]
     (whole,) = run(local, [found[0]])
     texts = [local.tokenizer.decode(whole.token_ids[:n].tolist()) for n in range(25)]
     stop = texts[10][len(texts[7]) :]  # three tokens
-    stopping = Request(10, found[0].token_ids, 24, Sampling(0.0, ignore_eos=True, stop=(stop,)))
+    stopping = replace(found[0], number=10, sampling=replace(SAMPLINGS[0], stop=(stop,)))
     own = np.concatenate([found[0].token_ids, whole.token_ids[:8]])
     rest = Request(11, own, 16, stopping.sampling, num_own=8)
     return [*found, stopping, rest]
@@ -108,6 +117,10 @@ def same(local: VLLMEngine, engine: ServerEngine, request: Request) -> dict[str,
         "tokens": [ours.token_ids.tolist(), theirs.token_ids.tolist()],
         "log_probs": [ours.log_probs.tolist(), theirs.log_probs.tolist()],
         "reasons": [ours.finish_reason, theirs.finish_reason],
+        "candidates": [
+            None if top is None else (top.ids.tolist(), top.log_probs.tolist())
+            for top in (ours.top_tokens, theirs.top_tokens)
+        ],
     }
 
 

@@ -39,12 +39,19 @@ def learn_and_save(flags: list[str], target: str) -> dict[str, Any]:
 
 
 def load(flags: list[str]) -> dict[str, Any]:
-    """What the optimizer holds after `--load`, and the most bytes of tensors while it was read."""
+    """What the optimizer holds after `--load`, the most bytes of tensors while it was read, and
+    the settings of its groups, which scheduler and Adam take."""
     with LiveBytes() as live:
         _, actor, _ = started(flags)
         gc.collect()
         held = live.live_bytes
     found = {"optimizer": _digests(actor.state), "beyond": live.peak_bytes - held}
+    groups = [group for each in actor.state.optimizers for group in each.optimizer.param_groups]
+    found["settings"] = [
+        {name: float(group[name]) for name in ("lr", "max_lr", "min_lr", "step")}
+        | {"betas": list(group["betas"])}
+        for group in groups
+    ]
     dist.destroy_process_group()
     return found
 

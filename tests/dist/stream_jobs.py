@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling, seed_of
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.rollout.segments import OpenGroup
 from mcore_rl.rollout.stream import StreamActions, run_stream
 from tests.engine_samples import small_engine
 
@@ -67,7 +68,7 @@ class Trickle:
     def dropped(self, request: Request, num_tokens: int) -> None:
         self.dropped_lengths[request.number] = num_tokens
 
-    def restored(self, draws: Sequence[int]) -> None:
+    def restored(self, groups: Sequence[OpenGroup]) -> None:
         raise AssertionError("a stream does not have a bank")
 
     def between_steps(self, num_running: int, step_seconds: float) -> None:

@@ -9,11 +9,13 @@ import torch.distributed as dist
 
 from mcore_rl.common import objects
 from mcore_rl.common.run_output import setup_logging
+from mcore_rl.data.prompts import PromptSources
 from mcore_rl.job.start import start
 from mcore_rl.model.roles import TEACHER
 from mcore_rl.trainer.job import Job
-from mcore_rl.trainer.models import build_actor, build_learner, serve_role, teacher_role
+from mcore_rl.trainer.models import build_actor, build_learner, serve_role, teacher_roles
 from tests.dist.ppo_jobs import step_samples
+from tests.prompt_tables import dataset
 
 
 def distil(flags: list[str]) -> dict[str, Any]:
@@ -33,8 +35,12 @@ def distil(flags: list[str]) -> dict[str, Any]:
 
 def _act(job: Job, log: Any) -> dict[str, Any]:
     state, shards = build_actor(job, log=log)
-    role = teacher_role(job, log=log)
-    learner = build_learner(job, state, shards, None, teacher=role)
+    roles = teacher_roles(job, log=log)
+    prompts = None
+    if job.config.data.prompts is not None:  # a source of each prompt of `step_samples`
+        specs = job.config.data.train_sources()
+        prompts = PromptSources([(spec, dataset(1, spec.name)) for spec in specs])
+    learner = build_learner(job, state, shards, None, teachers=roles, prompts=prompts)
     table = step_samples(job, learner.sample_store)
     table = dataclasses.replace(table, rewards=0 * table.rewards)  # as --rl-reward none gives
     batch = learner.with_log_probs(learner.make_batch(0, table))
@@ -54,7 +60,7 @@ def _act(job: Job, log: Any) -> dict[str, Any]:
         for sample, found in part.items():
             assert everywhere.setdefault(sample, found) == found, "ranks of a place disagree"
     (stats,) = learner.update(0, batch).actor
-    if role is not None:
+    for role in filter(None, roles):
         role.close()
     names = ("teacher", "student", "advantages")
     by_name = {
@@ -63,8 +69,11 @@ def _act(job: Job, log: Any) -> dict[str, Any]:
     }
     return {
         **by_name,
-        "is_swapped": role is None,
+        "is_swapped": not any(roles),
         "metrics": dict(batch.metrics),
         "grad_norm": stats.result.grad_norm,
+        "centering": None
+        if stats.centering is None
+        else stats.centering.metrics(float(stats.sums.num_tokens)),
         "kl": None if stats.teacher_kl is None else stats.teacher_kl / float(stats.sums.num_tokens),
     }

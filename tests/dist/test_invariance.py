@@ -53,10 +53,13 @@ ALGORITHMS = {
     # of the scoring pass, which go to other ranks for the second epoch
     "gspo": "--rl-algorithm gspo --rl-kl-coef 0.05 --rl-mismatch-correction sequence_tis "
     "--rl-num-epochs 2 --rl-routing-replay r2",
-    # the KL in a reward per sequence, compared within the group
-    "rloo": "--rl-algorithm rloo --rl-loss-aggregation seq_mean_token_mean",
-    # whitened over all tokens of the step
-    "reinforce_pp": "--rl-algorithm reinforce_pp --rl-mismatch-correction token_tis",
+    # the KL in a reward per sequence, compared within the group; centered scores, of which in the
+    # second epoch some ranks have other ones
+    "rloo": "--rl-algorithm rloo --rl-loss-aggregation seq_mean_token_mean --rl-num-epochs 2 "
+    "--rl-policy-loss policy_gradient --rl-score-centering 8",
+    # whitened over all tokens of the step; centered scores with weights of the current policy
+    "reinforce_pp": "--rl-algorithm reinforce_pp --rl-mismatch-correction token_tis "
+    "--rl-policy-loss policy_gradient --rl-score-centering 8",
 }
 # Pipeline stages, x model chunks of each; of the 4 layers, "3 + 1" gives the last stage one.
 STAGES = {

@@ -115,7 +115,10 @@ def adapted(
     folder = tmp_path_factory.mktemp("adapted")
 
     def make(arch: str) -> tuple[Path, Path, Path]:
-        checkpoint, adapter, merged = checkpoint_factory(arch), folder / arch, folder / f"{arch}+"
+        # Of four layers each of two stages has two chunks.
+        overrides = {"num_hidden_layers": 4} if arch == "qwen3" else None
+        checkpoint = checkpoint_factory(arch, overrides=overrides)
+        adapter, merged = folder / arch, folder / f"{arch}+"
         if not adapter.exists():
             merged_by_hand(checkpoint, random_adapter(checkpoint, adapter), merged)
         return checkpoint, adapter, merged
@@ -193,14 +196,15 @@ def learnt(
     assert all(result["steps"] == results[0]["steps"] for result in results), "ranks disagree"
     for result in results:
         assert result["base is unchanged"] and result["only adapters are trained"]
+        assert all(result["references"])
         padding = 64 * 2 * len(lora_of(Path(flags[1])).modules) + 4096
         least = result["adapter_elements"]
         assert least <= result["gradient_elements"] <= least + padding
     return results[0]
 
 
-# Pipeline stages; experts and data parallelism; packed samples; experts split by rows; recomputed
-# layers, whose input has no gradient of its own; context parallelism.
+# Pipeline stages, and virtual ones; experts and data parallelism; packed samples; experts split by
+# rows; recomputed layers, whose input has no gradient of its own; context parallelism.
 LAYOUTS = {
     "tp2_pp2_ep2": ("deepseek_v3", "tp2_pp2_ep2", "--rl-max-tokens-per-microbatch 128"),
     "dp2_ep2": (
@@ -215,7 +219,7 @@ LAYOUTS = {
         "--rl-offload gradients,optimizer,parameters",
     ),
     "overlap": ("qwen3", "dp2", "--overlap-grad-reduce --overlap-param-gather"),
-    "tp2": ("qwen3", "tp2_pp1_ep1", ""),
+    "tp2_vpp2": ("qwen3", "tp2_pp2_ep1", "--num-layers-per-virtual-pipeline-stage 1"),
     "ep2_tp2": ("gpt_oss", "tp2_pp1_ep2", ""),
     "cp2": (
         "deepseek_v3",

@@ -87,18 +87,33 @@ def test_memory_to_save_does_not_grow_with_data_parallelism(
             assert found["megatrons peak"] > whole  # it gathers all of it on every rank
 
 
+# Other settings than before, and whether they count: of the derived flag, and of its opposite.
+OTHERS = "--lr 3e-6 --min-lr 2e-6 --adam-beta2 0.9".split()
+SETTINGS = {
+    "ours": (OTHERS, {"lr": 3e-6, "max_lr": 3e-6, "min_lr": 2e-6, "betas": [0.9, 0.9]}),
+    "megatrons": (
+        [*OTHERS, "--use-checkpoint-opt_param-scheduler"],
+        {"lr": 1e-6, "max_lr": 1e-6, "min_lr": 0.0, "betas": [0.9, 0.95]},
+    ),
+}
+
+
 @pytest.mark.parametrize("written", ["ours", "megatrons"])
 @pytest.mark.parametrize("layout", ["DP4 EP2", "TP2 PP2 EP2"])
 def test_loading_brings_back_every_bit_and_takes_no_second_copy(
     layout: str, written: str, saved: Callable[[str], Saved], ranks: RankPool
 ) -> None:
-    """Also for checkpoints of earlier versions, which Megatron's own code wrote."""
-    before = saved(layout)
+    """Also for checkpoints of earlier versions, which Megatron's own code wrote, and with other
+    settings of the optimizer."""
+    before, (flags, settings) = saved(layout), SETTINGS[written]
     results = ranks.run(
         "tests.dist.saving_jobs:load",
         world_size=LAYOUTS[layout][1],
-        flags=[*before.flags, "--load", str(before.folder / written)],
+        flags=[*before.flags, "--load", str(before.folder / written), *flags],
     )
     for rank, (found, expected) in enumerate(zip(results, before.ranks, strict=True)):
         assert found["optimizer"] == expected["optimizer"] != {}, rank
         assert found["beyond"] < expected["bytes"], rank
+        assert found["settings"], rank
+        for group in found["settings"]:
+            assert group == {**settings, "step": 1}, rank

@@ -8,8 +8,14 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.planner.activations import teacher_activation_bytes, train_activation_bytes
 from mcore_rl.planner.engine import absorbed_bytes
-from mcore_rl.planner.models import TrainedModel, stage_parameters, stage_state
+from mcore_rl.planner.models import (
+    TrainedModel,
+    stage_parameters,
+    stage_state,
+    teacher_head_bytes,
+)
 from mcore_rl.planner.phases import (
     CANARY,
     EXPORT,
@@ -122,25 +128,49 @@ ACTIVATIONS = (0.2, 1.2)
 SMALL_BYTES = 1 << 17
 
 
+def check_teacher(case: Case, measured: list[dict[str, dict[str, int]]]) -> None:
+    """What is planned of scoring by a teacher, and of learning from it."""
+    teacher, dp_size = case.scoring_teacher, case.train.dp_size
+    assert teacher is not None and case.is_teacher_swapped
+    for rank, found in enumerate(measured):
+        stage = case.train.pp_rank(rank)
+        tokens = found["teacher"]["tokens"] * dp_size
+        planned = {
+            "teacher": teacher_activation_bytes(teacher, tokens)[stage],
+            "train with a teacher": train_activation_bytes(case.actor)[stage],
+        }
+        for name, num_bytes in planned.items():
+            least, most = ACTIVATIONS
+            assert least <= num_bytes / found[name]["peak"] <= most, (rank, name, planned, found)
+        head = teacher_head_bytes(case.actor)[stage]
+        assert 0 <= found["teacher head"]["held"] - head <= SMALL_BYTES, rank
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("arch", ["deepseek_v3", "qwen3_moe"])
 def test_every_phase_holds_what_is_planned(
     arch: str, checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path: Path
 ) -> None:
     """A run phase by phase; the device is the host here, and nothing is away."""
-    split = "tp2_pp2_ep2" if arch == "deepseek_v3" else "dp2"
+    split, form = {"deepseek_v3": ("tp2_pp2_ep2", "topk"), "qwen3_moe": ("dp2", "full")}[arch]
     world_size = SPLITS[split][3]
+    checkpoint = checkpoint_factory(arch)
     flags = job_flags(
-        checkpoint_factory(arch),
+        checkpoint,
         split,
         *("--rl-max-prompt-tokens", "16", "--rl-max-response-tokens", "16"),
         *("--rl-offload", "none", "--rl-reshard-bucket-mb", "1", "--rl-canary-interval", "1"),
         precision="bf16",
     )
     options = {"world_size": world_size, "timeout_seconds": 250}
+    teacher = ["--rl-teacher", str(checkpoint), "--rl-teacher-form", form]
     measured = ranks.run(
-        "tests.dist.planner_jobs:bytes_in_phases", flags=flags, checkpoints=tmp_path, **options
+        "tests.dist.planner_jobs:bytes_in_phases",
+        flags=[*flags, *teacher],
+        checkpoints=tmp_path,
+        **options,
     )
+    check_teacher(case_of([*flags, *teacher], world_size), measured)
     load = [*flags, "--load", str(tmp_path)]
     after_load = ranks.run("tests.dist.planner_jobs:bytes_after_load", flags=load, **options)
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.dist.rollout_servers_jobs import LONG_TOKENS
+from tests.dist.rollout_servers_jobs import LONG_TOKENS, NUM_TOP
 from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.timeout(500), pytest.mark.slow]
@@ -35,6 +36,18 @@ def test_a_request_alone_has_the_tokens_and_log_probs_of_an_engine_in_process(re
     for found in result["alone"]:
         for ours, theirs in found.values():
             assert ours == theirs
+    with_candidates = [found for found in result["alone"] if found["candidates"][0] is not None]
+    assert len(with_candidates) == 4
+    for found in with_candidates:
+        ids, log_probs = (np.array(each) for each in found["candidates"][0])
+        assert ids.shape == log_probs.shape == (len(found["tokens"][0]), NUM_TOP)
+        assert (np.diff(log_probs) <= 0).all()
+        # Sampled tokens among them have the same log-prob.
+        is_sampled = ids == np.array(found["tokens"][0])[:, None]
+        sampled = np.broadcast_to(np.array(found["log_probs"][0])[:, None], ids.shape)
+        assert np.array_equal(log_probs[is_sampled], sampled[is_sampled])
+    greedy = with_candidates[0]
+    assert [each[0] for each in greedy["candidates"][0][0]] == greedy["tokens"][0]
     stopping, rest = result["alone"][-2:]
     assert stopping["reasons"][0] == rest["reasons"][0] == "stop"
     assert len(stopping["tokens"][0]) - 8 == len(rest["tokens"][0])

@@ -13,9 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.dist.layouts import SPLITS, job_flags
-from tests.dist.ppo_jobs import scored_samples
+from tests.dist.ppo_jobs import CANDIDATE_MASS, scored_samples, with_candidates
 from tests.dist.test_lora import random_adapter, start_from
 from tests.rank_pool import RankPool
+from tests.scoring_server import log_prob_of, scoring_server
 
 # float32 on both sides, added up in another order.
 TOLERANCE = 1e-4
@@ -175,6 +176,50 @@ def test_gradient_equals_that_of_the_published_form(
     )
 
 
+def test_gradient_with_centered_scores_equals_that_of_whole_distributions(
+    student: Path, same_shape: Path, ranks: RankPool
+) -> None:
+    """The engine's distribution is its candidates, and beyond them the trainer's in proportion. The
+    advantages are the teacher's."""
+    k, temperature, parallel = 8, 0.8, ("--context-parallel-size", "2")
+    flags = ("--rl-teacher", str(same_shape), "--rl-teacher-coef", str(COEF), *parallel)
+    flags += ("--rl-policy-loss", "policy_gradient", "--rl-score-centering", str(k))
+    flags += ("--rl-temperature", str(temperature), "--rl-loss-aggregation", "token_mean")
+    found, *_ = distilled(ranks, student, "tp1_pp2_ep1", *flags, world_size=4)
+    model, teacher = model_of(student), model_of(same_shape)
+    vocab_size = model.config.vocab_size
+    samples = with_candidates(scored_samples(vocab_size, 8), k, vocab_size)
+    terms, plain, sizes, masses = [], [], [], []
+    for (tokens, scored), sample in zip(responses(student), samples, strict=True):
+        log_p = (model(tokens[None]).logits[0, scored] / temperature).log_softmax(-1)
+        sampled = log_p.gather(1, tokens[1:][scored, None])[:, 0]
+        top = sample.rollout.top_tokens
+        assert top is not None
+        ids = torch.from_numpy(top.ids).long()
+        with torch.no_grad():
+            theirs = log_probs_of(teacher, tokens, temperature)[scored]
+            advantages = COEF * (theirs - sampled)
+            mass = log_p.exp().gather(1, ids).sum(1, keepdim=True)
+            rho = (1 - CANDIDATE_MASS) / (1 - mass)
+            q = (rho * log_p.exp()).scatter(1, ids, torch.from_numpy(top.log_probs).exp())
+            assert (q.sum(1) - 1).abs().max() < TOLERANCE
+            sizes.append((q - rho * log_p.exp()).abs().sum(1))
+            masses.append(mass)
+        plain.append(-advantages * sampled)
+        terms.append(-advantages * (sampled - (q * log_p).sum(1)))
+    torch.cat(plain).mean().backward(retain_graph=True)
+    uncentered = gradient_norm(model)
+    model.zero_grad()
+    torch.cat(terms).mean().backward()
+    assert gradient_norm(model) > 0.1 and abs(uncentered / gradient_norm(model) - 1) > 0.01
+    assert found["grad_norm"] == pytest.approx(gradient_norm(model), rel=TOLERANCE)
+    assert found["centering"] == {
+        "centering/engine_mass": pytest.approx(CANDIDATE_MASS, abs=TOLERANCE),
+        "centering/actor_mass": pytest.approx(float(torch.cat(masses).mean()), rel=TOLERANCE),
+        "centering/coefficients_l1": pytest.approx(float(torch.cat(sizes).mean()), rel=TOLERANCE),
+    }
+
+
 @pytest.mark.parametrize(
     ("split", "form", "more", "is_swapped"),
     [
@@ -220,3 +265,92 @@ def test_gradient_equals_that_of_whole_distributions(
     assert found["grad_norm"] == pytest.approx(gradient_norm(model), rel=TOLERANCE)
     assert gradient_norm(model) > 0.01 and float(expected) > 0.01
     assert not any(any(advantages) for advantages in found["advantages"])
+
+
+def sources_of(folder: Path, *teachers: str) -> tuple[str, ...]:
+    """The flag of one source for each prompt of the samples, with these teachers."""
+    lines = [
+        f"s{n}: {{path: {n}.jsonl, teacher: '{each}'"
+        + (", reward: exact_match}" if each == "none" else "}")
+        for n, each in enumerate(teachers)
+    ]
+    (folder / "sources.yaml").write_text("\n".join(lines))
+    return ("--rl-prompts", str(folder / "sources.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("split", "more"),
+    [
+        ("dp2", ()),
+        ("tp2_pp2_ep1", ("--rl-max-tokens-per-microbatch", "128", "--rl-teacher-ep-size", "1")),
+    ],
+)
+def test_each_source_has_the_scores_of_its_teacher_alone(
+    split: str,
+    more: tuple[str, ...],
+    student: Path,
+    same_shape: Path,
+    larger: Path,
+    ranks: RankPool,
+    tmp_path: Path,
+) -> None:
+    """One teacher is swapped in, one takes turns, one is a server, and a source has none."""
+    with scoring_server() as server:
+        flags = sources_of(tmp_path, str(same_shape), str(larger), "none", server.url)
+        found, *_ = distilled(ranks, student, split, *flags, *more)
+    for number, teacher in enumerate((same_shape, larger)):
+        alone = ("--rl-teacher", str(teacher))
+        if more:  # packed: a called teacher rounds differently in rows with other samples
+            others = [str(teacher) if n == number else "none" for n in range(4)]
+            alone = sources_of(tmp_path, *others)
+        expected, *_ = distilled(ranks, student, split, *alone, *more)
+        for name in ("teacher", "student", "advantages"):
+            mine = slice(2 * number, 2 * number + 2)
+            assert found[name][mine] == expected[name][mine], (number, name)
+    assert not any(any(each) for each in (*found["teacher"][4:6], *found["advantages"][4:6]))
+    for scores, tokens in zip(found["teacher"][6:], tokens_of(student)[6:], strict=True):
+        ids = tokens.tolist()
+        assert scores[:-1] == [log_prob_of(ids, at) for at in range(1, len(ids))]
+        assert any(found["advantages"][6])
+    kl = [
+        s - t
+        for sample in (0, 1, 2, 3, 6, 7)
+        for s, t, a in zip(
+            *(found[name][sample] for name in ("student", "teacher", "advantages")), strict=True
+        )
+        if a
+    ]
+    assert found["metrics"]["teacher/reverse_kl"] == pytest.approx(sum(kl) / len(kl), rel=1e-5)
+
+
+def test_gradient_of_top_tokens_is_that_of_each_samples_teacher(
+    student: Path,
+    same_shape: Path,
+    checkpoint_factory: Callable[..., Path],
+    ranks: RankPool,
+    tmp_path: Path,
+) -> None:
+    other = checkpoint_factory("qwen3", seed=7)
+    flags = sources_of(tmp_path, str(same_shape), str(other), "none", str(other))
+    flags += (*TOP_K, "--rl-teacher-coef", str(COEF), "--rl-loss-aggregation", "token_mean")
+    found, *_ = distilled(ranks, student, "tp2_pp1_ep1", *flags)
+    assert found["is_swapped"]
+    model, total, num_tokens = model_of(student), torch.zeros(()), 0
+    teachers = [model_of(same_shape), model_of(other), None, model_of(other)]
+    for number, (tokens, scored) in enumerate(responses(student)):
+        num_tokens += scored.stop - scored.start
+        if (teacher := teachers[number // 2]) is None:
+            continue
+        p = model(tokens[None]).logits[0, scored].softmax(-1)
+        with torch.no_grad():
+            q = teacher(tokens[None]).logits[0, scored].softmax(-1)
+        top = q.topk(8).indices
+        p, q = (
+            torch.cat([e.gather(1, top), 1 - e.gather(1, top).sum(1, keepdim=True)], dim=1)
+            for e in (p, q)
+        )
+        total = total + (p * (p / q).log()).sum()
+    expected = total / num_tokens
+    (COEF * expected).backward()
+    assert found["kl"] == pytest.approx(float(expected.detach()), rel=TOLERANCE)
+    assert found["grad_norm"] == pytest.approx(gradient_norm(model), rel=TOLERANCE)

@@ -18,6 +18,20 @@ SMALL = (
     *("--rl-num-prompts-per-step", "4", "--rl-num-samples-per-prompt", "4"),
     *("--rl-eval-interval", "0", "--rl-max-response-tokens", "8"),
 )
+TRAIN_YAML = """
+easy: {path: easy.jsonl, weight: 0.75}
+hard:
+  path: hard.jsonl
+  weight: 0.25
+  prompt_column: question
+  reward: exact_match,arithmetic
+  reward_weights: 0.5,0.5
+  max_response_tokens: 4
+"""
+EVAL_YAML = """
+same: {path: easy.jsonl}
+other: {path: hard.jsonl, prompt_column: question, reward: exact_match}
+"""
 # By a clock or the kernel: no function of the seed.
 MEASURED = (
     *("time/", "throughput/", "idle/", "memory/", "health/"),
@@ -37,6 +51,32 @@ def task_flags(checkpoint: Path, run_dir: Path, *more: str) -> list[str]:
         *("--rl-run-dir", str(run_dir)),
         *more,
     ]
+
+
+def write_sources(checkpoint: Path, folder: Path) -> Path:
+    """Write two files of the task's prompts, YAML files that name them, and demonstrations."""
+    lines = (checkpoint / "prompts" / "train.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines[:60]]
+    asked = [row | {"question": row["prompt"]} for row in rows[20:]]
+    taught = [{"prompt": row["prompt"], "response": str(row["answer"])} for row in rows[:20]]
+    for name, some in (("easy", rows[:20]), ("hard", asked), ("taught", taught)):
+        text = "".join(json.dumps(row) + "\n" for row in some)
+        (folder / f"{name}.jsonl").write_text(text)
+    (folder / "train.yaml").write_text(TRAIN_YAML)
+    (folder / "eval.yaml").write_text(EVAL_YAML)
+    return folder
+
+
+def assert_pass_at_k_of_each_set(metrics: dict[str, float]) -> None:
+    """The metrics of an evaluation with four samples, of all sets of EVAL_YAML and of each."""
+    for name in ("eval", "eval/same", "eval/other"):
+        accuracy = metrics[f"{name}/accuracy"]
+        for mean in ("avg@4", "pass@1"):
+            assert abs(metrics[f"{name}/{mean}"] - accuracy) < 1e-6
+        assert metrics[f"{name}/pass@1"] <= metrics[f"{name}/pass@2"]
+        assert metrics[f"{name}/pass@2"] <= metrics[f"{name}/pass@4"]
+        assert 0 <= metrics[f"{name}/maj@4"] <= metrics[f"{name}/pass@4"]
+        assert metrics[f"{name}/maj@4_low"] < metrics[f"{name}/maj@4_high"]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,13 +77,16 @@ def test_gsm8k_with_qwen3_runs_by_its_script(
 def test_two_sources_run_by_their_script(
     checkpoint_factory: Callable[..., Path], prompts: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
-    """The command that two_sources/run.sh makes, with its YAML files beside small data."""
+    """The command that two_sources/run.sh makes, with its YAML files beside small data, and more
+    samples of each task than of each question."""
     folder, rows = tmp_path / "all", prompts.read_text().splitlines()
     (folder / "data").mkdir(parents=True)
     for name in ("sources.yaml", "heldout.yaml"):
         text = (EXAMPLES / "two_sources" / name).read_text()
         (folder / name).write_text(
-            text.replace("max_response_tokens: 512", "max_response_tokens: 4")
+            text.replace(
+                "max_response_tokens: 512", "max_response_tokens: 4\n  samples_per_prompt: 4"
+            )
         )
     tasks = [
         {"text": f"Return x + {n}.", "test_list": [f"assert add(1) == {n + 1}"]}
@@ -96,6 +100,7 @@ def test_two_sources_run_by_their_script(
     more += ["--rl-max-prompt-tokens", "192"]
     more += ["--rl-run-dir", str(tmp_path / "run"), "--rl-cache-dir", str(tmp_path / "cache")]
     more += ["--rl-eval-interval", "2", "--rl-num-eval-prompts", "2"]
+    more += ["--rl-num-logged-rollouts", "16"]
     script = EXAMPLES / "two_sources" / "run.sh"
     said = run_with_echo(tmp_path, script, checkpoint_factory("qwen3"), folder, *more)
     tokens = said.partition("mcore_rl.train\n")[2].splitlines()
@@ -105,6 +110,11 @@ def test_two_sources_run_by_their_script(
     first, _, last = metrics_of(tmp_path / "run")
     assert (first["source/math/prompts"], first["source/code/prompts"]) == (3, 1)
     assert first["source/code/response_tokens_mean"] <= 4
+    lines = map(json.loads, (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines())
+    groups = Counter((each["step"], each["draw"], each["source"]) for each in lines)
+    for step in (0, 1):
+        sizes = [(source, size) for (at, _, source), size in groups.items() if at == step]
+        assert sorted(sizes) == [("code", 4), *[("math", 2)] * 3]
     for name in ("gsm8k", "python_sandbox"):
         assert first[f"reward/{name}/failures"] == 0
     for name in ("math", "code"):
@@ -156,22 +166,28 @@ def test_a_larger_teacher_is_learned_from_without_rewards(
 def test_lora_trains_an_adapter_and_exports_it(
     checkpoint_factory: Callable[..., Path], prompts: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
+    """Engines have ranks of their own, and get the base once and adapters at each step."""
     checkpoint, adapter = checkpoint_factory("qwen3"), tmp_path / "adapter"
-    more = [*SHORT, "--rl-num-prompts-per-step", "2", "--rl-export-hf", str(tmp_path / "merged")]
+    more = "--rl-lora-rollout adapters --rl-rollout-ranks 2".split()
+    more += ["--rl-rollout-tp-size", "1", "--rl-max-staleness", "0"]
+    more += [*SHORT, "--rl-num-prompts-per-step", "2", "--rl-export-hf", str(tmp_path / "merged")]
     more += ["--rl-import", str(EXAMPLES / "own_parts" / "reward.py"), "--rl-reward", "brevity"]
     more += ["--rl-run-dir", str(tmp_path / "run"), "--rl-cache-dir", str(tmp_path / "cache")]
     said = run_with_echo(
         tmp_path, EXAMPLES / "lora" / "run.sh", checkpoint, prompts, adapter, *more
     )
     _, _, tokens = said.partition("mcore_rl.train\n")
-    ranks.run("tests.e2e.jobs:train", world_size=2, tokens=tokens.splitlines())
-    for metrics in metrics_of(tmp_path / "run"):
-        assert metrics["kl/rollout_actor"] < 0.01
+    ranks.run("tests.e2e.jobs:train", world_size=3, tokens=tokens.splitlines())
+    steps = metrics_of(tmp_path / "run")
+    assert all(metrics["kl/rollout_actor"] < 0.01 for metrics in steps)
     config = json.loads((adapter / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (32, 64)
     factors = load_file(adapter / "adapter_model.safetensors")
     assert any(value.any() for name, value in factors.items() if "lora_B" in name)
     base, merged = tensors_of(checkpoint), tensors_of(tmp_path / "merged")
+    first, second = (metrics["reshard/received_bytes_max"] for metrics in steps)
+    assert second == sum(2 * factor.numel() for factor in factors.values())
+    assert first == second + sum(weight.nbytes for weight in base.values())
     for name, value in merged.items():
         layer = f"base_model.model.{name.removesuffix('.weight')}"
         expected = base[name]
@@ -181,10 +197,11 @@ def test_lora_trains_an_adapter_and_exports_it(
         assert torch.equal(value, expected), name
 
 
-def test_grpo_continues_from_supervised_training(
+def test_ppo_continues_from_supervised_training(
     checkpoint_factory: Callable[..., Path], prompts: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
-    """Both commands of sft_then_grpo/run.sh; with a rate of 0, GRPO keeps the weights."""
+    """Both commands of sft_then_grpo/run.sh, with a critic, which begins then. With a rate of 0,
+    the policy keeps its weights."""
     taught = tmp_path / "taught.jsonl"
     rows = [json.loads(line) for line in prompts.read_text().splitlines()]
     answers = [{"prompt": row["prompt"], "response": row["answer"]} for row in rows]
@@ -195,21 +212,26 @@ def test_grpo_continues_from_supervised_training(
     said = run_with_echo(tmp_path, script, folder, taught, prompts, *short, RUNS=str(tmp_path))
     _, first, second = said.split("mcore_rl.train\n")
     sft = first.removesuffix("-m\nmcore_rl.launch\n--nproc-per-node\n2\n-m\n").splitlines()
-    exported = [tmp_path / "sft_hf", tmp_path / "grpo_hf"]
+    exported = [tmp_path / "sft_hf", tmp_path / "ppo_hf"]
     # SHORT would have the engine's flag, which supervised training refuses.
     at = sft.index("--rl-rollout-kv-cache-gib")
     del sft[at : at + 2]
     sft += ["--lr", "1e-2", "--rl-export-hf", str(exported[0])]
-    grpo = [*second.splitlines(), "--rl-num-steps", "4", "--rl-num-samples-per-prompt", "4"]
-    grpo += ["--lr", "0", "--rl-kl-coef", "0.1", "--rl-export-hf", str(exported[1])]
-    for tokens in (sft, grpo):
+    ppo = [*second.splitlines(), "--rl-num-steps", "5", "--rl-num-samples-per-prompt", "4"]
+    ppo += ["--rl-algorithm", "ppo", "--rl-critic-lr", "1e-3", "--rl-critic-warmup-steps", "4"]
+    ppo += ["--lr", "0", "--rl-kl-coef", "0.1", "--rl-export-hf", str(exported[1])]
+    for tokens in (sft, ppo):
         ranks.run("tests.e2e.jobs:train", world_size=2, tokens=tokens)
     taught_steps, steps = (metrics_of(tmp_path / name) for name in ("sft", "grpo"))
     losses = [metrics["loss/sft"] for metrics in taught_steps]
     assert len(losses) == 3 and losses[2] < losses[0] - 1
-    assert [metrics["step"] for metrics in steps] == [3]
+    assert [metrics["step"] for metrics in steps] == [3, 4]
+    assert ["loss/policy" in metrics for metrics in steps] == [False, True]
+    assert steps[0]["critic/value_mean"] == 0.0 != steps[1]["critic/value_mean"]
+    checkpoints = tmp_path / "grpo" / "checkpoints"
+    assert (checkpoints / "critic" / "iter_0000005").is_dir()
     # The engine has the weights, and the reference is the same policy.
-    assert steps[0]["kl/rollout_actor"] < 0.01 and steps[0]["kl/ref"] == 0.0
+    assert steps[0]["kl/rollout_actor"] < 0.01 and steps[1]["kl/ref"] == 0.0
     assert differing(*exported, at_least=10) == []
     assert differing(folder, exported[0], at_least=10) != []
 

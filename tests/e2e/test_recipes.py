@@ -131,14 +131,21 @@ def test_partial_rollouts_of_no_age_are_a_run_without_them(
     warmed_checkpoint: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
     """With K = 0 and as many groups as a step takes, every response ends in its step: the metrics
-    are the same bit for bit, but for clocks and memory."""
+    are the same bit for bit, but for clocks and memory. Scores are centered by the engine's most
+    probable tokens."""
     few = ("--rl-num-prompts-per-step", "8", "--rl-num-samples-per-prompt", "4")
+    few += ("--rl-policy-loss", "policy_gradient", "--rl-score-centering", "16")
     no_age = ("--rl-partial-rollouts", "--rl-max-staleness", "0", "--rl-oversample", "1")
     plain, partial = (
         run(warmed_checkpoint, tmp_path / name, ranks, 3, "--rl-deterministic", *few, *more)
         for name, more in (("plain", ()), ("partial", no_age))
     )
     assert len(plain) == len(partial) == 4
+    for step in plain[:-1]:
+        masses = step["centering/engine_mass"], step["centering/actor_mass"]
+        # One model with kernels of two kinds.
+        assert 0.5 < masses[0] <= 1.0001 and abs(masses[0] - masses[1]) < 0.01
+        assert 0 < step["centering/coefficients_l1"] < 0.05
     for expected, found in zip(plain, partial, strict=True):
         of_clocks = ("time/", "throughput/", "memory/", "reshard/peak_extra_bytes")
         assert {name: value for name, value in found.items() if not name.startswith(of_clocks)} == {

@@ -16,17 +16,25 @@ from tests.e2e.recipe import (
     HOOKS,
     SMALL,
     Ended,
+    assert_pass_at_k_of_each_set,
     exported_weights,
     metrics_of,
     run_job,
     seeded_metrics,
     task_flags,
+    write_sources,
 )
 from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TP2 = ("--tensor-model-parallel-size", "2")
 EVAL = ("--rl-eval-interval", "2", "--rl-num-eval-prompts", "8")
+# With the files of `write_sources`.
+SETS = (
+    "--rl-prompts {sources}/train.yaml --rl-eval-prompts {sources}/eval.yaml "
+    "--rl-eval-interval 2 --rl-num-eval-prompts 8 --rl-eval-samples 4 --rl-eval-temperature 0.7"
+)
+TAUGHT = "--rl-sft-demonstrations {sources}/taught.jsonl --rl-sft-coef 0.1 --rl-sft-rows-per-step 4"
 CALCULATOR = tuple(
     "--rl-environment calculator --rl-reward environment --rl-max-turns 4 "
     "--rl-max-response-tokens 24".split()
@@ -34,10 +42,11 @@ CALCULATOR = tuple(
 # name -> flags, ranks of the actor with the engines, and engines, ranks and flags of their own
 SYNCHRONOUS: dict[str, tuple[tuple[str, ...], int, int, str]] = {
     # Two engines, in which the speed of none decides what is sampled.
-    "remax, dynamic sampling, r3, oversampling, killed and resumed": (
+    "remax, dynamic sampling, r3, oversampling, sources, demonstrations, killed and resumed": (
         tuple(
             "--rl-algorithm remax --rl-dynamic-sampling --rl-max-refills 2 --rl-routing-replay r3 "
-            "--rl-oversample 2 --rl-deterministic --expert-model-parallel-size 2".split()
+            "--rl-oversample 2 --rl-deterministic --expert-model-parallel-size 2 "
+            f"--rl-curriculum drop {SETS} {TAUGHT}".split()
         ),
         2,
         4,
@@ -67,6 +76,8 @@ def test_synchronous_engines_reproduce_a_colocated_run(
     case: str, warmed_checkpoint: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
     flags, num_together, num_apart, apart = SYNCHRONOUS[case]
+    sources = write_sources(warmed_checkpoint, tmp_path)
+    flags = tuple(flag.format(sources=sources) for flag in flags)
     more = [*SMALL, *flags, "--rl-num-steps", "3", *task_of(case, warmed_checkpoint, tmp_path)]
 
     def run(name: str, num_ranks: int, *extra: str, **environment: str) -> Ended:
@@ -87,6 +98,14 @@ def test_synchronous_engines_reproduce_a_colocated_run(
     found, expected = (lasting(seeded_metrics(tmp_path / name)) for name in ("apart", "together"))
     assert found == expected and found.keys() >= {0, 1, 2}
     assert exported_weights(tmp_path / "apart") == exported_weights(tmp_path / "together") != {}
+    if "sources" in case:
+        assert_pass_at_k_of_each_set(found[0])
+        assert_pass_at_k_of_each_set(found[2])
+        assert found[2]["curriculum/settled_share"] > 0
+        names = ("easy", "hard")
+        assert all(sum(found[s][f"source/{n}/prompts"] for n in names) == 4 for s in range(3))
+        assert all(found[step]["loss/sft"] > 0 for step in range(3))
+        assert all(found[step]["moe/replayed_share"] == 1.0 for step in range(3))
     rows, expected_rows = (rollouts_of(tmp_path / name) for name in ("apart", "together"))
     assert rows[-8:] == expected_rows[-8:]  # of the last step
     _check_idle_times(tmp_path / "apart")
@@ -95,7 +114,10 @@ def test_synchronous_engines_reproduce_a_colocated_run(
 def _check_idle_times(run_dir: Path) -> None:
     """Both sides wait for each other, and the timeline has a row for each."""
     timeline = read_timeline(run_dir / "timeline.jsonl")
-    for step, metrics in enumerate(metrics_of(run_dir)[:-1]):
+    for metrics in metrics_of(run_dir)[:-1]:
+        if "idle/trainers" not in metrics:
+            continue  # an evaluation after the last step
+        step = metrics["step"]
         assert 0 < metrics["idle/trainers"] < 1 and 0 < metrics["idle/engines"] < 1
         whats = {
             line.role: {span.what for span in line.spans} for line in timeline if line.step == step
@@ -138,10 +160,9 @@ def rollouts_of(run_dir: Path) -> list[dict[str, Any]]:
 
 # name -> flags, ranks, the largest staleness
 AHEAD: dict[str, tuple[str, int, int]] = {
-    "remax, dynamic sampling, r3, two engines": (
+    "remax, dynamic sampling, r3, two engines, sources": (
         "--rl-algorithm remax --rl-dynamic-sampling --rl-max-refills 2 --rl-routing-replay r3 "
-        "--expert-model-parallel-size 2 --rl-rollout-ranks 2-3 --rl-eval-interval 2 "
-        "--rl-num-eval-prompts 8",
+        f"--expert-model-parallel-size 2 --rl-rollout-ranks 2-3 {SETS}",
         4,
         3,
     ),
@@ -167,6 +188,7 @@ def test_engines_that_sample_ahead_train_every_draw_once_and_in_time(
     case: str, warmed_checkpoint: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
     flags, num_ranks, most = AHEAD[case]
+    flags = flags.format(sources=write_sources(warmed_checkpoint, tmp_path))
     more = [*SMALL, *flags.split(), *ahead_files(case, warmed_checkpoint, tmp_path)]
     more += ["--rl-max-staleness", str(most), "--rl-num-logged-rollouts", "1000"]
     more += ["--load", str(tmp_path / "run" / "checkpoints"), "--rl-load-or-start"]
@@ -193,6 +215,9 @@ def test_engines_that_sample_ahead_train_every_draw_once_and_in_time(
     dropped = sum(step["rollout/uninformative_groups"] for step in metrics)
     left = end["next_draw"] - len({*draws, *map(int, end["outstanding"])})
     assert left >= dropped and (left > 0) == ("dynamic" in case)
+    if "sources" in case:
+        for step in (0, 2, 4, 5):
+            assert_pass_at_k_of_each_set(seeded_metrics(tmp_path / "run")[step])
     if "stop" in case:
         assert all(row["response"].count("7") <= row["response"].endswith("7") for row in rows)
     if "slow" in case:

@@ -55,7 +55,7 @@ def test_a_synchronous_run_trains_on_what_the_current_weights_sampled(
         tmp_path / "run",
         *(*SMALL, *flags_of(servers, 0), "--rl-rollout-controllers", "2", "--rl-num-steps", "3"),
         *("--expert-model-parallel-size", "2", "--rl-eval-interval", "2", *NO_REPLAY),
-        *("--rl-num-eval-prompts", "8", "--rl-attest", "full"),
+        *("--rl-num-eval-prompts", "8", "--rl-attest", "full", "--rl-canary-interval", "2"),
         *("--rl-reward", "arithmetic,model", "--rl-reward-weights", "1,0.01"),
         *("--rl-reward-model", str(model), "--rl-reward-ranks", "2", "--rl-reward-ep-size", "1"),
     )
@@ -70,6 +70,22 @@ def test_a_synchronous_run_trains_on_what_the_current_weights_sampled(
     assert "eval/accuracy" in steps[0] and "eval/accuracy" in steps[2]
     rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").open()]
     assert {row["weight_version"] for row in rows} == {1, 2, 3}
+    log = (tmp_path / "run" / "run.log").read_text().splitlines()
+    for server in servers:  # the first update and every second one after it
+        compared = [line for line in log if f"[Canary] {server.url}: " in line]
+        assert len(compared) == 2 and "(version 1," in compared[0] and "(version 3," in compared[1]
+
+
+def test_servers_that_score_canaries_otherwise_get_no_requests(
+    checkpoint: Path, servers: list[VLLMServer], ranks: RankPool, tmp_path: Path
+) -> None:
+    more = (*SMALL, *ONE, *NO_REPLAY, *flags_of(servers, 1), "--rl-canary-tolerance", "1e-9")
+    more += ("--rl-rollout-server-wait-minutes", "0")
+    ended = run_job(ranks, task_flags(checkpoint, tmp_path / "run", *more), world_size=1)
+    ended.require(75)
+    for server in servers:
+        assert f"{server.url}: canary prompt" in ended.said
+    assert "none was left" in ended.said
 
 
 def test_a_server_that_does_not_fit_ends_the_start(

@@ -36,6 +36,22 @@ def response_to(token_ids: Sequence[int], max_tokens: int) -> tuple[list[int], l
     return tokens, log_probs
 
 
+def candidates_of(token: int, log_prob: float, count: int) -> list[tuple[int, float]]:
+    """The most probable tokens at a position, by rank; the sampled one is the second, or none."""
+    others = [((token + n) % VOCAB_SIZE, -n / 128) for n in range(1, 1 + count)]
+    return [*others[:1], (token, log_prob), *others[1:-1]] if token % 2 else others
+
+
+def as_candidates(token: int, log_prob: float, count: int) -> list[dict[str, Any]]:
+    """`count` of them as vLLM sends them, the sampled one first."""
+    by_rank = {
+        each: {"token_id": each, "logprob": of_each, "rank": rank}
+        for rank, (each, of_each) in enumerate(candidates_of(token, log_prob, count), 1)
+    }
+    sampled = {"token_id": token, "logprob": log_prob, "rank": count + 5}
+    return [by_rank.pop(token, sampled), *by_rank.values()][:count]
+
+
 class FakeServer:
     """Attributes may change at any time; `reset` makes the server sound again."""
 
@@ -47,6 +63,7 @@ class FakeServer:
         self.weight_version, self.vllm_version = "default", "0.32.0"
         self.is_down = False  # closes each connection
         self.status = self.probe_status = 200
+        self.refusal = "nothing\nfor you " + "x" * 5000  # with another status
         self.hold_after: int | None = None  # tokens after which a stream hangs
         self.close_after: int | None = None  # tokens after which the connection is closed
         self.end_after: int | None = None  # tokens after which the stream ends
@@ -92,7 +109,8 @@ class FakeServer:
                 return
             if number == self.end_after:
                 return
-            entry = {"token_id": token, "logprob": log_prob, "rank": 1, "top_logprobs": []}
+            top = as_candidates(token, log_prob, body["sampling_params"]["logprobs"])
+            entry = {"token_id": token, "logprob": log_prob, "rank": 1, "top_logprobs": top}
             choice: dict[str, Any] = {
                 "index": 0,
                 "token_ids": [token],
@@ -121,8 +139,7 @@ class FakeServer:
             raise ConnectionResetError
         if status != 200:
             location = {"Location": "http://127.0.0.1:9/"} if 300 <= status < 400 else None
-            text = "nothing\nfor you " + "x" * 5000
-            response = web.Response(status=status, text=text, headers=location)
+            response = web.Response(status=status, text=self.refusal, headers=location)
             raise _Answered(response)
 
     def reading(self, fields: Callable[[], dict[str, str]]) -> Any:

@@ -25,6 +25,20 @@ top_p_without_correction: --rl-top-p 0.9
     --rl-top-p 0.9 needs --rl-mismatch-correction ... renormalises ... token_tis
 bounds_without_correction: --rl-mismatch-cap 2
     --rl-mismatch-cap 2.0 has no effect ... drop it
+centered_scores_of_a_clipped_loss: --rl-score-centering 8
+    --rl-score-centering 8 is for REINFORCE's loss ... --rl-policy-loss ppo_clip ... policy_gradient
+centered_scores_weighed_by_response: --rl-score-centering 8 --rl-policy-loss policy_gradient
+  --rl-mismatch-correction sequence_tis
+    --rl-score-centering 8 cannot be ... --rl-mismatch-correction sequence_tis ... token_tis
+centered_scores_with_a_veto: --rl-score-centering 8 --rl-policy-loss policy_gradient
+  --rl-mismatch-correction icepop --rl-mismatch-veto 0.1
+    --rl-score-centering 8 cannot be combined with --rl-mismatch-veto 0.1 ... drop one
+centered_scores_of_some_tokens: --rl-score-centering 8 --rl-policy-loss policy_gradient
+  --rl-mismatch-correction token_tis --rl-top-p 0.9
+    --rl-score-centering 8 cannot be combined with --rl-top-p 0.9 ... whole vocabulary ... drop one
+centered_scores_of_more_than_the_vocabulary: --rl-score-centering 100000
+  --rl-policy-loss policy_gradient
+    --rl-score-centering 100000 is more than the vocabulary ... choose
 engine_log_probs_without_experts_to_reuse: --rl-old-log-probs rollout --rl-routing-replay r2
     --rl-old-log-probs rollout ... --rl-routing-replay r2 ... r3
 overlong_buffer_beyond_the_budget: --rl-overlong-buffer-tokens 65
@@ -95,6 +109,9 @@ top_k_of_another_form: --rl-teacher {here}/checkpoint --rl-teacher-top-k 8
     --rl-teacher-top-k 8 has no effect with --rl-teacher-form token ... topk
 full_with_fp32_head: --rl-teacher {here}/checkpoint --rl-teacher-form full --rl-fp32-lm-head
     --rl-teacher-form full cannot be combined with --rl-fp32-lm-head ... topk
+topk_with_centered_scores: --rl-teacher {here}/checkpoint --rl-teacher-form topk
+  --rl-score-centering 8 --rl-policy-loss policy_gradient
+    --rl-teacher-form topk cannot be combined with --rl-score-centering 8 ... token
 more_than_the_vocabulary: --rl-teacher {here}/checkpoint --rl-teacher-form topk
   --rl-teacher-top-k 100000
     --rl-teacher-top-k 100000 is more than the vocabulary ... lower it

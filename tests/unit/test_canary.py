@@ -79,3 +79,15 @@ def test_canary_is_due_at_the_first_version_and_every_interval(
         lambda batch: batch.token_ids.float(), [[1, 2]], interval=interval, tolerance=0.1
     )
     assert [version for version in range(1, 6) if canary.due(version)] == expected
+
+
+def test_engine_elsewhere_is_compared_with_the_last_scores() -> None:
+    canary = Canary(
+        lambda batch: batch.token_ids.float().roll(-1), [[1, 2, 3], [4, 5]], interval=1, tolerance=1
+    )
+    canary.score()
+    assert canary.prompts == [[1, 2, 3], [4, 5]]
+    found = canary.compare_with([np.array([2.0, 4.0]), np.array([5.25])], 3)
+    assert found == CanaryResult(3, (0.5, 0.25), (1.0, 0.25), tolerance=1) and found.ok
+    assert not canary.compare_with([np.array([2.0, 6.0]), np.array([5.0])], 3).ok
+    assert not canary.compare_with([np.array([2.0, 3.0]), np.array([float("nan")])], 3).ok

@@ -107,6 +107,9 @@ FORGERIES = {
     f"sys.meta_path.insert(0, Hook()){F}",
     "unittest": "import unittest\nunittest.TestResult.wasSuccessful = lambda self: True\n"
     f"unittest.TestCase.run = lambda self, result=None: result{F}",
+    "unittest, debugged": f"import unittest\nunittest.TestCase.debug = lambda self: None{F}",
+    "unittest's stop": "import unittest.case\ndef f(x): raise unittest.case._ShouldStop",
+    "unittest's skip": "import unittest\ndef f(x): raise unittest.SkipTest",
     "the comparison": f"_are_equal_as_plain_data = lambda *a: True{F}",
 }
 
@@ -134,6 +137,10 @@ OF_ONE_TEST = {
         UNITTEST,
         f"import unittest\nunittest.TestResult.wasSuccessful = lambda *a: True{F}",
     ),
+    "one of two methods, skipped": (
+        f"{UNITTEST}    def test_g(self):\n        self.assertEqual(f(5), 6)\n",
+        "import unittest\ndef f(x):\n    if x == 1: return 2\n    raise unittest.SkipTest",
+    ),
     "numpy": (
         "import numpy as np\nassert np.allclose(f(1), 2)",
         f"import numpy\nnumpy.allclose = lambda *a, **k: True{F}",
@@ -148,6 +155,30 @@ def test_code_cannot_replace_parts_of_its_test(name: str) -> None:
     right = "def f(x): return str(x)" if name == "isinstance" else "def f(x): return x + 1"
     right = "def f(x): return [x, x]" if name == "len" else right
     assert run_python(right, [test], timeout_seconds=PATIENT_SECONDS).all_passed
+
+
+def test_handlers_and_timers_of_code_do_not_outlast_a_request() -> None:
+    code = """
+import signal
+def leave(*_): raise SystemExit(0)
+def f(x):
+    signal.signal(signal.SIGALRM, leave)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.setitimer(signal.ITIMER_REAL, 3600)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM, signal.SIGUSR2})
+    return x + 1
+f(0)
+"""
+    state = (
+        "[signal.getsignal(each) for each in (signal.SIGALRM, signal.SIGUSR1)] == [0, 0]",
+        "signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()",
+    )
+    test = "\n".join(["import signal", *(f"assert {e}" for e in state), "assert f(1) == 2"] * 2)
+    assert run_python(code, [test], timeout_seconds=PATIENT_SECONDS).all_passed
+    # Of a signal that is pending when the answer is ready, the handler does not run either.
+    blocked = code.replace("return", "signal.raise_signal(signal.SIGALRM)\n    return")
+    assert run_python(blocked, [test], timeout_seconds=PATIENT_SECONDS).all_passed
 
 
 RIGHT = {
@@ -253,6 +284,23 @@ def asked(grading: Grading, answers: Any) -> Iterator[dict[str, Any]]:
             request = dialogue.send(Reply(answers(request)))
         except StopIteration:
             return
+
+
+@pytest.mark.parametrize("exit_code", [0, 142, -14])
+def test_process_that_ends_between_the_steps_of_a_test_passes_none(exit_code: int) -> None:
+    """Until then it answers everything correctly."""
+    names = {"f": int, "_settled": lambda value, *_: value}
+    for last in ("f(2)", "f(3)"):
+        grading = Grading("", texts(["assert f(1) == 1\nassert f(2) == 2", "assert f(3) == 3"]))
+        dialogue = grading.dialogue()
+        request = next(dialogue)
+        while last not in request.get("value", ""):
+            value = eval(request["value"], names) if "value" in request else None
+            fails = request.get("do", "").startswith("assert")
+            request = dialogue.send(Reply({"ended": not fails, "value": value}))
+        with pytest.raises(StopIteration):
+            dialogue.send(Reply({}, exit_code=exit_code))
+        assert grading.passed == [False, False] and str(exit_code) in grading.why
 
 
 @pytest.mark.parametrize(

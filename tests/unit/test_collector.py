@@ -17,7 +17,7 @@ from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.collector import Collected, Collector
 from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, SamplingTarget, StepCounts
-from mcore_rl.rollout.groups import GroupPlan
+from mcore_rl.rollout.group_plan import GroupPlan
 from mcore_rl.rollout.segments import new_rollout
 from mcore_rl.trainer.step_metrics import rollout_metrics
 from tests.held import HeldHere
@@ -63,10 +63,12 @@ class ScriptedWorkers:
         while (draw := dispatcher.next_draw()) is not None:
             prompt = prompt_of(plan.first_draw + draw)
             both = [
-                self._scored(self._rollout(prompt, number, plan.is_greedy(number)), prompt.index)
+                self._scored(
+                    self._rollout(prompt, number, number >= plan.num_samples), prompt.index
+                )
                 for number in range(plan.size)
             ]
-            groups.append(with_baselines(both, plan.num_samples)[: plan.num_samples])
+            groups.append(with_baselines(both, [plan.num_samples])[: plan.num_samples])
             if differs is not None:
                 is_valid = any(sample.is_valid for sample in groups[-1])
                 dispatcher.record_group(differs=differs(groups[-1]), is_valid=is_valid)
@@ -286,7 +288,7 @@ def test_collect_requests_one_greedy_response_per_prompt():
     assert (call["plan"].num_samples, call["plan"].size) == (2, 3)
     asked = requests(call["plan"], 1)
     assert [r.sampling.temperature for r in asked] == [1.0, 1.0, 0.0]
-    assert [call["plan"].is_greedy(r.number) for r in asked] == [False, False, True]
+    assert [r.sampling.temperature == 0 for r in asked] == [False, False, True]
     # Only sampled responses are trained on, each with the baseline of its prompt.
     assert [s.rollout.text for s in workers.samples_of(collected)] == ["sampled"] * 8
     expected = [Baseline(GREEDY_REWARD + row, 1) for row in drawn_rows(0, 4) for _ in range(2)]

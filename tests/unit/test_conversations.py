@@ -20,7 +20,8 @@ from mcore_rl.hybrid_engine.vllm.generation import Sampling
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.conversations import Conversations, turns_of
 from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, SamplingTarget
-from mcore_rl.rollout.groups import GroupPlan, GroupScheduler
+from mcore_rl.rollout.group_plan import GroupPlan
+from mcore_rl.rollout.groups import GroupScheduler
 from mcore_rl.rollout.pending import read_groups, write_groups
 from mcore_rl.rollout.segments import OpenGroup, new_rollout
 from mcore_rl.rollout.stream import run_stream

@@ -31,7 +31,13 @@ from mcore_rl.hybrid_engine.remote.generate_client import (
 from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.moe.routing import RoutedLayers
 from tests import hostile
-from tests.unit.fake_servers import VOCAB_SIZE, FakeServer, fake_servers, response_to
+from tests.unit.fake_servers import (
+    VOCAB_SIZE,
+    FakeServer,
+    candidates_of,
+    fake_servers,
+    response_to,
+)
 
 REQUEST = Request(7, np.array([3, 1, 4], dtype=np.int32), 6, Sampling(), seed=11)
 TOKENS, LOG_PROBS = response_to([3, 1, 4], 6)
@@ -315,6 +321,55 @@ def test_missing_experts_are_a_usage_error(server):
         run(server, replace(REQUEST, with_routes=True), routed=ROUTED)
     assert refused.value.flag == "--rl-routing-replay r3"
     assert "--enable-return-routed-experts" in refused.value.remedy
+
+
+def test_candidates_are_the_most_probable_tokens_whichever_was_sampled(server):
+    tokens, log_probs = response_to([3, 1, 4], 6)
+    assert {token % 2 for token in tokens} == {0, 1}
+    found = run(server, replace(REQUEST, num_top=3))
+    assert server.bodies[0]["sampling_params"]["logprobs"] == 4
+    assert (found.token_ids, found.log_probs) == (tokens, log_probs)
+    for token, log_prob, top in zip(tokens, log_probs, found.top_tokens, strict=True):
+        ids, values = zip(*candidates_of(token, log_prob, 4)[:3], strict=True)
+        assert (top.ids.dtype, top.log_probs.dtype) == (np.int32, np.float32)
+        np.testing.assert_array_equal(top.ids, [ids])
+        np.testing.assert_array_equal(top.log_probs, np.array([values], np.float32))
+    assert not run(server).top_tokens
+    run(server, replace(REQUEST, num_top=VOCAB_SIZE))
+    assert server.bodies[2]["sampling_params"]["logprobs"] == VOCAB_SIZE
+
+
+@pytest.mark.parametrize(
+    "top",
+    [
+        None,
+        5,
+        [],
+        [{"token_id": 1, "logprob": -0.5, "rank": 1}],
+        [{"token_id": n, "logprob": -0.5, "rank": 1} for n in range(3)],
+        [{"token_id": n, "logprob": -0.5, "rank": 1 + n} for n in (0, 1, 1, 2)],
+        [{"token_id": 1, "logprob": -0.5, "rank": 1 + n} for n in range(2)],
+        [{"token_id": n, "logprob": -0.5, "rank": [1]} for n in range(2)],
+        [{"token_id": n, "logprob": 0.5, "rank": 1 + n} for n in range(2)],
+        [{"token_id": VOCAB_SIZE, "logprob": -0.5, "rank": 1 + n} for n in range(2)],
+        ["a", "b"],
+    ],
+)
+def test_wrong_candidates_are_a_wrong_answer(server, top):
+    entry = {"token_id": TOKENS[2], "logprob": -0.5, "top_logprobs": top}
+    server.change = changed(2, logprobs={"content": [entry]})
+    received = Received()
+    with pytest.raises(WrongAnswer, match="candidate"):
+        run(server, replace(REQUEST, num_top=2), received=received)
+    assert received.token_ids == TOKENS[:2] and len(received.top_tokens) == 2
+
+
+def test_server_that_refuses_so_many_candidates_is_a_usage_error(server):
+    server.status, server.refusal = 400, "Requested sample logprobs of 31, which is greater than 20"
+    with pytest.raises(UsageError) as refused:
+        run(server, replace(REQUEST, num_top=30))
+    assert refused.value.flag == "--rl-score-centering 30"
+    assert "--max-logprobs 31" in refused.value.remedy
 
 
 def test_any_stream_is_a_response_or_a_server_fault(server):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
+from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, with_baselines
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling
 from mcore_rl.rewards.parts import weighed
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.dispatch import Counters, Dispatcher, LocalCounters, SamplingTarget
-from mcore_rl.rollout.groups import GroupPlan, GroupScheduler
-from mcore_rl.rollout.segments import OpenGroup
+from mcore_rl.rollout.group_plan import GroupPlan
+from mcore_rl.rollout.groups import GroupScheduler
+from mcore_rl.rollout.segments import OpenGroup, new_rollout
 from mcore_rl.rollout.stream import run_stream
 
 ROOM = 6
@@ -163,6 +164,7 @@ def sampled(
     reserved: frozenset[int] = frozenset(),
     at_once: int = ROOM,
     waits: bool = False,
+    prompt_of: Callable[[int], Prompt] = prompt_of,
     **changes: Any,
 ) -> tuple[GroupScheduler, ScriptedEngine]:
     engine = ScriptedEngine(lengths(seed))
@@ -243,7 +245,44 @@ def test_greedy_response_of_each_group_is_not_compared() -> None:
     groups, _ = sampled(target, ScriptedRewards(reward), with_greedy=True)
     assert groups.counts().num_draws == 4  # the rewards of the samples do not differ
     assert [len(group.outcomes) for group in groups.open.values()] == [4] * 4
-    assert [groups.plan.is_greedy(number) for number in range(5)] == [False] * 3 + [True, False]
+
+
+@pytest.mark.parametrize("with_greedy", [False, True])
+def test_groups_have_the_sizes_of_their_prompts(with_greedy: bool) -> None:
+    own = {0: 2, 1: None, 2: 5}  # by draw modulo 3; None: SIZE
+
+    def of_draw(draw: int) -> Prompt:
+        return replace(prompt_of(draw), num_samples=own[draw % 3])
+
+    groups, engine = sampled(
+        SamplingTarget.of(9),
+        ScriptedRewards(float),
+        prompt_of=of_draw,
+        most_samples=5,
+        with_greedy=with_greedy,
+    )
+    taken, _ = groups.partition(groups.decide())
+    sizes = [own[draw % 3] or SIZE for draw in range(40, 49)]
+    assert [len(group.rollouts) - with_greedy for group in taken] == sizes
+    assert [groups.plan.num_samples_of(group) for group in taken] == sizes
+    for group, size in zip(taken, sizes, strict=True):
+        numbers = [number_of(each) for each in group.rollouts if each is not None]
+        expected = [group.draw * (5 + with_greedy) + index for index in range(size + with_greedy)]
+        assert numbers == expected
+        assert [group.outcomes[n]["length"].reward for n in range(len(numbers))] == expected
+        asked = sorted(each.number for each in engine.submitted if each.sampling.temperature == 0)
+        assert not with_greedy or expected[-1] in asked
+        assert len(asked) == with_greedy * 9
+    assert groups.counts().num_draws == 9
+
+
+def test_each_greedy_response_is_the_baseline_of_its_group() -> None:
+    rollout = new_rollout(prompt_of(0), 0, 0)
+    scored = [ScoredRollout(rollout, float(number)) for number in range(9)]
+    found = with_baselines(scored, [2, 1, 3])
+    assert [each.reward for each in found] == list(range(9))
+    baselines = [None if each.baseline is None else each.baseline.reward for each in found]
+    assert baselines == [6.0, 6.0, 7.0, 8.0, 8.0, 8.0, None, None, None]
 
 
 def test_failing_rewards_end_the_step() -> None:

@@ -269,7 +269,8 @@ def test_engines_generate_with_any_named_architecture(tmp_path: Path, named: Any
 
 def test_engines_compute_logits_in_float32_if_asked(tmp_path: Path) -> None:
     read(tmp_path, QWEN3_600M)
-    arguments = engine_arguments(EngineConfig(tmp_path, head_in_float32=True))
+    arguments = engine_arguments(EngineConfig(tmp_path, head_in_float32=True, num_top_tokens=128))
+    assert arguments["max_logprobs"] == 128
     assert arguments["hf_overrides"]["head_dtype"] == "float32"
 
 

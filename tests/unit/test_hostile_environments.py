@@ -31,7 +31,8 @@ from mcore_rl.isolation.zygote import Program
 from mcore_rl.rewards.parts import weighed
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, SamplingTarget
-from mcore_rl.rollout.groups import GroupPlan, GroupScheduler
+from mcore_rl.rollout.group_plan import GroupPlan
+from mcore_rl.rollout.groups import GroupScheduler
 from mcore_rl.rollout.stream import run_stream
 from tests import hostile
 from tests.unit.test_conversation import chatml

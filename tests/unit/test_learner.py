@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,8 @@ from mcore_rl.config import RLConfig
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.optimizer import UpdateResult
 from mcore_rl.model.layout import TrainLayout
+from mcore_rl.rewards.functions import ENVIRONMENT
+from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.roles import critic as critic_module
 from mcore_rl.trainer.roles.critic import ServedCritic, StepCritic, ValueUpdateStats
@@ -182,7 +185,7 @@ def learner_of(
         model: Any = ScriptedCritic(log)
         critic = StepCritic(LocalRole(ServedCritic(model, config.trainer, is_apart=False)))
     reference = ReferencePolicy(actor.state) if config.recipe.needs_reference else None
-    rewards = SimpleNamespace(weight=lambda name: turn_weight)
+    rewards = RewardSpec((ENVIRONMENT, "a", "b"), (turn_weight,) * 3, None, 1.0)
     job: Any = SimpleNamespace(
         config=config,
         spec=SimpleNamespace(train_layout=LAYOUT, rewards=rewards),
@@ -443,11 +446,24 @@ def test_gdpo_learns_from_groups_of_equal_sums():
     samples = with_parts(scored())
     inputs = inputs_of(learner_of(advantage="gdpo", turn_weight=3.0)[0], samples)
     assert inputs.reward_parts.tolist() == [[1, 0], [0, 1], [0.5, 0], [1, 1]]
-    assert inputs.reward_weights.tolist() == [3.0, 3.0]
+    assert inputs.reward_weights.tolist() == [[3.0, 3.0]] * 4
     learner, _ = learner_of(advantage="gdpo")
     assert learner._informative_groups(held(learner, samples)).tolist() == [True, True]
     learner, _ = learner_of()
     assert learner._informative_groups(held(learner, samples)).tolist() == [False, True]
+
+
+def test_gdpo_weighs_rewards_by_the_source_of_a_sample():
+    """The second source does not have the reward b."""
+    learner, _ = learner_of(advantage="gdpo", turn_weight=3.0)
+    of_sources = {"one": {"a": 1.0, "b": -2.0}, "two": {"a": 0.5}}
+    learner._rewards = dataclasses.replace(learner._rewards, of_sources=of_sources)
+    learner.source_keys = lambda prompts: ["one" if each == 0 else "two" for each in prompts]
+    samples = with_parts(scored())
+    samples[2:] = [dataclasses.replace(each, parts={"a": each.parts["a"]}) for each in samples[2:]]
+    inputs = inputs_of(learner, samples)
+    assert inputs.reward_parts.tolist() == [[1, 0], [0, 1], [0.5, 0], [1, 0]]
+    assert inputs.reward_weights.tolist() == [[1.0, -2.0], [1.0, -2.0], [0.5, 0.0], [0.5, 0.0]]
 
 
 # Samples without a reward -------------------------------------------------------------------------
@@ -519,6 +535,36 @@ def test_advantages_equal_estimator():
         [0.75, 0.75, 0.75, 0],
     ]
     assert batch.returns is None
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo", "opo", "remax"])
+def test_groups_of_different_sizes_have_the_advantages_of_each_alone(algorithm: str):
+    sizes, start = (2, 4, 3), 0
+    rewards = [1.0, 0.0, 0.5, 2.0, 0.25, 0.5, 1.0, 1.0, 4.0]
+    samples = []
+    for number, size in enumerate(sizes):
+        group = scored([(2, 1 + (start + n) % 3, rewards[start + n]) for n in range(size)])
+        prompt = dataclasses.replace(group[0].rollout.prompt, index=number)
+        baseline = Baseline(float(number), num_tokens=1)
+        samples += [
+            dataclasses.replace(
+                each, rollout=dataclasses.replace(each.rollout, prompt=prompt), baseline=baseline
+            )
+            for each in group
+        ]
+        start += size
+    learner, _ = learner_of(algorithm=algorithm)
+
+    def advantages(some: Sequence[ScoredRollout]) -> list[list[float]]:
+        batch = evaluated(learner, some).actor
+        parts = batch.advantages.split(batch.lengths.tolist())
+        found = dict(zip(batch.sample_ids.tolist(), (part.tolist() for part in parts), strict=True))
+        return [found[sample] for sample in range(len(some))]
+
+    ends = np.cumsum((0, *sizes)).tolist()
+    alone = [advantages(samples[a:b]) for a, b in pairwise(ends)]
+    assert advantages(samples) == [each for group in alone for each in group]
+    assert all(any(any(each) for each in group) for group in alone)
 
 
 @pytest.mark.parametrize("correction", ["none", "token_tis", "geometric_rejection"])

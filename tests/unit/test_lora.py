@@ -11,14 +11,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
 from mcore_rl.hybrid_engine.peft_export import check_adapter, mixes_experts
-from mcore_rl.job.lora import check_lora, check_lora_folders
+from mcore_rl.hybrid_engine.plan.placement import Placement
+from mcore_rl.job.lora import check_lora, check_lora_folders, note_on_adapters
 from mcore_rl.megatron.lora import plus_product
 from mcore_rl.model.config_json import ModelShape, model_shape
-from mcore_rl.model.layout import TrainLayout
-from mcore_rl.model.lora import Lora, LoraOptions, peft_names, resolve_lora
+from mcore_rl.model.layout import RolloutLayout, TrainLayout
+from mcore_rl.model.lora import VLLM_RANKS, Lora, LoraOptions, peft_names, resolve_lora, vllm_rank
 from mcore_rl.planner.models import (
     TrainedModel,
     merged_bytes,
@@ -31,6 +33,7 @@ from mcore_rl.tools.plan.command_line import read_command_line
 from scripts.make_tiny_deepseek import hf_config
 from tests.rank_pool import ROOT
 from tests.unit.test_planner import model_of
+from tests.vllm_reads import vllm_folder
 
 PRESETS = ROOT / "scripts" / "presets"
 ATTENTION = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
@@ -92,9 +95,18 @@ def test_target_of_no_layer_is_refused_with_the_possible_ones(target: str) -> No
     assert f"'{target}'" in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["alpha", "targets", "adapter", "export"])
-def test_flag_without_a_rank_is_refused(name: str) -> None:
-    options = LoraOptions(**{name: 1.0 if name == "alpha" else "x"})
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("alpha", 1.0),
+        ("targets", "x"),
+        ("adapter", "x"),
+        ("export", "x"),
+        ("rollout", "adapters"),
+    ],
+)
+def test_flag_without_a_rank_is_refused(name: str, value: Any) -> None:
+    options = LoraOptions(**{name: value})
     with pytest.raises(UsageError, match=f"--rl-lora-{name} .* without --rl-lora-rank"):
         resolve_lora(options, shape_of("qwen3"))
 
@@ -130,10 +142,51 @@ def test_flags_that_lora_excludes_are_named(values: dict[str, Any], flag: str) -
     assert check_lora(RLConfig(), shape, values) is None
 
 
-def test_another_reference_is_refused() -> None:
-    config = RLConfig.of(lora_rank=8, reference_refresh_interval=5, kl_coef=0.1)
-    with pytest.raises(UsageError, match="--rl-reference-refresh-interval 5 .*--rl-lora-rank"):
-        check_lora(config, shape_of("qwen3"), {})
+@pytest.mark.parametrize(
+    ("arch", "options", "flag"),
+    [
+        ("deepseek_v3", {}, "--rl-lora-rollout adapters .*experts"),
+        ("qwen3_moe", {"lora_targets": "q_proj"}, "--rl-lora-rollout adapters .*experts"),
+        ("qwen3_5_text", {}, "--rl-lora-rollout adapters .*recurrent"),
+        ("qwen3", {"lora_rank": 513}, "--rl-lora-rollout adapters .*513.* up to rank 512"),
+        ("qwen3", {"rollout_servers": "http://a:8000"}, "--rl-lora-rollout .*--rl-rollout-servers"),
+        ("qwen3", {"algorithm": "sft"}, "--rl-lora-rollout adapters .* without engines"),
+        ("qwen3", {"rollout_dtype": "fp8"}, "--rl-rollout-dtype fp8"),
+        ("qwen3", {"speculate": "ngram:2"}, "--rl-speculate ngram:2"),
+        ("qwen3", {"reshard_delta": True}, "--rl-reshard-delta"),
+    ],
+)
+def test_what_engines_do_not_serve_with_adapters_is_refused(
+    arch: str, options: dict[str, Any], flag: str
+) -> None:
+    options = {"lora_rank": 8, **options}
+    with pytest.raises(UsageError, match=f"{flag}.*; .*give --rl-lora-rollout merged"):
+        check_lora(RLConfig.of(**options, lora_rollout="adapters"), shape_of(arch), {})
+    assert check_lora(RLConfig.of(**options), shape_of(arch), {}) is not None
+
+
+def test_adapters_are_served_by_the_smallest_rank_of_vllm_that_holds_them() -> None:
+    found = {rank: vllm_rank(rank) for rank in (1, 2, 8, 9, 200, 512, 513)}
+    assert found == {1: 1, 2: 8, 8: 8, 9: 16, 200: 256, 512: 512, 513: None}
+    of_vllm = (vllm_folder() / "config" / "lora.py").read_text()
+    assert f"MaxLoRARanks = Literal[{', '.join(map(str, VLLM_RANKS))}]" in of_vllm
+
+
+def test_note_names_the_bytes_of_a_sync_of_adapters() -> None:
+    model = model_of("qwen3-0.6b", TrainLayout(2, tp_size=2))
+    placement = Placement(model.shape, model.train, model.layers, RolloutLayout(2, 2, False))
+    lora = resolve_lora(LoraOptions(rank=8), model.shape)
+    assert lora is not None
+    halves = {True: (1, 0.5), False: (0.5, 1)}  # of rows and columns: TP2 divides one of the two
+    elements = sum(
+        8 * (rows * halves[by_columns][0] + columns * halves[by_columns][1])
+        for layer, (rows, columns) in lora.modules.items()
+        for by_columns in [layer.endswith(("o_proj", "down_proj"))]
+    )
+    config = RLConfig.of(lora_rank=8, lora_rollout="adapters")
+    (note,) = note_on_adapters(config, lora, placement)
+    assert f"at most {shown_bytes(2 * elements)} of adapters" in note and "host memory" in note
+    assert list(note_on_adapters(RLConfig.of(lora_rank=8), lora, placement)) == []
 
 
 def with_lora(model: TrainedModel, lora: Lora) -> TrainedModel:

@@ -165,7 +165,7 @@ def test_epochs_order_every_sample_once_and_agree_on_all_ranks(
     num_samples = num_groups * samples_per_group
     orders = orders_of_epochs(
         informative,
-        samples_per_group=samples_per_group,
+        group_sizes=np.full(num_groups, samples_per_group),
         num_mini_batches=num_mini_batches,
         num_epochs=3,
         seed=seed,
@@ -203,7 +203,7 @@ def test_epochs_order_every_sample_once_and_agree_on_all_ranks(
 def test_orders_differ_between_epochs_and_steps_but_not_after_resume() -> None:
     def orders(**changes: int) -> np.ndarray:
         given = {"num_mini_batches": 4, "num_epochs": 3, "seed": 1, "step": 0, **changes}
-        return orders_of_epochs([True] * 16, samples_per_group=2, **given)
+        return orders_of_epochs([True] * 16, group_sizes=np.full(16, 2), **given)
 
     found = [
         order.tolist() for change in ({}, {"step": 1}, {"seed": 2}) for order in orders(**change)
@@ -232,10 +232,22 @@ def test_orders_differ_between_epochs_and_steps_but_not_after_resume() -> None:
         0,
     ]
     # Groups that do not divide into mini-batches are cut. No group is lost.
-    odd = orders_of_epochs(
-        [True, False, True], samples_per_group=2, num_mini_batches=2, num_epochs=1, seed=0, step=0
+    sizes = {"odd": np.full(3, 2), "different": np.array([1, 4, 3])}
+    odd, different = (
+        orders_of_epochs(
+            *([True, False, True],),
+            group_sizes=each,
+            num_mini_batches=2,
+            num_epochs=1,
+            seed=0,
+            step=0,
+        )[0].tolist()
+        for each in sizes.values()
     )
-    assert sorted(odd[0]) == list(range(6))
+    assert sorted(odd) == list(range(6))
+    groups = [[0], [1, 2, 3, 4], [5, 6, 7]]
+    order = [samples[0] // 2 for samples in zip(odd[::2], odd[1::2], strict=True)]
+    assert different == [sample for group in order for sample in groups[group]]
 
 
 def test_plan_refuses_indivisible_numbers_and_samples_over_budget() -> None:

@@ -27,7 +27,12 @@ from mcore_rl.planner.advice import HOST, Problem
 from mcore_rl.planner.engine import kv_bytes_per_token, state_bytes
 from mcore_rl.planner.layouts import stages_for
 from mcore_rl.planner.links import neighbourhoods, traffic_of
-from mcore_rl.planner.memory import EXPORTED_FILE_BYTES, routed_bytes, sampled_bytes
+from mcore_rl.planner.memory import (
+    EXPORTED_FILE_BYTES,
+    candidate_bytes,
+    routed_bytes,
+    sampled_bytes,
+)
 from mcore_rl.planner.models import (
     TrainedModel,
     optimizer_parameters,
@@ -488,6 +493,7 @@ def test_bytes_of_samples_equal_stored_and_sent_bytes() -> None:
     train = TrainLayout(world, tp_size=2, pp_size=2)
     sampled = {"sampled_tokens": samples * tokens, "sampled_tokens_in_all": 4 * samples * tokens}
     case = llama(train=train, tp_size=2, **sampled)
+    centered = llama(train=train, tp_size=2, **sampled, num_top_tokens=128)
     engines = tuple(tuple(range(first, first + 2)) for first in range(0, world, 2))
     from_engines = Shares(tuple(np.split(np.arange(4 * samples), 4)), engines)
     wanted = Shares(tuple(np.split(np.arange(4 * samples), 2)), train.dp_ranks())
@@ -499,7 +505,12 @@ def test_bytes_of_samples_equal_stored_and_sent_bytes() -> None:
         # Packed once for all receivers, which get copies.
         expected = (8 + 9) * samples * tokens + sent + received
         assert expected == sampled_bytes(case)
+        of_candidates = 2 * samples * tokens + (sent + received) // 9
+        assert candidate_bytes(centered) == 128 * 8 * of_candidates
     assert plan_case(case).memory.host_bytes["samples"] == 8 * sampled_bytes(case)
+    of_node = plan_case(centered).memory.host_bytes
+    assert of_node["candidates of samples"] == 8 * candidate_bytes(centered)
+    assert "candidates of samples" not in plan_case(case).memory.host_bytes
 
 
 def test_bytes_of_experts_of_samples_equal_stored_and_sent_bytes() -> None:

@@ -19,8 +19,11 @@ from mcore_rl.planner.memory import placement_of, resident_of
 from mcore_rl.planner.models import stage_state
 from mcore_rl.planner.phases import (
     BUILD,
+    CANARY,
+    FIRST_SWITCH,
     GRAPHS,
     HAND_OVER,
+    LOG_PROBS,
     NCCL,
     ROLLOUT,
     START,
@@ -30,6 +33,7 @@ from mcore_rl.planner.phases import (
 )
 from mcore_rl.planner.plan import Outcome, as_json, plan_case
 from mcore_rl.planner.report import print_plan
+from mcore_rl.planner.search import search
 from mcore_rl.planner.settings import GB, MB
 from mcore_rl.tools.plan.command_line import read_command_line
 from mcore_rl.tools.plan.simulate import with_useful_share
@@ -200,6 +204,41 @@ def test_flag_gives_ranks_to_engines() -> None:
 def test_other_layouts_are_not_tried_with_given_ranks(flag: str) -> None:
     with pytest.raises(UsageError, match=f"--rl-rollout-ranks 8-15 .*; drop it, or {flag}"):
         read_command_line([*QWEN, "--rl-rollout-ranks", "8-15", flag])
+
+
+SERVERS = ["--rl-rollout-servers", "http://a:8000,http://b:8000"]
+
+
+def test_job_with_servers_plans_its_trainers() -> None:
+    """All ranks train, and hold what trainers with engines on ranks of their own hold."""
+    planned = read_command_line([*QWEN, *SERVERS])
+    case = planned.case
+    assert case.has_servers and not case.has_engines and case.train.world_size == 16
+    assert any("--rl-rollout-ranks" in note for note in planned.notes)
+    outcome = plan_case(case)
+    assert outcome.traffic is None and outcome.fits
+    phases = [phase.name for phase in outcome.memory.phases]
+    assert phases == [BUILD, CANARY, FIRST_SWITCH, LOG_PROBS, TRAIN, HAND_OVER]
+    beside = read_command_line([*QWEN[:3], "24", "--rl-rollout-ranks", "16-23"]).case
+    assert beside.train == case.train
+    for name in phases:
+        assert parts(outcome, name) == parts(plan_case(beside), name)
+    assert as_json(outcome)["rollout"] is None
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))
+    print_plan(outcome, planned.notes, console)
+    assert "rollout  servers" in console.export_text()
+
+
+def test_servers_are_not_simulated() -> None:
+    with pytest.raises(UsageError, match="--rl-rollout-servers http.*drop it, or --simulate"):
+        read_command_line([*QWEN, *SERVERS, "--simulate"])
+
+
+def test_layouts_of_the_trainers_of_servers_are_searched() -> None:
+    request = read_command_line([*QWEN, *SERVERS])
+    found = search(request.case, request.step, top=3)
+    assert found.num_fitting and {each.rollout_name for each in found.candidates} == {"none"}
+    assert all("rollout" not in each.flags for each in found.candidates)
 
 
 def test_split_that_neither_side_can_use_is_none() -> None:

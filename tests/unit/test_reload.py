@@ -11,7 +11,7 @@ import torch
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.hybrid_engine.vllm import reload as reload_module
-from mcore_rl.hybrid_engine.vllm.reload import Reloader
+from mcore_rl.hybrid_engine.vllm.reload import Reloader, load_together
 
 
 class Failing(Reloader):
@@ -38,7 +38,7 @@ def test_loader_failure_is_reported_after_the_stream_has_ended(stream_fails, mon
         reported.append(str(fault))
 
     monkeypatch.setattr(reload_module, "_agree", agree)
-    Failing(torch.nn.Module(), None).reload(stream(), group=None)
+    load_together(Failing(torch.nn.Module(), None).load, stream(), group=None)
     assert asked == ["first", "second", "third"]
     assert reported == ["the loader failed"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from mcore_rl.batching.rows import MicroBatching, lay_out, tokens_in_rows
 from mcore_rl.batching.train_batches import batch_of_tokens, split_micro_batches
-from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
+from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, TopTokens
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.moe.routing import RoutedLayers, Routes, concatenated, load_of
 from mcore_rl.moe.routing_capture import routes_of
@@ -166,6 +167,46 @@ def test_tokens_are_the_same_after_their_way(sample_store: SampleStore, stage: i
     assert found.routes is not None
     assert np.array_equal(found.routes.ids, of_stage)
     assert np.array_equal(found.routes.known, routes.known)
+
+
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_candidates_are_the_same_after_their_way(sample_store: SampleStore, is_empty: bool) -> None:
+    sample_store.num_top = 3
+    sample, num_response = sample_of(Routes(drawn(4), np.ones(4, dtype=np.bool_))), 2
+    rng = np.random.default_rng(2)
+    top = TopTokens(
+        rng.integers(0, 130_000, (2, 3)).astype(np.int32), -rng.random((2, 3)).astype(np.float32)
+    )
+    if is_empty:  # a response that failed without one
+        nothing = np.empty(0, np.int32)
+        rollout = dataclasses.replace(
+            sample.rollout,
+            response_token_ids=nothing,
+            rollout_log_probs=nothing.astype(np.float32),
+            routes=None,
+        )
+        num_response, top = 0, TopTokens(np.empty((0, 3)), np.empty((0, 3)))
+    else:
+        rollout = dataclasses.replace(sample.rollout, top_tokens=top)
+    data = sample_store._packed(ScoredRollout(rollout, 1.0), 0)
+    length = 3 + num_response
+    assert len(data) == length * sample_store._width(0) + num_response * 3 * 8
+    found = sample_store._unpacked(np.concatenate([data[:1], data])[1:], length, 0)
+    assert found.token_ids.tolist() == [0, 1, 2, 70_000, 70_001][:length]
+    assert found.routes is not None and found.routes.known.all() == (not is_empty)
+    assert found.top_tokens is not None
+    assert np.array_equal(found.top_tokens.ids, top.ids)
+    assert np.array_equal(found.top_tokens.log_probs, top.log_probs)
+    assert found.top_tokens.ids.dtype == np.int32
+    assert found.top_tokens.log_probs.dtype == np.float32
+
+
+def test_sample_without_its_candidates_is_an_error(sample_store: SampleStore) -> None:
+    sample_store.num_top = 3
+    with pytest.raises(AssertionError, match="than 3 at each position"):
+        sample_store._packed(sample_of(None), None)
+    failed = dataclasses.replace(sample_of(None).rollout, failure="no server")
+    sample_store._packed(ScoredRollout(failed, 1.0), None)
 
 
 def test_ranks_of_an_engine_that_sampled_otherwise_are_an_error(sample_store: SampleStore) -> None:

@@ -19,12 +19,18 @@ from torch.distributed.checkpoint import save as save_checkpoint
 from mcore_rl import train
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
+from mcore_rl.data.drawn import Begin, changes_between, continued
+from mcore_rl.data.prompts import PromptSources
 from mcore_rl.job import start as start_module
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.trainer import saver as saver_module
 from mcore_rl.trainer.resume import folders
-from mcore_rl.trainer.resume.point import lost_reference, misplaced_optimizer
+from mcore_rl.trainer.resume.point import (
+    _with_known_prompts,
+    lost_reference,
+    misplaced_optimizer,
+)
 from mcore_rl.trainer.resume.trainer_state import (
     LOADED,
     TrainerState,
@@ -34,6 +40,7 @@ from mcore_rl.trainer.resume.trainer_state import (
     read_trainer_state,
 )
 from mcore_rl.trainer.saver import RunSaver
+from tests.prompt_tables import sources
 from tests.unit.test_checkpoint_folders import save
 
 
@@ -132,12 +139,52 @@ def test_state_of_an_older_version_is_read_unless_a_field_is_missing():
         *(("layout", value) for value in (None, 3, ["TP1"])),
         *(("kl_controller", value) for value in (None, [], {"a": "b"}, {"a": float("nan")})),
         ("optimizer_by_parameter", 1),
+        *(("sources_drawn", value) for value in (None, [], {"a": "b"}, {"a": -1}, {"a": 0.5})),
     ],
 )
 def test_state_with_invalid_values_is_refused(fact, value):
     facts = dataclasses.asdict(TrainerState(3, "TP1")) | {fact: value}
     with pytest.raises(UsageError, match=f"there does not hold .*{fact}.*load another"):
         _state(row_of(facts), Path("there"))
+
+
+def resumed_with(before: PromptSources, now: PromptSources, choice: str) -> TrainerState:
+    state = TrainerState(3, "TP1", prompts=before.fingerprint).drawing(12, before.begin)
+    stored_state = _state(row_of(dataclasses.asdict(state)), Path("there"))
+    assert stored_state == state
+    config = RLConfig.of(prompts="a.jsonl,b.jsonl", on_changed_prompts=choice)
+    return _with_known_prompts(stored_state, config, now, None)
+
+
+def test_other_sources_need_a_choice_which_keeps_or_drops_positions():
+    def of(**sizes: int) -> PromptSources:
+        return sources(sizes, per_step=4)
+
+    before, now = of(a=6, b=6), of(a=6, b=6, c=12)
+    with pytest.raises(UsageError, match="step 3 .*'c' is new.*restart, .*continue") as refusal:
+        resumed_with(before, now, "stop")
+    assert refusal.value.flag == "--rl-prompts a.jsonl,b.jsonl"
+    assert resumed_with(before, now, "restart") == dataclasses.replace(
+        TrainerState(3, "TP1", prompts=before.fingerprint), sampler_position=0
+    )
+    state = resumed_with(before, now, "continue")
+    assert (state.sampler_position, state.begin) == (12, Begin(12, {"a": 6, "b": 6}))
+    # A second time, from the checkpoint of that run.
+    again = resumed_with(now.begun(state.begin), of(a=6, b=6), "continue")
+    assert again.begin == Begin(12, {"a": 6, "b": 6})
+    # Nothing has changed: no choice is asked for.
+    same = resumed_with(now.begun(state.begin), now, "stop")
+    assert (same.sampler_position, same.begin) == (12, state.begin)
+    other_step = sources({"a": 6, "b": 6}, per_step=8)
+    with pytest.raises(UsageError, match="a step has 8 prompts of all, and had 4"):
+        resumed_with(before, other_step, "stop")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "[4, [[1, 2]]]", '[0, [["a", 1, "x"]]]', "[4, 5]"])
+def test_sources_of_an_unreadable_checkpoint_begin_again(text):
+    now = sources({"a": 6, "b": 6})
+    assert continued(f"sources:{text}", Begin(), 12, now.fingerprint) == Begin(12)
+    assert changes_between(f"sources:{text}", now.fingerprint) == "'a' is new, 'b' is new"
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"5", b"[" * 100_000, b"\xff"])

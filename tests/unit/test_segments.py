@@ -12,13 +12,13 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from mcore_rl.batching.table import SampleTokens
-from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, TurnReward
+from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, TopTokens, TurnReward
 from mcore_rl.common.errors import UsageError
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling
 from mcore_rl.moe.routing import Routes
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.collector import lengths_in
-from mcore_rl.rollout.pending import read_groups, write_groups
+from mcore_rl.rollout.pending import check_environments, read_groups, write_groups
 from mcore_rl.rollout.segments import (
     KeptConversation,
     OpenGroup,
@@ -46,9 +46,9 @@ def part(
     request = Request(0, np.array(ids, np.int32), limit, Sampling())
     sampled = np.array(tokens, np.int32)
     log_probs = -sampled.astype(np.float32)
-    return extend_rollout(
-        so_far, Completion(request, sampled, log_probs, "length", routes), version
-    )
+    top = TopTokens(np.stack([sampled, sampled + 1], axis=1), np.stack([log_probs] * 2, axis=1) / 2)
+    completion = Completion(request, sampled, log_probs, "length", routes, top_tokens=top)
+    return extend_rollout(so_far, completion, version)
 
 
 def in_three_parts() -> Rollout:
@@ -68,6 +68,25 @@ def test_tokens_keep_their_log_prob_and_version() -> None:
     assert (found.weight_version, found.oldest_version) == (4, 1)
     tokens = SampleTokens.of(ScoredRollout(found, 0.0))
     assert tokens.is_generated.tolist() == [False] * 3 + found.is_generated.tolist()
+
+
+def test_tokens_keep_their_candidates() -> None:
+    found = in_three_parts().top_tokens
+    assert found is not None and found.ids.dtype == np.int32
+    assert found.ids[:, 0].tolist() == [11, 12, 0, 0, 13, 14, 15]
+    assert found.ids[:, 1].tolist() == [12, 13, 0, 0, 14, 15, 16]
+    assert found.log_probs[:, 1].tolist() == [-5.5, -6, 0, 0, -6.5, -7, -7.5]
+    assert found.log_probs.dtype == np.float32
+
+
+def test_groups_fit_a_run_that_asks_for_as_many_candidates() -> None:
+    group = OpenGroup(1, [in_three_parts(), None, new_rollout(PROMPT, 2, 1)])
+    assert group.has_top_tokens(2, num_samples=3) and group.has_top_tokens(0, num_samples=3)
+    assert not group.has_top_tokens(3, num_samples=3)
+    greedy = dataclasses.replace(in_three_parts(), top_tokens=None)
+    group = OpenGroup(1, [in_three_parts(), greedy])
+    assert group.has_top_tokens(2, num_samples=1) and not group.has_top_tokens(2, num_samples=2)
+    assert group.has_top_tokens(0, num_samples=2)
 
 
 def test_experts_come_from_the_pass_that_sampled_the_next_token() -> None:
@@ -96,7 +115,7 @@ def groups() -> list[OpenGroup]:
             [finished, None, part(new_rollout(PROMPT, 2, 1), [draw], 1)],
             {0: outcomes},
             {0: Outcome(0.2, "no answer", "in 2 s")},
-            {2: KeptConversation('{"a": [1]}', np.array([90, 91], np.int32), "stop")},
+            {2: KeptConversation('{"a": [1]}', np.array([90, 91], np.int32), "stop", "Guess")},
         )
         for draw, outcomes in (
             (7, {"length": Outcome(0.1)}),
@@ -140,6 +159,16 @@ def test_checkpoint_restores_pending_groups(tmp_path: Path, num_tp_groups: int) 
     ]
 
 
+def test_conversations_with_another_environment_are_refused(tmp_path: Path) -> None:
+    write_groups(groups(), tmp_path / "rollout", 0)
+    check_environments(tmp_path / "rollout", lambda draw: "Guess")
+    with pytest.raises(UsageError, match="with Guess to continue, .* now Other"):
+        check_environments(tmp_path / "rollout", lambda draw: "Other" if draw == 9 else "Guess")
+    (tmp_path / "rollout" / "group_00001.safetensors").write_text("other")
+    with pytest.raises(UsageError, match="unfinished groups"):
+        check_environments(tmp_path / "rollout", lambda draw: "Guess")
+
+
 def written(folder: Path) -> tuple[Path, dict[str, np.ndarray], str]:
     write_groups(groups()[:1], folder, 0)
     file = folder / "group_00000.safetensors"
@@ -173,6 +202,7 @@ def read_again(file: Path, *, has_environments: bool = True) -> list[OpenGroup]:
         *[("[{", "[" * 100 + "{"), ("[{", "{"), ("}]", "")],
         *[('{"2": "stop"}', f'{{"{n}": "stop"}}') for n in ("0", "1", "3", "x")],
         *[('{"2": "stop"}', value) for value in ('{"2": 5}', '["2"]', '{"-1": null}')],
+        *[('{"2": "Guess"}', value) for value in ('{"2": 5}', '["Guess"]')],
     ],
 )
 def test_groups_with_wrong_values_are_refused(tmp_path: Path, old: str, new: str) -> None:
@@ -248,7 +278,11 @@ def test_turn_starts_after_the_last_answer_and_its_observation() -> None:
 
 @pytest.mark.parametrize("change", ["missing", "longer", "wider", "other"])
 @pytest.mark.parametrize(
-    "name", ["response_token_ids", "rollout_log_probs", "is_generated", "prompt_token_ids"]
+    "name",
+    [
+        *("response_token_ids", "rollout_log_probs", "is_generated", "prompt_token_ids"),
+        *("top_ids", "top_log_probs"),
+    ],
 )
 def test_groups_with_wrong_arrays_are_refused(tmp_path: Path, name: str, change: str) -> None:
     file, arrays, facts = written(tmp_path)

@@ -212,6 +212,27 @@ def test_partial_rollouts_do_not_wait_for_long_response() -> None:
     assert whole.step_seconds > 1.5 * partial.step_seconds
 
 
+def test_tools_that_have_not_answered_are_asked_again_in_the_next_step() -> None:
+    """One of two groups is taken. The second one is with its tool whenever the other ends, until it
+    is so old that the step waits for it."""
+    fast, slow = Response((20,)), Response((4, 4))
+    lengths = ResponseLengths(most=100, recorded=(fast, fast, fast, slow))
+    expected = [fast, slow, fast, fast, fast, fast]
+    seed = next(
+        seed
+        for seed in range(10**4)
+        if [lengths.of_draw(draw, 1, seed)[0] for draw in range(6)] == expected
+    )
+    load = workload(groups_per_step=1, samples_per_group=1, lengths=lengths, seed=seed)
+    load = replace(load, tool_seconds=30.0)
+    candidate = Candidate(PARTIAL, 1, 1, 1, 8, 0.0)
+    steps = PARTIAL_STALENESS + 1
+    found = simulate(candidate, load, speeds(train_rate=math.inf), warm_up_steps=0, steps=steps)
+    assert found.trained == (0, 2, 3, 4, 1) and found.staleness_max == PARTIAL_STALENESS
+    # Steps of 20 tokens; in the last one the tool answers, and 4 tokens follow.
+    assert found.step_seconds == pytest.approx((PARTIAL_STALENESS * 10 + 30 + 2) / steps)
+
+
 # ---------------------------------------------------------------------------------- properties
 
 
@@ -226,7 +247,7 @@ def runs(draw: st.DrawFn) -> tuple[Candidate, Workload, Speeds]:
             2000,
             100.0,
             draw(st.sampled_from([0.0, 0.5, 1.5])),
-            turns=1 if mode == PARTIAL else draw(st.integers(1, 3)),
+            turns=draw(st.integers(1, 3)),
         ),
         tool_seconds=draw(st.sampled_from([0.0, 3.0])),
         reward_seconds=draw(st.sampled_from([0.0, 1.0, 30.0])),
@@ -273,25 +294,14 @@ def test_simulation_is_deterministic(run: tuple[Candidate, Workload, Speeds]) ->
     assert simulate(*run) == simulate(*run)
 
 
-def test_partial_rollouts_with_tools_are_refused() -> None:
-    with pytest.raises(ValueError, match="environments"):
-        simulate(
-            colocated(mode=PARTIAL),
-            workload(lengths=replace(EVEN, turns=2)),
-            speeds(train_rate=1.0),
-        )
-
-
 # ------------------------------------------------------------------------------ recommendation
 
 MEASURED = EngineSpeed((1, 64, 256), (0.010, 0.014, 0.026), 40_000.0)
 
 
-def ways(most_running: int, splits: tuple[int, ...], turns: int) -> list[Candidate]:
+def ways(most_running: int, splits: tuple[int, ...]) -> list[Candidate]:
     """All ways to use 64 ranks with engines of TP2."""
-    found = [Candidate(COLOCATED, 64, 64, 32, most_running, 4.0)]
-    if turns == 1:
-        found.append(Candidate(PARTIAL, 64, 64, 32, most_running, 4.0))
+    found = [Candidate(mode, 64, 64, 32, most_running, 4.0) for mode in (COLOCATED, PARTIAL)]
     for trainers in splits:
         engines = (64 - trainers) // 2
         found += [
@@ -309,7 +319,7 @@ def test_colocated_is_recommended_for_short_even_answers_and_tight_memory() -> N
         prompt_tokens=200.0,
         lengths=ResponseLengths(512, 128.0, 0.05),
     )
-    found = compare(ways(16, (56,), 1), load, Speeds(MEASURED, 2000.0))
+    found = compare(ways(16, (56,)), load, Speeds(MEASURED, 2000.0))
     assert found.best.candidate.mode == COLOCATED
     assert found.recommendation.startswith("Take colocated: ")
 
@@ -322,7 +332,7 @@ def test_separate_is_recommended_for_tools_and_long_tails() -> None:
         lengths=ResponseLengths(8192, 1000.0, 1.0, turns=3),
         tool_seconds=1.0,
     )
-    found = compare(ways(256, (32, 48), 3), load, Speeds(MEASURED, 2000.0))
+    found = compare(ways(256, (32, 48)), load, Speeds(MEASURED, 2000.0))
     best = found.best
     assert best.candidate.mode == SEPARATE and best.candidate.max_staleness > 0
     assert f"--rl-rollout-ranks {best.candidate.num_trainers}-63" in found.recommendation

@@ -15,17 +15,17 @@ from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
-from mcore_rl.data.apportionment import Apportionment
 from mcore_rl.data.prompt_file import PromptRow
-from mcore_rl.data.prompts import PromptSources, changes_between, prompt_indices
+from mcore_rl.data.prompts import PromptSources, prompt_indices
 from mcore_rl.data.sources import EVAL_PROMPTS, SourceSpec, parse_sources
+from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.environments.options import EnvironmentOptions
 from mcore_rl.hybrid_engine.vllm.generation import Sampling
 from mcore_rl.job.preflight import check_ranges
 from mcore_rl.rewards.options import RewardOptions
 from mcore_rl.rewards.specs import parse_rewards
 from mcore_rl.rewards.stack import RewardStack
-from mcore_rl.rollout.groups import GroupPlan
+from mcore_rl.rollout.group_plan import GroupPlan
 from mcore_rl.rollout.segments import new_rollout
 from mcore_rl.trainer.step_metrics import source_metrics
 from tests.prompt_tables import one_source, sources
@@ -111,7 +111,9 @@ def test_wrong_lists_are_refused_in_one_sentence(value, words):
         ("- a.jsonl", ("names no source",)),
         ("a: b.jsonl", ("'a' has no path",)),
         ("a: {path: b.jsonl, wieght: 1}", ("unknown key 'wieght'", "weight")),
-        ("a: {path: b.jsonl, teacher: x}", ("unknown key 'teacher'",)),
+        ("a: {path: b.jsonl, samples_per_prompt: 0}", ("samples_per_prompt of source 'a' is 0",)),
+        ("a: {path: b.jsonl, teacher: 7}", ("teacher of source 'a' is 7",)),
+        ("a: {path: b.jsonl, weight: 1/0}", ("weight of 'a' is '1/0'",)),
         ("a: {path: b.jsonl}\na: {path: c.jsonl}", ("key 'a' twice",)),
         ("a/b: {path: b.jsonl}", ("cannot be called 'a/b'",)),
         ("a: {path: b.jsonl, max_prompt_tokens: 0}", ("max_prompt_tokens of source 'a' is 0",)),
@@ -133,6 +135,10 @@ def test_held_out_sets_have_no_weight_and_missing_files_are_named(tmp_path):
     (tmp_path / "s.yaml").write_text("a: {path: b.jsonl, weight: 1}")
     with pytest.raises(UsageError, match="unknown key 'weight'"):
         parse_sources(str(tmp_path / "s.yaml"), EVAL_PROMPTS)
+    for key in ("teacher: http://host", "samples_per_prompt: 2"):
+        (tmp_path / "s.yaml").write_text(f"a: {{path: b.jsonl, {key}}}")
+        with pytest.raises(UsageError, match=f"unknown key '{key.split(':')[0]}'"):
+            parse_sources(str(tmp_path / "s.yaml"), EVAL_PROMPTS)
     with pytest.raises(UsageError, match="cannot be read"):
         parse_sources(str(tmp_path / "none.yaml"))
 
@@ -160,42 +166,6 @@ def test_sources_and_curricula_fit_the_run(options, words, tmp_path):
         check_ranges(RLConfig.of(prompts=prompts, **options))
     if "rollout_ranks" in options:  # the engines' ranks then have the state of the sampling
         check_ranges(RLConfig.of(**options, max_staleness=0))
-
-
-# Shares -------------------------------------------------------------------------------------------
-
-SHARES = st.lists(st.integers(1, 1000), min_size=2, max_size=6)
-
-
-@settings(deadline=None, max_examples=60)
-@given(shares=SHARES, start=st.integers(0, 3000), size=st.integers(1, 200))
-def test_counts_are_within_a_prompt_of_their_share_after_any_number_of_draws(shares, start, size):
-    apportionment = Apportionment(shares)
-    bound = 1 - 1 / (2 * len(shares) - 2)
-    sources_of_draws, ranks = apportionment.of_draws(0, start + size)
-    for source, share in enumerate(shares):
-        is_of = sources_of_draws == source
-        counts = np.concatenate([[0], np.cumsum(is_of)])
-        expected = np.arange(len(counts)) * share / sum(shares)
-        assert abs(counts - expected).max() <= bound + 1e-6
-        assert ranks[is_of].tolist() == list(range(is_of.sum()))  # each once, in order
-        step = counts[start + size] - counts[start]
-        limit = 1 if len(shares) == 2 else 2
-        assert abs(step - size * share / sum(shares)) <= limit + 1e-6
-        assert apportionment.counts(start)[source] == counts[start]
-
-
-@settings(deadline=None, max_examples=30)
-@given(shares=SHARES, cuts=st.lists(st.integers(0, 2000), min_size=2, max_size=5))
-def test_shares_are_exact_over_a_period_and_do_not_depend_on_the_order_of_questions(shares, cuts):
-    whole = Apportionment(shares)
-    period = sum(whole.units)
-    assert whole.counts(3 * period) == [3 * units for units in whole.units]
-    for cut in cuts:
-        fresh = Apportionment(shares)
-        for start in (cut, cut + period):
-            got, expected = fresh.of_draws(start, 50), whole.of_draws(start, 50)
-            assert [each.tolist() for each in got] == [each.tolist() for each in expected]
 
 
 # Draws --------------------------------------------------------------------------------------------
@@ -246,25 +216,6 @@ def test_prompts_know_their_source_and_rows_are_counted_over_all():
     assert plan.request(0, new_rollout(found[0], 0, 0)).max_tokens == 5
 
 
-def test_a_changed_set_of_sources_is_another_one():
-    def of(sizes: dict[str, int], *weights: str) -> PromptSources:
-        return sources(sizes, dict(zip(sizes, weights, strict=True)))
-
-    before = of({"a": 4, "b": 4}, "0.5", "0.5")
-    assert before.are_those_of(of({"a": 4, "b": 4}, "0.5", "0.5").fingerprint)
-    assert one_source(4).are_those_of(before.fingerprint) is False
-    assert before.are_those_of("size and time of a file") is None
-    for now, why in (
-        (of({"a": 4, "b": 4}, "0.6", "0.4"), "weights differ"),
-        (of({"a": 4, "b": 4, "c": 4}, "0.5", "0.25", "0.25"), "'c' is new"),
-        (of({"b": 4}, "1"), ""),
-        (of({"a": 4, "d": 4}, "0.5", "0.5"), "'d' is new, 'b' is missing"),
-        (of({"a": 5, "b": 4}, "0.5", "0.5"), "'a' has other prompts"),
-    ):
-        assert now.are_those_of(before.fingerprint) is False
-        assert why in changes_between(before.fingerprint, now.fingerprint)
-
-
 def test_a_system_prompt_precedes_messages_without_one():
     own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "1+1"}]
     for prompt, expected in (
@@ -289,6 +240,7 @@ def test_environments_of_sources_need_one_of_the_run():
     assert spec is not None and spec.names == ("python_sandbox", "calculator")
     found = [spec.name_for(each.key) for each in own]
     assert found == ["calculator", "none", "python_sandbox"]
+    assert EnvironmentSpec("./mine.py:Guess", 1.0).class_for("") == "Guess"
     with pytest.raises(UsageError, match="--rl-environment is missing.*a, eval/b"):
         EnvironmentOptions().spec((), None, own)
     rewards = parse_rewards("environment", RewardOptions(), (), own)

@@ -21,6 +21,7 @@ from mcore_rl.data.prompt_file import PromptSource
 from mcore_rl.data.prompts import load_prompts
 from mcore_rl.data.tokenizer import TooLong
 from mcore_rl.job.supervised import check_supervised
+from mcore_rl.planner.activations import train_activation_bytes
 from mcore_rl.planner.phases import BUILD, EXPORT, LOG_PROBS, TRAIN
 from mcore_rl.planner.plan import as_json, plan_case
 from mcore_rl.tools.plan.command_line import read_command_line
@@ -302,3 +303,23 @@ def test_plan_has_the_phases_of_training_alone(folder: Path) -> None:
     assert any("offloaded" in part for part in sampled.memory.host_bytes)
     written = json.loads(json.dumps(as_json(taught), default=sorted))
     assert written["fits"] and written["rollout"] is None and written["hand_over_seconds"] == 0
+
+
+def test_plan_counts_the_micro_batches_of_demonstrations(folder: Path) -> None:
+    """They only add to what a pipeline stage keeps at once if there are few others."""
+    tokens = ["--world-size", "2", "--hf-config", str(folder), "--rl-max-prompt-tokens", "64"]
+    tokens += ["--rl-max-response-tokens", "64", "--pipeline-model-parallel-size", "2"]
+    tokens += ["--micro-batch-size", "1", "--rl-num-mini-batches", "2"]
+    demonstrations = ["--rl-sft-demonstrations", "d.jsonl", "--rl-sft-coef", "0.1"]
+    demonstrations += ["--rl-sft-rows-per-step", "6"]
+    for samples, is_more in ((1, True), (64, False)):
+        step = ["--rl-num-prompts-per-step", "1", "--rl-num-samples-per-prompt", str(2 * samples)]
+        alone = read_command_line([*tokens, *step]).case
+        mixed = read_command_line([*tokens, *step, *demonstrations]).case
+        assert mixed.training.num_micro_batches == alone.training.num_micro_batches == samples
+        assert mixed.training.num_taught_micro_batches == 3
+        # The first stage holds up to two micro-batches, the last one.
+        (fewer, last), (more, last_too) = (
+            train_activation_bytes(case.actor) for case in (alone, mixed)
+        )
+        assert (more > fewer) == is_more and last == last_too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,9 +20,15 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.hybrid_engine.remote import prompt_scores
 from mcore_rl.hybrid_engine.remote.prompt_scores import PromptScores, ScoringFailed
 from mcore_rl.job.teachers import check_same_vocabulary
+from mcore_rl.model.layout import TrainLayout
+from mcore_rl.planner.activations import log_prob_activation_bytes
+from mcore_rl.planner.host import host_phases
+from mcore_rl.planner.layouts import with_train_layout
 from mcore_rl.planner.memory import memory_of, resident_of
-from mcore_rl.planner.models import stage_state
-from mcore_rl.planner.phases import Case
+from mcore_rl.planner.models import stage_state, teacher_head_bytes
+from mcore_rl.planner.phases import BUILD_TEACHER, LOG_PROBS, SCORES, START, TRAIN, Case
+from mcore_rl.planner.plan import as_json, plan_case
+from mcore_rl.planner.settings import GB
 from mcore_rl.tools.plan.command_line import read_command_line
 from mcore_rl.trainer.roles.samples import batch_by_plan, plan_epochs
 from mcore_rl.trainer.roles.teacher import StepTeachers, Teacher
@@ -141,14 +148,24 @@ def test_each_sample_has_the_scores_of_its_own_teacher() -> None:
     }
     batch = batch_by_plan(table, tokens, epochs, 0)
     step = StepBatch(batch, division_of(epochs, lengths, ((0,),)), None)
-    numbers = np.array([0, 2, 2, 0])
+    numbers = np.array([0, 2, -1, 0])
     teachers = [Constant(-1.0), Constant(-2.0), Constant(-3.0)]
     of_step = StepTeachers(teachers, lambda _: numbers)
     of_step.divide(None, table)
-    assert [each.samples for each in teachers] == [[0, 3], None, [1, 2]]
+    assert [each.samples for each in teachers] == [[0, 3], None, [1]]
     found = of_step.begin(step)()[:, 0].split(batch.lengths.tolist())
-    for sample, scores in zip(batch.sample_ids.tolist(), found, strict=True):
-        assert set(scores.tolist()) == {-1.0 - numbers[sample]}
+    mask = of_step.mask(batch)
+    assert mask is not None
+    masks = mask.split(batch.lengths.tolist())
+    for sample, scores, is_taught in zip(batch.sample_ids.tolist(), found, masks, strict=True):
+        expected = -1.0 - numbers[sample] if sample != 2 else 0.0
+        assert set(scores.tolist()) == {expected} and set(is_taught.tolist()) == {sample != 2}
+    nobody = StepTeachers(teachers, lambda _: np.full(4, -1))
+    nobody.divide(None, table)
+    assert not nobody.begin(step)().any() and not nobody.mask(batch).any()
+    everybody = StepTeachers(teachers)
+    everybody.divide(None, table)
+    assert everybody.mask(batch) is None
 
 
 def planned(teacher: str, *more: str) -> Case:
@@ -164,15 +181,88 @@ def test_a_plan_counts_a_teacher_on_the_actors_ranks() -> None:
     """One of the actor's shape is in host memory, another one on the devices, in all phases."""
     swapped = planned("qwen3-30b-a3b")
     weights = max(held["weights"] for held in stage_state(swapped.actor))
-    assert (swapped.engine.teacher_host_bytes, swapped.engine.teacher_bytes) == (weights, 0)
     memory = memory_of(swapped, resident_of(swapped))
-    assert memory.host_bytes["teacher"] == weights * swapped.machine.ranks_per_node
+    assert memory.host_bytes["teacher's weights"] == weights * swapped.machine.ranks_per_node
     assert not any("teacher weights" in phase.parts for phase in memory.phases)
+    # It scores as the actor does; results are a log-prob and an entropy for each token.
+    tokens = swapped.engine.sampled_tokens_in_all // swapped.train.dp_size
+    more = memory.phase(SCORES).total_bytes - memory.phase(LOG_PROBS).total_bytes
+    assert more == 2 * 4 * tokens
     other = planned("gpt-oss-20b")
-    assert other.engine.teacher_host_bytes == 0 < other.engine.teacher_bytes < weights
     memory = memory_of(other, resident_of(other))
-    assert "teacher" not in memory.host_bytes
-    sizes = {phase.parts.get("teacher weights") for phase in memory.phases}
-    assert sizes == {other.engine.teacher_bytes}
+    assert "teacher's weights" not in memory.host_bytes
+    of_stages = {held["weights"] for held in stage_state(other.teachers[0])}
+    assert {phase.parts["teacher weights"] for phase in memory.phases} <= of_stages
+
+
+def test_a_plan_counts_all_teachers() -> None:
+    """Of sources of prompts: two are swapped into the actor, and one has a model of its own."""
+    swapped, other = planned("qwen3-30b-a3b"), planned("gpt-oss-20b")
+    (like_actor,), (own,) = swapped.teachers, other.teachers
+    teachers = (own, *(dataclasses.replace(like_actor, name=f"teacher {n}") for n in (2, 3)))
+    case = dataclasses.replace(swapped, teachers=teachers)
+    memory, alone = memory_of(case, resident_of(case)), memory_of(other, resident_of(other))
+    of_one = memory_of(swapped, resident_of(swapped)).host_bytes["teacher's weights"]
+    assert memory.host_bytes["teacher's weights"] == 2 * of_one
+    assert (
+        memory.phase(TRAIN).parts["teacher weights"] == alone.phase(TRAIN).parts["teacher weights"]
+    )
+    assert [phase.name for phase in memory.phases].count(SCORES) == 2  # by the actor, and by `own`
+
+
+def test_a_plan_counts_a_teacher_on_its_own_ranks() -> None:
     apart = planned("gpt-oss-20b", "--rl-teacher-ranks", "0-7", "--rl-teacher-ep-size", "2")
-    assert apart.engine.teacher_host_bytes == apart.engine.teacher_bytes == 0
+    assert apart.train.world_size == apart.teachers[0].train.world_size == 8
+    memory = memory_of(apart, resident_of(apart))
+    of_teacher = {BUILD_TEACHER, SCORES}
+    for phase in memory.phases:
+        assert ("teacher weights" in phase.parts) == (phase.name in of_teacher), phase.name
+        assert ("weights" in phase.parts) == (phase.name not in (*of_teacher, START))
+    assert as_json(plan_case(apart))["world_size"] == 16
+    one_node = dataclasses.replace(apart.machine, ranks_per_node=16)
+    on_one_node = dataclasses.replace(apart, machine=one_node)
+    phases = host_phases(on_one_node, kv_cache_bytes=0, widens=False)
+    on_cpus = {phase.name: phase for phase in phases}
+    of_stages = stage_state(apart.teachers[0])
+    weights = sum(held["weights"] for held in of_stages) * 4  # ranks of a stage
+    assert on_cpus[SCORES].parts["teacher weights"] == weights
+    # A device that its weights do not fit.
+    small = dataclasses.replace(
+        apart,
+        machine=dataclasses.replace(apart.machine, gpu_bytes=3 * GB, reserved_bytes=0),
+        engine=dataclasses.replace(apart.engine, gpu_memory_utilization=0.1),
+    )
+    phases = {phase.name: phase for phase in memory_of(small, resident_of(small)).phases}
+    assert phases[BUILD_TEACHER].surely_lacking_bytes > 0
+
+
+def test_a_plan_counts_what_a_loss_takes_of_a_teacher() -> None:
+    case = planned("qwen3-30b-a3b")
+    token = {phase.name: phase for phase in memory_of(case, resident_of(case)).phases}
+    tokens = case.engine.sampled_tokens_in_all // case.train.dp_size
+    for form, outputs in (("topk", 2 * 64), ("full", case.shape.hidden_size)):
+        other = planned("qwen3-30b-a3b", "--rl-teacher-form", form)
+        memory = memory_of(other, resident_of(other))
+        # The results are joined on the last stage, which for `full` also has the teacher's head.
+        forward = log_prob_activation_bytes(other.actor)[-1]
+        results = 4 * (2 + outputs) * tokens
+        scores = memory.phase(SCORES)
+        assert scores.parts["activations"] == results + max(forward, results)
+        head = max(teacher_head_bytes(other.actor))
+        assert scores.parts.get("teacher weights", 0) == head
+        assert (head > 0) == (form == "full")
+        training = other.training
+        in_mini_batch = 4 * outputs * training.num_micro_batches * training.micro_batch_tokens
+        assert memory.phase(TRAIN).total_bytes - token[TRAIN].total_bytes >= in_mini_batch
+        per_rank = 2 * 4 * (1 + outputs) * tokens
+        ranks = case.machine.ranks_per_node
+        assert memory.host_bytes["teacher's scores"] == per_rank * ranks
+
+
+def test_a_teacher_follows_the_actor_into_another_layout() -> None:
+    for name in ("qwen3-30b-a3b", "gpt-oss-20b"):
+        case = planned(name)
+        wider = TrainLayout(16, tp_size=2, pp_size=2, ep_size=4)
+        other = with_train_layout(case, wider, case.layers)
+        assert other.teachers[0].train == wider
+        assert other.num_swapped == case.num_swapped == (name == "qwen3-30b-a3b")

@@ -269,15 +269,15 @@ FIELDS = {
     "rope_of_images has_drafter",
     "Parameters": "",
     "PolicyLossInputs": "log_probs old_log_probs advantages loss_mask lengths selected",
-    "Prompt": "index text answer token_ids row source max_response_tokens",
+    "Prompt": "index text answer token_ids row source max_response_tokens num_samples",
     "Recipe": "advantage policy_loss parameters loss_aggregation loss_constant kl_place kl_coef "
     "kl_estimator entropy_coef entropy_target entropy_step value_clip_eps "
-    "mismatch_correction off_policy_threshold old_log_probs num_samples_per_prompt "
+    "mismatch_correction score_centering off_policy_threshold old_log_probs num_samples_per_prompt "
     "dynamic_sampling max_refills overlong_buffer_tokens overlong_buffer_share "
     "missing_eos_penalty mask_truncated reward_clip trains_on",
     "Response": "text token_ids turn finish_reason",
     "Rollout": "prompt sample_index text response_token_ids rollout_log_probs finish_reason "
-    "weight_version routes failure is_generated weight_versions turn_rewards",
+    "weight_version routes failure is_generated weight_versions turn_rewards top_tokens",
     "Router": "num_experts also_called expert_size score_function always_normalizes methods "
     "gated_shared_size shared_size layer_types shared_experts scaling_factor",
     "ScoredRollout": "rollout reward failure parts baseline",

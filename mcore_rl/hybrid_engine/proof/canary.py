@@ -86,6 +86,11 @@ class Canary:
         self._interval, self._tolerance = interval, tolerance
         self._megatron: list[np.ndarray] = []
 
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The token ids of each prompt."""
+        return self._prompts
+
     def due(self, weight_version: int) -> bool:
         """Return whether canaries run: after the first hand-over and every `interval`th from it."""
         return (weight_version - 1) % self._interval == 0
@@ -109,10 +114,21 @@ class Canary:
         if engine is not None:
             mine = differences(ours, engine.prompt_log_probs(self._prompts))
         everywhere = [found for found in objects.all_gather(mine, world.control) if found]
+        return self._result(everywhere, weight_version)
+
+    def compare_with(self, theirs: Sequence[ArrayLike], weight_version: int) -> CanaryResult:
+        """Compare the last `score` with the log-probs of `prompts` by an engine elsewhere, each
+        `[s - 1]`; on a rank with Megatron."""
+        assert self._megatron, "compare before score"
+        return self._result([differences(self._megatron, theirs)], weight_version)
+
+    def _result(
+        self, of_engines: Sequence[tuple[list[float], list[float]]], weight_version: int
+    ) -> CanaryResult:
         return CanaryResult(
             weight_version=weight_version,
-            mean_abs_differences=_worst([found for found, _ in everywhere]),
-            max_abs_differences=_worst([found for _, found in everywhere]),
+            mean_abs_differences=_worst([means for means, _ in of_engines]),
+            max_abs_differences=_worst([maxima for _, maxima in of_engines]),
             tolerance=self._tolerance,
         )
 

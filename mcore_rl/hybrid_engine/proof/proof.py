@@ -19,7 +19,7 @@ from mcore_rl.hybrid_engine.proof.attest import Attestation, Attestor, ReadSlice
 from mcore_rl.hybrid_engine.proof.canary import Canary, CanaryResult
 from mcore_rl.hybrid_engine.transfer.gather import GatherPath
 from mcore_rl.hybrid_engine.transfer.worlds import World
-from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.in_process_engine import Receiver, VLLMEngine
 from mcore_rl.hybrid_engine.vllm.reload import Weights
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 class Proof:
     """Reload of the engines of `world` with proof. All methods are collective over it.
 
-    `engine` is None on ranks that only send. Without an attestor nothing is hashed; an error is
+    `engine` is None on ranks that only send; `receiver` is what is reloaded, by default the engine.
+    Without an attestor nothing is hashed; an error is
     raised unchanged where it occurred, and as RuntimeError on the other ranks. `on_repeat` is
     called on all ranks before a hand-over is repeated: the other path's copies of the last version
     must not be used again. `room` is entered around a repetition that canaries caused, which reads
@@ -43,10 +44,11 @@ class Proof:
         attestor: Attestor | None,
         gather: GatherPath,
         canary: Canary | None = None,
+        receiver: Receiver | None = None,
         on_repeat: Callable[[], None] = lambda: None,
         room: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        self._engine, self._world = engine, world
+        self._engine, self._receiver, self._world = engine, receiver or engine, world
         self._attestor, self._gather, self._canary = attestor, gather, canary
         self._on_repeat, self._room = on_repeat, room
         self._version = 0
@@ -115,12 +117,12 @@ class Proof:
     def _load(self, weights: Weights) -> Attestation | None:
         fault: Exception | None = None
         try:
-            if self._engine is None:
+            if self._receiver is None:
                 for _ in weights:  # yields nothing here, and sends what this rank holds
                     pass
             else:
                 note = None if self._attestor is None else self._attestor.note
-                self._engine.reload(weights, note)
+                self._receiver.reload(weights, note)
         except Exception as error:  # of any type: it must be reported to all ranks
             logger.debug("a hand-over failed on this rank", exc_info=True)
             fault = error

@@ -3,7 +3,7 @@
 `vllm serve --enable-scale-out` has POST /inference/v1/generate. Its answer is a stream of events:
 
     data: {"choices": [{"token_ids": [17], "logprobs": {"content":
-          [{"token_id": 17, "logprob": -0.1}]}, "finish_reason": null}]}
+          [{"token_id": 17, "logprob": -0.1, "top_logprobs": [...]}]}, "finish_reason": null}]}
     data: [DONE]
 
 The last event of a response has a finish reason, the weight versions of its tokens
@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 import aiohttp
 import numpy as np
 
+from mcore_rl.batching.types import TopTokens
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.http import HTTPFailure, answer_to, lines_of, quoted, request
 from mcore_rl.common.readers import InvalidData, finite_number, integer_within, parse_json
@@ -33,6 +34,7 @@ from mcore_rl.moe.routing import RoutedLayers, Routes
 from mcore_rl.moe.routing_capture import routes_of
 
 _MAX_EVENT_BYTES = 1 << 20  # without routes
+_MAX_CANDIDATE_BYTES = 128  # of one of the most probable tokens of a position
 _MAX_ROUTE_BYTES = 6  # of one expert: an int32 in base64, rounded up
 _MAX_ANSWER_BYTES = 1 << 16  # of refusals and probes
 _NO_LOG_PROB = -9999.0  # vLLM's floor, also in place of NaN and of a missing log-prob
@@ -90,6 +92,7 @@ class Received:
 
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    top_tokens: list[TopTokens] = field(default_factory=list)  # of each token, if asked for
     finish_reason: str | None = None  # "stop" or "length" of a complete response
     routes: Routes | None = None  # of a complete response
     # Whether a response ends with the last of these tokens, though the server goes on.
@@ -137,9 +140,13 @@ class GenerateClient:
         return the experts that the request asks for.
         """
         reader = _EventReader(request, received, self._vocab_size, weight_version)
+        sampling = sampling_fields(request)
+        if request.num_top:
+            # A server counts the sampled token, which it puts first, even if it is none of them.
+            sampling["logprobs"] = min(1 + request.num_top, self._vocab_size)
         body = {
             "token_ids": request.token_ids.tolist(),
-            "sampling_params": sampling_fields(request),
+            "sampling_params": sampling,
             "stream": True,
             "cache_salt": request.cache_name or None,
         }
@@ -165,6 +172,13 @@ class GenerateClient:
         except TimeoutError:
             raise TimedOut(f"no token within {seconds:g} s") from None
         except HTTPFailure as failure:
+            if request.num_top and b"logprobs" in (failure.answer or b""):
+                raise UsageError(
+                    f"needs {sampling['logprobs']} log-probs of each token, which {self.url} "
+                    "refuses",
+                    flag=f"--rl-score-centering {request.num_top}",
+                    remedy=f"start its vllm serve with --max-logprobs {sampling['logprobs']}",
+                ) from None
             raise self._fault(failure) from None
         raise Unreachable("the stream ended before the response")
 
@@ -202,11 +216,12 @@ class GenerateClient:
         return Refused(text, is_of_request=failure.status in _OF_THE_REQUEST)
 
     def _max_event_bytes(self, request: Request) -> int:
+        most = _MAX_EVENT_BYTES + request.num_top * request.max_tokens * _MAX_CANDIDATE_BYTES
         if self._routed is None or not request.with_routes:
-            return _MAX_EVENT_BYTES
+            return most
         num_tokens = len(request.token_ids) + request.max_tokens
         num_layers = self._routed.layers[-1] + 1  # those without experts are counted, too
-        return _MAX_EVENT_BYTES + num_tokens * num_layers * self._routed.topk * _MAX_ROUTE_BYTES
+        return most + num_tokens * num_layers * self._routed.topk * _MAX_ROUTE_BYTES
 
     def _read(self, line: bytes, reader: _EventReader) -> bool:
         """Read a line of the stream; return whether it had tokens."""
@@ -257,20 +272,22 @@ class _EventReader:
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
             raise WrongAnswer("an event has not one choice")
         choice = choices[0]
-        tokens, log_probs = self._tokens(choice)
+        tokens, log_probs, top = self._tokens(choice)
         reason = choice.get("finish_reason")
         if reason is not None:
             self._check_end(choice, reason, len(self.received.token_ids) + len(tokens))
-        for token, log_prob in zip(tokens, log_probs, strict=True):
+        for place, token in enumerate(tokens):
             self.received.token_ids.append(token)
-            self.received.log_probs.append(log_prob)
+            self.received.log_probs.append(log_probs[place])
+            self.received.top_tokens += top[place : place + 1]
             if self.received.ends is not None and self.received.ends(self.received.token_ids):
                 reason, self.is_cut = "stop", True
                 break
         self.finish_reason = reason
         return bool(tokens)
 
-    def _tokens(self, choice: dict[str, Any]) -> tuple[list[int], list[float]]:
+    def _tokens(self, choice: dict[str, Any]) -> tuple[list[int], list[float], list[TopTokens]]:
+        """Return an event's tokens, their log-probs and, if asked for, their candidates."""
         tokens = choice.get("token_ids") or []
         if not isinstance(tokens, list):
             raise WrongAnswer("token ids are not a list")
@@ -283,7 +300,22 @@ class _EventReader:
         entries = (content if tokens else None) or []
         if not isinstance(entries, list) or len(entries) != len(tokens):
             raise WrongAnswer("there is not one log-prob for each token")
-        return tokens, [_log_prob(entry, t) for entry, t in zip(entries, tokens, strict=True)]
+        log_probs = [_log_prob(entry, t) for entry, t in zip(entries, tokens, strict=True)]
+        return tokens, log_probs, [self._top(entry) for entry in entries if self.request.num_top]
+
+    def _top(self, entry: dict[str, Any]) -> TopTokens:
+        """Return the most probable tokens of a position. Raises WrongAnswer."""
+        num_top, found = self.request.num_top, entry.get("top_logprobs")
+        if not isinstance(found, list) or not num_top <= len(found) <= 1 + num_top:
+            raise WrongAnswer(f"a token comes without the {num_top} candidates asked for")
+        # The sampled token is first, whatever its rank.
+        by_rank = dict(_candidate(each, self._last_token) for each in found)
+        ranked = [by_rank.get(1 + n) for n in range(num_top)]
+        best = [each for each in ranked if each is not None]
+        if len({token for token, _ in best}) != num_top:
+            raise WrongAnswer(f"the candidates of a token are not those of ranks 1 to {num_top}")
+        ids, log_probs = zip(*best, strict=True)
+        return TopTokens(np.array([ids], dtype=np.int32), np.array([log_probs], dtype=np.float32))
 
     def _check_end(self, choice: dict[str, Any], reason: Any, num_tokens: int) -> None:
         if reason == "abort":
@@ -344,6 +376,17 @@ def _text(answer: bytes, name: str) -> str:
     if not isinstance(found, str):
         raise WrongAnswer(f"an answer to a probe has no text {name!r}")
     return found
+
+
+def _candidate(entry: Any, last_token: int) -> tuple[int | None, tuple[int, float]]:
+    """Return the rank of a token, from 1, and the token and its log-prob, which may be vLLM's
+    floor."""
+    fields = entry if isinstance(entry, dict) else {}
+    token = integer_within(fields.get("token_id"), 0, last_token)
+    log_prob = finite_number(fields.get("logprob"))
+    if token is None or log_prob is None or not _NO_LOG_PROB <= log_prob <= 0.0:
+        raise WrongAnswer("a candidate is not a token with a finite log-prob of at most 0")
+    return integer_within(fields.get("rank"), 1, last_token + 1), (token, log_prob)
 
 
 def _log_prob(entry: Any, token: int) -> float:

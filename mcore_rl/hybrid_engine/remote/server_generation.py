@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mcore_rl.batching.types import TopTokens
 from mcore_rl.hybrid_engine.remote.generate_client import Received, ServerFault
 from mcore_rl.hybrid_engine.remote.loop_thread import LoopThread
 from mcore_rl.hybrid_engine.remote.server_pool import (
@@ -38,6 +39,7 @@ class _Run:
     request: Request
     token_ids: list[int] = field(default_factory=list)  # of parts that have ended
     log_probs: list[float] = field(default_factory=list)
+    top_tokens: list[TopTokens] = field(default_factory=list)
     part: Received = field(default_factory=Received)
     server: Server | None = None  # of the part
     wrong: set[str] = field(default_factory=set)  # servers that must not get it again
@@ -69,6 +71,7 @@ class _Run:
         if keep:
             self.token_ids += self.part.token_ids
             self.log_probs += self.part.log_probs
+            self.top_tokens += self.part.top_tokens
         self.part, self.server = Received(), None
 
 
@@ -233,6 +236,7 @@ class ServerGeneration:
             finish_reason=reason,
             routes=routes,
             failure=failure,
+            top_tokens=TopTokens.joined(run.top_tokens) if run.top_tokens else None,
         )
         self._ended.put(Ended(run, completion))
 

@@ -9,13 +9,16 @@ Shape legend: p tokens that are given, r tokens that are sampled.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Collection, Sequence
+from array import array
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from mcore_rl.batching.types import TopTokens
 from mcore_rl.moe.routing import RoutedLayers, Routes
 from mcore_rl.moe.routing_capture import routes_of
 
@@ -51,6 +54,7 @@ class Request:
     # Keys and values are shared only with requests of the same name; "": with all without one.
     cache_name: str = ""
     num_own: int = 0  # trailing `token_ids` that were sampled in the same turn
+    num_top: int = 0  # most probable tokens whose log-probs to return at each position
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class Completion:
     finish_reason: str  # "stop" (end of sequence or one of `Sampling.stop`) or "length"
     routes: Routes | None = None  # of p + r - 1 tokens; the last is sampled but not computed
     failure: str | None = None  # why it cannot be trained on
+    top_tokens: TopTokens | None = None  # [r, k]; None for `num_top` 0
 
     @property
     def number(self) -> int:
@@ -87,6 +92,28 @@ def seed_of(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+@functools.cache
+def _compact_log_probs() -> Any:
+    """Return a class for vLLM's log-probs of a request."""
+    from vllm.logprobs import FlatLogprobs
+
+    class CompactLogProbs(FlatLogprobs):
+        """The first `width` log-probs of each position, one position after the other."""
+
+        def __init__(self, width: int) -> None:
+            super().__init__(token_ids=array("i"), logprobs=array("f"))
+            self._width = width
+
+        def append_fast(
+            self, token_ids: list[int], logprobs: list[float], ranks: Any, decoded_tokens: Any
+        ) -> None:
+            """Add a position, without ranks and texts."""
+            self.token_ids.extend(token_ids[: self._width])
+            self.logprobs.extend(logprobs[: self._width])
+
+    return CompactLogProbs
+
+
 def sampling_fields(request: Request) -> dict[str, Any]:
     """Return a request's fields of vLLM's `SamplingParams`, as values of JSON."""
     sampling = request.sampling
@@ -97,7 +124,7 @@ def sampling_fields(request: Request) -> dict[str, Any]:
         "seed": None if sampling.temperature == 0.0 else request.seed,
         "max_tokens": request.max_tokens,
         "ignore_eos": sampling.ignore_eos,
-        "logprobs": 0,  # of the sampled token only
+        "logprobs": request.num_top,  # besides that of the sampled token
         # Works token by token, so only for stop strings; these may be special tokens.
         "detokenize": bool(sampling.stop),
         "stop": list(sampling.stop) or None,
@@ -109,9 +136,10 @@ def sampling_fields(request: Request) -> dict[str, Any]:
 class Generation:
     """The requests running in an `LLMEngine`. Local, but see the module's docstring."""
 
-    def __init__(self, engine: Any, routed: RoutedLayers | None) -> None:
-        """`engine` is vLLM's; `routed` are the expert layers whose routes a request may ask for."""
-        self._engine, self._routed = engine, routed
+    def __init__(self, engine: Any, routed: RoutedLayers | None, adapter: Any = None) -> None:
+        """`engine` is vLLM's; `routed` are the expert layers whose routes a request may ask for;
+        `adapter` is vLLM's `LoRARequest` of all requests, if any."""
+        self._engine, self._routed, self._adapter = engine, routed, adapter
         self._running: dict[int, Request] = {}
 
     @property
@@ -136,10 +164,26 @@ class Generation:
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 skip_clone=True,  # no other request uses these parameters
             ),
+            lora_request=self._adapter,
         )
         self._running[request.number] = request
+        if request.num_top:
+            self._keep_compactly(request)
         if request.sampling.stop and request.num_own:
             self._remember_own(request)
+
+    def _states(self, request: Request) -> Iterator[Any]:
+        """Yield vLLM's states of a request's output."""
+        processor = self._engine.output_processor
+        for internal in processor.external_req_ids[str(request.number)]:
+            yield processor.request_states[internal]
+
+    def _keep_compactly(self, request: Request) -> None:
+        """Keep log-probs as arrays: vLLM's lists hold an object for each number, and for a request
+        with stop strings the text of each candidate."""
+        for state in self._states(request):
+            state.logprobs_processor.logprobs = _compact_log_probs()(1 + request.num_top)
+            state.logprobs_processor.tokenizer = None
 
     def _remember_own(self, request: Request) -> None:
         """Let vLLM find a stop string that began in an earlier part of the response."""
@@ -147,10 +191,9 @@ class Generation:
         num_tokens = min(request.num_own, BYTES_PER_CHARACTER * longest)
         tail = request.token_ids[-num_tokens:].tolist()
         text = self._engine.get_tokenizer().decode(tail, skip_special_tokens=False)
-        processor = self._engine.output_processor
-        for internal in processor.external_req_ids[str(request.number)]:
+        for state in self._states(request):
             # The detokenizer searches its text for stop strings; nothing else reads it.
-            processor.request_states[internal].detokenizer.output_text = text
+            state.detokenizer.output_text = text
 
     def step(self) -> list[Completion]:
         """Run one step of the engine; return what ended in it, in the same order on all ranks."""
@@ -199,8 +242,11 @@ class Generation:
                 "or its length"
             )
         tokens = found.token_ids
-        log_probs = found.logprobs.logprobs  # of the sampled token at each position
-        if found.logprobs.token_ids != list(tokens):
+        # Of each position, first that of the sampled token, then those of the most probable ones.
+        width = 1 + request.num_top
+        ids = np.asarray(found.logprobs.token_ids, dtype=np.int32).reshape(-1, width)
+        log_probs = np.asarray(found.logprobs.logprobs, dtype=np.float32).reshape(-1, width)
+        if ids[:, 0].tolist() != list(tokens):
             raise RuntimeError(f"request {request.number}: log-probs of other tokens than sampled")
         routes, failure = None, None
         if request.with_routes and self._routed is not None:
@@ -210,8 +256,11 @@ class Generation:
         return Completion(
             request=request,
             token_ids=np.asarray(tokens, dtype=np.int32),
-            log_probs=np.asarray(log_probs, dtype=np.float32),
+            log_probs=log_probs[:, 0].copy(),
             finish_reason=found.finish_reason,
             routes=routes,
             failure=failure,
+            top_tokens=TopTokens(ids[:, 1:].copy(), log_probs[:, 1:].copy())
+            if request.num_top
+            else None,
         )

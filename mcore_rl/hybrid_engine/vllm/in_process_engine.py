@@ -15,26 +15,45 @@ import dataclasses
 import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from mcore_rl.batching.types import Prompt, Rollout
 from mcore_rl.hybrid_engine.memory.usage import give_back_cached
+from mcore_rl.hybrid_engine.vllm.adapters import AdapterSlot, adapter_request
 from mcore_rl.hybrid_engine.vllm.drafter import DraftCounts, DraftedReloader, DraftRecord
 from mcore_rl.hybrid_engine.vllm.generation import (
     Completion,
     Generation,
 )
 from mcore_rl.hybrid_engine.vllm.needs import Metadata, Needs
-from mcore_rl.hybrid_engine.vllm.reload import Reloader
+from mcore_rl.hybrid_engine.vllm.reload import Load, Reloader, load_together
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import WriteObserver
 from mcore_rl.hybrid_engine.vllm.startup import EngineConfig, on_cuda, start_llm
 from mcore_rl.model.float8_blocks import Float8Weights
 from mcore_rl.moe.routing_capture import SlotCapture
 
 _DRAFTER = "drafter."
+
+
+class Receiver(Protocol):
+    """What a hand-over fills: an engine's weights, or its adapter."""
+
+    @property
+    def float8(self) -> Float8Weights | None:
+        """See `VLLMEngine.float8`."""
+
+    def learn_needs(self, tensor_metadata: Metadata) -> Needs:
+        """Return the boxes that this rank stores of each tensor. Not collective."""
+
+    def reload(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        on_write: WriteObserver | None = None,
+    ) -> None:
+        """See `VLLMEngine.reload`."""
 
 
 class VLLMEngine:
@@ -52,6 +71,10 @@ class VLLMEngine:
         self._asleep: set[str] = set()
         self._weights_complete = config.load_format != "dummy"
         self._reloader = self._make_reloader()
+        self.adapters: EngineAdapters | None = None
+        if config.lora is not None:
+            slot = AdapterSlot(self._worker.model_runner, config.lora)
+            self.adapters = EngineAdapters(self, slot)
 
     def _start(self) -> None:
         self._llm = start_llm(self.config)
@@ -115,7 +138,8 @@ class VLLMEngine:
     def generation(self) -> Iterator[Generation]:
         """Open a context for adding and removing requests; those left at its end are dropped."""
         self.require_ready()
-        generation = Generation(self._llm.llm_engine, self.config.routed_layers)
+        routed, adapter = self.config.routed_layers, self._adapter_request
+        generation = Generation(self._llm.llm_engine, routed, adapter)
         try:
             yield generation
         finally:
@@ -156,6 +180,7 @@ class VLLMEngine:
             weight_version=weight_version,
             routes=completion.routes,
             failure=completion.failure,
+            top_tokens=completion.top_tokens,
         )
 
     def take_draft_counts(self) -> DraftCounts:
@@ -171,6 +196,7 @@ class VLLMEngine:
             [{"prompt_token_ids": [int(token) for token in tokens]} for tokens in token_ids],
             SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False),
             use_tqdm=False,
+            lora_request=self._adapter_request,
         )
         return [
             np.array(
@@ -217,10 +243,18 @@ class VLLMEngine:
         """
         self._require_weights("reload")
         self._weights_complete = False
-        self._reloader.reload(weights, self._engine_group, on_write)
+        self._load_together(self._reloader.load, weights, on_write)
+        self._weights_complete = True
+
+    def _load_together(
+        self,
+        load: Load,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        on_write: WriteObserver | None,
+    ) -> None:
+        load_together(load, weights, self._engine_group, on_write)
         if not self._drop_kv_cache():
             raise RuntimeError("the prefix cache of the old weights could not be dropped")
-        self._weights_complete = True
 
     def stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of all weights that this rank stores, for comparison bit by bit.
@@ -265,6 +299,8 @@ class VLLMEngine:
         give_back_cached()
         self._asleep = {"weights", "kv_cache"}
         self._weights_complete &= keep_weights
+        if self.adapters is not None:
+            self.adapters.is_complete &= keep_weights
 
     def wake_weights(self) -> None:
         """Allocate the weights' memory again; before `reload`."""
@@ -317,6 +353,10 @@ class VLLMEngine:
         return parallel_state
 
     @property
+    def _adapter_request(self) -> Any:
+        return None if self.adapters is None else adapter_request()
+
+    @property
     def _engine_group(self) -> Any:
         """The ranks that share a model: the engine's if experts span DP ranks, else a TP group."""
         groups = self._groups
@@ -358,6 +398,43 @@ class VLLMEngine:
             raise RuntimeError(f"the engine sleeps ({', '.join(sorted(self._asleep))}); wake it")
         if not self._weights_complete:
             raise RuntimeError("the engine has no complete set of weights; call reload first")
+        if self.adapters is not None and not self.adapters.is_complete:
+            raise RuntimeError("the engine has no complete adapter; call adapters.reload first")
+
+
+class EngineAdapters:
+    """The adapter of an engine, for hand-overs: it learns needs and reloads as the engine does.
+
+    Its memory sleeps with the engine's weights. After a failed `reload` the engine refuses to
+    generate until one succeeds.
+    """
+
+    float8: Float8Weights | None = None  # none of its tensors is quantised
+
+    def __init__(self, engine: VLLMEngine, slot: AdapterSlot) -> None:
+        self._engine, self._slot = engine, slot
+        self.is_complete = False
+
+    def learn_needs(self, tensor_metadata: Metadata) -> Needs:
+        """Call `AdapterSlot.learn_needs`."""
+        return self._slot.learn_needs(tensor_metadata)
+
+    def reload(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        on_write: WriteObserver | None = None,
+    ) -> None:
+        """Replace the adapter by `AdapterSlot.load`. Collective over the engine's ranks; the
+        contracts are those of `VLLMEngine.reload`."""
+        self._engine._require_weights("adapters.reload")
+        self.is_complete = False
+        self._engine._load_together(self._slot.load, weights, on_write)
+        self.is_complete = True
+
+    def stored_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what `AdapterSlot.stored` does. Raises RuntimeError while the weights sleep."""
+        self._engine._require_weights("adapters.stored_tensors")
+        return self._slot.stored()
 
 
 def _packed_weight(module: Any) -> torch.Tensor:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -32,6 +32,8 @@ from mcore_rl.hybrid_engine.vllm.sliced_tensor import Pieces, SlicedTensor, Writ
 from mcore_rl.model.boxes import Box, intersect, relative, show, slices, uncovered, volume
 
 Weights = Iterable[tuple[str, torch.Tensor]]
+# Loads weights, of which it may observe what is written; returns the names not needed here.
+Load = Callable[[Weights, WriteObserver | None], list[str]]
 # vLLM's kernels of experts, unquantised or in FP8 blocks, that tests have reloaded; others store
 # weights differently.
 _RELOADABLE = (
@@ -81,8 +83,30 @@ class Reloader:
         """Open the context in which the model's `load_weights` may be called."""
         from vllm.config import set_current_vllm_config
 
-        with set_current_vllm_config(self._config), torch.no_grad():
+        with set_current_vllm_config(self._config), torch.no_grad(), self._without_lora_layers():
             yield
+
+    @contextmanager
+    def _without_lora_layers(self) -> Iterator[None]:
+        """Replace vLLM's LoRA layers by the layers that they wrap, which loaders look for."""
+        if self._config.lora_config is None:
+            yield
+            return
+        from vllm.lora.layers import BaseLayerWithLoRA
+
+        wrapped = [
+            (parent, name, child)
+            for parent in self.model.modules()
+            for name, child in parent._modules.items()
+            if isinstance(child, BaseLayerWithLoRA)
+        ]
+        for parent, name, child in wrapped:
+            parent._modules[name] = child.base_layer
+        try:
+            yield
+        finally:
+            for parent, name, child in wrapped:
+                parent._modules[name] = child
 
     def learn_needs(self, tensor_metadata: Metadata) -> Needs:
         """Return the boxes that this rank reads of each tensor, and cache them for `load`.
@@ -95,25 +119,6 @@ class Reloader:
                 self._record = learn(self.model, tensor_metadata, shared=self._shared)
             self._metadata = dict(tensor_metadata)
         return self._record.needs
-
-    def reload(self, weights: Weights, group: Any, on_write: WriteObserver | None = None) -> None:
-        """Run `load` with agreement in vLLM's `group`. Collective over it; exhausts `weights`.
-
-        Raises RuntimeError on all ranks of the group if `load` raises on one, or if no rank has a
-        place for a tensor, which it names.
-        """
-        remaining = iter(weights)
-        fault: Exception | None = None
-        unread: list[str] = []
-        try:
-            unread = self.load(remaining, on_write)
-        except Exception as error:  # of any type: it must be reported to the other ranks first
-            fault = error
-            # The stream may be collective, and may fail, too: the first error is reported.
-            with suppress(Exception):
-                for _ in remaining:
-                    pass
-        _agree(group, fault, unread)
 
     def load(self, weights: Weights, on_write: WriteObserver | None = None) -> list[str]:
         """Replace all weights by `weights`; return the names of tensors not needed here.
@@ -165,6 +170,28 @@ class Reloader:
                 _require_given(_not_given(self._record.needs, metadata))
             return self.learn_needs(metadata)
         return self._record.needs
+
+
+def load_together(
+    load: Load, weights: Weights, group: Any, on_write: WriteObserver | None = None
+) -> None:
+    """Run `load` with agreement in vLLM's `group`. Collective over it; exhausts `weights`.
+
+    Raises RuntimeError on all ranks of the group if `load` raises on one, or if no rank has a place
+    for a tensor, which it names.
+    """
+    remaining = iter(weights)
+    fault: Exception | None = None
+    unread: list[str] = []
+    try:
+        unread = load(remaining, on_write)
+    except Exception as error:  # of any type: it must be reported to the other ranks first
+        fault = error
+        # The stream may be collective, and may fail, too: the first error is reported.
+        with suppress(Exception):
+            for _ in remaining:
+                pass
+    _agree(group, fault, unread)
 
 
 def _require_reloadable(model: torch.nn.Module) -> None:

@@ -25,10 +25,12 @@ import torch.distributed as dist
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.garbage import nothing_collected
+from mcore_rl.hybrid_engine.vllm.adapters import lora_arguments
 from mcore_rl.hybrid_engine.vllm.all_reduce import Obstacle, all_reduce_obstacle
 from mcore_rl.model.config_json import read_config_json
 from mcore_rl.model.families import FAMILIES, left_to_defaults
 from mcore_rl.model.float8_blocks import Float8Weights
+from mcore_rl.model.lora import Lora
 from mcore_rl.model.quantization import QUANTIZATION
 from mcore_rl.model.speculation import MTP, NGRAM, Speculation
 from mcore_rl.moe.routing import RoutedLayers
@@ -60,6 +62,9 @@ class EngineConfig:
     With `keeps_kv`, for engines that never sleep, keys and values survive a `reload`; requests that
     must not share them across it need a different `Request.cache_name`.
 
+    With `lora`, requests are computed with an adapter beside the weights, which
+    `VLLMEngine.adapters` receives.
+
     vLLM's positions are called slots: engine, then its data-parallel rank, then TP rank, innermost.
     An engine has `tp_size` x `dp_size` slots, and with expert parallelism experts spread over all
     of them. `rank_map[slot]` is the rank of the torch.distributed world in a slot; None or empty is
@@ -77,6 +82,7 @@ class EngineConfig:
     dtype: str = "bfloat16"
     float8: Float8Weights | None = None
     head_in_float32: bool = False  # logits are products in float32
+    num_top_tokens: int = 0  # most probable tokens that a request may ask for
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
@@ -88,6 +94,7 @@ class EngineConfig:
     offload_graphs: bool = False  # CUDA graphs leave the device while the engine sleeps
     seed: int = 0
     speculation: Speculation | None = None
+    lora: Lora | None = None
     load_format: str = "dummy"
     trust_remote_code: bool = False
     timeout_seconds: int | None = None  # of the engine's collectives; None: torch's default
@@ -260,9 +267,13 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
     if config.head_in_float32:
         overrides["head_dtype"] = "float32"
     options: dict[str, Any] = {"hf_overrides": overrides}
+    if config.num_top_tokens:
+        options["max_logprobs"] = config.num_top_tokens
     options |= _platform_options(config, config_json)
     if config.speculation is not None:
         options |= _speculative(config.speculation, options)
+    if config.lora is not None:
+        options |= lora_arguments(config.lora)
     if config.dp_size > 1:
         options["data_parallel_size"] = config.dp_size
         if config.all2all_backend:

@@ -97,8 +97,8 @@ def _newest_undamaged(
     report: Report, load: Path, asked: int | None, config: RLConfig
 ) -> int | None:
     """Return the step to resume from; None if there is no checkpoint of mcore_rl."""
-    critic = folders.critic_folder(load)
-    places = [load, critic] if config.recipe.needs_critic and critic.is_dir() else [load]
+    beside = [folders.critic_folder(load)] if config.recipe.needs_critic else []
+    places = folders.places_of(load, beside)
     steps = folders.common_steps(places)
     if not steps:
         report.findings.append(_nothing_complete(load, asked))

@@ -16,7 +16,7 @@ from mcore_rl.common.platform import find_platform
 from mcore_rl.config import RLConfig
 from mcore_rl.job.facts import Facts
 from mcore_rl.job.layout import own_all_reduce_obstacle
-from mcore_rl.job.teachers import check_teacher_server
+from mcore_rl.job.teachers import check_teacher_servers
 from mcore_rl.planner.host import HostPhase
 from mcore_rl.planner.plan import Outcome
 from mcore_rl.tools.doctor.checkpoint import (
@@ -37,6 +37,7 @@ from mcore_rl.tools.doctor.finding import (
     Report,
     Request,
     green,
+    plural,
     yellow,
 )
 from mcore_rl.tools.doctor.flags import check_flags
@@ -82,14 +83,13 @@ def examine_job(
         report.add(BATCHES, lambda: check_batches(facts))
     if facts.config.rollout.servers:
         report.add(NETWORK, lambda: _check_servers(facts))
-    elif facts.batches_are_right:
+    if facts.batches_are_right:
         with report.catching(PLAN):
             memory = _device_memory(request, gpus)
             host_bytes = request.host_memory_bytes or machine_memory().limit_bytes
             job.outcome = make_plan(facts.tokens, world_size, memory, host_bytes)
             report.findings += check_plan(job.outcome, memory)
-    if facts.config.teacher.url is not None:
-        report.add(NETWORK, lambda: _check_teacher(facts))
+    report.add(NETWORK, lambda: _check_teachers(facts))
     few: list[Prompt] = []
     trusts = bool(job.values.get("trust_remote_code"))
     if not facts.config.has_engines:
@@ -140,16 +140,16 @@ def _check_servers(facts: Facts) -> Iterator[Finding]:
         yield green(NETWORK, f"{num_servers} servers answer and fit the job")
 
 
-def _check_teacher(facts: Facts) -> Iterator[Finding]:
-    """Report the teacher's server of a job whose other flags are right."""
+def _check_teachers(facts: Facts) -> Iterator[Finding]:
+    """Report the teachers' servers of a job whose other flags are right."""
     if facts.spec is None:
         return
-    if silent := check_teacher_server(facts.spec):
-        yield yellow(
-            NETWORK, f"teacher {silent}", "start it before the run, or correct its address"
-        )
-    else:
-        yield green(NETWORK, "the teacher's server answers and fits the job")
+    silent = check_teacher_servers(facts.spec)
+    for line in silent:
+        yield yellow(NETWORK, f"teacher {line}", "start it before the run, or correct its address")
+    num_servers = sum(each.url is not None for each in facts.spec.config.teachers) - len(silent)
+    if num_servers:
+        yield green(NETWORK, f"{plural(num_servers, 'teacher')} on servers: answers fit the job")
 
 
 @contextlib.contextmanager

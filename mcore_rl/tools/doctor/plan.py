@@ -67,7 +67,7 @@ def check_plan(outcome: Outcome, memory: DeviceMemory) -> Iterator[Finding]:
         phases = tuple(phase for phase in phases if phase.name not in (START, ROLLOUT, UPDATE))
     fullest = max(phases, key=lambda phase: phase.total_bytes)
     takes = f"{fullest.name} needs {shown_bytes(fullest.total_bytes)} on the fullest rank"
-    hand_over, cache, seconds = "no engine runs", "", ""
+    hand_over, cache, seconds = "the job runs no engine", "", ""
     if outcome.traffic is not None:
         received = shown_bytes(int(outcome.traffic.received.max()))
         hand_over = f"a hand-over sends a rank at most {received}"

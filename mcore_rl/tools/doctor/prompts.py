@@ -13,6 +13,8 @@ import numpy as np
 from mcore_rl.batching.types import Prompt
 from mcore_rl.config import RLConfig
 from mcore_rl.data.demonstrations import Demonstrations, load_supervised_files
+from mcore_rl.data.drawn import changes_between
+from mcore_rl.data.options import CONTINUE, RESTART, STOP
 from mcore_rl.data.prompt_file import PromptSource
 from mcore_rl.data.prompt_file import check_prompts as count_prompts
 from mcore_rl.data.prompts import PromptDataset, PromptSources, load_prompts, prompt_source
@@ -62,7 +64,9 @@ def check_prompts(
             )
             report.findings += _of_file(prompts, source, flag)
             parts.append((spec, prompts))
-        return PromptSources(parts) if specs and len(parts) == len(specs) else None
+        per_step = 1 if specs and specs[0].is_eval else config.trainer.num_prompts_per_step
+        is_whole = specs and len(parts) == len(specs)
+        return PromptSources(parts, per_step=per_step) if is_whole else None
 
     train = held_out = None
     with report.catching(PROMPTS):
@@ -191,11 +195,15 @@ def _same_as_before(
     if are_same is None:
         what = f"whether the prompts are those of {resumed} is unknown: an earlier version wrote "
         return yellow(PROMPTS, f"{what}it", "make sure that they are")
-    what = f"the prompts are not those that {resumed} was trained on"
-    if config.data.on_changed_prompts == "stop":
-        remedy = "bring them back, or begin with the new ones by --rl-on-changed-prompts restart"
+    why = changes_between(before, train.fingerprint)
+    what = f"the prompts are not those that {resumed} was trained on{f' ({why})' if why else ''}"
+    if config.data.on_changed_prompts == STOP:
+        remedy = f"bring them back, or give --rl-on-changed-prompts {RESTART} or {CONTINUE}"
         return red(PROMPTS, what, remedy)
-    return yellow(PROMPTS, f"{what}, and begin with the first", "make sure that this is meant")
+    then = "begin with the first"
+    if config.data.on_changed_prompts == CONTINUE:
+        then = "those that are the same continue"
+    return yellow(PROMPTS, f"{what}, and {then}", "make sure that this is meant")
 
 
 def _few(rows: Sequence[Prompt]) -> list[Prompt]:

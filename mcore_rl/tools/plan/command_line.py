@@ -158,14 +158,14 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
         case,
         step,
         config.samples_per_prompt,
-        (*_notes(placement_of(case), config, facts.values or {}), *notes),
+        (*_notes(case, config, facts.values or {}), *notes),
     )
 
 
 def _case(facts: Facts, options: argparse.Namespace) -> Case:
     # Imported late, because they import torch.
     from mcore_rl.hybrid_engine.options import ranks_per_node
-    from mcore_rl.trainer.case import case_of, trained_critic, with_teacher
+    from mcore_rl.trainer.case import case_of, trained_critic, with_teachers
 
     config, actor, rollout, roles = facts.config, facts.actor, facts.rollout, facts.roles
     assert config and actor and rollout and roles, "nothing was refused"
@@ -196,9 +196,8 @@ def _case(facts: Facts, options: argparse.Namespace) -> Case:
         expert_load=options.expert_load,
         batched_tokens=options.batched_tokens,
     )
-    if (teacher := facts.teacher) is not None:
-        teacher = replace(teacher, values={**teacher.values, **multiple})
-        case = with_teacher(case, config, teacher, roles)
+    teachers = [replace(each, values={**each.values, **multiple}) for each in facts.teachers]
+    case = with_teachers(case, config, teachers, roles, expert_load=options.expert_load)
     # The bucket must hold a message in each of its buffers.
     frame = frame_of({"float32": 4}, with_delta=case.engine.delta)
     slot_bytes(case.engine.bucket_bytes, 3 if case.engine.delta else 2, frame)
@@ -216,11 +215,11 @@ def _check_tries(facts: Facts, options: argparse.Namespace) -> None:
             flag="--simulate",
             remedy="drop it",
         )
-    if facts.config.rollout.servers:
+    if facts.config.rollout.servers and options.simulate:
         raise UsageError(
-            "names engines that the job does not start, and a plan counts those of the job",
+            "names engines that the job does not start, and --simulate tries engines of the job",
             flag=f"--rl-rollout-servers {facts.config.rollout.rollout_servers}",
-            remedy="drop it, or plan with --rl-rollout-ranks in its place",
+            remedy="drop it, or --simulate",
         )
     ranks = facts.config.rollout.rollout_ranks
     tries = next((name for name in ("search", "simulate") if getattr(options, name)), None)
@@ -285,12 +284,31 @@ def _read_shape(named: str | None, source: str | None, flag: str) -> ModelShape:
     return shape
 
 
-def _notes(placement: Placement, config: RLConfig, values: Mapping[str, Any]) -> Iterator[str]:
+def _notes(case: Case, config: RLConfig, values: Mapping[str, Any]) -> Iterator[str]:
     """Yield notes on what the figures do not show."""
+    if case.has_engines:
+        yield from _notes_on_engines(placement_of(case), config, values)
+    if case.has_servers:
+        yield (
+            "the traffic of a hand-over is not planned, since the layout of servers is not known: "
+            "with --rl-rollout-ranks in place of --rl-rollout-servers it is, for engines of the job"
+        )
+    if values.get("use_megatron_fsdp"):
+        yield (
+            "--use-megatron-fsdp: weights, gradients and what travels are counted as if every "
+            "data-parallel rank held whole parameters, which is more than it shards them to"
+        )
+    if config.rewards.reward_model is not None:
+        yield "the reward model of --rl-reward-model is not counted"
+    if config.has_groups_of_different_size:
+        yield f"every prompt is planned with {config.samples_per_prompt} samples, the most of any"
+
+
+def _notes_on_engines(
+    placement: Placement, config: RLConfig, values: Mapping[str, Any]
+) -> Iterator[str]:
     from mcore_rl.job.layout import note_on_experts
 
-    if not config.has_engines:
-        return
     shape, rollout = placement.shape, placement.rollout
     if shape.quantization:
         how = "read and trained" if rollout.float8 else "read, trained and handed over"
@@ -319,15 +337,6 @@ def _notes(placement: Placement, config: RLConfig, values: Mapping[str, Any]) ->
         )
     if config.rollout.rollout_ranks is None:
         yield from note_on_experts(config.engine, placement)
-    if values.get("use_megatron_fsdp"):
-        yield (
-            "--use-megatron-fsdp: weights, gradients and what travels are counted as if every "
-            "data-parallel rank held whole parameters, which is more than it shards them to"
-        )
-    if config.rewards.reward_model is not None:
-        yield "the reward model of --rl-reward-model is not counted"
-    if config.teacher.teacher_ranks is not None:
-        yield f"the teacher on ranks {config.teacher.teacher_ranks} is not counted"
 
 
 def _least_prompts(

@@ -20,6 +20,7 @@ from mcore_rl.common.errors import UsageError, check_output_file
 from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.job.start import start
+from mcore_rl.model.lora import ADAPTERS
 from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.hand_overs import engine_config
 
@@ -120,6 +121,12 @@ def _check(spec: JobSpec) -> None:
             flag="--measure-engine",
             remedy="drop --rl-rollout-ranks, --rl-rollout-servers, --rl-critic-ranks and "
             "--rl-reward-ranks",
+        )
+    if spec.lora is not None and spec.config.lora.rollout == ADAPTERS:
+        raise UsageError(
+            "has no adapters to give to engines",
+            flag="--measure-engine",
+            remedy=f"drop --rl-lora-rollout {ADAPTERS}",
         )
     if spec.shape.quantization is not None or not spec.checkpoint.is_all_that_vllm_reads:
         raise UsageError(

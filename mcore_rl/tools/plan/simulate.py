@@ -152,7 +152,7 @@ def _candidates(
     if lacks := _lacks(case, memory):
         left_out.append(f"colocated: {lacks}")
     else:
-        for mode in (COLOCATED,) if workload.lengths.has_tools else (COLOCATED, PARTIAL):
+        for mode in (COLOCATED, PARTIAL):
             running = _most_running(case, memory, sequence)
             found.append(
                 Candidate(mode, world, world, rollout.num_tp_groups, running, switch_seconds)

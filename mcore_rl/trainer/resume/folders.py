@@ -81,6 +81,16 @@ def complete_steps(folder: Path) -> list[int]:
     return sorted(steps, reverse=True)
 
 
+def places_of(folder: Path, beside: Sequence[Path]) -> list[Path]:
+    """Return `folder`, and those `beside` it that have one of its steps or an earlier one.
+
+    A critic that a run has added begins later than the steps before. If its first save was killed
+    before the actor's, the run resumes without it."""
+    newest = max(complete_steps(folder), default=0)
+    begun = (place for place in beside if min(complete_steps(place), default=newest + 1) <= newest)
+    return [folder, *begun]
+
+
 def common_steps(places: Sequence[Path]) -> list[int]:
     """Return the steps that are complete in all folders, the newest first."""
     first, *others = map(complete_steps, places)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 import re
 import time
@@ -18,10 +17,14 @@ from mcore_rl.common.agreement import agreed
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
 from mcore_rl.data.demonstrations import Drawn
-from mcore_rl.data.prompts import changes_between
+from mcore_rl.data.drawn import Begin, changes_between, continued
+from mcore_rl.data.options import CONTINUE, RESTART, STOP
+from mcore_rl.data.prompts import PromptSources
+from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.megatron.hf_checkpoint import fingerprint
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.rollout.ahead_state import require_nothing_outstanding
+from mcore_rl.rollout.pending import check_environments
 from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.adapters import check_same_adapters, check_stored_adapters
@@ -81,7 +84,7 @@ def find_resume_point(
     def find() -> ResumePoint | None:
         load = None if args.load is None else Path(args.load)
         _check_load(args, config, load)
-        step = None
+        step, beside = None, []
         if load is not None:
             beside = [folders.critic_folder(load)] if config.recipe.needs_critic else []
             step = choose(load, beside=beside, step=args.ckpt_step)
@@ -95,6 +98,8 @@ def find_resume_point(
         args.ckpt_step = step
         if args.finetune:
             return None
+        if beside and folders.places_of(load, beside) == [load]:
+            _check_warmup(config.critic.warmup_steps, step, load)
         folder = load / folders.iteration_name(step)
         state, rng = load_trainer_state(folder / TRAINER, with_rng=not args.no_load_rng)
         if (warning := misplaced_optimizer(state, args)) and dist.get_rank() == 0:
@@ -105,8 +110,7 @@ def find_resume_point(
         # First, since it is collective: the next checks may fail on some ranks alone.
         follows_another = prompts.follow(state.prompts)
         if follows_another:
-            # Moments of another loss; and Megatron finds none for another learning rate.
-            args.no_load_optim = True
+            args.no_load_optim = True  # moments of another loss
         kept = follows_another or (folder / REFERENCE).is_dir()
         if config.recipe.needs_reference and not kept:
             now = fingerprint(spec.checkpoint)
@@ -120,6 +124,8 @@ def find_resume_point(
         same_prompts = prompts.are_those_of(state.prompts) is not False
         if same_prompts and not config.rollout.samples_ahead:
             require_nothing_outstanding(folder / ROLLOUT)
+        if same_prompts and spec.environment is not None:
+            _check_environments(folder, spec.environment, prompts, args.seed)
         return ResumePoint(
             folder,
             _with_known_prompts(state, config, prompts, eval_prompts),
@@ -135,21 +141,22 @@ def find_resume_point(
 def choose(folder: Path, *, beside: Sequence[Path] = (), step: int | None = None) -> int | None:
     """Return the step to resume from, None without a checkpoint of mcore_rl. Collective.
 
-    `folder` is `--load`; a step counts if the folders `beside` it (a critic's) have it, too, and
-    `step` is `--ckpt-step`, if given. Each file is read by one rank and compared with its digest. A
-    damaged checkpoint is named in a warning, and the previous one is taken. Nothing is deleted.
+    `folder` is `--load`; a step counts if the folders `beside` it (a critic's) have it, too, unless
+    they begin later (`places_of`). `step` is `--ckpt-step`, if given. Each file is read by one rank
+    and compared with its digest. A damaged checkpoint is named in a warning, and the previous one
+    is taken. Nothing is deleted.
 
     Raises UsageError on all ranks if `step` is missing or damaged, or if every checkpoint is
     damaged.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    places = [folder, *(place for place in beside if place.is_dir())]
-    found: list[list[int]] = [[]]
+    found: tuple[list[Path], list[int]] = [], []
     if rank == 0:
-        for place in places:
+        for place in (folder, *(each for each in beside if each.is_dir())):
             _recover(place)
-        found = [folders.common_steps(places)]
-    steps: list[int] = objects.broadcast(found[0])
+        places = folders.places_of(folder, beside)
+        found = places, folders.common_steps(places)
+    places, steps = objects.broadcast(found)
     steps = folders.steps_to_try(folder, steps, step)
     reports: list[Damage] = []
     for candidate in steps:
@@ -257,6 +264,29 @@ def _check_load(args: argparse.Namespace, config: RLConfig, load: Path | None) -
         raise received
 
 
+def _check_environments(
+    folder: Path, environment: EnvironmentSpec, prompts: Drawn, seed: int
+) -> None:
+    """Raise UsageError if conversations were with other environments than now."""
+    assert isinstance(prompts, PromptSources), "only prompts are sampled"
+
+    def class_of(draw: int) -> str:
+        return environment.class_for(prompts.of_draw(draw, seed=seed).source)
+
+    check_environments(folder / ROLLOUT, class_of)
+
+
+def _check_warmup(num_steps: int | None, step: int, load: Path) -> None:
+    """Refuse a warm-up of a new critic that is over when the critic begins, at `step`."""
+    if num_steps and num_steps <= step:
+        raise UsageError(
+            f"is over at step {step}, where this run continues from --load {load} with a new "
+            "critic: steps are counted from the first run's start",
+            flag=f"--rl-critic-warmup-steps {num_steps}",
+            remedy=f"give {step + num_steps} for a warm-up of {num_steps} steps, or drop it",
+        )
+
+
 def _log_what_megatron_finds(load: Path, asked: int | None) -> None:
     if asked is not None or (load / folders.TRACKER).is_file():
         logger.info(
@@ -286,7 +316,7 @@ def _with_known_prompts(
             "the first, and the optimizer and its schedule are new",
             state.step,
         )
-        return dataclasses.replace(state, sampler_position=0)
+        return state.drawing(0, Begin())
     are_same = prompts.are_those_of(state.prompts)
     if are_same is None:
         logger.warning(
@@ -295,7 +325,8 @@ def _with_known_prompts(
         )
     if are_same is not False:
         return state
-    if config.data.on_changed_prompts == "stop":
+    choice = config.data.on_changed_prompts
+    if choice == STOP or (choice == CONTINUE and not isinstance(prompts, PromptSources)):
         why = changes_between(state.prompts, prompts.fingerprint) or (
             "the file, the tokenizer, the chat template, a library or --rl-max-prompt-tokens has "
             "changed"
@@ -304,11 +335,25 @@ def _with_known_prompts(
             f"are others than those that the checkpoint of step {state.step} has drawn from "
             f"({why})",
             flag=f"--rl-prompts {config.data.prompts}",
-            remedy="bring them back, or begin with the first of the new ones by "
-            "--rl-on-changed-prompts restart",
+            remedy=f"bring them back, or begin with the first of all by --rl-on-changed-prompts "
+            f"{RESTART}"
+            + (
+                f", or continue those that are the same by {CONTINUE}"
+                if isinstance(prompts, PromptSources)
+                else ""
+            ),
         )
-    logger.warning("[Resume] --rl-prompts are others than before: they begin with the first")
-    return dataclasses.replace(state, sampler_position=0)
+    if choice == RESTART:
+        logger.warning("[Resume] --rl-prompts are others than before: they begin with the first")
+        return state.drawing(0, Begin())
+    position = state.sampler_position
+    begin = continued(state.prompts, state.begin, position, prompts.fingerprint)
+    after = ", ".join(f"'{name}' after {count} prompts" for name, count in begin.counts.items())
+    logger.warning(
+        "[Resume] --rl-prompts are others than before: %s continues, others begin with the first",
+        after or "no source",
+    )
+    return state.drawing(position, begin)
 
 
 def _of_same_layout(

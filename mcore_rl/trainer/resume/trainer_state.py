@@ -28,6 +28,7 @@ from torch.distributed.checkpoint import load as load_checkpoint
 from mcore_rl.common import objects
 from mcore_rl.common.errors import UsageError, not_held
 from mcore_rl.common.readers import InvalidData, finite_number, integer_within, parse_json
+from mcore_rl.data.drawn import Begin
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.trainer.resume.folders import complete_steps, iteration_name
@@ -37,7 +38,10 @@ _FACTS, _RNG = "facts", "random_states"
 _LENGTH_BYTES = 8
 LOADED = "loaded"
 # Facts that checkpoints of earlier versions may lack.
-_LATER_FACTS = {"began_with", "date", "entropy_controller", "lora", "optimizer_by_parameter"}
+_LATER_FACTS = {
+    *("began_with", "date", "entropy_controller", "lora", "optimizer_by_parameter"),
+    *("sources_began_at", "sources_drawn", "only_source"),
+}
 _MOST_FACT_BYTES = 1 << 20
 _MOST_COUNTED = 1 << 53
 _STATE = "the state of a trainer"
@@ -64,6 +68,25 @@ class TrainerState:
     date: str = ""  # ISO, the date for chat templates; "": as `began_with`
     lora: str = ""  # rank, alpha and targets of the adapters (`Lora.describe`); "": without LoRA
     entropy_controller: Mapping[str, float] = field(default_factory=dict)
+    # `begin`; draws before it were of other sources, or in other shares.
+    sources_began_at: int = 0
+    sources_drawn: Mapping[str, int] = field(default_factory=dict)
+    only_source: str = ""
+
+    @property
+    def begin(self) -> Begin:
+        """Where the run began to draw from the sources of `prompts`."""
+        return Begin(self.sources_began_at, self.sources_drawn, self.only_source)
+
+    def drawing(self, position: int, begin: Begin) -> TrainerState:
+        """Return the state of a run that goes on at a position, with sources begun at `begin`."""
+        return dataclasses.replace(
+            self,
+            sampler_position=position,
+            sources_began_at=begin.position,
+            sources_drawn=begin.counts,
+            only_source=begin.only_source,
+        )
 
 
 def save_trainer_state(state: TrainerState, rng: RngState, folder: Path) -> None:
@@ -177,6 +200,10 @@ _IS_FACT: Mapping[str, Callable[[Any], bool]] = {
     "str": lambda value: isinstance(value, str),
     "bool": lambda value: isinstance(value, bool),
     "Mapping[str, float]": _is_mapping_of_numbers,
+    "Mapping[str, int]": lambda value: (
+        isinstance(value, dict)
+        and all(integer_within(count, 0, _MOST_COUNTED) is not None for count in value.values())
+    ),
 }
 
 

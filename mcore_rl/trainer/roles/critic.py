@@ -48,7 +48,7 @@ from mcore_rl.model.tensors import VALUE_HEAD
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.spec import ValueModelSpec
 from mcore_rl.trainer.resume.checkpoint_writer import write_checkpoint
-from mcore_rl.trainer.resume.folders import critic_folder, iteration_name
+from mcore_rl.trainer.resume.folders import complete_steps, critic_folder, iteration_name
 from mcore_rl.trainer.resume.trainer_state import (
     TRAINER,
     TrainerState,
@@ -229,8 +229,10 @@ def _load_from_beside(args: argparse.Namespace, actor_iteration: int) -> None:
     """Set `--load` and `--ckpt-step` to the critic's checkpoint, or unset them."""
     saved = critic_folder(Path(args.load)) if args.load else None
     args.load, args.ckpt_step = None, None
-    if saved is None or not saved.is_dir() or not actor_iteration:
+    if saved is None or not actor_iteration:
         return
+    if min(complete_steps(saved), default=actor_iteration + 1) > actor_iteration:
+        return  # none, or of a later save that was killed before the actor's
     if not (saved / iteration_name(actor_iteration)).is_dir():
         raise RuntimeError(
             f"the critic in {saved} is not of step {actor_iteration}, as the actor is; load a step "

@@ -56,17 +56,29 @@ class ReferencePolicy:
 
 
 class BasePolicy(ReferencePolicy):
-    """The reference of a run with LoRA: the actor without its adapters, which costs nothing."""
+    """The reference of a run with LoRA: the actor without its adapters, which costs nothing; once
+    refreshed, with the adapters of that time, which are kept on the host."""
 
     def __init__(self, state: megatron_adapter.TrainState) -> None:
         self.version = 0
+        self._state = state
         self._adapters = [a for c in state.chunks if (a := adapters_of(c)) is not None]
+        self._kept: HostCopy | None = None
 
     def refresh(self, version: int) -> None:
-        raise AssertionError("refused by job.lora")
+        """Copy the actor's present adapters, after `version` steps."""
+        self.version = version
+        if self._kept is None:
+            each = [adapter for part in self._adapters for adapter in part.by_tensor.values()]
+            self._kept = HostCopy([f.data for adapter in each for f in (adapter.a, adapter.b)])
+        else:
+            self._kept.take()
 
     def swap(self) -> None:
-        """Disable the adapters, or enable them again."""
+        """Exchange the adapters with those kept; without any, disable or enable them."""
+        if self._kept is not None:
+            self._kept.exchange()
+            return
         for adapters in self._adapters:
             adapters.enabled = not adapters.enabled
 
@@ -85,17 +97,19 @@ def build_reference(
 
     `state` is the actor's; `point` is given if the run resumes.
     """
-    if any(adapters_of(chunk) is not None for chunk in state.chunks):
-        return BasePolicy(state)
-    reference = ReferencePolicy(state)  # of a new run, whatever it was loaded from
-    if point is not None and point.follows_another:
-        reference.version = point.state.step  # so that it is saved
-    elif point is not None:  # the actor resumes from a later policy
-        reference.version = point.state.reference_version
-        if point.reference is not None:
-            with megatron_adapter.megatron_output_to(log):
-                megatron_checkpoint.load_weights(args, state, state.iteration, point.reference)
-        else:
-            load_into_megatron(checkpoint, shards)
+    has_adapters = any(adapters_of(chunk) is not None for chunk in state.chunks)
+    # Of a new run, whatever it was loaded from; with LoRA it is the base.
+    reference = BasePolicy(state) if has_adapters else ReferencePolicy(state)
+    if point is None:
+        return reference
+    if point.follows_another:
+        reference.refresh(point.state.step)  # so that it is saved
+    elif point.reference is not None:  # the actor resumes from a later policy
+        reference.refresh(point.state.reference_version)
+        with megatron_adapter.megatron_output_to(log):
+            megatron_checkpoint.load_weights(args, state, state.iteration, point.reference)
+        reference.swap()
+    elif not has_adapters:
+        load_into_megatron(checkpoint, shards)
         reference.swap()
     return reference

@@ -104,6 +104,25 @@ def with_given_routes(
     return dataclasses.replace(routed(batch), later=tuple(routed(each) for each in batch.later))
 
 
+def with_top_tokens(
+    batch: TrainBatch, tokens: Mapping[int, SampleTokens], num_top: int
+) -> TrainBatch:
+    """Return a rank's batch, and those of later epochs, with the engine's `num_top` most probable
+    tokens."""
+
+    def filled(each: TrainBatch) -> TrainBatch:
+        found = np.zeros((each.num_tokens, 2 * num_top), dtype=np.float32)
+        ends = each.lengths.cumsum(0).tolist()
+        for sample, end in zip(each.sample_ids.tolist(), ends, strict=True):
+            top = tokens[sample].top_tokens
+            assert top is not None, "the samples come without them"
+            here = found[end - 1 - len(top.ids) : end - 1]
+            here[:, :num_top], here[:, num_top:] = top.log_probs, top.ids  # exact below 2^24
+        return dataclasses.replace(each, top_tokens=torch.from_numpy(found))
+
+    return dataclasses.replace(filled(batch), later=tuple(filled(each) for each in batch.later))
+
+
 def mini_batches(
     batch: TrainBatch, num_epochs: int, division: Division, group: dist.ProcessGroup
 ) -> Iterator[TrainBatch]:

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 _HEAD = "lm_head.weight"
 
-# A step's samples -> the number of each sample's teacher, `[n]` int64.
+# A step's samples -> the number of each sample's teacher, `[n]` int64; -1: it has none.
 TeacherOf = Callable[[SampleTable], np.ndarray]
 
 
@@ -254,18 +254,27 @@ class StepTeachers:
 
     def __init__(self, teachers: Sequence[Teacher], teacher_of: TeacherOf = only_teacher) -> None:
         """`teacher_of` assigns a step's samples; it returns the same on all ranks."""
-        self._teachers, self._teacher_of = teachers, teacher_of
+        self._teachers, self.teacher_of = teachers, teacher_of
         self._numbers = np.empty(0, np.int64)
 
     def divide(self, sample_store: SampleStore, table: SampleTable) -> None:
         """Begin a step: give each teacher its samples of `sample_store`."""
-        self._numbers = self._teacher_of(table)
+        self._numbers = self.teacher_of(table)
         for number, teacher in enumerate(self._teachers):
             if len(samples := np.flatnonzero(self._numbers == number)):
                 teacher.divide(sample_store, table, samples)
 
+    def mask(self, batch: TrainBatch) -> torch.Tensor | None:
+        """Return `[t]` bool: whether the token's sample has a teacher; None if all samples of the
+        step have one."""
+        if (self._numbers >= 0).all():
+            return None
+        is_taught = torch.from_numpy(self._numbers[batch.sample_ids.numpy()] >= 0)
+        return is_taught.repeat_interleave(batch.lengths)
+
     def begin(self, batch: StepBatch) -> Callable[[], torch.Tensor]:
-        """Request scores; the returned function waits for the `[t, 1 + m]` of `batch.actor`."""
+        """Request scores; the returned function waits for the `[t, 1 + m]` of `batch.actor`, 0 for
+        samples without a teacher; `[t, 1]` if no sample of the step has one."""
         asked = [number for number in range(len(self._teachers)) if number in self._numbers]
         waits = [(number, self._teachers[number].begin(batch)) for number in asked]
         samples = batch.actor
@@ -274,7 +283,9 @@ class StepTeachers:
         def finish() -> torch.Tensor:
             of_tokens = of_samples.repeat_interleave(samples.lengths)[:, None]
             found = [(number, wait()) for number, wait in waits]
-            scores = torch.zeros_like(found[0][1])
+            scores = torch.zeros(samples.num_tokens, 1)
+            if found:
+                scores = torch.zeros_like(found[0][1])
             for number, of_teacher in found:
                 scores = torch.where(of_tokens == number, of_teacher, scores)
             return scores

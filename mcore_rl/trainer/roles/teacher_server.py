@@ -19,16 +19,15 @@ from mcore_rl.trainer.roles.teacher import Scores, TeacherRole
 
 
 class NoTeacherLeft(Exception):
-    """The server of --rl-teacher has not scored a step's samples within the time."""
+    """A teacher's server has not scored a step's samples within the time."""
 
 
 class TeacherServer(TeacherRole):
-    """The server of `--rl-teacher`. All methods are collective over the actor's ranks."""
+    """A teacher's server. All methods are collective over the actor's ranks."""
 
-    def __init__(self, options: TeacherOptions) -> None:
-        assert options.url is not None
+    def __init__(self, url: str, options: TeacherOptions) -> None:
         header = header_from(options.teacher_header_env, "--rl-teacher-header-env")
-        self._client = PromptScores(options.url, header)
+        self._client = PromptScores(url, header)
         self._wait_seconds = 60 * options.teacher_wait_minutes
         self._lengths = np.empty(0, np.int64)
         self._wanted = Shares((), ())

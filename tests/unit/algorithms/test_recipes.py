@@ -16,6 +16,8 @@ from mcore_rl.algorithms.recipes import RECIPES, Algorithm, resolve_algorithm
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters
 
+CENTERED = {"policy_loss": "policy_gradient", "score_centering": 8}
+TIS = {"mismatch_correction": "token_tis"}
 # name: advantage, loss, aggregation, clip range, place of the KL, critic, greedy baseline
 EXPECTED = {
     "ppo": ("gae", "ppo_clip", "token_mean", (0.2, 0.2), "reward", True, False),
@@ -254,6 +256,10 @@ def test_kl_coefficient_is_adaptive_with_target() -> None:
         ("dr_grpo", {"loss_constant": 0.0}, "--rl-loss-constant 0.0 must be"),
         ("grpo", {"top_p": 0.9}, "--rl-top-p 0.9 needs --rl-mismatch-correction"),
         ("grpo", {"top_k": 20}, "--rl-top-k 20 needs --rl-mismatch-correction"),
+        ("sft", {"score_centering": 8}, "--rl-score-centering 8 has no effect"),
+        ("cispo", {"score_centering": 8}, "--rl-score-centering 8 is for REINFORCE's loss"),
+        ("rloo", {"score_centering": -1}, "--rl-score-centering -1 must be"),
+        ("rloo", {**CENTERED, "top_k": 20, **TIS}, "--rl-score-centering 8 cannot be .*top-k 20"),
         ("grpo", {"clip_eps_lower": 2.0}, "--rl-clip-eps-lower 2.0 must be"),
         ("grpo", {"kl_coef": -0.1}, "--rl-kl-coef -0.1 must be"),
         ("ppo", {"kl_coef": -0.1}, "--rl-kl-coef -0.1 must be"),
@@ -271,6 +277,15 @@ def test_invalid_combination_is_refused_with_flag_and_remedy(
     text = str(caught.value)
     assert text.startswith(caught.value.flag) and caught.value.flag and caught.value.remedy
     assert "\n" not in text and ". " not in text and not text.endswith(".")
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "remax", "opo"])
+@pytest.mark.parametrize("given", [{}, TIS, {"mismatch_correction": "icepop"}, {"top_k": -1}])
+def test_scores_are_centered_with_any_estimator_and_weights_per_token(
+    name: str, given: dict
+) -> None:
+    algorithm = resolve_algorithm(name, {**CENTERED, **given})
+    assert (algorithm.score_centering, algorithm.policy_loss) == (8, "policy_gradient")
 
 
 @pytest.mark.parametrize("given", [{"top_p": 1.0}, {"top_k": 0}, {"top_k": -1}])

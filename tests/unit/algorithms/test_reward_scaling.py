@@ -21,6 +21,8 @@ PARTS = np.array(
     [[0.3, 1.0], [1.0, 1.0], [-2.0, 0.0], [0.25, 1.0], [0.5, 3.0], [0.1, 0.0], [0.1, 5.0], [3.0, 1]]
 )
 WEIGHTS = np.array([2.0, -0.5])
+# The first group is of another source, which weighs them otherwise.
+OF_SAMPLES = np.where((GROUP_IDS == GROUP_IDS[0])[:, None], [0.25, 1.0], WEIGHTS)
 
 
 def inputs_of(batch: Ragged) -> AdvantageInputs:
@@ -33,7 +35,7 @@ def inputs_of(batch: Ragged) -> AdvantageInputs:
         loss_mask=batch.loss_mask,
         lengths=batch.lengths,
         reward_parts=PARTS,
-        reward_weights=WEIGHTS,
+        reward_weights=OF_SAMPLES,
     )
 
 
@@ -67,7 +69,8 @@ def test_gdpo_normalises_each_reward_then_the_step(valid: list[int]) -> None:
     for i in valid:
         members = [j for j in valid if GROUP_IDS[j] == GROUP_IDS[i]]
         totals[i] = sum(
-            WEIGHTS[k] * normalised([PARTS[j, k] for j in members], PARTS[i, k]) for k in range(2)
+            OF_SAMPLES[i, k] * normalised([PARTS[j, k] for j in members], PARTS[i, k])
+            for k in range(2)
         )
     every = list(totals.values())
     expected = {i: normalised(every, total) for i, total in totals.items()}

@@ -242,7 +242,7 @@ def micro_batch_activation_bytes(model: TrainedModel) -> list[int]:
     return [math.ceil(_kept_by_stage(model, sizes, stage)[0]) for stage in range(len(model.layers))]
 
 
-def log_prob_activation_bytes(model: TrainedModel) -> list[int]:
+def log_prob_activation_bytes(model: TrainedModel, *, with_entropy: bool = True) -> list[int]:
     """Return the bytes on a rank of each stage in a forward pass only: one layer at once, or the
     head on the last stage.
 
@@ -253,7 +253,7 @@ def log_prob_activation_bytes(model: TrainedModel) -> list[int]:
         max(sizes[kinds[n]].everything for chunk in chunks for n in chunk)
         for chunks in model.layers
     ]
-    found[-1] = max(found[-1], head_bytes(model, with_gradients=False))
+    found[-1] = max(found[-1], head_bytes(model, with_gradients=False, with_entropy=with_entropy))
     merged = merged_bytes(model, with_gradients=False)
     return [math.ceil(size) + merged for size in found]
 
@@ -266,7 +266,8 @@ def teacher_activation_bytes(model: TrainedModel, step_tokens: int) -> list[int]
     """
     numbers = 2 + model.training.teacher_outputs  # a log-prob and an entropy
     results = _FLOAT32 * numbers * math.ceil(step_tokens / model.train.dp_size)
-    found = [max(used, results) for used in log_prob_activation_bytes(model)]
+    forward = log_prob_activation_bytes(model, with_entropy=False)
+    found = [max(used, results) for used in forward]
     found[-1] += results
     return found
 
@@ -303,12 +304,12 @@ def _mtp_input_bytes(model: TrainedModel) -> float:
     return hidden * (8 * _token_share(model) + 1)
 
 
-def head_bytes(model: TrainedModel, *, with_gradients: bool) -> float:
+def head_bytes(model: TrainedModel, *, with_gradients: bool, with_entropy: bool = True) -> float:
     """Return the bytes of the final norm and everything after it.
 
     For a policy: log-probs and entropy as bounded by `mcore_rl.megatron.log_probs`: the hidden
-    states of all tokens are gathered over TP, and logits exist for a chunk of tokens. For a critic:
-    its head on this rank's tokens, in float32.
+    states of all tokens are gathered over TP, and logits exist for a chunk of tokens, twice for the
+    entropy. For a critic: its head on this rank's tokens, in float32.
     """
     shape, training, own = model.shape, model.training, _token_share(model)
     tokens = _rank_tokens(model)
@@ -317,7 +318,8 @@ def head_bytes(model: TrainedModel, *, with_gradients: bool) -> float:
         in_float32 = _FLOAT32 * shape.hidden_size * tokens * own
         total = 2 * hidden * own + in_float32
         return total + hidden * own + in_float32 if with_gradients else total
-    total = hidden + 2 * hidden * own + logits_bytes(model, training.chunk_tokens)
+    logits = logits_bytes(model, training.chunk_tokens) / (1 if with_entropy else 2)
+    total = hidden + 2 * hidden * own + logits
     weight = _FLOAT32 * model.vocabulary_rows * shape.hidden_size
     if training.head_in_float32 and training.weight_bytes < _FLOAT32:
         total += weight  # a copy

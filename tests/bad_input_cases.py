@@ -27,7 +27,6 @@ from mcore_rl.job.resolver import resolve
 from mcore_rl.spec import JobSpec
 from mcore_rl.verify import check_prompts_given
 from tests.bad_input_folder import Change
-from tests.rank_pool import read_help_once
 
 # A run that is in order; `{here}` is the case's folder.
 GOOD = {
@@ -124,7 +123,6 @@ def assert_refused(
 ) -> None:
     """The first of two ranks, in its folder `here`, says what is wrong with `case` in one sentence
     and ends with code 2, before a process group or a parameter is made."""
-    read_help_once()
     if case.change is not None:
         case.change(here)
     monkeypatch.chdir(here)

@@ -32,6 +32,7 @@ from mcore_rl.model.hybrid_pattern import numbered_layers
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.moe.balance import expert_biases
 from mcore_rl.patches import megatron as megatron_patches
+from mcore_rl.patches.megatron import help_texts
 
 # Without CUDA Megatron warns repeatedly that Apex and Transformer Engine are missing. The resulting
 # flags are printed once instead.
@@ -94,9 +95,11 @@ _prepare_on_import()
 def make_parser(
     extra_args: Callable[[argparse.ArgumentParser], Any] | None = None,
 ) -> argparse.ArgumentParser:
-    """Return Megatron's argument parser with `extra_args` added."""
+    """Return Megatron's argument parser with `extra_args` added. Megatron's flags have help texts
+    only in a process with --help in its command line."""
     from megatron.training.arguments import add_megatron_arguments
 
+    help_texts.apply()
     parser = argparse.ArgumentParser(description="mcore_rl on Megatron-LM", allow_abbrev=False)
     add_megatron_arguments(parser)
     if extra_args is not None:

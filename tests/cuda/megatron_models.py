@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from tests.cuda import standins
-from tests.rank_pool import read_help_once
 
 if TYPE_CHECKING:
     from mcore_rl.common.platform import Platform
@@ -46,7 +45,6 @@ def prepare(*, transformer_engine: bool) -> Platform:
     from mcore_rl.common.platform import find_platform
     from mcore_rl.megatron import adapter  # noqa: F401  (first: it applies the patches)
 
-    read_help_once()
     return find_platform()
 
 

@@ -16,9 +16,6 @@ from mcore_rl.environments import interface as environments
 from mcore_rl.model import families
 from mcore_rl.observe import user_metrics
 from mcore_rl.rewards import functions as reward_functions
-from tests.rank_pool import remember_sources
-
-remember_sources()
 
 
 @pytest.fixture

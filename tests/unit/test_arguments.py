@@ -126,7 +126,8 @@ def test_parser_that_already_has_our_flag_is_refused() -> None:
         add_rl_args(parser)
 
 
-def test_help_can_be_printed() -> None:
+def test_help_can_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["mcore_rl.train", "--help"])
     text = reading.make_parser().format_help()
     assert "--rl-num-samples-per-prompt" in text and "--tensor-model-parallel-size" in text
 

@@ -54,7 +54,7 @@ from mcore_rl.trainer.resume.trainer_state import (
     read_trainer_state,
     save_trainer_state,
 )
-from tests.bad_input_cases import Case, read_help_once, tokens_of
+from tests.bad_input_cases import Case, tokens_of
 from tests.bad_input_folder import FIRST, INDEX, SECOND
 from tests.reward_server import Server, running_server
 from tests.reward_specs import rewards_of
@@ -83,7 +83,6 @@ def read(
     folder: Path, more: str = "", *, environment: dict[str, str] | None = None, **flags: str | None
 ) -> Job:
     """The job of a folder, its flags changed."""
-    read_help_once()
     changes = {"--" + name.replace("_", "-"): value for name, value in flags.items()}
     tokens = tokens_of(Case("case", [], flags=changes, more=more), folder)
     report = Report()

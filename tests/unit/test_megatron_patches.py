@@ -110,6 +110,31 @@ class writer: log = writer.log
 write()
 assert len(written) == 1
 """
+HELP_TEXTS_ARE_READ_TO_BE_PRINTED = """
+import argparse, inspect, sys
+from mcore_rl.megatron import adapter
+from megatron.training.arguments import add_megatron_arguments
+
+read, num_read = inspect.getsource, 0
+def counting(of):
+    global num_read
+    num_read += 1
+    return read(of)
+inspect.getsource = counting
+def flags_of(parser, *others):
+    names = "option_strings dest nargs const default choices required".split()
+    return [
+        (type(a), getattr(a.type, "__name__", None), *(getattr(a, n) for n in (*names, *others)))
+        for a in parser._actions
+    ]
+without_it = argparse.ArgumentParser(allow_abbrev=False)
+add_megatron_arguments(without_it)
+assert num_read > 10  # the symptom
+num_read = 0
+assert flags_of(adapter.make_parser()) == flags_of(without_it) and num_read == 0
+sys.argv.append("--help")
+assert flags_of(adapter.make_parser(), "help") == flags_of(without_it, "help") and num_read > 10
+"""
 HELPERS_ARE_NOT_COMPILED = """
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.patches.registry import applied_patches
@@ -202,10 +227,18 @@ PATCHED = {
     "helpers_are_not_compiled": HELPERS_ARE_NOT_COMPILED,
     "local_spec_has_layers_for_the_cpu": LOCAL_SPEC_HAS_LAYERS_FOR_THE_CPU,
 }
+# Each row is one process, which takes most of its time to import Megatron.
 FRESH = {
-    name.lower(): code
-    for name, code in globals().items()
-    if name.isupper() and isinstance(code, str) and name.lower() not in PATCHED
+    "without patches, then without make": (
+        *(WITHOUT_IT_MEGATRON_FAILS, HELPERS_END_THE_PROCESS_WITHOUT_IT),
+        HELPERS_ARE_NOT_COMPILED_IN_A_CHECKOUT,
+    ),
+    "what a start imports and reads": (
+        *(TRAINING_NEEDS_OVERRIDE, NO_RANK_IMPORTS_WANDB_UNASKED),
+        HELP_TEXTS_ARE_READ_TO_BE_PRINTED,
+    ),
+    "early import": (EARLY_IMPORT_IS_REFUSED,),
+    "attention variants": (VARIANTS_HAVE_LOCAL_LAYERS,),
 }
 
 
@@ -219,6 +252,6 @@ def test_patched_on_cpu(case: str, ranks: RankPool) -> None:
 @pytest.mark.parametrize("case", FRESH)
 def test_patches_on_cpu(case: str) -> None:
     run = subprocess.run(
-        [sys.executable, "-c", FRESH[case]], capture_output=True, text=True, timeout=500
+        [sys.executable, "-c", "".join(FRESH[case])], capture_output=True, text=True, timeout=500
     )
     assert run.returncode == 0, run.stderr[-3000:]

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import gc
 import importlib
-import inspect
 import json
 import os
 import random
@@ -69,52 +67,39 @@ class RankOutcome:
     output: str  # stdout and stderr
 
 
+# What jobs and a start of Megatron import: a third of what a rank of a small job costs.
+IMPORTED_BY_JOBS = (
+    "pytest",
+    "tests.dist.ppo_jobs",
+    "tests.e2e.jobs",
+    "megatron.core.models.mimo",
+    "megatron.core.tokenizers.text.models",
+    "mcore_rl.megatron.hybrid_model",
+    "pyarrow.compute",
+    "torch.utils.tensorboard",
+)
 # What an engine without a GPU imports once it starts: a fifth of what a rank of a short run costs.
 # Our patches of vLLM, which are applied then, change attributes that are looked up at each use.
 IMPORTED_BY_ENGINES = (
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.deepseek_v2",
+    "vllm.model_executor.models.gpt_oss",
     "vllm.model_executor.models.qwen3_moe",
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe",
     "vllm.model_executor.layers.quantization.online.base",
+    "vllm.distributed.device_communicators.cpu_communicator",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.plugins.lora_resolvers.filesystem_resolver",
+    "vllm.plugins.lora_resolvers.hf_hub_resolver",
+    "vllm.utils.cpu_triton_utils",
+    "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.attention.backends.mla.cpu_mla",
+    "vllm.v1.attention.backends.mla.prefill.cpu_sdpa",
     "vllm.v1.core.sched.scheduler",
     "vllm.v1.executor.multiproc_executor",
+    "mcore_rl.hybrid_engine.remote.engine",
 )
-
-
-def remember_sources() -> None:
-    """Have this process read the source of a class once.
-
-    Megatron reads those of its configurations for each parser that it makes, and a start makes
-    five: without an engine that is four tenths of what a small job costs.
-    """
-    read = inspect.getsource
-    of_class = functools.cache(read)
-
-    def read_once(object: Any) -> str:  # as inspect names it
-        return of_class(object) if isinstance(object, type) else read(object)
-
-    inspect.getsource = read_once
-
-
-@functools.cache
-def read_help_once() -> None:
-    """Cache the help texts of Megatron's flags, which it reads from its sources for every parser.
-
-    They take more than half of the time of a check of a command line.
-    """
-    from megatron.training.argument_utils import ArgumentGroupFactory
-
-    read = ArgumentGroupFactory._get_field_docstrings
-    texts: dict[type, dict[str, str]] = {}
-
-    def read_once(factory: ArgumentGroupFactory, of_class: type) -> dict[str, str]:
-        if of_class not in texts:
-            texts[of_class] = read(factory, of_class)
-        return dict(texts[of_class])
-
-    ArgumentGroupFactory._get_field_docstrings = read_once
 
 
 def keep_imports_frozen() -> None:
@@ -242,16 +227,19 @@ def _serve() -> None:
     from mcore_rl import train  # noqa: F401
     from mcore_rl.flags.parser import add_rl_args
     from mcore_rl.megatron import adapter
+    from mcore_rl.patches.vllm import patches
 
     importlib.import_module("megatron.training.training")
     from vllm import LLM, _custom_ops  # noqa: F401  (the package alone is lazy)
     from vllm.platforms import current_platform
 
+    modules = IMPORTED_BY_JOBS
     if current_platform.is_cpu():  # others might touch a device, which no fork can use then
-        for module in IMPORTED_BY_ENGINES:
+        modules += IMPORTED_BY_ENGINES
+        patches()  # imports them
+    for module in modules:
+        with contextlib.suppress(ImportError):  # older releases lack some
             importlib.import_module(module)
-    remember_sources()
-    read_help_once()
     adapter.make_parser(add_rl_args)
     keep_imports_frozen()
     for line in sys.stdin:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -334,16 +335,20 @@ def add_negations(parser: argparse.ArgumentParser, group: argparse._ArgumentGrou
     Defaults, Megatron's or ours, can then be switched off. They go to `group`, and are not listed
     by --help. A name that has another meaning stays as it is.
     """
+    values: defaultdict[str, list[Any]] = defaultdict(list)  # of the switches of a destination
+    for action in parser._actions:
+        if action.nargs == 0:
+            values[action.dest].append(action.const)
     for action in list(parser._actions):
         if not isinstance(action, argparse._StoreTrueAction | argparse._StoreFalseAction):
             continue
         flag = action.option_strings[0]
-        negation = _inverse(flag)
-        if negation in parser._option_string_actions or _option_of(parser, action.dest, flag):
+        negation, const = _inverse(flag), not action.const
+        is_undone = any(value != action.const for value in values[action.dest])
+        if negation in parser._option_string_actions or is_undone:
             continue
-        group.add_argument(
-            negation, action=Negation, dest=action.dest, const=not action.const, undone=flag
-        )
+        group.add_argument(negation, action=Negation, dest=action.dest, const=const, undone=flag)
+        values[action.dest].append(const)
 
 
 def _inverse(flag: str) -> str:

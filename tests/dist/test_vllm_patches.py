@@ -5,7 +5,6 @@ What vLLM does is in `vllm_patches_worker`, which runs all cases once, in proces
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,22 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.rank_pool import run_python
+from tests.rank_pool import RankPool, run_python
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def cases(
-    checkpoint_factory: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+def cases(checkpoint_factory: Callable[..., Path], ranks: RankPool) -> dict[str, Any]:
     """Case -> what its ranks returned or how they ended, and the segments they left in /dev/shm."""
     # One model for all: routed experts, and an output layer tied to the embedding.
     checkpoint = checkpoint_factory("qwen3_moe", tie_word_embeddings=True)
-    out = tmp_path_factory.mktemp("patches") / "out.json"
-    run = run_python("-m", "tests.dist.vllm_patches_worker", out, checkpoint, timeout=800)
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(out.read_text())
+    job = "tests.dist.vllm_patches_worker:run"
+    (found,) = ranks.run(job, world_size=1, checkpoint=checkpoint, timeout_seconds=800)
+    return found
 
 
 def _scores(cases: dict[str, Any], case: str) -> np.ndarray:

@@ -1,14 +1,10 @@
-"""Run vLLM with and without single patches, each case in forked processes of its own.
+"""Run vLLM with and without single patches; called by `tests.rank_pool`.
 
-    python -m tests.dist.vllm_patches_worker OUT.json CHECKPOINT_DIR
-
-vLLM takes long to import, so it is imported once, before the forks. Each case is forked with one
-process per rank; what its ranks return, or how they died, goes to OUT.json under the case's name.
+Each case is forked with one process per rank, in which no patch of vLLM is applied yet.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
@@ -27,7 +23,6 @@ from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.patches import registry
 from mcore_rl.patches.vllm import register, shared_memory_names
 from tests.engine_samples import small_engine
-from tests.rank_pool import IMPORTED_BY_ENGINES, keep_imports_frozen
 
 TOKENS = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
 CASE_SECONDS = 180  # what hangs ends with them
@@ -164,6 +159,7 @@ def _fork(rank: int, num_ranks: int, case: Callable[[], Any], folder: Path) -> i
     if pid:
         return pid
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     try:
         store = dist.FileStore(str(folder / "store"), num_ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
@@ -195,21 +191,7 @@ def _wait(ranks: dict[int, int]) -> dict[int, str]:
     return deaths
 
 
-def main() -> None:
-    out, model_dir = sys.argv[1:]
-    # For all the forks: the engine, and the kernels with the communicator's operators.
-    from vllm import LLM, _custom_ops  # noqa: F401
-
-    for module in IMPORTED_BY_ENGINES:
-        importlib.import_module(module)
-    keep_imports_frozen()
-    results: dict[str, Any] = {
-        "has shared memory": hasattr(torch.ops._C, "init_shm_manager"),
-    }
-    for name, (num_ranks, case) in cases(model_dir).items():
-        results[name] = run_case(num_ranks, case)
-        Path(out).write_text(json.dumps(results, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+def run(checkpoint: str) -> dict[str, Any]:
+    """Each case under its name, and whether this build of vLLM has shared memory."""
+    found: dict[str, Any] = {"has shared memory": hasattr(torch.ops._C, "init_shm_manager")}
+    return found | {name: run_case(*case) for name, case in cases(checkpoint).items()}

@@ -1,6 +1,7 @@
 """vLLM on CPU with our patches and without them.
 
-Each probe runs in a process of its own, because a patch stays applied.
+Each probe runs in a process of its own, because a patch stays applied; in one of `ranks`, which has
+vLLM imported and not patched, unless it looks at imports.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from typing import Any
 import pytest
 
 from mcore_rl.patches.vllm import mla_prefill_together
+from tests.rank_pool import RankPool
 
 
-def output_of(probe: str) -> list[str]:
-    run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=500)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return run.stdout.splitlines()
+def output_of(ranks: RankPool, probe: str) -> list[str]:
+    (ended,) = ranks.run_raw("tests.rank_pool:execute", world_size=1, code=probe)
+    assert ended.exit_code == 0, ended.output[-3000:]
+    return ended.output.splitlines()
 
 
-def before_and_after(probe: str) -> list[Any]:
-    return [json.loads(line) for line in output_of(probe)[-2:]]
+def before_and_after(ranks: RankPool, probe: str) -> list[Any]:
+    lines = [line for line in output_of(ranks, probe) if not line.startswith("INFO:")]
+    return [json.loads(line) for line in lines[-2:]]
 
 
 # The layers of a block are replaced by stubs: the patch changes the code around them.
@@ -69,8 +72,8 @@ print(json.dumps(seen()))
 
 
 @pytest.mark.slow
-def test_gpt_oss_blocks_and_weight_loading_need_the_patch():
-    before, after = before_and_after(GPT_OSS)
+def test_gpt_oss_blocks_and_weight_loading_need_the_patch(ranks: RankPool):
+    before, after = before_and_after(ranks, GPT_OSS)
     assert before == ["AssertionError", "TypeError"]
     assert after == ["MLPBlock()", "loaded"]
 
@@ -116,8 +119,8 @@ print(json.dumps([*map(tried, (routed, loader_found))]))
 
 
 @pytest.mark.slow
-def test_minimax_m2_router_and_loader_need_the_patches():
-    before, after = before_and_after(MINIMAX_M2)
+def test_minimax_m2_router_and_loader_need_the_patches(ranks: RankPool):
+    before, after = before_and_after(ranks, MINIMAX_M2)
     assert before == ["AssertionError", "AttributeError", True]
     assert after[0] <= 1e-6 and after[1] is True
 
@@ -149,8 +152,8 @@ print(json.dumps([difference(*by_head), difference(*flat)]))
 
 
 @pytest.mark.slow
-def test_rotary_embedding_by_head_needs_the_patch():
-    before, (by_head, flat) = before_and_after(ROTARY_EMBEDDING)
+def test_rotary_embedding_by_head_needs_the_patch(ranks: RankPool):
+    before, (by_head, flat) = before_and_after(ranks, ROTARY_EMBEDDING)
     assert before > 0.5
     assert by_head <= 1e-5 and flat <= 1e-5
 
@@ -204,8 +207,10 @@ print("same")
 
 
 @pytest.mark.slow
-def test_mla_prefill_of_batched_requests_matches_single_requests_with_fewer_products():
-    assert output_of(MLA_PREFILL)[-1] == "same"
+def test_mla_prefill_of_batched_requests_is_that_of_single_ones_with_fewer_products(
+    ranks: RankPool,
+):
+    assert output_of(ranks, MLA_PREFILL)[-1] == "same"
 
 
 def test_mla_prefill_batches_are_bounded_and_keep_the_order(monkeypatch):
@@ -257,8 +262,8 @@ print("same")
 
 
 @pytest.mark.slow
-def test_wide_linear_products_are_float32_rounded_once_and_others_are_left_to_vllm():
-    assert output_of(WIDE_LINEAR)[-1] == "same"
+def test_wide_linear_products_are_float32_rounded_once_and_others_are_left_to_vllm(ranks: RankPool):
+    assert output_of(ranks, WIDE_LINEAR)[-1] == "same"
 
 
 TEXT_MODEL = """
@@ -288,6 +293,8 @@ print(json.dumps([left, is_torchvision_available()]))
     importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed"
 )
 def test_text_model_of_qwen3_5_needs_the_patch():
-    loaded, left = before_and_after(TEXT_MODEL)
+    run = subprocess.run([sys.executable, "-c", TEXT_MODEL], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    loaded, left = map(json.loads, run.stdout.splitlines()[-2:])
     assert loaded == ["ModuleNotFoundError", "Qwen3_5ForCausalLM"]
     assert left == [[], False]

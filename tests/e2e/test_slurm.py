@@ -75,10 +75,12 @@ STARTS = {
         f"exec {PYTHON} -m mcore_rl.launch --nnodes $SLURM_NNODES --node-rank $SLURM_NODEID "
         "--nproc-per-node 1 --master-addr $MASTER_ADDR --master-port $MASTER_PORT "
         '-m mcore_rl.train "$@"',
+        2,  # each launcher says what is wrong
     ),
     "a task for each rank": (
         ["--ntasks-per-node=2"],
         f'{RANKS.format(local_rank="$SLURM_LOCALID")} exec {PYTHON} -m mcore_rl.train "$@"',
+        1,
     ),
 }
 
@@ -86,14 +88,17 @@ STARTS = {
 @pytest.mark.parametrize("start", STARTS)
 def test_tasks_of_slurm_are_one_world(start: str, tmp_path: Path, warmed_checkpoint: Path) -> None:
     """The case of two ranks, which agree on a mistake that depends on their number."""
-    flags, command = STARTS[start]
+    flags, command, num_sentences = STARTS[start]
     wrong = ("--tensor-model-parallel-size", "4")
     tokens = task_flags(warmed_checkpoint, tmp_path / "run", *STEP, *wrong)
     code, said = srun(tmp_path, flags, command, tokens)
     assert code == 2, said[-6000:]
-    errors = {line for line in said.splitlines() if "mcore_rl: error: " in line}
-    assert len(errors) == 1 and "the world of 2 processes" in errors.pop(), said[-3000:]
+    errors = [line for line in said.splitlines() if "mcore_rl: error: " in line]
+    assert len(errors) == num_sentences and len({*errors}) == 1, said[-3000:]
+    assert "Traceback" not in said
+    assert "the world of 2 processes" in errors[0]
     assert "on rank" not in said  # all ranks have found it
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 REFUSED = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mcore_rl import cli
 from mcore_rl import train as train_module
 from mcore_rl import verify as verify_module
 from tests.dist.sleeping import memory_gone_while_asleep, starts_watched
@@ -27,6 +28,11 @@ def watched_train(tokens: list[str]) -> list[dict[str, Any]]:
 def verify(tokens: list[str]) -> int:
     """`-m mcore_rl.verify`; returns its exit code."""
     return verify_module.main(tokens)
+
+
+def command(tokens: list[str]) -> None:
+    """`mcore-rl`; ends with its exit code."""
+    sys.exit(cli.main(tokens))
 
 
 def watched_verify(tokens: list[str]) -> dict[str, Any]:

@@ -11,58 +11,47 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.tools.plan.recorded import read_engine_speed
+from tests.e2e.recipe import run_job
+from tests.rank_pool import ROOT, RankPool
 
-ROOT = Path(__file__).resolve().parents[2]
-LAUNCH = ("-m", "mcore_rl.launch", "--nproc-per-node", "2")
+LAUNCHED = ("-m", "mcore_rl.launch", "--nproc-per-node", "2", "-m", "mcore_rl.cli")
 
 
-def run(
-    checkpoint: Path, target: Path, *flags: str, before: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess[str]:
-    tokens = [
+def command_line(checkpoint: Path, target: Path, *flags: str) -> list[str]:
+    return [
         *("plan", "--measure-engine", str(target), "--rl-hf-checkpoint", str(checkpoint)),
         *("--rl-prompts", str(checkpoint / "prompts" / "train.jsonl"), "--rl-reward", "exact"),
         *("--rl-max-prompt-tokens", "32", "--rl-max-response-tokens", "32"),
-        *("--micro-batch-size", "1", "--rl-rollout-max-num-seqs", "6", *flags),
+        *("--micro-batch-size", "1", "--rl-rollout-max-num-seqs", "6"),
+        *("--rl-rollout-kv-cache-gib", "0.1", *flags),
     ]
-    return subprocess.run(
-        [sys.executable, *before, "-m", "mcore_rl.cli", *tokens],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
 
 
-@pytest.mark.parametrize(
-    ("before", "flags", "engine"),
-    [
-        ((), (), "1 engines of TP1, EP1"),
-        (LAUNCH, ("--tensor-model-parallel-size", "2"), "1 engines of TP2, EP1"),
-    ],
-    ids=["one_process", "two_ranks"],
-)
+@pytest.mark.parametrize("tp_size", [1, 2], ids=["one_process", "launched"])
 def test_speed_of_an_engine_is_measured(
-    checkpoint_factory: Callable[..., Path],
-    tmp_path: Path,
-    before: tuple[str, ...],
-    flags: tuple[str, ...],
-    engine: str,
+    tp_size: int, checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path: Path
 ) -> None:
     target = tmp_path / "speed.json"
-    done = run(checkpoint_factory("qwen3"), target, *flags, before=before)
-    assert done.returncode == 0, done.stderr[-3000:]
+    size = ("--tensor-model-parallel-size", str(tp_size))
+    tokens = command_line(checkpoint_factory("qwen3"), target, *size)
+    if tp_size == 1:
+        run_job(ranks, tokens, world_size=1, job="command").require(0)
+    else:
+        command = [sys.executable, *LAUNCHED, *tokens]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
     speed = read_engine_speed(target)
     assert speed.running == (1, 2, 4, 6)
     assert all(0 < seconds < 60 for seconds in speed.step_seconds) and speed.prefill_rate > 0
     about = json.loads(target.read_text())
-    assert (about["engine"], about["prompt_tokens"]) == (engine, 16)
+    assert about["engine"] == f"1 engines of TP{tp_size}, EP1" and about["prompt_tokens"] == 16
 
 
 def test_ranks_of_their_own_are_refused(
-    checkpoint_factory: Callable[..., Path], tmp_path: Path
+    checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path: Path
 ) -> None:
-    flags = ("--rl-rollout-ranks", "1")
-    done = run(checkpoint_factory("qwen3"), tmp_path / "speed.json", *flags, before=LAUNCH)
-    assert done.returncode == 2
-    assert "--measure-engine starts engines on all ranks" in done.stderr
+    apart = ("--rl-rollout-ranks", "1")
+    tokens = command_line(checkpoint_factory("qwen3"), tmp_path / "speed.json", *apart)
+    ended = run_job(ranks, tokens, job="command")
+    ended.require(2)
+    assert "--measure-engine starts engines on all ranks" in ended.said

@@ -48,7 +48,8 @@ def task_flags(checkpoint: Path, run_dir: Path, *more: str) -> list[str]:
         *("--rl-hf-checkpoint", str(checkpoint)),
         *("--rl-prompts", str(checkpoint / "prompts" / "train.jsonl")),
         *("--rl-eval-prompts", str(checkpoint / "prompts" / "heldout.jsonl")),
-        *("--rl-run-dir", str(run_dir)),
+        # It is filled with zeros at each start of an engine.
+        *("--rl-run-dir", str(run_dir), "--rl-rollout-kv-cache-gib", "0.0625"),
         *more,
     ]
 

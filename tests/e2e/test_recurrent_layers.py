@@ -20,7 +20,7 @@ from tests.e2e.recipe import (
 from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-NUM_STEPS, SAVED_AT = 16, 13
+NUM_STEPS, SAVED_AT = 12, 10
 
 
 @pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5_text", "nemotron_h"])

@@ -125,7 +125,7 @@ def find_resume_point(
         if same_prompts and not config.rollout.samples_ahead:
             require_nothing_outstanding(folder / ROLLOUT)
         if same_prompts and spec.environment is not None:
-            _check_environments(folder, spec.environment, prompts, args.seed)
+            _check_environments(folder, state, spec.environment, prompts, args.seed)
         return ResumePoint(
             folder,
             _with_known_prompts(state, config, prompts, eval_prompts),
@@ -265,13 +265,14 @@ def _check_load(args: argparse.Namespace, config: RLConfig, load: Path | None) -
 
 
 def _check_environments(
-    folder: Path, environment: EnvironmentSpec, prompts: Drawn, seed: int
+    folder: Path, state: TrainerState, environment: EnvironmentSpec, prompts: Drawn, seed: int
 ) -> None:
     """Raise UsageError if conversations were with other environments than now."""
     assert isinstance(prompts, PromptSources), "only prompts are sampled"
+    drawn = prompts.begun(state.begin)
 
     def class_of(draw: int) -> str:
-        return environment.class_for(prompts.of_draw(draw, seed=seed).source)
+        return environment.class_for(drawn.of_draw(draw, seed=seed).source)
 
     check_environments(folder / ROLLOUT, class_of)
 

@@ -79,9 +79,9 @@ class ResponseLengths:
             chosen = random.integers(len(self.recorded), size=count)
             return [self.recorded[index].cut(self.most) for index in chosen]
         center = np.log(self.mean) - self.sigma**2 / 2
-        lengths = np.rint(random.lognormal(center, self.sigma, count))
-        found: list[int] = np.clip(lengths, 1, self.most).astype(int).tolist()
-        return [Response((length / self.turns,) * self.turns) for length in found]
+        lengths = random.lognormal(center, self.sigma, count).tolist()
+        whole = [min(max(round(length), 1), self.most) for length in lengths]
+        return [Response((length / self.turns,) * self.turns) for length in whole]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +99,17 @@ class Workload:
     tool_seconds: float = 0.0
     reward_seconds: float = 0.0  # of a response; any number of rewards run at the same time
     seed: int = 1
+    _drawn: dict[int, list[Response]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def responses(self, draw: int) -> list[Response]:
+        """Return the responses to a draw, the same in every simulation."""
+        found = self._drawn.get(draw)
+        if found is None:
+            found = self.lengths.of_draw(draw, self.samples_per_group, self.seed)
+            self._drawn[draw] = found
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +160,6 @@ class Group:
     responses: Sequence[Response]
     version: int | None  # of the weights with which it began; None: no token yet
     requests: list[Request] = field(default_factory=list)  # those that have not ended
-    num_unrewarded: int = 0
     cached_at: int = -1  # as in `Request`, of the prompt
 
     @property
@@ -251,7 +261,7 @@ class Engine:
     def _advance(self) -> None:
         """Bring the state to the present."""
         seconds, self._at = self._env.now - self._at, self._env.now
-        if self._is_paused or not self._running:
+        if not seconds or self._is_paused or not self._running:
             return
         self._busy_seconds += seconds
         prefill = min(seconds, self._prefill_seconds)
@@ -372,17 +382,8 @@ class Sampling:
 
     def _start_group(self, engine: Engine) -> None:
         workload = self._workload
-        responses = workload.lengths.of_draw(
-            self.next_draw, workload.samples_per_group, workload.seed
-        )
-        group = Group(
-            self.next_draw,
-            engine,
-            workload.prompt_tokens,
-            responses,
-            self.version,
-            num_unrewarded=len(responses),
-        )
+        responses = workload.responses(self.next_draw)
+        group = Group(self.next_draw, engine, workload.prompt_tokens, responses, self.version)
         group.requests = [
             Request(group, deque(each.turns), each.tokens_per_answer) for each in responses
         ]
@@ -398,8 +399,8 @@ class Sampling:
             self._ask_tool(request)
         else:
             group.requests.remove(request)
-            self._after(self._workload.reward_seconds, lambda: self._rewarded(group))
-            if group.is_sampled:
+            if group.is_sampled:  # its other rewards are there when the last one is
+                self._after(self._workload.reward_seconds, lambda: self.finished(group))
                 self.sampled(group)
         while self.next_draw < self.limit and group.engine.num_requests < self.room:
             self._start_group(group.engine)
@@ -415,11 +416,6 @@ class Sampling:
                 request.group.engine.submit([request])
 
         self._after(self._workload.tool_seconds, answer)
-
-    def _rewarded(self, group: Group) -> None:
-        group.num_unrewarded -= 1
-        if not group.num_unrewarded:
-            self.finished(group)
 
     def _after(self, seconds: float, call: Callable[[], None]) -> None:
         if not seconds:

@@ -25,6 +25,7 @@ from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mcore_rl.common.garbage import nothing_collected
 from mcore_rl.planner.simulated_engines import EngineSpeed, Group, Sampling, Workload
 from mcore_rl.rollout.admission import Admission
 
@@ -147,7 +148,8 @@ def simulate(
     env = simpy.Environment()
     run = _Run(env, candidate, workload, speeds, warm_up_steps + steps)
     ways = {COLOCATED: run.colocated, PARTIAL: run.partial, SEPARATE: run.separate}
-    env.run(until=env.process(ways[candidate.mode]()))
+    with nothing_collected():  # groups and requests are freed without it
+        env.run(until=env.process(ways[candidate.mode]()))
     return run.result(warm_up_steps)
 
 

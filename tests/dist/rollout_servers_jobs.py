@@ -124,6 +124,17 @@ def same(local: VLLMEngine, engine: ServerEngine, request: Request) -> dict[str,
     }
 
 
+def certain(candidates: tuple[list[list[int]], list[list[float]]]) -> list[list[tuple]]:
+    """The candidates of each position that are more probable than the last: equals of that one may
+    be left out, and equals come in any order, as they were found among 4 or 5."""
+    return [
+        sorted(
+            (value, token) for token, value in zip(ids, values, strict=True) if value > values[-1]
+        )
+        for ids, values in zip(*candidates, strict=True)
+    ]
+
+
 async def _other_version(url: str, vocab_size: int) -> bool:
     async with client_session({}) as session:
         client = GenerateClient(session, url, vocab_size=vocab_size, token_timeout_seconds=60)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.dist.rollout_servers_jobs import LONG_TOKENS, NUM_TOP
+from tests.dist.rollout_servers_jobs import LONG_TOKENS, NUM_TOP, certain
 from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.timeout(500), pytest.mark.slow]
@@ -34,12 +34,15 @@ def result(checkpoint_factory: Callable[..., Path], ranks: RankPool) -> dict[str
 
 def test_a_request_alone_has_the_tokens_and_log_probs_of_an_engine_in_process(result):
     for found in result["alone"]:
-        for ours, theirs in found.values():
-            assert ours == theirs
+        for name, (ours, theirs) in found.items():
+            assert name == "candidates" or ours == theirs
     with_candidates = [found for found in result["alone"] if found["candidates"][0] is not None]
     assert len(with_candidates) == 4
     for found in with_candidates:
-        ids, log_probs = (np.array(each) for each in found["candidates"][0])
+        ours, theirs = found["candidates"]
+        assert ours[1] == theirs[1] and certain(ours) == certain(theirs)
+        assert np.mean([len(each) for each in certain(ours)]) > 2
+        ids, log_probs = (np.array(each) for each in ours)
         assert ids.shape == log_probs.shape == (len(found["tokens"][0]), NUM_TOP)
         assert (np.diff(log_probs) <= 0).all()
         # Sampled tokens among them have the same log-prob.

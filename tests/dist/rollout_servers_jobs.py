@@ -128,9 +128,7 @@ def certain(candidates: tuple[list[list[int]], list[list[float]]]) -> list[list[
     """The candidates of each position that are more probable than the last: equals of that one may
     be left out, and equals come in any order, as they were found among 4 or 5."""
     return [
-        sorted(
-            (value, token) for token, value in zip(ids, values, strict=True) if value > values[-1]
-        )
+        sorted(pair for pair in zip(values, ids, strict=True) if pair[0] > values[-1])
         for ids, values in zip(*candidates, strict=True)
     ]
 

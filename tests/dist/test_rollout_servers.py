@@ -50,7 +50,7 @@ def test_a_request_alone_has_the_tokens_and_log_probs_of_an_engine_in_process(re
         sampled = np.broadcast_to(np.array(found["log_probs"][0])[:, None], ids.shape)
         assert np.array_equal(log_probs[is_sampled], sampled[is_sampled])
     greedy = with_candidates[0]
-    assert [each[0] for each in greedy["candidates"][0][0]] == greedy["tokens"][0]
+    assert [each[0] for each in greedy["candidates"][0][1]] == greedy["log_probs"][0]
     stopping, rest = result["alone"][-2:]
     assert stopping["reasons"][0] == rest["reasons"][0] == "stop"
     assert len(stopping["tokens"][0]) - 8 == len(rest["tokens"][0])

@@ -76,9 +76,9 @@ FLOAT32_HEAD = Capability(
 )
 
 LORA_LAYERS = Capability(
-    # 0.28 has the same interface; older ones were not run.
+    # On CPU 0.28 and 0.32 were run; on CUDA none was, and older ones were not looked at.
     "exchange adapters in LoRA layers in place",
-    since_cpu="0.32.0",
+    since_cpu=OLDEST,
     since_cuda="0.32.0",
 )
 

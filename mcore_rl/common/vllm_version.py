@@ -76,7 +76,7 @@ FLOAT32_HEAD = Capability(
 )
 
 LORA_LAYERS = Capability(
-    # On CPU 0.28 and 0.32 were run; on CUDA none was, and older ones were not looked at.
+    # On CPU 0.28, 0.30 and 0.32 were run; on CUDA none was, and older ones were not looked at.
     "exchange adapters in LoRA layers in place",
     since_cpu=OLDEST,
     since_cuda="0.32.0",

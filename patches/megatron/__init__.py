@@ -35,7 +35,12 @@ from mcore_rl.patches.megatron import (
     yarn_context_parallel,
 )
 from mcore_rl.patches.registry import applied_patches, apply_all
-from mcore_rl.patches.torch import checkpoint_reading, loopback_stores, narrow_products
+from mcore_rl.patches.torch import (
+    checkpoint_reading,
+    enum_pickles,
+    loopback_stores,
+    narrow_products,
+)
 
 # The order matters: later patches import Megatron, which requires the first three.
 PATCHES = (
@@ -67,6 +72,7 @@ PATCHES = (
     streamed_saving.PATCH,
     fsdp_checkpoint.PATCH,
     checkpoint_reading.PATCH,
+    enum_pickles.PATCH,
     common_state_reading.PATCH,
     loopback_stores.PATCH,
 )

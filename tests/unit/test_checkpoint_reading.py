@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.patches.torch import checkpoint_reading, metadata_unpickler
+from mcore_rl.patches.torch import checkpoint_reading, enum_pickles, metadata_unpickler
 
 
 def sound() -> metadata.Metadata:
@@ -329,6 +329,29 @@ def test_an_object_does_not_change_the_members_of_enums(state: object) -> None:
         with pytest.raises(UsageError, match="the object holds a state for a member"):
             checkpoint_reading.load_object(stored, "the object")
     assert Colour.RED.value == 1 and not hasattr(Colour.RED, "changed")
+
+
+def test_members_of_enums_are_read_whatever_the_version_of_python_saves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stored_member() -> io.BytesIO:
+        stored = io.BytesIO()
+        torch.save({"args": Colour.RED}, stored)
+        stored.seek(0)
+        return stored
+
+    def reduce_by_name(self: enum.Enum, protocol: Any) -> tuple[Any, ...]:
+        return getattr, (type(self), self._name_)  # Python 3.11.2
+
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", reduce_by_name)
+    with torch.serialization.safe_globals([Colour]):
+        with pytest.raises(UsageError, match="the object holds .*getattr"):
+            checkpoint_reading.load_object(stored_member(), "the object")
+        assert enum_pickles.is_needed()
+        enum_pickles.apply()
+        assert not enum_pickles.is_needed()
+        found = checkpoint_reading.load_object(stored_member(), "the object")
+    assert found == {"args": Colour.RED}
 
 
 def test_an_object_that_expands_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The tiny model of the main job learns by PPO and by three more recipes, on one process each.
 
-Here PPO runs 16 steps, and of the others DAPO alone is run. With MCORE_RL_LONG_TESTS=1 all of them
+Here PPO runs 24 steps, and of the others DAPO alone is run. With MCORE_RL_LONG_TESTS=1 all of them
 are, and PPO runs 100 steps without discounting, in which the critic comes to explain 0.3 of the
 returns' variance: about 8 minutes on 2 cores.
 """
@@ -59,7 +59,7 @@ def accuracy_gain(metrics: list[dict[str, Any]]) -> float:
 def test_ppo_learns_and_its_critic_explains_returns(
     warmed_checkpoint: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
-    metrics = run(warmed_checkpoint, tmp_path / "run", ranks, 100 if LONG else 16, *PPO)
+    metrics = run(warmed_checkpoint, tmp_path / "run", ranks, 100 if LONG else 24, *PPO)
     assert accuracy_gain(metrics) > 0.2
     explained = [m["critic/explained_variance"] for m in metrics[:-1]]
     num_last, least = (20, 0.3) if LONG else (4, 0.1)
@@ -119,7 +119,7 @@ def test_a_task_of_two_turns_is_learnt(
         *("--rl-max-response-tokens", "24"),
         *("--rl-num-prompts-per-step", "32", "--lr", "3e-4"),
     )
-    metrics = run(warmed_checkpoint, tmp_path / "run", ranks, 10, *flags)
+    metrics = run(warmed_checkpoint, tmp_path / "run", ranks, 16, *flags)
     assert accuracy_gain(metrics) > 0.2
     assert not any(m["reward/failures"] or m["rollout/failures"] for m in metrics[:-1])
     rollouts = (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()

@@ -130,8 +130,8 @@ SMALL_BYTES = 1 << 17
 
 def check_teacher(case: Case, measured: list[dict[str, dict[str, int]]]) -> None:
     """What is planned of scoring by a teacher, and of learning from it."""
-    teacher, dp_size = case.scoring_teacher, case.train.dp_size
-    assert teacher is not None and case.is_teacher_swapped
+    (teacher,), dp_size = case.scoring_teachers, case.train.dp_size
+    assert case.num_swapped == 1
     for rank, found in enumerate(measured):
         stage = case.train.pp_rank(rank)
         tokens = found["teacher"]["tokens"] * dp_size

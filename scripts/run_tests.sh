@@ -6,7 +6,7 @@ usage() {
 bash scripts/run_tests.sh               the quick checks: ruff, mypy, the unit tests that are not slow,
                                         one hand-over from Megatron to vLLM bit for bit, and one short
                                         run by the launcher; about 5 minutes on 2 cores
-bash scripts/run_tests.sh --all         ruff, mypy and all tests; about 55 minutes on 2 cores
+bash scripts/run_tests.sh --all         ruff, mypy and all tests; over an hour on 2 cores
 bash scripts/run_tests.sh ARGUMENTS     ruff, mypy and what pytest runs with these arguments
 
 A failed check does not stop the next one. If any check fails, the last line names it and the exit

@@ -1,8 +1,9 @@
 """Members of enums are saved by their values, in every version of Python.
 
 Symptom: `--load` refuses a checkpoint of a run with Python 3.11.0 to 3.11.3: it "holds getattr".
-Cause: these versions pickle a member of an enum as a call of `getattr`, with its name. Megatron's
-arguments have such members, and torch's unpickler for weights calls no functions.
+Cause: these versions pickle a member of an enum as a call of `getattr`, with its name, and a signal
+as the name of a global. Megatron's arguments have both, and torch's unpickler for weights calls no
+function and knows only classes.
 Why safe: it is what Python does from 3.11.4 on, and both forms are read as the same member.
 Upstream: python/cpython, changed in 3.11.4.
 Drop when: setup.py requires Python 3.11.4.
@@ -12,6 +13,7 @@ Versions: Python 3.11.0 to 3.11.3; nothing is done in others.
 from __future__ import annotations
 
 import enum
+import signal
 from typing import Any
 
 from mcore_rl.patches.registry import Patch
@@ -32,7 +34,8 @@ def apply() -> None:
     def reduce_by_value(self: enum.Enum, protocol: Any) -> tuple[type[enum.Enum], tuple[Any]]:
         return type(self), (self._value_,)
 
-    enum.Enum.__reduce_ex__ = reduce_by_value  # type: ignore[method-assign,assignment]
+    for cls in (enum.Enum, signal.Signals):  # which has a method of its own
+        cls.__reduce_ex__ = reduce_by_value  # type: ignore[method-assign,assignment]
 
 
 PATCH = Patch(

@@ -6,6 +6,7 @@ import enum
 import io
 import pathlib
 import pickle
+import signal
 import sys
 import zipfile
 from pathlib import Path
@@ -336,22 +337,23 @@ def test_members_of_enums_are_read_whatever_the_version_of_python_saves(
 ) -> None:
     def stored_member() -> io.BytesIO:
         stored = io.BytesIO()
-        torch.save({"args": Colour.RED}, stored)
+        torch.save({"args": Colour.RED, "exit_signal": signal.SIGTERM}, stored)
         stored.seek(0)
         return stored
 
     def reduce_by_name(self: enum.Enum, protocol: Any) -> tuple[Any, ...]:
         return getattr, (type(self), self._name_)  # Python 3.11.2
 
-    monkeypatch.setattr(enum.Enum, "__reduce_ex__", reduce_by_name)
-    with torch.serialization.safe_globals([Colour]):
+    for cls in (enum.Enum, signal.Signals):
+        monkeypatch.setattr(cls, "__reduce_ex__", reduce_by_name)
+    with torch.serialization.safe_globals([Colour, signal.Signals]):
         with pytest.raises(UsageError, match="the object holds .*getattr"):
             checkpoint_reading.load_object(stored_member(), "the object")
         assert enum_pickles.is_needed()
         enum_pickles.apply()
         assert not enum_pickles.is_needed()
         found = checkpoint_reading.load_object(stored_member(), "the object")
-    assert found == {"args": Colour.RED}
+    assert found == {"args": Colour.RED, "exit_signal": signal.SIGTERM}
 
 
 def test_an_object_that_expands_is_refused(tmp_path: Path) -> None:

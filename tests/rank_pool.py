@@ -233,7 +233,7 @@ def _serve() -> None:
     from vllm import LLM, _custom_ops  # noqa: F401  (the package alone is lazy)
     from vllm.platforms import current_platform
 
-    modules = IMPORTED_BY_JOBS
+    modules: tuple[str, ...] = IMPORTED_BY_JOBS
     if current_platform.is_cpu():  # others might touch a device, which no fork can use then
         modules += IMPORTED_BY_ENGINES
         patches()  # imports them

@@ -72,17 +72,28 @@ def memory_of(case: Case, resident_bytes: Bytes, traffic_bytes: int = 0) -> Memo
 
 def sampled_bytes(case: Case) -> int:
     """Return a rank's bytes of tokens and log-probs while samples travel to the ranks that train
-    on them: its engine's samples, the copies that it sends, and those that it receives."""
+    on them."""
+    return _travelling_bytes(case, kept=SAMPLED_TOKEN_BYTES, sent=SENT_TOKEN_BYTES)
+
+
+def candidate_bytes(case: Case) -> int:
+    """Return a rank's bytes of the most probable tokens at each position, as `sampled_bytes`."""
+    token_bytes = 8 * case.training.num_top_tokens  # id and log-prob
+    return _travelling_bytes(case, kept=token_bytes, sent=token_bytes)
+
+
+def _travelling_bytes(case: Case, *, kept: int, sent: int) -> int:
+    """Return a rank's bytes while samples of `kept` bytes a token are sent as `sent`: its engine's
+    samples, the copies that it sends, and those that it receives."""
     engine, train = case.engine, case.train
-    received = engine.sampled_tokens_in_all // train.dp_size * SENT_TOKEN_BYTES
+    received = engine.sampled_tokens_in_all // train.dp_size * sent
     if not case.has_engines:  # controllers of servers send them
         return 2 * received
     # One message per receiver: the ranks of TP, CP and PP receive the same samples, and each rank
     # of an engine's TP group sends to a part of them.
     receivers = max(1, train.world_size // train.dp_size // case.rollout.tp_size)
-    packed = engine.sampled_tokens * SENT_TOKEN_BYTES * (1 + receivers)
-    kept = engine.sampled_tokens * SAMPLED_TOKEN_BYTES
-    return kept + max(packed + received, 2 * received)
+    packed = engine.sampled_tokens * sent * (1 + receivers)
+    return engine.sampled_tokens * kept + max(packed + received, 2 * received)
 
 
 def routed_bytes(case: Case, kv_cache_tokens: int) -> dict[str, int]:
@@ -116,17 +127,6 @@ def score_bytes(case: Case, model: TrainedModel) -> int:
     `model`: float32 numbers of each token, and a copy on their way."""
     tokens = math.ceil(case.engine.sampled_tokens_in_all / model.train.dp_size)
     return 2 * 4 * (1 + case.training.teacher_outputs) * tokens
-
-
-def candidate_bytes(case: Case) -> int:
-    """Return a rank's host bytes of the most probable tokens at each position: those of its own
-    samples with messages to and from other ranks, and then those of its batch."""
-    engine, train = case.engine, case.train
-    token_bytes = 8 * case.training.num_top_tokens  # id and log-prob
-    kept = engine.sampled_tokens * token_bytes
-    receivers = max(1, train.world_size // train.dp_size // case.rollout.tp_size)
-    received = engine.sampled_tokens_in_all // train.dp_size * token_bytes
-    return kept + max(kept * (1 + receivers) + received, 2 * received)
 
 
 def exported_file_bytes(case: Case) -> int:
@@ -205,12 +205,13 @@ def _state_on_host(case: Case, model: TrainedModel) -> dict[str, int]:
 def _actors_host_bytes(case: Case, traffic_bytes: int, routed: Mapping[str, int]) -> dict[str, int]:
     """Return purpose -> host bytes of what only a rank of the actor holds."""
     engine, is_drafter_trained = case.engine, case.training.mtp_layers > 0
+    samples = case.has_engines or case.has_servers
     return {
         "copies for delta": traffic_bytes if engine.delta else 0,
         "drafter's weights": 0 if is_drafter_trained else case.drafter_bytes,
         "offloaded CUDA graphs": engine.graph_bytes if engine.offloads_graphs else 0,
-        "samples": sampled_bytes(case) if case.has_engines or case.has_servers else 0,
-        "candidates of samples": candidate_bytes(case) if case.has_engines else 0,
+        "samples": sampled_bytes(case) if samples else 0,
+        "candidates of samples": candidate_bytes(case) if samples else 0,
         **routed,
         "file being exported": exported_file_bytes(case) if engine.exports else 0,
     }

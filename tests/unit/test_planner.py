@@ -511,6 +511,11 @@ def test_bytes_of_samples_equal_stored_and_sent_bytes() -> None:
     of_node = plan_case(centered).memory.host_bytes
     assert of_node["candidates of samples"] == 8 * candidate_bytes(centered)
     assert "candidates of samples" not in plan_case(case).memory.host_bytes
+    # Those of servers are received only, and joined.
+    served = dataclasses.replace(centered, has_engines=False, has_servers=True)
+    assert candidate_bytes(served) == 2 * 128 * 8 * (4 * samples * tokens // train.dp_size)
+    of_node = plan_case(served).memory.host_bytes
+    assert of_node["candidates of samples"] == 8 * candidate_bytes(served)
 
 
 def test_bytes_of_experts_of_samples_equal_stored_and_sent_bytes() -> None:

@@ -255,8 +255,6 @@ def build_models(
         log=log,
         sample_store=sample_store,
     )
-    if isinstance(inputs.prompts, PromptSources):
-        learner.source_keys = inputs.prompts.keys_of
     rows = read_mixed(job.spec, date=inputs.day)
     if rows is not None:
         learner.taught = MixedDemonstrations(job, rows)

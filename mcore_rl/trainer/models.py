@@ -122,8 +122,8 @@ def build_learner(
     """Build actor, reference and critic of a job on the actor's ranks. Collective.
 
     `critic` comes from `critic_role`, `teachers` from `teacher_roles`; `prompts` are needed if
-    their sources have several teachers; `point` is given if the run resumes; `sample_store` is a
-    `new_sample_store` by default.
+    their sources have rewards or teachers of their own; `point` is given if the run resumes;
+    `sample_store` is a `new_sample_store` by default.
     """
     replay, routed = None, job.spec.routed_layers
     if routed is not None and job.config.trainer.routing_replay != OFF:
@@ -134,7 +134,7 @@ def build_learner(
         reference = build_reference(
             state, point, args=job.args, checkpoint=job.spec.checkpoint, shards=shards, log=log
         )
-    return Learner(
+    learner = Learner(
         job,
         actor,
         None if critic is None else StepCritic(critic),
@@ -142,6 +142,9 @@ def build_learner(
         teachers=_step_teachers(job, actor, state, shards, teachers, prompts),
         sample_store=new_sample_store(job) if sample_store is None else sample_store,
     )
+    if prompts is not None:
+        learner.source_keys = prompts.keys_of
+    return learner
 
 
 def _step_teachers(

@@ -46,11 +46,6 @@ class Apportionment:
         # Places beyond floor(N w) that each source has taken before block 0, 1, ...
         self._taken = [np.zeros(len(units), dtype=np.int64)]
 
-    @property
-    def is_constant(self) -> bool:
-        """Whether all blocks are alike: each share of a block is a whole number of draws."""
-        return self._num_left == 0
-
     def of_draws(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return `[count]` int64 each: sources of the draws from `start` on, and the number of
         earlier draws of the same source."""

@@ -92,7 +92,7 @@ def test_every_step_has_the_samples_of_its_sources(tmp_path):
     config = RLConfig.of(prompts=path, num_prompts_per_step=4, num_samples_per_prompt=2)
     parts = [(spec, dataset(9, spec.name)) for spec in config.data.train_sources()]
     prompts = PromptSources(parts, per_step=4)
-    assert prompts.apportionment.is_constant and prompts.most_samples == 6
+    assert prompts.most_samples == 6
     sizes = [prompts.of_draw(draw, seed=SEED).num_samples or 2 for draw in range(40)]
     assert [sum(sizes[at : at + 4]) for at in range(0, 40, 4)] == [config.samples_per_step] * 10
 

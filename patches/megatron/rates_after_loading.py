@@ -60,8 +60,8 @@ def apply() -> None:
 def stored_rates(
     group: Mapping[str, Any], stored: Sequence[Mapping[str, Any]], identifiers: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the rates of the stored group that is the same as `group` but for them; none if there
-    is no such group, or several with different rates."""
+    """Return the rates of the stored group that equals `group` in all other settings. Empty if no
+    group does, or if several do and their rates differ."""
     found = [
         {rate: other.get(rate) for rate in RATES}
         for other in stored

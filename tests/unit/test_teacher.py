@@ -196,7 +196,7 @@ def test_a_plan_counts_a_teacher_on_the_actors_ranks() -> None:
 
 
 def test_a_plan_counts_all_teachers() -> None:
-    """Of sources of prompts: two are swapped into the actor, and one has a model of its own."""
+    """Two are swapped into the actor's model, and one has a model of its own."""
     swapped, other = planned("qwen3-30b-a3b"), planned("gpt-oss-20b")
     (like_actor,), (own,) = swapped.teachers, other.teachers
     teachers = (own, *(dataclasses.replace(like_actor, name=f"teacher {n}") for n in (2, 3)))

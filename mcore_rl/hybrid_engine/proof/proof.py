@@ -29,11 +29,11 @@ class Proof:
     """Reload of the engines of `world` with proof. All methods are collective over it.
 
     `engine` is None on ranks that only send; `receiver` is what is reloaded, by default the engine.
-    Without an attestor nothing is hashed; an error is
-    raised unchanged where it occurred, and as RuntimeError on the other ranks. `on_repeat` is
-    called on all ranks before a hand-over is repeated: the other path's copies of the last version
-    must not be used again. `room` is entered around a repetition that canaries caused, which reads
-    the parameters again and reloads an engine that is ready to generate.
+    Without an attestor nothing is hashed; an error is raised unchanged where it occurred, and as
+    RuntimeError on the other ranks. `on_repeat` is called on all ranks before a hand-over is
+    repeated: the other path's copies of the last version must not be used again. `room` is entered
+    around a repetition that canaries caused, which reads the parameters again and reloads an engine
+    that is ready to generate.
     """
 
     def __init__(

@@ -142,7 +142,7 @@ class GenerateClient:
         reader = _EventReader(request, received, self._vocab_size, weight_version)
         sampling = sampling_fields(request)
         if request.num_top:
-            # A server counts the sampled token, which it puts first, even if it is none of them.
+            # The number of a server includes the sampled token, which it returns first.
             sampling["logprobs"] = min(1 + request.num_top, self._vocab_size)
         body = {
             "token_ids": request.token_ids.tolist(),

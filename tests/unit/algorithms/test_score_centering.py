@@ -33,7 +33,8 @@ all_corrections = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIG
 
 
 def logits(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of trainer and engine, `[t, v]` float64; the trainer's require a gradient."""
+    """Return the logits of trainer and engine, `[t, v]` float64; the trainer's require a
+    gradient."""
     generator = torch.Generator().manual_seed(seed)
     mine = torch.randn(NUM_TOKENS, VOCAB_SIZE, generator=generator, dtype=torch.float64)
     noise = torch.randn(NUM_TOKENS, VOCAB_SIZE, generator=generator, dtype=torch.float64)

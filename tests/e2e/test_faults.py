@@ -153,16 +153,18 @@ def test_a_step_without_any_reward_ends_the_run_with_the_reason_and_loses_nothin
     assert found == expected and all(0 < reward < 1 for reward, *_ in found)
 
 
-def test_killed_ranks_leave_nothing_and_what_was_saved(tmp_path: Path) -> None:
-    """One of the kills that `python scripts/kill_test.py --kills 20` makes. test_gpu_trial.py has a
-    whole kill test, in which the run goes on to the weights of an undisturbed one."""
-    kill_test = load_script("kill_test")
-    checkpoint = kill_test.make_checkpoint(tmp_path / "checkpoint", size="micro")
-    setting = kill_test.Setting(checkpoint, tmp_path, 2, 4, kill_test.PARTIAL)
-    kill = kill_test.Kill("rollout", 2, 0.0, "SIGTERM", (0, 1))
-    ending = kill_test.run(setting, tmp_path / "run", kill)
-    assert kill_test.faults_of_kill(ending, kill, tmp_path / "run", 300) == [], ending.output
-    assert folders.complete_steps(tmp_path / "run" / "checkpoints")[-1:] == [2]
+def test_killed_runs_leave_nothing_and_go_on_to_the_same_weights(tmp_path: Path, capsys) -> None:
+    """One of the kills that `python scripts/kill_test.py --kills 20` makes: this seed draws SIGTERM
+    to both ranks in the rollout of step 2, test_gpu_trial.py has SIGKILL in an update."""
+    code = load_script("kill_test").main(
+        ["--kills", "1", "--steps", "4", "--seed", "4"]
+        + ["--folder", str(tmp_path), "--limit-seconds", "300"]
+    )
+    said = capsys.readouterr().out
+    assert code == 0, said
+    assert "SIGTERM to all ranks" in said and "into rollout of step 2" in said
+    assert "the rerun ends with the same weights" in said
+    assert "1 of 1 kills went as they should" in said
 
 
 def test_vllm_raising_while_it_generates_ends_all_ranks_and_names_the_one(tmp_path: Path) -> None:

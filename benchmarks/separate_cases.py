@@ -13,7 +13,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from benchmarks.machine_speed import noting_speed  # noqa: E402
 from benchmarks.processes import train  # noqa: E402
 from benchmarks.step_time_task import Teaching, Workload  # noqa: E402
 
@@ -33,7 +32,6 @@ TAILS = Workload(
 )
 COLOCATED, PARTIAL = "colocated", "partial"
 STILL = 1e-6  # learning rate: with that of TAILS, lengths drift at random to up to four times
-MACHINE_SPEED = "machine_speed"  # a file in a run directory
 WARM_UP = 3  # steps that are not counted: pipelines fill
 
 
@@ -107,7 +105,6 @@ class Run:
     idle_engines: float
     staleness: float
     staleness_max: float
-    machine_speed: float  # as in `machine_speed`, while it ran
 
 
 def flags_of(case: Case, checkpoint: Path, run_dir: Path, seed: int) -> list[str]:
@@ -126,25 +123,18 @@ def flags_of(case: Case, checkpoint: Path, run_dir: Path, seed: int) -> list[str
 def run(case: Case, way: str, checkpoint: Path, run_dir: Path, seed: int) -> Run:
     """Run a case on two processes."""
     flags = [*flags_of(case, checkpoint, run_dir, seed), *WAYS[way]]
-    with noting_speed(run_dir / MACHINE_SPEED, NUM_PROCESSES):
-        train(NUM_PROCESSES, flags, run_dir)
-    found = kept_run(case, run_dir)
-    assert found is not None, "it has ended"
-    return found
+    return run_of(train(NUM_PROCESSES, flags, run_dir), case.workload.samples_per_step)
 
 
 def kept_run(case: Case, run_dir: Path) -> Run | None:
     """Return the measurements of a run that --keep has kept; None if it is not complete."""
-    speed = run_dir / MACHINE_SPEED  # written last
-    if not speed.exists():
+    if not (run_dir / "summary.json").exists():
         return None
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return run_of(lines, case.workload.samples_per_step, float(speed.read_text()))
+    return run_of(lines, case.workload.samples_per_step)
 
 
-def run_of(
-    lines: Sequence[Mapping[str, float]], samples_per_step: int, machine_speed: float
-) -> Run:
+def run_of(lines: Sequence[Mapping[str, float]], samples_per_step: int) -> Run:
     """Return the measurements in the lines of metrics.jsonl."""
     steps = [line for line in lines if "time/step_seconds" in line]
     windows = [_seconds_between_samplings(*pair) for pair in itertools.pairwise(steps)]
@@ -166,7 +156,6 @@ def run_of(
         idle_engines=share_of_time("idle/engines"),
         staleness=mean("rollout/staleness_mean"),
         staleness_max=max(line.get("rollout/staleness_max", 0.0) for line in steps),
-        machine_speed=machine_speed,
     )
 
 

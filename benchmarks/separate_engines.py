@@ -91,8 +91,6 @@ def main(tokens: Sequence[str] | None = None) -> int:
             case = CASES[name]
             commits.setdefault(_commit_of(folder / name / COMMIT, facts["commit"]), []).append(name)
             runs[name] = {way: [] for way in case.ways}
-            if not (folder / name / INPUTS).exists():
-                measure(case, checkpoint, folder / name / INPUTS)
             for number in range(options.repeat):
                 for way in alternating(case.ways, number):
                     run_dir = folder / name / way.replace(" ", "_") / str(number + 1)
@@ -101,10 +99,13 @@ def main(tokens: Sequence[str] | None = None) -> int:
                         found = run(case, way, checkpoint, run_dir, number + 1)
                     print(f"{name}, {way}: {found}", flush=True)
                     runs[name][way].append(found)
-            for way, some in runs[name].items():
-                mean = mean_of(some)
-                inputs = read_inputs(case, folder / name / INPUTS, mean.machine_speed)
-                rows.append(Row(name, way, mean, simulated(case, way, inputs)))
+            if not (folder / name / INPUTS).exists():
+                measure(case, checkpoint, folder / name / INPUTS)
+            inputs = read_inputs(case, folder / name / INPUTS)
+            rows += [
+                Row(name, way, mean_of(some), simulated(case, way, inputs))
+                for way, some in runs[name].items()
+            ]
     if commits.keys() != {facts["commit"]}:
         measured = [f"{commit} ({', '.join(some)})" for commit, some in commits.items()]
         facts["commit"] = f"{facts['commit']} (simulation); runs on {', '.join(measured)}"
@@ -188,13 +189,10 @@ _SIMULATION = f"""\
 `mcore-rl plan --simulate` beside these runs. Its inputs are measured in other runs with another
 seed: the engine by `--measure-engine`; responses, training and switches in a colocated run
 (`--from-run`); training and hand-overs of separate ranks in {SEPARATE_STEPS} steps with K=1
-(`--from-separate-run`). The steps that count are simulated with {SIMULATED_SEEDS} seeds. Other
-tenants of the host change the speed of this machine within minutes, by up to a third. It is
-measured before and after every run (`machine_speed.py`), and the inputs are scaled to the speed of
-the run that they predict. The aim is a relative error of 10 % for speed, 10 percentage points for
-idle shares, and for staleness 10 % (or 0.1 versions where the mean is below 0.5). Speed is in
-tokens per second, as lengths differ between runs, but with tools, whose seconds do not depend on
-tokens, in samples per second."""
+(`--from-separate-run`). The steps that count are simulated with {SIMULATED_SEEDS} seeds. The aim is
+a relative error of 10 % for speed, 10 percentage points for idle shares, and for staleness 10 % (or
+0.1 versions where the mean is below 0.5). Speed is in tokens per second, as lengths differ between
+runs, but with tools, whose seconds do not depend on tokens, in samples per second."""
 
 
 if __name__ == "__main__":

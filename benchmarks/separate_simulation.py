@@ -17,12 +17,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from benchmarks.machine_speed import noting_speed  # noqa: E402
 from benchmarks.processes import run_python, train  # noqa: E402
 from benchmarks.separate_cases import (  # noqa: E402
     CASES,
     COLOCATED,
-    MACHINE_SPEED,
     NUM_PROCESSES,
     PARTIAL,
     STALENESS,
@@ -37,7 +35,6 @@ from mcore_rl.planner import simulation  # noqa: E402
 from mcore_rl.planner.simulated_engines import ResponseLengths, Workload  # noqa: E402
 from mcore_rl.planner.simulation import Candidate, Speeds, simulate  # noqa: E402
 from mcore_rl.tools.plan.recorded import (  # noqa: E402
-    RecordedRun,
     read_engine_speed,
     read_responses,
     read_run,
@@ -112,21 +109,14 @@ def comparison(rows: Sequence[Row]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
-    """Speeds of one kind of ranks, and the seconds of their hand-over."""
-
-    speeds: Speeds
-    hand_over_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Inputs:
-    """What the simulation is given for a case, as at one speed of the machine."""
+    """What the simulation is given for a case."""
 
     workload: Workload
-    machine_speed: float
-    colocated: Ranks
-    separate: Ranks
+    speeds: Speeds
+    separate_speeds: Speeds
+    switch_seconds: float
+    transfer_seconds: float
 
 
 def measure(case: Case, checkpoint: Path, folder: Path) -> None:
@@ -135,27 +125,15 @@ def measure(case: Case, checkpoint: Path, folder: Path) -> None:
     flags = flags_of(case, checkpoint, folder / COLOCATED, SEED)
     launch = ["-m", "mcore_rl.launch", "--nproc-per-node", str(NUM_PROCESSES)]
     plan = ["-m", "mcore_rl.cli", "plan", "--measure-engine", str(folder / "speed.json")]
-    with noting_speed(folder / f"speed.{MACHINE_SPEED}", NUM_PROCESSES):
-        run_python([*launch, *plan, *flags])
-    with noting_speed(folder / f"{COLOCATED}.{MACHINE_SPEED}", NUM_PROCESSES):
-        train(NUM_PROCESSES, flags, folder / COLOCATED)
+    run_python([*launch, *plan, *flags])
+    train(NUM_PROCESSES, flags, folder / COLOCATED)
     short = replace(case, workload=replace(case.workload, num_steps=SEPARATE_STEPS))
     flags = flags_of(short, checkpoint, folder / SEPARATE, SEED)
-    with noting_speed(folder / f"{SEPARATE}.{MACHINE_SPEED}", NUM_PROCESSES):
-        train(NUM_PROCESSES, [*flags, *apart(1)], folder / SEPARATE)
+    train(NUM_PROCESSES, [*flags, *apart(1)], folder / SEPARATE)
 
 
-def read_inputs(case: Case, folder: Path, machine_speed: float) -> Inputs:
-    """Read what `measure` has written, as if it had been measured at `machine_speed`."""
-
-    def faster(part: str) -> float:
-        return machine_speed / float((folder / f"{part}.{MACHINE_SPEED}").read_text())
-
-    def ranks(part: str, run: RecordedRun) -> Ranks:
-        pace = faster(part)
-        speeds = Speeds(engine, run.train_rate * pace, run.other_seconds / pace)
-        return Ranks(speeds, run.switch_seconds / pace)
-
+def read_inputs(case: Case, folder: Path) -> Inputs:
+    """Read what `measure` has written."""
     run = read_run(folder / COLOCATED)
     sizes = case.workload
     responses = read_responses(folder / COLOCATED / "rollouts.jsonl")
@@ -165,22 +143,21 @@ def read_inputs(case: Case, folder: Path, machine_speed: float) -> Inputs:
         prompt_tokens=run.prompt_tokens,
         lengths=ResponseLengths(sizes.max_response_tokens, recorded=responses),
         tool_seconds=TOOL_SECONDS,
-        reward_seconds=run.reward_seconds / faster(COLOCATED),
+        reward_seconds=run.reward_seconds,
     )
-    pace, found = faster("speed"), read_engine_speed(folder / "speed.json")
-    engine = replace(
-        found,
-        step_seconds=tuple(seconds / pace for seconds in found.step_seconds),
-        prefill_rate=found.prefill_rate * pace,
-        repeated_rate=found.repeated_rate * pace,
+    engine = read_engine_speed(folder / "speed.json")
+    apart = read_run(folder / SEPARATE, is_separate=True)
+    return Inputs(
+        workload,
+        Speeds(engine, run.train_rate, run.other_seconds),
+        Speeds(engine, apart.train_rate, apart.other_seconds),
+        run.switch_seconds,
+        apart.switch_seconds,
     )
-    separate = read_run(folder / SEPARATE, is_separate=True)
-    return Inputs(workload, machine_speed, ranks(COLOCATED, run), ranks(SEPARATE, separate))
 
 
 def simulated(case: Case, way: str, inputs: Inputs) -> Run:
     """Simulate the steps that count of the case's runs; the mean of several seeds."""
-    ranks = inputs.separate if way in STALENESS else inputs.colocated
     candidate = Candidate(
         {COLOCATED: simulation.COLOCATED, PARTIAL: simulation.PARTIAL}.get(
             way, simulation.SEPARATE
@@ -189,14 +166,14 @@ def simulated(case: Case, way: str, inputs: Inputs) -> Run:
         num_trainers=1 if way in STALENESS else NUM_PROCESSES,
         num_engines=1 if way in STALENESS else NUM_PROCESSES,
         most_running=MOST_RUNNING,
-        hand_over_seconds=ranks.hand_over_seconds,
+        hand_over_seconds=inputs.transfer_seconds if way in STALENESS else inputs.switch_seconds,
         max_staleness=STALENESS.get(way, 0),
     )
     found = [
         simulate(
             candidate,
             replace(inputs.workload, seed=seed),
-            ranks.speeds,
+            inputs.separate_speeds if way in STALENESS else inputs.speeds,
             warm_up_steps=WARM_UP,
             steps=case.workload.num_steps - WARM_UP,
         )
@@ -215,5 +192,4 @@ def simulated(case: Case, way: str, inputs: Inputs) -> Run:
         idle_engines=mean("engine_idle") if way in STALENESS else 0.0,
         staleness=mean("staleness_mean"),
         staleness_max=max(each.staleness_max for each in found),
-        machine_speed=inputs.machine_speed,
     )

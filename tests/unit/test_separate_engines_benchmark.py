@@ -17,7 +17,6 @@ RUN = Run(
     idle_engines=0.2,
     staleness=1.0,
     staleness_max=2.0,
-    machine_speed=1.0,
 )
 
 
@@ -35,7 +34,7 @@ def test_idle_share_is_of_the_time_and_not_of_the_steps() -> None:
     lines = [line(9.0, 1.0)] * WARM_UP + [line(8.0, 2.0), line(0.0, 2.0)]
     # Between two samplings: 1 s of training and 8 s of waiting; 2 s of training.
     lines[WARM_UP]["idle/trainers"], lines[WARM_UP + 1]["idle/trainers"] = 8 / 9, 0.0
-    found = run_of(lines, samples_per_step=4, machine_speed=1.0)
+    found = run_of(lines, samples_per_step=4)
     assert found.idle_trainers == pytest.approx(8 / 11)
     assert found.step_seconds == 6.0 and found.tokens_per_second == pytest.approx(4 * 30 / 6)
 

@@ -53,6 +53,42 @@ def worker_ends(port: int) -> str:
     return told
 
 
+class _Kernels:
+    """An event of a device that passes it after `num_queries`; -1: never."""
+
+    def __init__(self, num_queries: int) -> None:
+        self._left = num_queries
+
+    def query(self) -> bool:
+        self._left -= 1
+        return self._left == -1
+
+
+def waits_for_kernels(port: int) -> list[str]:
+    """What ends rank 0's wait for messages on its device: their end, a failed call, a lost rank."""
+    rank, told = int(os.environ["RANK"]), []
+    store = (host_store if rank == 0 else reach_store)("127.0.0.1", port, _TIMEOUT)
+
+    def fail() -> None:
+        raise RuntimeError("the server refused the call")
+
+    for name in ("ends", "call", "rank"):
+        world = JoinedWorld(store, rank=rank, size=2, name=name, timeout_seconds=_TIMEOUT)
+        if rank == 1:
+            if name == "rank":
+                world.fail("its loader failed")
+            JoinedWorld(store, rank=1, size=2, name=f"{name}, told", timeout_seconds=_TIMEOUT)
+            continue
+        world.check = fail if name == "call" else world.check
+        try:
+            world.synchronize(_Kernels(3 if name == "ends" else -1))  # type: ignore[arg-type]
+            told.append("no error")
+        except RuntimeError as error:
+            told.append(str(error))
+        JoinedWorld(store, rank=0, size=2, name=f"{name}, told", timeout_seconds=_TIMEOUT)
+    return told
+
+
 def _load(arriving: Iterator[tuple[str, Any]], on_write: Any) -> None:
     _kept.append(on_write)  # as a circle of references may do in an engine
     for name, pieces in arriving:

@@ -17,3 +17,12 @@ def test_the_end_of_a_worker_ends_the_update_of_all_others(ranks: RankPool) -> N
     told = {outcome.result for outcome in outcomes[:3]}
     assert len(told) == 1  # the first failure
     assert "the attestation broke" in told.pop()
+
+
+def test_a_wait_for_the_device_ends_with_its_messages_or_with_a_failure(ranks: RankPool) -> None:
+    told, _ = ranks.run(
+        "tests.dist.joined_world_jobs:waits_for_kernels", world_size=2, port=free_port()
+    )
+    assert told[0] == "no error"
+    assert "the server refused the call" in told[1]
+    assert "rank 1: its loader failed" in told[2]

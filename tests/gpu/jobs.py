@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,14 @@ from safetensors.torch import load_file
 
 from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.batching.types import Prompt
+from mcore_rl.hybrid_engine.proof.attest import FULL
+from mcore_rl.hybrid_engine.remote.session import Session
 from mcore_rl.hybrid_engine.switch_report import ReshardReport
 from mcore_rl.hybrid_engine.transfer.transfer import Transfer
+from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld, host_store, reach_store
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
-from mcore_rl.model.boxes import Box
+from mcore_rl.model.boxes import Box, slices
+from mcore_rl.model.tensors import TensorInfo
 from mcore_rl.trainer.build import build_manager, build_offloader
 from mcore_rl.trainer.hand_overs import engine_config
 from mcore_rl.verify import stored_digests
@@ -26,6 +31,8 @@ from tests.dist.transfer_jobs import World
 from tests.engine_samples import sample_responses, small_engine
 from tests.footprint import Footprint
 
+_LIMIT_SECONDS = 120.0
+_ROWS = 1 << 20  # several buckets
 PROMPTS = [Prompt(i, str(i), str(i), np.arange(5 + i, 17 + i, dtype=np.int32)) for i in range(2)]
 
 
@@ -163,6 +170,70 @@ def transfers_and_objects(num_plans: int) -> dict[str, Any]:
     dist.destroy_process_group()
     ranks = [found["rank"] for found in gathered]
     return {"num_plans": num_plans, "ranks": ranks, "taken": taken}
+
+
+def lost_worker(port: int) -> dict[str, Any]:
+    """Two trainers update two workers, the second of which ends amid the second update. The others
+    form a world without it, and update again."""
+    rank = int(os.environ["RANK"])
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    meet = host_store if rank == 0 else reach_store
+    store, told = meet("127.0.0.1", port, _LIMIT_SECONDS), []
+    found: dict[int, torch.Tensor] = {}
+
+    def read(version: int, name: str, box: Box, at: Any = ...) -> torch.Tensor:
+        rows = torch.arange(_ROWS * 4.0, device=device).view(_ROWS, 4)
+        return (rows + version)[slices(box)][at]
+
+    def load(arriving: Iterator[tuple[str, Any]], on_write: Any, ends: bool, version: int) -> None:
+        whole = torch.zeros(_ROWS, 4, device=device)
+        for name, pieces in arriving:
+            if ends:
+                os._exit(3)
+            for box, data in pieces:
+                whole[slices(box)] = data
+                on_write(name, box, whole[slices(box)])
+        found[version] = whole.cpu()
+
+    for name, size, versions in (("first", 4, (1, 2)), ("without", 3, (3,))):
+        world = JoinedWorld(
+            store,
+            rank=rank,
+            size=size,
+            name=name,
+            backend="nccl" if device.type == "cuda" else "gloo",
+            timeout_seconds=_LIMIT_SECONDS,
+        )
+        half = ((rank * _ROWS // 2, (rank + 1) * _ROWS // 2), (0, 4))
+        session = Session(
+            world,
+            bucket_bytes=1 << 20,
+            device=device,
+            tensors={"weight": TensorInfo((_ROWS, 4), "float32", 4)} if rank < 2 else None,
+            have={"weight": (half,)} if rank < 2 else None,
+            learn=None if rank < 2 else lambda _: {"weight": (((0, _ROWS), (0, 4)),)},
+            attest=FULL,
+        )
+        for version in versions:
+            try:
+                session.update(
+                    str(version),
+                    plan_id=session.plan_id,
+                    read=partial(read, version) if rank < 2 else None,
+                    load=None
+                    if rank < 2
+                    else partial(load, ends=rank == 3 and version == 2, version=version),
+                )
+            except RuntimeError as error:
+                told.append(str(error))
+        session.close()
+    expected = torch.arange(_ROWS * 4.0).view(_ROWS, 4)
+    right = [version for version, rows in found.items() if torch.equal(rows, expected + version)]
+    return {"told": told, "right": right}
 
 
 def _read_to(device: torch.device, world: World, name: str, box: Box) -> torch.Tensor:

@@ -78,6 +78,35 @@ def play(
     return [json.loads((folder / f"result.{rank}").read_text()) for rank in range(num_ranks)]
 
 
+def play_apart(function: str, folder: Path, *, num_ranks: int, **arguments: Any) -> list[Any]:
+    """`play` on ranks without a launcher, of which some may end; their results are None. Ranks
+    without a GPU of their own share the first; to NCCL each is then a machine."""
+    folder.mkdir(parents=True)
+    (folder / "order").write_text(json.dumps([function, arguments], default=os.fspath))
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    shares = HAS_CUDA and torch.cuda.device_count() < num_ranks
+    processes = []
+    for rank in range(num_ranks):
+        variables = {"PYTHONPATH": path, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        if shares:
+            variables |= {"LOCAL_RANK": "0", "NCCL_HOSTID": f"rank-{rank}"}
+            variables |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(Path(__file__)), str(folder)],
+                cwd=ROOT,
+                env={**os.environ, **variables},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    said = [process.communicate(timeout=900)[0] for process in processes]
+    files = [folder / f"result.{rank}" for rank in range(num_ranks)]
+    print(*(text[-3000:] for text in said), sep="\n")
+    return [json.loads(file.read_text()) if file.is_file() else None for file in files]
+
+
 def _play(folder: Path) -> None:
     function, arguments = json.loads((folder / "order").read_text())
     if importlib.util.find_spec("vllm") is None:  # Megatron's side can be tried even so

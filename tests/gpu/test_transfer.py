@@ -1,4 +1,4 @@
-"""The wire on a device: NCCL between as many devices as there are, up to four, one among them."""
+"""The wire: NCCL between as many devices as there are, or between ranks that share one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.machine import HAS_CUDA, anywhere, not_on_cpu, play
+from tests.gpu.machine import HAS_CUDA, anywhere, not_on_cpu, play, play_apart
+from tests.rank_pool import free_port
 
 pytestmark = anywhere
 
@@ -25,3 +26,12 @@ def test_bytes_travel_on_the_device_and_objects_beside_it(num_ranks: int, tmp_pa
         "tests.gpu.jobs:transfers_and_objects", tmp_path, num_ranks=num_ranks, num_plans=NUM_PLANS
     ):
         assert found == {"num_plans": NUM_PLANS, "ranks": list(range(num_ranks)), "taken": 0}
+
+
+def test_ranks_that_lose_a_worker_go_on_in_a_world_without_it(tmp_path: Path) -> None:
+    *trainers, worker, lost = play_apart(
+        "tests.gpu.jobs:lost_worker", tmp_path / "ranks", num_ranks=4, port=free_port()
+    )
+    assert lost is None
+    assert [len(found["told"]) for found in (*trainers, worker)] == [1, 1, 1]
+    assert worker["right"] == [1, 3]

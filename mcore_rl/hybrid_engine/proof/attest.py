@@ -177,8 +177,16 @@ class Attestor:
         """Wait for the exchange that `begin` has begun. Collective over the world."""
         if self._exchange is not None:
             self._exchange.wait()
+            self._synchronize()
             # It would keep the sockets of its group open, and other ranks wait for their end.
             self._exchange = None
+
+    def _synchronize(self) -> None:
+        """Wait for what was exchanged on the device: reading it would wait even for a lost rank."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            self._world.synchronize(event)
 
     def repeat(self) -> None:
         """Restart with the same version, and discard the hashes of what was loaded so far."""
@@ -228,6 +236,7 @@ class Attestor:
         faults = [text for text in (self._fault, fault) if text is not None]
         count = torch.tensor([len(mine) + len(faults)], device=self._device)
         dist.all_reduce(count, group=self._world.everyone)
+        self._synchronize()
         reports: list[Any] = []
         if count.item():
             mine_and_faults = (len(mine), mine[:_SHOWN], faults)

@@ -17,7 +17,7 @@ import socket
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -53,17 +53,18 @@ class MegatronTrainerInitInfo(TrainerInitInfo):
     """The trainer's address and transport; `rank` is `dist.get_rank()`.
 
     `master_address` must reach trainer rank 0 from every worker; the default is its host name.
-    `master_port` 0 takes a free port. `bucket_bytes` bounds what is in flight on a rank. No wait is
-    longer than `timeout_seconds`. `pause_mode` is a mode of `EngineClient.pause`; None leaves
-    pausing and the prefix cache to the caller. `attest` is how much of an update is verified:
-    "full", "sample" (one row of 32, different rows each time) or "off".
+    `master_port` 0 takes a free port. `group_backend`, "gloo" or "nccl", carries weights; the
+    default is "nccl" if they are on CUDA. `bucket_bytes` bounds what is in flight on a rank. No
+    wait is longer than `timeout_seconds`. `pause_mode` is a mode of `EngineClient.pause`; None
+    leaves pausing and the prefix cache to the caller. `attest` is how much of an update is
+    verified: "full", "sample" (one row of 32, different rows each time) or "off".
     """
 
     backend: ClassVar[str] = BACKEND
 
     master_address: str = field(default_factory=socket.gethostname)
     master_port: int = 0
-    group_backend: str = "gloo"
+    group_backend: str = ""
     bucket_bytes: int = 512 << 20
     timeout_seconds: float = 300.0
     pause_mode: str | None = "keep"
@@ -119,7 +120,9 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
         engines: Sequence[EngineClient],
     ) -> None:
         super().__init__(client=engines[0], source=source, is_sender=init_info.is_sender)
-        self._info, self._source, self._engines = init_info, source, tuple(engines)
+        on_device = "nccl" if source.shards.device.type == "cuda" else "gloo"
+        self._info = replace(init_info, group_backend=init_info.group_backend or on_device)
+        self._source, self._engines = source, tuple(engines)
         self._store: dist.TCPStore | None = None
         self._session: Session | None = None
         self._world: JoinedWorld | None = None

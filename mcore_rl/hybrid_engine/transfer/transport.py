@@ -70,13 +70,14 @@ class Flight:
 class CudaFlight:
     """A `Flight` on the device. Not run, see above."""
 
-    def __init__(self, origin: Any, start: Any, end: Any) -> None:
+    def __init__(self, world: World, origin: Any, start: Any, end: Any) -> None:
+        self._world = world
         self._origin, self._start, self._end = origin, start, end
 
     def wait(self) -> None:
         """Block the host until all messages are complete."""
         # Kernels that the host launches next on its own stream then find the data in place.
-        self._end.synchronize()
+        self._world.synchronize(self._end)
 
     def interval(self) -> tuple[float, float]:
         """Return (start, end) in seconds since the transport was created; valid after `wait`."""
@@ -221,7 +222,7 @@ class Transport:
                 for work in hop():
                     work.wait()  # makes this stream wait for NCCL's, not the host
             end.record()
-        return CudaFlight(self._origin, start, end)
+        return CudaFlight(self._world, self._origin, start, end)
 
     def _works(self, calls: Sequence[Call], hop: int) -> Iterator[dist.Work]:
         """Start one hop: broadcasts in the order of `calls`, then the point-to-point batch."""

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
 
 _FAILURE = "failure"
 _POLL_SECONDS = (0.002, 0.25)  # first and longest pause between two polls of the store
+_DEVICE_POLL_SECONDS = 0.0005
+# By default PyTorch ends the process of a rank that has lost a peer. Here such a rank must go on:
+# a trainer without that server, a server until it is connected again. 2: free the communicator.
+_NCCL_VARIABLES = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
 
 
 class World(Protocol):
@@ -51,6 +60,9 @@ class World(Protocol):
         `GroupMember.NON_GROUP_MEMBER`. `dist.destroy_process_group` frees it.
         """
 
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        """Wait until the device has passed an event that messages of this world precede."""
+
 
 class DefaultWorld:
     """The ranks of this job. Groups are for tensors on `device`: gloo on the CPU, else the job's
@@ -66,6 +78,9 @@ class DefaultWorld:
         timeout = objects.timeout_of_world()
         return dist.new_group(sorted(ranks), timeout=timeout, backend=self._backend)
 
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
 
 class PeerFailure(RuntimeError):
     """Failure of another rank of a joined world, or of the connection to it; the text names it."""
@@ -77,7 +92,7 @@ class JoinedWorld:
     Constructing it is collective over `size` processes with the same `store` and `name`. `backend`
     is that of `everyone` and `new_group`, "gloo" or "nccl"; `exchange` always uses gloo. No wait is
     longer than `timeout_seconds`. `check`, which may also be set later, is called while this rank
-    waits in `meet`; an exception from it fails the world. After a failure only `close` is possible.
+    waits; an exception from it fails the world. After a failure only `close` is possible.
 
     Messages are JSON. The network between the processes must still be trusted, as torch.distributed
     always requires: any process that reaches the store can send weights.
@@ -144,12 +159,7 @@ class JoinedWorld:
             self._store.set(f"{at}/{self.rank}", json.dumps(message))
             waiting = list(range(self.size))
             while waiting := [r for r in waiting if not self._store.check([f"{at}/{r}"])]:
-                if self._store.check([_FAILURE]):
-                    raise self._failure("stopped waiting")
-                self._run_check()
-                if time.monotonic() > deadline:
-                    seconds = self._timeout.total_seconds()
-                    raise self._failure(f"rank {waiting[0]} did not arrive within {seconds:g} s")
+                self._watch(deadline, f"rank {waiting[0]} did not arrive")
                 time.sleep(pause)
                 pause = min(2 * pause, longest)
             # All ranks are here, so all have read the messages of the last meeting.
@@ -158,11 +168,43 @@ class JoinedWorld:
         except dist.DistError as error:
             raise self._failure(f"the store is gone: {error}") from error
 
-    def _run_check(self) -> None:
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        """Wait until the device has passed `event`. Raises PeerFailure as `meet` does, which also
+        ends the messages on the device."""
+        started = looked = time.monotonic()
+        deadline = started + self._timeout.total_seconds()
+        while not event.query():
+            if time.monotonic() > looked + _POLL_SECONDS[1]:
+                try:
+                    self._watch(deadline, "messages on the device did not end")
+                except dist.DistError as error:
+                    raise self._failure(f"the store is gone: {error}") from error
+                looked = time.monotonic()
+            time.sleep(_DEVICE_POLL_SECONDS)
+        self._require_connection()
+
+    def _watch(self, deadline: float, what: str) -> None:
+        """Raise PeerFailure if another rank gave up, a connection or `check` fails, or it is too
+        late."""
+        if self._store.check([_FAILURE]):
+            raise self._failure("stopped waiting")
+        self._require_connection()
         try:
             self.check()
         except Exception as error:  # of any type: it must be reported to the other ranks
             raise self._failure(str(error)) from error
+        if time.monotonic() > deadline:
+            raise self._failure(f"{what} within {self._timeout.total_seconds():g} s")
+
+    def _on_device(self) -> list[Any]:
+        """Return the NCCL backends of the groups."""
+        device, is_nccl = torch.device("cuda"), self._backend == "nccl"
+        return [g._get_backend(device) for g in self._groups if is_nccl and g is not self.control]
+
+    def _require_connection(self) -> None:
+        for backend in self._on_device():
+            if (error := backend.get_error()).name != "SUCCESS":
+                raise self._failure(f"the connection broke: {error.name}")
 
     def exchange(self, message: Any) -> list[Any]:
         """Exchange messages of any size, else like `meet`."""
@@ -188,6 +230,8 @@ class JoinedWorld:
         failure = f"rank {self.rank}: {reason}"
         with contextlib.suppress(Exception):  # the store may be gone
             failure = self._store.compare_set(_FAILURE, "", failure).decode()
+        for backend in self._on_device():
+            backend.abort()  # ends kernels that wait for a peer; closing would wait for them
         self.close()
         return failure
 
@@ -229,8 +273,24 @@ def _make_backend(
         group: dist.ProcessGroup = init_gloo_process_group(store, rank, size, timeout)
     else:
         make = current_platform.stateless_init_device_torch_dist_pg
-        group = make(backend, store, rank, size, timeout)
+        with _environment(_NCCL_VARIABLES):
+            group = make(backend, store, rank, size, timeout)
     return group
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables within the context."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _register(

@@ -45,11 +45,12 @@ WANTED = {
         typing-extensions werkzeug yarl""".split(),
     ENGINE: """annotated-types anyio apache-tvm-ffi blake3 cachetools cbor2 certifi
         charset-normalizer click cloudpickle compressed-tensors depyf dill dnspython
-        email-validator fastapi h11 httpcore2 httpx2 jiter llguidance llvmlite loguru msgspec ninja
-        numba openai oss-harmony
-        partial-json-parser pillow prometheus-client py-cpuinfo pybase64 pydantic pydantic-core
-        pydantic-extra-types python-multipart pyzmq requests sentencepiece setproctitle sniffio
-        starlette tiktoken truststore typing-inspection urllib3 uvloop xgrammar vllm""".split(),
+        email-validator fastapi h11 httpcore2 httptools httpx2 jiter jmespath llguidance llvmlite
+        loguru model-hosting-container-standards msgspec ninja numba openai oss-harmony
+        partial-json-parser pillow prometheus-client prometheus-fastapi-instrumentator py-cpuinfo
+        pybase64 pydantic pydantic-core pydantic-extra-types python-multipart pyzmq requests
+        sentencepiece setproctitle sniffio starlette tiktoken truststore typing-inspection urllib3
+        uvicorn uvloop watchfiles websockets xgrammar vllm""".split(),
 }
 # Of vLLM's wheel: a server in Rust, sources to compile kernels from, FlashAttention 2 (Hopper takes
 # version 3), and modules that need another torch than 2.11 and that no stage uses.

@@ -1,7 +1,7 @@
 # Functions of the stages' commands; the driver runs them with bash.
 #
-# Its variables: OUT, WORK, HAS_CUDA (0 or 1); MODEL, PROMPTS and PARTS (--model, --prompts and --parts,
-# or empty).
+# Its variables: OUT, WORK, HAS_CUDA (0 or 1), NUM_GPUS; MODEL, PROMPTS and PARTS (--model, --prompts
+# and --parts, or empty).
 set -euo pipefail
 failed=0 EAGER='' PARTS=${PARTS:-}
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -40,7 +40,35 @@ find_base
 
 run() { echo "+ $*" && "$@"; } # the page names the last one if the stage does not end
 tool() { python scripts/gpu_trial/tools.py "$@"; }
-launch() { run python -m mcore_rl.launch --nproc-per-node "$1" -m "${@:2}"; } # processes, module
+launch() { # processes, module; with SHARED=1 beside other programs on the GPU
+  local share=()
+  if ((HAS_CUDA && ($1 > NUM_GPUS || ${SHARED:-0}))); then
+    share=(--rl-import "$PWD/scripts/gpu_trial/shared_gpu.py")
+  fi
+  if ((HAS_CUDA && $1 > NUM_GPUS)); then
+    share_gpu "$@" "${share[@]}"
+  else
+    run python -m mcore_rl.launch --standalone --nproc-per-node "$1" -m "${@:2}" "${share[@]}"
+  fi
+}
+# Each process as a machine of its own, with the only GPU: NCCL refuses two ranks of one host on one
+# device, and takes NCCL_HOSTID for the host. It then sends by sockets.
+share_gpu() {
+  local port node pid pids=() status=0
+  port=$(free_port)
+  echo "+ python -m mcore_rl.launch --nnodes $1 -m ${*:2}"
+  for ((node = 0; node < $1; node++)); do
+    "${MACHINE[@]}" NCCL_HOSTID="rank-$node" python -m mcore_rl.launch --nnodes "$1" \
+      --nproc-per-node 1 --node-rank $node --master-addr 127.0.0.1 --master-port "$port" \
+      -m "${@:2}" &
+    pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
+  return $status
+}
+MACHINE=(env NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1 GLOO_SOCKET_IFNAME=lo
+  VLLM_HOST_IP=127.0.0.1 VLLM_ALLREDUCE_USE_SYMM_MEM=0)
+free_port() { python -c "import socket as s; p = s.create_server(('', 0)); print(p.getsockname()[1])"; }
 fresh() { mktemp -d "$WORK/$1.XXXXXX"; }
 
 # Checkpoints: the path of one with random weights, made once.
@@ -83,6 +111,14 @@ train() { # name, checkpoint, processes, flags; sets RUN, the run directory
     --rl-eval-interval 0 --lr 1e-4 --rl-run-dir "$RUN" "${@:4}"
 }
 
+learn() { # algorithm, file of rows; without engines
+  RUN=$(fresh run)/run
+  echo "learn, $1"
+  launch 1 mcore_rl.train --rl-algorithm "$1" --rl-hf-checkpoint "$(tiny)" --rl-prompts "$2" \
+    --rl-max-prompt-tokens 24 --rl-max-response-tokens 8 --rl-num-prompts-per-step 8 \
+    --rl-num-steps 2 --lr 1e-4 --rl-run-dir "$RUN"
+}
+
 switch() { # name, checkpoint, processes, flags
   MCORE_RL_SWITCH_PARTS=$(fresh parts)
   export MCORE_RL_SWITCH_PARTS
@@ -90,6 +126,34 @@ switch() { # name, checkpoint, processes, flags
     --rl-num-prompts-per-step 2 --rl-num-samples-per-prompt 2 \
     --rl-import "$PWD/benchmarks/switch_parts.py" $EAGER
   echo "switch of $1: $(python benchmarks/switch_parts.py "$MCORE_RL_SWITCH_PARTS")"
+}
+
+serve() { # name, port, flags; a `vllm serve` that receives weights, in the background
+  local checkpoint
+  checkpoint=$(tiny)
+  "${MACHINE[@]}" NCCL_HOSTID="$1" VLLM_SERVER_DEV_MODE=1 \
+    python -m vllm.entrypoints.cli.main serve "$checkpoint" --host 127.0.0.1 --enable-scale-out \
+    --load-format dummy --dtype bfloat16 --max-model-len 128 --max-num-seqs 32 \
+    --logprobs-mode processed_logprobs --kv-cache-memory-bytes 1073741824 \
+    --gpu-memory-utilization 0.1 --weight-transfer-config '{"backend": "mcore_rl"}' \
+    "${@:2}" >"$OUT/$1.log" 2>&1 &
+}
+serving() { # port, process
+  until python -c "import urllib.request as r; r.urlopen('http://127.0.0.1:$1/health')" 2>/dev/null
+  do sleep 1 && kill -0 "$2"; done
+}
+kill_after() { # step, process; once a run that begins after this call has recorded the step
+  local before run
+  before=" $(echo "$WORK"/run.*) "
+  while sleep 0.2; do
+    for run in "$WORK"/run.*; do
+      if [[ $before != *" $run "* ]] && grep -qs "\"step\": $1\b" "$run/run/metrics.jsonl"; then
+        pkill -9 -P "$2" || true
+        kill -9 "$2"
+        return
+      fi
+    done
+  done
 }
 
 doctor() {

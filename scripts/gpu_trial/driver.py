@@ -6,6 +6,7 @@
     --out DIR              folder of the results (default: a new folder in runs/)
     --parts DIR            install from the parts of scripts/gpu_trial/pack.py that are in DIR, and
                            run what has not run yet; may be called again as parts arrive
+    --devices N            processes of the stages for several; more than GPUs share the only one
     --seconds N            time for all stages together
 
 A stage is a shell command of `stages.py` with a limit of at most 8 minutes (without a GPU half an
@@ -91,7 +92,7 @@ def read_options(tokens: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, metavar="DIR", help="a small model of Hugging Face")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSONL for --model")
-    devices = "GPUs to use, or processes where there is none (default: all GPUs, or the cores)"
+    devices = "GPUs to use, or processes, which share the only GPU or the cores (default: all)"
     parser.add_argument("--devices", type=int, metavar="N", help=devices)
     parts = "wheels for a machine without a registry, by pack.py; stages that have run are left out"
     parser.add_argument("--parts", type=Path, metavar="DIR", help=parts)
@@ -237,6 +238,7 @@ class Trial:
             "OUT": str(self.out),
             "WORK": str(self.work),
             "HAS_CUDA": str(int(self.facts.get("has_cuda", False))),
+            "NUM_GPUS": str(self.facts.get("gpus", 0)),
             "MODEL": str(model.absolute()) if model else "",
             "PROMPTS": str(prompts.absolute()) if prompts else "",
             "PARTS": str(parts.absolute()) if parts else "",
@@ -253,8 +255,9 @@ class Trial:
             why = done.stderr.strip() or "no Python with torch and megatron.core was found"
             return {"has_cuda": False, "devices": 0, "missing": {"torch": why[-400:]}, "waits": {}}
         facts: Json = json.loads(done.stdout.splitlines()[-1])
+        facts["gpus"] = facts["devices"] if facts["has_cuda"] else 0
         if self.options.devices is not None:
-            most = facts["devices"] if facts["has_cuda"] else self.options.devices
+            most = facts["gpus"] if facts["gpus"] > 1 else self.options.devices
             facts["devices"] = min(self.options.devices, most)
         return facts
 

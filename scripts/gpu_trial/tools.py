@@ -5,8 +5,11 @@ python scripts/gpu_trial/tools.py libraries                   import vLLM's comp
 python scripts/gpu_trial/tools.py ending CHECKPOINT FOLDER    a copy whose responses end by EOS
 python scripts/gpu_trial/tools.py ended RUN_DIR               whether all responses of a step did so
 python scripts/gpu_trial/tools.py verified NAME FILE          the result of mcore_rl.verify
+python scripts/gpu_trial/tools.py rows PROMPTS FILE           rows for supervised training and DPO
+python scripts/gpu_trial/tools.py servers RUN_DIR             servers in use, of which one is lost
 python scripts/gpu_trial/tools.py names CHECKPOINT EXPORTED   tensor names of two checkpoints
-python scripts/gpu_trial/tools.py metrics RUN_DIR RUN_DIR     steps of two runs, bit for bit
+python scripts/gpu_trial/tools.py metrics RUN_DIR RUN_DIR [PREFIX ...]      steps of two runs, bit
+                          for bit; but metrics whose names begin with one of these
 """
 
 from __future__ import annotations
@@ -126,6 +129,28 @@ def verified(name: str, file: str) -> str | None:
     return None if found["stored_equal"] else f"{name}: differs in {found['differing'][:3]}"
 
 
+def rows(prompts: str, file: str) -> str | None:
+    """Give each prompt its answer and a wrong one."""
+    found = [json.loads(line) for line in Path(prompts).read_text().splitlines()]
+    pairs = [
+        {"prompt": row["prompt"], "response": row["answer"], "chosen": row["answer"]}
+        | {"rejected": found[at - 1]["answer"]}
+        for at, row in enumerate(found)
+        if row["answer"] != found[at - 1]["answer"]
+    ]
+    Path(file).write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    return None
+
+
+def servers(run: str) -> str | None:
+    from mcore_rl.observe.run_directory import read_metrics
+
+    metrics = read_metrics(Path(run) / "metrics.jsonl")
+    admitted = [int(metrics[step]["servers/admitted"]) for step in sorted(metrics) if step >= 0]
+    print(f"servers admitted, by step: {admitted}")
+    return None if admitted[0] == 2 and admitted[-1] == 1 else "of two servers one must be lost"
+
+
 def names(checkpoint: str, exported: str) -> str | None:
     expected, found = tensor_names(Path(checkpoint)), tensor_names(Path(exported))
     print(f"{len(found)} tensors exported")
@@ -142,29 +167,31 @@ def tensor_names(folder: Path) -> set[str]:
     return found - {"__metadata__"}
 
 
-def metrics(whole: str, resumed: str) -> str | None:
+def metrics(one: str, other: str, *but: str) -> str | None:
     from mcore_rl.observe.run_directory import read_metrics
 
-    runs = [read_metrics(Path(folder) / "metrics.jsonl") for folder in (whole, resumed)]
+    runs = [read_metrics(Path(folder) / "metrics.jsonl") for folder in (one, other)]
     both = sorted(runs[0].keys() | runs[1].keys())
-    steps = [[_of_seed(run.get(step, {})) for run in runs] for step in both]
-    other = {n for a, b in steps for n in a.keys() | b.keys() if a.get(n) != b.get(n)}
-    if other:
-        return f"metrics of the two runs differ: {', '.join(sorted(other)[:8])}"
+    steps = [[_of_seed(run.get(step, {}), but) for run in runs] for step in both]
+    differing = {n for a, b in steps for n in a.keys() | b.keys() if a.get(n) != b.get(n)}
+    if differing:
+        return f"metrics of the two runs differ: {', '.join(sorted(differing)[:8])}"
     print(f"{sum(len(a) for a, _ in steps)} metrics equal, bit for bit")
     return None
 
 
-def _of_seed(step: dict[str, float]) -> dict[str, float]:
+def _of_seed(step: dict[str, float], but: tuple[str, ...]) -> dict[str, float]:
     return {
         name: value
         for name, value in step.items()
-        if not name.startswith(_MEASURED) and not name.endswith(_MEASURED_ENDINGS)
+        if not name.startswith((*_MEASURED, *but)) and not name.endswith(_MEASURED_ENDINGS)
     }
 
 
 Tool = Callable[..., str | None]
-TOOLS: tuple[Tool, ...] = (sized, libraries, ending, ended, verified, names, metrics)
+TOOLS: tuple[Tool, ...] = (
+    *(sized, libraries, ending, ended, verified, rows, servers, names, metrics),
+)
 
 if __name__ == "__main__":
     tool, *arguments = sys.argv[1:]

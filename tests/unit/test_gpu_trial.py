@@ -29,6 +29,7 @@ from tests.rank_pool import ROOT
 
 STAGE = {stage.name: stage for stage in STAGES}
 FACTS: dict[str, Any] = {"missing": {}, "has_cuda": True, "devices": 8}
+_SHARED = f"--rl-import {ROOT}/scripts/gpu_trial/shared_gpu.py"
 
 
 def names(*tokens: str) -> list[str]:
@@ -80,6 +81,7 @@ def test_stages_without_environment_are_refused(
         ("two-pp", {"devices": 1}, "needs 2 GPUs; here: 1"),
         ("four-tp", {"devices": 2, "has_cuda": False}, "needs 4 processes"),
         ("four-ep-dp", {"has_cuda": False}, "needs CUDA: vLLM on CPU"),
+        ("separate", {"has_cuda": False}, "needs CUDA: tests/e2e"),
         ("verify-graphs", {"has_cuda": False}, "needs CUDA: without graphs"),
         ("train", {"missing": {"vllm": "ImportError: libcuda"}}, "needs vllm, which cannot"),
         ("train", {"missing": {"megatron.training": "x"}}, "needs megatron.training"),
@@ -175,7 +177,7 @@ def test_failed_stage_does_not_stop_next_stage(
     assert (tmp_path / "04-doctor.log").read_text() == files["doctor"]["log_tail"]
     text = (tmp_path / "trial.md").read_text()
     for line in (
-        "2 passed, 3 failed, 1 skipped, of 16 stages. Failed: doctor, verify-eager, resume.",
+        "2 passed, 3 failed, 1 skipped, of 20 stages. Failed: doctor, verify-eager, resume.",
         "| doctor | **FAILED** |",
         "| switch | not run |",
         "Devices: 1 GPUs.",
@@ -215,9 +217,11 @@ def test_commands_are_valid_shell() -> None:
                 assert (ROOT / word).is_file(), word
 
 
-@pytest.mark.parametrize("stage", [s for s in STAGES if s.num_devices > 1], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "stage", [s for s in STAGES if "-" in s.name and s.num_devices > 1], ids=lambda s: s.name
+)
 def test_layouts_of_several_devices_fit_the_models(stage: Stage, tmp_path: Path) -> None:
-    """All of them, while without a GPU only `two-pp` runs."""
+    """Of the stages two-... and four-..., of which only `two-pp` runs without a GPU."""
     sized = {**MOE.overrides, **tools._ON_GPU["moe"]}
     configs = {"tiny": hf_config("deepseek_v3"), "sized moe": hf_config(MOE.arch) | sized}
     jobs = re.findall(r'(?:verify|switch) ".*" "\$\((.*)\)" (\d) (.*)', stage.command)
@@ -228,6 +232,31 @@ def test_layouts_of_several_devices_fit_the_models(stage: Stage, tmp_path: Path)
         for size in ("1", "4") if "$size" in flags else ("",):
             case = read_command_line([*given, *flags.replace("$size", size).split()]).case
             assert case.train.world_size == stage.num_devices
+
+
+def test_processes_beyond_the_gpus_are_machines_that_share_one(tmp_path: Path) -> None:
+    """A stand-in for Python prints what each of two processes gets."""
+    (tmp_path / "python").write_text(
+        '#!/bin/bash\n[[ $1 == -c ]] && echo 7 || echo "$NCCL_HOSTID $*"'
+    )
+    (tmp_path / "python").chmod(0o755)
+    code = f". {driver.COMMANDS}\nPATH={tmp_path}:$PATH\nlaunch 2 mcore_rl.verify --lr 1"
+    variables = {"OUT": "", "WORK": "", "HAS_CUDA": "1", "NUM_GPUS": "1"}
+    said = subprocess.run(
+        ["bash", "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    first, *processes = said.splitlines()
+    assert first == f"+ python -m mcore_rl.launch --nnodes 2 -m mcore_rl.verify --lr 1 {_SHARED}"
+    assert sorted(processes) == [
+        f"rank-{node} -m mcore_rl.launch --nnodes 2 --nproc-per-node 1 --node-rank {node} "
+        f"--master-addr 127.0.0.1 --master-port 7 -m mcore_rl.verify --lr 1 {_SHARED}"
+        for node in range(2)
+    ]
 
 
 FAULTS = """

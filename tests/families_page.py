@@ -13,7 +13,8 @@ from typing import Any
 
 from mcore_rl.megatron import adapter  # noqa: F401  (prepares Megatron)
 from mcore_rl.model import unsupported
-from mcore_rl.model.families import FAMILIES, Family
+from mcore_rl.model.families import FAMILIES
+from mcore_rl.model.family import Family
 from scripts.make_tiny_deepseek import hf_config
 from tests.cuda import test_megatron_models, test_vllm_models
 from tests.cuda.presets import shape_of

@@ -51,7 +51,8 @@ if TYPE_CHECKING:
         StepResult,
     )
     from mcore_rl.environments.tools import ToolEnvironment
-    from mcore_rl.model.families import Family, Router, TensorNames, family
+    from mcore_rl.model.families import family
+    from mcore_rl.model.family import Family, Router, TensorNames
     from mcore_rl.observe.user_metrics import metric
     from mcore_rl.rewards.functions import reward
 
@@ -109,7 +110,8 @@ _MODULES = {
         *("Environment", "EnvironmentPrompt", "Response", "StepResult"),
     ),
     "mcore_rl.environments.tools": ("ToolEnvironment",),
-    "mcore_rl.model.families": ("Family", "Router", "TensorNames", "family"),
+    "mcore_rl.model.families": ("family",),
+    "mcore_rl.model.family": ("Family", "Router", "TensorNames"),
     "mcore_rl.observe.user_metrics": ("metric",),
     "mcore_rl.rewards.functions": ("reward",),
 }

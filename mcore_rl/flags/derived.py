@@ -24,7 +24,8 @@ from mcore_rl.flags.classes import check_derived_count
 from mcore_rl.flags.given import FlagNames, given_values, without_flags
 from mcore_rl.flags.megatron_flags import ARCHITECTURE, WITHOUT_EFFECT_DESTS
 from mcore_rl.flags.unread import unread_by
-from mcore_rl.model.config_json import ModelShape, megatron_flags
+from mcore_rl.model.architecture_flags import megatron_flags
+from mcore_rl.model.config_json import ModelShape
 
 # Megatron's local layers, including `patches/megatron/local_layers.py`. They lack the default
 # fusions of attention and norms. The fusion of rotation needs Transformer Engine, except for latent

@@ -22,12 +22,8 @@ from mcore_rl.flags.parser import HELP_RL, all_args
 from mcore_rl.job.preflight import check_versions
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_tensors, open_checkpoint
-from mcore_rl.model.config_json import (
-    ModelShape,
-    megatron_flags,
-    model_shape,
-    read_config_json,
-)
+from mcore_rl.model.architecture_flags import megatron_flags
+from mcore_rl.model.config_json import ModelShape, model_shape, read_config_json
 
 # Reads a model's shape from a folder, given by a flag; see `read_shape_of`.
 ReadShape = Callable[[str | None, str], ModelShape]

@@ -32,7 +32,7 @@ from mcore_rl.job.resolver import resolve
 from mcore_rl.job.teachers import check_teacher_servers
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_files import check_copies
-from mcore_rl.model.config_json import settings_without_flag
+from mcore_rl.model.architecture_flags import settings_without_flag
 from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, ROLLOUT, TEACHER, describe_ranks
 from mcore_rl.observe import own_folders
 from mcore_rl.spec import JobSpec, TeacherSpec, ValueModelSpec

@@ -14,7 +14,7 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -397,30 +397,6 @@ def finish_param_sync(args: argparse.Namespace, state: TrainState) -> None:
         # Up to 0.18 no optimizer gathers parameters itself.
         gathers = "optimizer" in inspect.signature(force_param_sync).parameters
         force_param_sync(state.model, **({"optimizer": state.optimizer} if gathers else {}))
-
-
-def rng_tracker_states() -> dict[str, torch.Tensor]:
-    """Return copies of the states of Megatron's RNG tracker."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    return {
-        # With CUDA graphs or Transformer Engine's tracker, a state is a generator.
-        name: state.get_state() if isinstance(state, torch.Generator) else state.clone()
-        for name, state in get_cuda_rng_tracker().get_states().items()
-    }
-
-
-def set_rng_tracker_states(states: Mapping[str, torch.Tensor]) -> None:
-    """Restore the states that `rng_tracker_states` returned."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    now = get_cuda_rng_tracker().get_states()
-    for name, state in states.items():
-        if isinstance(generator := now.get(name), torch.Generator):
-            generator.set_state(state)  # captured graphs refer to this generator
-        else:
-            now[name] = state.clone()
-    get_cuda_rng_tracker().set_states(now)
 
 
 def train_tensors(state: TrainState) -> dict[str, list[tuple[str, torch.Tensor]]]:

@@ -33,7 +33,8 @@ from mcore_rl.model.boxes import Box, contains, relative, show, slices
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.model.lora import Lora, bound_of, factor_names, is_expert, seed_of
-from mcore_rl.model.weight_map import Piece, ShardCoordinates, map_parameter
+from mcore_rl.model.weight_map import ShardCoordinates, map_parameter
+from mcore_rl.model.weight_rules import Piece
 
 # After the patches, which mcore_rl.megatron.adapter applies.
 from megatron.core import parallel_state  # isort: skip

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from mcore_rl.common.readers import InvalidData
-from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron import adapter  # noqa: F401 - it applies the patches
 
 _PYTHON_VERSION = 3  # of random.getstate()
 _NUMPY_NAME = "MT19937"
@@ -39,7 +39,7 @@ class RngState:
             cpu=torch.get_rng_state(),
             # A device's generator is on the host: this creates no context on other devices.
             devices=tuple(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ()),
-            tracker=megatron_adapter.rng_tracker_states(),
+            tracker=_tracker_states(),
             python=random.getstate(),
             numpy=np.random.get_state(),
         )
@@ -49,7 +49,7 @@ class RngState:
         torch.set_rng_state(self.cpu)
         for index, state in enumerate(self.devices):
             torch.cuda.set_rng_state(state, index)
-        megatron_adapter.set_rng_tracker_states(self.tracker)
+        _set_tracker_states(self.tracker)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 
@@ -137,3 +137,27 @@ class RngState:
         for state in (*self.devices, *self.tracker.values()):
             if state.dtype != torch.uint8 or sizes and state.shape not in sizes:
                 raise ValueError(f"a device's state is {tuple(state.shape)} of {state.dtype}")
+
+
+def _tracker_states() -> dict[str, torch.Tensor]:
+    """Return copies of the states of Megatron's RNG tracker."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    return {
+        # With CUDA graphs or Transformer Engine's tracker, a state is a generator.
+        name: state.get_state() if isinstance(state, torch.Generator) else state.clone()
+        for name, state in get_cuda_rng_tracker().get_states().items()
+    }
+
+
+def _set_tracker_states(states: Mapping[str, torch.Tensor]) -> None:
+    """Restore the states that `_tracker_states` returned."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    now = get_cuda_rng_tracker().get_states()
+    for name, state in states.items():
+        if isinstance(generator := now.get(name), torch.Generator):
+            generator.set_state(state)  # captured graphs refer to this generator
+        else:
+            now[name] = state.clone()
+    get_cuda_rng_tracker().set_states(now)

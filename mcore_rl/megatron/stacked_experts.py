@@ -29,7 +29,7 @@ import torch
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.model.boxes import Box
-from mcore_rl.model.families import TensorNames, bias_of
+from mcore_rl.model.family import TensorNames, bias_of
 from mcore_rl.model.tensors import TensorInfo
 
 BLOCKS, SCALES = "_blocks", "_scales"

@@ -27,7 +27,8 @@ from mcore_rl.megatron.model_provider import as_in_checkpoints, make_actor_provi
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.megatron.sparse_attention import prepare_indexers
 from mcore_rl.megatron.world import MegatronWorld
-from mcore_rl.model.config_json import ModelShape, settings_without_flag
+from mcore_rl.model.architecture_flags import settings_without_flag
+from mcore_rl.model.config_json import ModelShape
 
 
 class ValueHead(torch.nn.Module):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mcore_rl.model.config_fields import Fields
-from mcore_rl.model.families import Family
+from mcore_rl.model.family import Family
 
 BLOCK = "linear_attn."  # of the tensors' names, after the layer's prefix
 CONVOLUTION = BLOCK + "conv1d.weight"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mcore_rl.common.parameters import Bounds
 from mcore_rl.model.config_fields import Fields
-from mcore_rl.model.families import Family, Router
+from mcore_rl.model.family import Family, Router
 from mcore_rl.model.mamba import EXPERTS
 
 

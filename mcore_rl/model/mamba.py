@@ -16,7 +16,7 @@ from typing import Any
 
 from mcore_rl.model.config_fields import Fields
 from mcore_rl.model.delta_net import Rows, share_of_parts
-from mcore_rl.model.families import Family
+from mcore_rl.model.family import Family
 
 MAMBA, ATTENTION, DENSE, EXPERTS = "M*-E"
 BLOCK = "mixer."  # of the tensors' names, after the layer's prefix

@@ -8,7 +8,7 @@ from typing import Any
 from mcore_rl.common.parameters import Bounds
 from mcore_rl.common.readers import finite_number
 from mcore_rl.model.config_fields import Fields
-from mcore_rl.model.families import Family
+from mcore_rl.model.family import Family
 
 # Values that Megatron's --use-rope-scaling fixes and no flag sets.
 _LLAMA3_FIXED = {

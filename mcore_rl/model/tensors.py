@@ -17,7 +17,8 @@ from enum import Enum
 from mcore_rl.model import mamba
 from mcore_rl.model.config_json import LatentAttention, LayerKind, ModelShape
 from mcore_rl.model.delta_net import BLOCK, CONVOLUTION, DeltaNet
-from mcore_rl.model.families import TensorNames, bias_of, family_of
+from mcore_rl.model.families import family_of
+from mcore_rl.model.family import TensorNames, bias_of
 from mcore_rl.model.sparse_attention import Indexer
 
 _VLLM_VOCABULARY_MULTIPLE = 64

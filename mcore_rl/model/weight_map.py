@@ -15,38 +15,39 @@ begins and ends at a row boundary. The pieces are cut to the rank's rows: the ha
 row from its owner and gathers nothing.
 
 A parameter without a rule raises an error that names it.
-
-Shape legend: o output rows of a weight, i input columns, v vocabulary, h hidden.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.model.boxes import Box, full_box, intersect, relative
 from mcore_rl.model.config_json import LatentAttention, ModelShape
-from mcore_rl.model.delta_net import BLOCK, DeltaNet, Rows
+from mcore_rl.model.delta_net import BLOCK, DeltaNet
 from mcore_rl.model.experts import Experts
-from mcore_rl.model.families import bias_of, family_of
+from mcore_rl.model.families import family_of
+from mcore_rl.model.family import bias_of
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.model.mamba import BLOCK as MIXER
 from mcore_rl.model.mamba import BY_HEAD, Mamba
 from mcore_rl.model.tensors import VALUE_HEAD
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Equal boxes: `checkpoint_tensor[checkpoint_box]` is `parameter[local_box]`, of one shape.
-
-    Example: `Piece("lm_head.weight", ((64, 128), (0, 32)), ((0, 64), (0, 32)))` on TP rank 1.
-    """
-
-    tensor: str
-    checkpoint_box: Box
-    local_box: Box
+from mcore_rl.model.weight_rules import (
+    Parameter,
+    Piece,
+    Rule,
+    column,
+    gate_and_up,
+    listed,
+    norm_of_heads,
+    qkv,
+    replicated,
+    row,
+    stacked,
+    vocabulary,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,191 +78,38 @@ class ShardCoordinates:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Parameter:
-    """Local parameter, as passed to a rule."""
-
-    name: str
-    shape: tuple[int, ...]
-    prefix: str  # of its checkpoint tensors: "", "model.layers.7." or that of a routed expert
-    rank: int  # in the group that splits this parameter: TP, or ETP for routed experts
-    size: int
-
-
-_Rule = Callable[[_Parameter], list[Piece]]
-
-
-def _rows(tensor: str, shape: Sequence[int], start: int, local_start: int, count: int) -> Piece:
-    """Map `count` checkpoint rows from `start` to parameter rows from `local_start`."""
-    rest = full_box(shape[1:])
-    return Piece(
-        tensor,
-        ((start, start + count), *rest),
-        ((local_start, local_start + count), *rest),
-    )
-
-
-def _replicated(name: str) -> _Rule:
-    """Return a rule for a replicated tensor: every rank holds all of it."""
-
-    def rule(p: _Parameter) -> list[Piece]:
-        box = full_box(p.shape)
-        return [Piece(p.prefix + name, box, box)]
-
-    return rule
-
-
-def _column(name: str) -> _Rule:
-    """Return a rule for split rows: rank r holds rows r*o .. (r+1)*o of the checkpoint."""
-
-    def rule(p: _Parameter) -> list[Piece]:
-        return [_rows(p.prefix + name, p.shape, p.rank * p.shape[0], 0, p.shape[0])]
-
-    return rule
-
-
-def _row(name: str) -> _Rule:
-    """Return a rule for split columns: rank r holds columns r*i .. (r+1)*i of the checkpoint."""
-
-    def rule(p: _Parameter) -> list[Piece]:
-        out, width = p.shape
-        first = p.rank * width
-        return [Piece(p.prefix + name, ((0, out), (first, first + width)), full_box(p.shape))]
-
-    return rule
-
-
-def _stacked(*parts: tuple[str, int]) -> _Rule:
-    """Return a rule for stacked tensors `(name, rows)`: all rows, or this rank's rows, of each."""
-
-    def rule(p: _Parameter) -> list[Piece]:
-        is_whole = p.shape[0] == sum(size for _, size in parts)
-        pieces, local = [], 0
-        for name, size in parts:
-            count = size if is_whole else size // p.size
-            first = 0 if is_whole else p.rank * count
-            pieces.append(_rows(p.prefix + name, p.shape, first, local, count))
-            local += count
-        assert local == p.shape[0], (p.name, p.shape)
-        return pieces
-
-    return rule
-
-
-def _listed(rows: Callable[[int, int], Iterable[Rows]]) -> _Rule:
-    """Return a rule for rows of several tensors in the order that `rows(rank, size)` lists."""
-
-    def rule(p: _Parameter) -> list[Piece]:
-        pieces, local = [], 0
-        for part in rows(p.rank, p.size):
-            pieces.append(_rows(p.prefix + part.tensor, p.shape, part.first, local, part.count))
-            local += part.count
-        assert local == p.shape[0], (p.name, p.shape)
-        return pieces
-
-    return rule
-
-
-def _gate_and_up(gate: str, up: str) -> _Rule:
-    """Return a rule for SwiGLU's first layer: this rank's gate rows, then its up rows."""
-
-    def rule(p: _Parameter) -> list[Piece]:
-        half = p.shape[0] // 2
-        first = p.rank * half
-        return [
-            _rows(p.prefix + gate, p.shape, first, 0, half),
-            _rows(p.prefix + up, p.shape, first, half, half),
-        ]
-
-    return rule
-
-
-def _qkv(kind: str, shape: ModelShape) -> _Rule:
-    """Return a rule for Megatron's interleaving: [query heads, key, value] per key/value group.
-
-    With an output gate it is [query heads, gates, key, value], and q_proj has [query, gate] per
-    head."""
-    head, heads = shape.head_dim, shape.num_heads // shape.num_kv_heads
-    at = family_of(shape.architecture).names.attention
-
-    def rows_of(name: str, first: int, count: int) -> Rows:
-        return Rows(f"{at}{name}_proj.{kind}", first, count)
-
-    def rows(rank: int, size: int) -> Iterator[Rows]:
-        groups = shape.num_kv_heads // size
-        for group in range(rank * groups, (rank + 1) * groups):
-            if shape.output_gate:
-                for is_gate in range(2):
-                    for nth in range(group * heads, (group + 1) * heads):
-                        yield rows_of("q", (2 * nth + is_gate) * head, head)
-            else:
-                yield rows_of("q", group * heads * head, heads * head)
-            yield rows_of("k", group * head, head)
-            yield rows_of("v", group * head, head)
-
-    return _listed(rows)
-
-
-def _norm_of_heads(name: str, width: int) -> _Rule:
-    """Return a rule for query or key norms, which are replicated.
-
-    It raises for another width: a fork's spec may norm each head instead of all heads together."""
-
-    def rule(p: _Parameter) -> list[Piece]:
-        if p.shape != (width,):
-            raise RuntimeError(
-                f"{p.name} has shape {list(p.shape)} and {name} in the checkpoint [{width}]: the "
-                "model was built with other norms of queries and keys"
-            )
-        return _replicated(name)(p)
-
-    return rule
-
-
-def _vocabulary(name: str, vocab_size: int) -> _Rule:
-    """Return a rule for split rows of the padded vocabulary; padding rows have no counterpart."""
-
-    def rule(p: _Parameter) -> list[Piece]:
-        rows = p.shape[0]
-        first = p.rank * rows
-        real = min(rows, vocab_size - first)
-        return [_rows(name, p.shape, first, 0, real)] if real > 0 else []
-
-    return rule
-
-
-def _top_rules(shape: ModelShape) -> dict[str, _Rule]:
+def _top_rules(shape: ModelShape) -> dict[str, Rule]:
     """Return the rules outside the decoder layers."""
     names = family_of(shape.architecture).names
-    embedding = _vocabulary(names.embedding, shape.vocab_size)
+    embedding = vocabulary(names.embedding, shape.vocab_size)
     if shape.value_head:
-        head = _replicated(VALUE_HEAD)
+        head = replicated(VALUE_HEAD)
     elif shape.tied_embeddings:  # the last pipeline stage holds a second copy of the embedding
         head = embedding
     else:
-        head = _vocabulary("lm_head.weight", shape.vocab_size)
+        head = vocabulary("lm_head.weight", shape.vocab_size)
     return {
         "embedding.word_embeddings.weight": embedding,
-        "decoder.final_layernorm.weight": _replicated(names.final_norm),
-        "decoder.final_norm.weight": _replicated(names.final_norm),  # in a HybridModel
+        "decoder.final_layernorm.weight": replicated(names.final_norm),
+        "decoder.final_norm.weight": replicated(names.final_norm),  # in a HybridModel
         "output_layer.weight": head,
     }
 
 
-def _layer_rules(shape: ModelShape) -> dict[str, _Rule]:
+def _layer_rules(shape: ModelShape) -> dict[str, Rule]:
     """Return the rules within `decoder.layers.N.`, exactly those that this model needs.
 
     Each norm has two names, local and fused. "N" stands for an expert's number.
     """
     names = family_of(shape.architecture).names
-    input_norm, mlp_norm = _replicated(names.input_norm), _replicated(names.mlp_norm)
+    input_norm, mlp_norm = replicated(names.input_norm), replicated(names.mlp_norm)
     rules = {
         "input_layernorm.weight": input_norm,
         "pre_mlp_layernorm.weight": mlp_norm,
-        "self_attention.linear_proj.weight": _row(names.attention + "o_proj.weight"),
+        "self_attention.linear_proj.weight": row(names.attention + "o_proj.weight"),
         "mlp.linear_fc1.layer_norm_weight": mlp_norm,
         "mlp.linear_fc1.weight": _first_layer(shape, names.dense),
-        "mlp.linear_fc2.weight": _row(names.dense + "down_proj.weight"),
+        "mlp.linear_fc2.weight": row(names.dense + "down_proj.weight"),
     }
     if shape.latent:
         rules |= _latent_attention_rules(shape.latent)
@@ -277,95 +125,95 @@ def _layer_rules(shape: ModelShape) -> dict[str, _Rule]:
     return rules
 
 
-_INPUT_NORM = _replicated("input_layernorm.weight")
+_INPUT_NORM = replicated("input_layernorm.weight")
 
 
 def _first_layer(
     shape: ModelShape, at: str, gate: str = "gate_proj.weight", up: str = "up_proj.weight"
-) -> _Rule:
+) -> Rule:
     """Return the rule for the first linear layer of a feed-forward layer."""
-    return _column(at + up) if shape.squared_relu else _gate_and_up(at + gate, at + up)
+    return column(at + up) if shape.squared_relu else gate_and_up(at + gate, at + up)
 
 
-def _grouped_attention_rules(shape: ModelShape) -> dict[str, _Rule]:
+def _grouped_attention_rules(shape: ModelShape) -> dict[str, Rule]:
     at = "self_attention."
     rules = {
-        at + "linear_qkv.layer_norm_weight": _replicated(
+        at + "linear_qkv.layer_norm_weight": replicated(
             family_of(shape.architecture).names.input_norm
         ),
-        at + "linear_qkv.weight": _qkv("weight", shape),
+        at + "linear_qkv.weight": qkv("weight", shape),
     }
     if shape.qkv_bias:
-        rules[at + "linear_qkv.bias"] = _qkv("bias", shape)
+        rules[at + "linear_qkv.bias"] = qkv("bias", shape)
     if shape.linear_biases:
-        rules[at + "linear_proj.bias"] = _replicated("self_attn.o_proj.bias")
+        rules[at + "linear_proj.bias"] = replicated("self_attn.o_proj.bias")
     if shape.attention_sinks:
-        rules[at + "core_attention.softmax_offset"] = _column("self_attn.sinks")
+        rules[at + "core_attention.softmax_offset"] = column("self_attn.sinks")
     if shape.qk_norm:
         whole, head = shape.norms_whole_projection, shape.head_dim
         queries, keys = (head * (n if whole else 1) for n in (shape.num_heads, shape.num_kv_heads))
-        rules[at + "q_layernorm.weight"] = _norm_of_heads("self_attn.q_norm.weight", queries)
-        rules[at + "k_layernorm.weight"] = _norm_of_heads("self_attn.k_norm.weight", keys)
+        rules[at + "q_layernorm.weight"] = norm_of_heads("self_attn.q_norm.weight", queries)
+        rules[at + "k_layernorm.weight"] = norm_of_heads("self_attn.k_norm.weight", keys)
     return rules
 
 
-def _delta_net_rules(delta_net: DeltaNet) -> dict[str, _Rule]:
+def _delta_net_rules(delta_net: DeltaNet) -> dict[str, Rule]:
     at = "self_attention."
     return {
         at + "in_proj.layer_norm_weight": _INPUT_NORM,
-        at + "in_proj.weight": _listed(delta_net.projection_rows),
-        at + "conv1d.weight": _listed(delta_net.convolution_rows),
-        at + "A_log": _column(BLOCK + "A_log"),
-        at + "dt_bias": _column(BLOCK + "dt_bias"),
-        at + "out_norm.weight": _replicated(BLOCK + "norm.weight"),
-        at + "out_proj.weight": _row(BLOCK + "out_proj.weight"),
+        at + "in_proj.weight": listed(delta_net.projection_rows),
+        at + "conv1d.weight": listed(delta_net.convolution_rows),
+        at + "A_log": column(BLOCK + "A_log"),
+        at + "dt_bias": column(BLOCK + "dt_bias"),
+        at + "out_norm.weight": replicated(BLOCK + "norm.weight"),
+        at + "out_proj.weight": row(BLOCK + "out_proj.weight"),
     }
 
 
-def _mamba_rules(mamba: Mamba, norm: _Rule) -> dict[str, _Rule]:
+def _mamba_rules(mamba: Mamba, norm: Rule) -> dict[str, Rule]:
     return {
         "norm.weight": norm,
         "mixer.in_proj.layer_norm_weight": norm,
-        "mixer.in_proj.weight": _listed(mamba.projection_rows),
-        "mixer.conv1d_weight": _listed(mamba.convolution_rows),
-        "mixer.conv1d_bias": _listed(mamba.bias_rows),
-        **{f"mixer.{name}": _column(MIXER + name) for name in BY_HEAD},
-        "mixer.norm.weight": _column(MIXER + "norm.weight"),
-        "mixer.out_proj.weight": _row(MIXER + "out_proj.weight"),
+        "mixer.in_proj.weight": listed(mamba.projection_rows),
+        "mixer.conv1d_weight": listed(mamba.convolution_rows),
+        "mixer.conv1d_bias": listed(mamba.bias_rows),
+        **{f"mixer.{name}": column(MIXER + name) for name in BY_HEAD},
+        "mixer.norm.weight": column(MIXER + "norm.weight"),
+        "mixer.out_proj.weight": row(MIXER + "out_proj.weight"),
     }
 
 
-def _latent_attention_rules(latent: LatentAttention) -> dict[str, _Rule]:
+def _latent_attention_rules(latent: LatentAttention) -> dict[str, Rule]:
     at = "self_attention."
-    kv_norm = _replicated("self_attn.kv_a_layernorm.weight")
+    kv_norm = replicated("self_attn.kv_a_layernorm.weight")
     kv_down = (
         "self_attn.kv_a_proj_with_mqa.weight",
         latent.kv_lora_rank + latent.qk_rope_head_dim,
     )
     rules = {
-        at + "linear_kv_down_proj.weight": _stacked(kv_down),
-        at + "linear_kv_up_proj.weight": _column("self_attn.kv_b_proj.weight"),
+        at + "linear_kv_down_proj.weight": stacked(kv_down),
+        at + "linear_kv_up_proj.weight": column("self_attn.kv_b_proj.weight"),
         at + "linear_kv_up_proj.layer_norm_weight": kv_norm,
         at + "kv_layernorm.weight": kv_norm,
     }
     if latent.q_lora_rank is None:
-        return rules | {at + "linear_q_proj.weight": _column("self_attn.q_proj.weight")}
-    q_norm = _replicated("self_attn.q_a_layernorm.weight")
+        return rules | {at + "linear_q_proj.weight": column("self_attn.q_proj.weight")}
+    q_norm = replicated("self_attn.q_a_layernorm.weight")
     q_down = ("self_attn.q_a_proj.weight", latent.q_lora_rank)
     return rules | {
         # Replicated in Transformer Engine's spec, split in Megatron's own local one.
-        at + "linear_q_down_proj.weight": _stacked(q_down),
-        at + "linear_q_up_proj.weight": _column("self_attn.q_b_proj.weight"),
+        at + "linear_q_down_proj.weight": stacked(q_down),
+        at + "linear_q_up_proj.weight": column("self_attn.q_b_proj.weight"),
         at + "linear_q_up_proj.layer_norm_weight": q_norm,
         at + "q_layernorm.weight": q_norm,
         # --mla-down-proj-fusion
         at + "linear_qkv_down_proj.layer_norm_weight": _INPUT_NORM,
-        at + "linear_qkv_down_proj.weight": _stacked(q_down, kv_down),
+        at + "linear_qkv_down_proj.weight": stacked(q_down, kv_down),
     }
 
 
 _INDEXER_RULES = {
-    f"self_attention.core_attention.indexer.{ours}": _replicated(f"self_attn.indexer.{theirs}")
+    f"self_attention.core_attention.indexer.{ours}": replicated(f"self_attn.indexer.{theirs}")
     for ours, theirs in {
         "linear_wq_b.weight": "wq_b.weight",
         "linear_wk.weight": "wk.weight",
@@ -376,35 +224,35 @@ _INDEXER_RULES = {
 }
 
 
-def _expert_rules(shape: ModelShape, experts: Experts) -> dict[str, _Rule]:
+def _expert_rules(shape: ModelShape, experts: Experts) -> dict[str, Rule]:
     names = family_of(shape.architecture).names
     rules = {
-        "mlp.router.weight": _replicated(names.router),
+        "mlp.router.weight": replicated(names.router),
         "mlp.experts.N.linear_fc1.weight": _first_layer(shape, "", names.gate, names.up),
-        "mlp.experts.N.linear_fc2.weight": _row(names.down),
+        "mlp.experts.N.linear_fc2.weight": row(names.down),
     }
     if shape.linear_biases:
         gate, up, down = map(bias_of, (names.gate, names.up, names.down))
-        rules["mlp.router.bias"] = _replicated(names.scorer_bias)
-        rules["mlp.experts.N.linear_fc1.bias"] = _gate_and_up(gate, up)
-        rules["mlp.experts.N.linear_fc2.bias"] = _replicated(down)
+        rules["mlp.router.bias"] = replicated(names.scorer_bias)
+        rules["mlp.experts.N.linear_fc1.bias"] = gate_and_up(gate, up)
+        rules["mlp.experts.N.linear_fc2.bias"] = replicated(down)
     if experts.has_bias:
-        rules["mlp.router.expert_bias"] = _replicated(names.router_bias)
+        rules["mlp.router.expert_bias"] = replicated(names.router_bias)
     if experts.shared_hidden_size:
         at = names.shared_experts
         rules["mlp.shared_experts.linear_fc1.weight"] = _first_layer(shape, at)
-        rules["mlp.shared_experts.linear_fc2.weight"] = _row(at + "down_proj.weight")
+        rules["mlp.shared_experts.linear_fc2.weight"] = row(at + "down_proj.weight")
     if experts.has_shared_gate:
-        rules["mlp.shared_experts.gate_weight"] = _replicated(names.shared_gate)
+        rules["mlp.shared_experts.gate_weight"] = replicated(names.shared_gate)
     return rules
 
 
 # Within `mtp.layers.N.`, in addition to `mtp_model_layer.`, which is a decoder layer.
-_MTP_RULES: dict[str, _Rule] = {
-    "enorm.weight": _replicated("enorm.weight"),
-    "hnorm.weight": _replicated("hnorm.weight"),
-    "eh_proj.weight": _column("eh_proj.weight"),
-    "final_layernorm.weight": _replicated("shared_head.norm.weight"),
+_MTP_RULES: dict[str, Rule] = {
+    "enorm.weight": replicated("enorm.weight"),
+    "hnorm.weight": replicated("hnorm.weight"),
+    "eh_proj.weight": column("eh_proj.weight"),
+    "final_layernorm.weight": replicated("shared_head.norm.weight"),
 }
 
 # In a HybridModel a layer of two halves, as in its decoder.
@@ -450,7 +298,7 @@ def map_parameter(
             f"Megatron's parameter '{name}' {list(local_shape)} has no counterpart in a "
             f"{shape.architecture} checkpoint; add a rule to mcore_rl.model.weight_map"
         )
-    return tuple(rules[rest](_Parameter(name, tuple(local_shape), prefix, *split)))
+    return tuple(rules[rest](Parameter(name, tuple(local_shape), prefix, *split)))
 
 
 def layer_order(tensors: Iterable[str]) -> list[str]:

@@ -32,7 +32,8 @@ from mcore_rl.megatron.shards import ModelShards  # noqa: E402
 from mcore_rl.model.boxes import Box, disjoint, full_box, uncovered  # noqa: E402
 from mcore_rl.model.config_json import ModelShape  # noqa: E402
 from mcore_rl.model.delta_net import DeltaNet  # noqa: E402
-from mcore_rl.model.weight_map import Piece, ShardCoordinates, map_parameter  # noqa: E402
+from mcore_rl.model.weight_map import ShardCoordinates, map_parameter  # noqa: E402
+from mcore_rl.model.weight_rules import Piece  # noqa: E402
 from tests.cuda.presets import shape_of, tensor_infos  # noqa: E402
 from tests.model_shapes import published_shape  # noqa: E402
 

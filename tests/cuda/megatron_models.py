@@ -79,7 +79,7 @@ def parsed(tokens: Sequence[str], shape: ModelShape, platform: Platform, *, worl
     from mcore_rl.job.validation import check_megatron_accepts, world_of_size
     from mcore_rl.megatron import adapter as megatron_adapter
     from mcore_rl.megatron.world import parsed_args
-    from mcore_rl.model.config_json import settings_without_flag
+    from mcore_rl.model.architecture_flags import settings_without_flag
 
     parser = make_parser()
     tokens = expand_config(tokens, parser)

@@ -13,7 +13,8 @@ from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.config import RLConfig
 from mcore_rl.flags.derived import derive_flags
 from mcore_rl.job.reading import make_parser
-from mcore_rl.model.config_json import megatron_flags, read_model_shape
+from mcore_rl.model.architecture_flags import megatron_flags
+from mcore_rl.model.config_json import read_model_shape
 from mcore_rl.observe import own_folders
 from mcore_rl.observe.run_directory import read_config
 from mcore_rl.observe.timeline import TRAINER, read_timeline

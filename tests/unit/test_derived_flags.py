@@ -24,7 +24,8 @@ from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.job.reading import make_parser
 from mcore_rl.job.validation import check_megatron_accepts
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.model.config_json import ModelShape, model_shape, settings_without_flag
+from mcore_rl.model.architecture_flags import settings_without_flag
+from mcore_rl.model.config_json import ModelShape, model_shape
 from tests.unit.test_hf_config import (
     DEEPSEEK_V2,
     DEEPSEEK_V2_LITE,

@@ -13,13 +13,12 @@ from transformers import AutoConfig, PretrainedConfig
 from mcore_rl.common.errors import UsageError
 from mcore_rl.data.tokenizer import register_families
 from mcore_rl.hybrid_engine.vllm.startup import EngineConfig, _with_fields, engine_arguments
+from mcore_rl.model.architecture_flags import megatron_flags, settings_without_flag
 from mcore_rl.model.config_json import (
     ModelShape,
-    megatron_flags,
     model_shape,
     read_config_json,
     read_model_shape,
-    settings_without_flag,
 )
 from mcore_rl.model.families import FAMILIES, left_to_defaults
 from tests import model_shapes

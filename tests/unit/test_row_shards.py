@@ -10,13 +10,13 @@ import pytest
 
 from mcore_rl.model.boxes import Box, contains, extent, full_box, uncovered, volume
 from mcore_rl.model.weight_map import (
-    Piece,
     ShardCoordinates,
     box_of_rows,
     map_parameter,
     pieces_within,
     rows_of_flat_range,
 )
+from mcore_rl.model.weight_rules import Piece
 from tests.megatron_parameters import SPECS, stage_parameters
 from tests.model_shapes import small_shape
 

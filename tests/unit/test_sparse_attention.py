@@ -15,7 +15,8 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.job.engines import check_layers
 from mcore_rl.job.layout import check_stages
 from mcore_rl.megatron import adapter, sparse_attention  # noqa: F401  (it applies patches)
-from mcore_rl.model.config_json import ModelShape, megatron_flags, model_shape
+from mcore_rl.model.architecture_flags import megatron_flags
+from mcore_rl.model.config_json import ModelShape, model_shape
 from mcore_rl.model.families import left_to_defaults
 from mcore_rl.model.sparse_attention import Indexer
 from tests.model_shapes import CONFIGS

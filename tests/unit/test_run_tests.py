@@ -17,7 +17,8 @@ PROGRAM = """#!/bin/sh
 echo "$(basename "$0") $*" >> "$CALLS"
 case "$(basename "$0") $*" in *"$FAILS"*) exit 3;; esac
 """
-CHECKS = ["setup", "ruff check .", "ruff format --check .", "mypy "]
+CHECKS = ["setup", "ruff check .", "ruff format --check ."]
+MYPY = "mypy "  # beside the others
 TWO = "--numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 20"
 
 
@@ -63,14 +64,16 @@ def run_tests(folder: Path, *arguments: str, fails: str = "nothing") -> tuple[in
 )
 def test_each_tier_runs_its_commands(arguments, tests, tmp_path):
     code, output, calls = run_tests(tmp_path, *arguments)
+    calls.remove(MYPY)
     assert (code, calls) == (0, [*CHECKS, *tests])
     assert output.splitlines()[-1] == "== ruff check, ruff format, mypy and pytest passed"
 
 
-def test_failed_check_is_named_and_the_others_run(tmp_path):
-    code, output, calls = run_tests(tmp_path, "--all", fails="ruff format")
-    assert code == 1 and len(calls) == len(CHECKS) + 2
-    assert output.splitlines()[-1] == "== failed: ruff format"
+@pytest.mark.parametrize("check", ["ruff format", "mypy"])
+def test_failed_check_is_named_and_the_others_run(check, tmp_path):
+    code, output, calls = run_tests(tmp_path, "--all", fails=check)
+    assert code == 1 and len(calls) == len([*CHECKS, MYPY]) + 2
+    assert output.splitlines()[-1] == f"== failed: {check}"
 
 
 def test_help_lists_the_tiers_and_runs_nothing(tmp_path):

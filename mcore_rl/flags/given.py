@@ -270,8 +270,10 @@ def _occurrences(
     """Return each flag of `tokens` in order: its action in `parser`, its spelling, its values."""
     recorder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     found: list[tuple[argparse.Action, str, list[str]]] = []
+    # To add all flags would take longer than all else here.
+    named = {token.partition("=")[0] for token in tokens}
     for action in parser._actions:
-        if action.option_strings and not isinstance(action, argparse._HelpAction):
+        if named.intersection(action.option_strings):
             recorder.add_argument(
                 *action.option_strings,
                 dest="found",

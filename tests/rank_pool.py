@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,14 +105,43 @@ IMPORTED_BY_ENGINES = (
 
 
 def keep_imports_frozen() -> None:
-    """Have garbage collections of children walk through their own objects only.
+    """Have garbage collections and ends of children walk through their own objects only.
 
     vLLM collects a dozen times in the life of an engine, and unfreezes all objects in it: more than
     half of an engine's start and end would be spent on what was imported, which is copied thereby.
+    At the end of a process torch takes each of its libraries of operators apart.
     """
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
     gc.collect()
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None
+
+
+def register_kernels_here(platform: Any) -> None:
+    """Have engines of children find vLLM's kernels for CPU registered.
+
+    vLLM looks for those that they replace among all objects of all modules, and the count of
+    references to each object is written, which copies most of what was imported. Children do it
+    beside numba alone, for which vLLM is patched."""
+    if (register := getattr(platform, "register_triton_kernel_overrides", None)) is None:
+        return  # an older release
+    register()
+
+    def register_beside_numba() -> None:
+        if "numba" in sys.modules:
+            register()
+
+    platform.register_triton_kernel_overrides = staticmethod(register_beside_numba)
+
+
+def keep_versions_of_packages() -> None:
+    """Have children know the versions of all packages, which files of tokens depend on."""
+    from mcore_rl.data import prompt_cache
+
+    versions = vars(prompt_cache)["_versions"] = functools.cache(prompt_cache._versions)
+    for runs_code in (False, True):
+        versions(runs_code=runs_code)
 
 
 def execute(code: str) -> None:
@@ -240,6 +271,9 @@ def _serve() -> None:
     for module in modules:
         with contextlib.suppress(ImportError):  # older releases lack some
             importlib.import_module(module)
+    if current_platform.is_cpu():
+        register_kernels_here(type(current_platform))
+    keep_versions_of_packages()
     adapter.make_parser(add_rl_args)
     keep_imports_frozen()
     for line in sys.stdin:
@@ -277,22 +311,35 @@ def _wait(pids: list[int], timeout_seconds: float) -> list[int]:
 def _end_group(pid: int) -> None:
     """End what a rank has left; multiprocessing's trackers first remove its shared memory, for
     which they need more than a moment where the machine is busy."""
+    _wait_for_group(pid, 1.0)
+    for other in _living(pid):
+        with contextlib.suppress(psutil.Error):
+            if not _is_tracker(other):
+                other.kill()
+    _wait_for_group(pid, 20.0)
     with contextlib.suppress(ProcessLookupError):
-        _wait_for_group(pid, 1.0)
-        for other in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, ProcessLookupError):
-                if os.getpgid(other.pid) == pid and not _is_tracker(other):
-                    other.kill()
-        _wait_for_group(pid, 20.0)
         os.killpg(pid, signal.SIGKILL)
 
 
 def _wait_for_group(pid: int, seconds: float) -> None:
-    """Raises ProcessLookupError once no process is left."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        os.killpg(pid, 0)
+    while _living(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
+
+
+def _living(group: int) -> list[psutil.Process]:
+    """Its processes without those that have ended: of orphans the system's first process may take
+    note a second later."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return []
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def _is_tracker(process: psutil.Process) -> bool:

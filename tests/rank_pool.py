@@ -31,6 +31,8 @@ from typing import Any
 
 import psutil
 
+from tests.processes import lives
+
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -328,16 +330,15 @@ def _wait_for_group(pid: int, seconds: float) -> None:
 
 
 def _living(group: int) -> list[psutil.Process]:
-    """Its processes without those that have ended: of orphans the system's first process may take
-    note a second later."""
+    """Its processes that have not ended."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
         return []
     found = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(process.pid) == group and lives(process):
                 found.append(process)
     return found
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import requests
 
+from tests.processes import lives
 from tests.rank_pool import free_port
 
 # What `vllm serve` runs; the command itself looks for a package called vllm, and here it is
@@ -97,8 +98,10 @@ def end(children: Sequence[psutil.Process]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             if not any("multiprocessing.resource_tracker" in part for part in child.cmdline()):
                 child.kill()
-    _, alive = psutil.wait_procs(children, 60)
-    assert not alive, alive
+    deadline = time.monotonic() + 60
+    while alive := [*filter(lives, children)]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.02)
 
 
 @contextlib.contextmanager

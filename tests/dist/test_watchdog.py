@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import time
 
-import psutil
 import pytest
 import torch.distributed as dist
 
@@ -16,6 +14,7 @@ from mcore_rl.common import objects
 from mcore_rl.observe import watchdog
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.watchdog import EXIT_STUCK, StageWatchdog, own_connection
+from tests.processes import lives
 from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.timeout(200)
@@ -44,16 +43,10 @@ def _be_killed_after(others: list[int]) -> None:
     stopped = os.getpid()
     if os.fork():
         return
-    while any(_runs(pid) for pid in others):
+    while any(map(lives, others)):
         time.sleep(0.1)
     os.kill(stopped, signal.SIGKILL)
     os._exit(0)
-
-
-def _runs(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def a_reward_that_hangs() -> None:

@@ -6,6 +6,7 @@ speaks HTTP to it. Ranks tell each other through files that they are done.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -31,6 +32,7 @@ from mcore_rl.hybrid_engine.remote.trainer import (
     ShardSource,
 )
 from tests.dist.jobs import first_mini_batch, started
+from tests.processes import lives
 from tests.vllm_servers import fork_engines
 
 NUM_TRAINERS = 4
@@ -101,11 +103,9 @@ def _wait_for_the_rest(seconds: float = 20) -> None:
 
 
 def _in_this_job(pid: int) -> bool:
-    try:
-        process = psutil.Process(pid)
-        return os.getpgid(pid) == os.getpgrp() and process.status() != psutil.STATUS_ZOMBIE
-    except (ProcessLookupError, psutil.NoSuchProcess):
-        return False
+    with contextlib.suppress(ProcessLookupError):
+        return os.getpgid(pid) == os.getpgrp() and lives(pid)
+    return False
 
 
 def _serve(

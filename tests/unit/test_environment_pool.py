@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import json
@@ -34,6 +33,7 @@ from mcore_rl.environments.pool import EnvironmentPool
 from mcore_rl.environments.wire import Event, Started, Stepped, event_of
 from mcore_rl.isolation import session
 from mcore_rl.isolation.wire import Failed, answer_of
+from tests.processes import lives
 from tests.rank_pool import ROOT
 
 PATIENT_SECONDS = 120  # longer is a fault
@@ -338,7 +338,7 @@ def zygote_of(pool: EnvironmentPool) -> psutil.Process:
 
 
 def descendants(process: psutil.Process) -> list[psutil.Process]:
-    return [each for each in process.children(recursive=True) if runs(each)]
+    return [each for each in process.children(recursive=True) if lives(each)]
 
 
 # What works ---------------------------------------------------------------------------------------
@@ -513,7 +513,7 @@ def test_an_episode_can_be_ended_in_any_state(new_pool):
     pool.end([idle, busy, hanging, fresh, 10**6])
     assert (pool.num_open, pool.wait(0.1), pool.finished()) == (0, False, [])
     # The others end, too, but for what a look at them is needed for.
-    until(lambda: pool.finished() == [] and not any(runs(each) for each in theirs))
+    until(lambda: pool.finished() == [] and not any(lives(each) for each in theirs))
 
 
 def test_the_next_episodes_have_processes_that_were_forked_ahead(new_pool):
@@ -534,14 +534,14 @@ def test_the_next_episodes_have_processes_that_were_forked_ahead(new_pool):
     ahead = forked_ahead(first)
     killed = psutil.Process(min(ahead))
     killed.kill()  # which costs nothing
-    until(lambda: not runs(killed))
+    until(lambda: not lives(killed))
     tickets = started(pool, 3)
     second = pids_of(tickets)
     assert len(second) == 3 and not second & first
     assert len(second & ahead) == 2
     processes = [psutil.Process(pid) for pid in second]
     pool.close()
-    assert not any(runs(each) for each in processes)
+    assert not any(lives(each) for each in processes)
 
 
 @pytest.mark.parametrize(
@@ -789,19 +789,13 @@ def test_nothing_outlives_the_trainer(how, world, tmp_path):
             process.stdin.write("go on\n")
             process.stdin.flush()
         process.wait(PATIENT_SECONDS)
-        until(lambda: not any(runs(each) for each in seen))
+        until(lambda: not any(lives(each) for each in seen))
     finally:
         process.kill()
         process.communicate()
         for each in seen:
-            if runs(each):
+            if lives(each):
                 each.kill()
-
-
-def runs(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 # How it is found ----------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from mcore_rl.batching.types import Prompt
@@ -22,6 +21,7 @@ from mcore_rl.rewards.batches import Batch
 from mcore_rl.rewards.functions import arithmetic, exact_match, gsm8k, resolve_reward, reward
 from mcore_rl.rewards.pool import RewardPool, check_functions
 from mcore_rl.rewards.stack import RewardStack
+from tests.processes import lives
 from tests.reward_server import rollouts
 from tests.reward_specs import rewards_of
 
@@ -472,14 +472,7 @@ def test_workers_import_neither_main_nor_torch(trainer_folder, user_module, how)
     assert run.stdout.split()[0] == "0"
     assert (trainer_folder / "main_was_run").read_text().split() == ["__main__"]
     # The script ended without closing its pool.
-    assert all(not is_running(int(pid)) for pid in run.stdout.split()[1:])
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    assert all(not lives(int(pid)) for pid in run.stdout.split()[1:])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel does this on Linux only")
@@ -496,12 +489,12 @@ def test_workers_die_when_the_trainer_is_killed(trainer_folder, user_module):
         trainer.stdout.readline()
         pids = [int(pid) for pid in trainer.stdout.readline().split()]
         time.sleep(0.5)  # both workers hang by now, one of them in C code
-        assert pids and all(is_running(pid) for pid in pids)
+        assert pids and all(lives(pid) for pid in pids)
     finally:
         trainer.kill()
         trainer.wait()
     deadline = time.monotonic() + 120
-    while any(map(is_running, pids)):
+    while any(map(lives, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

@@ -22,10 +22,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
 from mcore_rl.tools.doctor import versions
+from tests.processes import lives
 from tests.python_versions import supported_pythons
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,13 +132,6 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited for 30 s"
         time.sleep(0.05)
-
-
-def has_ended(pid: str) -> bool:
-    try:
-        return psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 @pytest.fixture
@@ -318,7 +311,7 @@ def test_signal_ends_the_setup_and_keeps_the_previous_environment(checkout, tmp_
     wait_for(running.exists)
     process.send_signal(signal.SIGTERM)
     assert "interrupted" in checkout.sentence(process, 128 + signal.SIGTERM)
-    wait_for(lambda: has_ended(running.read_text().strip()))
+    wait_for(lambda: not lives(int(running.read_text())))
     checkout.assert_unchanged()
 
 

@@ -10,6 +10,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.vllm_version import installed_vllm
 from mcore_rl.hybrid_engine.remote.engine import BACKEND
 from mcore_rl.hybrid_engine.remote.engine_client import HTTPEngineClient
+from mcore_rl.hybrid_engine.remote.generate_client import num_log_probs
 from mcore_rl.model.config_json import read_model_shape
 from mcore_rl.moe.routing import R3
 from mcore_rl.spec import JobSpec
@@ -39,6 +40,7 @@ def check_servers(spec: JobSpec) -> list[str]:
             _of_version(version),
             _of_route(client),
             *_of_options(configuration, spec),
+            _of_log_probs(configuration, spec),
             _of_model(configuration, spec),
         ):
             if found:
@@ -92,13 +94,6 @@ def _of_options(configuration: Mapping[str, Any], spec: JobSpec) -> list[tuple[s
                 "start its vllm serve without quantisation",
             )
         )
-    if model.get("logprobs_mode") != _PROCESSED:
-        found.append(
-            (
-                f"returns {model.get('logprobs_mode')}, which are not those of the sampled policy",
-                f"start its vllm serve with --logprobs-mode {_PROCESSED}",
-            )
-        )
     if not isinstance(length, int) or length < least:
         found.append(
             (
@@ -117,6 +112,25 @@ def _of_options(configuration: Mapping[str, Any], spec: JobSpec) -> list[tuple[s
                 )
             )
     return found
+
+
+def _of_log_probs(configuration: Mapping[str, Any], spec: JobSpec) -> tuple[str, str]:
+    model = configuration.get("model_config") or {}
+    mode, most = model.get("logprobs_mode"), model.get("max_logprobs")
+    if mode != _PROCESSED:
+        return (
+            f"returns {mode}, which are not those of the sampled policy",
+            f"start its vllm serve with --logprobs-mode {_PROCESSED}",
+        )
+    num_top = spec.config.recipe.score_centering
+    least = num_log_probs(num_top, spec.shape.vocab_size)
+    if not num_top or most == -1 or (isinstance(most, int) and most >= least):  # -1: no limit
+        return "", ""
+    return (
+        f"returns at most {most} log-probs of each token, and --rl-score-centering {num_top} "
+        f"needs {least}",
+        f"start its vllm serve with --max-logprobs {least}",
+    )
 
 
 def _of_model(configuration: Mapping[str, Any], spec: JobSpec) -> tuple[str, str]:

@@ -58,6 +58,8 @@ def test_a_synchronous_run_trains_on_what_the_current_weights_sampled(
         *("--rl-num-eval-prompts", "8", "--rl-attest", "full", "--rl-canary-interval", "2"),
         *("--rl-reward", "arithmetic,model", "--rl-reward-weights", "1,0.01"),
         *("--rl-reward-model", str(model), "--rl-reward-ranks", "2", "--rl-reward-ep-size", "1"),
+        # With the sampled token as many log-probs as these servers return: vLLM's default of 20.
+        *("--rl-policy-loss", "policy_gradient", "--rl-score-centering", "19"),
     )
     run_job(ranks, tokens, world_size=3).require(0)
     steps = metrics_of(tmp_path / "run")
@@ -65,6 +67,7 @@ def test_a_synchronous_run_trains_on_what_the_current_weights_sampled(
         assert metrics["rollout/staleness_max"] == 0 and metrics["servers/admitted"] == 2
         assert metrics["mismatch/mean_abs_difference"] < 0.02  # of weights of another step: 0.2
         assert metrics["reshard/attested"] == 1 and metrics["reward/model/mean"] != 0
+        assert 0 < metrics["centering/engine_mass"] < 1
         received = metrics["reshard/received_bytes_max"]
         assert received == metrics["reshard/lower_bound_bytes_max"] > 0
     assert "eval/accuracy" in steps[0] and "eval/accuracy" in steps[2]
@@ -88,14 +91,31 @@ def test_servers_that_score_canaries_otherwise_get_no_requests(
     assert "none was left" in ended.said
 
 
+@pytest.mark.parametrize(
+    ("flags", "found", "remedy"),
+    [
+        ("--rl-max-response-tokens 500", "takes 128 tokens", "--max-model-len"),
+        (
+            "--rl-policy-loss policy_gradient --rl-score-centering 20",
+            "returns at most 20 log-probs of each token",
+            "--max-logprobs 21",
+        ),
+    ],
+)
 def test_a_server_that_does_not_fit_ends_the_start(
-    checkpoint: Path, servers: list[VLLMServer], ranks: RankPool, tmp_path: Path
+    checkpoint: Path,
+    servers: list[VLLMServer],
+    ranks: RankPool,
+    tmp_path: Path,
+    flags: str,
+    found: str,
+    remedy: str,
 ) -> None:
-    more = (*SMALL, *ONE, *flags_of(servers, 1), "--rl-max-response-tokens", "500")
+    more = (*SMALL, *ONE, *NO_REPLAY, *flags_of(servers, 1), *flags.split())
     ended = run_job(ranks, task_flags(checkpoint, tmp_path / "run", *more), world_size=1)
     ended.require(2)
-    assert f"--rl-rollout-servers {servers[0].url} takes 128 tokens" in ended.said
-    assert "start its vllm serve with --max-model-len" in ended.said
+    assert f"--rl-rollout-servers {servers[0].url} {found}" in ended.said
+    assert f"start its vllm serve with {remedy}" in ended.said
 
 
 def test_a_server_with_another_model_in_a_folder_elsewhere_ends_the_first_update(

@@ -41,6 +41,12 @@ _NO_LOG_PROB = -9999.0  # vLLM's floor, also in place of NaN and of a missing lo
 _OF_THE_REQUEST = (400, 413, 422)  # statuses that another server would answer with, too
 
 
+def num_log_probs(num_top: int, vocab_size: int) -> int:
+    """Return the number to ask a server for at each position, to get the `num_top` most probable
+    tokens: it includes the sampled token, which a server returns first."""
+    return min(1 + num_top, vocab_size)
+
+
 class ServerFault(Exception):
     """A request that a server did not complete. The message fits on one line of a log."""
 
@@ -142,8 +148,7 @@ class GenerateClient:
         reader = _EventReader(request, received, self._vocab_size, weight_version)
         sampling = sampling_fields(request)
         if request.num_top:
-            # The number of a server includes the sampled token, which it returns first.
-            sampling["logprobs"] = min(1 + request.num_top, self._vocab_size)
+            sampling["logprobs"] = num_log_probs(request.num_top, self._vocab_size)
         body = {
             "token_ids": request.token_ids.tolist(),
             "sampling_params": sampling,

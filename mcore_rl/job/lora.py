@@ -18,13 +18,11 @@ from mcore_rl.model.lora import (
     MERGED,
     VLLM_RANKS,
     Lora,
-    adapted_specs,
     resolve_lora,
     vllm_rank,
 )
 from mcore_rl.model.quantization import FP8
 from mcore_rl.moe.balance import balancing_flag, cuda_graph_flag, moves_biases
-from mcore_rl.planner.adapters import adapter_size
 
 # Megatron's flags by destination, and why they conflict with frozen weights and merged adapters.
 _CLASHES = {
@@ -84,16 +82,11 @@ def note_on_adapters(config: RLConfig, lora: Lora, placement: Placement) -> Iter
     """Describe what weight syncs bring if they bring adapters alone, and what that keeps."""
     if config.lora.rollout != ADAPTERS:
         return
-    shape, tp_size = placement.shape, placement.rollout.tp_size
-    elements = sum(
-        adapter_size(spec, lora.rank, tp_size)
-        for kind in shape.layer_kinds
-        for spec in adapted_specs(shape, kind, lora.targets)
-    )
+    adapters = placement.of_adapters(lora.rank, lora.targets).most_resident_bytes
     base = shown_bytes(placement.most_resident_bytes)
     asleep = "" if config.rollout.apart else ", and is in host memory while the engine sleeps"
     yield (
-        f"weight syncs bring each rank of an engine at most {shown_bytes(2 * elements)} of "
+        f"weight syncs bring each rank of an engine at most {shown_bytes(adapters)} of "
         f"adapters; the base, {base}, is brought once{asleep}"
     )
 

@@ -111,14 +111,17 @@ def matches(layer: str, target: str) -> bool:
     return within == target or within.endswith(f".{target}")
 
 
+def is_adapted(shape: ModelShape, spec: TensorSpec, targets: Sequence[str]) -> bool:
+    """Return whether a tensor of a layer is a weight with an adapter."""
+    layer = spec.name.removesuffix(_WEIGHT)
+    return has_weight(shape, spec) and any(matches(layer, target) for target in targets)
+
+
 def adapted_specs(
     shape: ModelShape, kind: LayerKind, targets: Sequence[str]
 ) -> Iterator[TensorSpec]:
-    """Yield the weights of a layer that have adapters."""
-    for spec in layer_specs(shape, kind):
-        layer = spec.name.removesuffix(_WEIGHT)
-        if has_weight(shape, spec) and any(matches(layer, target) for target in targets):
-            yield spec
+    """Return the weights of a layer that have adapters."""
+    return (spec for spec in layer_specs(shape, kind) if is_adapted(shape, spec, targets))
 
 
 def targets_of(options: LoraOptions, shape: ModelShape) -> tuple[str, ...]:

@@ -48,6 +48,14 @@ def placement_of(case: Case) -> Placement:
     return Placement(case.shape, case.train, case.layers, case.rollout)
 
 
+def adapters_of(case: Case) -> Placement | None:
+    """Return the placement of the adapters that all hand-overs but the first one bring; None: each
+    brings the actor's weights."""
+    if not case.engine.loads_adapters:
+        return None
+    return placement_of(case).of_adapters(case.training.lora_rank, case.training.lora_targets)
+
+
 def resident_of(case: Case) -> Bytes:
     """Return `[ranks of engines]`: bytes that each rank holds for rollout."""
     if not case.has_engines:

@@ -11,12 +11,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
 from mcore_rl.model.config_json import LayerKind, ModelShape
 from mcore_rl.model.layout import PipelineLayers, TrainLayout
+from mcore_rl.model.lora import adapted_specs, is_adapted
 from mcore_rl.model.roles import ACTOR
 from mcore_rl.model.tensors import (
     Cut,
@@ -27,7 +29,6 @@ from mcore_rl.model.tensors import (
     mtp_layer_specs,
     trained_vocabulary_rows,
 )
-from mcore_rl.planner.adapters import adapter_size, has_adapter
 from mcore_rl.planner.settings import TrainSettings
 
 Bytes = npt.NDArray[np.int64]
@@ -154,15 +155,26 @@ def _count(model: TrainedModel, specs: Iterable[TensorSpec]) -> StageParameters:
             dense += size // (1 if spec.cut is Cut.REPLICATED else train.tp_size)
         if spec.is_indexer and not model.training.trains_indexers:
             frozen += size
-        if rank and has_adapter(model.shape, model.training, spec):
+        if rank and is_adapted(model.shape, spec, model.training.lora_targets):
             if spec.num_experts:
                 count = spec.num_experts // train.ep_size
-                expert_adapters += count * adapter_size(spec, rank, train.etp_size)
+                expert_adapters += count * _adapter_size(spec, rank, train.etp_size)
             else:
-                adapters += adapter_size(spec, rank, train.tp_size)
+                adapters += _adapter_size(spec, rank, train.tp_size)
     if rank:
         return StageParameters(dense + adapters, experts + expert_adapters, dense, experts)
     return StageParameters(dense, experts, frozen)
+
+
+def _adapter_size(spec: TensorSpec, rank: int, tp_size: int) -> int:
+    """Return the elements of one adapter on a rank, of which `tp_size` divide the weight: its part
+    of the factor that follows the cut of the weight, and all of the other one."""
+    rows, columns = spec.shape
+    if spec.cut is Cut.COLUMNS:
+        columns //= tp_size
+    elif spec.cut is not Cut.REPLICATED:
+        rows //= tp_size
+    return rank * (rows + columns)
 
 
 def optimizer_parameters(model: TrainedModel) -> list[int]:
@@ -213,8 +225,9 @@ def largest_tensor(model: TrainedModel) -> int:
     MLP are one weight, and so are Q, K and V of attention."""
     shape, tp_size, rank = model.shape, model.train.tp_size, model.training.lora_rank
     if rank:
-        specs = (spec for kind in set(shape.layer_kinds) for spec in layer_specs(shape, kind))
-        return rank * max(max(s.shape) for s in specs if has_adapter(shape, model.training, s))
+        targets = model.training.lora_targets
+        adapted = (adapted_specs(shape, kind, targets) for kind in set(shape.layer_kinds))
+        return rank * max(max(spec.shape) for spec in chain.from_iterable(adapted))
     sizes = [model.vocabulary_rows * shape.hidden_size]
     for kind in set(shape.layer_kinds):
         for spec in layer_specs(shape, kind):
@@ -240,9 +253,7 @@ def merged_bytes(model: TrainedModel, *, with_gradients: bool) -> int:
         return 0
     copies = 2 if with_gradients else 1
     for kind in set(model.shape.layer_kinds):
-        for spec in layer_specs(model.shape, kind):
-            if not has_adapter(model.shape, training, spec):
-                continue
+        for spec in adapted_specs(model.shape, kind, training.lora_targets):
             ranks = train.etp_size if spec.num_experts else train.tp_size
             weight = math.prod(spec.shape) // (1 if spec.cut is Cut.REPLICATED else ranks)
             weight *= 1 if spec.cut is Cut.COLUMNS or spec.cut is Cut.REPLICATED else 2

@@ -8,7 +8,7 @@ from typing import Any
 
 from mcore_rl.planner.advice import Problem, problems_of
 from mcore_rl.planner.links import Traffic, gather_bytes, traffic_of
-from mcore_rl.planner.memory import Memory, memory_of, placement_of, resident_of
+from mcore_rl.planner.memory import Memory, adapters_of, memory_of, placement_of, resident_of
 from mcore_rl.planner.models import Bytes, TrainedModel
 from mcore_rl.planner.phases import Case, Phase
 
@@ -19,7 +19,8 @@ class Outcome:
 
     case: Case
     memory: Memory
-    traffic: Traffic | None  # None without engines of the job
+    traffic: Traffic | None  # of the actor's weights; None without engines of the job
+    adapters: Traffic | None  # if all hand-overs but the first one bring adapters alone
     gathered: Bytes | None  # received by an export that gathers every tensor, for comparison
     problems: tuple[Problem, ...]
 
@@ -29,9 +30,15 @@ class Outcome:
         return not self.problems
 
     @property
+    def usual_traffic(self) -> Traffic | None:
+        """The traffic of every hand-over but the first one."""
+        return self.traffic if self.adapters is None else self.adapters
+
+    @property
     def seconds(self) -> float:
-        """The estimated duration of a hand-over."""
-        return 0.0 if self.traffic is None else self.traffic.seconds(self.case.machine)
+        """The estimated duration of a hand-over that is not the first one."""
+        traffic = self.usual_traffic
+        return 0.0 if traffic is None else traffic.seconds(self.case.machine)
 
     @property
     def received_over_lower_bound(self) -> float:
@@ -46,9 +53,16 @@ class Outcome:
         """The bytes of a hand-over by name, each `[ranks]`. Engines on ranks of their own follow
         the trainers, and trainers neither receive nor hold anything for rollout. Empty without
         engines."""
-        traffic = self.traffic
+        traffic, adapters = self.traffic, self.adapters
         if traffic is None or self.gathered is None:
             return {}
+        of_adapters = {}
+        if adapters is not None:
+            of_adapters = {
+                "adapters_received": adapters.received,
+                "adapters_sent": adapters.sent,
+                "adapters_lower_bound": adapters.lower_bound,
+            }
         return {
             "received": traffic.received,
             "sent": traffic.sent,
@@ -59,6 +73,7 @@ class Outcome:
             "sent_own_node": traffic.sent_own_node,
             "sent_other_nodes": traffic.sent_other_nodes,
             "gather_export_received": self.gathered,
+            **of_adapters,
         }
 
 
@@ -67,15 +82,21 @@ def plan_case(case: Case) -> Outcome:
     if not case.has_engines:
         resident = resident_of(case)
         memory = memory_of(case, resident)
-        return Outcome(case, memory, None, None, tuple(problems_of(case, memory, resident, 0)))
+        return Outcome(
+            case, memory, None, None, None, tuple(problems_of(case, memory, resident, 0))
+        )
     placement = placement_of(case)
-    traffic = traffic_of(placement, case.rollout.rank_map, case.machine, is_apart=case.is_apart)
+    rank_map, is_apart = case.rollout.rank_map, case.is_apart
+    traffic = traffic_of(placement, rank_map, case.machine, is_apart=is_apart)
+    adapters = None
+    if (later := adapters_of(case)) is not None:
+        adapters = traffic_of(later, rank_map, case.machine, is_apart=is_apart)
     copied = int((traffic.received + traffic.sent).max())
     resident = resident_of(case)
     memory = memory_of(case, resident, copied)
     problems = problems_of(case, memory, resident, copied)
-    gathered = gather_bytes(placement, is_apart=case.is_apart)
-    return Outcome(case, memory, traffic, gathered, tuple(problems))
+    gathered = gather_bytes(placement, is_apart=is_apart)
+    return Outcome(case, memory, traffic, adapters, gathered, tuple(problems))
 
 
 def as_json(outcome: Outcome, notes: Sequence[str] = ()) -> dict[str, Any]:

@@ -135,6 +135,12 @@ def _print_traffic_facts(outcome: Outcome, traffic: Traffic, console: Console) -
         f"at {machine.own_node_rate / GB:g} GB/s within a node of {machine.ranks_per_node} and "
         f"{machine.other_nodes_rate / GB:g} GB/s between nodes, per rank"
     )
+    if (adapters := outcome.adapters) is not None:
+        console.print(
+            "all hand-overs but the first bring adapters alone, of which a rank receives "
+            f"{adapters.received.max():,} bytes at most and {adapters.received.mean():,.0f} in the "
+            f"mean; lower bound: {adapters.lower_bound.max():,} at most"
+        )
     console.print(
         f"communicators of the hand-over: {traffic.num_communicators.max()} on a rank, "
         f"{traffic.num_communicators_in_all} in all, {traffic.num_own_groups} of them not "

@@ -30,7 +30,7 @@ from mcore_rl.planner.layouts import (
     train_layouts,
     with_train_layout,
 )
-from mcore_rl.planner.memory import Memory, memory_of, placement_of, resident_of
+from mcore_rl.planner.memory import Memory, adapters_of, memory_of, placement_of, resident_of
 from mcore_rl.planner.models import TrainedModel
 from mcore_rl.planner.phases import ROLLOUT, Case
 from mcore_rl.planner.settings import Machine
@@ -154,9 +154,9 @@ def _in_train_layouts(case: Case, mini_batch: int) -> Iterator[tuple[Case, Stage
 def _least_received(case: Case, resident: int) -> int:
     """Estimate R_min of the rank that holds least: what it needs minus the part that it holds.
 
-    For ranking only: it is exact for nested layouts of equal layers.
+    For ranking only: it is exact for nested layouts of equal layers. Adapters are taken as nothing.
     """
-    if not case.has_engines:
+    if not case.has_engines or case.engine.loads_adapters:
         return 0
     train, rollout = case.train, case.rollout
     per_stage = min(sum(map(len, stage)) for stage in case.layers) / case.shape.num_layers
@@ -189,7 +189,8 @@ def _with_rank_map(candidate: Candidate) -> Candidate:
     case = candidate.case
     placement = placement_of(case)
     rank_map = choose_rank_map(placement, ranks_per_node=case.machine.ranks_per_node)
-    received = int(placement.received_bytes(rank_map).max())
+    moved = adapters_of(case) or placement
+    received = int(moved.received_bytes(rank_map).max())
     seconds = replace(candidate.seconds, hand_over=received / case.machine.other_nodes_rate)
     case = replace(case, rollout=replace(case.rollout, rank_map=rank_map))
     return replace(candidate, case=case, seconds=seconds, received_bytes_max=received)

@@ -126,6 +126,7 @@ class EngineSettings:
     batched_tokens: int  # in one step of the engine
     bucket_bytes: int
     delta: bool  # both ends keep a copy of the transferred weights
+    loads_adapters: bool = False  # --rl-lora-rollout adapters
     may_spread_experts: bool  # no --rl-rollout-no-expert-parallel
     offloaded: frozenset[str]  # kinds that leave the device for rollout, see `offload`
     away_at_start: frozenset[str]  # kinds that are off the device while the engine starts

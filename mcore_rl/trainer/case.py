@@ -17,7 +17,7 @@ from mcore_rl.hybrid_engine.memory.offload import kinds_at_start, offload_kinds
 from mcore_rl.hybrid_engine.options import ranks_per_node
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
-from mcore_rl.model.lora import targets_of
+from mcore_rl.model.lora import ADAPTERS, targets_of
 from mcore_rl.model.roles import ACTOR, CRITIC, TEACHER, Roles
 from mcore_rl.model.speculation import parse_speculation
 from mcore_rl.moe.routing import R3
@@ -309,6 +309,7 @@ def _engine_settings(
         batched_tokens=batched_tokens,
         bucket_bytes=config.weight_sync.reshard_bucket_mb * MIB,
         delta=config.weight_sync.reshard_delta,
+        loads_adapters=bool(config.lora.rank) and config.lora.rollout == ADAPTERS,
         may_spread_experts=not config.engine.rollout_no_expert_parallel,
         offloaded=frozenset()
         if stays

@@ -11,13 +11,15 @@ from safetensors.torch import load_file
 
 from mcore_rl.model.config_json import ModelShape, read_model_shape
 from mcore_rl.model.lora import factor_names
+from mcore_rl.planner.plan import plan_case
+from mcore_rl.tools.plan.command_line import read_command_line
 from tests.dist.layouts import job_flags
 from tests.dist.test_lora import RANK, SCALE, lora_of, random_adapter, start_from
 from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.timeout(400)]
 
-FLOAT32 = 4  # bytes
+FLOAT32, BFLOAT16 = 4, 2  # bytes: these engines' dtype, and that of a run's
 VLLM_RANK = 8  # the smallest that holds RANK
 COLUMNS = ("o_proj", "down_proj")  # whose columns TP divides; of all other layers it divides rows
 FUSED = {
@@ -88,6 +90,9 @@ def test_engines_get_adapters_alone_and_compute_as_with_merged_weights(
         target=tmp_path,
         then_merged=then_merged,
     )
+    plan = plan_case(read_command_line([*flags, "--world-size", "2"]).case)
+    assert plan.adapters is not None
+    planned = plan.rank_bytes["adapters_received"]
     for rank, found in enumerate(results):
         for name, sign in (("first", 1), ("flipped", 1), ("negated", -1)):
             expected = expected_memory(adapter, shape, sign, rank % tp_size, tp_size)
@@ -97,6 +102,7 @@ def test_engines_get_adapters_alone_and_compute_as_with_merged_weights(
                 assert torch.equal(stored[tensor], value), (name, tensor)
         adapter_bytes = missing_elements(checkpoint, split, rank) * FLOAT32
         assert found["negated"]["received_bytes"] == adapter_bytes
+        assert planned[rank] * FLOAT32 // BFLOAT16 == adapter_bytes
         unserved = found.pop("unserved")
         assert "model.layers.0.mlp.gate" in unserved and "--rl-lora-rollout merged" in unserved
         assert all(found[name]["attested"] for name in found)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from mcore_rl.batching.sample_exchange import Moves, Shares
 from mcore_rl.hybrid_engine.plan.placement import Placement, with_rank_map
@@ -17,6 +19,7 @@ from mcore_rl.hybrid_engine.plan.transfer_plan import make_plan
 from mcore_rl.hybrid_engine.plan.trees import KnownGroups
 from mcore_rl.model.config_json import LayerKind, ModelShape, model_shape
 from mcore_rl.model.layout import RolloutLayout, TrainLayout, pipeline_layers
+from mcore_rl.model.lora import LoraOptions, resolve_lora
 from mcore_rl.moe.routing import Routes
 from mcore_rl.planner.activations import (
     layer_terms,
@@ -29,6 +32,7 @@ from mcore_rl.planner.layouts import stages_for
 from mcore_rl.planner.links import neighbourhoods, traffic_of
 from mcore_rl.planner.memory import (
     EXPORTED_FILE_BYTES,
+    adapters_of,
     candidate_bytes,
     routed_bytes,
     sampled_bytes,
@@ -55,6 +59,7 @@ from mcore_rl.planner.phases import (
     communicators_of,
 )
 from mcore_rl.planner.plan import Outcome, as_json, plan_case
+from mcore_rl.planner.report import print_plan
 from mcore_rl.planner.search import Step, search
 from mcore_rl.planner.settings import (
     GB,
@@ -282,6 +287,31 @@ def assert_traffic_is_that_of_plan(placement: Placement, ranks_per_node: int) ->
     assert np.array_equal(received, [traffic.received_own_node, traffic.received_other_nodes])
     assert np.array_equal(sent, [traffic.sent_own_node, traffic.sent_other_nodes])
     assert received.any()
+
+
+def test_hand_overs_of_adapters_count_them_alone() -> None:
+    targets = ("q_proj", "k_proj", "o_proj", "down_proj")
+    adapters = {"lora_rank": 8, "lora_targets": targets, "loads_adapters": True}
+    case = case_of("qwen3-0.6b", LLAMA, RolloutLayout(8, 2, False), **adapters)
+    placement, outcome = adapters_of(case), plan_case(case)
+    assert placement is not None and outcome.adapters is not None
+    assert_traffic_is_that_of_plan(placement, 8)
+    lora = resolve_lora(LoraOptions(rank=8, targets=",".join(targets)), case.shape)
+    elements = sum(
+        8
+        * (rows + columns // 2 if layer.endswith(("o_proj", "down_proj")) else rows // 2 + columns)
+        for layer, (rows, columns) in lora.modules.items()
+    )
+    assert outcome.adapters.resident.tolist() == [2 * elements] * 8
+    most = int(outcome.adapters.received.max())
+    assert 0 < most < 2 * elements
+    assert as_json(outcome)["adapters_received_bytes_max"] == most
+    assert 0 < outcome.seconds < outcome.traffic.seconds(case.machine)
+    console = Console(file=io.StringIO(), width=200)
+    print_plan(outcome, (), console)
+    assert f"adapters alone, of which a rank receives {most:,} bytes at most" in (
+        console.file.getvalue()
+    )
 
 
 def test_traffic_is_zero_without_moves() -> None:

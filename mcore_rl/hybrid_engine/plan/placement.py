@@ -17,7 +17,7 @@ This module is pure: it imports neither Megatron nor vLLM nor torch.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -30,7 +30,9 @@ from mcore_rl.model.boxes import Box, full_box, volume
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.float8_blocks import FLOAT8, blocks_of, grid, scale_name, specs_in_float8
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout
+from mcore_rl.model.lora import is_adapted
 from mcore_rl.model.tensors import (
+    Cut,
     TensorInfo,
     TensorSpec,
     cut_range,
@@ -83,11 +85,22 @@ class Placement:
         train: TrainLayout,
         layers: PipelineLayers,
         rollout: RolloutLayout,
+        *,
+        tensors: Iterable[FusedTensor] | None = None,
     ) -> None:
+        """`tensors` are by default the model's."""
         self.shape, self.train, self.layers, self.rollout = shape, train, layers, rollout
-        self.tensors = {tensor.name: tensor for tensor in _fused(shape, layers, rollout)}
+        if tensors is None:
+            tensors = _fused(shape, layers, rollout)
+        self.tensors = {tensor.name: tensor for tensor in tensors}
         self.infos = {name: tensor.info for name, tensor in self.tensors.items()}
         self._boxes: dict[tuple[Any, ...], tuple[Box, ...]] = {}
+
+    def of_adapters(self, rank: int, targets: Sequence[str]) -> Placement:
+        """Return the placement of the factors A and B of adapters, see `model.lora`."""
+        weights = (t for t in self.tensors.values() if is_adapted(self.shape, t.spec, targets))
+        factors = chain.from_iterable(_factors(weight, rank) for weight in weights)
+        return Placement(self.shape, self.train, self.layers, self.rollout, tensors=factors)
 
     # positions
 
@@ -311,6 +324,21 @@ def _fused(
                     yield FusedTensor(scale_name(name), spec, (stage,), count, has_scales=True)
     for spec in head_specs(shape):
         yield FusedTensor(spec.name, spec, (last,), 1)
+
+
+def _factors(weight: FusedTensor, rank: int) -> tuple[FusedTensor, FusedTensor]:
+    """Return A `[rank, columns]` and B `[rows, rank]`: one is cut as the weight is, the other is
+    whole on every rank."""
+    (rows, columns), cut = weight.spec.shape, weight.spec.cut
+    cut_a, cut_b = Cut.REPLICATED, cut
+    if cut is Cut.COLUMNS:
+        cut_a, cut_b = cut, Cut.REPLICATED
+    a = replace(weight.spec, shape=(rank, columns), cut=cut_a)
+    b = replace(weight.spec, shape=(rows, rank), cut=cut_b)
+    return (
+        replace(weight, name=f"{weight.name}.lora_A", spec=a),
+        replace(weight, name=f"{weight.name}.lora_B", spec=b),
+    )
 
 
 def choose_rank_map(placement: Placement, *, ranks_per_node: int) -> tuple[int, ...]:

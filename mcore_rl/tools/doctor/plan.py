@@ -68,8 +68,8 @@ def check_plan(outcome: Outcome, memory: DeviceMemory) -> Iterator[Finding]:
     fullest = max(phases, key=lambda phase: phase.total_bytes)
     takes = f"{fullest.name} needs {shown_bytes(fullest.total_bytes)} on the fullest rank"
     hand_over, cache, seconds = "the job runs no engine", "", ""
-    if outcome.traffic is not None:
-        received = shown_bytes(int(outcome.traffic.received.max()))
+    if outcome.usual_traffic is not None:
+        received = shown_bytes(int(outcome.usual_traffic.received.max()))
         hand_over = f"a hand-over sends a rank at most {received}"
         cache = f", the KV cache has {outcome.memory.kv_cache.tokens:,} tokens on a rank"
         seconds = f", in about {outcome.seconds:.2f} s"

@@ -14,7 +14,7 @@ from mcore_rl.common.errors import UsageError, as_flag
 from mcore_rl.planner.comparison import Comparison, compare, planned_speeds
 from mcore_rl.planner.layouts import with_engines_apart
 from mcore_rl.planner.links import traffic_of
-from mcore_rl.planner.memory import Memory, memory_of, placement_of, resident_of
+from mcore_rl.planner.memory import Memory, adapters_of, memory_of, placement_of, resident_of
 from mcore_rl.planner.phases import Case
 from mcore_rl.planner.plan import Outcome
 from mcore_rl.planner.settings import GB
@@ -164,7 +164,8 @@ def _candidates(
             left_out.append(f"{num_trainers} + {world - num_trainers}: {lacks}")
             continue
         if transfer_seconds is None:  # takes seconds to plan, and splits hardly differ in it
-            traffic = traffic_of(placement_of(other), (), other.machine, is_apart=True)
+            moved = adapters_of(other) or placement_of(other)
+            traffic = traffic_of(moved, (), other.machine, is_apart=True)
             transfer_seconds = traffic.seconds(other.machine)
         found += [
             Candidate(

@@ -163,6 +163,12 @@ class PromptSources:
         """The largest number of samples per prompt that a source has of its own; 0: none has."""
         return max(spec.samples_per_prompt or 0 for spec in self.specs)
 
+    def samples_of(self, start: int, count: int, num_samples: int) -> tuple[int, ...]:
+        """Return the samples of each of `count` draws from `start`; `num_samples` where a source
+        does not say."""
+        sources, _ = self.apportionment.of_draws(start, count)
+        return tuple(self.specs[source].samples_per_prompt or num_samples for source in sources)
+
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the sources; empty for a single one, whose metrics are the run's."""

@@ -116,12 +116,8 @@ def _check_group_sizes(config: RLConfig) -> None:
         return
     rollout, given = config.rollout, f"{PROMPTS} {config.data.prompts}"
     other, remedy = None, "drop that, or "
-    if config.recipe.dynamic_sampling:
-        other = "--rl-dynamic-sampling"  # of --rl-algorithm dapo
-    elif rollout.keeps_unfinished:
+    if rollout.keeps_unfinished:
         other = "--rl-partial-rollouts"
-    elif rollout.groups_at_a_time > 1.0:
-        other = f"--rl-oversample {rollout.groups_at_a_time:g}"
     elif rollout.samples_ahead:
         other = f"{rollout.apart} (--rl-max-staleness {rollout.staleness_limit})"
         remedy = "" if rollout.servers else "give --rl-max-staleness 0, or "

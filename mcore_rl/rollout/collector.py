@@ -10,8 +10,10 @@ A sample whose reward failed has no reward. It is not compared and not trained o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -108,15 +110,15 @@ class Collector:
         """Sample a step with dynamic sampling: in one round if groups are replaced during sampling,
         else in rounds."""
         num_groups, recipe = self._num_prompts_per_step, self._recipe
+        places = Counter(self._sizes_of_step())
         kept: list[SampleTable] = []
         uninformative: list[SampleTable] = []
         max_draws = num_groups * (1 + recipe.max_refills)
         refills = 0
-        while len(kept) < num_groups:
+        while missing := num_groups - len(_in_places(kept, places)[0]):
             left = max_draws - (self.position - self._step_began_at)
             if left <= 0:
                 break
-            missing = num_groups - len(kept)
             target = SamplingTarget(missing, min(missing, left), left)
             refills += target.num_started if kept or uninformative else 0
             if self._workers.compares:
@@ -127,21 +129,22 @@ class Collector:
                 )
             # Another round may follow: do not prefetch training.
             call_back = when_few_are_left if target.compares else None
-            for group in self._split_groups(self._sample_groups(target, weight_version, call_back)):
+            for group in _groups_of(self._sample_groups(target, weight_version, call_back)):
                 (kept if _differ(group) else uninformative).append(group)
             if target.compares or not any(group.valid.any() for group in (*kept, *uninformative)):
                 break  # if every reward failed, more draws would not help
-        missing = max(0, num_groups - len(kept))
-        for group in uninformative[missing:]:
+        taken, surplus = _in_places(kept, places)
+        fillers, others = _in_places(uninformative, places - Counter(map(len, taken)))
+        for group in (*surplus, *others):
             self._counts.dropped += 1
             self._counts.left_samples += len(group)
             self._counts.left_tokens += int(group.response_lengths.sum())
         metrics = {
             "rollout/refills": (refills + self._counts.refills) / num_groups,
-            "rollout/uninformative_share": missing / num_groups,
-            "rollout/dropped_samples": float(self._counts.dropped * recipe.num_samples_per_prompt),
+            "rollout/uninformative_share": len(fillers) / num_groups,
+            "rollout/dropped_samples": float(self._dropped_samples),
         }
-        table = SampleTable.joined(kept + uninformative[:missing])
+        table = SampleTable.joined(taken + fillers)
         return self._build_result(table, weight_version, metrics)
 
     def save(self, folder: Path) -> None:
@@ -196,9 +199,17 @@ class Collector:
             metrics["rollout/staleness_max"] = float(staleness.max())
         return Collected(table, self._counts.generated_tokens, metrics)
 
-    def _split_groups(self, table: SampleTable) -> list[SampleTable]:
+    def _sizes_of_step(self) -> tuple[int, ...]:
+        """Return the samples of each group that a step takes: of as many draws, from any one on,
+        because all blocks of draws are alike where sources differ in it."""
         size = self._recipe.num_samples_per_prompt
-        return [table.take(range(at, at + size)) for at in range(0, len(table), size)]
+        return self._prompts.samples_of(self._step_began_at, self._num_prompts_per_step, size)
+
+    @property
+    def _dropped_samples(self) -> int:
+        """The samples of the step's dropped groups. Pending groups are all of one size."""
+        pending = self._counts.pending * self._recipe.num_samples_per_prompt
+        return self._counts.left_samples - pending
 
     def _sample_groups(
         self,
@@ -207,10 +218,11 @@ class Collector:
         when_few_are_left: Callable[[], object] | None,
     ) -> SampleTable:
         """Sample the responses to the next prompts, with their rewards."""
-        options, recipe = self._options, self._recipe
+        options, recipe, sizes = self._options, self._recipe, self._sizes_of_step()
         plan = GroupPlan(
             num_samples=recipe.num_samples_per_prompt,
             most_samples=self._prompts.most_samples,
+            sizes=sizes if len(set(sizes)) > 1 else (),
             sampling=sampling_of(options),
             max_tokens=options.max_response_tokens,
             seed=self._seed,
@@ -313,6 +325,24 @@ def sampling_of(options: RolloutOptions) -> Sampling:
 def rewards_differ(scored: Sequence[ScoredRollout]) -> bool:
     """Return whether the responses to a prompt differ in reward."""
     return _differ(SampleTable.of(scored))
+
+
+def _groups_of(table: SampleTable) -> list[SampleTable]:
+    """Return the samples of each group."""
+    ends = np.cumsum(np.bincount(table.group_ids)) if len(table) else ()
+    return [table.take(range(first, end)) for first, end in pairwise((0, *ends))]
+
+
+def _in_places(
+    groups: Sequence[SampleTable], places: Mapping[int, int]
+) -> tuple[list[SampleTable], list[SampleTable]]:
+    """Divide groups into the first for which there are `places`, by their samples, and others."""
+    left = Counter(places)
+    found: tuple[list[SampleTable], list[SampleTable]] = [], []
+    for group in groups:
+        left[len(group)] -= 1
+        found[left[len(group)] < 0].append(group)
+    return found
 
 
 def _differ(group: SampleTable) -> bool:

@@ -15,6 +15,9 @@ in the step are reserved: they have places of their own. If groups are compared,
 whose rewards do not differ releases its place. Which groups finish first, and which are replaced in
 time, depends on the speed of engines and rewards; `--rl-deterministic` gives each TP group its own
 share of the target instead.
+
+If groups have different sizes, the target has places for each size, so that every step has the same
+number of samples. A group that differs but whose size has no place left allows one more draw, too.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -138,15 +142,19 @@ class Dispatcher:
         round_robin: tuple[int, int] = (0, 1),
         num_round_robin: int | None = 0,
         numbering: tuple[int, int] = (0, 1),
+        places: Mapping[int, int] | None = None,
     ) -> None:
         """`key` is unique to the step. With `round_robin` (i, g) the first `num_round_robin` draws
         of this TP group are i, i + g, i + 2g and so on; None: all of them. Later draws go to any TP
         group that has room. With `numbering` (i, g) the numbers 0, 1, 2 of this dispatcher are
-        draws i, i + g, i + 2g of the step; other draws are not counted here."""
+        draws i, i + g, i + 2g of the step; other draws are not counted here. `places` are those of
+        `target` by the samples of a group, if groups differ in that; none is reserved then."""
+        assert not places or not target.num_reserved, "reserved groups of different sizes"
         self._target, self._counters, self._key = target, counters, key
         self._round_robin, self._num_round_robin = round_robin, num_round_robin
         self._next_number: int | None = None
         self._first, self._stride = numbering
+        self._places = Counter(places)
         self.num_dispatched = 0
         self.num_refills = 0  # of these, replacements
         self.is_exhausted = False  # no more will be dispatched here
@@ -174,13 +182,19 @@ class Dispatcher:
         return None
 
     def record_group(
-        self, *, differs: bool = True, is_valid: bool = True, is_reserved: bool = False
+        self,
+        *,
+        size: int = 0,
+        differs: bool = True,
+        is_valid: bool = True,
+        is_reserved: bool = False,
     ) -> int:
         """Record a group with all its responses and, if groups are compared, all its rewards.
 
-        `differs`: its rewards differ; `is_valid`: it has a valid reward. Return its rank: once no
-        group `is_undecided`, the step takes the groups with a rank of at most `places`. Rank 0: a
-        reserved group, or one that only fills a place that remains.
+        `size`: its samples; `differs`: its rewards differ; `is_valid`: it has a valid reward.
+        Return its rank: once no group `is_undecided`, the step takes the groups with a rank of at
+        most the `places` of their size. Rank 0: a reserved group, or one that the caller chooses
+        from, because it only fills a place that remains, or because no group is stopped.
         """
         target = self._target
         if is_reserved and not target.compares:
@@ -197,12 +211,16 @@ class Dispatcher:
             self._add("settled", 1)
         if is_reserved or (target.compares and not differs):
             return 0
-        return self._add("kept", 1)
+        rank = self._add(self._kept(size), 1)
+        if target.compares and self._places and rank > self._places[size]:
+            self._add("surplus", 1)
+        return rank if target.takes_first else 0
 
-    @property
-    def places(self) -> int:
-        """Number of places for groups that are not reserved, as far as known."""
+    def places(self, size: int) -> int:
+        """Number of places for groups of this size that are not reserved, as far as known."""
         target = self._target
+        if self._places:
+            return self._places[size]
         if not target.compares or not target.num_reserved:
             return target.num_groups
         return target.num_groups + self._add("released", 0)
@@ -216,11 +234,17 @@ class Dispatcher:
         """Return whether enough groups have finished, whatever happens to reserved groups. Groups
         that are still running are too late."""
         unsettled = self._num_unsettled()
-        return self._add("kept", 0) >= self.places + unsettled
+        return all(
+            self._add(self._kept(size), 0) >= self.places(size) + unsettled
+            for size in self._places or (0,)
+        )
 
     def fail(self) -> None:
         """Record that the step failed here: no TP group waits for its draws."""
         self._add("failed", 1)
+
+    def _kept(self, size: int) -> str:
+        return f"kept/{size}" if self._places else "kept"
 
     def _num_unsettled(self) -> int:
         target = self._target
@@ -237,7 +261,10 @@ class Dispatcher:
     def _allowed(self) -> int:
         target = self._target
         # If every reward failed, more draws would not help.
-        replaced = self._add("uninformative", 0) if target.compares and self._add("valid", 0) else 0
+        replaced = 0
+        if target.compares and self._add("valid", 0):
+            replaced = self._add("uninformative", 0)
+            replaced += self._add("surplus", 0) if self._places else 0
         return min(target.num_started + replaced, target.max_draws)
 
     def _is_final(self, draw: int) -> bool:

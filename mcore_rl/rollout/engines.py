@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,6 +157,8 @@ class RolloutWorkers:
             round_robin=(group % num_groups, num_groups),
             num_round_robin=self._num_round_robin(resumed, plan.size, num_groups),
             numbering=numbering,
+            # Those that this dispatcher's first draws need; sizes repeat after as many draws.
+            places=Counter(plan.sizes[numbering[0] :: numbering[1]]),
         )
         groups = GroupScheduler(
             self._engine,

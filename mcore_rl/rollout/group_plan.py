@@ -30,6 +30,7 @@ class GroupPlan:
     first_draw: int  # draws of the run before this step
     weight_version: int
     most_samples: int = 0  # of any prompt; 0: none says
+    sizes: tuple[int, ...] = ()  # samples of the groups that the step takes, if they differ
     with_routes: bool = False
     num_top: int = 0  # most probable tokens whose log-probs come with each sampled token
     with_greedy: bool = False  # adds a response at temperature 0

@@ -433,11 +433,15 @@ class GroupScheduler:
     ) -> None:
         assert self._dispatcher is not None
         self._finish_ranks[group.draw] = self._dispatcher.record_group(
-            differs=differs, is_valid=is_valid, is_reserved=group.draw in self._reserved
+            size=self.plan.num_samples_of(group),
+            differs=differs,
+            is_valid=is_valid,
+            is_reserved=group.draw in self._reserved,
         )
 
     def _taken_draws(self) -> set[int]:
         """Return the draws that the step takes; after `wait`, when every place is settled."""
         assert self._dispatcher is not None
-        places = self._dispatcher.places
-        return {draw for draw, rank in self._finish_ranks.items() if rank <= places}
+        size_of = {draw: self.plan.num_samples_of(self.open[draw]) for draw in self._finish_ranks}
+        places = {size: self._dispatcher.places(size) for size in set(size_of.values())}
+        return {d for d, rank in self._finish_ranks.items() if rank <= places[size_of[d]]}

@@ -78,7 +78,8 @@ def test_two_sources_run_by_their_script(
     checkpoint_factory: Callable[..., Path], prompts: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
     """The command that two_sources/run.sh makes, with its YAML files beside small data, and more
-    samples of each task than of each question."""
+    samples of each task than of each question. No reward of these differs, so steps draw as many
+    prompts as they may."""
     folder, rows = tmp_path / "all", prompts.read_text().splitlines()
     (folder / "data").mkdir(parents=True)
     for name in ("sources.yaml", "heldout.yaml"):
@@ -100,7 +101,8 @@ def test_two_sources_run_by_their_script(
     more += ["--rl-max-prompt-tokens", "192"]
     more += ["--rl-run-dir", str(tmp_path / "run"), "--rl-cache-dir", str(tmp_path / "cache")]
     more += ["--rl-eval-interval", "2", "--rl-num-eval-prompts", "2"]
-    more += ["--rl-num-logged-rollouts", "16"]
+    more += ["--rl-num-logged-rollouts", "16", "--rl-oversample", "1.5"]
+    more += ["--rl-dynamic-sampling", "--rl-max-refills", "1"]
     script = EXAMPLES / "two_sources" / "run.sh"
     said = run_with_echo(tmp_path, script, checkpoint_factory("qwen3"), folder, *more)
     tokens = said.partition("mcore_rl.train\n")[2].splitlines()
@@ -115,6 +117,7 @@ def test_two_sources_run_by_their_script(
     for step in (0, 1):
         sizes = [(source, size) for (at, _, source), size in groups.items() if at == step]
         assert sorted(sizes) == [("code", 4), *[("math", 2)] * 3]
+    assert first["rollout/uninformative_share"] == 1 and first["rollout/dropped_samples"] > 0
     for name in ("gsm8k", "python_sandbox"):
         assert first[f"reward/{name}/failures"] == 0
     for name in ("math", "code"):

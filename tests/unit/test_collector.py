@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Baseline, Prompt, Rollout, ScoredRollout, with_baselines
 from mcore_rl.config import RLConfig
 from mcore_rl.data.prompts import PromptSources, prompt_indices
+from mcore_rl.data.sources import SourceSpec
 from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.collector import Collected, Collector
@@ -21,7 +24,7 @@ from mcore_rl.rollout.group_plan import GroupPlan
 from mcore_rl.rollout.segments import new_rollout
 from mcore_rl.trainer.step_metrics import rollout_metrics
 from tests.held import HeldHere
-from tests.prompt_tables import one_source
+from tests.prompt_tables import dataset, one_source
 
 SEED = 7
 NUM_PROMPTS = 20
@@ -58,20 +61,22 @@ class ScriptedWorkers:
         when_few_are_left: Any = None,
     ) -> tuple[list[list[ScoredRollout]], Dispatcher]:
         assert key not in [call["key"] for call in self.calls]
-        dispatcher, groups = Dispatcher(target, LocalCounters(), key), []
+        places = Counter(plan.sizes)
+        dispatcher, groups = Dispatcher(target, LocalCounters(), key, places=places), []
         self.orders.append(order_of(target.num_started))
         while (draw := dispatcher.next_draw()) is not None:
             prompt = prompt_of(plan.first_draw + draw)
+            num_samples = plan.size_of(prompt) - plan.with_greedy
             both = [
-                self._scored(
-                    self._rollout(prompt, number, number >= plan.num_samples), prompt.index
-                )
-                for number in range(plan.size)
+                self._scored(self._rollout(prompt, number, number >= num_samples), prompt.index)
+                for number in range(plan.size_of(prompt))
             ]
-            groups.append(with_baselines(both, [plan.num_samples])[: plan.num_samples])
+            groups.append(with_baselines(both, [num_samples])[:num_samples])
             if differs is not None:
                 is_valid = any(sample.is_valid for sample in groups[-1])
-                dispatcher.record_group(differs=differs(groups[-1]), is_valid=is_valid)
+                dispatcher.record_group(
+                    size=num_samples, differs=differs(groups[-1]), is_valid=is_valid
+                )
         assert dispatcher.is_exhausted
         self.calls.append(
             {
@@ -145,14 +150,19 @@ def prompts() -> PromptSources:
 
 
 def make_collector(
-    rewards: Rewards, *, position: int = 0, num_prompts: int = 4, **flags: Any
+    rewards: Rewards,
+    *,
+    position: int = 0,
+    num_prompts: int = 4,
+    sources: PromptSources | None = None,
+    **flags: Any,
 ) -> tuple[Collector, ScriptedWorkers]:
     workers = ScriptedWorkers(rewards)
     given = {"algorithm": "grpo", "num_samples_per_prompt": 2, **flags}
     config = RLConfig.of(num_prompts_per_step=num_prompts, **given)
     collector = Collector(
         workers,  # type: ignore[arg-type]
-        prompts(),
+        sources or prompts(),
         config.recipe,
         config.rollout,
         num_prompts_per_step=num_prompts,
@@ -323,6 +333,44 @@ def metrics(refills: float, share: float, dropped: int) -> dict[str, float]:
         "rollout/uninformative_share": share,
         "rollout/dropped_samples": dropped,
     }
+
+
+@pytest.mark.parametrize("compares", [True, False])  # during sampling, or after each round
+@pytest.mark.parametrize("differing", [2, 99])  # number of the draw of a that differs; 99: none
+def test_dynamic_sampling_fills_the_places_of_each_group_size(
+    differing: int, compares: bool
+) -> None:
+    specs = {"a": (Fraction(1, 4), 4), "b": (Fraction(3, 4), None)}
+    of_two = PromptSources(
+        [
+            (SourceSpec(name, f"{name}.jsonl", share, samples_per_prompt=own), dataset(20, name))
+            for name, (share, own) in specs.items()
+        ],
+        per_step=4,
+    )
+    drawn = [of_two.of_draw(draw, seed=SEED) for draw in range(16)]
+    of_a = [prompt for prompt in drawn if prompt.source == "a"]
+    of_b = [prompt for prompt in drawn if prompt.source == "b"]
+
+    def rewards(row: int) -> Sequence[float]:
+        informative = [*of_a[differing : differing + 1], *of_b]
+        return differ(row) if row in [prompt.index for prompt in informative] else equal(row)
+
+    collector, workers = dynamic(rewards, sources=of_two, max_refills=3)
+    workers.compares = compares
+    collected = collector.collect(1, no_prefetch)
+    rows, sizes = np.unique(collected.table.prompts, return_counts=True)
+    taken = of_a[differing] if differing == 2 else of_a[0]
+    assert dict(zip(rows.tolist(), sizes.tolist(), strict=True)) == {
+        taken.index: 4,
+        **{prompt.index: 2 for prompt in of_b[:3]},
+    }
+    num_draws = drawn.index(taken) + 1 if differing == 2 else 16
+    assert collector.position == num_draws
+    num_of_a = sum(prompt.source == "a" for prompt in drawn[:num_draws])
+    dropped = 4 * (num_of_a - 1) + 2 * (num_draws - num_of_a - 3)
+    assert collected.metrics == metrics((num_draws - 4) / 4, 0.25 * (differing == 99), dropped)
+    assert_samples_are_distinct(collected)
 
 
 def test_dynamic_sampling_draws_once_when_all_groups_differ():

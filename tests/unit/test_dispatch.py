@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, SamplingTarget
 
 Differs = Callable[[int], bool]
+SIZES = st.lists(st.sampled_from([2, 3, 5]), min_size=1, max_size=12)
 
 
 def dispatched(
@@ -21,9 +23,10 @@ def dispatched(
     *,
     seed: int,
     num_round_robin: int | None = 0,
+    sizes: Sequence[int] = (),
 ) -> list[list[int]]:
     """Return each engine's draws. Engines act in random order, each with up to two groups,
-    which it finishes in any order."""
+    which it finishes in any order. `sizes` are those of the draws of each block."""
     counters, rng = LocalCounters(), random.Random(seed)
     dispatchers = [
         Dispatcher(
@@ -32,6 +35,7 @@ def dispatched(
             "step",
             round_robin=(number, num_engines),
             num_round_robin=num_round_robin,
+            places=Counter(sizes),
         )
         for number in range(num_engines)
     ]
@@ -48,7 +52,8 @@ def dispatched(
                 running[engine].append(draw)
         elif running[engine]:
             draw = running[engine].pop(rng.randrange(len(running[engine])))
-            dispatchers[engine].record_group(differs=differs(draw), is_valid=True)
+            size = sizes[draw % len(sizes)] if sizes else 0
+            dispatchers[engine].record_group(size=size, differs=differs(draw), is_valid=True)
     raise AssertionError("the engines wait for each other")
 
 
@@ -56,17 +61,22 @@ def next_draws(dispatcher: Dispatcher, count: int) -> list[int | None]:
     return [dispatcher.next_draw() for _ in range(count)]
 
 
-def fewest(groups: int, most: int, differs: Differs) -> list[int]:
-    """Return the draws until enough groups differ."""
+def fewest(sizes: Sequence[int], most: int, differs: Differs) -> list[int]:
+    """Return the draws until as many groups of each size differ as a block of draws has."""
     draws: list[int] = []
-    while sum(map(differs, draws)) < groups and len(draws) < most:
+
+    def lack(size: int) -> bool:
+        found = [draw for draw in draws if differs(draw) and sizes[draw % len(sizes)] == size]
+        return len(found) < sizes.count(size)
+
+    while any(map(lack, sizes)) and len(draws) < most:
         draws.append(len(draws))
     return draws
 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    groups=st.integers(1, 12),
+    sizes=SIZES,
     max_refills=st.integers(0, 4),
     num_engines=st.integers(1, 5),
     informative=st.lists(st.booleans(), min_size=60, max_size=60),
@@ -74,21 +84,62 @@ def fewest(groups: int, most: int, differs: Differs) -> list[int]:
     num_round_robin=st.sampled_from([0, 1, 2, 5, None]),
 )
 def test_draws_are_the_fewest_with_enough_groups_that_differ(
-    groups: int,
+    sizes: Sequence[int],
     max_refills: int,
     num_engines: int,
     informative: Sequence[bool],
     seed: int,
     num_round_robin: int | None,
 ) -> None:
-    target = SamplingTarget.of(groups, max_refills=max_refills)
+    target = SamplingTarget.of(len(sizes), max_refills=max_refills)
 
     def differs(draw: int) -> bool:
         return informative[draw % 60]
 
-    got = dispatched(target, num_engines, differs, seed=seed, num_round_robin=num_round_robin)
+    got = dispatched(
+        target,
+        num_engines,
+        differs,
+        seed=seed,
+        num_round_robin=num_round_robin,
+        sizes=sizes if len(set(sizes)) > 1 else (),
+    )
     draws = sorted(draw for of_engine in got for draw in of_engine)
-    assert draws == fewest(groups, groups * (1 + max_refills), differs)
+    assert draws == fewest(sizes, len(sizes) * (1 + max_refills), differs)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=SIZES,
+    oversample=st.floats(1.1, 3.0),
+    num_parts=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+)
+def test_oversampling_takes_the_first_groups_of_each_size(
+    sizes: Sequence[int], oversample: float, num_parts: int, seed: int
+) -> None:
+    """Also if each of several dispatchers has a part of the target, and every n-th draw."""
+    rng, taken = random.Random(seed), []
+    whole = SamplingTarget.of(len(sizes), oversample=oversample)
+    for part in range(num_parts):
+        dispatcher = Dispatcher(
+            whole.share(part, num_parts),
+            LocalCounters(),
+            "step",
+            numbering=(part, num_parts),
+            places=Counter(sizes[part::num_parts]),
+        )
+        running = []
+        while (draw := dispatcher.next_draw()) is not None:
+            running.append(draw)
+        for draw in rng.sample(running, len(running)):
+            if dispatcher.has_enough():
+                break
+            size = sizes[draw % len(sizes)]
+            if dispatcher.record_group(size=size) <= dispatcher.places(size):
+                taken.append(size)
+        assert dispatcher.has_enough()
+    assert Counter(taken) == Counter(sizes)
 
 
 def test_first_caller_does_not_get_the_first_draws_of_others() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -172,7 +173,12 @@ def sampled(
         engine,  # type: ignore[arg-type]
         plan(**changes),
         prompt_of,
-        dispatcher=Dispatcher(target, counters or LocalCounters(), "step"),
+        dispatcher=Dispatcher(
+            target,
+            counters or LocalCounters(),
+            "step",
+            places=Counter(changes.get("sizes", ())),
+        ),
         rewards=rewards,  # type: ignore[arg-type]
         differs=differs if target.compares else None,
         at_once=at_once,
@@ -274,6 +280,33 @@ def test_groups_have_the_sizes_of_their_prompts(with_greedy: bool) -> None:
         assert not with_greedy or expected[-1] in asked
         assert len(asked) == with_greedy * 9
     assert groups.counts().num_draws == 9
+
+
+@pytest.mark.parametrize("oversample", [1.0, 2.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_groups_of_each_size_are_replaced_until_its_places_are_filled(
+    seed: int, oversample: float
+) -> None:
+    sizes = (2, 5, 2, 2)  # of draws 40 to 43, and of each four after them
+
+    def reward(number: int) -> float:
+        return 0.0 if number // 5 in (41, 45, 42) else float(number)
+
+    groups, _ = sampled(
+        SamplingTarget.of(4, max_refills=9, oversample=oversample),
+        ScriptedRewards(reward, seed=seed),
+        seed=seed,
+        prompt_of=lambda draw: replace(prompt_of(draw), num_samples=sizes[draw % 4]),
+        most_samples=5,
+        sizes=sizes,
+    )
+    taken, _ = groups.partition(groups.decide())
+    differing = [group for group in taken if group.draw not in (41, 45, 42)]
+    if oversample == 1.0:  # the fewest draws with a group of five that differs; all are taken
+        assert draws(taken) == list(range(40, 50)) and groups.counts().num_draws == 10
+    else:
+        assert sorted(len(group.rollouts) for group in differing) == [2, 2, 2, 5]
+        assert {group.draw % 4 for group in differing if len(group.rollouts) == 5} == {1}
 
 
 def test_each_greedy_response_is_the_baseline_of_its_group() -> None:

@@ -57,9 +57,7 @@ def test_sources_of_different_group_sizes_need_whole_quotas(weights, num_prompts
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"algorithm": "dapo", "overlong_buffer_tokens": 0}, "--rl-dynamic-sampling .*; drop"),
-        ({"partial_rollouts": True}, "--rl-partial-rollouts"),
-        ({"oversample": 1.5}, "--rl-oversample 1.5"),
+        ({"partial_rollouts": True}, "--rl-partial-rollouts .*; drop"),
         ({"rollout_ranks": "1"}, "--rl-rollout-ranks 1 .*--rl-max-staleness 0"),
     ],
 )
@@ -67,7 +65,8 @@ def test_steps_of_any_prompts_need_groups_of_one_size(options, words, tmp_path):
     prompts = of_two_sizes(tmp_path, "0.25", "0.75")
     with pytest.raises(UsageError, match=f"different samples_per_prompt, and {words}"):
         check_ranges(RLConfig.of(prompts=prompts, num_prompts_per_step=4, **options))
-    check_ranges(RLConfig.of(prompts=prompts, num_prompts_per_step=4))
+    for served in ({}, {"algorithm": "dapo", "overlong_buffer_tokens": 0}, {"oversample": 1.5}):
+        check_ranges(RLConfig.of(prompts=prompts, num_prompts_per_step=4, **served))
     same = of_two_sizes(tmp_path, "0.25", "0.75", own="samples_per_prompt: 16")
     given = {"num_prompts_per_step": 4, "num_samples_per_prompt": 16, **options}
     check_ranges(RLConfig.of(prompts=same, **given))

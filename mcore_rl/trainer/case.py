@@ -294,7 +294,11 @@ def _engine_settings(
 ) -> EngineSettings:
     """Return how a run uses memory besides training."""
     length = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    samples = math.ceil(config.trainer.num_prompts_per_step / rollout.num_tp_groups)
+    num_prompts = config.trainer.num_prompts_per_step
+    # Of the TP group that generates most; a prompt has the mean of a step where sources differ.
+    samples = math.ceil(
+        math.ceil(num_prompts / rollout.num_tp_groups) * config.samples_per_step / num_prompts
+    )
     speculation = parse_speculation(config.engine.speculate)
     drafts = speculation is not None and speculation.has_drafter
     # Engines on ranks of their own, and servers, leave the devices of training alone.
@@ -322,7 +326,7 @@ def _engine_settings(
         exports=bool(config.trainer.export_hf),
         has_canary=config.weight_sync.canary_interval > 0,
         drafter_layers=shape.num_mtp_layers if drafts else 0,
-        sampled_tokens=samples * config.samples_per_prompt * length,
+        sampled_tokens=samples * length,
         sampled_tokens_in_all=config.samples_per_step * length,
         replays_experts=config.trainer.routing_replay == R3,
         graph_bytes=int(CUDA_GRAPHS_GB * GB) if has_graphs else 0,

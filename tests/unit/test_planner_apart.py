@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -239,6 +240,21 @@ def test_layouts_of_the_trainers_of_servers_are_searched() -> None:
     found = search(request.case, request.step, top=3)
     assert found.num_fitting and {each.rollout_name for each in found.candidates} == {"none"}
     assert all("rollout" not in each.flags for each in found.candidates)
+
+
+def test_prompts_of_different_group_sizes_are_planned_with_their_mean(tmp_path: Path) -> None:
+    sizes = "a: {path: a.jsonl, weight: 1/4, samples_per_prompt: 24}"
+    (tmp_path / "sources.yaml").write_text(f"{sizes}\nb: {{path: b.jsonl, weight: 3/4}}")
+    flags = "--rl-num-prompts-per-step 32 --rl-rollout-tp-size 1 --rl-num-samples-per-prompt"
+    request, of_one_size = (
+        read_command_line([*QWEN, *flags.split(), number, *prompts])
+        for number, prompts in (
+            ("8", ("--rl-prompts", str(tmp_path / "sources.yaml"))),
+            ("12", ()),
+        )
+    )
+    assert request.case == of_one_size.case and request.step == of_one_size.step
+    assert any("planned with 12 samples, the mean of a step" in note for note in request.notes)
 
 
 def test_split_that_neither_side_can_use_is_none() -> None:

@@ -61,7 +61,7 @@ class PlanRequest:
 
     case: Case
     step: Step  # for --search and --simulate
-    samples_per_prompt: int
+    prompts_per_step: int
     notes: tuple[str, ...]
 
 
@@ -157,7 +157,7 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
     return PlanRequest(
         case,
         step,
-        config.samples_per_prompt,
+        config.trainer.num_prompts_per_step,
         (*_notes(case, config, facts.values or {}), *notes),
     )
 
@@ -301,7 +301,8 @@ def _notes(case: Case, config: RLConfig, values: Mapping[str, Any]) -> Iterator[
     if config.rewards.reward_model is not None:
         yield "the reward model of --rl-reward-model is not counted"
     if config.has_groups_of_different_size:
-        yield f"every prompt is planned with {config.samples_per_prompt} samples, the most of any"
+        mean = config.samples_per_step / config.trainer.num_prompts_per_step
+        yield f"every prompt is planned with {mean:g} samples, the mean of a step"
 
 
 def _notes_on_engines(

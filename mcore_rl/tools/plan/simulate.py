@@ -100,8 +100,8 @@ def simulate_job(
     lengths = _lengths(options, run, case.engine.max_response_tokens, notes)
     longest_prompt = case.engine.max_model_tokens - case.engine.max_response_tokens
     workload = Workload(
-        groups_per_step=request.step.samples // request.samples_per_prompt,
-        samples_per_group=request.samples_per_prompt,
+        groups_per_step=request.prompts_per_step,
+        samples_per_group=round(request.step.samples / request.prompts_per_step),
         prompt_tokens=_first(options.prompt_mean, run and run.prompt_tokens, longest_prompt / 2),
         lengths=lengths,
         tool_seconds=options.tool_seconds or 0.0,

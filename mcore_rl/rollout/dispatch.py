@@ -113,7 +113,7 @@ class StepCounts:
 
     num_draws: int = 0  # counted from the step's first draw
     started: int = 0
-    refills: int = 0  # among `started`, replacing groups without a difference
+    refills: int = 0  # among `started`, replacing groups without a difference or a place
     stale: int = 0  # pending groups dropped at once because of their age
     dropped: int = 0  # including `stale`
     pending: int = 0

@@ -8,7 +8,8 @@ clip_cov gives no gradient to floor(ratio N) random ones of cov in [low, high]; 
 the floor(ratio N) largest, at least one. The authors' code takes means and tokens from each micro-
 batch, by the policy of that time, and for clip_cov at least one of them. Here they are chosen once
 per step, by the policy before the update: losses then do not depend on the division into micro-
-batches and ranks.
+batches and ranks. In the authors' scripts the clip ranges of clip_cov are 1, and the ratio of
+kl_cov is 2e-4 (32B) or 2e-3 (7B).
 """
 
 from __future__ import annotations

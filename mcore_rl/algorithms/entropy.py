@@ -14,14 +14,16 @@ class EntropyController:
     """Controller of the weight of the entropy in the loss.
 
     Without a target the weight is `coef`; the state is empty. With a target, e being the entropy
-    of a step, c the coefficient and d the step size (arXiv 2505.22312, adaptive entropy control):
+    of a step, c the coefficient and d the step size (arXiv 2505.22312, eq. 3.2, with c = 0 in the
+    first step):
 
         weight = c if e <= target else 0
         c     += d if e < target, -d if e > target
 
     so that the bonus acts only while the entropy is too low, and grows until it is not. Here c is
-    never negative. The entropy of a step is known after its updates, so that the weight of a step
-    follows from the step before, as in TRL. A non-finite entropy has no effect.
+    never negative, as in the authors' code, which also bounds it above (by 0.005 in their scripts,
+    with steps of 1e-4). The entropy of a step is known after its updates, so that the weight of a
+    step follows from the step before, as in TRL. A non-finite entropy has no effect.
     """
 
     coef: float  # of the next step

@@ -15,10 +15,10 @@ rho = exp(old_log_probs - rollout_log_probs) per token:
 
 (For truncation: Yao et al., "Your efficient RL framework secretly brings you off-policy RL
 training", 2025; for rejection: verl's documentation of rollout correction.) Truncated weights may
-have a lower bound, too. A veto gives weight 0 to every token of a response that has a token whose
-rho is below a threshold, as the trainer would hardly have sampled it. The weights multiply the
-surrogate. The denominators of the loss still count all generated tokens: a token of weight 0
-counts, but contributes no gradient.
+have a lower bound, too. A veto (of verl up to 0.7.0) gives weight 0 to every token of a response
+that has a token whose rho is below a threshold, as the trainer would hardly have sampled it. The
+weights multiply the surrogate. The denominators of the loss still count all generated tokens: a
+token of weight 0 counts, but contributes no gradient.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def ppo_clip_objective(inputs: PolicyLossInputs, config: Clip) -> TokenLosses:
 # The paper does not state its upper bound; 5 is from ScaleRL, arXiv 2510.13786.
 @policy_loss("cispo", Clip(clip_eps_lower=1.0, clip_eps_upper=4.0))
 def cispo(inputs: PolicyLossInputs, config: Clip) -> TokenLosses:
-    """Return CISPO's loss (MiniMax-M1, 2506.13585, eq. 4): -stop_gradient(clip(r)) A log_prob.
+    """Return CISPO's loss: -stop_gradient(clip(r)) A log_prob (arXiv 2506.13585, eq. 4 and 5).
 
     It clips the weight instead of the update, so every token keeps its gradient. Tokens count as
     clipped if the bound lowered or raised their weight. The paper has no lower bound
@@ -193,7 +193,7 @@ def gspo(inputs: PolicyLossInputs, config: DualClip) -> TokenLosses:
 
 @policy_loss("gmpo", Clip(clip_eps_lower=0.4, clip_eps_upper=0.4))
 def gmpo(inputs: PolicyLossInputs, config: Clip) -> TokenLosses:
-    """Return GMPO's loss (arXiv 2507.20673, eq. 4): the geometric mean of token-clipped ratios.
+    """Return GMPO's loss (arXiv 2507.20673): the geometric mean of token-clipped ratios.
 
         -A exp(mean over the response of l)
         l = min(log_ratio, clip_eps_upper) for A > 0, max(log_ratio, -clip_eps_lower) for A < 0

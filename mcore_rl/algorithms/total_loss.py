@@ -121,7 +121,7 @@ def policy_loss_total(
 def is_off_policy(
     log_ratio: torch.Tensor, advantages: torch.Tensor, segments: Segments, threshold: float
 ) -> torch.Tensor:
-    """Return `[t]` bool: tokens that DeepSeek-V3.2 drops (arXiv 2512.02556, section 3.1).
+    """Return `[t]` bool: tokens that DeepSeek-V3.2 drops (arXiv 2512.02556, eq. 9).
 
     These have a negative advantage, and the mean of log_ratio = rollout_log_probs - log_probs over
     their response exceeds `threshold`. The mean covers both staleness and the difference between

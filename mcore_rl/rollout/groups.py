@@ -138,10 +138,12 @@ class GroupScheduler:
             or not self._dispatcher.is_exhausted
             or self._dispatcher.is_undecided
         )
+        # Other engines may have sampled enough while long responses run here.
+        may_end = self._dispatcher.takes_first and not self._is_ending
         if self.plan.keeps_unfinished:
-            return StreamActions(tuple(submit), end=stopped, more=more)
+            return StreamActions(tuple(submit), end=stopped, more=more, may_end=may_end)
         self._running -= set(stopped)
-        return StreamActions(tuple(submit), drop=stopped, more=more)
+        return StreamActions(tuple(submit), drop=stopped, more=more, may_end=may_end)
 
     def finished(self, completion: Completion) -> None:
         """Store the new part of a response. If the response has ended, request its rewards."""

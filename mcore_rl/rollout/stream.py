@@ -3,7 +3,7 @@
 Between two steps a scheduler decides which requests to submit, end or drop. After a step it
 receives the completions. The first rank of a TP group decides, and all ranks of the group follow.
 They synchronize at the start, after a step in which a request ended, and every few steps while more
-requests may come.
+requests may come or have to end.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class StreamActions:
     end: tuple[int, ...] = ()  # numbers of requests that end with their next token
     drop: tuple[int, ...] = ()  # numbers of requests that are dropped
     more: bool = False  # more may come, even if nothing runs
+    may_end: bool = False  # requests may have to end before any of them has ended
     restore: tuple[OpenGroup, ...] = ()  # groups from the bank, which the first rank has read
     stop: bool = False  # return to the caller, whatever runs
 
@@ -123,7 +124,7 @@ def step_engine(
             if engine.tp_rank == 0:
                 scheduler.between_steps(generation.num_running, step_seconds)
             is_time = not generation.num_running or num_steps % _STEPS_BETWEEN_SCHEDULES == 0
-            must_schedule = bool(ended) or (actions.more and is_time)
+            must_schedule = bool(ended) or ((actions.more or actions.may_end) and is_time)
 
 
 def _apply(

@@ -353,6 +353,37 @@ def test_oversampling_takes_the_groups_that_finish_first(seed: int) -> None:
     assert counts.left_samples == SIZE * len(left)
 
 
+def test_long_response_ends_soon_after_other_engines_have_enough() -> None:
+    """Here a short group ends and a long one runs on; another engine then samples the second of the
+    two groups that the step takes."""
+    counters, target = LocalCounters(), SamplingTarget.of(2, oversample=1.5)
+    engine = ScriptedEngine(lambda number: 2 if number // SIZE == 40 else MAX_TOKENS)
+    here, there = (
+        Dispatcher(target, counters, "step", round_robin=(part, 2), num_round_robin=2 - part)
+        for part in range(2)
+    )
+    groups = GroupScheduler(
+        engine,  # type: ignore[arg-type]
+        plan(keeps_unfinished=True),
+        prompt_of,
+        dispatcher=here,
+        rewards=ScriptedRewards(float),  # type: ignore[arg-type]
+        differs=None,
+        at_once=2 * SIZE,
+    )
+    step = engine.step
+
+    def step_and_record() -> list[Completion]:
+        if len(engine.batches) == 5:
+            there.record_group()
+        return step()
+
+    engine.step = step_and_record  # type: ignore[method-assign]
+    run_stream(engine, groups)  # type: ignore[arg-type]
+    assert 6 <= len(engine.batches) <= 10
+    assert groups.decide().taken == (40,) and groups.decide().pending == (42,)
+
+
 @dataclass
 class Run:
     """Consecutive steps of one engine."""

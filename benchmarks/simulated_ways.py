@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.line_charts import Chart, Line, svg
-from mcore_rl.planner.simulated_engines import EngineSpeed, ResponseLengths, Workload
+from mcore_rl.planner.simulated_workload import EngineSpeed, ResponseLengths, Workload
 from mcore_rl.planner.simulation import COLOCATED, SEPARATE, Candidate, Speeds, simulate
 
 FIGURE = Path(__file__).resolve().parents[1] / "docs" / "assets" / "simulated_ways.svg"

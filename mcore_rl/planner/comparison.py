@@ -9,7 +9,7 @@ from mcore_rl.model.tensors import active_parameters
 from mcore_rl.planner.memory import Memory
 from mcore_rl.planner.phases import ROLLOUT, Case
 from mcore_rl.planner.search import Step
-from mcore_rl.planner.simulated_engines import EngineSpeed, Workload
+from mcore_rl.planner.simulated_workload import EngineSpeed, Workload
 from mcore_rl.planner.simulation import (
     MODES,
     SEPARATE,

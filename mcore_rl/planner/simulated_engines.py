@@ -1,9 +1,10 @@
 """Engines in simulated time, and the groups that they sample; `simulation` runs jobs on them.
 
-An engine is one TP group. All its running sequences get a token in each of its steps, so that it
-counts the tokens of a sequence that never ends, and a request ends at a known count. Between two
-events (a request starts or ends, an update) the duration of a step is constant. An engine therefore
-has an event per request, not per token.
+An engine is one TP group. As in `rollout.stream`, it takes requests, reports groups and answers
+calls at the schedules between its steps: after a step in which a request ended, and after every
+fourth one. All its running sequences get a token in each step, so that it counts the steps since
+its start, and a request ends at a known count. Between two schedules with work to do, the duration
+of a step is constant. An engine therefore has a few events per request, and none per token.
 """
 
 from __future__ import annotations
@@ -11,129 +12,18 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
+from mcore_rl.planner.simulated_workload import EngineSpeed, Response, Workload
 
 if TYPE_CHECKING:
     import simpy
 
-_ROUNDING = 1e-6  # of a token
-
-
-@dataclass(frozen=True, slots=True)
-class Response:
-    """The tokens of a response, which waits for a tool after each turn but the last.
-
-    Example, three turns and two answers of tools of ten tokens: `Response((16, 9, 30), 20)`.
-    """
-
-    turns: tuple[float, ...]  # sampled tokens of each
-    observed_tokens: float = 0.0  # of all answers together
-
-    @property
-    def num_tokens(self) -> float:
-        return sum(self.turns) + self.observed_tokens
-
-    @property
-    def tokens_per_answer(self) -> float:
-        return self.observed_tokens / max(1, len(self.turns) - 1)
-
-    def cut(self, most: float) -> Response:
-        """Return the response without what is beyond `most` tokens."""
-        turns: list[float] = []
-        for tokens in self.turns:
-            if most <= 0:
-                break
-            turns.append(min(tokens, most))
-            most -= tokens + self.tokens_per_answer
-        return Response(tuple(turns), self.tokens_per_answer * (len(turns) - 1))
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseLengths:
-    """The distribution of responses: recorded ones, or log-normal with this mean.
-
-    Example: `ResponseLengths(most=8192, mean=1500.0, sigma=1.0, turns=4)`, or those of a run
-    `ResponseLengths(most=8192, recorded=(Response((812,)), Response((77, 40), 20)))`.
-    """
-
-    most: int  # longer responses are cut
-    mean: float = 0.0
-    sigma: float = 0.0  # standard deviation of the logarithm; 0: all have the mean
-    turns: int = 1  # of equal length, unless recorded
-    recorded: tuple[Response, ...] = ()
-
-    @property
-    def mean_tokens(self) -> float:
-        if self.recorded:
-            return sum(each.num_tokens for each in self.recorded) / len(self.recorded)
-        return self.mean
-
-    def of_draw(self, draw: int, count: int, seed: int) -> list[Response]:
-        """Return `count` responses, which depend on nothing but the arguments."""
-        random = np.random.default_rng((seed, draw))
-        if self.recorded:
-            chosen = random.integers(len(self.recorded), size=count)
-            return [self.recorded[index].cut(self.most) for index in chosen]
-        center = np.log(self.mean) - self.sigma**2 / 2
-        lengths = random.lognormal(center, self.sigma, count).tolist()
-        whole = [min(max(round(length), 1), self.most) for length in lengths]
-        return [Response((length / self.turns,) * self.turns) for length in whole]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """The samples of a step.
-
-    Example: Workload(groups_per_step=128, samples_per_group=16, prompt_tokens=300,
-    lengths=ResponseLengths(8192, 1500.0, 1.0, turns=4), tool_seconds=1.0)
-    """
-
-    groups_per_step: int
-    samples_per_group: int
-    prompt_tokens: float
-    lengths: ResponseLengths
-    tool_seconds: float = 0.0
-    reward_seconds: float = 0.0  # of a response; any number of rewards run at the same time
-    seed: int = 1
-    _drawn: dict[int, list[Response]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-
-    def responses(self, draw: int) -> list[Response]:
-        """Return the responses to a draw, the same in every simulation."""
-        found = self._drawn.get(draw)
-        if found is None:
-            found = self.lengths.of_draw(draw, self.samples_per_group, self.seed)
-            self._drawn[draw] = found
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpeed:
-    """Seconds of an engine's step by the number of running sequences, and its prefill.
-
-    Example: EngineSpeed(running=(1, 64), step_seconds=(0.010, 0.018), prefill_rate=40_000.0)
-    """
-
-    running: tuple[int, ...]  # ascending
-    step_seconds: tuple[float, ...]
-    prefill_rate: float  # tokens per second
-    repeated_rate: float = math.inf  # of tokens before: the engine's cache may hold them, or not
-
-    def table(self, most: int) -> list[float]:
-        """Return the seconds of a step with 0 to `most` sequences: linear between two measured
-        numbers, and beyond the last as between the last two."""
-        numbers, seconds = np.array(self.running), np.array(self.step_seconds)
-        wanted = np.arange(most + 1)
-        found = np.interp(wanted, numbers, seconds)
-        if len(numbers) > 1 and most > numbers[-1]:
-            slope = (seconds[-1] - seconds[-2]) / (numbers[-1] - numbers[-2])
-            found += np.maximum(wanted - numbers[-1], 0) * max(slope, 0.0)
-        return [float(each) for each in found]
+STEPS_BETWEEN_SCHEDULES = 4  # of `rollout.stream`, which imports more than a plan needs
+_ROUNDING = 1e-6  # of a step
 
 
 @dataclass(slots=True, eq=False)
@@ -141,7 +31,7 @@ class Request:
     """A response that is being sampled."""
 
     group: Group
-    parts: deque[float]  # tokens of the current turn that are left, and of each later turn
+    parts: deque[int]  # tokens of the current turn that are left, and of each later turn
     tokens_per_answer: float = 0.0  # of tools, between turns
     done_tokens: float = 0.0  # before `parts`
     observed_tokens: float = 0.0  # of these, an answer that no keys and values are computed of
@@ -191,79 +81,175 @@ class Engine:
         speed: EngineSpeed,
         most_running: int,
         ended: Callable[[Request], None],
+        start_groups: Callable[[Engine], None],
     ) -> None:
-        """`ended` is called with each request whose current turn has ended."""
-        self._env, self._ended = env, ended
+        """`ended` is called with each request whose current turn has ended, `start_groups` in each
+        schedule in which requests may start."""
+        self._env, self._ended, self._start_groups = env, ended, start_groups
         self._prefill_rate, self._repeated_rate = speed.prefill_rate, speed.repeated_rate
         self._step_seconds = speed.table(most_running)
         self._most_running = most_running
         # Heap of (count at the end of the current turn, order of submission, request).
-        self._running: list[tuple[float, int, Request]] = []
+        self._running: list[tuple[int, int, Request]] = []
         self._waiting: deque[Request] = deque()
-        self._count = 0.0  # tokens of a sequence that never ends
-        self._prefill_seconds = 0.0  # left before the next token
+        self._reports: deque[Callable[[], None]] = deque()
+        self._count = 0.0  # steps, the current one in part
+        self._scheduled_at = 0  # the count from which every fourth step is followed by a schedule
+        self._prefill_seconds = 0.0  # left in the current step
         self._at = env.now
         self._num_submitted = self._num_wakes = 0
-        self._is_paused = False
+        self._has_work = self._is_scheduling = False  # for the next schedule; now
+        self._stopped: Callable[[], None] | None = None  # to be told when it has stopped
+        self._last_steps = 0  # before it stops
+        self._is_stopped = self._is_updating = False
         self._updates = 0
         self._busy_seconds = 0.0
+        self.num_groups = 0  # that are not finished
+        self.num_starting = 0  # requests whose environments are being started
 
     @property
     def num_requests(self) -> int:
-        """Requests that run or wait for a place."""
-        return len(self._running) + len(self._waiting)
-
-    @property
-    def step_seconds(self) -> float:
-        """Seconds of a step of what runs now; 0 if nothing does."""
-        return self._step_seconds[len(self._running)] if self._running else 0.0
+        """Requests that run, or wait for a place or an environment."""
+        return len(self._running) + len(self._waiting) + self.num_starting
 
     def busy_seconds(self) -> float:
-        """Return the seconds so far in which it computed."""
+        """Return the seconds so far in which it had requests and no update."""
         self._advance()
         return self._busy_seconds
+
+    # Work for the next schedule, which is now if nothing runs
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Start the requests as soon as there is room."""
         self._waiting.extend(requests)
+        self._notify()
+
+    def report(self, call: Callable[[], None]) -> None:
+        """Call this in the next schedule."""
+        self._reports.append(call)
+        self._notify()
+
+    def stop(self, stopped: Callable[[], None], *, last_steps: int = 0) -> None:
+        """Stop in the next schedule, and call `stopped`; if requests run then, after `last_steps`
+        more steps."""
+        self._stopped, self._last_steps = stopped, last_steps
+        self._notify()
+
+    # While it is stopped
+
+    def resume(self) -> None:
+        """Go on, with a schedule."""
+        self._advance()
+        self._is_stopped = False
+        self._scheduled_at = round(self._count)
+        self._schedule([])
         self._go_on()
 
-    def pause(self) -> None:
-        """Stop between two steps."""
+    def begin_update(self) -> None:
+        """Take part in a hand-over."""
         self._advance()
-        self._is_paused = True
+        self._is_updating = True
 
     def update(self) -> None:
-        """Continue with new weights: keys and values of running requests are computed anew."""
+        """Have new weights: keys and values of running requests are computed anew."""
         self._advance()
-        self._is_paused = False
+        self._is_updating = False
         self._updates += 1
         self._prefill_seconds = 0.0
         for ends_at, _, request in self._running:
             self._prefill(request, ends_at - self._count)
-        self._go_on()
 
-    def stop(self, keep: Container[int] = ()) -> None:
-        """End the current step for all requests but those of the draws in `keep`. Stopped requests
-        can be submitted again."""
+    def drop(self, keep: Container[int]) -> None:
+        """Drop all requests but those of the draws in `keep`; they can be submitted again."""
         self._advance()
         kept = [entry for entry in self._running if entry[2].group.draw in keep]
         for ends_at, _, request in self._running:
             if request.group.draw not in keep:
-                left = max(0.0, ends_at - self._count)
+                left = round(ends_at - self._count)
                 request.done_tokens += request.parts[0] - left
                 request.parts[0] = left
         heapq.heapify(kept)
         self._running = kept
         self._waiting = deque(each for each in self._waiting if each.group.draw in keep)
+
+    # Internal
+
+    def _notify(self) -> None:
+        is_planned, self._has_work = self._has_work, True
+        if not is_planned and not self._is_stopped and not self._is_scheduling:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Plan the next schedule: at the end of a request, or before, if there is work to do; if
+        nothing runs, at the end of this moment, with all that arrives in it."""
+        if self._is_stopped or not (self._running or self._has_work):
+            return
+        self._advance()
+        count = round(self._count)
+        if self._running:
+            count = self._running[0][0]
+        if self._running and self._has_work:
+            since = math.floor(self._count + _ROUNDING) - self._scheduled_at
+            wait = STEPS_BETWEEN_SCHEDULES - since % STEPS_BETWEEN_SCHEDULES
+            count = min(count, self._scheduled_at + since + wait)
+        steps = max(0.0, count - self._count)
+        seconds = self._prefill_seconds + steps * self._step_seconds[len(self._running)]
+        self._num_wakes += 1
+        wake = self._env.timeout(seconds, (self._num_wakes, count))
+        assert wake.callbacks is not None, "it is new"
+        wake.callbacks.append(self._wake)
+
+    def _wake(self, event: simpy.Event) -> None:
+        number, count = event.value
+        if number != self._num_wakes or self._is_stopped:
+            return  # something else happened in between
+        self._advance()
+        self._count, self._prefill_seconds = float(count), 0.0  # without the error of rounding
+        ended = []
+        while self._running and self._running[0][0] <= count:
+            request = heapq.heappop(self._running)[2]
+            request.done_tokens += request.parts.popleft()
+            ended.append(request)
+        self._schedule(ended)
         self._go_on()
+
+    def _schedule(self, ended: Sequence[Request]) -> None:
+        """Do what happens between two steps."""
+        self._is_scheduling = True
+        for request in ended:
+            self._ended(request)
+        while self._reports:
+            self._reports.popleft()()
+        if self._stopped is None:
+            self._start_groups(self)
+            self._start_waiting()
+        self._is_scheduling = self._has_work = False
+        if self._stopped is None:
+            return
+        if self._last_steps and self._running:
+            self._last_steps -= 1
+            self._has_work = True
+            self._scheduled_at = round(self._count) + 1 - STEPS_BETWEEN_SCHEDULES
+            return
+        stopped, self._stopped, self._is_stopped = self._stopped, None, True
+        stopped()
+
+    def _start_waiting(self) -> None:
+        while self._waiting and len(self._running) < self._most_running:
+            request = self._waiting.popleft()
+            self._prefill(request, request.parts[0])
+            self._num_submitted += 1
+            ends_at = round(self._count) + request.parts[0]
+            heapq.heappush(self._running, (ends_at, self._num_submitted, request))
 
     def _advance(self) -> None:
         """Bring the state to the present."""
         seconds, self._at = self._env.now - self._at, self._env.now
-        if not seconds or self._is_paused or not self._running:
+        if not seconds or self._is_updating or not self._running:
             return
         self._busy_seconds += seconds
+        if self._is_stopped:
+            return
         prefill = min(seconds, self._prefill_seconds)
         self._prefill_seconds -= prefill
         self._count += (seconds - prefill) / self._step_seconds[len(self._running)]
@@ -282,38 +268,6 @@ class Engine:
         self._prefill_seconds += repeated / self._repeated_rate
         self._prefill_seconds += (prompt + response - repeated) / self._prefill_rate
 
-    def _go_on(self) -> None:
-        """Start what waits, and plan the next event."""
-        self._advance()
-        while self._waiting and len(self._running) < self._most_running:
-            request = self._waiting.popleft()
-            self._prefill(request, request.parts[0])
-            self._num_submitted += 1
-            ends_at = self._count + request.parts[0]
-            heapq.heappush(self._running, (ends_at, self._num_submitted, request))
-        if self._is_paused or not self._running:
-            return
-        steps = max(0.0, self._running[0][0] - self._count)
-        seconds = self._prefill_seconds + steps * self._step_seconds[len(self._running)]
-        self._num_wakes += 1
-        wake = self._env.timeout(seconds, self._num_wakes)
-        assert wake.callbacks is not None, "it is new"
-        wake.callbacks.append(self._wake)
-
-    def _wake(self, event: simpy.Event) -> None:
-        if event.value != self._num_wakes or self._is_paused or not self._running:
-            return  # something else happened in between
-        self._advance()
-        self._count = max(self._count, self._running[0][0])  # without the error of rounding
-        ended = []
-        while self._running and self._running[0][0] <= self._count + _ROUNDING:
-            request = heapq.heappop(self._running)[2]
-            request.done_tokens += request.parts.popleft()
-            ended.append(request)
-        self._go_on()
-        for request in ended:
-            self._ended(request)
-
 
 class Sampling:
     """All engines of a job, the groups on them, and the assignment of draws.
@@ -331,33 +285,41 @@ class Sampling:
         most_running: int,
     ) -> None:
         self._env, self._workload = env, workload
-        self.most_running = self.room = most_running
-        self.engines = [Engine(env, speed, most_running, self._ended) for _ in range(num_engines)]
+        self._most_running = self._room = most_running
+        self.most_groups = math.inf  # of an engine that are not finished
+        self.engines = [
+            Engine(env, speed, most_running, self._ended, self._start_groups)
+            for _ in range(num_engines)
+        ]
         self.limit = self.next_draw = 0
         self.version = 1
         self.started: Callable[[Group], None] = lambda group: None
         self.sampled: Callable[[Group], None] = lambda group: None  # all responses have ended
         self.finished: Callable[[Group], None] = lambda group: None  # and have their rewards
 
-    def offer(self, limit: int, groups_at_once: float) -> None:
-        """Let draws below `limit` start. Engines share `groups_at_once` groups evenly."""
+    def share(self, num_groups: float) -> None:
+        """Let engines run no more requests than those of an even share of as many groups."""
+        groups = max(1, math.ceil(num_groups / len(self.engines)))
+        self._room = min(self._most_running, groups * self._workload.samples_per_group)
+
+    def offer(self, limit: int) -> None:
+        """Let draws below `limit` start."""
         self.limit = limit
-        share = max(1, int(np.ceil(groups_at_once / len(self.engines))))
-        self.room = min(self.most_running, share * self._workload.samples_per_group)
         loads = [(engine.num_requests, number) for number, engine in enumerate(self.engines)]
         heapq.heapify(loads)
-        while self.next_draw < self.limit and loads and loads[0][0] < self.room:
-            number = loads[0][1]
-            self._start_group(self.engines[number])
-            heapq.heapreplace(loads, (self.engines[number].num_requests, number))
+        while self.next_draw < self.limit and loads:
+            number = heapq.heappop(loads)[1]
+            engine = self.engines[number]
+            if self._has_room(engine):
+                self._start_group(engine)
+                heapq.heappush(loads, (engine.num_requests, number))
 
-    def stop(self, groups: Sequence[Group], keep: Container[int]) -> None:
-        """Stop these groups, except the draws in `keep`: requests end with their current step, and
-        no answer of a tool counts that has not arrived."""
-        for engine in self.engines:
-            engine.stop(keep)
+    def stop(self, engine: Engine, groups: Iterable[Group], keep: Container[int]) -> None:
+        """Stop the groups on an engine that is stopped, except the draws in `keep`. No answer of a
+        tool counts that has not arrived."""
+        engine.drop(keep)
         for group in groups:
-            if group.draw in keep:
+            if group.engine is not engine or group.draw in keep:
                 continue
             if not group.has_tokens:  # it has not begun
                 group.version = None
@@ -368,17 +330,18 @@ class Sampling:
         """Continue a stopped group on its engine. Tools that had not answered are asked again."""
         if group.version is None:
             group.version = self.version
-        if group.is_sampled:
-            self.sampled(group)
-            return
-        asking = [request for request in group.requests if request.awaits_tool]
-        group.engine.submit([each for each in group.requests if not each.awaits_tool])
-        for request in asking:
-            self._ask_tool(request)
+        self._start(group)
 
     def busy_seconds(self) -> float:
         """Return the seconds that an engine computed so far, on average."""
         return sum(engine.busy_seconds() for engine in self.engines) / len(self.engines)
+
+    def _has_room(self, engine: Engine) -> bool:
+        return engine.num_requests < self._room and engine.num_groups < self.most_groups
+
+    def _start_groups(self, engine: Engine) -> None:
+        while self.next_draw < self.limit and self._has_room(engine):
+            self._start_group(engine)
 
     def _start_group(self, engine: Engine) -> None:
         workload = self._workload
@@ -388,8 +351,27 @@ class Sampling:
             Request(group, deque(each.turns), each.tokens_per_answer) for each in responses
         ]
         self.next_draw += 1
+        engine.num_groups += 1
         self.started(group)
-        engine.submit(group.requests)
+        self._start(group)
+
+    def _start(self, group: Group) -> None:
+        """Submit the requests of a group that begins or goes on, once their environments have
+        started; or ask their tools."""
+        engine, requests = group.engine, tuple(group.requests)
+
+        def submit() -> None:
+            engine.num_starting -= len(requests)
+            engine.submit([each for each in requests if not each.awaits_tool])
+            for request in requests:
+                if request.awaits_tool:
+                    self._ask_tool(request)
+
+        engine.num_starting += len(requests)
+        if self._workload.environment_seconds:
+            self._after(self._workload.environment_seconds, submit)
+        else:
+            submit()
 
     def _ended(self, request: Request) -> None:
         group = request.group
@@ -397,13 +379,15 @@ class Sampling:
             request.observed_tokens = request.tokens_per_answer
             request.done_tokens += request.tokens_per_answer
             self._ask_tool(request)
-        else:
-            group.requests.remove(request)
-            if group.is_sampled:  # its other rewards are there when the last one is
-                self._after(self._workload.reward_seconds, lambda: self.finished(group))
-                self.sampled(group)
-        while self.next_draw < self.limit and group.engine.num_requests < self.room:
-            self._start_group(group.engine)
+            return
+        group.requests.remove(request)
+        if group.is_sampled:  # its other rewards are there when the last one is
+            self._after(self._workload.reward_seconds, partial(self._rewarded, group))
+            self.sampled(group)
+
+    def _rewarded(self, group: Group) -> None:
+        group.engine.num_groups -= 1
+        self.finished(group)
 
     def _ask_tool(self, request: Request) -> None:
         request.awaits_tool = True
@@ -418,9 +402,7 @@ class Sampling:
         self._after(self._workload.tool_seconds, answer)
 
     def _after(self, seconds: float, call: Callable[[], None]) -> None:
-        if not seconds:
-            call()
-            return
+        """Call later, even if no time passes until then: a schedule that goes on is over."""
         event = self._env.timeout(seconds)
         assert event.callbacks is not None, "it is new"
         event.callbacks.append(lambda _: call())

@@ -12,9 +12,8 @@ docs/using/planner.md for what is left out.
     separate    engine ranks sample up to (K + 1) N groups ahead; trainers train on N as soon as
                 they have them; then both take part in the hand-over
 
-A step calls separate engines three times: for its samples, for those that are logged, and for the
-hand-over. An engine that samples answers a call between two of its steps, of which it asks for
-calls in every fourth.
+A step calls separate engines four times: for its groups, their tokens, the samples that are logged,
+and the hand-over. An engine answers in a schedule, and all engines wait until the last one does.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mcore_rl.common.garbage import nothing_collected
-from mcore_rl.planner.simulated_engines import EngineSpeed, Group, Sampling, Workload
+from mcore_rl.planner.simulated_engines import Engine, Group, Sampling
+from mcore_rl.planner.simulated_workload import EngineSpeed, Workload
 from mcore_rl.rollout.admission import Admission
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ COLOCATED, PARTIAL, SEPARATE = "colocated", "partial", "separate"
 MODES = (COLOCATED, PARTIAL, SEPARATE)  # the simplest first
 # Defaults of --rl-partial-rollouts.
 OVERSAMPLE, PARTIAL_STALENESS = 1.5, 4
-STEPS_BETWEEN_CALLS = 4  # of `rollout.stream`, which imports more than a plan needs
 _LEAST_STEPS, _MOST_STEPS, _RESPONSES = 6, 20, 40_000
 
 
@@ -100,10 +99,8 @@ class Speeds:
     other_seconds: float = 0.0  # of a step besides: batches are made, metrics written
 
     def train_seconds(self, groups: Sequence[Group], num_trainers: int) -> float:
-        """Return the seconds of a step in which trainers neither wait nor take part in a
-        hand-over."""
-        tokens = sum(group.num_tokens for group in groups)
-        return tokens / (self.train_rate * num_trainers) + self.other_seconds
+        """Return the seconds in which a step's groups are trained on."""
+        return sum(group.num_tokens for group in groups) / (self.train_rate * num_trainers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +155,8 @@ class _Step:
     """The end of a step, and what it trained on."""
 
     ended_at: float
-    train_seconds: float
     call_seconds: float  # so far
+    train_seconds: float  # so far
     busy_seconds: float  # of an engine so far, on average
     groups: tuple[Group, ...]
     staleness: tuple[int, ...]
@@ -169,10 +166,11 @@ class _PartialStep:
     """The groups that a step of partial rollouts takes: those in `reserved`, and of the others
     those that are sampled first."""
 
-    def __init__(self, num_groups: int, reserved: Collection[int]) -> None:
+    def __init__(self, num_groups: int, reserved: Collection[int], num_engines: int) -> None:
         self._places, self.reserved = num_groups - len(reserved), frozenset(reserved)
         self._first: list[int] = []
         self._left = set(reserved)
+        self.num_sampling = num_engines  # that do not know that there are enough
 
     def sampled(self, draw: int) -> None:
         """Note a group whose responses have all ended."""
@@ -213,18 +211,24 @@ class _Run:
         self._opened: dict[int, Group] = {}  # all draws that are not trained on
         self._sampling.started = self._open
         self._admission: Admission | None = None  # of draws on separate engines
+        self._taken: tuple[int, ...] | None = ()  # by a step of separate engines; None: undecided
+        self._all_stopped = env.event()
         self._steps: list[_Step] = []
+        self._train_seconds = 0.0
         self._call_seconds = 0.0  # in which trainers waited for answers of separate engines
         self._changed = env.event()  # a group is sampled or finished
 
     def colocated(self) -> Events:
         num = self._workload.groups_per_step
+        self._sampling.share(num)
         for number in range(1, self._num_steps + 1):
             yield from self._hand_over()
-            self._sampling.offer(number * num, num)
+            self._sampling.offer(number * num)
             while len(self._finished) < num:
                 yield self._changed
-            yield from self._train(tuple(sorted(self._finished)))
+            groups = self._take(tuple(sorted(self._finished)))
+            yield from self._train(groups)
+            yield from self._end_step(groups)
 
     def partial(self) -> Events:
         num, sampling = self._workload.groups_per_step, self._sampling
@@ -232,66 +236,105 @@ class _Run:
             yield from self._hand_over()
             pending = sorted(self._opened.values(), key=lambda each: (-self._age(each), each.draw))
             aged = [group.draw for group in pending if self._age(group) >= PARTIAL_STALENESS]
-            step = _PartialStep(num, aged[:num])
+            step = _PartialStep(num, aged[:num], len(sampling.engines))
             sampling.sampled = functools.partial(self._sampled, step)
-            for group in pending:
-                sampling.resume(group)
             most = max(math.ceil(num * OVERSAMPLE), len(pending))
-            sampling.offer(sampling.next_draw + most - len(pending), most)
-            while not step.has_enough:
+            sampling.share(most)
+            for group in pending:
+                if group.is_sampled:
+                    step.sampled(group.draw)
+            if step.has_enough:  # others do not begin
+                step.num_sampling = 0
+                pending = [group for group in pending if group.draw in step.reserved]
+            for group in pending:
+                if not group.is_sampled:
+                    sampling.resume(group)
+            if not step.has_enough:
+                sampling.offer(sampling.next_draw + most - len(pending))
+            while step.num_sampling or (taken := step.taken) is None or not taken <= self._finished:
                 yield self._changed
-            self._stop(step.reserved)
-            while (taken := step.taken) is None or not taken <= self._finished:
-                yield self._changed
-            yield from self._train(tuple(sorted(taken)))
+            groups = self._take(tuple(sorted(taken)))
+            yield from self._train(groups)
+            yield from self._end_step(groups)
 
     def separate(self) -> Events:
         num, ahead = self._workload.groups_per_step, self._candidate.max_staleness
-        admission = Admission(groups_per_step=num, max_staleness=ahead, next_draw=0)
-        self._admission = admission
+        sampling, engines = self._sampling, self._sampling.engines
+        self._admission = admission = Admission(
+            groups_per_step=num, max_staleness=ahead, next_draw=0
+        )
+        sampling.most_groups = math.ceil((1 + ahead) * num / len(engines))
+        yield self._stop_engines()
         for _ in range(self._num_steps):
-            admission.begin_step(self._sampling.version)
-            self._sampling.offer(admission.limit, (1 + ahead) * num)
-            while (taken := admission.decide()) is None:
-                yield self._changed
+            admission.begin_step(sampling.version)
+            self._taken = admission.decide()
+            sampling.offer(admission.limit)
+            if self._taken is None:
+                self._resume_engines()
+                while self._taken is None:
+                    yield self._changed
+                yield self._all_stopped
+            self._resume_engines()
             yield from self._call()
-            yield from self._train(taken)
+            self._resume_engines()
+            groups = self._take(self._taken)
+            yield from self._train(groups)
             yield from self._call()
-            yield from self._call(then=1)  # running requests end with their next token
+            self._resume_engines()
+            yield from self._end_step(groups)
+            yield from self._call(last_steps=1)  # running requests end with their next token
             yield from self._hand_over()
 
-    def _call(self, then: int = 0) -> Events:
-        """Wait until all engines answer a call, and for `then` further steps: on average, for the
-        largest of as many uniform numbers as there are engines."""
-        engines = self._sampling.engines
-        steps = STEPS_BETWEEN_CALLS * len(engines) / (len(engines) + 1) + then
-        seconds = steps * max(engine.step_seconds for engine in engines)
-        yield self._env.timeout(seconds)
-        self._call_seconds += seconds
+    def _call(self, last_steps: int = 0) -> Events:
+        """Wait until all engines have stopped to answer a call."""
+        began = self._env.now
+        yield self._stop_engines(last_steps)
+        self._call_seconds += self._env.now - began
+
+    def _stop_engines(self, last_steps: int = 0) -> simpy.Event:
+        """Let all engines stop; return the event that they have."""
+        all_stopped, left = self._env.event(), len(self._sampling.engines)
+
+        def stopped() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                all_stopped.succeed()
+
+        for engine in self._sampling.engines:
+            engine.stop(stopped, last_steps=last_steps)
+        return all_stopped
+
+    def _resume_engines(self) -> None:
+        for engine in self._sampling.engines:
+            engine.resume()
 
     def _hand_over(self) -> Events:
         for engine in self._sampling.engines:
-            engine.pause()
+            engine.begin_update()
         yield self._env.timeout(self._candidate.hand_over_seconds)
         self._sampling.version += 1
         for engine in self._sampling.engines:
             engine.update()
 
-    def _train(self, draws: Sequence[int]) -> Events:
-        groups = tuple(self._opened.pop(draw) for draw in draws)
+    def _take(self, draws: Sequence[int]) -> tuple[Group, ...]:
+        """Return the groups that a step trains on."""
         self._finished -= set(draws)
-        seconds = self._speeds.train_seconds(groups, self._candidate.num_trainers)
-        staleness = tuple(self._age(group) for group in groups)
-        yield self._env.timeout(seconds)
-        busy = self._sampling.busy_seconds()
-        self._steps.append(
-            _Step(self._env.now, seconds, self._call_seconds, busy, groups, staleness)
-        )
+        return tuple(self._opened.pop(draw) for draw in draws)
 
-    def _stop(self, keep: Collection[int]) -> None:
-        """End all groups but those in `keep`."""
-        self._sampling.limit = self._sampling.next_draw
-        self._sampling.stop(tuple(self._opened.values()), keep)
+    def _train(self, groups: Sequence[Group]) -> Events:
+        seconds = self._speeds.train_seconds(groups, self._candidate.num_trainers)
+        yield self._env.timeout(seconds)
+        self._train_seconds += seconds
+
+    def _end_step(self, groups: tuple[Group, ...]) -> Events:
+        yield self._env.timeout(self._speeds.other_seconds)
+        self._train_seconds += self._speeds.other_seconds
+        busy, staleness = self._sampling.busy_seconds(), tuple(self._age(each) for each in groups)
+        step = _Step(
+            self._env.now, self._call_seconds, self._train_seconds, busy, groups, staleness
+        )
+        self._steps.append(step)
 
     def _age(self, group: Group) -> int:
         return 0 if group.version is None else self._sampling.version - group.version
@@ -302,14 +345,46 @@ class _Run:
             self._admission.start(group.draw, self._sampling.version)
 
     def _sampled(self, step: _PartialStep, group: Group) -> None:
+        had_enough = step.has_enough
         step.sampled(group.draw)
+        if step.has_enough and not had_enough:
+            self._stop_sampling(step)
         self._wake()
 
+    def _stop_sampling(self, step: _PartialStep) -> None:
+        """Let each engine end all groups but the reserved ones in its next schedule."""
+        self._sampling.limit = self._sampling.next_draw
+        opened = tuple(self._opened.values())
+
+        def stopped(engine: Engine) -> None:
+            self._sampling.stop(engine, opened, step.reserved)
+            engine.resume()
+            step.num_sampling -= 1
+            self._wake()
+
+        for engine in self._sampling.engines:
+            engine.stop(functools.partial(stopped, engine), last_steps=1)
+
     def _finish(self, group: Group) -> None:
-        self._finished.add(group.draw)
         if self._admission is not None:
-            self._admission.finish(group.draw)
+            group.engine.report(functools.partial(self._report, group))
+            return
+        self._finished.add(group.draw)
         self._wake()
+
+    def _report(self, group: Group) -> None:
+        """Tell the first engine of a group on a separate engine; it decides in a schedule."""
+        assert self._admission is not None
+        self._admission.finish(group.draw)
+        first = self._sampling.engines[0]
+        if self._taken is None:
+            first.report(self._decide)
+
+    def _decide(self) -> None:
+        assert self._admission is not None
+        if self._taken is None and (taken := self._admission.decide()) is not None:
+            self._taken, self._all_stopped = taken, self._stop_engines()
+            self._wake()
 
     def _wake(self) -> None:
         self._changed.succeed()
@@ -325,7 +400,7 @@ class _Run:
         groups = [group for step in measured for group in step.groups]
         staleness = [age for step in measured for age in step.staleness]
         size, switches = self._workload.samples_per_group, len(measured)
-        training = sum(step.train_seconds for step in measured)
+        training = measured[-1].train_seconds - before.train_seconds
         sampling = measured[-1].busy_seconds - before.busy_seconds
         moving = self._candidate.hand_over_seconds * switches
         is_separate = self._candidate.mode == SEPARATE

@@ -15,7 +15,7 @@ from mcore_rl.cli import main
 from mcore_rl.observe.run_directory import RunConfig, RunDirectory
 from mcore_rl.planner.comparison import planned_speeds
 from mcore_rl.planner.plan import plan_case
-from mcore_rl.planner.simulated_engines import EngineSpeed, Response
+from mcore_rl.planner.simulated_workload import EngineSpeed, Response, prefill_rate
 from mcore_rl.planner.simulation import COLOCATED, PARTIAL, SEPARATE
 from mcore_rl.tools.plan.command_line import read_command_line
 from mcore_rl.tools.plan.recorded import read_engine_speed, read_responses, read_run
@@ -163,6 +163,24 @@ def test_from_run_needs_no_other_measurement(tmp_path: Path) -> None:
     speed = written(tmp_path / "speed.json", SPEED)
     found = simulated(tmp_path, "--from-run", str(folder), "--engine-speed", str(speed))
     assert found["notes"] == []
+
+
+def test_prefill_rate_is_of_the_time_that_it_adds_to_steps() -> None:
+    usual = {1: 0.01, 2: 0.02, 4: 0.04}
+    steps = [(0.01 + 0.1, 0), (0.03 + 0.1, 3), (0.03 + 0.1, 3)]
+    assert prefill_rate(steps, 300, usual) == pytest.approx(300 / 0.3)
+    hidden = [(0.04, 3), (0.02, 3)]  # computing the prompts takes no measurable time
+    assert prefill_rate(hidden, 300, usual) == pytest.approx(300 / (0.01 * 0.06))
+
+
+def test_waits_in_a_separate_run_are_noted(tmp_path: Path) -> None:
+    flags = []
+    for staleness in (0, 1):
+        config = {"rl_rollout_ranks": "8-15", "rl_max_staleness": staleness}
+        folder = write_run(tmp_path / str(staleness), num_steps=3, **config)
+        flags.append(["--from-separate-run", str(folder)])
+    notes = [simulated(tmp_path, *each)["notes"] for each in flags]
+    assert notes[1][:-1] == notes[0] and "--rl-max-staleness 0" in notes[1][-1]
 
 
 def test_engine_speed_is_sorted(tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.planner.comparison import GOOD_ENOUGH, Comparison, compare
-from mcore_rl.planner.simulated_engines import EngineSpeed, Response, ResponseLengths, Workload
+from mcore_rl.planner.simulated_engines import STEPS_BETWEEN_SCHEDULES
+from mcore_rl.planner.simulated_workload import EngineSpeed, Response, ResponseLengths, Workload
 from mcore_rl.planner.simulation import (
     COLOCATED,
     OVERSAMPLE,
     PARTIAL,
     PARTIAL_STALENESS,
     SEPARATE,
-    STEPS_BETWEEN_CALLS,
     Candidate,
     Simulated,
     Speeds,
@@ -115,6 +115,33 @@ def test_recorded_turns_and_answers_of_tools_are_simulated() -> None:
     assert found.step_seconds == pytest.approx(50 + 2 * 7 + 2 * 3 + 8 * 130 / 40 + 3)
 
 
+def test_environments_start_before_their_responses() -> None:
+    found = simulate(colocated(), workload(environment_seconds=4.0), speeds(train_rate=10.0))
+    assert found.step_seconds == pytest.approx(4 + 50 + 20 + 3)
+
+
+def test_answer_of_a_tool_waits_for_the_schedule_of_its_engine() -> None:
+    """It arrives in the fourth step of the engine, or in the fifth, while another request runs."""
+    after_tool, other = Response((2, 40)), Response((30,))
+    lengths = ResponseLengths(most=100, recorded=(after_tool, other))
+    seed = next(
+        seed
+        for seed in range(10**4)
+        if [lengths.of_draw(draw, 1, seed)[0] for draw in range(2)] == [after_tool, other]
+    )
+    load = workload(groups_per_step=2, samples_per_group=1, lengths=lengths, seed=seed)
+    candidate = Candidate(COLOCATED, 1, 1, 1, 8, 0.0)
+    for tool_seconds, begins_at in ((0.7, 4), (1.2, 8)):
+        found = simulate(
+            candidate,
+            replace(load, tool_seconds=tool_seconds),
+            speeds(train_rate=math.inf),
+            warm_up_steps=0,
+            steps=1,
+        )
+        assert found.step_seconds == pytest.approx(0.5 * (begins_at + 40))
+
+
 def test_engine_without_cache_of_prefixes_repeats_the_prefill() -> None:
     """Each engine has 2 responses to a prompt of 20 tokens; the tool answers with 10."""
     lengths = ResponseLengths(most=10**6, recorded=(Response((50, 50), 10),))
@@ -182,14 +209,15 @@ def test_calls_are_answered_between_steps_of_engines() -> None:
     """One engine of 0.5 s a step, whose 8 responses of 100 tokens take longer than training."""
     candidate = Candidate(SEPARATE, 2, 1, 1, 8, 3.0, 1)
     found = simulate(candidate, workload(), speeds(train_rate=1000.0))
-    # Calls do not stop the engine; trainers wait but for 3 of them and the tokens that are cut.
+    # Calls do not stop the engine; trainers wait but for 3 of them and the tokens that are cut. The
+    # second call comes 0.8 s after the first one is answered, the others at once.
     assert found.step_seconds == pytest.approx(50 + 3)
-    calls = 3 * STEPS_BETWEEN_CALLS / 2 * 0.5 + 0.5
+    calls = 3 * STEPS_BETWEEN_SCHEDULES * 0.5 - 0.8 + 0.5
     assert found.trainer_idle == pytest.approx((50 - 0.8 - calls) / 53)
 
 
 def test_steps_between_calls_are_those_of_engines() -> None:
-    assert STEPS_BETWEEN_CALLS == stream._STEPS_BETWEEN_SCHEDULES
+    assert STEPS_BETWEEN_SCHEDULES == stream._STEPS_BETWEEN_SCHEDULES
 
 
 def test_update_recomputes_tokens_of_running_requests() -> None:

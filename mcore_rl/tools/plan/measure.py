@@ -21,6 +21,7 @@ from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.job.start import start
 from mcore_rl.model.lora import ADAPTERS
+from mcore_rl.planner.simulated_workload import prefill_rate
 from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.hand_overs import engine_config
 
@@ -81,16 +82,19 @@ def speed_of(
             remedy="raise the latter",
         )
     several = prompts(max(1, 4 * _LEAST_BATCHED_TOKENS // prompt_tokens))
-    prefill = sum(_seconds_of_steps(engine, several, 1))
+
+    def rate(prompts: Sequence[np.ndarray]) -> float:
+        return prefill_rate(_steps(engine, prompts, 1), sum(map(len, prompts)), measured)
+
+    new_rate = rate(several)
     # The engine's cache of prefixes, if it has one, holds whole blocks only: longer prompts.
     long = prompts(max(1, 4 * _LEAST_BATCHED_TOKENS // most_tokens), most_tokens - 1)
     _seconds_of_steps(engine, long, 1)
-    repeated = sum(_seconds_of_steps(engine, long, 1))
     return {
         "running": list(measured),
         "step_seconds": list(measured.values()),
-        "prefill_tokens_per_second": len(several) * prompt_tokens / prefill,
-        "repeated_tokens_per_second": len(long) * (most_tokens - 1) / repeated,
+        "prefill_tokens_per_second": new_rate,
+        "repeated_tokens_per_second": rate(long),
         "prompt_tokens": prompt_tokens,
     }
 
@@ -99,7 +103,14 @@ def _seconds_of_steps(
     engine: VLLMEngine, prompts: Sequence[np.ndarray], num_tokens: int
 ) -> list[float]:
     """Return the seconds of each step until all prompts have `num_tokens` tokens more."""
-    seconds = []
+    return [seconds for seconds, _ in _steps(engine, prompts, num_tokens)]
+
+
+def _steps(
+    engine: VLLMEngine, prompts: Sequence[np.ndarray], num_tokens: int
+) -> list[tuple[float, int]]:
+    """Return also how many prompts ended in each step."""
+    steps = []
     with engine.generation() as generation:
         for number, token_ids in enumerate(prompts):
             sampling = Sampling(ignore_eos=True)
@@ -108,9 +119,9 @@ def _seconds_of_steps(
             )
         while engine.any_rank(generation.num_running > 0):
             began = time.perf_counter()
-            generation.step()
-            seconds.append(time.perf_counter() - began)
-    return seconds
+            ended = generation.step()
+            steps.append((time.perf_counter() - began, len(ended)))
+    return steps
 
 
 def _check(spec: JobSpec) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from mcore_rl.common.errors import CORRECT, UsageError
 from mcore_rl.common.readers import InvalidData, finite_number, integer_within, lines_of, parse_json
 from mcore_rl.observe.run_directory import read_config, read_metrics
-from mcore_rl.planner.simulated_engines import EngineSpeed, Response
+from mcore_rl.planner.simulated_workload import EngineSpeed, Response, even_turns
 
 _MAX_LINE_BYTES = 1 << 24  # of rollouts.jsonl
 _MAX_TOKENS = 1 << 30
@@ -35,6 +35,7 @@ class RecordedRun:
     other_seconds: float  # of a step outside all stages
     mean_tokens: float  # of a response
     prompt_tokens: float  # on average
+    max_staleness: int = 0
 
 
 def read_run(folder: Path, *, is_separate: bool = False) -> RecordedRun:
@@ -79,6 +80,7 @@ def read_run(folder: Path, *, is_separate: bool = False) -> RecordedRun:
         other_seconds=max(0.0, float((whole - [sum(each) for each in stages]).mean())),
         mean_tokens=float(tokens.mean()),
         prompt_tokens=max(0.0, float((trained / (prompts * samples) - tokens).mean())),
+        max_staleness=integer_within(config.resolved.get("rl_max_staleness"), 0, _MAX_TOKENS) or 0,
     )
 
 
@@ -117,11 +119,11 @@ def _response(fields: dict[str, Any], turns: int | None) -> Response | None:
         return None
     sampled = fields.get("turn_tokens", [tokens])  # earlier versions did not write them
     if turns is not None:
-        return Response((tokens / turns,) * turns)
+        return Response(even_turns(tokens, turns))
     if type(sampled) is not list or not sampled:
         return None
     counts = [integer_within(each, 1, _MAX_TOKENS) for each in sampled]
-    of_turns = tuple(float(each) for each in counts if each is not None)
+    of_turns = tuple(each for each in counts if each is not None)
     is_valid = None not in counts and sum(of_turns) <= tokens
     return Response(of_turns, tokens - sum(of_turns)) if is_valid else None
 

@@ -18,7 +18,7 @@ from mcore_rl.planner.memory import Memory, adapters_of, memory_of, placement_of
 from mcore_rl.planner.phases import Case
 from mcore_rl.planner.plan import Outcome
 from mcore_rl.planner.settings import GB
-from mcore_rl.planner.simulated_engines import ResponseLengths, Workload
+from mcore_rl.planner.simulated_workload import ResponseLengths, Workload
 from mcore_rl.planner.simulation import COLOCATED, PARTIAL, SEPARATE, Candidate, Speeds
 from mcore_rl.tools.plan.recorded import RecordedRun, read_engine_speed, read_responses, read_run
 
@@ -30,7 +30,10 @@ _MOST_SHARE = 0.9  # of a device, for engines on ranks of their own
 _SPLITS = 8  # shares of the ranks that are tried, in eighths
 _SIGMA = 0.8
 
-MAY_BE_0 = ("length_sigma", "tool_seconds", "reward_seconds", "switch_seconds", "transfer_seconds")
+MAY_BE_0 = (
+    *("length_sigma", "tool_seconds", "environment_seconds", "reward_seconds"),
+    *("switch_seconds", "transfer_seconds"),
+)
 _NEEDS_SIMULATE = (
     *("lengths", "length_mean", "prompt_mean", "turns", "engine_speed"),
     *("train_tokens_per_second", "from_run", "from_separate_run", *MAY_BE_0),
@@ -53,6 +56,8 @@ def add_simulation_flags(parser: argparse.ArgumentParser) -> None:
     add("--turns", type=int, help="parts of a response, with a tool between two; default: those of "
         "--lengths or --from-run, else 1")  # fmt: skip
     add("--tool-seconds", type=float, help="of a tool's answer; default: 0")
+    add("--environment-seconds", type=float, help="until the environment of a response has "
+        "started; default: 0")  # fmt: skip
     add("--reward-seconds", type=float, help="of a response's reward; default: 0")
     add("--engine-speed", metavar="FILE", help="written by --measure-engine; default: by formula")
     add("--train-tokens-per-second", type=float, help="of a rank, log-probs included; default: by "
@@ -105,6 +110,7 @@ def simulate_job(
         prompt_tokens=_first(options.prompt_mean, run and run.prompt_tokens, longest_prompt / 2),
         lengths=lengths,
         tool_seconds=options.tool_seconds or 0.0,
+        environment_seconds=options.environment_seconds or 0.0,
         reward_seconds=_first(options.reward_seconds, run and run.reward_seconds, 0.0),
     )
     mean = lengths.mean_tokens
@@ -126,6 +132,11 @@ def simulate_job(
     separate = speeds
     if apart is not None:
         separate = Speeds(speeds.engine, apart.train_rate, apart.other_seconds)
+        if apart.max_staleness:
+            notes.append(
+                "the seconds of --from-separate-run contain waits for engines that sample, which "
+                "the simulation adds: give a run with --rl-max-staleness 0"
+            )
     return (
         compare(candidates, workload, speeds, separate_speeds=separate, left_out=left_out),
         notes,

@@ -107,6 +107,16 @@ class Run:
     staleness_max: float
 
 
+def mean_of(runs: Sequence[Run]) -> Run:
+    """Return the means."""
+    return Run(
+        **{
+            name: statistics.fmean(getattr(each, name) for each in runs)
+            for name in Run.__dataclass_fields__
+        }
+    )
+
+
 def flags_of(case: Case, checkpoint: Path, run_dir: Path, seed: int) -> list[str]:
     """Return the flags that all ways share."""
     prompts = checkpoint / "prompts"
@@ -120,10 +130,13 @@ def flags_of(case: Case, checkpoint: Path, run_dir: Path, seed: int) -> list[str
     return [*flags, *case.flags]
 
 
-def run(case: Case, way: str, checkpoint: Path, run_dir: Path, seed: int) -> Run:
+def run(
+    case: Case, way: str, checkpoint: Path, run_dir: Path, seed: int, **environment: str
+) -> Run:
     """Run a case on two processes."""
     flags = [*flags_of(case, checkpoint, run_dir, seed), *WAYS[way]]
-    return run_of(train(NUM_PROCESSES, flags, run_dir), case.workload.samples_per_step)
+    lines = train(NUM_PROCESSES, flags, run_dir, **environment)
+    return run_of(lines, case.workload.samples_per_step)
 
 
 def kept_run(case: Case, run_dir: Path) -> Run | None:

@@ -3,9 +3,8 @@
     python benchmarks/separate_engines.py [--markdown FILE] [--repeat 3] [--cases tools,even,tails]
         [--keep FOLDER]
 
-An hour on 2 cores. --markdown replaces this benchmark's section of FILE. All ways have two
-processes: two that train and sample in turn, or one of each. Each case is also simulated, from what
-other runs have measured (`separate_simulation.py`).
+Half an hour on 2 cores. --markdown replaces this benchmark's section of FILE. All ways have two
+processes: two that train and sample in turn, or one of each.
 
 --keep leaves the run directories in FOLDER/CASE/WAY/SEED. Runs that FOLDER holds already are read
 and not repeated.
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -41,17 +39,8 @@ from benchmarks.separate_cases import (  # noqa: E402
     WARM_UP,
     Run,
     kept_run,
+    mean_of,
     run,
-)
-from benchmarks.separate_simulation import (  # noqa: E402
-    INPUTS,
-    SEPARATE_STEPS,
-    SIMULATED_SEEDS,
-    Row,
-    comparison,
-    measure,
-    read_inputs,
-    simulated,
 )
 from benchmarks.step_time_task import checkpoint_of  # noqa: E402
 
@@ -83,7 +72,6 @@ def main(tokens: Sequence[str] | None = None) -> int:
     facts = facts_of_run("separate_engines.py", tokens, ())
     checkpoint = in_a_process(checkpoint_of, TAILS)
     runs: dict[str, dict[str, list[Run]]] = {}
-    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="mcore_rl_separate_engines_") as temporary:
         folder = options.keep or Path(temporary)
         commits: dict[str, list[str]] = {}
@@ -99,18 +87,11 @@ def main(tokens: Sequence[str] | None = None) -> int:
                         found = run(case, way, checkpoint, run_dir, number + 1)
                     print(f"{name}, {way}: {found}", flush=True)
                     runs[name][way].append(found)
-            if not (folder / name / INPUTS).exists():
-                measure(case, checkpoint, folder / name / INPUTS)
-            inputs = read_inputs(case, folder / name / INPUTS)
-            rows += [
-                Row(name, way, mean_of(some), simulated(case, way, inputs))
-                for way, some in runs[name].items()
-            ]
     if commits.keys() != {facts["commit"]}:
         measured = [f"{commit} ({', '.join(some)})" for commit, some in commits.items()]
-        facts["commit"] = f"{facts['commit']} (simulation); runs on {', '.join(measured)}"
+        facts["commit"] = ", ".join(measured)
     facts["time"] = f"{(time.monotonic() - started) / 60:.0f} minutes in all"
-    part = section_of(runs, rows, facts)
+    part = section_of(runs, facts)
     print(part)
     write_section(options.markdown, SECTION, part)
     return 0
@@ -125,25 +106,13 @@ def _commit_of(file: Path, commit: str) -> str:
     return file.read_text()
 
 
-def mean_of(runs: Sequence[Run]) -> Run:
-    """Return the means."""
-    return Run(
-        **{
-            name: statistics.fmean(getattr(each, name) for each in runs)
-            for name in Run.__dataclass_fields__
-        }
-    )
-
-
 def ratios_of(found: Mapping[str, Sequence[Run]]) -> dict[str, float]:
     """Return the samples per second of each way over those of colocated engines, in one run."""
     pace = {way: [each.samples_per_second for each in some] for way, some in found.items()}
     return {way: paired_ratio(pace[way], pace[COLOCATED]) for way in pace}
 
 
-def section_of(
-    runs: Mapping[str, Mapping[str, Sequence[Run]]], rows: Sequence[Row], facts: Mapping[str, str]
-) -> str:
+def section_of(runs: Mapping[str, Mapping[str, Sequence[Run]]], facts: Mapping[str, str]) -> str:
     """Return the section of the page."""
     lines = ["# Engines on ranks of their own", "", _INTRODUCTION, "", *fact_list(facts), ""]
     verdicts = []
@@ -172,7 +141,6 @@ def section_of(
                 f"{mean.idle_engines:.0%} | {mean.staleness:.2f} "
                 f"({mean.staleness_max:.0f}) |"
             )
-    lines += ["", "## Simulated", "", _SIMULATION, "", *comparison(rows)]
     return section(SECTION, lines)
 
 
@@ -184,15 +152,6 @@ a sample with 6, so that the steps of a run differ little). `tails`: responses o
 a mean of {TAILS.mean_response_tokens:g} tokens, cut at {TAILS.max_response_tokens}. `even`:
 responses of at most 8 tokens. Samples per second are divided by the number of processes, and the
 first {WARM_UP} steps are not counted. Ways take turns."""
-
-_SIMULATION = f"""\
-`mcore-rl plan --simulate` beside these runs. Its inputs are measured in other runs with another
-seed: the engine by `--measure-engine`; responses, training and switches in a colocated run
-(`--from-run`); training and hand-overs of separate ranks in {SEPARATE_STEPS} steps with K=1
-(`--from-separate-run`). The steps that count are simulated with {SIMULATED_SEEDS} seeds. The aim is
-a relative error of 10 % for speed, 10 percentage points for idle shares, and for staleness 10 % (or
-0.1 versions where the mean is below 0.5). Speed is in tokens per second, as lengths differ between
-runs, but with tools, whose seconds do not depend on tokens, in samples per second."""
 
 
 if __name__ == "__main__":

@@ -1,15 +1,26 @@
-"""The simulation of `mcore-rl plan --simulate` for the cases of `separate_engines.py`.
+"""`mcore-rl plan --simulate` beside runs, whose computations take steady times (`paced.py`).
 
-What it is given is measured in other runs than those that it predicts, by a user's means: the
-engine by `mcore-rl plan --measure-engine`; responses, training and switches in a colocated run;
-training and hand-overs of separate ranks in a short run with --rl-max-staleness 1, in which
-trainers and engines compete for the machine as in longer ones.
+    python benchmarks/separate_simulation.py [--markdown FILE] [--repeat 1] [--cases tools,even]
+        [--keep FOLDER]
+
+An hour on 2 cores. --markdown replaces this benchmark's section of FILE. Cases and ways are those
+of `separate_engines.py`. What the simulation is given is measured in other runs than those that it
+predicts, by a user's means: the engine by `mcore-rl plan --measure-engine`; responses, training and
+switches in a colocated run; training and hand-overs of separate ranks in a short run with
+--rl-max-staleness 0, in which trainers do not wait for engines that sample.
+
+--keep leaves the run directories in FOLDER/CASE/WAY/SEED. Runs that FOLDER holds already are read
+and not repeated.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import statistics
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,22 +28,29 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from benchmarks.processes import run_python, train  # noqa: E402
+from benchmarks import paced  # noqa: E402
+from benchmarks.facts import facts_of_run  # noqa: E402
+from benchmarks.pages import fact_list, section, write_section  # noqa: E402
+from benchmarks.processes import ENVIRONMENT, in_a_process, run_python, train  # noqa: E402
 from benchmarks.separate_cases import (  # noqa: E402
     CASES,
     COLOCATED,
     NUM_PROCESSES,
     PARTIAL,
     STALENESS,
+    TAILS,
     WARM_UP,
     Case,
     Run,
     apart,
     flags_of,
+    kept_run,
+    mean_of,
+    run,
 )
-from benchmarks.tail_tool import SECONDS as TOOL_SECONDS  # noqa: E402
+from benchmarks.step_time_task import checkpoint_of  # noqa: E402
 from mcore_rl.planner import simulation  # noqa: E402
-from mcore_rl.planner.simulated_engines import ResponseLengths, Workload  # noqa: E402
+from mcore_rl.planner.simulated_workload import ResponseLengths, Workload  # noqa: E402
 from mcore_rl.planner.simulation import Candidate, Speeds, simulate  # noqa: E402
 from mcore_rl.tools.plan.recorded import (  # noqa: E402
     read_engine_speed,
@@ -40,14 +58,76 @@ from mcore_rl.tools.plan.recorded import (  # noqa: E402
     read_run,
 )
 
+SECTION = "separate_simulation"
+NUM_STEPS = {"tools": 20, "tails": 27, "even": 25}
+PACES = "paces"  # the folder of files that `paced` writes
 SEPARATE = "separate"
-INPUTS = "inputs"  # the folder of what is measured for the simulation
+INPUTS, SPEED = "inputs", "speed.json"  # the folder of what is measured for the simulation
 SEED = 100  # of the runs that are measured for the simulation
 SIMULATED_SEEDS = 10
 SEPARATE_STEPS = 8
 MOST_RUNNING = 128  # the default of --rl-rollout-max-num-seqs
 AIM = 0.1  # relative errors, errors of idle shares, and absolute ones of a small staleness
 _SMALL_STALENESS = 0.5  # below, the absolute error counts
+
+
+def main(tokens: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the section there")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each way")
+    parser.add_argument("--cases", default=",".join(CASES), help="some of " + ", ".join(CASES))
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run directories")
+    options = parser.parse_args(tokens)
+    names = options.cases.split(",")
+    if unknown := set(names) - CASES.keys():
+        parser.error(f"--cases {options.cases}: {min(unknown)} is not one of {', '.join(CASES)}")
+    if options.repeat < 1:
+        parser.error(f"--repeat {options.repeat} must be at least 1; raise it")
+    os.environ.update(ENVIRONMENT)
+    started = time.monotonic()
+    facts = facts_of_run("separate_simulation.py", tokens, ())
+    checkpoint = in_a_process(checkpoint_of, TAILS)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_separate_simulation_") as temporary:
+        for name in names:
+            rows += rows_of(
+                name, checkpoint, (options.keep or Path(temporary)) / name, options.repeat
+            )
+    facts["time"] = f"{(time.monotonic() - started) / 60:.0f} minutes in all"
+    lines = ["# Simulated and measured runs", "", _INTRODUCTION, "", *fact_list(facts), ""]
+    part = section(SECTION, [*lines, *comparison(rows)])
+    print(part)
+    write_section(options.markdown, SECTION, part)
+    return 0
+
+
+def rows_of(name: str, checkpoint: Path, folder: Path, repeat: int) -> list[Row]:
+    """Run and simulate all ways of a case."""
+    case = paced_case(CASES[name])
+    measure(case, checkpoint, folder / INPUTS)
+    inputs = read_inputs(case, folder / INPUTS)
+    rows = []
+    for way in case.ways:
+        found = []
+        for seed in range(1, repeat + 1):
+            run_dir = folder / way.replace(" ", "_") / str(seed)
+            measured = kept_run(case, run_dir)
+            if measured is None:
+                pace = {paced.FOLDER: str(run_dir.parent / PACES / str(seed))}
+                measured = run(case, way, checkpoint, run_dir, seed, **pace)
+            print(f"{name}, {way}: {measured}", flush=True)
+            found.append(measured)
+        rows.append(Row(name, way, mean_of(found), simulated(case, way, inputs)))
+    return rows
+
+
+def paced_case(case: Case) -> Case:
+    """Return the case with steady seconds, and fewer steps."""
+    workload = replace(case.workload, num_steps=NUM_STEPS[case.workload.name])
+    flags = (*case.flags, "--rl-import", str(Path(paced.__file__).relative_to(ROOT)))
+    return replace(case, workload=workload, flags=flags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +141,9 @@ class Row:
 
     def speed(self, run: Run) -> float:
         """Tokens per second; with tools, whose seconds do not depend on tokens, samples."""
-        has_tools = "--rl-environment" in CASES[self.case].flags
-        return NUM_PROCESSES * run.samples_per_second if has_tools else run.tokens_per_second
+        if has_tools(CASES[self.case]):
+            return NUM_PROCESSES * run.samples_per_second
+        return run.tokens_per_second
 
     @property
     def errors(self) -> tuple[float, float, float, float]:
@@ -76,6 +157,10 @@ class Row:
             found.idle_engines - real.idle_engines,
             apart if real.staleness < _SMALL_STALENESS else apart / real.staleness,
         )
+
+
+def has_tools(case: Case) -> bool:
+    return "--rl-environment" in case.flags
 
 
 def comparison(rows: Sequence[Row]) -> list[str]:
@@ -120,16 +205,20 @@ class Inputs:
 
 
 def measure(case: Case, checkpoint: Path, folder: Path) -> None:
-    """Measure what the simulation needs, into `folder`."""
-    folder.mkdir(parents=True)
+    """Measure what the simulation needs, into `folder`, unless it is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pace = {paced.FOLDER: str(folder / PACES)}
     flags = flags_of(case, checkpoint, folder / COLOCATED, SEED)
-    launch = ["-m", "mcore_rl.launch", "--nproc-per-node", str(NUM_PROCESSES)]
-    plan = ["-m", "mcore_rl.cli", "plan", "--measure-engine", str(folder / "speed.json")]
-    run_python([*launch, *plan, *flags])
-    train(NUM_PROCESSES, flags, folder / COLOCATED)
+    if not (folder / SPEED).exists():
+        launch = ["-m", "mcore_rl.launch", "--nproc-per-node", str(NUM_PROCESSES)]
+        plan = ["-m", "mcore_rl.cli", "plan", "--measure-engine", str(folder / SPEED)]
+        run_python([*launch, *plan, *flags], **pace)
+    if kept_run(case, folder / COLOCATED) is None:
+        train(NUM_PROCESSES, flags, folder / COLOCATED, **pace)
     short = replace(case, workload=replace(case.workload, num_steps=SEPARATE_STEPS))
-    flags = flags_of(short, checkpoint, folder / SEPARATE, SEED)
-    train(NUM_PROCESSES, [*flags, *apart(1)], folder / SEPARATE)
+    if kept_run(short, folder / SEPARATE) is None:
+        flags = flags_of(short, checkpoint, folder / SEPARATE, SEED)
+        train(NUM_PROCESSES, [*flags, *apart(0)], folder / SEPARATE, **pace)
 
 
 def read_inputs(case: Case, folder: Path) -> Inputs:
@@ -142,10 +231,11 @@ def read_inputs(case: Case, folder: Path) -> Inputs:
         samples_per_group=sizes.num_samples_per_prompt,
         prompt_tokens=run.prompt_tokens,
         lengths=ResponseLengths(sizes.max_response_tokens, recorded=responses),
-        tool_seconds=TOOL_SECONDS,
+        tool_seconds=paced.TOOL if has_tools(case) else 0.0,
+        environment_seconds=paced.ENVIRONMENT_START if has_tools(case) else 0.0,
         reward_seconds=run.reward_seconds,
     )
-    engine = read_engine_speed(folder / "speed.json")
+    engine = read_engine_speed(folder / SPEED)
     apart = read_run(folder / SEPARATE, is_separate=True)
     return Inputs(
         workload,
@@ -193,3 +283,25 @@ def simulated(case: Case, way: str, inputs: Inputs) -> Run:
         staleness=mean("staleness_mean"),
         staleness_max=max(each.staleness_max for each in found),
     )
+
+
+_INTRODUCTION = f"""\
+Generated by `benchmarks/separate_simulation.py`, with the cases and ways of `separate_engines.py`:
+two processes train and sample in turn, or one trains and one samples. `benchmarks/paced.py` gives
+computations a least time, about twice what this machine needs, so that its speed, which changes,
+hardly matters: an engine's step {paced.STEP * 1000:g} ms, {paced.PER_SEQUENCE * 1000:g} ms more for
+each sequence and {paced.PER_PREFILL_TOKEN * 1000:g} ms for each token of a prefill; an update
+{paced.UPDATE:g} s and {paced.PER_TRAINED_TOKEN * 1000:g} ms for each of a rank's tokens; a
+hand-over {paced.HAND_OVER:g} s; an environment's start {paced.ENVIRONMENT_START:g} s and a tool's
+answer {paced.TOOL:g} s. All else is the product. The simulation's inputs are measured in other
+runs, with another seed: the engine by `--measure-engine`; responses, training and switches in a
+colocated run (`--from-run`); training and hand-overs of separate ranks in {SEPARATE_STEPS} steps
+with K=0 (`--from-separate-run`). The first {WARM_UP} steps do not count; the others are simulated
+with {SIMULATED_SEEDS} seeds. The aim is a relative error of 10 % for speed, 10 percentage points
+for idle shares, and for staleness 10 % (or 0.1 versions where the mean is below 0.5). Speed is in
+tokens per second, as lengths differ between runs, but with tools, whose seconds do not depend on
+tokens, in samples per second."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

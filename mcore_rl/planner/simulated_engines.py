@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from mcore_rl.planner.simulated_workload import EngineSpeed, Response, Workload
 
@@ -200,7 +200,7 @@ class Engine:
         wake.callbacks.append(self._wake)
 
     def _wake(self, event: simpy.Event) -> None:
-        number, count = event.value
+        number, count = cast("tuple[int, int]", event.value)
         if number != self._num_wakes or self._is_stopped:
             return  # something else happened in between
         self._advance()

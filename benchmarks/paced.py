@@ -78,6 +78,13 @@ class Pace:
         return found
 
 
+def seconds_late(folder: Path) -> float:
+    """Return by how many seconds the computations of a run took longer in all, on the rank where
+    they are most."""
+    files = [json.loads(file.read_text()) for file in folder.glob("*.json")]
+    return max(sum(found["seconds_over"].values()) for found in files)
+
+
 class HeldEvents:
     """Events of environments by ticket, each held back until its time."""
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -68,6 +69,7 @@ SIMULATED_SEEDS = 10
 SEPARATE_STEPS = 8
 MOST_RUNNING = 128  # the default of --rl-rollout-max-num-seqs
 AIM = 0.1  # relative errors, errors of idle shares, and absolute ones of a small staleness
+MOST_LATE, MOST_RUNS = 0.1, 3
 _SMALL_STALENESS = 0.5  # below, the absolute error counts
 
 
@@ -110,17 +112,34 @@ def rows_of(name: str, checkpoint: Path, folder: Path, repeat: int) -> list[Row]
     inputs = read_inputs(case, folder / INPUTS)
     rows = []
     for way in case.ways:
-        found = []
+        found, late = [], []
         for seed in range(1, repeat + 1):
             run_dir = folder / way.replace(" ", "_") / str(seed)
-            measured = kept_run(case, run_dir)
-            if measured is None:
-                pace = {paced.FOLDER: str(run_dir.parent / PACES / str(seed))}
-                measured = run(case, way, checkpoint, run_dir, seed, **pace)
-            print(f"{name}, {way}: {measured}", flush=True)
+            measured, late_share = paced_run(case, way, checkpoint, run_dir, seed)
+            print(f"{name}, {way}: {measured}, late {late_share:.1%}", flush=True)
             found.append(measured)
-        rows.append(Row(name, way, mean_of(found), simulated(case, way, inputs)))
+            late.append(late_share)
+        rows.append(Row(name, way, mean_of(found), simulated(case, way, inputs), max(late)))
     return rows
+
+
+def paced_run(
+    case: Case, way: str, checkpoint: Path, run_dir: Path, seed: int
+) -> tuple[Run, float]:
+    """Run a case, unless it is kept; return also the share of the time by which computations took
+    longer than given. A run with too large a share is repeated."""
+    pace = run_dir.parent / PACES / str(seed)
+    for _ in range(MOST_RUNS):
+        measured = kept_run(case, run_dir)
+        if measured is None:
+            environment = {paced.FOLDER: str(pace)}
+            measured = run(case, way, checkpoint, run_dir, seed, **environment)
+        late = paced.seconds_late(pace) / (case.workload.num_steps * measured.step_seconds)
+        if late <= MOST_LATE:
+            return measured, late
+        print(f"repeated, as computations took {late:.0%} longer than given", flush=True)
+        shutil.rmtree(run_dir)
+    raise RuntimeError("the machine is too busy: computations take longer than given in each run")
 
 
 def paced_case(case: Case) -> Case:
@@ -138,6 +157,7 @@ class Row:
     way: str
     measured: Run
     simulated: Run
+    late: float = 0.0  # share of the measured time by which computations took longer than given
 
     def speed(self, run: Run) -> float:
         """Tokens per second; with tools, whose seconds do not depend on tokens, samples."""
@@ -166,8 +186,9 @@ def has_tools(case: Case) -> bool:
 def comparison(rows: Sequence[Row]) -> list[str]:
     """Return a table of the rows, measured / simulated, and how many numbers miss the aim."""
     lines = [
-        "| case | way | tokens or samples/s | error | trainers idle | engines idle | versions |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        "| case | way | tokens or samples/s | error | trainers idle | engines idle | versions | "
+        "late |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     num_missed = num_compared = 0
     for row in rows:
@@ -184,6 +205,7 @@ def comparison(rows: Sequence[Row]) -> list[str]:
         num_compared += len(missed) if is_separate else 2
         shown = [f"**{text}**" if miss else text for text, miss in zip(shown, missed, strict=True)]
         shown.insert(1, f"{row.errors[0]:+.0%}")
+        shown.append(f"{row.late:.1%}")
         lines.append(f"| {row.case} | {row.way} | {' | '.join(shown)} |")
     return [
         f"Measured / simulated; {num_compared - num_missed} of {num_compared} numbers are within "
@@ -293,14 +315,15 @@ hardly matters: an engine's step {paced.STEP * 1000:g} ms, {paced.PER_SEQUENCE *
 each sequence and {paced.PER_PREFILL_TOKEN * 1000:g} ms for each token of a prefill; an update
 {paced.UPDATE:g} s and {paced.PER_TRAINED_TOKEN * 1000:g} ms for each of a rank's tokens; a
 hand-over {paced.HAND_OVER:g} s; an environment's start {paced.ENVIRONMENT_START:g} s and a tool's
-answer {paced.TOOL:g} s. All else is the product. The simulation's inputs are measured in other
-runs, with another seed: the engine by `--measure-engine`; responses, training and switches in a
-colocated run (`--from-run`); training and hand-overs of separate ranks in {SEPARATE_STEPS} steps
-with K=0 (`--from-separate-run`). The first {WARM_UP} steps do not count; the others are simulated
-with {SIMULATED_SEEDS} seeds. The aim is a relative error of 10 % for speed, 10 percentage points
-for idle shares, and for staleness 10 % (or 0.1 versions where the mean is below 0.5). Speed is in
-tokens per second, as lengths differ between runs, but with tools, whose seconds do not depend on
-tokens, in samples per second."""
+answer {paced.TOOL:g} s. All else is the product. `late` is the share of a run's time by which
+computations took longer nevertheless; runs with more than {MOST_LATE:.0%} are repeated. The
+simulation's inputs are measured in other runs, with another seed: the engine by `--measure-engine`;
+responses, training and switches in a colocated run (`--from-run`); training and hand-overs of
+separate ranks in {SEPARATE_STEPS} steps with K=0 (`--from-separate-run`). The first {WARM_UP} steps
+do not count; the others are simulated with {SIMULATED_SEEDS} seeds. The aim is a relative error of
+10 % for speed, 10 percentage points for idle shares, and for staleness 10 % (or 0.1 versions where
+the mean is below 0.5). Speed is in tokens per second, as lengths differ between runs, but with
+tools, whose seconds do not depend on tokens, in samples per second."""
 
 
 if __name__ == "__main__":

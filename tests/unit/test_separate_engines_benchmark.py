@@ -46,7 +46,7 @@ def test_comparison_marks_what_misses_the_aim() -> None:
         comparison([Row("even", "separate, K=1", RUN, found) for found in (near, far)])
     )
     assert "5 of 8 numbers" in text
-    assert "| 100. / 109. | +9% | 50% / 50% | 20% / 29% | 1.00 / 1.09 |" in text
+    assert "| 100. / 109. | +9% | 50% / 50% | 20% / 29% | 1.00 / 1.09 | 0.0% |" in text
     assert "| **100. / 111.** | +11% | **50% / 61%** | 20% / 20% | **1.00 / 1.11** |" in text
 
 

@@ -69,7 +69,7 @@ SIMULATED_SEEDS = 10
 SEPARATE_STEPS = 8
 MOST_RUNNING = 128  # the default of --rl-rollout-max-num-seqs
 AIM = 0.1  # relative errors, errors of idle shares, and absolute ones of a small staleness
-MOST_LATE, MOST_RUNS = 0.1, 3
+MOST_LATE, MOST_RUNS = 0.06, 3
 _SMALL_STALENESS = 0.5  # below, the absolute error counts
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mcore_rl.hybrid_engine.proof.attest import FULL
 from mcore_rl.hybrid_engine.remote.session import Session
@@ -48,9 +49,15 @@ def worker_ends(port: int) -> str:
         told = str(error)
     else:
         told = "no error"
-    # Until all are here, for the end of a process closes its sockets.
-    JoinedWorld(store, rank=rank, size=3, name="again", timeout_seconds=_TIMEOUT).close()
+    _meet(store, rank, 3, "again")  # for the end of a process closes its sockets
     return told
+
+
+def _meet(store: dist.Store, rank: int, size: int, name: str) -> None:
+    """Return when all ranks have called this, and no longer need the store of rank 0."""
+    world = JoinedWorld(store, rank=rank, size=size, name=name, timeout_seconds=_TIMEOUT)
+    world.exchange(None)
+    world.close()
 
 
 class _Kernels:
@@ -74,10 +81,11 @@ def waits_for_kernels(port: int) -> list[str]:
 
     for name in ("ends", "call", "rank"):
         world = JoinedWorld(store, rank=rank, size=2, name=name, timeout_seconds=_TIMEOUT)
+        world.meet()
         if rank == 1:
             if name == "rank":
                 world.fail("its loader failed")
-            JoinedWorld(store, rank=1, size=2, name=f"{name}, told", timeout_seconds=_TIMEOUT)
+            _meet(store, 1, 2, f"{name}, told")
             continue
         world.check = fail if name == "call" else world.check
         try:
@@ -85,7 +93,7 @@ def waits_for_kernels(port: int) -> list[str]:
             told.append("no error")
         except RuntimeError as error:
             told.append(str(error))
-        JoinedWorld(store, rank=0, size=2, name=f"{name}, told", timeout_seconds=_TIMEOUT)
+        _meet(store, 0, 2, f"{name}, told")
     return told
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import statistics
@@ -105,6 +106,27 @@ class Run:
     idle_engines: float
     staleness: float
     staleness_max: float
+
+
+def read_options(
+    tokens: Sequence[str] | None, description: str | None, *, repeat: int
+) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of a benchmark that runs cases, with this default of --repeat, and the
+    cases' names."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the section there")
+    parser.add_argument("--repeat", type=int, default=repeat, help="runs of each way")
+    parser.add_argument("--cases", default=",".join(CASES), help="some of " + ", ".join(CASES))
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run directories")
+    options = parser.parse_args(tokens)
+    names = options.cases.split(",")
+    if unknown := set(names) - CASES.keys():
+        parser.error(f"--cases {options.cases}: {min(unknown)} is not one of {', '.join(CASES)}")
+    if options.repeat < 1:
+        parser.error(f"--repeat {options.repeat} must be at least 1; raise it")
+    return options, names
 
 
 def mean_of(runs: Sequence[Run]) -> Run:

@@ -12,7 +12,6 @@ and not repeated.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -40,6 +39,7 @@ from benchmarks.separate_cases import (  # noqa: E402
     Run,
     kept_run,
     mean_of,
+    read_options,
     run,
 )
 from benchmarks.step_time_task import checkpoint_of  # noqa: E402
@@ -54,19 +54,7 @@ typically 2x slower."""
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the section there")
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each way, in turns")
-    parser.add_argument("--cases", default=",".join(CASES), help="some of " + ", ".join(CASES))
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run directories")
-    options = parser.parse_args(tokens)
-    names = options.cases.split(",")
-    if unknown := set(names) - CASES.keys():
-        parser.error(f"--cases {options.cases}: {min(unknown)} is not one of {', '.join(CASES)}")
-    if options.repeat < 1:
-        parser.error(f"--repeat {options.repeat} must be at least 1; raise it")
+    options, names = read_options(tokens, __doc__, repeat=3)
     os.environ.update(ENVIRONMENT)
     started = time.monotonic()
     facts = facts_of_run("separate_engines.py", tokens, ())

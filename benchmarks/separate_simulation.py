@@ -15,7 +15,6 @@ and not repeated.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
@@ -47,6 +46,7 @@ from benchmarks.separate_cases import (  # noqa: E402
     flags_of,
     kept_run,
     mean_of,
+    read_options,
     run,
 )
 from benchmarks.step_time_task import checkpoint_of  # noqa: E402
@@ -74,19 +74,7 @@ _SMALL_STALENESS = 0.5  # below, the absolute error counts
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the section there")
-    parser.add_argument("--repeat", type=int, default=1, help="runs of each way")
-    parser.add_argument("--cases", default=",".join(CASES), help="some of " + ", ".join(CASES))
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run directories")
-    options = parser.parse_args(tokens)
-    names = options.cases.split(",")
-    if unknown := set(names) - CASES.keys():
-        parser.error(f"--cases {options.cases}: {min(unknown)} is not one of {', '.join(CASES)}")
-    if options.repeat < 1:
-        parser.error(f"--repeat {options.repeat} must be at least 1; raise it")
+    options, names = read_options(tokens, __doc__, repeat=1)
     os.environ.update(ENVIRONMENT)
     started = time.monotonic()
     facts = facts_of_run("separate_simulation.py", tokens, ())

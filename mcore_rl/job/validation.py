@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import ExtraArgs
+from mcore_rl.common.variables import variables
 from mcore_rl.flags.parser import all_args
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.model.config_json import ModelShape
@@ -23,19 +23,9 @@ _REFUSALS = (
 )
 
 
-@contextlib.contextmanager
-def world_of_size(size: int) -> Iterator[None]:
+def world_of_size(size: int) -> contextlib.AbstractContextManager[None]:
     """Act as the first rank of such a world, for code that only reads flags."""
-    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
-    os.environ.update(RANK="0", WORLD_SIZE=str(size))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return variables({"RANK": "0", "WORLD_SIZE": str(size)})
 
 
 def check_megatron_accepts(

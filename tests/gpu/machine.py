@@ -57,10 +57,7 @@ def play(
     **arguments: Any,
 ) -> list[Any]:
     """Call `module:function(**arguments)` on so many ranks, a device each; each rank's result."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "order").write_text(json.dumps([function, arguments], default=os.fspath))
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    variables = {**os.environ, **(environment or {}), "PYTHONPATH": path}
+    variables = {**os.environ, **(environment or {}), **_ordered(folder, function, arguments)}
     if HAS_CUDA:
         variables.pop("TORCHDYNAMO_DISABLE", None)  # vLLM compiles what it captures
     process = subprocess.run(
@@ -81,13 +78,11 @@ def play(
 def play_apart(function: str, folder: Path, *, num_ranks: int, **arguments: Any) -> list[Any]:
     """`play` on ranks without a launcher, of which some may end; their results are None. Ranks
     without a GPU of their own share the first; to NCCL each is then a machine."""
-    folder.mkdir(parents=True)
-    (folder / "order").write_text(json.dumps([function, arguments], default=os.fspath))
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    ordered = _ordered(folder, function, arguments)
     shares = HAS_CUDA and torch.cuda.device_count() < num_ranks
     processes = []
     for rank in range(num_ranks):
-        variables = {"PYTHONPATH": path, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        variables = {**ordered, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         if shares:
             variables |= {"LOCAL_RANK": "0", "NCCL_HOSTID": f"rank-{rank}"}
             variables |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
@@ -105,6 +100,13 @@ def play_apart(function: str, folder: Path, *, num_ranks: int, **arguments: Any)
     files = [folder / f"result.{rank}" for rank in range(num_ranks)]
     print(*(text[-3000:] for text in said), sep="\n")
     return [json.loads(file.read_text()) if file.is_file() else None for file in files]
+
+
+def _ordered(folder: Path, function: str, arguments: dict[str, Any]) -> dict[str, str]:
+    """Write the order that ranks play; return the variables that they need."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "order").write_text(json.dumps([function, arguments], default=os.fspath))
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
 def _play(folder: Path) -> None:

@@ -221,7 +221,7 @@ def test_commands_are_valid_shell() -> None:
     "stage", [s for s in STAGES if "-" in s.name and s.num_devices > 1], ids=lambda s: s.name
 )
 def test_layouts_of_several_devices_fit_the_models(stage: Stage, tmp_path: Path) -> None:
-    """Of the stages two-... and four-..., of which only `two-pp` runs without a GPU."""
+    """The stages two-... and four-...; without a GPU only `two-pp` runs."""
     sized = {**MOE.overrides, **tools._ON_GPU["moe"]}
     configs = {"tiny": hf_config("deepseek_v3"), "sized moe": hf_config(MOE.arch) | sized}
     jobs = re.findall(r'(?:verify|switch) ".*" "\$\((.*)\)" (\d) (.*)', stage.command)

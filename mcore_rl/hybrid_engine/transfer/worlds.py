@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.common import objects
+from mcore_rl.common.variables import variables
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
@@ -273,24 +273,9 @@ def _make_backend(
         group: dist.ProcessGroup = init_gloo_process_group(store, rank, size, timeout)
     else:
         make = current_platform.stateless_init_device_torch_dist_pg
-        with _environment(_NCCL_VARIABLES):
+        with variables(_NCCL_VARIABLES):
             group = make(backend, store, rank, size, timeout)
     return group
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables within the context."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _register(

@@ -348,7 +348,9 @@ def test_update_is_that_of_one_process(
     # With 4 ranks for 8 samples of a mini-batch there is little to be shared.
     assert case.shares_prompts or not outcome.found["sharing"]
     assert not case.shares_prompts or case.dp_size == 4 or outcome.found["sharing"] >= 4
-    assert case.dispatcher != ALL_GATHER or outcome.found["uneven"] > 0
+    # Padded for context parallelism, the longest of 4 samples are alike on all ranks.
+    alike = case.division == "4" and case.cp_size > 1
+    assert case.dispatcher != ALL_GATHER or alike or outcome.found["uneven"] > 0
     differences.assert_small()
 
 

@@ -41,6 +41,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
+    "PYTHONFAULTHANDLER": "1",
     "PYTHONWARNINGS": "ignore::FutureWarning",
     "MASTER_ADDR": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -220,11 +221,10 @@ class RankPool:
     def run(self, function: str, **options: Any) -> list[Any]:
         """`run_raw`, for a job that must succeed: each rank's result."""
         outcomes = self.run_raw(function, **options)
-        for rank, outcome in enumerate(outcomes):
-            assert outcome.exit_code == 0, (
-                f"rank {rank} of {function} ended with {outcome.exit_code}:\n"
-                + "\n".join(o.output[-4000:] for o in outcomes)
-            )
+        assert not any(outcome.exit_code for outcome in outcomes), f"{function}:\n" + "\n".join(
+            f"rank {rank} ended with {outcome.exit_code}:\n{outcome.output[-4000:]}"
+            for rank, outcome in enumerate(outcomes)
+        )
         return [outcome.result for outcome in outcomes]
 
     def _ask(self, order: dict[str, Any]) -> list[int]:

@@ -2,13 +2,18 @@
 
 Symptom: `--use-megatron-fsdp` fails when the model is wrapped ("Invalid device string:
 'cuda:cpu'"), then at its device meshes, then at the first reduction of gradients ("Cannot use
-ReduceOp.PREMUL_SUM with Gloo").
+ReduceOp.PREMUL_SUM with Gloo"). Rarely, a rank ends with "malloc(): unaligned tcache chunk
+detected" or a segmentation fault.
 
 Cause: it hard-codes CUDA devices and meshes of type "cuda", and lets NCCL scale during a reduction.
+It gathers the next layers while it reduces gradients in the same group. gloo, which executes a
+group's collectives on two threads, then corrupts its memory (torch 2.13.0; two processes that do
+nothing else crash within minutes).
 
 Why safe: in Megatron-FSDP's own modules a CUDA device or mesh becomes the CPU's, as `cpu_torch`
 does for the rest of Megatron; `torch` does not change for other code. Gradients are scaled before
-the reduction, as Megatron-FSDP itself does in bfloat16.
+the reduction, as Megatron-FSDP itself does in bfloat16. A gather ends before anything else starts,
+which computes the same; Megatron-FSDP waits for it a second time where it needs the result.
 
 Upstream: no issue proposes it.
 
@@ -19,7 +24,9 @@ Versions: megatron-core 0.17 to 0.20.
 
 from __future__ import annotations
 
+import contextlib
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,6 +49,7 @@ def apply() -> None:
         module.torch = _with_cpu_devices(module.torch)
     _use_cpu_meshes()
     _scale_before_adding()
+    _gather_before_anything_else()
 
 
 def _with_cpu_devices(torch: Any) -> types.ModuleType:
@@ -81,6 +89,21 @@ def _scale_before_adding() -> None:
         return torch.distributed.ReduceOp.SUM
 
     buffers.gradient_reduce_preprocessing = prepare_for_gloo
+
+
+def _gather_before_anything_else() -> None:
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as buffers
+
+    coalescing_manager = buffers._coalescing_manager
+    require_parameters(coalescing_manager, "group device async_ops")
+
+    @contextlib.contextmanager
+    def ended_on_leaving(*args: Any, **options: Any) -> Iterator[Any]:
+        with coalescing_manager(*args, **options) as works:
+            yield works
+        works.wait()
+
+    buffers._coalescing_manager = ended_on_leaving
 
 
 PATCH = Patch("megatron.fsdp_on_cpu", "Megatron-FSDP runs over gloo", apply, needed)

@@ -37,6 +37,24 @@ assert gradient.tolist() == [4.0, 8.0]
 assert prepare(gradient, 0.5, DistributedDataParallelConfig()) == SUM
 assert gradient.tolist() == [2.0, 4.0]
 """
+GATHERS_END_ON_LEAVING = """
+from mcore_rl.megatron import adapter as megatron_adapter
+import time
+import torch
+from torch import distributed as dist
+from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
+dist.init_process_group("gloo")
+group, gathered = dist.group.WORLD, torch.zeros(2)
+time.sleep(dist.get_rank())  # rank 0 cannot end before rank 1 begins
+with param_and_grad_buffer._coalescing_manager(group, async_ops=True) as works:
+    dist.all_gather_into_tensor(gathered, torch.ones(1), group=group, async_op=True)
+assert [work.is_completed() for work in works.works] == [True]
+assert gathered.tolist() == [1, 1]
+works.wait()
+with param_and_grad_buffer._coalescing_manager(group):  # nothing to wait for
+    dist.all_reduce(gathered, group=group)
+dist.destroy_process_group()
+"""
 STATE_IS_COMPLETED = """
 from mcore_rl.megatron import adapter as megatron_adapter
 import torch
@@ -67,10 +85,10 @@ assert torch.equal(optimizer.state[parameters[1]]["exp_avg"], moments)
                 torch.cuda.is_available(), reason="the repair does not exist where there is a GPU"
             ),
         )
-        for code in (ITS_DEVICE_IS_THE_CPU, SUMS_ARE_SCALED_FIRST)
+        for code in (ITS_DEVICE_IS_THE_CPU, SUMS_ARE_SCALED_FIRST, GATHERS_END_ON_LEAVING)
     ]
     + [STATE_IS_COMPLETED],
-    ids=["devices", "sums", "adam"],
+    ids=["devices", "sums", "gathers", "adam"],
 )
 def test_fsdp_repair_has_its_effect(code: str, ranks: RankPool) -> None:
-    ranks.run("tests.rank_pool:execute", world_size=1, code=code)
+    ranks.run("tests.rank_pool:execute", world_size=2, code=code)

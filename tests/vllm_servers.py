@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.resource_tracker
 import os
 import subprocess
 import sys
@@ -39,6 +40,8 @@ def fork_engines() -> None:
     from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
 
+    # Here, as with spawned ones: vLLM ends an engine's children before the segments are freed.
+    multiprocessing.resource_tracker.ensure_running()
     for module in (utils, multiproc_executor):
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
 

@@ -6,9 +6,8 @@ ReduceOp.PREMUL_SUM with Gloo"). Rarely, a rank ends with "malloc(): unaligned t
 detected" or a segmentation fault.
 
 Cause: it hard-codes CUDA devices and meshes of type "cuda", and lets NCCL scale during a reduction.
-It gathers the next layers while it reduces gradients in the same group. gloo, which executes a
-group's collectives on two threads, then corrupts its memory (torch 2.13.0; two processes that do
-nothing else crash within minutes).
+It gathers the next layers while it reduces gradients in the same group. gloo then corrupts its
+memory (torch 2.13.0; two processes that do nothing else crash within minutes).
 
 Why safe: in Megatron-FSDP's own modules a CUDA device or mesh becomes the CPU's, as `cpu_torch`
 does for the rest of Megatron; `torch` does not change for other code. Gradients are scaled before
@@ -17,7 +16,8 @@ which computes the same; Megatron-FSDP waits for it a second time where it needs
 
 Upstream: no issue proposes it.
 
-Drop when: Megatron takes the device from `torch.accelerator`.
+Drop when: Megatron takes the device from `torch.accelerator`, and gloo's collectives of a group can
+run at the same time.
 
 Versions: megatron-core 0.17 to 0.20.
 """

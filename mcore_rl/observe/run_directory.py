@@ -52,6 +52,8 @@ HIGHEST_IS_BEST = (
 LOWEST_IS_BEST = ("kl/rollout_actor", "loss/sft", "loss/dpo", "eval/loss", "time/step_seconds")
 _MAX_LINE_BYTES = 1 << 20  # of metrics.jsonl and timeline.jsonl
 _MAX_STEP = (1 << 31) - 1
+# What JSON does not escape, and other readers than a JSON parser take for the end of a line.
+_LINE_BREAKS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +190,8 @@ class RunDirectory:
                 "weight_version": rollout.weight_version,
                 "oldest_weight_version": rollout.oldest_version,
             }
-            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+            text = json.dumps(line, ensure_ascii=False)
+            lines.append(text.translate(_LINE_BREAKS) + "\n")
         self._rollouts.write("".join(lines))
         rows = table_rows(step, rollouts)
         for sink in self._sinks if rows else ():

@@ -220,6 +220,16 @@ def test_unfinished_last_line_is_not_damage(tmp_path):
     assert damaged == []
 
 
+def test_each_sample_is_one_line_whatever_its_text(tmp_path):
+    texts = ["\n\r\v\f", "\x1c\x1d\x1e\x85", "\u2028\u2029", "你好"]
+    directory = RunDirectory(tmp_path, RunConfig())
+    directory.write_rollouts(0, [scored(text, 1.0) for text in texts], range(4))
+    directory.close()
+    lines = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["response"] for line in lines] == texts
+    assert texts[-1] in lines[-1]
+
+
 @pytest.mark.parametrize("method", ["add_scalar", "add_text", "close", "__init__"])
 def test_failing_tensorboard_is_left_out(tmp_path, monkeypatch, caplog, method):
     from torch.utils.tensorboard import SummaryWriter

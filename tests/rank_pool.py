@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from torch.distributed import TCPStore
 
 from tests.processes import lives
 
@@ -187,12 +188,15 @@ class RankPool:
         arguments, too, but for paths, which arrive as strings."""
         self._num_jobs += 1
         files = [str(self._folder / f"{self._num_jobs}.{rank}") for rank in range(world_size)]
+        # As under torchrun, no rank hosts the store: the last one may still need it.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = {
             "TMPDIR": str(self._folder),
             **(environment or {}),
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_PORT": str(free_port()),
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         order = {
             "function": function,

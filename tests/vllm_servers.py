@@ -46,6 +46,12 @@ def fork_engines() -> None:
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
+def variables_of_job() -> list[str]:
+    """Return the environment variables of a rank that a server must not inherit."""
+    parts = ("RANK", "WORLD_SIZE", "MASTER", "TORCHELASTIC")
+    return [name for name in os.environ if any(part in name for part in parts)]
+
+
 class VLLMServer:
     """One server, which can be killed and started again; it may still be starting."""
 
@@ -61,8 +67,8 @@ class VLLMServer:
         self.process = self.start()
 
     def start(self) -> subprocess.Popen[bytes]:
-        jobs = ("RANK", "WORLD_SIZE", "MASTER")
-        environment = {k: v for k, v in os.environ.items() if not any(name in k for name in jobs)}
+        of_job = variables_of_job()
+        environment = {name: os.environ[name] for name in os.environ if name not in of_job}
         environment["VLLM_SERVER_DEV_MODE"] = "1"  # opens the routes for weights
         self.process = subprocess.Popen(self._command, env=environment)
         return self.process

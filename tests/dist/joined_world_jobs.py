@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mcore_rl.hybrid_engine.proof.attest import FULL
 from mcore_rl.hybrid_engine.remote.session import Session
-from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld, host_store, reach_store
+from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld, reach_store
 from mcore_rl.model.tensors import TensorInfo
 
 _TENSOR, _BOX = "weight", ((0, 8),)
@@ -19,11 +19,10 @@ _TIMEOUT = 300.0
 _kept: list[Any] = []
 
 
-def worker_ends(port: int) -> str:
+def worker_ends() -> str:
     """Two trainers update two workers, the second of which ends. Return what a rank is told."""
     rank = int(os.environ["RANK"])
-    meet = host_store if rank == 0 else reach_store
-    store = meet("127.0.0.1", port, _TIMEOUT)
+    store = _store()
     world = JoinedWorld(store, rank=rank, size=4, name="ends", timeout_seconds=_TIMEOUT)
     trains = rank < 2
     session = Session(
@@ -53,8 +52,13 @@ def worker_ends(port: int) -> str:
     return told
 
 
+def _store() -> dist.Store:
+    """Return the store of the job's ranks, which outlives them."""
+    return reach_store("127.0.0.1", int(os.environ["MASTER_PORT"]), _TIMEOUT)
+
+
 def _meet(store: dist.Store, rank: int, size: int, name: str) -> None:
-    """Return when all ranks have called this, and no longer need the store of rank 0."""
+    """Return when all ranks have called this."""
     world = JoinedWorld(store, rank=rank, size=size, name=name, timeout_seconds=_TIMEOUT)
     world.exchange(None)
     world.close()
@@ -71,10 +75,10 @@ class _Kernels:
         return self._left == -1
 
 
-def waits_for_kernels(port: int) -> list[str]:
+def waits_for_kernels() -> list[str]:
     """What ends rank 0's wait for messages on its device: their end, a failed call, a lost rank."""
     rank, told = int(os.environ["RANK"]), []
-    store = (host_store if rank == 0 else reach_store)("127.0.0.1", port, _TIMEOUT)
+    store = _store()
 
     def fail() -> None:
         raise RuntimeError("the server refused the call")

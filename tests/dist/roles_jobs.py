@@ -135,7 +135,6 @@ def learn_apart(flags: list[str], target: str, num_steps: int = 2) -> dict[str, 
             found = _criticise(job, Path(target), log)
         else:
             found = _act(job, Path(target), num_steps, log)
-    dist.barrier()  # rank 0 serves the store, and others still export
     dist.destroy_process_group()
     return {"role": job.world.role, **found}
 

@@ -22,7 +22,7 @@ from mcore_rl.hybrid_engine.hand_over import HandOver
 from mcore_rl.hybrid_engine.proof.attest import FULL, OFF, Attestor
 from mcore_rl.hybrid_engine.proof.canary import Canary
 from mcore_rl.hybrid_engine.transfer.gather import GatherPath
-from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld, host_store, reach_store
+from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld, reach_store
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.hybrid_engine.weight_stream import HandOverOptions, WeightStream
 from mcore_rl.job.start import start
@@ -54,13 +54,14 @@ class Side:
     ) -> None:
         rank = int(os.environ["RANK"])
         self.is_trainer = rank < RANKS_PER_SIDE
-        own, joint = ports[:2], ports[2]
+        joint = int(os.environ["MASTER_PORT"])
+        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # each side has a store of its own
         os.environ.update(
             RANK=str(rank % RANKS_PER_SIDE),
             LOCAL_RANK=str(rank % RANKS_PER_SIDE),
             WORLD_SIZE=str(RANKS_PER_SIDE),
             LOCAL_WORLD_SIZE=str(RANKS_PER_SIDE),
-            MASTER_PORT=str(own[rank // RANKS_PER_SIDE]),
+            MASTER_PORT=str(ports[rank // RANKS_PER_SIDE]),
         )
         self.actor = self.shards = self.engine = None
         if self.is_trainer:
@@ -70,10 +71,9 @@ class Side:
             with open("/dev/null", "w") as log:
                 self.job = start(flags, log=log, has_engine=False)
             self.engine = make_engine(self.job)
-        open_store = host_store if rank == 0 else reach_store
-        self._store = open_store("127.0.0.1", joint, 400)
+        store = reach_store("127.0.0.1", joint, 400)
         self.world = JoinedWorld(
-            self._store, rank=rank, size=2 * RANKS_PER_SIDE, name="test", timeout_seconds=400
+            store, rank=rank, size=2 * RANKS_PER_SIDE, name="test", timeout_seconds=400
         )
 
     def hand_over(self, canary: Canary | None = None, **options: Any) -> HandOver:
@@ -99,7 +99,7 @@ class Side:
     def close(self) -> None:
         if self.engine is not None:
             self.engine.close()
-        dist.barrier(self.world.control)  # rank 0 hosts the store
+        dist.barrier(self.world.control)  # a side's first rank hosts its store
         self.world.close()
         dist.destroy_process_group()
 

@@ -28,7 +28,6 @@ def distil(flags: list[str]) -> dict[str, Any]:
             serve_role(job, log=log)
         else:
             found = _act(job, log)
-    dist.barrier()  # rank 0 serves the store
     dist.destroy_process_group()
     return {"role": job.world.role, **found}
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from tests.rank_pool import RankPool, free_port
+from tests.rank_pool import RankPool
 
 
 def test_the_end_of_a_worker_ends_the_update_of_all_others(ranks: RankPool) -> None:
     # The world's timeout is longer than that of the job: nobody waits for it.
     outcomes = ranks.run_raw(
-        "tests.dist.joined_world_jobs:worker_ends",
-        world_size=4,
-        port=free_port(),
-        timeout_seconds=120,
+        "tests.dist.joined_world_jobs:worker_ends", world_size=4, timeout_seconds=120
     )
     assert [outcome.exit_code for outcome in outcomes] == [0, 0, 0, 3], outcomes[0].output[-4000:]
     told = {outcome.result for outcome in outcomes[:3]}
@@ -20,9 +17,7 @@ def test_the_end_of_a_worker_ends_the_update_of_all_others(ranks: RankPool) -> N
 
 
 def test_a_wait_for_the_device_ends_with_its_messages_or_with_a_failure(ranks: RankPool) -> None:
-    told, _ = ranks.run(
-        "tests.dist.joined_world_jobs:waits_for_kernels", world_size=2, port=free_port()
-    )
+    told, _ = ranks.run("tests.dist.joined_world_jobs:waits_for_kernels", world_size=2)
     assert told[0] == "no error"
     assert "the server refused the call" in told[1]
     assert "rank 1: its loader failed" in told[2]

@@ -17,7 +17,7 @@ JOBS = "tests.dist.separate_hand_over_jobs"
 
 
 def run(ranks: RankPool, job: str, flags: list[str]) -> Results:
-    ports = [free_port() for _ in range(3)]
+    ports = [free_port() for _ in range(2)]
     return ranks.run(f"{JOBS}:{job}", world_size=4, flags=flags, ports=ports)
 
 

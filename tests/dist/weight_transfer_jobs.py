@@ -33,7 +33,7 @@ from mcore_rl.hybrid_engine.remote.trainer import (
 )
 from tests.dist.jobs import first_mini_batch, started
 from tests.processes import lives
-from tests.vllm_servers import fork_engines
+from tests.vllm_servers import fork_engines, variables_of_job
 
 NUM_TRAINERS = 4
 PROMPTS = [list(range(5 + i, 15 + 2 * i)) for i in range(4)]
@@ -58,7 +58,7 @@ def keep_server(folder: Path, port: int, checkpoint: str, serve: list[str]) -> d
 
     The fresh one starts with the last export and loads the others by vLLM's own reload.
     """
-    for name in [n for n in os.environ if "RANK" in n or "WORLD_SIZE" in n or "MASTER" in n]:
+    for name in variables_of_job():
         del os.environ[name]
     fork = multiprocessing.get_context("fork")
     server = fork.Process(

@@ -161,8 +161,8 @@ def test_a_larger_teacher_is_learned_from_without_rewards(
     ranks.run("tests.e2e.jobs:train", world_size=2, tokens=tokens.splitlines())
     steps = [metrics for metrics in metrics_of(tmp_path / "run") if "loss/teacher" in metrics]
     assert len(steps) == 12 and all(metrics["reward/mean"] == 0 for metrics in steps)
-    for name in ("loss/teacher", "teacher/reverse_kl"):
-        assert 0 < steps[-1][name] < 0.5 * steps[0][name]
+    # Not teacher/reverse_kl: the estimate from the 128 sampled tokens of a step is mostly noise.
+    assert 0 < steps[-1]["loss/teacher"] < 0.5 * steps[0]["loss/teacher"]
     assert (tmp_path / "run" / "checkpoints").is_dir()
 
 

@@ -129,6 +129,7 @@ def running(
 
 
 def until(condition: Callable[[], object]) -> None:
-    """For as long as the test may take."""
+    deadline = time.monotonic() + 600
     while not condition():
+        assert time.monotonic() < deadline, "waited for 600 s"
         time.sleep(0.05)

@@ -47,7 +47,10 @@ def _play(checkpoint: str, vocab_size: int, servers: list[VLLMServer]) -> dict[s
     dist.init_process_group("gloo")
     local = VLLMEngine(small_engine(checkpoint, max_model_len=MAX_LEN))
     urls = tuple(each.url for each in servers)
-    config = ServersConfig(urls, seqs_per_server=16, vocab_size=vocab_size)
+    # Requests find a killed server, not a probe.
+    config = ServersConfig(
+        urls, seqs_per_server=16, vocab_size=vocab_size, probe_interval_seconds=3600
+    )
     config_r3 = ServersConfig(
         urls, seqs_per_server=16, vocab_size=vocab_size, routed_layers=RoutedLayers((0,), 1, 2)
     )

@@ -100,7 +100,7 @@ def url(
 def is_healthy(address: str) -> bool:
     try:
         return requests.get(f"{address}/health", timeout=5).ok
-    except requests.ConnectionError:
+    except requests.RequestException:
         return False
 
 

@@ -37,6 +37,7 @@ from rich.table import Table
 
 from mcore_rl.observe.run_directory import read_metrics
 from scripts import kill_test
+from tests.processes import lives
 from tests.rank_pool import ROOT
 from tests.vllm_servers import RECEIVES, VLLMServer, running
 
@@ -194,7 +195,7 @@ def _kill(
             return process.poll() is None
         if has_come(kill.num_steps) and (pid := _pid_of(process.pid, kill.rank)):
             time.sleep(kill.delay_seconds)
-            if process.poll() is None and psutil.pid_exists(pid):
+            if process.poll() is None and lives(pid):
                 os.kill(pid, signal.SIGKILL)
                 return True
         time.sleep(0.02)

@@ -53,7 +53,8 @@ SYNCHRONOUS: dict[str, tuple[tuple[str, ...], int, int, str]] = {
         "--rl-rollout-ranks 2-3",
     ),
     "ppo, environment, evaluation": (
-        ("--rl-algorithm", "ppo", *TP2, *CALCULATOR, *EVAL),
+        # Deterministic: the time of a tool would decide which turns share a forward pass.
+        ("--rl-algorithm", "ppo", "--rl-deterministic", *TP2, *CALCULATOR, *EVAL),
         2,
         4,
         "--rl-rollout-ranks 2-3",

@@ -25,6 +25,7 @@ from scripts.gpu_trial.page import page
 from scripts.gpu_trial.processes import run_limited
 from scripts.gpu_trial.stages import MOST_SECONDS, NAMES, STAGES, Stage, missing
 from scripts.make_tiny_deepseek import hf_config
+from tests.processes import lives
 from tests.rank_pool import ROOT
 
 STAGE = {stage.name: stage for stage in STAGES}
@@ -107,10 +108,6 @@ time.sleep(100000)
 """
 
 
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
 def run_in(folder: Path, command: list[str], **options: Any) -> dict[str, Any]:
     limits = {"environment": os.environ, "limit_seconds": 480, "grace_seconds": 0} | options
     return run_limited(command, cwd=folder, log=folder / "log", **limits)
@@ -127,7 +124,7 @@ def test_stage_at_limit_is_killed_with_its_processes(tmp_path: Path) -> None:
     found = run_in(tmp_path, command, now=past_limit_once(started))
     assert found["timed_out"]
     pids = [int(pid) for pid in started.read_text().split()]
-    assert len(pids) == 2 and all(map(is_gone, pids))
+    assert len(pids) == 2 and not any(map(lives, pids))
     why = driver.fault(STAGE["train"], found, "+ first\n+ python -m mcore_rl.train\n")
     assert why == "ended at its limit of 480 s during python -m mcore_rl.train"
 
@@ -136,7 +133,7 @@ def test_processes_that_outlive_stage_are_reported_and_ended(tmp_path: Path) -> 
     script = "setsid sleep 100000 >/dev/null 2>&1 & echo $!"
     found = run_in(tmp_path, ["bash", "-c", script])
     (pid,) = found["left_processes"]
-    assert (found["exit_code"], is_gone(pid)) == (0, True)
+    assert (found["exit_code"], lives(pid)) == (0, False)
     memory = found["memory_bytes"]
     assert memory["highest"][0] >= memory["before"][0] > 0
 
@@ -383,7 +380,7 @@ def test_installation_outlives_stage_at_limit(tmp_path: Path) -> None:
     assert found["timed_out"]
     process = psutil.Process(int(pid_file.read_text()))
     try:
-        assert process.is_running() and not is_gone(process.pid)
+        assert lives(process)
         assert "start the trial again" in (tmp_path / "log").read_text()
     finally:
         for each in [process, *process.children()]:

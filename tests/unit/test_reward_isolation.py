@@ -8,11 +8,9 @@ import os
 import resource
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from mcore_rl.batching.types import Rollout
@@ -21,6 +19,7 @@ from mcore_rl.isolation.variables import process_environment
 from mcore_rl.rewards.options import RewardOptions
 from mcore_rl.rewards.pool import check_rewards
 from mcore_rl.rewards.stack import RewardStack
+from tests.processes import wait_until_all_have_ended
 from tests.reward_server import responses
 from tests.reward_specs import rewards_of
 
@@ -243,15 +242,12 @@ def test_worker_is_not_in_the_trainers_process_group(pool):
 
 
 def test_children_of_a_worker_end_with_it(folder, tmp_path):
-    with new_pool(timeout_seconds=2) as pool:
+    with new_pool(timeout_seconds=10) as pool:
         slow, quick = pool.score(attempt("hang with a child", ""))
         assert slow.failure is not None and slow.failure.startswith("timed out")
         assert quick.failure is None
         child = int((folder / "child").read_text())
-        deadline = time.monotonic() + 120
-        while psutil.pid_exists(child) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
+        wait_until_all_have_ended([child])
 
 
 def test_hanging_import_is_a_usage_error(folder, monkeypatch):

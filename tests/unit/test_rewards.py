@@ -21,7 +21,7 @@ from mcore_rl.rewards.batches import Batch
 from mcore_rl.rewards.functions import arithmetic, exact_match, gsm8k, resolve_reward, reward
 from mcore_rl.rewards.pool import RewardPool, check_functions
 from mcore_rl.rewards.stack import RewardStack
-from tests.processes import lives
+from tests.processes import lives, wait_until_all_have_ended
 from tests.reward_server import rollouts
 from tests.reward_specs import rewards_of
 
@@ -48,7 +48,9 @@ ACTIONS = {
     "_exit": lambda prompt, response: os._exit(1),
     "_exit with 0": lambda prompt, response: os._exit(0),
     "segfault": lambda prompt, response: os.kill(os.getpid(), signal.SIGSEGV),
-    "die when idle": lambda prompt, response: threading.Timer(0.2, os._exit, [1]).start() or 1.0,
+    "die when idle": lambda prompt, response: (
+        threading.Timer(3.0, os._exit, [1]).start() or os.getpid()
+    ),
     "True": lambda prompt, response: True,
     "texts": lambda prompt, response: float((prompt, response) == ("question", "7")),
     "SIGTERM": lambda prompt, response: signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
@@ -338,8 +340,9 @@ def test_workers_have_the_default_handler_of_sigterm(pool):
 
 
 def test_score_recovers_when_an_idle_worker_dies(pool):
-    assert [s.reward for s in pool.score(rollouts("die when idle", "1"))] == [1.0, 1.0]
-    time.sleep(0.6)
+    pid, one = (int(s.reward) for s in pool.score(rollouts("die when idle", "1")))
+    assert one == 1
+    wait_until_all_have_ended([pid])
     scored = pool.score(rollouts(*["1"] * 10))
     assert [s.reward for s in scored] == [1.0] * 10
 
@@ -367,8 +370,8 @@ def sent_batches(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
 
 
 def test_samples_of_a_quick_reward_are_sent_in_batches(user_module, monkeypatch):
-    # A sample of 0.1 s then counts as quick, which holds on a busy machine.
-    monkeypatch.setattr("mcore_rl.rewards.batches._BATCH_SECONDS", 1.0)
+    # A sample of 1 s then counts as quick, which holds on a busy machine.
+    monkeypatch.setattr("mcore_rl.rewards.batches._BATCH_SECONDS", 10.0)
     with user_pool(timeout_seconds=3) as pool:
         batches = sent_batches(monkeypatch)
         answers = [str(i / 4) for i in range(80)]
@@ -472,7 +475,7 @@ def test_workers_import_neither_main_nor_torch(trainer_folder, user_module, how)
     assert run.stdout.split()[0] == "0"
     assert (trainer_folder / "main_was_run").read_text().split() == ["__main__"]
     # The script ended without closing its pool.
-    assert all(not lives(int(pid)) for pid in run.stdout.split()[1:])
+    wait_until_all_have_ended(map(int, run.stdout.split()[1:]))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel does this on Linux only")
@@ -493,10 +496,7 @@ def test_workers_die_when_the_trainer_is_killed(trainer_folder, user_module):
     finally:
         trainer.kill()
         trainer.wait()
-    deadline = time.monotonic() + 120
-    while any(map(lives, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until_all_have_ended(pids)
 
 
 ROW = {"data_source": "sums", "reward_model": {"ground_truth": ["a", "b"]}, "hint": None}

@@ -8,6 +8,7 @@ import time
 from functools import partial
 from typing import Any
 
+import pytest
 from torch.distributed import HashStore
 
 from mcore_rl.observe import watchdog
@@ -54,23 +55,49 @@ class Rank:
         dog.close()
 
 
-def test_stages_within_the_limit_end_nothing(capsys):
-    rank = Rank(0, None, limit=3.0, world_size=1)
-    for _ in range(7):
-        rank.stage(0.5)  # longer than the limit together
-    assert rank.codes == [] and capsys.readouterr().err == ""
+class Clock:
+    """The time of a watchdog, which passes where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def pass_by(self, seconds: float) -> None:
+        """Let time pass, and the watchdog look at it a few times."""
+        self.now += seconds
+        time.sleep(0.5)
 
 
-def test_nested_stage_has_its_own_limit():
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(watchdog, "time", clock)
+    return clock
+
+
+def test_stages_within_the_limit_end_nothing(clock, capsys):
+    codes: list[int] = []
+    dog = StageWatchdog(3.0, rank=0, world_size=1, leave=codes.append)
+    for _ in range(3):
+        dog.enter("rollout")
+        clock.pass_by(2.0)  # longer than the limit together
+        dog.leave()
+    dog.close()
+    assert codes == [] and capsys.readouterr().err == ""
+
+
+def test_nested_stage_has_its_own_limit(clock):
     codes: list[int] = []
     dog = StageWatchdog(3.0, rank=0, world_size=1, leave=codes.append)
     dog.enter("outer")
-    for _ in range(7):
+    for _ in range(3):
         dog.enter("inner")
-        time.sleep(0.5)
+        clock.pass_by(2.0)
         dog.leave()
     dog.leave()
-    time.sleep(3.5)  # nothing is watched between stages
+    clock.pass_by(4.0)  # nothing is watched between stages
     assert codes == []
     dog.close()
 

@@ -467,6 +467,8 @@ def test_gdpo_weighs_rewards_by_the_source_of_a_sample():
 
 
 # Samples without a reward -------------------------------------------------------------------------
+    learner, _ = learner_of(advantage="gdpo", turn_weight=0.0)  # that of all rewards
+    assert learner._informative_groups(held(learner, samples)).tolist() == [False, False]
 
 
 def without_rewards(*numbers: int, samples: list[ScoredRollout] | None = None):

@@ -363,10 +363,11 @@ class Learner:
         )
 
     def _baselines(self, table: SampleTable) -> np.ndarray | None:
-        """Return outcomes of greedy responses, with the length penalty of samples."""
+        """Return outcomes of greedy responses, with the penalties of samples."""
         if np.isnan(table.baselines).any():
             return None
         penalties = self._overlong_penalty(table.baseline_lengths)
+        penalties -= self.recipe.missing_eos_penalty * table.baseline_is_cut
         outcomes: np.ndarray = self._comparison.clipped(table.baselines) + penalties
         return outcomes
 

@@ -141,6 +141,15 @@ TOP_K = ("--rl-teacher-form", "topk", "--rl-teacher-top-k", "8")
 FULL = ("--rl-teacher-form", "full")
 
 
+def test_the_head_of_a_teacher_with_a_model_of_its_own_is_in_float32(
+    student: Path, ranks: RankPool
+) -> None:
+    """In bfloat16 it rounds as the actor does, whose logits are not rounded."""
+    flags = ("--rl-teacher", str(student), "--rl-teacher-ranks", "1", "--rl-fp32-lm-head")
+    found, *_ = distilled(ranks, student, "tp1_pp1_ep1", *flags, world_size=2, precision="bf16")
+    assert not found["is_swapped"] and found["teacher"] == found["student"]
+
+
 @pytest.mark.parametrize("form", [(), TOP_K, FULL])
 def test_the_student_as_its_own_teacher_gives_exactly_nothing(
     form: tuple[str, ...], student: Path, ranks: RankPool
@@ -159,15 +168,6 @@ def responses(student: Path) -> Iterator[tuple[torch.Tensor, slice]]:
         yield tokens, slice(len(sample.rollout.prompt.token_ids) - 1, len(tokens) - 1)
 
 
-def gradient_norm(model: Any) -> float:
-    norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
-    return float(torch.stack(norms).norm())
-
-
-def test_gradient_equals_that_of_the_published_form(
-    student: Path, same_shape: Path, ranks: RankPool, tmp_path: Path
-) -> None:
-    """Each token's advantage is -coef times the log ratio; GRPO adds 0 for equal rewards."""
 def assert_gradient(found: dict[str, Any], target: Path, student: Path, model: Any) -> None:
     """The update to `target` was by the gradients of `model`; with UPDATE the first one by Adam of
     a gradient g is LR g / (|g| + 1)."""
@@ -183,6 +183,15 @@ def assert_gradient(found: dict[str, Any], target: Path, student: Path, model: A
         assert difference <= TOLERANCE * largest, name
 
 
+def gradient_norm(model: Any) -> float:
+    norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+    return float(torch.stack(norms).norm())
+
+
+def test_gradient_equals_that_of_the_published_form(
+    student: Path, same_shape: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Each token's advantage is -coef times the log ratio; GRPO adds 0 for equal rewards."""
     flags = ("--rl-teacher", str(same_shape), "--rl-teacher-coef", str(COEF))
     flags += ("--rl-loss-aggregation", "token_mean", *UPDATE)
     found, *_ = distilled(ranks, student, "dp2", *flags, target=tmp_path / "after")
@@ -265,6 +274,7 @@ def test_gradient_equals_that_of_whole_distributions(
     student: Path,
     same_shape: Path,
     ranks: RankPool,
+    tmp_path: Path,
 ) -> None:
     """With `topk` all tokens but the teacher's k likeliest ones are one outcome."""
     k, temperature = 8, 0.8
@@ -277,7 +287,6 @@ def test_gradient_equals_that_of_whole_distributions(
     )
     assert found["is_swapped"] == is_swapped
     teacher, model = model_of(same_shape), model_of(student)
-    tmp_path: Path,
     terms = []
     for tokens, scored in responses(student):
         p = (model(tokens[None]).logits[0, scored] / temperature).softmax(-1)

@@ -36,8 +36,10 @@ class TeacherSums(TokenSums):
     log_prob: torch.Tensor  # log p_teacher
 
     def metrics(self) -> dict[str, float]:
-        """Return the means over loss tokens."""
-        tokens = max(float(self.num_tokens), 1.0)
+        """Return the means over loss tokens; empty without any, since 0 would mean equality."""
+        tokens = float(self.num_tokens)
+        if not tokens:
+            return {}
         return {
             "teacher/reverse_kl": float(self.reverse_kl) / tokens,
             "teacher/log_prob": float(self.log_prob) / tokens,

@@ -64,7 +64,7 @@ class Veto(Parameters):
 
 @dataclass(frozen=True)
 class Cap(Veto):
-    """Parameters of the corrections that truncate."""
+    """Parameters of the corrections that truncate; floor <= cap."""
 
     mismatch_cap: float = param(
         2.0,
@@ -79,6 +79,16 @@ class Cap(Veto):
         most=1,
         advice="weights below it are raised to it, so choose for example 0.5",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mismatch_floor > self.mismatch_cap:
+            raise UsageError(
+                f"is above --rl-mismatch-cap {self.mismatch_cap}, so that every weight would be "
+                "the cap",
+                flag=f"--rl-mismatch-floor {self.mismatch_floor}",
+                remedy="lower it, or raise the cap",
+            )
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ class SampleTable:
     has_failed: np.ndarray  # bool, the sample itself failed
     baselines: np.ndarray  # float64, reward of the greedy response; nan: not requested
     baseline_lengths: np.ndarray  # int64, tokens of the greedy response
+    baseline_is_cut: np.ndarray  # bool, the greedy response is truncated
     has_baseline: np.ndarray  # bool, False if the greedy response has no reward
     oldest_versions: np.ndarray  # int64, version of the weights that sampled its oldest token
     why_not_valid: tuple[str | None, ...]  # `ScoredRollout.why_not_valid`
@@ -104,6 +105,7 @@ class SampleTable:
             has_failed=truths([rollout.failure is not None for rollout in rollouts]),
             baselines=numbers_of([np.nan if b is None else b.reward for b in baselines]),
             baseline_lengths=integers([0 if b is None else b.num_tokens for b in baselines]),
+            baseline_is_cut=truths([b is not None and b.is_cut for b in baselines]),
             has_baseline=truths([b is None or b.failure is None for b in baselines]),
             oldest_versions=integers([rollout.oldest_version for rollout in rollouts]),
             why_not_valid=tuple(sample.why_not_valid for sample in scored),
@@ -141,6 +143,7 @@ class SampleTable:
             has_failed=no,
             baselines=np.full(count, np.nan),
             baseline_lengths=nothing,
+            baseline_is_cut=no,
             has_baseline=yes,
             oldest_versions=nothing,
             why_not_valid=tuple(None if each else "not trained on" for each in valid),

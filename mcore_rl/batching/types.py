@@ -164,6 +164,7 @@ class Baseline:
     reward: float
     num_tokens: int  # in the response
     failure: str | None = None  # as in `ScoredRollout`
+    is_cut: bool = False  # truncated at the maximum length
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +205,12 @@ def with_baselines(scored: Sequence[ScoredRollout], sizes: Sequence[int]) -> lis
     if not greedy:
         return samples
     baselines = [
-        Baseline(each.reward, len(each.rollout.response_token_ids), each.why_not_valid)
+        Baseline(
+            each.reward,
+            len(each.rollout.response_token_ids),
+            each.why_not_valid,
+            is_cut=each.rollout.finish_reason == "length",
+        )
         for each in greedy
     ]
     of_samples = [each for each, size in zip(baselines, sizes, strict=True) for _ in range(size)]

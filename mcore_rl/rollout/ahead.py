@@ -27,10 +27,12 @@ from mcore_rl.data.prompts import PromptSources
 from mcore_rl.hybrid_engine.vllm.sampling_engine import SamplingEngine, SamplingGeneration
 from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.observe.timeline import SAMPLING, Activity
+from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rollout.admission import Admission
 from mcore_rl.rollout.ahead_state import AheadMetrics, AheadState
 from mcore_rl.rollout.bank import Bank, read_bank
-from mcore_rl.rollout.collector import Collected, rewards_differ, sampling_of
+from mcore_rl.rollout.collector import Collected, sampling_of
+from mcore_rl.rollout.comparison import GroupComparison
 from mcore_rl.rollout.continuous import ContinuousScheduler
 from mcore_rl.rollout.dispatch import StepCounts
 from mcore_rl.rollout.engines import RolloutWorkers
@@ -53,6 +55,7 @@ class AheadSampler:
         prompts: PromptSources,
         recipe: Algorithm,
         options: RolloutOptions,
+        rewards: RewardSpec,
         layout: RolloutLayout,
         *,
         num_prompts_per_step: int,
@@ -93,6 +96,7 @@ class AheadSampler:
         self._done = {d for d in banked if d < state.next_draw and d not in outstanding}
         self.num_banked = len(banked) - len(self._done)
         self._draws = self._make_draws(state.next_draw, outstanding, num_prompts_per_step)
+        comparison = GroupComparison(recipe, rewards, prompts.keys_of)
         most_groups = (options.staleness_limit + 1) * num_prompts_per_step
         self._scheduler = ContinuousScheduler(
             engine,
@@ -101,7 +105,7 @@ class AheadSampler:
             draws=self._draws,
             bank=self._make_bank(bank, fingerprint),
             rewards=workers.rewards if self._is_leader else None,
-            differs=rewards_differ if recipe.dynamic_sampling else None,
+            differs=comparison.samples_differ if recipe.dynamic_sampling else None,
             most_groups=math.ceil(most_groups / self._num_tp_groups),
             conversations=workers.conversations,
             banked={draw: each for draw, each in banked.items() if draw >= state.next_draw},

@@ -1,9 +1,9 @@
 """Collection of a step's samples: prompts, responses, rewards and replaced prompts.
 
 Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) keeps a prompt only if its responses differ
-in reward: otherwise no response has an advantage over another. A step draws prompts until it has
-enough, within `--rl-max-refills`. It fills the remaining places with prompts whose rewards do not
-differ, so that every step has the same number of samples.
+in reward (see `comparison`): otherwise no response has an advantage over another. A step draws
+prompts until it has enough, within `--rl-max-refills`. It fills the remaining places with prompts
+whose rewards do not differ, so that every step has the same number of samples.
 
 A sample whose reward failed has no reward. It is not compared and not trained on.
 """
@@ -21,15 +21,16 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from mcore_rl.algorithms.estimators import select_informative_groups
 from mcore_rl.algorithms.recipes import Algorithm
 from mcore_rl.batching.table import SampleTable
-from mcore_rl.batching.types import Prompt, ScoredRollout
+from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import not_held
 from mcore_rl.data.prompts import PromptSources
 from mcore_rl.hybrid_engine.vllm.generation import Sampling
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.timeline import TimeSpan
+from mcore_rl.rewards.specs import RewardSpec
+from mcore_rl.rollout.comparison import GroupComparison
 from mcore_rl.rollout.curriculum import Curriculum
 from mcore_rl.rollout.dispatch import SamplingTarget, StepCounts
 from mcore_rl.rollout.engines import RolloutWorkers
@@ -69,6 +70,7 @@ class Collector:
         prompts: PromptSources,
         recipe: Algorithm,
         options: RolloutOptions,
+        rewards: RewardSpec,
         *,
         num_prompts_per_step: int,
         seed: int,
@@ -85,6 +87,7 @@ class Collector:
         self.lengths = np.full(int(prompts.rows.max()) + 1, -1, dtype=np.int32)
         self._lengths_before = self.lengths
         self._curriculum = curriculum
+        self._comparison = GroupComparison(recipe, rewards, prompts.keys_of)
         self._counts = StepCounts()  # of this step
         self._num_calls = 0
 
@@ -130,7 +133,7 @@ class Collector:
             # Another round may follow: do not prefetch training.
             call_back = when_few_are_left if target.compares else None
             for group in _groups_of(self._sample_groups(target, weight_version, call_back)):
-                (kept if _differ(group) else uninformative).append(group)
+                (kept if self._comparison.differs(group) else uninformative).append(group)
             if target.compares or not any(group.valid.any() for group in (*kept, *uninformative)):
                 break  # if every reward failed, more draws would not help
         taken, surplus = _in_places(kept, places)
@@ -240,7 +243,7 @@ class Collector:
                 target,
                 self._prompt_of,
                 key=f"{self._num_calls}",
-                differs=rewards_differ if target.compares else None,
+                differs=self._comparison.samples_differ if target.compares else None,
                 order_of=self._longest_first,
                 when_few_are_left=when_few_are_left,
             )
@@ -251,7 +254,8 @@ class Collector:
         self.lengths[table.prompts] = 0
         np.maximum.at(self.lengths, table.prompts, table.response_lengths)
         if self._curriculum is not None:
-            self._curriculum.settle(self.position, table)
+            informative = self._comparison.informative(table, table.prompts)
+            self._curriculum.settle(self.position, table, informative)
         return table
 
     def _record_idle_time(self, seconds: float) -> None:
@@ -322,11 +326,6 @@ def sampling_of(options: RolloutOptions) -> Sampling:
     )
 
 
-def rewards_differ(scored: Sequence[ScoredRollout]) -> bool:
-    """Return whether the responses to a prompt differ in reward."""
-    return _differ(SampleTable.of(scored))
-
-
 def _groups_of(table: SampleTable) -> list[SampleTable]:
     """Return the samples of each group."""
     ends = np.cumsum(np.bincount(table.group_ids)) if len(table) else ()
@@ -343,8 +342,3 @@ def _in_places(
         left[len(group)] -= 1
         found[left[len(group)] < 0].append(group)
     return found
-
-
-def _differ(group: SampleTable) -> bool:
-    rewards = group.rewards[group.valid]
-    return len(select_informative_groups(rewards, np.zeros(len(rewards), dtype=np.int64))) > 0

@@ -1,6 +1,7 @@
 """A curriculum: prompts whose recent accuracy is 0 or 1 are drawn no more, or less often.
 
-All responses to such a prompt have the same reward, so that it teaches nothing. Each draw keeps its
+All responses to such a prompt have the same reward, so that it teaches nothing. One whose responses
+are all right, or all wrong, but differ in reward counts as neither. Each draw keeps its
 source; of the source's prompts, in the order of its epochs, a draw gets the next one that is not
 passed over. With a fixed state the prompts of draws are a pure function of their numbers.
 """
@@ -22,6 +23,7 @@ from mcore_rl.data.prompts import PromptSources
 
 _FILE = "curriculum.safetensors"
 _CHUNK = 1024  # prompts looked at together
+_NEITHER = 0.5  # accuracy of a prompt that is not passed over
 _EPOCHS = 4  # a prompt that is drawn less often is drawn in one of so many
 
 
@@ -94,15 +96,18 @@ class Curriculum:
         teaches = ~np.isin(accuracy, (0.0, 1.0))
         return teaches if self._drops else teaches | ((epochs + places) % _EPOCHS == 0)
 
-    def settle(self, position: int, table: SampleTable) -> None:
-        """Record the outcome of the draws below `position`; `table` has samples of them."""
+    def settle(self, position: int, table: SampleTable, informative: np.ndarray) -> None:
+        """Record the outcome of the draws below `position`; `table` has samples of them.
+        `informative` has the `Prompt.index` of those that teach, whatever their accuracy."""
         num_draws = position - self._first
         if num_draws:
             self.position_of(position - 1)
         rows, solved = table.prompts[table.valid], table.rewards[table.valid] >= 1.0
         drawn, inverse = np.unique(rows, return_inverse=True)
         accuracy = self.state.accuracy.copy()
-        accuracy[drawn] = np.bincount(inverse, solved) / np.bincount(inverse)
+        shares = np.bincount(inverse, solved) / np.bincount(inverse)
+        teaches = np.isin(drawn, informative) & np.isin(shares, (0.0, 1.0))
+        accuracy[drawn] = np.where(teaches, _NEITHER, shares)
         cursors = self._cursors[num_draws]
         self._num_passed_over += sum(cursors) - sum(self.state.cursors) - num_draws
         self.state = _State(accuracy, cursors)

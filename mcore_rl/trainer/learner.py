@@ -19,11 +19,7 @@ import torch.distributed as dist
 
 from mcore_rl.algorithms.aggregation import Denominators, Segments
 from mcore_rl.algorithms.distillation import TeacherSums, teacher_penalties
-from mcore_rl.algorithms.estimators import (
-    advantages_of_valid,
-    overlong_penalty,
-    select_informative_groups,
-)
+from mcore_rl.algorithms.estimators import advantages_of_valid, overlong_penalty
 from mcore_rl.algorithms.interfaces import AdvantageInputs, SelectionInputs
 from mcore_rl.algorithms.kl import kl_of_loss_tokens
 from mcore_rl.algorithms.mismatch import MismatchSums, mismatch_weights
@@ -35,6 +31,7 @@ from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import StepBatch, TrainBatch
 from mcore_rl.common import objects
 from mcore_rl.rewards.functions import ENVIRONMENT
+from mcore_rl.rollout.comparison import GroupComparison
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.actor import Actor, UpdateStats
 from mcore_rl.trainer.job import Job
@@ -168,30 +165,20 @@ class Learner:
     def _informative_groups(self, table: SampleTable) -> np.ndarray:
         """Return `[g]` bool: groups with a trained sample and with one whose advantages are not
         0."""
-        group_ids, valid = table.group_ids, table.valid
+        group_ids = table.group_ids
         groups = np.unique(group_ids)
         is_trained = np.isin(groups, group_ids[self._trained(table).valid])
         estimator = find_advantage_estimator(self.recipe.advantage)
         if not estimator.compares_group:
             return is_trained
-        rewards = [self._clipped(table.rewards)]
-        if estimator.needs_reward_parts:
-            rewards = list(self._reward_parts(table)[0].T)
-        found = [select_informative_groups(each[valid], group_ids[valid]) for each in rewards]
+        found = [self._comparison.informative(table, group_ids)]
         if self.teachers is not None:
             found.append(group_ids[self.teachers.teacher_of(table) >= 0])
         return is_trained & np.isin(groups, np.concatenate(found))
 
-    def _clipped(self, rewards: np.ndarray) -> np.ndarray:
-        limit = self.recipe.reward_clip
-        return rewards if limit is None else np.clip(rewards, -limit, limit)
-
-    def _reward_parts(self, table: SampleTable) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rewards `[n, r]`, 0 for one that a sample does not have, and their weights."""
-        keys = [""] * len(table) if self.source_keys is None else self.source_keys(table.prompts)
-        of_samples = [self._rewards.weights_of(key) for key in keys]
-        weights = [[of.get(name, 0.0) for name in table.parts] for of in of_samples]
-        return np.nan_to_num(np.stack(list(table.parts.values()), axis=1)), np.array(weights)
+    @property
+    def _comparison(self) -> GroupComparison:
+        return GroupComparison(self.recipe, self._rewards, self.source_keys)
 
     def with_log_probs(self, batch: StepBatch) -> StepBatch:
         """Add the log-probs of actor and reference and the critic's values, before any update."""
@@ -326,7 +313,8 @@ class Learner:
         )
 
     def _advantage_inputs(self, table: SampleTable, samples: TrainBatch) -> AdvantageInputs:
-        scores = self._clipped(table.rewards) + self._overlong_penalty(table.response_lengths)
+        scores = self._comparison.clipped(table.rewards)
+        scores = scores + self._overlong_penalty(table.response_lengths)
         scores -= self.recipe.missing_eos_penalty * table.is_cut
         segments = Segments.of(samples.lengths, samples.loss_mask)
         rows = samples.sample_ids.numpy()
@@ -350,7 +338,7 @@ class Learner:
         token_rewards[ends[answered]] += outcomes[answered]
         if by_sample is not None:
             scores += self.actor.runner.global_sum(by_sample).numpy()
-        parts, weights = self._reward_parts(table) if table.parts else (None, None)
+        parts, weights = self._comparison.parts(table) if table.parts else (None, None)
         return AdvantageInputs(
             scores=scores,
             group_ids=table.group_ids,
@@ -375,11 +363,12 @@ class Learner:
         )
 
     def _baselines(self, table: SampleTable) -> np.ndarray | None:
-        """Return outcomes of greedy responses, with the length penalty of samples."""
+        """Return outcomes of greedy responses, with the penalties of samples."""
         if np.isnan(table.baselines).any():
             return None
         penalties = self._overlong_penalty(table.baseline_lengths)
-        outcomes: np.ndarray = self._clipped(table.baselines) + penalties
+        penalties -= self.recipe.missing_eos_penalty * table.baseline_is_cut
+        outcomes: np.ndarray = self._comparison.clipped(table.baselines) + penalties
         return outcomes
 
     def _kl_penalties(self, samples: TrainBatch) -> torch.Tensor:

@@ -46,6 +46,9 @@ class TwoPrompts:
     def __getitem__(self, row: int) -> Prompt:
         return prompt_of(row, self.scale)
 
+    def keys_of(self, rows: Any) -> list[str]:
+        return [""] * len(rows)
+
     def of_draw(self, draw: int, *, seed: int) -> Prompt:
         return self[int(prompt_indices(len(self), start=draw, count=1, seed=seed)[0])]
 
@@ -123,11 +126,12 @@ class Job:
 
     def sampler(self, position: int, folder: Path | None = None) -> AheadSampler:
         """A run's; it starts from nothing but what is on the disk."""
+        rewards = rewards_of("environment" if self.has_environments else "exact_match")
         self.workers = RolloutWorkers(
             self.engine,
             self.layout,
             self.config.rollout,
-            rewards_of("environment" if self.has_environments else "exact_match"),
+            rewards,
             self.sample_store,
             conversations=conversations if self.has_environments else None,
             max_turn_tokens=MAX_TURN_TOKENS,
@@ -139,6 +143,7 @@ class Job:
             TwoPrompts(self.scale),  # type: ignore[arg-type]
             recipe,
             self.config.rollout,
+            rewards,
             self.layout,
             num_prompts_per_step=NUM_GROUPS,
             seed=3,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from mcore_rl.common import objects
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.data.prompts import PromptSources
+from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.job.start import start
 from mcore_rl.model.roles import TEACHER
 from mcore_rl.trainer.job import Job
@@ -18,8 +20,9 @@ from tests.dist.ppo_jobs import step_samples
 from tests.prompt_tables import dataset
 
 
-def distil(flags: list[str]) -> dict[str, Any]:
-    """A step that learns from a teacher; what the actor's ranks measured, alike on all of them."""
+def distil(flags: list[str], target: Path | None = None) -> dict[str, Any]:
+    """A step that learns from a teacher; what the actor's ranks measured, alike on all of them. The
+    weights after the step go to `target`."""
     setup_logging()
     with open("/dev/null", "w") as log:
         job = start(flags, log=log)
@@ -27,12 +30,12 @@ def distil(flags: list[str]) -> dict[str, Any]:
         if job.world.role == TEACHER:
             serve_role(job, log=log)
         else:
-            found = _act(job, log)
+            found = _act(job, log, target)
     dist.destroy_process_group()
     return {"role": job.world.role, **found}
 
 
-def _act(job: Job, log: Any) -> dict[str, Any]:
+def _act(job: Job, log: Any, target: Path | None) -> dict[str, Any]:
     state, shards = build_actor(job, log=log)
     roles = teacher_roles(job, log=log)
     prompts = None
@@ -61,6 +64,8 @@ def _act(job: Job, log: Any) -> dict[str, Any]:
     (stats,) = learner.update(0, batch).actor
     for role in filter(None, roles):
         role.close()
+    if target is not None:
+        export(shards, job.spec.checkpoint, Path(target))
     names = ("teacher", "student", "advantages")
     by_name = {
         name: [everywhere[sample][number] for sample in sorted(everywhere)]

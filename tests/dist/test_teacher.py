@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.dist.checkpoints import tensors_of
 from tests.dist.layouts import SPLITS, job_flags
 from tests.dist.ppo_jobs import CANDIDATE_MASS, scored_samples, with_candidates
 from tests.dist.test_lora import random_adapter, start_from
@@ -22,11 +23,13 @@ from tests.scoring_server import log_prob_of, scoring_server
 TOLERANCE = 1e-4
 ALONE = ("--rl-num-mini-batches", "1", "--rl-reward", "none", "--clip-grad", "0")
 COEF = 0.5
+LR = 100.0  # so large that rounding of weights does not matter
+UPDATE = ("--lr", str(LR), "--adam-eps", "1")
 
 
 @pytest.fixture(scope="module")
 def student(checkpoint_factory: Callable[..., Path]) -> Path:
-    return checkpoint_factory("qwen3")
+    return checkpoint_factory("qwen3", dtype="float32")  # also that of the exported weights
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +65,20 @@ def model_of(folder: Path) -> Any:
 
 
 def distilled(
-    ranks: RankPool, student: Path, split: str, *more: str, world_size: int | None = None
+    ranks: RankPool,
+    student: Path,
+    split: str,
+    *more: str,
+    world_size: int | None = None,
+    precision: str = "fp32",
+    target: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """What each of the actor's ranks found."""
+    """What each of the actor's ranks found; the weights after the step go to `target`."""
     results = ranks.run(
         "tests.dist.teacher_jobs:distil",
         world_size=world_size or SPLITS[split][3],
-        flags=job_flags(student, split, *ALONE, *more, micro_batch_size=1),
+        flags=job_flags(student, split, *ALONE, *more, precision=precision, micro_batch_size=1),
+        target=target,
     )
     of_actor = [found for found in results if found["role"] == "actor"]
     assert all(found == of_actor[0] for found in of_actor)
@@ -131,6 +141,15 @@ TOP_K = ("--rl-teacher-form", "topk", "--rl-teacher-top-k", "8")
 FULL = ("--rl-teacher-form", "full")
 
 
+def test_the_head_of_a_teacher_with_a_model_of_its_own_is_in_float32(
+    student: Path, ranks: RankPool
+) -> None:
+    """In bfloat16 it rounds as the actor does, whose logits are not rounded."""
+    flags = ("--rl-teacher", str(student), "--rl-teacher-ranks", "1", "--rl-fp32-lm-head")
+    found, *_ = distilled(ranks, student, "tp1_pp1_ep1", *flags, world_size=2, precision="bf16")
+    assert not found["is_swapped"] and found["teacher"] == found["student"]
+
+
 @pytest.mark.parametrize("form", [(), TOP_K, FULL])
 def test_the_student_as_its_own_teacher_gives_exactly_nothing(
     form: tuple[str, ...], student: Path, ranks: RankPool
@@ -149,17 +168,33 @@ def responses(student: Path) -> Iterator[tuple[torch.Tensor, slice]]:
         yield tokens, slice(len(sample.rollout.prompt.token_ids) - 1, len(tokens) - 1)
 
 
+def assert_gradient(found: dict[str, Any], target: Path, student: Path, model: Any) -> None:
+    """The update to `target` was by the gradients of `model`; with UPDATE the first one by Adam of
+    a gradient g is LR g / (|g| + 1)."""
+    assert found["grad_norm"] == pytest.approx(gradient_norm(model), rel=TOLERANCE)
+    before, after = tensors_of(student), tensors_of(target)
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    assert expected.keys() == before.keys() == after.keys()
+    for name, gradient in expected.items():
+        assert before[name].dtype == after[name].dtype == torch.float32
+        change = (before[name] - after[name]) / LR
+        difference = float((change / (1 - change.abs()) - gradient).abs().max())
+        assert difference <= TOLERANCE * largest, name
+
+
 def gradient_norm(model: Any) -> float:
     norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
     return float(torch.stack(norms).norm())
 
 
 def test_gradient_equals_that_of_the_published_form(
-    student: Path, same_shape: Path, ranks: RankPool
+    student: Path, same_shape: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
     """Each token's advantage is -coef times the log ratio; GRPO adds 0 for equal rewards."""
     flags = ("--rl-teacher", str(same_shape), "--rl-teacher-coef", str(COEF))
-    found, *_ = distilled(ranks, student, "dp2", *flags, "--rl-loss-aggregation", "token_mean")
+    flags += ("--rl-loss-aggregation", "token_mean", *UPDATE)
+    found, *_ = distilled(ranks, student, "dp2", *flags, target=tmp_path / "after")
     teacher, model = model_of(same_shape), model_of(student)
     terms, ratios = [], []
     for tokens, scored in responses(student):
@@ -170,22 +205,23 @@ def test_gradient_equals_that_of_the_published_form(
         ratios.append(ratio)
     torch.cat(terms).mean().backward()
     assert gradient_norm(model) > 0.1, "a small gradient shows nothing"
-    assert found["grad_norm"] == pytest.approx(gradient_norm(model), rel=TOLERANCE)
+    assert_gradient(found, tmp_path / "after", student, model)
     assert found["metrics"]["teacher/reverse_kl"] == pytest.approx(
         float(torch.cat(ratios).mean()), abs=TOLERANCE
     )
 
 
 def test_gradient_with_centered_scores_equals_that_of_whole_distributions(
-    student: Path, same_shape: Path, ranks: RankPool
+    student: Path, same_shape: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
     """The engine's distribution is its candidates, and beyond them the trainer's in proportion. The
     advantages are the teacher's."""
     k, temperature, parallel = 8, 0.8, ("--context-parallel-size", "2")
     flags = ("--rl-teacher", str(same_shape), "--rl-teacher-coef", str(COEF), *parallel)
     flags += ("--rl-policy-loss", "policy_gradient", "--rl-score-centering", str(k))
-    flags += ("--rl-temperature", str(temperature), "--rl-loss-aggregation", "token_mean")
-    found, *_ = distilled(ranks, student, "tp1_pp2_ep1", *flags, world_size=4)
+    flags += ("--rl-temperature", str(temperature), "--rl-loss-aggregation", "token_mean", *UPDATE)
+    after = tmp_path / "after"
+    found, *_ = distilled(ranks, student, "tp1_pp2_ep1", *flags, world_size=4, target=after)
     model, teacher = model_of(student), model_of(same_shape)
     vocab_size = model.config.vocab_size
     samples = with_candidates(scored_samples(vocab_size, 8), k, vocab_size)
@@ -212,7 +248,7 @@ def test_gradient_with_centered_scores_equals_that_of_whole_distributions(
     model.zero_grad()
     torch.cat(terms).mean().backward()
     assert gradient_norm(model) > 0.1 and abs(uncentered / gradient_norm(model) - 1) > 0.01
-    assert found["grad_norm"] == pytest.approx(gradient_norm(model), rel=TOLERANCE)
+    assert_gradient(found, after, student, model)
     assert found["centering"] == {
         "centering/engine_mass": pytest.approx(CANDIDATE_MASS, abs=TOLERANCE),
         "centering/actor_mass": pytest.approx(float(torch.cat(masses).mean()), rel=TOLERANCE),
@@ -238,13 +274,17 @@ def test_gradient_equals_that_of_whole_distributions(
     student: Path,
     same_shape: Path,
     ranks: RankPool,
+    tmp_path: Path,
 ) -> None:
     """With `topk` all tokens but the teacher's k likeliest ones are one outcome."""
     k, temperature = 8, 0.8
     flags = ("--rl-teacher", str(same_shape), "--rl-teacher-coef", str(COEF), *more)
     flags += (*form, "--rl-temperature", str(temperature), "--rl-loss-aggregation", "token_mean")
     world_size = 4 if "--context-parallel-size" in more else None
-    found, *_ = distilled(ranks, student, split, *flags, world_size=world_size)
+    after = tmp_path / "after"
+    found, *_ = distilled(
+        ranks, student, split, *flags, *UPDATE, world_size=world_size, target=after
+    )
     assert found["is_swapped"] == is_swapped
     teacher, model = model_of(same_shape), model_of(student)
     terms = []
@@ -262,7 +302,7 @@ def test_gradient_equals_that_of_whole_distributions(
     expected = torch.cat(terms).mean()
     (COEF * expected).backward()
     assert found["kl"] == pytest.approx(float(expected), rel=TOLERANCE)
-    assert found["grad_norm"] == pytest.approx(gradient_norm(model), rel=TOLERANCE)
+    assert_gradient(found, after, student, model)
     assert gradient_norm(model) > 0.01 and float(expected) > 0.01
     assert not any(any(advantages) for advantages in found["advantages"])
 
@@ -333,7 +373,8 @@ def test_gradient_of_top_tokens_is_that_of_each_samples_teacher(
     other = checkpoint_factory("qwen3", seed=7)
     flags = sources_of(tmp_path, str(same_shape), str(other), "none", str(other))
     flags += (*TOP_K, "--rl-teacher-coef", str(COEF), "--rl-loss-aggregation", "token_mean")
-    found, *_ = distilled(ranks, student, "tp2_pp1_ep1", *flags)
+    after = tmp_path / "after"
+    found, *_ = distilled(ranks, student, "tp2_pp1_ep1", *flags, *UPDATE, target=after)
     assert found["is_swapped"]
     model, total, num_tokens = model_of(student), torch.zeros(()), 0
     teachers = [model_of(same_shape), model_of(other), None, model_of(other)]
@@ -353,4 +394,4 @@ def test_gradient_of_top_tokens_is_that_of_each_samples_teacher(
     expected = total / num_tokens
     (COEF * expected).backward()
     assert found["kl"] == pytest.approx(float(expected.detach()), rel=TOLERANCE)
-    assert found["grad_norm"] == pytest.approx(gradient_norm(model), rel=TOLERANCE)
+    assert_gradient(found, after, student, model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -18,7 +18,9 @@ from mcore_rl.data.prompts import PromptSources, prompt_indices
 from mcore_rl.data.sources import SourceSpec
 from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rollout.collector import Collected, Collector
+from mcore_rl.rollout.curriculum import Curriculum
 from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, SamplingTarget, StepCounts
 from mcore_rl.rollout.group_plan import GroupPlan
 from mcore_rl.rollout.segments import new_rollout
@@ -48,6 +50,7 @@ class ScriptedWorkers:
     compares: bool = True
     orders: list[tuple[int, ...]] = field(default_factory=list)
     num_undone: int = 0
+    parts: Sequence[Mapping[str, float]] = ()  # of all prompts' responses in turn
 
     def sample(
         self,
@@ -142,7 +145,8 @@ class ScriptedWorkers:
         reward = self.rewards(row)[rollout.sample_index % 2]
         if reward is None:
             return ScoredRollout(rollout, 0.0, "timed out")
-        return ScoredRollout(rollout, float(reward))
+        parts = self.parts[rollout.sample_index % 2] if self.parts else {}
+        return ScoredRollout(rollout, float(reward), parts=parts)
 
 
 def prompts() -> PromptSources:
@@ -165,6 +169,7 @@ def make_collector(
         sources or prompts(),
         config.recipe,
         config.rollout,
+        RewardSpec(("a", "b", "noted"), (1.0, 1.0, 0.0), None, 1.0),
         num_prompts_per_step=num_prompts,
         seed=SEED,
         timers=StageTimers(),
@@ -371,6 +376,55 @@ def test_dynamic_sampling_fills_the_places_of_each_group_size(
     dropped = 4 * (num_of_a - 1) + 2 * (num_draws - num_of_a - 3)
     assert collected.metrics == metrics((num_draws - 4) / 4, 0.25 * (differing == 99), dropped)
     assert_samples_are_distinct(collected)
+
+
+@pytest.mark.parametrize("compares", [True, False])
+@pytest.mark.parametrize(
+    ("advantage", "parts", "is_informative"),
+    [
+        ("grpo", [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}], False),
+        ("gdpo", [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}], True),
+        ("gdpo", [{"a": 1.0, "b": 0.0}, {"a": 1.0, "b": 0.0}], False),
+        ("gdpo", [{"a": 1.0, "noted": 0.0}, {"a": 1.0, "noted": 1.0}], False),
+        ("gdpo", [], False),
+    ],
+)
+def test_dynamic_sampling_compares_each_reward_that_the_estimator_reads(
+    advantage: str, parts: Sequence[Mapping[str, float]], is_informative: bool, compares: bool
+) -> None:
+    collector, workers = dynamic(equal, advantage=advantage, max_refills=1)
+    workers.parts, workers.compares = parts, compares
+    collected = collector.collect(1, no_prefetch)
+    assert collected.metrics == (metrics(0, 0.0, 0) if is_informative else metrics(1, 1.0, 8))
+
+
+@pytest.mark.parametrize("compares", [True, False])
+@pytest.mark.parametrize(("clip", "is_informative"), [(1.0, False), (2.5, True), (None, True)])
+def test_dynamic_sampling_compares_clipped_rewards(
+    clip: float | None, is_informative: bool, compares: bool
+) -> None:
+    collector, workers = dynamic(lambda row: (2.0, 3.0), max_refills=1, reward_clip=clip)
+    workers.compares = compares
+    collected = collector.collect(1, no_prefetch)
+    assert collected.metrics == (metrics(0, 0.0, 0) if is_informative else metrics(1, 1.0, 8))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "advantage", "settled"),
+    [
+        ((0.1, 0.9), "grpo", 0.0),
+        ((1.0, 2.0), "grpo", 0.0),
+        ((1.0, 2.0), "gdpo", 1.0),  # reads the parts, of which there are none
+        ((1.0, 1.0), "grpo", 1.0),
+    ],
+)
+def test_a_curriculum_keeps_prompts_that_teach(
+    rewards: tuple[float, float], advantage: str, settled: float
+) -> None:
+    collector, _ = make_collector(lambda row: rewards, num_prompts=20, advantage=advantage)
+    collector._curriculum = Curriculum(prompts(), "drop", seed=SEED, position=0)
+    collected = collector.collect(1, no_prefetch)
+    assert collected.metrics["curriculum/settled_share"] == settled
 
 
 def test_dynamic_sampling_draws_once_when_all_groups_differ():

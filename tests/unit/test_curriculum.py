@@ -50,7 +50,8 @@ class Run:
         positions = [self.curriculum.position_of(draw) for draw in draws]
         self.position += PER_STEP
         found = table(self.prompts, positions, self.right, self.wrong)
-        self.curriculum.settle(self.position, found)
+        differing = found.prompts[1::2][found.rewards[::2] != found.rewards[1::2]]
+        self.curriculum.settle(self.position, found, differing)
         return [int(self.prompts.rows[position]) for position in positions]
 
 
@@ -112,7 +113,8 @@ def test_the_order_of_questions_does_not_matter():
         5:6
     ] + [other.position_of(4), other.position_of(6)]
     empty = table(two(), [0], set(), {0})
-    one.settle(12, empty), other.settle(12, empty)
+    for each in (one, other):
+        each.settle(12, empty, np.empty(0, np.int64))
     assert one.state.cursors == other.state.cursors and sum(one.state.cursors) == 12
 
 
@@ -143,8 +145,23 @@ def test_failed_samples_do_not_count():
         ScoredRollout(bad, 0.0, "timed out"),
         ScoredRollout(failed, 0.0, "timed out"),
     ]
-    curriculum.settle(2, SampleTable.of(samples))
+    curriculum.settle(2, SampleTable.of(samples), np.empty(0, np.int64))
     assert curriculum.state.accuracy[0] == 1.0 and np.isnan(curriculum.state.accuracy[1])
+
+
+def test_prompts_whose_responses_differ_are_not_passed_over():
+    """All of them may be right, or all wrong: rewards are not only 0 and 1."""
+    prompts = one_source(3)
+    curriculum = Curriculum(prompts, "drop", seed=SEED, position=0)
+    pairs = {0: (0.1, 0.9), 1: (1.0, 2.0), 2: (0.5, 0.5)}
+    samples = [
+        ScoredRollout(new_rollout(prompts[position], index, 0), reward)
+        for position, pair in pairs.items()
+        for index, reward in enumerate(pair)
+    ]
+    curriculum.settle(3, SampleTable.of(samples), np.array([0, 1]))
+    assert curriculum.state.accuracy.tolist() == [0.5, 0.5, 0.0]
+    assert curriculum.metrics()["curriculum/settled_share"] == pytest.approx(1 / 3)
 
 
 def test_the_state_of_other_prompts_is_refused(tmp_path):

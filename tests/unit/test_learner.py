@@ -34,6 +34,7 @@ from mcore_rl.batching.types import (
     StepBatch,
     TrainBatch,
     TurnReward,
+    with_baselines,
 )
 from mcore_rl.common.user_code import import_user_file
 from mcore_rl.config import RLConfig
@@ -400,6 +401,21 @@ def test_missing_eos_is_penalised_in_score_and_token_rewards():
     assert [sum(s) for s in of_samples(inputs.token_rewards)] == [0.25, -0.75, 0.0, 2.0]
 
 
+def test_missing_eos_of_greedy_response_is_penalised_as_that_of_samples():
+    flags = {"kl_reward_coef": 0.0, "missing_eos_penalty": 0.75, "overlong_buffer_tokens": 2}
+    learner, _ = learner_of(algorithm="remax", **flags)
+    samples = truncated(0, 3)
+    greedy = [dataclasses.replace(each.rollout, text="greedy") for each in samples]
+    samples = [
+        *with_baselines([*samples[:2], ScoredRollout(greedy[0], 1.0)], [2])[:2],
+        *with_baselines([*samples[2:], ScoredRollout(greedy[2], 0.5)], [2])[:2],
+    ]
+    inputs = inputs_of(learner, samples)
+    # The greedy responses have the tokens of samples 0, which is cut, and 2, which is not.
+    assert inputs.baselines.tolist() == [-0.75, -0.75, 0.5, 0.5]
+    assert inputs.scores[0] == inputs.baselines[0], "they are equal"
+
+
 def test_rewards_are_clipped_before_penalties():
     learner, _ = learner_of(reward_clip=0.75, missing_eos_penalty=1.0)
     samples = scored([(3, 4, 1.0), (3, 2, -9.0), (1, 0, 0.5), (1, 3, 2.0)])
@@ -451,6 +467,8 @@ def test_gdpo_learns_from_groups_of_equal_sums():
     assert learner._informative_groups(held(learner, samples)).tolist() == [True, True]
     learner, _ = learner_of()
     assert learner._informative_groups(held(learner, samples)).tolist() == [False, True]
+    learner, _ = learner_of(advantage="gdpo", turn_weight=0.0)  # that of all rewards
+    assert learner._informative_groups(held(learner, samples)).tolist() == [False, False]
 
 
 def test_gdpo_weighs_rewards_by_the_source_of_a_sample():

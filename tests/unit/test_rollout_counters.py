@@ -296,6 +296,7 @@ class Run:
             prompts(),  # type: ignore[arg-type]
             options.config.recipe,
             options.config.rollout,
+            spec,
             num_prompts_per_step=options.config.trainer.num_prompts_per_step,
             seed=options.seed,
             timers=StageTimers(),

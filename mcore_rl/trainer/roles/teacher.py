@@ -120,6 +120,7 @@ def build_teacher_model(
         make_policy_provider,
         real_vocab_size=spec.shape.vocab_size,
         chunk_tokens=config.trainer.log_prob_chunk_tokens,
+        in_float32=config.trainer.fp32_lm_head,
     )
     parts = build_forward_parts(spec, config, actor_args, add_head=add_head, log=log)
 

@@ -20,6 +20,13 @@ def test_penalties_are_the_weighted_log_ratio_of_loss_tokens():
     assert sums.metrics() == {"teacher/reverse_kl": 0.75, "teacher/log_prob": -2.25}
 
 
+def test_no_token_of_a_teacher_gives_no_metric():
+    """A 0 would look like a student that equals its teacher."""
+    nothing = torch.zeros(2)
+    _, sums = teacher_penalties(nothing, nothing, torch.zeros(2, dtype=torch.bool), coef=0.5)
+    assert sums.metrics() == {}
+
+
 def top(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, ids)
 

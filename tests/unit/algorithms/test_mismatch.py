@@ -186,6 +186,8 @@ def test_metrics_of_no_tokens_are_zero() -> None:
         (lambda: Cap(0.0), "--rl-mismatch-cap 0.0"),
         (lambda: Cap(math.inf), "--rl-mismatch-cap inf"),
         (lambda: Cap(mismatch_floor=1.5), "--rl-mismatch-floor 1.5"),
+        (lambda: Cap(0.5, 0.8), "--rl-mismatch-floor 0.8 is above --rl-mismatch-cap 0.5"),
+        (lambda: CapAndBand(mismatch_cap=0.5, mismatch_floor=0.8), "--rl-mismatch-floor 0.8 is"),
         (lambda: Band(mismatch_veto=1.0), "--rl-mismatch-veto 1.0"),
         (lambda: CapAndBand(mismatch_low=3.0, mismatch_high=2.0), "--rl-mismatch-low 3.0 and"),
         (lambda: Band(2.0, 2.0), "--rl-mismatch-low 2.0 and"),

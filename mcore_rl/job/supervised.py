@@ -19,7 +19,7 @@ _FLAGS = frozenset(
 )
 # Flags of these sections that it does not read.
 _UNREAD = frozenset(
-    "routing_replay reference_refresh_interval answer_column num_logged_rollouts "
+    "routing_replay reference_refresh_interval answer_column curriculum num_logged_rollouts "
     "alarm_reward_std alarm_kl alarm_response_tokens alarm_clip_fraction alarm_mismatch "
     "alarm_tokens_per_second".split()
 )

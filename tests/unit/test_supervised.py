@@ -234,6 +234,8 @@ def test_prompts_follow_demonstrations(folder: Path, tmp_path: Path) -> None:
         ({"algorithm": "sft", "kl_coef": 0.1}, "--rl-kl-coef 0.1"),
         ({"algorithm": "sft", "routing_replay": "r2"}, "--rl-routing-replay r2"),
         ({"algorithm": "sft", "alarm_kl": 2.0}, "--rl-alarm-kl 2.0"),
+        ({"algorithm": "sft", "curriculum": "drop"}, "--rl-curriculum drop"),
+        ({"algorithm": "dpo", "curriculum": "less"}, "--rl-curriculum less"),
         ({"algorithm": "dpo", "loss_aggregation": "token_mean"}, "--rl-loss-aggregation"),
         ({"algorithm": "dpo", "eval_prompts": "held.jsonl"}, "--rl-eval-prompts held.jsonl"),
         ({"algorithm": "dpo", "num_mini_batches": 2}, "--rl-num-mini-batches 2"),

@@ -12,7 +12,7 @@ from mcore_rl.data.sources import EVAL_PROMPTS, PROMPTS, check_lengths, source_o
 from mcore_rl.model.layout import PipelineLayers, TrainLayout
 
 # Sections, and flags of others, that supervised training reads.
-_SECTIONS = ("trainer", "data", "run", "alarms")
+_SECTIONS = ("trainer", "lora", "data", "run", "alarms")
 _FLAGS = frozenset(
     "sft_loss_on sft_response_column max_response_tokens eval_interval num_eval_prompts "
     "ranks_per_node loss_aggregation loss_constant entropy_coef dpo_beta".split()

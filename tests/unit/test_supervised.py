@@ -262,6 +262,8 @@ def test_flag_without_effect_is_refused_by_name(given: Mapping[str, Any], flag: 
         {"algorithm": "sft", "loss_aggregation": "seq_mean_token_mean", "entropy_coef": 0.1},
         {"algorithm": "sft", "num_mini_batches": 2, "num_epochs": 2, "temperature": 1.0},
         {"algorithm": "dpo", "dpo_beta": 0.5, "max_response_tokens": 9, "on_alarm": "stop"},
+        {"algorithm": "sft", "lora_rank": 8, "lora_alpha": 4.0, "lora_targets": "q_proj"},
+        {"algorithm": "dpo", "lora_rank": 8, "lora_adapter": "there", "lora_export": "here"},
         {"algorithm": "grpo", "sft_loss_on": "all"},
         {"sft_loss_on": "last", "sft_coef": 0.1, "sft_demonstrations": "d.jsonl"},
     ],

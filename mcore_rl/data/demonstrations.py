@@ -26,7 +26,7 @@ from mcore_rl.data.prompts import (
     load_rows,
     prompt_source,
 )
-from mcore_rl.data.sources import EVAL_PROMPTS, PROMPTS, parse_sources
+from mcore_rl.data.sources import EVAL_PROMPTS, PROMPTS, source_of_rows
 
 CHOSEN, REJECTED = "chosen", "rejected"  # columns of pairs
 
@@ -100,16 +100,9 @@ def load_demonstrations(
 ) -> Demonstrations:
     """Return the demonstrations of the file that `flag` names, as `load_prompts`. They may have
     --rl-max-prompt-tokens and `max_response_tokens` together."""
-    specs = parse_sources(path, flag)
-    if len(specs) > 1 or specs[0].system_prompt is not None:
-        raise UsageError(
-            "has several sources or options of a source, which are for prompts that are sampled",
-            flag=f"{flag} {path}",
-            remedy="give one file of demonstrations or pairs",
-        )
     source = prompt_source(
         data,
-        specs[0],
+        source_of_rows(path, flag),
         flag=flag,
         trust_remote_code=trust_remote_code,
         date=date,

@@ -38,6 +38,7 @@ _TOLERANCE = Fraction(1, 10**6)  # of the sum of weights
 MOST_SOURCES = 255
 NO_ENVIRONMENT = "none"  # of a source whose samples have one turn, in a run with environments
 NO_TEACHER = "none"  # of a source without a teacher, in a run with --rl-teacher
+_OF_ROWS = ("path", "prompt_column", "max_prompt_tokens")  # of files from which nothing is sampled
 _OF_TRAINING = ("weight", "teacher", "samples_per_prompt")  # not of held-out sets
 
 
@@ -107,6 +108,28 @@ def parse_sources(value: str, flag: str = PROMPTS) -> tuple[SourceSpec, ...]:
     _check_names(sources, refuse)
     _check_weights(sources, refuse)
     return tuple(sources)
+
+
+def source_of_rows(value: str, flag: str) -> SourceSpec:
+    """Return the only source that the value of `flag` names, a file of demonstrations or pairs.
+
+    Raises UsageError for several sources, and for an option that only prompts have.
+    """
+    refuse = _refusal(flag, value)
+    specs = parse_sources(value, flag)
+    if len(specs) > 1:
+        refuse(
+            f"names {len(specs)} sources, which are for prompts that are sampled",
+            "give one file of demonstrations or pairs",
+        )
+    (source,) = specs
+    for key in _OPTIONS:
+        if key not in _OF_ROWS and getattr(source, key) is not None:
+            refuse(
+                f": {key} of source '{source.name}' has no effect on demonstrations or pairs",
+                f"drop it; {_list(_OF_ROWS).replace(' or ', ' and ')} have one",
+            )
+    return source
 
 
 def _refusal(flag: str, value: str) -> Callable[..., NoReturn]:

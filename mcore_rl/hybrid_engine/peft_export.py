@@ -109,12 +109,13 @@ def _write(filled: dict[str, torch.Tensor], lora: Lora, base: Path, target: Path
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     save_file(filled, partial / WEIGHTS, metadata={"format": "pt"})
-    (partial / CONFIG).write_text(json.dumps(_config(lora, base), indent=2) + "\n")
+    (partial / CONFIG).write_text(json.dumps(adapter_config(lora, base), indent=2) + "\n")
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
 
 
-def _config(lora: Lora, base: Path) -> dict[str, Any]:
+def adapter_config(lora: Lora, base: Path) -> dict[str, Any]:
+    """Return the content of adapter_config.json. `base` is the folder of the base model."""
     return {
         "base_model_name_or_path": str(base),
         "bias": "none",

@@ -8,18 +8,19 @@ from typing import Any
 from mcore_rl.common.errors import UsageError, as_flag
 from mcore_rl.common.parameters import parameters_of
 from mcore_rl.config import SECTIONS, RLConfig, run_flags
+from mcore_rl.data.sources import EVAL_PROMPTS, PROMPTS, check_lengths, source_of_rows
 from mcore_rl.model.layout import PipelineLayers, TrainLayout
 
 # Sections, and flags of others, that supervised training reads.
-_SECTIONS = ("trainer", "data", "run", "alarms")
+_SECTIONS = ("trainer", "lora", "data", "run", "alarms")
 _FLAGS = frozenset(
     "sft_loss_on sft_response_column max_response_tokens eval_interval num_eval_prompts "
     "ranks_per_node loss_aggregation loss_constant entropy_coef dpo_beta".split()
 )
 # Flags of these sections that it does not read.
 _UNREAD = frozenset(
-    "routing_replay reference_refresh_interval answer_column num_logged_rollouts alarm_reward_std "
-    "alarm_kl alarm_response_tokens alarm_clip_fraction alarm_mismatch "
+    "routing_replay reference_refresh_interval answer_column curriculum num_logged_rollouts "
+    "alarm_reward_std alarm_kl alarm_response_tokens alarm_clip_fraction alarm_mismatch "
     "alarm_tokens_per_second".split()
 )
 _UNREAD_BY_PAIRS = frozenset(
@@ -58,6 +59,9 @@ def check_supervised(
                 flag=as_flag(dest, value),
                 remedy="drop it",
             )
+    for flag, path in ((PROMPTS, config.data.prompts), (EVAL_PROMPTS, config.data.eval_prompts)):
+        if path is not None:
+            source_of_rows(path, flag)
     updates = config.trainer.num_mini_batches, config.trainer.num_epochs
     if recipe.trains_on == "pairs" and updates != (1, 1):
         raise UsageError(
@@ -90,6 +94,7 @@ def _check_reinforced(config: RLConfig, given: Mapping[str, Any]) -> None:
                 flag=f"--rl-sft-demonstrations {options.demonstrations}",
                 remedy="give for example --rl-sft-coef 0.1, or drop it",
             )
+        _check_demonstrations(config, options.demonstrations)
         return
     for dest, value in given.items():
         if dest.startswith("rl_sft_") and value != run_flags()[dest.removeprefix("rl_")].default:
@@ -98,6 +103,16 @@ def _check_reinforced(config: RLConfig, given: Mapping[str, Any]) -> None:
                 flag=as_flag(dest, value),
                 remedy="give --rl-algorithm sft or --rl-sft-demonstrations, or drop it",
             )
+
+
+def _check_demonstrations(config: RLConfig, path: str) -> None:
+    flag = "--rl-sft-demonstrations"
+    check_lengths(
+        [source_of_rows(path, flag)],
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+        given=f"{flag} {path}",
+    )
 
 
 def check_mixed_batches(

@@ -152,7 +152,7 @@ def targets_of(options: LoraOptions, shape: ModelShape) -> tuple[str, ...]:
 
 def alpha_of(options: LoraOptions) -> float:
     """Return alpha, by default twice the rank."""
-    return 2.0 * options.rank if options.alpha is None else options.alpha
+    return 2.0 * options.rank if options.alpha is None else float(options.alpha)
 
 
 def resolve_lora(options: LoraOptions, shape: ModelShape) -> Lora | None:

@@ -134,6 +134,11 @@ def build_learner(
         reference = build_reference(
             state, point, args=job.args, checkpoint=job.spec.checkpoint, shards=shards, log=log
         )
+        if job.spec.lora is not None and point is None and _begins_trained(job):
+            logger.info(
+                "[Reference] the run begins with trained adapters, and its reference is the base "
+                "without adapters: they differ from the first step on"
+            )
     learner = Learner(
         job,
         actor,
@@ -145,6 +150,12 @@ def build_learner(
     if prompts is not None:
         learner.source_keys = prompts.keys_of
     return learner
+
+
+def _begins_trained(job: Job) -> bool:
+    """Return whether the actor's weights are others than those of --rl-hf-checkpoint."""
+    has_adapter = job.config.lora.adapter is not None
+    return has_adapter or megatron_checkpoint.loads_checkpoint(job.args)
 
 
 def _step_teachers(

@@ -151,9 +151,11 @@ def learned_by_transformers(
     *,
     evaluates: bool,
     rows_per_step: int = ROWS_PER_STEP,
+    model: Any = None,
 ) -> Learned:
-    """What torch's AdamW makes of the same rows, with Megatron's clipping of the gradient."""
-    model = loaded(task.checkpoint).train()
+    """What torch's AdamW makes of the same rows, with Megatron's clipping of the gradient; `model`
+    is by default the checkpoint."""
+    model = (loaded(task.checkpoint) if model is None else model).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, betas=BETAS, weight_decay=0.0)
     held_out = task.taught(task.held_out)
     losses, norms, of_held_out = [], [], []

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
-from mcore_rl.hybrid_engine.peft_export import check_adapter, mixes_experts
+from mcore_rl.hybrid_engine.peft_export import adapter_config, check_adapter, mixes_experts
 from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.job.lora import check_lora, check_lora_folders, note_on_adapters
 from mcore_rl.megatron.lora import plus_product
@@ -70,6 +70,13 @@ def test_alpha_is_twice_the_rank_unless_given() -> None:
     assert lora_of("qwen3").scale == 2.0
     lora = resolve_lora(LoraOptions(rank=8, alpha=4.0), shape_of("qwen3"))
     assert lora is not None and lora.scale == 0.5
+
+
+def test_whole_alpha_is_exported_as_a_whole_number() -> None:
+    lora = resolve_lora(RLConfig.of(lora_rank=8, lora_alpha=16).lora, shape_of("qwen3"))
+    assert lora is not None
+    assert adapter_config(lora, Path("base"))["lora_alpha"] == 16
+    assert adapter_config(replace(lora, alpha=6.5), Path("base"))["lora_alpha"] == 6.5
 
 
 @pytest.mark.parametrize(

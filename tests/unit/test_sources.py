@@ -15,8 +15,9 @@ from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
+from mcore_rl.data.options import DataOptions
 from mcore_rl.data.prompt_file import PromptRow
-from mcore_rl.data.prompts import PromptSources, prompt_indices
+from mcore_rl.data.prompts import PromptSources, load_prompt_files, prompt_indices
 from mcore_rl.data.sources import EVAL_PROMPTS, SourceSpec, parse_sources
 from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.environments.options import EnvironmentOptions
@@ -29,6 +30,7 @@ from mcore_rl.rollout.group_plan import GroupPlan
 from mcore_rl.rollout.segments import new_rollout
 from mcore_rl.trainer.step_metrics import source_metrics
 from tests.prompt_tables import one_source, sources
+from tests.unit.test_data import TEMPLATE, save_tokenizer, write_lines
 
 SEED = 7
 
@@ -330,3 +332,25 @@ def test_metrics_of_sources_count_their_own_samples():
         "source/b/accuracy": 1.0,
     }
     assert source_metrics(table, one_source(4), parse_rewards("gsm8k", RewardOptions())) == {}
+
+
+@pytest.mark.parametrize("flag", ["--rl-prompts", "--rl-eval-prompts"])
+@pytest.mark.parametrize("in_yaml", [False, True])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("", "is empty; write one prompt per line"), (" \n\n", "holds no rows; write one")],
+)
+def test_empty_file_among_several_sources_is_named(content, words, in_yaml, flag, tmp_path):
+    full = write_lines(tmp_path / "full.jsonl", [{"prompt": "1+1", "answer": "2"}])
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text(content)
+    value = f"{full},{empty}"
+    if in_yaml:
+        (tmp_path / "s.yaml").write_text("a: {path: full.jsonl}\nb: {path: empty.jsonl}")
+        value = str(tmp_path / "s.yaml")
+    files = {"prompts": str(full), flag.removeprefix("--rl-").replace("-", "_"): value}
+    options = DataOptions(**files, cache_dir=str(tmp_path / "cache"))
+    tokenizer = save_tokenizer(tmp_path / "tokenizer", TEMPLATE)
+    with pytest.raises(UsageError, match=f"^{flag} {empty} {words}") as refused:
+        load_prompt_files(options, tokenizer)
+    assert "\n" not in str(refused.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -233,6 +234,8 @@ def test_prompts_follow_demonstrations(folder: Path, tmp_path: Path) -> None:
         ({"algorithm": "sft", "kl_coef": 0.1}, "--rl-kl-coef 0.1"),
         ({"algorithm": "sft", "routing_replay": "r2"}, "--rl-routing-replay r2"),
         ({"algorithm": "sft", "alarm_kl": 2.0}, "--rl-alarm-kl 2.0"),
+        ({"algorithm": "sft", "curriculum": "drop"}, "--rl-curriculum drop"),
+        ({"algorithm": "dpo", "curriculum": "less"}, "--rl-curriculum less"),
         ({"algorithm": "dpo", "loss_aggregation": "token_mean"}, "--rl-loss-aggregation"),
         ({"algorithm": "dpo", "eval_prompts": "held.jsonl"}, "--rl-eval-prompts held.jsonl"),
         ({"algorithm": "dpo", "num_mini_batches": 2}, "--rl-num-mini-batches 2"),
@@ -259,6 +262,8 @@ def test_flag_without_effect_is_refused_by_name(given: Mapping[str, Any], flag: 
         {"algorithm": "sft", "loss_aggregation": "seq_mean_token_mean", "entropy_coef": 0.1},
         {"algorithm": "sft", "num_mini_batches": 2, "num_epochs": 2, "temperature": 1.0},
         {"algorithm": "dpo", "dpo_beta": 0.5, "max_response_tokens": 9, "on_alarm": "stop"},
+        {"algorithm": "sft", "lora_rank": 8, "lora_alpha": 4.0, "lora_targets": "q_proj"},
+        {"algorithm": "dpo", "lora_rank": 8, "lora_adapter": "there", "lora_export": "here"},
         {"algorithm": "grpo", "sft_loss_on": "all"},
         {"sft_loss_on": "last", "sft_coef": 0.1, "sft_demonstrations": "d.jsonl"},
     ],
@@ -266,6 +271,64 @@ def test_flag_without_effect_is_refused_by_name(given: Mapping[str, Any], flag: 
 def test_flags_with_effect_are_accepted(given: Mapping[str, Any]) -> None:
     by_dest = {f"rl_{name}": value for name, value in given.items()}
     check_supervised(config_from(by_dest), by_dest)
+
+
+def given_files(algorithm: str, path: Path) -> dict[str, Any]:
+    if algorithm == "grpo":
+        return {"rl_sft_demonstrations": str(path), "rl_sft_coef": 0.1}
+    flag = "rl_eval_prompts" if algorithm == "held out" else "rl_prompts"
+    return {"rl_algorithm": "sft" if algorithm == "held out" else algorithm, flag: str(path)}
+
+
+OPTIONS = (
+    "answer_column: x",
+    "system_prompt: Be brief.",
+    "reward: gsm8k",
+    "environment: calculator",
+    "max_response_tokens: 4",
+)
+OPTIONS_OF_TRAINING = ("teacher: there", "samples_per_prompt: 4", "weight: 1")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "option"),
+    [
+        *itertools.product(("sft", "dpo", "grpo"), OPTIONS + OPTIONS_OF_TRAINING),
+        *(("held out", option) for option in OPTIONS),
+    ],
+)
+def test_option_of_a_source_without_effect_is_refused_by_name(
+    algorithm: str, option: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.yaml"
+    name = option.partition(":")[0]
+    path.write_text(f"demo: {{path: d.jsonl, {option}}}")
+    given = given_files(algorithm, path)
+    with pytest.raises(UsageError, match=f"{path}: {name} of source 'demo' .*; drop it"):
+        check_supervised(config_from(given), given)
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "held out", "dpo", "grpo"])
+def test_source_of_rows_is_one_file_with_the_options_that_it_reads(
+    algorithm: str, tmp_path: Path
+) -> None:
+    flags = {"grpo": "--rl-sft-demonstrations", "held out": "--rl-eval-prompts"}
+    flag = flags.get(algorithm, "--rl-prompts")
+    path = tmp_path / "rows.yaml"
+    given = given_files(algorithm, path)
+    path.write_text("demo: {path: d.jsonl, prompt_column: question, max_prompt_tokens: 9}")
+    check_supervised(config_from(given), given)
+    path.write_text("a: {path: a.jsonl}\nb: {path: b.jsonl}")
+    with pytest.raises(UsageError, match=f"{flag} {path} names 2 sources.*one file"):
+        check_supervised(config_from(given), given)
+
+
+def test_longest_rows_of_a_source_are_within_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "rows.yaml"
+    path.write_text("demo: {path: d.jsonl, max_prompt_tokens: 600}")
+    given = given_files("grpo", path)
+    with pytest.raises(UsageError, match="max_prompt_tokens 600 .* --rl-max-prompt-tokens 512"):
+        check_supervised(config_from(given), given)
 
 
 def test_verify_refuses_supervised_training() -> None:

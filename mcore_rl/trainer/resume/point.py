@@ -75,8 +75,8 @@ def find_resume_point(
 
     Sets `args.ckpt_step`, so that Megatron loads the same, and `args.no_load_optim` after another
     kind of training. A checkpoint written by Megatron itself is left to Megatron. `--finetune`,
-    which counts from 0 again, takes the weights alone. A user's mistake ends every rank with exit
-    code 2.
+    which counts from 0 again, takes the weights alone; adapters keep their alpha and base. A user's
+    mistake ends every rank with exit code 2.
     """
     config = spec.config
     save = folders.checkpoint_folder(args.save, config.run.directory)
@@ -96,17 +96,20 @@ def find_resume_point(
         check_mtp(load, step, args.mtp_num_layers)
         check_stored_adapters(load, step, spec.lora)
         args.ckpt_step = step
+        folder = load / folders.iteration_name(step)
+        if args.finetune and spec.lora is None:
+            return None
+        with_rng = not (args.no_load_rng or args.finetune)
+        state, rng = load_trainer_state(folder / TRAINER, with_rng=with_rng)
+        if spec.lora is not None:
+            now, base = fingerprint(spec.checkpoint), spec.checkpoint.folder
+            check_same_adapters(state, spec.lora, now, load=folder, base=base)
         if args.finetune:
             return None
         if beside and folders.places_of(load, beside) == [load]:
             _check_warmup(config.critic.warmup_steps, step, load)
-        folder = load / folders.iteration_name(step)
-        state, rng = load_trainer_state(folder / TRAINER, with_rng=not args.no_load_rng)
         if (warning := misplaced_optimizer(state, args)) and dist.get_rank() == 0:
             logger.warning("[Resume] %s: %s", folder, warning)
-        if spec.lora is not None:
-            now, base = fingerprint(spec.checkpoint), spec.checkpoint.folder
-            check_same_adapters(state, spec.lora, now, load=folder, base=base)
         # First, since it is collective: the next checks may fail on some ranks alone.
         follows_another = prompts.follow(state.prompts)
         if follows_another:

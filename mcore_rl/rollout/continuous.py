@@ -22,7 +22,7 @@ from mcore_rl.rollout.bank import Bank
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.group_plan import GroupPlan
 from mcore_rl.rollout.groups import Differs, GroupDecision, GroupScheduler
-from mcore_rl.rollout.segments import OpenGroup, is_finished
+from mcore_rl.rollout.segments import OpenGroup
 from mcore_rl.rollout.shared_draws import SharedDraws
 from mcore_rl.rollout.stream import StreamActions
 
@@ -120,18 +120,6 @@ class ContinuousScheduler(GroupScheduler):
             if self._draws is not None:
                 self._continue(group)
 
-    def _continue(self, group: OpenGroup) -> None:
-        for index in range(self.plan.size):
-            rollout = self._response(group, index)
-            if not is_finished(rollout):
-                self._continue_response(group, index)
-            elif not _has_rewards(group.outcomes.get(index)) and self._rewards is not None:
-                group.outcomes.pop(index, None)  # whatever failed may be back
-                number = group.draw * self.plan.size + index
-                self._tickets[self._rewards.begin(rollout)] = number
-        if self._is_rewarded(group):
-            self._compare(group)
-
     def take(self, draws: Collection[int]) -> GroupDecision:
         """Return which of these draws are here; on the first rank."""
         here = sorted(self.open.keys() & set(draws))
@@ -214,6 +202,12 @@ class ContinuousScheduler(GroupScheduler):
             return []
         return super()._begin_group(draw)
 
+    def _has_rewards(self, outcomes: Mapping[str, Outcome] | None) -> bool:
+        if outcomes is None or not super()._has_rewards(outcomes):
+            return False
+        # Whatever failed may be back.
+        return all(outcomes[name].kind is None for name in self._reward_names)
+
     def _compare(self, group: OpenGroup) -> None:
         if self._compares:
             super()._compare(group)
@@ -259,10 +253,6 @@ class ContinuousScheduler(GroupScheduler):
         assert self._draws is not None
         if draw in self.open:
             self._draws.finish(draw, is_informative=differs)
-
-
-def _has_rewards(outcomes: Mapping[str, Outcome] | None) -> bool:
-    return outcomes is not None and all(each.kind is None for each in outcomes.values())
 
 
 def _always(scored: Sequence[ScoredRollout]) -> bool:

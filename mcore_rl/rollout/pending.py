@@ -61,7 +61,8 @@ def read_groups(
 
     `prompt_of` returns the prompt of a draw. All ranks of a TP group read the same groups. An
     unfinished response starts again if it has a conversation, and the run does not
-    `has_environments`, or the other way round. Raises UsageError if a file has other content.
+    `has_environments`, or the other way round. So does a finished one that no environment has
+    judged, if the run has environments. Raises UsageError if a file has other content.
     """
     files = sorted(folder.glob("group_*.safetensors"))
     if len(files) == num_tp_groups:
@@ -72,10 +73,16 @@ def read_groups(
         groups = everywhere[tp_group::num_tp_groups]
     for group in groups:
         for index, rollout in enumerate(group.rollouts):
-            continues = (index in group.conversations) == has_environments
-            if rollout is not None and not is_finished(rollout) and not continues:
+            if rollout is None:
+                continue
+            if is_finished(rollout):
+                continues = index in group.environment_outcomes or not has_environments
+            else:
+                continues = (index in group.conversations) == has_environments
+            if not continues:
                 group.rollouts[index] = None
                 group.conversations.pop(index, None)
+                group.outcomes.pop(index, None)
     return groups
 
 

@@ -14,9 +14,10 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -61,9 +62,11 @@ class AheadSampler:
         sample_store: SampleStore,
         bank: Path,
         folder: Path | None = None,
+        origin: Sequence[Any] = (),
     ) -> None:
         """`position` is the number of prompts drawn before, `bank` the folder of finished groups.
         `folder` is what `save` wrote, if a run resumes; UsageError if it has other content.
+        `origin` are JSON values that name the model that the run began with, and its environments.
         On the first rank of a TP group, which reads the bank, `num_banked` is then the number of
         groups that need not be sampled again, and `skipped` describes what is damaged or of another
         run."""
@@ -80,7 +83,7 @@ class AheadSampler:
         self._context = ExitStack()  # of the generation
         self._generation: SamplingGeneration | None = None
         state = AheadState.read(folder, position)
-        fingerprint = self._fingerprint()
+        fingerprint = self._fingerprint(origin)
         banked: dict[int, OpenGroup] = {}
         self.skipped: list[str] = []
         if self._is_leader:
@@ -323,14 +326,15 @@ class AheadSampler:
     def _prompt_of(self, draw: int) -> Prompt:
         return self._prompts.of_draw(draw, seed=self._seed)
 
-    def _fingerprint(self) -> str:
-        """Return a line that names what a finished group depends on, besides weights."""
+    def _fingerprint(self, origin: Sequence[Any]) -> str:
+        """Return a line that names what the responses of a finished group depend on, besides what
+        weights have learnt. Rewards are not part of it: what a group lacks is requested again."""
         options = dataclasses.asdict(self._options)
         kept = ("temperature", "top_p", "top_k", "max_response_tokens", "stop")
         begin = dataclasses.asdict(self._prompts.begin)
         facts = [self._prompts.fingerprint, begin, self._seed, self._plan().size]
         facts += [self._recipe.score_centering] if self._recipe.score_centering else []
-        return json.dumps([*facts, *(options[name] for name in kept)])
+        return json.dumps([*facts, *(options[name] for name in kept), *origin])
 
     def _held(
         self, folder: Path | None, state: AheadState, banked: Mapping[int, OpenGroup]

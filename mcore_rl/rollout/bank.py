@@ -6,10 +6,10 @@ line and records; integers are little-endian:
     mcore_rl bank 1 <CRC-32 of the fingerprint> <fingerprint>\\n
     magic (8 bytes), length of the payload (8), draw (8), CRC-32 (4), payload: `group_to_bytes`
 
-The fingerprint is a line of text that names everything that a group depends on: prompts, seed,
-number of samples. A record's checksum covers the fingerprint, length, draw and payload, so a record
-of another run is not mistaken for one of this run even if the header is damaged. After damage, a
-reader continues at the next magic whose record is intact.
+The fingerprint is a line of text that names everything that a group depends on: model,
+environments, prompts, seed, number of samples. A record's checksum covers the fingerprint, length,
+draw and payload, so a record of another run is not mistaken for one of this run even if the header
+is damaged. After damage, a reader continues at the next magic whose record is intact.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _scan(data: bytes, fingerprint: bytes) -> tuple[list[_Frame], list[str]]:
     if first_line == header:
         at, faults = len(header), []
     elif first_line == _header(first_line[len(_header(b"")) - 1 : -1]):
-        return [], ["it belongs to a run with other prompts or settings"]
+        return [], ["it belongs to a run with another model, other prompts or settings"]
     else:
         at, faults = 0, ["its header is damaged"]
     frames: list[_Frame] = []

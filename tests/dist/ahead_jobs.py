@@ -121,7 +121,9 @@ class Job:
 
         manager.get_computed_blocks = noted
 
-    def sampler(self, position: int, folder: Path | None = None) -> AheadSampler:
+    def sampler(
+        self, position: int, folder: Path | None = None, origin: tuple[str, ...] = ("model",)
+    ) -> AheadSampler:
         """A run's; it starts from nothing but what is on the disk."""
         self.workers = RolloutWorkers(
             self.engine,
@@ -146,6 +148,7 @@ class Job:
             sample_store=self.sample_store,
             bank=self.work / "bank",
             folder=folder,
+            origin=origin,
         )
 
     def step(self, sampler: AheadSampler, version: int) -> dict[str, Any]:
@@ -240,8 +243,14 @@ def sample_ahead(
         spoil(sorted((job.work / "bank").glob("*.bank"))[0])
     dist.barrier()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"  # the store is that of the first run
+    other = job.sampler(position, state, ("another model",))
+    of_another = other.num_banked, len(other.skipped)
+    other.close()
+    job.workers.close()
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "2"
     resumed = job.sampler(position, state)
     found: dict[str, Any] = {"num_banked": resumed.num_banked, "skipped": resumed.skipped}
+    found["of_another"] = of_another
     found["restored"] = count_restored(job.workers)
     again = [job.step(resumed, version) for version in range(SAVED_AT + 1, NUM_STEPS + 1)]
     resumed.save(job.work / "end")

@@ -77,6 +77,8 @@ def test_groups_that_finished_after_the_checkpoint_are_not_sampled_again(
     if case == "environment":
         pytest.skip("its bank is removed")
     assert run[0]["num_banked"] >= NUM_GROUPS
+    num_banked, num_skipped = run[0]["of_another"]  # that began with another model
+    assert num_banked == 0 and num_skipped > 0
     lost = {draw for step in run[0]["lost"] for draw in step["draws"]}
     again = {draw for step in run[0]["steps"] for draw in step["draws"]}
     assert lost <= again

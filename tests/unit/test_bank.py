@@ -268,7 +268,8 @@ def test_files_of_another_run_are_ignored_and_kept(tmp_path: Path) -> None:
     bank.append(group_of(1))
     found, skipped = read(tmp_path)
     check(found, {1: 0})
-    assert skipped == ["group_00000_1.bank: it belongs to a run with other prompts or settings"]
+    why = "it belongs to a run with another model, other prompts or settings"
+    assert skipped == [f"group_00000_1.bank: {why}"]
     bank.forget({0, 1})
     assert files(tmp_path) == ["group_00000_1.bank"]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,7 +31,7 @@ from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.observe.timeline import SAMPLING, Activity
 from mcore_rl.rollout.admission import Admission
 from mcore_rl.rollout.ahead_state import AheadMetrics, AheadState
-from mcore_rl.rollout.bank import Bank, read_bank
+from mcore_rl.rollout.bank import Bank, BankedGroup, read_bank
 from mcore_rl.rollout.collector import Collected, rewards_differ, sampling_of
 from mcore_rl.rollout.continuous import ContinuousScheduler
 from mcore_rl.rollout.dispatch import StepCounts
@@ -42,6 +43,11 @@ from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.rollout.segments import OpenGroup
 from mcore_rl.rollout.shared_draws import SharedDraws, StepDecision
 from mcore_rl.rollout.stream import step_engine
+
+logger = logging.getLogger(__name__)
+
+# The version of a group without tokens, above all others: it starts with the current weights.
+_NOT_STARTED = 1 << 31
 
 
 class AheadSampler:
@@ -84,7 +90,7 @@ class AheadSampler:
         self._generation: SamplingGeneration | None = None
         state = AheadState.read(folder, position)
         fingerprint = self._fingerprint(origin)
-        banked: dict[int, OpenGroup] = {}
+        banked: dict[int, BankedGroup] = {}
         self.skipped: list[str] = []
         if self._is_leader:
             banked, self.skipped = read_bank(bank, self._prompt_of, fingerprint=fingerprint)
@@ -337,7 +343,7 @@ class AheadSampler:
         return json.dumps([*facts, *(options[name] for name in kept), *origin])
 
     def _held(
-        self, folder: Path | None, state: AheadState, banked: Mapping[int, OpenGroup]
+        self, folder: Path | None, state: AheadState, banked: Mapping[int, BankedGroup]
     ) -> list[OpenGroup]:
         """Return the groups that this TP group continues: those of a checkpoint that have not been
         trained on, on its first rank in the newest state that is on the disk."""
@@ -352,25 +358,36 @@ class AheadSampler:
                 num_tp_groups=self._num_tp_groups,
                 has_environments=self._workers.has_environments,
             )
-        found = {
-            each.draw: each
-            for each in groups
-            if len(each.rollouts) == size
-            and each.has_top_tokens(plan.num_top, plan.num_samples)
-            and (state.outstanding is None or each.draw in state.outstanding)
-        }
+        found: dict[int, OpenGroup] = {}
+        num_unfit = 0
+        for each in groups:
+            if state.outstanding is not None and each.draw not in state.outstanding:
+                continue
+            fits = len(each.rollouts) == size and each.has_top_tokens(
+                plan.num_top, plan.num_samples
+            )
+            num_unfit += not fits
+            found[each.draw] = each if fits else OpenGroup.new(each.draw, size)
+        if num_unfit and self._is_leader:
+            logger.warning(
+                "[Resume] %d unfinished groups are sampled again: the number of samples per prompt "
+                "or --rl-score-centering has changed",
+                num_unfit,
+            )
         held = objects.all_gather(list(found) if self._is_leader else [])
         missing = (state.outstanding or {}).keys() - {draw for some in held for draw in some}
         for draw in sorted(missing)[self._tp_group :: self._num_tp_groups]:
             found[draw] = OpenGroup.new(draw, size)
-        return [banked.get(draw, found[draw]) for draw in sorted(found)]
+        here = {draw: banked[draw].read() for draw in found.keys() & banked.keys()}
+        return [here.get(draw) or found[draw] for draw in sorted(found)]
 
     def _outstanding(self, state: AheadState) -> dict[int, int]:
         """Return the draws that the run continues, with the versions that they started with."""
         if state.outstanding is not None:
             return state.outstanding
         # Partial responses of engines on the actor's ranks.
-        mine = {each.draw: each.oldest_version or 0 for each in self._resumed}
+        oldest = {each.draw: each.oldest_version for each in self._resumed}
+        mine = {draw: _NOT_STARTED if v is None else v for draw, v in oldest.items()}
         everywhere = objects.all_gather(mine if self._is_leader else {})
         return {draw: version for some in everywhere for draw, version in some.items()}
 

@@ -18,7 +18,7 @@ from mcore_rl.hybrid_engine.vllm.generation import Completion, Request
 from mcore_rl.hybrid_engine.vllm.sampling_engine import SamplingEngine
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.rollout.bank import Bank
+from mcore_rl.rollout.bank import Bank, BankedGroup
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.group_plan import GroupPlan
 from mcore_rl.rollout.groups import Differs, GroupDecision, GroupScheduler
@@ -56,7 +56,7 @@ class ContinuousScheduler(GroupScheduler):
         differs: Differs | None,
         most_groups: int,
         conversations: Conversations | None = None,
-        banked: dict[int, OpenGroup],
+        banked: dict[int, BankedGroup],
     ) -> None:
         """`draws`, `bank`, `rewards`, `conversations` and groups in `banked` are given on the first
         rank only. At most `most_groups` groups are being sampled here. `banked` holds groups that
@@ -138,6 +138,8 @@ class ContinuousScheduler(GroupScheduler):
         self._submitted = {n: each for n, each in self._submitted.items() if n not in numbers}
         self._finished -= set(draws)
         self._on_disk -= set(draws)
+        for draw in draws:
+            self._banked.pop(draw, None)  # another TP group has finished it
         return gone
 
     @property
@@ -197,8 +199,9 @@ class ContinuousScheduler(GroupScheduler):
     def _begin_group(self, draw: int) -> list[Request]:
         assert self._draws is not None
         self._draws.start(draw, self.plan.weight_version)
-        if draw in self._banked:
-            self._to_restore.append(self._banked.pop(draw))
+        banked = self._banked.pop(draw, None)
+        if banked is not None and (group := banked.read()) is not None:
+            self._to_restore.append(group)
             return []
         return super()._begin_group(draw)
 

@@ -265,6 +265,25 @@ def test_banked_groups_are_not_sampled_again(seed: int) -> None:
     second.close()
 
 
+def test_banked_groups_that_start_elsewhere_are_forgotten_and_unreadable_ones_sampled() -> None:
+    first = Run(2)
+    for version in range(1, 4):
+        first.step(version)
+    first.close()
+    banked = {draw: group for draw, (_, group) in first.trained.items()}
+    unread = min(banked)
+    second = Run(2, num_engines=2, banked={**banked, unread: None})
+    for version in range(1, 4):
+        second.step(version)
+    trained = second.trained.keys() & banked
+    assert len(trained) > NUM_GROUPS and unread in trained
+    sampled = {each.number // SIZE for engine in second.engines for each in engine.submitted}
+    assert unread in sampled and sampled.isdisjoint(banked.keys() - {unread})
+    for scheduler in second.schedulers:
+        assert trained.isdisjoint(scheduler._banked)
+    second.close()
+
+
 @pytest.mark.parametrize("turns", [False, True])
 def test_stale_groups_are_dropped_with_what_they_have_in_flight(turns: bool) -> None:
     run = Run(8, most=1, drops_stale=True, turns=turns)

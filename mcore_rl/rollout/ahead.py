@@ -84,7 +84,6 @@ class AheadSampler:
         self._metrics, self.activity = AheadMetrics(), Activity()
         self._taken: dict[int, int] = {}  # draws of the last step, and their oldest versions
         self._undone: dict[int, int] = {}  # the same, if the step is to be repeated
-        self._stale: tuple[int, ...] = ()  # draws that were dropped at the beginning of the step
         self._is_paused = True
         self._context = ExitStack()  # of the generation
         self._generation: SamplingGeneration | None = None
@@ -201,7 +200,7 @@ class AheadSampler:
         here = self._scheduler.take(decision.taken) if self._is_leader else None
         taken, _ = self._scheduler.partition(self._engine.of_first_rank(here))
         self._scheduler.forget({*decision.taken, *decision.dropped})
-        self._done |= {*decision.taken, *decision.dropped, *self._stale}
+        self._done |= {*decision.taken, *decision.dropped}
         self._sample_store.clear()
         counts = StepCounts()
         if self._is_leader:
@@ -274,22 +273,42 @@ class AheadSampler:
         if self._draws is not None:
             self._draws.flush()
         objects.barrier()  # all TP groups have flushed
-        stale: tuple[int, ...] = ()
-        if self._last_version is not None and self._metrics.num_steps == 0:
+        is_first = self._metrics.num_steps == 0
+        discarded: tuple[tuple[int, ...], ...] = (), ()
+        if self._last_version is not None and is_first:
             # Versions without a step, such as that of the last evaluation of a run.
             self._metrics.last_before = self._last_version
             self._metrics.num_skipped = weight_version - 1 - self._last_version
         if self._admission is not None and self._draws is not None:
-            if self._metrics.num_steps == 0:
+            if is_first:
                 self._admission.skip_versions(self._metrics.num_skipped)
-            stale = self._draws.begin_step(weight_version)
-        self._stale = objects.broadcast(stale)
-        self._scheduler.forget(self._stale)
+            discarded = self._draws.begin_step(weight_version), self._admission.restarted
+            if is_first and discarded[0]:
+                self._log_late(len(discarded[0]))
+        stale, restarted = objects.broadcast(discarded)
+        self._scheduler.forget(stale)
+        if is_first:  # before the bank has other groups of the same draws
+            self._scheduler.forget_banked(stale)
+        else:
+            self._done |= set(stale)
         self._metrics.num_steps += 1
         self._last_version = weight_version
         self._continue_step(weight_version)
         resumed, self._resumed = self._resumed, []
-        self._scheduler.load([each for each in resumed if each.draw not in self._stale])
+        groups = [each for each in resumed if each.draw not in stale]
+        size = self._plan().size
+        mine = restarted[self._tp_group :: self._num_tp_groups]
+        self._scheduler.load([*groups, *(OpenGroup.new(draw, size) for draw in mine)])
+
+    def _log_late(self, num_groups: int) -> None:
+        drops = self._options.stale_rollouts == "drop"
+        logger.warning(
+            "[Resume] %d groups of the checkpoint are too many or too old for --rl-max-staleness "
+            "%d: %s",
+            num_groups,
+            self._options.staleness_limit,
+            "they are dropped" if drops else "their prompts are sampled again",
+        )
 
     def _continue_step(self, weight_version: int) -> None:
         self._scheduler.resume(weight_version)

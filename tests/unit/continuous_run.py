@@ -290,6 +290,9 @@ class Run:
             engine.version = version
             scheduler.forget(stale)
             scheduler.resume(version)
+        for number, draw in enumerate(self.admission.restarted):
+            here = self.schedulers[number % len(self.schedulers)]
+            here.load([OpenGroup.new(draw, SIZE)])
 
     def train(self) -> None:
         """Sample until the step is decided, and take its groups."""

@@ -89,14 +89,8 @@ def read_groups(
 def check_environments(folder: Path, environment_of: Callable[[int], str]) -> None:
     """Raise UsageError if a conversation that a run continues was with another environment, or if a
     file has other content. `environment_of` returns the environment of a draw."""
-    for file in sorted(folder.glob("group_*.safetensors")):
-        try:
-            with safe_open(file, framework="numpy") as tensors:
-                groups = parse_json(tensors.metadata()["groups"])
-            found = {(_count(each["draw"]), n) for each in groups for n in _recorded(each).values()}
-        except MALFORMED as error:
-            raise _not_groups(file, error) from error
-        for draw, then in sorted(found):
+    for draw, environments in environments_by_draw(folder):
+        for then in sorted(environments):
             if then and then != (now := environment_of(draw)):
                 raise UsageError(
                     f"has conversations with {then} to continue, and the environment is now {now}",
@@ -104,6 +98,20 @@ def check_environments(folder: Path, environment_of: Callable[[int], str]) -> No
                     remedy="bring that class back, or begin a new run with the trained weights by "
                     "--finetune and another --rl-run-dir",
                 )
+
+
+def environments_by_draw(folder: Path) -> list[tuple[int, set[str]]]:
+    """Return the draws of all groups in `folder`, each with the environments of its conversations,
+    without reading responses. Raises UsageError if a file has other content."""
+    found = []
+    for file in sorted(folder.glob("group_*.safetensors")):
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                groups = parse_json(tensors.metadata()["groups"])
+            found += [(_count(each["draw"]), {*_recorded(each).values()}) for each in groups]
+        except MALFORMED as error:
+            raise _not_groups(file, error) from error
+    return found
 
 
 def _recorded(facts: Mapping[str, Any]) -> dict[str, str]:

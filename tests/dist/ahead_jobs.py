@@ -22,7 +22,9 @@ from mcore_rl.rollout.ahead import AheadSampler
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.group_plan import GroupPlan
+from mcore_rl.rollout.pending import write_groups
 from mcore_rl.rollout.sample_store import SampleStore
+from mcore_rl.rollout.segments import OpenGroup
 from tests.dist.partial_jobs import Uneven, prompt_of, rescored, weights
 from tests.engine_samples import small_engine
 from tests.reward_specs import rewards_of
@@ -262,9 +264,29 @@ def sample_ahead(
     resumed.close()
     found |= rescored(job.engine, job.folder, job.taken, NUM_STEPS)
     job.workers.close()
+    if spoils:
+        found |= continue_colocated(job, NUM_STEPS + 1)
+        job.workers.close()
     job.engine.close()
     dist.destroy_process_group()
     return found
+
+
+def continue_colocated(job: Job, version: int) -> dict[str, Any]:
+    """A step of a run that continues groups of colocated engines, one in each file: the first has
+    no token, the second another size. Returns the states before and after it."""
+    rank, folder = dist.get_rank(), job.work / "colocated"
+    write_groups([OpenGroup.new(4 + rank, NUM_SAMPLES + rank)], folder, rank)
+    dist.barrier()
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "3"
+    sampler = job.sampler(8, folder, ("another run",))
+    places = [job.work / "colocated_before", job.work / "colocated_after"]
+    sampler.save(places[0])
+    step = job.step(sampler, version)
+    sampler.save(places[1])
+    sampler.pause()
+    sampler.close()
+    return {"colocated": [str(each / "ahead.json") for each in places], "colocated_step": step}
 
 
 def count_restored(workers: RolloutWorkers) -> list[int]:

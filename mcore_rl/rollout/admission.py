@@ -20,14 +20,16 @@ which has an earlier deadline. With f in place of g, one group fewer remains wit
 least f's and before g's, and the other numbers stay the same, so the others remain feasible.
 Repeated, this leads to the earliest deadlines. Deadlines have the order of versions.
 
-No deadlock. When a step begins at `now`, all groups are feasible from `now` on: `begin_step` drops
-what is not in the first step of a resumed run. By induction: after a decision the groups left were
-feasible from now + 1 on. Until the next step, groups only leave, or start with version `now` and
-the deadline now + K. For w >= now + K the condition holds because there are at most N K groups in
-all; for earlier w such a start does not count. In the step, new groups have the deadline now + K
-again, and there are at most N (K + 1) groups in all. Hence, once all groups have finished, `decide`
-returns a choice: there are at least N groups, as draws fill any room; and of x groups with a
-deadline of w or earlier, all but the N earliest, max(0, x - N), are left, at most N (w - now).
+No deadlock. When a step begins at `now`, all groups are feasible from `now` on: what is not, in the
+first step of a resumed run, `begin_step` discards. Its draws start again, before others, when the
+beginning of a step has room for them; this proof counts such a start as any other. By induction:
+after a decision the groups left were feasible from now + 1 on. Until the next step, groups only
+leave, or start with version `now` and the deadline now + K. For w >= now + K the condition holds
+because there are at most N K groups in all; for earlier w such a start does not count. In the step,
+new groups have the deadline now + K again, and there are at most N (K + 1) groups in all. Hence,
+once all groups have finished, `decide` returns a choice: there are at least N groups, as draws fill
+any room; and of x groups with a deadline of w or earlier, all but the N earliest, max(0, x - N),
+are left, at most N (w - now).
 """
 
 from __future__ import annotations
@@ -58,6 +60,9 @@ class Admission:
     In one process; does not block. The result depends only on the order of the calls. Each step is
     one `begin_step` and, after some calls of `decide`, one decision. Every draw below `limit` must
     start and finish in the end, unless `begin_step` drops it.
+
+    `restarted` are draws whose groups were discarded when the run resumed, and which the last
+    `begin_step` has started again, sorted: their first tokens are of its version.
     """
 
     def __init__(
@@ -76,7 +81,8 @@ class Admission:
 
         With `max_refills` R, groups without information are replaced by other draws, N R times per
         step that has begun; None replaces none. With `drops_stale`, decisions do not wait for
-        deadlines. A group that misses its deadline is dropped.
+        deadlines. A group that misses its deadline is dropped, as are those of a resumed run that
+        are above the maximum.
         """
         assert groups_per_step > 0 and max_staleness >= 0, "not a step of groups"
         self._groups_per_step, self._max_staleness = groups_per_step, max_staleness
@@ -89,6 +95,8 @@ class Admission:
         self._num_waiting: Counter[int] = Counter()
         self._unstarted: set[int] = set()  # draws below the limit
         self._stale: set[int] = set()
+        self._deferred: list[int] = []  # draws of a resumed run that start again
+        self.restarted: tuple[int, ...] = ()
         self._limit = next_draw
         self._version: int | None = None
         self._is_open = False  # a step has begun and is not decided
@@ -108,7 +116,8 @@ class Admission:
         With `limit` as `next_draw`, these are the `groups` of a run that resumes from here.
         """
         next_version = (self._version or 0) + 1
-        return self._versions | dict.fromkeys(sorted(self._unstarted), next_version)
+        unstarted = sorted({*self._unstarted, *self._deferred})
+        return self._versions | dict.fromkeys(unstarted, next_version)
 
     def skip_versions(self, count: int) -> None:
         """Count `count` versions as if they were not, because no step began with them; before the
@@ -119,9 +128,10 @@ class Admission:
     def begin_step(self, weight_version: int) -> tuple[int, ...]:
         """Begin a step with weights of this version; the previous step must be decided.
 
-        Returns the draws that are dropped because of their age, sorted. Without `drops_stale` these
-        are only groups of a resumed run that cannot all be trained in time, or groups whose
-        deadline was skipped by a version without a step.
+        Returns the draws whose groups are discarded because of their age, sorted. Without
+        `drops_stale` these are only groups of a resumed run that cannot all be trained in time,
+        whose draws start again now or later, and groups whose deadline was skipped by a version
+        without a step.
         """
         assert not self._is_open, "the previous step is not decided"
         assert self._version is None or weight_version > self._version, "versions do not increase"
@@ -132,7 +142,13 @@ class Admission:
         late = sorted(self._late(self._versions, weight_version, waits=not self._drops_stale))
         for draw in late:
             self._remove(draw)
-        self._stale |= set(late)
+        if self._num_steps == 1 and not self._drops_stale:
+            self._deferred = late.copy()
+        else:
+            self._stale |= set(late)
+        self.restarted = tuple(self._deferred[: self._room])
+        del self._deferred[: self._room]
+        self._versions |= dict.fromkeys(self.restarted, weight_version)
         self._num_of_version = Counter(self._versions.values())
         self._num_waiting = Counter(self._versions[draw] for draw in self._informative)
         self._admit()
@@ -233,11 +249,16 @@ class Admission:
 
     def _admit(self) -> None:
         """Raise the limit while there is room for more groups."""
-        most = self._groups_per_step * (self._max_staleness + self._is_open)
-        while len(self._versions) + len(self._unstarted) < most:
+        while self._room:
             if self._limit not in self._resumed:
                 self._unstarted.add(self._limit)
             self._limit += 1
+
+    @property
+    def _room(self) -> int:
+        """The number of groups that may be added."""
+        most = self._groups_per_step * (self._max_staleness + self._is_open)
+        return max(0, most - len(self._versions) - len(self._unstarted))
 
     def _remove(self, draw: int) -> None:
         version = self._versions.pop(draw)

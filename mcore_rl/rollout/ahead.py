@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -30,7 +32,7 @@ from mcore_rl.observe.timeline import SAMPLING, Activity
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rollout.admission import Admission
 from mcore_rl.rollout.ahead_state import AheadMetrics, AheadState
-from mcore_rl.rollout.bank import Bank, read_bank
+from mcore_rl.rollout.bank import Bank, BankedGroup, read_bank
 from mcore_rl.rollout.collector import Collected, sampling_of
 from mcore_rl.rollout.comparison import GroupComparison
 from mcore_rl.rollout.continuous import ContinuousScheduler
@@ -43,6 +45,11 @@ from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.rollout.segments import OpenGroup
 from mcore_rl.rollout.shared_draws import SharedDraws, StepDecision
 from mcore_rl.rollout.stream import step_engine
+
+logger = logging.getLogger(__name__)
+
+# The version of a group without tokens, above all others: it starts with the current weights.
+_NOT_STARTED = 1 << 31
 
 
 class AheadSampler:
@@ -64,9 +71,11 @@ class AheadSampler:
         sample_store: SampleStore,
         bank: Path,
         folder: Path | None = None,
+        origin: Sequence[Any] = (),
     ) -> None:
         """`position` is the number of prompts drawn before, `bank` the folder of finished groups.
         `folder` is what `save` wrote, if a run resumes; UsageError if it has other content.
+        `origin` are JSON values that name the model that the run began with, and its environments.
         On the first rank of a TP group, which reads the bank, `num_banked` is then the number of
         groups that need not be sampled again, and `skipped` describes what is damaged or of another
         run."""
@@ -78,13 +87,12 @@ class AheadSampler:
         self._metrics, self.activity = AheadMetrics(), Activity()
         self._taken: dict[int, int] = {}  # draws of the last step, and their oldest versions
         self._undone: dict[int, int] = {}  # the same, if the step is to be repeated
-        self._stale: tuple[int, ...] = ()  # draws that were dropped at the beginning of the step
         self._is_paused = True
         self._context = ExitStack()  # of the generation
         self._generation: SamplingGeneration | None = None
         state = AheadState.read(folder, position)
-        fingerprint = self._fingerprint()
-        banked: dict[int, OpenGroup] = {}
+        fingerprint = self._fingerprint(origin)
+        banked: dict[int, BankedGroup] = {}
         self.skipped: list[str] = []
         if self._is_leader:
             banked, self.skipped = read_bank(bank, self._prompt_of, fingerprint=fingerprint)
@@ -196,7 +204,7 @@ class AheadSampler:
         here = self._scheduler.take(decision.taken) if self._is_leader else None
         taken, _ = self._scheduler.partition(self._engine.of_first_rank(here))
         self._scheduler.forget({*decision.taken, *decision.dropped})
-        self._done |= {*decision.taken, *decision.dropped, *self._stale}
+        self._done |= {*decision.taken, *decision.dropped}
         self._sample_store.clear()
         counts = StepCounts()
         if self._is_leader:
@@ -269,22 +277,42 @@ class AheadSampler:
         if self._draws is not None:
             self._draws.flush()
         objects.barrier()  # all TP groups have flushed
-        stale: tuple[int, ...] = ()
-        if self._last_version is not None and self._metrics.num_steps == 0:
+        is_first = self._metrics.num_steps == 0
+        discarded: tuple[tuple[int, ...], ...] = (), ()
+        if self._last_version is not None and is_first:
             # Versions without a step, such as that of the last evaluation of a run.
             self._metrics.last_before = self._last_version
             self._metrics.num_skipped = weight_version - 1 - self._last_version
         if self._admission is not None and self._draws is not None:
-            if self._metrics.num_steps == 0:
+            if is_first:
                 self._admission.skip_versions(self._metrics.num_skipped)
-            stale = self._draws.begin_step(weight_version)
-        self._stale = objects.broadcast(stale)
-        self._scheduler.forget(self._stale)
+            discarded = self._draws.begin_step(weight_version), self._admission.restarted
+            if is_first and discarded[0]:
+                self._log_late(len(discarded[0]))
+        stale, restarted = objects.broadcast(discarded)
+        self._scheduler.forget(stale)
+        if is_first:  # before the bank has other groups of the same draws
+            self._scheduler.forget_banked(stale)
+        else:
+            self._done |= set(stale)
         self._metrics.num_steps += 1
         self._last_version = weight_version
         self._continue_step(weight_version)
         resumed, self._resumed = self._resumed, []
-        self._scheduler.load([each for each in resumed if each.draw not in self._stale])
+        groups = [each for each in resumed if each.draw not in stale]
+        size = self._plan().size
+        mine = restarted[self._tp_group :: self._num_tp_groups]
+        self._scheduler.load([*groups, *(OpenGroup.new(draw, size) for draw in mine)])
+
+    def _log_late(self, num_groups: int) -> None:
+        drops = self._options.stale_rollouts == "drop"
+        logger.warning(
+            "[Resume] %d groups of the checkpoint are too many or too old for --rl-max-staleness "
+            "%d: %s",
+            num_groups,
+            self._options.staleness_limit,
+            "they are dropped" if drops else "their prompts are sampled again",
+        )
 
     def _continue_step(self, weight_version: int) -> None:
         self._scheduler.resume(weight_version)
@@ -327,17 +355,18 @@ class AheadSampler:
     def _prompt_of(self, draw: int) -> Prompt:
         return self._prompts.of_draw(draw, seed=self._seed)
 
-    def _fingerprint(self) -> str:
-        """Return a line that names what a finished group depends on, besides weights."""
+    def _fingerprint(self, origin: Sequence[Any]) -> str:
+        """Return a line that names what the responses of a finished group depend on, besides what
+        weights have learnt. Rewards are not part of it: what a group lacks is requested again."""
         options = dataclasses.asdict(self._options)
         kept = ("temperature", "top_p", "top_k", "max_response_tokens", "stop")
         begin = dataclasses.asdict(self._prompts.begin)
         facts = [self._prompts.fingerprint, begin, self._seed, self._plan().size]
         facts += [self._recipe.score_centering] if self._recipe.score_centering else []
-        return json.dumps([*facts, *(options[name] for name in kept)])
+        return json.dumps([*facts, *(options[name] for name in kept), *origin])
 
     def _held(
-        self, folder: Path | None, state: AheadState, banked: Mapping[int, OpenGroup]
+        self, folder: Path | None, state: AheadState, banked: Mapping[int, BankedGroup]
     ) -> list[OpenGroup]:
         """Return the groups that this TP group continues: those of a checkpoint that have not been
         trained on, on its first rank in the newest state that is on the disk."""
@@ -352,25 +381,36 @@ class AheadSampler:
                 num_tp_groups=self._num_tp_groups,
                 has_environments=self._workers.has_environments,
             )
-        found = {
-            each.draw: each
-            for each in groups
-            if len(each.rollouts) == size
-            and each.has_top_tokens(plan.num_top, plan.num_samples)
-            and (state.outstanding is None or each.draw in state.outstanding)
-        }
+        found: dict[int, OpenGroup] = {}
+        num_unfit = 0
+        for each in groups:
+            if state.outstanding is not None and each.draw not in state.outstanding:
+                continue
+            fits = len(each.rollouts) == size and each.has_top_tokens(
+                plan.num_top, plan.num_samples
+            )
+            num_unfit += not fits
+            found[each.draw] = each if fits else OpenGroup.new(each.draw, size)
+        if num_unfit and self._is_leader:
+            logger.warning(
+                "[Resume] %d unfinished groups are sampled again: the number of samples per prompt "
+                "or --rl-score-centering has changed",
+                num_unfit,
+            )
         held = objects.all_gather(list(found) if self._is_leader else [])
         missing = (state.outstanding or {}).keys() - {draw for some in held for draw in some}
         for draw in sorted(missing)[self._tp_group :: self._num_tp_groups]:
             found[draw] = OpenGroup.new(draw, size)
-        return [banked.get(draw, found[draw]) for draw in sorted(found)]
+        here = {draw: banked[draw].read() for draw in found.keys() & banked.keys()}
+        return [here.get(draw) or found[draw] for draw in sorted(found)]
 
     def _outstanding(self, state: AheadState) -> dict[int, int]:
         """Return the draws that the run continues, with the versions that they started with."""
         if state.outstanding is not None:
             return state.outstanding
         # Partial responses of engines on the actor's ranks.
-        mine = {each.draw: each.oldest_version or 0 for each in self._resumed}
+        oldest = {each.draw: each.oldest_version for each in self._resumed}
+        mine = {draw: _NOT_STARTED if v is None else v for draw, v in oldest.items()}
         everywhere = objects.all_gather(mine if self._is_leader else {})
         return {draw: version for some in everywhere for draw, version in some.items()}
 

@@ -15,6 +15,7 @@ from mcore_rl.common import objects
 from mcore_rl.common.errors import UsageError, not_held
 from mcore_rl.common.readers import InvalidData, integer_within, parse_json
 from mcore_rl.rollout.admission import AdmissionCounts
+from mcore_rl.rollout.pending import environments_by_draw
 from mcore_rl.rollout.segments import OpenGroup
 
 _NAME = "ahead.json"
@@ -73,6 +74,13 @@ def require_nothing_outstanding(folder: Path) -> None:
             flag=f"--load {folder.parent}",
             remedy="give --rl-rollout-ranks and --rl-max-staleness 1 or more",
         )
+
+
+def count_unfinished(folder: Path) -> int:
+    """Count the groups in a checkpoint's `folder` that a run with the same prompts continues.
+    Raises UsageError if a file has other content."""
+    outstanding = AheadState.read(folder, 0).outstanding
+    return len(environments_by_draw(folder) if outstanding is None else outstanding)
 
 
 @dataclass(slots=True)

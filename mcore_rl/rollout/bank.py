@@ -6,14 +6,15 @@ line and records; integers are little-endian:
     mcore_rl bank 1 <CRC-32 of the fingerprint> <fingerprint>\\n
     magic (8 bytes), length of the payload (8), draw (8), CRC-32 (4), payload: `group_to_bytes`
 
-The fingerprint is a line of text that names everything that a group depends on: prompts, seed,
-number of samples. A record's checksum covers the fingerprint, length, draw and payload, so a record
-of another run is not mistaken for one of this run even if the header is damaged. After damage, a
-reader continues at the next magic whose record is intact.
+The fingerprint is a line of text that names everything that a group depends on: model,
+environments, prompts, seed, number of samples. A record's checksum covers the fingerprint, length,
+draw and payload, so a record of another run is not mistaken for one of this run even if the header
+is damaged. After damage, a reader continues at the next magic whose record is intact.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import struct
@@ -26,6 +27,8 @@ from mcore_rl.batching.types import Prompt
 from mcore_rl.common.disk import sync
 from mcore_rl.rollout.pending import MALFORMED, group_from_bytes, group_to_bytes
 from mcore_rl.rollout.segments import OpenGroup
+
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"group_(\d+)_(\d+)\.bank")  # the owner and the number of the file
 _MAGIC = b"\x89RLBANK\n"  # not ASCII: not part of any JSON
@@ -91,9 +94,48 @@ class Bank:
         sync(self._folder)
 
 
+@dataclass(frozen=True, slots=True)
+class BankedGroup:
+    """A finished group on the disk, which no process has in its memory before `read`."""
+
+    _draw: int
+    _path: Path
+    _start: int  # byte of the record when the bank was read
+    _num_bytes: int
+    _fingerprint: bytes
+    _prompt_of: Callable[[int], Prompt]
+
+    def read(self) -> OpenGroup | None:
+        """Read the group, also after its owner has forgotten others. None, with a warning, if that
+        fails: the draw must then be sampled again."""
+        try:
+            group = group_from_bytes(self._record()[_FRAME.size :], self._prompt_of)
+            if group.draw != self._draw or not group.is_sampled:
+                raise ValueError("it is not the finished group of this draw")
+            return group
+        except MALFORMED as error:
+            why = f"{type(error).__name__}: {error}"
+            name = self._path.name
+            logger.warning("[Bank] draw %d of %s is sampled again: %s", self._draw, name, why)
+            return None
+
+    def _record(self) -> bytes:
+        with self._path.open("rb") as file:
+            file.seek(self._start)
+            record = file.read(self._num_bytes)
+            if _frame(record, 0, self._fingerprint) == _Frame(self._draw, 0, self._num_bytes):
+                return record
+            file.seek(0)
+            data = file.read()
+        for frame in reversed(_scan(data, self._fingerprint)[0]):
+            if frame.draw == self._draw:
+                return data[frame.start : frame.end]
+        raise ValueError("its record is gone")
+
+
 def read_bank(
     folder: Path, prompt_of: Callable[[int], Prompt], *, fingerprint: str
-) -> tuple[dict[int, OpenGroup], list[str]]:
+) -> tuple[dict[int, BankedGroup], list[str]]:
     """Return the groups of all owners by draw, and a description of what was skipped, one for each
     damaged place or file of another run. On the first rank of each TP group; before the first
     `forget` of its job.
@@ -104,24 +146,19 @@ def read_bank(
 
     Example of a description: "group_00003_1.bank: record at byte 5120: its checksum differs".
     """
-    groups: dict[int, OpenGroup] = {}
+    groups: dict[int, BankedGroup] = {}
     skipped: list[str] = []
+    run = fingerprint.encode()
     for _, _, path in _files(folder):
         try:
             data = path.read_bytes()
         except OSError as error:
             skipped.append(f"{path.name}: {error.strerror}")
             continue
-        frames, faults = _scan(data, fingerprint.encode())
+        frames, faults = _scan(data, run)
         for frame in frames:
-            try:
-                group = group_from_bytes(data[frame.start + _FRAME.size : frame.end], prompt_of)
-                if group.draw != frame.draw or not group.is_sampled:
-                    raise ValueError(f"it is not the finished group of draw {frame.draw}")
-                groups[group.draw] = group
-            except MALFORMED as error:
-                why = f"{type(error).__name__}: {error}"
-                faults.append(f"record at byte {frame.start}: {why}")
+            place = path, frame.start, frame.end - frame.start
+            groups[frame.draw] = BankedGroup(frame.draw, *place, run, prompt_of)
         skipped += [f"{path.name}: {fault}" for fault in faults]
     return groups, skipped
 
@@ -161,7 +198,7 @@ def _scan(data: bytes, fingerprint: bytes) -> tuple[list[_Frame], list[str]]:
     if first_line == header:
         at, faults = len(header), []
     elif first_line == _header(first_line[len(_header(b"")) - 1 : -1]):
-        return [], ["it belongs to a run with other prompts or settings"]
+        return [], ["it belongs to a run with another model, other prompts or settings"]
     else:
         at, faults = 0, ["its header is damaged"]
     frames: list[_Frame] = []

@@ -18,11 +18,11 @@ from mcore_rl.hybrid_engine.vllm.generation import Completion, Request
 from mcore_rl.hybrid_engine.vllm.sampling_engine import SamplingEngine
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.rollout.bank import Bank
+from mcore_rl.rollout.bank import Bank, BankedGroup
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.group_plan import GroupPlan
 from mcore_rl.rollout.groups import Differs, GroupDecision, GroupScheduler
-from mcore_rl.rollout.segments import OpenGroup, is_finished
+from mcore_rl.rollout.segments import OpenGroup
 from mcore_rl.rollout.shared_draws import SharedDraws
 from mcore_rl.rollout.stream import StreamActions
 
@@ -56,7 +56,7 @@ class ContinuousScheduler(GroupScheduler):
         differs: Differs | None,
         most_groups: int,
         conversations: Conversations | None = None,
-        banked: dict[int, OpenGroup],
+        banked: dict[int, BankedGroup],
     ) -> None:
         """`draws`, `bank`, `rewards`, `conversations` and groups in `banked` are given on the first
         rank only. At most `most_groups` groups are being sampled here. `banked` holds groups that
@@ -120,18 +120,6 @@ class ContinuousScheduler(GroupScheduler):
             if self._draws is not None:
                 self._continue(group)
 
-    def _continue(self, group: OpenGroup) -> None:
-        for index in range(self.plan.size):
-            rollout = self._response(group, index)
-            if not is_finished(rollout):
-                self._continue_response(group, index)
-            elif not _has_rewards(group.outcomes.get(index)) and self._rewards is not None:
-                group.outcomes.pop(index, None)  # whatever failed may be back
-                number = group.draw * self.plan.size + index
-                self._tickets[self._rewards.begin(rollout)] = number
-        if self._is_rewarded(group):
-            self._compare(group)
-
     def take(self, draws: Collection[int]) -> GroupDecision:
         """Return which of these draws are here; on the first rank."""
         here = sorted(self.open.keys() & set(draws))
@@ -150,6 +138,8 @@ class ContinuousScheduler(GroupScheduler):
         self._submitted = {n: each for n, each in self._submitted.items() if n not in numbers}
         self._finished -= set(draws)
         self._on_disk -= set(draws)
+        for draw in draws:
+            self._banked.pop(draw, None)  # another TP group has finished it
         return gone
 
     @property
@@ -209,10 +199,17 @@ class ContinuousScheduler(GroupScheduler):
     def _begin_group(self, draw: int) -> list[Request]:
         assert self._draws is not None
         self._draws.start(draw, self.plan.weight_version)
-        if draw in self._banked:
-            self._to_restore.append(self._banked.pop(draw))
+        banked = self._banked.pop(draw, None)
+        if banked is not None and (group := banked.read()) is not None:
+            self._to_restore.append(group)
             return []
         return super()._begin_group(draw)
+
+    def _has_rewards(self, outcomes: Mapping[str, Outcome] | None) -> bool:
+        if outcomes is None or not super()._has_rewards(outcomes):
+            return False
+        # Whatever failed may be back.
+        return all(outcomes[name].kind is None for name in self._reward_names)
 
     def _compare(self, group: OpenGroup) -> None:
         if self._compares:
@@ -259,10 +256,6 @@ class ContinuousScheduler(GroupScheduler):
         assert self._draws is not None
         if draw in self.open:
             self._draws.finish(draw, is_informative=differs)
-
-
-def _has_rewards(outcomes: Mapping[str, Outcome] | None) -> bool:
-    return outcomes is not None and all(each.kind is None for each in outcomes.values())
 
 
 def _always(scored: Sequence[ScoredRollout]) -> bool:

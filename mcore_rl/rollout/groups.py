@@ -272,13 +272,32 @@ class GroupScheduler:
         """Queue the requests of pending groups, first those of groups that must end in this
         step."""
         for group in sorted(pending, key=lambda each: each.draw not in self._reserved):
-            for index, rollout in enumerate(group.rollouts):
-                if rollout is None or not is_finished(rollout):
-                    self._continue_response(group, index)
+            self._continue(group)
             if group.is_sampled and self._differs is None:
                 self._finish_group(group)
-            elif self._is_rewarded(group):
-                self._compare(group)
+
+    def _continue(self, group: OpenGroup) -> None:
+        """Continue the responses of a group that have not ended, and request the rewards that
+        others lack."""
+        for index in range(len(group.rollouts)):
+            rollout = self._response(group, index)
+            if not is_finished(rollout):
+                self._continue_response(group, index)
+            elif self._rewards is not None and not self._has_rewards(group.outcomes.get(index)):
+                group.outcomes.pop(index, None)
+                self._tickets[self._rewards.begin(rollout)] = group.draw * self.plan.size + index
+        if self._is_rewarded(group):
+            self._compare(group)
+
+    def _has_rewards(self, outcomes: Mapping[str, Outcome] | None) -> bool:
+        """Whether a response that resumes has all rewards; an earlier run may have had others."""
+        return outcomes is not None and outcomes.keys() >= {*self._reward_names}
+
+    @property
+    def _reward_names(self) -> tuple[str, ...]:
+        """The rewards that are known before a step takes a response."""
+        assert self._rewards is not None
+        return (*self._rewards.names, *([ENVIRONMENT] if self.plan.has_environments else []))
 
     def _continue_response(self, group: OpenGroup, index: int) -> None:
         """Continue a response that has not ended, or start it."""
@@ -421,7 +440,7 @@ class GroupScheduler:
         num_samples, responses = self.plan.num_samples_of(group), range(len(group.rollouts))
         weighed = self._rewards.weigh(
             [rollout for rollout in group.rollouts if rollout is not None],
-            {name: [group.outcomes[n][name] for n in responses] for name in group.outcomes[0]},
+            {name: [group.outcomes[n][name] for n in responses] for name in self._reward_names},
         )
         scored = with_baselines(weighed, [num_samples])[:num_samples]
         self._finish_group(

@@ -61,7 +61,8 @@ def read_groups(
 
     `prompt_of` returns the prompt of a draw. All ranks of a TP group read the same groups. An
     unfinished response starts again if it has a conversation, and the run does not
-    `has_environments`, or the other way round. Raises UsageError if a file has other content.
+    `has_environments`, or the other way round. So does a finished one that no environment has
+    judged, if the run has environments. Raises UsageError if a file has other content.
     """
     files = sorted(folder.glob("group_*.safetensors"))
     if len(files) == num_tp_groups:
@@ -72,24 +73,24 @@ def read_groups(
         groups = everywhere[tp_group::num_tp_groups]
     for group in groups:
         for index, rollout in enumerate(group.rollouts):
-            continues = (index in group.conversations) == has_environments
-            if rollout is not None and not is_finished(rollout) and not continues:
+            if rollout is None:
+                continue
+            if is_finished(rollout):
+                continues = index in group.environment_outcomes or not has_environments
+            else:
+                continues = (index in group.conversations) == has_environments
+            if not continues:
                 group.rollouts[index] = None
                 group.conversations.pop(index, None)
+                group.outcomes.pop(index, None)
     return groups
 
 
 def check_environments(folder: Path, environment_of: Callable[[int], str]) -> None:
     """Raise UsageError if a conversation that a run continues was with another environment, or if a
     file has other content. `environment_of` returns the environment of a draw."""
-    for file in sorted(folder.glob("group_*.safetensors")):
-        try:
-            with safe_open(file, framework="numpy") as tensors:
-                groups = parse_json(tensors.metadata()["groups"])
-            found = {(_count(each["draw"]), n) for each in groups for n in _recorded(each).values()}
-        except MALFORMED as error:
-            raise _not_groups(file, error) from error
-        for draw, then in sorted(found):
+    for draw, environments in environments_by_draw(folder):
+        for then in sorted(environments):
             if then and then != (now := environment_of(draw)):
                 raise UsageError(
                     f"has conversations with {then} to continue, and the environment is now {now}",
@@ -97,6 +98,20 @@ def check_environments(folder: Path, environment_of: Callable[[int], str]) -> No
                     remedy="bring that class back, or begin a new run with the trained weights by "
                     "--finetune and another --rl-run-dir",
                 )
+
+
+def environments_by_draw(folder: Path) -> list[tuple[int, set[str]]]:
+    """Return the draws of all groups in `folder`, each with the environments of its conversations,
+    without reading responses. Raises UsageError if a file has other content."""
+    found = []
+    for file in sorted(folder.glob("group_*.safetensors")):
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                groups = parse_json(tensors.metadata()["groups"])
+            found += [(_count(each["draw"]), {*_recorded(each).values()}) for each in groups]
+        except MALFORMED as error:
+            raise _not_groups(file, error) from error
+    return found
 
 
 def _recorded(facts: Mapping[str, Any]) -> dict[str, str]:

@@ -104,8 +104,8 @@ class SharedDraws:
         self._num_stops = self._store.add(_NUM_STOPS, 0)
 
     def begin_step(self, weight_version: int) -> tuple[int, ...]:
-        """Begin a step once all TP groups have flushed; on the coordinator. Returns the draws that
-        are dropped because of their age."""
+        """Begin a step once all TP groups have flushed; on the coordinator. Returns the draws whose
+        groups are discarded because of their age; see `Admission.restarted`."""
         assert self.admission is not None, "not the coordinator"
         self.flush()
         stale = self.admission.begin_step(weight_version)

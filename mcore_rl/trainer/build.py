@@ -111,7 +111,7 @@ class Inputs:
         prompts, held_out = self.prompts, self.eval_prompts
         assert isinstance(prompts, PromptSources), "only prompts are sampled"
         assert held_out is None or isinstance(held_out, PromptSources)
-        return Start(prompts, held_out, self.day, position, folder)
+        return Start(prompts, held_out, self.day, position, folder, self.began_with)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,12 +31,12 @@ class EngineRanks(SamplingRanks):
         super().__init__(job, VLLMEngine(engine_config(job)), start, log)
 
     def connect(
-        self, *, position: int, begin: dict[str, Any], folder: str | None
+        self, *, position: int, begin: dict[str, Any], folder: str | None, began_with: str
     ) -> dict[str, Any]:
         """Also plan the hand-over, with the actor's ranks."""
         canary = make_canary(self._job, None, self._start.prompts)
         self._hand_over = hand_over(self._job, engine=self._engine, canary=canary)
-        return super().connect(position=position, begin=begin, folder=folder)
+        return super().connect(position=position, begin=begin, folder=folder, began_with=began_with)
 
     def update(self, *, weight_version: int) -> dict[str, Any]:
         """Receive the actor's weights, with the actor's ranks. Returns the largest numbers of bytes

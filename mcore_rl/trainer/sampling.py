@@ -58,6 +58,7 @@ class Start:
     day: str  # for chat templates
     position: int = 0  # prompts drawn before
     folder: Path | None = None  # what `Rollouts.save` wrote, if the run resumes
+    began_with: str = ""  # see `TrainerState`
 
     def message(self) -> dict[str, Any]:
         """Return the arguments of `SamplingRanks.connect`."""
@@ -65,6 +66,7 @@ class Start:
             "position": self.position,
             "begin": asdict(self.prompts.begin),
             "folder": None if self.folder is None else str(self.folder),
+            "began_with": self.began_with,
         }
 
     @property
@@ -169,7 +171,16 @@ def _ahead(
         sample_store=sample_store,
         bank=job.config.run.directory / "bank",
         folder=start.folder,
+        origin=[start.began_with, *_environment_facts(job.spec.environment)],
     )
+
+
+def _environment_facts(spec: EnvironmentSpec | None) -> list[Any]:
+    """Return what responses depend on if they have environments."""
+    if spec is None:
+        return []
+    classes = [spec.class_for(source) for source in ("", *sorted(spec.of_sources))]
+    return [classes, spec.max_turns, spec.max_turn_tokens]
 
 
 def _conversations(job: Job, spec: EnvironmentSpec, day: str) -> Conversations:

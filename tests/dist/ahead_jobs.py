@@ -22,7 +22,9 @@ from mcore_rl.rollout.ahead import AheadSampler
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.group_plan import GroupPlan
+from mcore_rl.rollout.pending import write_groups
 from mcore_rl.rollout.sample_store import SampleStore
+from mcore_rl.rollout.segments import OpenGroup
 from tests.dist.partial_jobs import Uneven, prompt_of, rescored, weights
 from tests.engine_samples import small_engine
 from tests.reward_specs import rewards_of
@@ -124,7 +126,9 @@ class Job:
 
         manager.get_computed_blocks = noted
 
-    def sampler(self, position: int, folder: Path | None = None) -> AheadSampler:
+    def sampler(
+        self, position: int, folder: Path | None = None, origin: tuple[str, ...] = ("model",)
+    ) -> AheadSampler:
         """A run's; it starts from nothing but what is on the disk."""
         rewards = rewards_of("environment" if self.has_environments else "exact_match")
         self.workers = RolloutWorkers(
@@ -151,6 +155,7 @@ class Job:
             sample_store=self.sample_store,
             bank=self.work / "bank",
             folder=folder,
+            origin=origin,
         )
 
     def step(self, sampler: AheadSampler, version: int) -> dict[str, Any]:
@@ -245,8 +250,14 @@ def sample_ahead(
         spoil(sorted((job.work / "bank").glob("*.bank"))[0])
     dist.barrier()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"  # the store is that of the first run
+    other = job.sampler(position, state, ("another model",))
+    of_another = other.num_banked, len(other.skipped)
+    other.close()
+    job.workers.close()
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "2"
     resumed = job.sampler(position, state)
     found: dict[str, Any] = {"num_banked": resumed.num_banked, "skipped": resumed.skipped}
+    found["of_another"] = of_another
     found["restored"] = count_restored(job.workers)
     again = [job.step(resumed, version) for version in range(SAVED_AT + 1, NUM_STEPS + 1)]
     resumed.save(job.work / "end")
@@ -258,9 +269,29 @@ def sample_ahead(
     resumed.close()
     found |= rescored(job.engine, job.folder, job.taken, NUM_STEPS)
     job.workers.close()
+    if spoils:
+        found |= continue_colocated(job, NUM_STEPS + 1)
+        job.workers.close()
     job.engine.close()
     dist.destroy_process_group()
     return found
+
+
+def continue_colocated(job: Job, version: int) -> dict[str, Any]:
+    """A step of a run that continues groups of colocated engines, one in each file: the first has
+    no token, the second another size. Returns the states before and after it."""
+    rank, folder = dist.get_rank(), job.work / "colocated"
+    write_groups([OpenGroup.new(4 + rank, NUM_SAMPLES + rank)], folder, rank)
+    dist.barrier()
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "3"
+    sampler = job.sampler(8, folder, ("another run",))
+    places = [job.work / "colocated_before", job.work / "colocated_after"]
+    sampler.save(places[0])
+    step = job.step(sampler, version)
+    sampler.save(places[1])
+    sampler.pause()
+    sampler.close()
+    return {"colocated": [str(each / "ahead.json") for each in places], "colocated_step": step}
 
 
 def count_restored(workers: RolloutWorkers) -> list[int]:

@@ -77,6 +77,8 @@ def test_groups_that_finished_after_the_checkpoint_are_not_sampled_again(
     if case == "environment":
         pytest.skip("its bank is removed")
     assert run[0]["num_banked"] >= NUM_GROUPS
+    num_banked, num_skipped = run[0]["of_another"]  # that began with another model
+    assert num_banked == 0 and num_skipped > 0
     lost = {draw for step in run[0]["lost"] for draw in step["draws"]}
     again = {draw for step in run[0]["steps"] for draw in step["draws"]}
     assert lost <= again
@@ -85,6 +87,20 @@ def test_groups_that_finished_after_the_checkpoint_are_not_sampled_again(
         assert ".bank: record at byte" in said and "its checksum differs" in said
     else:
         assert not run[0]["skipped"]
+
+
+def test_groups_of_a_colocated_run_without_tokens_or_of_another_size_are_sampled(
+    case: str, run: list[dict[str, Any]]
+) -> None:
+    if "spoils" not in CASES[case]:
+        pytest.skip("one case suffices")
+    before, after = (json.loads(Path(each).read_text()) for each in run[0]["colocated"])
+    assert before["outstanding"].keys() == {"4", "5"}
+    assert min(before["outstanding"].values()) > NUM_STEPS + 1  # not too old for any step
+    step = run[0]["colocated_step"]
+    assert step["rewarded"] and step["metrics"]["rollout/stale_groups"] == 0
+    known = {*step["draws"], *map(int, after["outstanding"])}
+    assert known == {4, 5, *range(8, after["next_draw"])}
 
 
 def test_resumed_run_continues_the_conversations_of_its_checkpoint(

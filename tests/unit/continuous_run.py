@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -202,7 +204,7 @@ class Run:
         banks: Sequence[Bank] | None = None,
         groups: dict[int, int] | None = None,
         next_draw: int = 0,
-        banked: dict[int, OpenGroup] | None = None,
+        banked: dict[int, OpenGroup | None] | None = None,  # None: it cannot be read
         drops_stale: bool = False,
     ) -> None:
         self.rng, self.most = random.Random(seed), most
@@ -236,7 +238,10 @@ class Run:
                 differs=differs if compares else None,
                 most_groups=-(-NUM_GROUPS * (most + 1) // num_engines),
                 conversations=self._conversations() if turns else None,
-                banked=dict(banked or {}),
+                banked={
+                    draw: SimpleNamespace(read=partial(copy, group))
+                    for draw, group in (banked or {}).items()
+                },
             )
             for engine, draws, bank in zip(self.engines, self.draws, self.banks, strict=True)
         ]
@@ -285,6 +290,9 @@ class Run:
             engine.version = version
             scheduler.forget(stale)
             scheduler.resume(version)
+        for number, draw in enumerate(self.admission.restarted):
+            here = self.schedulers[number % len(self.schedulers)]
+            here.load([OpenGroup.new(draw, SIZE)])
 
     def train(self) -> None:
         """Sample until the step is decided, and take its groups."""

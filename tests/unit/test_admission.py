@@ -74,11 +74,14 @@ def test_decision_is_the_oldest_of_all_possible_ones(
         if rng.random() < 0.7:
             assert admission.finish(draw)
             finished.add(draw)
+    # What was discarded starts again, before others.
+    room = size * (most + 1) - len(kept)
+    assert admission.restarted == dropped[:room]
     num_startable = admission.limit
-    assert num_startable == size * (most + 1) - len(kept)
-    expected = reference_choice(kept, finished, 9, num_startable, most, size)
+    assert num_startable == room - len(admission.restarted)
+    expected = reference_choice(kept, finished, 9, room, most, size)
     assert admission.decide() == expected
-    if len(finished) == len(kept) and not num_startable:
+    if len(finished) == len(kept) and not room:
         assert expected is not None
 
 
@@ -103,6 +106,8 @@ class Run:
         self.finished: dict[int, bool] = {}  # whether informative
         self.ends: dict[int, str] = {}  # what became of a draw
         self.num_refills = self.num_steps = self.num_dropped = 0
+        self.deferred: set[int] = set()  # draws that have lost their group
+        self.has_shrunk = False  # the bound, since the last step
 
     def _new(self, next_draw: int, groups: dict[int, int]) -> Admission:
         return Admission(
@@ -118,11 +123,21 @@ class Run:
         self.version += 1
         self.num_steps += 1
         dropped = self.admission.begin_step(self.version)
-        if not self.drops:
+        if not self.drops and not self.has_shrunk:
             assert not dropped
         for draw in dropped:
-            assert self.started[draw] < self.version - self.most
-            self._end(draw, "stale")
+            if self.has_shrunk:
+                self.in_flight.discard(draw)
+                self.finished.pop(draw, None)
+                self.deferred.add(draw)
+            else:
+                assert self.started[draw] < self.version - self.most
+                self._end(draw, "stale")
+        self.has_shrunk = False
+        for draw in self.admission.restarted:
+            self.deferred.remove(draw)
+            self.started[draw] = self.version
+            self.in_flight.add(draw)
 
     def startable(self) -> list[int]:
         draws = range(self.first_draw, self.admission.limit)
@@ -184,8 +199,10 @@ class Run:
         """Continue with another object, as after a checkpoint; draws that had not started are now
         in flight."""
         outstanding = self.admission.outstanding
-        assert set(outstanding) == {*self.in_flight, *self.finished, *self.startable()}
-        for draw in self.startable():
+        unstarted = {*self.startable(), *self.deferred}
+        assert set(outstanding) == {*self.in_flight, *self.finished, *unstarted}
+        self.deferred = set()
+        for draw in unstarted:
             self.started[draw] = self.version + 1
             self.in_flight.add(draw)
         assert outstanding == {draw: self.started[draw] for draw in outstanding}
@@ -195,7 +212,9 @@ class Run:
             assert self.admission.finish(draw, is_informative=self.finished[draw])
 
     def check_books(self) -> None:
-        assert self.ends.keys() | self.in_flight | self.finished.keys() == self.started.keys()
+        places = self.ends.keys() | self.in_flight | self.finished.keys() | self.deferred
+        assert places == self.started.keys()
+        assert not self.deferred & (self.ends.keys() | self.in_flight | self.finished.keys())
         assert not self.ends.keys() & (self.in_flight | self.finished.keys())
         admitted = set(range(self.first_draw, self.admission.limit))
         assert admitted == {*self.started, *self.startable()}
@@ -239,6 +258,27 @@ def test_resumed_run_continues_the_same_draws(
             run.resume()
         run.check_books()
         assert Counter(run.ends.values())["trained"] == step * size
+
+
+@given(SEEDS, st.integers(1, 4), st.integers(1, 4), st.sampled_from([None, 2]))
+@settings(max_examples=200)
+def test_run_that_resumes_with_another_bound_loses_no_draw(
+    rng: random.Random, size: int, most: int, refills: int | None
+) -> None:
+    run = Run(rng, size=size, most=most, refills=refills, drops=False)
+    for step in range(1, 16):
+        run.step()
+        if rng.random() < 0.3:
+            run.most = rng.randint(1, 4)
+            run.resume()
+            run.has_shrunk = True
+        run.check_books()
+        ends = Counter(run.ends.values())
+        assert ends["trained"] == step * size and not ends["stale"]
+    first = min(run.in_flight | run.finished.keys() | run.deferred, default=0)
+    for _ in range(2 * most + 10):
+        run.step()
+    assert first in run.ends, "the oldest draw is trained, even if it has started again"
 
 
 def admission(size: int, most: int, **options: object) -> Admission:
@@ -338,30 +378,28 @@ def test_versions_of_a_lost_continuation_count_as_the_resumed_one() -> None:
     run = admission(1, 1, next_draw=2, groups={0: 7, 1: 8, 5: 9})
     run.finish(5)
     assert run.begin_step(4) == (1,), "two steps train two of three groups; 5 has finished"
+    assert run.restarted == () and run.outstanding == {0: 4, 1: 5, 5: 4}
     assert run.decide() == (5,)
-    run.begin_step(5)
-    assert run.limit == 3
-    run.start(2, 5)
-    run.finish(2)
+    assert run.begin_step(5) == () and run.restarted == (1,), "it starts again, before others"
+    assert run.limit == 2
+    run.finish(1)
     assert run.decide() is None, "group 0 counts as started with version 4"
     run.finish(0)
     assert run.decide() == (0,)
-    run.begin_step(6)
-    run.start(3, 6)
-    run.finish(3)
-    assert run.decide() == (2,)
-    run.begin_step(7)
-    run.start(4, 7)
-    run.finish(4)
-    assert run.decide() == (3,)
-    run.begin_step(8)
+    for version, trained in ((6, 1), (7, 2), (8, 3)):
+        run.begin_step(version)
+        assert run.restarted == () and run.limit == version - 3
+        run.start(version - 4, version)
+        run.finish(version - 4)
+        assert run.decide() == (trained,)
+    run.begin_step(9)
     assert run.limit == 7, "draw 5 was trained before"
     with pytest.raises(AssertionError, match="draw 5 may not start"):
-        run.start(5, 8)
-    run.start(6, 8)
+        run.start(5, 9)
+    run.start(6, 9)
 
 
-def test_resumed_groups_above_the_maximum_are_dropped() -> None:
+def test_resumed_groups_above_the_maximum_are_discarded() -> None:
     """A run that lost its last steps may have more groups than it may have at a time. Finished ones
     are kept first."""
     for drops in (False, True):
@@ -369,6 +407,8 @@ def test_resumed_groups_above_the_maximum_are_dropped() -> None:
         run.finish(6)
         assert run.begin_step(4) == (3, 4, 5)
         assert (run.limit, run.counts().in_flight, run.counts().waiting) == (3, 3, 1)
+        assert run.counts().stale == (3 if drops else 0)
+        assert run.outstanding.keys() - {0, 1, 2, 6} == (set() if drops else {3, 4, 5})
 
 
 def test_wrong_order_of_calls_is_refused() -> None:

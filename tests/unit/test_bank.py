@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from mcore_rl.batching.types import Prompt, Rollout, TurnReward
 from mcore_rl.moe.routing import Routes
 from mcore_rl.rewards.worker import Outcome
+from mcore_rl.rollout import bank as bank_module
 from mcore_rl.rollout.bank import Bank, read_bank
 from mcore_rl.rollout.segments import OpenGroup
 from tests.rank_pool import ROOT
@@ -93,7 +94,9 @@ def bank_of(folder: Path, owner: int = 0, num_owners: int = 1, fingerprint: str 
 
 
 def read(folder: Path) -> tuple[dict[int, OpenGroup], list[str]]:
-    return read_bank(folder, prompt_of, fingerprint=RUN)
+    banked, skipped = read_bank(folder, prompt_of, fingerprint=RUN)
+    groups = {draw: each.read() for draw, each in banked.items()}
+    return {draw: group for draw, group in groups.items() if group is not None}, skipped
 
 
 def check(found: dict[int, OpenGroup], expected: Mapping[int, int]) -> None:
@@ -268,7 +271,8 @@ def test_files_of_another_run_are_ignored_and_kept(tmp_path: Path) -> None:
     bank.append(group_of(1))
     found, skipped = read(tmp_path)
     check(found, {1: 0})
-    assert skipped == ["group_00000_1.bank: it belongs to a run with other prompts or settings"]
+    why = "it belongs to a run with another model, other prompts or settings"
+    assert skipped == [f"group_00000_1.bank: {why}"]
     bank.forget({0, 1})
     assert files(tmp_path) == ["group_00000_1.bank"]
 
@@ -310,6 +314,32 @@ def test_forget_removes_only_these_draws(tmp_path: Path) -> None:
     found, skipped = read(tmp_path)
     check(found, dict.fromkeys((2, 4, 7, 8), 0))
     assert skipped == []
+
+
+def test_groups_stay_on_the_disk_until_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Meanwhile their owner forgets others, which moves them, and then one of them."""
+    bank = bank_of(tmp_path)
+    for draw in range(4):
+        bank.append(group_of(draw))
+    decoded = []
+    decode = bank_module.group_from_bytes
+    monkeypatch.setattr(
+        bank_module, "group_from_bytes", lambda *given: decoded.append(0) or decode(*given)
+    )
+    banked, skipped = read_bank(tmp_path, prompt_of, fingerprint=RUN)
+    assert banked.keys() == set(range(4)) and not skipped and not decoded
+    for forgotten in (0, 2):
+        assert exact(banked[3].read()) == exact(group_of(3))
+        bank.forget({forgotten})
+    assert exact(banked[1].read()) == exact(group_of(1)) and not caplog.messages
+    assert banked[2].read() is None
+    bank.forget({1, 3})
+    assert banked[3].read() is None
+    gone, no_file = caplog.messages
+    assert "draw 2 of group_00000_1.bank is sampled again: ValueError: its record is gone" in gone
+    assert "draw 3 of group_00000_1.bank" in no_file and "FileNotFoundError" in no_file
 
 
 def test_forget_drops_what_is_damaged(tmp_path: Path) -> None:

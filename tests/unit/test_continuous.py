@@ -29,7 +29,7 @@ from tests.unit.continuous_run import (
     generated,
     long_lengths,
 )
-from tests.unit.test_groups import SIZE, ScriptedRewards, prompt_of, token
+from tests.unit.test_groups import SIZE, OtherRewards, ScriptedRewards, prompt_of, token
 
 NUM_STEPS = 6
 
@@ -265,6 +265,25 @@ def test_banked_groups_are_not_sampled_again(seed: int) -> None:
     second.close()
 
 
+def test_banked_groups_that_start_elsewhere_are_forgotten_and_unreadable_ones_sampled() -> None:
+    first = Run(2)
+    for version in range(1, 4):
+        first.step(version)
+    first.close()
+    banked = {draw: group for draw, (_, group) in first.trained.items()}
+    unread = min(banked)
+    second = Run(2, num_engines=2, banked={**banked, unread: None})
+    for version in range(1, 4):
+        second.step(version)
+    trained = second.trained.keys() & banked
+    assert len(trained) > NUM_GROUPS and unread in trained
+    sampled = {each.number // SIZE for engine in second.engines for each in engine.submitted}
+    assert unread in sampled and sampled.isdisjoint(banked.keys() - {unread})
+    for scheduler in second.schedulers:
+        assert trained.isdisjoint(scheduler._banked)
+    second.close()
+
+
 @pytest.mark.parametrize("turns", [False, True])
 def test_stale_groups_are_dropped_with_what_they_have_in_flight(turns: bool) -> None:
     run = Run(8, most=1, drops_stale=True, turns=turns)
@@ -314,4 +333,32 @@ def test_failed_rewards_of_a_resumed_run_are_asked_for_again() -> None:
     begun = sorted(second.schedulers[0]._rewards.begun)  # type: ignore[union-attr]
     assert {held * SIZE + 1, banked * SIZE + 1} <= set(begun)
     assert not {held * SIZE, banked * SIZE} & set(begun)
+    second.close()
+
+
+@pytest.mark.parametrize("compares", [False, True])
+def test_groups_of_a_resumed_run_with_other_rewards_get_these(compares: bool) -> None:
+    first = Run(3, compares=compares)
+    first.step(1)
+    first.sample(0, lambda: len(first.banks[0].groups) >= 2 * NUM_GROUPS)
+    first.pause()
+    first.close()
+    groups = {d: g for d, g in first.banks[0].groups.items() if d not in first.trained}
+    held, banked = sorted(groups)[:2]
+    second = Run(
+        3,
+        compares=compares,
+        rewards=lambda: OtherRewards(float),
+        groups={held: 1},
+        next_draw=banked,
+        banked={banked: groups[banked]},
+    )
+    second.begin_step(2)
+    second.schedulers[0].load([groups[held]])
+    second.train()
+    second.step(3)
+    for draw in (held, banked):
+        outcomes = second.trained[draw][1].outcomes.values()
+        assert all(each.keys() == {"length", "other"} for each in outcomes)
+        assert draw not in {each.number // SIZE for each in second.engines[0].submitted}
     second.close()

@@ -477,6 +477,38 @@ def test_uninformative_groups_are_replaced_in_partial_rollouts() -> None:
     assert run.started == len(run.trained) + len(run.pending)
 
 
+class OtherRewards(ScriptedRewards):
+    """The rewards of a run that resumes with others than before."""
+
+    names = ("length", "other")
+
+    def finished(self) -> list[tuple[int, dict[str, Outcome]]]:
+        return [(t, {**by, "other": Outcome(1.0)}) for t, by in super().finished()]
+
+    def weigh(self, rollouts: Any, outcomes: Any) -> list[ScoredRollout]:
+        return weighed(rollouts, outcomes, {"length": 1.0, "other": 1.0})
+
+
+@pytest.mark.parametrize("compares", [False, True])
+@pytest.mark.parametrize(
+    ("before", "now"), [(ScriptedRewards, OtherRewards), (OtherRewards, ScriptedRewards)]
+)
+def test_pending_responses_get_the_rewards_that_a_resumed_run_has_added(
+    before: type[ScriptedRewards], now: type[ScriptedRewards], compares: bool
+) -> None:
+    target = SamplingTarget.of(2, oversample=2.0, max_refills=9 if compares else None)
+    run = Run(target, 9, seed=1, rewards=before(float))
+    run.step()
+    ended = {g.draw * SIZE + n for g in run.pending for n in g.outcomes}
+    assert any(0 < len(group.outcomes) < SIZE for group in run.pending)
+    run.target, run.rewards = replace(target, num_groups=len(run.pending)), now(float)
+    for _ in range(3):
+        for group in run.step():
+            assert all(each.keys() >= {*now.names} for each in group.outcomes.values())
+    # What has all rewards is not asked for again.
+    assert ended & {*run.rewards.begun} == (ended if now is OtherRewards else set())
+
+
 def test_resumed_response_has_its_own_random_stream() -> None:
     run = Run(SamplingTarget.of(2, oversample=2.0), 9, seed=1)
     run.step()

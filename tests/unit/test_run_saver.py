@@ -24,9 +24,13 @@ from mcore_rl.data.prompts import PromptSources
 from mcore_rl.job import start as start_module
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.rollout.ahead_state import AheadState
+from mcore_rl.rollout.pending import write_groups
+from mcore_rl.rollout.segments import OpenGroup
 from mcore_rl.trainer import saver as saver_module
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.point import (
+    _log_dropped,
     _with_known_prompts,
     lost_reference,
     misplaced_optimizer,
@@ -311,3 +315,17 @@ def test_main_program_is_the_imported_module(monkeypatch):
     monkeypatch.setattr(start_module, "start", second_module)
     runpy.run_module("mcore_rl.train", run_name="__main__")
     assert started == ["by name"]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_groups_that_other_prompts_drop_are_counted(tmp_path, caplog, ahead):
+    folder = tmp_path / "iter_0000003"
+    _log_dropped(folder)
+    assert not caplog.messages
+    write_groups([OpenGroup.new(draw, 2) for draw in (4, 7)], folder / "rollout", 0)
+    write_groups([OpenGroup.new(5, 2)], folder / "rollout", 1)
+    if ahead:  # some had not started
+        AheadState(9, dict.fromkeys(range(4, 9), 3), 3).write(folder / "rollout")
+    _log_dropped(folder)
+    (said,) = caplog.messages
+    assert f"{5 if ahead else 3} groups in {folder}" in said and "are dropped" in said

@@ -333,3 +333,16 @@ def test_malformed_lengths_are_refused(tmp_path: Path, arrays: object) -> None:
         lengths_in(file, 3)
     save_file({"lengths": np.array([-1, 0, 5], np.int32)}, file)
     assert lengths_in(file, 3).tolist() == [-1, 0, 5]
+
+
+def test_finished_response_that_no_environment_has_judged_starts_again(tmp_path: Path) -> None:
+    """The run before had no environment, whose reward no other part of the run can give."""
+    file, arrays, facts = written(tmp_path)
+    earlier = json.loads(facts)
+    earlier[0]["environment_outcomes"] = {}
+    save_file(arrays, file, {"groups": json.dumps(earlier)})
+    (found,) = read_again(file)
+    assert found.rollouts[:2] == [None, None] and found.rollouts[2] is not None
+    assert found.outcomes == {} and 2 in found.conversations
+    (found,) = read_again(file, has_environments=False)
+    assert found.rollouts[0] is not None and found.outcomes.keys() == {0}

@@ -23,7 +23,7 @@ from mcore_rl.data.prompts import PromptSources
 from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.megatron.hf_checkpoint import fingerprint
 from mcore_rl.megatron.rng import RngState
-from mcore_rl.rollout.ahead_state import require_nothing_outstanding
+from mcore_rl.rollout.ahead_state import count_unfinished, require_nothing_outstanding
 from mcore_rl.rollout.pending import check_environments
 from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.resume import folders
@@ -129,9 +129,12 @@ def find_resume_point(
             require_nothing_outstanding(folder / ROLLOUT)
         if same_prompts and spec.environment is not None:
             _check_environments(folder, state, spec.environment, prompts, args.seed)
+        resumed = _with_known_prompts(state, config, prompts, eval_prompts)
+        if not same_prompts and dist.get_rank() == 0:
+            _log_dropped(folder)
         return ResumePoint(
             folder,
-            _with_known_prompts(state, config, prompts, eval_prompts),
+            resumed,
             _of_same_layout(state, rng, spec.train_layout.describe(), args),
             same_prompts=same_prompts,
             follows_another=follows_another,
@@ -358,6 +361,17 @@ def _with_known_prompts(
         after or "no source",
     )
     return state.drawing(position, begin)
+
+
+def _log_dropped(folder: Path) -> None:
+    """Warn of groups that a run with other prompts does not continue."""
+    if num_groups := count_unfinished(folder / ROLLOUT):
+        logger.warning(
+            "[Resume] %d groups in %s that were not trained on are dropped, since --rl-prompts are "
+            "others than before",
+            num_groups,
+            folder,
+        )
 
 
 def _of_same_layout(

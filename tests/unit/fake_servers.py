@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from typing import Any
 
 from aiohttp import web
@@ -64,6 +64,8 @@ class FakeServer:
         self.is_down = False  # closes each connection
         self.status = self.probe_status = 200
         self.refusal = "nothing\nfor you " + "x" * 5000  # with another status
+        # A semaphore: so many requests run at a time, and others wait for their turn.
+        self.turns: AbstractAsyncContextManager[Any] = nullcontext()
         self.hold_after: int | None = None  # tokens after which a stream hangs
         self.close_after: int | None = None  # tokens after which the connection is closed
         self.end_after: int | None = None  # tokens after which the stream ends
@@ -86,8 +88,9 @@ class FakeServer:
         self.most_running = max(self.most_running, self.num_running)
         try:
             await response.prepare(request)
-            async for event in self._events(request, body):
-                await response.write(event)
+            async with self.turns:
+                async for event in self._events(request, body):
+                    await response.write(event)
         except (asyncio.CancelledError, ConnectionError):
             self.num_hung_up += 1
             raise

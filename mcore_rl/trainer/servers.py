@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,13 +39,14 @@ from mcore_rl.hybrid_engine.remote.trainer import (
 from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, Hook, ReshardReport
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.observe.timeline import IDLE
 from mcore_rl.trainer.controller_ranks import ControllerRanks
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.roles.remote import RemoteRole
 from mcore_rl.trainer.rollouts import NoServersLeft
 from mcore_rl.trainer.sampling import Start
 from mcore_rl.trainer.sampling_ranks import SamplingRanks
-from mcore_rl.trainer.separate import RemoteRollouts, RemoteSampleStore, log_bank
+from mcore_rl.trainer.separate import TRAINING, RemoteRollouts, RemoteSampleStore, log_bank
 from mcore_rl.trainer.server_checks import check_server
 
 logger = logging.getLogger(__name__)
@@ -87,6 +89,7 @@ class ServerSync:
         self.weight_version = 0
         self.on_reshard_start: list[Hook] = []
         self.on_reshard_end: list[Hook] = []
+        self.while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._connected: dict[tuple[str, ...], MegatronTrainerWeightTransferEngine] = {}
         self._num_updates = 0
         self._failing: dict[str, _Failure] = {}
@@ -102,15 +105,18 @@ class ServerSync:
         """Do nothing: servers keep their weights and may keep sampling."""
 
     def update(self) -> None:
-        """Give the weights to all servers that can be reached; wait until there is one."""
+        """Give the weights to all servers that can be reached; wait until there is one, within
+        `while_waiting`."""
         for hook in self.on_reshard_start:
             hook(ReshardReport(TO_ROLLOUT, self.weight_version, 0.0))
         self._num_updates += 1
-        started = time.perf_counter()
         held: dict[str, UpdateReport] = {}
+        seconds = 0.0  # without waits
         while not held:
+            started = time.perf_counter()
             found = self._role.call(ControllerRanks.begin_update)
             held = self._give_all(found["urls"])
+            seconds += time.perf_counter() - started
             if not held:
                 self._wait(found["seconds"])
         capacities = {url: self._capacities[url] for url in held}
@@ -118,7 +124,7 @@ class ServerSync:
             ControllerRanks.admit, capacities=capacities, weight_version=self.weight_version
         )
         whole = replace(
-            _joined(list(held.values()), self.weight_version, time.perf_counter() - started),
+            _joined(list(held.values()), self.weight_version, seconds),
             attested=self._job.config.weight_sync.attest != OFF,  # a failure of it raises
         )
         for hook in self.on_reshard_end:
@@ -131,7 +137,8 @@ class ServerSync:
             self.weight_version -= 1
             reasons = "; ".join(f"{url}: {each.why}" for url, each in self._failing.items())
             raise NoServersLeft(f"none was left for {seconds:.0f} s{reasons and f' ({reasons})'}")
-        time.sleep(min(_RETRY_SECONDS, limit - seconds))
+        with self.while_waiting():
+            time.sleep(min(_RETRY_SECONDS, limit - seconds))
 
     def _give_all(self, urls: Collection[str]) -> dict[str, UpdateReport]:
         """Give the weights to servers: together to those that have not failed, then to each of the
@@ -302,16 +309,45 @@ class ServerRollouts(RemoteRollouts):
 
     manager: ServerSync
 
+    def __init__(
+        self,
+        role: RemoteRole,
+        manager: ServerSync,
+        sample_store: RemoteSampleStore,
+        timers: StageTimers,
+        position: int,
+    ) -> None:
+        super().__init__(role, manager, sample_store, timers, position)
+        manager.while_waiting = self._waiting_for_servers
+
+    @contextmanager
+    def _waiting_for_servers(self) -> Iterator[None]:
+        """Count what happens inside as rollout, and as idle time. Waiting is no hang: the watchdog
+        gives each of these short stages its time, and begins that of the hand-over anew."""
+        with self._timers("rollout"), self._doing(IDLE):
+            yield
+
+    def _update(self, stage: str) -> None:
+        """Update the servers within a stage, which does not count what other stages count."""
+
+        def counted() -> float:
+            return self._timers["reshard_to_rollout"] + self._timers["rollout"]
+
+        before = counted()
+        with self._doing(TRAINING):
+            self.manager.update()
+        self._timers.add(stage, before - counted())
+
     def _sample_eval(self, step: int, weight_version: int) -> None:
         while not self._role.call(
             ControllerRanks.sample_eval, step=step, weight_version=weight_version
         ):
-            self.manager.update()
+            self._update("eval")
 
     def _collect(self, weight_version: int) -> dict[str, Any]:
         while not (answer := super()._collect(weight_version)):
             try:
-                self.manager.update()
+                self._update("rollout")
             except NoServersLeft:
                 self._role.call(ControllerRanks.abandon_step)
                 raise

@@ -1,8 +1,9 @@
-"""Which servers an update of the weights reaches."""
+"""Which servers an update of the weights reaches, and what its waits count as."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
+from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.observe.timeline import Activity
 from mcore_rl.trainer import servers
 from mcore_rl.trainer.rollouts import NoServersLeft
-from mcore_rl.trainer.servers import ServerSync
+from mcore_rl.trainer.servers import ServerRollouts, ServerSync
 
 pytestmark = pytest.mark.usefixtures("alone")
 A, B, C = (f"http://{name}:8000" for name in "abc")
@@ -193,3 +196,96 @@ def test_failing_servers_are_tried_all_the_time_while_no_other_is_left(world, sy
     # The pause grows with updates, not with tries.
     world.sent = []
     assert [(A,) in sent(world, sync) for _ in range(4)] == [False, True, False, False]
+
+
+# What waits count as
+
+
+class Watchdog:
+    """The seconds of the longest time without `enter` and `leave`, and the stages."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.longest, self.since = world, 0.0, world.now
+        self.stages: list[str] = []
+
+    def enter(self, stage: str) -> None:
+        self._note()
+        self.stages.append(stage)
+
+    def leave(self) -> None:
+        self._note()
+        self.stages.pop()
+
+    def _note(self) -> None:
+        if self.stages:
+            self.longest = max(self.longest, self.world.now - self.since)
+        self.since = self.world.now
+
+
+class Waiting:
+    """A run's rollouts, whose clock is the world's."""
+
+    def __init__(self, world: World, sync: Sync) -> None:
+        self.world, self.sync = world, sync
+        self.watchdog: Any = Watchdog(world)
+        self.timers = StageTimers(self.watchdog)
+        role: Any = world
+        store: Any = SimpleNamespace(set_load=lambda load: None)
+        self.rollouts = ServerRollouts(role, sync, store, self.timers, 0)
+        self.rollouts._activity = self.activity = Activity(lambda: world.now)
+        self.activity.begin("training")
+        self.reported: list[float] = []
+
+        def note(report: Any) -> None:
+            self.watchdog.leave()
+            self.reported.append(report.duration_seconds)
+            self.timers.add("reshard_to_rollout", report.duration_seconds)
+
+        sync.on_reshard_start.append(lambda _: self.watchdog.enter("hand-over"))
+        sync.on_reshard_end.append(note)
+
+    def no_server_for(self, seconds: float) -> None:
+        """The next wait is so long."""
+        self.world.answering, slept = [], [0]
+
+        def on_sleep() -> None:
+            slept[0] += 2
+            if slept[0] >= seconds:
+                self.world.answering = [A]
+
+        self.world.on_sleep = on_sleep
+
+
+@pytest.fixture
+def waiting(world: World, sync: Sync, monkeypatch: pytest.MonkeyPatch) -> Iterator[Waiting]:
+    monkeypatch.setattr(time, "perf_counter", lambda: world.now)
+    world.update_seconds = 3.0
+    yield Waiting(world, sync)
+
+
+def test_wait_for_servers_is_neither_a_hang_nor_training_nor_a_hand_over(waiting):
+    waiting.no_server_for(5000)
+    with waiting.sync:
+        pass
+    assert waiting.watchdog.longest <= 3 and waiting.watchdog.stages == []
+    assert waiting.reported == [3.0]
+    assert waiting.timers["rollout"] == 5000 and waiting.timers["reshard_to_rollout"] == 3
+    _, idle_share = waiting.activity.take()
+    assert idle_share == pytest.approx(5000 / 5003)
+
+
+@pytest.mark.parametrize("stage", ["rollout", "eval"])
+def test_update_within_a_stage_is_counted_once(waiting, stage):
+    waiting.world.answers = [{}, {"is_done": True}]
+    waiting.no_server_for(100)
+    sample = {"rollout": waiting.rollouts._collect, "eval": waiting.rollouts._sample_eval}[stage]
+    arguments = {"rollout": {}, "eval": {"step": 0}}[stage]
+    with waiting.timers(stage), waiting.rollouts._doing("idle"):
+        sample(weight_version=1, **arguments)
+    assert waiting.timers["reshard_to_rollout"] == 3
+    # Two calls of seven seconds; the wait for servers is one for samples.
+    expected = {"rollout": 0.0, "eval": 0.0, stage: 14.0}
+    expected["rollout"] += 100
+    assert {name: waiting.timers[name] for name in expected} == expected
+    _, idle_share = waiting.activity.take()
+    assert idle_share == pytest.approx(114 / 117)

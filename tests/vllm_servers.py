@@ -89,6 +89,18 @@ class VLLMServer:
         self.process.wait(60)
         end(children)
 
+    @contextlib.contextmanager
+    def hanging(self) -> Iterator[None]:
+        """SIGSTOP to it and its workers, and SIGCONT at the end."""
+        processes = [psutil.Process(self.process.pid), *self._children()]
+        for each in processes:
+            each.suspend()
+        try:
+            yield
+        finally:
+            for each in processes:
+                each.resume()
+
     def close(self) -> None:
         children = self._children()
         self.process.terminate()

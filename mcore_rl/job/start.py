@@ -156,7 +156,8 @@ def _agreed_spec(
         _check_copies(checked)
         rank = int(os.environ.get("RANK", 0))
         if checked.config.rollout.servers and rank == checked.roles.actor[0]:
-            from mcore_rl.job.servers import check_servers  # imports vLLM, which takes seconds
+            # It imports vLLM, which takes seconds.
+            from mcore_rl.trainer.server_checks import check_servers
 
             for line in check_servers(checked):
                 logger.warning("[Servers] %s", line)

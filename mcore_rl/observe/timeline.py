@@ -60,11 +60,13 @@ class Activity:
         self._spans: list[TimeSpan] = []  # in seconds of the clock
         self._seconds = {IDLE: 0.0}
 
-    def begin(self, what: str) -> None:
-        """Do `what` from now on."""
-        if what != self._what:
+    def begin(self, what: str) -> str:
+        """Do `what` from now on; return what this process did before."""
+        before = self._what
+        if what != before:
             self._end()
             self._what = what
+        return before
 
     def take(self) -> tuple[tuple[TimeSpan, ...], float]:
         """Return the spans since the last call, the shortest of more than 32 as part of others, and

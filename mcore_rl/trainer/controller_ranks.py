@@ -52,9 +52,12 @@ class ControllerRanks(SamplingRanks):
         by_all = set(reached[0]).intersection(*reached[1:])
         return {"urls": [url for url in reached[0] if url in by_all], "seconds": max(seconds)}
 
-    def admit(self, *, urls: list[str], weight_version: int) -> None:
-        """Send requests to these servers: they hold attested weights of this version."""
-        self._engine.admit(urls, weight_version)
+    def admit(self, *, capacities: dict[str, int], weight_version: int) -> None:
+        """Send requests to these servers: they hold attested weights of this version. Each runs so
+        many requests at a time, of all controllers together."""
+        num_controllers = dist.get_world_size()
+        shares = {url: max(1, most // num_controllers) for url, most in capacities.items()}
+        self._engine.admit(shares, weight_version, max_num_seqs=shares)
         self._activity.begin(IDLE)
 
     def sample_eval(self, *, step: int, weight_version: int) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from mcore_rl.trainer.sampling_ranks import SamplingRanks
 
 logger = logging.getLogger(__name__)
 
-_TRAINING = "training"  # all that is not a wait for engines
+TRAINING = "training"  # all that is not a wait for engines
 
 
 class SeparateEngines:
@@ -126,7 +126,7 @@ class RemoteRollouts(Rollouts):
         self._role, self._timers, self._position = role, timers, position
         self.manager, self.sample_store = manager, sample_store
         self._activity = Activity()
-        self._activity.begin(_TRAINING)
+        self._activity.begin(TRAINING)
         self._has_evaluation = False
 
     @property
@@ -134,7 +134,7 @@ class RemoteRollouts(Rollouts):
         return self._position
 
     def sample_eval(self, step: int, weight_version: int) -> None:
-        with self._timers("eval"), self._waiting():
+        with self._timers("eval"), self._doing(IDLE):
             self._sample_eval(step, weight_version)
         self._has_evaluation = True
 
@@ -145,12 +145,12 @@ class RemoteRollouts(Rollouts):
         if not self._has_evaluation:
             return {}  # without a call that engines would have to answer
         self._has_evaluation = False
-        with self._timers("eval"), self._waiting():
+        with self._timers("eval"), self._doing(IDLE):
             metrics: dict[str, float] = self._role.call(SamplingRanks.evaluate)["metrics"]
         return metrics
 
     def collect(self, weight_version: int) -> Collected:
-        with self._timers("rollout"), self._waiting():
+        with self._timers("rollout"), self._doing(IDLE):
             answer = self._collect(weight_version)
         self._timers.add("rollout", -answer["reward_seconds"])
         self._timers.add("reward", answer["reward_seconds"])
@@ -164,11 +164,11 @@ class RemoteRollouts(Rollouts):
         return self._role.call(SamplingRanks.collect, weight_version=weight_version)
 
     @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Count what happens inside as idle time."""
-        self._activity.begin(IDLE)
+    def _doing(self, what: str) -> Iterator[None]:
+        """Count the time inside as `what`."""
+        before = self._activity.begin(what)
         yield
-        self._activity.begin(_TRAINING)
+        self._activity.begin(before)
 
     def undo(self) -> None:
         self._position = self._role.call(SamplingRanks.undo)["position"]

@@ -1,16 +1,19 @@
 """`--rl-rollout-servers`, as the actor's ranks use them; `controller_ranks` sends the requests.
 
 Weights travel from the actor's shards to the workers of all servers (`hybrid_engine.remote`). A
-server that fails an update gets no requests until a later one succeeds; nor does one that scores
-canaries otherwise than the actor.
+server that fails an update gets no requests until a later one succeeds; nor does one that does not
+fit the job, or that scores canaries otherwise than the actor. While others get the weights, updates
+leave it out, for longer after each failure.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -36,18 +39,43 @@ from mcore_rl.hybrid_engine.remote.trainer import (
 from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, Hook, ReshardReport
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.observe.timeline import IDLE
 from mcore_rl.trainer.controller_ranks import ControllerRanks
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.roles.remote import RemoteRole
 from mcore_rl.trainer.rollouts import NoServersLeft
 from mcore_rl.trainer.sampling import Start
 from mcore_rl.trainer.sampling_ranks import SamplingRanks
-from mcore_rl.trainer.separate import RemoteRollouts, RemoteSampleStore, log_bank
+from mcore_rl.trainer.separate import TRAINING, RemoteRollouts, RemoteSampleStore, log_bank
+from mcore_rl.trainer.server_checks import check_server
 
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 2.0
 _CANARY_SECONDS = 60.0  # in which failed requests for canaries are repeated
+_MAX_PAUSE = 64  # updates
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why a server failed, in which update the last time, and how many updates then leave it out.
+
+    Example: `_Failure("returns raw_logprobs", last=7, pause=4)` is left out up to the update 11.
+    """
+
+    why: str
+    last: int
+    pause: int = 1
+
+    def again(self, why: str, update: int) -> _Failure:
+        """Return the failure after one more, which may be in the same update."""
+        if update == self.last:
+            return replace(self, why=why)
+        return _Failure(why, update, min(2 * self.pause, _MAX_PAUSE))
+
+    def is_over(self, update: int) -> bool:
+        """Return whether to try the server again."""
+        return update > self.last + self.pause
 
 
 class ServerSync:
@@ -61,8 +89,11 @@ class ServerSync:
         self.weight_version = 0
         self.on_reshard_start: list[Hook] = []
         self.on_reshard_end: list[Hook] = []
+        self.while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._connected: dict[tuple[str, ...], MegatronTrainerWeightTransferEngine] = {}
-        self._failing: dict[str, str] = {}  # servers that failed the last update, and why
+        self._num_updates = 0
+        self._failing: dict[str, _Failure] = {}
+        self._capacities: dict[str, int] = {}  # requests that a server runs at a time
         self._suspects: set[str] = set()  # servers that failed their last canaries
 
     def __enter__(self) -> Self:
@@ -74,27 +105,26 @@ class ServerSync:
         """Do nothing: servers keep their weights and may keep sampling."""
 
     def update(self) -> None:
-        """Give the weights to all servers that can be reached; wait until there is one."""
+        """Give the weights to all servers that can be reached; wait until there is one, within
+        `while_waiting`."""
         for hook in self.on_reshard_start:
             hook(ReshardReport(TO_ROLLOUT, self.weight_version, 0.0))
-        started = time.perf_counter()
-        reports: list[UpdateReport] = []
-        while not reports:
+        self._num_updates += 1
+        held: dict[str, UpdateReport] = {}
+        seconds = 0.0  # without waits
+        while not held:
+            started = time.perf_counter()
             found = self._role.call(ControllerRanks.begin_update)
-            held: list[str] = []
-            groups = self._together(found["urls"])
-            for urls in groups:
-                if (report := self._send(urls)) is not None:
-                    if sound := self._sound(urls):
-                        held += sound
-                        reports.append(report)
-                elif len(urls) > 1:  # a failure of several does not tell whose it is
-                    groups += [(url,) for url in urls]
-            if not reports:
+            held = self._give_all(found["urls"])
+            seconds += time.perf_counter() - started
+            if not held:
                 self._wait(found["seconds"])
-        self._role.call(ControllerRanks.admit, urls=held, weight_version=self.weight_version)
+        capacities = {url: self._capacities[url] for url in held}
+        self._role.call(
+            ControllerRanks.admit, capacities=capacities, weight_version=self.weight_version
+        )
         whole = replace(
-            _joined(reports, self.weight_version, time.perf_counter() - started),
+            _joined(list(held.values()), self.weight_version, seconds),
             attested=self._job.config.weight_sync.attest != OFF,  # a failure of it raises
         )
         for hook in self.on_reshard_end:
@@ -105,15 +135,80 @@ class ServerSync:
         limit = 60 * self._job.config.rollout.rollout_server_wait_minutes
         if seconds >= limit:
             self.weight_version -= 1
-            reasons = "; ".join(f"{url}: {why}" for url, why in self._failing.items())
+            reasons = "; ".join(f"{url}: {each.why}" for url, each in self._failing.items())
             raise NoServersLeft(f"none was left for {seconds:.0f} s{reasons and f' ({reasons})'}")
-        time.sleep(min(_RETRY_SECONDS, limit - seconds))
+        with self.while_waiting():
+            time.sleep(min(_RETRY_SECONDS, limit - seconds))
 
-    def _together(self, urls: Sequence[str]) -> list[tuple[str, ...]]:
-        """Return which servers are updated together: all that did not fail the last update."""
-        self._failing = {url: why for url, why in self._failing.items() if url in urls}
-        sound = tuple(url for url in urls if url not in self._failing)
-        return [each for each in (sound, *((url,) for url in self._failing)) if each]
+    def _give_all(self, urls: Collection[str]) -> dict[str, UpdateReport]:
+        """Give the weights to servers: together to those that have not failed, then to each of the
+        others that is due, or to all of these if no other server has the weights."""
+        self._failing = {url: each for url, each in self._failing.items() if url in urls}
+        failing = dict(self._failing)
+        held = self._give(tuple(url for url in urls if url not in failing))
+        for url, failure in failing.items():
+            if not held or failure.is_over(self._num_updates):
+                held |= self._give((url,))
+        return held
+
+    def _give(self, urls: tuple[str, ...]) -> dict[str, UpdateReport]:
+        """Give the weights to servers, together or, if that fails, to each alone. Return those that
+        can get requests."""
+        urls = self._fitting(urls)
+        if not urls:
+            return {}
+        report = self._send(urls)
+        if report is None:  # a failure of several does not tell whose it is
+            alone = [self._give((url,)) for url in urls if len(urls) > 1]
+            return {url: each for found in alone for url, each in found.items()}
+        sound = self._sound(urls)
+        for url in sound:
+            self._failing.pop(url, None)
+        return dict.fromkeys(sound, report)
+
+    def _fitting(self, urls: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the servers without those that do not fit the job. Before each connection: a
+        server that has restarted has none, and may have other options."""
+        if not urls or urls in self._connected:
+            return urls
+        mine = self._checked(urls) if dist.get_rank() == 0 else None
+        capacities, faults = objects.broadcast(mine)
+        self._capacities |= capacities
+        for url, why in faults.items():
+            self._fail(url, why)
+        return tuple(capacities)
+
+    def _checked(self, urls: Sequence[str]) -> tuple[dict[str, int], dict[str, str]]:
+        """Return the capacities of the servers that fit the job, and what is wrong with others."""
+
+        def check(url: str) -> int | str:
+            try:
+                return check_server(url, self._job.spec)
+            except UsageError as error:
+                return f"{error.found}; {error.remedy}"
+            except RuntimeError as error:
+                return str(error)
+
+        with ThreadPoolExecutor(len(urls)) as pool:
+            found = dict(zip(urls, pool.map(check, urls), strict=True))
+        capacities = {url: each for url, each in found.items() if isinstance(each, int)}
+        asked = self._job.config.engine.rollout_max_num_seqs
+        for url, capacity in capacities.items():
+            if capacity < asked and self._capacities.get(url) != capacity:
+                logger.info(
+                    "[Servers] %s gets at most %d requests at a time, its --max-num-seqs, instead "
+                    "of --rl-rollout-max-num-seqs %d",
+                    *(url, capacity, asked),
+                )
+        return capacities, {url: each for url, each in found.items() if isinstance(each, str)}
+
+    def _fail(self, url: str, why: str) -> None:
+        """Note that a server has failed this update."""
+        before = self._failing.get(url)
+        if before is None or before.why != why:
+            logger.warning("[Servers] %s gets no requests: %s", url, why)
+        now = self._num_updates
+        self._failing[url] = _Failure(why, now) if before is None else before.again(why, now)
 
     def _send(self, urls: tuple[str, ...]) -> UpdateReport | None:
         """Send the weights to servers; return None if that fails. One with another model ends all
@@ -130,11 +225,11 @@ class ServerSync:
             why = str(error).splitlines()[0]
             if NO_FIT in why and len(urls) == 1:
                 agreed_in_world(partial(_refuse, urls[0], why, self._job.spec.checkpoint.folder))
-            logger.warning("[Servers] %s did not receive the weights: %s", ", ".join(urls), why)
-            self._failing |= dict.fromkeys(urls, why)
+            if len(urls) == 1:
+                self._fail(urls[0], f"it did not receive the weights: {why}")
+            else:
+                logger.warning("[Servers] %s did not receive the weights: %s", ", ".join(urls), why)
             return None
-        for url in urls:
-            self._failing.pop(url, None)
         return report
 
     def _sound(self, urls: tuple[str, ...]) -> list[str]:
@@ -148,7 +243,8 @@ class ServerSync:
         mine = self._faults(canary, urls) if dist.get_rank() == 0 else None
         faults: dict[str, str] = objects.broadcast(mine)
         self._suspects = self._suspects.difference(urls) | faults.keys()
-        self._failing |= faults
+        for url, why in faults.items():
+            self._fail(url, why)
         return [url for url in urls if url not in faults]
 
     def _faults(self, canary: Canary, urls: Sequence[str]) -> dict[str, str]:
@@ -166,7 +262,6 @@ class ServerSync:
             except ScoringFailed as error:
                 text, is_sound = f"canaries were not scored: {error}", False
             if not is_sound:
-                logger.warning("[Servers] %s gets no requests: %s", url, text)
                 faults[url] = text
         return faults
 
@@ -214,16 +309,45 @@ class ServerRollouts(RemoteRollouts):
 
     manager: ServerSync
 
+    def __init__(
+        self,
+        role: RemoteRole,
+        manager: ServerSync,
+        sample_store: RemoteSampleStore,
+        timers: StageTimers,
+        position: int,
+    ) -> None:
+        super().__init__(role, manager, sample_store, timers, position)
+        manager.while_waiting = self._waiting_for_servers
+
+    @contextmanager
+    def _waiting_for_servers(self) -> Iterator[None]:
+        """Count what happens inside as rollout, and as idle time. Waiting is no hang: the watchdog
+        gives each of these short stages its time, and begins that of the hand-over anew."""
+        with self._timers("rollout"), self._doing(IDLE):
+            yield
+
+    def _update(self, stage: str) -> None:
+        """Update the servers within a stage, which does not count what other stages count."""
+
+        def counted() -> float:
+            return self._timers["reshard_to_rollout"] + self._timers["rollout"]
+
+        before = counted()
+        with self._doing(TRAINING):
+            self.manager.update()
+        self._timers.add(stage, before - counted())
+
     def _sample_eval(self, step: int, weight_version: int) -> None:
         while not self._role.call(
             ControllerRanks.sample_eval, step=step, weight_version=weight_version
         ):
-            self.manager.update()
+            self._update("eval")
 
     def _collect(self, weight_version: int) -> dict[str, Any]:
         while not (answer := super()._collect(weight_version)):
             try:
-                self.manager.update()
+                self._update("rollout")
             except NoServersLeft:
                 self._role.call(ControllerRanks.abandon_step)
                 raise

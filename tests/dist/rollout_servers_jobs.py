@@ -28,6 +28,7 @@ from tests.vllm_servers import VLLMServer, running, until
 
 MAX_LEN = 512
 LONG_TOKENS = 300
+HANG_SECONDS = 15.0
 NUM_TOP = 4
 SAMPLINGS = [
     Sampling(temperature=0.0, ignore_eos=True),
@@ -73,6 +74,14 @@ def _play(checkpoint: str, vocab_size: int, servers: list[VLLMServer]) -> dict[s
             "r3": _usage_error(engine_r3),
         }
         found["cut"] = cut(local, engine, urls)
+        patience = {"token_timeout_seconds": HANG_SECONDS, "probe_timeout_seconds": HANG_SECONDS}
+        impatient = ServerEngine(
+            replace(config, probe_interval_seconds=1, **patience), engine.tokenizer
+        )
+        try:
+            found["hung"] = hung(local, impatient, urls, servers[0])
+        finally:
+            impatient.close()
         found["killed"] = killed(local, engine, urls, servers[0])
         return found
     finally:
@@ -200,6 +209,29 @@ def num_running(url: str) -> float:
     running = [line for line in lines if line.startswith("vllm:num_requests_running")]
     assert running
     return sum(float(line.split()[-1]) for line in running)
+
+
+def hung(
+    local: VLLMEngine, engine: ServerEngine, urls: Sequence[str], first: VLLMServer
+) -> dict[str, Any]:
+    """Stop a server while it samples, and let it go on once its requests have finished."""
+    requests_, found = long_requests(), []
+    until(lambda: len(engine.returned) == 2)
+    engine.admit(urls, 1)
+    with engine.generation() as generation:
+        for request in requests_:
+            generation.submit(request)
+        until(lambda: all(run.num_tokens >= 5 for run in generation._running.values()))
+        with first.hanging():
+            while generation.num_running:
+                found += generation.step()
+            admitted = list(engine.admitted)
+    facts = {"admitted": admitted, "metrics": engine.take_metrics()}
+    until(lambda: list(engine.returned) == [urls[0]])
+    engine.begin_update()
+    engine.admit(urls[:1], 1)
+    facts["after"] = [len(each.token_ids) for each in run(engine, requests_[:4])]
+    return scored(local, found) | facts
 
 
 def killed(

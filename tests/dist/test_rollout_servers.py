@@ -72,6 +72,16 @@ def test_cut_requests_keep_their_tokens_and_end_on_the_servers(result):
     assert found["mean"] < MEAN_DIFFERENCE and found["most"] < LARGEST_DIFFERENCE
 
 
+def test_all_requests_of_a_server_that_hangs_finish_on_the_other_and_it_can_return(result):
+    found = result["hung"]
+    assert found["num_tokens"] == [LONG_TOKENS] * 20 and found["failures"] == []
+    metrics = found["metrics"]
+    assert metrics["servers/timeout"] >= 1 and metrics["servers/unreachable"] == 0
+    assert metrics["servers/continued"] > 0 and metrics["servers/excluded"] == 1
+    assert len(found["admitted"]) == 1 and found["after"] == [LONG_TOKENS] * 4
+    assert found["mean"] < MEAN_DIFFERENCE and found["most"] < LARGEST_DIFFERENCE
+
+
 def test_all_requests_of_a_killed_server_finish_on_the_other(result):
     found = result["killed"]
     assert found["num_tokens"] == [LONG_TOKENS] * 20 and found["failures"] == []

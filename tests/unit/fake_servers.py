@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from typing import Any
 
 from aiohttp import web
@@ -61,9 +61,25 @@ class FakeServer:
 
     def reset(self) -> None:
         self.weight_version, self.vllm_version = "default", "0.32.0"
+        self.configuration: dict[str, Any] = {
+            "model_config": {
+                "model": "/elsewhere",
+                "max_model_len": 128,
+                "max_logprobs": 20,
+                "logprobs_mode": "processed_logprobs",
+                "quantization": None,
+            },
+            "scheduler_config": {"max_num_seqs": 32},
+            "parallel_config": {"data_parallel_size": 1},
+            "weight_transfer_config": {"backend": "mcore_rl"},
+            "aux_output_config": {"enable_return_routed_experts": False},
+        }
         self.is_down = False  # closes each connection
         self.status = self.probe_status = 200
+        self.status_of_empty = 422  # requests to generate
         self.refusal = "nothing\nfor you " + "x" * 5000  # with another status
+        # A semaphore: so many requests run at a time, and others wait for their turn.
+        self.turns: AbstractAsyncContextManager[Any] = nullcontext()
         self.hold_after: int | None = None  # tokens after which a stream hangs
         self.close_after: int | None = None  # tokens after which the connection is closed
         self.end_after: int | None = None  # tokens after which the stream ends
@@ -78,6 +94,8 @@ class FakeServer:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if not body:
+            raise _Answered(web.Response(status=self.status_of_empty))
         self.bodies.append(body)
         self.headers.append(dict(request.headers))
         self._check(request, self.status)
@@ -86,8 +104,9 @@ class FakeServer:
         self.most_running = max(self.most_running, self.num_running)
         try:
             await response.prepare(request)
-            async for event in self._events(request, body):
-                await response.write(event)
+            async with self.turns:
+                async for event in self._events(request, body):
+                    await response.write(event)
         except (asyncio.CancelledError, ConnectionError):
             self.num_hung_up += 1
             raise
@@ -142,7 +161,7 @@ class FakeServer:
             response = web.Response(status=status, text=self.refusal, headers=location)
             raise _Answered(response)
 
-    def reading(self, fields: Callable[[], dict[str, str]]) -> Any:
+    def reading(self, fields: Callable[[], dict[str, Any]]) -> Any:
         async def answer(request: web.Request) -> web.StreamResponse:
             self._check(request, self.probe_status)
             self.num_probes += 1
@@ -165,6 +184,9 @@ class FakeServer:
         app.router.add_get("/version", self.reading(lambda: {"version": self.vllm_version}))
         app.router.add_get(
             "/weight_info", self.reading(lambda: {"weight_version": self.weight_version})
+        )
+        app.router.add_get(
+            "/server_info", self.reading(lambda: {"vllm_config": self.configuration})
         )
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0

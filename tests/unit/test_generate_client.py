@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -274,6 +275,24 @@ def test_no_token_within_the_time_is_a_timeout_that_keeps_the_tokens(server):
     assert fault.value.keeps_tokens
     # At most 4: a machine that stands still for a second also looks like a server that does.
     assert received.token_ids == TOKENS[:4][: len(received.token_ids)]
+
+
+def test_a_request_waits_for_its_turn_while_the_server_sends_tokens_of_others(server):
+    server.turns = asyncio.Semaphore(1)
+    limit, found = 60.0, [Received(), Received()]
+
+    async def generate() -> None:
+        loop, begin = asyncio.get_running_loop(), time.monotonic()
+        # A clock that stands still, but for the tokens: they come just within the limit.
+        loop.time = lambda: begin + 0.9 * limit * sum(len(each.token_ids) for each in found)
+        async with client_session({}) as session:
+            client = GenerateClient(
+                session, server.url, vocab_size=VOCAB_SIZE, token_timeout_seconds=limit
+            )
+            await asyncio.gather(*(client.generate(REQUEST, each, 5) for each in found))
+
+    asyncio.run(generate())
+    assert [each.token_ids for each in found] == [TOKENS, TOKENS]
 
 
 def test_the_caller_can_end_a_response_at_any_token(server):

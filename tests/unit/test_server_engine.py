@@ -140,6 +140,25 @@ def test_requests_spread_over_all_servers_within_their_capacity(servers, make):
     assert engine.config.max_num_seqs == 12
 
 
+def test_server_gets_no_more_requests_than_it_runs_at_a_time(servers, make):
+    engine = make(*servers)
+    urls = [each.url for each in servers]
+    requests = [request_of(number) for number in range(30)]
+    for limits, most in (({urls[0]: 1, urls[1]: 100}, [1, 4, 4]), (None, [4, 4, 4])):
+        for server in servers:
+            server.hold_after, server.most_running = 3, 0
+        engine.begin_update()
+        engine.admit(urls, 1, max_num_seqs=limits)
+        with engine.generation() as generation:
+            for request in requests:
+                generation.submit(request)
+            until(lambda most=most: [each.num_running for each in servers] == most)
+            for server in servers:
+                server.hold_after = None
+            assert_expected(finished(generation), requests)
+        assert [each.most_running for each in servers] == most
+
+
 def test_samples_of_a_group_run_on_one_server_while_it_has_room(servers, make):
     engine = make(*servers)
     prompts = [np.array([prompt, 1, 2], dtype=np.int32) for prompt in range(3)]

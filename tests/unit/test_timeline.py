@@ -104,6 +104,15 @@ def test_activity_reports_spans_and_the_idle_share_since_the_last_call() -> None
     assert found.seconds(SAMPLING) == 0
 
 
+def test_activity_tells_what_it_did_before() -> None:
+    found, _ = activity()
+    assert (found.begin(SAMPLING), found.begin(SAMPLING), found.begin(UPDATE)) == (
+        IDLE,
+        SAMPLING,
+        SAMPLING,
+    )
+
+
 def test_spans_of_an_activity_are_seconds_since_1970() -> None:
     before = time.time()
     [span], _ = Activity().take()

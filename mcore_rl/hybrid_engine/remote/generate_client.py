@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -119,9 +121,10 @@ class ServerState:
 class GenerateClient:
     """Client of the server at `url`; on the event loop of `session`.
 
-    A request ends with an error if no token arrives within `token_timeout_seconds` of its start or
-    of the last token. `shows_refusals` puts a server's text into errors; False if a secret header
-    is sent, which the text may repeat.
+    A request ends with an error if no token of any request of this client arrives within
+    `token_timeout_seconds` of its start or of the last token: it may wait for its turn in a full
+    server. `shows_refusals` puts a server's text into errors; False if a secret header is sent,
+    which the text may repeat.
     """
 
     def __init__(
@@ -137,6 +140,7 @@ class GenerateClient:
         self.url = url
         self._session, self._vocab_size, self._routed = session, vocab_size, routed
         self._timeout_seconds, self._shows_refusals = token_timeout_seconds, shows_refusals
+        self._last_token_at = -math.inf  # of any request, by the loop's clock
 
     async def generate(self, request: Request, received: Received, weight_version: int) -> None:
         """Run `request` to its end, and append its tokens to `received` as they arrive.
@@ -155,10 +159,9 @@ class GenerateClient:
             "stream": True,
             "cache_salt": request.cache_name or None,
         }
-        seconds = self._timeout_seconds
         try:
             async with (
-                asyncio.timeout(seconds) as deadline,
+                self._until_silent(),
                 answer_to(
                     self._session,
                     "POST",
@@ -169,13 +172,13 @@ class GenerateClient:
             ):
                 async for line in lines_of(response, self._max_event_bytes(request)):
                     if self._read(line, reader):
-                        deadline.reschedule(asyncio.get_running_loop().time() + seconds)
+                        self._last_token_at = asyncio.get_running_loop().time()
                     if reader.finish_reason is not None:
                         self._read_routes(reader)
                         received.finish_reason = reader.finish_reason
                         return
         except TimeoutError:
-            raise TimedOut(f"no token within {seconds:g} s") from None
+            raise TimedOut(f"no token within {self._timeout_seconds:g} s") from None
         except HTTPFailure as failure:
             if request.num_top and b"logprobs" in (failure.answer or b""):
                 raise UsageError(
@@ -186,6 +189,27 @@ class GenerateClient:
                 ) from None
             raise self._fault(failure) from None
         raise Unreachable("the stream ended before the response")
+
+    @contextlib.asynccontextmanager
+    async def _until_silent(self) -> AsyncIterator[None]:
+        """Raise TimeoutError within it once the server is silent for too long."""
+        loop, seconds = asyncio.get_running_loop(), self._timeout_seconds
+        started = loop.time()
+        async with asyncio.timeout(None) as deadline:
+            timer = loop.call_at(started + seconds, lambda: check())
+
+            def check() -> None:
+                nonlocal timer
+                due = max(started, self._last_token_at) + seconds
+                if loop.time() < due:
+                    timer = loop.call_at(due, check)
+                else:
+                    deadline.reschedule(loop.time())
+
+            try:
+                yield
+            finally:
+                timer.cancel()
 
     async def probe(self, timeout_seconds: float) -> ServerState:
         """Return the state of a server whose engine runs. Each of three requests may take

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,10 +37,11 @@ from mcore_rl.moe.routing import RoutedLayers
 class ServersConfig:
     """The servers, and how they are used.
 
-    `seqs_per_server` is the number of requests that this process runs on each server. A server
-    that sends no token within `token_timeout_seconds` is excluded; the other times are described
-    in `ServerPool`. `header_env` names an environment variable with a header to send. With
-    `routed_layers` servers must be started with --enable-return-routed-experts.
+    `seqs_per_server` is the number of requests that this process runs on each server, which may run
+    fewer. A server that sends this process no token within `token_timeout_seconds`, though it has
+    requests, is excluded; the other times are described in `ServerPool`. `header_env` names an
+    environment variable with a header to send. With `routed_layers` servers must be started with
+    --enable-return-routed-experts.
 
     Example: `ServersConfig(("http://a:8000", "http://b:8000"), seqs_per_server=256,
     vocab_size=129280)`.
@@ -120,9 +121,14 @@ class ServerEngine:
         """Call `ServerPool.begin_update`, before the weights change."""
         return self._loop.call(self._pool.begin_update)
 
-    def admit(self, urls: Collection[str], weight_version: int) -> None:
+    def admit(
+        self,
+        urls: Collection[str],
+        weight_version: int,
+        max_num_seqs: Mapping[str, int] | None = None,
+    ) -> None:
         """Call `ServerPool.admit`, after the weights have changed."""
-        self._loop.call(lambda: self._pool.admit(urls, weight_version))
+        self._loop.call(lambda: self._pool.admit(urls, weight_version, max_num_seqs))
 
     @property
     def returned(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.common.http import quoted
@@ -44,10 +44,11 @@ class NoServerLeft(Exception):
 class Server:
     """One server, as the pool sees it.
 
-    Example: `Server(client, state="admitted", num_running=3)`.
+    Example: `Server(client, 128, state="admitted", num_running=3)`.
     """
 
     client: GenerateClient
+    max_num_seqs: int  # requests of this process at a time
     state: str = EXCLUDED
     num_running: int = 0  # requests of this process
     problem: str = ""  # why the last probe failed, or why it was excluded
@@ -81,7 +82,7 @@ class ServerPool:
         """A server gets at most `max_num_seqs` requests at a time. A request that no admitted
         server is left for gives up after `patience_seconds`; while none is admitted, it waits. Each
         server is probed every `probe_interval_seconds`, which must be shorter than its start."""
-        self._servers = {client.url: Server(client) for client in clients}
+        self._servers = {client.url: Server(client, max_num_seqs) for client in clients}
         self._max_num_seqs, self._patience_seconds = max_num_seqs, patience_seconds
         self._probe_interval, self._probe_timeout = probe_interval_seconds, probe_timeout_seconds
         self.weight_version: int | None = None  # of admitted servers; None during an update
@@ -106,15 +107,23 @@ class ServerPool:
         self._note_admitted()
         return self.returned
 
-    def admit(self, urls: Collection[str], weight_version: int) -> None:
+    def admit(
+        self,
+        urls: Collection[str],
+        weight_version: int,
+        max_num_seqs: Mapping[str, int] | None = None,
+    ) -> None:
         """Give requests to `urls` from now on, and to no others: these hold attested weights of
-        this version. Raises KeyError for an unknown server."""
+        this version. A server in `max_num_seqs` gets at most so many at a time. Raises KeyError for
+        an unknown server."""
         chosen = {url: self._servers[url] for url in urls}
         for _ in self._served - chosen.keys():
             self.count(EXCLUDED)
         self._served = set()
         self.weight_version = weight_version
         for server in self._servers.values():
+            most = (max_num_seqs or {}).get(server.url, self._max_num_seqs)
+            server.max_num_seqs = min(most, self._max_num_seqs)
             if server.url in chosen:
                 server.state, server.is_trusted = ADMITTED, True
             elif server.state == ADMITTED:
@@ -252,7 +261,7 @@ class ServerPool:
         free = [
             each
             for each in self._servers.values()
-            if each.state == ADMITTED and each.num_running < self._max_num_seqs
+            if each.state == ADMITTED and each.num_running < each.max_num_seqs
         ]
         for waiter in list(self._waiting):
             if not free:
@@ -265,7 +274,7 @@ class ServerPool:
             self._remember(waiter.key, server)
             self._waiting.remove(waiter)
             server.num_running += 1
-            if server.num_running == self._max_num_seqs:
+            if server.num_running == server.max_num_seqs:
                 free.remove(server)
             waiter.future.set_result(server)
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -91,10 +92,15 @@ class ShardSource(WeightSource):
         raise RuntimeError("a ShardSource gives slices, by shards.read; it has no whole tensors")
 
 
-def _start_update(engine: EngineClient) -> None:
+def _start_update(pause_mode: str | None, patience_seconds: float, engine: EngineClient) -> None:
+    began = time.monotonic()
+    if pause_mode is not None:
+        engine.pause(pause_mode)
     try:
         engine.start_weight_update()
     except RuntimeError:
+        if time.monotonic() - began > patience_seconds:
+            raise  # the trainer no longer waits for this call, and may have begun others
         # A trainer that has ended, or failed at another server, may have begun one.
         with contextlib.suppress(RuntimeError):
             engine.update_weights(asdict(MegatronUpdateInfo(NO_PLAN, "")))
@@ -126,7 +132,7 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
         self._store: dist.TCPStore | None = None
         self._session: Session | None = None
         self._world: JoinedWorld | None = None
-        self._calls: list[Future[None]] = []
+        self._calls: list[Future[Any]] = []
         self._num_calls = 0
 
     @classmethod
@@ -229,7 +235,7 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
         """
         info = self._info
         try:
-            workers = [engine.num_workers() for engine in self._engines]
+            workers = self._call_all(lambda engine: engine.num_workers())
             self._store = host_store(info.master_address, info.master_port, info.timeout_seconds)
         except Exception as error:  # clients may raise any; `_connect` reports it to all ranks
             return str(error)
@@ -257,24 +263,25 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
             raise RuntimeError("not connected to any engine; call connect first")
         update = MegatronUpdateInfo(self._session.plan_id, weight_version)
         if self.is_sender:
-            for engine in self._engines:
-                if self._info.pause_mode is not None:
-                    engine.pause(self._info.pause_mode)
-                _start_update(engine)
+            mode, patience_seconds = self._info.pause_mode, self._info.timeout_seconds
+            self._call_all(partial(_start_update, mode, patience_seconds))
             self._start([partial(each.update_weights, asdict(update)) for each in self._engines])
         report = self._session.update(
             weight_version, plan_id=update.plan_id, read=self._source.shards.read, load=None
         )
         self._wait_for_calls()
         if self.is_sender:
-            for engine in self._engines:
-                engine.finish_weight_update(weight_version)
-            for engine in self._engines:
-                if self._info.pause_mode is not None:
-                    engine.resume()
+            self._call_all(lambda engine: engine.finish_weight_update(weight_version))
+            if self._info.pause_mode is not None:
+                self._call_all(lambda engine: engine.resume())
         return report
 
-    def _start(self, calls: Sequence[Callable[[], None]]) -> None:
+    def _call_all(self, call: Callable[[EngineClient], Any]) -> list[Any]:
+        """Make a call to all servers at once, and return the answers."""
+        self._start([partial(call, engine) for engine in self._engines])
+        return self._wait_for_calls()
+
+    def _start(self, calls: Sequence[Callable[[], Any]]) -> None:
         """Start calls that return when the workers have done their part in the next steps."""
         pool = ThreadPoolExecutor(len(calls), thread_name_prefix="mcore_rl_engine")
         self._calls = [pool.submit(call) for call in calls]
@@ -286,7 +293,15 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
             if call.done():
                 call.result()
 
-    def _wait_for_calls(self) -> None:
-        for call in self._calls:
-            call.result(timeout=self._info.timeout_seconds)
+    def _wait_for_calls(self) -> list[Any]:
+        """Return the answers to the calls of `_start`. Raises the error of the first that fails."""
+        seconds = self._info.timeout_seconds
+        done, running = wait(self._calls, timeout=seconds, return_when=FIRST_EXCEPTION)
+        for call in done:
+            call.result()
+        if running:
+            numbers = [number for number, call in enumerate(self._calls) if call in running]
+            raise RuntimeError(f"engines {numbers} did not answer a call within {seconds:g} s")
+        answers = [call.result() for call in self._calls]
         self._calls = []
+        return answers

@@ -130,7 +130,8 @@ def _check_servers(facts: Facts) -> Iterator[Finding]:
     """Report the servers of a job whose other flags are right."""
     if facts.spec is None:
         return
-    from mcore_rl.job.servers import check_servers  # imports vLLM, which takes seconds
+    # It imports vLLM, which takes seconds.
+    from mcore_rl.trainer.server_checks import check_servers
 
     silent = check_servers(facts.spec)
     for line in silent:

@@ -1,4 +1,5 @@
-"""Checks of the servers of `--rl-rollout-servers`, before anything is built."""
+"""Checks of the servers of `--rl-rollout-servers`: before anything is built, and before each
+connection, since a server may come late or return with other options."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.readers import integer_within
 from mcore_rl.common.vllm_version import installed_vllm
 from mcore_rl.hybrid_engine.remote.engine import BACKEND
 from mcore_rl.hybrid_engine.remote.engine_client import HTTPEngineClient
@@ -17,35 +19,60 @@ from mcore_rl.spec import JobSpec
 
 _TIMEOUT_SECONDS = 60.0
 _PROCESSED = "processed_logprobs"
+_WITHOUT_LIMIT = 1 << 30  # requests at a time
 
 
 def check_servers(spec: JobSpec) -> list[str]:
     """Check the servers that answer; return why others do not, which may still start.
 
-    Raises UsageError for a server without a route that the run calls, and for one with another
-    model, another vLLM, quantised weights or unsuitable options. The model is compared if its
-    folder is on this machine, too; otherwise the first update compares the tensors.
+    Raises what `check_server` raises for a server that does not fit.
     """
-    rollout, silent = spec.config.rollout, []
-    for url in rollout.servers:
-        client = HTTPEngineClient(
-            url, _TIMEOUT_SECONDS, header_env=rollout.rollout_servers_header_env
-        )
+    silent = []
+    for url in spec.config.rollout.servers:
         try:
-            version, configuration = client.vllm_version(), client.configuration()
+            check_server(url, spec)
         except RuntimeError as error:
             silent.append(f"{url} is not checked: {error}")
-            continue
-        for found, remedy in (
-            _of_version(version),
-            _of_route(client),
-            *_of_options(configuration, spec),
-            _of_log_probs(configuration, spec),
-            _of_model(configuration, spec),
-        ):
-            if found:
-                raise UsageError(found, flag=f"--rl-rollout-servers {url}", remedy=remedy)
     return silent
+
+
+def check_server(url: str, spec: JobSpec) -> int:
+    """Check a server; return how many requests it runs at a time.
+
+    Raises UsageError for a server without a route that the run calls, and for one with another
+    model, another vLLM, quantised weights or unsuitable options. The model is compared if its
+    folder is on this machine, too; otherwise the first update compares the tensors. Raises
+    RuntimeError for a server that does not answer within a minute per call.
+    """
+    env = spec.config.rollout.rollout_servers_header_env
+    client = HTTPEngineClient(url, _TIMEOUT_SECONDS, header_env=env)
+    version, configuration = client.vllm_version(), client.configuration()
+    for found, remedy in (
+        _of_version(version),
+        _of_route(client),
+        *_of_options(configuration, spec),
+        _of_log_probs(configuration, spec),
+        _of_model(configuration, spec),
+    ):
+        if found:
+            raise UsageError(found, flag=f"--rl-rollout-servers {url}", remedy=remedy)
+    return _capacity(configuration)
+
+
+def _capacity(configuration: Mapping[str, Any]) -> int:
+    """Return a server's number of requests at a time, over its data-parallel engines."""
+    counts = (
+        _section(configuration, "scheduler_config").get("max_num_seqs"),
+        _section(configuration, "parallel_config").get("data_parallel_size"),
+    )
+    per_engine, num_engines = (integer_within(each, 1, _WITHOUT_LIMIT) for each in counts)
+    return (per_engine or _WITHOUT_LIMIT) * (num_engines or 1)
+
+
+def _section(configuration: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a part of a configuration, which may have anything in its place."""
+    found = configuration.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def _of_version(version: str) -> tuple[str, str]:
@@ -73,8 +100,8 @@ def _of_route(client: HTTPEngineClient) -> tuple[str, str]:
 
 def _of_options(configuration: Mapping[str, Any], spec: JobSpec) -> list[tuple[str, str]]:
     """Return what is wrong with a server's options, and remedies; empty texts for what is right."""
-    model = configuration.get("model_config") or {}
-    transfer = configuration.get("weight_transfer_config") or {}
+    model = _section(configuration, "model_config")
+    transfer = _section(configuration, "weight_transfer_config")
     config = spec.config
     least = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     length = model.get("max_model_len")
@@ -102,7 +129,7 @@ def _of_options(configuration: Mapping[str, Any], spec: JobSpec) -> list[tuple[s
             )
         )
     if config.trainer.routing_replay == R3:
-        outputs = configuration.get("aux_output_config") or {}
+        outputs = _section(configuration, "aux_output_config")
         if not outputs.get("enable_return_routed_experts"):
             found.append(
                 (
@@ -115,7 +142,7 @@ def _of_options(configuration: Mapping[str, Any], spec: JobSpec) -> list[tuple[s
 
 
 def _of_log_probs(configuration: Mapping[str, Any], spec: JobSpec) -> tuple[str, str]:
-    model = configuration.get("model_config") or {}
+    model = _section(configuration, "model_config")
     mode, most = model.get("logprobs_mode"), model.get("max_logprobs")
     if mode != _PROCESSED:
         return (
@@ -134,7 +161,7 @@ def _of_log_probs(configuration: Mapping[str, Any], spec: JobSpec) -> tuple[str,
 
 
 def _of_model(configuration: Mapping[str, Any], spec: JobSpec) -> tuple[str, str]:
-    folder = Path(str((configuration.get("model_config") or {}).get("model")))
+    folder = Path(str(_section(configuration, "model_config").get("model")))
     if not (folder / "config.json").is_file():
         return "", ""
     if read_model_shape(folder, flag="--rl-rollout-servers") == spec.shape:

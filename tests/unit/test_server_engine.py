@@ -482,6 +482,31 @@ def test_the_search_for_stop_texts(earlier, new, stop, ends_at):
     assert found == ends_at
 
 
+class ByteTokenizer:
+    """A byte for each token."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("stop", ["好!", "!"])
+def test_a_character_that_was_cut_is_searched_for_without_the_server(stop):
+    first, rest = "!a!好".encode()[:-1], "好b!c".encode()[2:]
+    request = Request(
+        0, np.array([*first], dtype=np.int32), 99, Sampling(stop=(stop,)), num_own=len(first)
+    )
+    search = StopSearch(request, ByteTokenizer())
+    assert search.is_alone
+    text = rest[:1] + (b"!" if stop == "好!" else b"b!")
+    found = [search([*text[: number + 1]]) for number in range(len(text))]
+    assert found == [False] * (len(text) - 1) + [True]
+    # Long after the cut, too.
+    search = StopSearch(request, ByteTokenizer())
+    later = rest[:1] + b"c" * 40 + stop.encode()
+    found = [search([*later[: number + 1]]) for number in range(len(later))]
+    assert found == [False] * (len(later) - 1) + [True]
+
+
 def test_missing_experts_end_the_run_with_a_usage_error(servers, make):
     engine = make(servers[0], routed_layers=ROUTED)
     with pytest.raises(UsageError, match="r3"):

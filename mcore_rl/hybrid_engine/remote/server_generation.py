@@ -210,7 +210,9 @@ class ServerGeneration:
         request, version = run.next_request(), self._pool.weight_version
         assert version is not None, "a server was given without weights"
         if request.sampling.stop and request.num_own:
-            run.part.ends = StopSearch(request, self._tokenizer)
+            run.part.ends = search = StopSearch(request, self._tokenizer)
+            if search.is_alone:
+                request = replace(request, sampling=replace(request.sampling, stop=()))
         try:
             await server.client.generate(request, run.part, version)
         except ServerFault:
@@ -245,29 +247,37 @@ class StopSearch:
     """Search for a stop text that began in an earlier part of the response.
 
     The server searches only what it samples itself, so this looks at its first tokens, together
-    with the last of the earlier ones.
+    with the last of the earlier ones. If these end within a character, `is_alone`: with the rest of
+    it, the server's text would begin with the whole prompt, in which a stop text may occur. The
+    server must then not search.
     """
 
     def __init__(self, request: Request, tokenizer: Any) -> None:
         self._stop, self._tokenizer = request.sampling.stop, tokenizer
         self._longest = max(map(len, self._stop))
-        num_tokens = min(request.num_own, BYTES_PER_CHARACTER * self._longest)
-        self._earlier = request.token_ids[-num_tokens:].tolist()
-        self._num_earlier = len(self._text([]))
+        self._num_tokens = BYTES_PER_CHARACTER * self._longest
+        self._earlier = request.token_ids[-min(request.num_own, self._num_tokens) :].tolist()
+        self.is_alone = self._decoded(self._earlier) != self._text(self._earlier)
         self._is_over = False
 
     def __call__(self, new: Sequence[int]) -> bool:
         """Return whether a text ends with the last of the `new` tokens; call it with each."""
         if self._is_over:
             return False
-        text = self._text(new)
-        self._is_over = len(text) - self._num_earlier >= self._longest
-        return any(
-            text.find(stop, max(0, self._num_earlier - len(stop) + 1)) >= 0 for stop in self._stop
-        )
+        earlier = self._earlier
+        if self.is_alone:
+            begin = max(0, len(earlier) + len(new) - self._num_tokens)
+            earlier, new = earlier[begin:], new[-self._num_tokens :]
+        num_earlier, text = len(self._text(earlier)), self._text([*earlier, *new])
+        self._is_over = not self.is_alone and len(text) - num_earlier >= self._longest
+        return any(text.find(stop, max(0, num_earlier - len(stop) + 1)) >= 0 for stop in self._stop)
 
-    def _text(self, new: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode([*self._earlier, *new], skip_special_tokens=False)
+    def _text(self, token_ids: Sequence[int]) -> str:
+        """Return the text, as vLLM's, without a character of which bytes are missing."""
+        return self._decoded(token_ids).rstrip("\ufffd")
+
+    def _decoded(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return text
 
 

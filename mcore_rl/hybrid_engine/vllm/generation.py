@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from tokenizers.decoders import DecodeStream
 
 from mcore_rl.batching.types import TopTokens
 from mcore_rl.moe.routing import RoutedLayers, Routes
@@ -133,6 +134,20 @@ def sampling_fields(request: Request) -> dict[str, Any]:
     }
 
 
+def begin_with(detokenizer: Any, token_ids: Sequence[int], tokenizer: Any) -> None:
+    """Have vLLM's `detokenizer` of a request begin with the text of the last of its given tokens.
+
+    It searches its text for stop strings; nothing else reads it.
+    """
+    if not hasattr(detokenizer, "stream"):  # of a tokenizer in Python
+        detokenizer.output_text = tokenizer.decode(token_ids, skip_special_tokens=False)
+        return
+    # vLLM's stream begins with all given tokens. If they end within a character, it gives their
+    # text with the rest of it, and a stop string would be found in the prompt.
+    detokenizer.stream = DecodeStream(skip_special_tokens=False)
+    detokenizer.output_text = "".join(map(detokenizer.decode_next, token_ids))
+
+
 class Generation:
     """The requests running in an `LLMEngine`. Local, but see the module's docstring."""
 
@@ -190,10 +205,8 @@ class Generation:
         longest = max(map(len, request.sampling.stop))
         num_tokens = min(request.num_own, BYTES_PER_CHARACTER * longest)
         tail = request.token_ids[-num_tokens:].tolist()
-        text = self._engine.get_tokenizer().decode(tail, skip_special_tokens=False)
         for state in self._states(request):
-            # The detokenizer searches its text for stop strings; nothing else reads it.
-            state.detokenizer.output_text = text
+            begin_with(state.detokenizer, tail, self._engine.get_tokenizer())
 
     def step(self) -> list[Completion]:
         """Run one step of the engine; return what ended in it, in the same order on all ranks."""

@@ -27,6 +27,7 @@ from mcore_rl.common.spans import (
     events_of,
     span,
 )
+from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.trace import Tracer, merge
 from mcore_rl.observe.trace_table import (
@@ -229,6 +230,7 @@ def test_waits_for_all_ranks_are_distinguished_from_those_for_a_group(group, tmp
 
 
 def test_schedule_of_megatron_is_recorded_by_its_timers(tmp_path):
+    megatron_adapter.prepare()
     schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
     from megatron.core.model_parallel_config import ModelParallelConfig
 

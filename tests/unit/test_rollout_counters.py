@@ -166,6 +166,7 @@ class ScriptedStack:
     def __init__(self, options: Options) -> None:
         self._options, self._random = options, random.Random(options.seed)
         self._name = REWARD_MODEL if options.reward_model else "scripted"
+        self.names = () if options.reward_model else ("scripted",)  # known before a step ends
         self._open: list[tuple[int, Rollout]] = []
         self.settled: list[int] = []  # request numbers, in the order of their outcomes
         self._is_waiting = False

@@ -57,7 +57,7 @@ class ControllerRanks(SamplingRanks):
         many requests at a time, of all controllers together."""
         num_controllers = dist.get_world_size()
         shares = {url: max(1, most // num_controllers) for url, most in capacities.items()}
-        self._engine.admit(shares, weight_version, max_num_seqs=shares)
+        self._engine.admit(shares, weight_version)
         self._activity.begin(IDLE)
 
     def sample_eval(self, *, step: int, weight_version: int) -> dict[str, Any]:

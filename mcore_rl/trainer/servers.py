@@ -322,8 +322,8 @@ class ServerRollouts(RemoteRollouts):
 
     @contextmanager
     def _waiting_for_servers(self) -> Iterator[None]:
-        """Count what happens inside as rollout, and as idle time. Waiting is no hang: the watchdog
-        gives each of these short stages its time, and begins that of the hand-over anew."""
+        """Count what happens inside as rollout, and as idle time. The watchdog does not end
+        a run that waits: it gives each of these short stages its time, and then the hand-over."""
         with self._timers("rollout"), self._doing(IDLE):
             yield
 

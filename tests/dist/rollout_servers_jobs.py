@@ -67,7 +67,7 @@ def _play(checkpoint: str, vocab_size: int, servers: list[VLLMServer]) -> dict[s
             assert answer.ok, answer.text
         for each in (engine, engine_r3):
             each.begin_update()
-            each.admit(urls, 1)
+            each.admit(dict.fromkeys(urls, 16), 1)
         found = {
             "alone": [same(local, engine, request) for request in short_requests(local)],
             "other version": asyncio.run(_other_version(urls[0], vocab_size)),
@@ -217,7 +217,7 @@ def hung(
     """Stop a server while it samples, and let it go on once its requests have finished."""
     requests_, found = long_requests(), []
     until(lambda: len(engine.returned) == 2)
-    engine.admit(urls, 1)
+    engine.admit(dict.fromkeys(urls, 16), 1)
     with engine.generation() as generation:
         for request in requests_:
             generation.submit(request)
@@ -229,7 +229,7 @@ def hung(
     facts = {"admitted": admitted, "metrics": engine.take_metrics()}
     until(lambda: list(engine.returned) == [urls[0]])
     engine.begin_update()
-    engine.admit(urls[:1], 1)
+    engine.admit({urls[0]: 16}, 1)
     facts["after"] = [len(each.token_ids) for each in run(engine, requests_[:4])]
     return scored(local, found) | facts
 

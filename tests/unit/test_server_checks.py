@@ -153,7 +153,7 @@ def test_server_without_the_route_for_token_ids_is_refused(server, shape, status
 
 def test_model_in_a_folder_on_this_machine_is_compared(server, shape, tmp_path):
     server.configuration["model_config"]["model"] = str(tmp_path)
-    assert check_server(server.url, spec_of(shape, server)) == 32  # there is no config.json
+    assert check_server(server.url, spec_of(shape, server)) == 32  # the folder is empty
     shutil.copy(CONFIGS / "qwen3-30b-a3b.json", tmp_path / "config.json")
     assert check_server(server.url, spec_of(shape, server)) == 32
     other = dataclasses.replace(shape, num_layers=shape.num_layers + 1)

@@ -64,7 +64,7 @@ def update(engine: ServerEngine, chosen: Sequence[FakeServer], version: int) -> 
     engine.begin_update()
     for server in chosen:
         server.weight_version = str(version)
-    engine.admit([each.url for each in chosen], version)
+    engine.admit({each.url: 100 for each in chosen}, version)
 
 
 def until(condition: Callable[[], object], seconds: float = 60) -> None:
@@ -144,11 +144,11 @@ def test_server_gets_no_more_requests_than_it_runs_at_a_time(servers, make):
     engine = make(*servers)
     urls = [each.url for each in servers]
     requests = [request_of(number) for number in range(30)]
-    for limits, most in (({urls[0]: 1, urls[1]: 100}, [1, 4, 4]), (None, [4, 4, 4])):
+    for first, most in ((1, [1, 4, 4]), (100, [4, 4, 4])):
         for server in servers:
             server.hold_after, server.most_running = 3, 0
         engine.begin_update()
-        engine.admit(urls, 1, max_num_seqs=limits)
+        engine.admit(dict.fromkeys(urls, 100) | {urls[0]: first}, 1)
         with engine.generation() as generation:
             for request in requests:
                 generation.submit(request)
@@ -293,7 +293,7 @@ def test_no_request_runs_before_the_first_update(servers, make):
     with pytest.raises(RuntimeError, match="admit"), engine.generation():
         pass
     with pytest.raises(KeyError):
-        engine.admit(["http://127.0.0.1:1"], 1)
+        engine.admit({"http://127.0.0.1:1": 1}, 1)
 
 
 def test_a_server_that_missed_the_update_is_not_admitted(servers, make):

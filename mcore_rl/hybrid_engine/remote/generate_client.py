@@ -196,7 +196,6 @@ class GenerateClient:
         loop, seconds = asyncio.get_running_loop(), self._timeout_seconds
         started = loop.time()
         async with asyncio.timeout(None) as deadline:
-            timer = loop.call_at(started + seconds, lambda: check())
 
             def check() -> None:
                 nonlocal timer
@@ -206,6 +205,7 @@ class GenerateClient:
                 else:
                     deadline.reschedule(loop.time())
 
+            timer = loop.call_at(started + seconds, check)
             try:
                 yield
             finally:

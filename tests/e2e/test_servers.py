@@ -15,7 +15,7 @@ from tests.e2e import kill_runs
 from tests.e2e.kill_runs import Setting
 from tests.e2e.recipe import SMALL, metrics_of, run_job, task_flags
 from tests.rank_pool import RankPool
-from tests.vllm_servers import RECEIVES, VLLMServer, running, until
+from tests.vllm_servers import RECEIVES, VLLMServer, running, two_engines, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ONE = ("--expert-model-parallel-size", "1")
@@ -37,7 +37,8 @@ def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def servers(served: Path) -> Iterator[list[VLLMServer]]:
-    with running(served, 2, *RECEIVES) as servers:
+    """The second has two engines, which vLLM pauses together before their weights change."""
+    with running(served, 2, *RECEIVES, of_last=two_engines()) as servers:
         yield servers
 
 
@@ -74,6 +75,8 @@ def test_a_synchronous_run_trains_on_what_the_current_weights_sampled(
     rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").open()]
     assert {row["weight_version"] for row in rows} == {1, 2, 3}
     log = (tmp_path / "run" / "run.log").read_text().splitlines()
+    capacities = [line.partition(" gets at most ")[2][:2] for line in log if "gets at most" in line]
+    assert capacities == ["32", "64"]  # --max-num-seqs is of each engine
     for server in servers:  # the first update and every second one after it
         compared = [line for line in log if f"[Canary] {server.url}: " in line]
         assert len(compared) == 2 and "(version 1," in compared[0] and "(version 3," in compared[1]

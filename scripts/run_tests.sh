@@ -20,6 +20,12 @@ if [[ ${1:-} == --help || ${1:-} == -h ]]; then
 fi
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# Imports are most of these tests. Debian's Python needs a fifth less time for them than one that is
+# compiled with Python's defaults.
+debian=/usr/bin/python3.11
+if [[ -n ${CI:-} && -z ${MCORE_RL_PYTHON:-} ]] && $debian -c "import ensurepip, venv" 2>/dev/null; then
+  export MCORE_RL_PYTHON=$debian
+fi
 bash scripts/setup_env.sh
 export PATH=$PWD/.venv/bin:$PATH
 

@@ -35,7 +35,7 @@ def test_a_lost_peer_leaves_no_group_call_open_in_the_callers_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     nccl = Nccl()
-    for name in ("Stream", "Event", "stream", "current_stream"):
+    for name in ("Stream", "Event", "stream", "current_stream", "set_device"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
     for name in ("P2POp", "all_reduce"):
         monkeypatch.setattr(dist, name, MagicMock())

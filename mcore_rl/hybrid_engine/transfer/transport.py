@@ -224,6 +224,8 @@ class Transport:
     def _launch(
         self, hops: Sequence[Callable[[], Iterable[dist.Work]]], start: Any, end: Any
     ) -> Iterable[dist.Work]:
+        # Otherwise the thread returns to the first device, and has a context of its own there.
+        torch.cuda.set_device(self._stream.device)
         with torch.cuda.stream(self._stream):
             start.record()
             for hop in hops:

@@ -8,7 +8,7 @@ A thread starts the messages. On the host (gloo) it also waits for them, hop by 
 passes on what it has received while the caller is busy, and the end of the messages is known. On
 CUDA they follow each other on a separate stream, and events record the times. There the caller
 waits until all messages are launched. The thread is needed for failures: an `isend` that fails
-after a peer is lost leaves NCCL's group call open in its thread (torch 2.11 and 2.13), where every
+after a peer is lost leaves NCCL's group call open in its thread (seen with torch 2.11), where every
 later communicator would be created too late and every later call be held back.
 """
 

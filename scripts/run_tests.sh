@@ -5,12 +5,15 @@ usage() {
   cat <<'EOF'
 bash scripts/run_tests.sh               the quick checks: ruff, mypy, the unit tests that are not slow,
                                         one hand-over from Megatron to vLLM bit for bit, and one short
-                                        run by the launcher; about 5 minutes on 2 cores
+                                        run by the launcher; about 4 minutes on 2 cores
+bash scripts/run_tests.sh --touched     the quick checks, the slow files that the change touches, and
+                                        a third of the others in turn (tests/tiers.py); at most 40
+                                        minutes on 2 cores
 bash scripts/run_tests.sh --all         ruff, mypy and all tests; over an hour on 2 cores
 bash scripts/run_tests.sh ARGUMENTS     ruff, mypy and what pytest runs with these arguments
 
-A failed check does not stop the next one. If any check fails, the last line names it and the exit
-code is 1.
+A failed check does not stop the next one. The last lines say how long each check took; if any check
+failed, the last one names it and the exit code is 1.
 EOF
 }
 
@@ -20,6 +23,7 @@ if [[ ${1:-} == --help || ${1:-} == -h ]]; then
 fi
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+took=()
 # Imports are most of these tests. Debian's Python needs a fifth less time for them than one that is
 # compiled with Python's defaults.
 debian=/usr/bin/python3.11
@@ -27,6 +31,7 @@ if [[ -n ${CI:-} && -z ${MCORE_RL_PYTHON:-} ]] && $debian -c "import ensurepip, 
   export MCORE_RL_PYTHON=$debian
 fi
 bash scripts/setup_env.sh
+took+=("setup $SECONDS s")
 export PATH=$PWD/.venv/bin:$PATH
 
 # One thread per process (tests start up to eight on two cores), no C++ compilation for minutes, no
@@ -42,7 +47,9 @@ failed=()
 
 check() { # name, command
   echo "== $1"
+  local began=$SECONDS
   "${@:2}" || failed+=("$1")
+  took+=("$1 $((SECONDS - began)) s")
 }
 
 # On the core that downloads, and tests that wait, leave idle; reported at the end.
@@ -64,15 +71,19 @@ fi
 
 check "ruff check" ruff check .
 check "ruff format" ruff format --check .
-if [[ $# == 1 && $1 == --all ]]; then
+if [[ $# == 1 && $1 == @(--all|--touched) ]]; then
   # One test opens a report in a browser, and fails without one in CI.
   if [[ -n ${CI:-} && $EUID == 0 ]] &&
     ! command -v chromium chromium-browser google-chrome >/dev/null; then
     apt-get update && apt-get install --yes --no-install-recommends chromium || echo "no browser"
   fi
+  tier=()
+  [[ $1 == --all ]] || tier=(--tier touched)
   # Downloads hundreds of megabytes the first time, so not within a test's time limit.
-  check "the CUDA packages of tests/cuda" python -m tests.cuda.stack
-  check "pytest" python -m pytest "${two[@]}"
+  if [[ $1 == --all ]] || python -m tests.tiers | grep "^tests/cuda/" >/dev/null; then
+    check "the CUDA packages of tests/cuda" python -m tests.cuda.stack
+  fi
+  check "pytest" python -m pytest "${two[@]}" "${tier[@]}"
 elif (($#)); then
   check "pytest" python -m pytest "$@"
 else
@@ -80,6 +91,8 @@ else
 fi
 check "mypy" finish_mypy
 
+printf -v list ', %s' "${took[@]}"
+echo "== ${list:2}"
 if ((${#failed[@]})); then
   printf -v list ', %s' "${failed[@]}"
   echo "== failed: ${list:2}"

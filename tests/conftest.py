@@ -14,7 +14,9 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.file_seconds import FileSeconds
 from tests.rank_pool import ENVIRONMENT, ROOT, RankPool
+from tests.tiers import Tier
 
 pytest.register_assert_rewrite(
     "tests.bad_input_cases", "tests.dist.checkpoints", "tests.versions.tiny_job"
@@ -28,6 +30,18 @@ sys.dont_write_bytecode = False
 # How long an example takes says how busy the machine is.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--tier", choices=["touched"], help="the slow files that tests/tiers.py chooses"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(FileSeconds(config), "file_seconds")
+    if config.getoption("tier"):
+        config.pluginmanager.register(Tier(), "tier")
 
 
 def load_script(name: str) -> ModuleType:

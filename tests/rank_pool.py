@@ -27,7 +27,7 @@ import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 from torch.distributed import TCPStore
@@ -169,6 +169,8 @@ class RankPool:
     `first_on_path` is a folder whose packages are imported in place of the installed ones.
     """
 
+    cpu_seconds: ClassVar[float] = 0.0  # of all ranks so far, of all pools of this process
+
     def __init__(self, first_on_path: Path | None = None) -> None:
         self._parent: subprocess.Popen[str] | None = None
         self._path = {} if first_on_path is None else {"PYTHONPATH": str(first_on_path)}
@@ -247,7 +249,9 @@ class RankPool:
         self._parent.stdin.flush()
         line = self._parent.stdout.readline()
         assert line, "the parent of the ranks died"
-        return json.loads(line)
+        answer = json.loads(line)
+        RankPool.cpu_seconds += answer["cpu_seconds"]
+        return answer["exit_codes"]
 
     def close(self) -> None:
         if self._parent is not None:
@@ -290,28 +294,31 @@ def _serve() -> None:
             if pid == 0:
                 _play(order, rank)
             pids.append(pid)
-        answers.write(json.dumps(_wait(pids, order["timeout"])) + "\n")
+        codes, cpu_seconds = _wait(pids, order["timeout"])
+        answers.write(json.dumps({"exit_codes": codes, "cpu_seconds": cpu_seconds}) + "\n")
         answers.flush()
 
 
-def _wait(pids: list[int], timeout_seconds: float) -> list[int]:
-    """How each process ended; those that run at the end of the time are killed."""
+def _wait(pids: list[int], timeout_seconds: float) -> tuple[list[int], float]:
+    """How each process ended, and the CPU seconds of all; those that run at the end of the time are
+    killed."""
     deadline = time.monotonic() + timeout_seconds
     codes: dict[int, int] = {}
+    cpu_seconds = 0.0
     while len(codes) < len(pids):
         for pid in pids:
             if pid in codes:
                 continue
-            done, status = os.waitpid(pid, os.WNOHANG)
+            late = time.monotonic() > deadline
+            if late:
+                os.killpg(pid, signal.SIGKILL)
+            done, status, usage = os.wait4(pid, 0 if late else os.WNOHANG)
             if done:
                 _end_group(pid)
-                codes[pid] = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > deadline:
-                os.killpg(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                codes[pid] = -signal.SIGALRM
+                codes[pid] = -signal.SIGALRM if late else os.waitstatus_to_exitcode(status)
+                cpu_seconds += usage.ru_utime + usage.ru_stime
         time.sleep(0.02)
-    return [codes[pid] for pid in pids]
+    return [codes[pid] for pid in pids], cpu_seconds
 
 
 def _end_group(pid: int) -> None:

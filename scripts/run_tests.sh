@@ -9,7 +9,8 @@ bash scripts/run_tests.sh               the quick checks: ruff, mypy, the unit t
 bash scripts/run_tests.sh --touched     the quick checks, the slow files that the change touches, and
                                         a third of the others in turn (tests/tiers.py); at most 40
                                         minutes on 2 cores
-bash scripts/run_tests.sh --all         ruff, mypy and all tests; over an hour on 2 cores
+bash scripts/run_tests.sh --all         ruff, mypy and all tests, at their full length; for
+                                        every night, over an hour and a half on 2 cores
 bash scripts/run_tests.sh ARGUMENTS     ruff, mypy and what pytest runs with these arguments
 
 A failed check does not stop the next one. The last lines say how long each check took; if any check
@@ -40,9 +41,9 @@ export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCHDYNAMO_DISABLE=1 HF_H
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 
-# Two tests at once: most keep one core busy, or wait for each other's ranks.
+# Three files at once: most keep one core busy or wait for ranks, and some wait for clocks.
 # In the order of collection, which tests/conftest.py arranges.
-two=(--numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 20)
+workers=(--numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 20)
 failed=()
 
 check() { # name, command
@@ -77,17 +78,21 @@ if [[ $# == 1 && $1 == @(--all|--touched) ]]; then
     ! command -v chromium chromium-browser google-chrome >/dev/null; then
     apt-get update && apt-get install --yes --no-install-recommends chromium || echo "no browser"
   fi
-  tier=()
-  [[ $1 == --all ]] || tier=(--tier touched)
+  tier=(--tier touched)
+  if [[ $1 == --all ]]; then
+    tier=()
+    # Runs until they have learned, and each stage of the GPU trial.
+    export MCORE_RL_LONG_TESTS=1 MCORE_RL_WHOLE_TRIAL=1
+  fi
   # Downloads hundreds of megabytes the first time, so not within a test's time limit.
   if [[ $1 == --all ]] || python -m tests.tiers | grep "^tests/cuda/" >/dev/null; then
     check "the CUDA packages of tests/cuda" python -m tests.cuda.stack
   fi
-  check "pytest" python -m pytest "${two[@]}" "${tier[@]}"
+  check "pytest" python -m pytest "${workers[@]}" "${tier[@]}"
 elif (($#)); then
   check "pytest" python -m pytest "$@"
 else
-  check "pytest, the quick tests" python -m pytest "${two[@]}" -m quick tests/unit tests/dist tests/e2e
+  check "pytest, the quick tests" python -m pytest "${workers[@]}" -m quick tests/unit tests/dist tests/e2e
 fi
 check "mypy" finish_mypy
 

@@ -41,7 +41,7 @@ from tests.engine_samples import sample_responses, small_engine
 # Tensors of a drafter of which every rank holds all, in the checkpoint's own shape.
 UNCUT = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
 PROMPT_TOKENS, NEW_TOKENS = 8, 24
-NUM_SAMPLES = 60
+NUM_SAMPLES = 24  # for each of 8 prompts
 # Options of sampling, by the name under which the tests find what came of them.
 SAMPLING: dict[str, dict[str, Any]] = {
     "top-k 6": {"temperature": 1.0, "top_k": 6},

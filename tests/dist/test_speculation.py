@@ -114,7 +114,7 @@ def test_sampled_tokens_come_from_the_models_distribution(
     """Against the probabilities that the engine without drafts tells."""
     found, exact = responses[mode][sampling], responses["off"][sampling]
     assert 0.1 * found["drafted"] < found["accepted"] < 0.9 * found["drafted"]
-    assert found["accepted"] > 500 and found["steps"] > 1000
+    assert found["accepted"] > 200 and found["steps"] > 400
     for sampled in (found, exact):
         assert p_value(sampled, exact) > 1e-3
         assert p_value_of_repeats(sampled, exact) > 1e-3

@@ -8,6 +8,7 @@ torch.distributed are searched in the source, along the imports of mcore_rl.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -30,6 +31,7 @@ print(json.dumps(loaded))
 """
 
 
+@functools.cache
 def source_of(module: str, root: Path = ROOT) -> Path | None:
     """The file of a module; patches/ is installed as mcore_rl.patches."""
     parts = module.split(".")
@@ -129,6 +131,12 @@ def names_used(source: str, package: str, with_functions: bool = True) -> Iterat
                 yield f"{meaning[head]}.{rest}"
 
 
+@functools.cache
+def names_in_file(file: Path, package: str, with_functions: bool = True) -> frozenset[str]:
+    """`names_used` of a file; most pure modules share most of their imports."""
+    return frozenset(names_used(file.read_text(), package, with_functions))
+
+
 def floors() -> list[set[str]]:
     """The rooms that the map names, the highest floor first."""
     return [set(names_in(line)) for line in lines_of_map("Which room may import which")]
@@ -149,7 +157,7 @@ def arrows_between_rooms() -> set[tuple[str, str]]:
     for file in [*(ROOT / "mcore_rl").rglob("*.py"), *(ROOT / "patches").rglob("*.py")]:
         module = module_of(file)
         package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-        for name in names_used(file.read_text(), package):
+        for name in names_in_file(file, package):
             parts = name.split(".")
             ends = (end for end in range(len(parts), 0, -1) if source_of(".".join(parts[:end])))
             if parts[0] == "mcore_rl" and (end := next(ends, 0)):
@@ -182,7 +190,7 @@ def paths_to_forbidden(module: str, root: Path = ROOT) -> list[str]:
         assert file is not None
         is_package = file.name == "__init__.py"
         package = current if is_package else current.rpartition(".")[0]
-        names = [package, *names_used(file.read_text(), package, with_functions=not is_package)]
+        names = [package, *names_in_file(file, package, not is_package)]
         found += [f"{path} -> {name}" for name in names if is_forbidden(name)]
         for name in names:
             # A name may go on after the module, and all packages above the module are run.

@@ -6,22 +6,26 @@ pytest-xdist report to the process that collects them, which
 
 - writes `build/test_seconds.json`;
 - prints the files that take the most, and what each folder takes;
-- fails the run, with the figures, if a file takes more than 1.5 times its budget.
+- fails the run, with the figures, if a file takes more than 1.5 times its budget. Beside other work
+  it only prints them: shared caches and cores make the same work up to four times as long.
 
-Budgets are in `tests/file_seconds.json`, in CPU seconds, since a busy machine changes wall seconds.
-Processors differ: a budget is scaled by a loop that each worker measures, relative to `REFERENCE`.
+Budgets are in `tests/file_seconds.json`, in CPU seconds, since wall seconds depend on what other
+workers do. Processors differ: a budget is scaled by a loop that each worker measures, relative to
+`REFERENCE`.
 `python -m tests.file_seconds` sets the budgets from the last run.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.rank_pool import RankPool
@@ -56,6 +60,20 @@ def cpu_seconds() -> float:
     return total
 
 
+def busy_seconds() -> float:
+    """CPU seconds of all processes since the machine started; steal by other machines included."""
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice
+
+
+def has_other_work(busy: float, ours: float) -> bool:
+    """Whether much of the machine's `busy` CPU seconds of a run were not `ours`, those of its tests.
+
+    Collecting tests and importing for pools are ours as well, and in no file's seconds.
+    """
+    return busy > 1.25 * ours + 60.0 * os.cpu_count()
+
+
 def budgets() -> dict[str, float]:
     return json.loads(BUDGETS.read_text())
 
@@ -86,6 +104,8 @@ class FileSeconds:
         self._is_worker = hasattr(config, "workerinput")
         self._seconds: dict[str, dict[str, float]] = {}
         self._slowness = loop_seconds() / REFERENCE
+        self._busy_before = busy_seconds()
+        self._other_work = False
 
     def _add(self, file: str, cpu: float, wall: float, tests: int) -> None:
         total = self._seconds.setdefault(file, {"cpu": 0.0, "wall": 0.0, "tests": 0})
@@ -120,8 +140,13 @@ class FileSeconds:
             return  # tests were only collected
         RECORD.parent.mkdir(exist_ok=True)
         RECORD.write_text(json.dumps(self._seconds, indent=1, sort_keys=True) + "\n")
-        if over_budget(self._seconds, budgets(), self._slowness) and not session.exitstatus:
+        ours = sum(took["cpu"] for took in self._seconds.values())
+        self._other_work = has_other_work(busy_seconds() - self._busy_before, ours)
+        if self._too_long() and not self._other_work and not session.exitstatus:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _too_long(self) -> list[str]:
+        return over_budget(self._seconds, budgets(), self._slowness)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if not self._seconds:
@@ -132,13 +157,14 @@ class FileSeconds:
             folders[folder] = folders.get(folder, 0.0) + took["cpu"]
         terminalreporter.section("CPU seconds")
         total = ", ".join(f"{folder} {cpu:.0f}" for folder, cpu in sorted(folders.items()))
-        terminalreporter.line(f"{total}; loop {self._slowness:.2f} of the reference")
+        beside = "; beside other work" if self._other_work else ""
+        terminalreporter.line(f"{total}; loop {self._slowness:.2f} of the reference{beside}")
         for file, took in sorted(self._seconds.items(), key=lambda item: -item[1]["cpu"])[:20]:
             terminalreporter.line(
                 f"{took['cpu']:7.1f} CPU {took['wall']:7.1f} wall  {took['tests']:4.0f} tests  "
                 f"{file}"
             )
-        for line in over_budget(self._seconds, budgets(), self._slowness):
+        for line in self._too_long():
             terminalreporter.line(f"over budget: {line}", red=True)
 
 

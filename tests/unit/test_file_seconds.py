@@ -28,6 +28,13 @@ def test_a_slow_machine_has_more_and_a_fast_one_no_less():
     assert over_budget(seconds, allowed, 1.0) and over_budget(seconds, allowed, 0.5)
 
 
+def test_other_work_is_what_a_run_does_not_account_for(monkeypatch):
+    monkeypatch.setattr(file_seconds.os, "cpu_count", lambda: 2)
+    assert not file_seconds.has_other_work(busy=1000.0, ours=800.0)
+    assert not file_seconds.has_other_work(busy=100.0, ours=1.0)  # a pool's imports
+    assert file_seconds.has_other_work(busy=1600.0, ours=800.0)
+
+
 def test_seconds_of_programs_that_a_test_starts_count():
     before = cpu_seconds()
     busy = "import time\nwhile time.process_time() < 0.3: pass"

@@ -67,7 +67,7 @@ def busy_seconds() -> float:
 
 
 def has_other_work(busy: float, ours: float) -> bool:
-    """Whether much of the machine's `busy` CPU seconds of a run were not `ours`, those of its tests.
+    """Whether many of the machine's `busy` CPU seconds were not `ours`, those of the tests.
 
     Collecting tests and importing for pools are ours as well, and in no file's seconds.
     """

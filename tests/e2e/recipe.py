@@ -119,7 +119,8 @@ def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
 def follows_curve(name: str, steps: list[dict[str, Any]]) -> None:
     """The first steps of a run are those that are stored under its name."""
     curves = json.loads(CURVES.read_text())
-    now = {metric: [step[metric] for step in steps] for metric in CURVE_TOLERANCES}
+    # Steps that train the critic alone have no entropy.
+    now = {m: [step[m] for step in steps if m in step] for m in CURVE_TOLERANCES}
     if os.environ.get("MCORE_RL_WRITE_CURVES") == "1":
         rounded = {m: [round(value, 4) for value in values] for m, values in now.items()}
         CURVES.write_text(json.dumps(curves | {name: rounded}, indent=1, sort_keys=True) + "\n")

@@ -32,6 +32,7 @@ from typing import Any
 import psutil
 from torch.distributed import TCPStore
 
+from tests import warm_python
 from tests.processes import lives
 
 ROOT = Path(__file__).parent.parent
@@ -51,11 +52,15 @@ ENVIRONMENT = {
 
 
 def run_python(
-    *arguments: str | Path, cwd: Path = ROOT, timeout: float = 500, **environment: str
+    *arguments: str | Path,
+    python: str | Path = sys.executable,
+    cwd: Path = ROOT,
+    timeout: float = 500,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python <arguments>` to its end and capture what it prints."""
     return subprocess.run(
-        [sys.executable, *arguments],
+        [python, *arguments],
         cwd=cwd,
         env={**os.environ, **ENVIRONMENT, **environment},
         capture_output=True,
@@ -174,6 +179,17 @@ class RankPool:
         self._path = {} if first_on_path is None else {"PYTHONPATH": str(first_on_path)}
         self._folder = Path(tempfile.mkdtemp(prefix="mcore_rl_ranks_"))
         self._num_jobs = 0
+        self._python = warm_python.WarmPython(self._folder)
+
+    @property
+    def python(self) -> warm_python.WarmPython:
+        """Python programs in forks of this pool's process; see tests/warm_python.py."""
+        self._start()
+        return self._python
+
+    def process(self) -> psutil.Process:
+        """What all ranks and programs are below."""
+        return psutil.Process(self._start().pid)
 
     def run_raw(
         self,
@@ -192,6 +208,7 @@ class RankPool:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = {
             "TMPDIR": str(self._folder),
+            "PYTHON_EXEC": str(self._python.program),
             **(environment or {}),
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
@@ -231,17 +248,25 @@ class RankPool:
         )
         return [outcome.result for outcome in outcomes]
 
-    def _ask(self, order: dict[str, Any]) -> list[int]:
-        """Exit code of every rank; negative: the signal that ended it."""
+    def _start(self) -> subprocess.Popen[str]:
+        """The process that imports, and then reads orders."""
         if self._parent is None:
+            listener = self._python.listener
             self._parent = subprocess.Popen(
-                [sys.executable, "-m", "tests.rank_pool"],
+                [sys.executable, "-m", "tests.rank_pool", str(listener.fileno())],
                 cwd=ROOT,
                 env={**os.environ, **ENVIRONMENT, **self._path},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
+                pass_fds=[listener.fileno()],
             )
+            listener.close()
+        return self._parent
+
+    def _ask(self, order: dict[str, Any]) -> list[int]:
+        """Exit code of every rank; negative: the signal that ended it."""
+        self._parent = self._start()
         assert self._parent.stdin is not None and self._parent.stdout is not None
         self._parent.stdin.write(json.dumps(order, default=os.fspath) + "\n")
         self._parent.stdin.flush()
@@ -254,11 +279,13 @@ class RankPool:
             assert self._parent.stdin is not None
             self._parent.stdin.close()
             self._parent.wait(timeout=60)
+        self._python.listener.close()
         shutil.rmtree(self._folder)
 
 
 def _serve() -> None:
     """The parent of all ranks: import, then fork their processes for every order from stdin."""
+    listener, environment = socket.socket(fileno=int(sys.argv[1])), dict(os.environ)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the imports print is not an answer
     from mcore_rl import train  # noqa: F401
@@ -282,6 +309,7 @@ def _serve() -> None:
     keep_versions_of_packages()
     adapter.make_parser(add_rl_args)
     keep_imports_frozen()
+    server = warm_python.serve(listener, environment, _end_group)
     for line in sys.stdin:
         order = json.loads(line)
         pids = []
@@ -292,6 +320,8 @@ def _serve() -> None:
             pids.append(pid)
         answers.write(json.dumps(_wait(pids, order["timeout"])) + "\n")
         answers.flush()
+    os.kill(server, signal.SIGKILL)
+    os.waitpid(server, 0)
 
 
 def _wait(pids: list[int], timeout_seconds: float) -> list[int]:

@@ -86,6 +86,7 @@ IMPORTED_BY_JOBS = (
     "megatron.core.models.mimo",
     "megatron.core.tokenizers.text.models",
     "mcore_rl.megatron.hybrid_model",
+    "mcore_rl.launch.launcher",
     "pyarrow.compute",
     "torch.utils.tensorboard",
 )
@@ -142,6 +143,16 @@ def register_kernels_here(platform: Any) -> None:
             register()
 
     platform.register_triton_kernel_overrides = staticmethod(register_beside_numba)
+
+
+def name_callers_without_sources() -> None:
+    """Have torchrun's rendezvous ask the interpreter for the names of methods that it reports.
+
+    It has `inspect` look for the source of each frame among all modules, which takes a launcher
+    three seconds where thousands are imported."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 def keep_versions_of_packages() -> None:
@@ -307,6 +318,7 @@ def _serve() -> None:
     if current_platform.is_cpu():
         register_kernels_here(type(current_platform))
     keep_versions_of_packages()
+    name_callers_without_sources()
     adapter.make_parser(add_rl_args)
     keep_imports_frozen()
     server = warm_python.serve(listener, environment, _end_group)

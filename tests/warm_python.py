@@ -180,7 +180,7 @@ def _handle(
     _note(connection, f"fork_of_{client}", str(pid))
     connection.sendall(b"%d\n" % pid)
     ended = os.pidfd_open(pid)
-    ready, _, _ = select.select([connection, ended], [], [])
+    ready, _, _ = select.select([connection.fileno(), ended], [], [])
     if ended not in ready:  # nobody waits any more
         os.kill(pid, signal.SIGKILL)
     _, status, used = os.wait4(pid, 0)

@@ -82,14 +82,19 @@ def fork_of(program: str | Path, client: int) -> int | None:
     return int(noted.read_text().split()[-1]) if noted.exists() else None
 
 
-def obstacle(request: Mapping[str, Any], own: Mapping[str, str]) -> str:
-    """Why a fork of a process that was started with the environment `own` would run a program in
-    another way than a new Python; "" if nothing is known."""
+def obstacle(
+    request: Mapping[str, Any], before: Mapping[str, str], after: Mapping[str, str]
+) -> str:
+    """Why a fork would run a program in another way than a new Python; "" if nothing is known.
+
+    The forking process had the environment `before` its imports, some of which set variables, and
+    the one `after` them. Whoever starts a program may have either.
+    """
     environment = request["environment"]
-    for name in sorted({*own, *environment}):
+    for name in sorted({*before, *after, *environment}):
         if name.startswith(_READ_EARLY) and not name.startswith(_READ_LATE):
-            if own.get(name) != environment.get(name):
-                return f"{name} is {environment.get(name)} and was {own.get(name)}"
+            if environment.get(name) not in (before.get(name), after.get(name)):
+                return f"{name} is {environment.get(name)} and was {before.get(name)}"
     arguments = _without_u(request["arguments"])
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-m", "-c")):
         return f"an option of Python: {arguments[:1]}"
@@ -123,10 +128,13 @@ def _is_from(name: str, folder: str) -> bool:
     return any(place and Path(place).is_relative_to(folder) for place in places)
 
 
-def serve(listener: socket.socket, own: Mapping[str, str], end_group: Callable[[int], None]) -> int:
+def serve(
+    listener: socket.socket, before: Mapping[str, str], end_group: Callable[[int], None]
+) -> int:
     """Fork a process that answers on `listener` as long as this one lives; return its id.
 
-    `end_group` ends what a program has left in its process group.
+    This one had the environment `before` its imports. `end_group` ends what a program has left in
+    its process group.
     """
     parent = os.getpid()
     if pid := os.fork():
@@ -142,7 +150,7 @@ def serve(listener: socket.socket, own: Mapping[str, str], end_group: Callable[[
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             _die_with(server)
             try:
-                _handle(connection, own, end_group)
+                _handle(connection, before, end_group)
             finally:
                 os._exit(0)
         connection.close()
@@ -161,11 +169,11 @@ def _die_with(parent: int) -> None:
 
 
 def _handle(
-    connection: socket.socket, own: Mapping[str, str], end_group: Callable[[int], None]
+    connection: socket.socket, before: Mapping[str, str], end_group: Callable[[int], None]
 ) -> None:
     """Fork the program that is asked for, and answer how it ends."""
     request, streams = _receive(connection)
-    if why := obstacle(request, own):
+    if why := obstacle(request, before, os.environ):
         _note(connection, "refused", f"{why}: {request['arguments'][:4]}")
         connection.sendall(b"0\n")
         return

@@ -91,6 +91,12 @@ def test_a_new_python_runs_what_a_fork_would_run_in_another_way(
 def test_modules_of_the_programs_own_folder_are_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "program.py").touch()
     request = {"arguments": ["-u", "program.py"], "environment": {}, "folder": str(tmp_path)}
-    assert obstacle(request, {}) == ""
+    assert obstacle(request, {}, {}) == ""
     (tmp_path / "pytest").mkdir()
-    assert "pytest" in obstacle(request, {})
+    assert "pytest" in obstacle(request, {}, {})
+
+
+def test_variables_that_imports_have_set_are_no_obstacle(tmp_path: Path) -> None:
+    request = {"arguments": ["-c", ""], "environment": {"VLLM_A": "1"}, "folder": str(tmp_path)}
+    assert obstacle(request, {}, {"VLLM_A": "1"}) == obstacle(request, {"VLLM_A": "1"}, {}) == ""
+    assert "VLLM_A" in obstacle(request, {}, {"VLLM_A": "2"})

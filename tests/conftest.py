@@ -115,6 +115,12 @@ def ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
+def warm_python(ranks: RankPool) -> Path:
+    """A program like `sys.executable` that has Megatron and vLLM imported already."""
+    return ranks.python.program
+
+
+@pytest.fixture(scope="session")
 def warmed_checkpoint() -> Path:
     """Made once, in minutes, and cached where `scripts/run_deepseek_moe.sh` looks for it."""
     if named := os.environ.get("MCORE_RL_TINY_CHECKPOINT"):

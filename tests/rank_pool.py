@@ -32,6 +32,7 @@ from typing import Any, ClassVar
 import psutil
 from torch.distributed import TCPStore
 
+from tests import warm_python
 from tests.processes import lives
 
 ROOT = Path(__file__).parent.parent
@@ -51,11 +52,15 @@ ENVIRONMENT = {
 
 
 def run_python(
-    *arguments: str | Path, cwd: Path = ROOT, timeout: float = 500, **environment: str
+    *arguments: str | Path,
+    python: str | Path = sys.executable,
+    cwd: Path = ROOT,
+    timeout: float = 500,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python <arguments>` to its end and capture what it prints."""
     return subprocess.run(
-        [sys.executable, *arguments],
+        [python, *arguments],
         cwd=cwd,
         env={**os.environ, **ENVIRONMENT, **environment},
         capture_output=True,
@@ -81,6 +86,7 @@ IMPORTED_BY_JOBS = (
     "megatron.core.models.mimo",
     "megatron.core.tokenizers.text.models",
     "mcore_rl.megatron.hybrid_model",
+    "mcore_rl.launch.launcher",
     "pyarrow.compute",
     "torch.utils.tensorboard",
 )
@@ -139,6 +145,16 @@ def register_kernels_here(platform: Any) -> None:
     platform.register_triton_kernel_overrides = staticmethod(register_beside_numba)
 
 
+def name_callers_without_sources() -> None:
+    """Have torchrun's rendezvous ask the interpreter for the names of methods that it reports.
+
+    It has `inspect` look for the source of each frame among all modules, which takes a launcher
+    three seconds where thousands are imported."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
+
+
 def keep_versions_of_packages() -> None:
     """Have children know the versions of all packages, which files of tokens depend on."""
     from mcore_rl.data import prompt_cache
@@ -176,6 +192,17 @@ class RankPool:
         self._path = {} if first_on_path is None else {"PYTHONPATH": str(first_on_path)}
         self._folder = Path(tempfile.mkdtemp(prefix="mcore_rl_ranks_"))
         self._num_jobs = 0
+        self._python = warm_python.WarmPython(self._folder)
+
+    @property
+    def python(self) -> warm_python.WarmPython:
+        """Python programs in forks of this pool's process; see tests/warm_python.py."""
+        self._start()
+        return self._python
+
+    def process(self) -> psutil.Process:
+        """What all ranks and programs are below."""
+        return psutil.Process(self._start().pid)
 
     def run_raw(
         self,
@@ -194,6 +221,7 @@ class RankPool:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = {
             "TMPDIR": str(self._folder),
+            "PYTHON_EXEC": str(self._python.program),
             **(environment or {}),
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
@@ -233,17 +261,25 @@ class RankPool:
         )
         return [outcome.result for outcome in outcomes]
 
-    def _ask(self, order: dict[str, Any]) -> list[int]:
-        """Exit code of every rank; negative: the signal that ended it."""
+    def _start(self) -> subprocess.Popen[str]:
+        """The process that imports, and then reads orders."""
         if self._parent is None:
+            listener = self._python.listener
             self._parent = subprocess.Popen(
-                [sys.executable, "-m", "tests.rank_pool"],
+                [sys.executable, "-m", "tests.rank_pool", str(listener.fileno())],
                 cwd=ROOT,
                 env={**os.environ, **ENVIRONMENT, **self._path},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
+                pass_fds=[listener.fileno()],
             )
+            listener.close()
+        return self._parent
+
+    def _ask(self, order: dict[str, Any]) -> list[int]:
+        """Exit code of every rank; negative: the signal that ended it."""
+        self._parent = self._start()
         assert self._parent.stdin is not None and self._parent.stdout is not None
         self._parent.stdin.write(json.dumps(order, default=os.fspath) + "\n")
         self._parent.stdin.flush()
@@ -258,11 +294,13 @@ class RankPool:
             assert self._parent.stdin is not None
             self._parent.stdin.close()
             self._parent.wait(timeout=60)
+        self._python.listener.close()
         shutil.rmtree(self._folder)
 
 
 def _serve() -> None:
     """The parent of all ranks: import, then fork their processes for every order from stdin."""
+    listener, environment = socket.socket(fileno=int(sys.argv[1])), dict(os.environ)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the imports print is not an answer
     from mcore_rl import train  # noqa: F401
@@ -284,8 +322,10 @@ def _serve() -> None:
     if current_platform.is_cpu():
         register_kernels_here(type(current_platform))
     keep_versions_of_packages()
+    name_callers_without_sources()
     adapter.make_parser(add_rl_args)
     keep_imports_frozen()
+    server = warm_python.serve(listener, environment, _end_group)
     for line in sys.stdin:
         order = json.loads(line)
         pids = []
@@ -297,6 +337,8 @@ def _serve() -> None:
         codes, cpu_seconds = _wait(pids, order["timeout"])
         answers.write(json.dumps({"exit_codes": codes, "cpu_seconds": cpu_seconds}) + "\n")
         answers.flush()
+    os.kill(server, signal.SIGKILL)
+    os.waitpid(server, 0)
 
 
 def _wait(pids: list[int], timeout_seconds: float) -> tuple[list[int], float]:

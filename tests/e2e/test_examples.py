@@ -50,9 +50,9 @@ def lines_of(run_dir: Path, name: str) -> list[dict[str, Any]]:
 
 
 def test_gsm8k_with_qwen3_runs_by_its_script(
-    checkpoint_factory: Callable[..., Path], prompts: Path, tmp_path: Path
+    checkpoint_factory: Callable[..., Path], prompts: Path, warm_python: Path, tmp_path: Path
 ) -> None:
-    environment = {**os.environ, **ENVIRONMENT, "NPROC": "1"}
+    environment = {**os.environ, **ENVIRONMENT, "NPROC": "1", "PYTHON_EXEC": str(warm_python)}
     del environment["MASTER_ADDR"]
     run = subprocess.run(
         ["bash", EXAMPLES / "gsm8k_qwen3" / "run.sh", checkpoint_factory("qwen3"), prompts]

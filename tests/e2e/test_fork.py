@@ -21,7 +21,7 @@ import pytest
 
 from mcore_rl.trainer.resume import folders
 from tests.e2e.recipe import metrics_of, task_flags
-from tests.rank_pool import ENVIRONMENT, ROOT, free_port
+from tests.rank_pool import ENVIRONMENT, ROOT, RankPool, free_port
 from tests.untrusted import need_code_of_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -76,14 +76,16 @@ class Run:
     listened_in_steps: set[tuple[str, str]] = field(default_factory=set)
 
 
-def run_fork(folder: Path, checkpoint: Path, *flags: str, **environment: str) -> Run:
+def run_fork(
+    ranks: RankPool, folder: Path, checkpoint: Path, *flags: str, **environment: str
+) -> Run:
     (folder / "fork.py").write_text(script_of_a_fork())
     (folder / "notes").mkdir()
     run, log = Run(folder / "run"), folder / "log"
     with log.open("w") as output:
         launcher = psutil.Popen(
             [
-                *(sys.executable, "-m", "mcore_rl.launch", "--nproc-per-node", "2"),
+                *(str(ranks.python.program), "-m", "mcore_rl.launch", "--nproc-per-node", "2"),
                 *("--master-port", str(free_port()), "fork.py"),
                 *task_flags(checkpoint, run.folder, *SMALL, "--notes", str(folder / "notes")),
                 *flags,
@@ -94,7 +96,7 @@ def run_fork(folder: Path, checkpoint: Path, *flags: str, **environment: str) ->
             stderr=subprocess.STDOUT,
         )
         while launcher.poll() is None:
-            now = listening_in(launcher)
+            now = listening_in(launcher) | listening_in(ranks.process())
             run.listened |= now
             if (run.folder / "metrics.jsonl").exists():
                 run.listened_in_steps |= now
@@ -104,8 +106,12 @@ def run_fork(folder: Path, checkpoint: Path, *flags: str, **environment: str) ->
 
 
 @pytest.fixture(scope="module")
-def moe(checkpoint_factory: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run_fork(tmp_path_factory.mktemp("moe"), checkpoint_factory("deepseek_v3"))
+def moe(
+    checkpoint_factory: Callable[..., Path],
+    ranks: RankPool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Run:
+    return run_fork(ranks, tmp_path_factory.mktemp("moe"), checkpoint_factory("deepseek_v3"))
 
 
 @pytest.mark.quick
@@ -133,12 +139,14 @@ def test_listening_in_finds_what_is_open_to_all() -> None:
 
 
 def test_dense_model_of_a_fork_on_tp2_with_its_spec_reward_tokenizer_and_critic(
-    checkpoint_factory: Callable[..., Path], tmp_path: Path
+    checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path: Path
 ) -> None:
+    """These processes are new: they have a folder of their own for the tokenizer's code."""
     marker = tmp_path / "was_here"
     checkpoint = Path(shutil.copytree(checkpoint_factory("qwen2"), tmp_path / "model"))
     need_code_of_tokenizer(checkpoint, marker)
     run = run_fork(
+        ranks,
         tmp_path,
         checkpoint,
         *("--expert-model-parallel-size", "1", "--rl-routing-replay", "off"),

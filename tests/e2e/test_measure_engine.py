@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +28,11 @@ def command_line(checkpoint: Path, target: Path, *flags: str) -> list[str]:
 
 @pytest.mark.parametrize("tp_size", [1, 2], ids=["one_process", "launched"])
 def test_speed_of_an_engine_is_measured(
-    tp_size: int, checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path: Path
+    tp_size: int,
+    checkpoint_factory: Callable[..., Path],
+    ranks: RankPool,
+    warm_python: Path,
+    tmp_path: Path,
 ) -> None:
     target = tmp_path / "speed.json"
     size = ("--tensor-model-parallel-size", str(tp_size))
@@ -37,7 +40,7 @@ def test_speed_of_an_engine_is_measured(
     if tp_size == 1:
         run_job(ranks, tokens, world_size=1, job="command").require(0)
     else:
-        command = [sys.executable, *LAUNCHED, *tokens]
+        command = [warm_python, *LAUNCHED, *tokens]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-3000:]
     speed = read_engine_speed(target)

@@ -36,9 +36,10 @@ def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers(served: Path) -> Iterator[list[VLLMServer]]:
+def servers(served: Path, warm_python: Path) -> Iterator[list[VLLMServer]]:
     """The second has two engines, which vLLM pauses together before their weights change."""
-    with running(served, 2, *RECEIVES, of_last=two_engines()) as servers:
+    options = {"of_last": two_engines(), "python": warm_python}
+    with running(served, 2, *RECEIVES, **options) as servers:
         yield servers
 
 

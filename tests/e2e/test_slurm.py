@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import stat
 import subprocess
 import sys
@@ -40,7 +39,6 @@ for number in range(count):
     tasks.append(subprocess.Popen(given.command, env=environment))
 sys.exit(max(task.wait() for task in tasks))
 """
-PYTHON = shlex.quote(sys.executable)
 # What a batch file does for tasks that Slurm starts directly.
 RANKS = (
     "export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK={local_rank} "
@@ -49,12 +47,15 @@ RANKS = (
 STEP = (*SMALL, "--rl-num-steps", "1")
 
 
-def srun(folder: Path, flags: list[str], command: str, tokens: list[str]) -> tuple[int, str]:
+def srun(
+    folder: Path, python: Path, flags: list[str], command: str, tokens: list[str]
+) -> tuple[int, str]:
     """The exit code and the output of `srun FLAGS bash -c COMMAND`; `"$@"` are the tokens."""
     program = folder / "srun"
     program.write_text(f"#!{sys.executable}\n{SRUN}")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     environment = {**os.environ, **ENVIRONMENT, "MASTER_PORT": str(free_port())}
+    environment["PYTHON"] = str(python)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         environment.pop(name, None)
     done = subprocess.run(
@@ -72,26 +73,28 @@ def srun(folder: Path, flags: list[str], command: str, tokens: list[str]) -> tup
 STARTS = {
     "a launcher on each of two nodes": (
         ["--nodes=2", "--ntasks-per-node=1"],
-        f"exec {PYTHON} -m mcore_rl.launch --nnodes $SLURM_NNODES --node-rank $SLURM_NODEID "
+        "exec $PYTHON -m mcore_rl.launch --nnodes $SLURM_NNODES --node-rank $SLURM_NODEID "
         "--nproc-per-node 1 --master-addr $MASTER_ADDR --master-port $MASTER_PORT "
         '-m mcore_rl.train "$@"',
         2,  # each launcher says what is wrong
     ),
     "a task for each rank": (
         ["--ntasks-per-node=2"],
-        f'{RANKS.format(local_rank="$SLURM_LOCALID")} exec {PYTHON} -m mcore_rl.train "$@"',
+        f'{RANKS.format(local_rank="$SLURM_LOCALID")} exec $PYTHON -m mcore_rl.train "$@"',
         1,
     ),
 }
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_tasks_of_slurm_are_one_world(start: str, tmp_path: Path, warmed_checkpoint: Path) -> None:
+def test_tasks_of_slurm_are_one_world(
+    start: str, warm_python: Path, tmp_path: Path, warmed_checkpoint: Path
+) -> None:
     """The case of two ranks, which agree on a mistake that depends on their number."""
     flags, command, num_sentences = STARTS[start]
     wrong = ("--tensor-model-parallel-size", "4")
     tokens = task_flags(warmed_checkpoint, tmp_path / "run", *STEP, *wrong)
-    code, said = srun(tmp_path, flags, command, tokens)
+    code, said = srun(tmp_path, warm_python, flags, command, tokens)
     assert code == 2, said[-6000:]
     errors = [line for line in said.splitlines() if "mcore_rl: error: " in line]
     assert len(errors) == num_sentences and len({*errors}) == 1, said[-3000:]
@@ -104,23 +107,23 @@ def test_tasks_of_slurm_are_one_world(start: str, tmp_path: Path, warmed_checkpo
 REFUSED = {
     "no ranks": (
         ["--ntasks-per-node=2"],
-        f'exec {PYTHON} -m mcore_rl.train "$@"',
+        'exec $PYTHON -m mcore_rl.train "$@"',
         ("SLURM_STEP_NUM_TASKS 2", "mcore_rl.launch"),
     ),
     "no local rank": (
         ["--ntasks-per-node=2"],
-        f'export RANK=$SLURM_PROCID WORLD_SIZE=2; exec {PYTHON} -m mcore_rl.train "$@"',
+        'export RANK=$SLURM_PROCID WORLD_SIZE=2; exec $PYTHON -m mcore_rl.train "$@"',
         ("lacks LOCAL_RANK", "mcore_rl.launch"),
     ),
     "one GPU for each task": (
         ["--ntasks-per-node=2", "--gpus-per-task=1"],
-        f"{RANKS.format(local_rank=0)} exec {PYTHON} -m tests.e2e.gpu_of_task "
+        f"{RANKS.format(local_rank=0)} exec $PYTHON -m tests.e2e.gpu_of_task "
         '"$@" --tensor-model-parallel-size 2',
         ("--rl-rollout-tp-size 2", "--gpus-per-node"),
     ),
     "one GPU for each task, numbered on": (
         ["--ntasks-per-node=2", "--gpus-per-task=1"],
-        f'{RANKS.format(local_rank="$SLURM_LOCALID")} exec {PYTHON} -m tests.e2e.gpu_of_task "$@"',
+        f'{RANKS.format(local_rank="$SLURM_LOCALID")} exec $PYTHON -m tests.e2e.gpu_of_task "$@"',
         ("LOCAL_RANK 1", "--gpus-per-node"),
     ),
 }
@@ -128,11 +131,12 @@ REFUSED = {
 
 @pytest.mark.parametrize("start", REFUSED)
 def test_tasks_of_slurm_that_cannot_be_one_run_are_refused(
-    start: str, tmp_path: Path, warmed_checkpoint: Path
+    start: str, warm_python: Path, tmp_path: Path, warmed_checkpoint: Path
 ) -> None:
     flags, command, words = REFUSED[start]
     run = tmp_path / "run"
-    code, said = srun(tmp_path, flags, command, task_flags(warmed_checkpoint, run, *STEP))
+    tokens = task_flags(warmed_checkpoint, run, *STEP)
+    code, said = srun(tmp_path, warm_python, flags, command, tokens)
     assert code == 2, said[-6000:]
     assert not run.exists()
     errors = [line for line in said.splitlines() if "mcore_rl: error: " in line]

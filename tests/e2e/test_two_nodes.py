@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,17 +38,17 @@ def start(
     folder: Path,
     *flags: str,
     ranks_per_node: int = 2,
-    hook: dict[str, str] | None = None,
+    environment: Mapping[str, str],
     **of_node: Any,
 ) -> Nodes:
     """`scripts/run_deepseek_moe.sh` on each machine, with `folder` shared by both.
 
     `of_node` are the flags that only node0 or node1 gets.
     """
-    environment = {**os.environ, **ENVIRONMENT, **(hook or {})}
+    given = {**os.environ, **ENVIRONMENT, **environment}
     for name in ("GLOO_SOCKET_IFNAME", "VLLM_HOST_IP"):
-        environment.pop(name, None)
-    environment |= {
+        given.pop(name, None)
+    given |= {
         "NNODES": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
@@ -63,7 +64,7 @@ def start(
             subprocess.Popen(
                 ["bash", str(SCRIPT), "--nproc", str(ranks_per_node), *tokens],
                 cwd=folder.parent,
-                env={**environment, "NODE_RANK": str(node)},
+                env={**given, "NODE_RANK": str(node)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -85,10 +86,11 @@ def runs(
         "MCORE_RL_TEST_END_LAUNCHER_OF": "2",  # on node 1
     }
     kill = ("--rl-import", str(HOOKS / "end_at_step.py"))
-    lost = start(warmed_checkpoint, folder / "none", *kill, hook=hook)
+    lost = start(warmed_checkpoint, folder / "none", *kill, environment=hook)
     (made,) = (folder / "runs").iterdir()
     again = ("--load", str(made / "checkpoints"), "--rl-export-hf", str(made / "exported"))
-    resumed = start(warmed_checkpoint, made, *again)
+    forked = {"PYTHON_EXEC": str(ranks.python.program)}
+    resumed = start(warmed_checkpoint, made, *again, environment=forked)
     return whole, lost, resumed, Run(made, resumed.said[0], starts=[])
 
 
@@ -119,11 +121,12 @@ def test_both_agree_on_one_run_directory_and_go_on_bit_for_bit(
 
 
 def test_flags_that_differ_are_one_sentence_on_each_machine(
-    warmed_checkpoint: Path, tmp_path: Path
+    warmed_checkpoint: Path, warm_python: Path, tmp_path: Path
 ) -> None:
     """test_slurm.py has a mistake that both machines find."""
     pipeline = ("--tensor-model-parallel-size", "1", "--expert-model-parallel-size", "1")
-    of_one = {"ranks_per_node": 1, "node1": ("--lr", "2e-4")}
+    of_one: dict[str, Any] = {"ranks_per_node": 1, "node1": ("--lr", "2e-4")}
+    of_one["environment"] = {"PYTHON_EXEC": str(warm_python)}
     nodes = start(warmed_checkpoint, tmp_path / "none", *pipeline, **of_one)
     assert nodes.exit_codes == [2, 2], nodes.said
     sentence = (

@@ -28,12 +28,14 @@ from mcore_rl.hybrid_engine.plan.transfer_plan import make_plan
 from mcore_rl.hybrid_engine.transfer.transfer import Transfer
 from mcore_rl.megatron.lora import Adapter, adapters_of
 from mcore_rl.model.boxes import Box, extent, full_box, relative, slices
-from mcore_rl.model.lora import Lora, factor_shapes, is_expert
+from mcore_rl.model.config_json import read_model_shape
+from mcore_rl.model.lora import Lora, factor_shapes
 from mcore_rl.model.peft_format import (
     MERGE_IT,
     PeftConfig,
     Stored,
     find_factors,
+    left_out_by_peft,
     read_config,
     renamed,
 )
@@ -81,23 +83,9 @@ def export_adapter(chunks: Sequence[torch.nn.Module], lora: Lora, base: Path, ta
     transfer.close()
     if dist.get_rank() == 0:
         _write(filled, lora, base, Path(os.path.realpath(target)))
-        if mixes_experts(lora):
-            logger.warning(
-                "%s has adapters of routed experts and of other MLPs: PEFT leaves the latter out",
-                target,
-            )
+        if left_out := left_out_by_peft(lora, read_model_shape(base).architecture):
+            logger.warning("%s: of its adapters PEFT does not load those of %s", target, left_out)
     objects.barrier()
-
-
-def mixes_experts(lora: Lora) -> bool:
-    """Return whether routed experts and other MLPs have adapters of the same names.
-
-    PEFT 0.21 looks for all of these in the stacked experts of transformers 5."""
-    last_parts = [
-        {layer.rsplit(".", 1)[-1] for layer in lora.modules if is_expert(layer) == of_expert}
-        for of_expert in (True, False)
-    ]
-    return bool(last_parts[0] & last_parts[1])
 
 
 def _factors(chunks: Sequence[torch.nn.Module]) -> dict[str, tuple[Box, torch.Tensor]]:

@@ -21,6 +21,7 @@ from mcore_rl.megatron.lora import Factor
 from mcore_rl.model.boxes import full_box
 from mcore_rl.model.config_json import model_shape
 from mcore_rl.model.lora import Lora, LoraOptions, factor_shapes, resolve_lora
+from mcore_rl.model.peft_format import left_out_by_peft
 from scripts.make_tiny_deepseek import hf_config
 
 WEIGHTS = "adapter_model.safetensors"
@@ -159,6 +160,33 @@ def test_rslora_has_its_scale_under_the_alpha_of_the_adapter_and_under_its_multi
         torch.testing.assert_close(change, scaled[1][layer])
     with pytest.raises(UsageError, match="lora_alpha 8, which --rl-lora-alpha 12 contradicts"):
         check_adapter(tmp_path / "stabilized", lora_of("qwen3", "q_proj", alpha=12.0))
+
+
+@pytest.mark.parametrize(
+    ("arch", "targets", "left_out"),
+    [
+        ("qwen3_moe", None, ""),
+        ("deepseek_v3", "o_proj,experts.down_proj", ""),
+        ("qwen2_moe", "q_proj", ""),
+        ("qwen2_moe", None, "routed experts"),
+        ("deepseek_v3", None, "other MLPs"),
+        ("qwen3_moe", "q_proj,experts.gate_proj,experts.up_proj", "gate and up-projections"),
+    ],
+)
+def test_adapters_that_peft_does_not_load_are_named(
+    tmp_path: Path, arch: str, targets: str | None, left_out: str
+) -> None:
+    lora = lora_of(arch, targets)
+    named = left_out_by_peft(lora, arch)
+    assert named.startswith(left_out) and bool(named) == bool(left_out)
+    ours = write(tmp_path / "ours", lora)
+    model = PeftModel.from_pretrained(base_of(arch), str(tmp_path / "ours"))
+    # What it loads adds up to the squares of all factors.
+    held = [each for name, each in model.named_parameters() if ".lora_" in name]
+    squares, expected = (
+        sum(float(each.pow(2).sum()) for each in some) for some in (held, ours.values())
+    )
+    assert (squares == pytest.approx(expected, rel=1e-4)) == (not left_out)
 
 
 def refusal(folder: Path, lora: Lora, **changed: Any) -> str:

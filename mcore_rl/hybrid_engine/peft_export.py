@@ -227,7 +227,7 @@ def load_adapter(chunks: Sequence[torch.nn.Module], folder: Path, lora: Lora) ->
 
 def part_of_stack(stack: torch.Tensor, stored: Stored, *, is_b: bool) -> torch.Tensor:
     """Return an expert's A or B of a stack."""
-    rows, ranks = slice(*stored.rows), slice(*stored.ranks)
+    rows, ranks, expert = slice(*stored.rows), slice(*stored.ranks), stored.expert
     if is_b:
-        return stack.unflatten(1, (-1, stored.num_experts))[rows, ranks, stored.expert]
-    return stack.unflatten(0, (stored.num_experts, -1))[stored.expert, ranks]
+        return stack.view(len(stack), -1, stored.num_experts)[rows, ranks, expert]
+    return stack.view(stored.num_experts, -1, stack.shape[1])[expert, ranks]

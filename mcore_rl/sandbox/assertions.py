@@ -20,7 +20,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from mcore_rl.sandbox.sent_values import Opaque
+from mcore_rl.sandbox.sent_values import Array, Opaque
 
 _MAX_CONSTANT = 1 << 20  # elements, characters or bits that a constant expression may create
 
@@ -41,7 +41,8 @@ _COMPARING_METHODS = {
 _COMPARING = re.compile(
     r"assert(?!Is|Raises|Has|Warns|Logs|True|False|_called|_any_call|_has_calls|_awaited).*"
     r"|is_?close|allclose|array_equal|array_equiv|subtract|sub|eq|ne|[lg][te]|contains|count|index"
-    r"|countOf|indexOf|remove|issubset|issuperset|isdisjoint|equals"
+    r"|countOf|indexOf|remove|issubset|issuperset|isdisjoint|equals|(not_)?equal|isin|in1d"
+    r"|(less|greater)(_equal)?"
 )
 
 Evaluate = Callable[[Sequence[Any]], Any]  # from the values of a check's leaves
@@ -388,6 +389,8 @@ def _plain(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
+    if isinstance(value, Array):
+        value = value.element()
     if not isinstance(value, int | float | complex | Fraction | Decimal):
         raise TypeError(f"{type(value).__name__} is not a number")
     return value

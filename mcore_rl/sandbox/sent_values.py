@@ -25,11 +25,15 @@ class Array(list[Any]):
     only if it has one element.
     """
 
-    def _pair(self, other: Any) -> tuple[Any, Any]:
-        pair = _elements(self), _elements(other)
-        if not len(pair[0]) == len(pair[1]) == 1:
+    def element(self) -> Any:
+        """Return the only element. Raises TypeError if there are more."""
+        found = _elements(self)
+        if len(found) != 1:
             raise TypeError("the truth of an array with several elements is ambiguous")
-        return pair[0][0], pair[1][0]
+        return found[0]
+
+    def _pair(self, other: Any) -> tuple[Any, Any]:
+        return self.element(), Array([other]).element()
 
     def __eq__(self, other: object) -> bool:
         return list.__eq__(self, other) is True or bool(eq(*self._pair(other)))

@@ -80,6 +80,9 @@ LOOPED = [
     "assert operator.eq(f(a), b)",
     "assert [b].count(f(a)) == 1",
     "assert np.allclose(f(a), b)",
+    "assert np.equal(f(a), b)",
+    "assert np.isin(f(a), [b])",
+    "assert not np.not_equal(f(a), b)",
     "np.testing.assert_allclose(f(a), b)",
     "assert np.abs(np.array([f(a)]) - np.array([b])).max() < 1e-6",
     "assert f(a) == pytest.approx(b)",
@@ -397,6 +400,7 @@ def test_arrays_of_right_code_pass_as_in_python() -> None:
     for code, tests in (
         ("[2.5, 3.0]", ["f(1) == [2.5, 3.0]", "np.isclose(f(1), [2.5, 3.0]).all()", "2.5 in f(1)"]),
         ("[2.5]", ["np.isclose(f(1), 2.5)", "f(1) == 2.5", "f(1) < 3", "f(1) != 9", "ok(f(1))"]),
+        ("[[2.5]]", ["abs(f(1) - 2.5) < 1e-6", "f(1) == [2.5]", "not f(1) == 9", "2.5 in f(1)"]),
         ("[True]", ["f(1)", "f(1) == True", "not np.array([]).any()"]),
     ):
         checked = [f"{NUMPY}{OK}assert {test}" for test in tests]

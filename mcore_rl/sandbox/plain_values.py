@@ -131,6 +131,8 @@ class PlainValues:
         is_in = name in ("in", "not in")
         left, right = self._settle(left, 0, True), self._settle(right, 0, not is_in)
         own = self._is_custom(left), self._is_custom(right)
+        if is_in and not own[1] and _is_true_of_anything(right, "__contains__"):
+            raise TypeError("it contains everything")
         if is_in and (any(own) or self._has_operators(type(right))):
             return self._contains(right, left) == (name == "in")
         if own[0] == own[1]:

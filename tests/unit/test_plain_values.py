@@ -443,6 +443,7 @@ TOLERANT = {
         "H",
         "2",
     ),
+    "a set of everything": ("import sympy", "sympy.S.UniversalSet", "2"),
     "a coarse decimal": (
         "import decimal\ndecimal.getcontext().Emin = 0\ndecimal.getcontext().prec = 1",
         "decimal.Decimal('2.4')",
@@ -457,6 +458,7 @@ def test_tolerant_object_of_a_library_that_the_code_makes_equals_nothing(name: s
     got = "f(1).x" if name == "an attribute" else "f(1)"
     imports = f"{NUMPY}import argparse, decimal\n"
     compared = [f"{got} == b", f"not {got} != b", f"{got} in [b]", f"[{got}] == [b]"]
+    compared += [f"b in {got}"]
     if "list" in name or "masked" in name:
         compared += [f"np.allclose({got}, b)", f"(abs({got} - np.array(b)) < 1e-6).all()"]
     if equal == "2" or name == "a coarse decimal":

@@ -14,8 +14,9 @@ import math
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 FETCH_LFS = "is a pointer of Git LFS: fetch the files by git lfs pull"
 _LFS_POINTER = b"version https://git-lfs.github.com"
@@ -97,7 +98,7 @@ def parse_yaml(text: str, *, number_of: Callable[[str], Any] | None = None) -> A
     return value
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a regular file, or a link to one, for reading. Raises OSError for anything else: a pipe
     would block, and a device may never end."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

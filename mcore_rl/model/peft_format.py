@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.readers import integer_within, number
+from mcore_rl.common.readers import finite_number, integer_within
 from mcore_rl.common.user_code import shortened
-from mcore_rl.model.lora import Lora, factor_names, is_expert
+from mcore_rl.model.lora import Lora, factor_names, factor_shapes, is_expert
 
 Shape = tuple[int, ...]
 
@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 _WITHOUT_EFFECT = frozenset(
     "base_model_name_or_path revision inference_mode auto_mapping peft_version runtime_config "
     "target_modules exclude_modules target_parameters lora_dropout megatron_core qalora_group_size "
-    "r lora_alpha use_rslora".split()  # the last three are read
+    "r lora_alpha".split()  # these two are read
 )
 _UNSET: tuple[Any, ...] = (None, False, "", [], {})
 _STACKED = r".*\.gate_up_proj"  # PEFT's pattern for stacked gate and up-projections
@@ -37,6 +37,7 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "task_type": ("CAUSAL_LM",),
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian"),
+    "use_rslora": (True,),
 }
 _CHANGES_BASE = "changes the weights of the base: the adapter does not fit those of the checkpoint"
 _STARTS_CHANGING_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -105,7 +106,7 @@ def read_config(config: Mapping[str, Any], lora: Lora, flag: str) -> PeftConfig:
             why = _CHANGES_BASE
         remedy = _ANOTHER if key in _CANNOT_BE_MERGED else MERGE_IT
         raise UsageError(f"has {_shown(key, value)}, which {why}", flag=flag, remedy=remedy)
-    rank, alpha = config.get("r"), number(config.get("lora_alpha"))
+    rank, alpha = config.get("r"), finite_number(config.get("lora_alpha"))
     is_rank_stabilized = bool(config.get("use_rslora"))
     # With rsLoRA also the alpha that has the same scale without it.
     factors = (1.0, math.sqrt(lora.rank)) if is_rank_stabilized else (1.0,)
@@ -133,7 +134,7 @@ def _pair_of(config: Mapping[str, Any]) -> tuple[int, float] | None:
         return None
     if not (ranks.keys() == alphas.keys() == {_STACKED}):
         return None
-    rank, alpha = integer_within(ranks[_STACKED], 1, 1 << 30), number(alphas[_STACKED])
+    rank, alpha = integer_within(ranks[_STACKED], 1, 1 << 30), finite_number(alphas[_STACKED])
     return None if rank is None or alpha is None else (rank, alpha)
 
 
@@ -164,20 +165,17 @@ def find_factors(lora: Lora, config: PeftConfig, shapes: Mapping[str, Shape]) ->
 
     Factors that it does not have, or not in the right shape, are left out.
     """
-    names = {renamed(name): name for name in shapes}
+    file = {renamed(name): (name, shape) for name, shape in shapes.items()}
     found: dict[str, Stored] = {}
     scale = config.scale() / lora.scale
-    for layer, (rows, columns) in lora.modules.items():
-        for factor, shape in zip(
-            factor_names(layer), ((lora.rank, columns), (rows, lora.rank)), strict=True
-        ):
-            name = names.get(renamed(factor))
-            if name is not None and shapes[name] == shape:
-                found[factor] = Stored(name, scale)
+    for factor, shape in factor_shapes(lora).items():
+        name, its_shape = file.get(renamed(factor), ("", ()))
+        if its_shape == shape:
+            found[factor] = Stored(name, scale)
     for container, by_part in _experts(lora).items():
         for parts in _STACKS:
             if all(part in by_part for part in parts):
-                found |= _of_stack(container, parts, by_part, lora, config, names, shapes)
+                found |= _of_stack(container, [by_part[p] for p in parts], lora, config, file)
     return found
 
 
@@ -201,40 +199,32 @@ def _experts(lora: Lora) -> dict[str, dict[str, list[str]]]:
 
 def _of_stack(
     container: str,
-    parts: tuple[str, ...],
-    by_part: Mapping[str, list[str]],
+    parts: list[list[str]],
     lora: Lora,
     config: PeftConfig,
-    names: Mapping[str, str],
-    shapes: Mapping[str, Shape],
+    file: Mapping[str, tuple[str, Shape]],
 ) -> dict[str, Stored]:
-    """Return the factors of stacked experts, from the stack that has the shape of `parts`."""
-    num_experts = len(by_part[parts[0]])
-    rows, columns = lora.modules[by_part[parts[0]][0]]
-    is_pair = len(parts) == 2
+    """Return the factors of stacked experts, from the stack that has the shape of `parts`: layers
+    of one projection of all experts, or of two."""
+    num_experts, is_pair = len(parts[0]), len(parts) == 2
+    rows, columns = lora.modules[parts[0][0]]
     rank = config.pair_rank if is_pair else config.rank
-    expected = ((num_experts * rank, columns), (len(parts) * rows, num_experts * rank))
     if rank not in (lora.rank, len(parts) * lora.rank):
         return {}
+    expected = ((num_experts * rank, columns), (len(parts) * rows, num_experts * rank))
+    scale = config.scale(of_pair=is_pair) / lora.scale
+    found = {}
     for stack in (f"{container}.base_layer", container):
-        stored = [names.get(renamed(name), "") for name in factor_names(stack)]
-        if tuple(shapes.get(name) for name in stored) != expected:
+        stored = [file.get(renamed(name), ("", ())) for name in factor_names(stack)]
+        if tuple(shape for _, shape in stored) != expected:
             continue
-        found = {}
-        for position, part in enumerate(parts):
+        for position, layers in enumerate(parts):
             first = position * lora.rank if rank > lora.rank else 0
-            for expert, layer in enumerate(by_part[part]):
-                for factor, name in zip(factor_names(layer), stored, strict=True):
-                    found[factor] = Stored(
-                        name,
-                        config.scale(of_pair=is_pair) / lora.scale,
-                        expert,
-                        num_experts,
-                        (position * rows, (position + 1) * rows),
-                        (first, first + lora.rank),
-                    )
-        return found
-    return {}
+            of_rows, of_ranks = (position * rows, (position + 1) * rows), (first, first + lora.rank)
+            for expert, layer in enumerate(layers):
+                for factor, (name, _) in zip(factor_names(layer), stored, strict=True):
+                    found[factor] = Stored(name, scale, expert, num_experts, of_rows, of_ranks)
+    return found
 
 
 def left_out_by_peft(lora: Lora, architecture: str) -> str:

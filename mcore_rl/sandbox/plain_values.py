@@ -56,6 +56,8 @@ _OPERATORS -= {"__call__", "__doc__", "__name__", "__setitem__", "__delitem__"}
 _HARMLESS = frozenset(dir(object)) - _OPERATORS | {"__getnewargs__"}
 _FIELD = type(vars(collections.namedtuple("_Fields", "field"))["field"])
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.items()))
+# Of decimals, before the code changes the context.
+_DIGITS, _LEAST_EXPONENT = decimal.DefaultContext.prec, decimal.DefaultContext.Emin
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that is not static data of the interpreter
 
 
@@ -154,7 +156,7 @@ class PlainValues:
             return _OPERATIONS[name](left, right)
         left, right = self._settle(left, 0), self._settle(right, 0)
         with decimal.localcontext() as context:  # of the code's, but not its loss of digits
-            context.prec = max(context.prec, decimal.DefaultContext.prec)
+            context.prec = max(context.prec, _DIGITS)
             value = _OPERATIONS[name](left, right)
         if self._is_custom(left) != self._is_custom(right) and not isinstance(left, str | bytes):
             # Tests take `abs` of a difference next, which must then be small.
@@ -183,7 +185,7 @@ class PlainValues:
         if maker is type(value):
             self._made.add(maker)
         if type(value) is decimal.Decimal:  # the code's context must not make differences zero
-            decimal.getcontext().Emin = decimal.DefaultContext.Emin
+            decimal.getcontext().Emin = _LEAST_EXPONENT
         return self._settle(value, 0, is_result=True)
 
     def _settle(

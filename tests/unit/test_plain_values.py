@@ -452,6 +452,7 @@ TOLERANT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOLERANT)
 def test_tolerant_object_of_a_library_that_the_code_makes_equals_nothing(name: str) -> None:
     before, made, equal = TOLERANT[name]

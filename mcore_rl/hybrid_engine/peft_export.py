@@ -6,6 +6,7 @@ reads them. PEFT converts those of experts when it loads them into a model that 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -21,12 +22,23 @@ from safetensors.torch import save_file
 
 from mcore_rl.common import objects
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.readers import InvalidData, parse_json
+from mcore_rl.common.readers import InvalidData, open_regular, parse_json, read_regular
+from mcore_rl.common.user_code import shortened
 from mcore_rl.hybrid_engine.plan.transfer_plan import make_plan
 from mcore_rl.hybrid_engine.transfer.transfer import Transfer
 from mcore_rl.megatron.lora import Adapter, adapters_of
 from mcore_rl.model.boxes import Box, extent, full_box, relative, slices
-from mcore_rl.model.lora import Lora, factor_shapes, is_expert
+from mcore_rl.model.config_json import read_model_shape
+from mcore_rl.model.lora import Lora, factor_shapes
+from mcore_rl.model.peft_format import (
+    MERGE_IT,
+    PeftConfig,
+    Stored,
+    find_factors,
+    left_out_by_peft,
+    read_config,
+    renamed,
+)
 from mcore_rl.model.tensors import TensorInfo
 
 logger = logging.getLogger(__name__)
@@ -34,6 +46,8 @@ logger = logging.getLogger(__name__)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BUCKET_BYTES = 64 << 20
 _FLAG = "--rl-lora-adapter"
+_MAX_CONFIG_BYTES = 1 << 20
+_DTYPES = ("F64", "F32", "F16", "BF16")  # of safetensors
 
 
 def export_adapter(chunks: Sequence[torch.nn.Module], lora: Lora, base: Path, target: Path) -> None:
@@ -69,23 +83,9 @@ def export_adapter(chunks: Sequence[torch.nn.Module], lora: Lora, base: Path, ta
     transfer.close()
     if dist.get_rank() == 0:
         _write(filled, lora, base, Path(os.path.realpath(target)))
-        if mixes_experts(lora):
-            logger.warning(
-                "%s has adapters of routed experts and of other MLPs: PEFT leaves the latter out",
-                target,
-            )
+        if left_out := left_out_by_peft(lora, read_model_shape(base).architecture):
+            logger.warning("%s: of its adapters PEFT does not load those of %s", target, left_out)
     objects.barrier()
-
-
-def mixes_experts(lora: Lora) -> bool:
-    """Return whether routed experts and other MLPs have adapters of the same names.
-
-    PEFT 0.21 looks for all of these in the stacked experts of transformers 5."""
-    last_parts = [
-        {layer.rsplit(".", 1)[-1] for layer in lora.modules if is_expert(layer) == of_expert}
-        for of_expert in (True, False)
-    ]
-    return bool(last_parts[0] & last_parts[1])
 
 
 def _factors(chunks: Sequence[torch.nn.Module]) -> dict[str, tuple[Box, torch.Tensor]]:
@@ -126,7 +126,8 @@ def adapter_config(lora: Lora, base: Path) -> dict[str, Any]:
         "modules_to_save": None,
         "peft_type": "LORA",
         "r": lora.rank,
-        "target_modules": list(lora.targets),
+        # PEFT looks for layers by the names that transformers gives them.
+        "target_modules": sorted({*lora.targets, *(renamed(f".{t}")[1:] for t in lora.targets)}),
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": False,
@@ -134,53 +135,99 @@ def adapter_config(lora: Lora, base: Path) -> dict[str, Any]:
 
 
 def check_adapter(folder: Path, lora: Lora) -> None:
-    """Raise UsageError unless `folder` has an adapter with the rank, alpha and layers of `lora`."""
+    """Raise UsageError unless `folder` has an adapter with the rank, alpha and layers of `lora`.
+
+    It reads all values, one tensor at a time.
+    """
     flag = f"{_FLAG} {folder}"
     try:
-        config = parse_json((folder / CONFIG).read_bytes())
+        config = _config(folder, lora, flag)
+        open_regular(folder / WEIGHTS).close()
         with safe_open(folder / WEIGHTS, framework="pt") as file:
-            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+            factors = find_factors(lora, config, shapes)
+            _check_names(factors, lora, shapes, flag)
+            for name in shapes:
+                _check_values(name, file, flag)
+            for stored in {each.name: each for each in factors.values() if each.ranks[0]}.values():
+                _check_pair(stored, file, flag)
     except (OSError, InvalidData, SafetensorError) as error:
         raise UsageError(
-            f"is not an adapter in PEFT's format ({error})",
+            f"is not an adapter in PEFT's format ({shortened(str(error))})",
             flag=flag,
             remedy=f"name a folder with {CONFIG} and {WEIGHTS}",
         ) from error
-    _check_config(config if isinstance(config, dict) else {}, lora, flag)
+
+
+def _config(folder: Path, lora: Lora, flag: str) -> PeftConfig:
+    found = parse_json(read_regular(folder / CONFIG, _MAX_CONFIG_BYTES))
+    if not isinstance(found, dict):
+        raise InvalidData(f"{CONFIG} is not an object")
+    return read_config(found, lora, flag)
+
+
+def _check_names(
+    factors: Mapping[str, Stored], lora: Lora, shapes: Mapping[str, tuple[int, ...]], flag: str
+) -> None:
+    """Check that the file has all factors, and no other tensor."""
     expected = factor_shapes(lora)
-    for name in sorted(found.keys() ^ expected.keys() | _other_shapes(found, expected)):
+    others = shapes.keys() - {stored.name for stored in factors.values()}
+    for name in sorted(others | (expected.keys() - factors.keys())):
         raise UsageError(
-            f"has {name} of shape {found.get(name, 'none')}, and --rl-lora-targets describe one of "
-            f"shape {expected.get(name, 'none')}",
+            f"has {shortened(name)} of shape {shapes.get(name, 'none')}, and --rl-lora-targets "
+            f"describe one of shape {expected.get(name, 'none')}",
             flag=flag,
             remedy="give the targets of that adapter, or another adapter",
         )
 
 
-def _other_shapes(found: Mapping[str, Any], expected: Mapping[str, Any]) -> set[str]:
-    return {name for name in found.keys() & expected.keys() if found[name] != expected[name]}
+def _check_values(name: str, file: Any, flag: str) -> None:
+    kind = file.get_slice(name).get_dtype()
+    if kind not in _DTYPES:
+        why = f"of type {kind}, and factors have one of {', '.join(_DTYPES)}"
+    elif not file.get_tensor(name).float().isfinite().all():
+        why = "with values that are NaN or infinite"
+    else:
+        return
+    raise UsageError(f"has {name} {why}", flag=flag, remedy="name another adapter")
 
 
-def _check_config(config: Mapping[str, Any], lora: Lora, flag: str) -> None:
-    for key in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern"):
-        if config.get(key):
-            raise UsageError(f"uses {key}, which is not supported", flag=flag, remedy="drop it")
-    for key, value, ours in (
-        ("r", lora.rank, f"--rl-lora-rank {lora.rank}"),
-        ("lora_alpha", lora.alpha, f"--rl-lora-alpha {lora.alpha:g}"),
-    ):
-        if config.get(key) != value:
-            raise UsageError(
-                f"has {key} {config.get(key)}, which {ours} contradicts",
-                flag=flag,
-                remedy="give the adapter's",
-            )
+def _check_pair(stored: Stored, file: Any, flag: str) -> None:
+    """Check that gate and up-projections of stacked experts have factors of their own."""
+    if not stored.name.endswith("lora_B.weight"):
+        return
+    rank = stored.ranks[1] - stored.ranks[0]
+    blocks = file.get_tensor(stored.name).view(2, -1, 2, rank, stored.num_experts)
+    if blocks[0, :, 1].any() or blocks[1, :, 0].any():
+        raise UsageError(
+            f"has {stored.name}, in which gate and up-projections share their factors: each has "
+            f"rank {2 * rank}",
+            flag=flag,
+            remedy=MERGE_IT,
+        )
 
 
 @torch.no_grad()
-def load_adapter(chunks: Sequence[torch.nn.Module], folder: Path) -> None:
+def load_adapter(chunks: Sequence[torch.nn.Module], folder: Path, lora: Lora) -> None:
     """Fill this rank's adapters from a folder that `check_adapter` accepts. Not collective."""
+    config = _config(folder, lora, f"{_FLAG} {folder}")
     with safe_open(folder / WEIGHTS, framework="pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        factors = find_factors(lora, config, shapes)
+        whole = functools.lru_cache(maxsize=2)(file.get_tensor)  # stacks hold many factors
         for adapter in _adapters(chunks):
-            for factor in adapter.factors():
-                factor.data.copy_(file.get_slice(factor.name)[slices(factor.box)])
+            for factor, is_b in zip(adapter.factors(), (False, True), strict=True):
+                stored, box = factors[factor.name], slices(factor.box)
+                if stored.num_experts:
+                    data = part_of_stack(whole(stored.name), stored, is_b=is_b)[box]
+                else:
+                    data = file.get_slice(stored.name)[box]
+                factor.data.copy_(data.double() * stored.scale if is_b else data)
+
+
+def part_of_stack(stack: torch.Tensor, stored: Stored, *, is_b: bool) -> torch.Tensor:
+    """Return an expert's A or B of a stack."""
+    rows, ranks, expert = slice(*stored.rows), slice(*stored.ranks), stored.expert
+    if is_b:
+        return stack.view(len(stack), -1, stored.num_experts)[rows, ranks, expert]
+    return stack.view(stored.num_experts, -1, stack.shape[1])[expert, ranks]

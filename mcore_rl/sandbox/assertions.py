@@ -20,13 +20,15 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+from mcore_rl.sandbox.sent_values import Array, Opaque
+
 _MAX_CONSTANT = 1 << 20  # elements, characters or bits that a constant expression may create
 
 # Functions that `plain_values` defines.
 EQUAL, COMPARED, COMPUTED = "_are_equal_as_plain_data", "_compared", "_computed"
-SETTLED, CALLED = "_settled", "_called"
+SETTLED, CALLED, TOLERANT = "_settled", "_called", "_tolerant"
 LEAF = "_leaf_{}_of_an_assertion"  # the name of a leaf's value, by its position
-DEFINED_INSIDE = frozenset((EQUAL, COMPARED, COMPUTED, SETTLED, CALLED))
+DEFINED_INSIDE = frozenset((EQUAL, COMPARED, COMPUTED, SETTLED, CALLED, TOLERANT))
 EQUAL_METHODS = (
     "assertEqual assertListEqual assertTupleEqual assertDictEqual assertSetEqual "
     "assertSequenceEqual"
@@ -39,7 +41,8 @@ _COMPARING_METHODS = {
 _COMPARING = re.compile(
     r"assert(?!Is|Raises|Has|Warns|Logs|True|False|_called|_any_call|_has_calls|_awaited).*"
     r"|is_?close|allclose|array_equal|array_equiv|subtract|sub|eq|ne|[lg][te]|contains|count|index"
-    r"|countOf|indexOf|remove|issubset|issuperset|isdisjoint|equals"
+    r"|countOf|indexOf|remove|issubset|issuperset|isdisjoint|equals|(not_)?equal|isin|in1d"
+    r"|(less|greater)(_equal)?"
 )
 
 Evaluate = Callable[[Sequence[Any]], Any]  # from the values of a check's leaves
@@ -47,18 +50,6 @@ Evaluate = Callable[[Sequence[Any]], Any]  # from the values of a check's leaves
 
 class Incomparable(Exception):
     """Only the process can compare two of its values, by the expression in the exception's text."""
-
-
-class Opaque:
-    """A value of the process that is not plain data; only its truth, if any, is known here."""
-
-    def __init__(self, truth: object) -> None:
-        self._truth = truth
-
-    def __bool__(self) -> bool:
-        if not isinstance(self._truth, bool):
-            raise TypeError("it has no truth")
-        return self._truth
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +119,8 @@ def _conjuncts(test: ast.expr) -> list[ast.expr]:
 def check_of(test: ast.expr) -> Check:
     """Convert an assertion's expression into a check."""
     leaves: list[str] = []
-    holds = _plan(test, leaves)
-    return Check(tuple(leaves), holds, is_truth=leaves == [_source(test)])
+    holds = _truth(test, leaves)
+    return Check(tuple(leaves), holds, is_truth=leaves == [_source(_truth_of(test))])
 
 
 # Evaluation in the process -----------------------------------------------------------------------
@@ -148,7 +139,9 @@ class _ByValue(ast.NodeTransformer):
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         node.test = self._truth(node.test)
-        return self.generic_visit(node)
+        self.generic_visit(node)
+        node.test = _unsettled(node.test)
+        return node
 
     def visit_If(self, node: ast.If) -> ast.AST:
         node.test = self._truth(node.test)
@@ -180,15 +173,29 @@ class _ByValue(ast.NodeTransformer):
                 node.args.insert(0, function)
                 node.func = ast.Name(CALLED, ast.Load())
                 return self.generic_visit(node)
+            case ast.Call(ast.Name("approx") | ast.Attribute(attr="approx")):
+                return _call(TOLERANT, self.generic_visit(node))
         maker = [ast.Name(node.func.id, ast.Load())] if isinstance(node.func, ast.Name) else []
         return _call(SETTLED, self.generic_visit(node), *maker)
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        node.value = self.visit(node.value)
-        match node.value:
-            case ast.Call(ast.Name(name), [inner, *_]) if name == SETTLED:
-                node.value = inner  # its result is unused
+        node.value = _unsettled(self.visit(node.value))
         return node
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.op, ast.Not):
+            node.operand = _unsettled(node.operand)
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        is_any = node.id == "ANY" and isinstance(node.ctx, ast.Load)
+        return _call(TOLERANT, node) if is_any else node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        is_any = node.attr == "ANY" and isinstance(node.ctx, ast.Load)
+        return _call(TOLERANT, node) if is_any else node
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         self.generic_visit(node)
@@ -235,6 +242,14 @@ def _call(name: str, *arguments: ast.AST) -> ast.Call:
     return ast.Call(ast.Name(name, ast.Load()), list(arguments), [])  # type: ignore[arg-type]
 
 
+def _unsettled(node: ast.expr) -> ast.expr:
+    """Return a visited expression of which only the truth counts: its own type decides that."""
+    match node:
+        case ast.Call(ast.Name(name), [inner, *_]) if name == SETTLED:
+            return inner
+    return node
+
+
 def _call_of_equal(left: ast.expr, right: ast.expr) -> ast.Call:
     return _call(EQUAL, left, right)
 
@@ -255,20 +270,43 @@ _COMPARE: dict[type[ast.cmpop], tuple[str, Callable[[Any, Any], Any]]] = {
 }
 
 
+def _truth(node: ast.expr, leaves: list[str]) -> Evaluate:
+    """Return an evaluator of the truth of `node`, which the process decides if it is one leaf."""
+    match node:
+        case ast.UnaryOp(ast.Not(), operand) if not constant(node)[0]:
+            return _negated(_truth(operand, leaves))
+        case ast.Compare(left, [operator], [right]) if not constant(node)[0]:
+            compared = _compared(left, operator, right, leaves)
+            if compared is not None:
+                return compared
+    position = len(leaves)
+    planned = _plan(node, leaves)
+    if leaves[position:] == [_source(node)]:
+        leaves[position] = _source(_truth_of(node))
+    return planned
+
+
+def _negated(inner: Evaluate) -> Evaluate:
+    def negated(values: Sequence[Any]) -> bool:
+        try:
+            return not inner(values)
+        except Incomparable as compared:
+            raise Incomparable(f"not {compared}") from None
+
+    return negated
+
+
+def _truth_of(node: ast.expr) -> ast.expr:
+    """Return an expression of the truth of `node`, by operators alone, which no name shadows."""
+    return ast.UnaryOp(ast.Not(), ast.UnaryOp(ast.Not(), node))
+
+
 def _plan(node: ast.expr, leaves: list[str]) -> Evaluate:
     """Return an evaluator of `node` from the values of `leaves`, to which it adds its own."""
     found, value = constant(node)
     if found:
         return lambda _: value
-    match node:
-        case ast.UnaryOp(ast.Not(), operand):
-            inner = _plan(operand, leaves)
-            return lambda values: not inner(values)
-        case ast.Compare(left, [operator], [right]):
-            compared = _compared(left, operator, right, leaves)
-            return compared if compared is not None else _leaf(node, leaves)
-        case _:
-            return _tolerance(node, leaves) or _leaf(node, leaves)
+    return _tolerance(node, leaves) or _leaf(node, leaves)
 
 
 def _leaf(node: ast.expr, leaves: list[str]) -> Evaluate:
@@ -293,8 +331,10 @@ def _compared(
         plans.append((_leaf if is_inside else _plan)(node, leaves))
         is_leaf = leaves[position:] == [_source(node)]
         sources.append(LEAF.format(position) if is_leaf else "")
-    if constant(left)[0] and isinstance(operator, ast.In | ast.NotIn):
-        sources[0] = ast.unparse(left)
+        # The process may know what it must not return, and whether it has what it contains.
+        is_known = isinstance(operator, ast.NotEq | ast.NotIn)
+        if constant(node)[0] and (is_known or (isinstance(operator, ast.In) and node is left)):
+            sources[-1] = ast.unparse(node)
     shown = f"{COMPARED}({sources[0]}, {name!r}, {sources[1]})"
     if isinstance(operator, ast.Eq | ast.NotEq):
         shown = f"{'not ' * (name == '!=')}{EQUAL}({', '.join(sources)})"
@@ -349,6 +389,8 @@ def _plain(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
+    if isinstance(value, Array):
+        value = value.element()
     if not isinstance(value, int | float | complex | Fraction | Decimal):
         raise TypeError(f"{type(value).__name__} is not a number")
     return value

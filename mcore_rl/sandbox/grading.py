@@ -19,14 +19,13 @@ import math
 import random
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
-from fractions import Fraction
 from typing import Any
 
 from mcore_rl.common.readers import InvalidData, finite_number
-from mcore_rl.sandbox.assertions import EQUAL, LEAF, Do, Incomparable, Opaque, Step
+from mcore_rl.sandbox.assertions import EQUAL, LEAF, Do, Incomparable, Step
 from mcore_rl.sandbox.code_tests import Call, Program, Suite, Text
 from mcore_rl.sandbox.code_texts import stubbed_steps
+from mcore_rl.sandbox.sent_values import Opaque, decoded
 
 _MAX_DECIMAL = 1 << 4096  # beyond that, Python writes no decimals
 _TOLERANCE = 1e-6  # of floats: relative above 1, absolute below
@@ -235,9 +234,9 @@ class Grading:
         try:
             held = bool(step.holds(values))
         except Incomparable as pair:
-            request = {"value": str(pair), "space": _SPACE}
+            request = {"value": f"not not ({pair})", "space": _SPACE}
             try:
-                held = bool((yield from self._value(request)))
+                held = (yield from self._value(request)) is True
             except InvalidData:
                 return False
         except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
@@ -271,45 +270,6 @@ def _text(value: object) -> str:
 
 
 # Comparisons ----------------------------------------------------------------------------------
-
-
-def decoded(value: Any) -> Any:
-    """Decode plain data that `inside` has written as JSON; sets become frozensets.
-
-    Raises InvalidData for anything else.
-    """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list):
-        return [decoded(each) for each in value]
-    if not isinstance(value, dict) or len(value) != 1:
-        raise InvalidData("is not a value")
-    ((kind, inner),) = value.items()
-    try:
-        match kind:
-            case "tuple":
-                return tuple(map(decoded, inner))
-            case "set":
-                return frozenset(map(decoded, inner))
-            case "dict":
-                return {decoded(key): decoded(entry) for key, entry in inner}
-            case "bytes":
-                return bytes.fromhex(inner)
-            case "int":
-                return int(inner, 16)
-            case "complex":
-                return complex(*inner)
-            case "fraction":
-                numerator, denominator = map(decoded, inner)
-                # A text would make it compute 10 ** 999999999.
-                return Fraction(numerator + 0, denominator + 0)
-            case "decimal":
-                return Decimal(inner)
-            case "opaque":
-                return Opaque(inner)
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise InvalidData(str(error)) from error
-    raise InvalidData("is not a value")
 
 
 def same_output(printed: str, expected: str) -> bool:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import decimal
 import fractions
+import gc
 import numbers
 import operator
 import random
 import sys
 import types
+import weakref
 from typing import Any
 
 _MAX_DEPTH = 50  # of containers; below the limit of `common.readers`
@@ -52,8 +55,32 @@ _OPERATORS = frozenset(
 _OPERATORS -= {"__call__", "__doc__", "__name__", "__setitem__", "__delitem__"}
 _HARMLESS = frozenset(dir(object)) - _OPERATORS | {"__getnewargs__"}
 _FIELD = type(vars(collections.namedtuple("_Fields", "field"))["field"])
-_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.items()), type({}.values()))
+_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.items()))
+# Of decimals, before the code changes the context.
+_DIGITS, _LEAST_EXPONENT = decimal.DefaultContext.prec, decimal.DefaultContext.Emin
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that is not static data of the interpreter
+
+
+class _Array(list[Any]):
+    """The data of an array."""
+
+
+class _Tolerant:
+    """An object of the tests that is equal to more than its like: `pytest.approx`, `mock.ANY`."""
+
+    __array_ufunc__ = None  # as in `pytest.approx`: arrays leave the comparison to it
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> Any:
+        return self._value == other
+
+    def __ne__(self, other: object) -> Any:
+        return self._value != other
+
+    def __repr__(self) -> str:
+        return repr(self._value)
 
 
 class PlainValues:
@@ -70,30 +97,27 @@ class PlainValues:
         self.defined = {
             "_are_equal_as_plain_data": self.are_equal,
             **{"_compared": self.compared, "_computed": self.computed},
-            **{"_settled": self.settled, "_called": self.called},
+            **{"_settled": self.settled, "_called": self.called, "_tolerant": self.tolerant},
         }
         self._made: set[type] = set()  # classes that the tests have instantiated
 
     def as_json(self, value: Any) -> Any:
-        """Convert a value for `grading.decoded`; `opaque`, with its truth, if it is not plain."""
+        """Convert a value for `grading.decoded`; `opaque` if it is not plain."""
         try:
             return self._tagged(self._copy(value, 0))
         except (_NotPlain, TypeError, RecursionError):
-            pass
-        try:
-            return {"opaque": bool(value)}
-        except Exception:  # as for an array or `pytest.approx`
             return {"opaque": None}
 
     def are_equal(self, left: Any, right: Any) -> bool:
         """Return whether two values are equal as plain data, or else by `compared`."""
-        copies = []
-        for value in (left, right):
-            with contextlib.suppress(_NotPlain, TypeError, RecursionError):
-                copies.append(self._copy(value, 0))
-        if len(copies) == 2:
-            return bool(copies[0] == copies[1])
+        with contextlib.suppress(_NotPlain, TypeError, RecursionError):
+            if self._copy(left, 0) == self._copy(right, 0):
+                return True
         return bool(self._compared(left, "==", right))
+
+    def tolerant(self, value: Any) -> Any:
+        """Return what the tests use as `ANY` or `approx(...)`, marked as theirs."""
+        return _Tolerant(value) if _is_tolerant(value) else value
 
     def compared(self, left: Any, *rest: Any) -> Any:
         """Evaluate a chain such as `left < 1 <= 2`; `rest` alternates operators and operands."""
@@ -109,6 +133,8 @@ class PlainValues:
         is_in = name in ("in", "not in")
         left, right = self._settle(left, 0, True), self._settle(right, 0, not is_in)
         own = self._is_custom(left), self._is_custom(right)
+        if is_in and not own[1] and _is_true_of_anything(right, "__contains__"):
+            raise TypeError("it contains everything")
         if is_in and (any(own) or self._has_operators(type(right))):
             return self._contains(right, left) == (name == "in")
         if own[0] == own[1]:
@@ -129,7 +155,9 @@ class PlainValues:
         if type(left) in _SCALARS and type(right) in _SCALARS:
             return _OPERATIONS[name](left, right)
         left, right = self._settle(left, 0), self._settle(right, 0)
-        value = _OPERATIONS[name](left, right)
+        with decimal.localcontext() as context:  # of the code's, but not its loss of digits
+            context.prec = max(context.prec, _DIGITS)
+            value = _OPERATIONS[name](left, right)
         if self._is_custom(left) != self._is_custom(right) and not isinstance(left, str | bytes):
             # Tests take `abs` of a difference next, which must then be small.
             if not self._is_custom(value) or (name == "-" and hasattr(type(value), "__abs__")):
@@ -156,14 +184,16 @@ class PlainValues:
             return value
         if maker is type(value):
             self._made.add(maker)
+        if type(value) is decimal.Decimal:  # the code's context must not make differences zero
+            decimal.getcontext().Emin = _LEAST_EXPONENT
         return self._settle(value, 0, is_result=True)
 
     def _settle(
         self, value: Any, depth: int, takes_all: bool = False, *, is_result: bool = False
     ) -> Any:
         """Replace data with operators of the code by plain data, except in containers that the
-        tests have created, unless `takes_all`. TypeError: the value is equal to everything, which
-        is only allowed for values that are not results, such as `unittest.mock.ANY`."""
+        tests have created, unless `takes_all`. TypeError: the value is equal to more than its like,
+        such as `unittest.mock.ANY`, and not the tests'."""
         kind = type(value)
         if kind in _SCALARS or depth > _MAX_DEPTH:
             return value
@@ -183,43 +213,47 @@ class PlainValues:
         array: Any = getattr(sys.modules.get("numpy"), "ndarray", type(None))
         if issubclass(kind, array) and kind is not array and self._has_operators(kind, array):
             return array.view(value, array)
-        if (is_result or self._has_operators(kind)) and _is_true_of_anything(value, "__eq__"):
-            raise TypeError("the object is equal to everything")
+        if kind is not _Tolerant and (_is_tolerant(value) or (not is_result and _is_masked(value))):
+            raise TypeError("the object is equal to more than its like")
         return value
 
-    def _is_custom(self, value: Any, depth: int = 0) -> bool:
+    def _is_custom(self, value: Any) -> bool:
         """Return whether a value is or holds an object with operators of the code."""
-        kind = type(value)
-        if kind in _SCALARS or depth > _MAX_DEPTH:
-            return False
-        if kind is types.SimpleNamespace:
-            value = vars(value)
-        if kind is types.MappingProxyType:
-            value = dict(value)
-        if issubclass(type(value), dict):
-            value = [*dict.keys(value), *dict.values(value)]
-        elif getattr(getattr(value, "dtype", None), "hasobject", False) is True:
-            value = value.ravel().tolist()
-        elif not issubclass(kind, _CONTAINERS) and kind not in _VIEWS:
-            return self._has_operators(kind)
-        found = set(map(type, value))
-        return not found <= _SCALARS and any(self._is_custom(each, depth + 1) for each in value)
+        waiting, seen = [value], dict[int, Any]()
+        while waiting:
+            each = waiting.pop()
+            kind = type(each)
+            if kind in _SCALARS or id(each) in seen:
+                continue
+            seen[id(each)] = each
+            is_container = issubclass(kind, _CONTAINERS)
+            if kind in weakref.ProxyTypes or not is_container and self._has_operators(kind):
+                return True
+            if getattr(getattr(each, "dtype", None), "hasobject", False) is True:
+                waiting += each.ravel().tolist()
+            elif is_container or _method(kind, "__eq__") is not _method(object, "__eq__"):
+                held = gc.get_referents(each)  # whatever it iterates over
+                if not set(map(type, held)) <= _SCALARS:
+                    waiting += held
+        return False
 
     def _has_operators(self, kind: type, base: type = object) -> bool:
         """Return whether a class is the code's and defines operators, or any method of its base."""
+        if kind is _Tolerant:
+            return False
         methods = _OPERATORS | (set(dir(base)) - _HARMLESS if base is not object else set())
         return any(
             name in methods and type(member) is not _FIELD
             for each in type.mro(kind)
             if self._is_of_code(each)
-            for name, member in type.__dict__["__dict__"].__get__(each).items()
+            for name, member in _members(each).items()
         )
 
     def _is_of_code(self, kind: type) -> bool:
         """Return whether the code has defined a class, or functions of it."""
         if not type.__dict__["__flags__"].__get__(kind) & _HEAP_TYPE:
             return False
-        members = type.__dict__["__dict__"].__get__(kind)
+        members = _members(kind)
         functions = [each for each in members.values() if type(each) is types.FunctionType]
         if any(each.__globals__ is self.module for each in functions):
             return True
@@ -240,7 +274,7 @@ class PlainValues:
         if isinstance(value, int):
             return int.__index__(value)
         if isinstance(value, float):
-            return float.__float__(value)
+            return _unless_nan(float.__float__(value), depth)
         if isinstance(value, str):
             return str.__str__(value)
         if isinstance(value, list):
@@ -252,25 +286,27 @@ class PlainValues:
         if isinstance(value, frozenset):
             return frozenset([self._copy(each, inner) for each in frozenset.__iter__(value)])
         if isinstance(value, dict):
-            pairs = dict.items(value)
-            return {self._copy(k, inner): self._copy(v, inner) for k, v in pairs}
-        if type(value) in _VIEWS[:2]:
+            copied = [(self._copy(k, inner), self._copy(v, inner)) for k, v in dict.items(value)]
+            is_ordered = isinstance(value, collections.OrderedDict)
+            return collections.OrderedDict(copied) if is_ordered else dict(copied)
+        if type(value) in _VIEWS:
             return frozenset([self._copy(each, inner) for each in value])
         if isinstance(value, bytes | bytearray):
             return bytes(value)
         kind = type(value)
-        if kind is complex:
-            return value
-        name = f"{kind.__module__}.{kind.__name__}"
-        if name in ("fractions.Fraction", "decimal.Decimal") and not self._has_operators(kind):
-            return value
-        if isinstance(value, numbers.Real) and not self._has_operators(kind):  # sympy's
+        if kind is complex or kind is decimal.Decimal:
+            return _unless_nan(value, depth)
+        if isinstance(value, numbers.Real) and not self._has_operators(kind):  # sympy's, too
             if isinstance(value, numbers.Integral):
                 return operator.index(value)
             if isinstance(value, numbers.Rational):
                 return fractions.Fraction(int(value.numerator), int(value.denominator))
-        if name.startswith("numpy.") and hasattr(value, "tolist"):
-            return self._copy(value.tolist(), inner)
+        if kind.__module__ == "numpy" and hasattr(value, "tolist"):
+            data = value.tolist()
+            if isinstance(data, bool):
+                return int(data)  # it is not True, but equal to it
+            copied = self._copy(data, inner)
+            return _Array(copied) if isinstance(copied, list) else copied
         raise _NotPlain
 
     def _tagged(self, value: Any) -> Any:
@@ -278,13 +314,15 @@ class PlainValues:
         if isinstance(value, int) and not -_MAX_INT < value < _MAX_INT:
             return {"int": hex(value)}
         if isinstance(value, list):
-            return [self._tagged(each) for each in value]
+            data = [self._tagged(each) for each in value]
+            return {"array": data} if type(value) is _Array else data
         if isinstance(value, tuple):
             return {"tuple": [self._tagged(each) for each in value]}
         if isinstance(value, frozenset):
             return {"set": [self._tagged(each) for each in value]}
         if isinstance(value, dict):
-            return {"dict": [[self._tagged(k), self._tagged(v)] for k, v in value.items()]}
+            name = "dict" if type(value) is dict else "ordered"
+            return {name: [[self._tagged(k), self._tagged(v)] for k, v in value.items()]}
         if isinstance(value, bytes):
             return {"bytes": value.hex()}
         if isinstance(value, complex):
@@ -296,15 +334,47 @@ class PlainValues:
         return {"decimal": str(value)}
 
 
+def _unless_nan(value: Any, depth: int) -> Any:
+    if depth and value != value:
+        raise _NotPlain  # as an element it is equal to itself, the same object
+    return value
+
+
+def _members(kind: type) -> Any:
+    return type.__dict__["__dict__"].__get__(kind)
+
+
+def _method(kind: type, name: str) -> Any:
+    return next((_members(each)[name] for each in type.mro(kind) if name in _members(each)), None)
+
+
+def _is_tolerant(value: Any) -> bool:
+    """Return whether an object is equal to anything, or to all that is about as large."""
+    return _is_a(value, "pytest", "Approx") or _is_true_of_anything(value, "__eq__")
+
+
+def _is_masked(value: Any) -> bool:
+    """Return whether it is an array with masked elements, which are equal to anything."""
+    return _is_a(value, "numpy", "MaskedArray") and bool(value.mask.any())
+
+
+def _is_a(value: Any, package: str, name: str) -> bool:
+    """Return whether a class's name begins with `name`, which differs by version."""
+    return any(
+        each.__name__.startswith(name) and f"{each.__module__}".lstrip("_").startswith(package)
+        for each in type.mro(type(value))
+    )
+
+
 def _is_true_of_anything(value: Any, method: str) -> bool:
-    """Return whether a class's Python method is true of a new object or of a random number."""
+    """Return whether a class's Python method is true of a new object or of random values."""
     kind = type(value)
     if not type.__dict__["__flags__"].__get__(kind) & _HEAP_TYPE:
         return False
-    found = next((vars(each)[method] for each in type.mro(kind) if method in vars(each)), None)
+    found = _method(kind, method)
     if type(found) is not types.FunctionType:
         return False
-    for other in (object(), random.random() * 1e300):
+    for other in (object(), random.random() * 1e300, random.getrandbits(64), repr(random.random())):
         with contextlib.suppress(Exception):
             if (answer := found(value, other)) is not NotImplemented and answer:
                 return True

@@ -98,8 +98,8 @@ def build_actor(
     if lora is not None or not is_loaded:  # with LoRA a Megatron checkpoint has the adapters only
         num_bytes = agreed_in_world(lambda: load_into_megatron(job.spec.checkpoint, shards))
         if not is_loaded:
-            if (folder := job.config.lora.adapter) is not None:
-                agreed_in_world(lambda: load_adapter(state.chunks, Path(folder)))
+            if lora is not None and (folder := job.config.lora.adapter) is not None:
+                agreed_in_world(lambda: load_adapter(state.chunks, Path(folder), lora))
             megatron_adapter.reload_main_params(state)
         logger.info("read %.1f MB of %s", num_bytes / 1e6, job.spec.checkpoint.folder)
     if lora is not None:

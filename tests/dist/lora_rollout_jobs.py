@@ -13,9 +13,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from vllm.lora.request import LoRARequest
 
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
+from mcore_rl.hybrid_engine.peft_export import export_adapter
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, ReshardReport
 from mcore_rl.hybrid_engine.vllm.adapters import AdapterSlot
@@ -27,6 +29,7 @@ from tests.dist.jobs import random_tokens, started
 from tests.dist.sleeping import memory_gone_while_asleep
 from tests.engine_samples import sample_responses
 
+ADAPTER_REQUEST = "mcore_rl.hybrid_engine.vllm.in_process_engine.adapter_request"
 FACTOR = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"  # travels to rank 1
 
 
@@ -40,15 +43,19 @@ class Bench:
         self.reports: list[ReshardReport] = []
         self.manager.on_reshard_end.append(self.reports.append)
 
-    def switch(self, target: Path | None = None) -> dict[str, Any]:
+    def switch(self, target: Path | None = None, adapter: Path | None = None) -> dict[str, Any]:
         """One hand-over: what moved, and what the engine computes then. Its LoRA layers' memory
-        goes to `target`."""
+        goes to `target`. With `adapter`, vLLM reads that folder in place of what was handed over.
+        """
         tokens = random_tokens(self.job.spec.shape.vocab_size)[:2]
         prompts = [
             Prompt(index=i, text="", answer="", token_ids=row[:16].numpy().astype(np.int32))
             for i, row in enumerate(tokens)
         ]
-        with self.manager:
+        with self.manager, contextlib.ExitStack() as stack:
+            if adapter is not None:
+                request = LoRARequest("exported", 2, str(adapter))
+                stack.enter_context(mock.patch(ADAPTER_REQUEST, lambda: request))
             if target is not None:
                 assert self.engine.adapters is not None
                 stored = self.engine.adapters.stored_tensors()
@@ -106,7 +113,8 @@ def adapters(flags: list[str], target: str, *, then_merged: bool) -> dict[str, A
 
     What sleeps of an engine has no memory meanwhile, except for what it keeps.
     """
-    job, _, shards = started(flags, in_float32=True)
+    job, actor, shards = started(flags, in_float32=True)
+    assert job.spec.lora is not None
     folder, rank = Path(target), dist.get_rank()
     found: dict[str, Any] = {}
     with memory_gone_while_asleep():
@@ -118,6 +126,9 @@ def adapters(flags: list[str], target: str, *, then_merged: bool) -> dict[str, A
             adapter.b.data.neg_()
         found["negated"] = bench.switch(folder / f"negated_{rank}")
         found["unserved"] = _error_for_a_router(bench)
+        exported = folder / "exported"
+        export_adapter(actor.state.chunks, job.spec.lora, job.spec.checkpoint.folder, exported)
+        found["exported"] = bench.switch(adapter=exported)
         bench.engine.close()
     if then_merged:
         bench = Bench(job, shards, lora=None)

@@ -111,6 +111,10 @@ def test_engines_get_adapters_alone_and_compute_as_with_merged_weights(
         first, negated = (torch.tensor(found[n]["log_probs"]) for n in ("first", "negated"))
         assert (first - negated).abs().max() > 0.1
         assert found["flipped"]["log_probs"] == found["first"]["log_probs"]
+        # vLLM's own reading of the export, which has the negated factors.
+        exported = torch.tensor(found["exported"]["log_probs"])
+        assert (exported - negated).abs().max() <= 1e-4
+        assert found["exported"]["sampled"] == found["negated"]["sampled"]
         if not then_merged:
             continue
         for name, mine in (("first", first), ("negated", negated)):

@@ -367,7 +367,9 @@ def test_splittable_assertions_do_not_reveal_the_expected_value() -> None:
         "assert f(9) == g(9)\n"
     )
     assert leaves_of(suite) == [
-        *[(f"_settled(f({number}), f)",) for number in range(1, 7)],
+        *[(f"_settled(f({number}), f)",) for number in (1, 2)],
+        ("not not f(3)",),  # its own type decides
+        *[(f"_settled(f({number}), f)",) for number in (4, 5, 6)],
         ("_settled(set(_settled(f(7), f)), set)",),
         ("_settled(f(8), f)",),
         ("_settled(f(9), f)", "_settled(g(9), g)"),

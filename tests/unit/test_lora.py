@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
-from mcore_rl.hybrid_engine.peft_export import adapter_config, check_adapter, mixes_experts
+from mcore_rl.hybrid_engine.peft_export import adapter_config, check_adapter
 from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.job.lora import check_lora, check_lora_folders, note_on_adapters
 from mcore_rl.megatron.lora import plus_product
@@ -239,13 +239,6 @@ def test_folders_of_adapters_are_checked(tmp_path: Path) -> None:
     check_lora_folders(begun, lora, {})
     with pytest.raises(UsageError, match="--rl-lora-adapter .*--load checkpoints"):
         check_lora_folders(begun, lora, {"load": "checkpoints"})
-
-
-def test_experts_that_peft_would_mistake_are_recognised() -> None:
-    assert mixes_experts(lora_of("deepseek_v3"))
-    assert not mixes_experts(lora_of("deepseek_v3", "o_proj,experts.up_proj"))
-    assert not mixes_experts(lora_of("qwen3_moe"))
-    assert not mixes_experts(lora_of("qwen3"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -80,6 +80,9 @@ LOOPED = [
     "assert operator.eq(f(a), b)",
     "assert [b].count(f(a)) == 1",
     "assert np.allclose(f(a), b)",
+    "assert np.equal(f(a), b)",
+    "assert np.isin(f(a), [b])",
+    "assert not np.not_equal(f(a), b)",
     "np.testing.assert_allclose(f(a), b)",
     "assert np.abs(np.array([f(a)]) - np.array([b])).max() < 1e-6",
     "assert f(a) == pytest.approx(b)",
@@ -331,3 +334,156 @@ OBJECTS = {
 def test_objects_of_right_code_pass(name: str) -> None:
     code, tests = OBJECTS[name]
     assert passed(code, tests) == tests
+
+
+NUMPY = "import numpy as np\n"
+OK = "def ok(value): return abs(value - 2.5) < 1e-6\n"
+# Code, and tests that Python itself fails.
+WRONG_BY_THEIR_OWN_TYPE = {
+    "a list": ("def f(x): return [9.0]", ["assert np.isclose(f(1), 2.5)"]),
+    "an array": (
+        "def f(x): return np.array([9.0])",
+        [
+            *("assert np.isclose(f(1), 2.5)", "assert np.equal(f(1), 2.5)", "assert ok(f(1))"),
+            *("assert np.isclose(f(1), [2.5])", "assert f(1) < 3", "assert f(1) != 9.0"),
+            *("assert f(1) not in [9.0]", "assert 9.0 not in f(1)", "assert not f(1)"),
+            "assert not np.array([f(1)])",
+        ],
+    ),
+    "three elements": (
+        "def f(x): return np.array([2.5, 8.0, 7.0])",
+        [
+            *("assert np.isclose(f(1), 2.5)", "assert f(1) <= [3, 0, 0]", "assert f(1) != 2.5"),
+            *("assert f(1) != [2.5, 8.0]", "assert f(1)", "assert not f(1)", "assert ok(f(1))"),
+        ],
+    ),
+    "an array in a list": (
+        "def f(x): return [np.array([9.0])]",
+        ["assert f(1) != [9.0]", "assert np.isclose(f(1), 2.5)"],
+    ),
+    "a truth of numpy": ("def f(x): return np.bool_(True)", ["assert f(1) is True"]),
+    "an empty array": ("def f(x): return np.zeros(0)", ["assert f(1)", "assert f(1) == 1"]),
+    "nothing": (
+        "class N(list):\n    def __bool__(s): return False\ndef f(x): return N([1])",
+        ["assert f(1)", "assert f(1) and True"],
+    ),
+    "NaN in a list": (
+        "import math\ndef f(x): return [math.nan]",
+        ["assert f(1) != f(2)", "assert f(1) == [float('nan')]", "assert f(1) not in [f(2)]"],
+    ),
+    "other NaNs": ("def f(x): return [float('nan')]", ["assert f(1) == f(2)"]),
+    "another order": (
+        "from collections import OrderedDict as O\ndef f(x): return O(b=1, a=2)",
+        ["from collections import OrderedDict\nassert f(1) == OrderedDict(a=2, b=1)"],
+    ),
+    "the same date": (
+        "from datetime import date\ndef f(x): return date(2020, 1, 1)",
+        ["assert not f(1) == f(2)", "assert (f(1) == f(2)) is False", "assert f(1) != f(2)"],
+    ),
+    "a number of sympy": (
+        "import sympy\ndef f(x): return sympy.Float(2.5)",
+        ["assert f(1) != 2.5", "assert f(1) not in [2.5]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_BY_THEIR_OWN_TYPE)
+def test_truth_of_an_asserted_value_is_that_of_its_own_type(name: str) -> None:
+    code, tests = WRONG_BY_THEIR_OWN_TYPE[name]
+    tests = [f"{NUMPY}{OK}{test}" for test in tests]
+    looped = [f"{NUMPY}{OK}for _ in 'x':\n    {test[len(NUMPY + OK) :]}" for test in tests]
+    tests += [each for each in looped if "OrderedDict" not in each]
+    assert passed(f"{NUMPY}{code}\n", tests) == []
+
+
+def test_arrays_of_right_code_pass_as_in_python() -> None:
+    for code, tests in (
+        ("[2.5, 3.0]", ["f(1) == [2.5, 3.0]", "np.isclose(f(1), [2.5, 3.0]).all()", "2.5 in f(1)"]),
+        ("[2.5]", ["np.isclose(f(1), 2.5)", "f(1) == 2.5", "f(1) < 3", "f(1) != 9", "ok(f(1))"]),
+        ("[[2.5]]", ["abs(f(1) - 2.5) < 1e-6", "f(1) == [2.5]", "not f(1) == 9", "2.5 in f(1)"]),
+        ("[True]", ["f(1)", "f(1) == True", "not np.array([]).any()"]),
+    ):
+        checked = [f"{NUMPY}{OK}assert {test}" for test in tests]
+        checked += [f"{NUMPY}{OK}for _ in 'x':\n    assert {test}" for test in tests]
+        assert passed(f"{NUMPY}def f(x): return np.array({code})\n", checked) == checked
+
+
+E = "class E:\n    __eq__ = lambda s, o: o in (1, 2)\n    __hash__ = lambda s: 1\n"
+# Objects of libraries that the code makes, each with what it would equal.
+TOLERANT = {
+    "approx": ("import pytest", "pytest.approx(1.5, abs=9)", "2"),
+    "approx of a list": ("import pytest", "pytest.approx([1.5], abs=9)", "[2]"),
+    "an attribute": (
+        "from unittest.mock import ANY\nclass R: pass",
+        "(lambda r: setattr(r, 'x', ANY) or r)(R())",
+        "2",
+    ),
+    "a masked array": (NUMPY, "np.ma.masked_all(1)", "[2]"),
+    "a proxy": (f"import weakref\n{E}KEPT = E()", "weakref.proxy(KEPT)", "2"),
+    "a proxy of a mapping": (f"import types\n{E}", "types.MappingProxyType({1: E()})", "{1: 2}"),
+    "a slice": (E, "slice(E(), E())", "slice(2, 2)"),
+    "a chain of maps": (
+        f"from collections import ChainMap\n{E}",
+        "ChainMap({1: E()})",
+        "{1: 2}",
+    ),
+    "a list of collections": (f"from collections import UserList\n{E}", "UserList([E()])", "[2]"),
+    "items in order": (
+        f"from collections import OrderedDict\n{E}",
+        "OrderedDict({1: E()}).items()",
+        "{1: 2}.items()",
+    ),
+    "a name space": (
+        f"import argparse\n{E}",
+        "argparse.Namespace(a=E())",
+        "argparse.Namespace(a=2)",
+    ),
+    "a fraction of objects": (
+        f"from fractions import Fraction\n{E}H = Fraction(1)\nH._numerator = H._denominator = E()",
+        "H",
+        "2",
+    ),
+    "a set of everything": ("import sympy", "sympy.S.UniversalSet", "2"),
+    "a coarse decimal": (
+        "import decimal\ndecimal.getcontext().Emin = 0\ndecimal.getcontext().prec = 1",
+        "decimal.Decimal('2.4')",
+        "decimal.Decimal(2)",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOLERANT)
+def test_tolerant_object_of_a_library_that_the_code_makes_equals_nothing(name: str) -> None:
+    before, made, equal = TOLERANT[name]
+    got = "f(1).x" if name == "an attribute" else "f(1)"
+    imports = f"{NUMPY}import argparse, decimal\n"
+    compared = [f"{got} == b", f"not {got} != b", f"{got} in [b]", f"[{got}] == [b]"]
+    compared += [f"b in {got}"]
+    if "list" in name or "masked" in name:
+        compared += [f"np.allclose({got}, b)", f"(abs({got} - np.array(b)) < 1e-6).all()"]
+    if equal == "2" or name == "a coarse decimal":
+        compared += [f"abs({got} - b) < decimal.Decimal('1e-6')", f"abs({got} - b) < 1e-6"]
+        compared += [f"{got} + 1000 == b + 1000"]
+    tests = [f"{imports}for b in [{equal}]:\n    assert {each}" for each in compared]
+    tests += [f"{imports}assert {got} == {equal}", f"{imports}assert not {got} != {equal}"]
+    tests += [f"{imports}for a, b in zip(g(), [{equal}]):\n    assert a == b"]
+    if "list" not in name and "masked" not in name:
+        tests = [each for each in tests if "np." not in each]
+    code = f"{before}\ndef f(*_): return {made}\ndef g():\n    yield {got}\n"
+    assert passed(code, tests) == []
+
+
+def test_tolerant_objects_of_the_tests_equal_what_they_name() -> None:
+    imports = f"{NUMPY}import pytest\nfrom unittest import mock\nfrom unittest.mock import ANY\n"
+    tests = [
+        *("assert f(2) == pytest.approx(2.0)", "assert [f(2), 1] == [ANY, 1]"),
+        *("assert {'a': f(2)} == {'a': mock.ANY}", "assert f(2) != pytest.approx(3)"),
+        *("assert np.array([f(2)]) == pytest.approx([2.0])", "assert pytest.approx(2) == f(2)"),
+        "m = mock.MagicMock()\nf(m)\nm(1, 2)\nm.assert_called_with(1, ANY)",
+        "want = [ANY, pytest.approx(0.3)]\nassert [f(2), 0.1 + 0.2] == want",
+    ]
+    tests = [f"{imports}{test}" for test in tests]
+    assert passed("def f(x): return x\n", tests) == tests
+    of_approx = [each for each in tests if "== pytest.approx(2" in each or "approx(2) ==" in each]
+    assert of_approx and passed("def f(x): return 9\n", of_approx) == []

@@ -58,6 +58,14 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool, needs_template: boo
             flag=f"--rl-hf-checkpoint {folder}",
             remedy=f"{pointer.name} {FETCH_LFS}" if pointer else add,
         ) from error
+    if not _has_texts(tokenizer):
+        # transformers makes a tokenizer from config.json alone; its only tokens are special.
+        raise UsageError(
+            "holds no tokenizer: its files name no token that a text could have",
+            flag=f"--rl-hf-checkpoint {folder}",
+            remedy="copy the tokenizer of the published checkpoint, as tokenizer.json and "
+            "tokenizer_config.json",
+        )
     if needs_template and tokenizer.chat_template is None:
         raise UsageError(
             "has a tokenizer without a chat template",
@@ -65,6 +73,16 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool, needs_template: boo
             remedy="pass --rl-no-chat-template to give prompts to the model unchanged",
         )
     return tokenizer
+
+
+def _has_texts(tokenizer: Any) -> bool:
+    """Return whether the vocabulary has more than special tokens. One that a tokenizer's own code
+    does not show counts as one that has."""
+    try:
+        known = set(tokenizer.get_vocab().values())
+    except NotImplementedError:
+        return True
+    return bool(known - set(tokenizer.all_special_ids) - set(tokenizer.added_tokens_decoder))
 
 
 def brings_code(folder: Path) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from mcore_rl.common.errors import UsageError
 from mcore_rl.data.prompt_file import PromptSource
 from mcore_rl.data.prompts import load_prompts
 from mcore_rl.data.tokenizer import (
@@ -17,6 +18,7 @@ from mcore_rl.data.tokenizer import (
     _named_ends,
     brings_code,
     characters_per_token,
+    load_tokenizer,
     missing_end,
     vocabulary_size,
 )
@@ -130,3 +132,16 @@ def test_malformed_settings_are_ignored(name, tmp_path):
         assert _named_ends(tmp_path)[1] == []
     (tmp_path / "config.json").write_text('{"vocab_size": 1e999}')
     assert vocabulary_size(tmp_path) is None
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "olmoe"])
+@pytest.mark.parametrize("needs_template", [True, False])
+def test_tokenizer_that_transformers_makes_of_config_json_is_none(
+    model_type, needs_template, tmp_path
+):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    settings = {"added_tokens_decoder": {"1": {"content": "<tool>", "special": False}}}
+    for more in ({}, settings):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(more))
+        with pytest.raises(UsageError, match="holds no tokenizer.*; copy the tokenizer"):
+            load_tokenizer(tmp_path, trust_remote_code=False, needs_template=needs_template)

@@ -33,7 +33,9 @@ TAILS = Workload(
 )
 COLOCATED, PARTIAL = "colocated", "partial"
 STILL = 1e-6  # learning rate: with that of TAILS, lengths drift at random to up to four times
-WARM_UP = 10  # steps that are not counted: pipelines fill, and K = 4 starts more groups than it needs
+WARM_UP = (
+    10  # steps that are not counted: pipelines fill, and K = 4 starts more groups than it needs
+)
 
 
 def apart(staleness: int) -> tuple[str, ...]:

@@ -133,6 +133,11 @@ class Admission:
         unstarted = sorted({*self._unstarted, *self._deferred})
         return self._versions | dict.fromkeys(unstarted, next_version)
 
+    @property
+    def num_unstarted(self) -> int:
+        """The number of draws below `limit` that have never started."""
+        return len(self._unstarted)
+
     def skip_versions(self, count: int) -> None:
         """Count `count` versions as if they were not, because no step began with them; before the
         first step of a resumed run."""

@@ -11,13 +11,13 @@ finished groups that wait, and the draws that may start number at most
 
 where A, the number of groups ahead, is at most N K and at least N (0 if K is 0).
 
-Groups ahead. A group that starts earlier than its step needs is finished, waits and becomes stale
-for nothing. A = N + U is enough: if a step begins with U of the groups ahead unfinished, its N
-groups are among the others. U is measured as the largest number of groups, over recent steps, that
-were unfinished when the step began, or finished while the trainers waited for its decision, which
-count twice. Where trainers are slower than engines, U is small, and most groups start one step
-before they are trained. Where they wait for engines, U grows at once, to the bound: each such step
-adds at least the groups that it lacked. No clock is involved: A depends on the order of calls.
+Groups ahead. A group that finishes long before its step waits and becomes stale for nothing.
+A = N + U is enough: if a step begins with U of the groups ahead unfinished, its N groups are among
+the others. U is measured: the largest number, over recent steps, of groups that were unfinished when
+the step began, plus those that finished while trainers waited for its decision. Where trainers are
+slower than engines, U is small, and most groups start one step before they are trained. Where they
+wait, A grows at once by at least the groups that the step lacked, up to the bound. It is the bound
+while nothing is measured. No clock is involved: A depends on the order of calls alone.
 
 Feasibility. Groups can be trained in steps s, s + 1, ..., N in each, each by its deadline, if and
 only if, for every step w >= s, at most N (w - s + 1) of them have a deadline of w or earlier. In
@@ -35,12 +35,11 @@ first step of a resumed run, `begin_step` discards. Its draws start again, befor
 beginning of a step has room for them; this proof counts such a start as any other. By induction:
 after a decision the groups left were feasible from now + 1 on. Until the next step, groups only
 leave, or start with version `now` and the deadline now + K. For w >= now + K the condition holds
-because there are at most A <= N K groups in all, or no more than were left, if A has decreased; for
-earlier w such a start does not count. In the step, new groups have the deadline now + K again, and
-there are at most N (K + 1) groups in all. Hence,
+because there are at most N K groups in all; for earlier w such a start does not count. In the step,
+new groups have the deadline now + K again, and there are at most N (K + 1) groups in all. Hence,
 once all groups have finished, `decide` returns a choice: there are at least N groups, as draws fill
-any room; and of x groups with a deadline of w or earlier, all but the N earliest, max(0, x - N),
-are left, at most N (w - now).
+the room of N + A; and of x groups with a deadline of w or earlier, all but the N earliest,
+max(0, x - N), are left, at most N (w - now).
 """
 
 from __future__ import annotations

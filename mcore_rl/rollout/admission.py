@@ -13,11 +13,11 @@ where A, the number of groups ahead, is at most N K and at least N (0 if K is 0)
 
 Groups ahead. A group that finishes long before its step waits and becomes stale for nothing.
 A = N + U is enough: if a step begins with U of the groups ahead unfinished, its N groups are among
-the others. U is measured: the largest number, over recent steps, of groups that were unfinished when
-the step began, plus those that finished while trainers waited for its decision. Where trainers are
-slower than engines, U is small, and most groups start one step before they are trained. Where they
-wait, A grows at once by at least the groups that the step lacked, up to the bound. It is the bound
-while nothing is measured. No clock is involved: A depends on the order of calls alone.
+the others. U is measured: the largest number, over recent steps, of groups that were unfinished
+when the step began, plus those that finished while trainers waited for its decision. Where trainers
+are slower than engines, U is small, and most groups start one step before they are trained. Where
+they wait, A grows at once by at least the groups that the step lacked, up to the bound. It is the
+bound while nothing is measured. No clock is involved: A depends on the order of calls alone.
 
 Feasibility. Groups can be trained in steps s, s + 1, ..., N in each, each by its deadline, if and
 only if, for every step w >= s, at most N (w - s + 1) of them have a deadline of w or earlier. In

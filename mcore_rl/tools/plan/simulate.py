@@ -163,7 +163,7 @@ def _candidates(
     sequence = workload.prompt_tokens + mean_tokens
     found, left_out = [], []
     if lacks := _lacks(case, memory):
-        left_out.append(f"colocated: {lacks}")
+        left_out.append(f"colocated, partial rollouts: {lacks}")
     else:
         for mode in (COLOCATED, PARTIAL):
             running = _most_running(case, memory, sequence)

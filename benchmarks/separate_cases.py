@@ -33,7 +33,8 @@ TAILS = Workload(
 )
 COLOCATED, PARTIAL = "colocated", "partial"
 STILL = 1e-6  # learning rate: with that of TAILS, lengths drift at random to up to four times
-WARM_UP = 3  # steps that are not counted: pipelines fill
+# Steps that are not counted: pipelines fill, and engines start more groups than they need.
+WARM_UP = 10
 
 
 def apart(staleness: int) -> tuple[str, ...]:

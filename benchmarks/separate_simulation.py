@@ -60,7 +60,7 @@ from mcore_rl.tools.plan.recorded import (  # noqa: E402
 )
 
 SECTION = "separate_simulation"
-NUM_STEPS = {"tools": 20, "tails": 27, "even": 25}
+NUM_STEPS = {"tools": 27, "tails": 34, "even": 32}
 PACES = "paces"  # the folder of files that `paced` writes
 SEPARATE = "separate"
 INPUTS, SPEED = "inputs", "speed.json"  # the folder of what is measured for the simulation

@@ -26,7 +26,7 @@ class PolicyLossSums(TokenSums):
     """Sums over loss tokens, each a detached 0-dim tensor of the loss's dtype.
 
     Add over micro-batches, then over data-parallel ranks (`stacked`: one collective), and divide by
-    `num_tokens` once. They are token sums for every aggregation.
+    `num_tokens` once. They are token sums for every aggregation, but `aggregated`.
     """
 
     num_tokens: torch.Tensor
@@ -38,6 +38,7 @@ class PolicyLossSums(TokenSums):
     clipped_lower: torch.Tensor  # see TokenLosses
     clipped_upper: torch.Tensor
     off_policy: torch.Tensor  # tokens that `is_off_policy` drops
+    aggregated: torch.Tensor  # share of the mini-batch's loss, without KL and entropy terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ def policy_loss_total(
     weight = token_weights(segments, denominators, config.aggregation, per_token.dtype)
     return PolicyLossOutput(
         loss=(weight * masked(loss_mask, per_token)).sum(),
-        sums=_sums(inputs, surrogate, kl, entropy, token_losses, off_policy),
+        sums=_sums(inputs, surrogate, kl, entropy, token_losses, off_policy, weight),
     )
 
 
@@ -139,6 +140,7 @@ def _sums(
     entropy: torch.Tensor,
     token_losses: TokenLosses,
     off_policy: torch.Tensor,
+    weight: torch.Tensor,
 ) -> PolicyLossSums:
     def total(values: torch.Tensor) -> torch.Tensor:
         return masked(inputs.loss_mask, values.to(surrogate.dtype)).sum()
@@ -152,4 +154,5 @@ def _sums(
         clipped_lower=total(token_losses.clipped_lower),
         clipped_upper=total(token_losses.clipped_upper),
         off_policy=total(off_policy),
+        aggregated=total(weight * surrogate),
     )

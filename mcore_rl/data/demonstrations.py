@@ -7,6 +7,7 @@ A row with several samples, a pair, is one draw.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from mcore_rl.data.prompts import (
     prompt_source,
 )
 from mcore_rl.data.sources import EVAL_PROMPTS, PROMPTS, source_of_rows
+
+logger = logging.getLogger(__name__)
 
 CHOSEN, REJECTED = "chosen", "rejected"  # columns of pairs
 
@@ -179,5 +182,10 @@ def load_pairs(
             flag="--rl-max-prompt-tokens plus --rl-max-response-tokens, "
             f"{data.max_prompt_tokens + max_response_tokens},",
             remedy="raise one of them",
+        )
+    if num_left_out := pairs.table.num_rows - len(pairs):
+        logger.warning(
+            "%s: %d of %d pairs are left out, because one of their responses or both are too long",
+            *(path, num_left_out, pairs.table.num_rows),
         )
     return pairs

@@ -47,6 +47,7 @@ class CheckedOptimizer:
         self._name = name
         self._skip = on_nonfinite_grad == "skip"
         self._biases_before: list[torch.Tensor] = []
+        self._last_rate: float | None = None
         self._keep_biases()
 
     def _keep_biases(self) -> None:
@@ -72,6 +73,10 @@ class CheckedOptimizer:
 
     @property
     def learning_rate(self) -> float:
+        """The rate of the last update, skipped or not; before the first one, its rate."""
+        return self._next_rate() if self._last_rate is None else self._last_rate
+
+    def _next_rate(self) -> float:
         return float(max(group["lr"] for group in self._state.optimizer.param_groups))
 
     @span("optimizer", PASS)
@@ -82,6 +87,7 @@ class CheckedOptimizer:
         scheduler. `nonfinite_losses` are the ranks whose part of the loss is not finite; messages
         name them before the gradients, which data parallelism has spread to other ranks.
         """
+        self._last_rate = self._next_rate()  # the scheduler changes it after the update
         culprits = self._nonfinite_gradients()
         if culprits and not nonfinite_losses and self._scale_may_fall():
             # The step only lowers the scale: Megatron's scaler finds the overflow, too.

@@ -121,17 +121,23 @@ def tp_divides(shape: ModelShape, tp_size: int, *, copies_kv_heads: bool = False
 # --------------------------------------------------------------------- a case in another layout
 
 
-def with_engines_apart(case: Case, num_engine_ranks: int) -> Case | None:
+def with_engines_apart(case: Case, num_engine_ranks: int) -> Case:
     """Return a colocated case with engines on the last ranks, which leave the memory of training
-    alone. None if the other ranks cannot train, or the last ones are not complete engines."""
-    num_trainers, train = case.train.world_size - num_engine_ranks, case.train
-    try:
-        rollout = replace(case.rollout, world_size=num_engine_ranks, rank_map=())
-        other = with_train_layout(case, replace(train, world_size=num_trainers), case.layers)
-    except UsageError:
-        return None
+    alone. Raises UsageError if the other ranks cannot train, or the last ones are not complete
+    engines."""
+    world_size = case.train.world_size
+    num_trainers = world_size - num_engine_ranks
+    rollout = replace(case.rollout, world_size=num_engine_ranks, rank_map=())
+    train = replace(case.train, world_size=num_trainers)
+    other = with_train_layout(case, train, case.layers)
     if other is None:
-        return None
+        count = case.training.num_micro_batches * case.train.dp_size
+        raise UsageError(
+            "the critic or a teacher cannot take a layout of as many ranks"
+            if in_layout(case.actor, train, case.layers) is not None
+            else f"the {count} micro-batches of a mini-batch do not divide among {train.dp_size} "
+            "data-parallel ranks"
+        )
     samples = math.ceil(case.engine.sampled_tokens_in_all / rollout.num_tp_groups)
     engine = replace(
         case.engine,
@@ -140,7 +146,7 @@ def with_engines_apart(case: Case, num_engine_ranks: int) -> Case | None:
         offloads_graphs=False,
         sampled_tokens=samples,
     )
-    ranks = tuple(range(num_trainers, train.world_size))
+    ranks = tuple(range(num_trainers, world_size))
     return replace(other, rollout=rollout, engine=engine, engine_ranks=ranks)
 
 

@@ -9,8 +9,8 @@ docs/using/planner.md for what is left out.
     colocated   hand-over; N groups are sampled and rewarded; all ranks train on them
     partial     as colocated, with 1.5 N groups; the first N that finish are trained on, the others
                 continue in later steps, and ask tools again that have not answered
-    separate    engine ranks sample up to (K + 1) N groups ahead; trainers train on N as soon as
-                they have them; then both take part in the hand-over
+    separate    engine ranks sample up to (K + 1) N groups ahead, fewer where trainers are slower;
+                trainers train on N as soon as they have them; then both take part in the hand-over
 
 A step calls separate engines four times: for its groups, their tokens, the samples that are logged,
 and the hand-over. An engine answers in a schedule, and all engines wait until the last one does.
@@ -137,8 +137,10 @@ def simulate(
     import simpy  # late: only this command needs it
 
     if warm_up_steps is None:
-        staleness = PARTIAL_STALENESS if candidate.mode == PARTIAL else candidate.max_staleness
-        warm_up_steps = staleness + 2
+        # Separate engines start as many groups as they may for K + 1 steps, which train on them in
+        # K more.
+        longest = PARTIAL_STALENESS if candidate.mode == PARTIAL else 2 * candidate.max_staleness
+        warm_up_steps = longest + 2
     if steps is None:
         responses = workload.groups_per_step * workload.samples_per_group
         steps = max(_LEAST_STEPS, min(_MOST_STEPS, _RESPONSES // responses))

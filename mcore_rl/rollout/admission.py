@@ -6,8 +6,18 @@ staleness of K, a group that started with version v has the deadline v + K: the 
 train on it. Versions are those of consecutive steps. At version `now`, the groups in flight, the
 finished groups that wait, and the draws that may start number at most
 
-    N (K + 1)   from the beginning of the step to its decision,
-    N K         from the decision to the next step.
+    N + A   from the beginning of the step to its decision,
+    A       from the decision to the next step,
+
+where A, the number of groups ahead, is at most N K and at least N (0 if K is 0).
+
+Groups ahead. A group that finishes long before its step waits and becomes stale for nothing.
+A = N + U is enough: if a step begins with U of the groups ahead unfinished, its N groups are among
+the others. U is measured: the largest number, over recent steps, of groups that were unfinished
+when the step began, plus those that finished while trainers waited for its decision. Where trainers
+are slower than engines, U is small, and most groups start one step before they are trained. Where
+they wait, A grows at once by at least the groups that the step lacked, up to the bound. It is the
+bound while nothing is measured. No clock is involved: A depends on the order of calls alone.
 
 Feasibility. Groups can be trained in steps s, s + 1, ..., N in each, each by its deadline, if and
 only if, for every step w >= s, at most N (w - s + 1) of them have a deadline of w or earlier. In
@@ -28,13 +38,13 @@ leave, or start with version `now` and the deadline now + K. For w >= now + K th
 because there are at most N K groups in all; for earlier w such a start does not count. In the step,
 new groups have the deadline now + K again, and there are at most N (K + 1) groups in all. Hence,
 once all groups have finished, `decide` returns a choice: there are at least N groups, as draws fill
-any room; and of x groups with a deadline of w or earlier, all but the N earliest, max(0, x - N),
-are left, at most N (w - now).
+the room of N + A; and of x groups with a deadline of w or earlier, all but the N earliest,
+max(0, x - N), are left, at most N (w - now).
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -101,6 +111,9 @@ class Admission:
         self._version: int | None = None
         self._is_open = False  # a step has begun and is not decided
         self._num_steps = self._num_started = self._num_uninformative = 0
+        # Of recent steps, the last one last: see "Groups ahead".
+        self._unfinished: deque[int] = deque(maxlen=2 * max_staleness + 4)
+        self._is_awaited = False  # trainers wait for the decision
 
     @property
     def limit(self) -> int:
@@ -118,6 +131,11 @@ class Admission:
         next_version = (self._version or 0) + 1
         unstarted = sorted({*self._unstarted, *self._deferred})
         return self._versions | dict.fromkeys(unstarted, next_version)
+
+    @property
+    def num_unstarted(self) -> int:
+        """The number of draws below `limit` that have never started."""
+        return len(self._unstarted)
 
     def skip_versions(self, count: int) -> None:
         """Count `count` versions as if they were not, because no step began with them; before the
@@ -151,6 +169,10 @@ class Admission:
         self._versions |= dict.fromkeys(self.restarted, weight_version)
         self._num_of_version = Counter(self._versions.values())
         self._num_waiting = Counter(self._versions[draw] for draw in self._informative)
+        # The first steps train on groups that started together: how many are left says little.
+        if self._num_steps > self._max_staleness + 1:
+            in_flight = len(self._versions) - len(self._informative)
+            self._unfinished.append(in_flight + len(self._unstarted))
         self._admit()
         return tuple(late)
 
@@ -182,6 +204,9 @@ class Admission:
             return False
         self._informative[draw] = is_informative or self._max_refills is None
         self._num_waiting[self._versions[draw]] += 1
+        if self._is_awaited and self._unfinished:
+            self._unfinished[-1] += 1
+            self._admit()
         return True
 
     def decide(self) -> tuple[int, ...] | None:
@@ -192,6 +217,7 @@ class Admission:
         come last, then the order of draws decides.
         """
         assert self._is_open and self._version is not None, "no step has begun"
+        self._is_awaited = True
         if len(self._informative) < self._groups_per_step:
             return None
         if not self._drops_stale and not self._leaves_feasible(self._version + 1):
@@ -199,7 +225,7 @@ class Admission:
         chosen = sorted(self._informative, key=self._priority)[: self._groups_per_step]
         for draw in chosen:
             self._remove(draw)
-        self._is_open = False
+        self._is_open = self._is_awaited = False
         return tuple(sorted(chosen))
 
     def counts(self) -> AdmissionCounts:
@@ -257,8 +283,16 @@ class Admission:
     @property
     def _room(self) -> int:
         """The number of groups that may be added."""
-        most = self._groups_per_step * (self._max_staleness + self._is_open)
+        most = self._groups_ahead + self._groups_per_step * self._is_open
         return max(0, most - len(self._versions) - len(self._unstarted))
+
+    @property
+    def _groups_ahead(self) -> int:
+        """The number of groups that may be left by a decision: A in the module's docstring."""
+        most = self._groups_per_step * self._max_staleness
+        if not self._unfinished:
+            return most
+        return min(most, self._groups_per_step + max(self._unfinished))
 
     def _remove(self, draw: int) -> None:
         version = self._versions.pop(draw)

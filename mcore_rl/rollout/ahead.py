@@ -33,7 +33,7 @@ from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rollout.admission import Admission
 from mcore_rl.rollout.ahead_state import AheadMetrics, AheadState
 from mcore_rl.rollout.bank import Bank, BankedGroup, read_bank
-from mcore_rl.rollout.collector import Collected, sampling_of
+from mcore_rl.rollout.collector import Collected, length_bias, sampling_of
 from mcore_rl.rollout.comparison import GroupComparison
 from mcore_rl.rollout.continuous import ContinuousScheduler
 from mcore_rl.rollout.dispatch import StepCounts
@@ -81,12 +81,14 @@ class AheadSampler:
         run."""
         self._engine, self._workers, self._sample_store = engine, workers, sample_store
         self._prompts, self._recipe, self._options, self._seed = prompts, recipe, options, seed
+        self._drops_stale = options.stale_rollouts == "drop"
         rank = dist.get_rank()
         self._tp_group, self._num_tp_groups = layout.tp_group_index(rank), layout.num_tp_groups
         self._is_leader = layout.tp_rank(rank) == 0
         self._metrics, self.activity = AheadMetrics(), Activity()
         self._taken: dict[int, int] = {}  # draws of the last step, and their oldest versions
         self._undone: dict[int, int] = {}  # the same, if the step is to be repeated
+        self._left = StepCounts()  # groups dropped since the last step, on the first rank
         self._is_paused = True
         self._context = ExitStack()  # of the generation
         self._generation: SamplingGeneration | None = None
@@ -99,6 +101,7 @@ class AheadSampler:
         objects.barrier()  # all have read it before the first file is rewritten
         self._resumed = engine.of_first_rank(self._held(folder, state, banked))
         self._last_version = state.weight_version
+        self._metrics.uncounted = state.uncounted
         outstanding = self._outstanding(state)
         # Draws that are trained on or dropped, and whose groups are in the bank.
         self._done = {d for d in banked if d < state.next_draw and d not in outstanding}
@@ -136,7 +139,7 @@ class AheadSampler:
                 max_staleness=options.staleness_limit,
                 next_draw=next_draw,
                 max_refills=recipe.max_refills if recipe.dynamic_sampling else None,
-                drops_stale=options.stale_rollouts == "drop",
+                drops_stale=self._drops_stale,
                 groups=outstanding,
             )
         return SharedDraws(store, next_draw, admission)
@@ -206,7 +209,7 @@ class AheadSampler:
         self._scheduler.forget({*decision.taken, *decision.dropped})
         self._done |= {*decision.taken, *decision.dropped}
         self._sample_store.clear()
-        counts = StepCounts()
+        counts, self._left = self._left, StepCounts()
         if self._is_leader:
             counts.generated_tokens = self._scheduler.take_generated_tokens()
         table, counts = self._workers.score(
@@ -221,6 +224,8 @@ class AheadSampler:
             taken if self._is_leader else [],
             self.activity.seconds(SAMPLING),
         )
+        if self._drops_stale:
+            metrics["rollout/length_bias_tokens"] = length_bias(table, counts)
         return Collected(
             table,
             counts.generated_tokens,
@@ -234,6 +239,7 @@ class AheadSampler:
         repeats the step with weights of the same version."""
         self._scheduler.forget_banked(self._taken)
         self._undone = dict(self._taken)
+        self._metrics.undo()
         assert self._last_version is not None, "no step to undo"
         self._last_version -= 1
 
@@ -257,7 +263,12 @@ class AheadSampler:
         if self._admission is not None and self._draws is not None:
             self._draws.flush()  # reads what the others have sent
             outstanding = self._admission.outstanding | self._undone
-            AheadState(self._admission.limit, outstanding, self._last_version).write(folder)
+            counts = self._admission.counts()
+            # Draws that have not started start with the resumed run, which does not count them.
+            num_started = counts.started + self._admission.num_unstarted
+            uncounted = self._metrics.since(dataclasses.replace(counts, started=num_started))
+            state = AheadState(self._admission.limit, outstanding, self._last_version, uncounted)
+            state.write(folder)
         outstanding = objects.broadcast(outstanding)
         if self._is_leader:
             write_groups(self._continuing(outstanding), folder, self._tp_group)
@@ -291,7 +302,9 @@ class AheadSampler:
             if is_first and discarded[0]:
                 self._log_late(len(discarded[0]))
         stale, restarted = objects.broadcast(discarded)
-        self._scheduler.forget(stale)
+        gone = self._scheduler.forget(stale)
+        if self._is_leader and self._drops_stale:
+            self._count_left(gone)
         if is_first:  # before the bank has other groups of the same draws
             self._scheduler.forget_banked(stale)
         else:
@@ -305,14 +318,18 @@ class AheadSampler:
         mine = restarted[self._tp_group :: self._num_tp_groups]
         self._scheduler.load([*groups, *(OpenGroup.new(draw, size) for draw in mine)])
 
+    def _count_left(self, dropped: Sequence[OpenGroup]) -> None:
+        num_samples_of = self._plan().num_samples_of
+        self._left.left_samples += sum(map(num_samples_of, dropped))
+        self._left.left_tokens += sum(each.num_tokens(num_samples_of(each)) for each in dropped)
+
     def _log_late(self, num_groups: int) -> None:
-        drops = self._options.stale_rollouts == "drop"
         logger.warning(
             "[Resume] %d groups of the checkpoint are too many or too old for --rl-max-staleness "
             "%d: %s",
             num_groups,
             self._options.staleness_limit,
-            "they are dropped" if drops else "their prompts are sampled again",
+            "they are dropped" if self._drops_stale else "their prompts are sampled again",
         )
 
     def _continue_step(self, weight_version: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,8 @@ from mcore_rl.common.readers import InvalidData, integer_within, parse_json
 from mcore_rl.rollout.admission import AdmissionCounts
 from mcore_rl.rollout.pending import environments_by_draw
 from mcore_rl.rollout.segments import OpenGroup
+
+Counts = tuple[int, int, int]  # groups: started, without information, stale
 
 _NAME = "ahead.json"
 _MOST_DRAWS = 1 << 53
@@ -33,6 +35,7 @@ class AheadState:
     next_draw: int  # the first that has never been admitted
     outstanding: dict[int, int] | None  # version at the start; None: nothing was sampled ahead
     weight_version: int | None = None  # of the last step
+    uncounted: Counts = 0, 0, 0  # since the last step, in no step's metrics
 
     def write(self, folder: Path) -> None:
         """Write the state into the folder of a checkpoint."""
@@ -50,9 +53,12 @@ class AheadState:
         try:
             facts = parse_json(path.read_text())
             outstanding = {int(draw): version for draw, version in facts["outstanding"].items()}
-            found = cls(facts["next_draw"], outstanding, facts["weight_version"])
+            # Earlier versions did not write `uncounted`.
+            started, uninformative, stale = facts.get("uncounted", (0, 0, 0))
+            uncounted = started, uninformative, stale
+            found = cls(facts["next_draw"], outstanding, facts["weight_version"], uncounted)
             for number in (
-                *(found.next_draw, found.weight_version),
+                *(found.next_draw, found.weight_version, *uncounted),
                 *(*outstanding, *outstanding.values()),
             ):
                 if integer_within(number, 0, _MOST_DRAWS) is None:
@@ -91,7 +97,22 @@ class AheadMetrics:
     num_skipped: int = 0  # versions without a step, after version `last_before`
     last_before: int = 0
     sampling_seconds: float = 0.0  # of the last step, mean of all engines
-    _counted: AdmissionCounts = field(default_factory=lambda: AdmissionCounts(0, 0, 0, 0, 0))
+    uncounted: Counts = 0, 0, 0  # by the run before, which the next step counts
+    _counted: Counts = 0, 0, 0  # at the end of the last step
+    _before: tuple[Counts, Counts] = (0, 0, 0), (0, 0, 0)  # both, at the beginning of that
+
+    def since(self, admitted: AdmissionCounts) -> Counts:
+        """Return what the next step counts: what happened since the last one."""
+        now = admitted.started, admitted.uninformative, admitted.stale
+        started, uninformative, stale = (
+            more + at - before
+            for more, at, before in zip(self.uncounted, now, self._counted, strict=True)
+        )
+        return started, uninformative, stale
+
+    def undo(self) -> None:
+        """Forget the last step, so that the next one counts the same."""
+        self.uncounted, self._counted = self._before
 
     def of_step(
         self,
@@ -109,7 +130,10 @@ class AheadMetrics:
         measured = sampling_seconds, sum(versions), len(versions)
         everywhere = np.array(objects.all_gather(measured))
         seconds, num_versions, num_rollouts = everywhere.sum(axis=0)
-        before, self._counted = self._counted, admitted
+        started, uninformative, stale = self.since(admitted)
+        self._before = self.uncounted, self._counted
+        self.uncounted = 0, 0, 0
+        self._counted = admitted.started, admitted.uninformative, admitted.stale
         self.sampling_seconds = float(seconds) / len(everywhere)
         oldest = table.oldest_versions
         oldest = oldest + self.num_skipped * (oldest <= self.last_before)
@@ -120,7 +144,7 @@ class AheadMetrics:
             "rollout/versions_per_sample": float(num_versions / max(1, num_rollouts)),
             "rollout/groups_in_flight": float(admitted.in_flight),
             "rollout/groups_waiting": float(admitted.waiting),
-            "rollout/started_groups": float(admitted.started - before.started),
-            "rollout/uninformative_groups": float(admitted.uninformative - before.uninformative),
-            "rollout/stale_groups": float(admitted.stale - before.stale),
+            "rollout/started_groups": float(started),
+            "rollout/uninformative_groups": float(uninformative),
+            "rollout/stale_groups": float(stale),
         }

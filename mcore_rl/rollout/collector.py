@@ -301,21 +301,24 @@ def lengths_in(path: Path, num_rows: int) -> np.ndarray:
 
 
 def _first_finished_metrics(table: SampleTable, counts: StepCounts) -> dict[str, float]:
-    """Return the numbers of started and dropped groups, and the length bias of the taken groups:
-    the mean length of their responses minus that of all responses, in tokens.
+    """Return the numbers of started and dropped groups, and the length bias of the taken groups."""
+    return {
+        "rollout/started_groups": float(counts.started),
+        "rollout/dropped_groups": float(counts.dropped),
+        "rollout/length_bias_tokens": length_bias(table, counts),
+    }
+
+
+def length_bias(table: SampleTable, counts: StepCounts) -> float:
+    """Return the mean length of a step's responses minus that of these and the left ones, in
+    tokens.
 
     Responses of dropped and pending groups count with their length so far, so the true bias is at
     least as large.
     """
-    mean_of_taken = float(table.response_lengths.mean())
-    mean_of_all = (table.response_lengths.sum() + counts.left_tokens) / (
-        len(table) + counts.left_samples
-    )
-    return {
-        "rollout/started_groups": float(counts.started),
-        "rollout/dropped_groups": float(counts.dropped),
-        "rollout/length_bias_tokens": mean_of_taken - float(mean_of_all),
-    }
+    num_tokens = int(table.response_lengths.sum())
+    mean_of_all = (num_tokens + counts.left_tokens) / (len(table) + counts.left_samples)
+    return num_tokens / len(table) - mean_of_all
 
 
 def sampling_of(options: RolloutOptions) -> Sampling:

@@ -446,7 +446,8 @@ class Learner:
             yield part
 
     def rates(self) -> dict[str, float]:
-        """Return learning rates after the step, the step's coefficients, the critic's metrics."""
+        """Return learning rates of the step's last updates, the step's coefficients, and the
+        critic's metrics."""
         found = {"learning_rate": self.actor.optimizer.learning_rate}
         if self.critic is not None:
             found.update(self.critic.metrics())

@@ -198,7 +198,8 @@ class RunRecorder:
 
     def _sample_metrics(self, table: SampleTable, updates: Updates) -> dict[str, float]:
         if not self._job.config.has_engines:
-            return supervised_metrics(table, updates.actor)
+            aggregation = self._job.config.recipe.loss_aggregation
+            return supervised_metrics(table, updates.actor, aggregation)
         assert isinstance(self._prompts, PromptSources), "engines sample prompts"
         return {
             **rollout_metrics(table),

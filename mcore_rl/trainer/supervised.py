@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mcore_rl.algorithms.aggregation import AggregationMode
 from mcore_rl.batching.assignment import samples_of
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.train_batches import build_train_batch
@@ -170,13 +171,22 @@ def held_out_batch(job: Job, store: DemonstrationStore, count: int) -> TrainBatc
 _OF_SAMPLES = ("loss/policy", "kl/", "clip_fraction", "ratio/", "mismatch/")
 
 
-def supervised_metrics(table: SampleTable, updates: Sequence[UpdateStats]) -> dict[str, float]:
-    """Return a step's metrics that need neither rewards nor engines: `update_metrics`, and numbers
-    of tokens. The loss of pairs is measured before the update, by `preference_metrics`."""
+def supervised_metrics(
+    table: SampleTable, updates: Sequence[UpdateStats], aggregation: AggregationMode
+) -> dict[str, float]:
+    """Return a step's metrics that need neither rewards nor engines: `update_metrics`, the loss of
+    demonstrations by their `aggregation`, and numbers of tokens. The loss of pairs is measured
+    before the update, by `preference_metrics`.
+
+    The loss is the mean over all tokens to learn of the step, or, with another aggregation than
+    token_mean, over its updates."""
     measured = update_metrics(updates)
     found = {name: value for name, value in measured.items() if not name.startswith(_OF_SAMPLES)}
     if len(np.unique(table.draws)) == len(table):  # one sample per row
         found["loss/sft"] = measured["loss/policy"]
+        if aggregation != "token_mean":
+            losses = [float(update.sums.aggregated) for update in updates]
+            found["loss/sft"] = float(np.mean(losses))
     found["sft/trained_tokens"] = sum(float(update.sums.num_tokens) for update in updates)
     found["sft/sample_tokens_mean"] = float(table.lengths.mean())
     return found

@@ -249,7 +249,8 @@ def learn(
 
 
 def learning_rates(flags: list[str]) -> dict[str, list[float]]:
-    """Learning rates of actor and critic in every update of a whole run, and after the last one."""
+    """Learning rates of actor and critic that are reported for every update of a whole run, and
+    the ones after the last update."""
     models = build_models(flags)
     samples = models.samples()
     assert models.critic is not None
@@ -263,8 +264,9 @@ def learning_rates(flags: list[str]) -> dict[str, list[float]]:
         step = optimizer.step
 
         def noted(**how: Any) -> Any:
+            result = step(**how)
             found[name].append(optimizer.learning_rate)
-            return step(**how)
+            return result
 
         return noted
 
@@ -273,7 +275,7 @@ def learning_rates(flags: list[str]) -> dict[str, list[float]]:
     for step in range(models.job.config.trainer.num_steps):
         models.take_step(step, samples)
     for name, optimizer in optimizers.items():
-        found[name].append(optimizer.learning_rate)
+        found[name].append(max(g["lr"] for g in optimizer._state.optimizer.param_groups))
     dist.destroy_process_group()
     return found
 

@@ -71,6 +71,14 @@ def test_every_draw_is_trained_once_and_none_is_older_than_it_may_be(
     assert known == set(range(end["next_draw"]))
 
 
+def test_metrics_count_every_started_group_once_across_the_resumption(
+    case: str, run: list[dict[str, Any]]
+) -> None:
+    end = json.loads(Path(run[0]["end"]).read_text())
+    counted = sum(step["metrics"]["rollout/started_groups"] for step in run[0]["steps"])
+    assert counted + end["uncounted"][0] == end["next_draw"]
+
+
 def test_groups_that_finished_after_the_checkpoint_are_not_sampled_again(
     case: str, run: list[dict[str, Any]]
 ) -> None:

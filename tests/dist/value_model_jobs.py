@@ -93,9 +93,9 @@ def load_and_update(flags: list[str]) -> dict[str, Any]:
 
 def _before_and_after_an_update(job: Job, critic: Critic) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "learning_rate": critic.optimizer.learning_rate,
         "saved": _values(job, critic),
         "grad_norms": _update(job, critic),
+        "learning_rate": critic.optimizer.learning_rate,
         "updated": _values(job, critic),
     }
     dist.destroy_process_group()

@@ -163,6 +163,7 @@ def rollouts_of(run_dir: Path) -> list[dict[str, Any]]:
 AHEAD: dict[str, tuple[str, int, int]] = {
     "remax, dynamic sampling, r3, two engines, sources": (
         "--rl-algorithm remax --rl-dynamic-sampling --rl-max-refills 2 --rl-routing-replay r3 "
+        "--rl-stale-rollouts drop "
         f"--expert-model-parallel-size 2 --rl-rollout-ranks 2-3 {SETS}",
         4,
         3,
@@ -204,6 +205,7 @@ def test_engines_that_sample_ahead_train_every_draw_once_and_in_time(
         assert 0 <= step["rollout/staleness_max"] <= most
         assert step["rollout/failures"] == step["reward/failures"] == 0
         assert step.get("moe/replayed_share", 1.0) == 1.0
+        assert ("rollout/length_bias_tokens" in step) == ("--rl-stale-rollouts drop" in flags)
     rows = rollouts_of(tmp_path / "run")
     for row in rows:  # a resumed run has one version without a step
         assert 0 <= row["step"] + 1 - row["oldest_weight_version"] <= most or row["step"] >= 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import combinations
 
@@ -232,7 +232,7 @@ def test_each_draw_is_trained_once_within_the_staleness_or_counted(
     rng: random.Random, size: int, most: int, refills: int | None, drops: bool
 ) -> None:
     run = Run(rng, size=size, most=most, refills=refills, drops=drops, next_draw=rng.randint(0, 99))
-    for step in range(1, 9):
+    for step in range(1, 13):
         run.step()
         run.check_books()
         ends = Counter(run.ends.values())
@@ -279,6 +279,99 @@ def test_run_that_resumes_with_another_bound_loses_no_draw(
     for _ in range(2 * most + 10):
         run.step()
     assert first in run.ends, "the oldest draw is trained, even if it has started again"
+
+
+class Course:
+    """Steps that take turns with training in simulated seconds. Any number of groups is sampled at
+    the same time, each in the seconds that `sample` returns for its draw and the step."""
+
+    def __init__(self, size: int, most: int, sample: Callable[[int, int], float]) -> None:
+        self.admission = Admission(groups_per_step=size, max_staleness=most, next_draw=0)
+        self._sample = sample
+        self._now, self._next_draw, self.version = 0.0, 0, 0
+        self._ends: dict[int, float] = {}  # of groups in flight
+        self._versions: dict[int, int] = {}
+        self.staleness: list[float] = []  # of each step, mean
+        self.waited: list[float] = []  # seconds of each step
+
+    def step(self, train_seconds: float) -> None:
+        self.version += 1
+        assert self.admission.begin_step(self.version) == ()
+        began = self._now
+        self._start()
+        while (taken := self.admission.decide()) is None:
+            self._pass(min(self._ends.values()))
+            self._start()
+        self.waited.append(self._now - began)
+        ages = [self.version - self._versions.pop(draw) for draw in taken]
+        self.staleness.append(sum(ages) / len(ages))
+        self._start()
+        self._pass(self._now + train_seconds)
+
+    def _start(self) -> None:
+        while self._next_draw < self.admission.limit:
+            draw, self._next_draw = self._next_draw, self._next_draw + 1
+            self.admission.start(draw, self.version)
+            self._versions[draw] = self.version
+            self._ends[draw] = self._now + self._sample(draw, self.version)
+
+    def _pass(self, until: float) -> None:
+        """Let time pass, in which no draw is admitted."""
+        for draw in sorted(self._ends, key=lambda draw: (self._ends[draw], draw)):
+            if self._ends[draw] <= until:
+                del self._ends[draw]
+                self.admission.finish(draw)
+        self._now = until
+
+
+@pytest.mark.parametrize("most", [1, 2, 4])
+def test_groups_start_one_step_ahead_where_trainers_are_slower(most: int) -> None:
+    run = Course(4, most, lambda draw, version: 3.0)
+    for _ in range(30):
+        run.step(10.0)
+    assert run.staleness[most] == most, "without a measurement groups start as early as they may"
+    assert run.waited[1:] == [0.0] * 29
+    assert run.staleness[2 * most + 1 :] == [1.0] * (29 - 2 * most)
+
+
+def test_groups_that_take_several_steps_start_as_many_steps_ahead() -> None:
+    """Each takes two and a half steps of trainers."""
+    run = Course(4, 6, lambda draw, version: 25.0)
+    for _ in range(60):
+        run.step(10.0)
+    assert run.waited[30:] == [0.0] * 30
+    assert run.staleness[30:] == [3.0] * 30
+
+
+def test_a_few_long_groups_start_no_others_early() -> None:
+    """One of 8 groups takes three steps, within which only its deadline is."""
+    run = Course(8, 4, lambda draw, version: 25.0 if draw % 8 == 0 else 3.0)
+    for _ in range(60):
+        run.step(10.0)
+    assert run.waited[20:] == [0.0] * 40
+    assert sum(run.staleness[20:]) / 40 < 1.5
+
+
+def test_groups_start_as_early_as_they_may_where_engines_are_slower() -> None:
+    """A group takes ten steps of trainers."""
+    run = Course(4, 3, lambda draw, version: 100.0)
+    for _ in range(20):
+        run.step(10.0)
+    assert run.staleness[3:] == [3.0] * 17
+    assert run.admission.limit == 4 * (20 + 3), "all that the bound allows are admitted"
+
+
+def test_groups_ahead_follow_engines_whose_speed_changes() -> None:
+    """Groups take half a step, then three, then half a step again."""
+    run = Course(4, 4, lambda draw, version: 28.0 if 30 <= version < 60 else 5.0)
+    for _ in range(100):
+        run.step(10.0)
+    assert run.staleness[15:29] == [1.0] * 14
+    # The first slow groups are waited for, about as long as they take: others start at once.
+    assert sum(run.waited[29:60]) < 30.0 and run.waited[36:60] == [0.0] * 24
+    assert max(run.staleness[45:59]) <= 4.0
+    assert run.staleness[85:] == [1.0] * 15
+    assert run.waited[60:] == [0.0] * 40
 
 
 def admission(size: int, most: int, **options: object) -> Admission:

@@ -105,7 +105,7 @@ def check_conversations(run: Run) -> None:
 def test_a_resumed_run_continues_open_conversations(tmp_path: Path) -> None:
     kinds = Counter[str]()
     for seed in range(12):
-        first = Run(seed, turns=True)
+        first = Run(seed, turns=True, most=3)
         first.engines[0]._length_of = lambda number: -1
         for version in range(1, 4):
             first.step(version)
@@ -146,7 +146,7 @@ def test_a_resumed_run_continues_open_conversations(tmp_path: Path) -> None:
                     kinds["observed" if len(kept.observed) else "started"] += 1
         missing = outstanding.keys() - {group.draw for group in groups}
         groups += [OpenGroup.new(draw, SIZE) for draw in sorted(missing)]
-        second = Run(seed, turns=True, groups=outstanding, next_draw=next_draw)
+        second = Run(seed, turns=True, most=3, groups=outstanding, next_draw=next_draw)
         second.engines[0]._length_of = lambda number: -1
         num_kept = sum(len(group.conversations) for group in groups)
         second.begin_step(4)

@@ -106,15 +106,34 @@ def test_tools_are_simulated_in_partial_rollouts(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_left_out(tmp_path: Path) -> None:
     found = simulated(tmp_path, "--gpu-memory-gb", "14", "--gpu-reserved-gb", "1")
     assert found["candidates"] == [] and found["best"] is None
-    assert all(" lacks " in line for line in found["left_out"])
+    assert all(" lacks " in line or " do not divide among " in line for line in found["left_out"])
     assert found["recommendation"].startswith("Nothing fits")
+
+
+def test_what_the_simulation_ignores_of_a_job_is_noted(tmp_path: Path) -> None:
+    speed = written(tmp_path / "speed.json", SPEED)
+    known = [
+        *("--engine-speed", str(speed), "--train-tokens-per-second", "2000"),
+        *("--length-mean", "100"),
+    ]
+    for flags, part in (
+        (["--rl-algorithm", "remax"], "engines sample 5 responses to a prompt, not 4"),
+        (["--rl-dynamic-sampling"], "--rl-dynamic-sampling is not simulated"),
+        (["--rl-environment", "calculator"], "--rl-max-environments 256 is not simulated"),
+    ):
+        (note,) = simulated(tmp_path, *known, *flags)["notes"]
+        assert part in note
+    (note,) = simulated(tmp_path, *known[:2], *known[4:], "--rl-algorithm", "ppo")["notes"]
+    assert "by formula, without critic and teachers" in note
 
 
 def test_splits_divide_on_both_sides() -> None:
     flags = "--rl-rollout-tp-size 4 --rl-num-prompts-per-step 64 --rl-num-samples-per-prompt 8"
     case = read_command_line([*QWEN, *flags.split(), "--tensor-model-parallel-size", "4"]).case
-    found = list(splits(case))
+    found, left_out = splits(case)
     assert [(each.train.world_size, len(each.engine_ranks)) for each in found] == [(8, 8), (4, 12)]
+    (why,) = left_out
+    assert why.startswith("12 + 4: the 512 ") and "do not divide among 3 " in why
     for each in found:  # 12 trainers would be 3 data-parallel ranks for 512 samples
         assert each.engine_ranks == tuple(range(each.train.world_size, 16))
 

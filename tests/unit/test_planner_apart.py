@@ -257,7 +257,9 @@ def test_prompts_of_different_group_sizes_are_planned_with_their_mean(tmp_path: 
     assert any("planned with 12 samples, the mean of a step" in note for note in request.notes)
 
 
-def test_split_that_neither_side_can_use_is_none() -> None:
+def test_split_that_one_side_cannot_use_is_refused_with_the_reason() -> None:
     case = llama(train=LLAMA)
-    assert with_engines_apart(case, 4) is None  # TP4 x PP2 takes 8 ranks
-    assert with_engines_apart(llama(train=TrainLayout(8, 4)), 2) is None  # TP4 of the engine
+    with pytest.raises(UsageError, match="4"):  # TP4 x PP2 takes 8 ranks
+        with_engines_apart(case, 4)
+    with pytest.raises(UsageError, match="2"):  # TP4 of the engine
+        with_engines_apart(llama(train=TrainLayout(8, 4)), 2)

@@ -5,12 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from mcore_rl.algorithms.aggregation import AggregationMode
+from mcore_rl.algorithms.total_loss import PolicyLossSums
+from mcore_rl.batching.table import SampleTable
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig, config_from
 from mcore_rl.data.assistant_turns import demonstrated
@@ -23,10 +28,13 @@ from mcore_rl.data.prompt_file import PromptSource
 from mcore_rl.data.prompts import load_prompts
 from mcore_rl.data.tokenizer import TooLong
 from mcore_rl.job.supervised import check_supervised
+from mcore_rl.megatron.optimizer import UpdateResult
 from mcore_rl.planner.activations import train_activation_bytes
 from mcore_rl.planner.phases import BUILD, EXPORT, LOG_PROBS, TRAIN
 from mcore_rl.planner.plan import as_json, plan_case
 from mcore_rl.tools.plan.command_line import read_command_line
+from mcore_rl.trainer.actor import UpdateStats
+from mcore_rl.trainer.supervised import supervised_metrics
 from tests.unit.test_data import write_lines
 from tests.unit.test_published_templates import tokenizer_of
 
@@ -201,7 +209,9 @@ def test_longest_conversation_may_have_both_limits(folder: Path, tmp_path: Path)
         rows_in(path, folder)
 
 
-def test_pairs_are_rows_of_which_both_responses_fit(folder: Path, tmp_path: Path) -> None:
+def test_pairs_are_rows_of_which_both_responses_fit(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def pair(number: int, rejected: str) -> dict[str, str]:
         return {"prompt": f"{number}+1", "chosen": str(number + 1), "rejected": rejected}
 
@@ -210,12 +220,33 @@ def test_pairs_are_rows_of_which_both_responses_fit(folder: Path, tmp_path: Path
     where = (str(path), "--rl-prompts", folder, data, SupervisedOptions())
     pairs = load_pairs(*where, max_response_tokens=20)
     assert pairs.rows.tolist() == [0, 2] and pairs.samples_per_row == 2
+    assert "1 of 3 pairs are left out" in caplog.text
     chosen, rejected = (pairs.tokens(1, sample) for sample in (0, 1))
     begin = pairs.lengths(1)[0][0]
     assert np.array_equal(chosen.token_ids[:begin], rejected.token_ids[:begin])
     assert chosen.token_ids[begin] != rejected.token_ids[begin]
     again = load_pairs(*where, max_response_tokens=20)
     assert again.fingerprint == pairs.fingerprint and pairs.are_those_of(again.fingerprint)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "loss"), [("token_mean", (6.0 + 4.0) / (3 + 1)), ("constant", (0.5 + 0.7) / 2)]
+)
+def test_loss_of_demonstrations_follows_the_aggregation(
+    aggregation: AggregationMode, loss: float
+) -> None:
+    """Two updates of three tokens and of one."""
+
+    def update(num_tokens: float, total: float, aggregated: float) -> UpdateStats:
+        sums = dict.fromkeys((field.name for field in fields(PolicyLossSums)), torch.zeros(()))
+        given = {"num_tokens": num_tokens, "policy_loss": total, "aggregated": aggregated}
+        sums |= {name: torch.tensor(value, dtype=torch.float64) for name, value in given.items()}
+        return UpdateStats(PolicyLossSums(**sums), UpdateResult(grad_norm=1.0, skipped=False))
+
+    table = SampleTable.of_lengths(np.ones(2, np.int64), np.array([3, 1]))
+    updates = [update(3, 6.0, 0.5), update(1, 4.0, 0.7)]
+    found = supervised_metrics(table, updates, aggregation)
+    assert found["loss/sft"] == pytest.approx(loss, rel=1e-12)
 
 
 def test_prompts_follow_demonstrations(folder: Path, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from mcore_rl.tools.plan.simulate import (
     MAY_BE_0,
     add_simulation_flags,
     check_simulation_flags,
+    not_simulated,
 )
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class PlanRequest:
     step: Step  # for --search and --simulate
     prompts_per_step: int
     notes: tuple[str, ...]
+    not_simulated: tuple[str, ...] = ()  # by --simulate
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -159,6 +161,7 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
         step,
         config.trainer.num_prompts_per_step,
         (*_notes(case, config, facts.values or {}), *notes),
+        tuple(not_simulated(config)),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from mcore_rl.planner.simulation import COLOCATED, PARTIAL, SEPARATE, Candidate,
 from mcore_rl.tools.plan.recorded import RecordedRun, read_engine_speed, read_responses, read_run
 
 if TYPE_CHECKING:
+    from mcore_rl.config import RLConfig
     from mcore_rl.tools.plan.command_line import PlanRequest
 
 STALENESS = (0, 1, 2, 4)
@@ -98,7 +99,7 @@ def simulate_job(
     """Return the simulated ways to run the job, and notes on what was assumed. Raises
     UsageError."""
     case = request.case
-    notes: list[str] = []
+    notes = list(request.not_simulated)
     run = None if options.from_run is None else read_run(Path(options.from_run))
     apart = options.from_separate_run
     apart = None if apart is None else read_run(Path(apart), is_separate=True)
@@ -121,7 +122,8 @@ def simulate_job(
         speeds = replace(speeds, engine=read_engine_speed(Path(options.engine_speed)))
     rate = _first(options.train_tokens_per_second, run and run.train_rate, None)
     if rate is None:
-        notes.append("the speed of training is by formula: give --from-run, or measure it")
+        others = ", without critic and teachers" if case.critic or case.teachers else ""
+        notes.append(f"the speed of training is by formula{others}: give --from-run, or measure it")
     else:
         speeds = replace(speeds, train_rate=rate)
     if run is not None:
@@ -161,14 +163,16 @@ def _candidates(
     sequence = workload.prompt_tokens + mean_tokens
     found, left_out = [], []
     if lacks := _lacks(case, memory):
-        left_out.append(f"colocated: {lacks}")
+        left_out.append(f"colocated, partial rollouts: {lacks}")
     else:
         for mode in (COLOCATED, PARTIAL):
             running = _most_running(case, memory, sequence)
             found.append(
                 Candidate(mode, world, world, rollout.num_tp_groups, running, switch_seconds)
             )
-    for other in splits(case):
+    possible, impossible = splits(case)
+    left_out += impossible
+    for other in possible:
         other, planned = with_useful_share(other)
         num_trainers = other.train.world_size
         if lacks := _lacks(other, planned):
@@ -204,18 +208,48 @@ def with_useful_share(case: Case) -> tuple[Case, Memory]:
     return case, memory_of(case, resident_of(case))
 
 
-def splits(case: Case) -> Iterator[Case]:
-    """Yield the case with engines on about 1/8, 2/8, ... 7/8 of the ranks, where both sides divide
-    into their layouts."""
+def splits(case: Case) -> tuple[list[Case], list[str]]:
+    """Return the case with engines on about 1/8, 2/8, ... 7/8 of the ranks, where both sides divide
+    into their layouts, and a line for each of these shares of which the nearest whole engines are
+    not such a split."""
     world, size = case.train.world_size, case.rollout.slots_per_engine
-    possible = {
-        count: other
-        for count in range(size, world, size)
-        if (other := with_engines_apart(case, count)) is not None
-    }
+    possible: dict[int, Case] = {}
+    impossible: dict[int, str] = {}
+    for count in range(size, world, size):
+        try:
+            possible[count] = with_engines_apart(case, count)
+        except UsageError as error:
+            impossible[count] = f"{world - count} + {count}: {error.fault}"
     wanted = [world * part / _SPLITS for part in range(1, _SPLITS)]
-    chosen = {min(possible, key=lambda count: abs(count - at)) for at in wanted if possible}
-    yield from (possible[count] for count in sorted(chosen))
+
+    def nearest(counts: Collection[int]) -> set[int]:
+        return (
+            {min(counts, key=lambda count: abs(count - at)) for at in wanted} if counts else set()
+        )
+
+    chosen, asked = nearest(possible), nearest({**possible, **impossible})
+    left_out = [impossible[count] for count in sorted(asked & impossible.keys())]
+    return [possible[count] for count in sorted(chosen)], left_out
+
+
+def not_simulated(config: RLConfig) -> Iterator[str]:
+    """Yield what a job does that its simulation ignores."""
+    recipe, num_samples = config.recipe, config.recipe.num_samples_per_prompt
+    if recipe.needs_greedy_baseline:
+        yield (
+            f"the greedy response to each prompt of --rl-advantage {recipe.advantage} is not "
+            f"simulated: engines sample {num_samples + 1} responses to a prompt, not {num_samples}"
+        )
+    if recipe.dynamic_sampling:
+        yield (
+            "--rl-dynamic-sampling is not simulated: engines also sample the groups that are "
+            "replaced"
+        )
+    if config.data.eval_prompts is not None and config.evaluation.eval_interval:
+        yield "evaluations are not simulated"
+    if config.environments.environment is not None:
+        most = config.environments.max_environments
+        yield f"--rl-max-environments {most} is not simulated: any number of environments runs"
 
 
 def _most_running(case: Case, memory: Memory, sequence_tokens: float) -> int:

@@ -199,6 +199,8 @@ def test_sums_equal_loops(config: PolicyLossConfig) -> None:
                 lower = upper = False
             expected["clipped_lower"] += lower
             expected["clipped_upper"] += upper
+    without = replace(config, kl_coef=0.0, entropy_coef=0.0)
+    expected["aggregated"] = reference(arguments, batch, without).item()
     for name, value in expected.items():
         assert getattr(sums, name).item() == pytest.approx(value, rel=1e-12), name
 

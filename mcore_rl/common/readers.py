@@ -1,4 +1,4 @@
-"""Readers of JSON, YAML and file names from outside this process, or cut short by a crash.
+"""Readers of files, JSON, YAML and file names from outside this process, or cut short by a crash.
 
 They return plain values (dict, list, str, int, float, bool, None) within bounds, or raise
 `InvalidData`, whatever the input. Worker processes import this module, so it needs only the
@@ -8,9 +8,13 @@ standard library; YAML is imported on use.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
+import os
+import stat
 from collections.abc import Callable, Iterable, Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ _LFS_POINTER = b"version https://git-lfs.github.com"
 MAX_DEPTH = 64  # of nested lists and objects
 MAX_YAML_VALUES = 100_000  # after aliases are expanded
 MAX_FILE_NAME_BYTES = 255  # NAME_MAX of Linux
+_MAX_FILE_BYTES = 1 << 28  # of a file that is read at once
 
 
 class InvalidData(ValueError):
@@ -93,12 +98,29 @@ def parse_yaml(text: str, *, number_of: Callable[[str], Any] | None = None) -> A
     return value
 
 
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file, or a link to one, for reading. Raises OSError for anything else: a pipe
+    would block, and a device may never end."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return open(handle, "rb")
+
+
+def read_regular(path: Path, max_bytes: int = _MAX_FILE_BYTES) -> bytes:
+    """Return the content of a regular file. Raises OSError, also for a longer file."""
+    with open_regular(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes} bytes", str(path))
+    return content
+
+
 def is_lfs_pointer(path: Path) -> bool:
     """Return whether a file is a Git LFS pointer, left in place of a file that was not fetched."""
-    with contextlib.suppress(OSError):
-        if path.is_file():
-            with path.open("rb") as file:
-                return file.read(len(_LFS_POINTER)) == _LFS_POINTER
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        return file.read(len(_LFS_POINTER)) == _LFS_POINTER
     return False
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from operator import itemgetter
 
 import numpy as np
@@ -89,7 +88,8 @@ class GroupScheduler:
         engine takes no step until all finished responses are rewarded, so that the step does not
         depend on the speed of rewards."""
         self.plan = plan
-        self._engine, self._prompt_of = engine, cache(prompt_of)
+        self._engine, self._find_prompt = engine, prompt_of
+        self._prompts: dict[int, Prompt] = {}  # of open groups, by draw
         self._dispatcher, self._rewards, self._differs = dispatcher, rewards, differs
         self._at_once, self._reserved, self._waits = at_once, reserved, waits
         self._conversations = conversations
@@ -279,6 +279,8 @@ class GroupScheduler:
     def _continue(self, group: OpenGroup) -> None:
         """Continue the responses of a group that have not ended, and request the rewards that
         others lack."""
+        if self._rewards is not None and group.outcomes and not self._are_same_rewards(group):
+            group.outcomes.clear()
         for index in range(len(group.rollouts)):
             rollout = self._response(group, index)
             if not is_finished(rollout):
@@ -288,6 +290,13 @@ class GroupScheduler:
                 self._tickets[self._rewards.begin(rollout)] = group.draw * self.plan.size + index
         if self._is_rewarded(group):
             self._compare(group)
+
+    def _are_same_rewards(self, group: OpenGroup) -> bool:
+        """Whether the rewards of a group that resumes are those of this run, and not others of the
+        same names. Those without a source, such as of environments, count as the same."""
+        assert self._rewards is not None
+        now, then = self._rewards.find_sources(), group.reward_sources
+        return all(now.get(name) == then.get(name) for name in self._reward_names)
 
     def _has_rewards(self, outcomes: Mapping[str, Outcome] | None) -> bool:
         """Whether a response that resumes has all rewards; an earlier run may have had others."""
@@ -322,6 +331,11 @@ class GroupScheduler:
         for so_far in rollouts:
             self._start_conversation(draw, so_far)
         return []
+
+    def _prompt_of(self, draw: int) -> Prompt:
+        if draw not in self._prompts:
+            self._prompts[draw] = self._find_prompt(draw)
+        return self._prompts[draw]
 
     def _opened(self, draw: int) -> OpenGroup:
         """Return the group of a draw, without responses if it is new."""
@@ -427,6 +441,8 @@ class GroupScheduler:
         draw, index = divmod(number, self.plan.size)
         group = self.open[draw]
         group.outcomes[index] = dict(outcomes)
+        assert self._rewards is not None
+        group.reward_sources = self._rewards.sources()
         if index in group.environment_outcomes:
             group.outcomes[index] = {**outcomes, ENVIRONMENT: group.environment_outcomes[index]}
         if self._is_rewarded(group):

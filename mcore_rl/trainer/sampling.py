@@ -59,6 +59,7 @@ class Start:
     position: int = 0  # prompts drawn before
     folder: Path | None = None  # what `Rollouts.save` wrote, if the run resumes
     began_with: str = ""  # see `TrainerState`
+    branch: str = ""  # as above
 
     def message(self) -> dict[str, Any]:
         """Return the arguments of `SamplingRanks.connect`."""
@@ -67,6 +68,7 @@ class Start:
             "begin": asdict(self.prompts.begin),
             "folder": None if self.folder is None else str(self.folder),
             "began_with": self.began_with,
+            "branch": self.branch,
         }
 
     @property
@@ -119,6 +121,7 @@ def _workers(
         None if reward_model is None else ModelReward(reward_model).outcomes,
         None if environment is None else partial(_conversations, job, environment, day),
         job.config.environments.max_turn_tokens,
+        job.spec.shape.vocab_size,
     )
 
 
@@ -169,10 +172,15 @@ def _ahead(
         seed=job.args.seed,
         position=start.position,
         sample_store=sample_store,
-        bank=job.config.run.directory / "bank",
+        bank=bank_folder(job),
         folder=start.folder,
-        origin=[start.began_with, *_environment_facts(job.spec.environment)],
+        origin=[start.branch, start.began_with, *_environment_facts(job.spec.environment)],
     )
+
+
+def bank_folder(job: Job) -> Path:
+    """Return where a run keeps finished groups."""
+    return job.config.run.directory / "bank"
 
 
 def _environment_facts(spec: EnvironmentSpec | None) -> list[Any]:

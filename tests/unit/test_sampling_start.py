@@ -29,5 +29,5 @@ def test_bank_is_told_by_the_classes_and_limits_of_environments() -> None:
 
 def test_engines_are_told_what_the_run_began_with() -> None:
     prompts: Any = SimpleNamespace(begin=Begin(), fingerprint="")
-    start = Start(prompts, None, "2026-11-26", 48, Path("rollout"), began_with="5f2a")
-    assert start.message()["began_with"] == "5f2a"
+    start = Start(prompts, None, "2026-11-26", 48, Path("rollout"), "5f2a", branch="6f1c")
+    assert start.message()["began_with"] == "5f2a" and start.message()["branch"] == "6f1c"

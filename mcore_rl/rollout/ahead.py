@@ -25,6 +25,7 @@ import torch.distributed as dist
 from mcore_rl.algorithms.recipes import Algorithm
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common import objects
+from mcore_rl.common.errors import not_held
 from mcore_rl.data.prompts import PromptSources
 from mcore_rl.hybrid_engine.vllm.sampling_engine import SamplingEngine, SamplingGeneration
 from mcore_rl.model.layout import RolloutLayout
@@ -410,7 +411,10 @@ class AheadSampler:
                 num_unfit,
             )
         held = objects.all_gather(list(found) if self._is_leader else [])
-        missing = (state.outstanding or {}).keys() - {draw for some in held for draw in some}
+        everywhere = [draw for some in held for draw in some]
+        if len({*everywhere}) < len(everywhere):
+            raise not_held(folder, "unfinished groups of samples", "a draw has several groups")
+        missing = (state.outstanding or {}).keys() - {*everywhere}
         for draw in sorted(missing)[self._tp_group :: self._num_tp_groups]:
             found[draw] = OpenGroup.new(draw, size)
         here = {draw: banked[draw].read() for draw in found.keys() & banked.keys()}

@@ -279,8 +279,7 @@ class GroupScheduler:
     def _continue(self, group: OpenGroup) -> None:
         """Continue the responses of a group that have not ended, and request the rewards that
         others lack."""
-        if self._rewards is not None and group.outcomes and not self._are_same_rewards(group):
-            group.outcomes.clear()
+        self._drop_outcomes_of_others(group)
         for index in range(len(group.rollouts)):
             rollout = self._response(group, index)
             if not is_finished(rollout):
@@ -291,12 +290,18 @@ class GroupScheduler:
         if self._is_rewarded(group):
             self._compare(group)
 
-    def _are_same_rewards(self, group: OpenGroup) -> bool:
-        """Whether the rewards of a group that resumes are those of this run, and not others of the
-        same names. Those without a source, such as of environments, count as the same."""
-        assert self._rewards is not None
-        now, then = self._rewards.find_sources(), group.reward_sources
-        return all(now.get(name) == then.get(name) for name in self._reward_names)
+    def _drop_outcomes_of_others(self, group: OpenGroup) -> None:
+        """Drop the outcomes of a group that resumes unless its rewards are those of this run, and
+        not others of the same names. Those without a source, as of environments, are the same."""
+        if self._rewards is None or not group.outcomes:
+            return
+        try:
+            now, then = self._rewards.find_sources(), group.reward_sources
+        except Exception as error:
+            self._fail(error)
+            return
+        if any(now.get(name) != then.get(name) for name in self._reward_names):
+            group.outcomes.clear()
 
     def _has_rewards(self, outcomes: Mapping[str, Outcome] | None) -> bool:
         """Whether a response that resumes has all rewards; an earlier run may have had others."""

@@ -255,8 +255,13 @@ def _group(
     of_environments = {  # earlier versions did not write them
         int(index): _outcome(*each) for index, each in facts.get("environment_outcomes", {}).items()
     }
-    if not outcomes.keys() | of_environments.keys() <= set(range(len(rollouts))):
-        raise ValueError("there are outcomes of samples outside the group")
+    ended = {n for n, each in enumerate(rollouts) if each is not None and is_finished(each)}
+    if not rollouts or not outcomes.keys() | of_environments.keys() <= ended:
+        raise ValueError("there are no samples, or outcomes of samples that have not ended")
+    for index in ended - of_environments.keys():
+        rollout = rollouts[index]
+        if rollout is not None and rollout.failure is None and not len(rollout.response_token_ids):
+            raise ValueError(f"sample {index} has ended without tokens")
     sources = dict(facts.get("reward_sources", {}))  # as above
     group = OpenGroup(facts["draw"], rollouts, outcomes, of_environments, reward_sources=sources)
     for index, unanswered in facts.get("conversations", {}).items():  # as above
@@ -363,12 +368,13 @@ def _routes(
     routes = Routes(arrays.pop("routes"), arrays.pop("routes_known"))
     ids, known = routes.ids, routes.known
     is_right = (ids.ndim, known.dtype, known.shape) == (3, np.dtype(np.bool_), (len(ids),))
+    is_right = is_right and len(ids) <= num_tokens and ids.dtype in (np.uint8, np.int16)
     if is_right and routed is not None:
-        shape = (len(routed.layers), routed.topk)
-        is_right = (ids.dtype, ids.shape[1:]) == (routed.dtype, shape) and len(ids) <= num_tokens
-        chosen = ids[known] if is_right else ids[:0]
-        is_right = is_right and bool(((chosen >= 0) & (chosen < routed.num_experts)).all())
-    if not is_right:
+        is_right = ids.dtype == routed.dtype
+        is_right = is_right and ids.shape[1:] == (len(routed.layers), routed.topk)
+    most = np.iinfo(np.int16).max if routed is None else routed.num_experts - 1
+    chosen = ids[known] if is_right else ids[:0]
+    if not is_right or not ((chosen >= 0) & (chosen <= most)).all():
         raise ValueError(f"the experts of sample {index} are {ids.shape} of {ids.dtype}")
     return routes
 

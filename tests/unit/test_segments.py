@@ -321,6 +321,7 @@ TOKENS = ("response_token_ids", "prompt_token_ids", "top_ids")
         *[("top_log_probs", value) for value in (np.nan, np.inf, -np.inf, 0.1, -10_000)],
         *[("weight_versions", value) for value in (-1, -(2**31), 5, 2**31 - 1)],
         *[("routes", value) for value in (8, 255)],
+        ("routes as floats", 0),
         *[("2/observed", value) for value in (-1, 100)],
     ],
 )
@@ -331,11 +332,36 @@ def test_values_that_no_engine_gives_are_refused(tmp_path: Path, name: str, valu
     limits = EngineLimits(vocab_size=100, routed=routed)
     (found,) = read_again(file, limits=limits)
     assert plain(found) == plain(groups()[0])
+    if name == "routes as floats":
+        name, arrays["7/0/routes"] = "routes", arrays["7/0/routes"].astype(np.float32)
     array = arrays[f"7/{name}" if "/" in name else f"7/0/{name}"]
     array[tuple(length - 1 for length in array.shape)] = value
     save_file(arrays, file, {"groups": facts})
     with pytest.raises(UsageError, match=f"{file} does not hold unfinished groups of samples"):
         read_again(file, limits=limits)
+
+
+def test_groups_that_cannot_have_been_sampled_are_refused(tmp_path: Path) -> None:
+    """A group without samples, an outcome of a sample that goes on, one that ended with nothing."""
+    file, arrays, facts = written(tmp_path)
+    (group,) = json.loads(facts)
+    none = {name: {} for name in ("outcomes", "environment_outcomes", "conversations")}
+    of_third = {**group["outcomes"], "2": group["outcomes"]["0"]}
+    for changed in (
+        {**group, "samples": [], **none},
+        {**group, "outcomes": of_third},
+        {**group, "environment_outcomes": {**group["environment_outcomes"], "1": [0.0, None, ""]}},
+    ):
+        save_file(arrays, file, {"groups": json.dumps([changed])})
+        with pytest.raises(UsageError, match="no samples, or outcomes of samples that have not"):
+            read_again(file)
+    nothing = OpenGroup(7, [dataclasses.replace(new_rollout(PROMPT, 0, 1), finish_reason="stop")])
+    write_groups([nothing], file.parent, 0)
+    with pytest.raises(UsageError, match="sample 0 has ended without tokens"):
+        read_again(file)
+    failed = dataclasses.replace(nothing.rollouts[0], failure="no server is left")
+    write_groups([OpenGroup(7, [failed])], file.parent, 0)
+    assert len(read_again(file, has_environments=False)) == 1
 
 
 @pytest.mark.parametrize("num_layers", [1, 3])

@@ -220,11 +220,11 @@ class BankedGroup:
     def _payload(self) -> bytes:
         with open_regular(self._path) as file:
             records = _Records(file, self._fingerprint)
-            if records.frame(self._frame.start) == self._frame:
-                return self._frame.payload(file)
-            for frame in reversed(records.scan().frames):
-                if frame.draw == self._frame.draw:
-                    return frame.payload(file)
+            starts = [start for draw, start in records.walk() if draw == self._frame.draw]
+            for start in (self._frame.start, *reversed(starts)):
+                found = records.frame(start)
+                if isinstance(found, _Frame) and found.draw == self._frame.draw:
+                    return found.payload(file)
         raise ValueError("its record is gone")
 
 
@@ -324,12 +324,11 @@ class _Records:
 
     def scan(self) -> _Found:
         """Find the intact records, and what is wrong with the file."""
-        header = _header(self._fingerprint)
-        self._file.seek(0)
-        first_line = self._file.readline(_MOST_HEADER_BYTES)
+        header, first_line = _header(self._fingerprint), self._first_line()
         is_of_run = first_line == header
         if not is_of_run and first_line == _header(first_line[len(_header(b"")) - 1 : -1]):
-            return _Found([], [], is_of_another=True, num_of_others=self._count(len(first_line)))
+            num_of_others = sum(1 for _ in self.walk())
+            return _Found([], [], is_of_another=True, num_of_others=num_of_others)
         frames: list[_Frame] = []
         faults = _Faults([] if is_of_run else ["its header is damaged"])
         at, is_damaged = len(header) if is_of_run else 0, not is_of_run
@@ -391,16 +390,21 @@ class _Records:
             self._chunk_at, at = start, 0
         return self._chunk[at : at + count].ljust(count, b"\0")
 
-    def _count(self, at: int) -> int:
-        """Count the records from `at` to the first that is damaged, without reading them."""
-        count = 0
+    def walk(self) -> Iterator[tuple[int, int]]:
+        """Yield draws and beginnings of the records up to the first that is damaged, without
+        reading payloads."""
+        at = len(self._first_line())
         while at + _FRAME.size <= self._size:
-            magic, length, _, _ = _FRAME.unpack(self._bytes(at, _FRAME.size))
-            at += _FRAME.size + int(length)
-            if magic != _MAGIC or at > self._size:
+            frame = os.pread(self._file.fileno(), _FRAME.size, at)
+            magic, length, draw, _ = _FRAME.unpack(frame.ljust(_FRAME.size, b"\0"))
+            if magic != _MAGIC or length > self._size - at - _FRAME.size:
                 break
-            count += 1
-        return count
+            yield draw, at
+            at += _FRAME.size + length
+
+    def _first_line(self) -> bytes:
+        self._file.seek(0)
+        return self._file.readline(_MOST_HEADER_BYTES)
 
 
 def _chunks(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:

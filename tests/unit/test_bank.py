@@ -28,6 +28,7 @@ from mcore_rl.rollout.pending import EngineLimits
 from mcore_rl.rollout.segments import OpenGroup
 from tests.rank_pool import ROOT
 
+checksum = bank_module._checksum_before
 RUN = "tokens:5f2a, seed 1, 2 samples"
 MAGIC = b"\x89RLBANK\n"
 
@@ -431,6 +432,22 @@ def test_bank_is_trimmed_and_read_record_by_record(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert banked.keys() == set(range(1, 7)) and size > 32 << 20
     assert peak < size / 8
+
+
+def test_groups_in_a_trimmed_file_are_read_without_reading_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank = bank_of(tmp_path)
+    for draw in range(50):
+        bank.append(group_of(draw))
+    banked, _ = read_bank(tmp_path, prompt_of, fingerprint=RUN)
+    bank.forget({0})
+    checked = []
+    monkeypatch.setattr(
+        bank_module, "_checksum_before", lambda *given: checked.append(0) or checksum(*given)
+    )
+    assert exact(banked[49].read()) == exact(group_of(49))
+    assert len(checked) <= 2
 
 
 def test_groups_that_are_appended_while_others_are_removed_stay(

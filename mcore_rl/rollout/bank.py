@@ -7,7 +7,7 @@ line and records; integers are little-endian:
     magic (8 bytes), length of the payload (8), draw (8), CRC-32 (4), payload: `group_to_bytes`
 
 The fingerprint is a line of text that names everything that a group depends on: the run's branch
-(`Branch`), model, environments, prompts, seed, number of samples. A record's checksum covers the
+(`branch`), model, environments, prompts, seed, number of samples. A record's checksum covers the
 fingerprint, length, draw and payload, so a record of another run is not mistaken for one of this
 run even if the header is damaged. After damage, a reader continues at the next magic whose record
 is intact. No reader holds more than one record, and each reads a file in linear time.
@@ -15,22 +15,20 @@ is intact. No reader holds more than one record, and each reads a file in linear
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
 import struct
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
-from uuid import uuid4
 from zlib import crc32
 
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common.disk import sync
-from mcore_rl.common.readers import integer_within, open_regular, parse_json, read_regular
+from mcore_rl.common.readers import open_regular
 from mcore_rl.rollout.pending import (
     MALFORMED,
     EngineLimits,
@@ -51,58 +49,6 @@ _MOST_FAULTS = 8  # of a file that are described
 # Bytes that may be read for records that turn out to be damaged, in sizes of the file. Without a
 # limit, many false frames would each be checked to the end of the file.
 _MOST_READ_AGAIN = 4
-_BRANCH = "branch.json"
-_MOST_BRANCH_BYTES = 1 << 12
-
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """The branch of a run that the bank's groups belong to, and its newest checkpoint.
-
-    A start continues the branch from there. A start without a checkpoint, or from an older one,
-    begins another branch: the groups here were sampled by weights that it will never have.
-
-    Example: `Branch("6f1c...", step=40)`.
-    """
-
-    name: str
-    step: int  # of the newest checkpoint; 0: none
-
-    @classmethod
-    def of_start(cls, folder: Path, name: str, step: int) -> Branch:
-        """Return the branch of a run that starts from a checkpoint of branch `name` at `step`; ""
-        and 0 without a checkpoint. `folder` is that of the bank."""
-        known = cls._read(folder)
-        if name and known is not None and known.name == name and known.step <= step:
-            return cls(name, step)
-        return cls(uuid4().hex, step)
-
-    @classmethod
-    def _read(cls, folder: Path) -> Branch | None:
-        try:
-            facts = parse_json(read_regular(folder / _BRANCH, _MOST_BRANCH_BYTES))
-            name, step = facts["name"], facts["step"]
-        except (OSError, ValueError, LookupError, TypeError):
-            return None
-        is_valid = isinstance(name, str) and integer_within(step, 0, 1 << 53) is not None
-        return cls(name, step) if is_valid else None
-
-    def write(self, folder: Path) -> None:
-        """Write it to the disk. If that fails, the next start begins another branch."""
-        partial = folder / f"{_BRANCH}.partial"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(asdict(self)))
-            sync(partial)
-            partial.replace(folder / _BRANCH)
-            sync(folder)
-        except OSError as error:
-            logger.error(
-                "[Bank] %s cannot be written (%s): if the run is killed, finished groups are "
-                "sampled again",
-                folder / _BRANCH,
-                error,
-            )
 
 
 class Bank:

@@ -42,7 +42,7 @@ from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.trace import Tracer
 from mcore_rl.observe.watchdog import StageWatchdog, own_connection
 from mcore_rl.planner.savings import memory_lines
-from mcore_rl.rollout.bank import Branch
+from mcore_rl.rollout.branch import Branch
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.case import model_of_args
@@ -70,7 +70,7 @@ from mcore_rl.trainer.resume.point import ResumePoint, find_resume_point
 from mcore_rl.trainer.resume.trainer_state import LOADED, date_of_checkpoints
 from mcore_rl.trainer.roles.remote import LocalRole, RemoteRole, Role
 from mcore_rl.trainer.rollouts import LocalRollouts, Rollouts
-from mcore_rl.trainer.sampling import Start, bank_folder, build_sampling
+from mcore_rl.trainer.sampling import Start, bank_folder, branch_of, build_sampling
 from mcore_rl.trainer.saver import RunSaver
 from mcore_rl.trainer.separate import (
     RemoteRollouts,
@@ -113,8 +113,8 @@ class Inputs:
         prompts, held_out = self.prompts, self.eval_prompts
         assert isinstance(prompts, PromptSources), "only prompts are sampled"
         assert held_out is None or isinstance(held_out, PromptSources)
-        branch = "" if self.branch is None else self.branch.name
-        return Start(prompts, held_out, self.day, position, folder, self.began_with, branch)
+        whose = self.began_with, self.branch.name if self.branch else ""
+        return Start(prompts, held_out, self.day, position, folder, *whose)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ def read_inputs(job: Job) -> Inputs:
     point = find_resume_point(job.spec, job.args, prompts, eval_prompts)
     if point is not None and isinstance(prompts, PromptSources):
         prompts = prompts.begun(point.state.begin)
-    return Inputs(prompts, eval_prompts, day, point, _began_with(job, point), _branch(job, point))
+    return Inputs(prompts, eval_prompts, day, point, _began_with(job, point), branch_of(job, point))
 
 
 def _read_prompts(job: Job, day: str) -> tuple[Drawn, Drawn | None]:
@@ -308,19 +308,17 @@ def build_supervised(
 def connect_rollouts(
     job: Job, inputs: Inputs, models: Models, timers: StageTimers, engines: RemoteRole
 ) -> Rollouts:
-    """Plan the hand-over with engines on ranks of their own, or connect to controllers of servers.
-    Collective; waits for these."""
+    """Plan the hand-over with engines on other ranks, or connect to controllers. Collective."""
     assert isinstance(models.sample_store, RemoteSampleStore)
     start = inputs.start(job, models.state.iteration)
     note_stage("waiting for the engines")
     if inputs.branch is not None and dist.get_rank() == 0:
         inputs.branch.write(bank_folder(job))  # before the engines read the bank
-    rollouts: RemoteRollouts
     canary = build_canary(job, models.state, start.prompts)
     if job.spec.roles.has_controllers:
         from mcore_rl.trainer.servers import connect_servers  # imports vLLM
 
-        rollouts = connect_servers(
+        rollouts: RemoteRollouts = connect_servers(
             job, engines, models.shards, models.sample_store, canary, start, timers
         )
     else:
@@ -362,16 +360,6 @@ def _began_with(job: Job, point: ResumePoint | None) -> str:
     if job.spec.lora is None and megatron_checkpoint.loads_checkpoint(job.args):
         return LOADED
     return fingerprint(job.spec.checkpoint)
-
-
-def _branch(job: Job, point: ResumePoint | None) -> Branch | None:
-    """Return the branch of the bank that the run continues or begins. Collective."""
-    if not job.config.rollout.samples_ahead:
-        return None
-    name, step = ("", 0) if point is None else (point.state.branch, point.state.step)
-    mine = Branch.of_start(bank_folder(job), name, step) if dist.get_rank() == 0 else None
-    branch: Branch = objects.broadcast(mine)
-    return branch
 
 
 def _watchdog(job: Job) -> StageWatchdog:

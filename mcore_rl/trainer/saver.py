@@ -18,7 +18,7 @@ from mcore_rl.data.prompts import PromptSources
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.observe.stage_timers import StageTimers
-from mcore_rl.rollout.bank import Branch
+from mcore_rl.rollout.branch import Branch
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.resume import folders

@@ -23,7 +23,8 @@ from mcore_rl.batching.types import Prompt, Rollout, TurnReward
 from mcore_rl.moe.routing import RoutedLayers, Routes
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout import bank as bank_module
-from mcore_rl.rollout.bank import Bank, Branch, read_bank
+from mcore_rl.rollout.bank import Bank, read_bank
+from mcore_rl.rollout.branch import Branch
 from mcore_rl.rollout.pending import EngineLimits
 from mcore_rl.rollout.segments import OpenGroup
 from tests.rank_pool import ROOT

@@ -25,7 +25,7 @@ from mcore_rl.job import start as start_module
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.ahead_state import AheadState
-from mcore_rl.rollout.bank import Branch
+from mcore_rl.rollout.branch import Branch
 from mcore_rl.rollout.pending import write_groups
 from mcore_rl.rollout.segments import OpenGroup
 from mcore_rl.trainer import saver as saver_module

@@ -72,7 +72,7 @@ class TrainerState:
     sources_began_at: int = 0
     sources_drawn: Mapping[str, int] = field(default_factory=dict)
     only_source: str = ""
-    branch: str = ""  # of the bank (`rollout.bank.Branch`); "": nothing was sampled ahead
+    branch: str = ""  # of the bank (`rollout.branch`); "": nothing was sampled ahead
 
     @property
     def begin(self) -> Begin:

@@ -92,8 +92,13 @@ def _is_installed(name: str, file: str, package: str) -> bool:
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names or top in ("mcore_rl", "__main__", "__mp_main__"):
         return True
-    folders = (sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib", "platstdlib"))
-    return top != package and any(Path(file).is_relative_to(folder) for folder in folders)
+    return top != package and file.startswith(_installed_folders())
+
+
+@functools.cache
+def _installed_folders() -> tuple[str, ...]:
+    kinds = ("purelib", "platlib", "stdlib", "platstdlib")
+    return tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in kinds)
 
 
 def meant_own(spec: str) -> str:

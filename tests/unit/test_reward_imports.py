@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.isolation.wire import Answer
 from mcore_rl.rewards.functions import exact_match, resolve_reward, reward
-from mcore_rl.rewards.pool import check_rewards
+from mcore_rl.rewards.pool import RewardPool, _Worker, check_rewards
 from mcore_rl.rewards.stack import RewardStack
 from tests.reward_server import responses
 from tests.reward_specs import rewards_of
@@ -195,6 +196,19 @@ def test_changed_file_of_imports_changes_the_sources_of_its_rewards(tmp_path):
         sources("sourced_length", tmp_path, grading=f"{named}# {n}\n") for n in range(2)
     )
     assert first.keys() == second.keys() == {"sourced_length"} and first != second
+
+
+def test_reward_whose_file_has_changed_between_two_workers_has_no_source():
+    pool = RewardPool(rewards_of("gsm8k"))
+    for digest, known in (
+        ("a" * 64, "a" * 64),
+        ("a" * 64, "a" * 64),
+        ("b" * 64, ""),
+        ("b" * 64, ""),
+    ):
+        pool._take_start(_Worker(0), Answer({"gsm8k": digest}))
+        assert pool.sources == {"gsm8k": known}
+    pool.close()
 
 
 def test_reward_at_another_address_is_another_one():

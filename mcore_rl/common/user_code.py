@@ -6,14 +6,17 @@ numpy.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import operator
 import os
 import re
 import sys
+import sysconfig
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,6 +67,38 @@ def _run(file: Path, module_name: str) -> None:
     except BaseException:
         del sys.modules[module_name]
         raise
+
+
+def source_hash(function: object) -> str:
+    """Return a hash of the code that a user's function runs: of its module and, of the modules that
+    are imported here, those of its package and all that are not installed. It does not depend on
+    where they are. Modules that mcore_rl or Python come with do not count.
+
+    Call it right after the function's import, before its files may change.
+    """
+    own = getattr(inspect.unwrap(function), "__module__", None)  # type: ignore[arg-type]
+    package = str(own).partition(".")[0]
+    digests = set()
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or (name != own and _is_installed(name, file, package)):
+            continue
+        with contextlib.suppress(OSError), open(file, "rb") as content:
+            digests.add(hashlib.file_digest(content, "sha256").hexdigest())
+    return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
+
+
+def _is_installed(name: str, file: str, package: str) -> bool:
+    top = name.partition(".")[0]
+    if top in sys.stdlib_module_names or top in ("mcore_rl", "__main__", "__mp_main__"):
+        return True
+    return top != package and file.startswith(_installed_folders())
+
+
+@functools.cache
+def _installed_folders() -> tuple[str, ...]:
+    kinds = ("purelib", "platlib", "stdlib", "platstdlib")
+    return tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in kinds)
 
 
 def meant_own(spec: str) -> str:

@@ -31,7 +31,7 @@ from mcore_rl.isolation.zygote import Program
 from mcore_rl.rewards.batches import Batch, BatchQueue
 from mcore_rl.rewards.functions import resolve_reward
 from mcore_rl.rewards.specs import RewardSpec
-from mcore_rl.rewards.worker import Outcome, as_outcomes
+from mcore_rl.rewards.worker import Outcome, as_outcomes, as_sources
 from mcore_rl.sandbox import PYTHON_SANDBOX
 
 # By default; each worker holds the modules that a reward imports.
@@ -83,11 +83,22 @@ class RewardPool:
         self._workers: dict[int, _Worker] = {}
         self._starts = Starts(program.owner)
         self._is_resolved = False  # by a worker, some time
+        self.sources: dict[str, str] = {}  # `source_hash` by function, once a worker has started
         self._found: list[tuple[int, str, Outcome]] = []
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `advance` has something to do."""
         return self._pool.fileno()
+
+    def find_sources(self) -> None:
+        """Wait until a worker has imported the functions, so that `sources` has them. Raises the
+        errors of `advance`."""
+        while not self._is_resolved:
+            if not self._workers:
+                self._start_worker()
+            self._pool.wait()
+            found = self.advance()
+            self._found += found
 
     def add(self, ticket: int, rollout: Rollout, names: Container[str]) -> None:
         """Store a rollout for `advance`, for the functions among `names`. Tickets must increase."""
@@ -145,6 +156,10 @@ class RewardPool:
         """Record whether a worker could resolve the functions."""
         if isinstance(event, Answer):
             worker.is_ready = self._is_resolved = True
+            found = as_sources(event.value)
+            # Of workers that have imported different files nobody knows which one graded what.
+            is_same = self.sources in ({}, found)
+            self.sources = found if is_same else dict.fromkeys(found, "")
             self._starts.had_result()
             return
         self._lose(worker)
@@ -179,9 +194,7 @@ class RewardPool:
                 self._pool.end([worker.ticket])
                 del self._workers[worker.ticket]
         while self._batches.num_waiting and len(self._workers) < self._num_workers:
-            worker = _Worker(self._pool.open())
-            self._workers[worker.ticket] = worker
-            self._pool.ask(worker.ticket, None, limit_seconds=START_SECONDS)
+            self._start_worker()
         while True:
             free = [worker for worker in self._workers.values() if worker.takes_more]
             if not free:
@@ -193,6 +206,11 @@ class RewardPool:
             self._batches.sent(batch)
             worker.batches.append(batch)
             self._ask(worker, batch)
+
+    def _start_worker(self) -> None:
+        worker = _Worker(self._pool.open())
+        self._workers[worker.ticket] = worker
+        self._pool.ask(worker.ticket, None, limit_seconds=START_SECONDS)
 
     def _ask(self, worker: _Worker, batch: Batch) -> None:
         seconds = self._timeout_seconds

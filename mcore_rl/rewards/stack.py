@@ -8,6 +8,7 @@ for ticket, outcomes in stack.finished():       # poll
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import select
 import time
@@ -50,8 +51,10 @@ class RewardStack:
             ServerReward(server, timeout_seconds=spec.timeout_seconds) for server in spec.servers
         ]
         self._parts: list[RewardPool | Servers] = []
-        if spec.functions:
-            self._parts.append(RewardPool(spec, output))
+        self._pool = RewardPool(spec, output) if spec.functions else None
+        self._of_servers = {server.name: server.url for server in spec.servers}
+        if self._pool is not None:
+            self._parts.append(self._pool)
         if servers:
             self._parts.append(Servers(servers))
         self.names = (*spec.functions, *(server.name for server in spec.servers))
@@ -63,6 +66,20 @@ class RewardStack:
         self._open: dict[int, dict[str, Outcome]] = {}
         self._complete: dict[int, dict[str, Outcome]] = {}
         self._closed = False
+
+    def sources(self) -> dict[str, str]:
+        """Return what tells whether a reward is still the same, by its name: a hash of a function's
+        source, or of a server's address. Functions are missing before `find_sources` or their first
+        outcome."""
+        hashed = {n: hashlib.sha256(u.encode()).hexdigest() for n, u in self._of_servers.items()}
+        return hashed if self._pool is None else hashed | self._pool.sources
+
+    def find_sources(self) -> dict[str, str]:
+        """Return the `sources` of all rewards. Waits for a worker process to import functions.
+        Raises the errors of `finished`."""
+        if self._pool is not None:
+            self._pool.find_sources()
+        return self.sources()
 
     def begin(self, rollout: Rollout) -> int:
         """Accept a rollout and return its ticket: 0, 1, 2, ... Sends nothing, so never blocks."""

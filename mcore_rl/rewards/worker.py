@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, SupportsFloat
 
 from mcore_rl.common.readers import InvalidData, finite_number
-from mcore_rl.common.user_code import import_user_file
+from mcore_rl.common.user_code import import_user_file, source_hash
 from mcore_rl.isolation.process import Service, awaited, guarded
 from mcore_rl.isolation.wire import Failed, InvalidValue, as_text
 from mcore_rl.isolation.zygote import run_zygote
@@ -54,7 +54,8 @@ class _RewardService:
         self._functions: dict[str, RewardFunction] = {}
 
     def answer(self, request: dict[str, Any] | None) -> object:
-        """Resolve all functions (None), or score `samples` by `spec`, with `seconds` for each.
+        """Resolve all functions and return their `source_hash` (None), or score `samples` by
+        `spec`, with `seconds` for each.
 
         A sample that takes too long also loses the outcomes of the samples before it.
         """
@@ -62,7 +63,7 @@ class _RewardService:
             for path in self._imports:
                 import_user_file(path)
             self._functions = {spec: resolve_reward(spec) for spec in self._specs}
-            return None
+            return {spec: source_hash(each) for spec, each in self._functions.items()}
         started = time.perf_counter()
         function = self._functions[request["spec"]]
         gives_row = takes_row(function)
@@ -103,6 +104,14 @@ def _checked(value: object) -> float:
     if not math.isfinite(number):
         raise InvalidValue(f"returned {number}", detail)
     return number
+
+
+def as_sources(value: Any) -> dict[str, str]:
+    """Return the hashes of functions' sources; none if a worker cannot have sent them."""
+    is_right = isinstance(value, dict) and all(
+        isinstance(each, str) and len(each) == 64 for each in value.values()
+    )
+    return dict(value) if is_right else {}
 
 
 def as_outcomes(value: Any, num_samples: int) -> tuple[list[Outcome], float]:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from mcore_rl.algorithms.recipes import Algorithm
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common import objects
+from mcore_rl.common.errors import not_held
 from mcore_rl.data.prompts import PromptSources
 from mcore_rl.hybrid_engine.vllm.sampling_engine import SamplingEngine, SamplingGeneration
 from mcore_rl.model.layout import RolloutLayout
@@ -75,7 +76,8 @@ class AheadSampler:
     ) -> None:
         """`position` is the number of prompts drawn before, `bank` the folder of finished groups.
         `folder` is what `save` wrote, if a run resumes; UsageError if it has other content.
-        `origin` are JSON values that name the model that the run began with, and its environments.
+        `origin` are JSON values that name the run's branch, the model that it began with, and its
+        environments.
         On the first rank of a TP group, which reads the bank, `num_banked` is then the number of
         groups that need not be sampled again, and `skipped` describes what is damaged or of another
         run."""
@@ -97,7 +99,13 @@ class AheadSampler:
         banked: dict[int, BankedGroup] = {}
         self.skipped: list[str] = []
         if self._is_leader:
-            banked, self.skipped = read_bank(bank, self._prompt_of, fingerprint=fingerprint)
+            banked, self.skipped = read_bank(
+                bank,
+                self._prompt_of,
+                fingerprint=fingerprint,
+                limits=workers.limits,
+                fits=self._fits,
+            )
         objects.barrier()  # all have read it before the first file is rewritten
         self._resumed = engine.of_first_rank(self._held(folder, state, banked))
         self._last_version = state.weight_version
@@ -237,7 +245,7 @@ class AheadSampler:
     def undo(self) -> None:
         """Count the last step's draws as not sampled: a run that resumes samples them again, and
         repeats the step with weights of the same version."""
-        self._scheduler.forget_banked(self._taken)
+        self._scheduler.forget_banked(self._taken, waits=True)
         self._undone = dict(self._taken)
         self._metrics.undo()
         assert self._last_version is not None, "no step to undo"
@@ -274,7 +282,8 @@ class AheadSampler:
             write_groups(self._continuing(outstanding), folder, self._tp_group)
 
     def saved(self) -> None:
-        """Remove from the bank what the checkpoint that is now complete has trained on."""
+        """Remove from the bank what the checkpoint that is now complete has trained on; does not
+        wait for the disk."""
         self._scheduler.forget_banked(self._done)
         self._done = set()
 
@@ -306,7 +315,7 @@ class AheadSampler:
         if self._is_leader and self._drops_stale:
             self._count_left(gone)
         if is_first:  # before the bank has other groups of the same draws
-            self._scheduler.forget_banked(stale)
+            self._scheduler.forget_banked(stale, waits=True)
         else:
             self._done |= set(stale)
         self._metrics.num_steps += 1
@@ -383,13 +392,18 @@ class AheadSampler:
         facts += [self._recipe.score_centering] if self._recipe.score_centering else []
         return json.dumps([*facts, *(options[name] for name in kept), *origin])
 
+    def _fits(self, group: OpenGroup) -> bool:
+        """Return whether a stored group has the responses that this run samples."""
+        plan = self._plan()
+        has_all = len(group.rollouts) == plan.size
+        return has_all and group.has_top_tokens(plan.num_top, plan.num_samples)
+
     def _held(
         self, folder: Path | None, state: AheadState, banked: Mapping[int, BankedGroup]
     ) -> list[OpenGroup]:
         """Return the groups that this TP group continues: those of a checkpoint that have not been
         trained on, on its first rank in the newest state that is on the disk."""
-        plan = self._plan()
-        size = plan.size
+        size = self._plan().size
         groups: list[OpenGroup] = []
         if folder is not None and folder.is_dir():
             groups = read_groups(
@@ -398,15 +412,14 @@ class AheadSampler:
                 tp_group=self._tp_group,
                 num_tp_groups=self._num_tp_groups,
                 has_environments=self._workers.has_environments,
+                limits=self._workers.limits,
             )
         found: dict[int, OpenGroup] = {}
         num_unfit = 0
         for each in groups:
             if state.outstanding is not None and each.draw not in state.outstanding:
                 continue
-            fits = len(each.rollouts) == size and each.has_top_tokens(
-                plan.num_top, plan.num_samples
-            )
+            fits = self._fits(each)
             num_unfit += not fits
             found[each.draw] = each if fits else OpenGroup.new(each.draw, size)
         if num_unfit and self._is_leader:
@@ -416,7 +429,10 @@ class AheadSampler:
                 num_unfit,
             )
         held = objects.all_gather(list(found) if self._is_leader else [])
-        missing = (state.outstanding or {}).keys() - {draw for some in held for draw in some}
+        everywhere = [draw for some in held for draw in some]
+        if len({*everywhere}) < len(everywhere):
+            raise not_held(folder, "unfinished groups of samples", "a draw has several groups")
+        missing = (state.outstanding or {}).keys() - {*everywhere}
         for draw in sorted(missing)[self._tp_group :: self._num_tp_groups]:
             found[draw] = OpenGroup.new(draw, size)
         here = {draw: banked[draw].read() for draw in found.keys() & banked.keys()}

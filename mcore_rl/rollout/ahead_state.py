@@ -13,7 +13,7 @@ import numpy as np
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.common import objects
 from mcore_rl.common.errors import UsageError, not_held
-from mcore_rl.common.readers import InvalidData, integer_within, parse_json
+from mcore_rl.common.readers import InvalidData, integer_within, parse_json, read_regular
 from mcore_rl.rollout.admission import AdmissionCounts
 from mcore_rl.rollout.pending import environments_by_draw
 from mcore_rl.rollout.segments import OpenGroup
@@ -48,10 +48,10 @@ class AheadState:
         if folder is None:
             return cls(position, {})
         path = folder / _NAME
-        if not path.is_file():
+        if not path.exists():
             return cls(position, None)
         try:
-            facts = parse_json(path.read_text())
+            facts = parse_json(read_regular(path))
             outstanding = {int(draw): version for draw, version in facts["outstanding"].items()}
             # Earlier versions did not write `uncounted`.
             started, uninformative, stale = facts.get("uncounted", (0, 0, 0))

@@ -19,12 +19,13 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load, save_file
 
 from mcore_rl.algorithms.recipes import Algorithm
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import not_held
+from mcore_rl.common.readers import read_regular
 from mcore_rl.data.prompts import PromptSources
 from mcore_rl.hybrid_engine.vllm.generation import Sampling
 from mcore_rl.observe.stage_timers import StageTimers
@@ -290,7 +291,7 @@ def lengths_in(path: Path, num_rows: int) -> np.ndarray:
     """Read `[num_rows]` int32 as written by `Collector.save`; -1: unknown. Raises UsageError."""
     what = f"lengths of responses to {num_rows} prompts"
     try:
-        lengths = load_file(path)["lengths"]
+        lengths = load(read_regular(path))["lengths"]
     except (SafetensorError, LookupError, OSError) as error:
         raise not_held(path, what, f"{type(error).__name__}: {error}") from error
     if lengths.dtype != np.int32 or lengths.shape != (num_rows,) or (lengths < -1).any():

@@ -77,7 +77,10 @@ class ContinuousScheduler(GroupScheduler):
         self._submitted: dict[int, Request] = {}
         self._cut: list[int] = []  # numbers of responses that `pause` has ended
         self._to_restore: list[OpenGroup] = []
+        # Groups are appended while others are removed, which may take longer than a step.
         self._writer = ThreadPoolExecutor(1) if bank is not None else None
+        self._trimmer = ThreadPoolExecutor(1) if bank is not None else None
+        self._trims: deque[Future[None]] = deque()
         self._written: deque[tuple[Future[None], int, bool]] = deque()
         self._has_disk_failed = False
         self._finished: set[int] = set()  # draws
@@ -139,6 +142,7 @@ class ContinuousScheduler(GroupScheduler):
         self._finished -= set(draws)
         self._on_disk -= set(draws)
         for draw in draws:
+            self._prompts.pop(draw, None)
             self._banked.pop(draw, None)  # another TP group has finished it
         return gone
 
@@ -152,16 +156,20 @@ class ContinuousScheduler(GroupScheduler):
         count, self._counts.generated_tokens = self._counts.generated_tokens, 0
         return count
 
-    def forget_banked(self, draws: Collection[int]) -> None:
-        """Remove groups from the bank; waits for the disk. Groups that a failing disk keeps are
-        removed, or ignored, when the run resumes."""
-        if self._writer is not None and self._bank is not None and draws:
-            self._end_write(self._writer.submit(self._bank.forget, draws))
+    def forget_banked(self, draws: Collection[int], *, waits: bool = False) -> None:
+        """Remove groups from the bank; `waits` for the disk if asked to. Groups that a failing disk
+        keeps are removed, or ignored, when the run resumes."""
+        if self._trimmer is not None and self._bank is not None and draws:
+            self._trims.append(self._trimmer.submit(self._bank.forget, frozenset(draws)))
+        while waits and self._trims:
+            self._end_write(self._trims.popleft())
 
     def close(self) -> None:
-        """Wait for groups that are being written to the bank."""
-        if self._writer is not None:
+        """Wait for groups that are being written to the bank, or removed from it."""
+        if self._writer is not None and self._trimmer is not None:
             self._writer.shutdown()
+            self._trimmer.shutdown()
+            self.forget_banked((), waits=True)
 
     # Called by `step_engine`
 
@@ -232,7 +240,9 @@ class ContinuousScheduler(GroupScheduler):
         self._written.append((written, group.draw, differs))
 
     def _report_written(self) -> None:
-        """Report groups that are on the disk, or that the disk has rejected."""
+        """Report groups that are on the disk, or that the disk has rejected, and failed trims."""
+        while self._trims and self._trims[0].done():
+            self._end_write(self._trims.popleft())
         while self._written and self._written[0][0].done():
             written, draw, differs = self._written.popleft()
             self._end_write(written)
@@ -246,8 +256,8 @@ class ContinuousScheduler(GroupScheduler):
         except OSError as error:
             if not self._has_disk_failed:
                 logger.error(
-                    "[Bank] finished groups cannot be written (%s): the run continues, but if it "
-                    "is killed before a checkpoint, they are sampled again",
+                    "[Bank] finished groups cannot be written or removed (%s): the run continues, "
+                    "but if it is killed before a checkpoint, they may be sampled again",
                     error,
                 )
             self._has_disk_failed = True

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load, save_file
 
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.common.errors import not_held
+from mcore_rl.common.readers import read_regular
 from mcore_rl.data.options import DROP
 from mcore_rl.data.prompts import PromptSources
 
@@ -132,11 +133,11 @@ class Curriculum:
         """Read the state of a run over the same prompts, if it had a curriculum. Raises
         UsageError for other content."""
         path = folder / _FILE
-        if not path.is_file():
+        if not path.exists():
             return
         what = f"the curriculum of {len(self.state.accuracy)} prompts"
         try:
-            found = load_file(path)
+            found = load(read_regular(path))
             accuracy, cursors = found["accuracy"], found["cursors"]
         except (SafetensorError, LookupError, OSError) as error:
             raise not_held(path, what, f"{type(error).__name__}: {error}") from error

@@ -42,7 +42,7 @@ from mcore_rl.rollout.dispatch import (
 from mcore_rl.rollout.group_plan import GroupPlan
 from mcore_rl.rollout.groups import Differs, GroupScheduler
 from mcore_rl.rollout.options import RolloutOptions
-from mcore_rl.rollout.pending import read_groups, write_groups
+from mcore_rl.rollout.pending import EngineLimits, read_groups, write_groups
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.rollout.segments import OpenGroup
 from mcore_rl.rollout.stream import run_stream
@@ -75,11 +75,14 @@ class RolloutWorkers:
         reward_model: Callable[[SampleStore, SampleTable], list[Outcome]] | None = None,
         conversations: Callable[[], Conversations] | None = None,
         max_turn_tokens: int | None = None,
+        vocab_size: int = EngineLimits().vocab_size,
     ) -> None:
         """`reward_model` scores the samples in `sample_store`, collectively. `conversations`
-        creates a TP group's conversations, if samples have environments."""
+        creates a TP group's conversations, if samples have environments. `vocab_size` is the
+        model's."""
         self._engine, self._layout, self._options = engine, layout, options
         self.max_turn_tokens = max_turn_tokens
+        self.limits = EngineLimits(vocab_size, sample_store.routed)
         self._rank = dist.get_rank()
         self._is_scorer = layout.tp_rank(self._rank) == 0
         self.rewards = RewardStack(rewards)
@@ -243,6 +246,7 @@ class RolloutWorkers:
             tp_group=self._layout.tp_group_index(self._rank),
             num_tp_groups=self._layout.num_tp_groups,
             has_environments=self.has_environments,
+            limits=self.limits,
         )
         fitting = [group for group in groups if fits(group)]
         if not self._options.keeps_unfinished:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from operator import itemgetter
 
 import numpy as np
@@ -89,7 +88,8 @@ class GroupScheduler:
         engine takes no step until all finished responses are rewarded, so that the step does not
         depend on the speed of rewards."""
         self.plan = plan
-        self._engine, self._prompt_of = engine, cache(prompt_of)
+        self._engine, self._find_prompt = engine, prompt_of
+        self._prompts: dict[int, Prompt] = {}  # of open groups, by draw
         self._dispatcher, self._rewards, self._differs = dispatcher, rewards, differs
         self._at_once, self._reserved, self._waits = at_once, reserved, waits
         self._conversations = conversations
@@ -279,6 +279,7 @@ class GroupScheduler:
     def _continue(self, group: OpenGroup) -> None:
         """Continue the responses of a group that have not ended, and request the rewards that
         others lack."""
+        self._drop_outcomes_of_others(group)
         for index in range(len(group.rollouts)):
             rollout = self._response(group, index)
             if not is_finished(rollout):
@@ -288,6 +289,19 @@ class GroupScheduler:
                 self._tickets[self._rewards.begin(rollout)] = group.draw * self.plan.size + index
         if self._is_rewarded(group):
             self._compare(group)
+
+    def _drop_outcomes_of_others(self, group: OpenGroup) -> None:
+        """Drop the outcomes of a group that resumes unless its rewards are those of this run, and
+        not others of the same names. Those without a source, as of environments, are the same."""
+        if self._rewards is None or not group.outcomes:
+            return
+        try:
+            now, then = self._rewards.find_sources(), group.reward_sources
+        except Exception as error:
+            self._fail(error)
+            return
+        if any(now.get(name) != then.get(name) for name in self._reward_names):
+            group.outcomes.clear()
 
     def _has_rewards(self, outcomes: Mapping[str, Outcome] | None) -> bool:
         """Whether a response that resumes has all rewards; an earlier run may have had others."""
@@ -322,6 +336,11 @@ class GroupScheduler:
         for so_far in rollouts:
             self._start_conversation(draw, so_far)
         return []
+
+    def _prompt_of(self, draw: int) -> Prompt:
+        if draw not in self._prompts:
+            self._prompts[draw] = self._find_prompt(draw)
+        return self._prompts[draw]
 
     def _opened(self, draw: int) -> OpenGroup:
         """Return the group of a draw, without responses if it is new."""
@@ -427,6 +446,8 @@ class GroupScheduler:
         draw, index = divmod(number, self.plan.size)
         group = self.open[draw]
         group.outcomes[index] = dict(outcomes)
+        assert self._rewards is not None
+        group.reward_sources = self._rewards.sources()
         if index in group.environment_outcomes:
             group.outcomes[index] = {**outcomes, ENVIRONMENT: group.environment_outcomes[index]}
         if self._is_rewarded(group):

@@ -2,7 +2,7 @@
 group, and the encoding of one group, for the bank.
 
 Arrays are stored in the safetensors format, other fields as JSON in its header. Reading never
-unpickles.
+unpickles, and believes no value unchecked: they would reach embeddings, ratios and losses.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,17 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save, save_file
 
-from mcore_rl.batching.types import Prompt, Rollout, TopTokens, TurnReward
+from mcore_rl.batching.types import UNFINISHED, Prompt, Rollout, TopTokens, TurnReward
 from mcore_rl.common.errors import UsageError, not_held
-from mcore_rl.common.readers import integer_within, number, parse_json
+from mcore_rl.common.readers import finite_number, integer_within, open_regular, parse_json
 from mcore_rl.environments.wire import checked_state
-from mcore_rl.moe.routing import Routes
+from mcore_rl.hybrid_engine.vllm.generation import (
+    FINISH_REASONS,
+    NO_LOG_PROB,
+    are_log_probs,
+    are_tokens,
+)
+from mcore_rl.moe.routing import RoutedLayers, Routes
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.segments import KeptConversation, OpenGroup, is_finished, turn_start
 
@@ -33,12 +40,26 @@ _DTYPES = dict.fromkeys(("response_token_ids", "prompt_token_ids", "weight_versi
     "rollout_log_probs": np.float32,
     "is_generated": np.bool_,
 }
-_MAX_COUNT = 1 << 53
+_MOST_DRAWS, _MOST_VERSIONS = 1 << 53, (1 << 31) - 1
 # What reading raises for content of another form.
 MALFORMED = (
     *(SafetensorError, AttributeError, LookupError),
     *(OSError, OverflowError, TypeError, ValueError),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What responses of a run's engines are within.
+
+    Example: `EngineLimits(vocab_size=129280)`.
+    """
+
+    vocab_size: int = 1 << 31
+    routed: RoutedLayers | None = None  # whose experts come with responses; None: not checked
+
+
+_NO_LIMITS = EngineLimits()
 
 
 def write_groups(groups: Sequence[OpenGroup], folder: Path, tp_group: int) -> None:
@@ -55,6 +76,7 @@ def read_groups(
     tp_group: int,
     num_tp_groups: int,
     has_environments: bool = False,
+    limits: EngineLimits = _NO_LIMITS,
 ) -> list[OpenGroup]:
     """Return the groups that a TP group resumes: its own, or, if the number of TP groups has
     changed, its share of all groups, assigned round-robin in the order of their draws.
@@ -62,15 +84,20 @@ def read_groups(
     `prompt_of` returns the prompt of a draw. All ranks of a TP group read the same groups. An
     unfinished response starts again if it has a conversation, and the run does not
     `has_environments`, or the other way round. So does a finished one that no environment has
-    judged, if the run has environments. Raises UsageError if a file has other content.
+    judged, if the run has environments. Raises UsageError if a file has other content, or values
+    that are not within `limits`.
     """
     files = sorted(folder.glob("group_*.safetensors"))
     if len(files) == num_tp_groups:
-        groups = _read(files[tp_group], prompt_of)
+        mine = [files[tp_group]]
+        draws = None
     else:
-        everywhere = [group for file in files for group in _read(file, prompt_of)]
-        everywhere.sort(key=lambda group: group.draw)
-        groups = everywhere[tp_group::num_tp_groups]
+        mine = files
+        everywhere = sorted(draw for draw, _ in environments_by_draw(folder))
+        draws = everywhere[tp_group::num_tp_groups]
+    groups = [group for file in mine for group in _read(file, prompt_of, limits, draws)]
+    if draws is not None:
+        groups.sort(key=lambda group: group.draw)
     for group in groups:
         for index, rollout in enumerate(group.rollouts):
             if rollout is None:
@@ -106,9 +133,10 @@ def environments_by_draw(folder: Path) -> list[tuple[int, set[str]]]:
     found = []
     for file in sorted(folder.glob("group_*.safetensors")):
         try:
+            open_regular(file).close()
             with safe_open(file, framework="numpy") as tensors:
                 groups = parse_json(tensors.metadata()["groups"])
-            found += [(_count(each["draw"]), {*_recorded(each).values()}) for each in groups]
+            found += [(_draw(each["draw"]), {*_recorded(each).values()}) for each in groups]
         except MALFORMED as error:
             raise _not_groups(file, error) from error
     return found
@@ -127,13 +155,15 @@ def group_to_bytes(group: OpenGroup) -> bytes:
     return save(*_encoded([group]))
 
 
-def group_from_bytes(data: bytes, prompt_of: Callable[[int], Prompt]) -> OpenGroup:
+def group_from_bytes(
+    data: bytes, prompt_of: Callable[[int], Prompt], limits: EngineLimits = _NO_LIMITS
+) -> OpenGroup:
     """Decode a group; `prompt_of` returns the prompt of its draw. Raises one of `MALFORMED` for
-    other content."""
+    other content, or values that are not within `limits`."""
     arrays = load(data)
     header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
     (facts,) = parse_json(header["__metadata__"]["groups"])
-    return _group(facts, prompt_of, set(arrays), arrays.__getitem__)
+    return _group(facts, prompt_of, limits, set(arrays), arrays.__getitem__)
 
 
 def _encoded(groups: Sequence[OpenGroup]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -157,6 +187,7 @@ def _encoded(groups: Sequence[OpenGroup]) -> tuple[dict[str, np.ndarray], dict[s
             {
                 "draw": group.draw,
                 "samples": samples,
+                "reward_sources": dict(group.reward_sources),
                 "outcomes": {index: dict(by) for index, by in group.outcomes.items()},
                 "environment_outcomes": group.environment_outcomes,
                 "conversations": {n: each.unanswered for n, each in group.conversations.items()},
@@ -176,13 +207,22 @@ def _arrays_of(rollout: Rollout) -> dict[str, np.ndarray]:
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def _read(file: Path, prompt_of: Callable[[int], Prompt]) -> list[OpenGroup]:
+def _read(
+    file: Path,
+    prompt_of: Callable[[int], Prompt],
+    limits: EngineLimits,
+    draws: Sequence[int] | None,
+) -> list[OpenGroup]:
+    """Read the groups of a file, or only those of `draws`."""
+    wanted = None if draws is None else {*draws}
     try:
+        open_regular(file).close()
         with safe_open(file, framework="numpy") as tensors:
             names = set(tensors.keys())
             return [
-                _group(facts, prompt_of, names, tensors.get_tensor)
+                _group(facts, prompt_of, limits, names, tensors.get_tensor)
                 for facts in parse_json(tensors.metadata()["groups"])
+                if wanted is None or facts["draw"] in wanted
             ]
     except MALFORMED as error:
         raise _not_groups(file, error) from error
@@ -195,10 +235,11 @@ def _not_groups(file: Path, error: Exception) -> UsageError:
 def _group(
     facts: dict[str, Any],
     prompt_of: Callable[[int], Prompt],
+    limits: EngineLimits,
     names: set[str],
     array_of: Callable[[str], np.ndarray],
 ) -> OpenGroup:
-    prompt = prompt_of(_count(facts["draw"]))
+    prompt = prompt_of(_draw(facts["draw"]))
     rollouts: list[Rollout | None] = []
     for index, sample in enumerate(facts["samples"]):
         if sample is None:
@@ -206,7 +247,7 @@ def _group(
             continue
         place = f"{facts['draw']}/{index}/"
         arrays = {name: array_of(place + name) for name in _ALL_ARRAYS if place + name in names}
-        rollouts.append(_rollout(prompt, index, sample, arrays))
+        rollouts.append(_rollout(prompt, index, sample, arrays, limits))
     outcomes: dict[int, Mapping[str, Outcome]] = {
         int(index): {name: _outcome(*each) for name, each in by.items()}
         for index, by in facts["outcomes"].items()
@@ -214,26 +255,39 @@ def _group(
     of_environments = {  # earlier versions did not write them
         int(index): _outcome(*each) for index, each in facts.get("environment_outcomes", {}).items()
     }
-    if not outcomes.keys() | of_environments.keys() <= set(range(len(rollouts))):
-        raise ValueError("there are outcomes of samples outside the group")
-    group = OpenGroup(facts["draw"], rollouts, outcomes, of_environments)
+    ended = {n for n, each in enumerate(rollouts) if each is not None and is_finished(each)}
+    if not rollouts or not outcomes.keys() | of_environments.keys() <= ended:
+        raise ValueError("there are no samples, or outcomes of samples that have not ended")
+    for index in ended - of_environments.keys():
+        rollout = rollouts[index]
+        if rollout is not None and rollout.failure is None and not len(rollout.response_token_ids):
+            raise ValueError(f"sample {index} has ended without tokens")
+    sources = dict(facts.get("reward_sources", {}))  # as above
+    group = OpenGroup(facts["draw"], rollouts, outcomes, of_environments, reward_sources=sources)
     for index, unanswered in facts.get("conversations", {}).items():  # as above
         place = f"{group.draw}/{index}/"
         state, observed = array_of(place + "state"), array_of(place + "observed")
-        kept = _conversation(group, int(index), unanswered, state, observed)
+        kept = _conversation(group, int(index), unanswered, state, observed, limits)
         environment = _recorded(facts).get(index, "")
         group.conversations[int(index)] = dataclasses.replace(kept, environment=environment)
     return group
 
 
 def _conversation(
-    group: OpenGroup, index: int, unanswered: Any, state: np.ndarray, observed: np.ndarray
+    group: OpenGroup,
+    index: int,
+    unanswered: Any,
+    state: np.ndarray,
+    observed: np.ndarray,
+    limits: EngineLimits,
 ) -> KeptConversation:
     rollout = group.rollouts[index] if 0 <= index < len(group.rollouts) else None
     kinds = [(each.dtype, each.ndim) for each in (state, observed)]
     expected = [(np.dtype(np.uint8), 1), (np.dtype(np.int32), 1)]
-    if kinds != expected or not isinstance(unanswered, str | None):
+    if kinds != expected or unanswered not in (None, *FINISH_REASONS):
         raise ValueError(f"the conversation of sample {index} has wrong fields")
+    if not are_tokens(observed, limits.vocab_size).all():
+        raise ValueError(f"the conversation of sample {index} has tokens beyond the vocabulary")
     if rollout is None or is_finished(rollout):
         raise ValueError(f"the conversation of sample {index} has no response that continues")
     if unanswered is not None and turn_start(rollout) == len(rollout.response_token_ids):
@@ -241,31 +295,33 @@ def _conversation(
     return KeptConversation(checked_state(state.tobytes().decode()), observed, unanswered)
 
 
-def _count(value: Any) -> int:
-    if integer_within(value, 0, _MAX_COUNT) is None:
-        raise ValueError(f"{repr(value)[:60]} is not the number of a draw or version")
+def _draw(value: Any) -> int:
+    if integer_within(value, 0, _MOST_DRAWS) is None:
+        raise ValueError(f"{repr(value)[:60]} is not the number of a draw")
     return int(value)
 
 
 def _outcome(reward: Any, kind: Any, detail: Any) -> Outcome:
     is_text = isinstance(kind, str | None) and isinstance(detail, str)
-    if number(reward) is None or not is_text:
+    if finite_number(reward) is None or not is_text:
         raise ValueError(f"{repr([reward, kind, detail])[:60]} is not the outcome of a reward")
     return Outcome(reward, kind, detail)
 
 
 def _turn(num_response: int, end: Any, reward: Any) -> TurnReward:
-    if integer_within(end, 0, num_response) is None or number(reward) is None:
+    if integer_within(end, 0, num_response) is None or finite_number(reward) is None:
         raise ValueError(f"{repr([end, reward])[:60]} is not the reward of a turn")
     return TurnReward(end, reward)
 
 
-def _rollout(prompt: Prompt, index: int, facts: dict[str, Any], arrays: dict[str, Any]) -> Rollout:
+def _rollout(
+    prompt: Prompt, index: int, facts: dict[str, Any], arrays: dict[str, Any], limits: EngineLimits
+) -> Rollout:
     facts = {"turn_rewards": []} | facts  # earlier versions did not write them
-    _count(facts["weight_version"])
-    if not all(isinstance(facts[name], str) for name in ("text", "finish_reason")) or not (
-        isinstance(facts["failure"], str | None) and facts.keys() == {*_FIELDS}
-    ):
+    is_version = integer_within(facts["weight_version"], 0, _MOST_VERSIONS) is not None
+    is_text = isinstance(facts["text"], str) and isinstance(facts["failure"], str | None)
+    is_reason = facts["finish_reason"] in (*FINISH_REASONS, UNFINISHED)
+    if not (is_version and is_text and is_reason) or facts.keys() != {*_FIELDS}:
         raise ValueError(f"sample {index} has wrong fields")
     num_tokens = {name: len(arrays["response_token_ids"]) for name in _ARRAYS}
     num_tokens["prompt_token_ids"] = len(arrays["prompt_token_ids"])
@@ -273,25 +329,68 @@ def _rollout(prompt: Prompt, index: int, facts: dict[str, Any], arrays: dict[str
         kind = (array.dtype, array.shape)
         if name in num_tokens and kind != (np.dtype(_DTYPES[name]), (num_tokens[name],)):
             raise ValueError(f"{name} of sample {index} is {array.shape} of {array.dtype}")
+    _check_tokens(index, facts["weight_version"], arrays, limits)
     num_response = len(arrays["response_token_ids"])
     turns = tuple(_turn(num_response, *each) for each in facts["turn_rewards"])
     if list(turns) != sorted(turns, key=lambda turn: turn.end):
         raise ValueError(f"the turns of sample {index} are not in order")
     facts["turn_rewards"] = turns
-    prompt = dataclasses.replace(prompt, token_ids=arrays.pop("prompt_token_ids"))
-    routes = None
-    if "routes" in arrays:
-        routes = Routes(arrays.pop("routes"), arrays.pop("routes_known"))
-        routes_kind = (routes.ids.ndim, routes.known.dtype, routes.known.shape)
-        if routes_kind != (3, np.dtype(np.bool_), (len(routes.ids),)):
-            raise ValueError(f"the experts of sample {index} are {routes.ids.shape}")
-    top = None
-    if "top_ids" in arrays:
-        top = TopTokens(arrays.pop("top_ids"), arrays.pop("top_log_probs"))
-        kinds = [(each.dtype, each.shape) for each in (top.ids, top.log_probs)]
-        shape = (num_response, *top.ids.shape[1:])
-        if kinds != [(np.dtype(np.int32), shape), (np.dtype(np.float32), shape)] or len(shape) != 2:
-            raise ValueError(f"the candidates of sample {index} are {top.ids.shape}")
+    num_routed = max(0, num_tokens["prompt_token_ids"] + num_response - 1)
     return Rollout(
-        prompt=prompt, sample_index=index, routes=routes, top_tokens=top, **facts, **arrays
+        prompt=dataclasses.replace(prompt, token_ids=arrays.pop("prompt_token_ids")),
+        sample_index=index,
+        routes=_routes(index, arrays, num_routed, limits.routed),
+        top_tokens=_top_tokens(index, arrays, num_response, limits),
+        **facts,
+        **arrays,
     )
+
+
+def _check_tokens(
+    index: int, newest: int, arrays: Mapping[str, np.ndarray], limits: EngineLimits
+) -> None:
+    """Raise ValueError for values that no engine gives; a server's answer is checked alike."""
+    for name in ("response_token_ids", "prompt_token_ids"):
+        if not are_tokens(arrays[name], limits.vocab_size).all():
+            raise ValueError(f"{name} of sample {index} are not within the vocabulary")
+    if not are_log_probs(arrays["rollout_log_probs"]).all():
+        raise ValueError(f"the log-probs of sample {index} are not finite and at most 0")
+    versions = arrays.get("weight_versions", np.empty(0, np.int32))
+    if not ((versions >= 0) & (versions <= newest)).all():
+        raise ValueError(f"the weight versions of sample {index} are not from 0 to {newest}")
+
+
+def _routes(
+    index: int, arrays: dict[str, Any], num_tokens: int, routed: RoutedLayers | None
+) -> Routes | None:
+    if "routes" not in arrays:
+        return None
+    routes = Routes(arrays.pop("routes"), arrays.pop("routes_known"))
+    ids, known = routes.ids, routes.known
+    is_right = (ids.ndim, known.dtype, known.shape) == (3, np.dtype(np.bool_), (len(ids),))
+    is_right = is_right and len(ids) <= num_tokens and ids.dtype in (np.uint8, np.int16)
+    if is_right and routed is not None:
+        is_right = ids.dtype == routed.dtype
+        is_right = is_right and ids.shape[1:] == (len(routed.layers), routed.topk)
+    most = np.iinfo(np.int16).max if routed is None else routed.num_experts - 1
+    chosen = ids[known] if is_right else ids[:0]
+    if not is_right or not ((chosen >= 0) & (chosen <= most)).all():
+        raise ValueError(f"the experts of sample {index} are {ids.shape} of {ids.dtype}")
+    return routes
+
+
+def _top_tokens(
+    index: int, arrays: dict[str, Any], num_response: int, limits: EngineLimits
+) -> TopTokens | None:
+    if "top_ids" not in arrays:
+        return None
+    top = TopTokens(arrays.pop("top_ids"), arrays.pop("top_log_probs"))
+    kinds = [(each.dtype, each.shape) for each in (top.ids, top.log_probs)]
+    shape = (num_response, *top.ids.shape[1:])
+    is_right = kinds == [(np.dtype(np.int32), shape), (np.dtype(np.float32), shape)]
+    if not is_right or len(shape) != 2:
+        raise ValueError(f"the candidates of sample {index} are {top.ids.shape}")
+    within = (top.log_probs >= NO_LOG_PROB) & (top.log_probs <= 0.0)
+    if not (are_tokens(top.ids, limits.vocab_size) & within).all():
+        raise ValueError(f"the candidates of sample {index} are not tokens with log-probs")
+    return top

@@ -133,6 +133,7 @@ class OpenGroup:
     outcomes: dict[int, Mapping[str, Outcome]] = field(default_factory=dict)  # by index
     environment_outcomes: dict[int, Outcome] = field(default_factory=dict)  # by index
     conversations: dict[int, KeptConversation] = field(default_factory=dict)  # by index
+    reward_sources: Mapping[str, str] = field(default_factory=dict)  # of `outcomes`, by reward
 
     @classmethod
     def new(cls, draw: int, size: int) -> OpenGroup:

@@ -42,6 +42,7 @@ from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.trace import Tracer
 from mcore_rl.observe.watchdog import StageWatchdog, own_connection
 from mcore_rl.planner.savings import memory_lines
+from mcore_rl.rollout.branch import Branch
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.case import model_of_args
@@ -69,7 +70,7 @@ from mcore_rl.trainer.resume.point import ResumePoint, find_resume_point
 from mcore_rl.trainer.resume.trainer_state import LOADED, date_of_checkpoints
 from mcore_rl.trainer.roles.remote import LocalRole, RemoteRole, Role
 from mcore_rl.trainer.rollouts import LocalRollouts, Rollouts
-from mcore_rl.trainer.sampling import Start, build_sampling
+from mcore_rl.trainer.sampling import Start, bank_folder, branch_of, build_sampling
 from mcore_rl.trainer.saver import RunSaver
 from mcore_rl.trainer.separate import (
     RemoteRollouts,
@@ -91,6 +92,7 @@ class Inputs:
     day: str  # for chat templates
     point: ResumePoint | None  # None: nothing is resumed
     began_with: str  # see `TrainerState`
+    branch: Branch | None  # None: nothing is sampled ahead
 
     @property
     def weight_version(self) -> int:
@@ -111,7 +113,8 @@ class Inputs:
         prompts, held_out = self.prompts, self.eval_prompts
         assert isinstance(prompts, PromptSources), "only prompts are sampled"
         assert held_out is None or isinstance(held_out, PromptSources)
-        return Start(prompts, held_out, self.day, position, folder, self.began_with)
+        whose = self.began_with, self.branch.name if self.branch else ""
+        return Start(prompts, held_out, self.day, position, folder, *whose)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +192,7 @@ def build(
         timers=timers,
         has_loaded=inputs.point is not None,
         began_with=inputs.began_with,
+        branch=inputs.branch,
         day=inputs.day,
         log=log,
     )
@@ -209,7 +213,7 @@ def read_inputs(job: Job) -> Inputs:
     point = find_resume_point(job.spec, job.args, prompts, eval_prompts)
     if point is not None and isinstance(prompts, PromptSources):
         prompts = prompts.begun(point.state.begin)
-    return Inputs(prompts, eval_prompts, day, point, _began_with(job, point))
+    return Inputs(prompts, eval_prompts, day, point, _began_with(job, point), branch_of(job, point))
 
 
 def _read_prompts(job: Job, day: str) -> tuple[Drawn, Drawn | None]:
@@ -304,17 +308,17 @@ def build_supervised(
 def connect_rollouts(
     job: Job, inputs: Inputs, models: Models, timers: StageTimers, engines: RemoteRole
 ) -> Rollouts:
-    """Plan the hand-over with engines on ranks of their own, or connect to controllers of servers.
-    Collective; waits for these."""
+    """Plan the hand-over with engines on other ranks, or connect to controllers. Collective."""
     assert isinstance(models.sample_store, RemoteSampleStore)
     start = inputs.start(job, models.state.iteration)
     note_stage("waiting for the engines")
-    rollouts: RemoteRollouts
+    if inputs.branch is not None and dist.get_rank() == 0:
+        inputs.branch.write(bank_folder(job))  # before the engines read the bank
     canary = build_canary(job, models.state, start.prompts)
     if job.spec.roles.has_controllers:
         from mcore_rl.trainer.servers import connect_servers  # imports vLLM
 
-        rollouts = connect_servers(
+        rollouts: RemoteRollouts = connect_servers(
             job, engines, models.shards, models.sample_store, canary, start, timers
         )
     else:

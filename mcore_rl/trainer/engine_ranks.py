@@ -30,13 +30,11 @@ class EngineRanks(SamplingRanks):
     def __init__(self, job: Job, log: TextIO | None, start: Start) -> None:
         super().__init__(job, VLLMEngine(engine_config(job)), start, log)
 
-    def connect(
-        self, *, position: int, begin: dict[str, Any], folder: str | None, began_with: str
-    ) -> dict[str, Any]:
+    def connect(self, /, **start: Any) -> dict[str, Any]:
         """Also plan the hand-over, with the actor's ranks."""
         canary = make_canary(self._job, None, self._start.prompts)
         self._hand_over = hand_over(self._job, engine=self._engine, canary=canary)
-        return super().connect(position=position, begin=begin, folder=folder, began_with=began_with)
+        return super().connect(**start)
 
     def update(self, *, weight_version: int) -> dict[str, Any]:
         """Receive the actor's weights, with the actor's ranks. Returns the largest numbers of bytes

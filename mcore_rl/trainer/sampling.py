@@ -7,6 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from mcore_rl.common import objects
 from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.data.options import NO_CURRICULUM
 from mcore_rl.data.prompts import PromptSources
@@ -15,6 +18,7 @@ from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.hybrid_engine.vllm.sampling_engine import SamplingEngine
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.ahead import AheadSampler
+from mcore_rl.rollout.branch import Branch
 from mcore_rl.rollout.collector import Collector
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.curriculum import Curriculum
@@ -22,6 +26,7 @@ from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.evaluation import Evaluator
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.job import Job
+from mcore_rl.trainer.resume.point import ResumePoint
 from mcore_rl.trainer.roles.remote import Role
 from mcore_rl.trainer.roles.reward_model import ModelReward
 
@@ -59,6 +64,7 @@ class Start:
     position: int = 0  # prompts drawn before
     folder: Path | None = None  # what `Rollouts.save` wrote, if the run resumes
     began_with: str = ""  # see `TrainerState`
+    branch: str = ""  # as above
 
     def message(self) -> dict[str, Any]:
         """Return the arguments of `SamplingRanks.connect`."""
@@ -67,6 +73,7 @@ class Start:
             "begin": asdict(self.prompts.begin),
             "folder": None if self.folder is None else str(self.folder),
             "began_with": self.began_with,
+            "branch": self.branch,
         }
 
     @property
@@ -119,6 +126,7 @@ def _workers(
         None if reward_model is None else ModelReward(reward_model).outcomes,
         None if environment is None else partial(_conversations, job, environment, day),
         job.config.environments.max_turn_tokens,
+        job.spec.shape.vocab_size,
     )
 
 
@@ -169,10 +177,26 @@ def _ahead(
         seed=job.args.seed,
         position=start.position,
         sample_store=sample_store,
-        bank=job.config.run.directory / "bank",
+        bank=bank_folder(job),
         folder=start.folder,
-        origin=[start.began_with, *_environment_facts(job.spec.environment)],
+        origin=[start.branch, start.began_with, *_environment_facts(job.spec.environment)],
     )
+
+
+def bank_folder(job: Job) -> Path:
+    """Return where a run keeps finished groups."""
+    return job.config.run.directory / "bank"
+
+
+def branch_of(job: Job, point: ResumePoint | None) -> Branch | None:
+    """Return the branch of the bank that a run continues or begins, None if nothing is sampled
+    ahead. Collective. `point` is what it resumes."""
+    if not job.config.rollout.samples_ahead:
+        return None
+    name, step = ("", 0) if point is None else (point.state.branch, point.state.step)
+    mine = Branch.of_start(bank_folder(job), name, step) if dist.get_rank() == 0 else None
+    branch: Branch = objects.broadcast(mine)
+    return branch
 
 
 def _environment_facts(spec: EnvironmentSpec | None) -> list[Any]:

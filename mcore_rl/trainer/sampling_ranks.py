@@ -60,15 +60,26 @@ class SamplingRanks:
         self._activity = Activity()
 
     def connect(
-        self, *, position: int, begin: dict[str, Any], folder: str | None, began_with: str
+        self,
+        *,
+        position: int,
+        begin: dict[str, Any],
+        folder: str | None,
+        began_with: str,
+        branch: str,
     ) -> dict[str, Any]:
         """Prepare the sampling of a run that has drawn `position` prompts, whose state is in
-        `folder`. `begin` has the fields of `Begin`, `began_with` is that of `TrainerState`. Returns
-        what the bank has."""
+        `folder`. `begin` has the fields of `Begin`; `began_with` and `branch` are those of
+        `TrainerState`. Returns what the bank has."""
         prompts = self._start.prompts.begun(Begin(**begin))
         path = None if folder is None else Path(folder)
         start = replace(
-            self._start, prompts=prompts, position=position, folder=path, began_with=began_with
+            self._start,
+            prompts=prompts,
+            position=position,
+            folder=path,
+            began_with=began_with,
+            branch=branch,
         )
         self._sampling = build_sampling(
             self._job, self._engine, self._sample_store, self._reward_model, start, self._timers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,6 +18,7 @@ from mcore_rl.data.prompts import PromptSources
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.observe.stage_timers import StageTimers
+from mcore_rl.rollout.branch import Branch
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.resume import folders
@@ -25,6 +27,7 @@ from mcore_rl.trainer.resume.folders import iteration_name
 from mcore_rl.trainer.resume.point import REFERENCE, ROLLOUT
 from mcore_rl.trainer.resume.trainer_state import LOADED, TrainerState, trainer_writer
 from mcore_rl.trainer.rollouts import Rollouts
+from mcore_rl.trainer.sampling import bank_folder
 
 
 class RunSaver:
@@ -46,17 +49,18 @@ class RunSaver:
         timers: StageTimers,
         has_loaded: bool,
         began_with: str,
+        branch: Branch | None,
         day: str,
         log: TextIO | None,
     ) -> None:
-        """`has_loaded`: the step of `state` is saved already. `began_with` and `day` become
-        `TrainerState`'s `began_with` and `date`."""
+        """`has_loaded`: the step of `state` is saved already. `began_with`, the name of `branch`
+        and `day` become `TrainerState`'s `began_with`, `branch` and `date`."""
         self.folder = folders.checkpoint_folder(job.args.save, job.config.run.directory)
         self._job, self._state, self._timers, self._log = job, state, timers, log
         self._learner, self._rollouts = learner, rollouts
         self._prompts, self._eval_prompts = prompts, eval_prompts
         self._saved_at = state.iteration if has_loaded else -1
-        self._began_with, self._day = began_with, day
+        self._began_with, self._branch, self._day = began_with, branch, day
 
     def save_if_due(self, step: int) -> None:
         """Save after every `--save-interval` steps; `step` is the last one, counted from 0."""
@@ -76,6 +80,9 @@ class RunSaver:
             if critic is not None:
                 critic.save(num_steps, self.folder)
             write_checkpoint(self.folder, num_steps, self._writers(num_steps))
+            if self._branch is not None and dist.get_rank() == 0:
+                # Before groups are removed: an earlier checkpoint must not find the others.
+                replace(self._branch, step=num_steps).write(bank_folder(self._job))
             self._rollouts.saved()
             self._prune(num_steps)
         self._saved_at = num_steps
@@ -119,6 +126,7 @@ class RunSaver:
             entropy_controller=self._learner.entropy_controller.state_dict(),
             reference_version=0 if reference is None else reference.version,
             began_with=self._began_with,
+            branch="" if self._branch is None else self._branch.name,
             optimizer_by_parameter=True,
             date=self._day,
             lora="" if (lora := self._job.spec.lora) is None else lora.describe(),

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from mcore_rl.observe.run_directory import read_metrics
 from mcore_rl.trainer.resume import folders
+from mcore_rl.trainer.resume.trainer_state import TRAINER, read_trainer_state
 from tests.e2e import kill_runs
 from tests.e2e.kill_runs import Setting
 from tests.e2e.recipe import HOOKS, SMALL, Ended, run_job, task_flags
@@ -33,6 +34,11 @@ def outstanding(run_dir: Path, step: int) -> tuple[int, set[int]]:
     folder = run_dir / "checkpoints" / folders.iteration_name(step)
     state = json.loads((folder / "rollout" / "ahead.json").read_text())
     return state["next_draw"], set(map(int, state["outstanding"]))
+
+
+def branch_of(run_dir: Path, step: int) -> str:
+    folder = run_dir / "checkpoints" / folders.iteration_name(step)
+    return read_trainer_state(folder / TRAINER).branch
 
 
 def test_a_run_continues_with_other_engines_and_bounds_and_loses_no_draw(
@@ -68,6 +74,10 @@ def test_a_run_continues_with_other_engines_and_bounds_and_loses_no_draw(
     dropped = [metrics[step]["rollout/stale_groups"] for step in range(2, 7)]
     assert dropped == [0, 0, 0, 0, 0]
     assert next_draw == len(counts) + len(left)
+    first, *others = (branch_of(run_dir, step) for step in (2, 4, 6, 7))
+    assert first == "" and len({*others}) == 1  # each resumed from the newest
+    known = json.loads((run_dir / "bank" / "branch.json").read_text())
+    assert known == {"name": others[0], "step": 7}
     for num_ranks, more in ((1, ()), (2, ahead(1, 0))):
         ended = run(num_ranks, 8, *more)
         said = f"has {len(left)} groups that were sampled ahead"

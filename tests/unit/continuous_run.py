@@ -32,6 +32,7 @@ from tests.unit.test_groups import (
     ScriptedRewards,
     differs,
     lengths,
+    log_probs_of,
     plan,
     prompt_of,
 )
@@ -80,7 +81,7 @@ class Engine(ScriptedEngine):
             if len(tokens) == request.max_tokens:
                 del self.running[number]
                 ids = np.array(tokens, np.int32)
-                found.append(Completion(request, ids, ids.astype(np.float32), "length"))
+                found.append(Completion(request, ids, log_probs_of(ids), "length"))
         return found
 
 

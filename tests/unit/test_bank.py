@@ -6,8 +6,10 @@ import dataclasses
 import os
 import random
 import re
+import struct
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.batching.types import Prompt, Rollout, TurnReward
-from mcore_rl.moe.routing import Routes
+from mcore_rl.moe.routing import RoutedLayers, Routes
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout import bank as bank_module
 from mcore_rl.rollout.bank import Bank, read_bank
+from mcore_rl.rollout.branch import Branch
+from mcore_rl.rollout.pending import EngineLimits
 from mcore_rl.rollout.segments import OpenGroup
 from tests.rank_pool import ROOT
 
+checksum = bank_module._checksum_before
 RUN = "tokens:5f2a, seed 1, 2 samples"
 MAGIC = b"\x89RLBANK\n"
 
@@ -271,10 +276,21 @@ def test_files_of_another_run_are_ignored_and_kept(tmp_path: Path) -> None:
     bank.append(group_of(1))
     found, skipped = read(tmp_path)
     check(found, {1: 0})
-    why = "it belongs to a run with another model, other prompts or settings"
-    assert skipped == [f"group_00000_1.bank: {why}"]
+    assert len(skipped) == 1 and re.match("1 in 1 file of another start .* may be", skipped[0])
     bank.forget({0, 1})
     assert files(tmp_path) == ["group_00000_1.bank"]
+
+
+def test_groups_of_other_runs_are_counted_without_reading_them(tmp_path: Path) -> None:
+    for owner, fingerprint, num_groups in ((0, "seed 2", 3), (1, "seed 3", 2), (2, RUN, 1)):
+        bank = bank_of(tmp_path, owner, 3, fingerprint)
+        for draw in range(num_groups):
+            bank.append(group_of(draw))
+    file = tmp_path / "group_00000_1.bank"
+    file.write_bytes(file.read_bytes()[:-1])  # its last record is torn
+    found, skipped = read(tmp_path)
+    check(found, {0: 0})
+    assert len(skipped) == 1 and skipped[0].startswith("4 in 2 files of another start")
 
 
 def test_records_of_another_run_are_skipped_if_the_header_is_damaged(tmp_path: Path) -> None:
@@ -362,6 +378,170 @@ def test_files_of_lost_owners_are_passed_on(tmp_path: Path) -> None:
     assert read(tmp_path)[0].keys() == {1, 3}
     banks[1].forget(range(4))
     assert files(tmp_path) == []
+
+
+def test_pipes_devices_and_folders_are_passed_over(tmp_path: Path) -> None:
+    bank = bank_of(tmp_path)
+    bank.append(group_of(1))
+    os.mkfifo(tmp_path / "group_00000_2.bank")
+    (tmp_path / "group_00000_3.bank").symlink_to("/dev/zero")
+    (tmp_path / "group_00000_4.bank").mkdir()
+    (tmp_path / "group_00000_5.bank").symlink_to("gone")
+    found, skipped = read(tmp_path)
+    check(found, {1: 0})
+    assert [text.partition(": ")[2] for text in skipped] == [
+        *["it is not a regular file"] * 3,
+        "No such file or directory",
+    ]
+    bank.forget({1})
+    bank.append(group_of(2))
+    check(read(tmp_path)[0], {2: 0})
+
+
+def test_false_frames_are_passed_over_in_linear_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them claims to reach far into the file; the record behind them is found."""
+    file, data, (header, first, _, _) = three_records(tmp_path)
+    frames = (MAGIC + struct.pack("<QQI", 3 << 20, 0, 0)) * 2000
+    file.write_bytes(data[:header] + frames + bytes(4 << 20) + data[header:first])
+    num_read, pread = [0], os.pread
+
+    def counted(handle: int, count: int, at: int) -> bytes:
+        found = pread(handle, count, at)
+        num_read[0] += len(found)
+        return found
+
+    monkeypatch.setattr(os, "pread", counted)
+    banked, skipped = read_bank(tmp_path, prompt_of, fingerprint=RUN)
+    assert banked.keys() == {0} and num_read[0] < 8 * file.stat().st_size
+    assert "checksum differs" in skipped[0] and len(skipped) < 20
+    assert re.search("[0-9]+ more places are damaged", skipped[-1])
+
+
+def test_bank_is_trimmed_and_read_record_by_record(tmp_path: Path) -> None:
+    bank, file = bank_of(tmp_path), tmp_path / "group_00000_1.bank"
+    for draw in range(8):
+        bank.append(group_of(draw, num_tokens=200_000))
+    size = file.stat().st_size
+    tracemalloc.start()
+    try:
+        bank.forget({0, 7})
+        banked, _ = read_bank(tmp_path, prompt_of, fingerprint=RUN)
+        (_, peak) = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert banked.keys() == set(range(1, 7)) and size > 32 << 20
+    assert peak < size / 8
+
+
+def test_groups_in_a_trimmed_file_are_read_without_reading_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank = bank_of(tmp_path)
+    for draw in range(50):
+        bank.append(group_of(draw))
+    banked, _ = read_bank(tmp_path, prompt_of, fingerprint=RUN)
+    bank.forget({0})
+    checked = []
+    monkeypatch.setattr(
+        bank_module, "_checksum_before", lambda *given: checked.append(0) or checksum(*given)
+    )
+    assert exact(banked[49].read()) == exact(group_of(49))
+    assert len(checked) <= 2
+
+
+def test_groups_that_are_appended_while_others_are_removed_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank, trim = bank_of(tmp_path), Bank._trim
+    for draw in range(3):
+        bank.append(group_of(draw))
+
+    def slow(bank: Bank, path: Path, draws: Any) -> None:
+        bank.append(group_of(0, seed=7))  # as another thread does
+        trim(bank, path, draws)
+
+    monkeypatch.setattr(Bank, "_trim", slow)
+    bank.forget({0, 1})
+    check(read(tmp_path)[0], {0: 7, 2: 0})
+
+
+def test_forget_names_a_file_that_it_cannot_rewrite_and_rewrites_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for draw in (0, 10):
+        bank = bank_of(tmp_path)
+        bank.append(group_of(draw))
+        bank.append(group_of(draw + 1))
+    replace = Path.replace
+
+    def refused(path: Path, target: Path) -> Path:
+        if target.name == "group_00000_1.bank":
+            raise OSError(30, "Read-only file system", str(path))
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", refused)
+    with pytest.raises(OSError, match="Read-only file system: group_00000_1.bank"):
+        bank.forget({0, 10})
+    check(read(tmp_path)[0], {0: 0, 1: 0, 11: 0})
+
+
+def test_groups_with_values_that_no_engine_of_the_run_gives_are_sampled_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bank, group = bank_of(tmp_path), group_of(1)
+    bank.append(group)
+    bank.append(dataclasses.replace(group, draw=2, rollouts=group.rollouts[:1], outcomes={}))
+    for limits, fits in (
+        (EngineLimits(vocab_size=1 << 20), lambda group: True),
+        (EngineLimits(routed=RoutedLayers((1, 2), 3, 50)), lambda group: True),
+        (EngineLimits(routed=RoutedLayers((1, 2), 4, 300)), lambda group: True),
+        (EngineLimits(), lambda group: len(group.rollouts) == 3),
+    ):
+        banked, _ = read_bank(tmp_path, prompt_of, fingerprint=RUN, limits=limits, fits=fits)
+        assert banked[1].read() is None
+        assert "draw 1 of group_00000_1.bank is sampled again" in caplog.messages[-1]
+    limits = EngineLimits(routed=RoutedLayers((1, 2), 3, 300))
+    banked, _ = read_bank(tmp_path, prompt_of, fingerprint=RUN, limits=limits)
+    assert exact(banked[1].read()) == exact(group)
+
+
+def test_a_start_continues_the_branch_of_the_newest_checkpoint_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "bank"
+    first = Branch.of_start(folder, "", 0)
+    first.write(folder)
+    assert Branch.of_start(folder, first.name, 10) == Branch(first.name, 10)
+    Branch(first.name, 20).write(folder)  # with the checkpoint of step 20
+    assert Branch.of_start(folder, first.name, 20) == Branch(first.name, 20)
+    assert Branch.of_start(folder, first.name, 30) == Branch(first.name, 30)  # killed before that
+    begun = [
+        Branch.of_start(folder, *start)
+        for start in (("", 0), ("", 20), (first.name, 10), ("another", 20), ("another", 30))
+    ]
+    assert [each.step for each in begun] == [0, 20, 10, 20, 30]
+    assert len({each.name for each in begun} | {first.name}) == 6
+    begun[2].write(folder)  # from step 10; the checkpoint of step 20 then comes back
+    assert Branch.of_start(folder, first.name, 20).name != first.name
+    assert Branch.of_start(folder, begun[2].name, 10) == begun[2]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"name": "a"}', '{"name": 5, "step": 1}', '{"name": "a", "step": -1}']
+)
+def test_a_damaged_branch_is_not_continued(
+    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "branch.json"
+    file.write_text(content)
+    assert Branch.of_start(tmp_path, "a", 1).name != "a"
+    file.unlink()
+    os.mkfifo(file)
+    assert Branch.of_start(tmp_path, "a", 1).name != "a"
+    file.unlink()
+    file.mkdir()
+    Branch("a", 1).write(tmp_path)  # the run goes on
+    assert "branch.json cannot be written" in caplog.text
 
 
 def append_for_ever(folder: str) -> None:

@@ -29,7 +29,14 @@ from tests.unit.continuous_run import (
     generated,
     long_lengths,
 )
-from tests.unit.test_groups import SIZE, OtherRewards, ScriptedRewards, prompt_of, token
+from tests.unit.test_groups import (
+    SIZE,
+    OtherRewards,
+    ScriptedRewards,
+    log_probs_of,
+    prompt_of,
+    token,
+)
 
 NUM_STEPS = 6
 
@@ -58,7 +65,7 @@ def test_every_draw_is_trained_once_with_unbroken_responses(seed: int) -> None:
             number = group.draw * SIZE + index
             expected = [token(number, 1 + at) for at in range(long_lengths(seed)(number))]
             assert rollout is not None and rollout.response_token_ids.tolist() == expected
-            assert rollout.rollout_log_probs.tolist() == expected  # as this engine gives them
+            assert np.array_equal(rollout.rollout_log_probs, log_probs_of(np.array(expected)))
     check_draws(run)
     run.close()
     mixed = [
@@ -334,6 +341,70 @@ def test_failed_rewards_of_a_resumed_run_are_asked_for_again() -> None:
     assert {held * SIZE + 1, banked * SIZE + 1} <= set(begun)
     assert not {held * SIZE, banked * SIZE} & set(begun)
     second.close()
+
+
+class ChangedRewards(ScriptedRewards):
+    """Rewards of the same names, whose code has changed."""
+
+    version = "2"
+
+
+@pytest.mark.parametrize("now", [ChangedRewards, ScriptedRewards])
+def test_groups_of_a_resumed_run_are_graded_again_if_the_code_of_rewards_has_changed(
+    now: type[ScriptedRewards],
+) -> None:
+    first = Run(3)
+    first.step(1)
+    first.sample(0, lambda: len(first.banks[0].groups) >= 2 * NUM_GROUPS)
+    first.pause()
+    first.close()
+    groups = {d: g for d, g in first.banks[0].groups.items() if d not in first.trained}
+    held, banked = sorted(groups)[:2]
+    second = Run(
+        3,
+        rewards=lambda: now(lambda number: -1.0),
+        groups={held: 1},
+        next_draw=banked,
+        banked={banked: groups[banked]},
+    )
+    second.begin_step(2)
+    second.schedulers[0].load([groups[held]])
+    second.train()
+    second.step(3)
+    for draw in (held, banked):
+        outcomes = second.trained[draw][1].outcomes.values()
+        assert {each["length"].reward == -1.0 for each in outcomes} == {now is ChangedRewards}
+        assert second.trained[draw][1].reward_sources == {"length": now.version}
+        assert draw not in {each.number // SIZE for each in second.engines[0].submitted}
+    second.close()
+
+
+def test_prompts_of_groups_that_have_left_are_let_go() -> None:
+    run = Run(8, most=1, drops_stale=True)
+    run.engines[0]._length_of = lambda number: 2 if number // SIZE % 4 else 39
+    for version in range(1, 2 * NUM_STEPS):
+        run.step(version)
+        scheduler = run.schedulers[0]
+        assert scheduler._prompts.keys() <= scheduler.open.keys()
+    assert run.trained and run.dropped
+    run.close()
+
+
+def test_sampling_goes_on_while_groups_are_removed_from_the_bank() -> None:
+    run = Run(4)
+    for version in range(1, 4):
+        run.step(version)
+    scheduler, bank = run.schedulers[0], run.banks[0]
+    scheduler.forget_banked(run.trained)
+    assert run.trained.keys() <= bank.groups.keys()  # the writer is late, and not waited for
+    while run.trained.keys() & bank.groups.keys():
+        run.sample_a_little()
+    undone = sorted(bank.groups)[:1]
+    scheduler.forget_banked(undone, waits=True)
+    assert not bank.groups.keys() & {*undone}
+    scheduler.forget_banked(bank.groups.keys())
+    run.close()
+    assert not bank.groups
 
 
 @pytest.mark.parametrize("compares", [False, True])

@@ -64,6 +64,11 @@ class NoRewards:
         self._open: list[int] = []
         self.begun: list[Rollout] = []
 
+    def sources(self) -> dict[str, str]:
+        return {}
+
+    find_sources = sources
+
     def begin(self, rollout: Rollout) -> int:
         self.begun.append(rollout)
         self._open.append(len(self.begun) - 1)

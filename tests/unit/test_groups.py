@@ -80,7 +80,7 @@ class ScriptedEngine:
                 self.ending.discard(number)
                 ids = np.array(tokens, np.int32)
                 reason = "stop" if is_stop else "length"
-                found.append(Completion(request, ids, ids.astype(np.float32), reason))
+                found.append(Completion(request, ids, log_probs_of(ids), reason))
         return found
 
     def of_first_rank(self, mine: Any) -> Any:
@@ -97,6 +97,11 @@ def token(number: int, length: int) -> int:
     return 100 * number + length
 
 
+def log_probs_of(ids: np.ndarray) -> np.ndarray:
+    """Log-probs that tell the tokens they belong to."""
+    return -ids.astype(np.float32) / 2**16
+
+
 def number_of(rollout: Rollout) -> int:
     return int(rollout.response_token_ids[0]) // 100
 
@@ -105,6 +110,7 @@ class ScriptedRewards:
     """Rewards that arrive after a random number of polls, in any order."""
 
     names = ("length",)
+    version = "1"  # of the code
 
     def __init__(
         self, reward: Callable[[int], float], *, fails_at: int = -1, seed: int = 1
@@ -114,6 +120,11 @@ class ScriptedRewards:
         self._random = random.Random(seed)
         self._is_waiting = False
         self.begun: list[int] = []
+
+    def sources(self) -> dict[str, str]:
+        return dict.fromkeys(self.names, self.version)
+
+    find_sources = sources
 
     def begin(self, rollout: Rollout) -> int:
         self._open.append((len(self.begun), rollout))
@@ -459,7 +470,7 @@ def test_pending_groups_resume_within_the_staleness_limit(
             length = lengths(seed)(number)
             expected = [token(number, at + 1) for at in range(length)]
             assert rollout.response_token_ids.tolist() == expected
-            assert rollout.rollout_log_probs.tolist() == [float(each) for each in expected]
+            assert np.array_equal(rollout.rollout_log_probs, log_probs_of(np.array(expected)))
             versions = rollout.token_versions
             assert len(versions) == length and (np.diff(versions) >= 0).all()
             assert rollout.weight_version == versions[-1]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ from mcore_rl.common.readers import (
     InvalidData,
     finite_number,
     integer_within,
+    is_lfs_pointer,
     lines_of,
+    open_regular,
     parse_json,
     parse_yaml,
     plain_file_name,
+    read_regular,
 )
 from tests import hostile
 
@@ -135,3 +139,18 @@ def test_long_lines_are_cut_and_keep_their_ends(tmp_path):
     path = tmp_path / "lines"
     path.write_bytes(b"ab\n\n" + b"c" * 100 + b"\n" + b"d" * 8 + b"\n" + b"e" * 100)
     assert list(lines_of(path, 8)) == [b"ab\n", b"\n", b"c" * 7 + b"\n", b"d" * 7 + b"\n", b"e" * 8]
+
+
+def test_only_regular_files_and_links_to_them_are_read(tmp_path):
+    """A pipe would block, and a device would never end."""
+    file = tmp_path / "file"
+    file.write_bytes(b"12345")
+    (tmp_path / "link").symlink_to(file)
+    assert read_regular(file, 5) == read_regular(tmp_path / "link") == b"12345"
+    with pytest.raises(OSError, match="it has more than 4 bytes"):
+        read_regular(file, 4)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        with pytest.raises(OSError, match="it is not a regular file"):
+            open_regular(path)
+    assert not is_lfs_pointer(tmp_path / "pipe") and not is_lfs_pointer(tmp_path / "gone")

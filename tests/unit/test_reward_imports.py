@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.isolation.wire import Answer
 from mcore_rl.rewards.functions import exact_match, resolve_reward, reward
-from mcore_rl.rewards.pool import check_rewards
+from mcore_rl.rewards.pool import RewardPool, _Worker, check_rewards
 from mcore_rl.rewards.stack import RewardStack
 from tests.reward_server import responses
 from tests.reward_specs import rewards_of
@@ -161,3 +162,59 @@ def test_time_limit_applies_to_each_function(tmp_path):
         (scored,) = stack.score(responses("7"))
         assert time.monotonic() - started > 3.3
     assert (scored.failure, scored.reward) == (None, 3.0)
+
+
+def sources(names: str, folder: Path, **texts: str) -> dict[str, str]:
+    """What a new process finds, with these texts in files of the folder."""
+    for name, text in texts.items():
+        (folder / f"{name}.py").write_text(text)
+    imports = [str(folder / "grading.py")] if "grading" in texts else ()
+    with RewardStack(rewards_of(names, imports=imports)) as stack:
+        assert stack.sources().keys() == set()
+        return stack.find_sources()
+
+
+def test_changed_code_of_a_reward_changes_its_source(tmp_path, monkeypatch):
+    """Wherever the code is: in the file itself, or in one that it imports."""
+    monkeypatch.chdir(tmp_path)
+    grade = "def grade(*, prompt, response, answer):\n    return {}\n"
+    mine = "import shared_scale\ndef grade(*, prompt, response, answer):\n    return {}\n"
+    first = sources("graded:grade,gsm8k", tmp_path, graded=grade.format(1))
+    assert sources("graded:grade,gsm8k", tmp_path) == first
+    changed = sources("graded:grade,gsm8k", tmp_path, graded=grade.format(2))
+    assert changed["graded:grade"] != first["graded:grade"]
+    one, two = (
+        sources("graded:grade", tmp_path, graded=mine, shared_scale=f"scale = {scale}\n")
+        for scale in (1, 2)
+    )
+    assert one["graded:grade"] != two["graded:grade"]
+
+
+def test_changed_file_of_imports_changes_the_sources_of_its_rewards(tmp_path):
+    named = FILE.replace("imports_", "sourced_")
+    first, second = (
+        sources("sourced_length", tmp_path, grading=f"{named}# {n}\n") for n in range(2)
+    )
+    assert first.keys() == second.keys() == {"sourced_length"} and first != second
+
+
+def test_reward_whose_file_has_changed_between_two_workers_has_no_source():
+    pool = RewardPool(rewards_of("gsm8k"))
+    for digest, known in (
+        ("a" * 64, "a" * 64),
+        ("a" * 64, "a" * 64),
+        ("b" * 64, ""),
+        ("b" * 64, ""),
+    ):
+        pool._take_start(_Worker(0), Answer({"gsm8k": digest}))
+        assert pool.sources == {"gsm8k": known}
+    pool.close()
+
+
+def test_reward_at_another_address_is_another_one():
+    first, second = (
+        rewards_of("http", reward_url=f"http://127.0.0.1:9/{judge}") for judge in ("a", "b")
+    )
+    with RewardStack(first) as one, RewardStack(second) as two:
+        assert one.find_sources().keys() == {"http"}
+        assert one.find_sources() != two.find_sources()

@@ -172,6 +172,11 @@ class ScriptedStack:
         self.settled: list[int] = []  # request numbers, in the order of their outcomes
         self._is_waiting = False
 
+    def sources(self) -> dict[str, str]:
+        return {}
+
+    find_sources = sources
+
     def begin(self, rollout: Rollout) -> int:
         self._open.append((len(self._open) + len(self.settled), rollout))
         return self._open[-1][0]

@@ -25,6 +25,7 @@ from mcore_rl.job import start as start_module
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.ahead_state import AheadState
+from mcore_rl.rollout.branch import Branch
 from mcore_rl.rollout.pending import write_groups
 from mcore_rl.rollout.segments import OpenGroup
 from mcore_rl.trainer import saver as saver_module
@@ -71,6 +72,7 @@ def saver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSaver:
         timers=StageTimers(),
         has_loaded=False,
         began_with="",
+        branch=None,
         day="2026-01-01",
         log=None,
         **nothing,
@@ -86,6 +88,20 @@ def test_older_checkpoints_of_both_are_removed(tmp_path, saver):
     for step in (9, 19, 99, 109, 119):
         saver.save_if_due(step)
     assert steps(tmp_path) == ([120, 100], [120, 100])
+
+
+def test_bank_knows_of_a_checkpoint_before_groups_are_removed(tmp_path, saver, monkeypatch):
+    """Otherwise a start from an earlier one could find the groups that are left."""
+    known = []
+    branch = Branch("6f1c", 0)
+    monkeypatch.setattr(saver, "_branch", branch)
+    saved = lambda: known.append(Branch.of_start(tmp_path / "bank", "6f1c", 19).name)  # noqa: E731
+    monkeypatch.setattr(saver._rollouts, "saved", saved)
+    branch.write(tmp_path / "bank")
+    assert Branch.of_start(tmp_path / "bank", "6f1c", 0) == branch
+    saver.save(20)
+    assert Branch.of_start(tmp_path / "bank", "6f1c", 20) == Branch("6f1c", 20)
+    assert len(known) == 1 and known != ["6f1c"]
 
 
 def test_failed_save_of_the_actor_keeps_a_step_of_both(tmp_path, saver, monkeypatch):

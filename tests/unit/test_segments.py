@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,11 @@ from mcore_rl.batching.table import SampleTokens
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, TopTokens, TurnReward
 from mcore_rl.common.errors import UsageError
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling
-from mcore_rl.moe.routing import Routes
+from mcore_rl.moe.routing import RoutedLayers, Routes
 from mcore_rl.rewards.worker import Outcome
+from mcore_rl.rollout.ahead_state import AheadState
 from mcore_rl.rollout.collector import lengths_in
-from mcore_rl.rollout.pending import check_environments, read_groups, write_groups
+from mcore_rl.rollout.pending import EngineLimits, check_environments, read_groups, write_groups
 from mcore_rl.rollout.segments import (
     KeptConversation,
     OpenGroup,
@@ -177,13 +179,16 @@ def written(folder: Path) -> tuple[Path, dict[str, np.ndarray], str]:
         return file, arrays, tensors.metadata()["groups"]
 
 
-def read_again(file: Path, *, has_environments: bool = True) -> list[OpenGroup]:
+def read_again(
+    file: Path, *, has_environments: bool = True, limits: EngineLimits | None = None
+) -> list[OpenGroup]:
     return read_groups(
         file.parent,
         {7: PROMPT}.__getitem__,
         tp_group=0,
         num_tp_groups=1,
         has_environments=has_environments,
+        limits=limits or EngineLimits(),
     )
 
 
@@ -195,13 +200,15 @@ def read_again(file: Path, *, has_environments: bool = True) -> list[OpenGroup]:
         *[('"text": "1 and 2"', f'"text": {value}') for value in ("null", "5", "[]")],
         *[('"weight_version": 4', f'"weight_version": {value}') for value in ("-1", "0.5", '"4"')],
         *[('"failure": null', f'"failure": {value}') for value in ("5", '"", "more": 1')],
-        *[("[0.1, null", f"[{value}, null") for value in ('"0.1"', "null", "true")],
+        *[('"length"', f'"{reason}"') for reason in ("", "abort", "Stop")],
+        *[('"weight_version": 4', f'"weight_version": {value}') for value in (3, 2**31)],
+        *[("[0.1, null", f"[{v}, null") for v in ('"0.1"', "null", "true", "NaN", "-Infinity")],
         *[('"0": {', '"9": {'), ('"0": {', '"x": {'), ('"outcomes": {', '"outcomes": [], "x": {')],
-        *[("[[2, 0.1]", f"[[{value}]") for value in ("2", "8, 0.1", "-1, 0.1", '2, "0.1"')],
-        *[("[0.2, ", f"[{value}, ") for value in ("null", '"0.2"')],
+        *[("[[2, 0.1]", f"[[{v}]") for v in ("2", "8, 0.1", "-1, 0.1", '2, "0.1"', "2, NaN")],
+        *[("[0.2, ", f"[{value}, ") for value in ("null", '"0.2"', "Infinity")],
         *[("[{", "[" * 100 + "{"), ("[{", "{"), ("}]", "")],
         *[('{"2": "stop"}', f'{{"{n}": "stop"}}') for n in ("0", "1", "3", "x")],
-        *[('{"2": "stop"}', value) for value in ('{"2": 5}', '["2"]', '{"-1": null}')],
+        *[('{"2": "stop"}', v) for v in ('{"2": 5}', '["2"]', '{"-1": null}', '{"2": "abort"}')],
         *[('{"2": "Guess"}', value) for value in ('{"2": 5}', '["Guess"]')],
     ],
 )
@@ -301,6 +308,81 @@ def test_groups_with_wrong_arrays_are_refused(tmp_path: Path, name: str, change:
     save_file(arrays, file, {"groups": facts})
     with pytest.raises(UsageError, match=f"{file} does not hold unfinished groups of samples"):
         read_again(file)
+
+
+TOKENS = ("response_token_ids", "prompt_token_ids", "top_ids")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[(name, value) for name in TOKENS for value in (-1, -(2**31), 100)],
+        *[("rollout_log_probs", value) for value in (np.nan, np.inf, -np.inf, 0.1, 1000, -9999)],
+        *[("top_log_probs", value) for value in (np.nan, np.inf, -np.inf, 0.1, -10_000)],
+        *[("weight_versions", value) for value in (-1, -(2**31), 5, 2**31 - 1)],
+        *[("routes", value) for value in (8, 255)],
+        ("routes as floats", 0),
+        *[("2/observed", value) for value in (-1, 100)],
+    ],
+)
+def test_values_that_no_engine_gives_are_refused(tmp_path: Path, name: str, value: float) -> None:
+    """In one place of the array; the model has 100 tokens and two layers of 8 experts."""
+    file, arrays, facts = written(tmp_path)
+    routed = RoutedLayers((1, 2), 1, 8)
+    limits = EngineLimits(vocab_size=100, routed=routed)
+    (found,) = read_again(file, limits=limits)
+    assert plain(found) == plain(groups()[0])
+    if name == "routes as floats":
+        name, arrays["7/0/routes"] = "routes", arrays["7/0/routes"].astype(np.float32)
+    array = arrays[f"7/{name}" if "/" in name else f"7/0/{name}"]
+    array[tuple(length - 1 for length in array.shape)] = value
+    save_file(arrays, file, {"groups": facts})
+    with pytest.raises(UsageError, match=f"{file} does not hold unfinished groups of samples"):
+        read_again(file, limits=limits)
+
+
+def test_groups_that_cannot_have_been_sampled_are_refused(tmp_path: Path) -> None:
+    """A group without samples, an outcome of a sample that goes on, one that ended with nothing."""
+    file, arrays, facts = written(tmp_path)
+    (group,) = json.loads(facts)
+    none = {name: {} for name in ("outcomes", "environment_outcomes", "conversations")}
+    of_third = {**group["outcomes"], "2": group["outcomes"]["0"]}
+    for changed in (
+        {**group, "samples": [], **none},
+        {**group, "outcomes": of_third},
+        {**group, "environment_outcomes": {**group["environment_outcomes"], "1": [0.0, None, ""]}},
+    ):
+        save_file(arrays, file, {"groups": json.dumps([changed])})
+        with pytest.raises(UsageError, match="no samples, or outcomes of samples that have not"):
+            read_again(file)
+    nothing = OpenGroup(7, [dataclasses.replace(new_rollout(PROMPT, 0, 1), finish_reason="stop")])
+    write_groups([nothing], file.parent, 0)
+    with pytest.raises(UsageError, match="sample 0 has ended without tokens"):
+        read_again(file)
+    failed = dataclasses.replace(nothing.rollouts[0], failure="no server is left")
+    write_groups([OpenGroup(7, [failed])], file.parent, 0)
+    assert len(read_again(file, has_environments=False)) == 1
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_experts_of_other_layers_are_refused(tmp_path: Path, num_layers: int) -> None:
+    file, _, _ = written(tmp_path)
+    routed = RoutedLayers(tuple(range(num_layers)), 1, 8)
+    with pytest.raises(UsageError, match="does not hold unfinished groups of samples"):
+        read_again(file, limits=EngineLimits(routed=routed))
+
+
+@pytest.mark.parametrize("num_tp_groups", [1, 3])
+def test_pipes_in_place_of_groups_are_refused(tmp_path: Path, num_tp_groups: int) -> None:
+    os.mkfifo(tmp_path / "group_00000.safetensors")
+    with pytest.raises(UsageError, match="does not hold unfinished .* is not a regular file"):
+        read_groups(tmp_path, lambda draw: PROMPT, tp_group=0, num_tp_groups=num_tp_groups)
+    os.mkfifo(tmp_path / "ahead.json")
+    with pytest.raises(UsageError, match="does not hold draws .* is not a regular file"):
+        AheadState.read(tmp_path, 0)
+    os.mkfifo(tmp_path / "lengths.safetensors")
+    with pytest.raises(UsageError, match="does not hold lengths .* is not a regular file"):
+        lengths_in(tmp_path / "lengths.safetensors", 3)
 
 
 @pytest.mark.parametrize("size", [0, 7, 100, -1])

@@ -31,7 +31,13 @@ from mcore_rl.batching.types import TopTokens
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.http import HTTPFailure, answer_to, lines_of, quoted, request
 from mcore_rl.common.readers import InvalidData, finite_number, integer_within, parse_json
-from mcore_rl.hybrid_engine.vllm.generation import Request, sampling_fields
+from mcore_rl.hybrid_engine.vllm.generation import (
+    FINISH_REASONS,
+    NO_LOG_PROB,
+    Request,
+    are_log_probs,
+    sampling_fields,
+)
 from mcore_rl.moe.routing import RoutedLayers, Routes
 from mcore_rl.moe.routing_capture import routes_of
 
@@ -39,7 +45,6 @@ _MAX_EVENT_BYTES = 1 << 20  # without routes
 _MAX_CANDIDATE_BYTES = 128  # of one of the most probable tokens of a position
 _MAX_ROUTE_BYTES = 6  # of one expert: an int32 in base64, rounded up
 _MAX_ANSWER_BYTES = 1 << 16  # of refusals and probes
-_NO_LOG_PROB = -9999.0  # vLLM's floor, also in place of NaN and of a missing log-prob
 _OF_THE_REQUEST = (400, 413, 422)  # statuses that another server would answer with, too
 
 
@@ -350,7 +355,7 @@ class _EventReader:
     def _check_end(self, choice: dict[str, Any], reason: Any, num_tokens: int) -> None:
         if reason == "abort":
             raise Refused("the server aborted the request")
-        if reason not in ("stop", "length"):
+        if reason not in FINISH_REASONS:
             raise WrongAnswer("an unknown finish reason")
         if not num_tokens:
             raise WrongAnswer("a response without tokens")
@@ -414,7 +419,7 @@ def _candidate(entry: Any, last_token: int) -> tuple[int | None, tuple[int, floa
     fields = entry if isinstance(entry, dict) else {}
     token = integer_within(fields.get("token_id"), 0, last_token)
     log_prob = finite_number(fields.get("logprob"))
-    if token is None or log_prob is None or not _NO_LOG_PROB <= log_prob <= 0.0:
+    if token is None or log_prob is None or not NO_LOG_PROB <= log_prob <= 0.0:
         raise WrongAnswer("a candidate is not a token with a finite log-prob of at most 0")
     return integer_within(fields.get("rank"), 1, last_token + 1), (token, log_prob)
 
@@ -423,6 +428,6 @@ def _log_prob(entry: Any, token: int) -> float:
     if not isinstance(entry, dict) or entry.get("token_id") != token:
         raise WrongAnswer("a log-prob is of another token than sampled")
     found = finite_number(entry.get("logprob"))
-    if found is None or not _NO_LOG_PROB < found <= 0.0:
+    if found is None or not are_log_probs(found):
         raise WrongAnswer("a log-prob is not a finite number of at most 0")
     return found

@@ -24,6 +24,19 @@ from mcore_rl.moe.routing import RoutedLayers, Routes
 from mcore_rl.moe.routing_capture import routes_of
 
 BYTES_PER_CHARACTER = 4  # at most; a token has at least one byte
+FINISH_REASONS = ("stop", "length")  # of complete responses
+NO_LOG_PROB = -9999.0  # vLLM's floor, also in place of NaN and of a missing log-prob
+
+
+def are_tokens(values: Any, vocab_size: int) -> Any:
+    """Return whether integers are token ids: a bool, or an array of bools for an array."""
+    return (values >= 0) & (values < vocab_size)
+
+
+def are_log_probs(values: Any) -> Any:
+    """Return whether floats are log-probs of sampled tokens: finite and at most 0. A bool, or an
+    array of bools for an array."""
+    return (values > NO_LOG_PROB) & (values <= 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +262,7 @@ class Generation:
     def _completed(self, output: Any) -> Completion:
         request = self._running.pop(int(output.request_id))
         (found,) = output.outputs
-        if found.finish_reason not in ("stop", "length"):
+        if found.finish_reason not in FINISH_REASONS:
             raise RuntimeError(
                 f"request {request.number} ended with {found.finish_reason!r}, not by a stop token "
                 "or its length"

@@ -27,7 +27,14 @@ from pathlib import Path
 
 from mcore_rl.common.disk import sync
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.readers import InvalidData, integer_within, parse_json, plain_file_name
+from mcore_rl.common.readers import (
+    InvalidData,
+    integer_within,
+    open_regular,
+    parse_json,
+    plain_file_name,
+    read_regular,
+)
 
 SAVING = "saving"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -115,7 +122,7 @@ def steps_to_try(load: Path, steps: Sequence[int], asked: int | None) -> list[in
 def tracked_step(folder: Path) -> int | None:
     """Return the step that Megatron would load, None if it finds none ("release" included)."""
     with contextlib.suppress(OSError, ValueError):
-        return int(_content(folder / TRACKER).decode())
+        return int(read_regular(folder / TRACKER).decode())
     return None
 
 
@@ -180,7 +187,7 @@ def _check_tracked(folder: Path, flag: str) -> None:
     0, or raise on each rank."""
     content = ""
     with contextlib.suppress(OSError):
-        content = _content(folder / TRACKER).decode(errors="replace").strip()
+        content = read_regular(folder / TRACKER).decode(errors="replace").strip()
     is_step = content.isdecimal() and len(content) < 19
     place = folder / (iteration_name(int(content)) if is_step else "release")
     if not (is_step or content == "release") or not place.is_dir():
@@ -340,7 +347,7 @@ def damage(folder: Path, step: int, *, rank: int = 0, world_size: int = 1) -> li
     if sizes is None:
         return [Damage(place / COMPLETE, "it is not there or cannot be read")]
     try:
-        expected = parse_json(_content(place / INTEGRITY))["files"]
+        expected = parse_json(read_regular(place / INTEGRITY))["files"]
         if not isinstance(expected, dict):
             raise InvalidData("files is not an object")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -373,7 +380,7 @@ def recorded_bytes(folder: Path, step: int) -> int:
 def _record(place: Path, step: int) -> dict[str, int] | None:
     """Return the bytes of each file of a complete checkpoint, all below its folder, else None."""
     try:
-        record = parse_json(_content(place / COMPLETE))
+        record = parse_json(read_regular(place / COMPLETE))
         if record["format"] != _FORMAT or record["step"] != step:
             return None
         sizes = record["bytes"]
@@ -387,13 +394,6 @@ def _record(place: Path, step: int) -> dict[str, int] | None:
         return None
 
 
-def _content(path: Path) -> bytes:
-    """Read a regular file; a pipe would block. Raises OSError."""
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path} is not a file")
-    return path.read_bytes()
-
-
 def _folders_of(folder: Path) -> list[Path]:
     """Return `folder` and all folders below it, the deepest first."""
     below = [path for path in folder.rglob("*") if path.is_dir()]
@@ -401,7 +401,7 @@ def _folders_of(folder: Path) -> list[Path]:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -40,7 +40,7 @@ LOADED = "loaded"
 # Facts that checkpoints of earlier versions may lack.
 _LATER_FACTS = {
     *("began_with", "date", "entropy_controller", "lora", "optimizer_by_parameter"),
-    *("sources_began_at", "sources_drawn", "only_source"),
+    *("sources_began_at", "sources_drawn", "only_source", "branch"),
 }
 _MOST_FACT_BYTES = 1 << 20
 _MOST_COUNTED = 1 << 53
@@ -72,6 +72,7 @@ class TrainerState:
     sources_began_at: int = 0
     sources_drawn: Mapping[str, int] = field(default_factory=dict)
     only_source: str = ""
+    branch: str = ""  # of the bank (`rollout.branch`); "": nothing was sampled ahead
 
     @property
     def begin(self) -> Begin:

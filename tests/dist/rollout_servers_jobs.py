@@ -16,7 +16,6 @@ import requests
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
-from mcore_rl.common.errors import UsageError
 from mcore_rl.common.http import client_session
 from mcore_rl.hybrid_engine.remote.generate_client import GenerateClient, OtherVersion, Received
 from mcore_rl.hybrid_engine.remote.server_engine import ServerEngine, ServersConfig
@@ -71,7 +70,7 @@ def _play(checkpoint: str, vocab_size: int, servers: list[VLLMServer]) -> dict[s
         found = {
             "alone": [same(local, engine, request) for request in short_requests(local)],
             "other version": asyncio.run(_other_version(urls[0], vocab_size)),
-            "r3": _usage_error(engine_r3),
+            "r3": _without_experts(engine_r3),
         }
         found["cut"] = cut(local, engine, urls)
         patience = {"token_timeout_seconds": HANG_SECONDS, "probe_timeout_seconds": HANG_SECONDS}
@@ -157,13 +156,10 @@ async def _other_version(url: str, vocab_size: int) -> bool:
         return False
 
 
-def _usage_error(engine: ServerEngine) -> str:
+def _without_experts(engine: ServerEngine) -> str | None:
     request = Request(0, np.arange(5, 9, dtype=np.int32), 3, Sampling(), with_routes=True)
-    try:
-        run(engine, [request])
-    except UsageError as error:
-        return str(error)
-    return ""
+    with engine.giving_up():
+        return run(engine, [request])[0].failure
 
 
 def long_requests() -> list[Request]:

@@ -61,6 +61,7 @@ def test_a_server_names_the_weights_of_its_tokens(result):
 
 
 def test_servers_that_do_not_return_experts_cannot_serve_r3(result):
+    assert "no server is left" in result["r3"]
     assert "r3" in result["r3"] and "--enable-return-routed-experts" in result["r3"]
 
 

@@ -243,13 +243,15 @@ class ServerSync:
                     self._connected[urls].connect()
                 report = self._connected[urls].send_weights(str(self.weight_version))
         except RuntimeError as error:  # the same on all ranks
-            self._connected.pop(urls).shutdown()
-            hanging: dict[str, str] = objects.broadcast(self._health.faults)
+            connection = self._connected.pop(urls)
+            connection.shutdown()
+            why = str(error).splitlines()[0]
+            hanging = {urls[number]: why for number in connection.hanging} | self._health.faults
+            hanging = objects.broadcast(hanging)
             for url, fault in hanging.items():
-                self._fail(url, f"it did not answer while it received the weights: {fault}")
+                self._fail(url, f"it hung while it received the weights: {fault}")
             if hanging:
                 return None
-            why = str(error).splitlines()[0]
             if NO_FIT in why and len(urls) == 1:
                 agreed_in_world(partial(_refuse, urls[0], why, self._job.spec.checkpoint.folder))
             if len(urls) == 1:

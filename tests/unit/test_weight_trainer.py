@@ -31,12 +31,18 @@ def over() -> Iterator[threading.Event]:
     event.set()
 
 
+@pytest.fixture(autouse=True)
+def little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_GRACE_SECONDS", 0.05)
+
+
 @pytest.mark.usefixtures("alone")
 def test_server_that_does_not_answer_ends_a_connection_after_the_timeout(over):
     sound, hanging = SimpleNamespace(num_workers=lambda: 1), SimpleNamespace(num_workers=over.wait)
     trainer = trainer_of(sound, hanging, timeout_seconds=0.2)
     with pytest.raises(RuntimeError, match=r"engines \[1\] did not answer a call within 0\.2 s"):
         trainer.connect()
+    assert trainer.hanging == [1]
 
 
 @pytest.mark.usefixtures("alone")

@@ -54,6 +54,8 @@ from mcore_rl.model.tensors import TensorInfo
 
 logger = logging.getLogger(__name__)
 
+_GRACE_SECONDS = 10.0  # in which the calls of sound servers end after a failure
+
 
 @dataclass
 class MegatronTrainerInitInfo(TrainerInitInfo):
@@ -146,6 +148,7 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
         self._calls: list[Future[Any]] = []
         self._num_calls = 0
         self._check, self._is_closed = check, threading.Event()
+        self.hanging: list[int] = []  # engines whose calls did not end after the last failure
 
     @classmethod
     def trainer_init(
@@ -196,6 +199,9 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
         except Exception as error:  # of any type: workers and trainer ranks must receive it
             if self._world is not None:
                 self._world.fail(str(error))
+            # The calls of all others end now: their workers learn of the failure.
+            _, running = wait(self._calls, timeout=_GRACE_SECONDS)
+            self.hanging = [number for number, call in enumerate(self._calls) if call in running]
             self.shutdown()
             fault = error
         mine = None if fault is None else str(fault) or repr(fault)
